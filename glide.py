@@ -249,11 +249,11 @@ def loss(drafter: Drafter, target, batch) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
-def alpha(drafter: Drafter, target, batch) -> Tensor:
-    """Acceptance rate at temperature 1, sum over tokens of min(p_target, q_draft), summed over positions (5.1)."""
+def alpha(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
+    """Acceptance rate at temperature 1 (5.1): sum over positions of sum_x min(p_target, q_draft), and their number."""
     logits, where = training_logits(drafter, target, batch)
     p_target = common.target_logits(target, batch.hidden[:, :-1][where]).softmax(-1)[:, drafter.draft_ids]
-    return torch.minimum(p_target, logits.softmax(-1)).sum()
+    return torch.minimum(p_target, logits.softmax(-1)).sum(), len(logits)
 
 
 def expected_speedup(alpha: float, gamma: int, cost: float) -> float:
@@ -290,9 +290,8 @@ def propose(drafter: Drafter, target, input_ids: Tensor, cache, own, logits_proc
         positions = own.feed(fed)
         self_mask = cross_mask = None
         if fed.shape[1] > 1:
-            before = torch.arange(own.fed.shape[1], device=ids.device)
-            self_mask = (positions[0, :, None] >= before)[None, None]  # (1, 1, n, rows)
-            cross_mask = (positions[0, :, None] > before[:-1])[None, None]  # (1, 1, n, P)
+            self_mask = (positions.mT >= torch.arange(own.fed.shape[1], device=ids.device))[None, None]  # (1, 1, n, rows)
+            cross_mask = (positions.mT > torch.arange(cache.get_seq_length(), device=ids.device))[None, None]  # (.., P)
         embeds = target.get_input_embeddings()(fed)
         rotary = common.rotary(target, positions, -1)
         hidden = drafter(embeds, rotary, kv, self_mask, cross_mask, own)[:, -1]  # (1, D)

@@ -1,0 +1,159 @@
+"""Conversations in and out: read training data in the usual forms, or let a chat target write its own.
+
+`make_conversations` is self-distillation in the manner of Magpie (Xu et al. 2024, arXiv:2406.08464): given its chat
+template up to where the user's words would begin, an instruct model writes a plausible request, and then answers it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+
+def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tensor, Tensor]]:
+    """Token ids and loss masks, each (T,), of every conversation in a .jsonl or .jsonl.gz file.
+
+    A line is {"prompt_ids", "response_ids"}, {"prompt", "response"}, {"messages"}, ShareGPT's {"conversations"}, or
+    {"text"}. The loss is on what the assistant says, on everything for plain text.
+
+    Raises:
+        ValueError: missing or empty file, or a line that is not of these forms, with its number.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"no data file {path}; make one with train.py --make-data 2000 --out {path}")
+    sequences = []
+    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                ids, mask = _tokenize(json.loads(line), tokenizer)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number}: not a conversation ({type(error).__name__}: {error})") from None
+            if ids and (min(ids) < 0 or max(ids) >= len(tokenizer)):
+                raise ValueError(f"{path}, line {number}: token id {max(ids)} is outside the target's vocabulary")
+            if any(mask[1:max_length]):
+                mask = [False, *mask[1:max_length]]
+                sequences.append((torch.tensor(ids[:max_length]), torch.tensor(mask)))
+    if not sequences:
+        raise ValueError(f"{path} holds no conversation with a response")
+    return sequences
+
+
+def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
+    """Token ids of a record and whether each is to be learned."""
+    if "response_ids" in record:
+        prompt, response = list(record["prompt_ids"]), list(record["response_ids"])
+        return prompt + response, [False] * len(prompt) + [True] * len(response)
+    if "text" in record:
+        ids = tokenizer(record["text"])["input_ids"]
+        return ids, [True] * len(ids)
+    if "response" in record:
+        messages = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record["response"]}]
+    elif "conversations" in record:
+        roles = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
+        messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
+    else:
+        messages = record["messages"]
+    if not tokenizer.chat_template:  # no template: the turns' texts one after the other
+        pieces = [tokenizer(m["content"] + "\n", add_special_tokens=not i)["input_ids"] for i, m in enumerate(messages)]
+        said = [m["role"] == "assistant" for m in messages]
+        return sum(pieces, []), [s for piece, s in zip(pieces, said) for _ in piece]
+    ids, mask = [], []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = _template(tokenizer, messages[:index], True)
+            ids = _template(tokenizer, messages[: index + 1], False)
+            if ids[: len(before)] != before:
+                raise ValueError("the chat template rewrites earlier turns, so answers cannot be located")
+            mask += [False] * (len(before) - len(mask)) + [True] * (len(ids) - len(before))
+    return ids, mask
+
+
+def _template(tokenizer, messages: list[dict], open_answer: bool) -> list[int]:
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=open_answer, return_dict=True)["input_ids"]
+
+
+def make_conversations(target, tokenizer, count: int, path: str, seed: int = 0, batch_size: int = 16,
+                       max_new_tokens: int = 320) -> None:
+    """Append self-distilled conversations to `path` until it holds `count`.
+
+    Every second batch is answered greedily, the others at temperature 0.8. Requests must end by themselves, be new and
+    have 4 to 100 words; answers that mostly repeat themselves (under 30% distinct 4-grams) are dropped. A batch is
+    appended by one write; an interrupted run goes on where it stopped, and a half-written last line is cut off.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or one that does not show where the user's words begin.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("this target's tokenizer has no chat template; self-distilled data needs a chat model")
+    mark = "USER-WORDS"
+    shape = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True)
+    if shape.count(mark) != 1:
+        raise ValueError("the chat template does not hold the user's words exactly once, so none can be sampled")
+    opening, closing = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in shape.split(mark))
+    ends = target.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    kept = [json.loads(line) for line in _whole_lines(path)]
+    seen = {record["prompt"] for record in kept}
+    bar = tqdm(total=count, initial=len(kept), desc="conversations", disable=None)
+    done = tried = len(kept)
+    while done < count:
+        torch.manual_seed(seed * 1_000_003 + tried)
+        tried += batch_size
+        temperature = 0.8 * (tried // batch_size % 2)
+        requests = _continue(target, [opening] * batch_size, ends, 128, 1.0)
+        prompts = []
+        for ids in requests:
+            text = tokenizer.decode(ids[:-1], skip_special_tokens=True).strip()
+            if ids[-1] in ends and 4 <= len(text.split()) <= 100 and text not in seen:
+                seen.add(text)
+                prompts.append((text, opening + ids[:-1] + closing))
+        lines = []
+        for (text, prompt_ids), ids in zip(prompts, _continue(target, [p for _, p in prompts], ends, max_new_tokens, temperature)):
+            grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
+            if len(ids) > 1 and len(set(grams)) >= 0.3 * len(grams):
+                lines.append(json.dumps({
+                    "prompt": text, "response": tokenizer.decode(ids, skip_special_tokens=True), "temperature": temperature,
+                    "finished": ids[-1] in ends, "prompt_ids": prompt_ids, "response_ids": ids}) + "\n")
+        lines = lines[: count - done]
+        with open(path, "ab") as file:
+            os.write(file.fileno(), "".join(lines).encode())
+            os.fsync(file.fileno())
+        done += len(lines)
+        bar.update(len(lines))
+    bar.close()
+
+
+def _whole_lines(path: str) -> list[str]:
+    """The complete lines of `path`, which is cut after the last of them; none if there is no such file."""
+    if not Path(path).is_file():
+        return []
+    text = Path(path).read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    if len(whole) < len(text):
+        with open(path, "r+b") as file:
+            file.truncate(len(whole))
+    return whole.decode().splitlines()
+
+
+def _continue(target, prompts: list[list[int]], ends: set[int], max_new_tokens: int, temperature: float) -> list[list[int]]:
+    """New token ids, the end token included, for prompts of different lengths, batched with left padding."""
+    if not prompts:
+        return []
+    longest, pad = max(map(len, prompts)), min(ends)
+    ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=target.device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=target.device)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    output = target.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=pad, **sampling)
+    result = []
+    for row in output[:, longest:].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+        result.append(row[:end])
+    return result

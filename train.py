@@ -1,0 +1,362 @@
+"""Train the drafter of any method against a frozen target, or let the target write the training data.
+
+    python train.py --method glide --data conversations.jsonl.gz --minutes 30 --out checkpoints/glide
+    python train.py --make-data 2000 --out conversations.jsonl
+    torchrun --nproc-per-node 2 train.py --method glide --data ... --steps 1000 --out ...
+
+The method's module supplies Config, build, loss and alpha; this file supplies data, features of the target, optimizer,
+resume and checkpoints, and knows nothing about any method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import hashlib
+import importlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+import common
+import data
+
+METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
+
+# ------------------------------------------------------------------------------------------------------------- data
+
+
+@dataclass
+class Batch:
+    """Right-padded sequences and what the frozen target computed on them.
+
+    input_ids (B, T); loss_mask (B, T) bool, True where the token is one to learn to predict (never at t = 0);
+    lengths (B,); hidden (B, T, D) last hidden states after the final norm; kv {layer: (K, V)}, each (B, Hkv, T, Dh) as
+    cached; seed (B,) a fresh number per sequence and step, the only source of randomness; progress in [0, 1).
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    lengths: Tensor
+    hidden: Tensor
+    kv: dict[int, tuple[Tensor, Tensor]]
+    seed: Tensor
+    progress: float
+
+
+class Features:
+    """The frozen target's view of the training sequences, computed when needed or once and kept in `folder`.
+
+    With a folder, sequences are taken in order of length, 32 to a file of bfloat16 tensors; a file is written whole
+    or not at all, serves every later run with the same data and target, and grows when other layers' K/V are wanted.
+    """
+
+    GROUP = 32
+
+    def __init__(self, target, sequences, layers: list[int], folder: str | None):
+        self.target, self.ids, self.layers = target, [ids for ids, _ in sequences], sorted(set(layers))
+        self.folder = None
+        if folder:
+            mark = hashlib.sha256(repr((common.target_shape(target), str(target.dtype))).encode())
+            mark.update(common.head_weight(target)[0].float().cpu().numpy().tobytes())
+            for ids in self.ids:
+                mark.update(ids.numpy().tobytes())
+            self.folder = Path(folder) / mark.hexdigest()[:16]
+            self.folder.mkdir(parents=True, exist_ok=True)
+            order = sorted(range(len(self.ids)), key=lambda i: (len(self.ids[i]), i))
+            self.groups = [order[i : i + self.GROUP] for i in range(0, len(order), self.GROUP)]
+            self.place = {index: (g, row) for g, group in enumerate(self.groups) for row, index in enumerate(group)}
+            self.files: dict[int, object] = {}
+
+    def compute_all(self) -> None:
+        """Write the files that are missing, with a progress bar."""
+        for group in tqdm(range(len(self.groups)), desc="target features", disable=None) if self.folder else ():
+            self._open(group)
+
+    def _open(self, group: int):
+        names = ["hidden", *(f"{kind}{layer}" for layer in self.layers for kind in "kv")]
+        path = self.folder / f"{group:05d}.safetensors"
+        if group not in self.files:
+            have = []
+            if path.is_file():
+                with safe_open(path, "pt") as file:
+                    have = list(file.keys())
+            if set(names) - set(have):
+                layers = sorted(set(self.layers) | {int(name[1:]) for name in have if name != "hidden"})
+                ids = pad_sequence([self.ids[i] for i in self.groups[group]], batch_first=True)
+                hidden, kv = common.target_features(self.target, ids.to(self.target.device), layers)
+                tensors = {"hidden": hidden} | {f"k{n}": kv[n][0] for n in layers} | {f"v{n}": kv[n][1] for n in layers}
+                part = path.with_suffix(f".{os.getpid()}")
+                save_file({name: x.to("cpu", torch.bfloat16).contiguous() for name, x in tensors.items()}, part)
+                part.replace(path)
+            self.files[group] = safe_open(path, "pt")
+        return self.files[group]
+
+    def of(self, indices: list[int], input_ids: Tensor) -> tuple[Tensor, dict]:
+        """hidden (B, T, D) and kv {layer: (K, V)} of the right-padded sequences `input_ids` (B, T)."""
+        if self.folder is None:
+            return common.target_features(self.target, input_ids, self.layers)
+        columns: dict[str, list[Tensor]] = {}
+        for index in indices:
+            group, row = self.place[index]
+            for name in ["hidden", *(f"{kind}{layer}" for layer in self.layers for kind in "kv")]:
+                part, n = self._open(group).get_slice(name), len(self.ids[index])
+                rows = part[row, :n] if name == "hidden" else part[row, :, :n].transpose(0, 1)
+                columns.setdefault(name, []).append(rows)  # (T_i, ...)
+        stacked = {name: pad_sequence(rows, batch_first=True).to(input_ids.device) for name, rows in columns.items()}
+        kv = {n: (stacked[f"k{n}"].transpose(1, 2), stacked[f"v{n}"].transpose(1, 2)) for n in self.layers}
+        return stacked["hidden"], kv
+
+
+# --------------------------------------------------------------------------------------------------------- training
+
+
+class LossStep(nn.Module):
+    """The method's loss as a module's forward, the shape that DistributedDataParallel wants."""
+
+    def __init__(self, module, drafter, target, base: dict):
+        super().__init__()
+        self.drafter = drafter
+        self.call = lambda batch: module.loss(drafter, target, batch, **base)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.call(batch)
+
+
+def make_batch(indices: list[int], sequences, features: Features, seed: Tensor, progress: float, device) -> Batch:
+    """Collate the sequences `indices` with their features."""
+    ids = pad_sequence([sequences[i][0] for i in indices], batch_first=True).to(device)
+    mask = pad_sequence([sequences[i][1] for i in indices], batch_first=True).to(device)
+    lengths = torch.tensor([len(sequences[i][0]) for i in indices], device=device)
+    hidden, kv = features.of(indices, ids)
+    return Batch(ids, mask, lengths, hidden, kv, seed.to(device), progress)
+
+
+def sequences_of_step(step: int, count: int, batch_size: int, seed: int) -> tuple[list[int], Tensor]:
+    """Which sequences step `step` trains on, and a fresh seed for each. Every epoch is a new permutation."""
+    chosen = []
+    for place in range(step * batch_size, (step + 1) * batch_size):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + place // count)
+        chosen.append(int(torch.randperm(count, generator=generator)[place % count]))
+    seeds = torch.randint(2**31, (batch_size,), generator=torch.Generator().manual_seed(seed * 7_368_787 + step))
+    return chosen, seeds
+
+
+def held_out_alpha(module, drafter, target, batches: list[Batch], base: dict) -> float:
+    """The method's acceptance rate on held-out conversations."""
+    drafter.eval()
+    with torch.no_grad():
+        totals = [module.alpha(drafter, target, batch, **base) for batch in batches]
+    drafter.train()
+    return float(sum(total for total, _ in totals)) / max(1, int(sum(count for _, count in totals)))
+
+
+def save(drafter, out: Path, state: dict | None) -> None:
+    """Write config.json, model.safetensors (bfloat16) and the training state, each file by one rename."""
+    part = out / f".part-{os.getpid()}"
+    copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(part)
+    (part / "README.md").unlink(missing_ok=True)  # the hub's model card template
+    if state is not None:
+        torch.save(state, part / "training_state.pt")
+        (part / "curve.json").write_text(json.dumps(state["curve"]) + "\n")
+    for file in part.iterdir():
+        file.replace(out / file.name)
+    part.rmdir()
+
+
+def train(args, config_overrides: dict) -> None:
+    """Train one drafter; see the options. The result is in args.out after every `--save-every` steps and at the end."""
+    module = importlib.import_module(args.method)
+    if not hasattr(module, "build"):
+        raise ValueError(f"{args.method} has nothing to train: it works on another method's drafter")
+    if (args.steps is None) == (args.minutes is None):
+        raise ValueError("give either --steps or --minutes")
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    out, device = Path(args.out), args.device if world == 1 or args.device == "cpu" else f"cuda:{rank}"
+    if args.batch_size % world or (args.batch_size // world) % args.accumulate:
+        raise ValueError(f"--batch-size {args.batch_size} must be a multiple of processes x --accumulate")
+    if (out / "config.json").is_file() and not args.resume:
+        raise ValueError(f"{out} already holds a drafter; pass --resume to go on with it, or another --out")
+    target, tokenizer = common.load_target(args.target, dtype=getattr(torch, args.dtype), device=device)
+    sequences = data.read_conversations(args.data, tokenizer, args.max_length)
+    held = min(args.held_out, len(sequences) // 2)
+    held_out, sequences = sequences[len(sequences) - held :], sequences[: len(sequences) - held]
+
+    counts = torch.zeros(common.target_shape(target)["vocab_size"], dtype=torch.long)
+    for ids, mask in sequences:
+        counts += torch.bincount(ids[mask], minlength=len(counts))
+    torch.manual_seed(args.seed)
+    state = None
+    if args.resume:
+        if not (out / "training_state.pt").is_file():
+            raise ValueError(f"nothing to resume in {out}: no training_state.pt")
+        state = torch.load(out / "training_state.pt", map_location=device, weights_only=True)
+        config = module.Config(**{**state["config"], **config_overrides})
+        drafter = module.Drafter(config)
+        drafter.load_state_dict(state["model"])
+    elif args.init:
+        start = common.load_drafter(module.Drafter, args.init, target)
+        config = dataclasses.replace(start.config, **config_overrides)
+        drafter = module.Drafter(config)
+        drafter.load_state_dict(start.state_dict(), strict=False)
+    else:
+        config = module.Config(target=common.target_shape(target), **config_overrides)
+        drafter = module.build(config, target, counts)
+    drafter = drafter.to(device).float().train()
+    base = {}
+    if getattr(config, "base", ""):
+        base["base"] = importlib.import_module(config.base)
+        base["base_drafter"] = common.load_drafter(base["base"].Drafter, args.base_checkpoint or f"checkpoints/{config.base}", target)
+    features = Features(target, sequences, drafter.kv_layers, args.features)
+    held_features = Features(target, held_out, drafter.kv_layers, args.features)
+    for each in (features, held_features):
+        each.compute_all()
+    held_batches = [make_batch(list(range(i, min(i + 8, held))), held_out, held_features, torch.arange(i, min(i + 8, held)),
+                               0.0, device) for i in range(0, held, 8)]
+
+    if world > 1:
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    model = LossStep(module, drafter, target, base)
+    model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if world > 1 else model
+    weights = [p for p in drafter.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    step, tokens, curve, spent, average = 0, 0, [], 0.0, None
+    if state is not None:
+        optimizer.load_state_dict(state["optimizer"])
+        step, tokens, curve, spent, average = (state[key] for key in ("step", "tokens", "curve", "seconds", "average"))
+
+    stop = []
+    signal.signal(signal.SIGINT, lambda *_: stop.append(True))
+    begin, autocast = time.monotonic() - spent, args.bf16 if args.bf16 is not None else device.startswith("cuda")
+    bar = tqdm(total=args.steps, initial=step, desc=args.method, disable=None if rank == 0 else True)
+    while True:
+        seconds = time.monotonic() - begin
+        progress = step / args.steps if args.steps else seconds / 60 / args.minutes
+        if world > 1:  # all processes must agree on the clock and on an interrupt
+            shared = torch.tensor([progress, float(bool(stop))], device=device)
+            dist.all_reduce(shared, dist.ReduceOp.MAX)
+            progress, stop = float(shared[0]), [True] if shared[1] else []
+        finished = progress >= 1
+        if finished or stop or (step and step % args.eval_every == 0 and not (curve and curve[-1]["step"] == step)):
+            alpha = held_out_alpha(module, drafter, target, held_batches, base)
+            curve.append({"step": step, "tokens": tokens, "minutes": round(seconds / 60, 2), "alpha": round(alpha, 4),
+                          "loss": average and round(average, 4)})
+            bar.set_postfix(loss=curve[-1]["loss"], alpha=f"{alpha:.3f}", tok_s=int(tokens / max(seconds, 1e-9)))
+            if rank == 0 and not sys.stderr.isatty():  # a log gets lines instead of a bar
+                print(curve[-1], file=sys.stderr, flush=True)
+        if rank == 0 and (finished or stop or (step and step % args.save_every == 0)):
+            save(drafter, out, {"config": dataclasses.asdict(config), "model": drafter.state_dict(), "step": step,
+                                "optimizer": optimizer.state_dict(), "tokens": tokens, "curve": curve, "seconds": seconds,
+                                "average": average})
+        if finished or stop:
+            break
+        for group in optimizer.param_groups:  # linear warm-up, then cosine to zero
+            rise = min(1.0, (progress + 1e-3) / args.warmup) if args.warmup else 1.0
+            group["lr"] = args.lr * rise * 0.5 * (1 + math.cos(math.pi * progress))
+        chosen, seeds = sequences_of_step(step, len(sequences), args.batch_size, args.seed)
+        total = sum(int(sequences[i][1].sum()) for i in chosen)  # loss tokens of the whole step, over all processes
+        loss_sum = torch.zeros((), device=device)
+        micro = args.batch_size // world // args.accumulate
+        for part in range(args.accumulate):
+            mine = range((rank * args.accumulate + part) * micro, (rank * args.accumulate + part + 1) * micro)
+            batch = make_batch([chosen[i] for i in mine], sequences, features, seeds[list(mine)], progress, device)
+            more = world > 1 and part < args.accumulate - 1
+            with model.no_sync() if more else contextlib.nullcontext():
+                with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=autocast):
+                    loss = model(batch)
+                (loss * world / total).backward()  # DistributedDataParallel averages over processes
+            loss_sum += loss.detach()
+        if world > 1:
+            dist.all_reduce(loss_sum)
+        nn.utils.clip_grad_norm_(weights, args.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        now = float(loss_sum) / total
+        average = now if average is None else 0.95 * average + 0.05 * now
+        step, tokens = step + 1, tokens + total
+        bar.update(1)
+    bar.close()
+    if rank == 0:
+        print(json.dumps({"method": args.method, "out": str(out), "interrupted": bool(stop), **curve[-1]}))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------- command line
+
+
+def add_config_options(parser: argparse.ArgumentParser, config_class) -> None:
+    """An option for every field of the method's Config, with its help; None means "not given"."""
+    group = parser.add_argument_group(f"{config_class.__module__} options")
+    for option in dataclasses.fields(config_class):
+        default = option.default if option.default is not dataclasses.MISSING else option.default_factory()
+        flag, text = "--" + option.name.replace("_", "-"), f"{option.metadata['help']} (default {default})"
+        if isinstance(default, bool):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif isinstance(default, (list, tuple)):
+            group.add_argument(flag, type=json.loads, default=None, help=text + ", as JSON")
+        elif not isinstance(default, dict):
+            group.add_argument(flag, type=type(default), default=None, help=text)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=METHODS, help="whose drafter to train")
+    parser.add_argument("--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--data", help="conversations, .jsonl or .jsonl.gz")
+    parser.add_argument("--out", required=True, help="checkpoint folder, or the file that --make-data appends to")
+    parser.add_argument("--make-data", type=int, metavar="N", help="write self-distilled conversations until there are N")
+    parser.add_argument("--steps", type=int, help="optimizer steps")
+    parser.add_argument("--minutes", type=float, help="train for this long instead")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--init", metavar="DIR", help="start from this drafter")
+    parser.add_argument("--base-checkpoint", metavar="DIR", help="drafter that the method builds on, if it does")
+    parser.add_argument("--features", metavar="DIR", help="keep the target's features here; on a CPU worth its gigabytes")
+    parser.add_argument("--batch-size", type=int, default=4, help="conversations a step, over all processes")
+    parser.add_argument("--accumulate", type=int, default=1, help="split a process's share of a step into this many")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--warmup", type=float, default=0.02, help="share of the run that warms up")
+    parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
+    parser.add_argument("--max-length", type=int, default=512, help="tokens kept of a conversation")
+    parser.add_argument("--held-out", type=int, default=32, help="conversations, the last ones, to measure alpha on")
+    parser.add_argument("--eval-every", type=int, default=100, help="steps between measurements of alpha")
+    parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the target")
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="autocast to bfloat16 (default: on a GPU)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--data-batch", type=int, default=16, help="--make-data: conversations generated together")
+    known, _ = parser.parse_known_args(argv)
+    if known.method and hasattr(module := importlib.import_module(known.method), "Config"):
+        add_config_options(parser, module.Config)
+    args = parser.parse_args(argv)
+    if args.make_data:
+        target, tokenizer = common.load_target(args.target, dtype=getattr(torch, args.dtype), device=args.device)
+        return data.make_conversations(target, tokenizer, args.make_data, args.out, args.seed, args.data_batch)
+    if not args.method or not args.data:
+        raise ValueError("training needs --method and --data (or use --make-data N)")
+    fields = {option.name for option in dataclasses.fields(module.Config)}
+    train(args, {name: value for name, value in vars(args).items() if name in fields - {"target"} and value is not None})
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as problem:
+        print(f"train.py: {problem}", file=sys.stderr)
+        sys.exit(2)
