@@ -73,6 +73,8 @@ def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
             if ids[: len(before)] != before:
                 raise ValueError("the chat template rewrites earlier turns, so answers cannot be located")
             mask += [False] * (len(before) - len(mask)) + [True] * (len(ids) - len(before))
+    if not ids:
+        raise ValueError("no message of the role assistant")
     return ids, mask
 
 
