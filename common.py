@@ -113,9 +113,8 @@ def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]
 
 def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
     """The target's logits (..., V) or (..., Vd) from its last hidden states (..., D), soft-capped as it does."""
-    bias = getattr(target.get_output_embeddings(), "bias", None)
+    weight, bias = head_weight(target, token_ids), getattr(target.get_output_embeddings(), "bias", None)
     bias = bias if bias is None or token_ids is None else bias[token_ids]
-    weight = head_weight(target, token_ids)
     logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
     cap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -255,7 +254,7 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
 
 def forward(target, input_ids: Tensor, cache, **kwargs) -> tuple[Tensor, Tensor]:
     """One target forward: logits (1, n, V) and last hidden states (1, n, D); the n rows join the cache."""
-    seen: list[Tensor] = []
+    seen = []
     hook = target.base_model.register_forward_hook(lambda _module, _args, out: seen.append(out[0]))
     try:
         logits = target(input_ids, past_key_values=cache, use_cache=True, **kwargs).logits
