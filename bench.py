@@ -1,0 +1,593 @@
+"""Measure the methods side by side: one process, one target, the same prompts, answers interleaved.
+
+    python bench.py --method glide                          # the shipped drafter against plain decoding
+    python bench.py --method glide cape:all --num-prompts 40 --json results/run.json
+    python bench.py --method all --peers                    # whatever has a checkpoint, and transformers' own methods
+    python bench.py --cost-curve                            # milliseconds of one target forward
+    python bench.py --table results/*.json                  # tables of earlier runs, as in the README
+
+An arm is `method` or `method:variant`, a variant being a name in the module's VARIANTS (`method:all` takes every one).
+This file times arms and knows nothing about any method; report.py defines the figures and makes the tables.
+
+Protocol: one process, one target, one dtype. Each turn of each prompt is answered by every arm before the next turn
+begins, in rotating order because machines drift, with the baseline's answers as the earlier turns for all arms alike.
+A warm-up is discarded. The baseline is the faster of transformers' greedy `generate` and a plain loop over our cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import importlib
+import inspect
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from tqdm import tqdm
+
+import common
+import report
+
+METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
+ROOT = Path(__file__).resolve().parent
+PEER_DRAFTER = "specdecpp"  # its draft model is an ordinary causal LM, which transformers can use as an assistant
+ASSISTED = {  # transformers' assisted generation: tokens at first, their schedule, the confidence at which to stop
+    "constant": (5, "constant", 0.0), "heuristic": (5, "heuristic", 0.0), "confidence": (20, "constant", 0.4)}
+ALPHA_ANSWERS = 32  # at most so many of the baseline's answers are used for alpha
+WARM_UP_TOKENS = 12
+
+# ---------------------------------------------------------------------------------------------------------- clocks
+
+
+def mark(cuda: bool):
+    """A moment: seconds on the CPU; on a GPU an event in its queue, so that taking the time does not wait for it."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start, end) -> float:
+    """Seconds from one mark to another; on a GPU only after synchronising."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+
+
+@dataclass
+class Clock(common.Stats):
+    """Stats that remember when each timer ran and how long the watched modules were inside their forward."""
+
+    cuda: bool = False
+    timers: list[tuple] = field(default_factory=list)  # (name, start, end)
+    calls: list[tuple] = field(default_factory=list)  # (kind, start, end, tokens fed, belongs to the prefill)
+    phase: str = ""
+    own_prefill: bool = True  # the arm marks its prefill with a timer; otherwise the target's first forward is it
+    _open: list[tuple] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def timer(self, name: str):
+        """Record the block as time of `name`, whatever is nested in a prefill belonging to the prefill."""
+        outer, start = self.phase, mark(self.cuda)
+        self.phase = outer if outer == "prefill" else name
+        yield
+        self.phase = outer
+        self.timers.append((name, start, mark(self.cuda)))
+
+    @contextlib.contextmanager
+    def watch(self, modules: dict[str, list[nn.Module]]):
+        """Time the forward of the modules, {kind: modules}; a watched call inside another belongs to the outer one."""
+        handles = []
+        for kind, module in ((kind, module) for kind, group in modules.items() for module in group):
+            handles.append(module.register_forward_pre_hook(partial(self._enter, kind), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, kind, _module, args, kwargs) -> None:
+        ids = args[0] if args else kwargs.get("input_ids")
+        self._open.append((kind, mark(self.cuda), ids.shape[1] if ids is not None and ids.ndim > 1 else 0))
+
+    def _leave(self, *_) -> None:
+        kind, start, fed = self._open.pop()
+        if not self._open:
+            first = not any(call[0] == "target" for call in self.calls)
+            prefill = self.phase == "prefill" if self.own_prefill else first
+            self.calls.append((kind, start, mark(self.cuda), fed, prefill))
+
+    def total(self, kind: str) -> float:
+        """Seconds inside the forward of `kind`, prefill excluded."""
+        return sum(between(start, end) for name, start, end, _, prefill in self.calls if name == kind and not prefill)
+
+
+# ------------------------------------------------------------------------------------------------------------ arms
+
+
+@dataclass
+class Answer:
+    """What one arm did for one turn of one prompt; times in seconds."""
+
+    tokens: list[int]  # new tokens
+    seconds: float  # wall, prefill included
+    decode_seconds: float  # wall, prefill excluded
+    timers: dict[str, float]  # of the arm's own timers, prefill excluded
+    in_target: float
+    in_drafter: float
+    forwards: int  # target forwards that emitted tokens
+    rounds: int  # those of them that belong to decode_seconds
+    drafted: int
+    offered: list[int]  # per round; empty where unknown
+    accepted: list[int]
+    memory: int = 0  # peak bytes on the GPU
+
+
+@dataclass
+class Arm:
+    """One way of decoding: the keyword arguments of `target.generate`, and which modules are its drafter."""
+
+    name: str
+    kwargs: dict
+    drafters: list[nn.Module] = field(default_factory=list)
+    module: object = None  # the method's module
+    base: dict = field(default_factory=dict)
+    reports: bool = False  # generate takes `stats`
+    assistant_config: object = None  # generation_config that the assistant must carry while this arm runs
+    answers: list[Answer] = field(default_factory=list)
+    same: list[dict | None] = field(default_factory=list)  # per answer None, or where it left greedy decoding
+
+    def play(self, target, encoded: dict, **options) -> Answer:
+        """Answer one prompt."""
+        cuda = target.device.type == "cuda"
+        clock, kwargs = Clock(cuda=cuda, own_prefill=self.reports), dict(self.kwargs)
+        if self.reports:
+            kwargs["stats"] = clock
+        if self.assistant_config is not None:
+            kwargs["assistant_model"].generation_config = self.assistant_config
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+        start, first = time.perf_counter(), mark(cuda)
+        with clock.watch({"target": [target], "drafter": self.drafters}):
+            output = target.generate(**encoded, **options, **kwargs)
+        last = mark(cuda)
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        tokens = output[0, encoded["input_ids"].shape[1] :].tolist()
+
+        targets = [call for call in clock.calls if call[0] == "target"]
+        rounds = sum(not call[4] for call in targets)
+        answer = Answer(tokens, seconds, 0.0, {}, clock.total("target"), clock.total("drafter"), rounds, rounds,
+                        clock.drafted, clock.offered, clock.accepted, torch.cuda.max_memory_allocated() if cuda else 0)
+        if self.reports:
+            assert clock.emitted == len(tokens), f"{self.name} counts {clock.emitted} of {len(tokens)} tokens"
+            prefills = [end for name, _, end in clock.timers if name == "prefill"]
+            for name, begin, end in clock.timers:
+                if name != "prefill":
+                    answer.timers[name] = answer.timers.get(name, 0.0) + between(begin, end)
+        else:  # transformers' own loops: the first forward takes the prompt and emits tokens too
+            prefills, answer.forwards = [targets[0][2]], len(targets)
+            answer.drafted = sum(call[3] for call in targets) - (encoded["input_ids"].shape[1] - 1) - len(targets)
+            answer.timers = {"draft": answer.in_drafter, "verify": answer.in_target}
+        answer.decode_seconds = between(prefills[-1] if prefills else first, last)
+        return answer
+
+
+@torch.no_grad()
+def plain_generate(target, input_ids, logits_processor, stopping_criteria, generation_config, stats, **model_kwargs):
+    """Plain decoding over the same growing cache as the methods, the other candidate for the baseline."""
+    cache, _ = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
+    done = False
+    while not done:
+        with stats.timer("verify"):
+            logits = target(input_ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+            if logits_processor or generation_config.do_sample:
+                logits = logits_processor(input_ids, logits.to(copy=True, dtype=torch.float32))
+            sample = generation_config.do_sample
+            token = torch.multinomial(logits.softmax(-1), 1) if sample else logits.argmax(-1, keepdim=True)  # (1, 1)
+            stats.offered.append(0)
+            stats.accepted.append(0)
+        input_ids, done = common.commit(input_ids, token, stopping_criteria, stats)
+    return input_ids
+
+
+def import_method(name: str):
+    """The module of a method; ValueError for an unknown one."""
+    if name not in METHODS or not (ROOT / f"{name}.py").is_file():
+        known = [method for method in METHODS if (ROOT / f"{method}.py").is_file()]
+        raise ValueError(f"unknown method {name!r}; there are {', '.join(known)}, and all")
+    return importlib.import_module(name)
+
+
+def decode_fields(module) -> list[dataclasses.Field]:
+    """Config fields that can be changed while decoding."""
+    return [option for option in dataclasses.fields(module.Config) if option.metadata.get("decode")]
+
+
+class Loader:
+    """Makes arms; a drafter that several arms use is read once."""
+
+    def __init__(self, target, args):
+        self.target, self.args, self.drafters = target, args, {}
+        self.draft_model = None
+        if args.draft_model:
+            self.draft_model, _ = common.load_target(args.draft_model, dtype=target.dtype, device=str(target.device))
+            mine, theirs = (common.target_shape(model)["vocab_size"] for model in (target, self.draft_model))
+            if mine != theirs:
+                raise ValueError(f"--draft-model {args.draft_model} has {theirs} tokens and the target {mine}; "
+                                 "take one of the same vocabulary")
+
+    def drafter(self, module, checkpoint: str | None = None):
+        """The trained drafter of a method, in the target's dtype."""
+        path = Path(checkpoint or ROOT / "checkpoints" / module.__name__)
+        if path not in self.drafters:
+            with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
+                self.drafters[path] = common.load_drafter(module.Drafter, path, self.target).to(self.target.dtype)
+        return self.drafters[path]
+
+    def arms(self, spec: str) -> list[Arm]:
+        """The arms of `method`, `method:variant` or `method:all`."""
+        name, _, chosen = spec.partition(":")
+        module = import_method(name)
+        variants = {"": {}, **getattr(module, "VARIANTS", {})}
+        if chosen not in (*variants, "all"):
+            known = ", ".join(list(variants)[1:]) or "none"
+            raise ValueError(f"{name} has no variant {chosen!r}; its variants: {known}")
+        takes = inspect.signature(module.generate).parameters
+        options = {option.name: getattr(self.args, option.name) for option in decode_fields(module)}
+        options = {option: value for option, value in options.items() if value is not None}
+        kwargs, base, config = {"custom_generate": module.generate}, {}, None
+        if self.draft_model is not None and "draft_model" in takes:
+            kwargs["draft_model"] = self.draft_model
+        if hasattr(module, "Drafter"):
+            kwargs["drafter"] = self.drafter(module, self.args.checkpoint)
+            config = kwargs["drafter"].config
+        base_name = options.pop("base", None) or getattr(config or module.Config(), "base", "")
+        if base_name:
+            base["base"] = import_method(base_name)
+            base["base_drafter"] = self.drafter(base["base"], None if "drafter" in kwargs else self.args.checkpoint)
+            kwargs |= {key: value for key, value in base.items() if key in takes}
+            if "drafter" in takes and "drafter" not in kwargs:
+                kwargs["drafter"] = base["base_drafter"]
+        drafters = list({id(value): value for value in kwargs.values() if isinstance(value, nn.Module)}.values())
+        return [Arm(f"{name}:{variant}" if variant else name, kwargs | options | variants[variant],
+                    drafters, module, base, reports=True)
+                for variant in (variants if chosen == "all" else [chosen])]
+
+    def peers(self) -> list[Arm]:
+        """transformers' assisted generation and prompt lookup."""
+        arms, assistant = [Arm("prompt-lookup", {"prompt_lookup_num_tokens": 10})], self.draft_model
+        try:
+            if assistant is None:
+                module = import_method(PEER_DRAFTER)
+                assistant = self.drafter(module).causal_lm(self.target)
+        except ValueError as problem:
+            print(f"bench.py: no assisted generation among the peers: {problem}", file=sys.stderr)
+            return arms
+        for name, (count, schedule, threshold) in ASSISTED.items():  # on the target's config they would be ignored
+            config = copy.deepcopy(assistant.generation_config)
+            config.update(num_assistant_tokens=count, num_assistant_tokens_schedule=schedule,
+                          assistant_confidence_threshold=threshold)
+            arms.append(Arm(f"assisted:{name}", {"assistant_model": assistant}, [assistant], assistant_config=config))
+        return arms
+
+
+def make_arms(target, args) -> list[Arm]:
+    """The two plain loops, then what was asked for."""
+    loader = Loader(target, args)
+    arms = [Arm("transformers", {}), Arm("plain", {"custom_generate": plain_generate}, reports=True)]
+    wanted = list(dict.fromkeys(args.method))
+    if args.checkpoint and (len(wanted) != 1 or wanted == ["all"]):
+        raise ValueError("--checkpoint goes with exactly one --method")
+    for spec in wanted:
+        for name in METHODS if spec == "all" else [spec]:
+            try:
+                arms += loader.arms(name)
+            except ValueError as problem:
+                if spec != "all":
+                    raise
+                print(f"bench.py: without {name}: {problem}", file=sys.stderr)
+    arms += loader.peers() if args.peers else []
+    if loader.draft_model is not None and not args.peers and not any("draft_model" in arm.kwargs for arm in arms):
+        raise ValueError(f"--draft-model: {', '.join(wanted)} drafts with a network of its own; leave the option out")
+    names = [arm.name for arm in arms]
+    return [arm for place, arm in enumerate(arms) if arm.name not in names[:place]]
+
+
+# --------------------------------------------------------------------------------------------------------- prompts
+
+
+def read_prompts(paths: list[Path], count: int) -> list[dict]:
+    """`count` prompts spread evenly over the files (0: all), each {"question_id", "category", "turns"}."""
+    prompts = []
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"no prompt file {path}")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                turns = record["turns"]
+                if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+                    raise TypeError
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f'{path}, line {number}: not a JSON object with "turns": ["...", ...]') from None
+            prompts.append({"question_id": record.get("question_id", f"{path.stem}-{number}"),
+                            "category": str(record.get("category", path.stem)), "turns": turns})
+    if not prompts:
+        raise ValueError(f"no prompts in {', '.join(map(str, paths)) or ROOT / 'prompts'}; "
+                         'give --prompts FILE with lines {"turns": ["..."]}')
+    count = min(count or len(prompts), len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+def encode(tokenizer, messages: list[str], device) -> dict:
+    """Model inputs of a conversation whose user and assistant messages alternate, the user's first."""
+    if tokenizer.chat_template:
+        chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
+        encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    else:
+        encoded = tokenizer("\n".join(messages) + "\n", return_tensors="pt")
+    return {key: encoded[key].to(device) for key in ("input_ids", "attention_mask")}
+
+
+def check_lengths(target, tokenizer, prompts: list[dict], max_new_tokens: int) -> None:
+    """ValueError, before anything is measured, if a conversation could outgrow the target."""
+    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    for prompt in prompts:
+        messages = [text for turn in prompt["turns"] for text in (turn, "")][:-1]
+        longest = encode(tokenizer, messages, "cpu")["input_ids"].shape[1] + max_new_tokens * len(prompt["turns"])
+        if limit and longest > limit:
+            raise ValueError(f"prompt {prompt['question_id']} may take {longest} tokens and the target's context is "
+                             f"{limit}; lower --max-new-tokens or leave the prompt out")
+
+
+# ------------------------------------------------------------------------------------------------------- measuring
+
+
+def run(target, tokenizer, arms: list[Arm], prompts: list[dict], options: dict) -> list[dict]:
+    """Play all turns with all arms, filling `arm.answers`; returns a record of each turn. Ctrl-C ends it early."""
+    greedy, turns = not options["do_sample"], []
+    total = len(arms) * sum(len(prompt["turns"]) for prompt in prompts)
+    bar = tqdm(total=total, desc="answers", disable=None)
+    try:
+        warm_up = encode(tokenizer, prompts[0]["turns"][:1], target.device)
+        for arm in arms:
+            arm.play(target, warm_up, **{**options, "max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])})
+        for index, prompt in enumerate(prompts):
+            messages: list[str] = []
+            for turn in prompt["turns"]:
+                messages.append(turn)
+                encoded, order = encode(tokenizer, messages, target.device), {}
+                first = len(turns) % len(arms)
+                for arm in arms[first:] + arms[:first]:
+                    bar.set_postfix_str(arm.name)
+                    order[arm.name] = arm.play(target, encoded, **options)
+                    bar.update(1)
+                reference = order[arms[0].name].tokens
+                for arm in arms:
+                    arm.answers.append(order[arm.name])
+                    arm.same.append(divergence(target, encoded, reference, order[arm.name].tokens) if greedy else None)
+                messages.append(tokenizer.decode(reference, skip_special_tokens=True))
+                turns.append({"prompt": index, "question_id": prompt["question_id"], "category": prompt["category"],
+                              "input_ids": encoded["input_ids"], "answer": reference})
+    except KeyboardInterrupt:
+        print(f"bench.py: interrupted; the figures are of {len(turns)} answers", file=sys.stderr)
+        for arm in arms:
+            del arm.answers[len(turns) :], arm.same[len(turns) :]
+    bar.close()
+    return turns
+
+
+@torch.no_grad()
+def divergence(target, encoded: dict, reference: list[int], tokens: list[int]) -> dict | None:
+    """None if the answers are the same, else the first position that differs and the target's top-2 margin there."""
+    if tokens == reference:
+        return None
+    same = [a == b for a, b in zip(tokens, reference)]
+    place = same.index(False) if False in same else len(same)
+    ids = torch.cat([encoded["input_ids"], encoded["input_ids"].new_tensor([reference[:place]])], dim=1)
+    best = target(ids).logits[0, -1].float().topk(2).values.tolist()
+    return {"position": place, "top2_margin": best[0] - best[1]}
+
+
+@torch.no_grad()
+def acceptance_rate(arm: Arm, target, turns: list[dict]) -> float | None:
+    """alpha by the method's own definition, over the baseline's answers; None where the method has none."""
+    drafter = arm.kwargs.get("drafter")
+    if not hasattr(arm.module, "alpha") or drafter is None:
+        return None
+    import train  # for the batches that a method's alpha takes
+
+    sequences = []
+    for turn in turns[:ALPHA_ANSWERS]:
+        ids = torch.cat([turn["input_ids"][0].cpu(), torch.tensor(turn["answer"], dtype=torch.long)])
+        sequences.append((ids, torch.arange(len(ids)) >= turn["input_ids"].shape[1]))
+    features = train.Features(target, sequences, list(drafter.kv_layers), None)
+    total = count = 0
+    for index in range(len(sequences)):
+        batch = train.make_batch([index], sequences, features, torch.tensor([index]), 0.0, target.device)
+        part, number = arm.module.alpha(drafter, target, batch, **arm.base)
+        total, count = total + float(part), count + int(number)
+    return round(total / count, 4) if count else None
+
+
+def cost_curve(target, context: int, repeats: int = 5) -> dict:
+    """Milliseconds of a target forward over a chain draft, as verification runs it: medians, warm-up discarded.
+
+    Returns:
+        {"context", "by_tokens": {n: ms at that context}, "by_context": {P: {n: ms}}}.
+    """
+    config, shape = target.config.get_text_config(), common.target_shape(target)
+    limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    if context + 64 > limit:
+        raise ValueError(f"--context {context} + 64 tokens exceed the target's context of {limit}; lower --context")
+    cache, ids = common.GrowingCache(shape["num_layers"]), torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randint(shape["vocab_size"], (1, n), generator=ids).to(target.device)
+    cuda, result = target.device.type == "cuda", {"context": context, "by_tokens": {}, "by_context": {}}
+
+    @torch.no_grad()
+    def milliseconds(rows: int, tokens: int) -> float:
+        held = cache.get_seq_length()
+        if rows < held:
+            cache.crop(rows - held)
+        elif rows > held:
+            common.forward(target, draw(rows - held), cache, logits_to_keep=1)
+        times = []
+        for _ in range(repeats + 1):
+            fed = draw(tokens)
+            start = mark(cuda)
+            mask = common.ancestor_mask(torch.arange(tokens - 1) - 1, rows, target.dtype).to(target.device)
+            common.forward(target, fed, cache, attention_mask=mask if tokens > 1 else None,
+                           position_ids=rows + torch.arange(tokens, device=target.device)[None])
+            end = mark(cuda)
+            if cuda:
+                torch.cuda.synchronize()
+            times.append(1000 * between(start, end))
+            cache.crop(-tokens)
+        return round(statistics.median(times[1:]), 3)
+
+    plan = [(context, n, "by_tokens") for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)]
+    plan += [(rows, n, "by_context") for rows in (128, 256, 512, 1024, 2048, 4096) for n in (1, 8)]
+    for rows, n, kind in tqdm(sorted(row for row in plan if row[0] + 64 <= limit), desc="cost curve", disable=None):
+        place = result[kind] if kind == "by_tokens" else result[kind].setdefault(str(rows), {})
+        place[str(n)] = milliseconds(rows, n)
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------- command line
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports a bad option as every other mistake is reported."""
+
+    def error(self, message: str):
+        raise ValueError(f"{message}; see --help")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Options, those of the methods' Config fields that can be changed while decoding included."""
+    parser = OneLineParser(description=f"{__doc__}\nFigures\n\n{report.__doc__.partition('timing.')[2].strip()}",
+                           formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--method", nargs="+", default=[], metavar="NAME[:VARIANT]",
+                        help=f"{', '.join(METHODS)}; all: those with a checkpoint; NAME:all: with all variants")
+    parser.add_argument("--peers", action="store_true", help="also transformers' assisted generation and prompt lookup")
+    parser.add_argument("--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--prompts", nargs="+", metavar="FILE", help="FastChat JSONL (default: all of prompts/)")
+    parser.add_argument("--num-prompts", type=int, default=8, help="prompts, spread over the files; 0: all (default 8)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="per turn (default 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0, help="for temperatures above 0")
+    parser.add_argument("--checkpoint", metavar="DIR", help="drafter to measure (default: checkpoints/METHOD)")
+    parser.add_argument("--draft-model", metavar="NAME", help="causal LM of the target's vocabulary to draft with")
+    parser.add_argument("--json", metavar="FILE", help="write the result here")
+    parser.add_argument("--show", action="store_true", help="print an answer of each method, accepted draft on green")
+    parser.add_argument("--cost-curve", action="store_true", help="measure a target forward by tokens and by context")
+    parser.add_argument("--context", type=int, default=256, help="tokens of context for the cost curve (default 256)")
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="only print the tables of these results")
+    parser.add_argument("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
+    known, _ = parser.parse_known_args([flag for flag in argv if flag not in ("-h", "--help")])
+    names = [spec.partition(":")[0] for spec in known.method if spec != "all"]
+    if "all" in known.method:
+        names += [name for name in METHODS if (ROOT / f"{name}.py").is_file()]
+    added = {action.dest for action in parser._actions}
+    for module in map(import_method, dict.fromkeys(names)):
+        for option in decode_fields(module):
+            if option.name not in added:
+                default = option.default if option.default is not dataclasses.MISSING else option.default_factory()
+                kind = {"type": json.loads if isinstance(default, (list, tuple, dict)) else type(default)}
+                kind = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else kind
+                parser.add_argument("--" + option.name.replace("_", "-"), default=None,
+                                    help=f"{module.__name__}: {option.metadata['help']} (default {default})", **kind)
+                added.add(option.name)
+    args = parser.parse_args(argv)
+    args.argv = argv
+    if not (args.method or args.peers or args.cost_curve or args.table):
+        raise ValueError(f"nothing to do: give --method NAME ({', '.join(METHODS)}, all), --cost-curve or --table FILE")
+    for name, low in (("num_prompts", 0), ("max_new_tokens", 1), ("temperature", 0), ("context", 1)):
+        if getattr(args, name) < low:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {low}")
+    if not 0 < args.top_p <= 1:
+        raise ValueError("--top-p must be above 0 and at most 1")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine or this build of torch has no GPU; use --device cpu")
+    if args.json and not Path(args.json).resolve().parent.is_dir():
+        raise ValueError(f"--json {args.json}: no such folder; make it first")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(sys.argv[1:] if argv is None else argv)
+    if args.table:
+        results = [report.read_result(path) for path in args.table]
+        print("\n\n".join(map(report.tables, results)))
+        return print(*report.plot(results, Path(args.plot)), file=sys.stderr) if args.plot else None
+    prompts = []
+    if args.method or args.peers:
+        paths = [Path(path) for path in args.prompts] if args.prompts else sorted((ROOT / "prompts").glob("*.jsonl"))
+        prompts = read_prompts(paths, args.num_prompts)
+    transformers.logging.set_verbosity_error()
+    target, tokenizer = common.load_target(args.target, dtype=getattr(torch, args.dtype), device=args.device)
+    result, arms, turns = report.header(args, target, len(prompts)), [], []
+    if prompts:
+        arms = make_arms(target, args)
+        check_lengths(target, tokenizer, prompts, args.max_new_tokens)
+        sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+        options = sampling if args.temperature else {"do_sample": False}
+        torch.manual_seed(args.seed)
+        turns = run(target, tokenizer, arms, prompts, {"max_new_tokens": args.max_new_tokens, **options})
+        if not turns:
+            sys.exit(130)
+        result["prompts"], result["arms"] = turns[-1]["prompt"] + 1, {}
+        baseline, alphas = max(arms[:2], key=report.speed), {}
+        for arm in (baseline, *arms[2:]):
+            numbers = report.figures(arm, baseline, turns, not args.temperature)
+            key = (arm.module, id(arm.kwargs.get("drafter")))
+            numbers["alpha"] = alphas[key] = alphas[key] if key in alphas else acceptance_rate(arm, target, turns)
+            if arm is baseline:
+                numbers |= {"loop": arm.name, "loops": report.rounded({a.name: report.speed(a) for a in arms[:2]})}
+            result["arms"]["baseline" if arm is baseline else arm.name] = numbers
+        if len(turns) < sum(len(prompt["turns"]) for prompt in prompts):
+            result["interrupted"] = True
+    if args.cost_curve:
+        result["cost_curve"] = cost_curve(target, args.context)
+    print(report.tables(result))
+    for arm in (arm for arm in arms if args.show and arm.module):
+        print(f"\n{arm.name}, accepted draft tokens highlighted:\n{report.highlight(tokenizer, arm.answers[0])}")
+    if args.json:
+        part = Path(f"{args.json}.{os.getpid()}")
+        part.write_text(json.dumps(result, indent=1) + "\n")
+        part.replace(args.json)
+    if args.plot:
+        print(*report.plot([result], Path(args.plot)), file=sys.stderr)
+    print("\n" + json.dumps(result))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as problem:
+        print(f"bench.py: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("bench.py: interrupted", file=sys.stderr)
+        sys.exit(130)
