@@ -155,19 +155,22 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             return []
         return [self.config.kv_layer] * own if self.config.kv_layer >= 0 else list(range(top - own, top))
 
-    def forward(self, embeds: Tensor, rotary, kv: list, self_mask=None, cross_mask=None, cache=None) -> Tensor:
-        """Hidden states (B, T, D), ready for the target's LM head.
+    def forward(self, embeds: Tensor, rotary, kv: list, head: Tensor, rows, self_mask=None, cross_mask=None, cache=None):
+        """Draft logits (..., Vd) and final hidden states (..., D) of the chosen rows.
 
         Args:
             embeds: (B, T, D) the target's embeddings of the input tokens.
             rotary: cos and sin, each (B, T, R).
             kv: for each layer the target's (K, V), each (B, Hkv, P, Dh); empty without cross-attention.
+            head: (Vd, D) the target's LM head for the draft vocabulary.
+            rows: index into (B, T), the positions to score.
             self_mask: (B or 1, 1, T, P + T) bool, None for causal. cross_mask: (B or 1, 1, T, P) bool, None for all.
         """
         x = embeds
         for index, layer in enumerate(self.layers):
             x = layer(x, rotary, kv[index] if kv else None, self_mask, cross_mask, cache, index)
-        return self.norm(x)
+        hidden = self.norm(x[rows])
+        return F.linear(hidden, head), hidden
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
@@ -221,16 +224,16 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
 
 def training_logits(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """Draft logits (M, Vd) at the M positions whose next token counts, and where they are, (B, T - 1) bool."""
+    """Draft logits (M, Vd) at the M positions whose next token counts, and where they are, (B, T) bool."""
     config, length = drafter.config, batch.input_ids.shape[1]
     positions = torch.arange(length, device=batch.input_ids.device)[None]
     kv = [batch.kv[layer] for layer in drafter.kv_layers]
     mask = block_mask(length, config.block_size, batch.seed % config.block_size) if kv else None
     embeds = target.get_input_embeddings()(batch.input_ids).to(drafter.norm.weight.dtype)
-    hidden = drafter(embeds, common.rotary(target, positions, -1), kv, cross_mask=mask)
-    where = batch.loss_mask[:, 1:]
-    head = common.head_weight(target, drafter.draft_ids).to(hidden.dtype)
-    return F.linear(hidden[:, :-1][where], head).float(), where
+    head = common.head_weight(target, drafter.draft_ids).to(embeds.dtype)
+    where = F.pad(batch.loss_mask[:, 1:], (0, 1))  # a row predicts the next token
+    logits, _ = drafter(embeds, common.rotary(target, positions, -1), kv, head, where, cross_mask=mask)
+    return logits.float(), where
 
 
 def loss(drafter: Drafter, target, batch) -> Tensor:
@@ -241,18 +244,18 @@ def loss(drafter: Drafter, target, batch) -> Tensor:
     """
     logits, where = training_logits(drafter, target, batch)
     if drafter.config.distill:
-        labels = common.target_logits(target, batch.hidden[:, :-1][where], drafter.draft_ids).softmax(-1)  # (M, Vd)
+        labels = common.target_logits(target, batch.hidden[where], drafter.draft_ids).softmax(-1)  # (M, Vd)
     else:
         inside = torch.full((drafter.config.target["vocab_size"],), -100, device=logits.device)
         inside[drafter.draft_ids] = torch.arange(len(drafter.draft_ids), device=logits.device)
-        labels = inside[batch.input_ids[:, 1:][where]]  # (M,), -100 for tokens that cannot be drafted
+        labels = inside[batch.input_ids[:, 1:][where[:, :-1]]]  # (M,), -100 for tokens that cannot be drafted
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
 def alpha(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """Acceptance rate at temperature 1 (5.1): sum over positions of sum_x min(p_target, q_draft), and their number."""
     logits, where = training_logits(drafter, target, batch)
-    p_target = common.target_logits(target, batch.hidden[:, :-1][where]).softmax(-1)[:, drafter.draft_ids]
+    p_target = common.target_logits(target, batch.hidden[where]).softmax(-1)[:, drafter.draft_ids]
     return torch.minimum(p_target, logits.softmax(-1)).sum(), len(logits)
 
 
@@ -292,11 +295,11 @@ def propose(drafter: Drafter, target, input_ids: Tensor, cache, own, logits_proc
         if fed.shape[1] > 1:
             self_mask = (positions.mT >= torch.arange(own.fed.shape[1], device=ids.device))[None, None]  # (1, 1, n, rows)
             cross_mask = (positions.mT > torch.arange(cache.get_seq_length(), device=ids.device))[None, None]  # (.., P)
-        embeds = target.get_input_embeddings()(fed)
-        rotary = common.rotary(target, positions, -1)
-        hidden = drafter(embeds, rotary, kv, self_mask, cross_mask, own)[:, -1]  # (1, D)
-        scores = hidden.new_full((1, drafter.config.target["vocab_size"]), float("-inf"), dtype=torch.float32)
-        scores[:, drafter.draft_ids] = F.linear(hidden, own.head).float()
+        embeds, rotary = target.get_input_embeddings()(fed), common.rotary(target, positions, -1)
+        newest = (slice(None), -1)
+        logits, hidden = drafter(embeds, rotary, kv, own.head, newest, self_mask, cross_mask, own)  # (1, Vd), (1, D)
+        scores = logits.new_full((1, drafter.config.target["vocab_size"]), float("-inf"), dtype=torch.float32)
+        scores[:, drafter.draft_ids] = logits.float()
         q_draft = (logits_processor(ids, scores) if logits_processor else scores).softmax(-1)[0]  # (V,)
         token = torch.multinomial(q_draft, 1) if do_sample else q_draft.argmax(keepdim=True)
         yield token, q_draft, hidden[0]
