@@ -363,7 +363,7 @@ def run(target, tokenizer, arms: list[Arm], prompts: list[dict], options: dict) 
     """Play all turns with all arms, filling `arm.answers`; returns a record of each turn. Ctrl-C ends it early."""
     greedy, turns = not options["do_sample"], []
     total = len(arms) * sum(len(prompt["turns"]) for prompt in prompts)
-    bar = tqdm(total=total, desc="answers", disable=None)
+    bar = tqdm(total=total, desc="answers", mininterval=0.5 if sys.stderr.isatty() else 20)  # a log gets few lines
     try:
         warm_up = encode(tokenizer, prompts[0]["turns"][:1], target.device)
         for arm in arms:
@@ -490,7 +490,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--prompts", nargs="+", metavar="FILE", help="FastChat JSONL (default: all of prompts/)")
-    parser.add_argument("--num-prompts", type=int, default=8, help="prompts, spread over the files; 0: all (default 8)")
+    parser.add_argument("--num-prompts", type=int, default=6, help="prompts, spread over the files; 0: all (default 6)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="per turn (default 64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -546,6 +546,7 @@ def main(argv: list[str] | None = None) -> None:
         paths = [Path(path) for path in args.prompts] if args.prompts else sorted((ROOT / "prompts").glob("*.jsonl"))
         prompts = read_prompts(paths, args.num_prompts)
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     target, tokenizer = common.load_target(args.target, dtype=getattr(torch, args.dtype), device=args.device)
     result, arms, turns = report.header(args, target, len(prompts)), [], []
     if prompts:

@@ -153,10 +153,11 @@ def shown(value: float | None, digits: int = 2) -> str | None:
 
 def tables(result: dict) -> str:
     """All tables of a result, as printed after a run and by `bench.py --table`."""
-    parts = [f"**{result['target']}**, {result['dtype']}, {result['device']}; {result['prompts']} prompts, up to "
-             f"{result['max_new_tokens']} tokens a turn, temperature {result['temperature']:g}; "
-             f"commit {result['commit']}" + ("; interrupted" if result.get("interrupted") else "")]
-    parts += _arm_tables(result["arms"]) if result.get("arms") else []
+    parts = [f"**{result['target']}**, {result['dtype']}, {result['device']}, commit {result['commit']}"]
+    if result.get("arms"):
+        parts[0] += (f"; {result['prompts']} prompts, up to {result['max_new_tokens']} tokens a turn, temperature "
+                     f"{result['temperature']:g}" + ("; interrupted" if result.get("interrupted") else ""))
+        parts += _arm_tables(result["arms"])
     if curve := result.get("cost_curve"):
         parts.append(f"Milliseconds of a target forward by tokens, at {curve['context']} tokens of context")
         counts, lengths = curve["by_tokens"], curve["by_context"]
