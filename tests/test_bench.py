@@ -200,6 +200,35 @@ def test_an_interrupt_keeps_the_whole_turns(files, capsys, monkeypatch):
     assert result["interrupted"] and result["prompts"] == 1 and result["arms"]["glide"]["tokens"] == 12
 
 
+def test_an_interrupt_between_two_arms_leaves_them_aligned(files, capsys, monkeypatch):
+    def stop(target, encoded, reference, tokens, calls=[]):  # noqa: B006
+        calls.append(tokens)
+        if len(calls) == 5:  # the second arm of the second turn
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "divergence", stop)
+    result, _ = run(capsys, command(files))
+    assert result["interrupted"] and {arm["tokens"] for arm in result["arms"].values()} == {12}
+
+
+def test_a_method_on_the_drafter_of_another(files, fake, capsys):
+    @dataclass
+    class Config:
+        base: str = field(default="glide", metadata={"help": "whose drafter", "decode": True})
+        gamma: int = field(default=2, metadata={"help": "length", "decode": True})
+
+    def generate(*args, base, base_drafter, gamma=2, stats=None, **kwargs):
+        assert base is glide and isinstance(base_drafter, glide.Drafter)
+        return glide.generate(*args, drafter=base_drafter, gamma=gamma, stats=stats, **kwargs)
+
+    fake.Config, fake.generate, fake.VARIANTS = Config, generate, {}
+    result, _ = run(capsys, command(files, method="fake"))
+    arm = result["arms"]["fake"]
+    assert arm["identical_to_greedy"] and len(arm["acceptance_by_position"]) == 2 and arm["draft_ms"] > 0
+    with pytest.raises(ValueError, match="unknown method 'nope'"):
+        bench.main(command(files, "--base", "nope", method="fake"))
+
+
 def test_the_clock_leaves_out_the_prefill_and_nested_modules():
     inner = torch.nn.Linear(2, 2)
     outer = torch.nn.Sequential(inner, torch.nn.ReLU())
@@ -213,7 +242,9 @@ def test_the_clock_leaves_out_the_prefill_and_nested_modules():
     outer(torch.zeros(1, 2))  # no longer watched
     assert [(kind, prefill) for kind, *_, prefill in clock.calls] == [
         ("target", True), ("target", False), ("drafter", False)]
-    assert clock.total("drafter") > 0 and [name for name, *_ in clock.timers] == ["draft", "prefill", "verify"]
+    _, start, end, *_ = clock.calls[1]
+    assert clock.total("target") == end - start and clock.total("drafter") > 0
+    assert [name for name, *_ in clock.timers] == ["draft", "prefill", "verify"]
 
 
 def test_plain_loop_equals_generate(files):
