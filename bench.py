@@ -301,6 +301,8 @@ def make_arms(target, args) -> list[Arm]:
                     raise
                 print(f"bench.py: without {name}: {problem}", file=sys.stderr)
     arms += loader.peers() if args.peers else []
+    if len(arms) == 2:
+        raise ValueError("nothing to compare with plain decoding: no method has a drafter; make one with train.py")
     if loader.draft_model is not None and not args.peers and not any("draft_model" in arm.kwargs for arm in arms):
         raise ValueError(f"--draft-model: {', '.join(wanted)} drafts with a network of its own; leave the option out")
     names = [arm.name for arm in arms]

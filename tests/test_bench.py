@@ -370,6 +370,18 @@ def test_a_draft_model_of_another_vocabulary(files, tmp_path):
         bench.main(command(files, "--draft-model", str(files / "target")))
 
 
+def test_all_takes_what_has_a_checkpoint(files, capsys, monkeypatch, tmp_path):
+    argv = [word for word in command(files, method="all") if word not in ("--checkpoint", str(files / "glide"))]
+    monkeypatch.setattr(bench.Loader, "drafter", lambda self, module, checkpoint=None: common.load_drafter(
+        module.Drafter, tmp_path / module.__name__, self.target).to(self.target.dtype))
+    with pytest.raises(ValueError, match="no method has a drafter"):
+        bench.main(argv)
+    assert "bench.py: without glide: no drafter in" in capsys.readouterr().err
+    (tmp_path / "glide").symlink_to(files / "glide")
+    result, _ = run(capsys, argv)
+    assert set(result["arms"]) >= {"baseline", "glide"} and "falcon" not in result["arms"]
+
+
 def test_something_else_than_a_result(tmp_path):
     (tmp_path / "r.json").write_text('{"arms": 3}')
     with pytest.raises(ValueError, match="is not a result of bench.py --json"):
