@@ -56,7 +56,7 @@ def options(folder, out, *more):
 def run(*arguments, **kwargs):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env=env, capture_output=True, text=True,
-                          timeout=120, **kwargs)
+                          timeout=400, **kwargs)
 
 
 def weights(out):

