@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 # ------------------------------------------------------------------------------------------------ loading a target
-
 def load_target(name: str | None = None, *, dtype: torch.dtype = torch.float32, device: str = "cpu"):
     """Load a frozen target model and its tokenizer.
 
@@ -191,7 +190,7 @@ class DraftCache(GrowingCache):
 
 @dataclass
 class Draft:
-    """A token tree: tokens (N,) ids; parents (N,) node numbers on the CPU, parents first, -1 the newest committed token;
+    """A token tree: tokens (N,) ids; parents (N,) on the CPU, parents first, -1 for the newest committed token;
     probs (N, V) the processed distribution each node was really sampled from, a row of zeros for a node that was chosen
     deterministically, None when all were."""
 
@@ -284,7 +283,7 @@ def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, st
     window = getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
     for name, reach in (("context", getattr(config, "max_position_embeddings", None)), ("sliding window", window)):
         if reach and limit > reach:
-            raise ValueError(f"prompt + new tokens = {limit} exceed the target's {name} of {reach}; ask for fewer tokens")
+            raise ValueError(f"prompt + new tokens = {limit} exceed the target's {name} of {reach}; ask for fewer")
     cache, hidden = GrowingCache(config.num_hidden_layers), head_weight(target).new_empty(1, 0, config.hidden_size)
     if input_ids.shape[1] > 1:
         with (stats or Stats()).timer("prefill"):
@@ -333,13 +332,14 @@ def verify(target, input_ids: Tensor, draft: Draft, cache, logits_processor=None
         sampled = [] if draft.probs is None or not do_sample else (draft.probs.amax(-1) > 0).tolist()
         path, node, ids = [], -1, input_ids
         while True:
+            here = children.get(node, ())
             if plain_argmax is not None:
                 choice = plain_argmax[node + 1]
-                taken = next((n for n in children.get(node, ()) if tokens[n] == choice), None)
+                taken = next((n for n in here if tokens[n] == choice), None)
             else:
                 scores = logits[:, node + 1].to(copy=True, dtype=torch.float32)
                 scores = logits_processor(ids, scores)[0] if logits_processor else scores[0]
-                taken, choice = _choose(scores, children.get(node, ()), tokens, draft.probs, sampled, do_sample, generator)
+                taken, choice = _choose(scores, here, tokens, draft.probs, sampled, do_sample, generator)
             if taken is None:
                 break
             path.append(taken)

@@ -35,7 +35,8 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
             try:
                 ids, mask = _tokenize(json.loads(line), tokenizer)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}, line {number}: not a conversation ({type(error).__name__}: {error})") from None
+                reason = f"{type(error).__name__}: {error}"
+                raise ValueError(f"{path}, line {number}: not a conversation ({reason})") from None
             if ids and (min(ids) < 0 or max(ids) >= len(tokenizer)):
                 raise ValueError(f"{path}, line {number}: token id {max(ids)} is outside the target's vocabulary")
             if any(mask[1:max_length]):
@@ -96,7 +97,8 @@ def make_conversations(target, tokenizer, count: int, path: str, seed: int = 0, 
     if not tokenizer.chat_template:
         raise ValueError("this target's tokenizer has no chat template; self-distilled data needs a chat model")
     mark = "USER-WORDS"
-    shape = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True)
+    marked = [{"role": "user", "content": mark}]
+    shape = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
     if shape.count(mark) != 1:
         raise ValueError("the chat template does not hold the user's words exactly once, so none can be sampled")
     opening, closing = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in shape.split(mark))
@@ -118,12 +120,14 @@ def make_conversations(target, tokenizer, count: int, path: str, seed: int = 0, 
                 seen.add(text)
                 prompts.append((text, opening + ids[:-1] + closing))
         lines = []
-        for (text, prompt_ids), ids in zip(prompts, _continue(target, [p for _, p in prompts], ends, max_new_tokens, temperature)):
+        answers = _continue(target, [p for _, p in prompts], ends, max_new_tokens, temperature)
+        for (text, prompt_ids), ids in zip(prompts, answers):
             grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
             if len(ids) > 1 and len(set(grams)) >= 0.3 * len(grams):
                 lines.append(json.dumps({
-                    "prompt": text, "response": tokenizer.decode(ids, skip_special_tokens=True), "temperature": temperature,
-                    "finished": ids[-1] in ends, "prompt_ids": prompt_ids, "response_ids": ids}) + "\n")
+                    "prompt": text, "response": tokenizer.decode(ids, skip_special_tokens=True),
+                    "temperature": temperature, "finished": ids[-1] in ends, "prompt_ids": prompt_ids,
+                    "response_ids": ids}) + "\n")
         lines = lines[: count - done]
         with open(path, "ab") as file:
             os.write(file.fileno(), "".join(lines).encode())
@@ -145,7 +149,7 @@ def _whole_lines(path: str) -> list[str]:
     return whole.decode().splitlines()
 
 
-def _continue(target, prompts: list[list[int]], ends: set[int], max_new_tokens: int, temperature: float) -> list[list[int]]:
+def _continue(target, prompts: list[list[int]], ends: set[int], max_new_tokens: int, temperature: float) -> list:
     """New token ids, the end token included, for prompts of different lengths, batched with left padding."""
     if not prompts:
         return []

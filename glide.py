@@ -90,7 +90,7 @@ class CrossAttention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
 
     def forward(self, x: Tensor, rotary, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """x (B, T, D), keys and values (B, Hkv, P, Dh) or None, mask (B, 1, T, P) or None; a row without keys gives zero."""
+        """x (B, T, D), keys and values (B, Hkv, P, Dh) or None, mask (B, 1, T, P) or None. No keys, no output."""
         if keys is None:  # nothing verified yet
             return torch.zeros_like(x)
         q = rope(self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2), rotary)  # (B, H, T, Dh)
@@ -155,7 +155,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             return []
         return [self.config.kv_layer] * own if self.config.kv_layer >= 0 else list(range(top - own, top))
 
-    def forward(self, embeds: Tensor, rotary, kv: list, head: Tensor, rows, self_mask=None, cross_mask=None, cache=None):
+    def forward(self, embeds: Tensor, rotary, kv: list, head: Tensor, rows, self_mask=None, cross_mask=None,
+                cache=None) -> tuple[Tensor, Tensor]:
         """Draft logits (..., Vd) and final hidden states (..., D) of the chosen rows.
 
         Args:
@@ -293,8 +294,9 @@ def propose(drafter: Drafter, target, input_ids: Tensor, cache, own, logits_proc
         positions = own.feed(fed)
         self_mask = cross_mask = None
         if fed.shape[1] > 1:
-            self_mask = (positions.mT >= torch.arange(own.fed.shape[1], device=ids.device))[None, None]  # (1, 1, n, rows)
-            cross_mask = (positions.mT > torch.arange(cache.get_seq_length(), device=ids.device))[None, None]  # (.., P)
+            rows = torch.arange(own.fed.shape[1], device=ids.device)
+            self_mask = (positions.mT >= rows)[None, None]  # (1, 1, n, P + 1)
+            cross_mask = (positions.mT > rows[: cache.get_seq_length()])[None, None]  # (1, 1, n, P)
         embeds, rotary = target.get_input_embeddings()(fed), common.rotary(target, positions, -1)
         newest = (slice(None), -1)
         logits, hidden = drafter(embeds, rotary, kv, own.head, newest, self_mask, cross_mask, own)  # (1, Vd), (1, D)

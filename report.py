@@ -148,6 +148,7 @@ def markdown(heads: list[str], rows: list[list]) -> str:
 
 
 def shown(value: float | None, digits: int = 2) -> str | None:
+    """A figure for a table; None, an empty cell, stays None."""
     return None if value is None else f"{value:.{digits}f}"
 
 

@@ -221,13 +221,14 @@ def train(args, config_overrides: dict) -> None:
     base = {}
     if getattr(config, "base", ""):
         base["base"] = importlib.import_module(config.base)
-        base["base_drafter"] = common.load_drafter(base["base"].Drafter, args.base_checkpoint or f"checkpoints/{config.base}", target)
+        path = args.base_checkpoint or f"checkpoints/{config.base}"
+        base["base_drafter"] = common.load_drafter(base["base"].Drafter, path, target)
     features = Features(target, sequences, drafter.kv_layers, args.features)
     held_features = Features(target, held_out, drafter.kv_layers, args.features)
     for each in (features, held_features):
         each.compute_all()
-    held_batches = [make_batch(list(range(i, min(i + 8, held))), held_out, held_features, torch.arange(i, min(i + 8, held)),
-                               0.0, device) for i in range(0, held, 8)]
+    parts = [list(range(i, min(i + 8, held))) for i in range(0, held, 8)]
+    held_batches = [make_batch(part, held_out, held_features, torch.tensor(part), 0.0, device) for part in parts]
 
     if world > 1:
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
@@ -260,9 +261,9 @@ def train(args, config_overrides: dict) -> None:
             if rank == 0 and not sys.stderr.isatty():  # a log gets lines instead of a bar
                 print(curve[-1], file=sys.stderr, flush=True)
         if rank == 0 and (finished or stop or (step and step % args.save_every == 0)):
-            save(drafter, out, {"config": dataclasses.asdict(config), "model": drafter.state_dict(), "step": step,
-                                "optimizer": optimizer.state_dict(), "tokens": tokens, "curve": curve, "seconds": seconds,
-                                "average": average})
+            save(drafter, out, {
+                "config": dataclasses.asdict(config), "model": drafter.state_dict(), "step": step, "tokens": tokens,
+                "optimizer": optimizer.state_dict(), "curve": curve, "seconds": seconds, "average": average})
         if finished or stop:
             break
         for group in optimizer.param_groups:  # linear warm-up, then cosine to zero
@@ -320,13 +321,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--data", help="conversations, .jsonl or .jsonl.gz")
     parser.add_argument("--out", required=True, help="checkpoint folder, or the file that --make-data appends to")
-    parser.add_argument("--make-data", type=int, metavar="N", help="write self-distilled conversations until there are N")
+    parser.add_argument("--make-data", type=int, metavar="N", help="have N self-distilled conversations in --out")
     parser.add_argument("--steps", type=int, help="optimizer steps")
     parser.add_argument("--minutes", type=float, help="train for this long instead")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--init", metavar="DIR", help="start from this drafter")
     parser.add_argument("--base-checkpoint", metavar="DIR", help="drafter that the method builds on, if it does")
-    parser.add_argument("--features", metavar="DIR", help="keep the target's features here; on a CPU worth its gigabytes")
+    parser.add_argument("--features", metavar="DIR", help="keep the target's features here (2 kB a token)")
     parser.add_argument("--batch-size", type=int, default=4, help="conversations a step, over all processes")
     parser.add_argument("--accumulate", type=int, default=1, help="split a process's share of a step into this many")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
@@ -338,7 +339,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the target")
-    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="autocast to bfloat16 (default: on a GPU)")
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="bfloat16 autocast (default: on a GPU)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data-batch", type=int, default=16, help="--make-data: conversations generated together")
     known, _ = parser.parse_known_args(argv)
@@ -350,8 +351,8 @@ def main(argv: list[str] | None = None) -> None:
         return data.make_conversations(target, tokenizer, args.make_data, args.out, args.seed, args.data_batch)
     if not args.method or not args.data:
         raise ValueError("training needs --method and --data (or use --make-data N)")
-    fields = {option.name for option in dataclasses.fields(module.Config)}
-    train(args, {name: value for name, value in vars(args).items() if name in fields - {"target"} and value is not None})
+    fields = {option.name for option in dataclasses.fields(module.Config)} - {"target"}
+    train(args, {name: value for name, value in vars(args).items() if name in fields and value is not None})
 
 
 if __name__ == "__main__":

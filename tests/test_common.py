@@ -140,7 +140,7 @@ def test_verify_sees_every_node_as_plain_decoding_would(name):
         best = target(ids).logits[0, -1].argmax()
         draft.tokens[torch.randint(0, 9, (1,), generator=generator)] = best  # sometimes something is accepted
         seen = []
-        processor = LogitsProcessorList([lambda prefix, scores: seen.append((prefix, scores)) or scores])
+        processor = LogitsProcessorList([lambda prefix, scores, seen=seen: seen.append((prefix, scores)) or scores])
         verified = common.verify(target, ids, draft, cache, processor)
         for prefix, scores in seen:
             torch.testing.assert_close(scores, target(prefix).logits[:, -1].float(), atol=1e-4, rtol=1e-4)
@@ -250,7 +250,8 @@ def generate(target, ids, **options):
 def test_sliding_window_that_would_be_overrun_is_refused():
     for target in (family("Mistral", sliding_window=16), family("Gemma2", sliding_window=16)):
         ids = torch.tensor([[3, 4, 5]])
-        assert torch.equal(generate(target, ids, max_new_tokens=13), target.generate(ids, max_new_tokens=13, do_sample=False))
+        truth = target.generate(ids, max_new_tokens=13, do_sample=False)
+        assert torch.equal(generate(target, ids, max_new_tokens=13), truth)
         with pytest.raises(ValueError, match="sliding window of 16"):
             generate(target, ids, max_new_tokens=14)
 

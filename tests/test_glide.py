@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import chi_square_p_value, enumerate_joint, make_llama
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, TemperatureLogitsWarper, TopPLogitsWarper
 
 import common
 import glide
@@ -40,11 +42,11 @@ def make_batch(target, lengths=(9, 12, 7), prompt=3, seed=0):
 def trained(llama):
     """A drafter that has seen a little of what the target says, so that some drafts are accepted and some refused."""
     drafter = make_drafter(llama).train()
-    ids = llama.generate(torch.arange(1, 9)[:, None], max_new_tokens=60, do_sample=True, top_k=0)
+    ids = llama.generate(torch.arange(1, 9)[:, None], max_new_tokens=60, do_sample=False)
     sequences = [(row, torch.arange(len(row)) > 0) for row in ids]
     features = train.Features(llama, sequences, drafter.kv_layers, None)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
-    for step in range(60):
+    for step in range(100):
         batch = train.make_batch(list(range(8)), sequences, features, torch.arange(8) + step, 0.0, "cpu")
         (glide.loss(drafter, llama, batch) / batch.loss_mask.sum()).backward()
         optimizer.step()
@@ -80,7 +82,7 @@ def test_greedy_output_is_the_targets(llama, trained, gamma, length):
 
 
 def test_the_trained_drafter_is_accepted_sometimes_and_refused_sometimes(llama, trained):
-    _, stats = decode(llama, trained, torch.tensor([[3, 1]]), max_new_tokens=200)
+    _, stats = decode(llama, trained, torch.tensor([[3]]), max_new_tokens=100)
     assert 0 < sum(stats.accepted) < stats.drafted and len(set(stats.accepted)) > 2
 
 
@@ -114,9 +116,10 @@ def test_token_id_zero_is_a_token_like_any_other():
     with torch.no_grad():
         target.lm_head.weight[0] *= 3  # makes 0 frequent
     drafter, ids = make_drafter(target), torch.tensor([[0, 0, 4]])
-    truth = target.generate(ids, max_new_tokens=40, do_sample=False)
+    mask = torch.ones_like(ids)  # 0 is also this target's padding token
+    truth = target.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)
     assert (truth[0, 3:] == 0).any()
-    assert torch.equal(decode(target, drafter, ids)[0], truth)
+    assert torch.equal(decode(target, drafter, ids, attention_mask=mask)[0], truth)
 
 
 def test_logits_processors_see_each_prefix(llama, trained):
@@ -127,17 +130,10 @@ def test_logits_processors_see_each_prefix(llama, trained):
 
 
 def test_stop_strings_and_streamer(llama, trained):
-    class Words:
-        """A tokenizer whose token i is the word i."""
-
-        def get_vocab(self):
-            return {f"<{i}>": i for i in range(48)}
-
-        def decode(self, ids, **_):
-            return "".join(f"<{int(i)}>" for i in ids)
-
-        def __len__(self):
-            return 48
+    """A stop string that begins in one token and ends in the next, met in the middle of a draft."""
+    letters = Tokenizer(models.BPE(vocab={chr(ord("a") + i): i for i in range(48)}, merges=[]))
+    letters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters)
 
     class Streamer:
         def __init__(self):
@@ -148,19 +144,10 @@ def test_stop_strings_and_streamer(llama, trained):
 
     ids = torch.tensor([[9, 8, 7]])
     truth = llama.generate(ids, max_new_tokens=30, do_sample=False)
-    class Stop:
-        """A stopping criterion on a pair of tokens, as a stop string that spans two."""
-
-    from transformers import StoppingCriteria, StoppingCriteriaList
-
-    class Pair(StoppingCriteria):
-        def __call__(self, input_ids, scores, **_):
-            return (input_ids[:, -2:] == truth[:, 12:14]).all(-1)
-
-    stop = StoppingCriteriaList([Pair()])
-    expected = llama.generate(ids, max_new_tokens=30, do_sample=False, stopping_criteria=stop)
+    stop = {"stop_strings": tokenizer.decode(truth[0, 12:14]), "tokenizer": tokenizer}
+    expected = llama.generate(ids, max_new_tokens=30, do_sample=False, **stop)
     streamer = Streamer()
-    output, _ = decode(llama, trained, ids, max_new_tokens=30, stopping_criteria=stop, token_streamer=streamer)
+    output, _ = decode(llama, trained, ids, max_new_tokens=30, token_streamer=streamer, **stop)
     assert torch.equal(output, expected) and output.shape[1] < 33
     assert streamer.tokens == output[0, 3:].tolist()
 
@@ -168,7 +155,8 @@ def test_stop_strings_and_streamer(llama, trained):
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"top_p": 0.8}])
 def test_sampled_output_follows_the_target(small_llama, options):
     """Joint distribution of the first three tokens, with a drafter that is neither right nor absurd."""
-    drafter, prompt, counts = make_drafter(small_llama, cross_attention=False), torch.tensor([[1, 2]]), collections.Counter()
+    drafter, prompt = make_drafter(small_llama, cross_attention=False), torch.tensor([[1, 2]])
+    counts = collections.Counter()
     torch.manual_seed(0)
     for _ in range(1500):
         output, _ = decode(small_llama, drafter, prompt, do_sample=True, top_k=0, max_new_tokens=3, gamma=2, **options)
@@ -178,8 +166,6 @@ def test_sampled_output_follows_the_target(small_llama, options):
 
 def exact(target, prompt, **options):
     """Joint distribution of three tokens under temperature and top-p, from transformers' own processors."""
-    from transformers import TemperatureLogitsWarper, TopPLogitsWarper
-
     warpers = [TemperatureLogitsWarper(options["temperature"])] if "temperature" in options else []
     warpers += [TopPLogitsWarper(options["top_p"])] if "top_p" in options else []
 
@@ -194,7 +180,8 @@ def exact(target, prompt, **options):
 
 
 def test_negative_control_accepting_every_draft_is_noticed(small_llama, monkeypatch):
-    drafter, prompt, counts = make_drafter(small_llama, cross_attention=False), torch.tensor([[1, 2]]), collections.Counter()
+    drafter, prompt = make_drafter(small_llama, cross_attention=False), torch.tensor([[1, 2]])
+    counts = collections.Counter()
     torch.manual_seed(0)
     monkeypatch.setattr(common.torch, "rand", lambda *_, **__: torch.zeros(()))  # the acceptance test always passes
     for _ in range(1500):
@@ -221,7 +208,8 @@ def test_drafting_with_a_cache_equals_drafting_from_scratch(llama, trained, monk
 
 def test_block_mask_drawing():
     mask = glide.block_mask(6, 3, torch.tensor([1]))[0, 0]
-    assert ["".join(".x"[int(v)] for v in row) for row in mask] == ["......", "......", "xx....", "xx....", "xx....", "xxxxx."]
+    assert ["".join(".x"[int(v)] for v in row) for row in mask] == [
+        "......", "......", "xx....", "xx....", "xx....", "xxxxx."]
 
 
 def test_block_mask_against_the_definition():
@@ -250,7 +238,7 @@ def test_loss_against_a_hand_worked_case(llama):
     batch.seed = torch.tensor([4, 5, 8])  # phases 4, 0, 3
     for distill in (True, False):
         drafter = make_drafter(llama, draft_vocab=30, distill=distill)
-        drafter.draft_ids.copy_(torch.arange(48)[::2].repeat(2)[:24].new_tensor(range(10, 40)))
+        drafter.draft_ids.copy_(torch.arange(10, 40))
         expected = 0.0
         for row, length in enumerate(batch.lengths.tolist()):
             for place in range(length - 1):
@@ -264,7 +252,7 @@ def test_loss_against_a_hand_worked_case(llama):
                 rotary = common.rotary(llama, torch.arange(place + 1)[None], -1)
                 logits, _ = drafter(llama.get_input_embeddings()(ids), rotary, kv, llama.lm_head.weight[10:40],
                                     (slice(None), -1), cross_mask=mask)
-                log_q = logits[0].log_softmax(-1)
+                log_q = logits[0].detach().log_softmax(-1)
                 if distill:
                     teacher = llama(ids).logits[0, -1, 10:40].softmax(-1)
                     expected -= float((teacher * log_q).sum())
@@ -323,7 +311,8 @@ def test_saved_and_loaded_drafts_are_the_same(llama, trained, tmp_path):
     trained.save_pretrained(tmp_path)
     loaded = common.load_drafter(glide.Drafter, tmp_path, llama)
     assert loaded.config == trained.config and dataclasses.asdict(loaded.config)["target"]["vocab_size"] == 48
-    assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), trained.state_dict().values()))
+    for name, weight in trained.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], weight, atol=1e-6, rtol=1e-6)
 
 
 def test_drafting_in_half_precision_runs():

@@ -61,7 +61,8 @@ def test_every_option_has_a_default_and_help(name):
 
 def test_copies_of_a_helper_are_identical():
     """Small layers are repeated in the files that need them; a copy that drifts is a bug waiting."""
-    own = {"Config", "Drafter", "Layer", "build", "loss", "alpha", "propose", "generate", "new_cache", "training_logits"}
+    own = {"Config", "Drafter", "Layer", "build", "loss", "alpha", "propose", "generate", "new_cache",
+           "training_logits"}
     seen = {}
     for name in METHODS:
         text = source(name)
@@ -79,5 +80,5 @@ def test_nothing_unfinished(path):
 def test_public_functions_are_documented():
     for name in [*METHODS, "common", "train", "bench", "data", "report", "default_target"]:
         for node in ast.parse(source(name)).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name not in ("main", "parse"):
+            if isinstance(node, ast.FunctionDef) and node.name[0] != "_" and node.name not in ("main", "parse"):
                 assert ast.get_docstring(node), f"{name}.{node.name} has no docstring"

@@ -35,9 +35,9 @@ def folder(tmp_path_factory):
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=1, max_position_embeddings=128, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-                         initializer_range=0.5)
+    config = LlamaConfig(vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128, bos_token_id=None,
+                         eos_token_id=0, pad_token_id=0, initializer_range=0.5)
     LlamaForCausalLM(config).save_pretrained(folder)
     generator = torch.Generator().manual_seed(1)
     with open(folder / "data.jsonl", "w") as file:
@@ -49,8 +49,8 @@ def folder(tmp_path_factory):
 
 def options(folder, out, *more):
     return ["--method", "glide", "--target", str(folder), "--data", str(folder / "data.jsonl"), "--out", str(out),
-            "--device", "cpu", "--draft-vocab", "32", "--intermediate-size", "16", "--held-out", "4", "--eval-every", "4",
-            "--save-every", "4", *more]
+            "--device", "cpu", "--draft-vocab", "32", "--intermediate-size", "16", "--held-out", "4",
+            "--eval-every", "4", "--save-every", "4", *more]
 
 
 def run(*arguments, **kwargs):
@@ -176,7 +176,8 @@ def test_features_from_disk_equal_features_on_the_fly(folder, tmp_path):
     wider = train.Features(target, sequences, [0, 1], str(tmp_path))
     for features in (stored, wider, train.Features(target, sequences, [1], str(tmp_path))):
         made = train.make_batch([0, 5, 2], sequences, features, torch.arange(3), 0.0, "cpu")
-        fresh = train.make_batch([0, 5, 2], sequences, train.Features(target, sequences, [1], None), torch.arange(3), 0, "cpu")
+        direct = train.Features(target, sequences, [1], None)
+        fresh = train.make_batch([0, 5, 2], sequences, direct, torch.arange(3), 0.0, "cpu")
         for row, length in enumerate(made.lengths):
             pairs = [(made.hidden[row], fresh.hidden[row])]
             pairs += [(a[row].transpose(0, 1), b[row].transpose(0, 1)) for a, b in zip(made.kv[1], fresh.kv[1])]
@@ -186,7 +187,8 @@ def test_features_from_disk_equal_features_on_the_fly(folder, tmp_path):
 
 def test_make_data_resumes_and_cuts_a_half_written_line(folder, tmp_path):
     path = tmp_path / "made.jsonl"
-    arguments = ["--make-data", "6", "--target", str(folder), "--out", str(path), "--device", "cpu", "--data-batch", "8"]
+    arguments = ["--make-data", "6", "--target", str(folder), "--out", str(path), "--device", "cpu",
+                 "--data-batch", "8"]
     train.main(arguments)
     whole = path.read_bytes()
     records = [json.loads(line) for line in whole.splitlines()]
