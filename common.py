@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-# ------------------------------------------------------------------------------------------------ loading a target
+
 def load_target(name: str | None = None, *, dtype: torch.dtype = torch.float32, device: str = "cpu"):
     """Load a frozen target model and its tokenizer.
 

@@ -13,8 +13,8 @@ def make_llama(vocab=48, layers=3, seed=0, **options):
     """A random Llama in float64 whose distributions are neither flat nor certain."""
     torch.manual_seed(seed)
     settings = dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
-                    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, bos_token_id=None,
-                    eos_token_id=None, pad_token_id=0) | options
+                    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3,
+                    bos_token_id=None, eos_token_id=None, pad_token_id=0) | options
     return LlamaForCausalLM(LlamaConfig(**settings)).double().eval().requires_grad_(False)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import chi_square_p_value, enumerate_joint, make_llama
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import PreTrainedTokenizerFast, StopStringCriteria, TemperatureLogitsWarper, TopPLogitsWarper
 
 import common
 import glide
@@ -144,7 +144,7 @@ def test_stop_strings_and_streamer(llama, trained):
 
     ids = torch.tensor([[9, 8, 7]])
     truth = llama.generate(ids, max_new_tokens=30, do_sample=False)
-    stop = {"stop_strings": tokenizer.decode(truth[0, 12:14]), "tokenizer": tokenizer}
+    stop = {"stopping_criteria": [StopStringCriteria(tokenizer, [tokenizer.decode(truth[0, 12:14])])]}
     expected = llama.generate(ids, max_new_tokens=30, do_sample=False, **stop)
     streamer = Streamer()
     output, _ = decode(llama, trained, ids, max_new_tokens=30, token_streamer=streamer, **stop)
