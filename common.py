@@ -164,7 +164,6 @@ class DraftCache(GrowingCache):
     def __init__(self, num_layers: int):
         super().__init__(num_layers)
         self.fed: Tensor | None = None  # (1, P) tokens whose rows are in the cache
-        self.committed = 0  # rows known to be of committed tokens
 
     def feed(self, token_ids: Tensor) -> Tensor:
         """Note that `token_ids` (1, n) are about to be consumed; returns their positions (1, n)."""
@@ -177,12 +176,11 @@ class DraftCache(GrowingCache):
         if self.fed is None:
             return input_ids
         end = min(self.fed.shape[1], input_ids.shape[1] - 1)
-        same = (self.fed[0, self.committed : end] == input_ids[0, self.committed : end]).tolist()
-        self.committed += same.index(False) if False in same else len(same)
-        if (surplus := self.fed.shape[1] - self.committed) > 0:
-            self.crop(-surplus)
-            self.fed = self.fed[:, : self.committed]
-        return input_ids[:, self.committed :]
+        differ = (self.fed[0, :end] != input_ids[0, :end]).nonzero()
+        agreed = int(differ[0]) if len(differ) else end
+        self.crop(agreed - self.fed.shape[1])
+        self.fed = self.fed[:, :agreed]
+        return input_ids[:, agreed:]
 
 
 # --------------------------------------------------------------------------------------------- one round of decoding
