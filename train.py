@@ -36,7 +36,7 @@ from tqdm import tqdm
 import common
 import data
 
-METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
+METHODS = ("glide", "cape")
 
 # ------------------------------------------------------------------------------------------------------------- data
 
