@@ -36,7 +36,8 @@ from tqdm import tqdm
 import common
 import data
 
-METHODS = ("glide", "cape")
+METHODS = [name for name in ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
+           if Path(__file__).with_name(f"{name}.py").is_file()]
 
 # ------------------------------------------------------------------------------------------------------------- data
 
