@@ -37,6 +37,7 @@ from torch import nn
 from tqdm import tqdm
 
 import common
+import packed
 import report
 
 METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
@@ -235,7 +236,8 @@ class Loader:
         path = Path(checkpoint or ROOT / "checkpoints" / module.__name__)
         if path not in self.drafters:
             with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
-                self.drafters[path] = common.load_drafter(module.Drafter, path, self.target).to(self.target.dtype)
+                drafter = common.load_drafter(module.Drafter, path, self.target)
+                self.drafters[path] = packed.pack(drafter) if self.args.pack else drafter
         return self.drafters[path]
 
     def arms(self, spec: str) -> list[Arm]:
@@ -491,6 +493,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True, help="packed weights on a CPU")
     parser.add_argument("--prompts", nargs="+", metavar="FILE", help="FastChat JSONL (default: all of prompts/)")
     parser.add_argument("--num-prompts", type=int, default=6, help="prompts, spread over the files; 0: all (default 6)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="per turn (default 64)")
@@ -550,6 +553,7 @@ def main(argv: list[str] | None = None) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     target, tokenizer = common.load_target(args.target, dtype=getattr(torch, args.dtype), device=args.device)
+    target = packed.pack(target) if args.pack else target
     result, arms, turns = report.header(args, target, len(prompts)), [], []
     if prompts:
         arms = make_arms(target, args)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -87,8 +87,15 @@ def load_drafter(Drafter, path, target):
 
 def head_weight(target, token_ids: Tensor | None = None) -> Tensor:
     """The target's LM head (V, D), or its rows (Vd, D) for a reduced draft vocabulary `token_ids` (Vd,)."""
-    weight = target.get_output_embeddings().weight
-    return weight if token_ids is None else weight[token_ids]
+    return target.get_output_embeddings().weight[slice(None) if token_ids is None else token_ids]
+
+
+def draft_head(target, token_ids: Tensor) -> nn.Linear:
+    """The same rows as a frozen layer D -> Vd, packed if the target is (packed.py)."""
+    weight = head_weight(target, token_ids)
+    head = nn.Linear(*weight.T.shape, bias=False, device="meta")
+    head.weight = nn.Parameter(weight, requires_grad=False)
+    return target.pack(head) if hasattr(target, "pack") else head
 
 
 def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -111,7 +118,7 @@ def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]
 
 
 def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """The target's logits (..., V) or (..., Vd) from its last hidden states (..., D), soft-capped as it does."""
+    """The target's logits (..., V) or (..., Vd) from its last hidden states (..., D), soft-capped as there."""
     weight, bias = head_weight(target, token_ids), getattr(target.get_output_embeddings(), "bias", None)
     bias = bias if bias is None or token_ids is None else bias[token_ids]
     logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
@@ -161,9 +168,7 @@ class GrowingCache(DynamicCache):
 class DraftCache(GrowingCache):
     """A drafter's own KV cache that remembers the tokens it holds, to know which rows a refusal made worthless."""
 
-    def __init__(self, num_layers: int):
-        super().__init__(num_layers)
-        self.fed: Tensor | None = None  # (1, P) tokens whose rows are in the cache
+    fed: Tensor | None = None  # (1, P) tokens whose rows are in the cache
 
     def feed(self, token_ids: Tensor) -> Tensor:
         """Note that `token_ids` (1, n) are about to be consumed; returns their positions (1, n)."""
@@ -308,8 +313,7 @@ def verify(target, input_ids: Tensor, draft: Draft, cache, logits_processor=None
     because the draw does not depend on the deterministic children.
 
     Args:
-        input_ids: (1, P + 1) committed tokens; the last one, the root, is not cached yet.
-        cache: P rows before, P + 1 + A after.
+        input_ids: (1, P + 1) committed tokens, the last one the root; cache: P rows before, P + 1 + A after.
         logits_processor: called with each visited node's own prefix, in float32, as transformers does.
     """
     stats = stats or Stats()
@@ -340,10 +344,8 @@ def verify(target, input_ids: Tensor, draft: Draft, cache, logits_processor=None
                 taken, choice = _choose(scores, here, tokens, draft.probs, sampled, do_sample, generator)
             if taken is None:
                 break
-            path.append(taken)
-            node = taken
+            path.append(node := taken)
             ids = torch.cat([ids, draft.tokens[None, taken : taken + 1]], dim=1) if logits_processor else ids
-
         kept = torch.tensor([-1, *path], device=device) + 1
         if path != list(range(len(path))):  # rows of a chain's accepted prefix are in place already
             for layer in cache.layers:

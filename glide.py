@@ -155,7 +155,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             return []
         return [self.config.kv_layer] * own if self.config.kv_layer >= 0 else list(range(top - own, top))
 
-    def forward(self, embeds: Tensor, rotary, kv: list, head: Tensor, rows, self_mask=None, cross_mask=None,
+    def forward(self, embeds: Tensor, rotary, kv: list, head: nn.Module, rows, self_mask=None, cross_mask=None,
                 cache=None) -> tuple[Tensor, Tensor]:
         """Draft logits (..., Vd) and final hidden states (..., D) of the chosen rows.
 
@@ -163,7 +163,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             embeds: (B, T, D) the target's embeddings of the input tokens.
             rotary: cos and sin, each (B, T, R).
             kv: for each layer the target's (K, V), each (B, Hkv, P, Dh); empty without cross-attention.
-            head: (Vd, D) the target's LM head for the draft vocabulary.
+            head: the target's LM head for the draft vocabulary, D -> Vd.
             rows: index into (B, T), the positions to score.
             self_mask: (B or 1, 1, T, P + T) bool, None for causal. cross_mask: (B or 1, 1, T, P) bool, None for all.
         """
@@ -171,7 +171,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         for index, layer in enumerate(self.layers):
             x = layer(x, rotary, kv[index] if kv else None, self_mask, cross_mask, cache, index)
         hidden = self.norm(x[rows])
-        return F.linear(hidden, head), hidden
+        return head(hidden), hidden
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
@@ -231,7 +231,7 @@ def training_logits(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     kv = [batch.kv[layer] for layer in drafter.kv_layers]
     mask = block_mask(length, config.block_size, batch.seed % config.block_size) if kv else None
     embeds = target.get_input_embeddings()(batch.input_ids).to(drafter.norm.weight.dtype)
-    head = common.head_weight(target, drafter.draft_ids).to(embeds.dtype)
+    head = common.draft_head(target, drafter.draft_ids).to(embeds.dtype)
     where = F.pad(batch.loss_mask[:, 1:], (0, 1))  # a row predicts the next token
     logits, _ = drafter(embeds, common.rotary(target, positions, -1), kv, head, where, cross_mask=mask)
     return logits.float(), where
@@ -270,9 +270,9 @@ def expected_speedup(alpha: float, gamma: int, cost: float) -> float:
 
 
 def new_cache(drafter: Drafter, target) -> common.DraftCache:
-    """The drafter's own, empty KV cache, with the rows of the target's LM head that it drafts from."""
+    """The drafter's own, empty KV cache, with the part of the target's LM head that it drafts from."""
     own = common.DraftCache(drafter.config.num_layers)
-    own.head = common.head_weight(target, drafter.draft_ids)  # (Vd, D)
+    own.head = common.draft_head(target, drafter.draft_ids)
     return own
 
 

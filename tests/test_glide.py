@@ -250,8 +250,9 @@ def test_loss_against_a_hand_worked_case(llama):
                 mask = torch.tensor([[a > b for b in blocks] for a in blocks])[None, None]
                 kv = [tuple(x[row : row + 1, :, : place + 1] for x in batch.kv[2])]
                 rotary = common.rotary(llama, torch.arange(place + 1)[None], -1)
-                logits, _ = drafter(llama.get_input_embeddings()(ids), rotary, kv, llama.lm_head.weight[10:40],
-                                    (slice(None), -1), cross_mask=mask)
+                head = common.draft_head(llama, drafter.draft_ids)
+                logits, _ = drafter(llama.get_input_embeddings()(ids), rotary, kv, head, (slice(None), -1),
+                                    cross_mask=mask)
                 log_q = logits[0].detach().log_softmax(-1)
                 if distill:
                     teacher = llama(ids).logits[0, -1, 10:40].softmax(-1)
@@ -295,7 +296,7 @@ def test_a_drafter_built_from_the_targets_last_layer_is_that_layer(llama):
     ids = torch.tensor([[5, 6, 7, 8]])
     states = llama(ids, output_hidden_states=True).hidden_states
     rotary = common.rotary(llama, torch.arange(4)[None], -1)
-    logits, hidden = drafter(states[-2], rotary, [], llama.lm_head.weight, (slice(None), slice(None)))
+    logits, hidden = drafter(states[-2], rotary, [], llama.lm_head, (slice(None), slice(None)))
     torch.testing.assert_close(hidden, common.target_features(llama, ids)[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(logits, llama(ids).logits, atol=1e-3, rtol=1e-3)
 
