@@ -50,6 +50,8 @@ class Config:
     gamma: int = field(default=5, metadata={"help": "draft tokens a round", "decode": True})
 
 
+VARIANTS = {f"gamma{n}": {"gamma": n} for n in (1, 2, 3)}  # shorter drafts pay where the acceptance rate is low
+
 # ---------------------------------------------------------------------------------------------------- architecture
 
 
