@@ -321,3 +321,18 @@ def test_drafting_in_half_precision_runs():
     drafter = make_drafter(target).bfloat16()
     output, _ = decode(target, drafter, torch.tensor([[4, 5, 6]]))
     assert output.shape == (1, 43)
+
+
+def test_training_and_drafting_see_the_same(llama, trained):
+    """Step i of a draft after P + 1 tokens is the training row P + i whose block began at P."""
+    batch = make_batch(llama, lengths=(14,), prompt=1)
+    root = 7
+    batch.seed = torch.tensor([(-root) % 5])  # a block border right before the root
+    logits, where = glide.training_logits(trained, llama, batch)
+    rows = {int(place): row.softmax(-1) for place, row in zip(where[0].nonzero()[:, 0], logits)}
+    ids = batch.input_ids
+    cache, own = common.GrowingCache(3), glide.new_cache(trained, llama)
+    common.forward(llama, ids[:, :root], cache)
+    for step in range(5):  # drafting fed with the sequence's own tokens instead of its choices
+        q_draft = next(glide.propose(trained, llama, ids[:, : root + step + 1], cache, own))[1]
+        torch.testing.assert_close(q_draft, rows[root + step], atol=1e-5, rtol=1e-4)
