@@ -102,8 +102,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             raise ValueError(f"unknown stage {config.stage!r}; train with --stage draft, then --stage head --init DIR")
         self.config, self.body = config, None
         if not config.base and not config.draft_model:
-            shape = AutoConfig.for_model(**config.model | {"vocab_size": 1, "pad_token_id": None})
-            self.body = AutoModel.from_config(shape, dtype=torch.float32)
+            bare = {"vocab_size": 1, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+            self.body = AutoModel.from_config(AutoConfig.for_model(**config.model | bare), dtype=torch.float32)
             self.body.set_input_embeddings(nn.Identity())  # the target's embedding comes from outside
         self.head = AcceptanceHead((config.model or config.target)["hidden_size"], config.head_depth)
         self.distils = self.body is not None and config.stage == "draft"
@@ -327,7 +327,7 @@ def until_stop(steps, drafter, config: Config, room: int):
     for place, (token, q_draft, hidden) in enumerate(itertools.islice(steps, max(0, min(limit, room)))):
         yield token, q_draft, hidden
         if config.stop == "head" and place:
-            accepted *= float(drafter(hidden).float().sigmoid())
+            accepted *= float(drafter(hidden[None]).float().sigmoid())
         if (1 - accepted > config.threshold or config.stop == "confidence" and q_draft.max() < config.confidence
                 or config.stop == "entropy" and -torch.xlogy(q_draft, q_draft).sum() > config.entropy):
             return

@@ -14,6 +14,7 @@ import bench
 import cape
 import common
 import glide
+import packed
 import specdecpp
 import train
 
@@ -192,7 +193,7 @@ def run_rule(probs, rule, room=100, logits=None):
     hidden = [torch.zeros(1), *torch.tensor([probs]).T]  # e_(i-1) comes with token i
     flat = torch.full((4,), 0.25)
     steps = [(torch.tensor([0]), flat if logits is None else logits[i], hidden[i]) for i in range(len(probs))]
-    head = lambda e: torch.logit(e)[0]
+    head = lambda e: torch.logit(e)[0, 0]
     return len(list(specdecpp.until_stop(iter(steps), head, specdecpp.Config(**rule), room)))
 
 
@@ -496,6 +497,15 @@ def test_drafting_in_half_precision_runs(rule):
     target = make_llama().bfloat16()
     drafter = make_drafter(target).bfloat16()
     assert decode(target, torch.tensor([[4, 5, 6]]), drafter=drafter, **rule)[0].shape == (1, 43)
+
+
+def test_packed_weights_change_nothing():
+    target = make_llama().float()
+    drafter, ids = make_drafter(target).float(), torch.tensor([[4, 5, 6]])
+    truth, before = decode(target, ids, drafter=drafter)
+    packed.pack(target)
+    output, after = decode(target, ids, drafter=packed.pack(drafter))
+    assert torch.equal(output, truth) and after.offered == before.offered
 
 
 def test_mistakes_get_one_clear_line(llama):
