@@ -222,7 +222,7 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
 def glance(wrong: Tensor, where: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
     """Choose the slots that CSGD shows their answers (3.2): N = rate * d per sequence, d slots having missed.
 
-    Blocks in random order give runs of 1 to k - 1 slots, from their first one, until there are N. k = 3, a run of 2:
+    Blocks in random order give runs of 1 to k - 1 slots, from their first on, while fewer than N. k = 3, a run of 2:
 
         slot                0        1        2                 0        1        2
         input            h_0 x_1  h_1 x_2  h_2 x_3     ->    h_3 x_4  h_4 x_5  h_2 x_3
