@@ -150,13 +150,13 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.register_buffer("draft_ids", torch.arange(min(config.draft_vocab or vocab, vocab)))  # (Vd,)
         self.kv_layers = []  # reads the target's features, not its keys and values
 
-    def forward(self, features: Tensor, embeds: Tensor, rotary, head: Tensor, rows, mask: Tensor, cache=None,
+    def forward(self, features: Tensor, embeds: Tensor, rotary, head: nn.Module, rows, mask: Tensor, cache=None,
                 state=None, before: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, tuple | None]:
         """Draft logits (..., Vd), predicted features (..., D) of the chosen rows; fused slots (n, t, D), LSTM state.
 
         Args:
             features: (n, t, D) of the target, or predicted. embeds: (n, t, D) of the tokens one step ahead.
-            rotary: cos and sin, each (1, r, R). head: (Vd, D) the target's LM head for the draft vocabulary.
+            rotary: cos and sin, each (1, r, R). head: the target's LM head for the draft vocabulary, D -> Vd.
             rows: index into the attention's rows (B, r): B = n, or 1 if n branches of a tree stand side by side.
             mask: (B, 1, r, cached + r) bool. state: the LSTM's. before: (1, <k, D) old fused slots that attend again.
         """
@@ -175,7 +175,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         for layer in self.layers:
             x = layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=rotary)
         predicted = self.norm(x[rows])
-        return F.linear(predicted, head), predicted, fused, state
+        return head(predicted), predicted, fused, state
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
@@ -261,7 +261,7 @@ def training_pass(drafter: Drafter, target, batch, replaced: Tensor | None = Non
         noise = torch.stack([torch.rand(features.shape[1:], generator=generator) for generator in generators])
         features = features + drafter.config.noise * (2 * noise.to(features) - 1)
     embeds = target.get_input_embeddings()(tokens).to(features.dtype)
-    head = common.head_weight(target, drafter.draft_ids).to(features.dtype)
+    head = common.draft_head(target, drafter.draft_ids).to(features.dtype)
     rotary = common.rotary(target, torch.arange(length - 1, device=tokens.device)[None], -1)
     out = drafter(features, embeds, rotary, head, where, relaxed_mask(length - 1, k, batch.seed % k))
     return out[0].float(), out[1].float(), answers[where].float(), where
@@ -304,8 +304,8 @@ def alpha(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 def new_cache(drafter: Drafter, target) -> common.GrowingCache:
     """The drafter's own KV of committed ("stable") slots, with what the next round needs besides."""
     own = common.GrowingCache(drafter.config.num_layers)
-    own.head, own.state = common.head_weight(target, drafter.draft_ids), None  # (Vd, D), the LSTM's after the last slot
-    own.waiting = own.tail = own.head[None, :0]  # (1, n, D) features not fed yet; (1, <= k, D) last fused slots
+    own.head, own.state = common.draft_head(target, drafter.draft_ids), None  # D -> Vd, the LSTM's after the last slot
+    own.waiting = own.tail = common.head_weight(target)[None, :0]  # (1, n, D) features to feed; (1, <= k, D) last fused
     return own
 
 

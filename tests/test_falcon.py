@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForC
 
 import common
 import falcon
+import packed
 import train
 
 FULL = [list(path) for depth in range(1, 5) for path in itertools.product(range(2), repeat=depth)]  # 30 nodes
@@ -201,7 +202,7 @@ def from_scratch(drafter, target, ids, branch=()):
         rotary = common.rotary(target, torch.arange(end)[None], -1)
         embeds = target.get_input_embeddings()(tokens[:, :end])
         mask = falcon.relaxed_mask(end, k, torch.tensor([-total % k]))
-        head = target.lm_head.weight[drafter.draft_ids]
+        head = common.draft_head(target, drafter.draft_ids)
         logits, features, *_ = drafter(hidden, embeds, rotary, head, (slice(None), slice(-k, None)), mask)
         hidden = torch.cat([hidden, features], dim=1)
     return logits[0]
@@ -356,7 +357,7 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
     batch = make_batch(llama, progress=0.25)
     drafter = make_drafter(llama, k=k, csgd=csgd, noise=0.0, distill_weight=0.3, draft_vocab=30)
     drafter.draft_ids.copy_(torch.arange(10, 40))
-    head, expected, count = llama.lm_head.weight[10:40], 0.0, 0
+    head, expected, count = common.draft_head(llama, drafter.draft_ids), 0.0, 0
 
     def forward(row, slot, replaced):
         phase = int(batch.seed[row]) % k
@@ -380,7 +381,7 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
         wrong = where.clone()
         for row, slot in slots:
             where[row, slot] = True
-            answer = (head @ batch.hidden[row, slot + k]).argmax()
+            answer = head(batch.hidden[row, slot + k]).argmax()
             wrong[row, slot] = forward(row, slot, replaced)[0].argmax() != answer
         chosen = falcon.glance(wrong, where, 0.4 * 0.75, k, batch.seed)
         replaced = set(map(tuple, chosen.nonzero().tolist()))
@@ -391,7 +392,7 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
             answer = batch.hidden[row, slot + k]
             difference = (feature - answer).abs()
             l1 = torch.where(difference < 1, 0.5 * difference**2, difference - 0.5).mean()
-            p, log_q = (head @ answer).softmax(-1), logits.log_softmax(-1)
+            p, log_q = head(answer).softmax(-1), logits.log_softmax(-1)
             kl, hard = (p * (p.log() - log_q)).sum(), -log_q[p.argmax()]
             expected, count = expected + float((l1 + 0.3 * (0.9 * kl + 0.1 * hard)).detach()), count + 1
     assert count == len(slots) - len(replaced)
@@ -547,10 +548,17 @@ def test_the_lstm_recurs_and_the_other_fusions_do_not(llama):
         features, embeds = torch.randn(2, 1, 4, 32, dtype=torch.float64)
         rotary = common.rotary(llama, torch.arange(4)[None], -1)
         mask = torch.eye(4, dtype=torch.bool)[None, None]  # attention to oneself only
-        first = drafter(features, embeds, rotary, llama.lm_head.weight, (0,), mask)[1]
+        first = drafter(features, embeds, rotary, llama.lm_head, (0,), mask)[1]
         features[0, 0] += 1
-        second = drafter(features, embeds, rotary, llama.lm_head.weight, (0,), mask)[1]
+        second = drafter(features, embeds, rotary, llama.lm_head, (0,), mask)[1]
         assert ((first - second).abs().amax(-1)[1:] > 1e-9).tolist() == [recurs] * 3
+
+
+def test_packed_weights_draft_the_same(llama):
+    target = make_llama().float()
+    drafter, ids = make_drafter(target).float(), torch.tensor([[9, 8, 7]])
+    plain, packed_too = decode(target, drafter, ids), decode(packed.pack(target), packed.pack(drafter), ids)
+    assert torch.equal(plain[0], packed_too[0]) and plain[1].accepted == packed_too[1].accepted
 
 
 def test_draft_vocabulary_is_the_most_frequent_tokens(llama):
