@@ -1,0 +1,176 @@
+"""Every method on every family of targets: a training step, save, load, lossless decoding; what is refused, and how."""
+
+import functools
+import importlib
+import json
+
+import pytest
+import torch
+from conftest import chi_square_p_value, enumerate_joint
+from test_common import family
+from test_house import METHODS
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import bench
+import common
+import data
+import train
+
+VOCAB = 13  # few tokens, so that even an untrained drafter hits some
+TARGETS = {
+    "Llama": {}, "Llama, tied": {"tie_word_embeddings": True}, "Llama, MHA": {"num_key_value_heads": 4},
+    "Llama, MQA, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "Llama, biases": {"attention_bias": True, "mlp_bias": True},
+    "Mistral": {"sliding_window": None}, "Mistral, window": {"sliding_window": 32},
+    "Qwen2": {}, "Qwen2, tied": {"tie_word_embeddings": True}, "Qwen3": {}, "Qwen3, MQA": {"num_key_value_heads": 1},
+    "Gemma2": {}, "Gemma2, capped": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
+    "Gemma2, untied": {"tie_word_embeddings": False}, "Gemma3": {}, "Gemma3, window": {"sliding_window": 32},
+    "Phi3": {}, "Phi3, tied": {"tie_word_embeddings": True}, "GPT2": {}, "GPT2, untied": {"tie_word_embeddings": False},
+    "GPTNeoX": {}, "GPTNeoX, tied": {"tie_word_embeddings": True},
+}
+# variants of a family that differ in little wait for the slow suite
+LONG_TAIL = {"Llama, MHA", "Llama, biases", "Qwen2, tied", "Qwen3, MQA", "Gemma2, untied", "Phi3, tied",
+             "GPTNeoX, tied"}
+CASES = [pytest.param(name, marks=pytest.mark.slow if name in LONG_TAIL else ()) for name in TARGETS]
+
+
+HITS = {}  # accepted draft tokens by method
+
+
+@functools.cache
+def make_target(name, vocab=VOCAB):
+    """The tiny target in float64, frozen, and what it answers to a prompt of seven tokens."""
+    target = family(name.split(",")[0], vocab_size=vocab, **TARGETS[name]).requires_grad_(False)
+    ids = torch.randint(1, vocab, (1, 7), generator=torch.Generator().manual_seed(4))
+    return target, ids, target.generate(ids, max_new_tokens=20, do_sample=False)
+
+
+def make_batch(target, drafter):
+    generator = torch.Generator().manual_seed(0)
+    sequences = [(torch.randint(1, VOCAB, (n,), generator=generator), torch.arange(n) >= 3) for n in (9, 14, 6)]
+    features = train.Features(target, sequences, list(drafter.kv_layers), None)
+    return train.make_batch([0, 1, 2], sequences, features, torch.arange(3), 0.3, "cpu")
+
+
+def make_drafter(name, target, folder):
+    """(keyword arguments of `generate`, trained by one step of the method's loss, saved and loaded again)."""
+    module = importlib.import_module(name)
+    if not hasattr(module, "build"):  # it works on another method's drafter
+        base = importlib.import_module(module.Config().base)
+        drafter = make_drafter(base.__name__, target, folder)["drafter"]
+        return {"custom_generate": module.generate, "base": base, "base_drafter": drafter}
+    small = {"intermediate_size": 16, "draft_vocab": 11} if name != "specdecpp" else {"draft_vocab": 11}
+    config = module.Config(target=common.target_shape(target), **small)
+    drafter = module.build(config, target, torch.arange(VOCAB)).float().train()
+    before = {key: value.clone() for key, value in drafter.state_dict().items()}
+    optimizer = torch.optim.SGD([p for p in drafter.parameters() if p.requires_grad], lr=1e-3)
+    batch = make_batch(target, drafter)
+    loss = module.loss(drafter, target, batch)
+    loss.backward()
+    grads = {key: p.grad for key, p in drafter.named_parameters() if p.requires_grad}
+    assert loss.isfinite() and all(g is None or g.isfinite().all() for g in grads.values())
+    assert [key for key, g in grads.items() if g is not None and g.abs().sum() > 0], "nothing learns"
+    optimizer.step()
+    assert any(not torch.equal(before[key], value) for key, value in drafter.state_dict().items())
+    with torch.no_grad():
+        total, count = module.alpha(drafter.eval(), target, batch)
+    assert 0 <= float(total) <= count
+    drafter.save_pretrained(folder)
+    held = [key for key, value in drafter.state_dict().items() if VOCAB in value.shape]
+    assert not held, f"{held}: embedding and LM head are the target's"
+    loaded = common.load_drafter(module.Drafter, folder, target)
+    for (key, ours), theirs in zip(drafter.state_dict().items(), loaded.state_dict().values()):
+        assert torch.equal(ours.to(theirs.dtype), theirs), key
+    return {"custom_generate": module.generate, "drafter": loaded} | ({"stop": "fixed"} if name == "specdecpp" else {})
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("target_name", CASES)
+def test_trains_saves_loads_and_decodes_without_loss(target_name, method, tmp_path):
+    target, ids, truth = make_target(target_name)
+    arguments = make_drafter(method, target, tmp_path)
+    stats = common.Stats()
+    with torch.no_grad():
+        output = target.generate(ids, max_new_tokens=20, do_sample=False, stats=stats, **arguments)
+    assert torch.equal(output, truth)
+    assert stats.emitted == 20 and stats.drafted > 0
+    HITS[method] = HITS.get(method, 0) + sum(stats.accepted)
+    penalised = dict(max_new_tokens=12, do_sample=False, repetition_penalty=1.4, no_repeat_ngram_size=3)
+    with torch.no_grad():
+        assert torch.equal(target.generate(ids, **penalised, **arguments), target.generate(ids, **penalised))
+
+
+def test_some_drafts_were_accepted():
+    """Otherwise the comparisons above would never have moved a cache row."""
+    assert set(HITS) <= set(METHODS) and min(HITS.values(), default=1) > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("target_name", ["Mistral, window", "Gemma3, window"])
+def test_a_sliding_window_is_used_up_to_its_end_and_not_beyond(target_name, method, tmp_path):
+    target, ids, _ = make_target(target_name)
+    arguments = make_drafter(method, target, tmp_path)
+    truth = target.generate(ids, max_new_tokens=25, do_sample=False)
+    assert torch.equal(target.generate(ids, max_new_tokens=25, do_sample=False, **arguments), truth)  # 32 in all
+    with pytest.raises(ValueError, match="33 exceed the target's sliding window of 32; ask for fewer"):
+        target.generate(ids, max_new_tokens=26, do_sample=False, **arguments)
+
+
+def test_soft_caps_matter():
+    """Otherwise the capped target above would prove nothing."""
+    target, ids, _ = make_target("Gemma2, capped")
+    plain = make_target("Gemma2")[0]
+    plain = type(plain)(type(plain.config)(**plain.config.to_dict())).double().eval()
+    plain.load_state_dict(target.state_dict())
+    capped, other = target(ids).logits, plain(ids).logits
+    assert capped.abs().max() <= 2 and not torch.allclose(capped, other, atol=0.1)
+    half = type(plain)(type(plain.config)(**{**plain.config.to_dict(), "final_logit_softcapping": 2.0})).double().eval()
+    half.load_state_dict(target.state_dict())
+    assert not torch.allclose(capped, half(ids).logits, atol=1e-3)  # attention's cap alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("target_name", ["Mistral, window", "Gemma2, capped", "GPT2", "GPTNeoX"])
+def test_sampled_output_follows_the_target(target_name, method, tmp_path):
+    target, ids, _ = make_target(target_name)
+    arguments = make_drafter(method, target, tmp_path)
+    torch.manual_seed(0)
+    counts = {}
+    for _ in range(1000):
+        output = target.generate(ids, max_new_tokens=2, do_sample=True, top_k=0, **arguments)
+        key = tuple(output[0, 7:].tolist())
+        counts[key] = counts.get(key, 0) + 1
+    assert chi_square_p_value(counts, enumerate_joint(target, ids, 2)) > 1e-4
+
+
+# --------------------------------------------------------------------------------------- tokenizers without a template
+
+
+@pytest.fixture
+def bare_tokenizer():
+    words = {w: i for i, w in enumerate(["<end>", "<unk>", *(f"w{i}" for i in range(30))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unk>")
+
+
+def test_without_a_template_training_takes_the_turns_in_order(bare_tokenizer, tmp_path):
+    record = {"messages": [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"},
+                           {"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5 w6"}]}
+    (tmp_path / "d.jsonl").write_text(json.dumps(record) + "\n")
+    [(ids, mask)] = data.read_conversations(str(tmp_path / "d.jsonl"), bare_tokenizer, 64)
+    assert bare_tokenizer.convert_ids_to_tokens(ids.tolist()) == ["w1", "w2", "w3", "w4", "w5", "w6"]
+    assert mask.tolist() == [False, False, True, False, True, True]
+
+
+def test_without_a_template_bench_joins_the_turns(bare_tokenizer):
+    encoded = bench.encode(bare_tokenizer, ["w1 w2", "w3", "w4"], "cpu")
+    assert bare_tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist()) == ["w1", "w2", "w3", "w4"]
+
+
+def test_without_a_template_no_data_is_made(bare_tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="no chat template; self-distilled data needs a chat model"):
+        data.make_conversations(make_target("Llama")[0], bare_tokenizer, 2, str(tmp_path / "d.jsonl"))
+    assert not list(tmp_path.iterdir())
