@@ -1,4 +1,4 @@
-"""CTC-drafter: parallel slots, a sequence-level loss, collapse before verifying (Wen et al., NeurIPS 2024, 2412.00061).
+"""CTC-drafter: parallel slots, a sequence-level loss, collapse before verifying (Wen et al., 2024, arXiv:2412.00061).
 
 From the target's last hidden states one transformer layer fills S slots after the newest token in a single pass. Slots
 do not stand for positions: each holds a token or a blank, and a sequence is what is left of the slots when repeats are
@@ -13,7 +13,7 @@ their choices are trained together although they are made at once. x_4 the newes
     epsilon           index Vd, Drafter.blank     2.3          Drafter.forward
     beta^-1           collapse                    2.3          collapse
     P(Y|X)            alignments summed           Eq. 1, 3-8   loss
-    top k, raw        top_k, candidates           3.3          alignments
+    top k, raw        symbols, candidates          3.3          alignments
     CTC transform     transform                   3.3          alignments, prefix_search
     gamma, beta       speedup, tau                Eq. 12, 13   bench.py
 
@@ -50,14 +50,14 @@ import common
 class Config:
     target: dict = field(default_factory=dict, metadata={"help": "shape of the target (filled in by train.py)"})
     kind: str = field(default="ctc", metadata={"help": "ctc, or medusa: heads and cross-entropy (Table 2)"})
-    slots: int = field(default=8, metadata={"help": "slots a pass fills, S; Medusa has a head per token instead"})
-    window: int = field(default=4, metadata={"help": "tokens ahead to learn, U"})
+    slots: int = field(default=6, metadata={"help": "slots a pass fills, S; Medusa has a head per token instead"})
+    window: int = field(default=3, metadata={"help": "tokens ahead to learn, U"})
     anchors: int = field(default=64, metadata={"help": "positions per sequence and step to train slots after"})
     intermediate_size: int = field(default=1536, metadata={"help": "width of the feed-forward sub-layer"})
     draft_vocab: int = field(default=8192, metadata={"help": "draft only the most frequent tokens; 0: all of them"})
     transform: str = field(default="prefixes", metadata={
         "help": "prefixes (all alignments of each), alignments (the paper's) or none (Medusa verify)", "decode": True})
-    top_k: int = field(default=6, metadata={"help": "symbols considered per slot", "decode": True})
+    symbols: int = field(default=6, metadata={"help": "symbols considered per slot", "decode": True})
     candidates: int = field(default=32, metadata={"help": "raw combinations, or prefixes, kept", "decode": True})
     nodes: int = field(default=12, metadata={"help": "most nodes of the token tree", "decode": True})
 
@@ -163,12 +163,13 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     with torch.no_grad():
         drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
         drafter.fusion.weight.copy_(torch.eye(len(drafter.fusion.weight)).repeat(1, 2))  # starts as a sum
-        source = list(getattr(target.base_model, "layers", []))[-1:]
-        theirs = dict(source[0].named_parameters()) if source else {}
-        theirs |= {"norm.weight": w for w in getattr(getattr(target.base_model, "norm", None), "parameters", list)()}
-        for name, weight in drafter.named_parameters():
-            if name in theirs and theirs[name].shape == weight.shape:
-                weight.copy_(theirs[name])
+        for source in list(getattr(target.base_model, "layers", []))[-1:]:
+            theirs = dict(source.named_parameters())
+            for name, weight in drafter.named_parameters():
+                if name in theirs and theirs[name].shape == weight.shape:
+                    weight.copy_(theirs[name])
+        if hasattr(target.base_model, "norm"):
+            drafter.norm.weight.copy_(target.base_model.norm.weight)
     return drafter
 
 
@@ -268,7 +269,7 @@ def collapse(alignment, blank: int) -> tuple:
     return tuple(new for new, old in zip(alignment, [None, *alignment]) if new != old and new != blank)
 
 
-def alignments(q_slots: Tensor, top_k: int, candidates: int, merge: bool = True) -> dict[tuple, float]:
+def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = True) -> dict[tuple, float]:
     """The paper's transform: collapse the most probable combinations of the slots' top symbols (3.3).
 
     Slots are independent given the context, so keeping the best `candidates` after each slot is exact.
@@ -280,9 +281,9 @@ def alignments(q_slots: Tensor, top_k: int, candidates: int, merge: bool = True)
         {prefix of indices into draft_ids: total probability of the combinations that begin with it}.
     """
     blank, raw, value = q_slots.shape[-1] - 1, torch.zeros(1, 0, dtype=torch.long), torch.ones(1)
-    for q_top, symbols in zip(*(x.cpu() for x in q_slots.topk(min(top_k, blank)))):
-        value, pick = (value[:, None] * q_top).flatten().topk(min(candidates, len(value) * len(symbols)))
-        raw = torch.cat([raw[pick // len(symbols)], symbols[pick % len(symbols), None]], dim=1)
+    for q_top, likely in zip(*(x.cpu() for x in q_slots.topk(min(symbols, blank)))):
+        value, pick = (value[:, None] * q_top).flatten().topk(min(candidates, len(value) * len(likely)))
+        raw = torch.cat([raw[pick // len(likely)], likely[pick % len(likely), None]], dim=1)
     worth = defaultdict(float)
     for alignment, probability in zip(raw.tolist(), value.tolist()):
         cut = [*alignment, blank].index(blank)
@@ -292,7 +293,7 @@ def alignments(q_slots: Tensor, top_k: int, candidates: int, merge: bool = True)
     return worth
 
 
-def prefix_search(q_slots: Tensor, top_k: int, candidates: int) -> dict[tuple, float]:
+def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict[tuple, float]:
     """CTC prefix beam search: the probability that the collapsed sequence begins with each prefix, all alignments.
 
     A prefix's mass is kept apart by whether its alignments end in a blank or in its last token, since only after a
@@ -300,9 +301,9 @@ def prefix_search(q_slots: Tensor, top_k: int, candidates: int) -> dict[tuple, f
 
     Args: as for alignments; `candidates` prefixes survive each slot. Returns: {prefix: probability}.
     """
-    blanks, (q_top, symbols) = q_slots[:, -1].tolist(), q_slots[:, :-1].topk(min(top_k, q_slots.shape[-1] - 1))
+    blanks, (q_top, tokens) = q_slots[:, -1].tolist(), q_slots[:, :-1].topk(min(symbols, q_slots.shape[-1] - 1))
     beams, worth = {(): (1.0, 0.0)}, defaultdict(float)  # prefix: (mass ending in a blank, in its last token)
-    for q_blank, likely in zip(blanks, map(zip, symbols.tolist(), q_top.tolist())):
+    for q_blank, likely in zip(blanks, map(zip, tokens.tolist(), q_top.tolist())):
         grown, likely = defaultdict(lambda: [0.0, 0.0]), list(likely)
         for prefix, (after_blank, after_token) in beams.items():
             grown[prefix][0] += (after_blank + after_token) * q_blank
@@ -357,18 +358,18 @@ def propose(drafter: Drafter, target, input_ids: Tensor, hidden: Tensor, own) ->
 
 @torch.no_grad()
 def generate(target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, transform=None,
-             top_k=None, candidates=None, nodes=None, stats=None, token_streamer=None, **model_kwargs) -> Tensor:
+             symbols=None, candidates=None, nodes=None, stats=None, token_streamer=None, **model_kwargs) -> Tensor:
     """`target.generate(**enc, custom_generate=ctc_drafter.generate, drafter=drafter)`: lossless decoding.
 
-    Args: transform, top_k, candidates, nodes: as in Config. stats: a common.Stats to fill.
+    Args: transform, symbols, candidates, nodes: as in Config. stats: a common.Stats to fill.
     Returns: (1, T') prompt and new tokens.
     """
     config, stats = drafter.config, stats or common.Stats()
-    given = {"transform": transform, "top_k": top_k, "candidates": candidates, "nodes": nodes}
-    transform, top_k, candidates, nodes = (getattr(config, name) if value is None else value
+    given = {"transform": transform, "symbols": symbols, "candidates": candidates, "nodes": nodes}
+    transform, symbols, candidates, nodes = (getattr(config, name) if value is None else value
                                            for name, value in given.items())
-    if transform not in ("prefixes", "alignments", "none") or min(top_k, candidates) < 1:
-        raise ValueError(f"transform {transform!r}, top_k {top_k}, candidates {candidates}: transform is prefixes, "
+    if transform not in ("prefixes", "alignments", "none") or min(symbols, candidates) < 1:
+        raise ValueError(f"transform {transform!r}, symbols {symbols}, candidates {candidates}: transform is prefixes, "
                          "alignments or none, the others are at least 1")
     cache, hidden = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
     own, done, started = new_cache(drafter, target), False, False
@@ -378,8 +379,8 @@ def generate(target, input_ids, logits_processor, stopping_criteria, generation_
             with stats.timer("draft" if started else "prefill"):
                 q_slots, started = propose(drafter, target, input_ids, hidden, own), True
             with stats.timer("transform"):
-                worth = (prefix_search(q_slots, top_k, candidates) if transform == "prefixes" else
-                         alignments(q_slots, top_k, candidates, merge=transform == "alignments"))
+                worth = (prefix_search(q_slots, symbols, candidates) if transform == "prefixes" else
+                         alignments(q_slots, symbols, candidates, merge=transform == "alignments"))
                 draft = token_tree(worth, drafter.draft_ids, nodes, room)  # the bonus token takes one place
         tokens, _, hidden = common.verify(target, input_ids, draft, cache, logits_processor,
                                           generation_config.do_sample, stats)
