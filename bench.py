@@ -36,6 +36,7 @@ import transformers
 from torch import nn
 from tqdm import tqdm
 
+import cli
 import common
 import packed
 import report
@@ -259,7 +260,7 @@ class Loader:
             config = kwargs["drafter"].config
         base_name = options.pop("base", None) or getattr(config or module.Config(), "base", "")
         if base_name:
-            base["base"] = import_method(base_name)
+            base["base"] = cli.chain_proposer(base_name)
             base["base_drafter"] = self.drafter(base["base"], None if "drafter" in kwargs else self.args.checkpoint)
             kwargs |= {key: value for key, value in base.items() if key in takes}
             if "drafter" in takes and "drafter" not in kwargs:
@@ -320,7 +321,7 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
     for path in paths:
         if not path.is_file():
             raise ValueError(f"no prompt file {path}")
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
             if not line.strip():
                 continue
             try:
@@ -328,7 +329,8 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
                 turns = record["turns"]
                 if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
                     raise TypeError
-            except (ValueError, KeyError, TypeError):
+                "".join(turns).encode()  # a lone half of a surrogate pair is JSON and no text
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise ValueError(f'{path}, line {number}: not a JSON object with "turns": ["...", ...]') from None
             prompts.append({"question_id": record.get("question_id", f"{path.stem}-{number}"),
                             "category": str(record.get("category", path.stem)), "turns": turns})
@@ -476,65 +478,48 @@ def cost_curve(target, context: int, repeats: int = 5) -> dict:
 # ---------------------------------------------------------------------------------------------------- command line
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Reports a bad option as every other mistake is reported."""
-
-    def error(self, message: str):
-        raise ValueError(f"{message}; see --help")
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options, those of the methods' Config fields that can be changed while decoding included."""
-    parser = OneLineParser(description=f"{__doc__}\nFigures\n\n{report.__doc__.partition('timing.')[2].strip()}",
-                           formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = cli.OneLineParser(description=f"{__doc__}\nFigures\n\n{report.__doc__.partition('timing.')[2].strip()}",
+                               formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    number = cli.number
     parser.add_argument("--method", nargs="+", default=[], metavar="NAME[:VARIANT]",
                         help=f"{', '.join(METHODS)}; all: those with a checkpoint; NAME:all: with all variants")
     parser.add_argument("--peers", action="store_true", help="also transformers' assisted generation and prompt lookup")
     parser.add_argument("--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=cli.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True, help="packed weights on a CPU")
     parser.add_argument("--prompts", nargs="+", metavar="FILE", help="FastChat JSONL (default: all of prompts/)")
-    parser.add_argument("--num-prompts", type=int, default=6, help="prompts, spread over the files; 0: all (default 6)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="per turn (default 64)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0, help="for temperatures above 0")
+    parser.add_argument("--num-prompts", type=number(int, 0), default=6, help="spread over all files; 0: all (6)")
+    parser.add_argument("--max-new-tokens", type=number(int, 1), default=64, help="per turn (default 64)")
+    parser.add_argument("--temperature", type=number(float, 0), default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-p", type=number(float, 0, 1), default=1.0)
+    parser.add_argument("--seed", type=number(int, 0), default=0, help="for temperatures above 0")
     parser.add_argument("--checkpoint", metavar="DIR", help="drafter to measure (default: checkpoints/METHOD)")
     parser.add_argument("--draft-model", metavar="NAME", help="causal LM of the target's vocabulary to draft with")
     parser.add_argument("--json", metavar="FILE", help="write the result here")
     parser.add_argument("--show", action="store_true", help="print an answer of each method, accepted draft on green")
     parser.add_argument("--cost-curve", action="store_true", help="measure a target forward by tokens and by context")
-    parser.add_argument("--context", type=int, default=256, help="tokens of context for the cost curve (default 256)")
+    parser.add_argument("--context", type=number(int, 1), default=256, help="of the cost curve (default 256 tokens)")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="only print the tables of these results")
     parser.add_argument("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
     known, _ = parser.parse_known_args([flag for flag in argv if flag not in ("-h", "--help")])
     names = [spec.partition(":")[0] for spec in known.method if spec != "all"]
     if "all" in known.method:
         names += [name for name in METHODS if (ROOT / f"{name}.py").is_file()]
-    added = {action.dest for action in parser._actions}
     for module in map(import_method, dict.fromkeys(names)):
-        for option in decode_fields(module):
-            if option.name not in added:
-                default = option.default if option.default is not dataclasses.MISSING else option.default_factory()
-                kind = {"type": json.loads if isinstance(default, (list, tuple, dict)) else type(default)}
-                kind = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else kind
-                parser.add_argument("--" + option.name.replace("_", "-"), default=None,
-                                    help=f"{module.__name__}: {option.metadata['help']} (default {default})", **kind)
-                added.add(option.name)
+        cli.add_config_options(parser, module.Config, decode=True)
     args = parser.parse_args(argv)
     args.argv = argv
     if not (args.method or args.peers or args.cost_curve or args.table):
         raise ValueError(f"nothing to do: give --method NAME ({', '.join(METHODS)}, all), --cost-curve or --table FILE")
-    for name, low in (("num_prompts", 0), ("max_new_tokens", 1), ("temperature", 0), ("context", 1)):
-        if getattr(args, name) < low:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {low}")
-    if not 0 < args.top_p <= 1:
+    if not args.top_p:
         raise ValueError("--top-p must be above 0 and at most 1")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine or this build of torch has no GPU; use --device cpu")
-    if args.json and not Path(args.json).resolve().parent.is_dir():
-        raise ValueError(f"--json {args.json}: no such folder; make it first")
+    if args.json and (Path(args.json).is_dir() or not Path(args.json).resolve().parent.is_dir()):
+        raise ValueError(f"--json {args.json}: no such folder or not a file; make the folder first")
+    if args.plot and Path(args.plot).exists() and not Path(args.plot).is_dir():
+        raise ValueError(f"--plot {args.plot} is not a folder; give another one")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     return args
@@ -590,11 +575,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as problem:
-        print(f"bench.py: {problem}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("bench.py: interrupted", file=sys.stderr)
-        sys.exit(130)
+    cli.run(main)

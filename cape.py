@@ -92,7 +92,7 @@ def expand(steps: list, counts: list[int], max_tokens: int, input_ids: Tensor, d
     own = q_draft.gather(1, trajectory.tokens[:, None])[:, 0]  # (gamma,) confidence in the trajectory's tokens
     reached = torch.cat([own.new_ones(1), own.cumprod(0)[:-1]])  # probability that step i is reached
     others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
-    values, tokens = others.topk(max(counts), dim=-1) if max(counts) else (others[:, :0], trajectory.tokens[:, None])
+    values, tokens = others.topk(min(max(counts), others.shape[1]), dim=-1)  # (gamma, most)
     wanted = torch.arange(values.shape[1], device=values.device) < torch.tensor(counts, device=values.device)[:, None]
     worth = torch.where(wanted & (values > 0), reached[:, None] * values, -1.0).flatten()
     best = worth.topk(min(max(0, max_tokens - gamma), len(worth)))
@@ -114,7 +114,7 @@ def beam(base, base_drafter, target, input_ids, cache, own, gamma: int, width: i
         for score, node, path in beams:
             ids = torch.cat([input_ids, input_ids.new_tensor([path])], dim=1) if path else input_ids
             q_draft = next(base.propose(base_drafter, target, ids, cache, own))[1]
-            values, choices = q_draft.topk(width)
+            values, choices = q_draft.topk(min(width, len(q_draft)))
             for value, token in zip(values.tolist(), choices.tolist()):
                 if value > 0:
                     grown.append((score + math.log(value), node, [*path, token]))
@@ -148,8 +148,8 @@ def generate(target, input_ids, logits_processor, stopping_criteria, generation_
     config = Config(**{name: value for name, value in given.items() if value is not None})
     if config.expansion not in ("cape", "fixed", "beam", "none"):
         raise ValueError(f"unknown expansion {config.expansion!r}; take cape, fixed, beam or none")
-    if len(config.sizes) != len(config.bounds) + 1 or config.bounds != sorted(config.bounds):
-        raise ValueError("sizes needs one entry more than bounds, and bounds must ascend")
+    if len(config.sizes) != len(config.bounds) + 1 or config.bounds != sorted(config.bounds) or min(config.sizes) < 0:
+        raise ValueError("sizes needs one entry more than bounds, none negative, and bounds must ascend")
     stats, do_sample = stats or common.Stats(), generation_config.do_sample
     cache, _ = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
     own, done = base.new_cache(base_drafter, target), False

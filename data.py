@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from pathlib import Path
 
 import torch
@@ -29,22 +30,33 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
         raise ValueError(f"no data file {path}; make one with train.py --make-data 2000 --out {path}")
     sequences = []
     with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(_read(file, path), 1):
             if not line.strip():
                 continue
             try:
                 ids, mask = _tokenize(json.loads(line), tokenizer)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                reason = f"{type(error).__name__}: {error}"
+                if not all(type(token) is int for token in ids):
+                    raise TypeError("token ids must be integers")
+            except Exception as error:  # whatever the tokenizer or its template makes of it
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
                 raise ValueError(f"{path}, line {number}: not a conversation ({reason})") from None
             if ids and (min(ids) < 0 or max(ids) >= len(tokenizer)):
-                raise ValueError(f"{path}, line {number}: token id {max(ids)} is outside the target's vocabulary")
+                raise ValueError(f"{path}, line {number}: token ids {min(ids)} to {max(ids)}, but the target has "
+                                 f"{len(tokenizer)} tokens; make data for this target with train.py --make-data")
             if any(mask[1:max_length]):
                 mask = [False, *mask[1:max_length]]
                 sequences.append((torch.tensor(ids[:max_length]), torch.tensor(mask)))
     if not sequences:
         raise ValueError(f"{path} holds no conversation with a response")
     return sequences
+
+
+def _read(file, path: str):
+    """The lines of a file; ValueError for a damaged .gz."""
+    try:
+        yield from file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged or not gzip ({error}); fetch or make it again") from None
 
 
 def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
@@ -103,8 +115,10 @@ def make_conversations(target, tokenizer, count: int, path: str, seed: int = 0, 
         raise ValueError("the chat template does not hold the user's words exactly once, so none can be sampled")
     opening, closing = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in shape.split(mark))
     ends = target.generation_config.eos_token_id
+    if ends is None:
+        raise ValueError("this target's generation config names no eos_token_id, so its answers would never end")
     ends = set(ends if isinstance(ends, list) else [ends])
-    kept = [json.loads(line) for line in _whole_lines(path)]
+    kept = _whole_lines(path)
     seen = {record["prompt"] for record in kept}
     bar = tqdm(total=count, initial=len(kept), desc="conversations", disable=None)
     done = tried = len(kept)
@@ -137,16 +151,30 @@ def make_conversations(target, tokenizer, count: int, path: str, seed: int = 0, 
     bar.close()
 
 
-def _whole_lines(path: str) -> list[str]:
-    """The complete lines of `path`, which is cut after the last of them; none if there is no such file."""
+def _whole_lines(path: str) -> list[dict]:
+    """The records of the complete lines of `path`, which is cut after the last of them; none if there is no such file.
+
+    Raises:
+        ValueError: something else is in the file, which is left as it is.
+    """
+    if path.endswith(".gz") or Path(path).is_dir() or not Path(path).resolve().parent.is_dir():
+        raise ValueError(f"cannot append to {path}; give --out a plain .jsonl file in a folder that exists")
     if not Path(path).is_file():
         return []
     text = Path(path).read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    if len(whole) < len(text):
+    whole, half = text[: (end := text.rfind(b"\n") + 1)], text[end:]
+    try:
+        records = [json.loads(line) for line in whole.splitlines()]
+        ours = all(isinstance(record["prompt"], str) for record in records)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        ours = False
+    start = b'{"prompt": "'
+    if not ours or half[: len(start)] != start[: len(half)]:
+        raise ValueError(f"{path} holds something else than our conversations; give another --out")
+    if half:
         with open(path, "r+b") as file:
             file.truncate(len(whole))
-    return whole.decode().splitlines()
+    return records
 
 
 def _continue(target, prompts: list[list[int]], ends: set[int], max_new_tokens: int, temperature: float) -> list:

@@ -29,6 +29,8 @@ def load(read):
     path = folder()
     try:
         return read(path)
+    except (RuntimeError, AssertionError):  # the device's: out of memory, no GPU
+        raise
     except Exception:  # whatever a damaged file makes the readers raise
         shutil.rmtree(path, ignore_errors=True)
         return read(folder())

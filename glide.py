@@ -185,6 +185,8 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     if not -1 <= config.kv_layer < config.target["num_layers"]:
         raise ValueError(f"kv_layer {config.kv_layer} is not a layer of the target: use 0 to "
                          f"{config.target['num_layers'] - 1}, or -1 for the top")
+    if config.block_size < 1:
+        raise ValueError(f"block_size {config.block_size}: at least 1")
     drafter = Drafter(config)
     with torch.no_grad():
         drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)

@@ -201,10 +201,12 @@ def _arm_tables(arms: dict) -> list[str]:
 def read_result(path: str) -> dict:
     """A result written by `bench.py --json`; ValueError if it is something else."""
     try:
-        result = json.loads(Path(path).read_text())
+        result = json.loads(Path(path).read_bytes())
         tables(result)
         return result
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except OSError:
+        raise
+    except Exception:  # whatever another file makes the tables raise
         raise ValueError(f"{path} is not a result of bench.py --json") from None
 
 

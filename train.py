@@ -27,12 +27,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+import cli
 import common
 import data
 
@@ -94,9 +95,8 @@ class Features:
         path = self.folder / f"{group:05d}.safetensors"
         if group not in self.files:
             have = []
-            if path.is_file():
-                with safe_open(path, "pt") as file:
-                    have = list(file.keys())
+            with contextlib.suppress(FileNotFoundError, SafetensorError), safe_open(path, "pt") as file:
+                have = list(file.keys())  # a damaged file is written anew
             if set(names) - set(have):
                 layers = sorted(set(self.layers) | {int(name[1:]) for name in have if name != "hidden"})
                 ids = pad_sequence([self.ids[i] for i in self.groups[group]], batch_first=True)
@@ -180,6 +180,17 @@ def save(drafter, out: Path, state: dict | None) -> None:
     part.rmdir()
 
 
+@contextlib.contextmanager
+def fitting(path):
+    """One line for a file that is damaged, of another method, or at odds with the options."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"cannot go on from {path} ({reason}); check --method, --target and the method's options, or "
+                         "train anew with another --out") from error
+
+
 def train(args, config_overrides: dict) -> None:
     """Train one drafter; see the options. The result is in args.out after every `--save-every` steps and at the end."""
     module = importlib.import_module(args.method)
@@ -194,11 +205,15 @@ def train(args, config_overrides: dict) -> None:
     if (out / "config.json").is_file() and not args.resume:
         raise ValueError(f"{out} already holds a drafter; pass --resume to go on with it, or another --out")
     target, tokenizer = common.load_target(args.target, dtype=getattr(torch, args.dtype), device=device)
-    sequences = data.read_conversations(args.data, tokenizer, args.max_length)
+    shape, context = common.target_shape(target), getattr(target.config, "max_position_embeddings", None)
+    if len(tokenizer) > shape["vocab_size"]:
+        raise ValueError(f"the tokenizer of {args.target} has {len(tokenizer)} tokens and the model only "
+                         f"{shape['vocab_size']}; give a --target whose files belong together")
+    sequences = data.read_conversations(args.data, tokenizer, min(args.max_length, context or args.max_length))
     held = min(args.held_out, len(sequences) // 2)
     held_out, sequences = sequences[len(sequences) - held :], sequences[: len(sequences) - held]
 
-    counts = torch.zeros(common.target_shape(target)["vocab_size"], dtype=torch.long)
+    counts = torch.zeros(shape["vocab_size"], dtype=torch.long)
     for ids, mask in sequences:
         counts += torch.bincount(ids[mask], minlength=len(counts))
     torch.manual_seed(args.seed)
@@ -206,24 +221,29 @@ def train(args, config_overrides: dict) -> None:
     if args.resume:
         if not (out / "training_state.pt").is_file():
             raise ValueError(f"nothing to resume in {out}: no training_state.pt")
-        state = torch.load(out / "training_state.pt", map_location=device, weights_only=True)
-        config = module.Config(**{**state["config"], **config_overrides})
-        drafter = module.Drafter(config)
-        drafter.load_state_dict(state["model"])
+        with fitting(f"{out}/training_state.pt"):
+            state = torch.load(out / "training_state.pt", map_location=device, weights_only=True)
+            config = module.Config(**{**state["config"], **config_overrides})
+            drafter = module.Drafter(config)
+            drafter.load_state_dict(state["model"])
+            if config.target != shape:
+                raise ValueError("it was trained for another target")
     elif args.init:
         start = common.load_drafter(module.Drafter, args.init, target)
         config = dataclasses.replace(start.config, **config_overrides)
         drafter = module.Drafter(config)
-        drafter.load_state_dict(start.state_dict(), strict=False)
+        with fitting(args.init):
+            drafter.load_state_dict(start.state_dict(), strict=False)
     else:
-        config = module.Config(target=common.target_shape(target), **config_overrides)
+        config = module.Config(target=shape, **config_overrides)
         drafter = module.build(config, target, counts)
     drafter = drafter.to(device).float().train()
     base = {}
     if getattr(config, "base", ""):
-        base["base"] = importlib.import_module(config.base)
+        base["base"] = cli.chain_proposer(config.base, "training_logits")
         path = args.base_checkpoint or f"checkpoints/{config.base}"
         base["base_drafter"] = common.load_drafter(base["base"].Drafter, path, target)
+    out.mkdir(parents=True, exist_ok=True)  # better to fail now than when there is something to lose
     features = Features(target, sequences, drafter.kv_layers, args.features)
     held_features = Features(target, held_out, drafter.kv_layers, args.features)
     for each in (features, held_features):
@@ -302,50 +322,38 @@ def train(args, config_overrides: dict) -> None:
 # ---------------------------------------------------------------------------------------------------- command line
 
 
-def add_config_options(parser: argparse.ArgumentParser, config_class) -> None:
-    """An option for every field of the method's Config, with its help; None means "not given"."""
-    group = parser.add_argument_group(f"{config_class.__module__} options")
-    for option in dataclasses.fields(config_class):
-        default = option.default if option.default is not dataclasses.MISSING else option.default_factory()
-        flag, text = "--" + option.name.replace("_", "-"), f"{option.metadata['help']} (default {default})"
-        if isinstance(default, bool):
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-        elif isinstance(default, (list, tuple)):
-            group.add_argument(flag, type=json.loads, default=None, help=text + ", as JSON")
-        elif not isinstance(default, dict):
-            group.add_argument(flag, type=type(default), default=None, help=text)
-
-
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    number = cli.number
     parser.add_argument("--method", choices=METHODS, help="whose drafter to train")
     parser.add_argument("--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--data", help="conversations, .jsonl or .jsonl.gz")
     parser.add_argument("--out", required=True, help="checkpoint folder, or the file that --make-data appends to")
-    parser.add_argument("--make-data", type=int, metavar="N", help="have N self-distilled conversations in --out")
-    parser.add_argument("--steps", type=int, help="optimizer steps")
-    parser.add_argument("--minutes", type=float, help="train for this long instead")
+    parser.add_argument("--make-data", type=number(int, 1), metavar="N", help="have N conversations in --out")
+    parser.add_argument("--steps", type=number(int, 1), help="optimizer steps")
+    parser.add_argument("--minutes", type=number(float, 1e-3), help="train for this long instead")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--init", metavar="DIR", help="start from this drafter")
     parser.add_argument("--base-checkpoint", metavar="DIR", help="drafter that the method builds on, if it does")
     parser.add_argument("--features", metavar="DIR", help="keep the target's features here (2 kB a token)")
-    parser.add_argument("--batch-size", type=int, default=4, help="conversations a step, over all processes")
-    parser.add_argument("--accumulate", type=int, default=1, help="split a process's share of a step into this many")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--warmup", type=float, default=0.02, help="share of the run that warms up")
-    parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
-    parser.add_argument("--max-length", type=int, default=512, help="tokens kept of a conversation")
-    parser.add_argument("--held-out", type=int, default=32, help="conversations, the last ones, to measure alpha on")
-    parser.add_argument("--eval-every", type=int, default=100, help="steps between measurements of alpha")
-    parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-size", type=number(int, 1), default=4, help="conversations a step, over all processes")
+    parser.add_argument("--accumulate", type=number(int, 1), default=1, help="parts of a process's share of a step")
+    parser.add_argument("--lr", type=number(float, 0), default=2e-3, help="peak learning rate")
+    parser.add_argument("--warmup", type=number(float, 0, 1), default=0.02, help="share of the run that warms up")
+    parser.add_argument("--clip", type=number(float, 0), default=1.0, help="largest gradient norm")
+    parser.add_argument("--max-length", type=number(int, 2), default=512, help="tokens kept of a conversation")
+    parser.add_argument("--held-out", type=number(int, 0), default=32, help="last conversations, to measure alpha on")
+    parser.add_argument("--eval-every", type=number(int, 1), default=100, help="steps between measurements of alpha")
+    parser.add_argument("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
+    parser.add_argument("--seed", type=number(int, 0), default=0)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the target")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="bfloat16 autocast (default: on a GPU)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--data-batch", type=int, default=16, help="--make-data: conversations generated together")
-    known, _ = parser.parse_known_args(argv)
+    parser.add_argument("--device", type=cli.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--data-batch", type=number(int, 1), default=16, help="--make-data: conversations at a time")
+    argv = sys.argv[1:] if argv is None else argv
+    known, _ = parser.parse_known_args([flag for flag in argv if flag not in ("-h", "--help")])
     if known.method and hasattr(module := importlib.import_module(known.method), "Config"):
-        add_config_options(parser, module.Config)
+        cli.add_config_options(parser, module.Config)
     args = parser.parse_args(argv)
     if args.make_data:
         target, tokenizer = common.load_target(args.target, dtype=getattr(torch, args.dtype), device=args.device)
@@ -357,8 +365,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as problem:
-        print(f"train.py: {problem}", file=sys.stderr)
-        sys.exit(2)
+    cli.run(main)
