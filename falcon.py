@@ -27,8 +27,7 @@ Deviations
        attention layers and a final norm start as the target's; drafts are frequent tokens only (`draft_vocab`).
     5. paper silent: trees are drawn, not listed. `layered_tree` fills the paper's nodes per depth with the smallest
        products of ranks; `fit_tree` grows one for a drafter and a machine. Ranks of a slot serve all its block's nodes.
-    6. ours: lossless sampling. The tree is always chosen by rank, so `Draft.probs` is None and the verifier descends
-       where the target's draw is a node, which is exact. The paper samples children but verifies greedily.
+    6. ours: lossless sampling: trees are chosen by rank, so the target's draw decides where to descend, exactly.
 """
 
 import heapq
@@ -162,11 +161,11 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         """
         pair = torch.cat([self.feature_norm(features), self.embed_norm(embeds)], dim=-1)  # (n, t, 2D)
         if self.config.fusion == "lstm":
-            fused, state = self.fusion(pair, state)
-        elif self.config.fusion == "cell":  # every slot is a sequence of its own
-            fused = self.fusion(pair.flatten(0, 1)[:, None])[0].view_as(features)
-        else:
-            fused = self.fusion(pair)
+            with torch.autocast(pair.device.type, enabled=False):  # bfloat16 triples the time of its backward on a CPU
+                fused, state = self.fusion(pair, state)
+        else:  # cell: every slot is a sequence of its own
+            fused = self.fusion(pair.flatten(0, 1)[:, None])
+            fused = (fused if self.config.fusion == "linear" else fused[0]).view_as(features)
         x = fused.reshape(len(mask), -1, fused.shape[-1])
         x = x if before is None else torch.cat([before, x], dim=1)
         missing = (self.config.target["head_dim"] - rotary[0].shape[-1]) // 2  # some targets rotate a part of a head
@@ -181,14 +180,15 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """A drafter to start training from: layers copied from the target's top ones where names and shapes agree.
 
-    Args:
-        token_counts: (V,) how often each token occurs in the training responses; the top ones can be drafted.
+    Args: token_counts: (V,) how often each token occurs in the training responses; the top ones can be drafted.
     """
     if config.fusion not in ("lstm", "cell", "linear") or config.k < 1:
         raise ValueError(f"fusion {config.fusion!r}, k {config.k}: fusion is lstm, cell or linear, k at least 1")
     drafter = Drafter(config)
     with torch.no_grad():
         drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
+        if config.fusion == "linear":
+            drafter.fusion.weight.copy_(torch.eye(config.target["hidden_size"]).repeat(1, 2))  # starts as a sum
         sources = list(getattr(target.base_model, "layers", []))[-config.num_layers :]
         for layer, source in zip(drafter.layers, sources):
             theirs = source.state_dict()
