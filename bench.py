@@ -6,7 +6,8 @@
     python bench.py --cost-curve                            # milliseconds of one target forward
     python bench.py --table results/*.json                  # tables of earlier runs, as in the README
 
-An arm is `method` or `method:variant`, a variant being a name in the module's VARIANTS (`method:all` takes every one).
+An arm is `method` or `method:variant`, a variant being a name in the module's VARIANTS (`method:all` takes every one),
+and `@DIR` after it takes another trained drafter than checkpoints/method.
 This file times arms and knows nothing about any method; report.py defines the figures and makes the tables.
 
 Protocol: one process, one target, one dtype. Each turn of each prompt is answered by every arm before the next turn
@@ -242,8 +243,10 @@ class Loader:
         return self.drafters[path]
 
     def arms(self, spec: str) -> list[Arm]:
-        """The arms of `method`, `method:variant` or `method:all`."""
+        """The arms of `method`, `method:variant` or `method:all`, perhaps with the drafter of another folder, `@DIR`."""
+        spec, _, folder = spec.partition("@")
         name, _, chosen = spec.partition(":")
+        checkpoint, mark = folder or self.args.checkpoint, f"@{Path(folder).name}" if folder else ""
         module = import_method(name)
         variants = {"": {}, **getattr(module, "VARIANTS", {})}
         if chosen not in (*variants, "all"):
@@ -256,17 +259,17 @@ class Loader:
         if self.draft_model is not None and "draft_model" in takes:
             kwargs["draft_model"] = self.draft_model
         if hasattr(module, "Drafter"):
-            kwargs["drafter"] = self.drafter(module, self.args.checkpoint)
+            kwargs["drafter"] = self.drafter(module, checkpoint)
             config = kwargs["drafter"].config
         base_name = options.pop("base", None) or getattr(config or module.Config(), "base", "")
         if base_name:
             base["base"] = cli.chain_proposer(base_name)
-            base["base_drafter"] = self.drafter(base["base"], None if "drafter" in kwargs else self.args.checkpoint)
+            base["base_drafter"] = self.drafter(base["base"], None if "drafter" in kwargs else checkpoint)
             kwargs |= {key: value for key, value in base.items() if key in takes}
             if "drafter" in takes and "drafter" not in kwargs:
                 kwargs["drafter"] = base["base_drafter"]
         drafters = list({id(value): value for value in kwargs.values() if isinstance(value, nn.Module)}.values())
-        return [Arm(f"{name}:{variant}" if variant else name, kwargs | options | variants[variant],
+        return [Arm((f"{name}:{variant}" if variant else name) + mark, kwargs | options | variants[variant],
                     drafters, module, base, reports=True)
                 for variant in (variants if chosen == "all" else [chosen])]
 
@@ -395,7 +398,8 @@ def run(target, tokenizer, arms: list[Arm], prompts: list[dict], options: dict) 
         print(f"bench.py: interrupted; the figures are of {len(turns)} answers", file=sys.stderr)
         for arm in arms:
             del arm.answers[len(turns) :], arm.same[len(turns) :]
-    bar.close()
+    finally:
+        bar.close()
     return turns
 
 
@@ -483,8 +487,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = cli.OneLineParser(description=f"{__doc__}\nFigures\n\n{report.__doc__.partition('timing.')[2].strip()}",
                                formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     number = cli.number
-    parser.add_argument("--method", nargs="+", default=[], metavar="NAME[:VARIANT]",
-                        help=f"{', '.join(METHODS)}; all: those with a checkpoint; NAME:all: with all variants")
+    parser.add_argument("--method", nargs="+", default=[], metavar="NAME[:VARIANT][@DIR]",
+                        help=f"{', '.join(METHODS)}; all: those with a checkpoint; NAME:all: all variants; "
+                             "DIR: another drafter than checkpoints/NAME")
     parser.add_argument("--peers", action="store_true", help="also transformers' assisted generation and prompt lookup")
     parser.add_argument("--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
@@ -505,7 +510,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--table", nargs="+", metavar="FILE", help="only print the tables of these results")
     parser.add_argument("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
     known, _ = parser.parse_known_args([flag for flag in argv if flag not in ("-h", "--help")])
-    names = [spec.partition(":")[0] for spec in known.method if spec != "all"]
+    names = [spec.partition("@")[0].partition(":")[0] for spec in known.method if spec != "all"]
     if "all" in known.method:
         names += [name for name in METHODS if (ROOT / f"{name}.py").is_file()]
     for module in map(import_method, dict.fromkeys(names)):

@@ -74,6 +74,8 @@ def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
         messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
     else:
         messages = record["messages"]
+    if not all(isinstance(message["content"], str) for message in messages):
+        raise TypeError("what is said must be a string")
     if not tokenizer.chat_template:  # no template: the turns' texts one after the other
         pieces = [tokenizer(m["content"] + "\n", add_special_tokens=not i)["input_ids"] for i, m in enumerate(messages)]
         said = [m["role"] == "assistant" for m in messages]

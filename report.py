@@ -202,7 +202,7 @@ def read_result(path: str) -> dict:
     """A result written by `bench.py --json`; ValueError if it is something else."""
     try:
         result = json.loads(Path(path).read_bytes())
-        tables(result)
+        tables(result).encode()
         return result
     except OSError:
         raise
