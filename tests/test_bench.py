@@ -163,6 +163,16 @@ def test_variants_and_what_wins(files, fake, capsys):
         bench.parse(["--method", "fake", "--depth", "3"])
 
 
+def test_another_folders_drafter_beside_the_given_one(files, capsys):
+    spec = f"glide:gamma2@{files / 'glide'}"
+    argv = [word for word in command(files, method=spec) if word not in ("--checkpoint", str(files / "glide"))]
+    result, _ = run(capsys, argv)
+    assert set(result["arms"]) == {"baseline", "glide:gamma2@glide"}
+    assert len(result["arms"]["glide:gamma2@glide"]["acceptance_by_position"]) == 2
+    with pytest.raises(ValueError, match="no drafter in /nowhere"):
+        bench.main([argv[0], "glide@/nowhere", *argv[2:]])
+
+
 def test_every_arm_sees_the_baselines_answers_in_rotating_order(files, fake):
     target, tokenizer = common.load_target(str(files / "target"), dtype=torch.float64)
     arms = [bench.Arm("transformers", {}), bench.Arm("plain", {"custom_generate": bench.plain_generate}, reports=True),
