@@ -243,7 +243,7 @@ class Loader:
         return self.drafters[path]
 
     def arms(self, spec: str) -> list[Arm]:
-        """The arms of `method`, `method:variant` or `method:all`, perhaps with the drafter of another folder, `@DIR`."""
+        """The arms of `method`, `method:variant` or `method:all`, perhaps with the drafter of another folder, @DIR."""
         spec, _, folder = spec.partition("@")
         name, _, chosen = spec.partition(":")
         checkpoint, mark = folder or self.args.checkpoint, f"@{Path(folder).name}" if folder else ""
@@ -572,8 +572,11 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\n{arm.name}, accepted draft tokens highlighted:\n{report.highlight(tokenizer, arm.answers[0])}")
     if args.json:
         part = Path(f"{args.json}.{os.getpid()}")
-        part.write_text(json.dumps(result, indent=1) + "\n")
-        part.replace(args.json)
+        try:
+            part.write_text(json.dumps(result, indent=1) + "\n")
+            part.replace(args.json)
+        finally:
+            part.unlink(missing_ok=True)
     if args.plot:
         print(*report.plot([result], Path(args.plot)), file=sys.stderr)
     print("\n" + json.dumps(result))

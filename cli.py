@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 LARGEST = 2**31 - 1
 
@@ -99,7 +100,7 @@ def run(main) -> None:
     name = sys.argv[0].rpartition("/")[2]
     try:
         main()
-    except (ValueError, OSError, torch.OutOfMemoryError) as problem:
+    except (ValueError, OSError, SafetensorError, torch.OutOfMemoryError) as problem:
         print(f"{name}: {' '.join(str(problem).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -32,7 +32,6 @@ def load_target(name: str | None = None, *, dtype: torch.dtype = torch.float32, 
     """
     if name is None:
         import default_target  # only here, so that a project with a target of its own need not copy that file
-
         return default_target.load(lambda folder: _read_target(folder, dtype, device))
     try:
         return _read_target(name, dtype, device)
@@ -43,12 +42,12 @@ def load_target(name: str | None = None, *, dtype: torch.dtype = torch.float32, 
 
 
 def _read_target(path, dtype, device):
-    path, options = str(path), {"use_safetensors": True}
+    path, options = str(path), {"use_safetensors": True, "trust_remote_code": False}
     if path.endswith(".gguf"):
         if not Path(path).is_file():
             raise FileNotFoundError("no such file")
-        path, options = str(Path(path).parent), {"gguf_file": Path(path).name}
-    tokenizer = AutoTokenizer.from_pretrained(path, gguf_file=options.get("gguf_file"))
+        path, options = str(Path(path).parent), {"gguf_file": Path(path).name, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, gguf_file=options.get("gguf_file"))
     target = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     return target.to(device).eval().requires_grad_(False), tokenizer
 
@@ -76,6 +75,9 @@ def load_drafter(Drafter, path, target):
     try:
         drafter = Drafter.from_pretrained(str(path), strict=True)
         made_for = drafter.config.target
+        for x in drafter.state_dict().values():  # a flipped bit may show
+            if not (x.isfinite() if x.is_floating_point() else (x >= 0) & (x < made_for["vocab_size"])).all():
+                raise ValueError("weights out of range")
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"cannot read {path} as a {Drafter.__module__} drafter ({reason}); train it again") from error
@@ -316,8 +318,7 @@ def verify(target, input_ids: Tensor, draft: Draft, cache, logits_processor=None
         input_ids: (1, P + 1) committed tokens, the last one the root; cache: P rows before, P + 1 + A after.
         logits_processor: called with each visited node's own prefix, in float32, as transformers does.
     """
-    stats = stats or Stats()
-    prefix, device = cache.get_seq_length(), input_ids.device
+    stats, prefix, device = stats or Stats(), cache.get_seq_length(), input_ids.device
     assert prefix == input_ids.shape[1] - 1, "all committed tokens but the newest must be cached"
     with stats.timer("verify"):
         fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
@@ -381,8 +382,7 @@ def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats: Stats | 
     """Append tokens (1, n) to input_ids (1, T) up to where decoding stops; returns (ids, stopped)."""
     for count in range(1, tokens.shape[1] + 1):
         ids = torch.cat([input_ids, tokens[:, :count]], dim=1)
-        stopped = bool(stopping_criteria(ids, None).all())
-        if stopped:
+        if stopped := bool(stopping_criteria(ids, None).all()):
             break
     if stats is not None:
         stats.emitted += count

@@ -146,7 +146,8 @@ def make_conversations(target, tokenizer, count: int, path: str, seed: int = 0, 
                     "response_ids": ids}) + "\n")
         lines = lines[: count - done]
         with open(path, "ab") as file:
-            os.write(file.fileno(), "".join(lines).encode())
+            file.write("".join(lines).encode())
+            file.flush()
             os.fsync(file.fileno())
         done += len(lines)
         bar.update(len(lines))

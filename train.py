@@ -19,6 +19,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -103,8 +104,11 @@ class Features:
                 hidden, kv = common.target_features(self.target, ids.to(self.target.device), layers)
                 tensors = {"hidden": hidden} | {f"k{n}": kv[n][0] for n in layers} | {f"v{n}": kv[n][1] for n in layers}
                 part = path.with_suffix(f".{os.getpid()}")
-                save_file({name: x.to("cpu", torch.bfloat16).contiguous() for name, x in tensors.items()}, part)
-                part.replace(path)
+                try:
+                    save_file({name: x.to("cpu", torch.bfloat16).contiguous() for name, x in tensors.items()}, part)
+                    part.replace(path)
+                finally:
+                    part.unlink(missing_ok=True)
             self.files[group] = safe_open(path, "pt")
         return self.files[group]
 
@@ -168,14 +172,24 @@ def held_out_alpha(module, drafter, target, batches: list[Batch], base: dict) ->
 
 
 def save(drafter, out: Path, state: dict | None) -> None:
-    """Write config.json, model.safetensors (bfloat16) and the training state, each file by one rename."""
-    part = out / f".part-{os.getpid()}"
-    copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(part)
-    (part / "README.md").unlink(missing_ok=True)  # the hub's model card template
-    if state is not None:
-        torch.save(state, part / "training_state.pt")
-        (part / "curve.json").write_text(json.dumps(state["curve"]) + "\n")
-    for file in part.iterdir():
+    """Write the training state, model.safetensors (bfloat16) and config.json, each file by one rename, in this order.
+
+    Raises:
+        ValueError: it cannot be written; what was in `out` is as before.
+    """
+    part = out / ".part"
+    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
+    try:
+        copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(part)
+        (part / "README.md").unlink(missing_ok=True)  # the hub's model card template
+        if state is not None:
+            torch.save(state, part / "training_state.pt")
+            (part / "curve.json").write_text(json.dumps(state["curve"]) + "\n")
+    except (OSError, RuntimeError, SafetensorError) as error:  # what a full disk makes of each of these
+        shutil.rmtree(part, ignore_errors=True)
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"cannot save to {out} ({reason}); make room, then go on with --resume") from error
+    for file in sorted(part.iterdir(), reverse=True):  # config.json, by which a drafter is known, comes last
         file.replace(out / file.name)
     part.rmdir()
 
@@ -316,6 +330,7 @@ def train(args, config_overrides: dict) -> None:
     if rank == 0:
         print(json.dumps({"method": args.method, "out": str(out), "interrupted": bool(stop), **curve[-1]}))
     if world > 1:
+        del model  # were it the last to hold the process group, it could wait forever for a thread that wants the GIL
         dist.destroy_process_group()
 
 
