@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -103,6 +104,12 @@ def run(main) -> None:
     except (ValueError, OSError, SafetensorError, torch.OutOfMemoryError) as problem:
         print(f"{name}: {' '.join(str(problem).split())}", file=sys.stderr)
         sys.exit(2)
+    except RuntimeError as problem:
+        if not isinstance(problem, torch.distributed.DistError) and "gloo" not in str(problem):
+            raise
+        print(f"{name}: another process of this run has ended or is out of reach; go on with --resume", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(2)  # an orderly end could wait for the other for ever
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -194,6 +195,14 @@ def save(drafter, out: Path, state: dict | None) -> None:
     part.rmdir()
 
 
+def shard(target, device: str, world: int) -> None:
+    """Split the target's layers over the processes (FSDP2): each is gathered while it runs. The rest stays whole."""
+    mesh = dist.init_device_mesh(device.partition(":")[0], (world,))
+    for layer in next(part for part in target.base_model.children() if isinstance(part, nn.ModuleList)):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # a root of its own; roots stay gathered unless told
+    target.to(device)
+
+
 @contextlib.contextmanager
 def fitting(path):
     """One line for a file that is damaged, of another method, or at odds with the options."""
@@ -218,7 +227,10 @@ def train(args, config_overrides: dict) -> None:
         raise ValueError(f"--batch-size {args.batch_size} must be a multiple of processes x --accumulate")
     if (out / "config.json").is_file() and not args.resume:
         raise ValueError(f"{out} already holds a drafter; pass --resume to go on with it, or another --out")
-    target, tokenizer = common.load_target(args.target, dtype=getattr(torch, args.dtype), device=device)
+    if args.shard_target and (world == 1 or args.features):
+        raise ValueError("--shard-target needs torchrun with two processes or more, and goes without --features")
+    place = "cpu" if args.shard_target else device
+    target, tokenizer = common.load_target(args.target, dtype=getattr(torch, args.dtype), device=place)
     shape, context = common.target_shape(target), getattr(target.config, "max_position_embeddings", None)
     if len(tokenizer) > shape["vocab_size"]:
         raise ValueError(f"the tokenizer of {args.target} has {len(tokenizer)} tokens and the model only "
@@ -251,6 +263,10 @@ def train(args, config_overrides: dict) -> None:
     else:
         config = module.Config(target=shape, **config_overrides)
         drafter = module.build(config, target, counts)
+    if world > 1:
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    if args.shard_target:
+        shard(target, device, world)
     drafter = drafter.to(device).float().train()
     base = {}
     if getattr(config, "base", ""):
@@ -265,8 +281,6 @@ def train(args, config_overrides: dict) -> None:
     parts = [list(range(i, min(i + 8, held))) for i in range(0, held, 8)]
     held_batches = [make_batch(part, held_out, held_features, torch.tensor(part), 0.0, device) for part in parts]
 
-    if world > 1:
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     model = LossStep(module, drafter, target, base)
     model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if world > 1 else model
     weights = [p for p in drafter.parameters() if p.requires_grad]
@@ -361,6 +375,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--eval-every", type=number(int, 1), default=100, help="steps between measurements of alpha")
     parser.add_argument("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
     parser.add_argument("--seed", type=number(int, 0), default=0)
+    parser.add_argument("--shard-target", action="store_true", help="split a large target over the processes (FSDP2)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the target")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="bfloat16 autocast (default: on a GPU)")
     parser.add_argument("--device", type=cli.device, default="cuda" if torch.cuda.is_available() else "cpu")

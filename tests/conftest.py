@@ -1,5 +1,9 @@
 """Tiny random targets and statistics that the tests share."""
 
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not there fails at once, and no test depends on the network
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -293,9 +293,9 @@ def test_a_drafter_of_another_method_or_target_is_refused(checkpoints, method, t
             loaded(method, checkpoints[theirs])
         assert "\n" not in str(caught.value)
         return
-    for shape, said in (({"vocab_size": 40}, "vocab_size 13 != 40"), ({"num_hidden_layers": 2}, "num_layers 4 != 2"),
-                          ({"num_key_value_heads": 4}, "num_kv_heads 2 != 4"),
-                          ({"hidden_size": 64}, "hidden_size 32 != 64")):
+    others = {"vocab_size 13 != 40": {"vocab_size": 40}, "num_layers 4 != 2": {"num_hidden_layers": 2},
+              "num_kv_heads 2 != 4": {"num_key_value_heads": 4}, "hidden_size 32 != 64": {"hidden_size": 64}}
+    for said, shape in others.items():
         with pytest.raises(ValueError, match=f"another target .*{said}.*; train one"):
             loaded(method, checkpoints[theirs], family("Llama", **{"vocab_size": VOCAB} | shape))
 
