@@ -13,7 +13,7 @@ their choices are trained together although they are made at once. x_4 the newes
     epsilon           index Vd, Drafter.blank     2.3          Drafter.forward
     beta^-1           collapse                    2.3          collapse
     P(Y|X)            alignments summed           Eq. 1, 3-8   loss
-    top k, raw        symbols, candidates          3.3          alignments
+    top k, raw        symbols, candidates         3.3          alignments
     CTC transform     transform                   3.3          alignments, prefix_search
     gamma, beta       speedup, tau                Eq. 12, 13   bench.py
 
@@ -57,9 +57,9 @@ class Config:
     draft_vocab: int = field(default=8192, metadata={"help": "draft only the most frequent tokens; 0: all of them"})
     transform: str = field(default="prefixes", metadata={
         "help": "prefixes (all alignments of each), alignments (the paper's) or none (Medusa verify)", "decode": True})
-    symbols: int = field(default=6, metadata={"help": "symbols considered per slot", "decode": True})
-    candidates: int = field(default=32, metadata={"help": "raw combinations, or prefixes, kept", "decode": True})
-    nodes: int = field(default=12, metadata={"help": "most nodes of the token tree", "decode": True})
+    symbols: int = field(default=10, metadata={"help": "symbols considered per slot", "decode": True})
+    candidates: int = field(default=16, metadata={"help": "raw combinations, or prefixes, kept", "decode": True})
+    nodes: int = field(default=10, metadata={"help": "most nodes of the token tree", "decode": True})
 
 
 VARIANTS = {"alignments": {"transform": "alignments"}, "none": {"transform": "none"}}  # Table 2's columns
