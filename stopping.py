@@ -1,9 +1,9 @@
-"""When to stop drafting, after the fact: rates of every rule from one recording, times, calibration (SpecDec++).
+"""When to stop drafting, after the fact: every rule's rates from one recording, modelled speed, calibration (SpecDec++).
 
     N_target / N     verification rate: target forwards per token of the answer
     N_discarded / N  discard rate: draft tokens thrown away per token of the answer
 
-Both are free of the clock; Eq. 2.3 turns them into tokens per second for any pair of forward times.
+Both are free of the clock (Figure 4); Eq. 2.3 turns them into tokens per second for any pair of forward times.
 """
 
 from __future__ import annotations
@@ -12,25 +12,33 @@ import itertools
 import math
 from typing import NamedTuple
 
-import common
 import torch
 from torch import Tensor
+from tqdm import tqdm
+
+import common
+
+LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 14)
+LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # of h, and of the draft's confidence
+ENTROPIES = (0.5, 1.0, 1.5, 2.0, 3.0)
 
 
 class Round(NamedTuple):
-    """What could be drafted from one place of a greedy answer."""
+    """What was drafted from one place of a greedy answer, m tokens."""
 
-    accept_probs: list[float]  # the head's prediction for each drafted token but the last
+    hidden: Tensor  # (m - 1, D) what a head reads about each drafted token but the last
+    confidence: list[float]  # (m,) largest probability of q_draft
+    entropy: list[float]  # (m,) of q_draft, in nats
     agreed: int  # how many of the drafted tokens the target would accept
+    rank: int  # of the target's token in the drafter's order where it first disagreed; 0 if nowhere
 
 
 @torch.no_grad()
-def record(chains, source, head, target, input_ids: Tensor, answer: list[int], longest: int = 20) -> list[Round]:
+def record(chains, source, target, input_ids: Tensor, answer: list[int], longest: int = 20) -> list[Round]:
     """Draft `longest` tokens from every place of a greedy answer, at most to its end; costs that many drafter passes.
 
     Args:
         chains: module of a chain proposer (new_cache, propose), source: its drafter.
-        head: hidden states (1, D) -> logits of acceptance (1,), as the Drafter of specdecpp.py.
         input_ids: (1, T) the prompt. answer: the target's greedy tokens.
     Returns:
         A Round for each token of the answer.
@@ -44,43 +52,61 @@ def record(chains, source, head, target, input_ids: Tensor, answer: list[int], l
         own = own or chains.new_cache(source, target)
         count = min(longest, len(answer) - place - 1)  # the bonus token is never drafted
         steps = list(itertools.islice(chains.propose(source, target, ids[:, :end], cache, own), count))
-        tokens = [int(token) for token, _, _ in steps]
-        agreed = next((i for i, pair in enumerate(zip(tokens, answer[place:])) if pair[0] != pair[1]), count)
-        rounds.append(Round([float(head(hidden[None]).float().sigmoid()) for _, _, hidden in steps[1:]], agreed))
+        agreed = next((i for i, step in enumerate(steps) if int(step[0]) != answer[place + i]), count)
+        order = steps[agreed][1].argsort(descending=True).tolist() if agreed < count else [answer[place + agreed]]
+        q_draft = torch.stack([step[1] for step in steps]).float() if steps else torch.zeros(0, 1)
+        hidden = torch.stack([step[2] for step in steps[1:]]) if count > 1 else torch.zeros(0, 1)
+        rounds.append(Round(hidden, q_draft.amax(-1).tolist(), (-torch.xlogy(q_draft, q_draft)).sum(-1).tolist(),
+                            agreed, order.index(answer[place + agreed])))
     return rounds
 
 
-def replay(rounds: list[Round], rule, longest: int = 20) -> tuple[int, int]:
-    """(N_target, N_discarded) of decoding the answer under a stop rule.
+def first(flags) -> int:
+    """How many tokens a rule drafts, given for each token whether it stops after it; more than all if it never does."""
+    return 1 + next((i for i, flag in enumerate(flags) if flag), 10**6)
 
-    Args:
-        rule: (accept_probs of all drafted tokens but the newest) -> whether to stop here.
-        longest: most tokens a round, no more than were recorded.
-    """
+
+@torch.no_grad()
+def accept_probs(head, rounds: list[Round]) -> list[list[float]]:
+    """The head's prediction for each drafted token but the last, a list a round."""
+    return [head(each.hidden).float().sigmoid().tolist() if len(each.hidden) else [] for each in rounds]
+
+
+def replay(rounds: list[Round], lengths: list[int]) -> tuple[int, int]:
+    """(N_target, N_discarded) of decoding the answer when a round at place i drafts lengths[i] tokens, or what room
+    there is."""
     place = n_target = n_discarded = 0
     while place < len(rounds):
-        room, drafted = min(longest, len(rounds) - place - 1), 0
-        while drafted < room:
-            drafted += 1
-            if rule(rounds[place].accept_probs[: drafted - 1]):
-                break
+        drafted = min(lengths[place], len(rounds[place].confidence))
         accepted = min(drafted, rounds[place].agreed)
         n_target, n_discarded, place = n_target + 1, n_discarded + drafted - accepted, place + accepted + 1
     return n_target, n_discarded
 
 
-def sweep(recordings: list[list[Round]], lengths=(2, 4, 6, 8, 10, 12, 14),
-          thresholds=(0.1, 0.3, 0.5, 0.7, 0.9)) -> dict[str, tuple[float, float]]:
-    """The points of Figure 4: {rule: (N_target / N, N_discarded / N)} for each K and h, and the oracle of Lemma 2.1."""
-    rules = {f"K={k}": (lambda probs, k=k: len(probs) + 1 >= k) for k in lengths}
-    rules |= {f"h={h}": (lambda probs, h=h: 1 - math.prod(probs) > h) for h in thresholds}
-    tokens, points = sum(map(len, recordings)), {}
-    for name, rule in rules.items():
-        counts = [replay(rounds, rule) for rounds in recordings]
-        points[name] = (sum(n for n, _ in counts) / tokens, sum(n for _, n in counts) / tokens)
+def points(recordings: list[list[Round]], heads: dict) -> dict[str, dict[str, tuple[float, float]]]:
+    """The points of Figure 4, {rule: {setting: (N_target / N, N_discarded / N)}}, and the oracle of Lemma 2.1.
+
+    Args: heads: {name: module from hidden states (n, D) to logits of acceptance (n,)}, each read with every h.
+    """
+    rules = {"K": {str(k): [[k] * len(rounds) for rounds in recordings] for k in LENGTHS}}
+    rules["confidence"] = {str(level): [[first(c < level for c in each.confidence) for each in rounds]
+                                        for rounds in recordings] for level in LEVELS}
+    rules["entropy"] = {str(most): [[first(e > most for e in each.entropy) for each in rounds]
+                                    for rounds in recordings] for most in ENTROPIES}
+    for name, head in heads.items():
+        chances = [accept_probs(head, rounds) for rounds in recordings]
+        rules[name] = {}
+        for h in LEVELS:  # the newest token is unjudged, so a rule that stops at token i has drafted i + 1
+            rules[name][str(h)] = [[1 + first(1 - product > h for product in itertools.accumulate(each, float.__mul__))
+                                    for each in answer] for answer in chances]
+    tokens, found = sum(map(len, recordings)), {}
+    for name, settings in rules.items():
+        for setting, lengths in settings.items():
+            counts = [replay(rounds, drafted) for rounds, drafted in zip(recordings, lengths)]
+            found.setdefault(name, {})[setting] = tuple(sum(column) / tokens for column in zip(*counts))
     # a token is a disagreement if a round that begins at it accepts nothing; one at the very end costs no round
     oracle = sum(1 + sum(not each.agreed for each in rounds[:-1]) for rounds in recordings)
-    return points | {"oracle": (oracle / tokens, 0.0)}
+    return found | {"oracle": {"": (oracle / tokens, 0.0)}}
 
 
 def fit_times(n_draft, n_target, seconds) -> tuple[float, float, float]:
@@ -100,9 +126,6 @@ def throughput(verification_rate: float, discard_rate: float, t_draft: float, t_
 def calibration(predicted: Tensor, actual: Tensor, bins: int = 10) -> tuple[list[tuple[float, float, int]], float]:
     """Reliability bins [(mean prediction, mean label, count)], empty ones left out, and the expected calibration error.
 
-    A head trained with w_rej > 1 is low on purpose: its sigmoid approaches P / (P + w_rej (1 - P)). Add log(w_rej) to
-    its logits to ask for P itself.
-
     Args:
         predicted, actual: (M,) acceptance probabilities in [0, 1].
     """
@@ -110,3 +133,40 @@ def calibration(predicted: Tensor, actual: Tensor, bins: int = 10) -> tuple[list
     rows = [(float(predicted[place == b].mean()), float(actual[place == b].mean()), int((place == b).sum()))
             for b in place.unique().tolist()]
     return rows, sum(count * abs(p - a) for p, a, count in rows) / len(predicted)
+
+
+def judged(recordings: list[list[Round]], values) -> tuple[Tensor, Tensor]:
+    """(value, accepted) (M,) of each drafted token whose predecessors all agree with the answer.
+
+    Args: values: for each answer and round a list of a value for each of its first drafted tokens.
+    """
+    pairs = [(value, float(i < each.agreed)) for rounds, answer in zip(recordings, values)
+             for each, row in zip(rounds, answer) for i, value in enumerate(row[: each.agreed + 1])]
+    return torch.tensor(pairs).T.unbind() if pairs else (torch.zeros(0), torch.zeros(0))
+
+
+def sweep(chains, source, target, turns: list[dict], heads: dict, measured) -> dict:
+    """Figure 4, Eq. 2.1 and 2.3, and how well confidence and heads predict acceptance, for bench.py --sweep.
+
+    Args:
+        turns: {"input_ids" (1, T), "answer"} each. heads: {name: (head, w_rej)}; a head that was trained with
+            w_rej > 1 is low on purpose, its sigmoid nears P / (P + w_rej (1 - P)); adding log w_rej to its logits asks
+            for P itself. measured: (draft passes, target forwards, seconds) of timed answers.
+    Returns:
+        {"t_draft_ms", "t_target_ms", "r2", "points": {rule: {setting: [N_target / N, N_discarded / N, tokens/s]}},
+        "calibration": {head: {"ece", "ece_reweighted"}}, "acceptance_by_confidence": [[confidence, share, count]]}.
+    """
+    recordings = [record(chains, source, target, turn["input_ids"], turn["answer"])
+                  for turn in tqdm(turns, desc="recording", disable=None)]
+    t_draft, t_target, r2 = fit_times(*zip(*measured))
+    found = points(recordings, {name: head for name, (head, _) in heads.items()})
+    errors = {}
+    for name, (head, w_rej) in heads.items():
+        chances, accepted = judged(recordings, [accept_probs(head, rounds) for rounds in recordings])
+        corrected = (torch.logit(chances.clamp(1e-6, 1 - 1e-6)) + math.log(w_rej)).sigmoid()
+        errors[name] = {"ece": calibration(chances, accepted)[1], "ece_reweighted": calibration(corrected, accepted)[1]}
+    confidence = judged(recordings, [[each.confidence for each in rounds] for rounds in recordings])
+    return {"t_draft_ms": 1000 * t_draft, "t_target_ms": 1000 * t_target, "r2": r2, "calibration": errors,
+            "points": {rule: {setting: [*rates, throughput(*rates, t_draft, t_target)]
+                              for setting, rates in settings.items()} for rule, settings in found.items()},
+            "acceptance_by_confidence": [list(row) for row in calibration(*confidence)[0]]}

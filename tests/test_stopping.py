@@ -24,28 +24,67 @@ def drafter():
 def recorded(llama, drafter):
     prompt = torch.tensor([[9, 8, 7]])
     answer = llama.generate(prompt, max_new_tokens=50, do_sample=False)[0, 3:].tolist()
-    return stopping.record(specdecpp, drafter, drafter, llama, prompt, answer)
+    return stopping.record(specdecpp, drafter, llama, prompt, answer)
 
 
-@pytest.mark.parametrize("name", ["K=2", "K=6", "K=14", "h=0.1", "h=0.3", "h=0.5", "h=0.7", "h=0.9"])
+@pytest.mark.parametrize("name", ["K=2", "K=6", "K=14", "head=0.1", "head=0.5", "head=0.7", "head=0.9",
+                                  "confidence=0.3", "confidence=0.7", "entropy=0.5", "entropy=2.0"])
 def test_replayed_rates_are_those_of_decoding(llama, drafter, recorded, name):
     kind, value = name.split("=")
-    rule = {"stop": "fixed", "gamma": int(value)} if kind == "K" else {"threshold": float(value)}
+    rule = {"K": {"stop": "fixed", "gamma": int(float(value))}, "head": {"threshold": float(value)}}.get(
+        kind, {"stop": kind, kind: float(value)})
     _, stats = decode(llama, torch.tensor([[9, 8, 7]]), drafter=drafter, max_new_tokens=50, **rule)
     discarded = stats.drafted - sum(stats.accepted)
-    assert stopping.sweep([recorded])[name] == pytest.approx((stats.target_forwards / 50, discarded / 50))
+    found = stopping.points([recorded], {"head": drafter})
+    assert found[kind][value] == pytest.approx((stats.target_forwards / 50, discarded / 50))
 
 
 def test_no_rule_verifies_less_than_the_oracle(recorded):
-    points = stopping.sweep([recorded, recorded])
-    assert points["oracle"] == (min(rate for rate, _ in points.values()), 0.0)
-    assert points["oracle"][0] * 50 == specdecpp.oracle([each.agreed > 0 for each in recorded[:-1]] + [True])
+    points = stopping.points([recorded, recorded], {})
+    oracle = points["oracle"][""]
+    assert oracle == (min(rate for settings in points.values() for rate, _ in settings.values()), 0.0)
+    assert oracle[0] * 50 == specdecpp.oracle([each.agreed > 0 for each in recorded[:-1]] + [True])
 
 
 def test_replay_by_hand():
-    rounds = [stopping.Round([0.9, 0.2, 0.9], 1), stopping.Round([], 0), *[stopping.Round([], 0)] * 3]
-    assert stopping.replay(rounds, lambda probs: len(probs) == 2) == (4, 2 + 2 + 1)
-    assert stopping.replay(rounds, lambda probs: True) == (4, 0 + 1 + 1)
+    agreed, room = (1, 0, 0, 0, 0), (4, 3, 2, 1, 0)
+    rounds = [stopping.Round(None, [0.5] * m, [], n, 0) for m, n in zip(room, agreed)]
+    assert stopping.replay(rounds, [3] * 5) == (4, 2 + 2 + 1)
+    assert stopping.replay(rounds, [1] * 5) == (4, 0 + 1 + 1)
+    assert stopping.first([False, True, True]) == 2 and stopping.first([False, False]) > 20
+
+
+def test_the_recording_by_looking_at_drafts(llama, drafter, recorded):
+    prompt = torch.tensor([[9, 8, 7]])
+    ids = llama.generate(prompt, max_new_tokens=50, do_sample=False)
+    for place in (0, 7, 30, 48, 49):
+        each, own = recorded[place], specdecpp.new_cache(drafter, llama)
+        steps = specdecpp.propose(drafter, llama, ids[:, : 3 + place], None, own)
+        drafted = [next(steps) for _ in range(min(20, 49 - place))]
+        assert each.confidence == pytest.approx([float(q_draft.max()) for _, q_draft, _ in drafted], rel=1e-5)
+        wrong = [i for i, step in enumerate(drafted) if int(step[0]) != int(ids[0, 3 + place + i])]
+        assert each.agreed == (wrong[0] if wrong else len(drafted))
+        truth = drafted[wrong[0]][1][ids[0, 3 + place + wrong[0]]] if wrong else None
+        assert each.rank == (int((drafted[wrong[0]][1] > truth).sum()) if wrong else 0)
+
+
+def test_what_is_judged():
+    rounds = [stopping.Round(None, [0.9, 0.8, 0.7], [], 1, 3), stopping.Round(None, [0.4, 0.3], [], 2, 0)]
+    values, accepted = stopping.judged([rounds], [[each.confidence for each in rounds]])
+    assert values.tolist() == pytest.approx([0.9, 0.8, 0.4, 0.3]) and accepted.tolist() == [1, 0, 1, 1]
+
+
+def test_the_sweep_of_a_run(llama, drafter):
+    prompt = torch.tensor([[9, 8, 7]])
+    answer = llama.generate(prompt, max_new_tokens=20, do_sample=False)[0, 3:].tolist()
+    measured = [(10, 5, 0.7), (40, 7, 1.5), (25, 12, 1.7)]  # 20 ms and 100 ms
+    result = stopping.sweep(specdecpp, drafter, llama, [{"input_ids": prompt, "answer": answer}] * 2,
+                            {"mine": (drafter, 6.0)}, measured)
+    assert (result["t_draft_ms"], result["t_target_ms"], result["r2"]) == pytest.approx((20, 100, 1))
+    assert set(result["points"]) == {"K", "confidence", "entropy", "mine", "oracle"}
+    verified, discarded, speed = result["points"]["mine"]["0.7"]
+    assert speed == pytest.approx(stopping.throughput(verified, discarded, 0.02, 0.1))
+    assert set(result["calibration"]["mine"]) == {"ece", "ece_reweighted"} and result["acceptance_by_confidence"]
 
 
 def test_fit_times_and_throughput():
