@@ -39,8 +39,10 @@ from tqdm import tqdm
 
 import cli
 import common
+import fitting
 import packed
 import report
+import stopping
 
 METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
 ROOT = Path(__file__).resolve().parent
@@ -48,6 +50,7 @@ PEER_DRAFTER = "specdecpp"  # its draft model is an ordinary causal LM, which tr
 ASSISTED = {  # transformers' assisted generation: tokens at first, their schedule, the confidence at which to stop
     "constant": (5, "constant", 0.0), "heuristic": (5, "heuristic", 0.0), "confidence": (20, "constant", 0.4)}
 ALPHA_ANSWERS = 32  # at most so many of the baseline's answers are used for alpha
+FITTED_ANSWERS = 12  # and this many for --refit
 WARM_UP_TOKENS = 12
 
 # ---------------------------------------------------------------------------------------------------------- clocks
@@ -507,6 +510,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--show", action="store_true", help="print an answer of each method, accepted draft on green")
     parser.add_argument("--cost-curve", action="store_true", help="measure a target forward by tokens and by context")
     parser.add_argument("--context", type=number(int, 1), default=256, help="of the cost curve (default 256 tokens)")
+    parser.add_argument("--sweep", nargs="*", metavar="DIR", help="replay every stop rule on the first method's chains "
+                        "(Figure 4 of SpecDec++); DIR: more heads for the same draft model")
+    parser.add_argument("--refit", action="store_true", help="fit CAPE's S(p) or Falcon's tree to drafter and machine")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="only print the tables of these results")
     parser.add_argument("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
     known, _ = parser.parse_known_args([flag for flag in argv if flag not in ("-h", "--help")])
@@ -519,6 +525,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.argv = argv
     if not (args.method or args.peers or args.cost_curve or args.table):
         raise ValueError(f"nothing to do: give --method NAME ({', '.join(METHODS)}, all), --cost-curve or --table FILE")
+    if (args.sweep is not None or args.refit) and (not args.method or args.temperature):
+        raise ValueError("--sweep and --refit look at greedy drafts of a --method; leave out --temperature")
     if not args.top_p:
         raise ValueError("--top-p must be above 0 and at most 1")
     if args.json and (Path(args.json).is_dir() or not Path(args.json).resolve().parent.is_dir()):
@@ -565,8 +573,13 @@ def main(argv: list[str] | None = None) -> None:
             result["arms"]["baseline" if arm is baseline else arm.name] = numbers
         if len(turns) < sum(len(prompt["turns"]) for prompt in prompts):
             result["interrupted"] = True
-    if args.cost_curve:
+    if args.cost_curve or args.refit:
         result["cost_curve"] = cost_curve(target, args.context)
+    if args.refit:
+        fitted = fitting.fit(arms[2], target, turns[:FITTED_ANSWERS], result["cost_curve"]["by_tokens"])
+        result["fitted"] = {arms[2].name: report.rounded(fitted)}
+    if args.sweep is not None:
+        result["sweep"] = report.rounded(stopping.sweep_arms(arms[2:], target, turns, args.sweep))
     print(report.tables(result))
     for arm in (arm for arm in arms if args.show and arm.module):
         print(f"\n{arm.name}, accepted draft tokens highlighted:\n{report.highlight(tokenizer, arm.answers[0])}")

@@ -166,7 +166,27 @@ def tables(result: dict) -> str:
         parts.append("and by tokens of context")
         parts.append(markdown(["ms", *lengths], [[f"{n} tokens", *(shown(ms[n], 1) for ms in lengths.values())]
                                                  for n in next(iter(lengths.values()), {})]))
+    if sweep := result.get("sweep"):
+        parts += _sweep_tables(sweep)
+    for name, fitted in (result.get("fitted") or {}).items():
+        parts.append(f"Fitted to this machine, {name}: " + "; ".join(
+            f"{key} {json.dumps(fitted[key])}" for key in ("sizes", "paper", "bounds", "tree") if key in fitted))
     return "\n\n".join(parts)
+
+
+def _sweep_tables(sweep: dict) -> list[str]:
+    rows = [[rule, setting, *map(shown, point[:2]), shown(point[2], 1)]
+            for rule, settings in sweep["points"].items() for setting, point in settings.items()]
+    parts = [f"Stop rules, replayed; modelled tokens/s from T = {sweep['t_draft_ms']:.1f} ms N_draft + "
+             f"{sweep['t_target_ms']:.1f} ms N_target (R^2 {sweep['r2']:.2f})",
+             markdown(["rule", "setting", "N_t/N", "N_d/N", "tokens/s"], rows)]
+    if sweep["calibration"]:
+        rows = [[name, *map(shown, errors.values())] for name, errors in sweep["calibration"].items()]
+        parts += ["Calibration of the heads", markdown(["head", "ECE", "ECE, log w_rej added"], rows)]
+    rows = list(zip(*sweep["acceptance_by_confidence"]))
+    return [*parts, "Acceptance by the drafter's confidence", markdown(
+        ["confidence", *map(shown, rows[0])],
+        [["accepted", *map(shown, rows[1])], ["tokens", *map(str, rows[2])]])] if rows else parts
 
 
 def _arm_tables(arms: dict) -> list[str]:
@@ -225,7 +245,7 @@ def highlight(tokenizer, answer) -> str:
 
 
 def plot(results: list[dict], folder: Path) -> list[Path]:
-    """Draw speedups, acceptance by position, a round's time and the cost curve into `folder`; returns the files."""
+    """Draw speedups, acceptance, a round's time, the cost curve and stop rules into `folder`; returns the files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -277,4 +297,20 @@ def plot(results: list[dict], folder: Path) -> list[Path]:
 
         title = f"Target forward at {curve['context']} tokens of context"
         picture("cost.png", 8, title, "tokens fed", "milliseconds", cost)
+    for sweep in [result["sweep"] for result in results if result.get("sweep")][:1]:
+        def pareto(axes, sweep=sweep):
+            for rule, settings in sweep["points"].items():
+                line = sorted((point[1], point[0]) for point in settings.values())
+                axes.plot(*zip(*line), marker="*" if rule == "oracle" else "o", markersize=4 + 8 * (rule == "oracle"),
+                          label=rule)
+
+        def confidence(axes, rows=sweep["acceptance_by_confidence"]):
+            values, shares, counts = zip(*rows)
+            axes.bar_label(axes.bar(values, shares, width=0.08), [f"{n}" for n in counts], fontsize=7)
+            axes.plot([0, 1], [0, 1], color="black", linewidth=0.8)
+
+        picture("stopping.png", 10, "Stop rules", "draft tokens discarded per token", "target forwards per token",
+                pareto)
+        picture("confidence.png", 8, "Acceptance by the drafter's confidence", "largest probability of q_draft",
+                "share accepted (counts above)", confidence)
     return drawn

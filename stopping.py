@@ -1,4 +1,4 @@
-"""When to stop drafting, after the fact: every rule's rates from one recording, modelled speed, calibration (SpecDec++).
+"""When to stop drafting, after the fact: rates of every rule from one recording, speed, calibration (SpecDec++).
 
     N_target / N     verification rate: target forwards per token of the answer
     N_discarded / N  discard rate: draft tokens thrown away per token of the answer
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import cli
 import common
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 14)
@@ -170,3 +171,20 @@ def sweep(chains, source, target, turns: list[dict], heads: dict, measured) -> d
             "points": {rule: {setting: [*rates, throughput(*rates, t_draft, t_target)]
                               for setting, rates in settings.items()} for rule, settings in found.items()},
             "acceptance_by_confidence": [list(row) for row in calibration(*confidence)[0]]}
+
+
+def sweep_arms(arms: list, target, turns: list[dict], folders: list[str]) -> dict:
+    """`sweep` of the chains that the first of bench.py's arms drafts, with its head, if any, and those in `folders`.
+
+    Raises:
+        ValueError: the arm's method drafts no chains, or a folder holds no head for it.
+    """
+    arm = arms[0]
+    chains = arm.base.get("base") or cli.chain_proposer(arm.module.__name__)
+    heads = {"head": arm.kwargs.get("drafter")}
+    heads |= {folder.rstrip("/").rpartition("/")[2]: common.load_drafter(arm.module.Drafter, folder, target)
+              for folder in folders}
+    heads = {name: (head, head.config.w_rej) for name, head in heads.items() if not getattr(head, "distils", True)}
+    measured = [(answer.drafted, answer.rounds, answer.decode_seconds)
+                for each in arms if each.module is arm.module and each.base == arm.base for answer in each.answers]
+    return sweep(chains, arm.base.get("base_drafter") or arm.kwargs["drafter"], target, turns, heads, measured)

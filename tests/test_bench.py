@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import bench
 import common
+import fitting
 import glide
 import report
 
@@ -413,3 +414,44 @@ def test_help_lists_the_methods_options_and_the_figures(capsys):
 
 def test_bench_keeps_to_its_limit():
     assert len((ROOT / "bench.py").read_text().splitlines()) <= 600
+
+
+# ------------------------------------------------------------------------------------------------- sweeps and fitting
+
+
+def test_the_sweep_of_a_chain_without_a_head(files, capsys, tmp_path):
+    result, out = run(capsys, command(files, "--sweep"))
+    sweep, arm = result["sweep"], result["arms"]["glide"]
+    assert set(sweep["points"]) == {"K", "confidence", "entropy", "oracle"} and not sweep["calibration"]
+    assert "Stop rules, replayed" in out and "Acceptance by the drafter's confidence" in out
+    again, _ = run(capsys, command(files, "--sweep", "--gamma", "2"))
+    fixed, measured = sweep["points"]["K"]["2"], again["arms"]["glide"]
+    assert fixed[:2] == pytest.approx([measured["n_target_per_token"], measured["n_discarded_per_token"]], abs=1e-3)
+    assert arm["n_target_per_token"] >= sweep["points"]["oracle"][""][0]
+    assert len(report.plot([result], tmp_path)) == 5
+
+
+def test_refitting_cape(files, capsys):
+    result, out = run(capsys, command(files, "--refit", "--context", "64", method="cape"))
+    fitted = result["fitted"]["cape"]
+    assert fitted["paper"] == [7, 5, 3, 1] and len(fitted["sizes"]) == 4
+    assert sum(fitted["frequency"]) == pytest.approx(1, abs=1e-3)
+    assert "Fitted to this machine, cape: sizes" in out
+
+
+def test_the_cost_between_measured_counts():
+    times = fitting.milliseconds({"1": 10.0, "2": 20.0, "4": 50.0}, 6)
+    assert times == [10, 10, 20, 35, 50, 50, 50]
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--method", "glide", "--sweep", "--temperature", "1"], "leave out --temperature"),
+    (["--cost-curve", "--refit"], "greedy drafts of a --method")])
+def test_bad_sweeps(argv, words):
+    with pytest.raises(ValueError, match=words):
+        bench.parse(argv)
+
+
+def test_refitting_what_leaves_nothing_open(files):
+    with pytest.raises(ValueError, match="leaves nothing open"):
+        bench.main(command(files, "--refit", "--context", "64"))

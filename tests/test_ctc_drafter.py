@@ -160,7 +160,8 @@ def test_sampling_follows_the_target(small_llama):
 
 def test_the_chi_square_sees_a_lossy_rule(small_llama, monkeypatch):
     """Negative control: descending whenever the target's second choice is drafted is not sampling from the target."""
-    drafter, ids, counts = make_drafter(small_llama, slots=4, window=2), torch.tensor([[1, 4, 2]]), collections.Counter()
+    drafter, ids = make_drafter(small_llama, slots=4, window=2), torch.tensor([[1, 4, 2]])
+    counts = collections.Counter()
 
     def lossy(scores, candidates, tokens, *_):
         best = scores.topk(2).indices.tolist()
@@ -239,7 +240,8 @@ def by_collapsing(q_slots):
 
 
 def some_slots(slots=4, symbols=3, seed=0):
-    return torch.randn(slots, symbols + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.double).softmax(-1)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(slots, symbols + 1, generator=generator, dtype=torch.double).softmax(-1)
 
 
 def test_collapse():
