@@ -174,3 +174,14 @@ def test_without_a_template_no_data_is_made(bare_tokenizer, tmp_path):
     with pytest.raises(ValueError, match="no chat template; self-distilled data needs a chat model"):
         data.make_conversations(make_target("Llama")[0], bare_tokenizer, 2, str(tmp_path / "d.jsonl"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_demo_of_every_file(bare_tokenizer, method, tmp_path, capsys):
+    """What `python falcon.py` does once it has loaded the default target."""
+    target = family("Llama", vocab_size=VOCAB, max_position_embeddings=256).requires_grad_(False)
+    bare_tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    common.demo(target, bare_tokenizer, "w1 w2 w3", **make_drafter(method, target, tmp_path))
+    answer, blank, figures = capsys.readouterr().out.splitlines()[-3:]
+    assert 64 < len(answer.split()) <= 128 and not blank and figures.startswith("128 tokens, ")
+    assert float(figures.split()[2]) > 1
