@@ -50,7 +50,6 @@ PEER_DRAFTER = "specdecpp"  # its draft model is an ordinary causal LM, which tr
 ASSISTED = {  # transformers' assisted generation: tokens at first, their schedule, the confidence at which to stop
     "constant": (5, "constant", 0.0), "heuristic": (5, "heuristic", 0.0), "confidence": (20, "constant", 0.4)}
 ALPHA_ANSWERS = 32  # at most so many of the baseline's answers are used for alpha
-FITTED_ANSWERS = 12  # and this many for --refit
 WARM_UP_TOKENS = 12
 
 # ---------------------------------------------------------------------------------------------------------- clocks
@@ -430,7 +429,8 @@ def acceptance_rate(arm: Arm, target, turns: list[dict]) -> float | None:
     for turn in turns[:ALPHA_ANSWERS]:
         ids = torch.cat([turn["input_ids"][0].cpu(), torch.tensor(turn["answer"], dtype=torch.long)])
         sequences.append((ids, torch.arange(len(ids)) >= turn["input_ids"].shape[1]))
-    features = train.Features(target, sequences, list(drafter.kv_layers), None)
+    layers = [layer for each in arm.drafters for layer in getattr(each, "kv_layers", ())]
+    features = train.Features(target, sequences, layers, None)
     total = count = 0
     for index in range(len(sequences)):
         batch = train.make_batch([index], sequences, features, torch.tensor([index]), 0.0, target.device)
@@ -556,6 +556,8 @@ def main(argv: list[str] | None = None) -> None:
     if prompts:
         arms = make_arms(target, args)
         check_lengths(target, tokenizer, prompts, args.max_new_tokens)
+        swept = stopping.chain_and_heads(arms[2], target, args.sweep) if args.sweep is not None else None
+        fit = fitting.fitter(arms[2].module) if args.refit else None
         sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
         options = sampling if args.temperature else {"do_sample": False}
         torch.manual_seed(args.seed)
@@ -576,10 +578,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.cost_curve or args.refit:
         result["cost_curve"] = cost_curve(target, args.context)
     if args.refit:
-        fitted = fitting.fit(arms[2], target, turns[:FITTED_ANSWERS], result["cost_curve"]["by_tokens"])
-        result["fitted"] = {arms[2].name: report.rounded(fitted)}
+        result["fitted"] = {arms[2].name: report.rounded(fit(arms[2], target, turns, result["cost_curve"]))}
     if args.sweep is not None:
-        result["sweep"] = report.rounded(stopping.sweep_arms(arms[2:], target, turns, args.sweep))
+        result["sweep"] = report.rounded(stopping.sweep(*swept, target, turns, stopping.measured(arms[2:])))
     print(report.tables(result))
     for arm in (arm for arm in arms if args.show and arm.module):
         print(f"\n{arm.name}, accepted draft tokens highlighted:\n{report.highlight(tokenizer, arm.answers[0])}")

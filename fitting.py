@@ -13,6 +13,7 @@ import torch
 import common
 import stopping
 
+ANSWERS = 12  # to count acceptance on
 RANKED_TREE = [12, 12, 8, 8, 6, 6]  # nodes per depth of the tree that Falcon's ranks are counted with
 
 
@@ -38,39 +39,48 @@ def draft_ms(target, turns: list[dict], **options) -> float:
     return float(torch.tensor(times).median())
 
 
-def fit(arm, target, turns: list[dict], by_tokens: dict) -> dict:
-    """The settings of most expected tokens per second for an arm of bench.py, with what they rest on.
+def sizes_of_cape(arm, target, turns: list[dict], cost_curve: dict) -> dict:
+    """The S(p) of most expected tokens per second for an arm of bench.py, with what it rests on.
 
     Args:
-        turns: {"input_ids" (1, T), "answer"} each. by_tokens: {n: ms} of a target forward over n tokens.
-    Raises:
-        ValueError: a method that leaves nothing open.
+        turns: {"input_ids" (1, T), "answer"} each, of which some are taken. cost_curve: of bench.py.
     """
-    module = arm.module
-    if hasattr(module, "refit_sizes"):
-        config, base, drafter = module.Config(), arm.base["base"], arm.base["base_drafter"]
-        rounds = [each for turn in turns
-                  for each in stopping.record(base, drafter, target, turn["input_ids"], turn["answer"], 1)]
-        judged = torch.tensor([(each.confidence[0], each.rank) for each in rounds if each.confidence])  # (M, 2)
-        acceptance = module.rank_acceptance(judged[:, 0].contiguous(), judged[:, 1].long(), config.bounds)
-        ranges = torch.bucketize(judged[:, 0].contiguous(), torch.tensor(config.bounds))
-        frequency = torch.bincount(ranges, minlength=len(config.bounds) + 1) / len(ranges)
-        drafting = draft_ms(target, turns[:4], custom_generate=module.generate, **arm.base)
-        times = milliseconds(by_tokens, config.max_tokens + 1)
-        sizes = module.refit_sizes(acceptance, frequency, times, drafting, config.gamma, config.max_tokens)
-        return {"sizes": sizes, "paper": config.sizes, "bounds": config.bounds, "frequency": frequency.tolist(),
-                "acceptance_by_rank": acceptance.tolist(), "draft_ms": drafting}
-    if hasattr(module, "fit_tree"):
-        drafter, counts, k = arm.kwargs["drafter"], 0, arm.kwargs["drafter"].config.k
-        tree = module.layered_tree(RANKED_TREE)
-        begin = time.perf_counter()
-        for turn in turns:
-            ids = torch.cat([turn["input_ids"], turn["input_ids"].new_tensor([turn["answer"]])], dim=1)
-            counts = counts + module.rank_acceptance(drafter, target, ids, turn["input_ids"].shape[1], tree)
-            if time.perf_counter() - begin > 240:  # enough
-                break
-        passes = [draft_ms(target, turns[:4], custom_generate=module.generate, drafter=drafter,
-                           tree=module.layered_tree([4] * k * n)) for n in (1, 2, 3)]
-        return {"tree": module.fit_tree(counts, milliseconds(by_tokens, 64), passes, k), "draft_ms_by_passes": passes,
-                "acceptance": (counts[0] / counts[1].clamp(min=1)).tolist()}
-    raise ValueError(f"--refit: {module.__name__} leaves nothing open that could be fitted; take cape or falcon")
+    module, turns = arm.module, turns[:ANSWERS]
+    base, drafter, fields = arm.base["base"], arm.base["base_drafter"], vars(module.Config())
+    config = module.Config(**{name: arm.kwargs.get(name, value) for name, value in fields.items() if name != "base"})
+    rounds = [each for turn in turns
+              for each in stopping.record(base, drafter, target, turn["input_ids"], turn["answer"], 1)]
+    judged = torch.tensor([(each.confidence[0], each.rank) for each in rounds if each.confidence]).reshape(-1, 2)
+    acceptance = module.rank_acceptance(judged[:, 0].contiguous(), judged[:, 1].long(), config.bounds)
+    ranges = torch.bucketize(judged[:, 0].contiguous(), torch.tensor(config.bounds))
+    frequency = torch.bincount(ranges, minlength=len(config.bounds) + 1) / max(1, len(ranges))
+    drafting = draft_ms(target, turns[:4], **arm.kwargs | {"expansion": "cape"})
+    times = milliseconds(cost_curve["by_tokens"], config.max_tokens + 1)
+    sizes = module.refit_sizes(acceptance, frequency, times, drafting, config.gamma, config.max_tokens)
+    return {"sizes": sizes, "paper": module.Config().sizes, "bounds": config.bounds, "frequency": frequency.tolist(),
+            "acceptance_by_rank": acceptance.tolist(), "draft_ms": drafting}
+
+
+def tree_of_falcon(arm, target, turns: list[dict], cost_curve: dict) -> dict:
+    """The tree of most expected tokens per second, likewise."""
+    module, turns, times = arm.module, turns[:ANSWERS], milliseconds(cost_curve["by_tokens"], 64)
+    drafter, counts, k = arm.kwargs["drafter"], 0, arm.kwargs["drafter"].config.k
+    tree, begin = module.layered_tree(RANKED_TREE), time.perf_counter()
+    for turn in turns:
+        ids = torch.cat([turn["input_ids"], turn["input_ids"].new_tensor([turn["answer"]])], dim=1)
+        counts = counts + module.rank_acceptance(drafter, target, ids, turn["input_ids"].shape[1], tree)
+        if time.perf_counter() - begin > 240:  # enough
+            break
+    passes = [draft_ms(target, turns[:4], custom_generate=module.generate, drafter=drafter,
+                       tree=module.layered_tree([4] * k * n)) for n in (1, 2, 3)]
+    return {"tree": module.fit_tree(counts, times, passes, k), "draft_ms_by_passes": passes,
+            "acceptance": (counts[0] / counts[1].clamp(min=1)).tolist()}
+
+
+def fitter(module):
+    """The function above that fits what a method leaves open; ValueError if there is none."""
+    for name, function in (("refit_sizes", sizes_of_cape), ("fit_tree", tree_of_falcon)):
+        if hasattr(module, name):
+            return function
+    raise ValueError(f"--refit: {getattr(module, '__name__', 'this')} leaves nothing open that could be fitted; "
+                     "take cape or falcon")

@@ -177,12 +177,20 @@ def tables(result: dict) -> str:
 def _sweep_tables(sweep: dict) -> list[str]:
     rows = [[rule, setting, *map(shown, point[:2]), shown(point[2], 1)]
             for rule, settings in sweep["points"].items() for setting, point in settings.items()]
+    fitted = "mean times; too few draft lengths to fit" if sweep["r2"] is None else f"R^2 {sweep['r2']:.2f}"
     parts = [f"Stop rules, replayed; modelled tokens/s from T = {sweep['t_draft_ms']:.1f} ms N_draft + "
-             f"{sweep['t_target_ms']:.1f} ms N_target (R^2 {sweep['r2']:.2f})",
+             f"{sweep['t_target_ms']:.1f} ms N_target ({fitted})",
              markdown(["rule", "setting", "N_t/N", "N_d/N", "tokens/s"], rows)]
     if sweep["calibration"]:
-        rows = [[name, *map(shown, errors.values())] for name, errors in sweep["calibration"].items()]
-        parts += ["Calibration of the heads", markdown(["head", "ECE", "ECE, log w_rej added"], rows)]
+        keys = ("w_rej", "head_depth", "ece", "ece_reweighted")
+        rows = [[name, *(shown(errors.get(key), 2 if "ece" in key else 0) for key in keys)]
+                for name, errors in sweep["calibration"].items()]
+        parts += ["Calibration of the heads", markdown(["head", "w_rej", "D", "ECE", "ECE, log w_rej added"], rows)]
+        name, errors = next(iter(sweep["calibration"].items()))
+        for kind, title in (("bins", ""), ("bins_reweighted", ", log w_rej added")):
+            if rows := list(zip(*errors.get(kind, []))):
+                parts.append(markdown([f"{name}{title}: predicted", *map(shown, rows[0])],
+                                      [["accepted", *map(shown, rows[1])], ["tokens", *map(str, rows[2])]]))
     rows = list(zip(*sweep["acceptance_by_confidence"]))
     return [*parts, "Acceptance by the drafter's confidence", markdown(
         ["confidence", *map(shown, rows[0])],
@@ -305,7 +313,7 @@ def plot(results: list[dict], folder: Path) -> list[Path]:
                           label=rule)
 
         def confidence(axes, rows=sweep["acceptance_by_confidence"]):
-            values, shares, counts = zip(*rows)
+            values, shares, counts = zip(*rows) if rows else ((), (), ())
             axes.bar_label(axes.bar(values, shares, width=0.08), [f"{n}" for n in counts], fontsize=7)
             axes.plot([0, 1], [0, 1], color="black", linewidth=0.8)
 

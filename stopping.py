@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -119,6 +120,22 @@ def fit_times(n_draft, n_target, seconds) -> tuple[float, float, float]:
     return *times.tolist(), float(1 - (counts @ times - seconds).square().sum() / spread)
 
 
+def forward_times(answers) -> tuple[float, float, float | None]:
+    """(t_draft, t_target, R^2) by fit_times; by the drafting timer, R^2 None, where counts cannot tell them apart.
+
+    With one fixed K, N_draft is K N_target in every answer, and any split of the time fits.
+
+    Args: answers: (N_draft, N_target, seconds, seconds spent drafting) each, as `measured` has them.
+    """
+    n_draft, n_target, seconds, drafting = zip(*answers)
+    counts = torch.tensor([n_draft, n_target], dtype=torch.float64).T  # (n, 2)
+    if len(answers) > 2 and torch.linalg.cond(counts / counts.norm(dim=0).clamp(min=1)) < 30:
+        fitted = fit_times(n_draft, n_target, seconds)
+        if min(fitted[:2]) > 0:
+            return fitted
+    return sum(drafting) / max(1, sum(n_draft)), (sum(seconds) - sum(drafting)) / max(1, sum(n_target)), None
+
+
 def throughput(verification_rate: float, discard_rate: float, t_draft: float, t_target: float) -> float:
     """Modelled tokens per second, the inverse of Eq. 2.3."""
     return 1 / (t_draft + t_draft * discard_rate + (t_target - t_draft) * verification_rate)
@@ -133,7 +150,7 @@ def calibration(predicted: Tensor, actual: Tensor, bins: int = 10) -> tuple[list
     place = (predicted * bins).long().clamp(max=bins - 1)
     rows = [(float(predicted[place == b].mean()), float(actual[place == b].mean()), int((place == b).sum()))
             for b in place.unique().tolist()]
-    return rows, sum(count * abs(p - a) for p, a, count in rows) / len(predicted)
+    return rows, sum(count * abs(p - a) for p, a, count in rows) / max(1, len(predicted))
 
 
 def judged(recordings: list[list[Round]], values) -> tuple[Tensor, Tensor]:
@@ -146,26 +163,35 @@ def judged(recordings: list[list[Round]], values) -> tuple[Tensor, Tensor]:
     return torch.tensor(pairs).T.unbind() if pairs else (torch.zeros(0), torch.zeros(0))
 
 
-def sweep(chains, source, target, turns: list[dict], heads: dict, measured) -> dict:
+def sweep(chains, source, heads: dict, target, turns: list[dict], answers) -> dict:
     """Figure 4, Eq. 2.1 and 2.3, and how well confidence and heads predict acceptance, for bench.py --sweep.
 
     Args:
-        turns: {"input_ids" (1, T), "answer"} each. heads: {name: (head, w_rej)}; a head that was trained with
-            w_rej > 1 is low on purpose, its sigmoid nears P / (P + w_rej (1 - P)); adding log w_rej to its logits asks
-            for P itself. measured: (draft passes, target forwards, seconds) of timed answers.
+        chains, source, heads: as from chain_and_heads. A head that was trained with w_rej > 1 is low on purpose, its
+            sigmoid nears P / (P + w_rej (1 - P)); adding log w_rej to its logits asks for P itself.
+        turns: {"input_ids" (1, T), "answer"} each. answers: timed ones, as for forward_times.
     Returns:
         {"t_draft_ms", "t_target_ms", "r2", "points": {rule: {setting: [N_target / N, N_discarded / N, tokens/s]}},
-        "calibration": {head: {"ece", "ece_reweighted"}}, "acceptance_by_confidence": [[confidence, share, count]]}.
+        "calibration": {head: {"ece", "ece_reweighted", "bins", "bins_reweighted", "w_rej", "head_depth"}}, with bins
+        as of `calibration`, "acceptance_by_confidence": [[confidence, share, count]]}. Ctrl-C ends the recording early.
     """
-    recordings = [record(chains, source, target, turn["input_ids"], turn["answer"])
-                  for turn in tqdm(turns, desc="recording", disable=None)]
-    t_draft, t_target, r2 = fit_times(*zip(*measured))
-    found = points(recordings, {name: head for name, (head, _) in heads.items()})
-    errors = {}
-    for name, (head, w_rej) in heads.items():
+    recordings = []
+    try:
+        for turn in tqdm(turns, desc="recording", disable=None):
+            recordings.append(record(chains, source, target, turn["input_ids"], turn["answer"]))
+    except KeyboardInterrupt:
+        print(f"the sweep is of {len(recordings)} answers, interrupted", file=sys.stderr)
+        if not recordings:
+            return {}
+    t_draft, t_target, r2 = forward_times(answers)
+    found, errors = points(recordings, heads), {}
+    for name, head in heads.items():
         chances, accepted = judged(recordings, [accept_probs(head, rounds) for rounds in recordings])
-        corrected = (torch.logit(chances.clamp(1e-6, 1 - 1e-6)) + math.log(w_rej)).sigmoid()
-        errors[name] = {"ece": calibration(chances, accepted)[1], "ece_reweighted": calibration(corrected, accepted)[1]}
+        corrected = (torch.logit(chances.clamp(1e-6, 1 - 1e-6)) + math.log(head.config.w_rej)).sigmoid()
+        (bins, ece), (bins_reweighted, ece_reweighted) = (calibration(p, accepted) for p in (chances, corrected))
+        errors[name] = {"ece": ece, "ece_reweighted": ece_reweighted, "bins": [*map(list, bins)],
+                        "bins_reweighted": [*map(list, bins_reweighted)], "w_rej": head.config.w_rej,
+                        "head_depth": head.config.head_depth}
     confidence = judged(recordings, [[each.confidence for each in rounds] for rounds in recordings])
     return {"t_draft_ms": 1000 * t_draft, "t_target_ms": 1000 * t_target, "r2": r2, "calibration": errors,
             "points": {rule: {setting: [*rates, throughput(*rates, t_draft, t_target)]
@@ -173,18 +199,45 @@ def sweep(chains, source, target, turns: list[dict], heads: dict, measured) -> d
             "acceptance_by_confidence": [list(row) for row in calibration(*confidence)[0]]}
 
 
-def sweep_arms(arms: list, target, turns: list[dict], folders: list[str]) -> dict:
-    """`sweep` of the chains that the first of bench.py's arms drafts, with its head, if any, and those in `folders`.
+def measured(arms: list) -> list[tuple]:
+    """What forward_times fits: the answers of those of bench.py's arms that draft with what the first one does.
 
-    Raises:
-        ValueError: the arm's method drafts no chains, or a folder holds no head for it.
+    A drafter pass adds a level to the draft; CAPE's extras, which answer.drafted counts too, cost none. The first draft
+    of an answer is timed with its prefill.
     """
-    arm = arms[0]
-    chains = arm.base.get("base") or cli.chain_proposer(arm.module.__name__)
-    heads = {"head": arm.kwargs.get("drafter")}
-    heads |= {folder.rstrip("/").rpartition("/")[2]: common.load_drafter(arm.module.Drafter, folder, target)
-              for folder in folders}
-    heads = {name: (head, head.config.w_rej) for name, head in heads.items() if not getattr(head, "distils", True)}
-    measured = [(answer.drafted, answer.rounds, answer.decode_seconds)
-                for each in arms if each.module is arm.module and each.base == arm.base for answer in each.answers]
-    return sweep(chains, arm.base.get("base_drafter") or arm.kwargs["drafter"], target, turns, heads, measured)
+    return [(sum(answer.offered[1:]), answer.rounds, answer.decode_seconds, answer.timers.get("draft", 0.0))
+            for arm in arms if arm.drafters == arms[0].drafters and arm.module is arms[0].module
+            for answer in arm.answers]
+
+
+def chain_and_heads(arm, target, folders: list[str]) -> tuple:
+    """What an arm of bench.py drafts with, and the heads that judge it: its own, if it has one, and those in `folders`.
+
+    Returns:
+        (module of the chain proposer, its drafter, {name: head}) for `sweep`.
+    Raises:
+        ValueError: the method drafts no chains, or a folder holds no trained head for this draft model.
+    """
+    drafter, chains, source = arm.kwargs.get("drafter"), arm.base.get("base"), arm.base.get("base_drafter")
+    if chains is None:
+        chains = cli.chain_proposer(getattr(arm.module, "__name__", arm.name))
+        named = getattr(drafter.config, "draft_model", "")
+        source = arm.kwargs.get("draft_model") or (arm.module.load_draft_model(named, target) if named else drafter)
+    kind = bool(arm.base), not arm.base and source is not drafter
+
+    def fits(head) -> bool:
+        if getattr(head, "distils", True) or kind != (bool(head.config.base), bool(head.config.draft_model)):
+            return False  # no head, an untrained one, or one that was trained on something else
+        theirs, ours = ({name: x for name, x in each.state_dict().items() if not name.startswith("head.")}
+                        for each in (head, drafter))
+        return theirs.keys() == ours.keys() and all(torch.equal(x, ours[name]) for name, x in theirs.items())
+
+    heads = {"head": drafter} if fits(drafter) else {}
+    for folder in folders:
+        head = common.load_drafter(arm.module.Drafter, folder, target) if hasattr(arm.module, "Drafter") else None
+        if not fits(head):
+            raise ValueError(f"--sweep {folder}: no acceptance head trained on the draft model of {arm.name}; "
+                             "give --sweep folders of --stage head --init DIR, the same DIR for all")
+        name = folder.rstrip("/").rpartition("/")[2]
+        heads[folder if name in {"K", "confidence", "entropy", "oracle", *heads} else name] = head
+    return chains, source, heads

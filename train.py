@@ -274,8 +274,9 @@ def train(args, config_overrides: dict) -> None:
         path = args.base_checkpoint or f"checkpoints/{config.base}"
         base["base_drafter"] = common.load_drafter(base["base"].Drafter, path, target)
     out.mkdir(parents=True, exist_ok=True)  # better to fail now than when there is something to lose
-    features = Features(target, sequences, drafter.kv_layers, args.features)
-    held_features = Features(target, held_out, drafter.kv_layers, args.features)
+    layers = [*drafter.kv_layers, *getattr(base.get("base_drafter"), "kv_layers", [])]
+    features = Features(target, sequences, layers, args.features)
+    held_features = Features(target, held_out, layers, args.features)
     for each in (features, held_features):
         each.compute_all()
     parts = [list(range(i, min(i + 8, held))) for i in range(0, held, 8)]

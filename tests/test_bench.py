@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import types
+import unittest.mock
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import common
 import fitting
 import glide
 import report
+import specdecpp
 
 torch.set_num_threads(1)
 ROOT = Path(bench.__file__).parent
@@ -431,6 +433,50 @@ def test_the_sweep_of_a_chain_without_a_head(files, capsys, tmp_path):
     assert len(report.plot([result], tmp_path)) == 5
 
 
+def test_sweeps_at_the_edges(files, capsys, tmp_path):
+    result, _ = run(capsys, command(files, "--sweep", method="cape"))  # on the chains of its base
+    assert set(result["sweep"]["points"]) == {"K", "confidence", "entropy", "oracle"}
+    result, out = run(capsys, command(files, "--sweep", "--max-new-tokens", "1", "--plot", str(tmp_path)))
+    assert result["sweep"]["points"]["K"]["4"][:2] == [1, 0] and not result["sweep"]["acceptance_by_confidence"]
+    assert result["sweep"]["r2"] is None and "too few draft lengths to fit" in out
+
+
+def test_several_heads_on_one_draft_model(files, capsys, tmp_path, monkeypatch):
+    target, _ = common.load_target(str(files / "target"))
+    runs, features = [], common.target_features
+    monkeypatch.setattr(common, "target_features", lambda *args: runs.append(1) or features(*args))
+    for number, options in enumerate(({"base": "glide"}, {"draft_model": str(files / "target")}, {"layers": [0]})):
+        folders = []
+        for depth in (0, 2):
+            torch.manual_seed(1)  # the draft model is the same
+            config = specdecpp.Config(target=common.target_shape(target), stage="head", head_depth=depth, **options)
+            folders.append(str(tmp_path / f"{number}D{depth}"))
+            specdecpp.build(config, target, torch.arange(257)).save_pretrained(folders[-1])
+        given = command(files, "--sweep", folders[1], "--json", str(tmp_path / "r.json"), method="specdecpp")
+        given[given.index("--checkpoint") + 1] = folders[0]
+        with unittest.mock.patch.object(bench, "ROOT", tmp_path):
+            (tmp_path / "checkpoints").mkdir(exist_ok=True)
+            if number == 0:
+                (tmp_path / "checkpoints" / "glide").symlink_to(files / "glide")
+                for name in bench.METHODS:
+                    (tmp_path / f"{name}.py").touch()
+            result, out = run(capsys, given)
+        assert len(runs) == 3 * (number + 1)  # once an answer, for alpha: what the base reads came with it
+        assert list(result["sweep"]["points"])[3:] == ["head", f"{number}D2", "oracle"]
+        assert [each["head_depth"] for each in result["sweep"]["calibration"].values()] == [0, 2]
+        assert "head, log w_rej added: predicted" in out and result["arms"]["specdecpp"]["identical_to_greedy"]
+
+
+def test_what_cannot_be_swept_is_said_before_measuring(files, monkeypatch):
+    monkeypatch.setattr(bench, "run", None)
+    with pytest.raises(ValueError, match="no acceptance head trained on the draft model of cape"):
+        bench.main(command(files, "--sweep", str(files / "glide"), method="cape"))
+    with pytest.raises(ValueError, match="no acceptance head trained on the draft model of glide"):
+        bench.main(command(files, "--sweep", str(files / "glide")))
+    with pytest.raises(ValueError, match="leaves nothing open"):
+        bench.main(command(files, "--refit"))
+
+
 def test_refitting_cape(files, capsys):
     result, out = run(capsys, command(files, "--refit", "--context", "64", method="cape"))
     fitted = result["fitted"]["cape"]
@@ -450,8 +496,3 @@ def test_the_cost_between_measured_counts():
 def test_bad_sweeps(argv, words):
     with pytest.raises(ValueError, match=words):
         bench.parse(argv)
-
-
-def test_refitting_what_leaves_nothing_open(files):
-    with pytest.raises(ValueError, match="leaves nothing open"):
-        bench.main(command(files, "--refit", "--context", "64"))

@@ -1,11 +1,15 @@
 """stopping.py: the replayed rates are those of decoding; times, throughput and calibration by hand."""
 
+import copy
+import types
+
 import pytest
-import specdecpp
 import torch
 from conftest import make_llama
 from test_specdecpp import decode, fit, make_drafter
 
+import common
+import specdecpp
 import stopping
 
 
@@ -77,14 +81,66 @@ def test_what_is_judged():
 def test_the_sweep_of_a_run(llama, drafter):
     prompt = torch.tensor([[9, 8, 7]])
     answer = llama.generate(prompt, max_new_tokens=20, do_sample=False)[0, 3:].tolist()
-    measured = [(10, 5, 0.7), (40, 7, 1.5), (25, 12, 1.7)]  # 20 ms and 100 ms
-    result = stopping.sweep(specdecpp, drafter, llama, [{"input_ids": prompt, "answer": answer}] * 2,
-                            {"mine": (drafter, 6.0)}, measured)
+    answers = [(10, 5, 0.7, 0.2), (40, 7, 1.5, 0.8), (25, 12, 1.7, 0.5)]  # 20 ms and 100 ms
+    turns = [{"input_ids": prompt, "answer": answer}] * 2
+    result = stopping.sweep(specdecpp, drafter, {"mine": drafter}, llama, turns, answers)
     assert (result["t_draft_ms"], result["t_target_ms"], result["r2"]) == pytest.approx((20, 100, 1))
     assert set(result["points"]) == {"K", "confidence", "entropy", "mine", "oracle"}
     verified, discarded, speed = result["points"]["mine"]["0.7"]
     assert speed == pytest.approx(stopping.throughput(verified, discarded, 0.02, 0.1))
-    assert set(result["calibration"]["mine"]) == {"ece", "ece_reweighted"} and result["acceptance_by_confidence"]
+    judge = result["calibration"]["mine"]
+    tokens = sum(count for *_, count in result["acceptance_by_confidence"])
+    seen = [sum(count for *_, count in judge[bins]) for bins in ("bins", "bins_reweighted")]
+    assert 0 < seen[0] == seen[1] <= tokens and judge["ece"] != judge["ece_reweighted"]
+    assert (judge["w_rej"], judge["head_depth"]) == (drafter.config.w_rej, drafter.config.head_depth)
+
+
+def test_an_interrupted_sweep_keeps_what_is_recorded(llama, drafter, monkeypatch):
+    turns = [{"input_ids": torch.tensor([[9, 8, 7]]), "answer": [1, 2, 3]}] * 3
+    for done in (1, 0):
+        monkeypatch.setattr(stopping, "tqdm", lambda turns, done=done, **_: stopped(turns, done))
+        result = stopping.sweep(specdecpp, drafter, {}, llama, turns, [(4, 2, 1.0, 0.5)])
+        assert bool(result) == bool(done)
+
+
+def stopped(items, after):
+    yield from items[:after]
+    raise KeyboardInterrupt
+
+
+def test_times_that_no_regression_can_tell_apart():
+    times = stopping.forward_times([(5 * n, n, 0.2 * n, 0.05 * n) for n in (3, 7, 8, 12)])  # K = 5 in every answer
+    assert times == (pytest.approx(0.01), pytest.approx(0.15), None)
+    assert stopping.forward_times([(10, 4, 1.0, 0.3)])[2] is None
+    assert stopping.forward_times([(0, 4, 1.0, 0.0)]) == (0, 0.25, None)
+    answers = [(k * n, n, 0.01 * k * n + 0.1 * n, 0.0) for k, n in ((4, 3), (4, 5), (2, 4), (2, 6))]
+    assert stopping.forward_times(answers) == pytest.approx((0.01, 0.1, 1.0))
+
+
+def arm_of(drafter, module=specdecpp, name="arm"):
+    return types.SimpleNamespace(name=name, kwargs={"drafter": drafter}, base={}, module=module)
+
+
+def test_heads_that_do_not_fit_the_draft_model(llama, drafter, tmp_path):
+    drafter.save_pretrained(tmp_path / "K")  # the name of a rule
+    drafter = common.load_drafter(specdecpp.Drafter, tmp_path / "K", llama)  # in float32's precision, as files are
+    chains, source, heads = stopping.chain_and_heads(arm_of(drafter), llama, [str(tmp_path / "K")])
+    assert chains is specdecpp and source is drafter and list(heads) == ["head", str(tmp_path / "K")]
+    with torch.no_grad():
+        next(drafter.head.parameters()).add_(1)  # another head, the same draft model
+    stopping.chain_and_heads(arm_of(drafter), llama, [str(tmp_path / "K")])
+    other = make_drafter(llama, stage="draft")
+    assert stopping.chain_and_heads(arm_of(other), llama, [])[2] == {}  # its head is untrained
+    other.save_pretrained(tmp_path / "untrained")
+    moved = copy.deepcopy(drafter)
+    with torch.no_grad():
+        next(moved.body.parameters()).add_(1)
+    moved.save_pretrained(tmp_path / "moved")
+    for name in ("untrained", "moved"):
+        with pytest.raises(ValueError, match=f"{name}: no acceptance head trained on the draft model of arm"):
+            stopping.chain_and_heads(arm_of(drafter), llama, [str(tmp_path / name)])
+    with pytest.raises(ValueError, match="drafts chains"):
+        stopping.chain_and_heads(arm_of(None, None, name="prompt-lookup"), llama, [])
 
 
 def test_fit_times_and_throughput():
