@@ -152,13 +152,51 @@ def shown(value: float | None, digits: int = 2) -> str | None:
     return None if value is None else f"{value:.{digits}f}"
 
 
+PAPERS = {  # what the papers report for an arm; their tau is ours except Falcon's, which leaves out the bonus
+    "glide": {"speedup": 1.96, "draft_ms": 5.3}, "cape:none": {"speedup": 1.96, "draft_ms": 5.3},
+    "cape": {"speedup": 2.5, "draft_ms": 5.5}, "cape:beam4": {"draft_ms": 10.9}, "cape:beam8": {"draft_ms": 14.8},
+    "specdecpp": {"speedup": 2.04},
+    "falcon": {"tau": 3.34, "speedup": 3.10}, "falcon@k2": {"tau": 3.34, "speedup": 3.10},
+    "falcon:chain@k2": {"tau": 2.13, "speedup": 2.27}, "falcon@k2-no-csgd": {"tau": 2.78, "speedup": 2.65},
+    "falcon:chain@k2-no-csgd": {"tau": 1.64, "speedup": 2.06}, "falcon@k3": {"tau": 2.52, "speedup": 2.96},
+    "falcon@k4": {"tau": 2.35, "speedup": 2.86},
+    "ctc_drafter": {"tau": 3.56, "speedup": 2.78}, "ctc_drafter:alignments": {"tau": 3.56, "speedup": 2.78},
+    "ctc_drafter:none": {"tau": 3.02, "speedup": 2.25}, "ctc_drafter:alignments@medusa": {"tau": 2.38, "speedup": 1.71},
+    "ctc_drafter:none@medusa": {"tau": 2.58, "speedup": 2.13},
+}
+SETUPS = {"glide": "GLIDE: Vicuna-7B, MT-Bench, one H800, fp16, batch 1 (tables 3 and 4)",
+          "cape": "CAPE: Vicuna-7B, MT-Bench, one H800, fp16 (table 3, section 6)",
+          "specdecpp": "SpecDec++: Llama-2-chat-7B for 70B, Alpaca (abstract); 1.90 with the best fixed K",
+          "falcon": "Falcon: Vicuna-7B, MT-Bench, one H800 (tables 4 and 5); its tau leaves out the bonus, as our `accepted`",
+          "ctc_drafter": "CTC-drafter: Vicuna-7B, MT-Bench (table 2)"}
+
+
+def _paper_tables(arms: dict) -> list[str]:
+    """Ours beside the papers' figures, with the share of a round's time by part; columns without any are left out."""
+    rows = []
+    for name, a in arms.items():
+        if theirs := PAPERS.get(name):
+            spent = {part: a["timers_ms"].get(part, 0.0) for part in ("verify", "draft", "transform")}
+            share = {part: f"{100 * ms / (a['draft_ms'] + a['verify_ms'] + a['other_ms']):.0f}%"
+                     for part, ms in spent.items() if ms}
+            rows.append([name, *(shown(a[key]) for key in ("tau", "accepted_per_round", "alpha", "speedup")),
+                         shown(a["draft_ms"], 1), *map(share.get, spent),
+                         *(shown(theirs.get(key)) for key in ("tau", "speedup")), shown(theirs.get("draft_ms"), 1)])
+    heads = ["arm", "tau", "accepted", "alpha", "speedup", "draft ms", "verify", "draft", "transform", "paper's tau",
+             "paper's speedup", "paper's draft ms"]
+    kept = [i for i in range(len(heads)) if any(row[i] is not None for row in rows)]
+    setups = dict.fromkeys(SETUPS[name.partition("@")[0].partition(":")[0]] for name in arms if name in PAPERS)
+    return [f"Beside the papers' figures; all greedy. {'. '.join(setups)}.",
+            markdown([heads[i] for i in kept], [[row[i] for i in kept] for row in rows])] if rows else []
+
+
 def tables(result: dict) -> str:
     """All tables of a result, as printed after a run and by `bench.py --table`."""
     parts = [f"**{result['target']}**, {result['dtype']}, {result['device']}, commit {result['commit']}"]
     if result.get("arms"):
         parts[0] += (f"; {result['prompts']} prompts, up to {result['max_new_tokens']} tokens a turn, temperature "
                      f"{result['temperature']:g}" + ("; interrupted" if result.get("interrupted") else ""))
-        parts += _arm_tables(result["arms"])
+        parts += _arm_tables(result["arms"]) + _paper_tables(result["arms"])
     if curve := result.get("cost_curve"):
         parts.append(f"Milliseconds of a target forward by tokens, at {curve['context']} tokens of context")
         counts, lengths = curve["by_tokens"], curve["by_context"]
