@@ -2,7 +2,7 @@
 
     python bench.py --method glide                          # the shipped drafter against plain decoding
     python bench.py --method glide cape:all --num-prompts 40 --json results/run.json
-    python bench.py --method all --peers                    # whatever has a checkpoint, and transformers' own methods
+    python bench.py --method all                            # the shipped drafters, Medusa, transformers' own methods
     python bench.py --cost-curve                            # milliseconds of one target forward
     python bench.py --table results/*.json                  # tables of earlier runs, as in the README
 
@@ -46,6 +46,7 @@ import stopping
 
 METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
 ROOT = Path(__file__).resolve().parent
+MEDUSA = f"ctc_drafter:none@{ROOT / 'checkpoints' / 'medusa'}"  # a rival, among `all`
 PEER_DRAFTER = "specdecpp"  # its draft model is an ordinary causal LM, which transformers can use as an assistant
 ASSISTED = {  # transformers' assisted generation: tokens at first, their schedule, the confidence at which to stop
     "constant": (5, "constant", 0.0), "heuristic": (5, "heuristic", 0.0), "confidence": (20, "constant", 0.4)}
@@ -211,9 +212,8 @@ def plain_generate(target, input_ids, logits_processor, stopping_criteria, gener
 
 def import_method(name: str):
     """The module of a method; ValueError for an unknown one."""
-    if name not in METHODS or not (ROOT / f"{name}.py").is_file():
-        known = [method for method in METHODS if (ROOT / f"{method}.py").is_file()]
-        raise ValueError(f"unknown method {name!r}; there are {', '.join(known)}, and all")
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; there are {', '.join(METHODS)}, and all")
     return importlib.import_module(name)
 
 
@@ -301,16 +301,16 @@ def make_arms(target, args) -> list[Arm]:
     if args.checkpoint and (len(wanted) != 1 or wanted == ["all"]):
         raise ValueError("--checkpoint goes with exactly one --method")
     for spec in wanted:
-        for name in METHODS if spec == "all" else [spec]:
+        for name in (*METHODS, MEDUSA) if spec == "all" else [spec]:
             try:
                 arms += loader.arms(name)
             except ValueError as problem:
                 if spec != "all":
                     raise
-                print(f"bench.py: without {name}: {problem}", file=sys.stderr)
-    arms += loader.peers() if args.peers else []
-    if len(arms) == 2:
+                print(f"bench.py: without {name.partition('@')[0]}: {problem}", file=sys.stderr)
+    if len(arms) == 2 and not args.peers:
         raise ValueError("nothing to compare with plain decoding: no method has a drafter; make one with train.py")
+    arms += loader.peers() if args.peers or "all" in wanted else []
     if loader.draft_model is not None and not args.peers and not any("draft_model" in arm.kwargs for arm in arms):
         raise ValueError(f"--draft-model: {', '.join(wanted)} drafts with a network of its own; leave the option out")
     names = [arm.name for arm in arms]
@@ -491,8 +491,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
                                formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     number = cli.number
     parser.add_argument("--method", nargs="+", default=[], metavar="NAME[:VARIANT][@DIR]",
-                        help=f"{', '.join(METHODS)}; all: those with a checkpoint; NAME:all: all variants; "
-                             "DIR: another drafter than checkpoints/NAME")
+                        help=f"{', '.join(METHODS)}; all: those with a checkpoint, Medusa and --peers; NAME:all: all "
+                             "variants; DIR: another drafter than checkpoints/NAME")
     parser.add_argument("--peers", action="store_true", help="also transformers' assisted generation and prompt lookup")
     parser.add_argument("--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
@@ -518,7 +518,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     known, _ = parser.parse_known_args([flag for flag in argv if flag not in ("-h", "--help")])
     names = [spec.partition("@")[0].partition(":")[0] for spec in known.method if spec != "all"]
     if "all" in known.method:
-        names += [name for name in METHODS if (ROOT / f"{name}.py").is_file()]
+        names += METHODS
     for module in map(import_method, dict.fromkeys(names)):
         cli.add_config_options(parser, module.Config, decode=True)
     args = parser.parse_args(argv)

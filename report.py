@@ -167,7 +167,7 @@ PAPERS = {  # what the papers report for an arm; their tau is ours except Falcon
 SETUPS = {"glide": "GLIDE: Vicuna-7B, MT-Bench, one H800, fp16, batch 1 (tables 3 and 4)",
           "cape": "CAPE: Vicuna-7B, MT-Bench, one H800, fp16 (table 3, section 6)",
           "specdecpp": "SpecDec++: Llama-2-chat-7B for 70B, Alpaca (abstract); 1.90 with the best fixed K",
-          "falcon": "Falcon: Vicuna-7B, MT-Bench, one H800 (tables 4 and 5); its tau leaves out the bonus, as our `accepted`",
+          "falcon": "Falcon: Vicuna-7B, MT-Bench, H800 (tables 4, 5); its tau leaves out the bonus, like `accepted`",
           "ctc_drafter": "CTC-drafter: Vicuna-7B, MT-Bench (table 2)"}
 
 

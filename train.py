@@ -39,8 +39,7 @@ import cli
 import common
 import data
 
-METHODS = [name for name in ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
-           if Path(__file__).with_name(f"{name}.py").is_file()]
+METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
 
 # ------------------------------------------------------------------------------------------------------------- data
 

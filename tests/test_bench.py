@@ -1,6 +1,7 @@
 """bench.py and report.py on a tiny random target: the protocol, the figures, the output and every bad input."""
 
 import json
+import re
 import subprocess
 import sys
 import types
@@ -392,7 +393,23 @@ def test_all_takes_what_has_a_checkpoint(files, capsys, monkeypatch, tmp_path):
     assert "bench.py: without glide: no drafter in" in capsys.readouterr().err
     (tmp_path / "glide").symlink_to(files / "glide")
     result, _ = run(capsys, argv)
-    assert set(result["arms"]) >= {"baseline", "glide"} and "falcon" not in result["arms"]
+    assert set(result["arms"]) >= {"baseline", "glide", "prompt-lookup"} and "falcon" not in result["arms"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_results_say_where_they_come_from(path):
+    result = report.read_result(str(path))
+    assert all(result[key] for key in ("target", "device", "dtype", "commit", "command", "versions"))
+    assert result["seed"] >= 0 and not re.search(r"/(root|home|work|tmp)/", path.read_text())
+
+
+def test_beside_the_papers_figures():
+    arm = {"tau": 1.5, "accepted_per_round": 0.5, "alpha": 0.2, "speedup": 1.25, "draft_ms": 5.0, "verify_ms": 40.0,
+           "other_ms": 5.0, "timers_ms": {"draft": 5.0, "verify": 40.0}}
+    note, table = report._paper_tables({"baseline": arm, "falcon@k3": arm, "falcon:paper": arm})
+    assert "Vicuna-7B" in note and "GLIDE" not in note
+    assert table.split("\n")[2:] == [
+        "| falcon@k3 | 1.50 |     0.50 |  0.20 |    1.25 |      5.0 |    80% |   10% |        2.52 |            2.96 |"]
 
 
 def test_something_else_than_a_result(tmp_path):
