@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from test_house import METHODS
 
 import bench
