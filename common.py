@@ -25,10 +25,8 @@ def load_target(name: str | None = None, *, dtype: torch.dtype = torch.float32, 
 
     Args:
         name: Hugging Face id, folder with config.json and safetensors, or a .gguf file; None for the default target.
-    Returns:
-        (target, tokenizer), the target in eval mode without gradients.
-    Raises:
-        ValueError: the target cannot be read; the message names it and the remedy.
+    Returns: (target, tokenizer), the target in eval mode without gradients.
+    Raises: ValueError: the target cannot be read; the message names it and the remedy.
     """
     if name is None:
         import default_target  # only here, so that a project with a target of its own need not copy that file
@@ -89,7 +87,9 @@ def load_drafter(Drafter, path, target):
 
 def head_weight(target, token_ids: Tensor | None = None) -> Tensor:
     """The target's LM head (V, D), or its rows (Vd, D) for a reduced draft vocabulary `token_ids` (Vd,)."""
-    return target.get_output_embeddings().weight[slice(None) if token_ids is None else token_ids]
+    weight = target.get_output_embeddings().weight
+    weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of a tensor-parallel target
+    return weight[slice(None) if token_ids is None else token_ids]
 
 
 def draft_head(target, token_ids: Tensor) -> nn.Linear:
@@ -102,7 +102,8 @@ def draft_head(target, token_ids: Tensor) -> nn.Linear:
 
 def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """The target's rotary cos and sin, each (B, T, R <= Dh), at `position_ids` (B, T); the identity if it has none."""
-    like, module = head_weight(target)[:1], getattr(target.base_model, "rotary_emb", None)
+    like = torch.empty(0, dtype=target.dtype, device=position_ids.device)  # says which dtype and device
+    module = getattr(target.base_model, "rotary_emb", None)
     if module is None:
         one = torch.ones(*position_ids.shape, 2, device=like.device, dtype=like.dtype)
         return one, torch.zeros_like(one)
@@ -155,7 +156,7 @@ class GrowingLayer(DynamicLayer):
     def keep(self, start: int, rows: Tensor) -> None:
         """Move `rows` (n,), absolute and ascending, to start, start + 1, ... and cut off whatever follows."""
         for buffer in self.buffer:
-            buffer[:, :, start : start + len(rows)] = buffer[:, :, rows]
+            buffer[:, :, start : start + len(rows)] = buffer[:, :, rows.to(buffer.device)]
         self.keys, self.values = (x[:, :, : start + len(rows)] for x in self.buffer)
 
 
@@ -270,10 +271,8 @@ def forward(target, input_ids: Tensor, cache, **kwargs) -> tuple[Tensor, Tensor]
 def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, stats: Stats | None = None):
     """Run the target over the prompt but its last token, which is the root of the first draft.
 
-    Args:
-        input_ids: (1, T) the prompt. model_kwargs: what `generate` prepared; checked, not used.
-    Returns:
-        (cache of T - 1 rows, hidden (1, T - 1, D)).
+    Args: input_ids: (1, T) the prompt. model_kwargs: what `generate` prepared; checked, not used.
+    Returns: (cache of T - 1 rows, hidden (1, T - 1, D)).
     Raises:
         ValueError: a batch, padding, a cache already in use, or more tokens than the model can hold.
     """
@@ -289,7 +288,8 @@ def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, st
     for name, reach in (("context", getattr(config, "max_position_embeddings", None)), ("sliding window", window)):
         if reach and limit > reach:
             raise ValueError(f"prompt + new tokens = {limit} exceed the target's {name} of {reach}; ask for fewer")
-    cache, hidden = GrowingCache(config.num_hidden_layers), head_weight(target).new_empty(1, 0, config.hidden_size)
+    cache = GrowingCache(config.num_hidden_layers)
+    hidden = torch.empty(1, 0, config.hidden_size, dtype=target.dtype, device=input_ids.device)
     if input_ids.shape[1] > 1:
         with (stats or Stats()).timer("prefill"):
             hidden = forward(target, input_ids[:, :-1], cache, logits_to_keep=1)[1]

@@ -305,7 +305,7 @@ def new_cache(drafter: Drafter, target) -> common.GrowingCache:
     """The drafter's own KV of committed ("stable") slots, with what the next round needs besides."""
     own = common.GrowingCache(drafter.config.num_layers)
     own.head, own.state = common.draft_head(target, drafter.draft_ids), None  # D -> Vd, the LSTM's after the last slot
-    own.waiting = own.tail = common.head_weight(target)[None, :0]  # (1, n, D) features to feed; (1, <= k, D) last fused
+    own.waiting = own.tail = own.head.weight[None, :0]  # (1, n, D) features to feed; (1, <= k, D) last fused
     return own
 
 

@@ -291,9 +291,14 @@ def propose(drafter: Drafter, target, input_ids: Tensor, cache, own, logits_proc
         own: the drafter's cache, from new_cache.
     Yields:
         (token (1,), q_draft (V,) the processed distribution it comes from, hidden (D,)).
+    Raises:
+        ValueError: a tensor-parallel target, of whose KV heads each process has a part only.
     """
     ids, fed = input_ids, own.rewind(input_ids)  # fed (1, n)
     kv = [(cache.layers[layer].keys, cache.layers[layer].values) for layer in drafter.kv_layers]
+    if cache.get_seq_length() and any(keys.shape[1] != drafter.config.target["num_kv_heads"] for keys, _ in kv):
+        raise ValueError("GLIDE reads all KV heads of the target, and a tensor-parallel one has a part of them on each "
+                         "process; take another method, or a drafter trained with --no-cross-attention")
     while True:
         positions = own.feed(fed)
         self_mask = cross_mask = None

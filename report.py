@@ -156,10 +156,13 @@ PAPERS = {  # what the papers report for an arm; their tau is ours except Falcon
     "glide": {"speedup": 1.96, "draft_ms": 5.3}, "cape:none": {"speedup": 1.96, "draft_ms": 5.3},
     "cape": {"speedup": 2.5, "draft_ms": 5.5}, "cape:beam4": {"draft_ms": 10.9}, "cape:beam8": {"draft_ms": 14.8},
     "specdecpp": {"speedup": 2.04},
-    "falcon": {"tau": 3.34, "speedup": 3.10}, "falcon@k2": {"tau": 3.34, "speedup": 3.10},
-    "falcon:chain@k2": {"tau": 2.13, "speedup": 2.27}, "falcon@k2-no-csgd": {"tau": 2.78, "speedup": 2.65},
-    "falcon:chain@k2-no-csgd": {"tau": 1.64, "speedup": 2.06}, "falcon@k3": {"tau": 2.52, "speedup": 2.96},
-    "falcon@k4": {"tau": 2.35, "speedup": 2.86},
+    "falcon": {"tau": 3.34, "alpha": 0.776, "speedup": 3.10},
+    "falcon@k2": {"tau": 3.34, "alpha": 0.776, "speedup": 3.10},
+    "falcon:chain@k2": {"tau": 2.13, "alpha": 0.687, "speedup": 2.27},
+    "falcon@k2-no-csgd": {"tau": 2.78, "alpha": 0.744, "speedup": 2.65},
+    "falcon:chain@k2-no-csgd": {"tau": 1.64, "alpha": 0.629, "speedup": 2.06},
+    "falcon@k3": {"tau": 2.52, "alpha": 0.722, "speedup": 2.96},
+    "falcon@k4": {"tau": 2.35, "alpha": 0.708, "speedup": 2.86},
     "ctc_drafter": {"tau": 3.56, "speedup": 2.78}, "ctc_drafter:alignments": {"tau": 3.56, "speedup": 2.78},
     "ctc_drafter:none": {"tau": 3.02, "speedup": 2.25}, "ctc_drafter:alignments@medusa": {"tau": 2.38, "speedup": 1.71},
     "ctc_drafter:none@medusa": {"tau": 2.58, "speedup": 2.13},
@@ -181,9 +184,10 @@ def _paper_tables(arms: dict) -> list[str]:
                      for part, ms in spent.items() if ms}
             rows.append([name, *(shown(a[key]) for key in ("tau", "accepted_per_round", "alpha", "speedup")),
                          shown(a["draft_ms"], 1), *map(share.get, spent),
-                         *(shown(theirs.get(key)) for key in ("tau", "speedup")), shown(theirs.get("draft_ms"), 1)])
-    heads = ["arm", "tau", "accepted", "alpha", "speedup", "draft ms", "verify", "draft", "transform", "paper's tau",
-             "paper's speedup", "paper's draft ms"]
+                         *(shown(theirs.get(key)) for key in ("tau", "alpha", "speedup")),
+                         shown(theirs.get("draft_ms"), 1)])
+    heads = ["arm", "tau", "accepted", "alpha", "speedup", "draft ms", "verify", "draft", "transform"]
+    heads += [f"paper's {figure}" for figure in ("tau", "alpha", "speedup", "draft ms")]
     kept = [i for i in range(len(heads)) if any(row[i] is not None for row in rows)]
     setups = dict.fromkeys(SETUPS[name.partition("@")[0].partition(":")[0]] for name in arms if name in PAPERS)
     return [f"Beside the papers' figures; all greedy. {'. '.join(setups)}.",

@@ -408,8 +408,8 @@ def test_beside_the_papers_figures():
            "other_ms": 5.0, "timers_ms": {"draft": 5.0, "verify": 40.0}}
     note, table = report._paper_tables({"baseline": arm, "falcon@k3": arm, "falcon:paper": arm})
     assert "Vicuna-7B" in note and "GLIDE" not in note
-    assert table.split("\n")[2:] == [
-        "| falcon@k3 | 1.50 |     0.50 |  0.20 |    1.25 |      5.0 |    80% |   10% |        2.52 |            2.96 |"]
+    row = "falcon@k3|1.50|0.50|0.20|1.25|5.0|80%|10%|2.52|0.72|2.96"
+    assert [line.replace(" ", "").strip("|") for line in table.split("\n")[2:]] == [row]
 
 
 def test_something_else_than_a_result(tmp_path):

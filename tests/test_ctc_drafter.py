@@ -214,13 +214,14 @@ def test_nothing_after_the_newest_token_is_seen(llama):
     assert not torch.allclose(before, ctc_drafter.training_logits(drafter, llama, batch, anchors))
 
 
-def test_windows_hold_what_the_target_says_after_the_newest_token(llama):
-    drafter, batch = make_drafter(llama, anchors=20, window=4), make_batch(llama, lengths=(9, 14, 7), prompt=3)
+@pytest.mark.parametrize("prompt", [1, 3])
+def test_windows_hold_what_the_target_says_after_the_newest_token(llama, prompt):
+    drafter, batch = make_drafter(llama, anchors=20, window=4), make_batch(llama, lengths=(9, 14, 7), prompt=prompt)
     anchors, labels, counts = ctc_drafter.windows(drafter, llama, batch)
     best = common.target_logits(llama, batch.hidden).argmax(-1)  # best[t] follows x_t
     for row, length in enumerate((9, 14, 7)):
         used = {int(a): n for n, a in enumerate(anchors[row]) if counts[row, n]}
-        assert sorted(used) == list(range(1, length - 2 + 1))[: length - 3]  # first labels 3 .. length - 1
+        assert sorted(used) == list(range(max(prompt, 2) - 2, length - 2))  # first labels 2 or 3 .. length - 1
         for anchor, n in used.items():
             count = int(counts[row, n])
             assert count == min(4, length - (anchor + 2))
@@ -338,6 +339,8 @@ def test_the_tree_is_a_trie_of_the_most_valuable_prefixes():
     shallow = ctc_drafter.token_tree(worth, torch.arange(10), nodes=9, depth=1)
     assert shallow.tokens.tolist() == [3, 4, 6] and shallow.parents.tolist() == [-1, -1, -1]
     assert len(ctc_drafter.token_tree(worth, torch.arange(10), nodes=9, depth=0).tokens) == 0
+    rounded = {(3,): 0.5, (3, 5): 0.5000001}  # sums of the same terms in another order
+    assert ctc_drafter.token_tree(rounded, torch.arange(10), nodes=9, depth=9).tokens.tolist() == [3]
 
 
 def test_alpha_is_the_acceptance_rate_of_the_first_draft_token(small_llama):

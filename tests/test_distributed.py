@@ -1,4 +1,4 @@
-"""Two processes with gloo: the losses of one, a target in halves, a killed rank."""
+"""Two processes with gloo: the losses of one, a target in halves, a killed rank; a target partly on disk."""
 
 import importlib
 import json
@@ -10,8 +10,11 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from conftest import make_llama
 from test_faults import TRAINED, Run, assert_whole
 from test_train import folder, options  # noqa: F401  folder is a fixture
+from transformers import AutoModelForCausalLM
 
 import common
 import train
@@ -113,3 +116,75 @@ def test_sharding_alone_is_refused(folder, tmp_path):  # noqa: F811
     with pytest.raises(ValueError, match="--shard-target needs torchrun"):
         train.main(arguments("glide", folder, tmp_path / "out", "--shard-target"))
     assert not (tmp_path / "out").exists() and "RANK" not in os.environ and sys.argv[0] != "train.py"
+
+
+# ------------------------------------------------------------------------------------------- targets in several places
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """A target that is saved in tmp_path, with a drafter of each method."""
+    target = make_llama(tie_word_embeddings=True).float()
+    target.save_pretrained(tmp_path / "target")
+    for name in TRAINED:
+        module, own = importlib.import_module(name), {"layers": [0, 1]} if name == "specdecpp" else {}
+        torch.manual_seed(1)
+        config = module.Config(target=common.target_shape(target), **own)
+        module.build(config, target, torch.arange(48)).save_pretrained(tmp_path / name)
+    return target
+
+
+def decode(target, name, place, **options):
+    module = importlib.import_module(name)
+    drafter = common.load_drafter(module.Drafter, place / name, target)
+    options |= {"stop": "fixed"} if name == "specdecpp" else {}
+    return plain(target, custom_generate=module.generate, drafter=drafter, **options)
+
+
+def plain(target, **options):
+    return target.generate(torch.tensor([[3, 1, 4, 1, 5]]), max_new_tokens=12, do_sample=False, **options).tolist()
+
+
+def test_a_target_partly_on_disk(whole, tmp_path):
+    """device_map: what accelerate moves about is decoded like a target in one place."""
+    places = dict.fromkeys([f"model.layers.{i}" for i in range(3)], "disk")
+    places |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", device_map=places,
+                                                  offload_folder=tmp_path / "offload")
+    assert target.model.layers[0].mlp.up_proj.weight.device.type == "meta"
+    assert all(decode(target, name, tmp_path) == plain(whole) for name in TRAINED)
+
+
+def half(rank, port, place):
+    """What one of two processes of a tensor-parallel target does."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port))
+    dist.init_process_group("gloo")
+    target = AutoModelForCausalLM.from_pretrained(place / "target", tp_plan="auto").eval().requires_grad_(False)
+    weight, said = target.model.layers[0].mlp.up_proj.weight, {}
+    assert weight.to_local().numel() * 2 == weight.numel()
+    for name in TRAINED:
+        try:
+            stats = common.Stats()
+            said[name] = decode(target, name, place, stats=stats), stats.accepted
+        except ValueError as error:
+            said[name] = str(error)
+    (place / f"{rank}.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+def test_a_tensor_parallel_target(whole, tmp_path):
+    """Each process holds half of every layer; both draft the same and decode what the whole target does."""
+    context, processes = torch.multiprocessing.get_context("fork"), []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for rank in range(2):
+        processes.append(context.Process(target=half, args=(rank, port, tmp_path)))
+        processes[-1].start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second and first.pop("glide").startswith("GLIDE reads all KV heads of the target")
+    assert len(first) == len(TRAINED) - 1 and all(ids == plain(whole) for ids, _ in first.values())

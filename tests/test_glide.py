@@ -270,6 +270,9 @@ def test_alpha_of_the_target_itself_is_one_and_of_a_subset_its_mass(llama, monke
     monkeypatch.setattr(glide, "training_logits", lambda *_: (own, where))
     total, count = glide.alpha(drafter, llama, batch)
     assert count == int(batch.loss_mask.sum()) and float(total) == pytest.approx(count, rel=1e-5)
+    monkeypatch.setattr(glide, "training_logits", lambda *_: (torch.zeros_like(own), where))  # q_draft is 1 / V
+    expected = sum(min(float(p), 1 / 48) for p in own.softmax(-1).flatten())
+    assert float(glide.alpha(drafter, llama, batch)[0]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_expected_speedup():
@@ -336,3 +339,16 @@ def test_training_and_drafting_see_the_same(llama, trained):
     for step in range(5):  # drafting fed with the sequence's own tokens instead of its choices
         q_draft = next(glide.propose(trained, llama, ids[:, : root + step + 1], cache, own))[1]
         torch.testing.assert_close(q_draft, rows[root + step], atol=1e-5, rtol=1e-4)
+
+
+def test_consumed_tokens_read_what_came_before_them(llama):
+    """With two layers the rows of re-fed tokens matter: as if fed one by one, the target's rows ending before each."""
+    drafter = make_drafter(llama, num_layers=2)
+    ids, own = torch.tensor([[9, 8, 7, 6, 5, 4]]), glide.new_cache(drafter, llama)
+    for end in range(1, ids.shape[1] + 1):
+        cache = common.GrowingCache(3)
+        if end > 1:
+            common.forward(llama, ids[:, : end - 1], cache)
+        one_by_one = next(glide.propose(drafter, llama, ids[:, :end], cache, own))[1]
+    at_once = next(glide.propose(drafter, llama, ids, cache, glide.new_cache(drafter, llama)))[1]
+    torch.testing.assert_close(at_once, one_by_one)
