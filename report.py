@@ -180,8 +180,8 @@ def _paper_tables(arms: dict) -> list[str]:
     for name, a in arms.items():
         if theirs := PAPERS.get(name):
             spent = {part: a["timers_ms"].get(part, 0.0) for part in ("verify", "draft", "transform")}
-            share = {part: f"{100 * ms / (a['draft_ms'] + a['verify_ms'] + a['other_ms']):.0f}%"
-                     for part, ms in spent.items() if ms}
+            total = (a["draft_ms"] or 0.0) + a["verify_ms"] + a["other_ms"]
+            share = {part: f"{100 * ms / total:.0f}%" for part, ms in spent.items() if ms}
             rows.append([name, *(shown(a[key]) for key in ("tau", "accepted_per_round", "alpha", "speedup")),
                          shown(a["draft_ms"], 1), *map(share.get, spent),
                          *(shown(theirs.get(key)) for key in ("tau", "alpha", "speedup")),
