@@ -301,7 +301,7 @@ def test_bad_files_of_prompts_and_results(benching, capsys, tmp_path):
 
 def test_mutated_results_are_shown_or_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result, pick = json.loads((ROOT / "results" / "cpu_builtin_all.json").read_text()), random.Random(0)
+    result, pick = json.loads((ROOT / "results" / "cpu_falcon_refit.json").read_text()), random.Random(0)
     for _ in range(300):
         (tmp_path / "r.json").write_text(json.dumps(mutated(result, pick)))
         line = refused(capsys, bench.main, ["--table", "r.json"], "bench.py")
