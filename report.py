@@ -335,6 +335,7 @@ def plot(results: list[dict], folder: Path) -> list[Path]:
             if rates := a["acceptance_by_position"]:
                 axes.plot(range(1, len(rates) + 1), rates, marker="o", label=name)
         axes.set_ylim(0, 1)
+        axes.xaxis.get_major_locator().set_params(integer=True)
 
     if arms:
         picture("speedup.png", len(arms), "Speedup over plain decoding", "ratio of tokens/s, 95% range", "", speedups)
@@ -349,6 +350,7 @@ def plot(results: list[dict], folder: Path) -> list[Path]:
         picture("cost.png", 8, title, "tokens fed", "milliseconds", cost)
     for sweep in [result["sweep"] for result in results if result.get("sweep")][:1]:
         def pareto(axes, sweep=sweep):
+            axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
             for rule, settings in sweep["points"].items():
                 line = sorted((point[1], point[0]) for point in settings.values())
                 axes.plot(*zip(*line), marker="*" if rule == "oracle" else "o", markersize=4 + 8 * (rule == "oracle"),
