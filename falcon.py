@@ -47,7 +47,7 @@ import common
 class Config:
     target: dict = field(default_factory=dict, metadata={"help": "shape of the target (filled in by train.py)"})
     k: int = field(default=2, metadata={"help": "tokens predicted by a pass"})
-    num_layers: int = field(default=1, metadata={"help": "attention layers (Figure 2 shows two)"})
+    num_layers: int = field(default=1, metadata={"help": "attention layers (Figure 2 shows two; one learns faster)"})
     intermediate_size: int = field(default=1536, metadata={"help": "width of the feed-forward sub-layer"})
     fusion: str = field(default="lstm", metadata={"help": "lstm, cell (LSTM without recurrence) or linear"})
     csgd: bool = field(default=True, metadata={"help": "coupled sequential glancing distillation"})
