@@ -190,7 +190,7 @@ def _paper_tables(arms: dict) -> list[str]:
     heads += [f"paper's {figure}" for figure in ("tau", "alpha", "speedup", "draft ms")]
     kept = [i for i in range(len(heads)) if any(row[i] is not None for row in rows)]
     setups = dict.fromkeys(SETUPS[name.partition("@")[0].partition(":")[0]] for name in arms if name in PAPERS)
-    return [f"Beside the papers' figures; all greedy. {'. '.join(setups)}.",
+    return [f"Beside the papers' figures, which are greedy. {'. '.join(setups)}.",
             markdown([heads[i] for i in kept], [[row[i] for i in kept] for row in rows])] if rows else []
 
 

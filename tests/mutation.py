@@ -1,6 +1,6 @@
 """Break the verifier, every mask and every loss in turn, in a copy of the repository, and see that a test goes red.
 
-    python tests/mutation.py            # all: a quarter of an hour or so; exit code 1 if a mutant survives
+    python tests/mutation.py            # all: half an hour or so; exit code 1 if a mutant survives
     python tests/mutation.py glide      # those of one file
 
 A mutant is one replacement of text that makes the program wrong, not merely different. Equivalent ones are left out;

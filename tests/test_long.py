@@ -69,11 +69,9 @@ def test_two_thousand_tokens(plain, name):
         best = target(expected[:, :place]).logits[0, -1].topk(2).values
         assert best[0] - best[1] < 1e-3, f"differs at token {place}, margin {float(best[0] - best[1])}"
 
-    shape = common.target_shape(target)
-    row = 2 * 4 * shape["num_layers"] * shape["num_kv_heads"] * shape["head_dim"]  # bytes of a token's keys and values
     middle = next(n for n in range(len(rounds.sizes)) if sum(rounds.sizes[:n]) >= LENGTH // 2)
-    grown = rounds.bytes[-1] - rounds.bytes[middle]  # meanwhile the cache's buffer doubles once
-    assert grown < 4096 * row + 100e6, f"memory grew by {grown / 1e6:.0f} MB in the second half"
+    grown = rounds.bytes[-1] - rounds.bytes[middle]  # the buffer doubled before; a row of logits a token is 200 MB
+    assert grown < 60e6, f"memory grew by {grown / 1e6:.0f} MB in the second half"
 
     growth = rounds.round_time(0.9, 1) / rounds.round_time(0.05, 0.15)
     attention = reference.round_time(0.9, 1) / reference.round_time(0.05, 0.15)
