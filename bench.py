@@ -37,8 +37,10 @@ import transformers
 from torch import nn
 from tqdm import tqdm
 
+import batching
 import cli
 import common
+import data
 import fitting
 import packed
 import report
@@ -199,7 +201,7 @@ def plain_generate(target, input_ids, logits_processor, stopping_criteria, gener
     done = False
     while not done:
         with stats.timer("verify"):
-            logits = target(input_ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+            logits = common.forward(target, input_ids[:, -1:], cache)[0][:, -1]
             if logits_processor or generation_config.do_sample:
                 logits = logits_processor(input_ids, logits.to(copy=True, dtype=torch.float32))
             sample = generation_config.do_sample
@@ -318,32 +320,6 @@ def make_arms(target, args) -> list[Arm]:
 
 
 # --------------------------------------------------------------------------------------------------------- prompts
-
-
-def read_prompts(paths: list[Path], count: int) -> list[dict]:
-    """`count` prompts spread evenly over the files (0: all), each {"question_id", "category", "turns"}."""
-    prompts = []
-    for path in paths:
-        if not path.is_file():
-            raise ValueError(f"no prompt file {path}")
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                turns = record["turns"]
-                if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-                    raise TypeError
-                "".join(turns).encode()  # a lone half of a surrogate pair is JSON and no text
-            except (ValueError, KeyError, TypeError, RecursionError):
-                raise ValueError(f'{path}, line {number}: not a JSON object with "turns": ["...", ...]') from None
-            prompts.append({"question_id": record.get("question_id", f"{path.stem}-{number}"),
-                            "category": str(record.get("category", path.stem)), "turns": turns})
-    if not prompts:
-        raise ValueError(f"no prompts in {', '.join(map(str, paths)) or ROOT / 'prompts'}; "
-                         'give --prompts FILE with lines {"turns": ["..."]}')
-    count = min(count or len(prompts), len(prompts))
-    return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
 def encode(tokenizer, messages: list[str], device) -> dict:
@@ -504,6 +480,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", type=number(float, 0), default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-p", type=number(float, 0, 1), default=1.0)
     parser.add_argument("--seed", type=number(int, 0), default=0, help="for temperatures above 0")
+    parser.add_argument("--batch-size", type=number(int, 1), default=1, help="prompts answered at once (default 1)")
     parser.add_argument("--checkpoint", metavar="DIR", help="drafter to measure (default: checkpoints/METHOD)")
     parser.add_argument("--draft-model", metavar="NAME", help="causal LM of the target's vocabulary to draft with")
     parser.add_argument("--json", metavar="FILE", help="write the result here")
@@ -527,6 +504,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ValueError(f"nothing to do: give --method NAME ({', '.join(METHODS)}, all), --cost-curve or --table FILE")
     if (args.sweep is not None or args.refit) and (not args.method or args.temperature):
         raise ValueError("--sweep and --refit look at greedy drafts of a --method; leave out --temperature")
+    if args.batch_size > 1 and (args.sweep is not None or args.refit or args.show or args.peers):
+        raise ValueError("--sweep, --refit, --show and --peers take one sequence at a time; leave out --batch-size")
     if not args.top_p:
         raise ValueError("--top-p must be above 0 and at most 1")
     if args.json and (Path(args.json).is_dir() or not Path(args.json).resolve().parent.is_dir()):
@@ -547,7 +526,7 @@ def main(argv: list[str] | None = None) -> None:
     prompts = []
     if args.method or args.peers:
         paths = [Path(path) for path in args.prompts] if args.prompts else sorted((ROOT / "prompts").glob("*.jsonl"))
-        prompts = read_prompts(paths, args.num_prompts)
+        prompts = data.read_prompts(paths, args.num_prompts)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     target, tokenizer = common.load_target(args.target, dtype=getattr(torch, args.dtype), device=args.device)
@@ -561,6 +540,10 @@ def main(argv: list[str] | None = None) -> None:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
         options = sampling if args.temperature else {"do_sample": False}
         torch.manual_seed(args.seed)
+    if prompts and args.batch_size > 1:
+        result["batch"] = batching.measure(target, tokenizer, arms, prompts, args.batch_size, encode,
+                                           {"max_new_tokens": args.max_new_tokens, **options})
+    elif prompts:
         turns = run(target, tokenizer, arms, prompts, {"max_new_tokens": args.max_new_tokens, **options})
         if not turns:
             sys.exit(130)

@@ -65,8 +65,7 @@ def target_shape(target) -> dict:
 def load_drafter(Drafter, path, target):
     """Read a drafter's config.json + model.safetensors; it takes the target's device and dtype.
 
-    Raises:
-        ValueError: nothing there, damaged, of another method, or made for another target.
+    Raises: ValueError: nothing there, damaged, of another method, or made for another target.
     """
     if not all((Path(path) / name).is_file() for name in ("config.json", "model.safetensors")):
         raise ValueError(f"no drafter in {path} (config.json + model.safetensors); make one with train.py --out {path}")
@@ -259,6 +258,8 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
 
 def forward(target, input_ids: Tensor, cache, **kwargs) -> tuple[Tensor, Tensor]:
     """One target forward: logits (1, n, V) and last hidden states (1, n, D); the n rows join the cache."""
+    if hasattr(target, "joint"):  # one of several sequences: batching.py
+        return target.joint(input_ids, cache, kwargs)
     seen = []
     hook = target.base_model.register_forward_hook(lambda _module, _args, out: seen.append(out[0]))
     try:
@@ -289,11 +290,10 @@ def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, st
         if reach and limit > reach:
             raise ValueError(f"prompt + new tokens = {limit} exceed the target's {name} of {reach}; ask for fewer")
     cache = GrowingCache(config.num_hidden_layers)
-    hidden = torch.empty(1, 0, config.hidden_size, dtype=target.dtype, device=input_ids.device)
-    if input_ids.shape[1] > 1:
-        with (stats or Stats()).timer("prefill"):
-            hidden = forward(target, input_ids[:, :-1], cache, logits_to_keep=1)[1]
-    return cache, hidden
+    if input_ids.shape[1] == 1:
+        return cache, torch.empty(1, 0, config.hidden_size, dtype=target.dtype, device=input_ids.device)
+    with (stats or Stats()).timer("prefill"):
+        return cache, forward(target, input_ids[:, :-1], cache, logits_to_keep=1)[1]
 
 
 class Verified(NamedTuple):

@@ -1,4 +1,4 @@
-"""Conversations in and out: read training data in the usual forms, or let a chat target write its own.
+"""Conversations in and out: read prompts and training data in the usual forms, or let a chat target write its own.
 
 `make_conversations` is self-distillation in the manner of Magpie (Xu et al. 2024, arXiv:2406.08464): given its chat
 template up to where the user's words would begin, an instruct model writes a plausible request, and then answers it.
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import DynamicCache
 
 
 def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tensor, Tensor]]:
@@ -49,6 +50,32 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
     if not sequences:
         raise ValueError(f"{path} holds no conversation with a response")
     return sequences
+
+
+def read_prompts(paths: list[Path], count: int) -> list[dict]:
+    """`count` prompts spread evenly over the files (0: all), each {"question_id", "category", "turns"}."""
+    prompts = []
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"no prompt file {path}")
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                turns = record["turns"]
+                if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+                    raise TypeError
+                "".join(turns).encode()  # a lone half of a surrogate pair is JSON and no text
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise ValueError(f'{path}, line {number}: not a JSON object with "turns": ["...", ...]') from None
+            prompts.append({"question_id": record.get("question_id", f"{path.stem}-{number}"),
+                            "category": str(record.get("category", path.stem)), "turns": turns})
+    if not prompts:
+        raise ValueError(f"no prompts in {', '.join(map(str, paths)) or 'prompts'}; "
+                         'give --prompts FILE with lines {"turns": ["..."]}')
+    count = min(count or len(prompts), len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
 def _read(file, path: str):
@@ -181,16 +208,30 @@ def _whole_lines(path: str) -> list[dict]:
 
 
 def _continue(target, prompts: list[list[int]], ends: set[int], max_new_tokens: int, temperature: float) -> list:
-    """New token ids, the end token included, for prompts of different lengths, batched with left padding."""
-    if not prompts:
-        return []
-    longest, pad = max(map(len, prompts)), min(ends)
+    """New token ids, the end token included, for prompts of different lengths, batched with left padding.
+
+    Every 32 tokens the rows that have ended leave the batch.
+    """
+    longest, pad, result = max(map(len, prompts), default=0), min(ends), [[] for _ in prompts]
     ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=target.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=target.device)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    output = target.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=pad, **sampling)
-    result = []
-    for row in output[:, longest:].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-        result.append(row[:end])
+    rows, cache = list(range(len(prompts))), DynamicCache(config=target.config)
+    while rows:
+        start = ids.shape[1]
+        new = min(32, longest + max_new_tokens - start)
+        ids = target.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new, pad_token_id=pad,
+                              **sampling)
+        going = []
+        for place, (row, tokens) in enumerate(zip(rows, ids[:, start:].tolist())):
+            end = next((i + 1 for i, token in enumerate(tokens) if token in ends), None)
+            result[row] += tokens[:end]
+            if end is None and len(result[row]) < max_new_tokens:
+                going.append(place)
+        rows = [rows[place] for place in going]
+        if rows:
+            keep = torch.tensor(going, device=ids.device)
+            cache.batch_select_indices(keep)
+            ids = ids[keep]
+            mask = torch.cat([mask[keep], mask.new_ones(len(rows), ids.shape[1] - start)], dim=1)
     return result

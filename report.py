@@ -201,6 +201,14 @@ def tables(result: dict) -> str:
         parts[0] += (f"; {result['prompts']} prompts, up to {result['max_new_tokens']} tokens a turn, temperature "
                      f"{result['temperature']:g}" + ("; interrupted" if result.get("interrupted") else ""))
         parts += _arm_tables(result["arms"]) + _paper_tables(result["arms"])
+    if batch := result.get("batch"):
+        parts[0] += (f"; {batch['batches']} batches of {batch['size']} prompts, up to {result['max_new_tokens']} "
+                     f"tokens a turn, temperature {result['temperature']:g}")
+        rows = [[f"{name} ({a['loop']})" if "loop" in a else name, shown(a["tokens_per_s"], 1), shown(a["speedup"]),
+                 "-".join(map(shown, a["speedup_ci"])), shown(a["tau"]),
+                 {True: "yes", None: None}.get(a["identical_to_greedy"], f"{a['diverged']} differ")]
+                for name, a in batch["arms"].items()]
+        parts.append(markdown(["arm", "tokens/s", "speedup", "95%", "tau", "= greedy"], rows))
     if curve := result.get("cost_curve"):
         parts.append(f"Milliseconds of a target forward by tokens, at {curve['context']} tokens of context")
         counts, lengths = curve["by_tokens"], curve["by_context"]

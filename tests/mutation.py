@@ -45,6 +45,14 @@ MUTANTS = [  # (file, text that occurs once, what to put in its place, what that
      "(x[:, :, : start + len(rows) + 1] for x in self.buffer)", "GrowingLayer.keep: a row too many"),
     ("common", "return logits if cap is None else torch.tanh(logits / cap) * cap", "return logits", "soft-capping"),
 
+    ("batching", "mask = torch.full((sum(sizes), sum(sizes) + sum(prefixes)), torch.finfo(target.dtype).min,",
+     "mask = torch.full((sum(sizes), sum(sizes) + sum(prefixes)), 0.0,", "joint mask: rows see each other"),
+    ("batching", "top, left = top + size, left + prefix + size", "top, left = top + size, left + size",
+     "joint mask: blocks out of place"),
+    ("batching", "torch.arange(prefix, prefix + size, device", "torch.arange(0, size, device", "joint positions"),
+    ("batching", "scored.append(torch.arange(size) >= size - (options", "scored.append(torch.arange(size) < (options",
+     "joint forward: logits of the wrong row"),
+
     ("glide", "return (block[:, :, None] > block[:, None, :])[:, None]",
      "return (block[:, :, None] >= block[:, None, :])[:, None]", "block mask: sees its own block"),
     ("glide", "+ phase[:, None]) // block_size", "+ 0 * phase[:, None]) // block_size", "block mask: no phase"),

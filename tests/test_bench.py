@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import bench
 import common
+import data
 import fitting
 import glide
 import report
@@ -189,7 +190,7 @@ def test_every_arm_sees_the_baselines_answers_in_rotating_order(files, fake):
 
     bench.Arm.play = spy
     try:
-        prompts = bench.read_prompts([files / "prompts.jsonl"], 0)
+        prompts = data.read_prompts([files / "prompts.jsonl"], 0)
         turns = bench.run(target, tokenizer, arms, prompts, {"do_sample": False, "max_new_tokens": 6})
     finally:
         bench.Arm.play = play
@@ -284,9 +285,9 @@ def test_chat_template_alternates_roles(files):
 def test_prompts_are_spread_over_the_files(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps({"turns": [str(i)]}) + "\n" for i in range(10)))
-    assert [p["turns"][0] for p in bench.read_prompts([path], 4)] == ["0", "2", "5", "7"]
-    assert len(bench.read_prompts([path], 0)) == len(bench.read_prompts([path], 99)) == 10
-    assert bench.read_prompts([path], 1)[0] == {"question_id": "p-1", "category": "p", "turns": ["0"]}
+    assert [p["turns"][0] for p in data.read_prompts([path], 4)] == ["0", "2", "5", "7"]
+    assert len(data.read_prompts([path], 0)) == len(data.read_prompts([path], 99)) == 10
+    assert data.read_prompts([path], 1)[0] == {"question_id": "p-1", "category": "p", "turns": ["0"]}
 
 
 # --------------------------------------------------------------------------------------------------------- figures
@@ -370,7 +371,7 @@ def test_bad_options(files, argv, message):
 def test_bad_prompt_files(tmp_path, text, message):
     (tmp_path / "p.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
-        bench.read_prompts([tmp_path / "p.jsonl"], 0)
+        data.read_prompts([tmp_path / "p.jsonl"], 0)
 
 
 def test_a_draft_model_of_another_vocabulary(files, tmp_path):

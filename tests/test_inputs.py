@@ -16,6 +16,7 @@ from test_train import folder  # noqa: F401  a fixture: target with a chat templ
 
 import bench
 import cli
+import data
 import train
 
 ROOT = Path(bench.__file__).parent
@@ -288,7 +289,7 @@ def test_a_bad_line_of_prompts(benching, capsys, tmp_path, line):
 def test_odd_but_valid_prompts(tmp_path):
     """Any line separator but \\n is text; numbers, lists and nothing may be question ids; a byte order mark is not."""
     (tmp_path / "p.jsonl").write_bytes('{"turns": ["a\u2028b\u0085c"], "question_id": [1], "category": null}'.encode())
-    [prompt] = bench.read_prompts([tmp_path / "p.jsonl"], 0)
+    [prompt] = data.read_prompts([tmp_path / "p.jsonl"], 0)
     assert prompt == {"turns": ["a\u2028b\u0085c"], "question_id": [1], "category": "None"}
 
 
