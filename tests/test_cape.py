@@ -147,7 +147,7 @@ def test_sampled_output_follows_the_target(small_llama, options):
     counts = collections.Counter()
     torch.manual_seed(0)
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 3, "gamma": 2, "sizes": [3, 2, 2, 1]} | options
-    for _ in range(1000):
+    for _ in range(500):
         counts[tuple(decode(small_llama, drafter, prompt, **options)[0][0, 2:].tolist())] += 1
     assert chi_square_p_value(counts, enumerate_joint(small_llama, prompt, 3)) > 0.001
 
@@ -166,7 +166,7 @@ def test_negative_control_accepting_every_extra_is_noticed(small_llama, monkeypa
     drafter, prompt = make_drafter(small_llama, cross_attention=False), torch.tensor([[1, 2]])
     counts = collections.Counter()
     torch.manual_seed(0)
-    for _ in range(1000):
+    for _ in range(500):
         output, _ = decode(small_llama, drafter, prompt, do_sample=True, top_k=0, max_new_tokens=3, gamma=2,
                            sizes=[3, 2, 2, 1])
         counts[tuple(output[0, 2:].tolist())] += 1

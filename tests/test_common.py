@@ -216,14 +216,14 @@ DRAFTS = {
 def test_sampled_output_follows_the_target(small_llama, kind):
     torch.manual_seed(0)
     prompt = torch.tensor([[1, 2, 3]])
-    counts = verify_often(small_llama, prompt, DRAFTS[kind], 3000)
+    counts = verify_often(small_llama, prompt, DRAFTS[kind], 1200)
     assert chi_square_p_value(counts, enumerate_joint(small_llama, prompt, 2)) > 0.001
 
 
 def test_negative_control_a_lying_drafter_is_noticed(small_llama):
     torch.manual_seed(0)
     prompt = torch.tensor([[1, 2, 3]])
-    counts = verify_often(small_llama, prompt, lambda: sibling_draft(Q, honest=False), 3000)
+    counts = verify_often(small_llama, prompt, lambda: sibling_draft(Q, honest=False), 1200)
     assert chi_square_p_value(counts, enumerate_joint(small_llama, prompt, 2)) < 1e-6
 
 

@@ -158,7 +158,7 @@ def test_sampled_output_follows_the_target(small_llama, options):
     drafter, prompt = make_drafter(small_llama, cross_attention=False), torch.tensor([[1, 2]])
     counts = collections.Counter()
     torch.manual_seed(0)
-    for _ in range(1500):
+    for _ in range(700):
         output, _ = decode(small_llama, drafter, prompt, do_sample=True, top_k=0, max_new_tokens=3, gamma=2, **options)
         counts[tuple(output[0, 2:].tolist())] += 1
     assert chi_square_p_value(counts, exact(small_llama, prompt, **options)) > 0.001
@@ -184,7 +184,7 @@ def test_negative_control_accepting_every_draft_is_noticed(small_llama, monkeypa
     counts = collections.Counter()
     torch.manual_seed(0)
     monkeypatch.setattr(common.torch, "rand", lambda *_, **__: torch.zeros(()))  # the acceptance test always passes
-    for _ in range(1500):
+    for _ in range(700):
         output, _ = decode(small_llama, drafter, prompt, do_sample=True, top_k=0, max_new_tokens=3, gamma=2)
         counts[tuple(output[0, 2:].tolist())] += 1
     assert chi_square_p_value(counts, exact(small_llama, prompt)) < 1e-6
