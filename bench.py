@@ -42,6 +42,7 @@ import cli
 import common
 import data
 import fitting
+import graphs
 import packed
 import report
 import stopping
@@ -177,7 +178,7 @@ class Arm:
         tokens = output[0, encoded["input_ids"].shape[1] :].tolist()
 
         targets = [call for call in clock.calls if call[0] == "target"]
-        rounds = sum(not call[4] for call in targets)
+        rounds = len(clock.accepted) if self.reports else sum(not call[4] for call in targets)
         answer = Answer(tokens, seconds, 0.0, {}, clock.total("target"), clock.total("drafter"), rounds, rounds,
                         clock.drafted, clock.offered, clock.accepted, torch.cuda.max_memory_allocated() if cuda else 0)
         if self.reports:
@@ -332,15 +333,17 @@ def encode(tokenizer, messages: list[str], device) -> dict:
     return {key: encoded[key].to(device) for key in ("input_ids", "attention_mask")}
 
 
-def check_lengths(target, tokenizer, prompts: list[dict], max_new_tokens: int) -> None:
-    """ValueError, before anything is measured, if a conversation could outgrow the target."""
-    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+def check_lengths(target, tokenizer, prompts: list[dict], max_new_tokens: int) -> int:
+    """Most tokens of a conversation; ValueError, before anything is measured, if it could outgrow the target."""
+    limit, most = getattr(target.config.get_text_config(), "max_position_embeddings", None), 0
     for prompt in prompts:
         messages = [text for turn in prompt["turns"] for text in (turn, "")][:-1]
         longest = encode(tokenizer, messages, "cpu")["input_ids"].shape[1] + max_new_tokens * len(prompt["turns"])
         if limit and longest > limit:
             raise ValueError(f"prompt {prompt['question_id']} may take {longest} tokens and the target's context is "
                              f"{limit}; lower --max-new-tokens or leave the prompt out")
+        most = max(most, longest)
+    return most
 
 
 # ------------------------------------------------------------------------------------------------------- measuring
@@ -474,6 +477,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
     parser.add_argument("--device", type=cli.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True, help="packed weights on a CPU")
+    parser.add_argument("--graphs", action="store_true", help="replay target forwards as CUDA graphs (graphs.py)")
     parser.add_argument("--prompts", nargs="+", metavar="FILE", help="FastChat JSONL (default: all of prompts/)")
     parser.add_argument("--num-prompts", type=number(int, 0), default=6, help="spread over all files; 0: all (6)")
     parser.add_argument("--max-new-tokens", type=number(int, 1), default=64, help="per turn (default 64)")
@@ -506,6 +510,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ValueError("--sweep and --refit look at greedy drafts of a --method; leave out --temperature")
     if args.batch_size > 1 and (args.sweep is not None or args.refit or args.show or args.peers):
         raise ValueError("--sweep, --refit, --show and --peers take one sequence at a time; leave out --batch-size")
+    if args.graphs and (args.batch_size > 1 or args.cost_curve or args.refit):
+        raise ValueError("--graphs holds one sequence; leave out --batch-size, --cost-curve and --refit")
     if not args.top_p:
         raise ValueError("--top-p must be above 0 and at most 1")
     if args.json and (Path(args.json).is_dir() or not Path(args.json).resolve().parent.is_dir()):
@@ -534,7 +540,9 @@ def main(argv: list[str] | None = None) -> None:
     result, arms, turns = report.header(args, target, len(prompts)), [], []
     if prompts:
         arms = make_arms(target, args)
-        check_lengths(target, tokenizer, prompts, args.max_new_tokens)
+        longest = check_lengths(target, tokenizer, prompts, args.max_new_tokens)
+        if args.graphs:
+            graphs.install(target, longest + graphs.SIZES[-1])
         swept = stopping.chain_and_heads(arms[2], target, args.sweep) if args.sweep is not None else None
         fit = fitting.fitter(arms[2].module) if args.refit else None
         sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}

@@ -258,7 +258,7 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
 
 def forward(target, input_ids: Tensor, cache, **kwargs) -> tuple[Tensor, Tensor]:
     """One target forward: logits (1, n, V) and last hidden states (1, n, D); the n rows join the cache."""
-    if hasattr(target, "joint"):  # one of several sequences: batching.py
+    if hasattr(target, "joint"):  # batching.py, graphs.py
         return target.joint(input_ids, cache, kwargs)
     seen = []
     hook = target.base_model.register_forward_hook(lambda _module, _args, out: seen.append(out[0]))

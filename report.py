@@ -89,7 +89,7 @@ def figures(arm, baseline, turns: list[dict], greedy: bool) -> dict:
     taken = sum(accepted) if accepted else emitted - forwards  # unreported: all but one token of each forward
     names = {"draft", "verify"}.union(*(a.timers for a in answers))
     each = {name: 1000 * sum(a.timers.get(name, 0.0) for a in answers) / rounds for name in sorted(names)}
-    in_forward = add("in_target") + add("in_drafter")
+    in_forward = add("in_target") and add("in_target") + add("in_drafter")  # a replayed graph does not report
     left = [{**turns[i], **gone} for i, gone in enumerate(arm.same) if gone]
     levels = range(1, max(offered, default=0) + 1)
     categories: dict[str, list[int]] = {}

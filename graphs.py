@@ -1,0 +1,133 @@
+"""CUDA graphs: the target's forward recorded once for each number of tokens, then replayed, with any method.
+
+A small target on a GPU spends most of a forward launching kernels. A graph launches them all at once, but it repeats
+the same shapes and the same memory. So the KV cache gets all its rows at the start, every forward attends to all of
+them under a mask that hides what is not there, and the number of tokens is rounded up:
+
+                      rows of the cache: 3 are filled, 2 tokens come, 8 rows in all
+                         0  1  2  3  4  5  6  7
+        token 0          x  x  x  x  .  .  .  .
+        token 1          x  x  x  x  x  .  .  .
+        rounded up       x  x  x  x  x  .  .  .      a copy of the last token: to row 5, where nobody looks
+
+common.forward comes here after `install`, so all methods, and plain decoding by bench.plain_generate, use the same
+graphs. Prompts and drafters run as usual. On a CPU the same steps run unrecorded, which is for tests, not for speed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+import common
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens of a recorded forward
+
+
+class FixedLayer(DynamicLayer):
+    """Keys and values (1, Hkv, L, Dh) of fixed memory; an update writes rows `place` (n,) and returns all L."""
+
+    def __init__(self, buffer: list[Tensor], place: Tensor):
+        super().__init__()
+        self.buffer, self.place = buffer, place
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        for buffer, rows in zip(self.buffer, (key_states, value_states)):
+            buffer.index_copy_(2, self.place, rows)
+        return tuple(self.buffer)
+
+
+class Recorded:
+    """The target's forward over n tokens with fixed inputs, cache and outputs."""
+
+    def __init__(self, target, buffers: list[list[Tensor]], n: int):
+        device = target.device
+        ids, positions, place = (torch.zeros(n, dtype=torch.long, device=device) for _ in range(3))
+        mask = torch.zeros(1, 1, n, buffers[0][0].shape[2], dtype=target.dtype, device=device)
+        cache = DynamicCache()
+        cache.layers = [FixedLayer(buffer, place) for buffer in buffers]
+        self.inputs, self.graph = (ids, positions, place, mask), None
+
+        def run() -> tuple[Tensor, Tensor]:
+            hidden = []
+            hook = target.base_model.register_forward_hook(lambda _module, _args, out: hidden.append(out[0]))
+            out = target.forward(ids[None], attention_mask=mask, position_ids=positions[None], past_key_values=cache,
+                                 use_cache=True)
+            hook.remove()
+            return out.logits, hidden[0]
+
+        self.run = run
+        if device.type == "cuda":
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # libraries allocate what they need in the first runs
+                for _ in range(3):
+                    run()
+            torch.cuda.current_stream().wait_stream(side)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.output = run()
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        for fixed, new in zip(self.inputs, inputs):
+            fixed.copy_(new)
+        if self.graph is None:
+            return self.run()
+        self.graph.replay()
+        return self.output[0].clone(), self.output[1].clone()  # the next replay writes over them
+
+
+class Graphs:
+    """What common.forward does for a target with graphs; one sequence at a time."""
+
+    def __init__(self, target, length: int):
+        shape, like = common.target_shape(target), {"dtype": target.dtype, "device": target.device}
+        size = (1, shape["num_kv_heads"], length, shape["head_dim"])
+        self.target, self.length, self.owner, self.recorded = target, length, None, {}
+        self.buffers = [[torch.zeros(size, **like), torch.zeros(size, **like)] for _ in range(shape["num_layers"])]
+
+    def __call__(self, input_ids: Tensor, cache, options: dict) -> tuple[Tensor, Tensor]:
+        """common.forward(target, input_ids (1, n), cache, **options)."""
+        start, n = cache.get_seq_length(), input_ids.shape[1]
+        if start == 0:  # a new sequence gets the memory; the forward over its prompt is not recorded
+            self.owner = cache
+            for layer, (keys, values) in zip(cache.layers, self.buffers):
+                layer.buffer, layer.is_initialized = (keys, values), True
+                layer.keys, layer.values = keys[:, :, :0], values[:, :, :0]
+                layer.dtype, layer.device = keys.dtype, keys.device
+        assert cache is self.owner, "graphs hold one sequence at a time"
+        rounded = next((size for size in SIZES if size >= n), self.length + 1)
+        outgrown = start + rounded > self.length or cache.layers[0].buffer[0] is not self.buffers[0][0]
+        if start == 0 or outgrown or "logits_to_keep" in options:
+            del self.target.joint
+            try:
+                return common.forward(self.target, input_ids, cache, **options)
+            finally:
+                self.target.joint = self
+        own, positions = options.get("attention_mask"), options.get("position_ids")
+        own = common.ancestor_mask(torch.arange(n - 1) - 1, start, self.target.dtype) if own is None else own
+        positions = torch.arange(start, start + n, device=own.device)[None] if positions is None else positions
+        last = torch.arange(rounded, device=input_ids.device).clamp(max=n - 1)  # the last token again and again
+        mask = own.new_full((1, 1, n, self.length), torch.finfo(own.dtype).min)
+        mask[..., : start + n] = own
+        if rounded not in self.recorded:
+            self.recorded[rounded] = Recorded(self.target, self.buffers, rounded)
+        place = torch.arange(start, start + rounded, device=input_ids.device)
+        logits, hidden = self.recorded[rounded](input_ids[0, last], positions[0].to(place.device)[last], place,
+                                                mask.to(place.device)[:, :, last])
+        for layer, buffers in zip(cache.layers, self.buffers):
+            layer.keys, layer.values = (x[:, :, : start + n] for x in buffers)
+        return logits[:, :n], hidden[:, :n]
+
+
+def install(target, length: int) -> None:
+    """Let common.forward replay graphs over a cache of `length` rows, a few more than the longest sequence.
+
+    Raises:
+        ValueError: `length` is over the target's context.
+    """
+    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    if limit and length > limit:
+        raise ValueError(f"graphs over {length} rows, and the target's context is {limit}; ask for fewer")
+    target.joint = Graphs(target, length)

@@ -1,0 +1,120 @@
+"""The fixed shapes of CUDA graphs, on the CPU and unrecorded: the same tokens as plain decoding with every method."""
+
+import pytest
+import torch
+from conftest import make_llama
+from test_batching import draft_of
+from test_bench import command, files, run  # noqa: F401  a fixture: target, GLIDE drafter, prompts
+from test_families import make_drafter, make_target
+from test_house import METHODS
+
+import bench
+import common
+import graphs
+
+
+@pytest.fixture
+def installed():
+    """graphs.install, undone at the end."""
+    def install(target, length):
+        graphs.install(target, length)
+        done.append(target)
+        return target.joint
+
+    done = []
+    yield install
+    for target in done:
+        vars(target).pop("joint", None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("target_name", ["Llama", "Gemma2, capped", "GPT2", "GPTNeoX"])
+def test_every_method_equals_plain_decoding(target_name, method, tmp_path, installed):
+    target, ids, truth = make_target(target_name)
+    arguments = make_drafter(method, target, tmp_path)
+    joint = installed(target, ids.shape[1] + 20 + 40)
+    for _ in range(2):  # the second answer finds the first one's rows in memory
+        stats = common.Stats()
+        assert torch.equal(target.generate(ids, max_new_tokens=20, do_sample=False, stats=stats, **arguments), truth)
+        assert stats.emitted == 20 and stats.drafted > 0
+    assert joint.recorded, "nothing was replayed"
+
+
+def test_plain_decoding_and_short_prompts(llama, installed):
+    truth = {n: llama.generate(torch.arange(1, n + 1)[None], max_new_tokens=9, do_sample=False) for n in (1, 2, 7)}
+    joint = installed(llama, 32)
+    for n, row in truth.items():
+        output = llama.generate(torch.arange(1, n + 1)[None], max_new_tokens=9, do_sample=False, stats=common.Stats(),
+                                custom_generate=bench.plain_generate)
+        assert torch.equal(output, row)
+    assert set(joint.recorded) == {1}
+
+
+def test_a_sequence_that_outgrows_the_memory_goes_on_without_graphs(llama, installed):
+    ids, arguments = torch.tensor([[3, 1, 4, 1, 5]]), draft_of(llama)
+    truth = llama.generate(ids, max_new_tokens=60, do_sample=False)
+    for length in (7, 17, 40, 66):
+        joint = installed(llama, length)
+        assert torch.equal(llama.generate(ids, max_new_tokens=60, do_sample=False, **arguments), truth)
+        assert bool(joint.recorded) == (length > 7)
+
+
+def test_a_forward_against_the_usual_one(llama, installed):
+    """Trees of all sizes at several lengths: logits, hidden states and cache rows; sizes are rounded up."""
+    torch.manual_seed(0)
+    past, caches = torch.randint(48, (1, 5)), []
+    calls = []
+    for n in (1, 5, 2, 7, 13):
+        parents = [int(torch.randint(-1, max(1, node), ())) if node else -1 for node in range(n - 1)]
+        calls.append((torch.randint(48, (1, n)), torch.tensor(parents, dtype=torch.long)))
+    outputs = []
+    for graphed in (False, True):
+        joint = installed(llama, 64) if graphed else None
+        cache, results = common.GrowingCache(3), []
+        common.forward(llama, past, cache)
+        for ids, parents in calls:
+            mask = common.ancestor_mask(parents, cache.get_seq_length(), llama.dtype)
+            depth = (mask[0, 0, :, cache.get_seq_length() :] == 0).sum(-1) - 1
+            positions = (cache.get_seq_length() + depth)[None]
+            results.append(common.forward(llama, ids, cache, attention_mask=mask, position_ids=positions))
+            if ids.shape[1] > 2:  # refuse some
+                cache.crop(-2)
+        caches.append(cache)
+        outputs.append(results)
+    assert set(joint.recorded) == {1, 6, 2, 8, 16}
+    for (logits, hidden), (fixed_logits, fixed_hidden) in zip(*outputs):
+        assert logits.shape == fixed_logits.shape and hidden.shape == fixed_hidden.shape
+        torch.testing.assert_close(fixed_logits, logits, atol=1e-12, rtol=0)
+        torch.testing.assert_close(fixed_hidden, hidden, atol=1e-12, rtol=0)
+    for a, b in zip(*(cache.layers for cache in caches)):
+        torch.testing.assert_close(b.keys, a.keys, atol=1e-12, rtol=0)
+        torch.testing.assert_close(b.values, a.values, atol=1e-12, rtol=0)
+
+
+def test_the_memory_belongs_to_one_sequence(llama, installed):
+    installed(llama, 32)
+    first, second = common.GrowingCache(3), common.GrowingCache(3)
+    for cache in (first, second):
+        common.forward(llama, torch.tensor([[1, 2]]), cache)
+    with pytest.raises(AssertionError, match="one sequence at a time"):
+        common.forward(llama, torch.tensor([[3]]), first)
+
+
+def test_more_rows_than_the_context_are_refused():
+    with pytest.raises(ValueError, match="graphs over 600 rows, and the target's context is 512; ask for fewer"):
+        graphs.install(make_llama(), 600)
+
+
+def test_bench_with_graphs(files, capsys):  # noqa: F811
+    plain, _ = run(capsys, command(files, "--num-prompts", "1"))
+    result, out = run(capsys, command(files, "--graphs", "--num-prompts", "1", "--max-new-tokens", "8"))
+    for arm in result["arms"].values():
+        assert arm["identical_to_greedy"] and arm["tau"] >= 1
+        assert (arm["overhead"] is None) == (arm.get("loop") != "transformers")
+    assert result["arms"]["glide"]["tau"] > 1 and plain["arms"]["glide"]["overhead"] > 0 and "| glide" in out
+
+
+@pytest.mark.parametrize("option", [["--batch-size", "2"], ["--cost-curve"], ["--refit"]])
+def test_what_graphs_do_not_go_with(files, option):  # noqa: F811
+    with pytest.raises(ValueError, match="--graphs holds one sequence; leave out"):
+        bench.parse(command(files, "--graphs", *option))
