@@ -1,6 +1,8 @@
 """The README says what is so: its tables are those of results/, its names exist, its commands are understood."""
 
+import gzip
 import importlib
+import json
 import re
 import shlex
 
@@ -29,7 +31,7 @@ def test_the_results_are_those_of_the_measured_runs():
 
 
 def test_every_name_resolves():
-    modules = "|".join((*METHODS, "common", "train", "data", "report", "bench"))
+    modules = "|".join((*METHODS, "common", "train", "data", "report", "bench", "batching", "graphs"))
     names = set(re.findall(rf"`({modules})\.(\w+)`", TEXT))
     assert len(names) > 25
     for module, name in names - {(module, "py") for module in modules.split("|")}:
@@ -53,3 +55,17 @@ def test_commands_are_understood(command, monkeypatch):
     script, *options = shlex.split(command.replace("...", "").replace("results/*.json", "r.json"), comments=True)
     if "--help" not in options and options[-1] != "--method":
         (bench.parse if script == "bench.py" else train.main)(options)
+
+
+def test_no_prompt_of_ours_is_in_the_training_data():
+    """No evaluation prompt shares eight consecutive words with a request that drafters were trained on."""
+    def runs(text):
+        words = re.findall(r"\w+", text.lower())
+        return {tuple(words[i : i + 8]) for i in range(len(words) - 7)}
+
+    asked = [json.loads(line) for path in (ROOT / "prompts").glob("*.jsonl") for line in path.open()]
+    evaluated = set().union(*(runs(turn) for prompt in asked for turn in prompt["turns"]))
+    files = list((ROOT / "conversations").glob("*.jsonl.gz"))
+    trained = [json.loads(line)["prompt"] for path in files for line in gzip.open(path, "rt")]
+    assert len(asked) > 50 and len(trained) > 1000
+    assert not [prompt for prompt in trained if runs(prompt) & evaluated]
