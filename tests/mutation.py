@@ -53,6 +53,13 @@ MUTANTS = [  # (file, text that occurs once, what to put in its place, what that
     ("batching", "scored.append(torch.arange(size) >= size - (options", "scored.append(torch.arange(size) < (options",
      "joint forward: logits of the wrong row"),
 
+    ("graphs", "mask = own.new_full((1, 1, n, self.length), torch.finfo(own.dtype).min)",
+     "mask = own.new_zeros((1, 1, n, self.length))", "graphs: sees rows that are not there"),
+    ("graphs", "place = torch.arange(start, start + rounded,", "place = torch.arange(0, rounded,",
+     "graphs: rows out of place"),
+    ("graphs", "clamp(max=n - 1)", "clamp(max=0)", "graphs: the wrong tokens"),
+    ("graphs", "or cache.layers[0].buffer[0] is not self.buffers[0][0]", "", "graphs: a cache that has moved away"),
+
     ("glide", "return (block[:, :, None] > block[:, None, :])[:, None]",
      "return (block[:, :, None] >= block[:, None, :])[:, None]", "block mask: sees its own block"),
     ("glide", "+ phase[:, None]) // block_size", "+ 0 * phase[:, None]) // block_size", "block mask: no phase"),
