@@ -91,6 +91,22 @@ def test_a_forward_against_the_usual_one(llama, installed):
         torch.testing.assert_close(b.values, a.values, atol=1e-12, rtol=0)
 
 
+def test_a_cache_that_has_moved_away_does_not_come_back(llama, installed):
+    """A long draft makes the cache grow into memory of its own; once refused, the length would fit again."""
+    torch.manual_seed(0)
+    ids, outputs = torch.randint(48, (1, 20)), []
+    for graphed in (False, True):
+        if graphed:
+            installed(llama, 12)
+        cache = common.GrowingCache(3)
+        common.forward(llama, ids[:, :8], cache)
+        common.forward(llama, ids[:, 8:9], cache)
+        common.forward(llama, ids[:, 9:15], cache)
+        cache.crop(-5)  # 10 rows are left, the last of them in the new memory only
+        outputs.append(common.forward(llama, ids[:, 10:11], cache)[0])
+    torch.testing.assert_close(*outputs, atol=1e-12, rtol=0)
+
+
 def test_the_memory_belongs_to_one_sequence(llama, installed):
     installed(llama, 32)
     first, second = common.GrowingCache(3), common.GrowingCache(3)
