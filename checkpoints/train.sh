@@ -30,15 +30,15 @@ make() { # NAME STEPS DATA OPTIONS...
 }
 
 make glide-first 2600 "$first" --method glide
-make glide 1100 "$more" --method glide --init "$out/glide-first" --lr 1.5e-3
+make glide 1000 "$more" --method glide --init "$out/glide-first" --lr 1.5e-3
 make vanilla 2600 "$first" --method glide --no-cross-attention # ablation of glide-first, not shipped
 make specdecpp-first 2000 "$first" --method specdecpp --layers '[0,-1]'
-make specdecpp-draft 1000 "$more" --method specdecpp --init "$out/specdecpp-first" --lr 1.5e-3
-make specdecpp 350 "$more" --method specdecpp --init "$out/specdecpp-draft" --stage head --lr 1e-3
+make specdecpp-draft 900 "$more" --method specdecpp --init "$out/specdecpp-first" --lr 1.5e-3
+make specdecpp 300 "$more" --method specdecpp --init "$out/specdecpp-draft" --stage head --lr 1e-3
 make falcon-young 600 "$first" --method falcon --fusion linear --distill-weight 1
 make falcon-first 800 "$first" --method falcon --init "$out/falcon-young" --distill-weight 1 --lr 1.5e-3
-make falcon 650 "$more" --method falcon --init "$out/falcon-first" --distill-weight 1 --lr 1.5e-3
+make falcon 550 "$more" --method falcon --init "$out/falcon-first" --distill-weight 1 --lr 1.5e-3
 make ctc_drafter-first 1500 "$first" --method ctc_drafter
-make ctc_drafter 750 "$more" --method ctc_drafter --init "$out/ctc_drafter-first" --lr 1.5e-3
+make ctc_drafter 650 "$more" --method ctc_drafter --init "$out/ctc_drafter-first" --lr 1.5e-3
 make medusa-first 1500 "$first" --method ctc_drafter --kind medusa # CTC-drafter's rival
-make medusa 750 "$more" --method ctc_drafter --init "$out/medusa-first" --lr 1.5e-3
+make medusa 650 "$more" --method ctc_drafter --init "$out/medusa-first" --lr 1.5e-3
