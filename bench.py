@@ -49,7 +49,7 @@ import stopping
 
 METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
 ROOT = Path(__file__).resolve().parent
-MEDUSA = f"ctc_drafter:none@{ROOT / 'checkpoints' / 'medusa'}"  # a rival, among `all`
+ALSO = ("cape:cpu", f"ctc_drafter:none@{ROOT / 'checkpoints' / 'medusa'}")  # in `all`: CAPE with S(p) fitted; Medusa
 PEER_DRAFTER = "specdecpp"  # its draft model is an ordinary causal LM, which transformers can use as an assistant
 ASSISTED = {  # transformers' assisted generation: tokens at first, their schedule, the confidence at which to stop
     "constant": (5, "constant", 0.0), "heuristic": (5, "heuristic", 0.0), "confidence": (20, "constant", 0.4)}
@@ -304,7 +304,7 @@ def make_arms(target, args) -> list[Arm]:
     if args.checkpoint and (len(wanted) != 1 or wanted == ["all"]):
         raise ValueError("--checkpoint goes with exactly one --method")
     for spec in wanted:
-        for name in (*METHODS, MEDUSA) if spec == "all" else [spec]:
+        for name in (*METHODS, *ALSO) if spec == "all" else [spec]:
             try:
                 arms += loader.arms(name)
             except ValueError as problem:
@@ -470,7 +470,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
                                formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     number = cli.number
     parser.add_argument("--method", nargs="+", default=[], metavar="NAME[:VARIANT][@DIR]",
-                        help=f"{', '.join(METHODS)}; all: those with a checkpoint, Medusa and --peers; NAME:all: all "
+                        help=f"{', '.join(METHODS)}; all: those with a checkpoint, Medusa, --peers; NAME:all: all "
                              "variants; DIR: another drafter than checkpoints/NAME")
     parser.add_argument("--peers", action="store_true", help="also transformers' assisted generation and prompt lookup")
     parser.add_argument("--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)")

@@ -52,7 +52,8 @@ class Config:
 
 
 VARIANTS = {"none": {"expansion": "none"}, "fixed": {"expansion": "fixed"}, "beam4": {"expansion": "beam", "width": 4},
-            "beam8": {"expansion": "beam", "width": 8}}  # the paper's comparisons: GLIDE alone, 5.4, and Table 3
+            "beam8": {"expansion": "beam", "width": 8},  # these four: GLIDE alone, 5.4, and Table 3 of the paper
+            "cpu": {"gamma": 2, "sizes": [2, 1, 1, 0]}}  # fitted to the shipped GLIDE and two CPU cores (--refit)
 
 
 # ------------------------------------------------------------------------------------------------------- expansion

@@ -13,6 +13,7 @@ from test_house import METHODS
 import batching
 import bench
 import common
+import data
 import glide
 
 PROMPTS = [torch.tensor([ids]) for ids in ([1, 5, 9, 2, 8, 3, 1], [4, 4], [7], [2, 10, 3, 6])]
@@ -180,3 +181,16 @@ def test_bench_repeats_prompts_to_fill_a_batch(files, capsys):  # noqa: F811
 def test_what_takes_one_sequence_says_so(files, option):  # noqa: F811
     with pytest.raises(ValueError, match="one sequence at a time; leave out --batch-size"):
         bench.parse(command(files, "--batch-size", "2", *option))
+
+
+def test_training_data_of_a_batch_is_that_of_each_row(llama):
+    """data._continue drops rows that have ended, every 32 tokens; the others must not notice."""
+    options = dict(max_new_tokens=90, do_sample=False, pad_token_id=0)
+    plain = [llama.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+             for ids in PROMPTS]
+    unused = next(token for token in range(48) if not any(token in row for row in plain))
+    for ends in ({plain[0][5]}, {plain[1][40], plain[2][70]}, {unused}):
+        rows = data._continue(llama, [ids[0].tolist() for ids in PROMPTS], ends, 90, 0.0)
+        cut = [next((i + 1 for i, token in enumerate(row) if token in ends), 90) for row in plain]
+        assert rows == [row[:n] for row, n in zip(plain, cut)]
+    assert data._continue(llama, [], {1}, 5, 0.0) == []
