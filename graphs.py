@@ -131,3 +131,6 @@ def install(target, length: int) -> None:
     if limit and length > limit:
         raise ValueError(f"graphs over {length} rows, and the target's context is {limit}; ask for fewer")
     target.joint = Graphs(target, length)
+    if target.device.type == "cuda":  # now, rather than while somebody measures
+        with torch.no_grad():
+            target.joint.recorded = {n: Recorded(target, target.joint.buffers, n) for n in SIZES if n <= length}
