@@ -30,7 +30,7 @@ make() { # NAME STEPS DATA OPTIONS...
 }
 
 make glide-first 2600 "$first" --method glide
-make glide 1000 "$more" --method glide --init "$out/glide-first" --lr 1.5e-3
+make glide 1000 "$more" --method glide --init "$out/glide-first" --lr 1.5e-3 --gamma 2
 make vanilla 2600 "$first" --method glide --no-cross-attention # ablation of glide-first, not shipped
 make specdecpp-first 2000 "$first" --method specdecpp --layers '[0,-1]'
 make specdecpp-draft 900 "$more" --method specdecpp --init "$out/specdecpp-first" --lr 1.5e-3
