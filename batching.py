@@ -25,6 +25,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -93,12 +94,13 @@ def joint_forward(target, requests: list[tuple]) -> list[tuple[Tensor, Tensor]]:
     Returns: for each call what it would return: logits (1, n, V), or (1, 1, V) if one was asked for, and hidden states.
     """
     sizes, prefixes = [ids.shape[1] for ids, _, _ in requests], [past.get_seq_length() for _, past, _ in requests]
-    mask = torch.full((sum(sizes), sum(sizes) + sum(prefixes)), torch.finfo(target.dtype).min, dtype=target.dtype)
+    mask = torch.full((sum(sizes), sum(sizes) + sum(prefixes)), torch.finfo(target.dtype).min, dtype=target.dtype,
+                      device=target.device)
     positions, scored, top, left = [], [], 0, 0
     for (_, _, options), size, prefix in zip(requests, sizes, prefixes):
         own = options.get("attention_mask")
         own = common.ancestor_mask(torch.arange(size - 1) - 1, prefix, target.dtype) if own is None else own
-        mask[top : top + size, left : left + prefix + size] = own[0, 0].cpu()
+        mask[top : top + size, left : left + prefix + size] = own[0, 0]
         top, left = top + size, left + prefix + size
         positions.append(options.get("position_ids", torch.arange(prefix, prefix + size, device=target.device)[None]))
         scored.append(torch.arange(size) >= size - (options.get("logits_to_keep") or size))
@@ -106,7 +108,7 @@ def joint_forward(target, requests: list[tuple]) -> list[tuple[Tensor, Tensor]]:
     cache.layers = [JointLayer(caches, sizes, index) for index in range(len(caches[0].layers))]
     rows = torch.cat(scored).nonzero()[:, 0]
     logits, hidden = common.forward(target, torch.cat([ids for ids, _, _ in requests], dim=1), cache,
-                                    attention_mask=mask[None, None].to(target.device), logits_to_keep=rows,
+                                    attention_mask=mask[None, None], logits_to_keep=rows.to(target.device),
                                     position_ids=torch.cat(positions, dim=1))
     return list(zip(logits.split([int(each.sum()) for each in scored], 1), hidden.split(sizes, 1)))
 
@@ -153,16 +155,16 @@ def generate(target, prompts: list[Tensor], options: list[dict] | None = None, *
 
 def padded_generate(target, prompts: list[Tensor], **options) -> list[Tensor]:
     """Plain decoding of a batch by transformers itself, with padding on the left; the outputs without it."""
-    longest, pad = max(ids.shape[1] for ids in prompts), target.generation_config.pad_token_id or 0
-    missing = [longest - ids.shape[1] for ids in prompts]
-    ids = torch.cat([torch.nn.functional.pad(x, (n, 0), value=pad) for x, n in zip(prompts, missing)])
-    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(x), (n, 0)) for x, n in zip(prompts, missing)])
+    pad, flat = target.generation_config.pad_token_id or 0, [row[0] for row in prompts]
+    ids = pad_sequence(flat, batch_first=True, padding_value=pad, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in flat], batch_first=True, padding_side="left")
     ends = target.generation_config.eos_token_id
     ends = set(ends if isinstance(ends, list) else [ends])
-    rows = []
-    for row, n in zip(target.generate(ids, attention_mask=mask, pad_token_id=pad, **options).tolist(), missing):
+    rows, longest = [], ids.shape[1]
+    output = target.generate(ids, attention_mask=mask, pad_token_id=pad, **options)
+    for row, prompt in zip(output.tolist(), flat):
         end = next((i + 1 for i in range(longest, len(row)) if row[i] in ends), len(row))
-        rows.append(ids.new_tensor([row[n:end]]))
+        rows.append(ids.new_tensor([row[longest - len(prompt) : end]]))
     return rows
 
 

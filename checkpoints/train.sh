@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make every drafter of this folder again, one after another:   bash checkpoints/train.sh OUT
 #
-# On a CPU as they were made, on the conversations in the repository: seven hours or so on one core. On a GPU on more
+# On a CPU as they were made, on the conversations in the repository: five and a half hours or so on one core. On a GPU on more
 # data, which the target writes first (CONVERSATIONS, 60000 by default, some 20 million tokens), in SCALE percent of the
 # steps (400 by default), each of eight times as many conversations.
 # Run it again after an interruption: what is done stays, what was begun goes on.

@@ -116,9 +116,12 @@ def test_the_memory_belongs_to_one_sequence(llama, installed):
         common.forward(llama, torch.tensor([[3]]), first)
 
 
-def test_more_rows_than_the_context_are_refused():
-    with pytest.raises(ValueError, match="graphs over 600 rows, and the target's context is 512; ask for fewer"):
-        graphs.install(make_llama(), 600)
+def test_room_for_the_longest_draft_may_reach_beyond_the_context(installed):
+    target = make_llama(max_position_embeddings=32)
+    ids, arguments = torch.tensor([[3, 1, 4, 1, 5]]), draft_of(target)
+    truth = target.generate(ids, max_new_tokens=27, do_sample=False)
+    joint = installed(target, 32 + graphs.SIZES[-1])
+    assert torch.equal(target.generate(ids, max_new_tokens=27, do_sample=False, **arguments), truth) and joint.recorded
 
 
 def test_bench_with_graphs(files, capsys):  # noqa: F811
