@@ -52,6 +52,20 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
     return sequences
 
 
+def hold_out(sequences: list[tuple[Tensor, Tensor]], count: int) -> tuple[list, list]:
+    """The last `count` sequences, and those before them that do not occur among the last: they are for training.
+
+    Raises:
+        ValueError: nothing is left to train on.
+    """
+    held_out = sequences[len(sequences) - count :]
+    unseen = {tuple(ids.tolist()) for ids, _ in held_out}
+    kept = [each for each in sequences[: len(sequences) - count] if tuple(each[0].tolist()) not in unseen]
+    if not kept:
+        raise ValueError(f"every conversation is among the {count} held out; give more data, or a smaller --held-out")
+    return held_out, kept
+
+
 def read_prompts(paths: list[Path], count: int) -> list[dict]:
     """`count` prompts spread evenly over the files (0: all), each {"question_id", "category", "turns"}."""
     prompts = []

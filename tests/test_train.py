@@ -87,6 +87,22 @@ def test_loss_is_on_responses_and_never_on_the_first_token(folder):
         assert mask.tolist() == [False] * 6 + [True] * 9
 
 
+def test_several_data_files_and_no_held_out_conversation_in_training(folder, tmp_path, monkeypatch):
+    lines = (folder / "data.jsonl").read_text().splitlines()
+    for name, part in (("a", [*lines[:6], *lines[20:]]), ("b", lines[6:])):  # both end with the same four
+        (tmp_path / name).write_text("\n".join(part) + "\n")
+    taken = []
+    monkeypatch.setattr(train, "Features", lambda target, sequences, *_: taken.append(sequences) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train.main(options(folder, tmp_path / "out", "--steps", "1", "--data", str(tmp_path / "a"), str(tmp_path / "b")))
+    _, tokenizer = train.common.load_target(str(folder))
+    expected = [ids for ids, _ in data.read_conversations(str(folder / "data.jsonl"), tokenizer, 512)][:20]
+    assert [ids.tolist() for ids, _ in taken[0]] == [ids.tolist() for ids in expected]
+    (tmp_path / "same").write_text("\n".join([lines[0]] * 4) + "\n")
+    with pytest.raises(ValueError, match="every conversation is among the 2 held out"):
+        train.main(options(folder, tmp_path / "out", "--steps", "1", "--data", str(tmp_path / "same")))
+
+
 @pytest.mark.parametrize("line", ['{"prompt": 3}', "[1]", "{", '{"messages": [{"role": "user"}]}', '{"text": null}',
                                   '{"prompt_ids": [1], "response_ids": [4800]}'])
 def test_bad_line_is_named_by_number(folder, tmp_path, line):
