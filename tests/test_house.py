@@ -39,6 +39,11 @@ def test_a_method_imports_common_and_libraries_only(name):
     assert set(imported(name)) & local == {"common"}
 
 
+def test_an_installed_copy_has_every_file():
+    packaged = re.search(r"py-modules = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL)[1]
+    assert sorted(re.findall(r'"(\w+)"', packaged)) == sorted(path.stem for path in ROOT.glob("*.py"))
+
+
 def test_common_knows_no_method():
     assert not set(imported("common")) & set(METHODS) and not re.search(r"method\s*==", source("common"))
 
