@@ -92,11 +92,13 @@ def head_weight(target, token_ids: Tensor | None = None) -> Tensor:
 
 
 def draft_head(target, token_ids: Tensor) -> nn.Linear:
-    """The same rows as a frozen layer D -> Vd, packed if the target is (packed.py)."""
+    """The same rows as a frozen layer D -> Vd; of a packed target (packed.py) packed, and made once for `token_ids`."""
+    if token_ids in getattr(target, "packed_heads", ()):
+        return target.packed_heads[token_ids]
     weight = head_weight(target, token_ids)
     head = nn.Linear(*weight.T.shape, bias=False, device="meta")
     head.weight = nn.Parameter(weight, requires_grad=False)
-    return target.pack(head) if hasattr(target, "pack") else head
+    return target.pack_head(token_ids, head) if hasattr(target, "pack_head") else head
 
 
 def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -198,7 +200,6 @@ class Draft:
     """A token tree: tokens (N,) ids; parents (N,) on the CPU, parents first, -1 for the newest committed token;
     probs (N, V) the processed distribution each node was really sampled from, a row of zeros for a node that was chosen
     deterministically, None when all were."""
-
     tokens: Tensor
     parents: Tensor
     probs: Tensor | None = None
@@ -298,7 +299,6 @@ def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, st
 
 class Verified(NamedTuple):
     """Outcome of a round."""
-
     tokens: Tensor  # (1, A + 1) to commit, the last one the target's own (bonus)
     path: list[int]  # the A accepted nodes
     hidden: Tensor  # (1, A + 1, D) the target's last hidden states of the root and the accepted nodes

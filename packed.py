@@ -13,6 +13,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 def linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
@@ -36,5 +37,6 @@ def pack(model: nn.Module, rows: int = 8) -> nn.Module:
         if type(module) is nn.Linear and weight.device.type == "cpu" and weight.dtype == torch.float32:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
             module.forward = functools.partial(linear, packed, module.bias)
-    model.pack = pack  # common.draft_head asks for it
+    model.packed_heads = WeakIdKeyDictionary()  # for common.draft_head
+    model.pack_head = lambda token_ids, head: model.packed_heads.setdefault(token_ids, pack(head, rows))
     return model

@@ -1,9 +1,12 @@
 """packed.py: same numbers, same decoding, embeddings and weights untouched."""
 
+import gc
+
 import torch
 from conftest import make_llama
 from test_glide import decode, make_drafter
 
+import common
 import packed
 
 
@@ -30,3 +33,15 @@ def test_packed_decoding_is_still_lossless():
     output, stats = decode(target, drafter, torch.tensor([[5, 6, 7]]))
     assert torch.equal(output, truth) and stats.emitted == 40
     assert all(torch.equal(weight, weights[name]) for name, weight in target.state_dict().items())
+
+
+def test_a_drafters_head_is_packed_once():
+    target = packed.pack(make_llama().float())
+    one, other = (packed.pack(make_drafter(target, draft_vocab=size).float()) for size in (20, 30))
+    heads = [common.draft_head(target, drafter.draft_ids) for drafter in (one, other, one)]
+    assert heads[0] is heads[2] and heads[1].out_features == 30 and len(target.packed_heads) == 2
+    x = torch.randn(3, target.config.hidden_size)
+    torch.testing.assert_close(heads[0](x), x @ target.get_output_embeddings().weight[one.draft_ids].T)
+    del one, heads
+    gc.collect()
+    assert len(target.packed_heads) == 1

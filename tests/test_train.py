@@ -94,7 +94,8 @@ def test_several_data_files_and_no_held_out_conversation_in_training(folder, tmp
     taken = []
     monkeypatch.setattr(train, "Features", lambda target, sequences, *_: taken.append(sequences) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        train.main(options(folder, tmp_path / "out", "--steps", "1", "--data", str(tmp_path / "a"), str(tmp_path / "b")))
+        more = ["--data", str(tmp_path / "a"), str(tmp_path / "b")]
+        train.main(options(folder, tmp_path / "out", "--steps", "1", *more))
     _, tokenizer = train.common.load_target(str(folder))
     expected = [ids for ids, _ in data.read_conversations(str(folder / "data.jsonl"), tokenizer, 512)][:20]
     assert [ids.tolist() for ids, _ in taken[0]] == [ids.tolist() for ids in expected]
