@@ -52,5 +52,5 @@ make glide 1850 --method glide --init "$out/glide-second"
 make specdecpp-third 2600 --method specdecpp --init "$out/specdecpp-second"
 make specdecpp 300 --method specdecpp --init "$out/specdecpp-third" --stage head --lr 1e-3
 make falcon 3550 --method falcon --init "$out/falcon-second" --tree '[[0],[1],[2],[0,1],[0,0]]'
-make ctc_drafter 3350 --method ctc_drafter --init "$out/ctc_drafter-second"
-make medusa 3350 --method ctc_drafter --init "$out/medusa-second"
+make ctc_drafter 3350 --method ctc_drafter --init "$out/ctc_drafter-second" --nodes 5 --symbols 6 --candidates 8
+make medusa 3350 --method ctc_drafter --init "$out/medusa-second" --nodes 5
