@@ -37,6 +37,6 @@ def pack(model: nn.Module, rows: int = 8) -> nn.Module:
         if type(module) is nn.Linear and weight.device.type == "cpu" and weight.dtype == torch.float32:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
             module.forward = functools.partial(linear, packed, module.bias)
-    model.packed_heads = WeakIdKeyDictionary()  # for common.draft_head
-    model.pack_head = lambda token_ids, head: model.packed_heads.setdefault(token_ids, pack(head, rows))
+    heads = model.packed_heads = WeakIdKeyDictionary()  # for common.draft_head, which asks once for each drafter
+    model.pack_head = lambda token_ids, head: heads.setdefault(token_ids, pack(head, rows))
     return model

@@ -236,7 +236,8 @@ def train(args, config_overrides: dict) -> None:
                          f"{shape['vocab_size']}; give a --target whose files belong together")
     length = min(args.max_length, context or args.max_length)
     sequences = [each for path in args.data for each in data.read_conversations(path, tokenizer, length)]
-    held_out, sequences = data.hold_out(sequences, held := min(args.held_out, len(sequences) // 2))
+    held = min(args.held_out, len(sequences) // 2)
+    held_out, sequences = data.hold_out(sequences, held)
 
     counts = torch.zeros(shape["vocab_size"], dtype=torch.long)
     for ids, mask in sequences:
@@ -356,7 +357,7 @@ def main(argv: list[str] | None = None) -> None:
     number = cli.number
     parser.add_argument("--method", choices=METHODS, help="whose drafter to train")
     parser.add_argument("--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--data", nargs="+", help="conversations, .jsonl or .jsonl.gz")
+    parser.add_argument("--data", nargs="+", help="conversations, files of .jsonl or .jsonl.gz")
     parser.add_argument("--out", required=True, help="checkpoint folder, or the file that --make-data appends to")
     parser.add_argument("--make-data", type=number(int, 1), metavar="N", help="have N conversations in --out")
     parser.add_argument("--steps", type=number(int, 1), help="optimizer steps")
