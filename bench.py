@@ -349,15 +349,20 @@ def check_lengths(target, tokenizer, prompts: list[dict], max_new_tokens: int) -
 # ------------------------------------------------------------------------------------------------------- measuring
 
 
-def run(target, tokenizer, arms: list[Arm], prompts: list[dict], options: dict) -> list[dict]:
-    """Play all turns with all arms, filling `arm.answers`; returns a record of each turn. Ctrl-C ends it early."""
+def run(target, tokenizer, arms: list[Arm], prompts: list[dict], options: dict, rehearse: bool = False) -> list[dict]:
+    """Play all turns with all arms, filling `arm.answers`; returns a record of each turn. Ctrl-C ends it early.
+
+    Args: rehearse: warm up with all first turns, since compiled drafters compile when they meet another shape.
+    """
     greedy, turns = not options["do_sample"], []
     total = len(arms) * sum(len(prompt["turns"]) for prompt in prompts)
     bar = tqdm(total=total, desc="answers", mininterval=0.5 if sys.stderr.isatty() else 20)  # a log gets few lines
     try:
-        warm_up = encode(tokenizer, prompts[0]["turns"][:1], target.device)
-        for arm in arms:
-            arm.play(target, warm_up, **{**options, "max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])})
+        short = {**options, "max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
+        for prompt in prompts if rehearse else prompts[:1]:
+            warm_up = encode(tokenizer, prompt["turns"][:1], target.device)
+            for arm in arms:
+                arm.play(target, warm_up, **(options if rehearse else short))
         for index, prompt in enumerate(prompts):
             messages: list[str] = []
             for turn in prompt["turns"]:
@@ -477,7 +482,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
     parser.add_argument("--device", type=cli.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True, help="packed weights on a CPU")
-    parser.add_argument("--graphs", action="store_true", help="replay target forwards as CUDA graphs (graphs.py)")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs and compiled drafters (graphs.py)")
     parser.add_argument("--prompts", nargs="+", metavar="FILE", help="FastChat JSONL (default: all of prompts/)")
     parser.add_argument("--num-prompts", type=number(int, 0), default=6, help="spread over all files; 0: all (6)")
     parser.add_argument("--max-new-tokens", type=number(int, 1), default=64, help="per turn (default 64)")
@@ -541,8 +546,6 @@ def main(argv: list[str] | None = None) -> None:
     if prompts:
         arms = make_arms(target, args)
         longest = check_lengths(target, tokenizer, prompts, args.max_new_tokens)
-        if args.graphs:
-            graphs.install(target, longest + graphs.SIZES[-1])
         swept = stopping.chain_and_heads(arms[2], target, args.sweep) if args.sweep is not None else None
         fit = fitting.fitter(arms[2].module) if args.refit else None
         sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
@@ -552,7 +555,11 @@ def main(argv: list[str] | None = None) -> None:
         result["batch"] = batching.measure(target, tokenizer, arms, prompts, args.batch_size, encode,
                                            {"max_new_tokens": args.max_new_tokens, **options})
     elif prompts:
-        turns = run(target, tokenizer, arms, prompts, {"max_new_tokens": args.max_new_tokens, **options})
+        drafters = {id(drafter): drafter for arm in arms if arm.module for drafter in arm.drafters}.values()
+        graphed = graphs.use(target, longest + graphs.SIZES[-1], drafters)
+        with graphed if args.graphs else contextlib.nullcontext():
+            turns = run(target, tokenizer, arms, prompts, {"max_new_tokens": args.max_new_tokens, **options},
+                        rehearse=args.graphs)
         if not turns:
             sys.exit(130)
         result["prompts"], result["arms"] = turns[-1]["prompt"] + 1, {}

@@ -139,6 +139,7 @@ class GrowingLayer(DynamicLayer):
     `keys` and `values` (B, Hkv, P, Dh) are always views of the buffer's first P rows, so cropping costs nothing.
     """
 
+    @torch.compiler.disable  # it cannot compile changes of a buffer that is passed around together with its views
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append rows (B, Hkv, n, Dh); returns all keys and values."""
         start, new = self.get_seq_length(), (key_states, value_states)
@@ -185,8 +186,7 @@ class DraftCache(GrowingCache):
         if self.fed is None:
             return input_ids
         end = min(self.fed.shape[1], input_ids.shape[1] - 1)
-        differ = (self.fed[0, :end] != input_ids[0, :end]).nonzero()
-        agreed = int(differ[0]) if len(differ) else end
+        agreed = int((self.fed[0, :end] == input_ids[0, :end]).cumprod(0).sum())
         self.crop(agreed - self.fed.shape[1])
         self.fed = self.fed[:, :agreed]
         return input_ids[:, agreed:]

@@ -1,4 +1,4 @@
-"""CUDA graphs: the target's forward recorded once for each number of tokens, then replayed, with any method.
+"""CUDA graphs: the target's forward recorded once for each number of tokens, then replayed; drafters compiled.
 
 A small target on a GPU spends most of a forward launching kernels. A graph launches them all at once, but it repeats
 the same shapes and the same memory. So the KV cache gets all its rows at the start, every forward attends to all of
@@ -10,11 +10,14 @@ them under a mask that hides what is not there, and the number of tokens is roun
         token 1          x  x  x  x  x  .  .  .
         rounded up       x  x  x  x  x  .  .  .      a copy of the last token: to row 5, where nobody looks
 
-common.forward comes here after `install`, so all methods, and plain decoding by bench.plain_generate, use the same
-graphs. Prompts and drafters run as usual. On a CPU the same steps run unrecorded, which is for tests, not for speed.
+common.forward comes here inside `use`, so all methods, and plain decoding by bench.plain_generate, use the same
+graphs. Prompts run as usual. Drafters have a layer or two, whose shapes differ from method to method, so torch.compile
+fuses what it can of them, for any shape. On a CPU the same steps run unrecorded, which is for tests, not for speed.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 from torch import Tensor
@@ -58,7 +61,7 @@ class Recorded:
             return out.logits, hidden[0]
 
         self.run = run
-        if device.type == "cuda":
+        if device.type != "cpu":
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # libraries allocate what they need in the first runs
@@ -121,9 +124,23 @@ class Graphs:
         return logits[:, :n], hidden[:, :n]
 
 
-def install(target, length: int) -> None:
-    """Let common.forward replay graphs over a cache of `length` rows, SIZES[-1] more than the longest sequence."""
-    target.joint = Graphs(target, length)
-    if target.device.type == "cuda":  # now, rather than while somebody measures
-        with torch.no_grad():
-            target.joint.recorded = {n: Recorded(target, target.joint.buffers, n) for n in SIZES if n <= length}
+@contextlib.contextmanager
+def use(target, length: int, drafters=()):
+    """Meanwhile common.forward replays graphs over a cache of `length` rows, and the drafters' forwards are compiled.
+
+    Args: length: SIZES[-1] more than the longest sequence. drafters: modules.
+    Yields: the Graphs.
+    """
+    target.joint, on_gpu = Graphs(target, length), target.device.type != "cpu"
+    for drafter in drafters:
+        compiled = torch.compile(drafter.forward, dynamic=True, backend="inductor" if on_gpu else "aot_eager")
+        drafter.forward = compiled  # rather than drafter.compile, which would compile the hooks of a clock, too
+    try:
+        if on_gpu:  # now, rather than while somebody measures
+            with torch.no_grad():
+                target.joint.recorded = {n: Recorded(target, target.joint.buffers, n) for n in SIZES if n <= length}
+        yield target.joint
+    finally:
+        del target.joint
+        for drafter in drafters:
+            del drafter.forward

@@ -1,8 +1,9 @@
 """Break the verifier, every mask and every loss in turn, in a copy of the repository, and see that a test goes red.
 
     python tests/mutation.py            # all: half an hour or so; exit code 1 if a mutant survives
-    python tests/mutation.py glide      # those of one file
+    python tests/mutation.py glide      # those of one file; "gpu: glide" those that only a GPU would mind
 
+The tests of the mutant's own file must notice it, or tests/test_gpu.py those marked so.
 A mutant is one replacement of text that makes the program wrong, not merely different. Equivalent ones are left out;
 for instance, a refused sampled sibling cannot be drawn again, because what is left of its probability is zero.
 """
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MUTANTS = [  # (file, text that occurs once, what to put in its place, what that breaks); its own tests must notice
+MUTANTS = [  # (file, text that occurs once, what to put in its place, what that breaks)
     ("common", "see[node + 1] |= see[parent + 1]", "see[node + 1] |= see[0]", "tree mask: parents only at the root"),
     ("common", "mask[0, 0, :, prefix:].masked_fill_(~see, torch.finfo(dtype).min)", "pass", "tree mask: none"),
     ("common", "position_ids=(prefix + depth)", "position_ids=(prefix + torch.arange(len(depth)))", "tree positions"),
@@ -59,6 +60,13 @@ MUTANTS = [  # (file, text that occurs once, what to put in its place, what that
      "graphs: rows out of place"),
     ("graphs", "clamp(max=n - 1)", "clamp(max=0)", "graphs: the wrong tokens"),
     ("graphs", "or cache.layers[0].buffer[0] is not self.buffers[0][0]", "", "graphs: a cache that has moved away"),
+
+    ("gpu: graphs", "        self.graph.replay()\n", "", "graphs: no replay"),
+    ("gpu: graphs", "            fixed.copy_(new)", "            pass", "graphs: inputs of the recording"),
+    ("gpu: graphs", "mask.to(place.device)", "mask", "graphs: the mask stays on the CPU"),
+    ("gpu: common", "mask.to(device) if", "mask if", "verify: the mask stays on the CPU"),
+    ("gpu: glide", "rows = torch.arange(own.fed.shape[1], device=ids.device)",
+     "rows = torch.arange(own.fed.shape[1])", "drafting mask made on the CPU"),
 
     ("glide", "return (block[:, :, None] > block[:, None, :])[:, None]",
      "return (block[:, :, None] >= block[:, None, :])[:, None]", "block mask: sees its own block"),
@@ -168,14 +176,14 @@ def main() -> int:
         copy = Path(temporary) / "copy"
         unneeded = shutil.ignore_patterns(".git", "checkpoints", "conversations", "__pycache__")
         shutil.copytree(ROOT, copy, ignore=unneeded)
-        for name in dict.fromkeys(mutant[0] for mutant in mutants):  # red must mean that the mutant did it
+        for name in dict.fromkeys(mutant[0].partition(":")[0] for mutant in mutants):  # else red means nothing
             green, first = pytest(copy, name)
             if not green:
                 print(f"tests/test_{name}.py fails without any mutant: {first}")
                 return 1
         print(f"| {'file':11} | {'mutant':45} | noticed by")
         for name, old, new, what in mutants:
-            path = copy / f"{name}.py"
+            path, name = copy / f"{name.split()[-1]}.py", name.partition(":")[0]
             text, start = path.read_text(), time.monotonic()
             if text.count(old) != 1:
                 outcome, survived = f"STALE: the text occurs {text.count(old)} times", True

@@ -53,15 +53,15 @@ def make_batch(target, drafter):
     return train.make_batch([0, 1, 2], sequences, features, torch.arange(3), 0.3, "cpu")
 
 
-def make_drafter(name, target, folder):
+def make_drafter(name, target, folder, **options):
     """(keyword arguments of `generate`, trained by one step of the method's loss, saved and loaded again)."""
     module = importlib.import_module(name)
     if not hasattr(module, "build"):  # it works on another method's drafter
         base = importlib.import_module(module.Config().base)
-        drafter = make_drafter(base.__name__, target, folder)["drafter"]
+        drafter = make_drafter(base.__name__, target, folder, **options)["drafter"]
         return {"custom_generate": module.generate, "base": base, "base_drafter": drafter}
     small = {"intermediate_size": 16, "draft_vocab": 11} if name != "specdecpp" else {"draft_vocab": 11}
-    config = module.Config(target=common.target_shape(target), **small)
+    config = module.Config(target=common.target_shape(target), **small | options)
     drafter = module.build(config, target, torch.arange(VOCAB)).float().train()
     before = {key: value.clone() for key, value in drafter.state_dict().items()}
     optimizer = torch.optim.SGD([p for p in drafter.parameters() if p.requires_grad], lr=1e-3)

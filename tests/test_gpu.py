@@ -1,0 +1,14 @@
+"""Runs gpu.py in a process of its own: autograd wants to know all devices from the start, and none can be taken back."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_on_a_gpu_that_is_not_there(which):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu.py", "-m", which]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:]
