@@ -30,7 +30,7 @@ def llama():
 @pytest.fixture(scope="session")
 def small_llama():
     """Seven tokens, so that joint distributions can be enumerated."""
-    return make_llama(vocab=7, seed=3)
+    return make_llama(vocab=7, layers=1, seed=3)
 
 
 def enumerate_joint(target, prompt, length):

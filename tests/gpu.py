@@ -84,14 +84,14 @@ def test_decodes_on_the_device_as_on_the_cpu(target_name, method, tmp_path):
     arguments = drafter_for(method, target, tmp_path)
     for kind, chosen in OPTIONS.items():
         torch.manual_seed(5)
-        expected = target.generate(ids, max_new_tokens=20, **chosen, **arguments)
-        assert kind != "greedy" or torch.equal(expected, truth)
+        expected = target.generate(ids, max_new_tokens=10, **chosen, **arguments)
+        assert kind != "greedy" or torch.equal(expected, truth[:, : expected.shape[1]])
         with pretend.gpu() as counts:
             there = {name: moved(value) for name, value in arguments.items()}
             target_there, ids_there, stats = moved(target), ids.to("pretend"), common.Stats()
             torch.manual_seed(5)
             counts.clear()
-            output = target_there.generate(ids_there, max_new_tokens=20, stats=stats, **chosen, **there)
+            output = target_there.generate(ids_there, max_new_tokens=10, stats=stats, **chosen, **there)
             if kind == "greedy":  # four waits in generate itself and before the first round
                 assert counts["waits"] <= WAITS[method] * stats.target_forwards + stats.emitted + 4
             assert torch.equal(output.cpu(), expected), kind
@@ -108,12 +108,12 @@ def test_recorded_graphs_equal_plain_decoding(target_name, method, tmp_path, mon
         target, launched = moved(target), {}
         there = {name: moved(value) for name, value in arguments.items()}
         for recorded in (False, True):
-            with graphs.use(target, ids.shape[1] + 20 + 32) if recorded else contextlib.nullcontext() as joint:
+            with graphs.use(target, ids.shape[1] + 10 + 32) if recorded else contextlib.nullcontext() as joint:
                 assert not recorded or len(joint.recorded) == sum(n <= joint.length for n in graphs.SIZES)
                 for _ in range(2):  # the second answer finds the first one's rows in memory
                     counts.clear()
-                    output = target.generate(ids.to("pretend"), max_new_tokens=20, do_sample=False, **there)
-                    assert torch.equal(output.cpu(), truth)
+                    output = target.generate(ids.to("pretend"), max_new_tokens=10, do_sample=False, **there)
+                    assert torch.equal(output.cpu(), truth[:, : output.shape[1]])
             launched[recorded] = counts["operators"]
         assert launched[True] < 0.9 * launched[False]
 

@@ -69,8 +69,8 @@ class Oracle:
 # ---------------------------------------------------------------------------------------------------------- lossless
 
 
-@pytest.mark.parametrize("gamma", [0, 1, 5, 8])
-@pytest.mark.parametrize("length", [1, 2, 13])
+@pytest.mark.parametrize("gamma", [0, 1, 5])
+@pytest.mark.parametrize("length", [1, 6])
 def test_greedy_output_is_the_targets(llama, trained, gamma, length):
     ids = torch.randint(0, 48, (1, length), generator=torch.Generator().manual_seed(length))
     truth = llama.generate(ids, max_new_tokens=40, do_sample=False)
@@ -155,7 +155,7 @@ def test_stop_strings_and_streamer(llama, trained):
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"top_p": 0.8}])
 def test_sampled_output_follows_the_target(small_llama, options):
     """Joint distribution of the first three tokens, with a drafter that is neither right nor absurd."""
-    drafter, prompt = make_drafter(small_llama, cross_attention=False), torch.tensor([[1, 2]])
+    drafter, prompt = make_drafter(small_llama), torch.tensor([[1, 2]])
     counts = collections.Counter()
     torch.manual_seed(0)
     for _ in range(700):
@@ -180,7 +180,7 @@ def exact(target, prompt, **options):
 
 
 def test_negative_control_accepting_every_draft_is_noticed(small_llama, monkeypatch):
-    drafter, prompt = make_drafter(small_llama, cross_attention=False), torch.tensor([[1, 2]])
+    drafter, prompt = make_drafter(small_llama), torch.tensor([[1, 2]])
     counts = collections.Counter()
     torch.manual_seed(0)
     monkeypatch.setattr(common.torch, "rand", lambda *_, **__: torch.zeros(()))  # the acceptance test always passes

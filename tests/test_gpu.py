@@ -1,4 +1,4 @@
-"""Runs gpu.py in a process of its own: autograd wants to know all devices from the start, and none can be taken back."""
+"""Runs gpu.py in a process of its own: autograd wants to know all devices at the start, and none can be taken back."""
 
 import subprocess
 import sys
