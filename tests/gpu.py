@@ -21,6 +21,7 @@ from test_train import folder, options  # noqa: F401  a fixture: target, convers
 import batching
 import bench
 import common
+import data
 import graphs
 import train
 
@@ -201,3 +202,15 @@ def test_train_on_the_device(folder, tmp_path, monkeypatch):  # noqa: F811
     drafters = [load_file(tmp_path / name / "model.safetensors") for name in ("cpu", "device")]
     for a, b in zip(*(d.values() for d in drafters)):
         torch.testing.assert_close(a.float(), b.float(), atol=1e-2, rtol=1e-2)
+
+
+def test_answers_for_training_on_the_device_are_those_of_the_cpu():
+    target, _, _ = make_target("Llama")
+    for temperature in (0.0, 0.8):
+        answers = []
+        for place in ("cpu", "pretend"):
+            with pretend.gpu():
+                torch.manual_seed(1)
+                prompts = [[1, 2, 3], [4], [5, 6]]
+                answers.append(data._continue(copy.deepcopy(target).to(place), prompts, {0}, 34, temperature))
+        assert answers[0] == answers[1] and len({len(answer) for answer in answers[0]}) > 1

@@ -20,7 +20,8 @@ _setup_privateuseone_for_python_backend("pretend")
 torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]  # for torch.autocast
 aten = torch.ops.aten
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
-WAITING = (aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default, aten._unique2.default)
+WAITING = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
+           aten.repeat_interleave.Tensor, aten._unique2.default)
 counts: collections.Counter = collections.Counter()  # "waits", "copies", "operators"
 recording: Graph | None = None
 
@@ -97,8 +98,6 @@ def run(operator, args: tuple, kwargs: dict):
         recording.steps.append((operator, local(args), local(kwargs_here), out))
     if not to_device:
         return out
-    if operator is aten._to_copy.default and out is args[0]:
-        out = out.clone()
     return return_and_correct_aliasing(operator, args, kwargs, change(out, Remote))
 
 
