@@ -37,7 +37,7 @@ MUTANTS = [  # (file, text that occurs once, what to put in its place, what that
      "_choose: argmax for a draw"),
     ("common", "for count in range(1, tokens.shape[1] + 1):", "for count in [tokens.shape[1]]:",
      "commit: runs past the end"),
-    ("common", "agreed = int(differ[0]) if len(differ) else end", "agreed = end",
+    ("common", "agreed = int((self.fed[0, :end] == input_ids[0, :end]).cumprod(0).sum())", "agreed = end",
      "DraftCache.rewind: keeps refused rows"),
     ("common", "self.crop(agreed - self.fed.shape[1])", "pass", "DraftCache.rewind: rows stay"),
     ("common", "end = min(self.fed.shape[1], input_ids.shape[1] - 1)",
