@@ -139,7 +139,6 @@ class GrowingLayer(DynamicLayer):
     `keys` and `values` (B, Hkv, P, Dh) are always views of the buffer's first P rows, so cropping costs nothing.
     """
 
-    @torch.compiler.disable  # it cannot compile changes of a buffer that is passed around together with its views
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append rows (B, Hkv, n, Dh); returns all keys and values."""
         start, new = self.get_seq_length(), (key_states, value_states)

@@ -131,7 +131,9 @@ def use(target, length: int, drafters=()):
     Args: length: SIZES[-1] more than the longest sequence. drafters: modules.
     Yields: the Graphs.
     """
-    target.joint, on_gpu = Graphs(target, length), target.device.type != "cpu"
+    target.joint, on_gpu, update = Graphs(target, length), target.device.type != "cpu", common.GrowingLayer.update
+    if drafters:  # torch.compile cannot take a buffer that changes together with its views: caches stay as they are
+        common.GrowingLayer.update = torch.compiler.disable(update)
     for drafter in drafters:
         compiled = torch.compile(drafter.forward, dynamic=True, backend="inductor" if on_gpu else "aot_eager")
         drafter.forward = compiled  # rather than drafter.compile, which would compile the hooks of a clock, too
@@ -142,5 +144,6 @@ def use(target, length: int, drafters=()):
         yield target.joint
     finally:
         del target.joint
+        common.GrowingLayer.update = update
         for drafter in drafters:
             del drafter.forward

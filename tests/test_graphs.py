@@ -39,6 +39,22 @@ def test_every_method_equals_plain_decoding(target_name, method, tmp_path, insta
     assert joint.recorded, "nothing was replayed"
 
 
+@pytest.mark.slow  # half a minute; test_bench_with_graphs compiles GLIDE's
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_drafters_equal_plain_decoding(method, tmp_path, installed):
+    target, ids, truth = make_target("Llama")
+    arguments = make_drafter(method, target, tmp_path)
+    drafter, compiled = arguments.get("drafter", arguments.get("base_drafter")), []
+    before = [common.GrowingLayer.update, drafter.forward]
+    installed(target, ids.shape[1] + 20 + 40, [drafter])
+    for _ in range(3):
+        assert torch.equal(target.generate(ids, max_new_tokens=20, do_sample=False, **arguments), truth)
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert compiled[0] > 0 and compiled[1] == compiled[2], "it compiles again and again"
+    installed(target, ids.shape[1] + 20 + 40)
+    assert [common.GrowingLayer.update, drafter.forward] == before, "not undone"
+
+
 def test_plain_decoding_and_short_prompts(llama, installed):
     truth = {n: llama.generate(torch.arange(1, n + 1)[None], max_new_tokens=9, do_sample=False) for n in (1, 2, 7)}
     joint = installed(llama, 32)
