@@ -28,7 +28,7 @@ import train
 OPTIONS = {"greedy": {"do_sample": False}, "penalised": {"do_sample": False, "repetition_penalty": 1.4},
            "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 0}}
 SLOW = lambda name: pytest.param(name, marks=pytest.mark.slow)
-WAITS = {"glide": 3, "cape": 7, "specdecpp": 3, "falcon": 5, "ctc_drafter": 5}  # a round, besides one a token
+WAITS = {"glide": 3, "cape": 6, "specdecpp": 3, "falcon": 4, "ctc_drafter": 5}  # a round, besides one a token
 
 
 def drafter_for(method, target, where, **config):
