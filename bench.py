@@ -517,6 +517,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ValueError("--sweep, --refit, --show and --peers take one sequence at a time; leave out --batch-size")
     if args.graphs and (args.batch_size > 1 or args.cost_curve or args.refit):
         raise ValueError("--graphs holds one sequence; leave out --batch-size, --cost-curve and --refit")
+    if args.graphs and not args.device.startswith(("cuda", "cpu")):
+        raise ValueError(f"--graphs records on CUDA devices, not on {args.device}; leave it out")
     if not args.top_p:
         raise ValueError("--top-p must be above 0 and at most 1")
     if args.json and (Path(args.json).is_dir() or not Path(args.json).resolve().parent.is_dir()):
@@ -555,7 +557,7 @@ def main(argv: list[str] | None = None) -> None:
         result["batch"] = batching.measure(target, tokenizer, arms, prompts, args.batch_size, encode,
                                            {"max_new_tokens": args.max_new_tokens, **options})
     elif prompts:
-        drafters = {id(drafter): drafter for arm in arms if arm.module for drafter in arm.drafters}.values()
+        drafters = {drafter for arm in arms if arm.module for drafter in arm.drafters}
         graphed = graphs.use(target, longest + graphs.SIZES[-1], drafters)
         with graphed if args.graphs else contextlib.nullcontext():
             turns = run(target, tokenizer, arms, prompts, {"max_new_tokens": args.max_new_tokens, **options},

@@ -11,8 +11,9 @@ them under a mask that hides what is not there, and the number of tokens is roun
         rounded up       x  x  x  x  x  .  .  .      a copy of the last token: to row 5, where nobody looks
 
 common.forward comes here inside `use`, so all methods, and plain decoding by bench.plain_generate, use the same
-graphs. Prompts run as usual. Drafters have a layer or two, whose shapes differ from method to method, so torch.compile
-fuses what it can of them, for any shape. On a CPU the same steps run unrecorded, which is for tests, not for speed.
+graphs; transformers' own loops do not. Prompts run as usual. Drafters have few layers, whose shapes differ from method
+to method, so torch.compile fuses what it can of them, for any shape. On a CPU the same steps run unrecorded, which is
+for tests, not for speed.
 """
 
 from __future__ import annotations
@@ -108,17 +109,16 @@ class Graphs:
                 return common.forward(self.target, input_ids, cache, **options)
             finally:
                 self.target.joint = self
-        own, positions = options.get("attention_mask"), options.get("position_ids")
-        own = common.ancestor_mask(torch.arange(n - 1) - 1, start, self.target.dtype) if own is None else own
-        positions = torch.arange(start, start + n, device=own.device)[None] if positions is None else positions
-        last = torch.arange(rounded, device=input_ids.device).clamp(max=n - 1)  # the last token again and again
+        own, positions, device = options.get("attention_mask"), options.get("position_ids"), input_ids.device
+        own = common.ancestor_mask(torch.arange(n - 1) - 1, start, self.target.dtype).to(device) if own is None else own
+        positions = torch.arange(start, start + n, device=device)[None] if positions is None else positions
+        last = torch.arange(rounded, device=device).clamp(max=n - 1)  # the last token again and again
         mask = own.new_full((1, 1, n, self.length), torch.finfo(own.dtype).min)
         mask[..., : start + n] = own
         if rounded not in self.recorded:
             self.recorded[rounded] = Recorded(self.target, self.buffers, rounded)
-        place = torch.arange(start, start + rounded, device=input_ids.device)
-        logits, hidden = self.recorded[rounded](input_ids[0, last], positions[0].to(place.device)[last], place,
-                                                mask.to(place.device)[:, :, last])
+        place = torch.arange(start, start + rounded, device=device)
+        logits, hidden = self.recorded[rounded](input_ids[0, last], positions[0, last], place, mask[:, :, last])
         for layer, buffers in zip(cache.layers, self.buffers):
             layer.keys, layer.values = (x[:, :, : start + n] for x in buffers)
         return logits[:, :n], hidden[:, :n]
@@ -134,9 +134,8 @@ def use(target, length: int, drafters=()):
     target.joint, on_gpu, update = Graphs(target, length), target.device.type != "cpu", common.GrowingLayer.update
     if drafters:  # torch.compile cannot take a buffer that changes together with its views: caches stay as they are
         common.GrowingLayer.update = torch.compiler.disable(update)
-    for drafter in drafters:
-        compiled = torch.compile(drafter.forward, dynamic=True, backend="inductor" if on_gpu else "aot_eager")
-        drafter.forward = compiled  # rather than drafter.compile, which would compile the hooks of a clock, too
+    for drafter in drafters:  # not drafter.compile(), which would compile the hooks of a clock, too
+        drafter.forward = torch.compile(drafter.forward, dynamic=True, backend="inductor" if on_gpu else "aot_eager")
     try:
         if on_gpu:  # now, rather than while somebody measures
             with torch.no_grad():

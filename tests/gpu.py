@@ -188,8 +188,10 @@ def test_bench_on_the_device(files, capsys):  # noqa: F811
     with pretend.gpu():
         result, _ = run(capsys, command(files, "--num-prompts", "1", "--device", "pretend"))
     assert result["arms"]["glide"]["identical_to_greedy"]
-    for figure in ("tau", "alpha", "target_forwards_per_token"):
-        assert result["arms"]["glide"].get(figure) == pytest.approx(on_cpu["arms"]["glide"].get(figure)), figure
+    for figure in ("tau", "alpha", "n_discarded_per_token"):
+        assert result["arms"]["glide"][figure] == pytest.approx(on_cpu["arms"]["glide"][figure]), figure
+    with pretend.gpu(), pytest.raises(ValueError, match="CUDA devices, not on pretend; leave it out"):
+        bench.parse(command(files, "--graphs", "--device", "pretend"))
 
 
 def test_train_on_the_device(folder, tmp_path, monkeypatch):  # noqa: F811

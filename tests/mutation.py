@@ -63,7 +63,7 @@ MUTANTS = [  # (file, text that occurs once, what to put in its place, what that
 
     ("gpu: graphs", "        self.graph.replay()\n", "", "graphs: no replay"),
     ("gpu: graphs", "            fixed.copy_(new)", "            pass", "graphs: inputs of the recording"),
-    ("gpu: graphs", "mask.to(place.device)", "mask", "graphs: the mask stays on the CPU"),
+    ("gpu: graphs", "self.target.dtype).to(device)", "self.target.dtype)", "graphs: the mask stays on the CPU"),
     ("gpu: common", "mask.to(device) if", "mask if", "verify: the mask stays on the CPU"),
     ("gpu: glide", "rows = torch.arange(own.fed.shape[1], device=ids.device)",
      "rows = torch.arange(own.fed.shape[1])", "drafting mask made on the CPU"),

@@ -88,7 +88,7 @@ def test_the_limit_drops_the_least_likely_extras(limit):
 def test_greedy_output_is_the_targets(llama, options, length):
     ids = torch.randint(1, 48, (1, length), generator=torch.Generator().manual_seed(length))
     truth = llama.generate(ids, max_new_tokens=40, do_sample=False)
-    for gamma in (0, 5):
+    for gamma in (0, 1, 5):
         for drafter in (make_drafter(llama), make_drafter(llama, num_layers=2, cross_attention=False)):
             output, stats = decode(llama, drafter, ids, gamma=gamma, **options)
             assert torch.equal(output, truth) and stats.emitted == 40

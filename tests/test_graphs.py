@@ -46,6 +46,8 @@ def test_compiled_drafters_equal_plain_decoding(method, tmp_path, installed):
     arguments = make_drafter(method, target, tmp_path)
     drafter, compiled = arguments.get("drafter", arguments.get("base_drafter")), []
     before = [common.GrowingLayer.update, drafter.forward]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     installed(target, ids.shape[1] + 20 + 40, [drafter])
     for _ in range(3):
         assert torch.equal(target.generate(ids, max_new_tokens=20, do_sample=False, **arguments), truth)
