@@ -1,13 +1,17 @@
-"""What the five method files share: load a target, verify a token tree without loss, count what happened.
+"""What the five method files share: load a target, verify a token tree without loss, count what
+happened.
 
-Shapes: B batch, T sequence, P cached prefix, N tree nodes, A accepted, V vocabulary, Vd draft vocabulary, D hidden,
-H heads, Hkv key/value heads, Dh head size. `p_target` is the target's distribution, `q_draft` the drafter's.
+Shapes: B batch, T sequence, P cached prefix, N tree nodes, A accepted, V vocabulary, Vd draft
+vocabulary, D hidden, H heads, Hkv key/value heads, Dh head size. `p_target` is the target's
+distribution, `q_draft` the drafter's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import inspect
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,23 +24,36 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 
-def load_target(name: str | None = None, *, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+def load_target(
+    name: str | None = None, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+):
     """Load a frozen target model and its tokenizer.
 
     Args:
-        name: Hugging Face id, folder with config.json and safetensors, or a .gguf file; None for the default target.
+        name: Hugging Face id, folder with config.json and safetensors, or a .gguf file; None for
+            the default target.
     Returns: (target, tokenizer), the target in eval mode without gradients.
     Raises: ValueError: the target cannot be read; the message names it and the remedy.
     """
     if name is None:
-        import default_target  # only here, so that a project with a target of its own need not copy that file
+        try:  # only here, so that a project with a target of its own need not copy that file
+            from support import default_target
+        except ImportError as error:
+            raise ValueError(
+                "no target named, and support/default_target.py, which fetches the default one, is "
+                "not "
+                "here; give a Hugging Face id or a folder"
+            ) from error
         return default_target.load(lambda folder: _read_target(folder, dtype, device))
     try:
         return _read_target(name, dtype, device)
     except Exception as error:  # whatever the readers raise becomes one clear line
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"cannot load target {name!r} ({reason}); give a Hugging Face id, a folder with config.json, "
-                         "tokenizer files and *.safetensors, or a .gguf file") from error
+        raise ValueError(
+            f"cannot load target {name!r} ({reason}); give a Hugging Face id, a folder with "
+            "config.json, "
+            "tokenizer files and *.safetensors, or a .gguf file"
+        ) from error
 
 
 def _read_target(path, dtype, device):
@@ -44,22 +61,32 @@ def _read_target(path, dtype, device):
     if path.endswith(".gguf"):
         if not Path(path).is_file():
             raise FileNotFoundError("no such file")
-        path, options = str(Path(path).parent), {"gguf_file": Path(path).name, "trust_remote_code": False}
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, gguf_file=options.get("gguf_file"))
+        path, options = (
+            str(Path(path).parent),
+            {"gguf_file": Path(path).name, "trust_remote_code": False},
+        )
+    tokenizer = AutoTokenizer.from_pretrained(
+        path, trust_remote_code=False, gguf_file=options.get("gguf_file")
+    )
     target = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     return target.to(device).eval().requires_grad_(False), tokenizer
 
 
-# --------------------------------------------------------------------------- what a drafter may see of the target
+# ------------------------------------------------------------- what a drafter may see of the target
 
 
 def target_shape(target) -> dict:
     """The numbers a drafter depends on; stored in its config and compared when it is loaded."""
     config = target.config.get_text_config()
     heads, hidden = config.num_attention_heads, config.hidden_size
-    return {"vocab_size": config.vocab_size, "hidden_size": hidden, "num_layers": config.num_hidden_layers,
-            "num_heads": heads, "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(config, "head_dim", None) or hidden // heads}
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": hidden,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or hidden // heads,
+    }
 
 
 def load_drafter(Drafter, path, target):
@@ -68,78 +95,128 @@ def load_drafter(Drafter, path, target):
     Raises: ValueError: nothing there, damaged, of another method, or made for another target.
     """
     if not all((Path(path) / name).is_file() for name in ("config.json", "model.safetensors")):
-        raise ValueError(f"no drafter in {path} (config.json + model.safetensors); make one with train.py --out {path}")
+        raise ValueError(
+            f"no drafter in {path} (config.json + model.safetensors); make one with train.py --out "
+            f"{path}"
+        )
     try:
         drafter = Drafter.from_pretrained(str(path), strict=True)
         made_for = drafter.config.target
         for x in drafter.state_dict().values():  # a flipped bit may show
-            if not (x.isfinite() if x.is_floating_point() else (x >= 0) & (x < made_for["vocab_size"])).all():
+            if not (
+                x.isfinite() if x.is_floating_point() else (x >= 0) & (x < made_for["vocab_size"])
+            ).all():
                 raise ValueError("weights out of range")
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"cannot read {path} as a {Drafter.__module__} drafter ({reason}); train it again") from error
-    wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in target_shape(target).items() if made_for.get(k) != v]
+        raise ValueError(
+            f"cannot read {path} as a {Drafter.__module__} drafter ({reason}); train it again"
+        ) from error
+    wrong = [
+        f"{k} {made_for.get(k)} != {v}"
+        for k, v in target_shape(target).items()
+        if made_for.get(k) != v
+    ]
     if wrong:
-        raise ValueError(f"{path} was trained for another target ({', '.join(wrong)}); train one with train.py")
+        raise ValueError(
+            f"{path} was trained for another target ({', '.join(wrong)}); train one with train.py"
+        )
     return drafter.to(target.device, target.dtype).eval()
 
 
 def head_weight(target, token_ids: Tensor | None = None) -> Tensor:
-    """The target's LM head (V, D), or its rows (Vd, D) for a reduced draft vocabulary `token_ids` (Vd,)."""
+    """The target's LM head (V, D), or its rows (Vd, D) for a reduced draft vocabulary `token_ids`
+    (Vd,)."""
     weight = target.get_output_embeddings().weight
-    weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of a tensor-parallel target
+    weight = (
+        weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    )  # of a tensor-parallel target
     return weight[slice(None) if token_ids is None else token_ids]
 
 
 def draft_head(target, token_ids: Tensor) -> nn.Linear:
-    """The same rows as a frozen layer D -> Vd; of a packed target (packed.py) packed, and made once for `token_ids`."""
-    if token_ids in getattr(target, "packed_heads", ()):
-        return target.packed_heads[token_ids]
+    """The same rows as a frozen layer D -> Vd; a packed head (support/packed.py) picks and packs
+    them once a drafter."""
+    whole = target.get_output_embeddings()
+    if hasattr(whole, "select"):
+        return whole.select(token_ids)
     weight = head_weight(target, token_ids)
     head = nn.Linear(*weight.T.shape, bias=False, device="meta")
     head.weight = nn.Parameter(weight, requires_grad=False)
-    return target.pack_head(token_ids, head) if hasattr(target, "pack_head") else head
+    return head
 
 
 def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """The target's rotary cos and sin, each (B, T, R <= Dh), at `position_ids` (B, T); the identity if it has none."""
-    like = torch.empty(0, dtype=target.dtype, device=position_ids.device)  # says which dtype and device
+    """The target's rotary cos and sin, each (B, T, R <= Dh), at `position_ids` (B, T); the identity
+    if it has none."""
+    like = torch.empty(
+        0, dtype=target.dtype, device=position_ids.device
+    )  # says which dtype and device
     module = getattr(target.base_model, "rotary_emb", None)
     if module is None:
         one = torch.ones(*position_ids.shape, 2, device=like.device, dtype=like.dtype)
         return one, torch.zeros_like(one)
-    if "layer_type" in inspect.signature(module.forward).parameters:  # Gemma-3: a table for each kind of layer
+    if (
+        "layer_type" in inspect.signature(module.forward).parameters
+    ):  # Gemma-3: a table for each kind of layer
         return module(like, position_ids, target.config.get_text_config().layer_types[layer])
     return module(like, position_ids)
 
 
 @torch.no_grad()
 def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]:
-    """Last hidden states (B, T, D) and {layer: (K, V)} of right-padded sequences `input_ids` (B, T)."""
+    """Last hidden states (B, T, D) and {layer: (K, V)} of right-padded sequences `input_ids` (B,
+    T)."""
     cache = DynamicCache()  # without a config every layer keeps all its rows, sliding ones too
     hidden = target.base_model(input_ids, past_key_values=cache, use_cache=True)[0]
-    return hidden, {layer: (cache.layers[layer].keys, cache.layers[layer].values) for layer in layers}
+    return hidden, {
+        layer: (cache.layers[layer].keys, cache.layers[layer].values) for layer in layers
+    }
 
 
 def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """The target's logits (..., V) or (..., Vd) from its last hidden states (..., D), soft-capped as there."""
-    weight, bias = head_weight(target, token_ids), getattr(target.get_output_embeddings(), "bias", None)
+    """The target's logits (..., V) or (..., Vd) from its last hidden states (..., D), soft-capped
+    as there."""
+    weight, bias = (
+        head_weight(target, token_ids),
+        getattr(target.get_output_embeddings(), "bias", None),
+    )
     bias = bias if bias is None or token_ids is None else bias[token_ids]
     logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
     cap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-# ------------------------------------------------------------------------------------------------------- KV caches
+@dataclass
+class Batch:
+    """Right-padded sequences and what the frozen target computed on them: what a method's `loss`
+    and `alpha` take."""
+
+    input_ids: Tensor  # (B, T)
+    loss_mask: (
+        Tensor  # (B, T) bool, True where the token is one to learn to predict (never at t = 0)
+    )
+    lengths: Tensor  # (B,)
+    hidden: Tensor  # (B, T, D) last hidden states after the final norm
+    kv: dict[int, tuple[Tensor, Tensor]]  # {layer: (K, V)}, each (B, Hkv, T, Dh) as cached
+    seed: Tensor  # (B,) a fresh number per sequence and step, the only source of randomness
+    progress: float  # share of the training run that is over, in [0, 1)
+
+
+# ---------------------------------------------------------------------------------------- KV caches
 
 
 class GrowingLayer(DynamicLayer):
-    """A cache layer over a buffer that doubles when full, so that a step copies its own rows and not the context.
+    """A cache layer over a buffer that doubles when full, so that a step copies its own rows and
+    not the context.
 
-    `keys` and `values` (B, Hkv, P, Dh) are always views of the buffer's first P rows, so cropping costs nothing.
+    `keys` and `values` (B, Hkv, P, Dh) are always views of the buffer's first P rows, so cropping
+    costs nothing.
     """
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         """Append rows (B, Hkv, n, Dh); returns all keys and values."""
         start, new = self.get_seq_length(), (key_states, value_states)
         end = start + key_states.shape[-2]
@@ -155,7 +232,8 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def keep(self, start: int, rows: Tensor) -> None:
-        """Move `rows` (n,), absolute and ascending, to start, start + 1, ... and cut off whatever follows."""
+        """Move `rows` (n,), absolute and ascending, to start, start + 1, ... and cut off whatever
+        follows."""
         for buffer in self.buffer:
             buffer[:, :, start : start + len(rows)] = buffer[:, :, rows.to(buffer.device)]
         self.keys, self.values = (x[:, :, : start + len(rows)] for x in self.buffer)
@@ -170,7 +248,8 @@ class GrowingCache(DynamicCache):
 
 
 class DraftCache(GrowingCache):
-    """A drafter's own KV cache that remembers the tokens it holds, to know which rows a refusal made worthless."""
+    """A drafter's own KV cache that remembers the tokens it holds, to know which rows a refusal
+    made worthless."""
 
     fed: Tensor | None = None  # (1, P) tokens whose rows are in the cache
 
@@ -181,7 +260,8 @@ class DraftCache(GrowingCache):
         return torch.arange(end - token_ids.shape[1], end, device=token_ids.device)[None]
 
     def rewind(self, input_ids: Tensor) -> Tensor:
-        """Keep the rows that agree with the committed `input_ids` (1, T); returns the others, at least the newest."""
+        """Keep the rows that agree with the committed `input_ids` (1, T); returns the others, at
+        least the newest."""
         if self.fed is None:
             return input_ids
         end = min(self.fed.shape[1], input_ids.shape[1] - 1)
@@ -191,29 +271,36 @@ class DraftCache(GrowingCache):
         return input_ids[:, agreed:]
 
 
-# --------------------------------------------------------------------------------------------- one round of decoding
+# ---------------------------------------------------------------------------- one round of decoding
 
 
 @dataclass
 class Draft:
-    """A token tree: tokens (N,) ids; parents (N,) on the CPU, parents first, -1 for the newest committed token;
-    probs (N, V) the processed distribution each node was really sampled from, a row of zeros for a node that was chosen
-    deterministically, None when all were."""
+    """A token tree: tokens (N,) ids; parents (N,) on the CPU, parents first, -1 for the newest
+    committed token; probs (N, V) the processed distribution each node was really sampled from, a
+    row of zeros for a node that was chosen deterministically, None when all were."""
+
     tokens: Tensor
     parents: Tensor
     probs: Tensor | None = None
 
 
 def chain(steps, input_ids: Tensor) -> Draft:
-    """A draft without branches from (token (1,), q_draft (V,), hidden) steps, as chain proposers yield them."""
+    """A draft without branches from (token (1,), q_draft (V,), hidden) steps, as chain proposers
+    yield them."""
     steps = list(steps)
     tokens = torch.cat([step[0] for step in steps]) if steps else input_ids.new_zeros(0)
-    return Draft(tokens, torch.arange(len(steps)) - 1, torch.stack([step[1] for step in steps]) if steps else None)
+    return Draft(
+        tokens,
+        torch.arange(len(steps)) - 1,
+        torch.stack([step[1] for step in steps]) if steps else None,
+    )
 
 
 @dataclass
 class Stats:
-    """What happened while decoding; the prompt's own forward counts as `prefill` only. Times in seconds."""
+    """What happened while decoding; the prompt's own forward counts as `prefill` only. Times in
+    seconds."""
 
     sync: bool = False  # wait for the GPU at each reading of the clock
     target_forwards: int = 0
@@ -235,9 +322,11 @@ class Stats:
 
 
 def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
-    """Additive attention mask (1, 1, N + 1, P + N + 1) of root + N tree nodes over a cached prefix of P rows.
+    """Additive attention mask (1, 1, N + 1, P + N + 1) of root + N tree nodes over a cached prefix
+    of P rows.
 
-    Rows see the prefix, the root, their ancestors and themselves. For parents -1, 0, 0, 1 and P = 2:
+    Rows see the prefix, the root, their ancestors and themselves. For parents -1, 0, 0, 1 and P =
+    2:
 
                  prefix  root  n0 n1 n2 n3
            root   x  x    x    .  .  .  .
@@ -256,10 +345,36 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
     return mask
 
 
+_instead = contextvars.ContextVar(
+    "instead of a plain forward", default=(None, None)
+)  # (target, run)
+
+
+@contextlib.contextmanager
+def forward_by(target, run):
+    """Within the block, and within this thread only, `forward(target, ids, cache, **options)` is
+    run(ids, cache, options).
+
+    So several decode loops share one forward (support/batching.py), or a recorded one is replayed
+    (support/graphs.py), and no method file knows. None stands for the plain forward again.
+    """
+    token = _instead.set((target, run))
+    try:
+        yield
+    finally:
+        _instead.reset(token)
+
+
 def forward(target, input_ids: Tensor, cache, **kwargs) -> tuple[Tensor, Tensor]:
-    """One target forward: logits (1, n, V) and last hidden states (1, n, D); the n rows join the cache."""
-    if hasattr(target, "joint"):  # batching.py, graphs.py
-        return target.joint(input_ids, cache, kwargs)
+    """One forward of a causal LM: logits (1, n, V) and last hidden states (1, n, D); the n rows
+    join the cache.
+
+    Every method's target forwards come through here: plain, or as `forward_by` says. Packed linear
+    layers (support/packed.py) are modules of the target itself.
+    """
+    whose, run = _instead.get()
+    if run is not None and whose is target:
+        return run(input_ids, cache, kwargs)
     seen = []
     hook = target.base_model.register_forward_hook(lambda _module, _args, out: seen.append(out[0]))
     try:
@@ -269,53 +384,86 @@ def forward(target, input_ids: Tensor, cache, **kwargs) -> tuple[Tensor, Tensor]
     return logits, seen[0]
 
 
-def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, stats: Stats | None = None):
+def prefill(
+    target, input_ids: Tensor, generation_config, model_kwargs: dict, stats: Stats | None = None
+):
     """Run the target over the prompt but its last token, which is the root of the first draft.
 
     Args: input_ids: (1, T) the prompt. model_kwargs: what `generate` prepared; checked, not used.
     Returns: (cache of T - 1 rows, hidden (1, T - 1, D)).
     Raises:
-        ValueError: a batch, padding, a cache already in use, or more tokens than the model can hold.
+        ValueError: a batch, padding, a cache already in use, or more tokens than the model can
+            hold.
     """
     config, limit = target.config.get_text_config(), generation_config.max_length
     mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
     if input_ids.shape[0] != 1 or input_ids.shape[1] == 0 or (mask is not None and not mask.all()):
-        raise ValueError(f"a prompt of shape {tuple(input_ids.shape)}: speculative decoding here takes one sequence of "
-                         "one or more tokens without padding")
+        raise ValueError(
+            f"a prompt of shape {tuple(input_ids.shape)}: speculative decoding here takes one "
+            "sequence of "
+            "one or more tokens without padding"
+        )
     if past is not None and past.get_seq_length():
-        raise ValueError("past_key_values already holds tokens; pass the whole conversation without a cache")
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]  # Mistral lists none: all its layers slide
+        raise ValueError(
+            "past_key_values already holds tokens; pass the whole conversation without a cache"
+        )
+    kinds = getattr(config, "layer_types", None) or [
+        "sliding_attention"
+    ]  # Mistral lists none: all its layers slide
     window = getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
-    for name, reach in (("context", getattr(config, "max_position_embeddings", None)), ("sliding window", window)):
+    for name, reach in (
+        ("context", getattr(config, "max_position_embeddings", None)),
+        ("sliding window", window),
+    ):
         if reach and limit > reach:
-            raise ValueError(f"prompt + new tokens = {limit} exceed the target's {name} of {reach}; ask for fewer")
+            raise ValueError(
+                f"prompt + new tokens = {limit} exceed the target's {name} of {reach}; ask for "
+                "fewer"
+            )
     cache = GrowingCache(config.num_hidden_layers)
     if input_ids.shape[1] == 1:
-        return cache, torch.empty(1, 0, config.hidden_size, dtype=target.dtype, device=input_ids.device)
+        return cache, torch.empty(
+            1, 0, config.hidden_size, dtype=target.dtype, device=input_ids.device
+        )
     with (stats or Stats()).timer("prefill"):
         return cache, forward(target, input_ids[:, :-1], cache, logits_to_keep=1)[1]
 
 
 class Verified(NamedTuple):
     """Outcome of a round."""
+
     tokens: Tensor  # (1, A + 1) to commit, the last one the target's own (bonus)
     path: list[int]  # the A accepted nodes
-    hidden: Tensor  # (1, A + 1, D) the target's last hidden states of the root and the accepted nodes
+    hidden: (
+        Tensor  # (1, A + 1, D) the target's last hidden states of the root and the accepted nodes
+    )
 
 
 @torch.no_grad()
-def verify(target, input_ids: Tensor, draft: Draft, cache, logits_processor=None, do_sample: bool = False,
-           stats: Stats | None = None, generator: torch.Generator | None = None) -> Verified:
-    """Check a token tree with one target forward; the result is distributed exactly as plain decoding.
+def verify(
+    target,
+    input_ids: Tensor,
+    draft: Draft,
+    cache,
+    logits_processor=None,
+    do_sample: bool = False,
+    stats: Stats | None = None,
+    generator: torch.Generator | None = None,
+) -> Verified:
+    """Check a token tree with one target forward; the result is distributed exactly as plain
+    decoding.
 
-    Greedy: descend while a child holds the argmax. Sampling: try the sampled children in turn, each accepted with
-    min(1, p_target / q_draft), a refusal leaving norm(max(p_target - q_draft, 0)) (Leviathan et al. 2023, over siblings
-    SpecInfer 2024); then draw from what is left and descend if a deterministic child holds the draw, which is exact
-    because the draw does not depend on the deterministic children.
+    Greedy: descend while a child holds the argmax. Sampling: try the sampled children in turn, each
+    accepted with min(1, p_target / q_draft), a refusal leaving norm(max(p_target - q_draft, 0))
+    (Leviathan et al. 2023, over siblings SpecInfer 2024); then draw from what is left and descend
+    if a deterministic child holds the draw, which is exact because the draw does not depend on the
+    deterministic children.
 
     Args:
-        input_ids: (1, P + 1) committed tokens, the last one the root; cache: P rows before, P + 1 + A after.
-        logits_processor: called with each visited node's own prefix, in float32, as transformers does.
+        input_ids: (1, P + 1) committed tokens, the last one the root; cache: P rows before, P + 1 +
+            A after.
+        logits_processor: called with each visited node's own prefix, in float32, as transformers
+            does.
     """
     stats, prefix, device = stats or Stats(), cache.get_seq_length(), input_ids.device
     assert prefix == input_ids.shape[1] - 1, "all committed tokens but the newest must be cached"
@@ -323,15 +471,22 @@ def verify(target, input_ids: Tensor, draft: Draft, cache, logits_processor=None
         fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
         mask = ancestor_mask(draft.parents, prefix, target.dtype)
         depth = (mask[0, 0, :, prefix:] == 0).sum(-1) - 1  # (N + 1,) the root's is 0
-        logits, hidden = forward(target, fed, cache, attention_mask=mask.to(device) if len(depth) > 1 else None,
-                                 position_ids=(prefix + depth).to(device)[None])
+        logits, hidden = forward(
+            target,
+            fed,
+            cache,
+            attention_mask=mask.to(device) if len(depth) > 1 else None,
+            position_ids=(prefix + depth).to(device)[None],
+        )
 
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(draft.parents.tolist()):
             children.setdefault(parent, []).append(node)
         tokens = draft.tokens.tolist()
         plain_argmax = None if do_sample or logits_processor else logits[0].argmax(-1).tolist()
-        sampled = [] if draft.probs is None or not do_sample else (draft.probs.amax(-1) > 0).tolist()
+        sampled = (
+            [] if draft.probs is None or not do_sample else (draft.probs.amax(-1) > 0).tolist()
+        )
         path, node, ids = [], -1, input_ids
         while True:
             here = children.get(node, ())
@@ -341,11 +496,17 @@ def verify(target, input_ids: Tensor, draft: Draft, cache, logits_processor=None
             else:
                 scores = logits[:, node + 1].to(copy=True, dtype=torch.float32)
                 scores = logits_processor(ids, scores)[0] if logits_processor else scores[0]
-                taken, choice = _choose(scores, here, tokens, draft.probs, sampled, do_sample, generator)
+                taken, choice = _choose(
+                    scores, here, tokens, draft.probs, sampled, do_sample, generator
+                )
             if taken is None:
                 break
             path.append(node := taken)
-            ids = torch.cat([ids, draft.tokens[None, taken : taken + 1]], dim=1) if logits_processor else ids
+            ids = (
+                torch.cat([ids, draft.tokens[None, taken : taken + 1]], dim=1)
+                if logits_processor
+                else ids
+            )
         kept = torch.tensor([-1, *path], device=device) + 1
         if path != list(range(len(path))):  # rows of a chain's accepted prefix are in place already
             for layer in cache.layers:
@@ -360,25 +521,35 @@ def verify(target, input_ids: Tensor, draft: Draft, cache, logits_processor=None
     return Verified(committed, path, hidden[:, kept])
 
 
-def _choose(scores, candidates, tokens, probs, sampled, do_sample, generator) -> tuple[int | None, int]:
-    """One step of the walk: (accepted child or None, the token chosen), from processed scores (V,)."""
+def _choose(
+    scores, candidates, tokens, probs, sampled, do_sample, generator
+) -> tuple[int | None, int]:
+    """One step of the walk: (accepted child or None, the token chosen), from processed scores
+    (V,)."""
     if not do_sample:
         choice = int(scores.argmax())
         return next((n for n in candidates if tokens[n] == choice), None), choice
     p_target = scores.softmax(-1)
     for n in (n for n in candidates if sampled and sampled[n]):
         q_draft, token = probs[n].to(p_target.dtype), tokens[n]
-        if torch.rand((), generator=generator, device=scores.device) * q_draft[token] < p_target[token]:
+        if (
+            torch.rand((), generator=generator, device=scores.device) * q_draft[token]
+            < p_target[token]
+        ):
             return n, token
         residual = (p_target - q_draft).clamp(min=0)
         p_target = residual / residual.sum() if residual.sum() > 0 else p_target
     choice = int(torch.multinomial(p_target, 1, generator=generator))
-    return next((n for n in candidates if not (sampled and sampled[n]) and tokens[n] == choice), None), choice
+    return next(
+        (n for n in candidates if not (sampled and sampled[n]) and tokens[n] == choice), None
+    ), choice
 
 
-def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats: Stats | None = None,
-           streamer=None) -> tuple[Tensor, bool]:
-    """Append tokens (1, n) to input_ids (1, T) up to where decoding stops; returns (ids, stopped)."""
+def commit(
+    input_ids: Tensor, tokens: Tensor, stopping_criteria, stats: Stats | None = None, streamer=None
+) -> tuple[Tensor, bool]:
+    """Append tokens (1, n) to input_ids (1, T) up to where decoding stops; returns (ids,
+    stopped)."""
     for count in range(1, tokens.shape[1] + 1):
         ids = torch.cat([input_ids, tokens[:, :count]], dim=1)
         if stopped := bool(stopping_criteria(ids, None).all()):
@@ -390,10 +561,38 @@ def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats: Stats | 
     return ids, stopped
 
 
-def demo(target, tokenizer, prompt: str = "Explain photosynthesis to a child in five sentences.", **options) -> None:
-    """Answer `prompt` greedily with the given `generate` options; print the answer and tokens per target forward."""
-    stats, messages = Stats(), [{"role": "user", "content": prompt}]
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = target.generate(**encoded.to(target.device), max_new_tokens=128, do_sample=False, stats=stats, **options)
+def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -> None:
+    """What `python METHOD.py` does: answer one prompt greedily; print the answer and the tokens per
+    target forward.
+
+    Args: folder: of the trained drafter, beside this file. argument: of `generate`, which takes it.
+    options: likewise.
+    """
+    try:
+        target, tokenizer = load_target()
+        options[argument] = load_drafter(
+            Drafter, Path(__file__).with_name("checkpoints") / folder, target
+        )
+    except ValueError as problem:
+        print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
+        sys.exit(2)
+    stats, prompt = Stats(), "Explain photosynthesis to a child in five sentences."
+    if tokenizer.chat_template:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+    encoded = tokenizer(
+        prompt, return_tensors="pt", add_special_tokens=not tokenizer.chat_template
+    ).to(target.device)
+    output = target.generate(
+        **encoded,
+        max_new_tokens=128,
+        do_sample=False,
+        custom_generate=generate,
+        stats=stats,
+        **options,
+    )
     print(tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True))
-    print(f"\n{stats.emitted} tokens, {stats.emitted / stats.target_forwards:.2f} per target forward")
+    print(
+        f"\n{stats.emitted} tokens, {stats.emitted / stats.target_forwards:.2f} per target forward"
+    )

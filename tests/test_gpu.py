@@ -1,4 +1,5 @@
-"""Runs gpu.py in a process of its own: autograd wants to know all devices at the start, and none can be taken back."""
+"""Runs gpu.py in a process of its own: autograd wants to know all devices at the start, and none
+can be taken back."""
 
 import subprocess
 import sys
@@ -9,6 +10,18 @@ import pytest
 
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_on_a_gpu_that_is_not_there(which):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu.py", "-m", which]
-    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=900)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/tools/gpu.py",
+        "-m",
+        which,
+    ]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stdout[-4000:]

@@ -1,4 +1,5 @@
-"""Bad options and bad files for train.py and bench.py: always one line and exit code 2, and nothing written is lost."""
+"""Bad options and bad files for train.py and bench.py: always one line and exit code 2, and nothing
+written is lost."""
 
 import gzip
 import json
@@ -15,20 +16,38 @@ from test_house import METHODS
 from test_train import folder  # noqa: F401  a fixture: target with a chat template, conversations
 
 import bench
-import cli
-import data
 import train
+from support import cli, data
 
 ROOT = Path(bench.__file__).parent
-NONSENSE = ["", "x", "nan", "inf", "-inf", "1e400", str(2**63), "9" * 5000, "0x10", "1,5", "-5", "٣x", "\n"]
+NONSENSE = [
+    "",
+    "x",
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    str(2**63),
+    "9" * 5000,
+    "0x10",
+    "1,5",
+    "-5",
+    "٣x",
+    "\n",
+]
 
 
 def snapshot(*folders):
-    return {path: path.read_bytes() if path.is_file() else None for top in folders for path in Path(top).rglob("*")}
+    return {
+        path: path.read_bytes() if path.is_file() else None
+        for top in folders
+        for path in Path(top).rglob("*")
+    }
 
 
 def refused(capsys, main, argv, name="train.py"):
-    """Run `main` as `__main__` does; the one line that it was refused with, or None if it worked."""
+    """Run `main` as `__main__` does; the one line that it was refused with, or None if it
+    worked."""
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", [name, *argv])
@@ -46,20 +65,52 @@ def refused(capsys, main, argv, name="train.py"):
 def training(folder, tmp_path, monkeypatch):  # noqa: F811
     """The arguments of a run of two steps; what it would write to."""
     monkeypatch.chdir(tmp_path)
-    return lambda *more: ["--method", "glide", "--target", str(folder), "--data", str(folder / "data.jsonl"), "--out",
-                          str(tmp_path / "out"), "--steps", "1", "--device", "cpu", "--draft-vocab", "32",
-                          "--intermediate-size", "16", "--held-out", "2", "--batch-size", "2", *more]
+    return lambda *more: [
+        "--method",
+        "glide",
+        "--target",
+        str(folder),
+        "--data",
+        str(folder / "data.jsonl"),
+        "--out",
+        str(tmp_path / "out"),
+        "--steps",
+        "1",
+        "--device",
+        "cpu",
+        "--draft-vocab",
+        "32",
+        "--intermediate-size",
+        "16",
+        "--held-out",
+        "2",
+        "--batch-size",
+        "2",
+        *more,
+    ]
 
 
 @pytest.fixture
 def benching(files, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
-    return lambda *more: ["--method", "glide", "--target", str(files / "target"), "--checkpoint", str(files / "glide"),
-                          "--prompts", str(files / "prompts.jsonl"), "--max-new-tokens", "4", "--num-prompts", "1",
-                          *more]
+    return lambda *more: [
+        "--method",
+        "glide",
+        "--target",
+        str(files / "target"),
+        "--checkpoint",
+        str(files / "glide"),
+        "--prompts",
+        str(files / "prompts.jsonl"),
+        "--max-new-tokens",
+        "4",
+        "--num-prompts",
+        "1",
+        *more,
+    ]
 
 
-# -------------------------------------------------------------------------------------------------------- options
+# ------------------------------------------------------------------------------------------ options
 
 
 def numeric_options(program, method):
@@ -73,16 +124,27 @@ def numeric_options(program, method):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="seen"):
         patch.setattr(cli.OneLineParser, "parse_args", stop)
         program.main(["--method", method, *(["--out", "x"] if program is train else [])])
-    return [action.option_strings[0] for action in seen[0]._actions
-            if getattr(action.type, "__name__", "") in ("int", "float")]
+    return [
+        action.option_strings[0]
+        for action in seen[0]._actions
+        if getattr(action.type, "__name__", "") in ("int", "float")
+    ]
 
 
 def test_every_option_is_guarded():
-    """No option of either command reads a number without bounds: int and float themselves are nobody's type."""
-    for program, sources in ((train, ["train.py", "cli.py"]), (bench, ["bench.py", "cli.py"])):
+    """No option of either command reads a number without bounds: int and float themselves are
+    nobody's type."""
+    for program, sources in (
+        (train, ["train.py", "support/cli.py"]),
+        (bench, ["bench.py", "support/cli.py"]),
+    ):
         assert numeric_options(program, "glide")
-        assert not [name for name in sources if "type=int" in (ROOT / name).read_text().replace(" ", "")
-                    or "type=float" in (ROOT / name).read_text().replace(" ", "")]
+        assert not [
+            name
+            for name in sources
+            if "type=int" in (ROOT / name).read_text().replace(" ", "")
+            or "type=float" in (ROOT / name).read_text().replace(" ", "")
+        ]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -90,7 +152,12 @@ def test_every_option_is_guarded():
 def test_numbers_that_are_none_are_refused_while_parsing(program, method, capsys, monkeypatch):
     for flag in numeric_options(program, method):
         for value in NONSENSE:
-            argv = ["--method", method, *(["--out", "x"] if program is train else []), f"{flag}={value}"]
+            argv = [
+                "--method",
+                method,
+                *(["--out", "x"] if program is train else []),
+                f"{flag}={value}",
+            ]
             line = refused(capsys, program.main, argv)
             assert line and f"argument {flag}: " in line
 
@@ -98,8 +165,16 @@ def test_numbers_that_are_none_are_refused_while_parsing(program, method, capsys
 def test_training_with_any_number_works_or_says_why(training, capsys, tmp_path):
     """The values that parse: a run of one step, or one line."""
     kept = tmp_path / "out"
-    much = ("--steps", "--batch-size", "--accumulate", "--num-layers", "--intermediate-size")  # not nonsense, but long
-    for flag in (flag for flag in numeric_options(train, "glide") if flag not in ("--make-data", "--minutes")):
+    much = (
+        "--steps",
+        "--batch-size",
+        "--accumulate",
+        "--num-layers",
+        "--intermediate-size",
+    )  # not nonsense, but long
+    for flag in (
+        flag for flag in numeric_options(train, "glide") if flag not in ("--make-data", "--minutes")
+    ):
         for value in ("0", "1", "3", "0.5", *([] if flag in much else [str(2**31 - 1)])):
             line = refused(capsys, train.main, training(f"{flag}={value}"))
             assert line or (kept / "model.safetensors").is_file(), (flag, value)
@@ -107,43 +182,67 @@ def test_training_with_any_number_works_or_says_why(training, capsys, tmp_path):
                 file.unlink()
 
 
-@pytest.mark.parametrize("more, said", [
-    (["--tree", "5"], "argument --tree: give JSON like"), (["--tree", '[["a"]]'], "argument --tree"),
-    (["--tree", "[[0, 1.5]]"], "argument --tree"), (["--tree", "[" * 100000], "argument --tree"),
-    (["--tree", "[[1, 0]]"], "tree path [1, 0] has no parent"), (["--tree", "[[]]"], "tree path"),
-    (["--k", "0"], "k at least 1"), (["--fusion", "x"], "fusion is lstm"),
-])
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--tree", "5"], "argument --tree: give JSON like"),
+        (["--tree", '[["a"]]'], "argument --tree"),
+        (["--tree", "[[0, 1.5]]"], "argument --tree"),
+        (["--tree", "[" * 100000], "argument --tree"),
+        (["--tree", "[[1, 0]]"], "tree path [1, 0] has no parent"),
+        (["--tree", "[[]]"], "tree path"),
+        (["--k", "0"], "k at least 1"),
+        (["--fusion", "x"], "fusion is lstm"),
+    ],
+)
 def test_falcons_own_options(training, capsys, more, said):
     line = refused(capsys, train.main, [w if w != "glide" else "falcon" for w in training(*more)])
     assert line is None and "path" in said or said in line  # a tree is not looked at while training
 
 
-@pytest.mark.parametrize("more, said", [
-    (["--layers", "[99]"], "layers [99]"), (["--layers", "[]"], "layers []"), (["--layers", '["1"]'], "--layers"),
-    (["--base", "os"], "base 'os' is no method that drafts chains"), (["--base", "falcon"], "base 'falcon'"),
-    (["--base", "../x"], "base '../x'"), (["--stage", "x"], "unknown stage"),
-    (["--base", "glide", "--base-checkpoint", "nowhere"], "no drafter in nowhere"),
-    (["--draft-model", "."], "cannot load target '.'"),
-])
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--layers", "[99]"], "layers [99]"),
+        (["--layers", "[]"], "layers []"),
+        (["--layers", '["1"]'], "--layers"),
+        (["--base", "os"], "base 'os' is no method that drafts chains"),
+        (["--base", "falcon"], "base 'falcon'"),
+        (["--base", "../x"], "base '../x'"),
+        (["--stage", "x"], "unknown stage"),
+        (["--base", "glide", "--base-checkpoint", "nowhere"], "no drafter in nowhere"),
+        (["--draft-model", "."], "cannot load target '.'"),
+    ],
+)
 def test_specdecpps_own_options(training, capsys, more, said):
     argv = [w if w != "glide" else "specdecpp" for w in training()]
     place = argv.index("--intermediate-size")
     assert said in refused(capsys, train.main, [*argv[:place], *argv[place + 2 :], *more])
 
 
-@pytest.mark.parametrize("more, said", [
-    (["--device", "nonsense"], "argument --device"), (["--device", "cuda:7"], "no 'cuda:7'; use --device cpu"),
-    (["--device", "meta"], "argument --device"), (["--dtype", "int8"], "argument --dtype: invalid choice"),
-    (["--nonsense"], "unrecognized arguments: --nonsense"), (["--steps"], "argument --steps: expected one argument"),
-    (["--minutes", "1"], "either --steps or --minutes"), (["--target", ""], "cannot load target ''"),
-    (["--out", "file"], "file"), (["--features", "file"], "file"), (["--data", "."], "no data file ."),
-    (["--init", "nowhere"], "no drafter in nowhere"), (["--resume"], "nothing to resume"),
-    (["--make-data", "4", "--out", "."], "cannot append to ."),
-    (["--make-data", "4", "--out", "a/b.jsonl"], "in a folder that exists"),
-    (["--make-data", "4", "--out", "x.jsonl.gz"], "plain .jsonl"),
-    (["--make-data", "4", "--out", "file"], "something else than our conversations"),
-    (["--make-data", "4", "--out", "half"], "something else than our conversations"),
-])
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--device", "nonsense"], "argument --device"),
+        (["--device", "cuda:7"], "no 'cuda:7'; use --device cpu"),
+        (["--device", "meta"], "argument --device"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--steps"], "argument --steps: expected one argument"),
+        (["--minutes", "1"], "either --steps or --minutes"),
+        (["--target", ""], "cannot load target ''"),
+        (["--out", "file"], "file"),
+        (["--features", "file"], "file"),
+        (["--data", "."], "no data file ."),
+        (["--init", "nowhere"], "no drafter in nowhere"),
+        (["--resume"], "nothing to resume"),
+        (["--make-data", "4", "--out", "."], "cannot append to ."),
+        (["--make-data", "4", "--out", "a/b.jsonl"], "in a folder that exists"),
+        (["--make-data", "4", "--out", "x.jsonl.gz"], "plain .jsonl"),
+        (["--make-data", "4", "--out", "file"], "something else than our conversations"),
+        (["--make-data", "4", "--out", "half"], "something else than our conversations"),
+    ],
+)
 def test_train_options(training, capsys, tmp_path, more, said):
     (tmp_path / "file").write_bytes(b"notes\n\xff\n")
     (tmp_path / "half").write_text('{"prompt": "a"}\nnotes without an end')
@@ -154,22 +253,34 @@ def test_train_options(training, capsys, tmp_path, more, said):
     assert not [path for path in after if path.is_file() and path not in before]
 
 
-@pytest.mark.parametrize("more, said", [
-    (["--json", "."], "--json .: no such folder or not a file"), (["--plot", "file"], "is not a folder"),
-    (["--prompts", "."], "no prompt file ."), (["--table", "."], "directory"), (["--table", "file"], "is not a result"),
-    (["--device", "cuda:99"], "argument --device"), (["--dtype", "x"], "argument --dtype"),
-    (["--checkpoint", "file"], "no drafter in file"), (["--draft-model", "file"], "cannot load target 'file'"),
-    (["--num-prompts=-1"], "--num-prompts: must be at least 0"), (["--top-p", "1.1"], "argument --top-p"),
-    (["--seed=-1"], "argument --seed"), (["--method", ""], "unknown method ''"),
-    (["--method", "all:x"], "unknown method 'all'"), (["--method", "os"], "unknown method 'os'"),
-    (["--method", "cape", "--base", "os"], "base 'os'"), (["--method", "cape", "--base", "falcon"], "base 'falcon'"),
-    (["--method", "cape", "--base", "cape"], "base 'cape'"),
-    (["--method", "cape", "--sizes", "[1]"], "sizes needs one entry more"),
-    (["--method", "cape", "--sizes", "[-1, 1, 1, 1]"], "none negative"),
-    (["--method", "cape", "--sizes", "{}"], "argument --sizes"),
-    (["--method", "cape", "--bounds", '["a"]'], "argument --bounds"),
-    (["--method", "cape", "--expansion", "x"], "unknown expansion 'x'"),
-])
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--json", "."], "--json .: no such folder or not a file"),
+        (["--plot", "file"], "is not a folder"),
+        (["--prompts", "."], "no prompt file ."),
+        (["--table", "."], "directory"),
+        (["--table", "file"], "is not a result"),
+        (["--device", "cuda:99"], "argument --device"),
+        (["--dtype", "x"], "argument --dtype"),
+        (["--checkpoint", "file"], "no drafter in file"),
+        (["--draft-model", "file"], "cannot load target 'file'"),
+        (["--num-prompts=-1"], "--num-prompts: must be at least 0"),
+        (["--top-p", "1.1"], "argument --top-p"),
+        (["--seed=-1"], "argument --seed"),
+        (["--method", ""], "unknown method ''"),
+        (["--method", "all:x"], "unknown method 'all'"),
+        (["--method", "os"], "unknown method 'os'"),
+        (["--method", "cape", "--base", "os"], "base 'os'"),
+        (["--method", "cape", "--base", "falcon"], "base 'falcon'"),
+        (["--method", "cape", "--base", "cape"], "base 'cape'"),
+        (["--method", "cape", "--sizes", "[1]"], "sizes needs one entry more"),
+        (["--method", "cape", "--sizes", "[-1, 1, 1, 1]"], "none negative"),
+        (["--method", "cape", "--sizes", "{}"], "argument --sizes"),
+        (["--method", "cape", "--bounds", '["a"]'], "argument --bounds"),
+        (["--method", "cape", "--expansion", "x"], "unknown expansion 'x'"),
+    ],
+)
 def test_bench_options(benching, capsys, tmp_path, more, said):
     (tmp_path / "file").write_bytes(b"notes\n\xff\n")
     before = snapshot(tmp_path)
@@ -177,45 +288,97 @@ def test_bench_options(benching, capsys, tmp_path, more, said):
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("more", [
-    ["--method", "cape", "--sizes", "[9999, 9999, 9999, 9999]"], ["--method", "cape", "--max-tokens", "0"],
-    ["--method", "cape", "--expansion", "beam", "--width", "0"],
-    ["--method", "cape", "--expansion", "beam", "--width", "9999", "--gamma", "1"],
-    ["--method", "cape", "--gamma", "0"], ["--gamma", "0"], ["--gamma", str(2**31 - 1)], ["--num-prompts", "9999"],
-])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--method", "cape", "--sizes", "[9999, 9999, 9999, 9999]"],
+        ["--method", "cape", "--max-tokens", "0"],
+        ["--method", "cape", "--expansion", "beam", "--width", "0"],
+        ["--method", "cape", "--expansion", "beam", "--width", "9999", "--gamma", "1"],
+        ["--method", "cape", "--gamma", "0"],
+        ["--gamma", "0"],
+        ["--gamma", str(2**31 - 1)],
+        ["--num-prompts", "9999"],
+    ],
+)
 def test_extreme_but_sensible_options_work(benching, capsys, more):
     assert refused(capsys, bench.main, benching(*more), "bench.py") is None
 
 
-@pytest.mark.parametrize("argv, said", [
-    (["train.py", "--method", "nonsense", "--out", "x"], "train.py: argument --method: invalid choice"),
-    (["train.py", "--out", "x"], "train.py: training needs --method and --data"),
-    (["bench.py", "--method", "glide", "--seed", "x"], "bench.py: argument --seed: invalid int value: 'x'; see --help"),
-    (["bench.py", "--table", "/dev/null"], "bench.py: /dev/null is not a result of bench.py --json"),
-])
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (
+            ["train.py", "--method", "nonsense", "--out", "x"],
+            "train.py: argument --method: invalid choice",
+        ),
+        (["train.py", "--out", "x"], "train.py: training needs --method and --data"),
+        (
+            ["bench.py", "--method", "glide", "--seed", "x"],
+            "bench.py: argument --seed: invalid int value: 'x'; see --help",
+        ),
+        (
+            ["bench.py", "--table", "/dev/null"],
+            "bench.py: /dev/null is not a result of bench.py --json",
+        ),
+    ],
+)
 def test_the_real_commands(argv, said):
     done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(said) and done.stderr.count("\n") == 1 and not done.stdout
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith(said)
+        and done.stderr.count("\n") == 1
+        and not done.stdout
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 GOOD = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9]}
 BAD_LINES = [
-    b"\xff\xfe", b"{", b"null", b"3", b'"text"', b"[]", b"{}", b"[" * 100000, b'{"a":' * 50000, b"\0", b"NaN",
-    b'{"text": 5}', b'{"text": null}', b'{"text": ["w1", "w2"]}', b'{"text": {"a": 1}}', b'{"text": "\\ud800"}',
-    b'{"prompt": "w1"}', b'{"prompt": 1, "response": "w1"}', b'{"prompt": "w1", "response": null}',
-    b'{"prompt": ["w1"], "response": {}}', b'{"messages": []}', b'{"messages": 4}', b'{"messages": [[]]}',
-    b'{"messages": [{"role": "assistant"}]}', b'{"messages": [{"role": 3, "content": 4}]}',
-    b'{"messages": [{"role": "user", "content": "w1"}]}', b'{"conversations": [{"from": "robot", "value": "w1"}]}',
-    b'{"conversations": {"from": "human"}}', b'{"prompt_ids": [5], "response_ids": 7}',
-    b'{"prompt_ids": [5], "response_ids": "w7"}', b'{"prompt_ids": [5], "response_ids": [7.5]}',
-    b'{"prompt_ids": [5], "response_ids": [true]}', b'{"prompt_ids": [5], "response_ids": [null]}',
-    b'{"prompt_ids": [5], "response_ids": [[7]]}', b'{"prompt_ids": null, "response_ids": [7]}',
+    b"\xff\xfe",
+    b"{",
+    b"null",
+    b"3",
+    b'"text"',
+    b"[]",
+    b"{}",
+    b"[" * 100000,
+    b'{"a":' * 50000,
+    b"\0",
+    b"NaN",
+    b'{"text": 5}',
+    b'{"text": null}',
+    b'{"text": ["w1", "w2"]}',
+    b'{"text": {"a": 1}}',
+    b'{"text": "\\ud800"}',
+    b'{"prompt": "w1"}',
+    b'{"prompt": 1, "response": "w1"}',
+    b'{"prompt": "w1", "response": null}',
+    b'{"prompt": ["w1"], "response": {}}',
+    b'{"messages": []}',
+    b'{"messages": 4}',
+    b'{"messages": [[]]}',
+    b'{"messages": [{"role": "assistant"}]}',
+    b'{"messages": [{"role": 3, "content": 4}]}',
+    b'{"messages": [{"role": "user", "content": "w1"}]}',
+    b'{"conversations": [{"from": "robot", "value": "w1"}]}',
+    b'{"conversations": {"from": "human"}}',
+    b'{"prompt_ids": [5], "response_ids": 7}',
+    b'{"prompt_ids": [5], "response_ids": "w7"}',
+    b'{"prompt_ids": [5], "response_ids": [7.5]}',
+    b'{"prompt_ids": [5], "response_ids": [true]}',
+    b'{"prompt_ids": [5], "response_ids": [null]}',
+    b'{"prompt_ids": [5], "response_ids": [[7]]}',
+    b'{"prompt_ids": null, "response_ids": [7]}',
     b'{"response_ids": [7]}',
-    b'{"prompt_ids": [5], "response_ids": [-1]}', b'{"prompt_ids": [5], "response_ids": [48]}',
-    b'{"prompt_ids": [5], "response_ids": [100000000000000000000000]}', b'{"prompt_ids": [5], "response_ids": [1e400]}',
-    b'{"prompt_ids": [5], "response_ids": [' + b"9" * 5000 + b"]}", b'{"prompt_ids": {"5": 1}, "response_ids": [7]}',
+    b'{"prompt_ids": [5], "response_ids": [-1]}',
+    b'{"prompt_ids": [5], "response_ids": [48]}',
+    b'{"prompt_ids": [5], "response_ids": [100000000000000000000000]}',
+    b'{"prompt_ids": [5], "response_ids": [1e400]}',
+    b'{"prompt_ids": [5], "response_ids": [' + b"9" * 5000 + b"]}",
+    b'{"prompt_ids": {"5": 1}, "response_ids": [7]}',
 ]
 
 
@@ -229,9 +392,16 @@ def test_a_bad_line_of_training_data(training, capsys, tmp_path, line):
 
 def test_bad_files_of_training_data(training, capsys, tmp_path):
     good = gzip.compress(json.dumps(GOOD).encode() * 50)
-    cases = {"empty.jsonl": b"", "blank.jsonl": b"\n \n", "binary.jsonl": os.urandom(500), "plain.jsonl.gz": b"{}\n",
-             "cut.jsonl.gz": good[:-9], "flipped.jsonl.gz": good[:14] + b"\xff\xff\xff" + good[17:],
-             "none.jsonl.gz": b"", "prompts.jsonl": b'{"prompt_ids": [5], "response_ids": []}\n'}
+    cases = {
+        "empty.jsonl": b"",
+        "blank.jsonl": b"\n \n",
+        "binary.jsonl": os.urandom(500),
+        "plain.jsonl.gz": b"{}\n",
+        "cut.jsonl.gz": good[:-9],
+        "flipped.jsonl.gz": good[:14] + b"\xff\xff\xff" + good[17:],
+        "none.jsonl.gz": b"",
+        "prompts.jsonl": b'{"prompt_ids": [5], "response_ids": []}\n',
+    }
     for name, content in cases.items():
         (tmp_path / name).write_bytes(content)
         said = refused(capsys, train.main, training("--data", name))
@@ -249,15 +419,36 @@ def mutated(value, pick):
         else:
             copy[key] = mutated(copy[key], pick)
         return copy
-    return pick.choice([None, True, -1, 1.5, 10**30, float("nan"), "", "w1", "\ud800", [], {}, [[]], [None], {"a": []}])
+    return pick.choice(
+        [
+            None,
+            True,
+            -1,
+            1.5,
+            10**30,
+            float("nan"),
+            "",
+            "w1",
+            "\ud800",
+            [],
+            {},
+            [[]],
+            [None],
+            {"a": []},
+        ]
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_training_data(training, capsys, tmp_path, seed):
     pick = random.Random(seed)
-    forms = [GOOD, {"prompt": "w1 w2", "response": "w3"}, {"text": "w1 w2 w3"},
-             {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]},
-             {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2 w3"}]}]
+    forms = [
+        GOOD,
+        {"prompt": "w1 w2", "response": "w3"},
+        {"text": "w1 w2 w3"},
+        {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]},
+        {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2 w3"}]},
+    ]
     _, tokenizer = train.common.load_target(training()[3])
     for _ in range(250):
         record = mutated(pick.choice(forms), pick)
@@ -268,33 +459,61 @@ def test_mutated_training_data(training, capsys, tmp_path, seed):
             assert "\n" not in str(problem) and "d.jsonl" in str(problem)
         else:
             for ids, mask in sequences:
-                assert ids.dtype == torch.long and mask.dtype == torch.bool and ids.shape == mask.shape and not mask[0]
+                assert (
+                    ids.dtype == torch.long
+                    and mask.dtype == torch.bool
+                    and ids.shape == mask.shape
+                    and not mask[0]
+                )
                 assert 0 <= int(ids.min()) and int(ids.max()) < 48
 
 
-BAD_PROMPTS = [b"\xff\xfe", b"{", b"null", b"[]", b"3", b"{}", b'{"turns": 3}', b'{"turns": []}', b'{"turns": [3]}',
-               b'{"turns": {"0": "a"}}', b'{"turns": [["a"]]}', b'{"turns": [null]}', b"[" * 100000,
-               b'{"turns": ["\\ud800"]}', b'{"turn": ["a"]}']
+BAD_PROMPTS = [
+    b"\xff\xfe",
+    b"{",
+    b"null",
+    b"[]",
+    b"3",
+    b"{}",
+    b'{"turns": 3}',
+    b'{"turns": []}',
+    b'{"turns": [3]}',
+    b'{"turns": {"0": "a"}}',
+    b'{"turns": [["a"]]}',
+    b'{"turns": [null]}',
+    b"[" * 100000,
+    b'{"turns": ["\\ud800"]}',
+    b'{"turn": ["a"]}',
+]
 
 
 @pytest.mark.parametrize("line", BAD_PROMPTS, ids=lambda line: line[:40].decode(errors="replace"))
 def test_a_bad_line_of_prompts(benching, capsys, tmp_path, line):
     (tmp_path / "p.jsonl").write_bytes(b'{"turns": ["a"]}\n\n' + line + b"\n")
     (tmp_path / "r.json").write_text("kept")
-    said = refused(capsys, bench.main, benching("--prompts", "p.jsonl", "--json", "r.json"), "bench.py")
+    said = refused(
+        capsys, bench.main, benching("--prompts", "p.jsonl", "--json", "r.json"), "bench.py"
+    )
     assert said == 'bench.py: p.jsonl, line 3: not a JSON object with "turns": ["...", ...]'
     assert (tmp_path / "r.json").read_text() == "kept"
 
 
 def test_odd_but_valid_prompts(tmp_path):
-    """Any line separator but \\n is text; numbers, lists and nothing may be question ids; a byte order mark is not."""
-    (tmp_path / "p.jsonl").write_bytes('{"turns": ["a\u2028b\u0085c"], "question_id": [1], "category": null}'.encode())
+    """Any line separator but \\n is text; numbers, lists and nothing may be question ids; a byte
+    order mark is not."""
+    (tmp_path / "p.jsonl").write_bytes(
+        '{"turns": ["a\u2028b\u0085c"], "question_id": [1], "category": null}'.encode()
+    )
     [prompt] = data.read_prompts([tmp_path / "p.jsonl"], 0)
     assert prompt == {"turns": ["a\u2028b\u0085c"], "question_id": [1], "category": "None"}
 
 
 def test_bad_files_of_prompts_and_results(benching, capsys, tmp_path):
-    for name, content in {"empty.jsonl": b"", "blank.jsonl": b"\n\n", "binary.jsonl": b"\x80" * 99}.items():
+    for name, content in {
+        "empty.jsonl": b"",
+        "blank.jsonl": b"\n\n",
+        "binary.jsonl": b"\x80" * 99,
+    }.items():
         (tmp_path / name).write_bytes(content)
         assert name in refused(capsys, bench.main, benching("--prompts", name), "bench.py")
         assert name in refused(capsys, bench.main, ["--table", name], "bench.py")
@@ -302,7 +521,10 @@ def test_bad_files_of_prompts_and_results(benching, capsys, tmp_path):
 
 def test_mutated_results_are_shown_or_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result, pick = json.loads((ROOT / "results" / "cpu_falcon_refit.json").read_text()), random.Random(0)
+    result, pick = (
+        json.loads((ROOT / "results" / "cpu_falcon_refit.json").read_text()),
+        random.Random(0),
+    )
     for _ in range(300):
         (tmp_path / "r.json").write_text(json.dumps(mutated(result, pick)))
         line = refused(capsys, bench.main, ["--table", "r.json"], "bench.py")

@@ -1,4 +1,5 @@
-"""Long answers on the real default target: the same tokens as plain decoding, flat memory, no growing overhead."""
+"""Long answers on the real default target: the same tokens as plain decoding, flat memory, no
+growing overhead."""
 
 import gc
 import statistics
@@ -10,7 +11,7 @@ from test_house import METHODS
 
 import bench
 import common
-import packed
+from support import packed
 
 pytestmark = pytest.mark.slow
 LENGTH = 2000
@@ -38,8 +39,12 @@ def plain():
     """(target, prompt, Rounds and tokens of plain decoding)."""
     target, tokenizer = common.load_target()
     packed.pack(target)
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Write a very long story about a lighthouse."}],
-                                        add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Write a very long story about a lighthouse."}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
     target.generation_config.eos_token_id = None  # go on and on
     rounds, stats = Rounds(), common.Stats()
 
@@ -60,21 +65,30 @@ def test_two_thousand_tokens(plain, name):
     loader = bench.Loader(target, bench.parse(["--method", name]))
     arm, rounds = loader.arms(name)[0], Rounds()
     gc.collect()
-    output = target.generate(**ids, max_new_tokens=LENGTH, do_sample=False, token_streamer=rounds, **arm.kwargs)
+    output = target.generate(
+        **ids, max_new_tokens=LENGTH, do_sample=False, token_streamer=rounds, **arm.kwargs
+    )
 
     assert output.shape == expected.shape == (1, ids["input_ids"].shape[1] + LENGTH)
     differ = (output != expected).nonzero()
     if len(differ):  # only where two logits tie within rounding
         place = int(differ[0, 1])
         best = target(expected[:, :place]).logits[0, -1].topk(2).values
-        assert best[0] - best[1] < 1e-3, f"differs at token {place}, margin {float(best[0] - best[1])}"
+        assert best[0] - best[1] < 1e-3, (
+            f"differs at token {place}, margin {float(best[0] - best[1])}"
+        )
 
     middle = next(n for n in range(len(rounds.sizes)) if sum(rounds.sizes[:n]) >= LENGTH // 2)
-    grown = rounds.bytes[-1] - rounds.bytes[middle]  # the buffer doubled before; a row of logits a token is 200 MB
+    grown = (
+        rounds.bytes[-1] - rounds.bytes[middle]
+    )  # the buffer doubled before; a row of logits a token is 200 MB
     assert grown < 60e6, f"memory grew by {grown / 1e6:.0f} MB in the second half"
 
     growth = rounds.round_time(0.9, 1) / rounds.round_time(0.05, 0.15)
     attention = reference.round_time(0.9, 1) / reference.round_time(0.05, 0.15)
-    print(f"{name}: {LENGTH / len(rounds.sizes):.2f} tokens a round; a round grows to {growth:.2f} of its time, plain "
-          f"decoding's to {attention:.2f}; {grown / 1e6:.0f} MB more in the second half")
+    print(
+        f"{name}: {LENGTH / len(rounds.sizes):.2f} tokens a round; a round grows to {growth:.2f} "
+        "of its time, plain "
+        f"decoding's to {attention:.2f}; {grown / 1e6:.0f} MB more in the second half"
+    )
     assert growth < 1.6 * attention

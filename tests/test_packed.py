@@ -7,21 +7,31 @@ from conftest import make_llama
 from test_glide import decode, make_drafter
 
 import common
-import packed
+from support import packed
 
 
 def test_packed_layers_compute_the_same_for_any_number_of_rows():
     layer = torch.nn.Linear(33, 50).requires_grad_(False)
-    inputs = [torch.randn(*shape, 33) for shape in ((1,), (2,), (3,), (5,), (40,), (1, 1), (2, 3), (1, 7))]
+    inputs = [
+        torch.randn(*shape, 33) for shape in ((1,), (2,), (3,), (5,), (40,), (1, 1), (2, 3), (1, 7))
+    ]
     expected = [layer(x) for x in inputs]
-    packed.pack(layer)
+    layer = packed.pack(layer)
     for x, y in zip(inputs, expected):
         torch.testing.assert_close(layer(x), y, atol=1e-5, rtol=1e-5)
 
 
 def test_other_types_are_left_alone():
-    layer = packed.pack(torch.nn.Linear(8, 8).double())
-    assert "forward" not in vars(layer)
+    layer = torch.nn.Linear(8, 8).double()
+    assert packed.pack(layer) is layer
+    model = packed.pack(
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double(), torch.nn.Tanh())
+    )
+    assert [type(module) for module in model] == [
+        packed.PackedLinear,
+        torch.nn.Linear,
+        torch.nn.Tanh,
+    ]
 
 
 def test_packed_decoding_is_still_lossless():
@@ -39,9 +49,15 @@ def test_a_drafters_head_is_packed_once():
     target = packed.pack(make_llama().float())
     one, other = (packed.pack(make_drafter(target, draft_vocab=size).float()) for size in (20, 30))
     heads = [common.draft_head(target, drafter.draft_ids) for drafter in (one, other, one)]
-    assert heads[0] is heads[2] and heads[1].out_features == 30 and len(target.packed_heads) == 2
+    assert (
+        heads[0] is heads[2]
+        and heads[1].out_features == 30
+        and len(target.get_output_embeddings().selected) == 2
+    )
     x = torch.randn(3, target.config.hidden_size)
-    torch.testing.assert_close(heads[0](x), x @ target.get_output_embeddings().weight[one.draft_ids].T)
+    torch.testing.assert_close(
+        heads[0](x), x @ target.get_output_embeddings().weight[one.draft_ids].T
+    )
     del one, heads
     gc.collect()
-    assert len(target.packed_heads) == 1
+    assert len(target.get_output_embeddings().selected) == 1

@@ -1,4 +1,5 @@
-"""Random trees, logits, settings and acceptance patterns: what must hold for all of them (hypothesis, fixed seeds)."""
+"""Random trees, logits, settings and acceptance patterns: what must hold for all of them
+(hypothesis, fixed seeds)."""
 
 import pytest
 import torch
@@ -19,8 +20,13 @@ from transformers import (
 import common
 
 VOCAB = 13
-SETTINGS = dict(max_examples=40, deadline=None, derandomize=True)  # the same examples on every machine
-TARGETS = {name: family(name, vocab_size=VOCAB).requires_grad_(False) for name in ("Llama", "Gemma3", "GPT2")}
+SETTINGS = dict(
+    max_examples=40, deadline=None, derandomize=True
+)  # the same examples on every machine
+TARGETS = {
+    name: family(name, vocab_size=VOCAB).requires_grad_(False)
+    for name in ("Llama", "Gemma3", "GPT2")
+}
 
 
 @st.composite
@@ -50,7 +56,9 @@ def processors(draw):
 
 def as_draft(tree, probs=None):
     tokens, parents = tree
-    return common.Draft(torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long), probs)
+    return common.Draft(
+        torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long), probs
+    )
 
 
 def plain_step(target, ids, processor):
@@ -59,11 +67,15 @@ def plain_step(target, ids, processor):
     return int((processor(ids, scores) if processor else scores).argmax())
 
 
-# ---------------------------------------------------------------------------------------------- masks and positions
+# ------------------------------------------------------------------------------ masks and positions
 
 
 @settings(**SETTINGS)
-@given(trees(), st.integers(0, 6), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+@given(
+    trees(),
+    st.integers(0, 6),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+)
 def test_mask_is_ancestors_or_self_and_gives_the_depths(tree, prefix, dtype):
     draft = as_draft(tree)
     mask = common.ancestor_mask(draft.parents, prefix, dtype)
@@ -73,11 +85,18 @@ def test_mask_is_ancestors_or_self_and_gives_the_depths(tree, prefix, dtype):
     for node in range(count):
         line = list(ancestors(tree[1], node))
         assert see[node + 1, prefix + 1 :].nonzero()[:, 0].tolist() == sorted(line)
-        assert int(see[node + 1, prefix:].sum()) - 1 == len(line)  # its depth, from which verify takes its position
+        assert int(see[node + 1, prefix:].sum()) - 1 == len(
+            line
+        )  # its depth, from which verify takes its position
 
 
 @settings(**SETTINGS)
-@given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 5), st.lists(st.booleans(), max_size=6)), max_size=8))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 400), st.integers(0, 5), st.lists(st.booleans(), max_size=6)),
+        max_size=8,
+    )
+)
 def test_growing_layer_holds_what_a_list_would(steps):
     layer, truth, counter = common.GrowingLayer(), [], 0
     for count, cut, picks in steps:
@@ -92,43 +111,67 @@ def test_growing_layer_holds_what_a_list_would(steps):
         kept = [start + place for place, keep in enumerate(picks[: len(truth) - start]) if keep]
         layer.keep(start, torch.tensor(kept, dtype=torch.long))
         truth = truth[:start] + [truth[place] for place in kept]
-        assert layer.keys.flatten().tolist() == truth and layer.values.flatten().tolist() == [-x for x in truth]
+        assert layer.keys.flatten().tolist() == truth and layer.values.flatten().tolist() == [
+            -x for x in truth
+        ]
         assert layer.get_seq_length() == len(truth)
 
 
 @settings(**SETTINGS)
-@given(st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=5), st.integers(0, 5), st.lists(
-    st.integers(0, 3), min_size=1, max_size=3)), max_size=8))
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 3), max_size=5),
+            st.integers(0, 5),
+            st.lists(st.integers(0, 3), min_size=1, max_size=3),
+        ),
+        max_size=8,
+    )
+)
 def test_draft_cache_holds_the_committed_tokens_it_was_fed(rounds):
-    """Whatever was drafted, accepted and refused: a row's token is the committed one, and nothing is fed twice."""
+    """Whatever was drafted, accepted and refused: a row's token is the committed one, and nothing
+    is fed twice."""
     cache, ids = common.DraftCache(1), torch.tensor([[1, 2]])
 
     def consume(tokens):
         positions = cache.feed(tokens)
         cache.layers[0].update(*[tokens.view(1, 1, -1, 1).float()] * 2)
-        assert positions.tolist() == [list(range(cache.fed.shape[1] - tokens.shape[1], cache.fed.shape[1]))]
+        assert positions.tolist() == [
+            list(range(cache.fed.shape[1] - tokens.shape[1], cache.fed.shape[1]))
+        ]
 
     for drafted, accepted, more in rounds:
         rest = cache.rewind(ids)
         held = cache.get_seq_length() if cache.fed is not None else 0
         assert torch.equal(ids[:, held:], rest) and rest.shape[1] >= 1
         if held:
-            assert cache.layers[0].keys.flatten().tolist() == ids[0, :held].tolist() == cache.fed[0].tolist()
+            assert (
+                cache.layers[0].keys.flatten().tolist()
+                == ids[0, :held].tolist()
+                == cache.fed[0].tolist()
+            )
         consume(rest)
         for token in drafted:
             consume(torch.tensor([[token]]))
         ids = torch.cat([ids, torch.tensor([drafted[:accepted] + more])], dim=1)
 
 
-# ------------------------------------------------------------------------------------------------------------ verify
+# ------------------------------------------------------------------------------------------- verify
 
 
 @pytest.mark.parametrize("name", TARGETS)
 @settings(**SETTINGS | {"max_examples": 12})
-@given(st.lists(trees(), min_size=1, max_size=4), st.one_of(st.none(), processors()), st.integers(0, 2**31),
-       st.lists(st.booleans(), min_size=40, max_size=40))
-def test_greedy_rounds_are_plain_decoding_and_leave_a_fresh_cache(name, drafts, processor, seed, helpful):
-    """Random trees, some of whose nodes are replaced by what the target will say, for several rounds."""
+@given(
+    st.lists(trees(), min_size=1, max_size=4),
+    st.one_of(st.none(), processors()),
+    st.integers(0, 2**31),
+    st.lists(st.booleans(), min_size=40, max_size=40),
+)
+def test_greedy_rounds_are_plain_decoding_and_leave_a_fresh_cache(
+    name, drafts, processor, seed, helpful
+):
+    """Random trees, some of whose nodes are replaced by what the target will say, for several
+    rounds."""
     target = TARGETS[name]
     ids = torch.randint(0, VOCAB, (1, 4), generator=torch.Generator().manual_seed(seed))
     cache, helpful = start(target, ids), iter(helpful)
@@ -145,13 +188,17 @@ def test_greedy_rounds_are_plain_decoding_and_leave_a_fresh_cache(name, drafts, 
             expected = torch.cat([expected, torch.tensor([[token]])], dim=1)
         last = verified.path[-1] if verified.path else -1
         children = [tokens[n] for n, parent in enumerate(parents) if parent == last]
-        assert verified.tokens[0, -1] not in torch.tensor(children or [-1])  # it stopped because it had to
+        assert verified.tokens[0, -1] not in torch.tensor(
+            children or [-1]
+        )  # it stopped because it had to
         assert all(parents[b] == a for a, b in zip([-1, *verified.path], verified.path))
         ids = expected
         assert cache.get_seq_length() == ids.shape[1] - 1 and verified.hidden.isfinite().all()
         assert_cache_is_fresh(target, ids, cache)
         whole, _ = common.target_features(target, ids[:, :-1])
-        torch.testing.assert_close(verified.hidden, whole[:, -verified.hidden.shape[1] :], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            verified.hidden, whole[:, -verified.hidden.shape[1] :], atol=1e-5, rtol=1e-5
+        )
 
 
 @settings(**SETTINGS | {"max_examples": 30})
@@ -169,60 +216,87 @@ def test_sampled_rounds_emit_possible_tokens_and_leave_a_fresh_cache(drafts, pro
             if kind == "sparse":
                 scores[torch.rand(VOCAB, generator=generator) < 0.7] = float("-inf")
                 scores[token] = 0.0
-            row = {"none": torch.zeros(VOCAB), "flat": torch.ones(VOCAB) / VOCAB,
-                   "certain": torch.eye(VOCAB)[token]}.get(kind, scores.softmax(-1))
+            row = {
+                "none": torch.zeros(VOCAB),
+                "flat": torch.ones(VOCAB) / VOCAB,
+                "certain": torch.eye(VOCAB)[token],
+            }.get(kind, scores.softmax(-1))
             rows.append(row)
         draft = as_draft(tree, torch.stack(rows) if rows else None)
         torch.manual_seed(seed)
         verified = common.verify(target, ids, draft, cache, processor, do_sample=True)
         for token in verified.tokens[0]:
             probs = processor(ids, target(ids).logits[:, -1].float()).softmax(-1)[0]
-            assert not probs.isnan().any() and probs[token] > 0  # never a token that plain sampling could not draw
+            assert (
+                not probs.isnan().any() and probs[token] > 0
+            )  # never a token that plain sampling could not draw
             ids = torch.cat([ids, token.view(1, 1)], dim=1)
         assert [tree[0][n] for n in verified.path] == verified.tokens[0, :-1].tolist()
         assert_cache_is_fresh(target, ids, cache)
 
 
-LOGITS = st.lists(st.sampled_from([float("-inf"), -50.0, -1.0, 0.0, 0.0, 1.0, 1.0, 80.0]), min_size=5,
-                  max_size=5).filter(lambda row: max(row) > float("-inf"))
+LOGITS = st.lists(
+    st.sampled_from([float("-inf"), -50.0, -1.0, 0.0, 0.0, 1.0, 1.0, 80.0]), min_size=5, max_size=5
+).filter(lambda row: max(row) > float("-inf"))
 
 
 @settings(**SETTINGS | {"max_examples": 300})
-@given(LOGITS, st.lists(st.tuples(st.integers(0, 4), st.booleans(), LOGITS), max_size=4), st.integers(0, 2**31))
+@given(
+    LOGITS,
+    st.lists(st.tuples(st.integers(0, 4), st.booleans(), LOGITS), max_size=4),
+    st.integers(0, 2**31),
+)
 def test_choose_with_ties_and_impossible_tokens(row, siblings, seed):
-    """_choose: greedy takes the first argmax as plain decoding does; sampling never yields a token of probability 0."""
+    """_choose: greedy takes the first argmax as plain decoding does; sampling never yields a token
+    of probability 0."""
     scores, tokens = torch.tensor(row), [token for token, *_ in siblings]
     taken, choice = common._choose(scores, range(len(tokens)), tokens, None, [], False, None)
     assert choice == int(scores.argmax()) and (taken is None) == (choice not in tokens)
     assert taken is None or tokens[taken] == choice
-    probs = torch.stack([torch.tensor(other).softmax(-1) * sampled for _, sampled, other in siblings] or
-                        [torch.zeros(5)])
+    probs = torch.stack(
+        [torch.tensor(other).softmax(-1) * sampled for _, sampled, other in siblings]
+        or [torch.zeros(5)]
+    )
     for honest in (True, False):  # a claimed distribution may even exclude the token
         for place, (token, sampled, _) in enumerate(siblings):
             if honest and sampled and not probs[place, token]:
                 probs[place] = torch.eye(5)[token]
         generator = torch.Generator().manual_seed(seed)
         sampled = [bool(row.amax() > 0) for row in probs]
-        taken, choice = common._choose(scores, range(len(tokens)), tokens, probs, sampled, True, generator)
+        taken, choice = common._choose(
+            scores, range(len(tokens)), tokens, probs, sampled, True, generator
+        )
         assert row[choice] > float("-inf") and (taken is None or tokens[taken] == choice)
 
 
 @settings(**SETTINGS | {"max_examples": 20})
 @given(LOGITS, st.lists(LOGITS, min_size=1, max_size=3), st.integers(0, 2**20))
 def test_choose_draws_from_the_target_whatever_was_drafted(row, drafts, seed):
-    """Siblings honestly drawn one after the other from any distributions: the outcome has the target's."""
+    """Siblings honestly drawn one after the other from any distributions: the outcome has the
+    target's."""
     p_target, draws = torch.tensor(row).softmax(-1), 1000
-    q_draft, counts, generator = torch.tensor(drafts).softmax(-1), torch.zeros(5), torch.Generator().manual_seed(seed)
+    q_draft, counts, generator = (
+        torch.tensor(drafts).softmax(-1),
+        torch.zeros(5),
+        torch.Generator().manual_seed(seed),
+    )
     for _ in range(draws):
         tokens = torch.multinomial(q_draft, 1, generator=generator)[:, 0].tolist()
-        _, choice = common._choose(p_target.log(), range(len(tokens)), tokens, q_draft, [True] * len(tokens), True,
-                                   generator)
+        _, choice = common._choose(
+            p_target.log(),
+            range(len(tokens)),
+            tokens,
+            q_draft,
+            [True] * len(tokens),
+            True,
+            generator,
+        )
         counts[choice] += 1
     spread = (draws * p_target * (1 - p_target)).sqrt() + 1e-3
     assert ((counts - draws * p_target).abs() <= 5 * spread + 1).all()
 
 
-# --------------------------------------------------------------------------------------------------- whole methods
+# ------------------------------------------------------------------------------------ whole methods
 
 
 @pytest.fixture(scope="module")
@@ -233,18 +307,32 @@ def arguments(tmp_path_factory):
 
 @pytest.mark.parametrize("method", METHODS)
 @settings(**SETTINGS | {"max_examples": 8})
-@given(st.integers(1, 9), st.integers(1, 16), st.sampled_from([None, 0.7, 1.5]), st.sampled_from([0, 2]),
-       st.sampled_from([0.0, 0.4, 3.0]), st.integers(0, 2**31))
+@given(
+    st.integers(1, 9),
+    st.integers(1, 16),
+    st.sampled_from([None, 0.7, 1.5]),
+    st.sampled_from([0, 2]),
+    st.sampled_from([0.0, 0.4, 3.0]),
+    st.integers(0, 2**31),
+)
 def test_every_round_of_every_method(arguments, method, length, new, penalty, ngram, noise, seed):
-    """Rounds of real drafters, blurred at random: invariants at each call of verify, and the library's own output."""
+    """Rounds of real drafters, blurred at random: invariants at each call of verify, and the
+    library's own output."""
     target, verify = TARGETS["Llama"], common.verify
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (1, length), generator=generator)
-    options = dict(max_new_tokens=new, do_sample=False, repetition_penalty=penalty, no_repeat_ngram_size=ngram,
-                   attention_mask=torch.ones_like(ids))
+    options = dict(
+        max_new_tokens=new,
+        do_sample=False,
+        repetition_penalty=penalty,
+        no_repeat_ngram_size=ngram,
+        attention_mask=torch.ones_like(ids),
+    )
 
     def checked(target, input_ids, draft, cache, *more, **named):
-        assert (draft.parents < torch.arange(len(draft.parents))).all() and len(draft.tokens) == len(draft.parents)
+        assert (draft.parents < torch.arange(len(draft.parents))).all() and len(
+            draft.tokens
+        ) == len(draft.parents)
         assert ((draft.tokens >= 0) & (draft.tokens < VOCAB)).all()
         if draft.probs is not None:
             assert draft.probs.isfinite().all() and (draft.probs >= 0).all()

@@ -1,4 +1,5 @@
-"""specdecpp.py: lossless decoding under every stop rule, the label pipeline, the two losses, the theory."""
+"""specdecpp.py: lossless decoding under every stop rule, the label pipeline, the two losses, the
+theory."""
 
 import collections
 import copy
@@ -14,15 +15,27 @@ import bench
 import cape
 import common
 import glide
-import packed
 import specdecpp
 import train
+from support import packed
 
-RULES = [{}, {"threshold": 0.2}, {"stop": "fixed", "gamma": 4}, {"stop": "confidence"}, {"stop": "entropy"}]
+RULES = [
+    {},
+    {"threshold": 0.2},
+    {"stop": "fixed", "gamma": 4},
+    {"stop": "confidence"},
+    {"stop": "entropy"},
+]
 
 
 def make_drafter(target, **options):
-    settings = dict(target=common.target_shape(target), layers=[0, -1], draft_vocab=0, stage="head", head_depth=2)
+    settings = dict(
+        target=common.target_shape(target),
+        layers=[0, -1],
+        draft_vocab=0,
+        stage="head",
+        head_depth=2,
+    )
     torch.manual_seed(5)
     config = specdecpp.Config(**settings | options)
     return specdecpp.build(config, target, torch.arange(target.config.vocab_size)).double().eval()
@@ -46,7 +59,9 @@ def make_batch(target, lengths=(9, 12, 7), prompt=3, layers=()):
         ids = torch.randint(1, target.config.vocab_size, (length,), generator=generator)
         sequences.append((ids, torch.arange(length) >= prompt))
     features = train.Features(target, sequences, list(layers), None)
-    return train.make_batch(list(range(len(lengths))), sequences, features, torch.arange(len(lengths)) + 7, 0.0, "cpu")
+    return train.make_batch(
+        list(range(len(lengths))), sequences, features, torch.arange(len(lengths)) + 7, 0.0, "cpu"
+    )
 
 
 def fit(drafter, target, steps, lr, **base):
@@ -58,7 +73,9 @@ def fit(drafter, target, steps, lr, **base):
     weights, losses = [p for p in drafter.parameters() if p.requires_grad], []
     optimizer = torch.optim.AdamW(weights, lr=lr)
     for step in range(steps):
-        batch = train.make_batch(list(range(8)), sequences, features, torch.arange(8) + 8 * step, 0.0, "cpu")
+        batch = train.make_batch(
+            list(range(8)), sequences, features, torch.arange(8) + 8 * step, 0.0, "cpu"
+        )
         total = specdecpp.loss(drafter, target, batch, **base) / batch.loss_mask.sum()
         total.backward()
         optimizer.step()
@@ -74,12 +91,16 @@ def both_stages(llama):
     first = make_drafter(llama, stage="draft")
     frozen = copy.deepcopy(first.head.state_dict())
     draft_losses = fit(first, llama, 60, 5e-3)
-    assert all(torch.equal(weight, frozen[name]) for name, weight in first.head.state_dict().items())
+    assert all(
+        torch.equal(weight, frozen[name]) for name, weight in first.head.state_dict().items()
+    )
     second = specdecpp.Drafter(dataclasses.replace(first.config, stage="head")).double()
     second.load_state_dict(first.state_dict(), strict=False)  # as train.py --init does
     frozen = copy.deepcopy(second.body.state_dict())
     head_losses = fit(second, llama, 60, 5e-3)
-    assert all(torch.equal(weight, frozen[name]) for name, weight in second.body.state_dict().items())
+    assert all(
+        torch.equal(weight, frozen[name]) for name, weight in second.body.state_dict().items()
+    )
     return second, draft_losses, head_losses
 
 
@@ -96,7 +117,7 @@ def constant_head(drafter, logit):
     return changed
 
 
-# ---------------------------------------------------------------------------------------------------------- lossless
+# ----------------------------------------------------------------------------------------- lossless
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -118,7 +139,10 @@ def test_rounds_are_of_different_lengths_and_some_are_accepted(llama, trained):
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_stopping_inside_a_draft(llama, rule):
     """All layers copied: every draft is right, so that the end always falls inside one."""
-    drafter, ids = constant_head(make_drafter(llama, layers=[0, 1, 2]), 8.0), torch.tensor([[9, 8, 7]])
+    drafter, ids = (
+        constant_head(make_drafter(llama, layers=[0, 1, 2]), 8.0),
+        torch.tensor([[9, 8, 7]]),
+    )
     truth, stats = decode(llama, ids, drafter=drafter, **rule)
     assert torch.equal(truth, llama.generate(ids, max_new_tokens=40, do_sample=False))
     assert stats.accepted == stats.offered
@@ -127,10 +151,15 @@ def test_stopping_inside_a_draft(llama, rule):
         expected = llama.generate(ids, max_new_tokens=37, do_sample=False, eos_token_id=eos)
         output, _ = decode(llama, ids, drafter=drafter, max_new_tokens=37, eos_token_id=eos, **rule)
         assert torch.equal(output, expected)
-        assert torch.equal(decode(llama, ids, drafter=drafter, max_new_tokens=place, **rule)[0], truth[:, : 3 + place])
+        assert torch.equal(
+            decode(llama, ids, drafter=drafter, max_new_tokens=place, **rule)[0],
+            truth[:, : 3 + place],
+        )
 
 
-@pytest.mark.parametrize("options", [{"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}], ids=str
+)
 def test_logits_processors_see_each_prefix(llama, trained, options):
     ids = torch.tensor([[9, 8, 7]])
     truth = llama.generate(ids, max_new_tokens=40, do_sample=False, **options)
@@ -146,7 +175,9 @@ def sampled(target, prompt, rounds=500, **options):
     return counts
 
 
-@pytest.mark.parametrize("rule", [{"threshold": 0.55}, {"stop": "confidence", "confidence": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "rule", [{"threshold": 0.55}, {"stop": "confidence", "confidence": 0.5}], ids=str
+)
 def test_sampled_output_follows_the_target(small_llama, rule):
     """A rule that looks at what was drafted must not show in what comes out."""
     drafter, prompt = make_drafter(small_llama), torch.tensor([[1, 2]])
@@ -171,43 +202,63 @@ def test_negative_control_withholding_a_draft_is_noticed(small_llama, monkeypatc
 
 def test_negative_control_accepting_every_draft_is_noticed(small_llama, monkeypatch):
     drafter, prompt = make_drafter(small_llama), torch.tensor([[1, 2]])
-    monkeypatch.setattr(common.torch, "rand", lambda *_, **__: torch.zeros(()))  # the acceptance test always passes
+    monkeypatch.setattr(
+        common.torch, "rand", lambda *_, **__: torch.zeros(())
+    )  # the acceptance test always passes
     counts = sampled(small_llama, prompt, drafter=drafter, threshold=0.9)
     assert chi_square_p_value(counts, enumerate_joint(small_llama, prompt, 3)) < 1e-6
 
 
 def test_drafting_with_a_cache_equals_drafting_from_scratch(llama, trained, monkeypatch):
     drafts, real = [], common.verify
-    monkeypatch.setattr(common, "verify", lambda *a, **k: drafts.append((a[1], a[2].tokens)) or real(*a, **k))
+    monkeypatch.setattr(
+        common, "verify", lambda *a, **k: drafts.append((a[1], a[2].tokens)) or real(*a, **k)
+    )
     decode(llama, torch.tensor([[9, 8, 7, 6]]), drafter=trained, stop="fixed")
     for ids, tokens in drafts[1:]:
-        steps = specdecpp.propose(trained, llama, ids, None, specdecpp.new_cache(trained, llama))
+        steps = specdecpp.propose(trained, llama, ids, None, specdecpp.new_memory(trained, llama))
         assert [int(next(steps)[0]) for _ in tokens] == tokens.tolist()
 
 
-# ------------------------------------------------------------------------------------------------------- stop rules
+# --------------------------------------------------------------------------------------- stop rules
 
 
 def run_rule(probs, rule, room=100, logits=None):
     """Length of the round when the head predicts probs[i] for token i + 1."""
     hidden = [torch.zeros(1), *torch.tensor([probs]).T]  # e_(i-1) comes with token i
     flat = torch.full((4,), 0.25)
-    steps = [(torch.tensor([0]), flat if logits is None else logits[i], hidden[i]) for i in range(len(probs))]
+    steps = [
+        (torch.tensor([0]), flat if logits is None else logits[i], hidden[i])
+        for i in range(len(probs))
+    ]
     head = lambda e: torch.logit(e)[0, 0]
     return len(list(specdecpp.until_stop(iter(steps), head, specdecpp.Config(**rule), room)))
 
 
 def test_algorithm_2_by_hand():
-    """1 - 0.9 = 0.1, 1 - 0.72 = 0.28, 1 - 0.36 = 0.64: each is known only once the next token is drafted."""
+    """1 - 0.9 = 0.1, 1 - 0.72 = 0.28, 1 - 0.36 = 0.64: each is known only once the next token is
+    drafted."""
     probs = [0.9, 0.8, 0.5, 0.9, 0.9]
-    assert [run_rule(probs, {"threshold": h}) for h in (0.05, 0.1 + 1e-6, 0.2, 0.3, 0.6, 0.65)] == [2, 3, 3, 4, 4, 5]
+    assert [run_rule(probs, {"threshold": h}) for h in (0.05, 0.1 + 1e-6, 0.2, 0.3, 0.6, 0.65)] == [
+        2,
+        3,
+        3,
+        4,
+        4,
+        5,
+    ]
     assert run_rule([0.0] * 5, {"threshold": 0.99}) == 2  # never fewer than two
-    assert run_rule([1.0] * 30, {}) == 20 and run_rule([1.0] * 30, {"max_draft": 7}) == 7  # never more than 20
+    assert (
+        run_rule([1.0] * 30, {}) == 20 and run_rule([1.0] * 30, {"max_draft": 7}) == 7
+    )  # never more than 20
     assert run_rule([1.0] * 30, {}, room=3) == 3 and run_rule([1.0] * 30, {}, room=0) == 0
 
 
 def test_the_rivals_by_hand():
-    sure, unsure = torch.tensor([0.97, 0.01, 0.01, 0.01]), torch.full((4,), 0.25)  # entropies 0.17 and 1.39
+    sure, unsure = (
+        torch.tensor([0.97, 0.01, 0.01, 0.01]),
+        torch.full((4,), 0.25),
+    )  # entropies 0.17 and 1.39
     dists = [sure, sure, unsure, sure]
     assert run_rule([0.0] * 4, {"stop": "fixed", "gamma": 3}, logits=dists) == 3
     assert run_rule([0.0] * 4, {"stop": "confidence"}, logits=dists) == 3
@@ -223,20 +274,28 @@ def test_the_head_decides(llama, trained):
         assert max(stats.offered) == length and stats.offered[0] == length
 
 
-# ------------------------------------------------------------------------------------------------ labels and losses
+# -------------------------------------------------------------------------------- labels and losses
 
 
 def brute_force_labels(drafter, target, batch):
-    """(tokens read, [(row, place, label)]) from forwards of single prefixes with the same random numbers."""
+    """(tokens read, [(row, place, label)]) from forwards of single prefixes with the same random
+    numbers."""
     config, mixed, labels = drafter.config, batch.input_ids.clone(), []
     full, vocabulary = drafter.causal_lm(target), drafter.draft_ids
     for row, length in enumerate(batch.lengths.tolist()):
-        noise = torch.rand(batch.input_ids.shape[1], 2, generator=torch.Generator().manual_seed(int(batch.seed[row])))
+        noise = torch.rand(
+            batch.input_ids.shape[1],
+            2,
+            generator=torch.Generator().manual_seed(int(batch.seed[row])),
+        )
         for place in range(1, length):
             if not batch.loss_mask[row, place] or noise[place, 1] < config.keep:
                 continue
             prefix = batch.input_ids[row : row + 1, :place]
-            q, p = full(prefix).logits[0, -1, vocabulary].float(), target(prefix).logits[0, -1].float()
+            q, p = (
+                full(prefix).logits[0, -1, vocabulary].float(),
+                target(prefix).logits[0, -1].float(),
+            )
             if config.temperature == 0:
                 token = int(vocabulary[q.argmax()])
                 label = float(token == int(p.argmax()))
@@ -254,7 +313,10 @@ def brute_force_labels(drafter, target, batch):
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
 @pytest.mark.parametrize("keep", [0.0, 0.5])
 def test_labels_against_brute_force(llama, temperature, keep):
-    drafter, batch = make_drafter(llama, temperature=temperature, keep=keep, draft_vocab=40), make_batch(llama)
+    drafter, batch = (
+        make_drafter(llama, temperature=temperature, keep=keep, draft_vocab=40),
+        make_batch(llama),
+    )
     hidden, accepted = specdecpp.labelled(drafter, llama, batch)
     mixed, expected = brute_force_labels(drafter, llama, batch)
     assert accepted.tolist() == pytest.approx([label for _, _, label in expected], abs=1e-5)
@@ -274,40 +336,65 @@ def test_labels_are_drawn_anew_every_step_and_only_then(llama):
 
 def test_the_mean_label_is_the_acceptance_rate(llama):
     """E min(1, p(Y)/q(Y)) = sum_x min(p, q), which alpha computes exactly."""
-    drafter, batch = make_drafter(llama, temperature=1.0, keep=0.0), make_batch(llama, lengths=(30, 30))
+    drafter, batch = (
+        make_drafter(llama, temperature=1.0, keep=0.0),
+        make_batch(llama, lengths=(30, 30)),
+    )
     batch.loss_mask[:, -1] = False  # the last column has no label
     total, count = specdecpp.alpha(drafter, llama, batch)
-    means = [float(specdecpp.labelled(drafter, llama, dataclasses.replace(batch, seed=batch.seed + 10 * i))[1].mean())
-             for i in range(60)]
+    means = [
+        float(
+            specdecpp.labelled(
+                drafter, llama, dataclasses.replace(batch, seed=batch.seed + 10 * i)
+            )[1].mean()
+        )
+        for i in range(60)
+    ]
     assert sum(means) / 60 == pytest.approx(float(total) / count, abs=0.02)
 
 
 def test_top_p_leaves_out_the_tail():
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
-    torch.testing.assert_close(specdecpp.distribution(probs.log(), 1.0, 0.8), torch.tensor([[0.625, 0.375, 0, 0]]))
+    torch.testing.assert_close(
+        specdecpp.distribution(probs.log(), 1.0, 0.8), torch.tensor([[0.625, 0.375, 0, 0]])
+    )
     torch.testing.assert_close(specdecpp.distribution(probs.log(), 1.0, 1.0), probs)
     assert specdecpp.distribution(probs.log(), 0.0, 1.0).tolist() == [[1, 0, 0, 0]]
 
 
 def test_weighted_bce_by_hand(llama, monkeypatch):
     drafter, batch = make_drafter(llama, w_rej=3.0), make_batch(llama)
-    hidden, labels, predicted = torch.randn(3, 32).double(), torch.tensor([1.0, 0.0, 0.25]), (0.9, 0.6, 0.5)
+    hidden, labels, predicted = (
+        torch.randn(3, 32).double(),
+        torch.tensor([1.0, 0.0, 0.25]),
+        (0.9, 0.6, 0.5),
+    )
     monkeypatch.setattr(specdecpp, "labelled", lambda *_: (hidden, labels))
     monkeypatch.setattr(drafter, "forward", lambda _: torch.logit(torch.tensor(predicted)))
     terms = [-torch.tensor(x).log() for x in (0.9, 0.4, 0.5, 0.5)]
     weights = [1.0, 3.0, 0.25, 2.25]  # w_acc P, w_rej (1 - P)
-    expected = sum(w * t for w, t in zip(weights, terms)) / sum(weights) * int(batch.loss_mask.sum())
+    expected = (
+        sum(w * t for w, t in zip(weights, terms)) / sum(weights) * int(batch.loss_mask.sum())
+    )
     assert float(specdecpp.loss(drafter, llama, batch)) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_distillation_by_hand(llama):
-    drafter, batch, expected = make_drafter(llama, stage="draft", draft_vocab=30), make_batch(llama), 0.0
+    drafter, batch, expected = (
+        make_drafter(llama, stage="draft", draft_vocab=30),
+        make_batch(llama),
+        0.0,
+    )
     model = drafter.causal_lm(llama)
     for row, length in enumerate(batch.lengths.tolist()):
         for place in range(3, length):
             ids = batch.input_ids[row : row + 1, :place]
             teacher = llama(ids).logits[0, -1, drafter.draft_ids].softmax(-1)
-            expected -= float((teacher * model(ids).logits[0, -1, drafter.draft_ids].log_softmax(-1)).sum().detach())
+            expected -= float(
+                (teacher * model(ids).logits[0, -1, drafter.draft_ids].log_softmax(-1))
+                .sum()
+                .detach()
+            )
     assert specdecpp.loss(drafter, llama, batch).item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -319,8 +406,13 @@ def test_both_losses_go_down(both_stages):
 def test_a_trained_head_tells_accepted_from_refused(llama, trained):
     batch = make_batch(llama, lengths=(40, 40))
     ids = llama.generate(torch.arange(1, 5)[:, None], max_new_tokens=39, do_sample=False)
-    batch = dataclasses.replace(batch, input_ids=ids, loss_mask=(torch.arange(40) > 0).expand(4, -1),
-                                seed=torch.arange(4), hidden=common.target_features(llama, ids)[0])
+    batch = dataclasses.replace(
+        batch,
+        input_ids=ids,
+        loss_mask=(torch.arange(40) > 0).expand(4, -1),
+        seed=torch.arange(4),
+        hidden=common.target_features(llama, ids)[0],
+    )
     hidden, accepted = specdecpp.labelled(trained, llama, batch)
     predicted = trained(hidden).sigmoid()
     assert predicted[accepted == 1].mean() > predicted[accepted == 0].mean() + 0.2
@@ -332,7 +424,7 @@ def test_alpha_of_the_target_itself_is_one(llama):
     assert count == int(batch.loss_mask.sum()) and float(total) == pytest.approx(count, rel=1e-5)
 
 
-# ------------------------------------------------------------------------------- other drafters than one's own layers
+# ------------------------------------------------------------- other drafters than one's own layers
 
 
 def test_a_head_on_glide(llama):
@@ -340,15 +432,23 @@ def test_a_head_on_glide(llama):
     base = {"base": glide, "base_drafter": make_glide(llama)}
     drafter = make_drafter(llama, base="glide", stage="draft")
     assert drafter.body is None and not drafter.distils
-    with_kv, without = (make_batch(llama, layers=layers) for layers in (base["base_drafter"].kv_layers, ()))
+    with_kv, without = (
+        make_batch(llama, layers=layers) for layers in (base["base_drafter"].kv_layers, ())
+    )
     one, other = (specdecpp.loss(drafter, llama, batch, **base) for batch in (with_kv, without))
     assert torch.equal(one, other)
-    assert specdecpp.alpha(drafter, llama, without, **base)[0] == glide.alpha(base["base_drafter"], llama, with_kv)[0]
+    assert (
+        specdecpp.alpha(drafter, llama, without, **base)[0]
+        == glide.alpha(base["base_drafter"], llama, with_kv)[0]
+    )
     losses = fit(drafter, llama, 30, 5e-3, **base)
     assert sum(losses[-5:]) < sum(losses[:5])
     ids = torch.tensor([[9, 8, 7]])
     output, stats = decode(llama, ids, drafter=drafter, **base)
-    assert torch.equal(output, llama.generate(ids, max_new_tokens=40, do_sample=False)) and stats.drafted
+    assert (
+        torch.equal(output, llama.generate(ids, max_new_tokens=40, do_sample=False))
+        and stats.drafted
+    )
     with pytest.raises(ValueError, match="nothing to draft with"):
         decode(llama, ids, drafter=drafter)
 
@@ -384,7 +484,9 @@ def test_any_causal_lm_drafts(llama, trained, monkeypatch):
     monkeypatch.setattr(common, "load_target", lambda name, **_: (small, None))
     drafter = make_drafter(llama, draft_model="small", stage="draft")
     losses = fit(drafter, llama, 30, 5e-3)
-    assert sum(losses[-5:]) < sum(losses[:5]) and not [n for n in drafter.state_dict() if "embed" in n or "body" in n]
+    assert sum(losses[-5:]) < sum(losses[:5]) and not [
+        n for n in drafter.state_dict() if "embed" in n or "body" in n
+    ]
     for given in ({}, {"draft_model": small}):
         assert torch.equal(decode(llama, ids, drafter=drafter, **given)[0], truth)
     with pytest.raises(ValueError, match="acceptance head only"):
@@ -402,7 +504,10 @@ def test_labels_of_a_causal_lm_that_is_the_target_are_all_one(llama, monkeypatch
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_cape_expands_it(llama, trained, as_causal_lm, do_sample):
     ids, stats = torch.tensor([[9, 8, 7]]), common.Stats()
-    base = {"base": specdecpp, "base_drafter": trained.causal_lm(llama) if as_causal_lm else trained}
+    base = {
+        "base": specdecpp,
+        "base_drafter": trained.causal_lm(llama) if as_causal_lm else trained,
+    }
     torch.manual_seed(0)
     base |= {"custom_generate": cape.generate, "stats": stats}
     output = llama.generate(ids, max_new_tokens=40, do_sample=do_sample, **base)
@@ -412,21 +517,43 @@ def test_cape_expands_it(llama, trained, as_causal_lm, do_sample):
 
 
 def families():
-    tiny = dict(vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-                num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.3, pad_token_id=0,
-                bos_token_id=None, eos_token_id=None)
+    tiny = dict(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     yield transformers.Qwen3Config(**tiny)
     yield transformers.Gemma2Config(**tiny, sliding_window=100)
     yield transformers.Gemma3TextConfig(**tiny, sliding_window=100)
-    yield transformers.GPT2Config(vocab_size=48, n_embd=32, n_layer=4, n_head=4, n_positions=128, initializer_range=0.3,
-                                  bos_token_id=None, eos_token_id=None)
+    yield transformers.GPT2Config(
+        vocab_size=48,
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        n_positions=128,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
 
 
 @pytest.mark.parametrize("config", families(), ids=lambda config: config.model_type)
 def test_other_families(config, tmp_path):
-    """With every layer copied the draft model is the target; with some of them everything still fits together."""
+    """With every layer copied the draft model is the target; with some of them everything still
+    fits together."""
     torch.manual_seed(0)
-    target = transformers.AutoModelForCausalLM.from_config(config).double().eval().requires_grad_(False)
+    target = (
+        transformers.AutoModelForCausalLM.from_config(config).double().eval().requires_grad_(False)
+    )
     ids = torch.randint(1, 48, (1, 5))
     truth = target.generate(ids, max_new_tokens=20, do_sample=False)
     whole, half = make_drafter(target, layers=[0, 1, 2, 3]), make_drafter(target, layers=[1, -1])
@@ -438,7 +565,7 @@ def test_other_families(config, tmp_path):
     assert torch.equal(decode(target, ids, drafter=loaded, max_new_tokens=20)[0], truth)
 
 
-# ------------------------------------------------------------------------------------------------------ architecture
+# ------------------------------------------------------------------------------------- architecture
 
 
 def test_the_head_is_residual():
@@ -462,7 +589,9 @@ def test_the_causal_lm_is_the_draft_model(llama, trained):
     assert not any("embed" in name or "lm_head" in name for name in trained.state_dict())
     assert not any(parameter.is_meta for parameter in model.parameters())
     truth = llama.generate(ids, max_new_tokens=30, do_sample=False)
-    assert torch.equal(llama.generate(ids, max_new_tokens=30, do_sample=False, assistant_model=model), truth)
+    assert torch.equal(
+        llama.generate(ids, max_new_tokens=30, do_sample=False, assistant_model=model), truth
+    )
 
 
 def test_layers_start_as_the_targets(llama):
@@ -487,7 +616,10 @@ def test_draft_vocabulary_is_the_most_frequent_tokens(llama):
 def test_saved_and_loaded_drafts_are_the_same(llama, trained, tmp_path):
     trained.save_pretrained(tmp_path)
     loaded = common.load_drafter(specdecpp.Drafter, tmp_path, llama)
-    assert loaded.config == trained.config and loaded.state_dict().keys() == trained.state_dict().keys()
+    assert (
+        loaded.config == trained.config
+        and loaded.state_dict().keys() == trained.state_dict().keys()
+    )
     for name, weight in trained.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], weight, atol=1e-6, rtol=1e-6)
 
@@ -529,7 +661,7 @@ def test_every_variant_is_accepted(llama, trained):
         assert torch.equal(decode(llama, ids, drafter=trained, max_new_tokens=20, **rule)[0], truth)
 
 
-# ------------------------------------------------------------------------------------------------------------ theory
+# ------------------------------------------------------------------------------------------- theory
 
 
 def policies(agrees, place=0):
@@ -591,7 +723,8 @@ def test_stop_threshold():
 @pytest.mark.parametrize("rate", [0.5, 0.8, 0.95])
 @pytest.mark.parametrize("cost", [0.05, 0.2, 0.5])
 def test_no_best_fixed_length_drafts_beyond_the_threshold(rate, cost):
-    """With independent acceptances the best K, found by trying all, stops before Theorem 3.1 makes it stop."""
+    """With independent acceptances the best K, found by trying all, stops before Theorem 3.1 makes
+    it stop."""
 
     def cost_per_token(k):
         accepted = sum(rate**i for i in range(1, k + 1))

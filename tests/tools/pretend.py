@@ -1,8 +1,10 @@
-"""A GPU that is not there: tensors on the device `pretend` compute on the CPU and keep the rules of a GPU.
+"""A GPU that is not there: tensors on the device `pretend` compute on the CPU and keep the rules of
+a GPU.
 
-Mixing tensors of the CPU and of the device in an operator fails; waits of the CPU for the device are counted, and so
-are copies to it. While a graph is being recorded both fail, as on a GPU, and a replay does what was recorded once more
-on the same memory. So everything but kernels and speed can be tested on a machine without a GPU.
+Mixing tensors of the CPU and of the device in an operator fails; waits of the CPU for the device
+are counted, and so are copies to it. While a graph is being recorded both fail, as on a GPU, and a
+replay does what was recorded once more on the same memory. So everything but kernels and speed can
+be tested on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -20,8 +22,14 @@ _setup_privateuseone_for_python_backend("pretend")
 torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]  # for torch.autocast
 aten = torch.ops.aten
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
-WAITING = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
-           aten.repeat_interleave.Tensor, aten._unique2.default)
+WAITING = (
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+    aten.repeat_interleave.Tensor,
+    aten._unique2.default,
+)
 counts: collections.Counter = collections.Counter()  # "waits", "copies", "operators"
 recording: Graph | None = None
 
@@ -31,8 +39,14 @@ class Remote(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), strides=inner.stride(), dtype=inner.dtype,
-                                                   storage_offset=inner.storage_offset(), device="pretend:0")
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            storage_offset=inner.storage_offset(),
+            device="pretend:0",
+        )
 
     def __init__(self, inner: torch.Tensor):
         self.inner = inner
@@ -86,11 +100,17 @@ def run(operator, args: tuple, kwargs: dict):
     elif any(ours):
         counts["operators"] += 1
         foreign = [x for x, our in zip(tensors, ours) if not our and x.dim()]
-        if foreign and operator in INDEXING and ours[0]:  # a GPU takes the CPU's indices: they are copied
+        if (
+            foreign and operator in INDEXING and ours[0]
+        ):  # a GPU takes the CPU's indices: they are copied
             count("copies", operator)
         else:
-            assert not foreign, f"{operator} mixes devices: {[tuple(x.shape) for x in foreign]} are on the CPU"
-        by_mask = operator in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1])
+            assert not foreign, (
+                f"{operator} mixes devices: {[tuple(x.shape) for x in foreign]} are on the CPU"
+            )
+        by_mask = operator in INDEXING and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
         if by_mask or operator in WAITING:
             count("waits", operator)
     out = operator(*local(args), **local(kwargs_here))
@@ -124,7 +144,9 @@ class Constructor(TorchFunctionMode):
 def gpu():
     """Make the device usable; yields the counts, from zero."""
     counts.clear()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # module.to(dtype) would leave `inner` behind
+    torch.__future__.set_swap_module_params_on_conversion(
+        True
+    )  # module.to(dtype) would leave `inner` behind
     try:
         with Constructor(), Rules():
             yield counts
@@ -148,7 +170,8 @@ class Graph:
 
 @contextlib.contextmanager
 def record(graph: Graph):
-    """torch.cuda.graph; a GPU computes nothing while it records, so what came out is worth nothing."""
+    """torch.cuda.graph; a GPU computes nothing while it records, so what came out is worth
+    nothing."""
     global recording
     recording = graph
     try:
@@ -158,13 +181,20 @@ def record(graph: Graph):
     for _, args, kwargs, out in graph.steps:
         taken = {x.untyped_storage().data_ptr() for x in tensors_in(args, kwargs)}
         for x in tensors_in(out):
-            if x.untyped_storage().data_ptr() not in taken and x.is_floating_point():  # not a view of an argument
+            if (
+                x.untyped_storage().data_ptr() not in taken and x.is_floating_point()
+            ):  # not a view of an argument
                 x.fill_(float("nan"))
 
 
 def stand_in_for_cuda(monkeypatch) -> None:
     """Let torch.cuda's graphs be those above."""
     stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name, value in {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": Graph,
-                        "stream": lambda stream: contextlib.nullcontext(), "graph": record}.items():
+    for name, value in {
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "CUDAGraph": Graph,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "graph": record,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)

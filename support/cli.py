@@ -1,4 +1,5 @@
-"""Command-line options of train.py and bench.py: those of a Config, and one clear line for every mistake."""
+"""Command-line options of train.py and bench.py: those of a Config, and one clear line for every
+mistake."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")  # a sixth one adds its name here
+ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 2**31 - 1
 
 
@@ -25,12 +28,15 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def number(kind: type, low: float, high: float = LARGEST):
-    """A reader of numbers for `type=`: int or float, from `low` to `high`, neither nan nor infinite."""
+    """A reader of numbers for `type=`: int or float, from `low` to `high`, neither nan nor
+    infinite."""
 
     def read(text: str):
         value = kind(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be at least {low}" if value < low else f"{text} is out of range")
+            raise argparse.ArgumentTypeError(
+                f"must be at least {low}" if value < low else f"{text} is out of range"
+            )
         return value
 
     read.__name__ = kind.__name__  # argparse says "invalid int value"
@@ -42,20 +48,33 @@ def device(name: str) -> str:
     try:
         torch.zeros(1, device=name).tolist()
     except (RuntimeError, AssertionError):
-        raise argparse.ArgumentTypeError(f"this machine or build of torch has no {name!r}; use --device cpu") from None
+        raise argparse.ArgumentTypeError(
+            f"this machine or build of torch has no {name!r}; use --device cpu"
+        ) from None
     return name
 
 
 def add_config_options(parser: argparse.ArgumentParser, config_class, decode: bool = False) -> None:
     """An option for every field of a method's Config that the parser does not have, with its help.
 
-    Not given is None. Numbers must not be negative where the default is not; lists are JSON, their items of the
-    default's type. `decode` takes the fields that matter while decoding only.
+    Not given is None. Numbers must not be negative where the default is not; lists are JSON, their
+    items of the default's type. `decode` takes the fields that matter while decoding only.
     """
-    group, taken = parser.add_argument_group(f"{config_class.__module__} options"), {a.dest for a in parser._actions}
+    group, taken = (
+        parser.add_argument_group(f"{config_class.__module__} options"),
+        {a.dest for a in parser._actions},
+    )
     for option in dataclasses.fields(config_class):
-        default = option.default if option.default is not dataclasses.MISSING else option.default_factory()
-        if option.name in taken or isinstance(default, dict) or (decode and not option.metadata.get("decode")):
+        default = (
+            option.default
+            if option.default is not dataclasses.MISSING
+            else option.default_factory()
+        )
+        if (
+            option.name in taken
+            or isinstance(default, dict)
+            or (decode and not option.metadata.get("decode"))
+        ):
             continue
         if isinstance(default, bool):
             kind = {"action": argparse.BooleanOptionalAction}
@@ -63,8 +82,12 @@ def add_config_options(parser: argparse.ArgumentParser, config_class, decode: bo
             kind = {"type": number(type(default), min(default, 0))}
         else:
             kind = {"type": str if isinstance(default, str) else json_like(default)}
-        group.add_argument("--" + option.name.replace("_", "-"), default=None,
-                           help=f"{option.metadata['help']} (default {default})", **kind)
+        group.add_argument(
+            "--" + option.name.replace("_", "-"),
+            default=None,
+            help=f"{option.metadata['help']} (default {default})",
+            **kind,
+        )
 
 
 def json_like(default):
@@ -72,8 +95,14 @@ def json_like(default):
 
     def fits(value, default) -> bool:
         if isinstance(default, list):
-            return isinstance(value, list) and all(fits(item, default[0]) for item in value if default)
-        return isinstance(value, int) and not isinstance(value, bool) or type(value) is type(default) is float
+            return isinstance(value, list) and all(
+                fits(item, default[0]) for item in value if default
+            )
+        return (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            or type(value) is type(default) is float
+        )
 
     def read(text: str):
         try:
@@ -87,17 +116,21 @@ def json_like(default):
 
 
 def chain_proposer(name: str, *needs: str):
-    """The module of a method that drafts chains for others to build on; ValueError for anything else."""
-    ours = name.isidentifier() and Path(__file__).with_name(f"{name}.py").is_file()
+    """The module of a method that drafts chains for others to build on; ValueError for anything
+    else."""
+    ours = name.isidentifier() and (ROOT / f"{name}.py").is_file()
     module = importlib.import_module(name) if ours else None
-    if not ("cache" in inspect.signature(getattr(module, "propose", run)).parameters
-            and all(hasattr(module, attribute) for attribute in needs)):
+    if not (
+        "cache" in inspect.signature(getattr(module, "propose", run)).parameters
+        and all(hasattr(module, attribute) for attribute in needs)
+    ):
         raise ValueError(f"base {name!r} is no method that drafts chains; take glide")
     return module
 
 
 def run(main) -> None:
-    """Call `main`; a user's mistake ends with one line on stderr and exit code 2, Ctrl-C with code 130."""
+    """Call `main`; a user's mistake ends with one line on stderr and exit code 2, Ctrl-C with code
+    130."""
     name = sys.argv[0].rpartition("/")[2]
     try:
         main()
@@ -107,7 +140,11 @@ def run(main) -> None:
     except RuntimeError as problem:
         if not isinstance(problem, torch.distributed.DistError) and "gloo" not in str(problem):
             raise
-        print(f"{name}: another process of this run has ended or is out of reach; go on with --resume", file=sys.stderr)
+        print(
+            f"{name}: another process of this run has ended or is out of reach; go on with "
+            "--resume",
+            file=sys.stderr,
+        )
         sys.stderr.flush()
         os._exit(2)  # an orderly end could wait for the other for ever
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
-"""What a GPU would object to, seen without one (pretend.py): mixed devices, needless waits, graphs of too much.
+"""What a GPU would object to, seen without one (pretend.py): mixed devices, needless waits, graphs
+of too much.
 
-test_gpu.py runs these in a process of their own; by hand: python -m pytest tests/gpu.py
+test_gpu.py runs these in a process of their own; by hand: python -m pytest tests/tools/gpu.py
 """
 
 import contextlib
@@ -18,22 +19,32 @@ from test_families import VOCAB, make_drafter, make_target
 from test_house import METHODS
 from test_train import folder, options  # noqa: F401  a fixture: target, conversations
 
-import batching
 import bench
 import common
-import data
-import graphs
 import train
+from support import batching, data, graphs
 
-OPTIONS = {"greedy": {"do_sample": False}, "penalised": {"do_sample": False, "repetition_penalty": 1.4},
-           "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 0}}
+OPTIONS = {
+    "greedy": {"do_sample": False},
+    "penalised": {"do_sample": False, "repetition_penalty": 1.4},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 0},
+}
 SLOW = lambda name: pytest.param(name, marks=pytest.mark.slow)
-WAITS = {"glide": 3, "cape": 6, "specdecpp": 3, "falcon": 4, "ctc_drafter": 5}  # a round, besides one a token
+WAITS = {
+    "glide": 3,
+    "cape": 6,
+    "specdecpp": 3,
+    "falcon": 4,
+    "ctc_drafter": 5,
+}  # a round, besides one a token
 
 
 def drafter_for(method, target, where, **config):
-    """As everywhere, but the device has no LSTM: Falcon joins features and tokens as the shipped one does."""
-    return make_drafter(method, target, where, **({"fusion": "linear"} if method == "falcon" else config))
+    """As everywhere, but the device has no LSTM: Falcon joins features and tokens as the shipped
+    one does."""
+    return make_drafter(
+        method, target, where, **({"fusion": "linear"} if method == "falcon" else config)
+    )
 
 
 def moved(x):
@@ -43,10 +54,18 @@ def moved(x):
 def test_the_device_keeps_the_rules_of_a_gpu():
     with pretend.gpu() as counts:
         there, here = torch.arange(3.0, device="pretend"), torch.ones(3)
-        assert (there + 1).device.type == "pretend" and there.tolist() == [0, 1, 2] and counts["waits"] == 1
+        assert (
+            (there + 1).device.type == "pretend"
+            and there.tolist() == [0, 1, 2]
+            and counts["waits"] == 1
+        )
         assert there[torch.tensor([2])].cpu().equal(torch.tensor([2.0])) and counts["copies"] == 1
         assert there[there > 0].shape == (2,) and counts["waits"] == 3
-        for mixed in (lambda: there + here, lambda: torch.cat([here, there]), lambda: here[there.long()]):
+        for mixed in (
+            lambda: there + here,
+            lambda: torch.cat([here, there]),
+            lambda: here[there.long()],
+        ):
             with pytest.raises(AssertionError, match="mixes devices"):
                 mixed()
 
@@ -58,14 +77,22 @@ def test_a_graph_repeats_only_what_it_may(broken):
     def compute():
         if broken == "a wait":
             return x * float(x.sum())
-        return x * (host[0] if broken == "a number of the host" else
-                    torch.full((3,), host[0]).to("pretend") if broken == "a copy" else factor)
+        return x * (
+            host[0]
+            if broken == "a number of the host"
+            else torch.full((3,), host[0]).to("pretend")
+            if broken == "a copy"
+            else factor
+        )
 
     with pretend.gpu():
         x, factor = torch.ones(3, device="pretend"), torch.full((3,), 2.0, device="pretend")
         graph = pretend.Graph()
         if broken in ("a wait", "a copy"):
-            with pytest.raises(AssertionError, match="while a graph is recorded"), pretend.record(graph):
+            with (
+                pytest.raises(AssertionError, match="while a graph is recorded"),
+                pretend.record(graph),
+            ):
                 compute()
             return
         with pretend.record(graph):
@@ -92,14 +119,18 @@ def test_decodes_on_the_device_as_on_the_cpu(target_name, method, tmp_path):
             target_there, ids_there, stats = moved(target), ids.to("pretend"), common.Stats()
             torch.manual_seed(5)
             counts.clear()
-            output = target_there.generate(ids_there, max_new_tokens=10, stats=stats, **chosen, **there)
+            output = target_there.generate(
+                ids_there, max_new_tokens=10, stats=stats, **chosen, **there
+            )
             if kind == "greedy":  # four waits in generate itself and before the first round
                 assert counts["waits"] <= WAITS[method] * stats.target_forwards + stats.emitted + 4
             assert torch.equal(output.cpu(), expected), kind
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("target_name", ["Llama", *map(SLOW, ("Gemma2, capped", "Gemma3", "GPT2", "GPTNeoX"))])
+@pytest.mark.parametrize(
+    "target_name", ["Llama", *map(SLOW, ("Gemma2, capped", "Gemma3", "GPT2", "GPTNeoX"))]
+)
 def test_recorded_graphs_equal_plain_decoding(target_name, method, tmp_path, monkeypatch):
     """Every forward after the prompt's is a replay, whose operators are not launched one by one."""
     pretend.stand_in_for_cuda(monkeypatch)
@@ -109,11 +140,19 @@ def test_recorded_graphs_equal_plain_decoding(target_name, method, tmp_path, mon
         target, launched = moved(target), {}
         there = {name: moved(value) for name, value in arguments.items()}
         for recorded in (False, True):
-            with graphs.use(target, ids.shape[1] + 10 + 32) if recorded else contextlib.nullcontext() as joint:
-                assert not recorded or len(joint.recorded) == sum(n <= joint.length for n in graphs.SIZES)
+            with (
+                graphs.use(target, ids.shape[1] + 10 + 32)
+                if recorded
+                else contextlib.nullcontext() as joint
+            ):
+                assert not recorded or len(joint.recorded) == sum(
+                    n <= joint.length for n in graphs.SIZES
+                )
                 for _ in range(2):  # the second answer finds the first one's rows in memory
                     counts.clear()
-                    output = target.generate(ids.to("pretend"), max_new_tokens=10, do_sample=False, **there)
+                    output = target.generate(
+                        ids.to("pretend"), max_new_tokens=10, do_sample=False, **there
+                    )
                     assert torch.equal(output.cpu(), truth[:, : output.shape[1]])
             launched[recorded] = counts["operators"]
         assert launched[True] < 0.9 * launched[False]
@@ -133,8 +172,13 @@ def test_batches_on_the_device(method, tmp_path, monkeypatch):
     monkeypatch.setattr(batching.Sequence, "run", with_rules)
     with pretend.gpu():
         there = {name: moved(value) for name, value in arguments.items()}
-        outputs = batching.generate(moved(target), [ids.to("pretend") for ids in PROMPTS], max_new_tokens=12,
-                                    do_sample=False, **there)
+        outputs = batching.generate(
+            moved(target),
+            [ids.to("pretend") for ids in PROMPTS],
+            max_new_tokens=12,
+            do_sample=False,
+            **there,
+        )
         for output, ids in zip(outputs, expected):
             assert torch.equal(output.cpu(), ids)
 
@@ -143,26 +187,38 @@ def test_batches_on_the_device(method, tmp_path, monkeypatch):
 def test_trains_on_the_device_as_on_the_cpu(method, tmp_path):
     module = importlib.import_module(method)
     target, _, _ = make_target("Llama")
-    few = {"layers": [0]} if method == "specdecpp" else {}  # with all the target's there is nothing to learn
+    few = (
+        {"layers": [0]} if method == "specdecpp" else {}
+    )  # with all the target's there is nothing to learn
     drafter = drafter_for(method, target, tmp_path, **few)["drafter"].float()
     generator, results = torch.Generator().manual_seed(0), []
-    sequences = [(torch.randint(1, VOCAB, (n,), generator=generator), torch.arange(n) >= 3) for n in (9, 14, 6)]
+    sequences = [
+        (torch.randint(1, VOCAB, (n,), generator=generator), torch.arange(n) >= 3)
+        for n in (9, 14, 6)
+    ]
     for place in ("cpu", "pretend"):
         with pretend.gpu():
-            model, student = copy.deepcopy(target).to(place), copy.deepcopy(drafter).to(place).train()
+            model, student = (
+                copy.deepcopy(target).to(place),
+                copy.deepcopy(drafter).to(place).train(),
+            )
             features = train.Features(model, sequences, list(student.kv_layers), None)
             batch = train.make_batch([0, 1, 2], sequences, features, torch.arange(3), 0.3, place)
             loss = module.loss(student, model, batch)
             loss.backward()
             with torch.no_grad():
                 total, _ = module.alpha(student.eval(), model, batch)
-            size = max(float(p.grad.abs().max()) for p in student.parameters() if p.grad is not None)
+            size = max(
+                float(p.grad.abs().max()) for p in student.parameters() if p.grad is not None
+            )
             results.append([float(loss.detach()), float(total), size])
     assert results[0] == pytest.approx(results[1], rel=1e-3)
 
 
 def test_the_clock_of_a_gpu_counts_in_its_queue(monkeypatch):
-    """Events are a second apart here, and tell milliseconds; taking one must not wait for the device."""
+    """Events are a second apart here, and tell milliseconds; taking one must not wait for the
+    device."""
+
     class Event:
         def __init__(self, enable_timing):
             assert enable_timing
@@ -180,7 +236,9 @@ def test_the_clock_of_a_gpu_counts_in_its_queue(monkeypatch):
         layer(torch.ones(1, 2))
         layer(torch.ones(1, 2))
     assert clock.total("target") == 2.0 and clock.total("drafter") == 0.0
-    assert [(name, bench.between(start, end)) for name, start, end in clock.timers] == [("verify", 5.0)]
+    assert [(name, bench.between(start, end)) for name, start, end in clock.timers] == [
+        ("verify", 5.0)
+    ]
 
 
 def test_bench_on_the_device(files, capsys):  # noqa: F811
@@ -189,18 +247,28 @@ def test_bench_on_the_device(files, capsys):  # noqa: F811
         result, _ = run(capsys, command(files, "--num-prompts", "1", "--device", "pretend"))
     assert result["arms"]["glide"]["identical_to_greedy"]
     for figure in ("tau", "alpha", "n_discarded_per_token"):
-        assert result["arms"]["glide"][figure] == pytest.approx(on_cpu["arms"]["glide"][figure]), figure
-    with pretend.gpu(), pytest.raises(ValueError, match="CUDA devices, not on pretend; leave it out"):
+        assert result["arms"]["glide"][figure] == pytest.approx(on_cpu["arms"]["glide"][figure]), (
+            figure
+        )
+    with (
+        pretend.gpu(),
+        pytest.raises(ValueError, match="CUDA devices, not on pretend; leave it out"),
+    ):
         bench.parse(command(files, "--graphs", "--device", "pretend"))
 
 
 def test_train_on_the_device(folder, tmp_path, monkeypatch):  # noqa: F811
-    """The drafter is the CPU's up to rounding. Its tensors cannot be pickled, so it is moved to the CPU before."""
+    """The drafter is the CPU's up to rounding. Its tensors cannot be pickled, so it is moved to the
+    CPU before."""
     save = train.save
-    monkeypatch.setattr(train, "save", lambda drafter, out, _: save(copy.deepcopy(drafter).to("cpu"), out, None))
+    monkeypatch.setattr(
+        train, "save", lambda drafter, out, _: save(copy.deepcopy(drafter).to("cpu"), out, None)
+    )
     train.main(options(folder, tmp_path / "cpu", "--steps", "6"))
     with pretend.gpu():
-        train.main(options(folder, tmp_path / "device", "--steps", "6", "--device", "pretend", "--no-bf16"))
+        train.main(
+            options(folder, tmp_path / "device", "--steps", "6", "--device", "pretend", "--no-bf16")
+        )
     drafters = [load_file(tmp_path / name / "model.safetensors") for name in ("cpu", "device")]
     for a, b in zip(*(d.values() for d in drafters)):
         torch.testing.assert_close(a.float(), b.float(), atol=1e-2, rtol=1e-2)
@@ -214,5 +282,7 @@ def test_answers_for_training_on_the_device_are_those_of_the_cpu():
             with pretend.gpu():
                 torch.manual_seed(1)
                 prompts = [[1, 2, 3], [4], [5, 6]]
-                answers.append(data._continue(copy.deepcopy(target).to(place), prompts, {0}, 34, temperature))
+                answers.append(
+                    data._continue(copy.deepcopy(target).to(place), prompts, {0}, 34, temperature)
+                )
         assert answers[0] == answers[1] and len({len(answer) for answer in answers[0]}) > 1

