@@ -36,13 +36,12 @@ def load_target(
     Raises: ValueError: the target cannot be read; the message names it and the remedy.
     """
     if name is None:
-        try:  # only here, so that a project with a target of its own need not copy that file
+        try:  # only here: a project with a target of its own need not copy that file
             from support import default_target
         except ImportError as error:
             raise ValueError(
-                "no target named, and support/default_target.py, which fetches the default one, is "
-                "not "
-                "here; give a Hugging Face id or a folder"
+                "no target named, and support/default_target.py, which fetches the default one, "
+                "is not here; give a Hugging Face id or a folder"
             ) from error
         return default_target.load(lambda folder: _read_target(folder, dtype, device))
     try:
@@ -51,24 +50,21 @@ def load_target(
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"cannot load target {name!r} ({reason}); give a Hugging Face id, a folder with "
-            "config.json, "
-            "tokenizer files and *.safetensors, or a .gguf file"
+            "config.json, tokenizer files and *.safetensors, or a .gguf file"
         ) from error
 
 
 def _read_target(path, dtype, device):
-    path, options = str(path), {"use_safetensors": True, "trust_remote_code": False}
-    if path.endswith(".gguf"):
-        if not Path(path).is_file():
+    path, weights = Path(path), {"use_safetensors": True}
+    if path.suffix == ".gguf":
+        if not path.is_file():
             raise FileNotFoundError("no such file")
-        path, options = (
-            str(Path(path).parent),
-            {"gguf_file": Path(path).name, "trust_remote_code": False},
-        )
-    tokenizer = AutoTokenizer.from_pretrained(
-        path, trust_remote_code=False, gguf_file=options.get("gguf_file")
+        path, weights = path.parent, {"gguf_file": path.name}
+    gguf = weights.get("gguf_file")
+    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, gguf_file=gguf)
+    target = AutoModelForCausalLM.from_pretrained(
+        str(path), dtype=dtype, trust_remote_code=False, **weights
     )
-    target = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     return target.to(device).eval().requires_grad_(False), tokenizer
 
 
@@ -94,29 +90,25 @@ def load_drafter(Drafter, path, target):
 
     Raises: ValueError: nothing there, damaged, of another method, or made for another target.
     """
-    if not all((Path(path) / name).is_file() for name in ("config.json", "model.safetensors")):
+    path, shape = Path(path), target_shape(target)
+    if not all((path / name).is_file() for name in ("config.json", "model.safetensors")):
         raise ValueError(
-            f"no drafter in {path} (config.json + model.safetensors); make one with train.py --out "
-            f"{path}"
+            f"no drafter in {path} (config.json + model.safetensors); make one with "
+            f"train.py --out {path}"
         )
     try:
         drafter = Drafter.from_pretrained(str(path), strict=True)
         made_for = drafter.config.target
         for x in drafter.state_dict().values():  # a flipped bit may show
-            if not (
-                x.isfinite() if x.is_floating_point() else (x >= 0) & (x < made_for["vocab_size"])
-            ).all():
+            inside = (x >= 0) & (x < made_for["vocab_size"])  # token ids, the only integers
+            if not (x.isfinite() if x.is_floating_point() else inside).all():
                 raise ValueError("weights out of range")
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"cannot read {path} as a {Drafter.__module__} drafter ({reason}); train it again"
         ) from error
-    wrong = [
-        f"{k} {made_for.get(k)} != {v}"
-        for k, v in target_shape(target).items()
-        if made_for.get(k) != v
-    ]
+    wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
     if wrong:
         raise ValueError(
             f"{path} was trained for another target ({', '.join(wrong)}); train one with train.py"
@@ -125,20 +117,17 @@ def load_drafter(Drafter, path, target):
 
 
 def head_weight(target, token_ids: Tensor | None = None) -> Tensor:
-    """The target's LM head (V, D), or its rows (Vd, D) for a reduced draft vocabulary `token_ids`
-    (Vd,)."""
+    """The target's LM head (V, D), or the rows (Vd, D) of a reduced draft vocabulary (Vd,)."""
     weight = target.get_output_embeddings().weight
-    weight = (
-        weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-    )  # of a tensor-parallel target
-    return weight[slice(None) if token_ids is None else token_ids]
+    if hasattr(weight, "full_tensor"):  # of a tensor-parallel target
+        weight = weight.full_tensor()
+    return weight if token_ids is None else weight[token_ids]
 
 
 def draft_head(target, token_ids: Tensor) -> nn.Linear:
-    """The same rows as a frozen layer D -> Vd; a packed head (support/packed.py) picks and packs
-    them once a drafter."""
+    """The same rows as a frozen layer D -> Vd."""
     whole = target.get_output_embeddings()
-    if hasattr(whole, "select"):
+    if hasattr(whole, "select"):  # support/packed.py: picked and packed once for each drafter
         return whole.select(token_ids)
     weight = head_weight(target, token_ids)
     head = nn.Linear(*weight.T.shape, bias=False, device="meta")
@@ -147,41 +136,36 @@ def draft_head(target, token_ids: Tensor) -> nn.Linear:
 
 
 def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """The target's rotary cos and sin, each (B, T, R <= Dh), at `position_ids` (B, T); the identity
-    if it has none."""
-    like = torch.empty(
-        0, dtype=target.dtype, device=position_ids.device
-    )  # says which dtype and device
+    """The rotary cos and sin of a target's layer, each (B, T, R <= Dh), at `position_ids` (B, T).
+
+    A target without rotary embeddings gives those of no rotation.
+    """
+    like = torch.empty(0, dtype=target.dtype, device=position_ids.device)  # for dtype and device
     module = getattr(target.base_model, "rotary_emb", None)
     if module is None:
         one = torch.ones(*position_ids.shape, 2, device=like.device, dtype=like.dtype)
         return one, torch.zeros_like(one)
-    if (
-        "layer_type" in inspect.signature(module.forward).parameters
-    ):  # Gemma-3: a table for each kind of layer
-        return module(like, position_ids, target.config.get_text_config().layer_types[layer])
-    return module(like, position_ids)
+    if "layer_type" not in inspect.signature(module.forward).parameters:
+        return module(like, position_ids)
+    kind = target.config.get_text_config().layer_types[layer]  # Gemma-3 has a table for each kind
+    return module(like, position_ids, kind)
 
 
 @torch.no_grad()
 def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]:
-    """Last hidden states (B, T, D) and {layer: (K, V)} of right-padded sequences `input_ids` (B,
-    T)."""
+    """Last hidden states (B, T, D), {layer: (K, V)} of right-padded `input_ids` (B, T)."""
     cache = DynamicCache()  # without a config every layer keeps all its rows, sliding ones too
     hidden = target.base_model(input_ids, past_key_values=cache, use_cache=True)[0]
-    return hidden, {
-        layer: (cache.layers[layer].keys, cache.layers[layer].values) for layer in layers
-    }
+    kv = {layer: (cache.layers[layer].keys, cache.layers[layer].values) for layer in layers}
+    return hidden, kv
 
 
 def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """The target's logits (..., V) or (..., Vd) from its last hidden states (..., D), soft-capped
-    as there."""
-    weight, bias = (
-        head_weight(target, token_ids),
-        getattr(target.get_output_embeddings(), "bias", None),
-    )
-    bias = bias if bias is None or token_ids is None else bias[token_ids]
+    """The target's logits (..., V) or (..., Vd), soft-capped as there, from its hidden states."""
+    weight = head_weight(target, token_ids)
+    bias = getattr(target.get_output_embeddings(), "bias", None)
+    if bias is not None and token_ids is not None:
+        bias = bias[token_ids]
     logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
     cap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -189,13 +173,10 @@ def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Te
 
 @dataclass
 class Batch:
-    """Right-padded sequences and what the frozen target computed on them: what a method's `loss`
-    and `alpha` take."""
+    """What `loss` and `alpha` take: right-padded sequences, and what the target made of them."""
 
     input_ids: Tensor  # (B, T)
-    loss_mask: (
-        Tensor  # (B, T) bool, True where the token is one to learn to predict (never at t = 0)
-    )
+    loss_mask: Tensor  # (B, T) bool, True where the token is to be predicted (never at t = 0)
     lengths: Tensor  # (B,)
     hidden: Tensor  # (B, T, D) last hidden states after the final norm
     kv: dict[int, tuple[Tensor, Tensor]]  # {layer: (K, V)}, each (B, Hkv, T, Dh) as cached
@@ -207,11 +188,9 @@ class Batch:
 
 
 class GrowingLayer(DynamicLayer):
-    """A cache layer over a buffer that doubles when full, so that a step copies its own rows and
-    not the context.
+    """A cache layer over a buffer that doubles when full: a step copies its rows, not the context.
 
-    `keys` and `values` (B, Hkv, P, Dh) are always views of the buffer's first P rows, so cropping
-    costs nothing.
+    `keys` and `values` (B, Hkv, P, Dh) are views of the buffer's first P rows: cropping is free.
     """
 
     def update(
@@ -232,8 +211,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def keep(self, start: int, rows: Tensor) -> None:
-        """Move `rows` (n,), absolute and ascending, to start, start + 1, ... and cut off whatever
-        follows."""
+        """Move `rows` (n,), absolute and ascending, to start, start + 1, ...; cut off the rest."""
         for buffer in self.buffer:
             buffer[:, :, start : start + len(rows)] = buffer[:, :, rows.to(buffer.device)]
         self.keys, self.values = (x[:, :, : start + len(rows)] for x in self.buffer)
@@ -248,8 +226,7 @@ class GrowingCache(DynamicCache):
 
 
 class DraftCache(GrowingCache):
-    """A drafter's own KV cache that remembers the tokens it holds, to know which rows a refusal
-    made worthless."""
+    """A drafter's own KV cache; knows whose rows it holds, and so which ones a refusal undoes."""
 
     fed: Tensor | None = None  # (1, P) tokens whose rows are in the cache
 
@@ -260,8 +237,10 @@ class DraftCache(GrowingCache):
         return torch.arange(end - token_ids.shape[1], end, device=token_ids.device)[None]
 
     def rewind(self, input_ids: Tensor) -> Tensor:
-        """Keep the rows that agree with the committed `input_ids` (1, T); returns the others, at
-        least the newest."""
+        """Keep the rows that agree with the committed `input_ids` (1, T).
+
+        Returns: (1, n) the tokens to feed, at least the newest.
+        """
         if self.fed is None:
             return input_ids
         end = min(self.fed.shape[1], input_ids.shape[1] - 1)
@@ -276,31 +255,79 @@ class DraftCache(GrowingCache):
 
 @dataclass
 class Draft:
-    """A token tree: tokens (N,) ids; parents (N,) on the CPU, parents first, -1 for the newest
-    committed token; probs (N, V) the processed distribution each node was really sampled from, a
-    row of zeros for a node that was chosen deterministically, None when all were."""
+    """A token tree.
 
-    tokens: Tensor
-    parents: Tensor
-    probs: Tensor | None = None
+    probs: what each node was really sampled from, after all processors; a row of zeros for a node
+    that was chosen deterministically, None when all were.
+    """
+
+    tokens: Tensor  # (N,) ids
+    parents: Tensor  # (N,) on the CPU, parents first; -1 is the newest committed token
+    probs: Tensor | None = None  # (N, V)
+    copied: int = 0  # how many nodes, the last ones, are copies from the context
 
 
 def chain(steps, input_ids: Tensor) -> Draft:
-    """A draft without branches from (token (1,), q_draft (V,), hidden) steps, as chain proposers
-    yield them."""
+    """A draft without branches, of the (token (1,), q_draft (V,), hidden) of a proposer."""
     steps = list(steps)
-    tokens = torch.cat([step[0] for step in steps]) if steps else input_ids.new_zeros(0)
-    return Draft(
-        tokens,
-        torch.arange(len(steps)) - 1,
-        torch.stack([step[1] for step in steps]) if steps else None,
-    )
+    if not steps:
+        return Draft(input_ids.new_zeros(0), torch.zeros(0, dtype=torch.long))
+    tokens, probs, _ = zip(*steps)
+    return Draft(torch.cat(tokens), torch.arange(len(steps)) - 1, torch.stack(probs))
+
+
+class Lookup:
+    """Free drafts: what followed the latest earlier occurrence of the last n tokens.
+
+    This is prompt lookup (Saxena 2023). The n-grams are kept in a dictionary that grows with the
+    text, so that a round looks up one or two entries, however long the text is.
+
+    Args: most: tokens copied a round, where the last three tokens were found; 0 copies nothing.
+    """
+
+    def __init__(self, most: int):
+        self.text: list[int] = []
+        self.follows: dict[tuple, int] = {}  # n-gram: place of what followed it last
+        self.lengths = {3: most, 2: most // 3}  # {n: tokens copied}; shorter matches are worth less
+
+    def find(self, input_ids: Tensor) -> list[int]:
+        """Tokens to copy after the committed `input_ids` (1, T), which begin with the last call's."""
+        for token in input_ids[0, len(self.text) :].tolist():
+            for n in self.lengths:
+                self.follows[tuple(self.text[-n:])] = len(self.text)
+            self.text.append(token)
+        for n, length in self.lengths.items():
+            start = self.follows.get(tuple(self.text[-n:]))
+            if start is not None and length:
+                period = self.text[start:]  # a copy that reaches the end of the text goes on in it
+                return [period[i % len(period)] for i in range(length)]
+        return []
+
+    def merge(self, draft: Draft, input_ids: Tensor, room: int) -> Draft:
+        """The draft with a branch of at most `room` copied tokens; those it has already are shared.
+
+        Copies are deterministic nodes, so sampling stays exact, beneath and beside sampled ones.
+        """
+        copy = self.find(input_ids)[:room] if any(self.lengths.values()) else []
+        parents, tokens, node = draft.parents.tolist(), draft.tokens.tolist(), -1
+        child = {(parent, token): n for n, (parent, token) in enumerate(zip(parents, tokens))}
+        drafted = len(tokens)
+        for token in copy:
+            if (node, token) not in child:
+                child[node, token] = len(tokens)
+                tokens.append(token)
+                parents.append(node)
+            node = child[node, token]
+        copied = len(tokens) - drafted
+        if not copied:
+            return draft
+        probs = None if draft.probs is None else F.pad(draft.probs, (0, 0, 0, copied))
+        return Draft(input_ids.new_tensor(tokens), torch.tensor(parents), probs, copied)
 
 
 @dataclass
 class Stats:
-    """What happened while decoding; the prompt's own forward counts as `prefill` only. Times in
-    seconds."""
+    """What happened while decoding; the prompt's own forward counts as `prefill` only."""
 
     sync: bool = False  # wait for the GPU at each reading of the clock
     target_forwards: int = 0
@@ -308,7 +335,10 @@ class Stats:
     emitted: int = 0  # tokens committed, bonus tokens included
     offered: list[int] = field(default_factory=list)  # depth of the draft, a number a round
     accepted: list[int] = field(default_factory=list)  # draft tokens accepted, a number a round
-    seconds: dict[str, float] = field(default_factory=dict)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (offered, accepted) a round
+    seconds: dict[str, float] = field(default_factory=dict)  # by name of the timer
+    trace: list[dict] | None = None  # a list here is filled with a record of each round
+    noted: dict = field(default_factory=dict)
 
     @contextlib.contextmanager
     def timer(self, name: str):
@@ -320,13 +350,16 @@ class Stats:
         wait()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def note(self, **facts) -> None:
+        """What a round's record should say of how it was drafted; free when nothing is recorded."""
+        if self.trace is not None:
+            self.noted |= facts
+
 
 def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
-    """Additive attention mask (1, 1, N + 1, P + N + 1) of root + N tree nodes over a cached prefix
-    of P rows.
+    """Additive attention mask (1, 1, N + 1, P + N + 1) of root + N nodes over P cached rows.
 
-    Rows see the prefix, the root, their ancestors and themselves. For parents -1, 0, 0, 1 and P =
-    2:
+    Rows see the prefix, the root, their ancestors and themselves. Parents -1, 0, 0, 1 and P = 2:
 
                  prefix  root  n0 n1 n2 n3
            root   x  x    x    .  .  .  .
@@ -345,15 +378,12 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
     return mask
 
 
-_instead = contextvars.ContextVar(
-    "instead of a plain forward", default=(None, None)
-)  # (target, run)
+_instead = contextvars.ContextVar("(target, run) of forward_by", default=(None, None))
 
 
 @contextlib.contextmanager
 def forward_by(target, run):
-    """Within the block, and within this thread only, `forward(target, ids, cache, **options)` is
-    run(ids, cache, options).
+    """In the block and this thread, forward(target, ids, cache, ...) is run(ids, cache, options).
 
     So several decode loops share one forward (support/batching.py), or a recorded one is replayed
     (support/graphs.py), and no method file knows. None stands for the plain forward again.
@@ -366,11 +396,11 @@ def forward_by(target, run):
 
 
 def forward(target, input_ids: Tensor, cache, **kwargs) -> tuple[Tensor, Tensor]:
-    """One forward of a causal LM: logits (1, n, V) and last hidden states (1, n, D); the n rows
-    join the cache.
+    """One forward of a causal LM; its n rows join the cache. All target forwards of a decode loop
+    come through here: plain, or as `forward_by` says. (Packed layers, support/packed.py, are
+    modules of the target itself.)
 
-    Every method's target forwards come through here: plain, or as `forward_by` says. Packed linear
-    layers (support/packed.py) are modules of the target itself.
+    Returns: logits (1, n, V) and last hidden states (1, n, D).
     """
     whose, run = _instead.get()
     if run is not None and whose is target:
@@ -384,47 +414,38 @@ def forward(target, input_ids: Tensor, cache, **kwargs) -> tuple[Tensor, Tensor]
     return logits, seen[0]
 
 
-def prefill(
-    target, input_ids: Tensor, generation_config, model_kwargs: dict, stats: Stats | None = None
-):
+def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, stats=None):
     """Run the target over the prompt but its last token, which is the root of the first draft.
 
     Args: input_ids: (1, T) the prompt. model_kwargs: what `generate` prepared; checked, not used.
     Returns: (cache of T - 1 rows, hidden (1, T - 1, D)).
-    Raises:
-        ValueError: a batch, padding, a cache already in use, or more tokens than the model can
-            hold.
+    Raises: ValueError: a batch, padding, a cache in use, or more tokens than the model can hold.
     """
     config, limit = target.config.get_text_config(), generation_config.max_length
     mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
     if input_ids.shape[0] != 1 or input_ids.shape[1] == 0 or (mask is not None and not mask.all()):
         raise ValueError(
             f"a prompt of shape {tuple(input_ids.shape)}: speculative decoding here takes one "
-            "sequence of "
-            "one or more tokens without padding"
+            "sequence of one or more tokens without padding"
         )
     if past is not None and past.get_seq_length():
         raise ValueError(
             "past_key_values already holds tokens; pass the whole conversation without a cache"
         )
-    kinds = getattr(config, "layer_types", None) or [
-        "sliding_attention"
-    ]  # Mistral lists none: all its layers slide
-    window = getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
-    for name, reach in (
-        ("context", getattr(config, "max_position_embeddings", None)),
-        ("sliding window", window),
-    ):
+    reaches = {"context": getattr(config, "max_position_embeddings", None)}
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or "sliding_attention" in kinds:  # Mistral lists none: all its layers slide
+        reaches["sliding window"] = getattr(config, "sliding_window", None)
+    for name, reach in reaches.items():
         if reach and limit > reach:
             raise ValueError(
-                f"prompt + new tokens = {limit} exceed the target's {name} of {reach}; ask for "
-                "fewer"
+                f"prompt + new tokens = {limit} exceed the target's {name} of {reach}; "
+                "ask for fewer"
             )
     cache = GrowingCache(config.num_hidden_layers)
     if input_ids.shape[1] == 1:
-        return cache, torch.empty(
-            1, 0, config.hidden_size, dtype=target.dtype, device=input_ids.device
-        )
+        like = {"dtype": target.dtype, "device": input_ids.device}
+        return cache, torch.empty(1, 0, config.hidden_size, **like)
     with (stats or Stats()).timer("prefill"):
         return cache, forward(target, input_ids[:, :-1], cache, logits_to_keep=1)[1]
 
@@ -434,9 +455,7 @@ class Verified(NamedTuple):
 
     tokens: Tensor  # (1, A + 1) to commit, the last one the target's own (bonus)
     path: list[int]  # the A accepted nodes
-    hidden: (
-        Tensor  # (1, A + 1, D) the target's last hidden states of the root and the accepted nodes
-    )
+    hidden: Tensor  # (1, A + 1, D) the target's last ones, of the root and the accepted nodes
 
 
 @torch.no_grad()
@@ -450,8 +469,7 @@ def verify(
     stats: Stats | None = None,
     generator: torch.Generator | None = None,
 ) -> Verified:
-    """Check a token tree with one target forward; the result is distributed exactly as plain
-    decoding.
+    """Check a token tree with one target forward; the result is distributed as plain decoding is.
 
     Greedy: descend while a child holds the argmax. Sampling: try the sampled children in turn, each
     accepted with min(1, p_target / q_draft), a refusal leaving norm(max(p_target - q_draft, 0))
@@ -460,10 +478,9 @@ def verify(
     deterministic children.
 
     Args:
-        input_ids: (1, P + 1) committed tokens, the last one the root; cache: P rows before, P + 1 +
-            A after.
-        logits_processor: called with each visited node's own prefix, in float32, as transformers
-            does.
+        input_ids: (1, P + 1) committed tokens, the last one the root.
+        cache: the target's, of P rows before and P + 1 + A after.
+        logits_processor: called with each visited node's own prefix, in float32 (as transformers).
     """
     stats, prefix, device = stats or Stats(), cache.get_seq_length(), input_ids.device
     assert prefix == input_ids.shape[1] - 1, "all committed tokens but the newest must be cached"
@@ -484,9 +501,9 @@ def verify(
             children.setdefault(parent, []).append(node)
         tokens = draft.tokens.tolist()
         plain_argmax = None if do_sample or logits_processor else logits[0].argmax(-1).tolist()
-        sampled = (
-            [] if draft.probs is None or not do_sample else (draft.probs.amax(-1) > 0).tolist()
-        )
+        sampled = [False] * len(tokens)
+        if draft.probs is not None and do_sample:
+            sampled = (draft.probs.amax(-1) > 0).tolist()
         path, node, ids = [], -1, input_ids
         while True:
             here = children.get(node, ())
@@ -502,11 +519,8 @@ def verify(
             if taken is None:
                 break
             path.append(node := taken)
-            ids = (
-                torch.cat([ids, draft.tokens[None, taken : taken + 1]], dim=1)
-                if logits_processor
-                else ids
-            )
+            if logits_processor:
+                ids = torch.cat([ids, draft.tokens[None, taken : taken + 1]], dim=1)
         kept = torch.tensor([-1, *path], device=device) + 1
         if path != list(range(len(path))):  # rows of a chain's accepted prefix are in place already
             for layer in cache.layers:
@@ -518,38 +532,36 @@ def verify(
     stats.drafted += len(tokens)
     stats.offered.append(int(depth.max()))
     stats.accepted.append(len(path))
+    stats.copies.append((draft.copied, sum(n >= len(tokens) - draft.copied for n in path)))
+    if stats.trace is not None:
+        of_node = logits[0].float().softmax(-1)[draft.parents + 1, draft.tokens]
+        record = {"draft": draft, "path": path, "committed": committed[0].tolist()}
+        record |= {"p_target": of_node.tolist(), "prefix": prefix, "seconds": dict(stats.seconds)}
+        stats.trace.append(record | stats.noted)
+        stats.noted = {}
     return Verified(committed, path, hidden[:, kept])
 
 
-def _choose(
-    scores, candidates, tokens, probs, sampled, do_sample, generator
-) -> tuple[int | None, int]:
-    """One step of the walk: (accepted child or None, the token chosen), from processed scores
-    (V,)."""
+def _choose(scores, candidates, tokens, probs, sampled, do_sample, generator):
+    """One step of the walk, from processed scores (V,): (accepted child or None, token chosen)."""
     if not do_sample:
         choice = int(scores.argmax())
         return next((n for n in candidates if tokens[n] == choice), None), choice
     p_target = scores.softmax(-1)
-    for n in (n for n in candidates if sampled and sampled[n]):
+    for n in (n for n in candidates if sampled[n]):
         q_draft, token = probs[n].to(p_target.dtype), tokens[n]
-        if (
-            torch.rand((), generator=generator, device=scores.device) * q_draft[token]
-            < p_target[token]
-        ):
+        uniform = torch.rand((), generator=generator, device=scores.device)
+        if uniform * q_draft[token] < p_target[token]:
             return n, token
         residual = (p_target - q_draft).clamp(min=0)
         p_target = residual / residual.sum() if residual.sum() > 0 else p_target
     choice = int(torch.multinomial(p_target, 1, generator=generator))
-    return next(
-        (n for n in candidates if not (sampled and sampled[n]) and tokens[n] == choice), None
-    ), choice
+    certain = (n for n in candidates if not sampled[n])
+    return next((n for n in certain if tokens[n] == choice), None), choice
 
 
-def commit(
-    input_ids: Tensor, tokens: Tensor, stopping_criteria, stats: Stats | None = None, streamer=None
-) -> tuple[Tensor, bool]:
-    """Append tokens (1, n) to input_ids (1, T) up to where decoding stops; returns (ids,
-    stopped)."""
+def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats=None, streamer=None):
+    """Append tokens (1, n) to input_ids (1, T) up to where decoding stops: (ids, stopped)."""
     for count in range(1, tokens.shape[1] + 1):
         ids = torch.cat([input_ids, tokens[:, :count]], dim=1)
         if stopped := bool(stopping_criteria(ids, None).all()):
@@ -562,37 +574,27 @@ def commit(
 
 
 def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -> None:
-    """What `python METHOD.py` does: answer one prompt greedily; print the answer and the tokens per
-    target forward.
+    """What `python METHOD.py` does: answer one prompt greedily, and count.
 
-    Args: folder: of the trained drafter, beside this file. argument: of `generate`, which takes it.
-    options: likewise.
+    Args:
+        folder: of the trained drafter, in checkpoints/. argument, options: of `generate`; the
+            drafter goes in as `argument`.
     """
+    checkpoint = Path(__file__).with_name("checkpoints") / folder
     try:
         target, tokenizer = load_target()
-        options[argument] = load_drafter(
-            Drafter, Path(__file__).with_name("checkpoints") / folder, target
-        )
+        options[argument] = load_drafter(Drafter, checkpoint, target)
     except ValueError as problem:
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
         sys.exit(2)
-    stats, prompt = Stats(), "Explain photosynthesis to a child in five sentences."
-    if tokenizer.chat_template:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-    encoded = tokenizer(
-        prompt, return_tensors="pt", add_special_tokens=not tokenizer.chat_template
-    ).to(target.device)
-    output = target.generate(
-        **encoded,
-        max_new_tokens=128,
-        do_sample=False,
-        custom_generate=generate,
-        stats=stats,
-        **options,
-    )
-    print(tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True))
-    print(
-        f"\n{stats.emitted} tokens, {stats.emitted / stats.target_forwards:.2f} per target forward"
-    )
+    text, chat = "Explain photosynthesis to a child in five sentences.", tokenizer.chat_template
+    if chat:
+        messages = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat)["input_ids"]
+    ids = ids.to(target.device)
+    options |= {"max_new_tokens": 128, "do_sample": False, "stats": (stats := Stats())}
+    output = target.generate(ids, custom_generate=generate, **options)
+    print(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+    tau = stats.emitted / stats.target_forwards
+    print(f"\n{stats.emitted} tokens, {tau:.2f} per target forward")
