@@ -269,10 +269,9 @@ def chain(steps, input_ids: Tensor) -> Draft:
 
 
 class Lookup:
-    """Free drafts: what followed the last n tokens where they stood before (Saxena 2023).
+    """Free drafts: what followed the last three tokens where they stood before (Saxena 2023).
 
-    Args: most: tokens copied a round if the last three tokens stood before, a third of that if only
-        the last two did; 0 copies nothing.
+    Args: most: tokens copied a round; a third of it if only the last two stood before; 0: nothing.
     """
 
     def __init__(self, most: int):
@@ -298,8 +297,8 @@ class Lookup:
 
         Copies are deterministic nodes, so sampling stays exact, beneath and beside sampled ones.
         """
-        copy, count = self.find(input_ids)[:room] if self.lengths[3] else [], len(draft.tokens)
-        child, node = draft.children(), -1
+        copy = self.find(input_ids)[:room] if self.lengths[3] else []
+        child, node, count = draft.children() if copy else {}, -1, len(draft.tokens)
         while copy and (node, copy[0]) in child:
             node = child[node, copy.pop(0)]
         if not copy:
