@@ -269,13 +269,13 @@ def chain(steps, input_ids: Tensor) -> Draft:
 
 
 class Lookup:
-    """Free drafts: what followed the last three tokens where they stood before (Saxena 2023).
+    """Free drafts: what followed the last four tokens where they stood before (Saxena 2023).
 
-    Args: most: tokens copied a round; a third of it if only the last two stood before; 0: nothing.
+    Args: most: tokens copied a round; fewer where only three or two stood before; 0: nothing.
     """
 
     def __init__(self, most: int):
-        self.lengths = {3: most, 2: most // 3}  # {n: tokens copied}
+        self.lengths = {4: most, 3: most // 2, 2: most // 3}  # {n: tokens copied}
         self.text: list[int] = []
         self.follows: dict[tuple, int] = {}  # n-gram: where in the text its last occurrence ended
 
@@ -297,7 +297,7 @@ class Lookup:
 
         Copies are deterministic nodes, so sampling stays exact, beneath and beside sampled ones.
         """
-        copy = self.find(input_ids)[:room] if self.lengths[3] else []
+        copy = self.find(input_ids)[:room] if self.lengths[4] else []
         child, node, count = draft.children() if copy else {}, -1, len(draft.tokens)
         while copy and (node, copy[0]) in child:
             node = child[node, copy.pop(0)]

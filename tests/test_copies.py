@@ -16,7 +16,7 @@ TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
 def found_by_search(text, most):
     """The definition, by searching the whole text from its end."""
-    for n, length in ((3, most), (2, most // 3)):
+    for n, length in ((4, most), (3, most // 2), (2, most // 3)):
         for end in range(len(text) - 1, n - 1, -1):
             if len(text) > n and text[end - n : end] == text[-n:]:
                 copy = list(text[end:])
@@ -36,11 +36,18 @@ def test_find_against_a_search(text, most, step):
 
 
 def test_find_by_hand():
-    """After 1 2 3 the text went on with 4 5 6; after 2 3 alone, a shorter copy is made."""
-    lookup = common.Lookup(4)
-    assert lookup.find(torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2, 3]])) == [4, 5, 6, 1]
-    assert common.Lookup(4).find(torch.tensor([[1, 2, 3, 4, 9, 2, 3]])) == [4]
-    assert common.Lookup(5).find(torch.tensor([[7, 8, 9, 7, 8, 9]])) == [7, 8, 9, 7, 8]  # a loop
+    """Six tokens after four that stood before, three after three, two after two; loops go on."""
+    assert common.Lookup(6).find(torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2, 3, 4]])) == [
+        5,
+        6,
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert common.Lookup(6).find(torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2, 3]])) == [4, 5, 6]
+    assert common.Lookup(6).find(torch.tensor([[1, 2, 3, 4, 9, 2, 3]])) == [4, 9]
+    assert common.Lookup(5).find(torch.tensor([[7, 8, 9, 7, 8, 9, 7]])) == [8, 9, 7, 8, 9]
 
 
 def paths(draft):

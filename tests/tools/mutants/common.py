@@ -119,8 +119,8 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "self.lengths = {3: most, 2: most // 3}",
-        "self.lengths = {2: most // 3, 3: most}",
+        "self.lengths = {4: most, 3: most // 2, 2: most // 3}",
+        "self.lengths = {2: most // 3, 3: most // 2, 4: most}",
         "Lookup: the shorter match first",
     ),
     (
