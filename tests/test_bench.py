@@ -11,8 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import chi_square_p_value
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    TemperatureLogitsWarper,
+)
 
 import bench
 import common
@@ -482,6 +490,60 @@ def test_the_baseline_is_the_faster_of_the_two_plain_loops(llama):
         assert found["baseline"]["loops"] == {"transformers": 10 / theirs, "plain": 10 / ours}
 
 
+def test_each_drafter_has_an_alpha_of_its_own(llama, monkeypatch):
+    """Measured once for all arms that share method and drafter."""
+    asked = []
+
+    def alpha(arm, *_):
+        asked.append(arm.name)
+        return arm.kwargs.get("drafter")
+
+    def made(name, drafter, module=glide):
+        answer = bench.Answer([1, 2], 1.0, decode_seconds=0.5, forwards=2, rounds=2)
+        kwargs = {"drafter": drafter} if drafter else {}
+        return bench.Arm(name, kwargs, module=module, answers=[answer], same=[None])
+
+    monkeypatch.setattr(bench, "acceptance_rate", alpha)
+    plain = [made("transformers", None, None), made("plain", None, None)]
+    own = [made("glide", 0.25), made("glide:gamma1", 0.25), made("glide@x", 0.75)]
+    turns = [{"prompt": 0, "question_id": 1, "category": "a"}]
+    found = bench.summary([*plain, *own], llama, turns, greedy=True)
+    assert [found[arm.name]["alpha"] for arm in own] == [0.25, 0.25, 0.75]
+    assert asked[1:] == ["glide", "glide@x"]
+
+
+def test_a_variant_is_compared_with_its_own_plain_arm(llama):
+    turns = [{"prompt": i, "question_id": i, "category": "a"} for i in range(2)]
+
+    def made(name, seconds, plain=None):
+        answers = [bench.Answer([1] * 6, s, decode_seconds=s / 2, forwards=6) for s in seconds]
+        return bench.Arm(name, {}, plain=plain, answers=answers, same=[None, None])
+
+    arms = [made("transformers", (4, 4)), made("plain", (3, 3)), made("x", (2.0, 8.0))]
+    arms += [made("x:copies", (1.0, 2.0), plain="x"), made("y:copies", (1, 1), plain="y")]
+    found = bench.summary(arms, llama, turns, greedy=True)
+    assert found["x:copies"]["against"] == {"x": [round(10 / 3, 4), 2.0, 4.0]}
+    assert found["x"]["against"] == found["y:copies"]["against"] == {}
+
+
+def test_the_plain_loop_samples_from_the_processed_distribution(small_llama):
+    """First tokens at temperature 0.7 follow the exact probabilities."""
+    ids = torch.tensor([[1, 2, 1, 2, 1]])
+    scores = small_llama(ids).logits[0, -1].float()
+    expected = dict(enumerate((scores / 0.7).softmax(-1).tolist()))
+    unprocessed = dict(enumerate(scores.softmax(-1).tolist()))
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
+    config = GenerationConfig(do_sample=True, max_length=6)
+    torch.manual_seed(0)
+    counts = {}
+    for _ in range(1500):
+        given = (processors, lambda ids, _: torch.tensor([True]), config, common.Stats())
+        token = int(bench.plain_generate(small_llama, ids, *given)[0, -1])
+        counts[token] = counts.get(token, 0) + 1
+    assert chi_square_p_value(counts, expected) > 1e-3
+    assert chi_square_p_value(counts, unprocessed) < 1e-3  # the test can fail
+
+
 def test_chat_template_alternates_roles(files):
     _, tokenizer = common.load_target(str(files / "target"))
     tokenizer.chat_template = (
@@ -533,70 +595,6 @@ def test_the_json_line_is_last_unless_on_a_terminal(files, capsys, monkeypatch):
     bench.main(argv)
     assert "{" not in capsys.readouterr().out
     assert run(capsys, [*argv, "--json", "-"])[0] == asked
-
-
-def test_help_lists_the_methods_options_and_the_figures(capsys):
-    with pytest.raises(SystemExit) as end:
-        bench.main(["--method", "glide", "--help"])
-    out = capsys.readouterr().out
-    assert end.value.code == 0
-    assert "--gamma" in out and "--intermediate-size" not in out
-    assert "overhead    decode time" in out
-    with pytest.raises(SystemExit):
-        bench.main(["--help"])
-    out = capsys.readouterr().out
-    assert "--gamma" not in out
-    assert "--method NAME --help also shows the options of that method" in " ".join(out.split())
-
-
-@pytest.mark.parametrize("name", [*cli.METHODS, "copies", "all"])
-def test_every_help_line_says_the_default_once(capsys, name):
-    with pytest.raises(SystemExit):
-        bench.main(["--method", name, "--help"])
-    text = capsys.readouterr().out.partition("-h, --help")[2]
-    lines = re.split(r"\n  (?=--)", text)[1:]
-    assert len(lines) >= 25
-    for line in lines:
-        assert " ".join(line.split()).count("(default: ") == 1, line
-
-
-def test_an_option_of_another_method_names_its_owners():
-    with pytest.raises(ValueError, match=r"--expansion \(an option of cape\); see --help"):
-        bench.parse(["--method", "glide", "--expansion", "none"])
-    with pytest.raises(ValueError, match=r"--no-csgd \(an option of falcon\)"):
-        bench.parse(["--method", "glide", "--no-csgd"])
-    with pytest.raises(ValueError, match=r"unrecognized arguments: --nonsense; see"):
-        bench.parse(["--method", "glide", "--nonsense"])
-
-
-def test_a_method_whose_file_is_not_here(monkeypatch):
-    find = cli.importlib.util.find_spec
-    absent = lambda name: None if name == "falcon" else find(name)
-    monkeypatch.setattr(cli.importlib.util, "find_spec", absent)
-    with pytest.raises(ValueError, match="no falcon.py here; put the method's file beside"):
-        bench.parse(["--method", "falcon"])
-    assert "falcon" not in cli.present() and "glide" in cli.trainable()
-
-
-def test_what_can_be_trained():
-    assert cli.trainable() == [name for name in cli.METHODS if name != "cape"]
-
-
-def test_numbers_keep_their_bounds():
-    read = cli.number(float, 0, 1)
-    assert [read(text) for text in ("0", "1", "0.5")] == [0, 1, 0.5]
-    for text in ("nan", "1.01", "-0.01", "inf", "-inf"):
-        with pytest.raises(cli.argparse.ArgumentTypeError):
-            read(text)
-
-
-def test_json_options_have_the_types_of_their_default():
-    read = cli.json_like([[0]])
-    assert read("[[1, 2], []]") == [[1, 2], []]
-    for text in ("[1]", "[[1.5]]", "[[true]]", '[["a"]]', "{}", "[[1]"):
-        with pytest.raises(cli.argparse.ArgumentTypeError, match="give JSON like"):
-            read(text)
-    assert cli.json_like([0.5])("[1, 0.25]") == [1, 0.25]  # 1 is a fine number, too
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -769,7 +767,7 @@ def test_refitting_cape_and_copies(files, capsys):
     assert fitted["paper"] == [7, 5, 3, 1] and len(fitted["sizes"]) == 4
     assert sum(fitted["frequency"]) == pytest.approx(1, abs=1e-3)
     assert "Fitted to this machine, cape: sizes" in out
-    assert set(result["fitted"]["copies"]["by_match"]) == {"3", "2"}
+    assert set(result["fitted"]["copies"]["by_match"]) == {"4", "3", "2"}
     assert "Copies from the context, by tokens that match" in out
 
 

@@ -18,10 +18,11 @@ def turn(prompt, answer):
 def test_acceptance_of_copies_by_match_and_position():
     """Worked by hand: the prompt 1 2 3 4 5 is repeated by the answer, up to a last token."""
     found = fitting.copy_acceptance([turn([1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 7])], most=3)
-    # before 1: .. 5 9, new; before 2: 5 9 1, new; before 3: 1 2 was seen, 9 1 2 not: copies 3 4 5;
-    # before 4: 1 2 3 was seen: copies 4 5 9; before 7: 2 3 4: copies 5
+    # before 1 and before 2 nothing that was there; before 3, after 1 2: 3 4 5 against 3 4 7;
+    # before 4, after 1 2 3: 4 5 9 against 4 7; before 7, after 1 2 3 4: 5 against 7
     assert found[2] == {"share": 1 / 5, "acceptance": [1.0, 1.0, 0.0]}
-    assert found[3] == {"share": 2 / 5, "acceptance": [1 / 2, 0.0]}
+    assert found[3] == {"share": 1 / 5, "acceptance": [1.0, 0.0]}
+    assert found[4] == {"share": 1 / 5, "acceptance": [0.0]}
 
 
 def test_a_text_without_repetition_copies_nothing():
@@ -34,8 +35,8 @@ def test_a_text_without_repetition_copies_nothing():
 
 def test_a_periodic_answer_is_copied_whole():
     found = fitting.copy_acceptance([turn([1, 2], [1, 2] * 10)], most=4)
-    assert found[3]["acceptance"] == [1.0] * 4
-    assert sum(each["share"] for each in found.values()) == 18 / 20  # 1 and 2 are new again
+    assert found[4]["acceptance"] == [1.0] * 4
+    assert found[4]["share"] == 16 / 20  # the first place of each length of match is another's
 
 
 def test_how_many_tokens_to_copy():

@@ -1,6 +1,7 @@
 """The fixed shapes of CUDA graphs, on the CPU and unrecorded: the tokens of plain decoding."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_every_method_equals_plain_decoding(target_name, method, tmp_path, insta
     assert joint.recorded, "nothing was replayed"
 
 
-@pytest.mark.slow  # half a minute; test_bench_with_graphs compiles GLIDE's
+@pytest.mark.slow  # half a minute
 @pytest.mark.parametrize("method", METHODS)
 def test_compiled_drafters_equal_plain_decoding(method, tmp_path, installed):
     target, ids, truth = make_target("Llama")
@@ -150,7 +151,10 @@ def test_room_for_the_longest_draft_may_reach_beyond_the_context(installed):
     assert torch.equal(output, truth) and joint.recorded
 
 
-def test_bench_with_graphs(files, capsys):  # noqa: F811
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_bench_with_graphs(files, capsys, monkeypatch, compiles):  # noqa: F811
+    if not compiles:  # half a minute
+        monkeypatch.setattr(graphs, "compiled", copy.copy)
     plain, _ = run(capsys, command(files, "--num-prompts", "1"))
     options = ("--graphs", "--num-prompts", "1", "--max-new-tokens", "8")
     result, out = run(capsys, command(files, *options))
