@@ -527,16 +527,16 @@ def test_a_variant_is_compared_with_its_own_plain_arm(llama):
 
 
 def test_the_plain_loop_samples_from_the_processed_distribution(small_llama):
-    """First tokens at temperature 0.7 follow the exact probabilities."""
+    """First tokens at temperature 0.4 follow the exact probabilities."""
     ids = torch.tensor([[1, 2, 1, 2, 1]])
     scores = small_llama(ids).logits[0, -1].float()
-    expected = dict(enumerate((scores / 0.7).softmax(-1).tolist()))
+    expected = dict(enumerate((scores / 0.4).softmax(-1).tolist()))
     unprocessed = dict(enumerate(scores.softmax(-1).tolist()))
-    processors = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.4)])
     config = GenerationConfig(do_sample=True, max_length=6)
     torch.manual_seed(0)
     counts = {}
-    for _ in range(1500):
+    for _ in range(300):
         given = (processors, lambda ids, _: torch.tensor([True]), config, common.Stats())
         token = int(bench.plain_generate(small_llama, ids, *given)[0, -1])
         counts[token] = counts.get(token, 0) + 1
