@@ -138,8 +138,20 @@ def test_the_methods_named_whatever_else_is_there():
 def test_what_is_asked_together_before_anything_is_loaded():
     assert not bench.parse(["--method", "glide"]).variants
     assert bench.parse(["--method", "glide", "--json", "-"]).json == "-"
-    with pytest.raises(ValueError, match="is not a folder"):
-        bench.parse(["--method", "glide", "--plot", bench_options.__file__])
+    apart = {
+        "--method glide --top-p 0": "--top-p must be above 0",
+        "--method glide falcon --checkpoint x": "--checkpoint goes with exactly one --method",
+        "--method all --checkpoint x": "--checkpoint goes with exactly one --method",
+        "--method glide --refit --temperature 1": "leave out --temperature",
+        "--peers --sweep": "greedy drafts of a --method",
+        "--method glide --batch-size 2 --show": "leave out --batch-size",
+        "--method glide --graphs --cost-curve": "--graphs holds one sequence",
+        f"--method glide --plot {bench_options.__file__}": "is not a folder",
+        "--variants copies": "nothing to do",
+    }
+    for words, message in apart.items():
+        with pytest.raises(ValueError, match=message):
+            bench.parse(words.split())
 
 
 # ----------------------------------------------------------------------------- the end of a program

@@ -25,6 +25,12 @@ def test_acceptance_of_copies_by_match_and_position():
     assert found[4] == {"share": 1 / 5, "acceptance": [0.0]}
 
 
+def test_what_follows_a_wrong_copy_is_not_right():
+    """After 1 2 the copy 3 4 meets 9 4: its second token agrees and is lost all the same."""
+    found = fitting.copy_acceptance([turn([1, 2, 3, 4], [1, 2, 9, 4])])
+    assert found[2] == {"share": 1 / 4, "acceptance": [0.0, 0.0]}
+
+
 def test_a_text_without_repetition_copies_nothing():
     found = fitting.copy_acceptance([turn([1, 2, 3], [4, 5, 6])])
     assert all(each == {"share": 0.0, "acceptance": []} for each in found.values())
