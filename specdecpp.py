@@ -220,8 +220,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
             parts[1] = str(config.layers[int(parts[1])])
         copied[name] = weights.get(".".join(parts))
     if any(weight is None for weight in copied.values()):
-        kind = type(target).__name__
-        raise ValueError(f"cannot copy layers of {kind}; take a --draft-model or a --base")
+        raise ValueError("cannot copy layers of this target; take a --draft-model or a --base")
     drafter.body.load_state_dict(copied)
     return drafter
 
@@ -321,7 +320,7 @@ def labelled(drafter: Drafter, target, batch, base=None, base_drafter=None) -> t
         shown = q_draft if config.temperature else scores.softmax(-1)  # as `propose` gives it
         tokens.append(token[:, 0])
         of_q.append(shown.gather(1, choice)[:, 0])
-        accept_prob.append(ratio[:, 0].clamp(max=1))
+        accept_prob.append(ratio[:, 0].nan_to_num(1).clamp(max=1))  # 0 / 0 by rounding only
 
     drafted = batch.input_ids.clone()  # (B, T) Y in the response, X elsewhere
     drafted[batch.loss_mask] = torch.cat(tokens)
@@ -450,8 +449,7 @@ def check(config: Config, drafter, model, base, draft_model) -> None:
         raise ValueError("nothing to draft with: pass draft_model=, or base= and base_drafter=")
     if config.stop not in ("head", "fixed", "confidence", "entropy"):
         raise ValueError(f"unknown stop {config.stop!r}; take head, fixed, confidence or entropy")
-    trained_on = (bool(config.base), bool(config.draft_model))
-    fits = trained_on == (base is not None, draft_model is not None)
+    fits = bool(base) == bool(config.base) and bool(draft_model) == bool(config.draft_model)
     if config.stop == "head" and (drafter is None or drafter.distils or not fits):
         raise ValueError(
             "no acceptance head was trained on this draft model: train one (--stage head, with "
@@ -518,9 +516,8 @@ def generate(
             )
             chances = []
             draft = common.chain(until_stop(steps, drafter, config, most, chances), input_ids)
-            stats.note(
-                chances=chances, stopped=config.stop if len(draft.tokens) < most else "limit"
-            )
+            stopped = config.stop if len(draft.tokens) < most else "limit"
+            stats.note(chances=chances, stopped=stopped)
             draft = lookup.merge(draft, input_ids, room)
         verdict = common.verify(target, input_ids, draft, cache, logits_processor, do_sample, stats)
         input_ids, done = common.commit(
