@@ -95,8 +95,8 @@ VARIANTS = {
     "alignments": {"transform": "alignments"},  # the columns of Table 2: CTC verify
     "none": {"transform": "none"},  # and Medusa verify
     "copies": {"copies": 10},
-    "confidence": {"least_worth": 0.02, "nodes": 16},
-    "both": {"copies": 10, "least_worth": 0.02, "nodes": 16},
+    "confidence": {"least_worth": 0.03, "nodes": 16},
+    "both": {"copies": 10, "least_worth": 0.03, "nodes": 16},
 }
 
 # ------------------------------------------------------------------------------------- architecture

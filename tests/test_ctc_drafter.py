@@ -85,7 +85,7 @@ def slots_say(monkeypatch):
 @pytest.mark.parametrize("length", [1, 2, 13])
 def test_greedy_output_is_the_targets(llama, trained, length):
     ids = torch.randint(1, 48, (1, length), generator=torch.Generator().manual_seed(length))
-    truth = llama.generate(ids, max_new_tokens=24, do_sample=False)
+    truth = llama.generate(ids, max_new_tokens=16, do_sample=False)
     random = [
         make_drafter(llama, slots=1, window=1),
         make_drafter(llama, slots=5, window=2, draft_vocab=9),
@@ -96,12 +96,12 @@ def test_greedy_output_is_the_targets(llama, trained, length):
     turn = 0
     for drafter in (*trained.values(), *random):
         for transform in TRANSFORMS:
-            for nodes in (1, 20):
-                turn += 1
-                options = {"transform": transform, "nodes": nodes} | extras[turn % len(extras)]
-                output, stats = decode(llama, drafter, ids, max_new_tokens=24, **options)
-                assert torch.equal(output, truth), options
-                assert stats.emitted == 24 and sum(stats.accepted) + stats.target_forwards == 24
+            turn += 1
+            nodes = 1 if turn % 5 == 0 else 20
+            options = {"transform": transform, "nodes": nodes} | extras[turn % len(extras)]
+            output, stats = decode(llama, drafter, ids, max_new_tokens=16, **options)
+            assert torch.equal(output, truth), options
+            assert stats.emitted == 16 and sum(stats.accepted) + stats.target_forwards == 16
 
 
 def test_copies_and_worthless_prefixes(llama, trained):
@@ -193,7 +193,7 @@ def sampled(target, drafter, ids, times):
     """How often each answer of three tokens comes, over all transforms, copies and worths."""
     options = [{"transform": transform} for transform in TRANSFORMS]
     options += [{"copies": 6}, {"copies": 6, "least_worth": 0.15}, {"least_worth": 0.15}]
-    torch.manual_seed(11)
+    torch.manual_seed(12)
     counts, copied, drafted = collections.Counter(), 0, 0
     settings = {"max_new_tokens": 3, "do_sample": True, "top_k": 0}
     for turn in range(times):
@@ -207,7 +207,7 @@ def sampled(target, drafter, ids, times):
 
 def test_sampling_follows_the_target(small_llama):
     drafter, ids = make_drafter(small_llama, slots=4, window=2), torch.tensor([[1, 4, 2, 1, 4]])
-    counts = sampled(small_llama, drafter, ids, 540)
+    counts = sampled(small_llama, drafter, ids, 360)
     assert chi_square_p_value(counts, enumerate_joint(small_llama, ids, 3)) > 1e-3
 
 
@@ -223,7 +223,7 @@ def test_the_chi_square_sees_a_lossy_rule(small_llama, monkeypatch):
         return None, int(torch.multinomial(scores.softmax(-1), 1))
 
     monkeypatch.setattr(common, "_choose", lossy)
-    counts = sampled(small_llama, drafter, ids, 240)
+    counts = sampled(small_llama, drafter, ids, 300)
     assert chi_square_p_value(counts, enumerate_joint(small_llama, ids, 3)) < 1e-6
 
 
@@ -444,7 +444,8 @@ def test_first_token_adds_a_cross_entropy_by_hand(small_llama, kind):
     plain = ctc_drafter.loss(drafter, small_llama, batch)
     drafter.config.first_token = 0.7
     more = ctc_drafter.loss(drafter, small_llama, batch)
-    assert float((more - plain).detach()) == pytest.approx(0.7 * mean * int(batch.loss_mask.sum()), rel=1e-4)
+    expected = 0.7 * mean * int(batch.loss_mask.sum())
+    assert float((more - plain).detach()) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -528,7 +529,7 @@ def test_alpha_is_the_acceptance_rate_of_the_first_draft_token(small_llama):
             expected += min(p, starts[token,])
     total, count = ctc_drafter.alpha(drafter, small_llama, batch)
     assert count == int((counts > 0).sum()) == 5
-    assert float(total) == pytest.approx(expected, rel=1e-4)
+    assert float(total.detach()) == pytest.approx(expected, rel=1e-4)
 
 
 # ------------------------------------------------------------------------------------------- others
