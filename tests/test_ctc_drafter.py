@@ -215,14 +215,12 @@ def test_the_chi_square_sees_a_lossy_rule(small_llama, monkeypatch):
     """Negative control: to take any drafted token among the target's best two is not sampling."""
     drafter, ids = make_drafter(small_llama, slots=4, window=2), torch.tensor([[1, 4, 2, 1, 4]])
 
-    def lossy(scores, candidates, tokens, *_):
+    def lossy(scores, siblings, draft):
         best = scores.topk(2).indices.tolist()
-        for node in candidates:
-            if tokens[node] in best:
-                return node, tokens[node]
-        return None, int(torch.multinomial(scores.softmax(-1), 1))
+        drafted = [token for token in draft.tokens.tolist() if token in best]
+        return drafted[0] if drafted else int(torch.multinomial(scores.softmax(-1), 1))
 
-    monkeypatch.setattr(common, "_choose", lossy)
+    monkeypatch.setattr(common, "_draw", lossy)
     counts = sampled(small_llama, drafter, ids, 300)
     assert chi_square_p_value(counts, enumerate_joint(small_llama, ids, 3)) < 1e-6
 
