@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from support import talks
+from support.prompts import encode
 
 SECOND_REQUESTS = (  # how second requests begin, "" leaving it to the target
     *("Rewrite your previous answer", "Make it shorter", "Summarise", "Translate your answer"),
@@ -124,10 +125,15 @@ def read_requests(path: str) -> list[list[str]]:
     """The requests of a file, each a list of turns: one a line, or FastChat's .jsonl."""
     if path.endswith(".jsonl"):
         return [prompt["turns"] for prompt in read_prompts([Path(path)], 0)]
-    lines = Path(path).read_text().splitlines()
-    if not any(line.strip() for line in lines):
+    return [[line] for line in read_lines(path)]
+
+
+def read_lines(path: str) -> list[str]:
+    """The lines of a text file that are not empty."""
+    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    if not any(lines):
         raise ValueError(f"{path} holds no line of text")
-    return [[line.strip()] for line in lines if line.strip()]
+    return [line for line in lines if line]
 
 
 def _lines(file, path: str):
@@ -216,7 +222,7 @@ def evaluation_answers(target, tokenizer, prompts: list[dict], most: int = 128) 
         for said, prompt in zip(texts, prompts):
             if len(prompt["turns"]) > turn and len(said) == 2 * turn:
                 said.append(prompt["turns"][turn])
-                ids = encode(tokenizer, said)
+                ids = encode(tokenizer, said, "cpu")["input_ids"][0].tolist()
                 if len(ids) + most <= context:
                     asked[tuple(ids)] = said
         for prompt_ids, answer in talks.replies(target, list(asked), 0.0, most, random.Random(0)):
@@ -226,13 +232,6 @@ def evaluation_answers(target, tokenizer, prompts: list[dict], most: int = 128) 
     return records
 
 
-def encode(tokenizer, texts: list[str]) -> list[int]:
-    """Token ids of a conversation, the user's and the assistant's texts in turn, to be answered."""
-    if tokenizer.chat_template:
-        return _template(tokenizer, _chat(texts), True)
-    return tokenizer("\n".join(texts) + "\n")["input_ids"]
-
-
 def make_conversations(
     target,
     tokenizer,
@@ -240,11 +239,11 @@ def make_conversations(
     path: str,
     seed: int = 0,
     batch_size: int = 64,
-    max_new_tokens: int = 320,
     requests: list[list[str]] | None = None,
     openings: list[str] | None = None,
     second_turns: float = 0.0,
     greedy: float = 0.5,
+    max_new_tokens: int = 320,
 ) -> None:
     """Append self-distilled conversations to `path` until it holds `count`.
 

@@ -82,7 +82,7 @@ class Features:
                 self._open(group)
 
     def _open(self, group: int):
-        """The file of a group, which is written first if it is missing, damaged or lacks a layer."""
+        """The file of a group; written first if it is missing, damaged or lacks a layer."""
         if group in self.files:
             return self.files[group]
         path = self.folder / f"{group:05d}.safetensors"
