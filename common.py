@@ -573,17 +573,18 @@ def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats=None, str
     return ids, stopped
 
 
-def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -> None:
+def demo(generate, Drafter=None, folder="", argument: str = "drafter", **options) -> None:
     """What `python METHOD.py` does: answer one prompt greedily, and count.
 
     Args:
-        folder: of the trained drafter, in checkpoints/. argument, options: of `generate`; the
-            drafter goes in as `argument`.
+        Drafter: None for a method without weights. folder: of the trained drafter, in checkpoints/.
+        argument, options: of `generate`; the drafter goes in as `argument`.
     """
     checkpoint = Path(__file__).with_name("checkpoints") / folder
     try:
         target, tokenizer = load_target()
-        options[argument] = load_drafter(Drafter, checkpoint, target)
+        if Drafter is not None:
+            options[argument] = load_drafter(Drafter, checkpoint, target)
     except ValueError as problem:
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
         sys.exit(2)

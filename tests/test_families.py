@@ -1,6 +1,7 @@
 """Every method on every family of targets: a training step, save, load, lossless decoding; what is
 refused, and how."""
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -81,16 +82,24 @@ def make_batch(target, drafter):
 
 
 def make_drafter(name, target, folder, **options):
-    """(keyword arguments of `generate`, trained by one step of the method's loss, saved and loaded
-    again)."""
+    """The keyword arguments of `generate` for a method, with a drafter if it has one: trained by
+    one step of the method's loss, saved and loaded again.
+
+    Args: options: fields of its Config; those that other methods have are small ones here.
+    """
     module = importlib.import_module(name)
-    if not hasattr(module, "build"):  # it works on another method's drafter
-        base = importlib.import_module(module.Config().base)
-        drafter = make_drafter(base.__name__, target, folder, **options)["drafter"]
-        return {"custom_generate": module.generate, "base": base, "base_drafter": drafter}
-    small = (
-        {"intermediate_size": 16, "draft_vocab": 11} if name != "specdecpp" else {"draft_vocab": 11}
-    )
+    arguments = {"custom_generate": module.generate}
+    fields = {field.name for field in dataclasses.fields(module.Config)}
+    if not hasattr(module, "build"):  # nothing is trained
+        if "base" in fields:  # it works on another method's drafter
+            base = importlib.import_module(module.Config().base)
+            drafter = make_drafter(base.__name__, target, folder, **options)["drafter"]
+            arguments |= {"base": base, "base_drafter": drafter}
+        return arguments
+    if "stop" in fields:  # SpecDec++ has no trained head here
+        arguments["stop"] = "fixed"
+    small = {"intermediate_size": 16, "draft_vocab": 11}
+    small = {key: value for key, value in small.items() if key in fields}
     config = module.Config(target=common.target_shape(target), **small | options)
     drafter = module.build(config, target, torch.arange(VOCAB)).float().train()
     before = {key: value.clone() for key, value in drafter.state_dict().items()}
@@ -114,9 +123,7 @@ def make_drafter(name, target, folder, **options):
     loaded = common.load_drafter(module.Drafter, folder, target)
     for (key, ours), theirs in zip(drafter.state_dict().items(), loaded.state_dict().values()):
         assert torch.equal(ours.to(theirs.dtype), theirs), key
-    return {"custom_generate": module.generate, "drafter": loaded} | (
-        {"stop": "fixed"} if name == "specdecpp" else {}
-    )
+    return arguments | {"drafter": loaded}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -256,7 +263,8 @@ def test_the_demo_of_every_file(bare_tokenizer, template, method, tmp_path, caps
     bare_tokenizer.chat_template = template
     arguments = make_drafter(method, target, tmp_path)
     drafter = arguments.get("drafter", arguments.get("base_drafter"))
-    drafter.config.stop = "fixed"  # SpecDec++'s has no trained head here
+    if "stop" in arguments:
+        drafter.config.stop = arguments["stop"]
     monkeypatch.setattr(common, "load_target", lambda: (target, bare_tokenizer))
     monkeypatch.setattr(common, "load_drafter", lambda *_: drafter)
     runpy.run_path(str(ROOT / f"{method}.py"), run_name="__main__")
