@@ -45,7 +45,8 @@ def test_a_blank_is_noticed_and_the_message_says_how(name, request, monkeypatch)
     namespace = dict(vars(module))
     exec(compile(tree, str(path), "exec"), namespace)
     real, blank = (inspect.unwrap(each[function]) for each in (vars(module), namespace))
-    assert blank.__doc__ == real.__doc__ and inspect.signature(blank) == inspect.signature(real)
+    assert blank.__doc__ == real.__doc__
+    assert list(inspect.signature(blank).parameters) == list(inspect.signature(real).parameters)
     file, _, test = coursework.EXERCISES[name].test.partition("::")
     test = getattr(importlib.import_module(file.split("/")[1].removesuffix(".py")), test)
     arguments = arguments_of(test, request)
@@ -76,7 +77,6 @@ def test_a_copy_differs_in_one_function_only(tmp_path, monkeypatch, capsys):
         if ast.dump(old) != ast.dump(new)
     ]
     assert other == ["glance"]
-    assert ast.get_docstring(before.body[-1]) == ast.get_docstring(after.body[-1])
     for wrong, line in (
         (["falcon.glance", str(tmp_path / "out")], "is there already; name a new folder"),
         (["falcon.nothing", "new"], "no exercise 'falcon.nothing'; there are common.ancestor_mask"),

@@ -269,7 +269,7 @@ def test_choose_with_ties_and_impossible_tokens(row, siblings, seed):
         assert row[choice] > float("-inf") and (taken is None or tokens[taken] == choice)
 
 
-@settings(**SETTINGS | {"max_examples": 20})
+@settings(**SETTINGS | {"max_examples": 12})
 @given(LOGITS, st.lists(LOGITS, min_size=1, max_size=3), st.integers(0, 2**20))
 def test_choose_draws_from_the_target_whatever_was_drafted(row, drafts, seed):
     """Siblings honestly drawn one after the other from any distributions: the outcome has the

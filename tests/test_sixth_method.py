@@ -78,7 +78,7 @@ def test_the_eight_steps_are_enough(name, tmp_path):
     cli = copy / "support" / "cli.py"
     known = re.search(r"^METHODS = \((.*)\)", cli.read_text(), re.MULTILINE)
     cli.write_text(cli.read_text().replace(known[1], f'{known[1]}, "{name}"'))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     for files, selected in (
         (["test_families.py", "test_properties.py"], ["-k", name]),
         (["test_house.py"], []),
@@ -87,4 +87,4 @@ def test_the_eight_steps_are_enough(name, tmp_path):
         done = subprocess.run(run, cwd=copy, capture_output=True, text=True)
         passed = re.search(r"(\d+) passed", done.stdout)
         assert done.returncode == 0, done.stdout[-3000:]
-        assert int(passed[1]) > 20 and "skipped" not in done.stdout
+        assert int(passed[1]) >= 10 and "skipped" not in done.stdout
