@@ -99,7 +99,7 @@ def test_the_printed_command_is_red_in_the_copy(name, tmp_path):
     made = subprocess.run(
         [sys.executable, "tests/coursework.py", name, out], cwd=ROOT, capture_output=True, text=True
     )
-    command = made.stdout.splitlines()[-1].replace("python", sys.executable)
+    command = made.stdout.splitlines()[-1].replace("python", sys.executable) + " -n 0"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     shown = "\n".join(line for line in done.stdout.splitlines() if line.startswith("E ")).lower()

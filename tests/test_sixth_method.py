@@ -78,7 +78,7 @@ def test_the_eight_steps_are_enough(name, tmp_path):
     cli = copy / "support" / "cli.py"
     known = re.search(r"^METHODS = \((.*)\)", cli.read_text(), re.MULTILINE)
     cli.write_text(cli.read_text().replace(known[1], f'{known[1]}, "{name}"'))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"]
     for files, selected in (
         (["test_families.py", "test_properties.py"], ["-k", name]),
         (["test_house.py"], []),
