@@ -530,14 +530,11 @@ def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats=None, str
 
 
 def demo(generate, Drafter=None, folder="", argument: str = "drafter", **options) -> None:
-    """Answer a prompt with the drafter checkpoints/folder, `argument` of `generate`, and count.
-
-    Without a Drafter class the method has no weights to load.
-    """
-    checkpoint = Path(__file__).with_name("checkpoints") / folder
+    """Answer a prompt, with the drafter checkpoints/folder (`argument` of `generate`) if any."""
     try:
         target, tokenizer = load_target()
         if Drafter is not None:
+            checkpoint = Path(__file__).with_name("checkpoints") / folder
             options[argument] = load_drafter(Drafter, checkpoint, target)
     except ValueError as problem:
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
@@ -550,5 +547,6 @@ def demo(generate, Drafter=None, folder="", argument: str = "drafter", **options
     options |= {"max_new_tokens": 128, "do_sample": False, "stats": (stats := Stats())}
     output = target.generate(ids, custom_generate=generate, **options)
     print(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
-    tau = stats.emitted / stats.target_forwards
-    print(f"\n{stats.emitted} tokens, {tau:.2f} per target forward")
+    print(
+        f"\n{stats.emitted} tokens, {stats.emitted / stats.target_forwards:.2f} per target forward"
+    )
