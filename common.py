@@ -1,5 +1,4 @@
-"""What the five method files share: load a target, verify a token tree without loss, count what
-happened.
+"""What the method files share: load a target, verify a token tree without loss, count.
 
 Shapes: B batch, T sequence, P cached prefix, N tree nodes, A accepted, V vocabulary, Vd draft
 vocabulary, D hidden, H heads, Hkv key/value heads, Dh head size. `p_target` is the target's
@@ -547,6 +546,5 @@ def demo(generate, Drafter=None, folder="", argument: str = "drafter", **options
     options |= {"max_new_tokens": 128, "do_sample": False, "stats": (stats := Stats())}
     output = target.generate(ids, custom_generate=generate, **options)
     print(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
-    print(
-        f"\n{stats.emitted} tokens, {stats.emitted / stats.target_forwards:.2f} per target forward"
-    )
+    tau = stats.emitted / stats.target_forwards
+    print(f"\n{stats.emitted} tokens, {tau:.2f} per target forward")

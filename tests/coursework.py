@@ -38,12 +38,12 @@ EXERCISES = {
     ),
     "common.verify": Exercise(
         "tests/test_common.py::test_greedy_walk_takes_the_longest_accepted_path",
-        "choice = int(logits[0, 0].argmax())  # what the root is followed by: nothing is accepted",
+        "committed = [int(logits[0, 0].argmax())]  # the target's own token; accepts nothing",
         part=ast.While,
     ),
-    "common._choose": Exercise(
+    "common._draw": Exercise(
         "tests/test_common.py::test_sampled_output_follows_the_target",
-        "pass  # no sampled candidate is ever accepted",
+        "pass  # no sampled token is ever accepted",
         part=ast.For,
     ),
     "glide.block_mask": Exercise(
@@ -64,7 +64,7 @@ EXERCISES = {
     ),
     "specdecpp.labelled": Exercise(
         "tests/test_specdecpp.py::test_labels_against_brute_force",
-        "return batch.hidden[:, 0], torch.zeros(len(batch.hidden))",
+        "return None",
     ),
     "specdecpp.oracle": Exercise(
         "tests/test_specdecpp.py::test_the_oracle_against_all_stopping_policies",

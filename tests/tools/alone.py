@@ -58,6 +58,8 @@ def start(script, *options):
             runpy.run_path(script, run_name="__main__")
         except SystemExit as ended:
             return ended.code, errors.getvalue()
+        except Exception as problem:
+            return 1, f"{type(problem).__name__}: {problem}"
     return 0, errors.getvalue()
 
 
