@@ -7,6 +7,7 @@ verifying one token more, measured by `bench.py --cost-curve`.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import time
 
@@ -18,14 +19,8 @@ import falcon
 from support import stopping
 
 ANSWERS = 12  # to count acceptance on
-RANKED_TREE = [
-    12,
-    12,
-    8,
-    8,
-    6,
-    6,
-]  # nodes per depth of the tree that Falcon's ranks are counted with
+# nodes per depth of the tree that Falcon's ranks are counted with
+RANKED_TREE = [12, 12, 8, 8, 6, 6]
 
 
 def milliseconds(by_tokens: dict, most: int) -> list[float]:
@@ -167,86 +162,94 @@ def tree_acceptance(drafter, target, input_ids: Tensor, start: int, tree) -> Ten
     """Count how often the token of each depth and rank was right, given that its ancestors were.
 
     Args: input_ids: (1, T) a text of the target, to draft from token `start` on. tree: which ranks
-    to try.
+        to try.
     Returns: (2, depths, ranks) hits and trials, to be summed over texts.
     """
-    hidden, truth = common.target_features(target, input_ids)[0], input_ids[0].tolist()
-    memory, fed = falcon.new_memory(drafter, target), 0
+    config = dataclasses.replace(drafter.config, tree=tree, best_nodes=0)
+    hidden = common.target_features(target, input_ids)[0]  # (1, T, D)
+    truth = input_ids[0].tolist()
+    memory = falcon.new_memory(drafter, target)
     counts = torch.zeros(2, max(map(len, tree)), 1 + max(map(max, tree)))
+    fed = 0
     for end in range(start, len(truth)):
+        new = hidden[:, fed : end - 1]  # (1, n, D)
+        room = len(truth) - end
         draft = falcon.propose(
-            drafter,
-            target,
-            input_ids[:, :end],
-            hidden[:, fed : end - 1],
-            memory,
-            tree,
-            len(truth) - end,
+            drafter, target, input_ids[:, :end], new, memory, config, room, common.Stats()
         )
-        fed, right = end - 1, {()}
-        for path, token in zip(
-            falcon.prune(tree, len(truth) - end, len(drafter.draft_ids)), draft.tokens.tolist()
-        ):
-            if hit := path[:-1] in right and token == truth[end + len(path) - 1]:
+        fed = end - 1
+        right = {()}
+        paths = falcon.prune(tree, room, len(drafter.draft_ids))
+        for path, token in zip(paths, draft.tokens.tolist()):
+            tried = path[:-1] in right
+            hit = tried and token == truth[end + len(path) - 1]
+            if hit:
                 right.add(path)
-            counts[:, len(path) - 1, path[-1]] += torch.tensor([hit, path[:-1] in right])
+            counts[:, len(path) - 1, path[-1]] += torch.tensor([hit, tried])
     return counts
 
 
 def fit_tree(
     counts: Tensor, verify_ms: list[float], draft_ms: list[float], k: int
 ) -> list[list[int]]:
-    """The tree with the most expected tokens per second on a machine; empty if plain decoding is
-    faster.
+    """The tree with the most expected tokens per second; empty if plain decoding is faster.
 
     A node is worth the product of the acceptance rates on its path. For given numbers of passes and
     nodes, the best tree holds the nodes of most worth, parents included since they are worth no
     less; all numbers are tried.
 
-    Args: counts: of tree_acceptance. verify_ms: time of a target forward over n tokens, root
-        included, at index n; its length bounds the tree. draft_ms: time of drafting with 1, 2, ...
-        passes (of about the trees expected).
+    Args:
+        counts: of tree_acceptance.
+        verify_ms: time of a target forward over n tokens, root included, at index n; its length
+            bounds the tree.
+        draft_ms: time of drafting with 1, 2, ... passes (of about the trees expected).
+    Returns: rank paths.
     """
-    acceptance, best, best_speed = (
-        counts[0] / counts[1].clamp(min=1),
-        [],
-        1 / verify_ms[1],
-    )  # (depths, ranks)
+    acceptance = counts[0] / counts[1].clamp(min=1)  # (depths, ranks)
+    best = []
+    best_speed = 1 / verify_ms[1]
     for passes, drafting in enumerate(draft_ms, 1):
-        heap, tree, tokens = [(-1.0, [])], [], 1.0  # tokens: the bonus
+        heap = [(-1.0, [])]
+        tree = []
+        tokens = 1.0  # of a round: the bonus, and each node by its worth
         while heap and len(tree) + 2 < len(verify_ms):
-            worth, path = heapq.heappop(heap)
+            minus_worth, path = heapq.heappop(heap)
             if path:
-                tree, tokens = [*tree, path], tokens - worth
+                tree = [*tree, path]
+                tokens -= minus_worth
             speed = tokens / (drafting + verify_ms[1 + len(tree)])
             if speed > best_speed:
-                best, best_speed = tree, speed
+                best = tree
+                best_speed = speed
             if len(path) < min(passes * k, len(acceptance)):
                 for rank, rate in enumerate(acceptance[len(path)].tolist()):
-                    heapq.heappush(heap, (worth * rate, [*path, rank]))
+                    heapq.heappush(heap, (minus_worth * rate, [*path, rank]))
     return best
 
 
 def tree_of_falcon(arm, target, turns: list[dict], cost_curve: dict) -> dict:
-    """The tree of most expected tokens per second, likewise."""
-    module, turns, times = arm.module, turns[:ANSWERS], milliseconds(cost_curve["by_tokens"], 64)
-    drafter, counts, k = arm.kwargs["drafter"], 0, arm.kwargs["drafter"].config.k
-    tree, begin = module.layered_tree(RANKED_TREE), time.perf_counter()
+    """The tree of most expected tokens per second for an arm of bench.py, with what it rests on.
+
+    Args: as of sizes_of_cape.
+    """
+    drafter = arm.kwargs["drafter"]
+    k = drafter.config.k
+    turns = turns[:ANSWERS]
+    tree = falcon.layered_tree(RANKED_TREE)
+    counts = 0
+    begin = time.perf_counter()
     for turn in turns:
-        ids = torch.cat([turn["input_ids"], turn["input_ids"].new_tensor([turn["answer"]])], dim=1)
+        answer = turn["input_ids"].new_tensor([turn["answer"]])  # (1, n)
+        ids = torch.cat([turn["input_ids"], answer], dim=1)  # (1, T)
         counts = counts + tree_acceptance(drafter, target, ids, turn["input_ids"].shape[1], tree)
         if time.perf_counter() - begin > 240:  # enough
             break
-    passes = [
-        draft_ms(
-            target,
-            turns[:4],
-            custom_generate=module.generate,
-            drafter=drafter,
-            tree=module.layered_tree([4] * k * n),
-        )
-        for n in (1, 2, 3)
-    ]
+    passes = []
+    for n in (1, 2, 3):
+        options = {"tree": falcon.layered_tree([4] * k * n), "best_nodes": 0, "copies": 0}
+        options |= {"custom_generate": falcon.generate, "drafter": drafter}
+        passes.append(draft_ms(target, turns[:4], **options))
+    times = milliseconds(cost_curve["by_tokens"], 64)
     return {
         "tree": fit_tree(counts, times, passes, k),
         "draft_ms_by_passes": passes,
