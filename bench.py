@@ -41,7 +41,7 @@ from torch import nn
 from tqdm import tqdm
 
 import common
-from support import batching, cli, data, fitting, graphs, packed, report, stopping
+from support import batching, cli, data, fitting, graphs, packed, replay, report, stopping
 
 ALSO = (
     "cape:cpu",
@@ -698,6 +698,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="print an answer of each method, accepted draft on green",
     )
+    parser.add_argument("--prompt", metavar="TEXT", help="ask this instead of a prompt file")
+    parser.add_argument(
+        "--replay", metavar="FILE", help="answer one prompt and write a page that replays it"
+    )
     parser.add_argument(
         "--cost-curve",
         action="store_true",
@@ -754,6 +758,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ValueError("--top-p must be above 0 and at most 1")
     if args.json and (Path(args.json).is_dir() or not Path(args.json).resolve().parent.is_dir()):
         raise ValueError(f"--json {args.json}: no such folder or not a file; make the folder first")
+    if args.replay:
+        replay.check(args)
     if args.plot and Path(args.plot).exists() and not Path(args.plot).is_dir():
         raise ValueError(f"--plot {args.plot} is not a folder; give another one")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
@@ -774,7 +780,8 @@ def main(argv: list[str] | None = None) -> None:
             if args.prompts
             else sorted((cli.ROOT / "prompts").glob("*.jsonl"))
         )
-        prompts = data.read_prompts(paths, args.num_prompts)
+        asked = {"question_id": "prompt", "category": "prompt", "turns": [args.prompt]}
+        prompts = [asked] if args.prompt else data.read_prompts(paths, args.num_prompts)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     target, tokenizer = common.load_target(
@@ -799,6 +806,12 @@ def main(argv: list[str] | None = None) -> None:
         }
         options = sampling if args.temperature else {"do_sample": False}
         torch.manual_seed(args.seed)
+    if args.replay:
+        first = prompts[0]["turns"][0]
+        encoded = encode(tokenizer, [first], target.device)
+        options = {"max_new_tokens": args.max_new_tokens, **options}
+        ours = [arm for arm in arms if arm.module]
+        return print(replay.write(args.replay, target, tokenizer, ours, first, encoded, options))
     if prompts and args.batch_size > 1:
         result["batch"] = batching.measure(
             target,
