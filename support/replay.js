@@ -36,17 +36,22 @@ const svg = (parent, tag, attributes, ...children) =>
 
 /** A token's text; spaces and line ends can be seen where `signs`. */
 function word(id, signs = true) {
-  if (id === BLANK) return "blank";
+  if (id === BLANK) return "ε";
   const text = data.texts[id];
   return signs ? text.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "⇥") : text;
 }
 
 const short = (text, most) => ([...text].length > most ? [...text].slice(0, most - 1).join("") + "…" : text);
-const quoted = (id) => `“${word(id)}”`;
+/** Tokens in a sentence, without the space before; with signs where nothing else would be left. */
+function quoted(...ids) {
+  const text = ids.map((id) => word(id, false)).join("");
+  return `“${text.trim() ? text.trim().replaceAll("\n", "↵") : ids.map((id) => word(id)).join("")}”`;
+}
 
+/** A probability in three letters: .07, 1.0. */
 function chance(value) {
   if (value === null || value === undefined) return "–";
-  return value > 0 && value < 0.005 ? "<.01" : value.toFixed(2);
+  return value < 0.995 ? value.toFixed(2).slice(1) : "1.0";
 }
 
 const ordinal = (n) => n + (n % 100 > 10 && n % 100 < 14 ? "th" : ["th", "st", "nd", "rd"][n % 10] ?? "th");
@@ -127,7 +132,8 @@ function makeText() {
   const line = $("text");
   line.replaceChildren();
   const add = (id, kind) => html(line, "span", { class: `token ${kind}` }, ...withSigns(id));
-  data.prompt.forEach((id) => add(id, "prompt"));
+  data.prompt.forEach((id) => html(line, "span", { class: "token prompt" }, word(id, false).replaceAll("\n", "↵")));
+  line.append("\n");
   method().rounds.forEach((round, index) => {
     round.kept.forEach((id, place) => {
       const node = round.path[place];
@@ -155,12 +161,12 @@ function showStory() {
   const round = told();
   const count = round.tokens.length;
   const taken = round.path.length;
-  const text = round.path.map((node) => word(round.tokens[node])).join("");
+  const text = taken ? quoted(...round.path.map((node) => round.tokens[node])) : "";
   const own = quoted(round.committed.at(-1));
   let story = `The drafter offers ${plural(count, "token")}. `;
   if (!count) story = "Nothing was drafted. ";
   else if (!taken) story += "The target takes none of them ";
-  else story += `The target takes ${taken === count ? (count === 1 ? "it" : `all ${count}`) : taken}, “${text}”, `;
+  else story += `The target takes ${taken === count ? (count === 1 ? "it" : `all ${count}`) : taken}, ${text}, `;
   story += count ? `and adds its own, ${own}: ` : `The target writes its own, ${own}: `;
   story += `${plural(round.committed.length, "token")} from one target forward.`;
   if (round.kept.length < round.committed.length) {
@@ -171,7 +177,7 @@ function showStory() {
 
 // -------------------------------------------------------------------------------------- the tree
 
-const BOX = { width: 108, height: 54, across: 40, down: 12, head: 30, edge: 4 };
+const BOX = { width: 120, height: 54, across: 38, down: 12, head: 30, edge: 4 };
 
 /** Places {node: {column, y}} of the tree: the first child beside its parent, the others below. */
 function layout(round) {
@@ -224,18 +230,16 @@ function showTree() {
   onlyOneTabStop(picture);
 }
 
-/** Above every column how far ahead it looks; for Falcon the passes as bands. */
+/** Above every column how far ahead it looks; for Falcon also the passes, every other as a band. */
 function showColumns(picture, round, size, left, height) {
   for (let column = 0; column < size.columns; column++) {
-    const node = round.pass ? layoutNode(round, column) : null;
+    const node = round.pass ? nodeOfColumn(round, column) : null;
     let label = column ? `+${column}` : "newest";
     if (node !== null) {
       label = `pass ${round.pass[node]}, slot ${round.slot[node]}`;
-      if (round.pass[node] % 2) {
-        const x = left(column) - (round.slot[node] === 1 ? BOX.across / 2 : BOX.across);
-        const width = BOX.width + BOX.across + (round.slot[node] === 1 ? 0 : BOX.across / 2);
-        svg(picture, "rect", { class: "band", x, y: 0, width, height, rx: 6 });
-      }
+      const x = left(column) - BOX.across / 2;
+      const width = BOX.width + BOX.across;
+      if (round.pass[node] % 2) svg(picture, "rect", { class: "band", x, y: 0, width, height });
     }
     const x = left(column) + BOX.width / 2;
     svg(picture, "text", { class: "small", x, y: 19, "text-anchor": "middle" }, label);
@@ -243,7 +247,7 @@ function showColumns(picture, round, size, left, height) {
 }
 
 /** A drafted node in this column, which tells the column's pass and slot; null if there is none. */
-function layoutNode(round, column) {
+function nodeOfColumn(round, column) {
   const found = round.tokens.findIndex(
     (_, node) => round.kind[node] === "draft" && depth(round, node) === column,
   );
@@ -269,25 +273,21 @@ function showNode(picture, round, node, x, y) {
   if (node === BONUS) {
     svg(group, "rect", { class: "inner", x: 4, y: 4, width: width - 8, height: height - 8, rx: 11 });
   }
-  const text = short(word(tokenOf(round, node)), 9);
-  svg(group, "text", { class: "word mono", x: node === BONUS ? 11 : 8, y: 21 }, text);
+  const left = node === BONUS ? 12 : 9;
+  svg(group, "text", { class: "word mono", x: left, y: 21 }, short(word(tokenOf(round, node)), 11));
   if (node === ROOT || node === BONUS) {
     const label = node === ROOT ? "newest token" : "target's own";
-    svg(group, "text", { class: "small", x: node === BONUS ? 11 : 8, y: 41 }, label);
+    svg(group, "text", { class: "small", x: left, y: 41 }, label);
     return;
   }
-  const sign = { extra: "+", copy: "copy", draft: ordinal(round.rank[node] ?? 1) }[round.kind[node]];
-  const q = round.q[node];
-  const mark = round.kind[node] === "extra" ? `${ordinal(round.rank[node])} +` : sign;
-  const room = width - 8 - 9.1 * [...text].length;
-  const fits = room > 7.2 * mark.length + 8; // the token's text goes first
-  svg(group, "text", { class: "small", x: 8, y: 38 }, `q ${chance(q)}`);
-  svg(group, "text", { class: "small", x: 57, y: 38 }, `p ${chance(round.p[node])}`);
-  if (fits) svg(group, "text", { class: "small from", x: width - 7, y: 20, "text-anchor": "end" }, mark);
-  for (const [kind, value, start] of [["q", q, 8], ["p", round.p[node], 57]]) {
-    svg(group, "rect", { class: "bar-back", x: start, y: 43.5, width: 43, height: 4, rx: 2 });
-    svg(group, "rect", { class: `bar-${kind}`, x: start, y: 43.5, width: 43 * (value ?? 0), height: 4, rx: 2 });
-  }
+  [["q", round.q[node], left], ["p", round.p[node], 48]].forEach(([kind, value, x]) => {
+    svg(group, "text", { class: "small", x, y: 38 }, `${kind} ${chance(value)}`);
+    svg(group, "rect", { class: "bar-back", x, y: 43.5, width: 32, height: 4, rx: 2 });
+    svg(group, "rect", { class: `bar-${kind}`, x, y: 43.5, width: 32 * (value ?? 0), height: 4, rx: 2 });
+  });
+  const rank = round.rank[node] ? ordinal(round.rank[node]) : "copy";
+  const mark = round.kind[node] === "extra" ? `+${rank}` : rank;
+  svg(group, "text", { class: "small from", x: width - 8, y: 38, "text-anchor": "end" }, mark);
 }
 
 function showLegend() {
@@ -299,21 +299,26 @@ function showLegend() {
     "dashed: not taken",
     "double edge: the target's own",
   ];
-  if (kinds.has("extra")) lines.push("dotted, +: CAPE's extra");
+  if (kinds.has("extra")) lines.push("dotted, +: beside the trajectory");
   if (kinds.has("copy")) lines.push("long dashes, copy: from the context");
   $("tree-legend").replaceChildren(...lines.map((line) => html(null, "li", {}, line)));
 }
 
 // -------------------------------------------------------------------------------------- the mask
 
+const MASK = { left: 104, top: 92, prefix: 62 }; // room for heads of rows and columns, folded prefix
+
+function maskSize(rows) {
+  const cell = Math.max(13, Math.min(24, 520 / rows));
+  const width = MASK.left + MASK.prefix + rows * cell + 46; // the last slanted head leans out
+  return { cell, width, height: MASK.top + rows * cell + 4 };
+}
+
 function showMask() {
   const round = told();
   const nodes = [ROOT, ...round.tokens.keys()];
-  const cell = Math.max(13, Math.min(24, 520 / nodes.length));
-  const head = { left: 104, top: 92, prefix: 62 };
-  const columnX = (n) => head.left + head.prefix + n * cell;
-  const width = columnX(nodes.length) + 46;
-  const height = head.top + nodes.length * cell + 4;
+  const { cell, width, height } = maskSize(nodes.length);
+  const columnX = (n) => MASK.left + MASK.prefix + n * cell;
   $("mask").replaceChildren();
   const picture = svg($("mask"), "svg", {
     viewBox: `0 0 ${width} ${height}`,
@@ -324,14 +329,14 @@ function showMask() {
   const slanted = (x, text, column) =>
     svg(picture, "text", {
       class: "column-head mono",
-      transform: `translate(${x},${head.top - 6}) rotate(-50)`,
+      transform: `translate(${x},${MASK.top - 6}) rotate(-50)`,
       "data-column": column,
     }, text);
-  slanted(head.left + head.prefix / 2, `${round.prefix} before`, "prefix");
+  slanted(MASK.left + MASK.prefix / 2, `${round.prefix} before`, "prefix");
   nodes.forEach((node, n) => slanted(columnX(n) + cell / 2 + 3, short(word(tokenOf(round, node)), 11), node));
 
   nodes.forEach((node, n) => {
-    const y = head.top + n * cell;
+    const y = MASK.top + n * cell;
     const row = svg(picture, "g", {
       class: `mask-row ${classes(round, node)}`,
       role: "img",
@@ -340,8 +345,8 @@ function showMask() {
     });
     svg(row, "rect", { class: "rowband", x: 0, y, width: columnX(nodes.length), height: cell });
     const text = short(word(tokenOf(round, node)), 11);
-    svg(row, "text", { class: "row-head mono", x: head.left - 8, y: y + cell / 2 + 4, "text-anchor": "end" }, text);
-    svg(row, "rect", { class: "may", x: head.left + 1, y: y + 1, width: head.prefix - 2, height: cell - 2, rx: 3 });
+    svg(row, "text", { class: "row-head mono", x: MASK.left - 8, y: y + cell / 2 + 4, "text-anchor": "end" }, text);
+    svg(row, "rect", { class: "may", x: MASK.left + 1, y: y + 1, width: MASK.prefix - 2, height: cell - 2, rx: 3 });
     const sees = new Set(lineage(node));
     nodes.forEach((other, column) => {
       const box = { x: columnX(column) + 1, y: y + 1, width: cell - 2, height: cell - 2, rx: 3 };
@@ -432,6 +437,7 @@ const PANELS = {
   /** SpecDec++: the chance that all are accepted, after every token, and where it stopped. */
   stops: {
     applies: (each) => each.rounds.some((round) => round.chances),
+    width: 24, // rem
     title: "When to stop drafting",
     says: () => {
       const { stop, threshold } = method().settings;
@@ -456,6 +462,7 @@ const PANELS = {
   /** CAPE: confidence and set size per step. */
   extras: {
     applies: (each) => each.rounds.some((round) => round.counts),
+    width: 40, // rem
     title: "The less sure, the more extras",
     says: () => "Beside each token of the trajectory CAPE lists further choices from the same distribution, many where the drafter was unsure. They cost no drafter pass, only rows in the verification.",
     draw: (round) => {
@@ -477,6 +484,7 @@ const PANELS = {
   /** Falcon: which pass and block made which node. */
   passes: {
     applies: (each) => each.rounds.some((round) => round.pass),
+    width: 26, // rem
     title: "Passes and blocks",
     says: () => "A pass of the drafter fills k slots at once. A block continues one branch; the candidates of its second slot are shared by all tokens of its first, as both were predicted together.",
     draw: (round) => {
@@ -502,16 +510,18 @@ const PANELS = {
   /** CTC-drafter: slots with their symbols, and the alignments behind every prefix. */
   slots: {
     applies: (each) => each.rounds.some((round) => round.ctc),
+    width: 50, // rem
     title: "Slots, and what they collapse to",
-    says: () => "One pass fills all slots, each with a token or a blank. Repeats merge, blanks drop: the ways below become the same prefix, and their probabilities add up.",
+    says: () => "One pass fills all slots, each with a token or a blank. Repeats merge, then blanks (ε) drop: the ways below become the same prefix, and their probabilities add up.",
     draw: (round) => {
       if (!round.ctc) return ["No slots in this round."];
       const symbol = (id) => html(null, "span", { class: `chip mono ${id === BLANK ? "blank" : ""}` }, word(id));
-      const count = Math.max(...round.ctc.slots.map((slot) => slot.length));
+      const pair = (id, q) => html(null, "div", {}, symbol(id), chance(q));
+      const count = Math.max(...round.ctc.slots.map((slot) => slot.filter(([, q]) => q >= 0.01).length));
       const slots = table(
         round.ctc.slots.map((_, n) => `slot ${n + 1}`),
         Array.from({ length: count }, (_, n) =>
-          round.ctc.slots.map((slot) => (slot[n] ? [symbol(slot[n][0]), chance(slot[n][1])] : "")),
+          round.ctc.slots.map((slot) => (slot[n]?.[1] >= 0.01 ? [pair(...slot[n])] : "")),
         ),
       );
       if (!round.ctc.prefixes) return [slots];
@@ -527,6 +537,7 @@ const PANELS = {
   /** GLIDE: which of the target's rows the drafter could read. */
   glimpse: {
     applies: (each) => each.reads.length > 0,
+    width: 36, // rem
     title: "What the drafter could read of the target",
     says: () => `The drafter attends to the keys and values of the target's layer ${method().reads.join(", ")} (from 0). They end where the last verification ended: the newest token and the draft have none yet, so for those it has only its own.`,
     draw: (round) => {
@@ -546,6 +557,7 @@ function showMethod() {
   const panels = Object.values(PANELS).filter((panel) => panel.applies(method()));
   $("method-panel").hidden = !panels.length;
   if (!panels.length) return;
+  $("method-panel").style.flexBasis = `min(100%, ${panels[0].width}rem)`;
   $("method-title").textContent = panels[0].title;
   $("method-says").textContent = panels[0].says();
   $("method").replaceChildren(...panels[0].draw(told()));
@@ -589,7 +601,8 @@ function showRace() {
   lane(bars, "plain decoding", [["plain", (100 * round.end) / all]], plural(round.end, "forward"));
   data.methods.forEach((each) => {
     const needed = each.rounds.findIndex((other) => other.end >= round.end) + 1;
-    if (needed) lane(bars, each.title, [["ours", (100 * needed) / all]], plural(needed, "forward"));
+    const kind = each === method() ? "ours" : "theirs";
+    if (needed) lane(bars, each.title, [[kind, (100 * needed) / all]], plural(needed, "forward"));
   });
   $("race").replaceChildren(bars);
 
@@ -672,10 +685,11 @@ function reserveRoom() {
   const columns = Math.max(...sizes.map((size) => size.columns));
   const height = Math.min(700, BOX.head + 2 * BOX.edge + Math.max(...sizes.map((size) => size.height)));
   $("tree").style.minHeight = `${height / 16}rem`;
-  $("tree-panel").style.flexBasis = `min(100%, ${(columns * (BOX.width + BOX.across)) / 16 + 1}rem)`;
-  const rows = 1 + Math.max(...method().rounds.map((round) => round.tokens.length));
-  const cell = Math.max(13, Math.min(24, 520 / rows));
-  $("mask").style.minHeight = `${(96 + rows * cell) / 16}rem`;
+  const width = (columns * (BOX.width + BOX.across)) / 16 + 1;
+  $("tree-panel").style.flexBasis = `min(100%, ${width}rem)`;
+  const mask = maskSize(1 + Math.max(...method().rounds.map((round) => round.tokens.length)));
+  $("mask").style.minHeight = `${mask.height / 16}rem`;
+  $("mask-panel").style.flexBasis = `min(100%, ${mask.width / 16 + 2}rem)`;
 }
 
 function go(round) {
@@ -693,7 +707,7 @@ function play(on) {
       if (state.round === method().rounds.length) play(false);
     }, PLAY_MS);
   }
-  $("play").textContent = on ? "⏸ Pause" : "▶ Play";
+  $("play").textContent = on ? "■ Stop" : "▶ Play";
 }
 
 /** What the address asks for: #12, or #falcon/12 where there are several methods. */
