@@ -442,7 +442,7 @@ const PANELS = {
     says: () => {
       const { stop, threshold } = method().settings;
       const rule = stop === "head" ? ` It stops when the chance falls below 1 − h = ${(1 - threshold).toFixed(2)} (the line).` : "";
-      return `A small head predicts, from the draft model's hidden state, whether each token will be accepted; the product is the chance that all are.${rule} The newest token is always submitted unjudged.`;
+      return `A small head predicts, from the draft model's hidden state, whether each token will be accepted; the product is the chance that all are.${rule} The newest token is always submitted without a judgement.`;
     },
     draw: (round) => {
       const { stop, threshold } = method().settings;
@@ -450,12 +450,19 @@ const PANELS = {
       const rows = drafted(round).map((node, n) => [
         String(n + 1),
         [chip(round, node)],
-        [meter(round.chances?.[n], line)],
+        round.chances?.[n] === undefined ? "not judged" : [meter(round.chances[n], line)],
         round.taken.has(node) ? "accepted" : "not taken",
       ]);
       const made = [table(["", "draft token", "chance that all are accepted", "in truth"], rows)];
-      const why = round.stopped ? `Drafting ended: ${round.stopped}.` : "";
-      return [...made, html(null, "p", { class: "said" }, why)];
+      const reason = {
+        head: "the chance fell below the line",
+        fixed: "K tokens are drafted",
+        confidence: "the drafter was not confident enough",
+        entropy: "the drafter's entropy was too high",
+        limit: "a round holds no more",
+      }[round.stopped];
+      if (round.stopped) made.push(html(null, "p", { class: "said" }, `Drafting stopped: ${reason ?? round.stopped}.`));
+      return made;
     },
   },
 

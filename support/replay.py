@@ -46,6 +46,8 @@ SYMBOLS = 6  # shown of each CTC slot
 COMBINATIONS = 256  # of the slots' symbols, the most probable ones, that are collapsed
 WAYS = 3  # of them shown for each prefix
 WARM_UP_TOKENS = 12
+# options of bench.py that ask for measurements
+OTHERS = ("sweep", "refit", "graphs", "cost_curve", "json", "plot", "peers", "show")
 BLANK = -1  # the blank's id on the page
 
 # ------------------------------------------------------------------------------- what a node is
@@ -383,19 +385,10 @@ def check(args) -> None:
     """ValueError for options of bench.py that do not go with --replay."""
     if not args.method:
         raise ValueError("--replay shows how a method decodes; give --method NAME")
-    others = (
-        "batch_size",
-        "sweep",
-        "refit",
-        "graphs",
-        "cost_curve",
-        "json",
-        "plot",
-        "peers",
-        "show",
-    )
-    for name in others:
-        if getattr(args, name) not in (None, False, 1):
+    others = {name: getattr(args, name) for name in OTHERS}
+    others["batch_size"] = args.batch_size > 1
+    for name, given in others.items():
+        if given or given == []:  # --sweep alone
             option = "--" + name.replace("_", "-")
             raise ValueError(
                 f"--replay answers one prompt and measures nothing; leave out {option}"
