@@ -227,6 +227,7 @@ def test_the_page_holds_the_record_and_fetches_nothing(page, played):
 
 def test_tokens_that_spell_markup_stay_text(page):
     read = Reader(page)
+    assert not set("<>&") & set(read.scripts[0])
     assert read.tags.count("script") == 2 and "b" in read.tags and "<b>x</b>" not in page
     texts = data_of(page)["texts"]
     used = {int(token) for token in texts}
