@@ -1,8 +1,8 @@
-"""Fit to a drafter and a machine what a method leaves open: CAPE's S(p), Falcon's tree (bench.py
---refit).
+"""Fit to drafter and machine what a method leaves open: `bench.py --refit`.
 
-Both weigh how often a draft token is accepted, measured on the target's own answers, against the
-milliseconds of verifying one token more, measured by `bench.py --cost-curve`.
+CAPE's S(p), Falcon's tree, and how many tokens to copy from the context. All weigh how often a
+draft token is accepted, measured on the target's own answers, against the milliseconds of
+verifying one token more, measured by `bench.py --cost-curve`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ RANKED_TREE = [
 
 
 def milliseconds(by_tokens: dict, most: int) -> list[float]:
-    """Time of a target forward over n tokens at index n = 0 .. most, between measured counts by
-    interpolation."""
+    """Time of a target forward over n tokens at index n = 0 .. most; between counts a line."""
     known = sorted((int(n), ms) for n, ms in by_tokens.items())
     times = []
     for n in range(most + 1):
@@ -46,9 +45,8 @@ def draft_ms(target, turns: list[dict], **options) -> float:
     times = []
     for turn in turns:
         stats = common.Stats(sync=target.device.type == "cuda")
-        target.generate(
-            turn["input_ids"], max_new_tokens=16, do_sample=False, stats=stats, **options
-        )
+        prompt = turn["input_ids"]
+        target.generate(prompt, max_new_tokens=16, do_sample=False, stats=stats, **options)
         times.append(1000 * stats.seconds.get("draft", 0.0) / max(1, stats.target_forwards - 1))
     return float(torch.tensor(times).median())
 
@@ -256,12 +254,90 @@ def tree_of_falcon(arm, target, turns: list[dict], cost_curve: dict) -> dict:
     }
 
 
-def fitter(module):
-    """The function above that fits what a method leaves open; ValueError if there is none."""
-    for name, function in (("expand", sizes_of_cape), ("prune", tree_of_falcon)):
-        if hasattr(module, name):
-            return function
-    raise ValueError(
-        f"--refit: {getattr(module, '__name__', 'this')} leaves nothing open that could be fitted; "
-        "take cape or falcon"
-    )
+# -------------------------------------------------------------------------- copies from the context
+
+
+def copy_acceptance(turns: list[dict], most: int = 10) -> dict[int, dict]:
+    """How often copied tokens are right, by how many tokens matched; no model is run for it.
+
+    From every place of the baseline's answers the longest match is taken, as common.Lookup does.
+
+    Args: turns: {"input_ids" (1, T), "answer"} each. most: tokens to copy.
+    Returns: {n: {"share" of the places whose longest match is of n tokens, "acceptance" by
+        position: the share of copies so long, the answer's end allowing, that are right up to it}}.
+    """
+    lengths = list(common.Lookup(1).lengths)  # longest first
+    offered = {n: [0] * most for n in lengths}
+    right = {n: [0] * most for n in lengths}
+    matches, places = dict.fromkeys(lengths, 0), 0
+    for turn in turns:
+        ids = torch.cat([turn["input_ids"].cpu(), torch.tensor([turn["answer"]])], dim=1)
+        text, start = ids[0].tolist(), turn["input_ids"].shape[1]
+        lookups = {n: common.Lookup(most) for n in lengths}
+        for n, lookup in lookups.items():
+            lookup.lengths = {n: most}
+        for end in range(start, len(text)):
+            places += 1
+            found = {n: lookup.find(ids[:, :end]) for n, lookup in lookups.items()}
+            n = next((n for n in lengths if found[n]), None)
+            if n is None:
+                continue
+            matches[n] += 1
+            agreed = True
+            for position, (token, truth) in enumerate(zip(found[n], text[end:])):
+                agreed = agreed and token == truth
+                offered[n][position] += 1
+                right[n][position] += agreed
+    result = {}
+    for n in lengths:
+        rates = [good / count for good, count in zip(right[n], offered[n]) if count]
+        result[n] = {"share": matches[n] / max(1, places), "acceptance": rates}
+    return result
+
+
+def copy_length(acceptance: list[float], verify_ms: list[float]) -> int:
+    """How many tokens to copy for most expected tokens per second, without another draft.
+
+    Args: acceptance: by position, from copy_acceptance. verify_ms: of milliseconds, root included.
+    """
+    best, best_speed, tokens = 0, 1 / verify_ms[1], 1.0  # the bonus alone
+    for length, rate in enumerate(acceptance, 1):
+        tokens += rate
+        if tokens / verify_ms[1 + length] > best_speed:
+            best, best_speed = length, tokens / verify_ms[1 + length]
+    return best
+
+
+def lengths_of_copies(turns: list[dict], cost_curve: dict) -> dict:
+    """copy_acceptance, and for each length of match how many tokens to copy on this machine."""
+    found = copy_acceptance(turns)
+    longest = max(len(each["acceptance"]) for each in found.values())
+    times = milliseconds(cost_curve["by_tokens"], 1 + longest)
+    for each in found.values():
+        each["copy"] = copy_length(each["acceptance"], times)
+    return {"by_match": {str(n): each for n, each in found.items()}}
+
+
+def fitter(arm):
+    """What fits an arm of bench.py: a function of (target, turns, cost_curve).
+
+    It returns {NAME: what was fitted}, copies from the context always among them.
+
+    Raises: ValueError: the arm leaves nothing else open, and is not the arm `copies`.
+    """
+    kinds = (("expand", sizes_of_cape), ("prune", tree_of_falcon))
+    own = [function for name, function in kinds if hasattr(arm.module, name)]
+    if not own and arm.name != "copies":
+        raise ValueError(
+            f"--refit: {arm.name} leaves nothing open that could be fitted; take cape, falcon or "
+            "copies"
+        )
+
+    def fit(target, turns: list[dict], cost_curve: dict) -> dict:
+        found = {}
+        if own:
+            found[arm.name] = own[0](arm, target, turns, cost_curve)
+        found["copies"] = lengths_of_copies(turns, cost_curve)
+        return found
+
+    return fit

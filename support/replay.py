@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 import common
-from ctc_drafter import collapse
 
 HERE = Path(__file__).parent
 TITLES = {
@@ -41,6 +40,7 @@ TITLES = {
     "specdecpp": "SpecDec++",
     "falcon": "Falcon",
     "ctc_drafter": "CTC-drafter",
+    "copies": "Copies",
 }
 SYMBOLS = 6  # shown of each CTC slot
 COMBINATIONS = 256  # of the slots' symbols, the most probable ones, that are collapsed
@@ -165,6 +165,8 @@ def ctc_facts(record: dict, draft_ids: Tensor) -> dict:
     facts: dict = {"slots": slots}
     if "worth" not in record:
         return facts
+    from ctc_drafter import collapse  # only here: the file may be absent beside other methods
+
     worth = worth_of_tokens(record, draft_ids)
     collapsed = [(way, collapse(way, BLANK), value) for way, value in ways(slots, COMBINATIONS)]
     facts["prefixes"] = []
@@ -258,6 +260,8 @@ def describe(record: dict, draft_ids: Tensor | None = None) -> dict:
 
 def settings(arm) -> dict:
     """The options of a method that matter while decoding, as this arm uses them."""
+    if arm.module is None:
+        return {}
     config = getattr(arm.kwargs.get("drafter"), "config", None)
     if not isinstance(config, arm.module.Config):
         config = arm.module.Config()
@@ -398,23 +402,25 @@ def check(args) -> None:
         raise ValueError(f"--replay {path}: no such folder or not a file; make the folder first")
 
 
-def write(path: str, target, tokenizer, arms: list, text: str, encoded: dict, options: dict) -> str:
-    """Answer one prompt with every arm and write the page; returns what to print of it.
+def write(
+    path: str, target, tokenizer, arms: list, text: str, encoded: dict, options: dict
+) -> dict:
+    """Answer one prompt with every arm and write the page; prints and returns the counts.
 
     Args:
-        arms: bench.Arm of our methods. text: the prompt; encoded: the same with its chat template.
-        options: of `target.generate`.
+        arms: bench.Arm; those that do not report their Stats are left out. text: the prompt; encoded: the same as the target
+            reads it. options: of `target.generate`.
     """
     short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
-    methods, lines = [], []
-    for arm in arms:
+    methods, counts = [], {}
+    for arm in (arm for arm in arms if arm.reports):
         play(arm, target, encoded, short)  # warm-up, discarded
         told, stats = play(arm, target, encoded, options)
         methods.append(told)
-        tau = stats.emitted / stats.target_forwards
-        lines.append(
-            f"{arm.name}: {stats.emitted} tokens in {stats.target_forwards} rounds, {tau:.2f} each"
-        )
+        tau = round(stats.emitted / stats.target_forwards, 4)
+        rounds = stats.target_forwards
+        counts[arm.name] = {"tokens": stats.emitted, "rounds": rounds, "tau": tau}
+        print(f"{arm.name}: {stats.emitted} tokens in {rounds} rounds, {tau:.2f} each")
     about = {
         "prompt": text,
         "target": Path(str(target.config._name_or_path)).name or type(target).__name__,
@@ -428,4 +434,5 @@ def write(path: str, target, tokenizer, arms: list, text: str, encoded: dict, op
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-    return "\n".join([*lines, f"{path}: {len(whole) // 1024} KB, open it in a browser"])
+    print(f"{path}: {len(whole) // 1024} KB, to be opened in a browser")
+    return {"replay": str(path), "arms": counts}
