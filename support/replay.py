@@ -408,8 +408,8 @@ def write(
     """Answer one prompt with every arm and write the page; prints and returns the counts.
 
     Args:
-        arms: bench.Arm; those that do not report their Stats are left out. text: the prompt; encoded: the same as the target
-            reads it. options: of `target.generate`.
+        arms: bench.Arm; those that do not report their Stats are left out. text: the prompt;
+            encoded: the same as the target reads it. options: of `target.generate`.
     """
     short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
     methods, counts = [], {}
