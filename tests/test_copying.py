@@ -76,6 +76,10 @@ def test_a_method_file_and_common_decode_alone(told, method):
     assert told[method]["same"] and told[method]["drafted"] > 0 and "w" in told[method]["text"]
 
 
+def test_the_example_of_the_readme_runs(told):
+    assert told["falcon"]["example"]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_lone_file_as_a_script_ends_with_one_line(told, method):
     """There is no default target to load: that needs support/default_target.py."""

@@ -50,6 +50,18 @@ def decode(method):
     return {"same": same, "drafted": stats.drafted, "text": tokenizer.decode(output[0])}
 
 
+def example():
+    """Whether the README's lines run; they are about this method, and the drafter is saved."""
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    lines = readme.read_text().split("```python\n")[1].split("```")[0]
+    for theirs, ours in (("your/model", "../target"), ("checkpoints/mine", "drafter")):
+        assert theirs in lines
+        lines = lines.replace(theirs, ours)
+    names = {}
+    exec(lines.replace("256", "16"), names)
+    return "target" in names
+
+
 def start(script, *options):
     """(exit code, stderr) of `python SCRIPT OPTIONS` in the current folder."""
     sys.argv, errors = [script, *options], io.StringIO()
@@ -76,6 +88,8 @@ def main():
             here["files"] = sorted(path.name for path in Path("made").glob("*"))
         else:
             here |= decode(method)
+            if method == "falcon":
+                here["example"] = example()
             here["script"] = start(f"{method}.py")
         sys.path.remove(str(folder))
         forget(folder)
