@@ -134,7 +134,7 @@ def oracle(monkeypatch):
 @pytest.mark.parametrize("length", [1, 2, 13])
 def test_greedy_output_is_the_targets(llama, trained, length):
     ids = torch.randint(1, 48, (1, length), generator=torch.Generator().manual_seed(length))
-    truth = llama.generate(ids, max_new_tokens=40, do_sample=False)
+    truth = llama.generate(ids, max_new_tokens=20, do_sample=False)
     cases = [(drafter, options) for drafter in trained.values() for options in TREES.values()]
     cases += [
         (trained[2], {"chain": True}),
@@ -146,9 +146,9 @@ def test_greedy_output_is_the_targets(llama, trained, length):
         (make_drafter(llama, k=4), {"chain": True}),
     ]
     for drafter, options in cases:
-        output, stats = decode(llama, drafter, ids, **options)
+        output, stats = decode(llama, drafter, ids, max_new_tokens=20, **options)
         assert torch.equal(output, truth), options
-        assert stats.emitted == 40 and sum(stats.accepted) + stats.target_forwards == 40
+        assert stats.emitted == 20 and sum(stats.accepted) + stats.target_forwards == 20
 
 
 def test_the_papers_tree_is_lossless_too(llama, trained):
@@ -168,7 +168,7 @@ def test_a_tree_is_accepted_more_than_a_chain(llama, trained):
     rounds = []
     for options in ({"chain": True}, {}, {"tree": falcon.PAPER_TREE}):
         prompt = torch.tensor([[2, 9, 30]])
-        _, stats = decode(llama, trained[2], prompt, max_new_tokens=100, **options)
+        _, stats = decode(llama, trained[2], prompt, max_new_tokens=50, **options)
         rounds.append(stats.target_forwards)
     assert rounds[2] < rounds[0] and rounds[1] < rounds[0]
 
@@ -228,7 +228,7 @@ REPEATING = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]])  # so that there is somethi
 @pytest.mark.parametrize("name", [pytest.param("static", marks=pytest.mark.slow), "both"])
 def test_sampled_output_follows_the_target(small_llama, name):
     drafter = make_drafter(small_llama)
-    counts, copied = sampled_counts(small_llama, drafter, REPEATING, 400, **TREES[name])
+    counts, copied = sampled_counts(small_llama, drafter, REPEATING, 300, **TREES[name])
     assert chi_square_p_value(counts, enumerate_joint(small_llama, REPEATING, 3)) > 0.001
     assert (copied > 0) == (name == "both")
 
@@ -273,8 +273,7 @@ def test_other_families_and_half_precision_run():
         target = make_llama().to(dtype)
         for fusion in ("lstm", "cell", "linear"):
             drafter = make_drafter(target, fusion=fusion).to(dtype)
-            for options in ({}, TREES["both"]):
-                assert decode(target, drafter, ids, **options)[0].shape == (1, 43)
+            assert decode(target, drafter, ids, **TREES["both"])[0].shape == (1, 43)
 
 
 def test_a_table_for_part_of_a_head_is_widened():
@@ -319,13 +318,15 @@ def test_a_tree_holds_what_each_branch_alone_would_give(llama, k, fusion):
         ids = random_ids(length, seed=length)
         draft = one_round(drafter, llama, ids, tree=some)
         tokens = dict(zip(paths, draft.tokens.tolist()))
+        alone = {}
         assert len(draft.tokens) == len(paths)
         for path, parent in zip(paths, draft.parents.tolist()):
             assert parent == (paths.index(path[:-1]) if len(path) > 1 else -1)
             start = (len(path) - 1) // k * k
-            branch = [tokens[path[:end]] for end in range(1, start + 1)]
-            logits = from_scratch(drafter, llama, ids, branch)[len(path) - start - 1]
-            ranked = logits.argsort(descending=True)
+            branch = tuple(tokens[path[:end]] for end in range(1, start + 1))
+            if branch not in alone:
+                alone[branch] = from_scratch(drafter, llama, ids, branch)  # (k, Vd)
+            ranked = alone[branch][len(path) - start - 1].argsort(descending=True)
             assert tokens[path] == int(drafter.draft_ids[ranked[path[-1]]])
 
 
@@ -718,7 +719,7 @@ def test_best_paths_as_in_the_docstring():
 
 @pytest.mark.parametrize("k, nodes", [(1, 6), (2, 9), (2, 14)])
 def test_a_confident_tree_is_the_best_of_all_that_its_passes_can_give(llama, k, nodes):
-    """Six tokens can be drafted: all 6 + 36 + ... sequences, each block from a forward of its own."""
+    """Six tokens can be drafted: all 6 + 36 + ... sequences, each block from its own forward."""
     drafter = make_drafter(llama, k=k, draft_vocab=6)
     drafter.draft_ids.copy_(torch.arange(10, 16))
     for length, passes in ((k + 1, 1), (k + 4, 2), (k + 5, 2)):
@@ -727,7 +728,7 @@ def test_a_confident_tree_is_the_best_of_all_that_its_passes_can_give(llama, k, 
         own = {}  # each node's probability in its slot
         for level in range(0, passes * k, k):
             for branch in [path for path in worth if len(path) == level]:
-                q = from_scratch(drafter, llama, ids, branch).softmax(-1)  # (k, 6)
+                q = from_scratch(drafter, llama, ids, branch).detach().softmax(-1)  # (k, 6)
                 for end in range(1, k + 1):
                     for more in itertools.product(range(10, 16), repeat=end):
                         path = branch + more
@@ -755,12 +756,12 @@ def test_less_worth_is_not_drafted(llama, trained):
     ids = torch.tensor([[9, 8, 7]])
     truth = llama.generate(ids, max_new_tokens=40, do_sample=False)
     drafted = []
-    for least in (0.0, 0.05, 0.3, 1.1):
+    for least in (0.0, 0.05, 0.08, 1.1):
         options = {"best_nodes": 8, "least_worth": least}
         output, stats = decode(llama, trained[2], ids, **options)
         assert torch.equal(output, truth)
         drafted.append(stats.drafted)
-    assert drafted[0] > drafted[1] > drafted[2] > drafted[3] == 0
+    assert drafted[0] > drafted[1] > drafted[2] > drafted[3] == 0, drafted
 
 
 def test_confidence_is_accepted_more_than_a_tree_of_as_many_nodes(llama, trained):
@@ -772,13 +773,14 @@ def test_confidence_is_accepted_more_than_a_tree_of_as_many_nodes(llama, trained
     assert rounds[1] < rounds[0]
 
 
-def test_copies_are_offered_and_accepted(llama, trained):
-    """The tiny target's answer falls into a loop, which copies follow."""
-    ids = torch.tensor([[9, 8, 7]])
-    _, without = decode(llama, trained[2], ids, max_new_tokens=150, copies=0)
-    _, stats = decode(llama, trained[2], ids, max_new_tokens=150, copies=10)
+def test_copies_are_offered_and_accepted(small_llama):
+    """With seven tokens an answer soon falls into a loop, which copies follow."""
+    ids, drafter = torch.tensor([[1, 2, 3]]), make_drafter(small_llama)
+    _, without = decode(small_llama, drafter, ids, copies=0)
+    _, stats = decode(small_llama, drafter, ids, copies=10)
     offered, accepted = (sum(column) for column in zip(*stats.copies))
     assert 0 < accepted < offered and stats.target_forwards < without.target_forwards
+    assert not any(offered for offered, _ in without.copies)
 
 
 def test_options_of_a_call_stay_with_it(llama, trained):
