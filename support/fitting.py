@@ -49,23 +49,25 @@ def draft_ms(target, turns: list[dict], **options) -> float:
 def rank_acceptance(
     confidences: Tensor, ranks: Tensor, bounds: list[float], most: int = 10
 ) -> Tensor:
-    """How often the target's token was the drafter's choice number r, by confidence (Figure 1b for
-    r = 0).
+    """How often the target's token was the drafter's choice number r, by confidence.
+
+    Figure 1b of the CAPE paper shows it for r = 0; the rest of the table is ours.
 
     Args:
-        confidences: (M,) the drafter's largest probability at M positions. ranks: (M,) place of the
-            target's token in the drafter's order, 0 for its first choice.
+        confidences: (M,) the drafter's largest probability at M positions.
+        ranks: (M,) place of the target's token in the drafter's order, 0 for its first choice.
+        bounds: upper bounds of the ranges of confidence but the last, as in cape.Config.
+        most: ranks counted.
     Returns:
         (len(bounds) + 1, most) shares; a range without positions gives zeros.
     """
-    ranges = torch.bucketize(confidences, torch.tensor(bounds))  # (lower, upper] as S(p) has it
+    ranges = torch.bucketize(confidences, torch.tensor(bounds))  # (M,), (lower, upper] as in S(p)
     table = torch.zeros(len(bounds) + 1, most)
     for index in range(len(table)):
-        here = ranks[ranges == index]
+        here = ranks[ranges == index].clamp(max=most)
         if len(here):
-            table[index] = torch.bincount(here.clamp(max=most), minlength=most + 1)[:most] / len(
-                here
-            )
+            counts = torch.bincount(here, minlength=most + 1)[:most]  # without those beyond `most`
+            table[index] = counts / len(here)
     return table
 
 
@@ -77,18 +79,19 @@ def refit_sizes(
     gamma: int,
     max_tokens: int = 32,
 ) -> list[int]:
-    """The S(p) that maximises expected tokens per second, found by adding one extra at a time while
-    it pays.
+    """The S(p) of most expected tokens per second, found by adding an extra while that pays.
 
-    A round emits the accepted part of the trajectory, one token more if an extra is hit, and the
-    bonus. Confidence ranges are taken as independent from step to step.
+    Ours: the CAPE paper gives one table for all machines. A round emits the accepted part of the
+    trajectory, one token more if an extra is hit, and the bonus. Confidence ranges are taken as
+    independent from step to step.
 
     Args:
-        acceptance: (ranges, ranks) from rank_acceptance. frequency: (ranges,) share of positions in
-            each range.
+        acceptance: (ranges, ranks) from rank_acceptance.
+        frequency: (ranges,) share of positions in each range.
         verify_ms: time of a target forward over n tokens at index n, for n = 0 .. max_tokens + 1
             (root included).
         draft_ms: time of drafting the trajectory.
+        gamma: length of the trajectory. max_tokens: most draft tokens a round.
     Returns:
         Extras for each range.
     """
@@ -96,26 +99,28 @@ def refit_sizes(
     reached = [first**step for step in range(gamma)]
 
     def speed(sizes: list[int]) -> float:
-        hit = sum(
-            float(f * row[1 : 1 + size].sum()) for f, row, size in zip(frequency, acceptance, sizes)
-        )
-        tokens = 1 + sum(r * (first + hit) for r in reached)
-        nodes = gamma + gamma * sum(float(f) * size for f, size in zip(frequency, sizes))
-        low = min(int(nodes), max_tokens)
+        hit = 0.0  # probability that an extra is right, at a step that is reached
+        extras = 0.0  # expected number of extras a step
+        for share, row, size in zip(frequency.tolist(), acceptance, sizes):
+            hit += share * float(row[1 : 1 + size].sum())
+            extras += share * size
+        nodes = gamma * (1 + extras)
+        if nodes > max_tokens:
+            return 0.0
+        low = int(nodes)
         high = min(low + 1, max_tokens)
-        cost = verify_ms[1 + low] + (verify_ms[1 + high] - verify_ms[1 + low]) * (
-            nodes - low if high > low else 0
-        )
-        return tokens / (draft_ms + cost) if nodes <= max_tokens else 0.0
+        slope = verify_ms[1 + high] - verify_ms[1 + low]
+        cost = verify_ms[1 + low] + slope * (nodes - low)  # between two numbers of tokens
+        tokens = 1 + (first + hit) * sum(reached)
+        return tokens / (draft_ms + cost)
 
     sizes = [0] * len(frequency)
     while True:
-        more = [
-            [s + (i == place) for i, s in enumerate(sizes)]
-            for place in range(len(sizes))
-            if sizes[place] + 1 < acceptance.shape[1]
-        ]
-        best = max(more, key=speed, default=sizes)
+        larger = []
+        for place in range(len(sizes)):
+            if sizes[place] + 1 < acceptance.shape[1]:
+                larger.append([*sizes[:place], sizes[place] + 1, *sizes[place + 1 :]])
+        best = max(larger, key=speed, default=sizes)
         if speed(best) <= speed(sizes):
             return sizes
         sizes = best
@@ -125,24 +130,24 @@ def sizes_of_cape(arm, target, turns: list[dict], cost_curve: dict) -> dict:
     """The S(p) of most expected tokens per second for an arm of bench.py, with what it rests on.
 
     Args:
-        turns: {"input_ids" (1, T), "answer"} each, of which some are taken. cost_curve: of
-            bench.py.
+        turns: {"input_ids" (1, T), "answer"} each, of which some are taken.
+        cost_curve: of bench.py.
     """
-    module, turns = arm.module, turns[:ANSWERS]
-    base, drafter, fields = arm.base["base"], arm.base["base_drafter"], vars(module.Config())
-    config = module.Config(
-        **{name: arm.kwargs.get(name, value) for name, value in fields.items() if name != "base"}
-    )
-    rounds = [
-        each
-        for turn in turns
-        for each in stopping.record(base, drafter, target, turn["input_ids"], turn["answer"], 1)
-    ]
-    judged = torch.tensor(
-        [(each.confidence[0], each.rank) for each in rounds if each.confidence]
-    ).reshape(-1, 2)
-    acceptance = rank_acceptance(judged[:, 0].contiguous(), judged[:, 1].long(), config.bounds)
-    ranges = torch.bucketize(judged[:, 0].contiguous(), torch.tensor(config.bounds))
+    module = arm.module
+    turns = turns[:ANSWERS]
+    base, drafter = arm.base["base"], arm.base["base_drafter"]
+    given = {}
+    for name, default in vars(module.Config()).items():
+        if name != "base":
+            given[name] = arm.kwargs.get(name, default)
+    config = module.Config(**given)
+    judged = []  # (confidence, rank of the target's token), one for each position
+    for turn in turns:
+        rounds = stopping.record(base, drafter, target, turn["input_ids"], turn["answer"], 1)
+        judged += [(each.confidence[0], each.rank) for each in rounds if each.confidence]
+    confidences, ranks = torch.tensor(judged).reshape(-1, 2).T.contiguous()  # (M,) each
+    acceptance = rank_acceptance(confidences, ranks.long(), config.bounds)
+    ranges = torch.bucketize(confidences, torch.tensor(config.bounds))  # (M,)
     frequency = torch.bincount(ranges, minlength=len(config.bounds) + 1) / max(1, len(ranges))
     drafting = draft_ms(target, turns[:4], **arm.kwargs | {"expansion": "cape"})
     times = milliseconds(cost_curve["by_tokens"], config.max_tokens + 1)
