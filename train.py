@@ -244,6 +244,7 @@ def evaluation_sequences(args, target, tokenizer, mark: str, place: Place) -> li
         records = data.evaluation_answers(target, tokenizer, prompts)
         if not records:
             return []
+        path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{place.rank}")
         part.write_text("".join(json.dumps(record) + "\n" for record in records))
         part.replace(path)
