@@ -235,14 +235,12 @@ def test_sampled_output_follows_the_target(small_llama, name):
 
 @pytest.mark.parametrize("name", [pytest.param("static", marks=pytest.mark.slow), "both"])
 def test_negative_control_a_node_taken_without_a_draw_is_noticed(small_llama, monkeypatch, name):
-    real = common._choose
+    real = common._draw
 
-    def last_node(scores, candidates, tokens, *rest):
-        if candidates:
-            return candidates[-1], tokens[candidates[-1]]
-        return real(scores, candidates, tokens, *rest)
+    def first_node(scores, siblings, draft):
+        return int(draft.tokens[0]) if len(draft.tokens) else real(scores, siblings, draft)
 
-    monkeypatch.setattr(common, "_choose", last_node)
+    monkeypatch.setattr(common, "_draw", first_node)
     drafter = make_drafter(small_llama)
     counts, _ = sampled_counts(small_llama, drafter, REPEATING, 100, **TREES[name])
     assert chi_square_p_value(counts, enumerate_joint(small_llama, REPEATING, 3)) < 1e-6
