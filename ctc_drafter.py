@@ -429,8 +429,8 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
                     longer = (*prefix, token)
                     worth[longer] += entering
                     new_token[longer] += entering
-        either = {prefix: new_blank[prefix] + new_token[prefix] for prefix in new_blank | new_token}
-        survivors = heapq.nlargest(candidates, either, key=either.get)
+        total = {prefix: new_blank[prefix] + new_token[prefix] for prefix in new_blank | new_token}
+        survivors = heapq.nlargest(candidates, total, key=total.get)
         in_blank = {prefix: new_blank[prefix] for prefix in survivors}
         in_token = {prefix: new_token[prefix] for prefix in survivors}
     return worth
