@@ -166,9 +166,9 @@ function showStory() {
   let story = `The drafter offers ${plural(count, "token")}. `;
   if (!count) story = "Nothing was drafted. ";
   else if (!taken) story += "The target takes none of them ";
-  else story += `The target takes ${taken === count ? (count === 1 ? "it" : `all ${count}`) : taken}, ${text}, `;
+  else story += `The target takes ${taken < count ? taken : ["", "it", "both"][count] ?? `all ${count}`}, ${text}, `;
   story += count ? `and adds its own, ${own}: ` : `The target writes its own, ${own}: `;
-  story += `${plural(round.committed.length, "token")} from one target forward.`;
+  story += `${plural(round.committed.length, "token")} from one forward.`;
   if (round.kept.length < round.committed.length) {
     story += ` The answer ends after ${plural(round.kept.length, "token")} of them.`;
   }
