@@ -73,8 +73,7 @@ class Config:
     target: dict = field(default_factory=dict, metadata={"help": "shape of the target (filled in)"})
     model: dict = field(default_factory=dict, metadata={"help": "of the draft model (filled in)"})
     layers: list[int] = field(
-        default_factory=lambda: [0, 1, -2, -1],
-        metadata={"help": "layers of the target that the draft model starts from"},
+        default_factory=lambda: [0, 1, -2, -1], metadata={"help": "target layers to start from"}
     )
     draft_vocab: int = field(default=8192, metadata={"help": "most frequent tokens only; 0: all"})
     base: str = field(default="", metadata={"help": "put the head on this method's chain drafter"})
@@ -135,7 +134,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.config = config
         self.body = None
         if not config.base and not config.draft_model:
-            shape = AutoConfig.for_model(**config.model | {"vocab_size": 1, "pad_token_id": None})
+            bare = dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"])
+            shape = AutoConfig.for_model(**config.model | bare | {"vocab_size": 1})
             self.body = AutoModel.from_config(shape, dtype=torch.float32)
             self.body.set_input_embeddings(nn.Identity())  # the target's comes from outside
             self.body.requires_grad_(config.stage == "draft")

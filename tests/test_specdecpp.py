@@ -326,7 +326,7 @@ def test_algorithm_2_by_hand(h, expected):
     )
 
 
-def test_a_round_has_two_tokens_at_least_and_no_more_than_there_is_room_for():
+def test_the_size_of_a_round():
     assert run_rule({"threshold": 0.99}, Head([0.0] * 30)) == 2
     for most in (20, 7, 1, 0):
         assert run_rule({}, Head([1.0] * 30), most=most) == most
@@ -338,7 +338,7 @@ def test_the_chance_that_all_are_accepted_is_noted():
     assert noted == pytest.approx([0.9, 0.72, 0.36])
 
 
-def test_the_head_is_shown_the_token_before_and_its_own_probability():
+def test_what_the_head_is_shown_by_hand():
     """Token i comes with the hidden state of token i - 1; q must be that of token i - 1, too."""
     dists = torch.rand(30, 30, generator=torch.Generator().manual_seed(0)).softmax(-1)
     head = Head([1.0] * 30)
@@ -347,7 +347,7 @@ def test_the_head_is_shown_the_token_before_and_its_own_probability():
 
 
 @pytest.mark.parametrize("w_rej", [1.0, 6.0])
-def test_h_on_the_scale_of_the_true_chance(w_rej):
+def test_h_on_the_scale_of_the_true_chance_by_hand(w_rej):
     """A head trained with w_rej says P / (P + w_rej (1 - P)) where the true chance is P."""
     true = [0.9, 0.9, 0.9, 0.9, 0.9]
     biased = [p / (p + w_rej * (1 - p)) for p in true]
@@ -377,7 +377,7 @@ def test_the_rivals_by_hand():
         assert not head.asked
 
 
-def test_most_tokens_a_round(llama, trained):
+def test_the_largest_size_of_a_round(llama, trained):
     sure, ids = constant_head(trained, 9.0), torch.tensor([[9, 8, 7]])
     for rule, most in (({"max_draft": 7}, 7), ({"stop": "fixed", "gamma": 3, "max_draft": 2}, 3)):
         _, stats = decode(llama, ids, drafter=sure, **rule)
@@ -582,7 +582,7 @@ def test_a_trained_head_tells_accepted_from_refused(llama, trained):
 # ------------------------------------------------------------------- what the head sees (head_sees)
 
 
-def test_a_head_that_sees_how_likely_its_token_was(llama, trained):
+def test_a_head_that_sees_log_q_by_hand(llama, trained):
     """Its input is e_t with log q(Y_t) appended; nothing else is new."""
     drafter = make_drafter(llama, head_sees="confidence", head_depth=0)
     hidden, of_q = torch.randn(3, 32).double(), torch.tensor([1.0, 0.5, 0.01]).double()
@@ -622,7 +622,7 @@ def test_decoding_with_a_head_that_sees_log_q(llama, rule):
     assert losses[-1] < losses[0] and stats.drafted
 
 
-def test_training_and_decoding_show_the_head_the_same(llama):
+def test_labels_and_decoding_show_the_head_the_same(llama):
     """On a text of its own drafts: e_t and q(Y_t) of `labelled` are those that until_stop hands
     over."""
     drafter = make_drafter(llama, head_sees="confidence", keep=0.0, layers=[0, 1, 2])
@@ -936,7 +936,7 @@ def test_the_oracle_is_what_decoding_with_hindsight_does(llama, trained, monkeyp
     assert stats.target_forwards == specdecpp.oracle(agrees) < 40
 
 
-def test_stop_threshold():
+def test_stop_threshold_by_hand():
     """At the threshold the certain waste R c1 equals what may be saved, (1 - R)(c2 + Delta)."""
     for c1, c2, delta in ((1.0, 4.0, 0.0), (0.0234, 0.112 - 0.0234, 0.05), (1.0, 0.0, 0.0)):
         chance = specdecpp.stop_threshold(c1, c2, delta)

@@ -59,7 +59,7 @@ def test_no_rule_verifies_less_than_the_oracle(recorded):
     assert least * 30 == pytest.approx(specdecpp.oracle(agrees))
 
 
-def test_rates_of_several_answers_are_of_all_their_tokens(recorded):
+def test_rates_of_several_answers_by_hand(recorded):
     """Not the mean of the answers' rates: an answer of one token, which costs one forward."""
     single = [stopping.Round(torch.zeros(0, 1), [], [], 0, 0)]
     for rule, settings in stopping.points([recorded], {}).items():
@@ -76,7 +76,7 @@ def test_replay_by_hand():
     assert stopping.first([False, True, True]) == 2 and stopping.first([False, False]) > 20
 
 
-def test_a_head_stops_one_token_later_than_it_knows():
+def test_a_head_stops_one_token_later_than_it_knows_by_hand():
     """It says 0.95, 0.5 of the first two tokens; the second is judged when the third is drafted."""
     head = types.SimpleNamespace(accept_logit=lambda hidden, of_q: torch.logit(hidden[:, 0]))
     hidden = torch.tensor([[0.95], [0.5], [0.9]])
@@ -114,7 +114,7 @@ def test_the_recording_by_looking_at_drafts(llama, drafter, recorded):
         assert each.rank == rank
 
 
-def test_what_is_judged():
+def test_what_is_judged_by_hand():
     """A token counts where all before it were accepted: what comes after a refusal never would."""
     rounds = [
         stopping.Round(None, [0.9, 0.8, 0.7], [], 1, 3),
@@ -162,7 +162,7 @@ def stopped(items, after):
     raise KeyboardInterrupt
 
 
-def test_times_that_no_regression_can_tell_apart():
+def test_times_by_hand_that_no_regression_can_tell_apart():
     alike = [(5 * n, n, 0.2 * n, 0.05 * n) for n in (3, 7, 8, 12)]  # K = 5 in every answer
     assert stopping.forward_times(alike) == (pytest.approx(0.01), pytest.approx(0.15), None)
     assert stopping.forward_times([(10, 4, 1.0, 0.3)])[2] is None
@@ -183,14 +183,14 @@ def timed_arm(offered, drafters="mine", module="specdecpp", **options):
     return types.SimpleNamespace(drafters=drafters, module=module, answers=[answer], kwargs=options)
 
 
-def test_the_first_draft_of_an_answer_takes_no_time_because_it_is_not_timed():
+def test_t_draft_by_hand_without_the_first_untimed_draft():
     """Were it counted, three answers that begin with long drafts would have faster passes."""
     arms = [timed_arm([20, 2, 2]), timed_arm([20, 5]), timed_arm([20, 1, 1, 1])]
     found = stopping.forward_times(stopping.measured(arms))
     assert found == (pytest.approx(0.01), pytest.approx(0.1), pytest.approx(1.0))
 
 
-def test_only_arms_that_draft_alike_are_fitted():
+def test_arms_that_draft_alike_by_hand():
     mine = timed_arm([4, 3, 2])
     others = [timed_arm([9, 9], drafters="b"), timed_arm([9, 9], module="cape")]
     others.append(timed_arm([10, 10], copies=10))  # copies make drafts longer, at no cost
@@ -230,7 +230,7 @@ def test_heads_that_do_not_fit_the_draft_model(llama, drafter, tmp_path):
         stopping.chain_and_heads(arm_of(None, None, name="prompt-lookup"), llama, [])
 
 
-def test_fit_times_and_throughput():
+def test_fit_times_and_throughput_by_hand():
     draft, target = [10, 40, 25, 33], [5, 7, 12, 4]
     seconds = [0.02 * d + 0.1 * t for d, t in zip(draft, target)]
     assert stopping.fit_times(draft, target, seconds) == pytest.approx((0.02, 0.1, 1.0))
@@ -256,7 +256,7 @@ def test_calibration():
     )
 
 
-def test_a_prediction_of_one_belongs_to_the_last_bin():
+def test_calibration_by_hand_puts_one_into_the_last_bin():
     """Ten bins are ten, and those of 0.95 and of 1.0 are the same."""
     rows, error = stopping.calibration(torch.tensor([0.95, 1.0]), torch.tensor([1.0, 0.0]))
     assert rows == [(pytest.approx(0.975), 0.5, 2)] and error == pytest.approx(0.475)
@@ -275,7 +275,7 @@ def test_auc_by_hand():
     assert math.isnan(stopping.auc(predicted, torch.ones(4)))
 
 
-def test_auc_of_soft_labels_is_that_of_tokens_in_those_shares():
+def test_auc_of_soft_labels():
     """0.7 accepted is 7 accepted and 3 refused of ten tokens with that prediction."""
     predicted, labels = [0.2, 0.5, 0.5, 0.6, 0.9], [0.1, 0.7, 0.2, 0.4, 1.0]
     tens = [(p, i < round(10 * label)) for p, label in zip(predicted, labels) for i in range(10)]
