@@ -1,5 +1,4 @@
-"""What the five method files share: load a target, verify a token tree without loss, count what
-happened.
+"""What the method files share: load a target, verify a token tree without loss, count.
 
 Shapes: B batch, T sequence, P cached prefix, N tree nodes, A accepted, V vocabulary, Vd draft
 vocabulary, D hidden, H heads, Hkv key/value heads, Dh head size. `p_target` is the target's
@@ -529,12 +528,13 @@ def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats=None, str
     return ids, stopped
 
 
-def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -> None:
-    """Answer a prompt with the drafter checkpoints/folder, `argument` of `generate`, and count."""
-    checkpoint = Path(__file__).with_name("checkpoints") / folder
+def demo(generate, Drafter=None, folder="", argument: str = "drafter", **options) -> None:
+    """Answer a prompt, with the drafter checkpoints/folder (`argument` of `generate`) if any."""
     try:
         target, tokenizer = load_target()
-        options[argument] = load_drafter(Drafter, checkpoint, target)
+        if Drafter is not None:
+            checkpoint = Path(__file__).with_name("checkpoints") / folder
+            options[argument] = load_drafter(Drafter, checkpoint, target)
     except ValueError as problem:
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
         sys.exit(2)
