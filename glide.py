@@ -314,8 +314,10 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
         if layers and drafter.kv_layers:
             for ours, read in zip(drafter.layers, drafter.kv_layers):
                 theirs = layers[read]
-                copy_weights(ours.cross_attn, dict(theirs.self_attn.named_parameters()))
-                copy_weights(ours.cross_layernorm, dict(theirs.input_layernorm.named_parameters()))
+                if hasattr(theirs, "self_attn"):  # GPT-NeoX's attention is laid out otherwise
+                    copy_weights(ours.cross_attn, dict(theirs.self_attn.named_parameters()))
+                    norm = dict(theirs.input_layernorm.named_parameters())
+                    copy_weights(ours.cross_layernorm, norm)
         if hasattr(target.base_model, "norm"):
             drafter.norm.weight.copy_(target.base_model.norm.weight)
     return drafter
