@@ -123,7 +123,7 @@ def _choose(logits: Tensor, rows: list[Row], chance: random.Random) -> list[int]
         temperature = torch.tensor([[rows[i].temperature] for i in hot], **like)
         sums = (logits[hot].float() / temperature).softmax(-1).cumsum(-1)  # (hot, V)
         draws = torch.tensor([[1 - chance.random()] for _ in hot], **like)  # above 0, at most 1
-        drawn = torch.searchsorted(sums, draws * sums[:, -1:])[:, 0]  # the first sum to reach it
+        drawn = (sums < draws * sums[:, -1:]).sum(-1)  # (hot,) the first sum to reach it
         chosen[torch.tensor(hot, device=logits.device)] = drawn
     return chosen.tolist()
 
