@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 import common
 from support import arms as arms_of
-from support import batching, bench_options, cli, data, graphs, packed, report, stopping
+from support import batching, bench_options, cli, data, graphs, packed, replay, report, stopping
 from support.arms import Loader
 from support.prompts import check_lengths, encode
 
@@ -498,6 +498,8 @@ def measure(args) -> dict:
     if args.method or args.peers:
         paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
         prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
+    if args.prompt and prompts:
+        prompts = [{"question_id": "prompt", "category": "prompt", "turns": [args.prompt]}]
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)
@@ -513,6 +515,10 @@ def measure(args) -> dict:
         if args.temperature:
             decoding |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
         torch.manual_seed(args.seed)
+    if args.replay:
+        text = prompts[0]["turns"][0]
+        encoded = encode(tokenizer, [text], target.device)
+        return replay.write(args.replay, target, tokenizer, arms[2:], text, encoded, decoding)
     if args.sweep is not None:
         swept = stopping.chain_and_heads(arms[2], target, args.sweep)
     if args.refit:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from support import cli, report
+from support import cli, replay, report
 
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:
@@ -96,6 +96,7 @@ def _what_to_measure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prompts", nargs="+", metavar="FILE", help="FastChat JSONL (default: all of prompts/)"
     )
+    group.add_argument("--prompt", metavar="TEXT", help="ask this instead of a prompt file")
     group.add_argument(
         "--num-prompts", type=number(int, 0), default=6, help="spread over all files; 0: all"
     )
@@ -148,6 +149,9 @@ def _where_results_go(parser: argparse.ArgumentParser) -> None:
         help="print the first question and the answers, accepted draft tokens marked",
     )
     group.add_argument(
+        "--replay", metavar="FILE", help="only answer one prompt, and write a page that replays it"
+    )
+    group.add_argument(
         "--table", nargs="+", metavar="FILE", help="only print the tables of these results"
     )
     group.add_argument("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
@@ -185,6 +189,8 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--json {args.json}: no such folder or not a file; make the folder first"
             )
+    if args.replay:
+        replay.check(args)
     if args.plot and Path(args.plot).exists() and not Path(args.plot).is_dir():
         raise ValueError(f"--plot {args.plot} is not a folder; give another one")
     if args.plot and importlib.util.find_spec("matplotlib") is None:

@@ -91,7 +91,8 @@ class OneLineParser(argparse.ArgumentParser):
         """As in argparse, but an option of another method is reported with its owners."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            owners = [f"{word}{_owners(word)}" for word in unknown]
+            flags = [word for word in unknown if word.startswith("-")] or unknown
+            owners = [f"{word}{_owners(word)}" for word in flags]
             self.error(f"unrecognized arguments: {' '.join(owners)}")
         return parsed
 
