@@ -6,9 +6,7 @@ import json
 import os
 import pickle
 import random
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -19,60 +17,15 @@ import torch
 from test_common import fake_wheel, family, read_weights  # noqa: F401  fake_wheel is a fixture
 from test_families import VOCAB, make_drafter, make_target
 from test_house import METHODS
-from test_train import folder, options, weights  # noqa: F401  folder is a fixture
+from test_train import Run, folder, options, weights  # noqa: F401  folder is a fixture
 
 import common
 import glide
 import train
-from support import cli, data, default_target
+from support import data, default_target
 
 ROOT = Path(train.__file__).parent
 TRAINED = [name for name in METHODS if hasattr(importlib.import_module(name), "build")]
-
-
-class Run:
-    """train.py in a fork, which spares the seconds of importing, or in a real process; stdout and
-    stderr to a pipe."""
-
-    def __init__(self, argv, limit=None, real=False):
-        self.output, write = os.pipe()
-        if real:
-            argv = [sys.executable, "train.py", *argv]
-            self.process = subprocess.Popen(argv, cwd=ROOT, stderr=write, stdout=write).pid
-        else:
-            self.process = os.fork()
-            if not self.process:
-                self.child(argv, write, limit)
-        os.close(write)
-
-    @staticmethod
-    def child(argv, write, limit):
-        code = 70
-        try:
-            os.dup2(write, 2)
-            sys.argv, sys.stderr = ["train.py", *argv], os.fdopen(2, "w", buffering=1)
-            sys.stdout = sys.stderr
-            if limit is not None:  # no file may grow beyond this many bytes
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-            cli.run(train.main)
-            code = 0
-        except SystemExit as end:
-            code = end.code
-        except BaseException as error:  # noqa: B036  must not reach the copy of pytest
-            os.write(2, f"Traceback: {error!r}".encode())
-        finally:
-            os._exit(code)
-
-    def kill(self):
-        os.kill(self.process, signal.SIGKILL)
-        return self.end()[0] == -signal.SIGKILL
-
-    def end(self):
-        """(exit code, output) once it has ended."""
-        with os.fdopen(self.output) as file:
-            text = file.read()
-        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1]), text
 
 
 def assert_whole(out, target):
