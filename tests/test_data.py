@@ -226,8 +226,9 @@ def test_a_greedy_loop_is_kept_and_a_sampled_one_dropped(folder, tmp_path, monke
 
     monkeypatch.setattr(talks, "converse", three_talks)
     path = tmp_path / "sampled.jsonl"
-    data.make_conversations(target, tokenizer, 3, str(path), **options | {"greedy": 0.0})
-    assert not path.read_text()
+    for more in (options | {"greedy": 0.0}, {"greedy": 1.0}):  # answers loop; requests never end
+        data.make_conversations(target, tokenizer, 3, str(path), **more)
+        assert not path.read_text()
 
 
 def test_given_requests_are_asked_first_and_as_they_are(folder, tmp_path):  # noqa: F811
@@ -249,29 +250,56 @@ def test_thought_up_requests_begin_with_an_opening(folder, tmp_path):  # noqa: F
     assert begun == {"w40 w41", "w42"}
 
 
+def eager(target, boost):
+    """A target that is quick to end: the end token's logit is raised."""
+    plain_forward = target.lm_head.forward
+
+    def forward(hidden):
+        logits = plain_forward(hidden)
+        logits[..., 0] += boost
+        return logits
+
+    target.lm_head.forward = forward
+    return target
+
+
+def test_short_and_known_requests_are_not_used(folder, tmp_path):  # noqa: F811
+    """Of a target that ends most of its requests at once, so that they are the opening alone."""
+    target, tokenizer = common.load_target(str(folder))
+    eager(target, 6.0)
+    for openings, known in ((["w1 w2"], 0), (["w1 w2 w3 w4"], 1)):
+        path = tmp_path / f"{known}.jsonl"
+        options = {"openings": openings, "max_new_tokens": 20, "greedy": 0.0, "batch_size": 4}
+        data.make_conversations(target, tokenizer, 6, str(path), **options)
+        asked = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+        assert len(set(asked)) == 6 and asked.count(openings[0]) <= known
+        assert min(len(text.split()) for text in asked) >= 4
+
+
 @pytest.mark.parametrize("turns", [1, 2], ids=["thought up", "given"])
 def test_a_second_turn_holds_the_whole_first_one(folder, tmp_path, turns):  # noqa: F811
     """And reads as the chat template writes it; its answer is what the target says to all that."""
     target, tokenizer = common.load_target(str(folder))
-    target.config.max_position_embeddings = 2000
+    eager(target, 2.0).config.max_position_embeddings = 2000
     requests = [[f"w{i} w1 w5", f"w2 w{i} w7"][:turns] for i in range(8)]
     options = {"requests": requests, "second_turns": 1.0, "greedy": 1.0, "max_new_tokens": 45}
     path = tmp_path / "d.jsonl"
     data.make_conversations(target, tokenizer, 10, str(path), **options)
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    seconds = 0
+    assert len(records) == 10
+    seen = []  # whether the first answer ended by itself
     for first, second in zip(records, records[1:]):  # the lines of a conversation stand together
         whole = first["prompt_ids"] + first["response_ids"]
         if second["prompt_ids"][: len(whole)] != whole:
             continue
-        seconds += 1
         chat = [("user", first["prompt"]), ("user", second["prompt"])]
         asked = [tokenizer.encode(f"<user> {text} <end>") for _, text in chat]
-        ended = [] if whole[-1] == 0 else [0]
+        seen.append(first["finished"])
+        ended = [] if first["finished"] else [0]
         assert first["prompt_ids"] == [*asked[0], 2]
         assert second["prompt_ids"] == [*whole, *ended, *asked[1], 2]
         assert second["response_ids"] == plain(target, second["prompt_ids"], 45, {0})
-    assert seconds >= 3
+    assert set(seen) == {False, True}
 
 
 def test_no_second_turn_unless_asked_for(folder, tmp_path):  # noqa: F811
