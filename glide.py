@@ -316,8 +316,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
                 theirs = layers[read]
                 if hasattr(theirs, "self_attn"):  # GPT-NeoX's attention is laid out otherwise
                     copy_weights(ours.cross_attn, dict(theirs.self_attn.named_parameters()))
-                    norm = dict(theirs.input_layernorm.named_parameters())
-                    copy_weights(ours.cross_layernorm, norm)
+                    copy_weights(ours.cross_layernorm, {"weight": theirs.input_layernorm.weight})
         if hasattr(target.base_model, "norm"):
             drafter.norm.weight.copy_(target.base_model.norm.weight)
     return drafter
