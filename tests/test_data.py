@@ -293,12 +293,12 @@ def test_a_second_turn_holds_the_whole_first_one(folder, tmp_path, turns):  # no
         whole = first["prompt_ids"] + first["response_ids"]
         if second["prompt_ids"][: len(whole)] != whole:
             continue
-        chat = [("user", first["prompt"]), ("user", second["prompt"])]
-        asked = [tokenizer.encode(f"<user> {text} <end>") for _, text in chat]
         seen.append(first["finished"])
         ended = [] if first["finished"] else [0]
-        assert first["prompt_ids"] == [*asked[0], 2]
-        assert second["prompt_ids"] == [*whole, *ended, *asked[1], 2]
+        words = second["prompt_ids"][len(whole) + len(ended) + 1 : -2]
+        assert tokenizer.decode(words, skip_special_tokens=True) == second["prompt"]
+        assert first["prompt_ids"] == [1, *tokenizer.encode(first["prompt"]), 0, 2]
+        assert second["prompt_ids"] == [*whole, *ended, 1, *words, 0, 2]
         assert second["response_ids"] == plain(target, second["prompt_ids"], 45, {0})
     assert set(seen) == {False, True}
 
@@ -325,23 +325,24 @@ def test_a_first_answer_of_two_is_cut_as_an_evaluation_cuts_it(folder, tmp_path)
 
 def test_make_data_resumes_and_cuts_a_half_written_line(folder, tmp_path):  # noqa: F811
     path = tmp_path / "made.jsonl"
-    make(folder, path, 3)
+    (tmp_path / "r.txt").write_text("".join(f"w{i} w2\n" for i in range(9)))
+    more = ["--requests", tmp_path / "r.txt"]
+    make(folder, path, 3, *more)
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"prompt": "cut')
-    records = make(folder, path, 5)
+    records = make(folder, path, 5, *more)
     assert path.read_bytes().startswith(whole) and len(records) == 5
-    assert make(folder, path, 5) == records  # nothing is left to do
+    assert make(folder, path, 5, *more) == records  # nothing is left to do
 
 
 def test_a_resumed_run_knows_the_requests_it_has(folder, tmp_path):  # noqa: F811
     """Interrupted after every line, three requests are still asked once each."""
     (tmp_path / "r.txt").write_text("w1 w2\nw3 w4 w5\nw6\n")
-    for count in range(1, 5):
+    for count in range(1, 4):
         more = ["--requests", tmp_path / "r.txt", "--greedy", "1"]
         records = make(folder, tmp_path / "d.jsonl", count, *more)
         assert len(records) == count
-    assert [r["prompt"] for r in records[:3]] == ["w1 w2", "w3 w4 w5", "w6"]
-    assert len({r["prompt"] for r in records}) == 4
+    assert [r["prompt"] for r in records] == ["w1 w2", "w3 w4 w5", "w6"]
 
 
 def test_a_template_that_rewrites_turns_is_refused_for_second_turns(folder, tmp_path):  # noqa: F811
