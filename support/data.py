@@ -272,10 +272,8 @@ def make_conversations(
     kept = _whole_lines(path)
     seen = {record["prompt"] for record in kept}
     chance = random.Random(seed * 1_000_003 + len(kept))
-    given = [turns for turns in requests or [] if turns[0] not in seen]
+    waiting = iter([turns for turns in requests or [] if turns[0] not in seen])
     first_words = openings or [""]
-
-    waiting = iter(given)
     done, held = len(kept), 0  # lines written, talks that are going on
 
     def talk(turns: list[str]):

@@ -227,8 +227,9 @@ def test_a_greedy_loop_is_kept_and_a_sampled_one_dropped(folder, tmp_path, monke
 
     monkeypatch.setattr(talks, "converse", three_talks)
     path = tmp_path / "sampled.jsonl"
-    data.make_conversations(target, tokenizer, 3, str(path), **options | {"greedy": 0.0})
-    assert not path.read_text()
+    for more in (options | {"greedy": 0.0}, {"greedy": 1.0}):  # answers loop; requests never end
+        data.make_conversations(target, tokenizer, 3, str(path), **more)
+        assert not path.read_text()
 
 
 def test_given_requests_are_asked_first_and_as_they_are(folder, tmp_path):  # noqa: F811
@@ -250,28 +251,56 @@ def test_thought_up_requests_begin_with_an_opening(folder, tmp_path):  # noqa: F
     assert begun == {"w40 w41", "w42"}
 
 
-def test_a_second_turn_holds_the_whole_first_one(folder, tmp_path):  # noqa: F811
+def eager(target, boost):
+    """A target that is quick to end: the end token's logit is raised."""
+    plain_forward = target.lm_head.forward
+
+    def forward(hidden):
+        logits = plain_forward(hidden)
+        logits[..., 0] += boost
+        return logits
+
+    target.lm_head.forward = forward
+    return target
+
+
+def test_short_and_known_requests_are_not_used(folder, tmp_path):  # noqa: F811
+    """Of a target that ends most of its requests at once, so that they are the opening alone."""
+    target, tokenizer = common.load_target(str(folder))
+    eager(target, 6.0)
+    for openings, known in ((["w1 w2"], 0), (["w1 w2 w3 w4"], 1)):
+        path = tmp_path / f"{known}.jsonl"
+        options = {"openings": openings, "max_new_tokens": 20, "greedy": 0.0, "batch_size": 4}
+        data.make_conversations(target, tokenizer, 6, str(path), **options)
+        asked = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+        assert len(set(asked)) == 6 and asked.count(openings[0]) <= known
+        assert min(len(text.split()) for text in asked) >= 4
+
+
+@pytest.mark.parametrize("turns", [1, 2], ids=["thought up", "given"])
+def test_a_second_turn_holds_the_whole_first_one(folder, tmp_path, turns):  # noqa: F811
     """And reads as the chat template writes it; its answer is what the target says to all that."""
     target, tokenizer = common.load_target(str(folder))
-    target.config.max_position_embeddings = 2000
-    requests = [[f"w{i} w1 w5", f"w2 w{i} w7"] for i in range(8)]
+    eager(target, 2.0).config.max_position_embeddings = 2000
+    requests = [[f"w{i} w1 w5", f"w2 w{i} w7"][:turns] for i in range(8)]
     options = {"requests": requests, "second_turns": 1.0, "greedy": 1.0, "max_new_tokens": 45}
     path = tmp_path / "d.jsonl"
     data.make_conversations(target, tokenizer, 10, str(path), **options)
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    seconds = 0
+    assert len(records) == 10
+    seen = []  # whether the first answer ended by itself
     for first, second in zip(records, records[1:]):  # the lines of a conversation stand together
         whole = first["prompt_ids"] + first["response_ids"]
         if second["prompt_ids"][: len(whole)] != whole:
             continue
-        seconds += 1
-        chat = [("user", first["prompt"]), ("user", second["prompt"])]
-        asked = [tokenizer.encode(f"<user> {text} <end>") for _, text in chat]
-        ended = [] if whole[-1] == 0 else [0]
-        assert first["prompt_ids"] == [*asked[0], 2]
-        assert second["prompt_ids"] == [*whole, *ended, *asked[1], 2]
+        seen.append(first["finished"])
+        ended = [] if first["finished"] else [0]
+        words = second["prompt_ids"][len(whole) + len(ended) + 1 : -2]
+        assert tokenizer.decode(words, skip_special_tokens=True) == second["prompt"]
+        assert first["prompt_ids"] == [1, *tokenizer.encode(first["prompt"]), 0, 2]
+        assert second["prompt_ids"] == [*whole, *ended, 1, *words, 0, 2]
         assert second["response_ids"] == plain(target, second["prompt_ids"], 45, {0})
-    assert seconds >= 3
+    assert set(seen) == {False, True}
 
 
 def test_no_second_turn_unless_asked_for(folder, tmp_path):  # noqa: F811
@@ -296,23 +325,24 @@ def test_a_first_answer_of_two_is_cut_as_an_evaluation_cuts_it(folder, tmp_path)
 
 def test_make_data_resumes_and_cuts_a_half_written_line(folder, tmp_path):  # noqa: F811
     path = tmp_path / "made.jsonl"
-    make(folder, path, 3)
+    (tmp_path / "r.txt").write_text("".join(f"w{i} w2\n" for i in range(9)))
+    more = ["--requests", tmp_path / "r.txt"]
+    make(folder, path, 3, *more)
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"prompt": "cut')
-    records = make(folder, path, 5)
+    records = make(folder, path, 5, *more)
     assert path.read_bytes().startswith(whole) and len(records) == 5
-    assert make(folder, path, 5) == records  # nothing is left to do
+    assert make(folder, path, 5, *more) == records  # nothing is left to do
 
 
 def test_a_resumed_run_knows_the_requests_it_has(folder, tmp_path):  # noqa: F811
     """Interrupted after every line, three requests are still asked once each."""
     (tmp_path / "r.txt").write_text("w1 w2\nw3 w4 w5\nw6\n")
-    for count in range(1, 5):
+    for count in range(1, 4):
         more = ["--requests", tmp_path / "r.txt", "--greedy", "1"]
         records = make(folder, tmp_path / "d.jsonl", count, *more)
         assert len(records) == count
-    assert [r["prompt"] for r in records[:3]] == ["w1 w2", "w3 w4 w5", "w6"]
-    assert len({r["prompt"] for r in records}) == 4
+    assert [r["prompt"] for r in records] == ["w1 w2", "w3 w4 w5", "w6"]
 
 
 def test_a_template_that_rewrites_turns_is_refused_for_second_turns(folder, tmp_path):  # noqa: F811

@@ -1,5 +1,7 @@
-"""Same seed, same bytes: made data, trained drafters, sampled answers. And answers that end where
-the context does."""
+"""Same seed, same bytes: made data, trained drafters, sampled answers.
+
+And answers that end where the context does.
+"""
 
 import pytest
 import torch
@@ -16,22 +18,8 @@ import train
 
 def test_made_data(folder, tmp_path):  # noqa: F811
     def made(name, seed):
-        train.main(
-            [
-                "--make-data",
-                "4",
-                "--target",
-                str(folder),
-                "--out",
-                str(tmp_path / name),
-                "--device",
-                "cpu",
-                "--data-batch",
-                "8",
-                "--seed",
-                seed,
-            ]
-        )
+        argv = f"--make-data 3 --target {folder} --out {tmp_path / name} --device cpu"
+        train.main([*argv.split(), "--data-batch", "4", "--second-turns", "0.3", "--seed", seed])
         return (tmp_path / name).read_bytes()
 
     first = made("a", "3")
@@ -42,9 +30,8 @@ def test_made_data(folder, tmp_path):  # noqa: F811
 def test_training(folder, tmp_path, method):  # noqa: F811
     def trained(name, seed):
         train.main(arguments(method, folder, tmp_path / name, "--seed", seed))
-        return [
-            (tmp_path / name / file).read_bytes() for file in ("config.json", "model.safetensors")
-        ]
+        files = ("config.json", "model.safetensors")
+        return [(tmp_path / name / file).read_bytes() for file in files]
 
     first = trained("a", "3")
     assert trained("b", "3") == first and trained("c", "4") != first
@@ -73,13 +60,15 @@ def test_an_answer_up_to_the_last_place_of_the_context(method, tmp_path, monkeyp
     monkeypatch.setattr(target.config, "max_position_embeddings", 32)
     ids = torch.randint(0, VOCAB, (1, 9), generator=torch.Generator().manual_seed(2))
     rounds, verify = [], common.verify
-    monkeypatch.setattr(
-        common, "verify", lambda *a, **k: rounds.append((a[1], a[2])) or verify(*a, **k)
-    )
+
+    def noted(target, input_ids, draft, *more, **options):
+        rounds.append((input_ids, draft))
+        return verify(target, input_ids, draft, *more, **options)
+
+    monkeypatch.setattr(common, "verify", noted)
     output = target.generate(ids, max_new_tokens=23, do_sample=False, **options)
-    assert output.shape[1] == 32 and torch.equal(
-        output, target.generate(ids, max_new_tokens=23, do_sample=False)
-    )
+    plain = target.generate(ids, max_new_tokens=23, do_sample=False)
+    assert output.shape[1] == 32 and torch.equal(output, plain)
     for input_ids, draft in rounds:
         depth = common.ancestor_mask(draft.parents, 0, torch.float32)[0, 0].eq(0).sum(-1).max() - 1
         assert input_ids.shape[1] + int(depth) < 32  # the bonus token has a place

