@@ -84,7 +84,7 @@ class Config:
         metadata={"help": "upper bounds of the ranges but the last", "decode": True},
     )
     least_worth: float = field(
-        default=0.05,
+        default=0.03,
         metadata={
             "help": "chance of being reached and right that pays for a row (confidence): the time "
             "of a row more over that of a token",
@@ -113,7 +113,7 @@ VARIANTS = {
     "beam8": {"expansion": "beam", "width": 8},
     "cpu": {"gamma": 2, "sizes": [2, 1, 1, 0]},  # fitted to the shipped GLIDE and two CPU cores
     "copies": {"copies": 10},
-    "confidence": {"expansion": "confidence"},
+    "confidence": {"expansion": "confidence"},  # its least_worth: likewise fitted
     "both": {"expansion": "confidence", "copies": 10},
 }
 

@@ -1,6 +1,6 @@
 """GLIDE: a drafter that glimpses the target's KV cache (Du et al., ICML 2024).
 
-Paper: arXiv:2402.02082, section 4.1. "Upstream" below is the code that its authors released.
+Paper: arXiv:2402.02082, section 4.1.
 
 The drafter is a transformer of one or two layers. Between self-attention and feed-forward each
 layer has a cross-attention sub-layer whose keys and values are not computed at all: they are the
@@ -36,8 +36,8 @@ Deviations
        share a K/V head as in the target.
     2. paper silent: the borders of the training blocks are shifted at random for every sequence
        and step (the phase), so that every position meets every delay.
-    3. paper silent: tokens that the drafter consumes but does not draft from (the prompt, the
-       bonus) read the target's rows before them, as any training position does.
+    3. paper silent: tokens that the drafter consumes but does not draft from (the prompt, the last
+       accepted one) read the target's rows before them.
     4. ours: the drafter is as wide as the target (the paper has d_D = 4096 for targets of 4096 to
        6656), because embedding and head are the target's, frozen. Layers start as copies of the
        target's (the paper trains from scratch): self-attention and feed-forward of the top ones,
@@ -314,8 +314,9 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
         if layers and drafter.kv_layers:
             for ours, read in zip(drafter.layers, drafter.kv_layers):
                 theirs = layers[read]
-                copy_weights(ours.cross_attn, dict(theirs.self_attn.named_parameters()))
-                copy_weights(ours.cross_layernorm, dict(theirs.input_layernorm.named_parameters()))
+                if hasattr(theirs, "self_attn"):  # GPT-NeoX's attention is laid out otherwise
+                    copy_weights(ours.cross_attn, dict(theirs.self_attn.named_parameters()))
+                    copy_weights(ours.cross_layernorm, {"weight": theirs.input_layernorm.weight})
         if hasattr(target.base_model, "norm"):
             drafter.norm.weight.copy_(target.base_model.norm.weight)
     return drafter

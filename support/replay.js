@@ -718,8 +718,8 @@ function play(on) {
 }
 
 /** What the address asks for: #12, or #falcon/12 where there are several methods. */
-function fromAddress() {
-  const found = /^#(?:([^/]+)\/)?(\d+)$/.exec(location.hash);
+function goTo(address) {
+  const found = /^#(?:([^/]+)\/)?(\d+)$/.exec(new URL(address).hash);
   if (!found) return;
   const index = data.methods.findIndex((each) => encodeURIComponent(each.name) === found[1]);
   if (index >= 0 && index !== state.method) showAnotherMethod(index);
@@ -755,7 +755,8 @@ function listen() {
   for (const id of ["tree", "mask"]) listenForNodes($(id));
   $("method").addEventListener("pointerover", (event) => choose(nodeAt(event.target)));
   $("method").addEventListener("pointerleave", () => choose(null));
-  window.addEventListener("hashchange", fromAddress);
+  // not location, which `show` may have changed since
+  window.addEventListener("hashchange", (event) => goTo(event.newURL));
 }
 
 function makeTabs() {
@@ -779,5 +780,6 @@ function makeTabs() {
 makeTabs();
 listen();
 $("main").hidden = false;
+const asked = location.href;
 showAnotherMethod(0);
-fromAddress();
+goTo(asked);

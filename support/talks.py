@@ -120,11 +120,11 @@ def _choose(logits: Tensor, rows: list[Row], chance: random.Random) -> list[int]
     hot = [i for i, row in enumerate(rows) if row.talk and row.temperature and not row.feed]
     if hot:
         like = {"device": logits.device, "dtype": torch.float32}
+        index = torch.tensor(hot, device=logits.device)
         temperature = torch.tensor([[rows[i].temperature] for i in hot], **like)
-        sums = (logits[hot].float() / temperature).softmax(-1).cumsum(-1)  # (hot, V)
+        sums = (logits[index].float() / temperature).softmax(-1).cumsum(-1)  # (hot, V)
         draws = torch.tensor([[1 - chance.random()] for _ in hot], **like)  # above 0, at most 1
-        drawn = torch.searchsorted(sums, draws * sums[:, -1:])[:, 0]  # the first sum to reach it
-        chosen[torch.tensor(hot, device=logits.device)] = drawn
+        chosen[index] = (sums < draws * sums[:, -1:]).sum(-1)  # the first sum to reach it
     return chosen.tolist()
 
 

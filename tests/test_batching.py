@@ -14,7 +14,7 @@ from test_house import METHODS
 import bench
 import common
 import glide
-from support import batching, data
+from support import batching
 
 PROMPTS = [torch.tensor([ids]) for ids in ([1, 5, 9, 2, 8, 3, 1], [4, 4], [7], [2, 10, 3, 6])]
 
@@ -267,17 +267,3 @@ def test_a_batch_that_differs_is_counted(llama):
 def test_what_takes_one_sequence_says_so(files, option):  # noqa: F811
     with pytest.raises(ValueError, match="one sequence at a time; leave out --batch-size"):
         bench.parse(command(files, "--batch-size", "2", *option))
-
-
-def test_training_data_of_a_batch_is_that_of_each_row(llama):
-    """data._continue drops rows that have ended, every 32 tokens; the others must not notice."""
-    whole = []
-    for ids in PROMPTS:
-        output = plain(llama, ids, max_new_tokens=90, pad_token_id=0)
-        whole.append(output[0, ids.shape[1] :].tolist())
-    unused = next(token for token in range(48) if not any(token in row for row in whole))
-    for ends in ({whole[0][5]}, {whole[1][40], whole[2][70]}, {unused}):
-        rows = data._continue(llama, [ids[0].tolist() for ids in PROMPTS], ends, 90, 0.0)
-        cut = [next((i + 1 for i, token in enumerate(row) if token in ends), 90) for row in whole]
-        assert rows == [row[:n] for row, n in zip(whole, cut)]
-    assert data._continue(llama, [], {1}, 5, 0.0) == []

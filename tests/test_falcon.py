@@ -667,7 +667,7 @@ def test_fit_tree_against_all_trees():
             f"fit_tree(shares by depth and rank {share}, verify_ms={verify}, draft_ms={draft}, k=2)"
         )
         best = sorted(map(list, best), key=lambda path: (len(path), path))
-        assert right, says(call, f"{best}, {speed(best):.4f} tokens a ms", f"{found}")
+        assert right, says(call, f"{best}, {speed(best):.4f} tokens a ms", repr(found))
         falcon.prune(found, 9, 9)
     nothing = counts * torch.tensor([0, 1])[:, None, None]
     assert fitting.fit_tree(nothing, verify, draft, 2) == []

@@ -345,7 +345,7 @@ def test_negative_control_accepting_every_copy_is_noticed(bigram, monkeypatch):
         return merged
 
     monkeypatch.setattr(common.Lookup, "merge", wrong)
-    options = {"drafter": make_bigram_drafter(bigram.target), "gamma": 1, "copies": 2}
+    options = {"drafter": make_bigram_drafter(bigram.target), "gamma": 1, "copies": 6}
     counts = bigram.sample(glide.generate, REPEATING, 3, 500, **options)
     assert chi_square_p_value(counts, bigram.joint(REPEATING, 3)) < 1e-6
 

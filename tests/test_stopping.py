@@ -1,6 +1,7 @@
 """stopping.py: replayed rates are those of decoding; times, calibration, head quality by hand."""
 
 import copy
+import dataclasses
 import math
 import types
 
@@ -14,15 +15,21 @@ import specdecpp
 from support import stopping
 
 
+@pytest.fixture(scope="module")
+def draft_model():
+    made = make_drafter(make_llama(), stage="draft")
+    fit(made, make_llama(), 40, 5e-3)
+    return made
+
+
 @pytest.fixture(scope="module", params=["hidden", "confidence"])
-def drafter(request):
+def drafter(request, draft_model):
     """A draft model with its head, trained a little; the head sees e_t, or log q(Y_t) too."""
-    target = make_llama()
-    made = make_drafter(target, stage="draft", head_sees=request.param)
-    fit(made, target, 40, 5e-3)
-    second = specdecpp.Drafter(specdecpp.dataclasses.replace(made.config, stage="head")).double()
-    second.load_state_dict(made.state_dict(), strict=False)
-    fit(second, target, 25, 5e-3)
+    config = dataclasses.replace(draft_model.config, stage="head", head_sees=request.param)
+    torch.manual_seed(0)
+    second = specdecpp.Drafter(config).double()
+    second.body.load_state_dict(draft_model.body.state_dict())
+    fit(second, make_llama(), 20, 5e-3)
     return second
 
 
@@ -59,13 +66,14 @@ def test_no_rule_verifies_less_than_the_oracle(recorded):
     assert least * 30 == pytest.approx(specdecpp.oracle(agrees))
 
 
-def test_rates_of_several_answers_by_hand(recorded):
-    """Not the mean of the answers' rates: an answer of one token, which costs one forward."""
-    single = [stopping.Round(torch.zeros(0, 1), [], [], 0, 0)]
-    for rule, settings in stopping.points([recorded], {}).items():
-        for setting, (verified, discarded) in settings.items():
-            both = stopping.points([recorded, single], {})[rule][setting]
-            assert both == pytest.approx(((30 * verified + 1) / 31, 30 * discarded / 31))
+def test_rates_of_several_answers_by_hand():
+    """Of all tokens together, not the mean of answers: five tokens, and one at one forward."""
+    agreed, room = (1, 0, 0, 0, 0), (4, 3, 2, 1, 0)
+    long = [stopping.Round(None, [0.5] * m, [1.0] * m, n, 0) for m, n in zip(room, agreed)]
+    short = [stopping.Round(None, [], [], 0, 0)]
+    found = stopping.points([long, short], {})
+    assert found["K"]["3"] == pytest.approx((5 / 6, 5 / 6))  # see test_replay_by_hand
+    assert found["oracle"][""] == pytest.approx((5 / 6, 0))  # disagreements at 1, 2, 3, not at 4
 
 
 def test_replay_by_hand():
@@ -240,7 +248,7 @@ def test_fit_times_and_throughput_by_hand():
     assert stopping.throughput(0.3, 0.5, 0.02, 0.1) == pytest.approx(100 / (120 * 0.02 + 30 * 0.1))
 
 
-def test_calibration():
+def test_calibration_by_hand():
     generator = torch.Generator().manual_seed(0)
     truth = torch.rand(20000, generator=generator)
     labels = (torch.rand(20000, generator=generator) < truth).float()
