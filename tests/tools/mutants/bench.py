@@ -1,6 +1,6 @@
 """Mutants, (file, text that occurs once, its replacement, what that breaks), and their tests."""
 
-TESTS = ["test_report.py", "test_bench.py"]
+TESTS = ["test_protocol.py", "test_report.py", "test_bench.py"]
 MUTANTS = [
     (
         "bench.py",
