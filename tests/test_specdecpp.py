@@ -583,16 +583,28 @@ def test_a_trained_head_tells_accepted_from_refused(llama, trained):
 
 
 def test_a_head_that_sees_log_q_by_hand(llama, trained):
-    """Its input is e_t with log q(Y_t) appended; nothing else is new."""
+    """A direction times log q(Y_t) is added to e_t; nothing else is new."""
     drafter = make_drafter(llama, head_sees="confidence", head_depth=0)
     hidden, of_q = torch.randn(3, 32).double(), torch.tensor([1.0, 0.5, 0.01]).double()
-    weight, bias = drafter.head.out.weight, drafter.head.out.bias
-    assert weight.shape == (1, 33)
-    expected = hidden @ weight[0, :32] + of_q.log() * weight[0, 32] + bias
+    direction = torch.randn(32).double()
+    with torch.no_grad():
+        drafter.head.log_q.copy_(direction)
+    seen = hidden + of_q.log()[:, None] * direction
+    expected = seen @ drafter.head.out.weight[0] + drafter.head.out.bias
     torch.testing.assert_close(drafter.accept_logit(hidden, of_q), expected)
+    assert drafter.accept_logit(hidden, 0 * of_q).isfinite().all()
     blind = trained.accept_logit(hidden, of_q)
     assert torch.equal(blind, trained.accept_logit(hidden, 0 * of_q))  # the paper's sees e_t only
-    assert drafter.accept_logit(hidden, 0 * of_q).isfinite().all()
+
+
+def test_a_head_that_sees_log_q_begins_as_one_that_does_not(llama, trained):
+    """So --stage head --head-sees confidence --init takes any checkpoint."""
+    drafter = make_drafter(llama, head_sees="confidence")
+    missing = drafter.load_state_dict(trained.state_dict(), strict=False).missing_keys
+    hidden, of_q = torch.randn(3, 32).double(), torch.rand(3).double()
+    assert missing == ["head.log_q"]
+    same = trained.accept_logit(hidden, of_q)
+    assert torch.equal(drafter.accept_logit(hidden, of_q), same)
 
 
 def test_log_q_helps_where_the_hidden_state_cannot_tell(llama):

@@ -248,7 +248,7 @@ def test_fit_times_and_throughput_by_hand():
     assert stopping.throughput(0.3, 0.5, 0.02, 0.1) == pytest.approx(100 / (120 * 0.02 + 30 * 0.1))
 
 
-def test_calibration():
+def test_calibration_by_hand():
     generator = torch.Generator().manual_seed(0)
     truth = torch.rand(20000, generator=generator)
     labels = (torch.rand(20000, generator=generator) < truth).float()
