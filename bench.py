@@ -1,16 +1,17 @@
 """Measure the methods side by side: one process, one target, the same prompts, answers interleaved.
 
-    python bench.py --method glide                          # the shipped drafter against plain
-    decoding python bench.py --method glide cape:all --num-prompts 40 --json results/run.json
-    python bench.py --method all                            # the shipped drafters, Medusa,
-    transformers' own methods python bench.py --cost-curve                            # milliseconds
-    of one target forward python bench.py --table results/*.json                  # tables of
-    earlier runs, as in the README
+    python bench.py --method glide                  # the shipped drafter against plain decoding
+    python bench.py --method glide cape:all --num-prompts 40 --json results/run.json
+    python bench.py --method all                    # all shipped drafters, transformers' own too
+    python bench.py --method falcon copies --variants copies     # what copies from the context add
+    python bench.py --cost-curve                    # milliseconds of one target forward
+    python bench.py --table results/*.json          # tables of earlier runs
+    python bench.py --method falcon --help          # the options of that method, too
 
 An arm is `method` or `method:variant`, a variant being a name in the module's VARIANTS
-(`method:all` takes every one), and `@DIR` after it takes another trained drafter than
-checkpoints/method. This file times arms and knows nothing about any method; report.py defines the
-figures and makes the tables.
+(`method:all` takes every one, `one+other` two of them), and `@DIR` after it takes another trained
+drafter than checkpoints/method. This file times arms and knows nothing about any method;
+support/arms.py says what they decode with, support/report.py defines the figures.
 
 Protocol: one process, one target, one dtype. Each turn of each prompt is answered by every arm
 before the next turn begins, in rotating order because machines drift, with the baseline's answers
@@ -20,14 +21,8 @@ transformers' greedy `generate` and a plain loop over our cache.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import copy
-import dataclasses
-import importlib
-import inspect
 import json
-import os
 import statistics
 import sys
 import time
@@ -41,30 +36,22 @@ from torch import nn
 from tqdm import tqdm
 
 import common
-from support import batching, cli, data, fitting, graphs, packed, report, stopping
+from support import arms as arms_of
+from support import batching, bench_options, cli, data, graphs, packed, replay, report, stopping
+from support.arms import Loader
+from support.prompts import check_lengths, encode
 
-ALSO = (
-    "cape:cpu",
-    f"ctc_drafter:none@{cli.ROOT / 'checkpoints' / 'medusa'}",
-)  # in `all`: CAPE with S(p) fitted; Medusa
-# its draft model is an ordinary causal LM, which transformers can use as an assistant
-PEER_DRAFTER = "specdecpp"
-# transformers' assisted generation: tokens at first, their schedule, the confidence at which to
-# stop
-ASSISTED = {
-    "constant": (5, "constant", 0.0),
-    "heuristic": (5, "heuristic", 0.0),
-    "confidence": (20, "constant", 0.4),
-}
 ALPHA_ANSWERS = 32  # at most so many of the baseline's answers are used for alpha
 WARM_UP_TOKENS = 12
+COPIES = 10  # most tokens a round that the arm `copies` copies
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens fed, on the cost curve
+CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 
 # ------------------------------------------------------------------------------------------- clocks
 
 
 def mark(cuda: bool):
-    """A moment: seconds on the CPU; on a GPU an event in its queue, so that taking the time does
-    not wait for it."""
+    """A moment: seconds on the CPU, on a GPU an event in its queue, which need not be awaited."""
     if not cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -74,29 +61,25 @@ def mark(cuda: bool):
 
 def between(start, end) -> float:
     """Seconds from one mark to another; on a GPU only after synchronising."""
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+    if isinstance(start, float):
+        return end - start
+    return start.elapsed_time(end) / 1000
 
 
 @dataclass
 class Clock(common.Stats):
-    """Stats that remember when each timer ran and how long the watched modules were inside their
-    forward."""
+    """Stats that remember when each timer ran, and when each watched module was in its forward."""
 
     cuda: bool = False
+    own_prefill: bool = True  # a timer marks the prefill; else the target's first forward is it
     timers: list[tuple] = field(default_factory=list)  # (name, start, end)
-    calls: list[tuple] = field(
-        default_factory=list
-    )  # (kind, start, end, tokens fed, belongs to the prefill)
-    phase: str = ""
-    own_prefill: bool = (
-        True  # the arm marks its prefill with a timer; otherwise the target's first forward is it
-    )
+    calls: list[tuple] = field(default_factory=list)  # (kind, start, end, tokens fed, in prefill)
+    phase: str = ""  # the timer that is running
     _open: list[tuple] = field(default_factory=list)
 
     @contextlib.contextmanager
     def timer(self, name: str):
-        """Record the block as time of `name`, whatever is nested in a prefill belonging to the
-        prefill."""
+        """Record the block as time of `name`; all that is nested in a prefill is prefill."""
         outer, start = self.phase, mark(self.cuda)
         self.phase = outer if outer == "prefill" else name
         yield
@@ -105,35 +88,34 @@ class Clock(common.Stats):
 
     @contextlib.contextmanager
     def watch(self, modules: dict[str, list[nn.Module]]):
-        """Time the forward of the modules, {kind: modules}; a watched call inside another belongs
-        to the outer one."""
+        """Time the forwards of {kind: modules}; one inside another belongs to the outer one."""
         handles = []
-        for kind, module in ((kind, module) for kind, group in modules.items() for module in group):
-            handles.append(
-                module.register_forward_pre_hook(partial(self._enter, kind), with_kwargs=True)
-            )
-            handles.append(module.register_forward_hook(self._leave))
+        for kind, group in modules.items():
+            for module in group:
+                enter = partial(self._enter, kind)
+                handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                handles.append(module.register_forward_hook(self._leave))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, kind, _module, args, kwargs) -> None:
+    def _enter(self, kind: str, _module, args, kwargs) -> None:
         ids = args[0] if args else kwargs.get("input_ids")
-        self._open.append(
-            (kind, mark(self.cuda), ids.shape[1] if ids is not None and ids.ndim > 1 else 0)
-        )
+        fed = ids.shape[1] if ids is not None and ids.ndim > 1 else 0
+        self._open.append((kind, mark(self.cuda), fed))
 
     def _leave(self, *_) -> None:
         kind, start, fed = self._open.pop()
-        if not self._open:
-            first = not any(call[0] == "target" for call in self.calls)
-            prefill = self.phase == "prefill" if self.own_prefill else first
-            self.calls.append((kind, start, mark(self.cuda), fed, prefill))
+        if self._open:
+            return
+        first = not any(call[0] == "target" for call in self.calls)
+        prefill = self.phase == "prefill" if self.own_prefill else first
+        self.calls.append((kind, start, mark(self.cuda), fed, prefill))
 
     def total(self, kind: str) -> float:
-        """Seconds inside the forward of `kind`, prefill excluded."""
+        """Seconds inside the forwards of `kind`, prefill excluded."""
         return sum(
             between(start, end)
             for name, start, end, _, prefill in self.calls
@@ -150,41 +132,41 @@ class Answer:
 
     tokens: list[int]  # new tokens
     seconds: float  # wall, prefill included
-    decode_seconds: float  # wall, prefill excluded
-    timers: dict[str, float]  # of the arm's own timers, prefill excluded
-    in_target: float
-    in_drafter: float
-    forwards: int  # target forwards that emitted tokens
-    rounds: int  # those of them that belong to decode_seconds
-    drafted: int
-    offered: list[int]  # per round; empty where unknown
-    accepted: list[int]
+    decode_seconds: float = 0.0  # wall, prefill excluded
+    timers: dict[str, float] = field(default_factory=dict)  # of the arm itself, without prefill
+    in_target: float = 0.0  # inside its forwards, prefill excluded
+    in_drafter: float = 0.0
+    forwards: int = 0  # target forwards that emitted tokens
+    rounds: int = 0  # those of them that belong to decode_seconds
+    drafted: int = 0
+    offered: list[int] = field(default_factory=list)  # levels of draft a round; empty: unknown
+    accepted: list[int] = field(default_factory=list)  # draft tokens a round
+    copies: list[tuple] = field(default_factory=list)  # copied tokens (offered, accepted) a round
     memory: int = 0  # peak bytes on the GPU
 
 
 @dataclass
 class Arm:
-    """One way of decoding: the keyword arguments of `target.generate`, and which modules are its
-    drafter."""
+    """One way of decoding: keyword arguments of `target.generate`, and what they consist of."""
 
     name: str
     kwargs: dict
     drafters: list[nn.Module] = field(default_factory=list)
-    module: object = None  # the method's module
-    base: dict = field(default_factory=dict)
+    module: object = None  # the method's
+    base: dict = field(default_factory=dict)  # base and base_drafter of a method on another's
+    variant: str = ""
+    plain: str | None = None  # the arm of the same method and drafter without the variant
+    facts: dict = field(default_factory=dict)  # the drafter's Config
     reports: bool = False  # generate takes `stats`
-    assistant_config: object = (
-        None  # generation_config that the assistant must carry while this arm runs
-    )
+    assistant_config: object = None  # generation_config of the assistant while this arm runs
     answers: list[Answer] = field(default_factory=list)
-    same: list[dict | None] = field(
-        default_factory=list
-    )  # per answer None, or where it left greedy decoding
+    same: list[dict | None] = field(default_factory=list)  # None, or where an answer left greedy
 
     def play(self, target, encoded: dict, **options) -> Answer:
         """Answer one prompt."""
         cuda = target.device.type == "cuda"
-        clock, kwargs = Clock(cuda=cuda, own_prefill=self.reports), dict(self.kwargs)
+        clock = Clock(cuda=cuda, own_prefill=self.reports)
+        kwargs = dict(self.kwargs)
         if self.reports:
             kwargs["stats"] = clock
         if self.assistant_config is not None:
@@ -192,190 +174,96 @@ class Arm:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
-        start, first = time.perf_counter(), mark(cuda)
+        start = time.perf_counter()
+        first = mark(cuda)
         with clock.watch({"target": [target], "drafter": self.drafters}):
             output = target.generate(**encoded, **options, **kwargs)
         last = mark(cuda)
         if cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        tokens = output[0, encoded["input_ids"].shape[1] :].tolist()
-
-        targets = [call for call in clock.calls if call[0] == "target"]
-        rounds = len(clock.accepted) if self.reports else sum(not call[4] for call in targets)
-        answer = Answer(
-            tokens,
-            seconds,
-            0.0,
-            {},
-            clock.total("target"),
-            clock.total("drafter"),
-            rounds,
-            rounds,
-            clock.drafted,
-            clock.offered,
-            clock.accepted,
-            torch.cuda.max_memory_allocated() if cuda else 0,
-        )
+        length = encoded["input_ids"].shape[1]
+        answer = Answer(output[0, length:].tolist(), seconds)
+        answer.in_target = clock.total("target")
+        answer.in_drafter = clock.total("drafter")
+        answer.memory = torch.cuda.max_memory_allocated() if cuda else 0
         if self.reports:
-            assert clock.emitted == len(tokens), (
-                f"{self.name} counts {clock.emitted} of {len(tokens)} tokens"
-            )
-            prefills = [end for name, _, end in clock.timers if name == "prefill"]
-            for name, begin, end in clock.timers:
-                if name != "prefill":
-                    answer.timers[name] = answer.timers.get(name, 0.0) + between(begin, end)
-        else:  # transformers' own loops: the first forward takes the prompt and emits tokens too
-            prefills, answer.forwards = [targets[0][2]], len(targets)
-            answer.drafted = (
-                sum(call[3] for call in targets)
-                - (encoded["input_ids"].shape[1] - 1)
-                - len(targets)
-            )
-            answer.timers = {"draft": answer.in_drafter, "verify": answer.in_target}
-        answer.decode_seconds = between(prefills[-1] if prefills else first, last)
+            prefilled = self._counted(answer, clock)
+        else:
+            prefilled = self._seen(answer, clock, length)
+        answer.decode_seconds = between(first if prefilled is None else prefilled, last)
         return answer
+
+    def _counted(self, answer: Answer, clock: Clock):
+        """Take over what the arm says of itself; returns when its prefill ended, or None."""
+        text = f"{self.name} counts {clock.emitted} of {len(answer.tokens)} tokens"
+        assert clock.emitted == len(answer.tokens), text
+        answer.forwards = answer.rounds = len(clock.accepted)
+        answer.drafted = clock.drafted
+        answer.offered = clock.offered
+        answer.accepted = clock.accepted
+        answer.copies = clock.copies
+        prefilled = None
+        for name, begin, end in clock.timers:
+            if name == "prefill":
+                prefilled = end
+            else:
+                answer.timers[name] = answer.timers.get(name, 0.0) + between(begin, end)
+        return prefilled
+
+    def _seen(self, answer: Answer, clock: Clock, length: int):
+        """The same of transformers' loops: the first forward takes the prompt and emits, too."""
+        targets = [call for call in clock.calls if call[0] == "target"]
+        answer.forwards = len(targets)
+        answer.rounds = sum(not prefill for *_, prefill in targets)
+        fed = sum(count for *_, count, _ in targets)
+        answer.drafted = fed - (length - 1) - len(targets)
+        answer.timers = {"draft": answer.in_drafter, "verify": answer.in_target}
+        return targets[0][2]
 
 
 @torch.no_grad()
 def plain_generate(
     target, input_ids, logits_processor, stopping_criteria, generation_config, stats, **model_kwargs
 ):
-    """Plain decoding over the same growing cache as the methods, the other candidate for the
-    baseline."""
+    """Plain decoding over the methods' growing cache, the other candidate for the baseline."""
     cache, _ = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
+    do_sample = generation_config.do_sample
     done = False
     while not done:
         with stats.timer("verify"):
-            logits = common.forward(target, input_ids[:, -1:], cache)[0][:, -1]
-            if logits_processor or generation_config.do_sample:
-                logits = logits_processor(input_ids, logits.to(copy=True, dtype=torch.float32))
-            sample = generation_config.do_sample
-            token = (
-                torch.multinomial(logits.softmax(-1), 1)
-                if sample
-                else logits.argmax(-1, keepdim=True)
-            )  # (1, 1)
+            scores = common.forward(target, input_ids[:, -1:], cache)[0][:, -1]  # (1, V)
+            if logits_processor or do_sample:
+                scores = logits_processor(input_ids, scores.to(copy=True, dtype=torch.float32))
+            if do_sample:
+                token = torch.multinomial(scores.softmax(-1), 1)  # (1, 1)
+            else:
+                token = scores.argmax(-1, keepdim=True)
             stats.offered.append(0)
             stats.accepted.append(0)
         input_ids, done = common.commit(input_ids, token, stopping_criteria, stats)
     return input_ids
 
 
-def import_method(name: str):
-    """The module of a method; ValueError for an unknown one."""
-    if name not in cli.METHODS:
-        raise ValueError(f"unknown method {name!r}; there are {', '.join(cli.METHODS)}, and all")
-    return importlib.import_module(name)
-
-
-def decode_fields(module) -> list[dataclasses.Field]:
-    """Config fields that can be changed while decoding."""
-    return [option for option in dataclasses.fields(module.Config) if option.metadata.get("decode")]
-
-
-class Loader:
-    """Makes arms; a drafter that several arms use is read once."""
-
-    def __init__(self, target, args):
-        self.target, self.args, self.drafters = target, args, {}
-        self.draft_model = None
-        if args.draft_model:
-            self.draft_model, _ = common.load_target(
-                args.draft_model, dtype=target.dtype, device=str(target.device)
-            )
-            mine, theirs = (
-                common.target_shape(model)["vocab_size"] for model in (target, self.draft_model)
-            )
-            if mine != theirs:
-                raise ValueError(
-                    f"--draft-model {args.draft_model} has {theirs} tokens and the target {mine}; "
-                    "take one of the same vocabulary"
-                )
-
-    def drafter(self, module, checkpoint: str | None = None):
-        """The trained drafter of a method, in the target's dtype."""
-        path = Path(checkpoint or cli.ROOT / "checkpoints" / module.__name__)
-        if path not in self.drafters:
-            with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
-                drafter = common.load_drafter(module.Drafter, path, self.target)
-                self.drafters[path] = packed.pack(drafter) if self.args.pack else drafter
-        return self.drafters[path]
-
-    def arms(self, spec: str) -> list[Arm]:
-        """The arms of `method`, `method:variant` or `method:all`, perhaps with the drafter of
-        another folder, @DIR."""
-        spec, _, folder = spec.partition("@")
-        name, _, chosen = spec.partition(":")
-        checkpoint, mark = folder or self.args.checkpoint, f"@{Path(folder).name}" if folder else ""
-        module = import_method(name)
-        variants = {"": {}, **getattr(module, "VARIANTS", {})}
-        if chosen not in (*variants, "all"):
-            known = ", ".join(list(variants)[1:]) or "none"
-            raise ValueError(f"{name} has no variant {chosen!r}; its variants: {known}")
-        takes = inspect.signature(module.generate).parameters
-        options = {option.name: getattr(self.args, option.name) for option in decode_fields(module)}
-        options = {option: value for option, value in options.items() if value is not None}
-        kwargs, base, config = {"custom_generate": module.generate}, {}, None
-        if self.draft_model is not None and "draft_model" in takes:
-            kwargs["draft_model"] = self.draft_model
-        if hasattr(module, "Drafter"):
-            kwargs["drafter"] = self.drafter(module, checkpoint)
-            config = kwargs["drafter"].config
-        base_name = options.pop("base", None) or getattr(config or module.Config(), "base", "")
-        if base_name:
-            base["base"] = cli.chain_proposer(base_name)
-            base["base_drafter"] = self.drafter(
-                base["base"], None if "drafter" in kwargs else checkpoint
-            )
-            kwargs |= {key: value for key, value in base.items() if key in takes}
-            if "drafter" in takes and "drafter" not in kwargs:
-                kwargs["drafter"] = base["base_drafter"]
-        drafters = list(
-            {id(value): value for value in kwargs.values() if isinstance(value, nn.Module)}.values()
+@torch.no_grad()
+def copies_generate(
+    target, input_ids, logits_processor, stopping_criteria, generation_config, stats, **model_kwargs
+):
+    """Copies from the context without any drafter: what they are worth alone."""
+    cache, _ = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
+    do_sample = generation_config.do_sample
+    lookup = common.Lookup(COPIES)
+    nothing = common.chain([], input_ids)
+    done = False
+    while not done:
+        with stats.timer("draft"):
+            room = max(0, generation_config.max_length - input_ids.shape[1] - 1)
+            draft = lookup.merge(nothing, input_ids, room)
+        verified = common.verify(
+            target, input_ids, draft, cache, logits_processor, do_sample, stats
         )
-        return [
-            Arm(
-                (f"{name}:{variant}" if variant else name) + mark,
-                kwargs | options | variants[variant],
-                drafters,
-                module,
-                base,
-                reports=True,
-            )
-            for variant in (variants if chosen == "all" else [chosen])
-        ]
-
-    def peers(self) -> list[Arm]:
-        """transformers' assisted generation and prompt lookup."""
-        arms, assistant = [Arm("prompt-lookup", {"prompt_lookup_num_tokens": 10})], self.draft_model
-        try:
-            if assistant is None:
-                module = import_method(PEER_DRAFTER)
-                assistant = self.drafter(module).causal_lm(self.target)
-        except ValueError as problem:
-            print(f"bench.py: no assisted generation among the peers: {problem}", file=sys.stderr)
-            return arms
-        for name, (
-            count,
-            schedule,
-            threshold,
-        ) in ASSISTED.items():  # on the target's config they would be ignored
-            config = copy.deepcopy(assistant.generation_config)
-            config.update(
-                num_assistant_tokens=count,
-                num_assistant_tokens_schedule=schedule,
-                assistant_confidence_threshold=threshold,
-            )
-            arms.append(
-                Arm(
-                    f"assisted:{name}",
-                    {"assistant_model": assistant},
-                    [assistant],
-                    assistant_config=config,
-                )
-            )
-        return arms
+        input_ids, done = common.commit(input_ids, verified.tokens, stopping_criteria, stats)
+    return input_ids
 
 
 def make_arms(target, args) -> list[Arm]:
@@ -385,30 +273,25 @@ def make_arms(target, args) -> list[Arm]:
         Arm("transformers", {}),
         Arm("plain", {"custom_generate": plain_generate}, reports=True),
     ]
-    wanted = list(dict.fromkeys(args.method))
-    if args.checkpoint and (len(wanted) != 1 or wanted == ["all"]):
-        raise ValueError("--checkpoint goes with exactly one --method")
-    for spec in wanted:
-        for name in (*cli.METHODS, *ALSO) if spec == "all" else [spec]:
-            try:
-                arms += loader.arms(name)
-            except ValueError as problem:
-                if spec != "all":
-                    raise
-                print(f"bench.py: without {name.partition('@')[0]}: {problem}", file=sys.stderr)
+    copies = Arm("copies", {"custom_generate": copies_generate}, reports=True)
+    for spec, must in arms_of.wanted(args.method, args.variants).items():
+        try:
+            arms += [copies] if spec == "copies" else [Arm(**x) for x in loader.method(spec)]
+        except ValueError as problem:
+            if must:
+                raise
+            print(f"bench.py: without {spec.partition('@')[0]}: {problem}", file=sys.stderr)
     if len(arms) == 2 and not args.peers:
         raise ValueError(
             "nothing to compare with plain decoding: no method has a drafter; make one with "
             "train.py"
         )
-    arms += loader.peers() if args.peers or "all" in wanted else []
-    if (
-        loader.draft_model is not None
-        and not args.peers
-        and not any("draft_model" in arm.kwargs for arm in arms)
-    ):
+    if args.peers or "all" in args.method:
+        arms += [copies, *(Arm(**each) for each in loader.peers())]
+    takes_it = args.peers or any("draft_model" in arm.kwargs for arm in arms)
+    if loader.draft_model is not None and not takes_it:
         raise ValueError(
-            f"--draft-model: {', '.join(wanted)} drafts with a network of its own; leave the "
+            f"--draft-model: {', '.join(args.method)} drafts with a network of its own; leave the "
             "option out"
         )
     names = [arm.name for arm in arms]
@@ -418,52 +301,14 @@ def make_arms(target, args) -> list[Arm]:
 def compile_drafters(arms: list[Arm]) -> None:
     """Compiled drafters in the arms of our methods, each once though several arms use it."""
     compiled: dict[int, nn.Module] = {}
-    for arm in (arm for arm in arms if arm.module):
+    for arm in arms:
+        if arm.module is None:
+            continue
         for drafter in arm.drafters:
             compiled.setdefault(id(drafter), graphs.compiled(drafter))
-        arm.kwargs, arm.base = (
-            {name: compiled.get(id(value), value) for name, value in options.items()}
-            for options in (arm.kwargs, arm.base)
-        )
+        arm.kwargs = {name: compiled.get(id(x), x) for name, x in arm.kwargs.items()}
+        arm.base = {name: compiled.get(id(x), x) for name, x in arm.base.items()}
         arm.drafters = [compiled[id(drafter)] for drafter in arm.drafters]
-
-
-# ------------------------------------------------------------------------------------------ prompts
-
-
-def encode(tokenizer, messages: list[str], device) -> dict:
-    """Model inputs of a conversation whose user and assistant messages alternate, the user's
-    first."""
-    if tokenizer.chat_template:
-        chat = [
-            {"role": ("user", "assistant")[i % 2], "content": text}
-            for i, text in enumerate(messages)
-        ]
-        encoded = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        encoded = tokenizer("\n".join(messages) + "\n", return_tensors="pt")
-    return {key: encoded[key].to(device) for key in ("input_ids", "attention_mask")}
-
-
-def check_lengths(target, tokenizer, prompts: list[dict], max_new_tokens: int) -> int:
-    """Most tokens of a conversation; ValueError, before anything is measured, if it could outgrow
-    the target."""
-    limit, most = getattr(target.config.get_text_config(), "max_position_embeddings", None), 0
-    for prompt in prompts:
-        messages = [text for turn in prompt["turns"] for text in (turn, "")][:-1]
-        longest = encode(tokenizer, messages, "cpu")["input_ids"].shape[1] + max_new_tokens * len(
-            prompt["turns"]
-        )
-        if limit and longest > limit:
-            raise ValueError(
-                f"prompt {prompt['question_id']} may take {longest} tokens and the target's "
-                "context is "
-                f"{limit}; lower --max-new-tokens or leave the prompt out"
-            )
-        most = max(most, longest)
-    return most
 
 
 # ---------------------------------------------------------------------------------------- measuring
@@ -472,51 +317,45 @@ def check_lengths(target, tokenizer, prompts: list[dict], max_new_tokens: int) -
 def run(
     target, tokenizer, arms: list[Arm], prompts: list[dict], options: dict, rehearse: bool = False
 ) -> list[dict]:
-    """Play all turns with all arms, filling `arm.answers`; returns a record of each turn. Ctrl-C
-    ends it early.
+    """Play all turns with all arms, filling `arm.answers`; Ctrl-C ends it early.
 
-    Args: rehearse: warm up with all first turns, since compiled drafters compile when they meet
-    another shape.
+    Args:
+        rehearse: warm up with all first turns, since compiled drafters compile for each new shape.
+    Returns:
+        Of each turn {"prompt", "question_id", "category", "question", "input_ids", "answer"}.
     """
-    greedy, turns = not options["do_sample"], []
+    turns: list[dict] = []
     total = len(arms) * sum(len(prompt["turns"]) for prompt in prompts)
-    bar = tqdm(
-        total=total, desc="answers", mininterval=0.5 if sys.stderr.isatty() else 20
-    )  # a log gets few lines
+    often = 0.5 if sys.stderr.isatty() else 20  # a log gets few lines
+    bar = tqdm(total=total, desc="answers", mininterval=often)
     try:
-        short = {**options, "max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
+        short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
         for prompt in prompts if rehearse else prompts[:1]:
-            warm_up = encode(tokenizer, prompt["turns"][:1], target.device)
+            encoded = encode(tokenizer, prompt["turns"][:1], target.device)
             for arm in arms:
-                arm.play(target, warm_up, **(options if rehearse else short))
+                arm.play(target, encoded, **(options if rehearse else short))
         for index, prompt in enumerate(prompts):
             messages: list[str] = []
-            for turn in prompt["turns"]:
-                messages.append(turn)
-                encoded, order = encode(tokenizer, messages, target.device), {}
+            for question in prompt["turns"]:
+                messages.append(question)
+                encoded = encode(tokenizer, messages, target.device)
+                played = {}
                 first = len(turns) % len(arms)
                 for arm in arms[first:] + arms[:first]:
                     bar.set_postfix_str(arm.name)
-                    order[arm.name] = arm.play(target, encoded, **options)
+                    played[arm.name] = arm.play(target, encoded, **options)
                     bar.update(1)
-                reference = order[arms[0].name].tokens
+                reference = played[arms[0].name].tokens
                 for arm in arms:
-                    arm.answers.append(order[arm.name])
-                    arm.same.append(
-                        divergence(target, encoded, reference, order[arm.name].tokens)
-                        if greedy
-                        else None
-                    )
+                    answer, gone = played[arm.name], None
+                    if not options["do_sample"]:
+                        gone = divergence(target, encoded, reference, answer.tokens)
+                    arm.answers.append(answer)
+                    arm.same.append(gone)
                 messages.append(tokenizer.decode(reference, skip_special_tokens=True))
-                turns.append(
-                    {
-                        "prompt": index,
-                        "question_id": prompt["question_id"],
-                        "category": prompt["category"],
-                        "input_ids": encoded["input_ids"],
-                        "answer": reference,
-                    }
-                )
+                turn = {"prompt": index, "question": question, "answer": reference}
+                turn |= {name: prompt[name] for name in ("question_id", "category")}
+                turns.append(turn | {"input_ids": encoded["input_ids"]})
     except KeyboardInterrupt:
         print(f"bench.py: interrupted; the figures are of {len(turns)} answers", file=sys.stderr)
         for arm in arms:
@@ -528,68 +367,88 @@ def run(
 
 @torch.no_grad()
 def divergence(target, encoded: dict, reference: list[int], tokens: list[int]) -> dict | None:
-    """None if the answers are the same, else the first position that differs and the target's top-2
-    margin there."""
+    """Where two answers part, and by how little the target preferred its choice there.
+
+    Returns: None if they are the same, else {"position", "top2_margin"}, of the first token that
+        differs and the target's two best logits for it.
+    """
     if tokens == reference:
         return None
     same = [a == b for a, b in zip(tokens, reference)]
     place = same.index(False) if False in same else len(same)
-    ids = torch.cat(
-        [encoded["input_ids"], encoded["input_ids"].new_tensor([reference[:place]])], dim=1
-    )
+    agreed = encoded["input_ids"].new_tensor([reference[:place]])
+    ids = torch.cat([encoded["input_ids"], agreed], dim=1)
     best = target(ids).logits[0, -1].float().topk(2).values.tolist()
     return {"position": place, "top2_margin": best[0] - best[1]}
 
 
 @torch.no_grad()
 def acceptance_rate(arm: Arm, target, turns: list[dict]) -> float | None:
-    """alpha by the method's own definition, over the baseline's answers; None where the method has
-    none."""
+    """alpha by the method's own definition, over the tokens of the baseline's answers.
+
+    Returns: None where the method has none.
+    """
     drafter = arm.kwargs.get("drafter")
     if not hasattr(arm.module, "alpha") or drafter is None:
         return None
-    import train  # for the batches that a method's alpha takes
-
-    sequences = []
-    for turn in turns[:ALPHA_ANSWERS]:
-        ids = torch.cat(
-            [turn["input_ids"][0].cpu(), torch.tensor(turn["answer"], dtype=torch.long)]
-        )
-        sequences.append((ids, torch.arange(len(ids)) >= turn["input_ids"].shape[1]))
     layers = [layer for each in arm.drafters for layer in getattr(each, "kv_layers", ())]
-    features = train.Features(target, sequences, layers, None)
-    total = count = 0
-    for index in range(len(sequences)):
-        batch = train.make_batch(
-            [index], sequences, features, torch.tensor([index]), 0.0, target.device
-        )
-        part, number = arm.module.alpha(drafter, target, batch, **arm.base)
-        total, count = total + float(part), count + int(number)
+    total, count = 0.0, 0
+    for index, turn in enumerate(turns[:ALPHA_ANSWERS]):
+        prompt = turn["input_ids"]
+        ids = torch.cat([prompt, prompt.new_tensor([turn["answer"]])], dim=1)  # (1, T)
+        answered = (torch.arange(ids.shape[1], device=ids.device) >= prompt.shape[1])[None]
+        hidden, kv = common.target_features(target, ids, layers)
+        lengths = ids.new_tensor([ids.shape[1]])
+        seed = ids.new_tensor([index])
+        batch = common.Batch(ids, answered, lengths, hidden, kv, seed, progress=0.0)
+        accepted, number = arm.module.alpha(drafter, target, batch, **arm.base)
+        total += float(accepted)
+        count += int(number)
     return round(total / count, 4) if count else None
 
 
+def summary(arms: list[Arm], target, turns: list[dict], greedy: bool) -> dict:
+    """The figures of all arms, {NAME: figures}; the baseline is the faster of the first two."""
+    baseline = max(arms[:2], key=report.speed)
+    result, alphas = {}, {}
+    for arm in (baseline, *arms[2:]):
+        numbers = report.figures(arm, baseline, turns, greedy)
+        drafter = arm.module, id(arm.kwargs.get("drafter"))
+        if drafter not in alphas:
+            alphas[drafter] = acceptance_rate(arm, target, turns)
+        numbers["alpha"] = alphas[drafter]
+        plain = [other for other in arms if other.name == arm.plain]
+        numbers["against"] = {
+            other.name: report.rounded(report.paired_ratio(arm, other, turns)) for other in plain
+        }
+        result[arm.name] = numbers
+    loops = {arm.name: report.rounded(report.speed(arm)) for arm in arms[:2]}
+    first = result.pop(baseline.name) | {"loop": baseline.name, "loops": loops}
+    return {"baseline": first, **result}
+
+
+@torch.no_grad()
 def cost_curve(target, context: int, repeats: int = 5) -> dict:
-    """Milliseconds of a target forward over a chain draft, as verification runs it: medians,
-    warm-up discarded.
+    """Milliseconds of a target forward over a chain draft, as verification runs it.
 
     Returns:
-        {"context", "by_tokens": {n: ms at that context}, "by_context": {P: {n: ms}}}.
+        {"context", "by_tokens": {n: ms at that context}, "by_context": {P: {n: ms}}}, medians
+        without the first, which warms up.
     """
-    config, shape = target.config.get_text_config(), common.target_shape(target)
-    limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    shape = common.target_shape(target)
+    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     if context + 64 > limit:
         raise ValueError(
             f"--context {context} + 64 tokens exceed the target's context of {limit}; lower "
             "--context"
         )
-    cache, ids = common.GrowingCache(shape["num_layers"]), torch.Generator().manual_seed(0)
-    draw = lambda n: torch.randint(shape["vocab_size"], (1, n), generator=ids).to(target.device)
-    cuda, result = (
-        target.device.type == "cuda",
-        {"context": context, "by_tokens": {}, "by_context": {}},
-    )
+    device, cuda = target.device, target.device.type == "cuda"
+    cache = common.GrowingCache(shape["num_layers"])
+    generator = torch.Generator().manual_seed(0)
 
-    @torch.no_grad()
+    def draw(count: int) -> torch.Tensor:
+        return torch.randint(shape["vocab_size"], (1, count), generator=generator).to(device)
+
     def milliseconds(rows: int, tokens: int) -> float:
         held = cache.get_seq_length()
         if rows < held:
@@ -599,17 +458,13 @@ def cost_curve(target, context: int, repeats: int = 5) -> dict:
         times = []
         for _ in range(repeats + 1):
             fed = draw(tokens)
+            positions = rows + torch.arange(tokens, device=device)[None]
             start = mark(cuda)
-            mask = common.ancestor_mask(torch.arange(tokens - 1) - 1, rows, target.dtype).to(
-                target.device
-            )
-            common.forward(
-                target,
-                fed,
-                cache,
-                attention_mask=mask if tokens > 1 else None,
-                position_ids=rows + torch.arange(tokens, device=target.device)[None],
-            )
+            mask = None
+            if tokens > 1:
+                parents = torch.arange(tokens - 1) - 1
+                mask = common.ancestor_mask(parents, rows, target.dtype).to(device)
+            common.forward(target, fed, cache, attention_mask=mask, position_ids=positions)
             end = mark(cuda)
             if cuda:
                 torch.cuda.synchronize()
@@ -617,258 +472,101 @@ def cost_curve(target, context: int, repeats: int = 5) -> dict:
             cache.crop(-tokens)
         return round(statistics.median(times[1:]), 3)
 
-    plan = [(context, n, "by_tokens") for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)]
-    plan += [(rows, n, "by_context") for rows in (128, 256, 512, 1024, 2048, 4096) for n in (1, 8)]
-    for rows, n, kind in tqdm(
-        sorted(row for row in plan if row[0] + 64 <= limit), desc="cost curve", disable=None
-    ):
-        place = result[kind] if kind == "by_tokens" else result[kind].setdefault(str(rows), {})
-        place[str(n)] = milliseconds(rows, n)
+    result = {"context": context, "by_tokens": {}, "by_context": {}}
+    plan = [(context, tokens, "by_tokens") for tokens in COUNTS]
+    plan += [(rows, tokens, "by_context") for rows in CONTEXTS for tokens in (1, 8)]
+    plan = sorted(row for row in plan if row[0] + 64 <= limit)
+    for rows, tokens, kind in tqdm(plan, desc="cost curve", disable=None):
+        place = result[kind]
+        if kind == "by_context":
+            place = place.setdefault(str(rows), {})
+        place[str(tokens)] = milliseconds(rows, tokens)
     return result
 
 
 # ------------------------------------------------------------------------------------- command line
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Options, those of the methods' Config fields that can be changed while decoding included."""
-    parser = cli.OneLineParser(
-        description=f"{__doc__}\nFigures\n\n{report.__doc__.partition('timing.')[2].strip()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    number = cli.number
-    parser.add_argument(
-        "--method",
-        nargs="+",
-        default=[],
-        metavar="NAME[:VARIANT][@DIR]",
-        help=f"{', '.join(cli.METHODS)}; all: those with a checkpoint, Medusa, --peers; "
-        "NAME:all: all variants; DIR: another drafter than checkpoints/NAME",
-    )
-    parser.add_argument(
-        "--peers",
-        action="store_true",
-        help="also transformers' assisted generation and prompt lookup",
-    )
-    parser.add_argument(
-        "--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)"
-    )
-    parser.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64")
-    )
-    parser.add_argument(
-        "--device", type=cli.device, default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    parser.add_argument(
-        "--pack",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="packed weights on a CPU",
-    )
-    parser.add_argument(
-        "--graphs", action="store_true", help="CUDA graphs and compiled drafters (graphs.py)"
-    )
-    parser.add_argument(
-        "--prompts", nargs="+", metavar="FILE", help="FastChat JSONL (default: all of prompts/)"
-    )
-    parser.add_argument(
-        "--num-prompts", type=number(int, 0), default=6, help="spread over all files; 0: all (6)"
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=number(int, 1), default=64, help="per turn (default 64)"
-    )
-    parser.add_argument(
-        "--temperature", type=number(float, 0), default=0.0, help="0 is greedy (default)"
-    )
-    parser.add_argument("--top-p", type=number(float, 0, 1), default=1.0)
-    parser.add_argument("--seed", type=number(int, 0), default=0, help="for temperatures above 0")
-    parser.add_argument(
-        "--batch-size", type=number(int, 1), default=1, help="prompts answered at once (default 1)"
-    )
-    parser.add_argument(
-        "--checkpoint", metavar="DIR", help="drafter to measure (default: checkpoints/METHOD)"
-    )
-    parser.add_argument(
-        "--draft-model", metavar="NAME", help="causal LM of the target's vocabulary to draft with"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the result here")
-    parser.add_argument(
-        "--show",
-        action="store_true",
-        help="print an answer of each method, accepted draft on green",
-    )
-    parser.add_argument(
-        "--cost-curve",
-        action="store_true",
-        help="measure a target forward by tokens and by context",
-    )
-    parser.add_argument(
-        "--context", type=number(int, 1), default=256, help="of the cost curve (default 256 tokens)"
-    )
-    parser.add_argument(
-        "--sweep",
-        nargs="*",
-        metavar="DIR",
-        help="replay every stop rule on the first method's chains "
-        "(Figure 4 of SpecDec++); DIR: more heads for the same draft model",
-    )
-    parser.add_argument(
-        "--refit",
-        action="store_true",
-        help="fit CAPE's S(p) or Falcon's tree to drafter and machine",
-    )
-    parser.add_argument(
-        "--table", nargs="+", metavar="FILE", help="only print the tables of these results"
-    )
-    parser.add_argument("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
-    known, _ = parser.parse_known_args([flag for flag in argv if flag not in ("-h", "--help")])
-    names = [spec.partition("@")[0].partition(":")[0] for spec in known.method if spec != "all"]
-    if "all" in known.method:
-        names += cli.METHODS
-    for module in map(import_method, dict.fromkeys(names)):
-        cli.add_config_options(parser, module.Config, decode=True)
-    args = parser.parse_args(argv)
-    args.argv = argv
-    if not (args.method or args.peers or args.cost_curve or args.table):
-        raise ValueError(
-            f"nothing to do: give --method NAME ({', '.join(cli.METHODS)}, all), --cost-curve or "
-            "--table FILE"
-        )
-    if (args.sweep is not None or args.refit) and (not args.method or args.temperature):
-        raise ValueError(
-            "--sweep and --refit look at greedy drafts of a --method; leave out --temperature"
-        )
-    if args.batch_size > 1 and (args.sweep is not None or args.refit or args.show or args.peers):
-        raise ValueError(
-            "--sweep, --refit, --show and --peers take one sequence at a time; leave out "
-            "--batch-size"
-        )
-    if args.graphs and (args.batch_size > 1 or args.cost_curve or args.refit):
-        raise ValueError(
-            "--graphs holds one sequence; leave out --batch-size, --cost-curve and --refit"
-        )
-    if args.graphs and not args.device.startswith(("cuda", "cpu")):
-        raise ValueError(f"--graphs records on CUDA devices, not on {args.device}; leave it out")
-    if not args.top_p:
-        raise ValueError("--top-p must be above 0 and at most 1")
-    if args.json and (Path(args.json).is_dir() or not Path(args.json).resolve().parent.is_dir()):
-        raise ValueError(f"--json {args.json}: no such folder or not a file; make the folder first")
-    if args.plot and Path(args.plot).exists() and not Path(args.plot).is_dir():
-        raise ValueError(f"--plot {args.plot} is not a folder; give another one")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
-    return args
+def parse(argv: list[str]):
+    """The options, those of the methods' Config that matter while decoding included."""
+    return bench_options.parse(argv, __doc__)
+
+
+def measure(args) -> dict:
+    """Everything that was asked for; prints the tables, writes --json, returns the result."""
+    prompts = []
+    if args.method or args.peers:
+        paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
+        prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
+    if args.prompt and prompts:
+        prompts = [{"question_id": "prompt", "category": "prompt", "turns": [args.prompt]}]
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    dtype = getattr(torch, args.dtype)
+    target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
+    if args.pack:
+        target = packed.pack(target)
+    result = report.header(args, target, len(prompts))
+    arms, turns, fit, swept = [], [], None, None
+    if prompts:
+        arms = make_arms(target, args)
+        longest = check_lengths(target, tokenizer, prompts, args.max_new_tokens)
+        decoding = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
+        if args.temperature:
+            decoding |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+        torch.manual_seed(args.seed)
+    if args.replay:
+        text = prompts[0]["turns"][0]
+        encoded = encode(tokenizer, [text], target.device)
+        return replay.write(args.replay, target, tokenizer, arms[2:], text, encoded, decoding)
+    if args.sweep is not None:
+        swept = stopping.chain_and_heads(arms[2], target, args.sweep)
+    if args.refit:
+        from support import fitting  # it needs methods' files that may not be here
+
+        fit = fitting.fitter(arms[2])
+    if args.batch_size > 1 and prompts:
+        size = args.batch_size
+        result["batch"] = batching.measure(target, tokenizer, arms, prompts, size, encode, decoding)
+    elif prompts:
+        recorded = contextlib.nullcontext()
+        if args.graphs:
+            compile_drafters(arms)
+            recorded = graphs.use(target, longest + graphs.SIZES[-1])
+        with recorded:
+            turns = run(target, tokenizer, arms, prompts, decoding, rehearse=args.graphs)
+        if not turns:
+            sys.exit(130)
+        result["prompts"] = turns[-1]["prompt"] + 1
+        result["arms"] = summary(arms, target, turns, not args.temperature)
+        if len(turns) < sum(len(prompt["turns"]) for prompt in prompts):
+            result["interrupted"] = True
+    if args.cost_curve or args.refit:
+        result["cost_curve"] = cost_curve(target, args.context)
+    if args.refit:
+        result["fitted"] = report.rounded(fit(target, turns, result["cost_curve"]))
+    if args.sweep is not None:
+        timed = stopping.measured(arms[2:])
+        result["sweep"] = report.rounded(stopping.sweep(*swept, target, turns, timed))
+    print(report.tables(result))
+    if args.show:
+        print("\n" + report.answers(tokenizer, arms, turns[0], sys.stdout.isatty()))
+    if args.json and args.json != "-":
+        report.write_result(result, args.json)
+    return result
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(sys.argv[1:] if argv is None else argv)
     if args.table:
         results = [report.read_result(path) for path in args.table]
-        print("\n\n".join(map(report.tables, results)))
-        return print(*report.plot(results, Path(args.plot)), file=sys.stderr) if args.plot else None
-    prompts = []
-    if args.method or args.peers:
-        paths = (
-            [Path(path) for path in args.prompts]
-            if args.prompts
-            else sorted((cli.ROOT / "prompts").glob("*.jsonl"))
-        )
-        prompts = data.read_prompts(paths, args.num_prompts)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    target, tokenizer = common.load_target(
-        args.target, dtype=getattr(torch, args.dtype), device=args.device
-    )
-    target = packed.pack(target) if args.pack else target
-    result, arms, turns = report.header(args, target, len(prompts)), [], []
-    if prompts:
-        arms = make_arms(target, args)
-        longest = check_lengths(target, tokenizer, prompts, args.max_new_tokens)
-        swept = (
-            stopping.chain_and_heads(arms[2], target, args.sweep)
-            if args.sweep is not None
-            else None
-        )
-        fit = fitting.fitter(arms[2].module) if args.refit else None
-        sampling = {
-            "do_sample": True,
-            "temperature": args.temperature,
-            "top_p": args.top_p,
-            "top_k": 0,
-        }
-        options = sampling if args.temperature else {"do_sample": False}
-        torch.manual_seed(args.seed)
-    if prompts and args.batch_size > 1:
-        result["batch"] = batching.measure(
-            target,
-            tokenizer,
-            arms,
-            prompts,
-            args.batch_size,
-            encode,
-            {"max_new_tokens": args.max_new_tokens, **options},
-        )
-    elif prompts:
-        if args.graphs:
-            compile_drafters(arms)
-        with (
-            graphs.use(target, longest + graphs.SIZES[-1])
-            if args.graphs
-            else contextlib.nullcontext()
-        ):
-            turns = run(
-                target,
-                tokenizer,
-                arms,
-                prompts,
-                {"max_new_tokens": args.max_new_tokens, **options},
-                rehearse=args.graphs,
-            )
-        if not turns:
-            sys.exit(130)
-        result["prompts"], result["arms"] = turns[-1]["prompt"] + 1, {}
-        baseline, alphas = max(arms[:2], key=report.speed), {}
-        for arm in (baseline, *arms[2:]):
-            numbers = report.figures(arm, baseline, turns, not args.temperature)
-            key = (arm.module, id(arm.kwargs.get("drafter")))
-            numbers["alpha"] = alphas[key] = (
-                alphas[key] if key in alphas else acceptance_rate(arm, target, turns)
-            )
-            if arm is baseline:
-                numbers |= {
-                    "loop": arm.name,
-                    "loops": report.rounded({a.name: report.speed(a) for a in arms[:2]}),
-                }
-            result["arms"]["baseline" if arm is baseline else arm.name] = numbers
-        if len(turns) < sum(len(prompt["turns"]) for prompt in prompts):
-            result["interrupted"] = True
-    if args.cost_curve or args.refit:
-        result["cost_curve"] = cost_curve(target, args.context)
-    if args.refit:
-        result["fitted"] = {
-            arms[2].name: report.rounded(fit(arms[2], target, turns, result["cost_curve"]))
-        }
-    if args.sweep is not None:
-        result["sweep"] = report.rounded(
-            stopping.sweep(*swept, target, turns, stopping.measured(arms[2:]))
-        )
-    print(report.tables(result))
-    for arm in (arm for arm in arms if args.show and arm.module):
-        print(
-            f"\n{arm.name}, accepted draft tokens "
-            f"highlighted:\n{report.highlight(tokenizer, arm.answers[0])}"
-        )
-    if args.json:
-        part = Path(f"{args.json}.{os.getpid()}")
-        try:
-            part.write_text(json.dumps(result, indent=1) + "\n")
-            part.replace(args.json)
-        finally:
-            part.unlink(missing_ok=True)
+        print("\n\n".join(report.tables(result) for result in results))
+    else:
+        results = [measure(args)]
     if args.plot:
-        print(*report.plot([result], Path(args.plot)), file=sys.stderr)
-    print("\n" + json.dumps(result))
+        print(*report.plot(results, Path(args.plot)), file=sys.stderr)
+    if not args.table and (args.json == "-" or not sys.stdout.isatty()):
+        print("\n" + json.dumps(results[0]))
 
 
 if __name__ == "__main__":

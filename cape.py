@@ -1,5 +1,7 @@
-"""CAPE: confidence-aware expansion of a chain draft (Du et al., ICML 2024, arXiv:2402.02082,
-section 4.2, appendix A).
+"""CAPE: confidence-aware expansion of a chain draft (Du et al., ICML 2024).
+
+Paper: arXiv:2402.02082, section 4.2 and appendix A. "Upstream" below is the code that its authors
+released.
 
 A chain drafter has already computed a whole distribution at every step, and only its first choice
 is used. CAPE lists further tokens from the same distribution beside each draft token: many where
@@ -7,28 +9,47 @@ the drafter was unsure, few where it was confident. The extra tokens are leaves:
 from them, so they cost no drafter pass, only rows in the verification. CAPE works on any chain
 proposer (`base`); GLIDE is the default, and only the base has weights.
 
-    symbol           name here                 section      function
-    x_{t+1..t+gamma} trajectory                4.2          expand
-    X_i, K_i         extras of step i          4.2          expand
-    p_i              confidence                4.2          expand
-    S(p)             Config.sizes, bounds      4.2          set_size
-    linearized P     Draft: trajectory, X_1..  4.2, Alg. 2  expand
-    Mask_CAPE        common.ancestor_mask      4.2          (the drawing in expand)
-    32 tokens        Config.max_tokens         5.3          expand
+        root -+- x_(t+1) -+- x_(t+2) -+- x_(t+3)     the trajectory, gamma = 3
+              +- a_1      +- a_2      +- a_3         X_1 = {a_1, b_1}, K_1 = 2: unsure here
+              +- b_1                                 X_2 = {a_2}, K_2 = 1: sure
+
+    symbol             name here                    section       function
+    M_T, M_D           target, base_drafter         3             generate
+    x_(<=t), x_t       input_ids, its last (root)   3, 4.1        generate
+    x_(t+1..t+gamma)   trajectory                   4.2           expand
+    gamma              Config.gamma                 3, 5.1        generate
+    p_D(. | x_(<t+i))  q_draft of step i            4.2           expand
+    p_i                confidence, max of q_draft   4.2           extras_wanted
+    S(p)               Config.sizes, bounds         4.2           set_size
+    X_i, K_i           extras of step i, counts     4.2           expand, extras_wanted
+    x'_(t+i,j)         the j-th extra of step i     4.2           expand
+    P, beta            Draft.tokens, their number   4.2, Alg. 2   expand
+    pos(i)             depth of a node              4.2, Alg. 2   common.verify
+    A, Mask_CAPE       scores, ancestor_mask        4.2           common (drawing in expand)
+    k                  Config.width                 5.1           beam
+    32 tokens          Config.max_tokens            5.3           expand
+    S, P, T, K, R      sizes, q_draft, trajectory,  Alg. 1        expand
+                       extras, paths of the tree
+    input, input_pi    tokens and depths            Alg. 2        common.verify
+    CAM, VAM           chain's mask, whole mask     Alg. 2        common.ancestor_mask
 
 Deviations
-    1. upstream != paper: Algorithm 1's array of ten sizes counts the top-1 token and has no entry
-       for p = 1; here the sizes are those of section 4.2 (top-1 not counted) and each range
-       includes its upper bound.
-    2. paper silent: how the 32-token limit is kept. Here the least probable extras, by the
-       probability that the round gets to them, are dropped first; the trajectory always stays.
+    1. paper silent, where section 4.2 and Algorithm 1 differ: here the sizes are those of 4.2,
+       without the trajectory's token, and a range includes its upper bound. The algorithm's array
+       of ten counts that token, includes the lower bounds, and has no entry for p = 1.
+    2. paper silent: how the limit of 32 tokens is kept, which gamma = 5 can pass (5 x 8 = 40).
+       Upstream drafts 4 tokens, 4 x 8 = 32, so that its limit never cuts. Here the extras least
+       likely to be reached and right go first; the trajectory always stays.
     3. ours: sampling is lossless too. Under sampling the trajectory is drawn from the drafter and
        verified by rejection sampling; when a draft token is refused, the target's own draw from the
        residual distribution may hit an extra, and is then kept together with its key and value. The
        residual does not depend on which extras were listed, so the output distribution is the
        target's.
-    4. ours: `refit_sizes` chooses S(p) for a machine from measured acceptance and cost; the default
-       is the paper's.
+    4. ours: `expansion="confidence"` lists what is worth a row of the verification, at any step,
+       and stops the trajectory where nothing is (`worthwhile`); tokens copied from the context may
+       stand beside all of it (`copies`, off by default, not counted in `max_tokens`).
+    5. ours: other S(p) than the paper's; refit_sizes in support/fitting.py chooses them for a
+       machine from measured acceptance and cost (bench.py --refit). The default is the paper's.
 """
 
 import heapq
@@ -48,9 +69,11 @@ class Config:
     base: str = field(
         default="glide", metadata={"help": "chain proposer to expand", "decode": True}
     )
-    gamma: int = field(default=5, metadata={"help": "length of the trajectory", "decode": True})
+    gamma: int = field(
+        default=5, metadata={"help": "(greatest) length of the trajectory", "decode": True}
+    )
     expansion: str = field(
-        default="cape", metadata={"help": "cape, fixed, beam or none", "decode": True}
+        default="cape", metadata={"help": "cape, confidence, fixed, beam or none", "decode": True}
     )
     sizes: list[int] = field(
         default_factory=lambda: [7, 5, 3, 1],
@@ -60,57 +83,121 @@ class Config:
         default_factory=lambda: [0.3, 0.6, 0.8],
         metadata={"help": "upper bounds of the ranges but the last", "decode": True},
     )
+    least_worth: float = field(
+        default=0.03,
+        metadata={
+            "help": "chance of being reached and right that pays for a row (confidence): the time "
+            "of a row more over that of a token",
+            "decode": True,
+        },
+    )
     width: int = field(
         default=4, metadata={"help": "extras a step (fixed) or beams (beam)", "decode": True}
     )
     max_tokens: int = field(
-        default=32, metadata={"help": "most draft tokens a round", "decode": True}
+        default=32, metadata={"help": "most draft tokens a round, copies aside", "decode": True}
+    )
+    copies: int = field(
+        default=0,
+        metadata={
+            "help": "tokens copied from the context a round (prompt lookup; 0: the paper's method)",
+            "decode": True,
+        },
     )
 
 
 VARIANTS = {
-    "none": {"expansion": "none"},
-    "fixed": {"expansion": "fixed"},
-    "beam4": {"expansion": "beam", "width": 4},
-    "beam8": {
-        "expansion": "beam",
-        "width": 8,
-    },  # these four: GLIDE alone, 5.4, and Table 3 of the paper
-    "cpu": {"gamma": 2, "sizes": [2, 1, 1, 0]},
-}  # fitted to the shipped GLIDE and two CPU cores (--refit)
+    "none": {"expansion": "none"},  # GLIDE alone
+    "fixed": {"expansion": "fixed"},  # section 5.4
+    "beam4": {"expansion": "beam", "width": 4},  # Table 3, and the next
+    "beam8": {"expansion": "beam", "width": 8},
+    "cpu": {"gamma": 2, "sizes": [2, 1, 1, 0]},  # fitted to the shipped GLIDE and two CPU cores
+    "copies": {"copies": 10},
+    "confidence": {"expansion": "confidence"},  # its least_worth: likewise fitted
+    "both": {"expansion": "confidence", "copies": 10},
+}
 
 
 # ---------------------------------------------------------------------------------------- expansion
 
 
 def set_size(confidence: float, sizes: list[int], bounds: list[float]) -> int:
-    """S(p) of 4.2: how many extras for a draft token of this confidence; sizes[i] up to and
-    including bounds[i]."""
-    return next((size for size, bound in zip(sizes, bounds) if confidence <= bound), sizes[-1])
+    """S(p) of 4.2: extras beside a draft token; sizes[i] serves up to and including bounds[i]."""
+    for size, bound in zip(sizes, bounds):
+        if confidence <= bound:
+            return size
+    return sizes[-1]
+
+
+def extras_wanted(config: Config, confidences: list[float]) -> list[int]:
+    """K_i: the most extras for each step, of these confidences."""
+    if config.expansion == "cape":
+        return [set_size(p, config.sizes, config.bounds) for p in confidences]
+    most = {"none": 0, "fixed": config.width, "confidence": config.max_tokens}
+    return [most[config.expansion]] * len(confidences)
+
+
+def worthwhile(steps, least_worth: float):
+    """The steps of a chain proposer up to where no token is worth a row of the verification.
+
+    A node's worth is the probability that the round gets to its parent times the drafter's
+    probability of the token: under a calibrated drafter, the chance that the round accepts it.
+
+    Sampling stays exact, although it is cut here. Step i is left out for what the tokens before it
+    are, and for its distribution as a whole (the largest probability), never for the token that was
+    drawn from it: the drawn one may be worth less and stays. So, given that step i is in the tree,
+    its token is still a draw from q_draft, as rejection sampling supposes; and where the trajectory
+    ends, the target draws the next token itself. A cut by the drawn token's own probability would
+    keep likely draws only, and the output would lean towards them.
+
+    Args:
+        steps: (token (1,), q_draft (V,), hidden) as a chain proposer yields them.
+    """
+    reached = 1.0
+    for token, q_draft, hidden in steps:
+        if reached * float(q_draft.max()) <= least_worth:
+            return
+        yield token, q_draft, hidden
+        reached *= float(q_draft[token])
+        if reached <= least_worth:  # the next step cannot pay: save its pass of the drafter
+            return
 
 
 def expand(
-    steps: list, counts: list[int], max_tokens: int, input_ids: Tensor, do_sample: bool
+    steps: list,
+    counts: list[int],
+    max_tokens: int,
+    input_ids: Tensor,
+    do_sample: bool,
+    least_worth: float = 0.0,
 ) -> common.Draft:
     """Linearise a trajectory and its expansion sets into a token tree (4.2, Algorithms 1 and 2).
 
-    The trajectory comes first, then the sets. Token i sees what precedes it in the trajectory, and
-    itself:
+    The trajectory comes first, then the sets. A token sees the trajectory before it, and itself:
 
-                      root  x1 x2 x3  a1 b1 a2 a3       x1 x2 x3 trajectory, a1 b1 in X_1, a2 in
-                      X_2, a3 in X_3
-                 x1    x    x  .  .   .  .  .  .        parents: x1 -> root, x2 -> x1, x3 -> x2,
-                 x2    x    x  x  .   .  .  .  .                 a1, b1 -> root, a2 -> x1, a3 -> x2
-                 x3    x    x  x  x   .  .  .  .
-                 a1    x    .  .  .   x  .  .  .
-                 b1    x    .  .  .   .  x  .  .
-                 a2    x    x  .  .   .  .  x  .
-                 a3    x    x  x  .   .  .  .  x
+              root  x1 x2 x3  a1 b1 a2 a3      trajectory x1 x2 x3; a1, b1 in X_1; a2 in X_2;
+         x1    x    x  .  .   .  .  .  .       a3 in X_3
+         x2    x    x  x  .   .  .  .  .
+         x3    x    x  x  x   .  .  .  .       parents: x1 -> root, x2 -> x1, x3 -> x2,
+         a1    x    .  .  .   x  .  .  .                a1, b1 -> root, a2 -> x1, a3 -> x2
+         b1    x    .  .  .   .  x  .  .
+         a2    x    x  .  .   .  .  x  .
+         a3    x    x  x  .   .  .  .  x
+
+    An example: two steps over the tokens 0 to 3, counts [2, 1], max_tokens 4.
+
+        step  q_draft             drafts   reached   next best   worth of an extra
+        1     .10 .60 .25 .05     1        1         2, 0        .25, .10
+        2     .50 .30 .15 .05     0        .60       1           .60 x .30 = .18
+
+    Two extras fit beside the trajectory, and the best two are 2 of step 1 and 1 of step 2. So the
+    tokens are 1, 0, 2, 1 and their parents -1 (the root), 0, -1, 0.
 
     Args:
         steps: (token (1,), q_draft (V,), hidden) as a chain proposer yields them, gamma of them.
-        counts: extras wanted for each step.
-        max_tokens: most nodes in all; the least likely extras go first.
+        counts: K_i, the most extras for each step.
+        max_tokens: most nodes in all; the extras of least worth go first.
+        least_worth: extras of this worth or less are left out, see `worthwhile`.
     Returns:
         Draft; under sampling its probs are q_draft on the trajectory and zero on the extras.
     """
@@ -118,66 +205,85 @@ def expand(
     gamma = len(steps)
     if not gamma:
         return trajectory
+    room = max(0, max_tokens - gamma)
     q_draft = trajectory.probs  # (gamma, V)
-    own = q_draft.gather(1, trajectory.tokens[:, None])[
-        :, 0
-    ]  # (gamma,) confidence in the trajectory's tokens
-    reached = torch.cat(
-        [own.new_ones(1), own.cumprod(0)[:-1]]
-    )  # probability that step i is reached
-    others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
-    values, tokens = others.topk(min(max(counts), others.shape[1]), dim=-1)  # (gamma, most)
-    wanted = (
-        torch.arange(values.shape[1], device=values.device)
-        < torch.tensor(counts, device=values.device)[:, None]
-    )
-    worth = torch.where(wanted & (values > 0), reached[:, None] * values, -1.0).flatten()
-    best = worth.topk(min(max(0, max_tokens - gamma), len(worth)))
-    chosen = best.indices[best.values >= 0].sort().values.cpu()  # in order of the sets
-    step = chosen // max(1, values.shape[1])
-    extras = tokens.flatten()[chosen.to(tokens.device)] if len(chosen) else tokens.new_zeros(0)
-    probs = (
-        torch.cat([q_draft, q_draft.new_zeros(len(chosen), q_draft.shape[1])])
-        if do_sample
-        else None
-    )
-    return common.Draft(
-        torch.cat([trajectory.tokens, extras]), torch.cat([trajectory.parents, step - 1]), probs
-    )
+    vocab = q_draft.shape[1]
+    drafted = trajectory.tokens[:, None]  # (gamma, 1)
+    confidence = q_draft.gather(1, drafted)[:, 0].tolist()
+    others = q_draft.scatter(1, drafted, 0.0)  # (gamma, V) without the trajectory's own tokens
+    best = others.topk(min(max(counts), room, vocab), dim=-1)  # two of (gamma, most)
+    probabilities, choices = best.values.tolist(), best.indices.tolist()
+
+    candidates = []  # (worth, step, rank in the step)
+    reached = 1.0  # probability that the round gets to this step
+    for step in range(gamma):
+        for rank, probability in enumerate(probabilities[step][: counts[step]]):
+            worth = reached * probability
+            if worth > least_worth:
+                candidates.append((worth, step, rank))
+        reached *= confidence[step]
+    chosen = heapq.nlargest(room, candidates)
+    places = sorted((step, rank) for _, step, rank in chosen)  # in the order of the sets
+
+    extras = [choices[step][rank] for step, rank in places]
+    tokens = torch.cat([trajectory.tokens, input_ids.new_tensor(extras)])  # (N,)
+    above = [step - 1 for step, _ in places]  # an extra hangs where its step's token does
+    parents = torch.cat([trajectory.parents, torch.tensor(above, dtype=torch.long)])  # (N,)
+    probs = None
+    if do_sample:
+        probs = torch.cat([q_draft, q_draft.new_zeros(len(extras), vocab)])  # (N, V)
+    return common.Draft(tokens, parents, probs)
 
 
 def beam(
     base, base_drafter, target, input_ids, cache, memory, gamma: int, width: int
 ) -> common.Draft:
-    """Beam search as a token tree, the paper's rival: the `width` best continuations of every
-    length (5.1).
+    """Beam search as a token tree, the paper's rival: the best `width` proposals of gamma tokens.
 
+    Section 5.1: every level keeps the `width` continuations of highest probability among all of
+    the beams before; the tree is that of the proposals left at the end, which share beginnings.
     Each beam is a call of the base with the beam's tokens appended, so a level costs `width`
     drafter passes, in turn.
     """
-    tokens, parents, beams = (
-        [],
-        [],
-        [(0.0, -1, [])],
-    )  # a beam: log-probability, its last node, its tokens
+    beams = [(0.0, [])]  # log-probability and tokens of each proposal
     for _ in range(gamma):
         grown = []
-        for score, node, path in beams:
-            ids = torch.cat([input_ids, input_ids.new_tensor([path])], dim=1) if path else input_ids
-            q_draft = next(base.propose(base_drafter, target, ids, cache, memory))[1]
-            values, choices = q_draft.topk(min(width, len(q_draft)))
-            for value, token in zip(values.tolist(), choices.tolist()):
-                if value > 0:
-                    grown.append((score + math.log(value), node, [*path, token]))
-        beams = []
-        for score, node, path in heapq.nlargest(width, grown, key=lambda beam: beam[0]):
-            beams.append((score, len(tokens), path))
-            tokens.append(path[-1])
-            parents.append(node)
+        for score, path in beams:
+            ids = torch.cat([input_ids, input_ids.new_tensor([path])], dim=1)
+            _, q_draft, _ = next(base.propose(base_drafter, target, ids, cache, memory))
+            best = q_draft.topk(min(width, len(q_draft)))
+            for probability, token in zip(best.values.tolist(), best.indices.tolist()):
+                if probability > 0:
+                    grown.append((score + math.log(probability), [*path, token]))
+        beams = heapq.nlargest(width, grown)
+
+    tokens, parents = [], []
+    node_of = {(): -1}  # tokens of a path: its last node
+    for _, path in beams:
+        for depth, token in enumerate(path):
+            prefix = tuple(path[: depth + 1])
+            if prefix not in node_of:
+                node_of[prefix] = len(tokens)
+                tokens.append(token)
+                parents.append(node_of[prefix[:-1]])
     return common.Draft(input_ids.new_tensor(tokens), torch.tensor(parents, dtype=torch.long))
 
 
 # ----------------------------------------------------------------------------------------- decoding
+
+
+def checked_config(**given) -> Config:
+    """The Config of what was given (None: not given); ValueError where its parts do not fit."""
+    config = Config(**{name: value for name, value in given.items() if value is not None})
+    kinds = ("cape", "confidence", "fixed", "beam", "none")
+    if config.expansion not in kinds:
+        raise ValueError(f"unknown expansion {config.expansion!r}; take one of {', '.join(kinds)}")
+    fits = len(config.sizes) == len(config.bounds) + 1 and min(config.sizes) >= 0
+    if not fits or config.bounds != sorted(config.bounds):
+        raise ValueError(
+            "sizes needs one entry more than bounds, none negative, and bounds must ascend"
+        )
+    return config
 
 
 @torch.no_grad()
@@ -193,65 +299,66 @@ def generate(
     expansion=None,
     sizes=None,
     bounds=None,
+    least_worth=None,
     width=None,
     max_tokens=None,
+    copies=None,
     stats=None,
     token_streamer=None,
     **model_kwargs,
 ) -> Tensor:
-    """`target.generate(**enc, custom_generate=cape.generate, base=glide, base_drafter=drafter)`:
-    lossless decoding.
+    """Lossless decoding, on top of a chain proposer.
+
+    `target.generate(**enc, custom_generate=cape.generate, base=glide, base_drafter=drafter)`
 
     Args:
         base: module of a chain proposer (new_memory, propose). base_drafter: its trained drafter.
-        The others are the fields of Config, which holds their defaults. stats: a common.Stats to
-        fill.
+            The others are the fields of Config, which holds their defaults.
+        stats: a common.Stats to fill.
     Returns:
         (1, T') prompt and new tokens.
     Raises:
         ValueError: an unknown expansion, or a table whose parts do not fit.
     """
-    given = {
-        "gamma": gamma,
-        "expansion": expansion,
-        "sizes": sizes,
-        "bounds": bounds,
-        "width": width,
-        "max_tokens": max_tokens,
-    }
-    config = Config(**{name: value for name, value in given.items() if value is not None})
-    if config.expansion not in ("cape", "fixed", "beam", "none"):
-        raise ValueError(f"unknown expansion {config.expansion!r}; take cape, fixed, beam or none")
-    if (
-        len(config.sizes) != len(config.bounds) + 1
-        or config.bounds != sorted(config.bounds)
-        or min(config.sizes) < 0
-    ):
-        raise ValueError(
-            "sizes needs one entry more than bounds, none negative, and bounds must ascend"
-        )
-    stats, do_sample = stats or common.Stats(), generation_config.do_sample
+    config = checked_config(
+        gamma=gamma,
+        expansion=expansion,
+        sizes=sizes,
+        bounds=bounds,
+        least_worth=least_worth,
+        width=width,
+        max_tokens=max_tokens,
+        copies=copies,
+    )
+    least_worth = config.least_worth if config.expansion == "confidence" else 0.0
+    stats = stats or common.Stats()
+    do_sample = generation_config.do_sample
     cache, _ = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
-    memory, done = base.new_memory(base_drafter, target), False
+    memory = base.new_memory(base_drafter, target)
+    lookup = common.Lookup(config.copies)
+    done = False
     while not done:
         with stats.timer("draft" if memory.cache.fed is not None else "prefill"):
-            room = max(0, min(config.gamma, generation_config.max_length - input_ids.shape[1] - 1))
+            room = max(0, generation_config.max_length - input_ids.shape[1] - 1)  # 1: the bonus
+            depth = min(config.gamma, room)
             if config.expansion == "beam":
                 draft = beam(
-                    base, base_drafter, target, input_ids, cache, memory, room, config.width
+                    base, base_drafter, target, input_ids, cache, memory, depth, config.width
                 )
             else:
                 steps = base.propose(
                     base_drafter, target, input_ids, cache, memory, logits_processor, do_sample
                 )
-                steps = list(itertools.islice(steps, room))
-                counts = [0] * len(steps)
-                if config.expansion == "fixed":
-                    counts = [config.width] * len(steps)
-                elif config.expansion == "cape" and steps:
+                if config.expansion == "confidence":
+                    steps = worthwhile(steps, least_worth)
+                steps = list(itertools.islice(steps, depth))
+                confidences = []
+                if steps:
                     confidences = torch.stack([q_draft.max() for _, q_draft, _ in steps]).tolist()
-                    counts = [set_size(p, config.sizes, config.bounds) for p in confidences]
-                draft = expand(steps, counts, config.max_tokens, input_ids, do_sample)
+                counts = extras_wanted(config, confidences)
+                stats.note(confidences=confidences, counts=counts)
+                draft = expand(steps, counts, config.max_tokens, input_ids, do_sample, least_worth)
+            draft = lookup.merge(draft, input_ids, room)
         verified = common.verify(
             target, input_ids, draft, cache, logits_processor, do_sample, stats
         )

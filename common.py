@@ -1,5 +1,4 @@
-"""What the five method files share: load a target, verify a token tree without loss, count what
-happened.
+"""What the method files share: load a target, verify a token tree without loss, count.
 
 Shapes: B batch, T sequence, P cached prefix, N tree nodes, A accepted, V vocabulary, Vd draft
 vocabulary, D hidden, H heads, Hkv key/value heads, Dh head size. `p_target` is the target's
@@ -24,14 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 
-def load_target(
-    name: str | None = None, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
-):
+def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "cpu"):
     """Load a frozen target model and its tokenizer.
 
-    Args:
-        name: Hugging Face id, folder with config.json and safetensors, or a .gguf file; None for
-            the default target.
+    Args: name: Hugging Face id, folder of safetensors, or .gguf file; None: the default target.
     Returns: (target, tokenizer), the target in eval mode without gradients.
     Raises: ValueError: the target cannot be read; the message names it and the remedy.
     """
@@ -188,10 +183,8 @@ class Batch:
 
 
 class GrowingLayer(DynamicLayer):
-    """A cache layer over a buffer that doubles when full: a step copies its rows, not the context.
-
-    `keys` and `values` (B, Hkv, P, Dh) are views of the buffer's first P rows: cropping is free.
-    """
+    """A cache layer whose `keys` and `values` (B, Hkv, P, Dh) are views of a buffer that doubles
+    when full: a step copies its own rows, not the context, and cropping is free."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
@@ -237,10 +230,7 @@ class DraftCache(GrowingCache):
         return torch.arange(end - token_ids.shape[1], end, device=token_ids.device)[None]
 
     def rewind(self, input_ids: Tensor) -> Tensor:
-        """Keep the rows that agree with the committed `input_ids` (1, T).
-
-        Returns: (1, n) the tokens to feed, at least the newest.
-        """
+        """Keep the rows that agree with the committed `input_ids` (1, T); returns what to feed."""
         if self.fed is None:
             return input_ids
         end = min(self.fed.shape[1], input_ids.shape[1] - 1)
@@ -255,16 +245,17 @@ class DraftCache(GrowingCache):
 
 @dataclass
 class Draft:
-    """A token tree.
-
-    probs: what each node was really sampled from, after all processors; a row of zeros for a node
-    that was chosen deterministically, None when all were.
-    """
+    """A token tree. A node that was not sampled has a row of zeros in `probs`."""
 
     tokens: Tensor  # (N,) ids
     parents: Tensor  # (N,) on the CPU, parents first; -1 is the newest committed token
-    probs: Tensor | None = None  # (N, V)
+    probs: Tensor | None = None  # (N, V) what it was really sampled from, after all processors
     copied: int = 0  # how many nodes, the last ones, are copies from the context
+
+    def children(self) -> dict[tuple[int, int], int]:
+        """{(parent, token): node}; of equal siblings the first."""
+        places = zip(self.parents.tolist(), self.tokens.tolist())
+        return {place: n for n, place in reversed(list(enumerate(places)))}
 
 
 def chain(steps, input_ids: Tensor) -> Draft:
@@ -277,52 +268,45 @@ def chain(steps, input_ids: Tensor) -> Draft:
 
 
 class Lookup:
-    """Free drafts: what followed the latest earlier occurrence of the last n tokens.
+    """Free drafts: what followed the last four tokens where they stood before (Saxena 2023).
 
-    This is prompt lookup (Saxena 2023). The n-grams are kept in a dictionary that grows with the
-    text, so that a round looks up one or two entries, however long the text is.
-
-    Args: most: tokens copied a round, where the last three tokens were found; 0 copies nothing.
+    Args: most: tokens copied a round; fewer where only three or two stood before; 0: nothing.
     """
 
     def __init__(self, most: int):
+        self.lengths = {4: most, 3: most // 2, 2: most // 3}  # {n: tokens copied}
         self.text: list[int] = []
-        self.follows: dict[tuple, int] = {}  # n-gram: place of what followed it last
-        self.lengths = {3: most, 2: most // 3}  # {n: tokens copied}; shorter matches are worth less
+        self.follows: dict[tuple, int] = {}  # n-gram: where in the text its last occurrence ended
 
     def find(self, input_ids: Tensor) -> list[int]:
-        """Tokens to copy after the committed `input_ids` (1, T), which begin with the last call's."""
+        """Tokens to copy after the committed `input_ids` (1, T), which hold the last call's."""
         for token in input_ids[0, len(self.text) :].tolist():
             for n in self.lengths:
                 self.follows[tuple(self.text[-n:])] = len(self.text)
             self.text.append(token)
         for n, length in self.lengths.items():
             start = self.follows.get(tuple(self.text[-n:]))
-            if start is not None and length:
-                period = self.text[start:]  # a copy that reaches the end of the text goes on in it
+            if start is not None and len(self.text) > n:
+                period = self.text[start:]  # a copy that reaches the end of the text repeats itself
                 return [period[i % len(period)] for i in range(length)]
         return []
 
     def merge(self, draft: Draft, input_ids: Tensor, room: int) -> Draft:
-        """The draft with a branch of at most `room` copied tokens; those it has already are shared.
+        """The draft with a branch of at most `room` copied tokens, sharing the nodes it has.
 
         Copies are deterministic nodes, so sampling stays exact, beneath and beside sampled ones.
         """
-        copy = self.find(input_ids)[:room] if any(self.lengths.values()) else []
-        parents, tokens, node = draft.parents.tolist(), draft.tokens.tolist(), -1
-        child = {(parent, token): n for n, (parent, token) in enumerate(zip(parents, tokens))}
-        drafted = len(tokens)
-        for token in copy:
-            if (node, token) not in child:
-                child[node, token] = len(tokens)
-                tokens.append(token)
-                parents.append(node)
-            node = child[node, token]
-        copied = len(tokens) - drafted
-        if not copied:
+        copy = self.find(input_ids)[:room] if self.lengths[4] else []
+        child, node, count = draft.children() if copy else {}, -1, len(draft.tokens)
+        while copy and (node, copy[0]) in child:
+            node = child[node, copy.pop(0)]
+        if not copy:
             return draft
-        probs = None if draft.probs is None else F.pad(draft.probs, (0, 0, 0, copied))
-        return Draft(input_ids.new_tensor(tokens), torch.tensor(parents), probs, copied)
+        tokens = torch.cat([draft.tokens, input_ids.new_tensor(copy)])
+        parents = torch.cat([draft.parents, torch.arange(count - 1, count - 1 + len(copy))])
+        parents[count] = node  # the others hang on the one before
+        probs = None if draft.probs is None else F.pad(draft.probs, (0, 0, 0, len(copy)))
+        return Draft(tokens, parents, probs, len(copy))
 
 
 @dataclass
@@ -395,20 +379,19 @@ def forward_by(target, run):
         _instead.reset(token)
 
 
-def forward(target, input_ids: Tensor, cache, **kwargs) -> tuple[Tensor, Tensor]:
-    """One forward of a causal LM; its n rows join the cache. All target forwards of a decode loop
-    come through here: plain, or as `forward_by` says. (Packed layers, support/packed.py, are
-    modules of the target itself.)
+def forward(target, input_ids: Tensor, cache, **options) -> tuple[Tensor, Tensor]:
+    """One forward of a causal LM: logits (1, n, V) and last hidden states (1, n, D).
 
-    Returns: logits (1, n, V) and last hidden states (1, n, D).
+    All forwards of a decode loop come through here: plain, or as `forward_by` says. (Packed layers,
+    support/packed.py, are modules of the target itself.)
     """
     whose, run = _instead.get()
     if run is not None and whose is target:
-        return run(input_ids, cache, kwargs)
+        return run(input_ids, cache, options)
     seen = []
     hook = target.base_model.register_forward_hook(lambda _module, _args, out: seen.append(out[0]))
     try:
-        logits = target(input_ids, past_key_values=cache, use_cache=True, **kwargs).logits
+        logits = target(input_ids, past_key_values=cache, use_cache=True, **options).logits
     finally:
         hook.remove()
     return logits, seen[0]
@@ -429,23 +412,18 @@ def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, st
             "sequence of one or more tokens without padding"
         )
     if past is not None and past.get_seq_length():
-        raise ValueError(
-            "past_key_values already holds tokens; pass the whole conversation without a cache"
-        )
+        raise ValueError("past_key_values already holds tokens; pass all tokens without a cache")
     reaches = {"context": getattr(config, "max_position_embeddings", None)}
     kinds = getattr(config, "layer_types", None)
     if not kinds or "sliding_attention" in kinds:  # Mistral lists none: all its layers slide
         reaches["sliding window"] = getattr(config, "sliding_window", None)
     for name, reach in reaches.items():
         if reach and limit > reach:
-            raise ValueError(
-                f"prompt + new tokens = {limit} exceed the target's {name} of {reach}; "
-                "ask for fewer"
-            )
+            end = f"exceed the target's {name} of {reach}; ask for fewer"
+            raise ValueError(f"prompt + new tokens = {limit} {end}")
     cache = GrowingCache(config.num_hidden_layers)
     if input_ids.shape[1] == 1:
-        like = {"dtype": target.dtype, "device": input_ids.device}
-        return cache, torch.empty(1, 0, config.hidden_size, **like)
+        return cache, input_ids.new_empty((1, 0, config.hidden_size), dtype=target.dtype)
     with (stats or Stats()).timer("prefill"):
         return cache, forward(target, input_ids[:, :-1], cache, logits_to_keep=1)[1]
 
@@ -460,104 +438,81 @@ class Verified(NamedTuple):
 
 @torch.no_grad()
 def verify(
-    target,
-    input_ids: Tensor,
-    draft: Draft,
-    cache,
-    logits_processor=None,
-    do_sample: bool = False,
-    stats: Stats | None = None,
-    generator: torch.Generator | None = None,
+    target, input_ids, draft: Draft, cache, logits_processor=None, do_sample=False, stats=None
 ) -> Verified:
     """Check a token tree with one target forward; the result is distributed as plain decoding is.
 
     Greedy: descend while a child holds the argmax. Sampling: try the sampled children in turn, each
     accepted with min(1, p_target / q_draft), a refusal leaving norm(max(p_target - q_draft, 0))
-    (Leviathan et al. 2023, over siblings SpecInfer 2024); then draw from what is left and descend
-    if a deterministic child holds the draw, which is exact because the draw does not depend on the
-    deterministic children.
+    (Leviathan et al. 2023, over siblings SpecInfer 2024); then draw from what is left, and descend
+    if a deterministic child holds the draw, which does not depend on what those children are.
 
     Args:
         input_ids: (1, P + 1) committed tokens, the last one the root.
         cache: the target's, of P rows before and P + 1 + A after.
         logits_processor: called with each visited node's own prefix, in float32 (as transformers).
     """
-    stats, prefix, device = stats or Stats(), cache.get_seq_length(), input_ids.device
+    stats, device = stats or Stats(), input_ids.device
+    prefix, count = cache.get_seq_length(), len(draft.tokens)
     assert prefix == input_ids.shape[1] - 1, "all committed tokens but the newest must be cached"
     with stats.timer("verify"):
         fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
         mask = ancestor_mask(draft.parents, prefix, target.dtype)
         depth = (mask[0, 0, :, prefix:] == 0).sum(-1) - 1  # (N + 1,) the root's is 0
-        logits, hidden = forward(
-            target,
-            fed,
-            cache,
-            attention_mask=mask.to(device) if len(depth) > 1 else None,
-            position_ids=(prefix + depth).to(device)[None],
-        )
+        mask = mask.to(device) if len(depth) > 1 else None  # one row needs none
+        places = (prefix + depth).to(device)[None]  # (1, N + 1)
+        logits, hidden = forward(target, fed, cache, attention_mask=mask, position_ids=places)
 
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(draft.parents.tolist()):
-            children.setdefault(parent, []).append(node)
-        tokens = draft.tokens.tolist()
+        child, sampled = draft.children(), []
+        if do_sample and draft.probs is not None:
+            sampled = draft.probs.amax(-1).nonzero()[:, 0].tolist()
         plain_argmax = None if do_sample or logits_processor else logits[0].argmax(-1).tolist()
-        sampled = [False] * len(tokens)
-        if draft.probs is not None and do_sample:
-            sampled = (draft.probs.amax(-1) > 0).tolist()
-        path, node, ids = [], -1, input_ids
-        while True:
-            here = children.get(node, ())
+        path, committed, node, ids = [], [], -1, input_ids
+        while node is not None:
             if plain_argmax is not None:
                 choice = plain_argmax[node + 1]
-                taken = next((n for n in here if tokens[n] == choice), None)
             else:
-                scores = logits[:, node + 1].to(copy=True, dtype=torch.float32)
-                scores = logits_processor(ids, scores)[0] if logits_processor else scores[0]
-                taken, choice = _choose(
-                    scores, here, tokens, draft.probs, sampled, do_sample, generator
-                )
-            if taken is None:
-                break
-            path.append(node := taken)
-            if logits_processor:
-                ids = torch.cat([ids, draft.tokens[None, taken : taken + 1]], dim=1)
+                scores = logits[:, node + 1].to(copy=True, dtype=torch.float32)  # (1, V)
+                scores = logits_processor(ids, scores) if logits_processor else scores
+                siblings = [n for n in sampled if draft.parents[n] == node]
+                choice = _draw(scores[0], siblings, draft) if do_sample else int(scores.argmax())
+            committed.append(choice)
+            node = child.get((node, choice))
+            if node is not None:
+                path.append(node)
+                if logits_processor:
+                    ids = torch.cat([ids, ids.new_tensor([[choice]])], dim=1)
         kept = torch.tensor([-1, *path], device=device) + 1
         if path != list(range(len(path))):  # rows of a chain's accepted prefix are in place already
             for layer in cache.layers:
                 layer.keep(prefix, prefix + kept)
-        elif len(path) < len(tokens):
-            cache.crop(len(path) - len(tokens))
-        committed = torch.tensor([[*(tokens[n] for n in path), choice]], device=device)
+        elif len(path) < count:
+            cache.crop(len(path) - count)
+        tokens = torch.tensor([committed], device=device)
     stats.target_forwards += 1
-    stats.drafted += len(tokens)
+    stats.drafted += count
     stats.offered.append(int(depth.max()))
     stats.accepted.append(len(path))
-    stats.copies.append((draft.copied, sum(n >= len(tokens) - draft.copied for n in path)))
+    stats.copies.append((draft.copied, sum(n >= count - draft.copied for n in path)))
     if stats.trace is not None:
         of_node = logits[0].float().softmax(-1)[draft.parents + 1, draft.tokens]
-        record = {"draft": draft, "path": path, "committed": committed[0].tolist()}
+        record = {"draft": draft, "path": path, "committed": committed}
         record |= {"p_target": of_node.tolist(), "prefix": prefix, "seconds": dict(stats.seconds)}
         stats.trace.append(record | stats.noted)
         stats.noted = {}
-    return Verified(committed, path, hidden[:, kept])
+    return Verified(tokens, path, hidden[:, kept])
 
 
-def _choose(scores, candidates, tokens, probs, sampled, do_sample, generator):
-    """One step of the walk, from processed scores (V,): (accepted child or None, token chosen)."""
-    if not do_sample:
-        choice = int(scores.argmax())
-        return next((n for n in candidates if tokens[n] == choice), None), choice
+def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
+    """A token distributed as softmax(scores (V,)), that of a sampled sibling where it can be."""
     p_target = scores.softmax(-1)
-    for n in (n for n in candidates if sampled[n]):
-        q_draft, token = probs[n].to(p_target.dtype), tokens[n]
-        uniform = torch.rand((), generator=generator, device=scores.device)
-        if uniform * q_draft[token] < p_target[token]:
-            return n, token
+    for n in siblings:
+        q_draft, token = draft.probs[n].to(p_target.dtype), int(draft.tokens[n])
+        if torch.rand((), device=scores.device) * q_draft[token] < p_target[token]:
+            return token
         residual = (p_target - q_draft).clamp(min=0)
         p_target = residual / residual.sum() if residual.sum() > 0 else p_target
-    choice = int(torch.multinomial(p_target, 1, generator=generator))
-    certain = (n for n in candidates if not sampled[n])
-    return next((n for n in certain if tokens[n] == choice), None), choice
+    return int(torch.multinomial(p_target, 1))
 
 
 def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats=None, streamer=None):
@@ -573,17 +528,13 @@ def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats=None, str
     return ids, stopped
 
 
-def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -> None:
-    """What `python METHOD.py` does: answer one prompt greedily, and count.
-
-    Args:
-        folder: of the trained drafter, in checkpoints/. argument, options: of `generate`; the
-            drafter goes in as `argument`.
-    """
-    checkpoint = Path(__file__).with_name("checkpoints") / folder
+def demo(generate, Drafter=None, folder="", argument: str = "drafter", **options) -> None:
+    """Answer a prompt, with the drafter checkpoints/folder (`argument` of `generate`) if any."""
     try:
         target, tokenizer = load_target()
-        options[argument] = load_drafter(Drafter, checkpoint, target)
+        if Drafter is not None:
+            checkpoint = Path(__file__).with_name("checkpoints") / folder
+            options[argument] = load_drafter(Drafter, checkpoint, target)
     except ValueError as problem:
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
         sys.exit(2)
@@ -592,7 +543,6 @@ def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -
         messages = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat)["input_ids"]
-    ids = ids.to(target.device)
     options |= {"max_new_tokens": 128, "do_sample": False, "stats": (stats := Stats())}
     output = target.generate(ids, custom_generate=generate, **options)
     print(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))

@@ -1,45 +1,54 @@
-"""CTC-drafter: parallel slots, a sequence-level loss, collapse before verifying (Wen et al., 2024,
-arXiv:2412.00061).
+"""CTC-drafter: slots filled in one pass, a loss over sequences, a collapse before verifying.
 
-From the target's last hidden states one transformer layer fills S slots after the newest token in a
-single pass. Slots do not stand for positions: each holds a token or a blank, and a sequence is what
-is left of the slots when repeats are merged and blanks dropped. The CTC loss sums over all ways to
-write the target's continuation into the slots, so that their choices are trained together although
-they are made at once. x_4 the newest token, e the blank:
+Wen et al., 2024, arXiv:2412.00061. From the target's last hidden states one transformer layer fills
+S slots after the newest token in a single pass. A slot is an output that belongs to no position: it
+holds a token or a blank, and a sequence is what is left of all slots when repeats are merged and
+blanks dropped. The CTC loss (connectionist temporal classification) sums over all ways to write the
+target's continuation into the slots, so that their choices are trained together although they are
+made at once. x_4 the newest token, e the blank:
 
-    slots   x_5  x_5  e  x_6  e  x_7  x_7  e    ->  x_5 x_6 x_7       merge, then drop
-            x_5  e  x_5  x_6  ...               ->  x_5 x_5 x_6       a genuine repeat has a blank
-            between
+    slots   x_5  x_5  e  x_6  e  x_7  x_7  e    ->  x_5 x_6 x_7    merge, then drop
+            x_5  e  x_5  x_6  e  e    e    e    ->  x_5 x_5 x_6    a real repeat has a blank between
 
-    symbol            name here                   section      function
-    F, F^             features; hidden            3.2, Eq. 9   Drafter.forward
-    epsilon           index Vd, Drafter.blank     2.3          Drafter.forward
-    beta^-1           collapse                    2.3          collapse
-    P(Y|X)            alignments summed           Eq. 1, 3-8   loss
-    top k, raw        symbols, candidates         3.3          alignments
-    CTC transform     transform                   3.3          alignments, prefix_search
-    gamma, beta       speedup, tau                Eq. 12, 13   bench.py
+    symbol               name here                  section      function
+    X, theta             input_ids, the drafter     Eq. 2        loss
+    F, F^                features, slot_states      Eq. 3, 9     Drafter.forward
+    P_distill, Y         target_logits, labels      Eq. 4, 5     windows
+    T; U is ours         S slots; window            Eq. 7, 8     Config
+    epsilon              index Vd, the blank        2.3          Drafter.forward
+    P^_t, p(a_t|X)       q_slots, log_q             Eq. 10, 11   propose, loss
+    A, P(A|X)            combination, probability   Eq. 7, 8     alignments
+    P(Y|X), beta(y)      a sum over alignments      Eq. 1, 6     loss, prefix_search
+    beta^-1              collapse                   2.3          collapse
+    top k, raw           symbols, candidates        3.3          alignments
+    CTC transform        transform                  3.1, 3.3     generate
+    beta = N / M         emitted / target_forwards  Eq. 12       common.Stats, tau of bench.py
+    gamma                speedup                    Eq. 13       bench.py
+
+An anchor is a position after which slots are trained. Medusa (Cai et al., 2024), the rival of
+Table 2, has a linear head for each token ahead. Upstream is the code that the authors released.
 
 Deviations
     1. upstream != paper: the released code drafts token by token with EAGLE's loop; this is the
-       parallel drafter of the paper: the slots after every position see the features up to it and
-       one another, and nothing else.
+       paper's parallel drafter, whose slots see the features up to their anchor and one another.
     2. paper silent: the drafter reads the newest token's embedding next to the features, as
-       upstream's does. A slot starts as its position's row plus a learned vector; S = 2U slots are
-       trained on the next U tokens.
-    3. ours: the tree is built after the collapse, as a trie, so masks and positions are those of
-       any token tree. Upstream masks out collapsed nodes of a tree that was built before, and so
-       loses exactness.
-    4. ours: `prefix_search` ranks prefixes by the probability of all their alignments, `alignments`
+       upstream's does. A slot starts as its anchor's row plus a learned vector, and S = 2U.
+    3. ours: the blank's logit has a linear head of its own. Eq. 10 takes all logits from the LM
+       head, but that is the target's and knows no blank.
+    4. ours: the tree is built after the collapse, as a trie, so its mask and positions are those of
+       any tree. Upstream masks nodes out of a tree built before, and so loses exactness.
+    5. ours: `prefix_search` ranks prefixes by the probability of all their alignments, `alignments`
        (the paper) by those among the most probable combinations. Nodes are taken by that value, at
-       most `nodes` of them.
-    5. ours: a random sample of anchors per sequence and step, layers that start as copies of the
-       target's, drafts of frequent tokens only (`draft_vocab`). Labels are the target's argmax
-       among those, given the data's tokens.
-    6. ours: Medusa's heads (`kind="medusa"`, Table 2) share the target's LM head, and read what the
-       slots read.
-    7. ours: lossless sampling too. The tree is always deterministic, so the verifier draws from the
-       target and descends where the draw is a node, which is exact.
+       most `nodes` of them, none worth less than `least_worth`.
+    6. ours: a random sample of anchors per sequence and step; a layer that starts as a copy of the
+       target's; labels and drafts among frequent tokens only (`draft_vocab`).
+    7. ours: unless told otherwise train.py takes learning rate 2e-3, clip 1.0 and 512 tokens of the
+       target's own answers; the paper 3e-5, 0.5 and 2048 of ShareGPT.
+    8. ours: `cut_labels` and `first_token` change the loss, `copies` adds drafts; all off at first.
+    9. ours: Medusa's heads share the target's LM head and read what slots read. The control that
+       Table 2 lacks is `kind="transformer"`: the slots' layer, trained as these heads are.
+    10. ours: lossless sampling too: the tree is deterministic, so the verifier draws from the
+        target and descends where the draw is a node.
 """
 
 import heapq
@@ -60,45 +69,35 @@ class Config:
     target: dict = field(
         default_factory=dict, metadata={"help": "shape of the target (filled in by train.py)"}
     )
-    kind: str = field(
-        default="ctc", metadata={"help": "ctc, or medusa: heads and cross-entropy (Table 2)"}
-    )
-    slots: int = field(
-        default=6, metadata={"help": "slots a pass fills, S; Medusa has a head per token instead"}
-    )
+    kind: str = field(default="ctc", metadata={"help": "ctc, transformer or medusa (see Table 2)"})
+    slots: int = field(default=6, metadata={"help": "slots a pass fills, S (other kinds: window)"})
     window: int = field(default=3, metadata={"help": "tokens ahead to learn, U"})
-    anchors: int = field(
-        default=64, metadata={"help": "positions per sequence and step to train slots after"}
-    )
-    intermediate_size: int = field(
-        default=1536, metadata={"help": "width of the feed-forward sub-layer"}
-    )
-    draft_vocab: int = field(
-        default=8192, metadata={"help": "draft only the most frequent tokens; 0: all of them"}
-    )
+    anchors: int = field(default=64, metadata={"help": "positions to train after, per sequence"})
+    cut_labels: bool = field(default=False, metadata={"help": "no labels after data != argmax"})
+    first_token: float = field(default=0.0, metadata={"help": "weight of the first token's loss"})
+    intermediate_size: int = field(default=1536, metadata={"help": "width of the feed-forward"})
+    draft_vocab: int = field(default=8192, metadata={"help": "frequent tokens to draft; 0: all"})
     transform: str = field(
-        default="prefixes",
-        metadata={
-            "help": "prefixes (all alignments of each), alignments (the paper's) or none (Medusa "
-            "verify)",
-            "decode": True,
-        },
+        default="prefixes", metadata={"help": "prefixes, alignments or none", "decode": True}
     )
-    symbols: int = field(
-        default=10, metadata={"help": "symbols considered per slot", "decode": True}
+    symbols: int = field(default=10, metadata={"help": "symbols per slot", "decode": True})
+    candidates: int = field(default=16, metadata={"help": "kept after each slot", "decode": True})
+    nodes: int = field(default=10, metadata={"help": "most nodes of the tree", "decode": True})
+    least_worth: float = field(
+        default=0.0, metadata={"help": "draft no prefix of lower probability", "decode": True}
     )
-    candidates: int = field(
-        default=16, metadata={"help": "raw combinations, or prefixes, kept", "decode": True}
-    )
-    nodes: int = field(
-        default=10, metadata={"help": "most nodes of the token tree", "decode": True}
+    copies: int = field(
+        default=0, metadata={"help": "tokens copied from the context a round", "decode": True}
     )
 
 
 VARIANTS = {
-    "alignments": {"transform": "alignments"},
-    "none": {"transform": "none"},
-}  # Table 2's columns
+    "alignments": {"transform": "alignments"},  # the columns of Table 2: CTC verify
+    "none": {"transform": "none"},  # and Medusa verify
+    "copies": {"copies": 10},
+    "confidence": {"least_worth": 0.03, "nodes": 16},
+    "both": {"copies": 10, "least_worth": 0.03, "nodes": 16},
+}
 
 # ------------------------------------------------------------------------------------- architecture
 
@@ -111,29 +110,30 @@ def rope(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class SlotAttention(nn.Module):
-    """Attention of slots to context rows and slots. The rows have keys and values only: one layer
-    needs no more."""
+    """Attention of slots to rows and slots; rows have keys and values only, as the only layer."""
 
-    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int):
+    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
         super().__init__()
         self.head_dim = head_dim
-        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
+        self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, ..., Dh)
 
     def forward(self, x: Tensor, slots: int, rotary, mask: Tensor | None, cache) -> Tensor:
-        """x (B, n + m, D), the last `slots` = m of it being slots; rotary (B, n + m, R); mask (B,
-        1, m, P + n + m)."""
-        split = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(
-            1, 2
-        )  # (B, H or Hkv, ..., Dh)
-        q, k, v = split(self.q_proj(x[:, -slots:])), split(self.k_proj(x)), split(self.v_proj(x))
-        q, k = rope(q, [table[:, -slots:] for table in rotary]), rope(k, rotary)
+        """From n rows and m = `slots` slots (B, n + m, D), after P cached rows, to (B, m, D)."""
+        q = self.split(self.q_proj(x[:, -slots:]))  # (B, H, m, Dh)
+        k = self.split(self.k_proj(x))  # (B, Hkv, n + m, Dh)
+        v = self.split(self.v_proj(x))
+        q = rope(q, [table[:, -slots:] for table in rotary])
+        k = rope(k, rotary)
         if cache is not None:
-            k, v = cache.update(k, v, 0)
+            k, v = cache.update(k, v, 0)  # (B, Hkv, P + n + m, Dh)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, m, D)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -148,103 +148,75 @@ class SwiGLU(nn.Module):
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The Attention Draft Module, or Medusa's heads. Embeddings and LM head are the target's and
-    passed in."""
+    """The Attention Draft Module (3.1), or Medusa's heads, on the target's embeddings and head."""
 
     def __init__(self, config: Config):
         super().__init__()
-        if config.kind not in ("ctc", "medusa"):
-            raise ValueError(f"unknown kind {config.kind!r}; take ctc or medusa")
-        self.config, self.kv_layers = (
-            config,
-            [],
-        )  # reads the target's features, not its keys and values
-        shape, hidden, vocab = (
-            config.target,
-            config.target["hidden_size"],
-            config.target["vocab_size"],
-        )
-        self.feature_norm, self.embed_norm, self.norm = (
-            nn.RMSNorm(hidden, eps=1e-5) for _ in range(3)
-        )
-        self.fusion = nn.Linear(2 * hidden, hidden, bias=False)
+        if config.kind not in ("ctc", "transformer", "medusa"):
+            raise ValueError(f"unknown kind {config.kind!r}; take ctc, transformer or medusa")
+        self.config = config
+        self.kv_layers = []  # reads the target's features, not its keys and values
+        self.num_slots = config.slots if config.kind == "ctc" else config.window
+        shape = config.target
+        width, vocab = shape["hidden_size"], shape["vocab_size"]
+        self.feature_norm = nn.RMSNorm(width, eps=1e-5)
+        self.embed_norm = nn.RMSNorm(width, eps=1e-5)
+        self.fusion = nn.Linear(2 * width, width, bias=False)
         if config.kind == "medusa":
-            self.heads = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(config.window))
-        else:
-            self.slots = nn.Parameter(0.02 * torch.randn(config.slots, hidden))
-            self.input_layernorm, self.post_attention_layernorm = (
-                nn.RMSNorm(hidden, eps=1e-5) for _ in range(2)
-            )
-            self.self_attn = SlotAttention(
-                hidden, shape["num_heads"], shape["num_kv_heads"], shape["head_dim"]
-            )
-            self.mlp = SwiGLU(hidden, config.intermediate_size)
-            self.blank = nn.Linear(hidden, 1)
-        self.register_buffer(
-            "draft_ids", torch.arange(min(config.draft_vocab or vocab, vocab))
-        )  # (Vd,)
+            self.heads = nn.ModuleList(nn.Linear(width, width) for _ in range(self.num_slots))
+        else:  # names as in the target's layers, to be copied from there
+            self.slots = nn.Parameter(0.02 * torch.randn(self.num_slots, width))
+            self.input_layernorm = nn.RMSNorm(width, eps=1e-5)
+            heads = shape["num_heads"], shape["num_kv_heads"], shape["head_dim"]
+            self.self_attn = SlotAttention(width, *heads)
+            self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
+            self.mlp = SwiGLU(width, config.intermediate_size)
+        if config.kind == "ctc":
+            self.blank = nn.Linear(width, 1)
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.register_buffer("draft_ids", torch.arange(min(config.draft_vocab or vocab, vocab)))
 
-    def forward(
-        self,
-        features: Tensor,
-        embeds: Tensor,
-        anchors: Tensor,
-        rotary,
-        head: nn.Module,
-        mask: Tensor | None = None,
-        cache=None,
-    ) -> Tensor:
-        """Logits (B, A, S, Vd + 1) of the slots after A chosen rows, the blank last (-inf for
-        Medusa).
+    def forward(self, features, embeds, anchors, rotary, head, mask=None, cache=None) -> Tensor:
+        """Logits (B, A, S, Vd + 1) of the slots after A chosen rows (Eq. 9, 10), the blank last.
 
         Args:
             features: (B, n, D) of the target. embeds: (B, n, D) of the tokens one step ahead.
-            anchors: (B, A) which of the n rows. rotary: cos and sin (B, n + A S, R) of rows and
-                slots.
-            head: the target's LM head for the draft vocabulary, D -> Vd.
-            mask: (B, 1, A S, P + n + A S) bool, None for all. cache: holds P earlier rows; gets
-                rows and slots.
+            anchors: (B, A) which of the n rows. rotary: cos, sin (B, n + A S, R) of rows and slots.
+            head: the target's, D -> Vd for the tokens draft_ids (Vd,).
+            mask: (B, 1, A S, P + n + A S) bool. cache: of P earlier rows; gets rows and slots.
         """
-        rows = self.fusion(
-            torch.cat([self.feature_norm(features), self.embed_norm(embeds)], dim=-1)
-        )  # (B, n, D)
-        chosen = rows.gather(1, anchors[..., None].expand(-1, -1, rows.shape[-1]))[
-            :, :, None
-        ]  # (B, A, 1, D)
+        both = torch.cat([self.feature_norm(features), self.embed_norm(embeds)], dim=-1)
+        rows = self.fusion(both)  # (B, n, D)
+        sequence = torch.arange(len(anchors), device=anchors.device)[:, None]
+        chosen = rows[sequence, anchors][:, :, None]  # (B, A, 1, D)
         if self.config.kind == "medusa":
-            logits = head(
-                self.norm(
-                    torch.cat([chosen + F.silu(block(chosen)) for block in self.heads], dim=2)
-                )
-            )
-            return F.pad(logits, (0, 1), value=float("-inf"))
-        x = (chosen + self.slots).flatten(1, 2)  # (B, A S, D)
-        both = self.input_layernorm(torch.cat([rows, x], dim=1))
-        x = x + self.self_attn(both, x.shape[1], rotary, mask, cache)
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        hidden = self.norm(x).unflatten(1, (-1, self.config.slots))
-        return torch.cat([head(hidden), self.blank(hidden)], dim=-1)
+            filled = [chosen + F.silu(block(chosen)) for block in self.heads]
+            slot_states = self.norm(torch.cat(filled, dim=2))  # (B, A, S, D)
+        else:
+            x = (chosen + self.slots).flatten(1, 2)  # (B, A S, D)
+            seen = self.input_layernorm(torch.cat([rows, x], dim=1))  # (B, n + A S, D)
+            x = x + self.self_attn(seen, x.shape[1], rotary, mask, cache)
+            x = x + self.mlp(self.post_attention_layernorm(x))
+            slot_states = self.norm(x).unflatten(1, (-1, self.num_slots))
+        logits = head(slot_states)  # (B, A, S, Vd)
+        if self.config.kind == "ctc":
+            return torch.cat([logits, self.blank(slot_states)], dim=-1)
+        return F.pad(logits, (0, 1), value=float("-inf"))  # never blank
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start training from: the layer copied from the target's top one where names and
-    shapes agree.
+    """A drafter to start training from, its layer copied from the target's top one where it fits.
 
-    Args:
-        token_counts: (V,) how often each token occurs in the training responses; the top ones can
-            be drafted.
+    Args: token_counts: (V,) of the training responses; the most frequent ones can be drafted.
+    Raises: ValueError: an unknown kind, or a number below 1.
     """
-    if min(config.slots, config.window, config.anchors) < 1:
-        raise ValueError(
-            f"slots {config.slots}, window {config.window}, anchors {config.anchors}: each at "
-            "least 1"
-        )
+    for name in ("slots", "window", "anchors"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} {getattr(config, name)}: must be at least 1")
     drafter = Drafter(config)
     with torch.no_grad():
         drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
-        drafter.fusion.weight.copy_(
-            torch.eye(len(drafter.fusion.weight)).repeat(1, 2)
-        )  # starts as a sum
+        drafter.fusion.weight.copy_(torch.eye(len(drafter.fusion.weight)).repeat(1, 2))  # a sum
         for source in list(getattr(target.base_model, "layers", []))[-1:]:
             theirs = dict(source.named_parameters())
             for name, weight in drafter.named_parameters():
@@ -259,134 +231,124 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 
 def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
-    """What the slots after each anchor see: the rows up to it, and their own group. Anchors 0 and
-    2, S = 2:
+    """What the slots after each anchor see: the rows up to it, and their own group.
 
-                          rows 0 1 2 3    slots a1 a2 b1 b2
-        a, after row 0   a1    x . . .          x  x  .  .
-                         a2    x . . .          x  x  .  .
-        b, after row 2   b1    x x x .          .  .  x  x
-                         b2    x x x .          .  .  x  x
+        anchors 0 and 2, S = 2    rows 0 1 2 3    slots a1 a2 b1 b2
+        after row 0        a1          x . . .          x  x  .  .
+                           a2          x . . .          x  x  .  .
+        after row 2        b1          x x x .          .  .  x  x
+                           b2          x x x .          .  .  x  x
 
     Args: anchors: (B, A) rows. length: number of rows n. Returns: (B, 1, A S, n + A S) bool.
     """
-    upto = anchors.repeat_interleave(slots, dim=1)[..., None] >= torch.arange(
-        length, device=anchors.device
-    )
-    group = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(slots)
+    rows = torch.arange(length, device=anchors.device)  # (n,)
+    upto = anchors.repeat_interleave(slots, dim=1)[..., None] >= rows  # (B, A S, n)
+    group = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(slots)  # (A S,)
     own = (group[:, None] == group).expand(len(anchors), -1, -1)  # (B, A S, A S)
     return torch.cat([upto, own], dim=-1)[:, None]
 
 
-def windows(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Anchors to train on, and what should follow their newest token: the target's argmax tokens.
+def windows(drafter: Drafter, target, batch: common.Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Anchors to train on, and what should follow: windows of the target's choices (Eq. 3-5).
 
-    Row i holds (h_i, x_(i+1)); its window is the argmax after x_(i+1), x_(i+2), ..., while the data
-    is response.
+    y_t is the target's argmax at place t, given the data before. Row i is made of h_i and x_(i+1),
+    so its slots go on after x_(i+1), and its first label stands at place i + 2. U = 3:
 
-    Returns:
-        (anchors (B, A), labels (B, A, U) as indices into draft_ids, counts (B, A) of labels in use;
-        0 teaches nothing).
+        place          0    1    2    3    4    5
+        data           x_0  x_1  x_2  x_3  x_4  x_5
+        anchor 0       h_0  x_1  y_2  y_3  y_4
+        anchor 1            h_1  x_2  y_3  y_4  y_5
+
+    Returns: anchors (B, A), labels (B, A, U) as indices into draft_ids, counts (B, A) in use.
     """
-    config, ids = drafter.config, batch.input_ids
-    learns = batch.loss_mask & (
-        torch.arange(ids.shape[1], device=ids.device) > 1
-    )  # a row has two tokens before it
-    best, where = torch.zeros_like(ids), learns[:, 1:]
-    best[:, 1:][where] = common.target_logits(
-        target, batch.hidden[:, :-1][where], drafter.draft_ids
-    ).argmax(-1)
-    draw = torch.stack(
-        [
-            torch.rand(ids.shape[1], generator=torch.Generator().manual_seed(int(seed)))
-            for seed in batch.seed
-        ]
-    ).to(ids.device)
-    first = (
-        (draw * learns).topk(min(config.anchors, ids.shape[1])).indices
-    )  # (B, A) the first label's place
-    places = first[..., None] + torch.arange(config.window, device=ids.device)  # (B, A, U)
-    pick = lambda x: (
-        x[:, None].expand(-1, first.shape[1], -1).gather(2, places.clamp(max=ids.shape[1] - 1))
-    )
-    counts = (pick(learns) & (places < ids.shape[1])).long().cumprod(-1).sum(-1)
-    return (first - 2).clamp(min=0), pick(best), counts
+    config = drafter.config
+    input_ids, device = batch.input_ids, batch.input_ids.device
+    length = input_ids.shape[1]
+    learns = batch.loss_mask & (torch.arange(length, device=device) >= 2)  # (B, T)
+    predicts = learns[:, 1:]  # (B, T - 1) h_t is asked for y_(t + 1)
+    asked = batch.hidden[:, :-1][predicts]  # (M, D)
+    best = torch.zeros_like(input_ids)  # (B, T) y_t where it is learnt
+    best[:, 1:][predicts] = common.target_logits(target, asked, drafter.draft_ids).argmax(-1)
+    # Each place draws a number; where the A largest stand is a random choice of first labels. What
+    # does not learn has 0 and comes last: chosen only if too few learn, and then with the count 0.
+    draws = []
+    for seed in batch.seed.tolist():
+        generator = torch.Generator().manual_seed(seed)
+        draws.append(torch.rand(length, generator=generator))
+    draw = torch.stack(draws).to(device)  # (B, T)
+    first = (draw * learns).topk(min(config.anchors, length)).indices  # (B, A)
+    places = first[..., None] + torch.arange(config.window, device=device)  # (B, A, U)
+    inside = places < length
+    places = places.clamp(max=length - 1)
+    sequence = torch.arange(len(input_ids), device=device)[:, None, None]  # (B, 1, 1)
+    used = learns[sequence, places] & inside  # (B, A, U)
+    if config.cut_labels:  # once the data differs from a label, the next ones follow another text
+        agrees = drafter.draft_ids[best] == input_ids  # (B, T)
+        used[..., 1:] &= agrees[sequence, places][..., :-1]
+    counts = used.long().cumprod(-1).sum(-1)  # up to the first label that is not in use
+    return (first - 2).clamp(min=0), best[sequence, places], counts
 
 
-def training_logits(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
+def training_logits(drafter: Drafter, target, batch: common.Batch, anchors: Tensor) -> Tensor:
     """Logits (B, A, S, Vd + 1) after the anchors (B, A)."""
-    config, rows = drafter.config, batch.input_ids.shape[1] - 1
-    dtype = drafter.norm.weight.dtype
-    embeds = target.get_input_embeddings()(batch.input_ids[:, 1:]).to(dtype)
-    places = torch.arange(rows, device=anchors.device).expand(len(anchors), -1)
-    ahead = anchors[..., None] + torch.arange(
-        1, config.slots + 1, device=anchors.device
-    )  # (B, A, S)
+    rows, slots = batch.input_ids.shape[1] - 1, drafter.num_slots
+    dtype, device = drafter.norm.weight.dtype, anchors.device
+    embeds = target.get_input_embeddings()(batch.input_ids[:, 1:]).to(dtype)  # (B, n, D)
+    places = torch.arange(rows, device=device).expand(len(anchors), -1)  # (B, n)
+    ahead = anchors[..., None] + torch.arange(1, slots + 1, device=device)  # (B, A, S)
     rotary = common.rotary(target, torch.cat([places, ahead.flatten(1)], dim=1), -1)
     head = common.draft_head(target, drafter.draft_ids).to(dtype)
-    return drafter(
-        batch.hidden[:, :-1].to(dtype),
-        embeds,
-        anchors,
-        rotary,
-        head,
-        slot_mask(anchors, rows, config.slots) if config.kind == "ctc" else None,
-    )
+    mask = None if drafter.config.kind == "medusa" else slot_mask(anchors, rows, slots)
+    return drafter(batch.hidden[:, :-1].to(dtype), embeds, anchors, rotary, head, mask)
 
 
-def loss(drafter: Drafter, target, batch) -> Tensor:
-    """CTC loss of the window given the slots (Eq. 3-11), or Medusa's cross-entropy, mean over
-    anchors.
+def first_token(log_q: Tensor) -> Tensor:
+    """Log-probability (M, Vd) of the sequence's first token, given log_q (M, S, Vd + 1)."""
+    still_blank = F.pad(log_q[:, :-1, -1].cumsum(-1), (1, 0))  # (M, S) all slots before this one
+    return (still_blank[..., None] + log_q[..., :-1]).logsumexp(1)  # whatever slot it stands in
+
+
+def first_target(drafter: Drafter, target, batch: common.Batch, anchors: Tensor) -> Tensor:
+    """The target's probabilities (B, A, Vd) of the token that the slots begin with."""
+    sequence = torch.arange(len(anchors), device=anchors.device)[:, None]
+    newest = batch.hidden[sequence, anchors + 1]  # (B, A, D) h of the newest token
+    return common.target_logits(target, newest).softmax(-1)[..., drafter.draft_ids]
+
+
+def loss(drafter: Drafter, target, batch: common.Batch) -> Tensor:
+    """CTC loss of the windows given the slots (Eq. 1-11), or a cross-entropy slot by slot.
 
     A window that does not fit, because each repeat in it needs a blank between, gives no loss; with
-    S >= 2U all fit.
-    Args: batch: common.Batch. Returns: the mean times the number of loss tokens, by which train.py
-    divides.
+    S >= 2U all fit. `first_token` adds the cross-entropy of the first token to the target's own
+    distribution. Returns: the mean over anchors times the loss tokens, by which train.py divides.
     """
     anchors, labels, counts = windows(drafter, target, batch)
-    log_q = (
-        training_logits(drafter, target, batch, anchors).float().log_softmax(-1)
-    )  # (B, A, S, Vd + 1)
-    log_q, labels, counts = (
-        log_q[counts > 0],
-        labels[counts > 0],
-        counts[counts > 0],
-    )  # (M, S, Vd + 1), (M, U), (M,)
-    if drafter.config.kind == "medusa":  # head j for token j, discounted by 0.8^j as Medusa does
-        place = torch.arange(labels.shape[1], device=labels.device)
+    teaches = counts > 0  # (B, A) M of them
+    logits = training_logits(drafter, target, batch, anchors)[teaches]
+    log_q = logits.float().log_softmax(-1)  # (M, S, Vd + 1)
+    labels, counts = labels[teaches], counts[teaches]  # (M, U), (M,)
+    if drafter.config.kind == "ctc":
+        frames = torch.full_like(counts, log_q.shape[1])  # (M,) all S slots
+        blank, by_slot = log_q.shape[-1] - 1, log_q.transpose(0, 1)  # (S, M, Vd + 1)
+        total = F.ctc_loss(by_slot, labels, frames, counts, blank, "sum", zero_infinity=True)
+    else:  # slot j for token j, discounted by 0.8^j as Medusa does
+        place = torch.arange(labels.shape[1], device=labels.device)  # (U,)
         weight = 0.8**place * (place < counts[:, None])  # (M, U)
-        total = -(log_q.gather(2, labels[..., None])[..., 0] * weight).sum()
-    else:
-        frames = torch.full_like(counts, log_q.shape[1])
-        total = F.ctc_loss(
-            log_q.transpose(0, 1),
-            labels,
-            frames,
-            counts,
-            log_q.shape[-1] - 1,
-            "sum",
-            zero_infinity=True,
-        )
+        log_q_label = log_q.gather(2, labels[..., None])[..., 0]  # (M, U)
+        total = -(weight * log_q_label).sum()
+    if drafter.config.first_token:
+        p_target = first_target(drafter, target, batch, anchors)[teaches]  # (M, Vd)
+        total = total - drafter.config.first_token * (p_target * first_token(log_q)).sum()
     return total / max(1, len(counts)) * batch.loss_mask.sum()
 
 
-def alpha(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """Acceptance rate at temperature 1 of the first draft token: sum over anchors of sum_x
-    min(p_target, q_draft).
-
-    q_draft(x) is the probability that the collapsed sequence begins with x: all slots before x's
-    first one are blank.
-    """
+def alpha(drafter: Drafter, target, batch: common.Batch) -> tuple[Tensor, int]:
+    """Acceptance of the first draft token: sum over anchors of sum_x min(p_target, q_draft)."""
     anchors, _, counts = windows(drafter, target, batch)
-    q_slots = (
-        training_logits(drafter, target, batch, anchors)[counts > 0].float().softmax(-1)
-    )  # (M, S, Vd + 1)
-    still_blank = F.pad(q_slots[:, :-1, -1], (1, 0), value=1.0).cumprod(-1)  # (M, S)
-    q_draft = (still_blank[:, None] @ q_slots[..., :-1])[:, 0]  # (M, Vd)
-    newest = batch.hidden.gather(
-        1, anchors[..., None].expand(-1, -1, batch.hidden.shape[-1]) + 1
-    )  # predicts label 1
-    p_target = common.target_logits(target, newest[counts > 0]).softmax(-1)[:, drafter.draft_ids]
+    teaches = counts > 0
+    logits = training_logits(drafter, target, batch, anchors)[teaches]  # (M, S, Vd + 1)
+    q_draft = first_token(logits.float().log_softmax(-1)).exp()  # (M, Vd)
+    p_target = first_target(drafter, target, batch, anchors)[teaches]
     return torch.minimum(p_target, q_draft).sum(), len(q_draft)
 
 
@@ -394,95 +356,102 @@ def alpha(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 
 def collapse(alignment, blank: int) -> tuple:
-    """beta^-1: merge neighbours that are equal, then drop blanks; (a, a, blank, a) becomes (a,
-    a)."""
-    return tuple(
-        new for new, old in zip(alignment, [None, *alignment]) if new != old and new != blank
-    )
+    """beta^-1: merge neighbours that are equal, then drop blanks (2.3).
 
-
-def alignments(
-    q_slots: Tensor, symbols: int, candidates: int, merge: bool = True
-) -> dict[tuple, float]:
-    """The paper's transform: collapse the most probable combinations of the slots' top symbols
-    (3.3).
-
-    Slots are independent given the context, so keeping the best `candidates` after each slot is
-    exact.
-
-    Args:
-        q_slots: (S, Vd + 1) probabilities. merge: False takes them as they are, each up to its
-            first blank, which no
-        target would confirm (Medusa verify).
-    Returns:
-        {prefix of indices into draft_ids: total probability of the combinations that begin with
-        it}.
+    With e the blank: (a, a, e, a) -> (a, a), and (e, a, b, b) -> (a, b).
     """
-    blank, raw, value = q_slots.shape[-1] - 1, torch.zeros(1, 0, dtype=torch.long), torch.ones(1)
-    for q_top, likely in zip(*(x.cpu() for x in q_slots.topk(min(symbols, blank)))):
-        value, pick = (
-            (value[:, None] * q_top).flatten().topk(min(candidates, len(value) * len(likely)))
-        )
-        raw = torch.cat([raw[pick // len(likely)], likely[pick % len(likely), None]], dim=1)
+    sequence, previous = [], blank
+    for symbol in alignment:
+        if symbol != previous and symbol != blank:
+            sequence.append(symbol)
+        previous = symbol
+    return tuple(sequence)
+
+
+def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = True) -> dict:
+    """The paper's transform: collapse the most probable combinations of top symbols (3.3).
+
+    Slots are independent given the context, so keeping the best after each slot is exact.
+    Args: q_slots: (S, Vd + 1) probabilities. symbols: considered per slot. candidates: kept.
+        merge: False takes each combination as it is up to its first blank (Medusa verify).
+    Returns: {prefix, of indices into draft_ids: probability of the combinations that begin so}.
+    """
+    blank = q_slots.shape[-1] - 1
+    top = q_slots.topk(min(symbols, blank))  # (S, k) each
+    raw = [(1.0, ())]  # (probability, combination)
+    for likely, q_likely in zip(top.indices.tolist(), top.values.tolist()):
+        longer = []
+        for probability, combination in raw:
+            for symbol, q in zip(likely, q_likely):
+                longer.append((probability * q, (*combination, symbol)))
+        raw = heapq.nlargest(candidates, longer)
     worth = defaultdict(float)
-    for alignment, probability in zip(raw.tolist(), value.tolist()):
-        cut = [*alignment, blank].index(blank)
-        sequence = collapse(alignment, blank) if merge else tuple(alignment[:cut])
+    for probability, combination in raw:
+        sequence = combination[: (*combination, blank).index(blank)]
+        if merge:
+            sequence = collapse(combination, blank)
         for end in range(1, len(sequence) + 1):
             worth[sequence[:end]] += probability
     return worth
 
 
-def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict[tuple, float]:
-    """CTC prefix beam search: the probability that the collapsed sequence begins with each prefix,
-    all alignments.
+def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
+    """CTC prefix beam search: the probability that the collapsed sequence begins with each prefix.
 
-    A prefix's mass is kept apart by whether its alignments end in a blank or in its last token,
-    since only after a blank does the same token again make the prefix longer. What enters a prefix
-    over all slots is its probability.
+    Sums over all alignments (Eq. 6), slot by slot. A prefix's probability is kept apart by whether
+    they end in a blank or in its last token: only after a blank does the same token make it longer.
+    By hand, two slots with a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, e the blank:
 
-    Args: as for alignments; `candidates` prefixes survive each slot. Returns: {prefix:
-    probability}.
+        prefix   entered in slot 1   entered in slot 2    worth
+        a        a    0.6            e a   0.4 x 0.2      0.68     a a merges: it is in already
+        b                            e b   0.4 x 0.5      0.20
+        a b                          a b   0.6 x 0.5      0.30     a a would take three slots: a e a
+
+    What once entered a prefix never leaves it, so these sums are its worth.
+    Args: as for alignments. Returns: {prefix: probability}.
     """
-    blanks, (q_top, tokens) = (
-        q_slots[:, -1].tolist(),
-        q_slots[:, :-1].topk(min(symbols, q_slots.shape[-1] - 1)),
-    )
-    beams, worth = (
-        {(): (1.0, 0.0)},
-        defaultdict(float),
-    )  # prefix: (mass ending in a blank, in its last token)
-    for q_blank, likely in zip(blanks, map(zip, tokens.tolist(), q_top.tolist())):
-        grown, likely = defaultdict(lambda: [0.0, 0.0]), list(likely)
-        for prefix, (after_blank, after_token) in beams.items():
-            grown[prefix][0] += (after_blank + after_token) * q_blank
-            for token, q in likely:
-                entering = (after_blank + after_token) * q
+    q_blank = q_slots[:, -1].tolist()  # (S,)
+    top = q_slots[:, :-1].topk(min(symbols, q_slots.shape[-1] - 1))  # (S, k) each
+    tokens, q_tokens = top.indices.tolist(), top.values.tolist()
+    worth = defaultdict(float)
+    in_blank, in_token = {(): 1.0}, {(): 0.0}  # by how a prefix's alignments end
+    for slot in range(len(q_slots)):
+        new_blank, new_token = defaultdict(float), defaultdict(float)
+        for prefix in in_blank:
+            either = in_blank[prefix] + in_token[prefix]
+            new_blank[prefix] += either * q_blank[slot]
+            for token, q in zip(tokens[slot], q_tokens[slot]):
+                entering = either * q
                 if prefix and token == prefix[-1]:
-                    grown[prefix][1] += after_token * q
-                    entering = after_blank * q
+                    new_token[prefix] += in_token[prefix] * q  # merges
+                    entering = in_blank[prefix] * q
                 if entering:
-                    worth[(*prefix, token)] += entering
-                    grown[(*prefix, token)][1] += entering
-        beams = dict(heapq.nlargest(candidates, grown.items(), key=lambda item: sum(item[1])))
+                    longer = (*prefix, token)
+                    worth[longer] += entering
+                    new_token[longer] += entering
+        total = {prefix: new_blank[prefix] + new_token[prefix] for prefix in new_blank | new_token}
+        survivors = heapq.nlargest(candidates, total, key=total.get)
+        in_blank = {prefix: new_blank[prefix] for prefix in survivors}
+        in_token = {prefix: new_token[prefix] for prefix in survivors}
     return worth
 
 
-def token_tree(
-    worth: dict[tuple, float], draft_ids: Tensor, nodes: int, depth: int
-) -> common.Draft:
-    """The trie of the most valuable prefixes, parents first; a prefix is worth no more than what it
-    extends."""
-    place, tokens, parents = {(): -1}, [], []
-    for path in sorted(worth, key=lambda path: (-worth[path], len(path))):
-        if len(tokens) < nodes and len(path) <= depth and path[:-1] in place:
-            parents.append(place[path[:-1]])
-            place[path] = len(tokens)
-            tokens.append(path[-1])
-    return common.Draft(
-        draft_ids[torch.tensor(tokens, dtype=torch.long, device=draft_ids.device)],
-        torch.tensor(parents, dtype=torch.long),
-    )
+def token_tree(worth: dict, draft_ids: Tensor, nodes: int, depth: int, least_worth=0.0):
+    """A common.Draft, the trie of the prefixes worth most, those of `least_worth` at least."""
+    place = {(): -1}  # {prefix: its node}
+    tokens, parents = [], []
+    ranked = sorted(worth, key=len)
+    ranked.sort(key=worth.get, reverse=True)  # equals stay in order: the shorter first
+    for prefix in ranked:
+        if len(tokens) >= nodes or worth[prefix] < least_worth:
+            break
+        parent = prefix[:-1]
+        if len(prefix) <= depth and parent in place:
+            place[prefix] = len(tokens)
+            tokens.append(prefix[-1])
+            parents.append(place[parent])
+    index = torch.tensor(tokens, dtype=torch.long, device=draft_ids.device)
+    return common.Draft(draft_ids[index], torch.tensor(parents, dtype=torch.long))
 
 
 # ----------------------------------------------------------------------------------------- decoding
@@ -501,24 +470,19 @@ def new_memory(drafter: Drafter, target) -> Memory:
     return Memory(common.GrowingCache(1), common.draft_head(target, drafter.draft_ids))
 
 
-def propose(drafter: Drafter, target, input_ids: Tensor, hidden: Tensor, memory: Memory) -> Tensor:
-    """Fill the slots after the newest token, in one pass: probabilities (S, Vd + 1).
+def propose(drafter, target, input_ids: Tensor, features: Tensor, memory: Memory) -> Tensor:
+    """Fill the slots after the newest token, in one pass: probabilities q_slots (S, Vd + 1).
 
-    Args: input_ids: (1, P + 1) committed tokens. hidden: (1, n >= 1, D) the target's features since
-        the last call, token P - 1 being the last. memory: from new_memory.
+    Args: input_ids: (1, P + 1) committed tokens. features: (1, n >= 1, D) of the target since the
+        last call, the last one that of token P - 1. memory: from new_memory.
     """
-    new, slots, end = hidden.shape[1], drafter.config.slots, input_ids.shape[1] - 1
-    places = torch.arange(end - new, end + slots, device=input_ids.device)[
-        None
-    ]  # the new rows, then the slots
-    embeds, newest = (
-        target.get_input_embeddings()(input_ids[:, -new:]),
-        places.new_full((1, 1), new - 1),
-    )
-    logits = drafter(
-        hidden, embeds, newest, common.rotary(target, places, -1), memory.head, None, memory.cache
-    )
-    if drafter.config.kind == "ctc":
+    new, slots, end = features.shape[1], drafter.num_slots, input_ids.shape[1] - 1
+    places = torch.arange(end - new, end + slots, device=input_ids.device)[None]  # (1, n + S)
+    anchor = places.new_full((1, 1), new - 1)
+    embeds = target.get_input_embeddings()(input_ids[:, -new:])  # (1, n, D)
+    rotary = common.rotary(target, places, -1)
+    logits = drafter(features, embeds, anchor, rotary, memory.head, None, memory.cache)
+    if drafter.config.kind != "medusa":
         memory.cache.crop(-slots)
     return logits[0, 0].float().softmax(-1)
 
@@ -535,47 +499,47 @@ def generate(
     symbols=None,
     candidates=None,
     nodes=None,
+    least_worth=None,
+    copies=None,
     stats=None,
     token_streamer=None,
     **model_kwargs,
 ) -> Tensor:
-    """`target.generate(**enc, custom_generate=ctc_drafter.generate, drafter=drafter)`: lossless
-    decoding.
+    """`target.generate(**enc, custom_generate=ctc_drafter.generate, drafter=drafter)`: lossless.
 
-    Args: transform, symbols, candidates, nodes: as in Config. stats: a common.Stats to fill.
-    Returns: (1, T') prompt and new tokens.
+    Args: transform to copies: as in Config. stats: a common.Stats to fill.
+    Returns: (1, T') prompt and new tokens. Raises: ValueError: bad options; see common.prefill.
     """
     config, stats = drafter.config, stats or common.Stats()
-    given = {"transform": transform, "symbols": symbols, "candidates": candidates, "nodes": nodes}
-    transform, symbols, candidates, nodes = (
-        getattr(config, name) if value is None else value for name, value in given.items()
-    )
+    transform = config.transform if transform is None else transform
+    symbols = config.symbols if symbols is None else symbols
+    candidates = config.candidates if candidates is None else candidates
+    nodes = config.nodes if nodes is None else nodes
+    least_worth = config.least_worth if least_worth is None else least_worth
     if transform not in ("prefixes", "alignments", "none") or min(symbols, candidates) < 1:
-        raise ValueError(
-            f"transform {transform!r}, symbols {symbols}, candidates {candidates}: transform is "
-            "prefixes, "
-            "alignments or none, the others are at least 1"
-        )
-    cache, hidden = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
-    memory, done, started = new_memory(drafter, target), False, False
+        given = f"transform {transform!r}, symbols {symbols}, candidates {candidates}"
+        raise ValueError(f"{given}: transform is prefixes, alignments or none, the others >= 1")
+    lookup = common.Lookup(config.copies if copies is None else copies)
+    memory = new_memory(drafter, target)
+    cache, features = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
+    timer, done = "prefill", False  # the first pass reads the whole prompt
     while not done:
-        room, draft = (
-            generation_config.max_length - input_ids.shape[1] - 1,
-            common.chain([], input_ids),
-        )
-        if hidden.shape[1]:  # all but a prompt of one token
-            with stats.timer("draft" if started else "prefill"):
-                q_slots, started = propose(drafter, target, input_ids, hidden, memory), True
+        room = generation_config.max_length - input_ids.shape[1] - 1  # one place is the bonus's
+        draft = common.chain([], input_ids)
+        if features.shape[1]:  # all but a prompt of one token
+            with stats.timer(timer):
+                q_slots = propose(drafter, target, input_ids, features, memory)
             with stats.timer("transform"):
-                worth = (
-                    prefix_search(q_slots, symbols, candidates)
-                    if transform == "prefixes"
-                    else alignments(q_slots, symbols, candidates, merge=transform == "alignments")
-                )
-                draft = token_tree(
-                    worth, drafter.draft_ids, nodes, room
-                )  # the bonus token takes one place
-        tokens, _, hidden = common.verify(
+                if transform == "prefixes":
+                    worth = prefix_search(q_slots, symbols, candidates)
+                else:
+                    worth = alignments(q_slots, symbols, candidates, transform == "alignments")
+                draft = token_tree(worth, drafter.draft_ids, nodes, room, least_worth)
+            stats.note(q_slots=q_slots, worth=worth, draft_ids=drafter.draft_ids)
+            timer = "draft"
+        with stats.timer(timer):
+            draft = lookup.merge(draft, input_ids, room)
+        tokens, _, features = common.verify(
             target, input_ids, draft, cache, logits_processor, generation_config.do_sample, stats
         )
         input_ids, done = common.commit(input_ids, tokens, stopping_criteria, stats, token_streamer)

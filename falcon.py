@@ -1,46 +1,56 @@
-"""Falcon: a semi-autoregressive drafter and a decoding tree made for it (Gao et al., AAAI 2025,
-arXiv:2412.12639).
+"""Falcon: a semi-autoregressive drafter and a decoding tree made for it.
 
+Gao et al., AAAI 2025, arXiv:2412.12639; "upstream" is the code that they published with it.
 From the target's last hidden states ("features") and the tokens one step ahead, the drafter
-predicts k further features in one pass; the target's LM head turns them into tokens. The k slots of
-a block see each other, and training teaches them to agree: coupled sequential glancing distillation
-(CSGD) shows some their answers, fewer as it goes on. Drafting grows a token tree by k levels a
-pass. k = 2, newest token x_4, f predicting h:
+predicts k further features in one pass; the target's LM head turns them into tokens. Its input is a
+row of slots: slot i pairs feature h_i with token x_(i+1), which the target has not read yet, and is
+to predict h_(i+k) and so x_(i+k+1). k neighbouring slots make a block and see each other; how far
+the blocks' borders are shifted is their phase. Training teaches the slots of a block to agree:
+coupled sequential glancing distillation (CSGD) shows some their answers, fewer as it goes on.
+Drafting grows a token tree by k levels a pass. k = 2, newest token x_4, f predicting h:
 
-    pass 1    (h_2, x_3) (h_3, x_4)  ->  f_4, f_5  ->  x_5, x_6        an ordinary next step, and
-    one two tokens ahead pass 2    (f_4, x_5) (f_5, x_6)  ->  f_6, f_7  ->  x_7, x_8        for
-    every branch x_5 x_6 of the tree
+    pass 1    (h_2, x_3) (h_3, x_4)  ->  f_4, f_5  ->  x_5, x_6      the next token and the second
+    pass 2    (f_4, x_5) (f_5, x_6)  ->  f_6, f_7  ->  x_7, x_8      for every branch x_5 x_6
 
-    symbol             name here                 section      function
-    f_i, t_(i+1)       slot i: features, tokens  3.1, Eq. 1   training_pass, propose
-    LSTM               Drafter.fusion            3.2          Drafter
-    relaxed mask       relaxed_mask, tree_sight  3.2, Fig. 3  training_pass, propose
-    d(), N, lambda     wrong, count, rate        3.2          loss, glance
-    L_reg, L_dist      l1; soft, hard            Eq. 2-8      loss
-    m passes, n nodes  Config.tree               3.4, App. A  propose
+    symbol              name here                          section       function
+    t_i                 x_i, a token; input_ids            3.1           all
+    f_i, f_i^draft      h_i, hidden; f_i, features         3.1, Eq. 1    training_pass, propose
+    p, p^draft          p_target, q_draft                  Eq. 6, 7      loss, alpha
+    LSTM                Drafter.fusion                     3.2           Drafter
+    relaxed mask        relaxed_mask, tree_sight           3.2, Fig. 3   training_pass, propose
+    Y^t, Y-hat, d()     truth, logits, sum of wrong        3.2           loss
+    N, lambda           count, rate (ep_c/ep_t: progress)  3.2           glance, loss
+    L_reg; omega_reg    l1; none, it is 1                  Eq. 2, 8      loss
+    L_soft, L_hard      soft, hard                         Eq. 3, 4      loss
+    alpha, omega_dist   0.9, Config.distill_weight         Eq. 5, 8      loss
+    alpha of Table 2    not `alpha` here, sum min(p, q): the paper's fits tau / (tau + 1)
+    m passes, n nodes   Config.tree                        3.4, App. A   propose
 
 Deviations
-    1. upstream != paper: upstream's LSTM has its axes mixed up and never recurs (`cell`); this one
-       does, along every branch. What is shipped has none (`linear`): alike after 200 steps (alpha
-       0.130, LSTM 0.128), in half the time.
-    2. upstream != paper: blocks end at the newest token in every round (upstream counts from the
-       start of a chunk and then drafts half its rounds without seeing that token); training draws a
-       random phase.
-    3. paper silent: CSGD's runs start at the first slot of a block and spare its last one, as 3.2
-       wants what precedes the predicted. A replaced slot holds its answer, so no loss is taken on
-       it (upstream takes it).
-    4. ours: features and embeddings are normed before fusion (their scales differ by 20 on the
-       default target); the attention layers and a final norm start as the target's; drafts are
-       frequent tokens only (`draft_vocab`).
-    5. paper silent: trees are drawn, not listed. `layered_tree` fills the paper's nodes per depth
-       with the smallest products of ranks; `fit_tree` grows one for a drafter and a machine. Ranks
-       of a slot serve all its block's nodes.
-    6. ours: lossless sampling: trees are chosen by rank, so the target's draw decides where to
-       descend, exactly.
+    1. upstream != paper: its LSTM has two axes mixed up and never recurs (`cell`); `lstm` does, on
+       every branch. Shipped is `linear`: alpha 0.130 after 200 steps, LSTM 0.128 in twice the time.
+    2. ours: the shipped drafter has one attention layer, figure 2 two (alpha 0.131 instead of 0.170
+       after 0.28 million token-steps, tokens learned from). It was trained with omega_dist 1
+       (paper: 0.1), learning rates 2e-3 and 1.5e-3 (3e-5) and gradients clipped at 1 (silent);
+       lambda falls by the step, not the epoch, and begins again with every train.py --init.
+    3. upstream != paper: blocks end at the newest token in every round (upstream counts from the
+       start of a chunk, so half its rounds do not see that token); training draws a random phase.
+    4. paper silent: CSGD's runs start at the first slot of a block and spare its last one, as 3.2
+       wants what precedes the predicted. Slots that hold answers teach nothing (upstream's do).
+    5. ours: features and embeddings are normed before fusion (their scales differ by 20 on the
+       default target); attention layers and a final norm start as the target's; drafts, soft and
+       hard labels are of the frequent tokens only (`draft_vocab`).
+    6. paper silent: trees are drawn, not listed. PAPER_TREE has figure 5's nodes per depth; which
+       nodes is our rule (`layered_tree`), and a tree of upstream's with these counts shares 80 of
+       the 118. The default tree is ours; support/fitting.py fits one to a drafter and a machine.
+    7. ours: `best_nodes`, EAGLE-2's choice of nodes (Li et al. 2024); `copies`, a prompt lookup.
+    8. ours: sampling. The paper samples a node's children; here a tree depends on the committed
+       tokens alone and the target's draw decides where to descend, so the output is exact.
 """
 
+import heapq
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -51,97 +61,56 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLa
 import common
 
 
+def option(default, help: str, decode: bool = False):
+    """A field of Config. A callable makes its default; `decode`: bench.py can change it, too."""
+    kind = "default_factory" if callable(default) else "default"
+    return field(**{kind: default}, metadata={"help": help, "decode": decode})
+
+
 @dataclass
 class Config:
-    target: dict = field(
-        default_factory=dict, metadata={"help": "shape of the target (filled in by train.py)"}
-    )
-    k: int = field(default=2, metadata={"help": "tokens predicted by a pass"})
-    num_layers: int = field(
-        default=1, metadata={"help": "attention layers (Figure 2 shows two; one learns faster)"}
-    )
-    intermediate_size: int = field(
-        default=1536, metadata={"help": "width of the feed-forward sub-layer"}
-    )
-    fusion: str = field(
-        default="lstm", metadata={"help": "lstm, cell (LSTM without recurrence) or linear"}
-    )
-    csgd: bool = field(default=True, metadata={"help": "coupled sequential glancing distillation"})
-    noise: float = field(
-        default=0.1, metadata={"help": "features get U(-noise, noise) in training"}
-    )
-    distill_weight: float = field(
-        default=0.1, metadata={"help": "omega_dist, weight of the losses on tokens"}
-    )
-    draft_vocab: int = field(
-        default=8192, metadata={"help": "draft only the most frequent tokens; 0: all of them"}
-    )
-    tree: list = field(
-        default_factory=lambda: layered_tree([4, 4, 3, 2]),
-        metadata={"help": "rank paths; [0, 2] is the first node's third child", "decode": True},
-    )
+    target: dict = option(dict, "shape of the target (filled in by train.py)")
+    k: int = option(2, "tokens predicted by a pass")
+    num_layers: int = option(1, "attention layers (Figure 2 shows two; one learns faster)")
+    intermediate_size: int = option(1536, "width of the feed-forward sub-layer")
+    fusion: str = option("lstm", "lstm, cell (LSTM without recurrence) or linear")
+    csgd: bool = option(True, "coupled sequential glancing distillation")
+    noise: float = option(0.1, "features get U(-noise, noise) in training")
+    distill_weight: float = option(0.1, "omega_dist, weight of the losses on tokens")
+    draft_vocab: int = option(8192, "draft only the most frequent tokens; 0: all of them")
+    tree: list = option(lambda: layered_tree([4, 4, 3, 2]), "nodes; [0, 2]: [0]'s 3rd child", True)
+    best_nodes: int = option(0, "draft so many of the likeliest nodes; 0: those of tree", True)
+    passes: int = option(1, "with best_nodes: most passes a round", True)
+    least_worth: float = option(0.0, "with best_nodes: least probability of a node's path", True)
+    copies: int = option(0, "tokens copied from the context (prompt lookup); 0: the paper's", True)
 
 
-# ----------------------------------------------------------------------------------- decoding trees
+def whole_head(table: Tensor, head_dim: int, fill: float) -> Tensor:
+    """A rotary table (1, r, R) of a target that turns R of a head's numbers, widened to all Dh.
 
-
-def layered_tree(counts: list[int]) -> list[list[int]]:
-    """A tree of counts[d] nodes at depth d + 1, more and deeper ones under likely tokens (Appendix
-    A)."""
-    tree, level = [], [[]]
-    for count in counts:
-        grown = [[*path, rank] for path in level for rank in range(count)]
-        level = sorted(grown, key=lambda path: (math.prod(rank + 1 for rank in path), path))[:count]
-        tree += level
-    return tree
-
-
-PAPER_TREE = layered_tree([20, 19, 19, 15, 16, 10, 10, 9])  # Figure 5: Vicuna, k = 2, 4 passes
-VARIANTS = {
-    "chain": {"chain": True},
-    "paper": {"tree": PAPER_TREE},
-}  # Table 4's ablation, and the paper's size
-
-
-def prune(tree, depth: int, ranks: int) -> list[tuple]:
-    """The tree's rank paths, parents first, without those too deep or of too high a rank;
-    ValueError for a bad tree."""
-    paths = {tuple(path) for path in tree}
-    for path in paths:
-        if not path or min(path) < 0 or (len(path) > 1 and path[:-1] not in paths):
-            raise ValueError(
-                f"tree path {list(path)} has no parent or is no list of ranks from 0; list every "
-                "prefix"
-            )
-    return sorted(
-        (p for p in paths if len(p) <= depth and max(p) < ranks), key=lambda path: (len(path), path)
-    )
-
-
-# ------------------------------------------------------------------------------------- architecture
+    Numbers j and j + Dh/2 turn by one angle, so each stands in a table twice. A pair that is not to
+    turn has angle 0: cos is filled with 1, sin with 0. R = 4, Dh = 8: cos a b a b, a b 1 1 a b 1 1.
+    """
+    half = table[..., : table.shape[-1] // 2]  # (1, r, R/2)
+    half = F.pad(half, (0, head_dim // 2 - half.shape[-1]), value=fill)  # (1, r, Dh/2)
+    return half.repeat(1, 1, 2)
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The relaxed causal SAR head. Holds only what is trained; embeddings and LM head of the target
-    are passed in."""
+    """The relaxed causal SAR head (3.2); embeddings and LM head are the target's, not held here."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        shape, hidden, vocab = (
-            config.target,
-            config.target["hidden_size"],
-            config.target["vocab_size"],
-        )
-        self.feature_norm, self.embed_norm, self.norm = (
-            nn.RMSNorm(hidden, eps=1e-5) for _ in range(3)
-        )
-        lstm = config.fusion != "linear"
-        self.fusion = (
-            nn.LSTM(2 * hidden, hidden, 2, batch_first=True)
-            if lstm
-            else nn.Linear(2 * hidden, hidden)
-        )
+        shape = config.target
+        hidden = shape["hidden_size"]
+        self.feature_norm = nn.RMSNorm(hidden, eps=1e-5)
+        self.embed_norm = nn.RMSNorm(hidden, eps=1e-5)
+        self.norm = nn.RMSNorm(hidden, eps=1e-5)
+        if config.fusion == "linear":
+            self.fusion = nn.Linear(2 * hidden, hidden)
+        else:
+            self.fusion = nn.LSTM(2 * hidden, hidden, num_layers=2, batch_first=True)
         llama = LlamaConfig(
             hidden_size=hidden,
             intermediate_size=config.intermediate_size,
@@ -151,72 +120,48 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             rms_norm_eps=1e-5,
             attn_implementation="sdpa",
         )
-        self.layers = nn.ModuleList(
-            LlamaDecoderLayer(llama, index) for index in range(config.num_layers)
-        )
-        self.register_buffer(
-            "draft_ids", torch.arange(min(config.draft_vocab or vocab, vocab))
-        )  # (Vd,)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(llama, n) for n in range(config.num_layers))
+        vocab = shape["vocab_size"]
+        self.register_buffer("draft_ids", torch.arange(min(config.draft_vocab or vocab, vocab)))
         self.kv_layers = []  # reads the target's features, not its keys and values
 
-    def forward(
-        self,
-        features: Tensor,
-        embeds: Tensor,
-        rotary,
-        head: nn.Module,
-        rows,
-        mask: Tensor,
-        cache=None,
-        state=None,
-        before: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, tuple | None]:
-        """Draft logits (..., Vd), predicted features (..., D) of the chosen rows; fused slots (n,
-        t, D), LSTM state.
+    def forward(self, features, embeds, rotary, mask, cache=None, state=None, before=None):
+        """Predict from every slot the feature k places on (Eq. 1).
+
+        Fusion takes n sequences of t slots, attention B rows of r. In training both are the batch;
+        in drafting B = 1: a pass's n branches side by side, r = n t, or `before` and one sequence.
 
         Args:
-            features: (n, t, D) of the target, or predicted. embeds: (n, t, D) of the tokens one
-                step ahead.
-            rotary: cos and sin, each (1, r, R). head: the target's LM head for the draft
-                vocabulary, D -> Vd.
-            rows: index into the attention's rows (B, r): B = n, or 1 if n branches of a tree stand
-                side by side.
-            mask: (B, 1, r, cached + r) bool. state: the LSTM's. before: (1, <k, D) old fused slots
-                that attend again.
+            features, embeds: (n, t, D) of the target or predicted; of the tokens one step ahead.
+            rotary: the target's cos and sin for attention's rows, each (1, r, R).
+            mask: (B, 1, r, cached + r) bool. cache: attention's. state: the LSTM's, to go on from.
+            before: (1, a, D) old fused slots that attend again.
+        Returns: predicted features (B, r, D), fused slots (n, t, D), the LSTM's state.
         """
-        pair = torch.cat(
-            [self.feature_norm(features), self.embed_norm(embeds)], dim=-1
-        )  # (n, t, 2D)
-        if self.config.fusion == "lstm":
-            with torch.autocast(
-                pair.device.type, enabled=False
-            ):  # bfloat16 triples the time of its backward on a CPU
+        pair = torch.cat([self.feature_norm(features), self.embed_norm(embeds)], -1)  # (n, t, 2D)
+        if self.config.fusion == "linear":
+            fused = self.fusion(pair)  # (n, t, D)
+        elif self.config.fusion == "cell":
+            fused = self.fusion(pair.flatten(0, 1)[:, None])[0].view_as(features)  # each slot alone
+        else:
+            with torch.autocast(pair.device.type, enabled=False):  # bfloat16 takes 3 times as long
                 fused, state = self.fusion(pair, state)
-        else:  # cell: every slot is a sequence of its own
-            fused = self.fusion(pair.flatten(0, 1)[:, None])
-            fused = (fused if self.config.fusion == "linear" else fused[0]).view_as(features)
-        x = fused.reshape(len(mask), -1, fused.shape[-1])
-        x = x if before is None else torch.cat([before, x], dim=1)
-        missing = (
-            self.config.target["head_dim"] - rotary[0].shape[-1]
-        ) // 2  # some targets rotate a part of a head
-        halves = (table[..., : table.shape[-1] // 2].to(x.dtype) for table in rotary)
-        rotary = tuple(
-            F.pad(half, (0, missing), value=fill).repeat(1, 1, 2)
-            for half, fill in zip(halves, (1.0, 0.0))
-        )
+        x = fused.reshape(len(mask), -1, fused.shape[-1])  # (B, r, D)
+        if before is not None:
+            x = torch.cat([before, x], dim=1)
+        head_dim = self.config.target["head_dim"]
+        cos = whole_head(rotary[0].to(x.dtype), head_dim, fill=1.0)  # (1, r, Dh)
+        sin = whole_head(rotary[1].to(x.dtype), head_dim, fill=0.0)
         for layer in self.layers:
-            x = layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=rotary)
-        predicted = self.norm(x[rows])
-        return head(predicted), predicted, fused, state
+            x = layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=(cos, sin))
+        return self.norm(x), fused, state
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start training from: layers copied from the target's top ones where names and
-    shapes agree.
+    """A drafter to start training from: layers as the target's top ones, where they agree in shape.
 
-    Args: token_counts: (V,) how often each token occurs in the training responses; the top ones can
-    be drafted.
+    Args: token_counts: (V,) how often each token occurs in the responses; the top ones are drafted.
+    Raises: ValueError: a fusion or k that there is not.
     """
     if config.fusion not in ("lstm", "cell", "linear") or config.k < 1:
         raise ValueError(
@@ -225,10 +170,8 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     drafter = Drafter(config)
     with torch.no_grad():
         drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
-        if config.fusion == "linear":
-            drafter.fusion.weight.copy_(
-                torch.eye(config.target["hidden_size"]).repeat(1, 2)
-            )  # starts as a sum
+        if config.fusion == "linear":  # starts as a sum
+            drafter.fusion.weight.copy_(torch.eye(config.target["hidden_size"]).repeat(1, 2))
         sources = list(getattr(target.base_model, "layers", []))[-config.num_layers :]
         for layer, source in zip(drafter.layers, sources):
             theirs = source.state_dict()
@@ -240,12 +183,13 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     return drafter
 
 
-# ------------------------------------------------------------------------------- training objective
+# ------------------------------------------------------------------------------- masks and the loss
 
 
 def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
-    """Which slots each slot may attend to (3.2): all earlier blocks and the whole of its own. k =
-    2, phase 1:
+    """Which slots each slot may attend to (3.2): all earlier blocks and the whole of its own.
+
+    k = 2, phase 1:
 
            key   0  1  2  3  4        blocks: 0 | 1 2 | 3 4
         slot 0   x  .  .  .  .
@@ -254,35 +198,53 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
              3   x  x  x  x  x
              4   x  x  x  x  x
 
-    Args: phase: (B,) shift of the block borders per sequence. Returns: (B, 1, S, S) bool.
+    Args: length: S slots. phase: (B,) how many slots the first block lacks, 0 to k - 1.
+    Returns: (B, 1, S, S) bool.
     """
     block = (torch.arange(length, device=phase.device) + phase[:, None]) // k  # (B, S)
     return (block[:, :, None] >= block[:, None, :])[:, None]
 
 
+def tree_sight(sight: Tensor, parent: Tensor, k: int) -> Tensor:
+    """What the branches of a pass see (Figure 3): what their parents saw, and their own k slots.
+
+    k = 2; "stable" are the slots of committed tokens:
+
+                   stable   a a b b c c   d d e e        d continues a, e continues c;
+        pass 2  a   x x x   x x . . . .                  both slots of a branch see the same
+                b   x x x   . . x x . .
+                c   x x x   . . . . x x
+        pass 3  d   x x x   x x . . . .   x x . .
+                e   x x x   . . . . x x   . . x x
+
+    Args: sight: (b, rows) bool, the pass before's. parent: (n,) which of them each continues.
+    Returns: (n, rows + n k) bool.
+    """
+    own = torch.eye(len(parent), dtype=torch.bool, device=sight.device)  # (n, n)
+    return torch.cat([sight[parent], own.repeat_interleave(k, dim=1)], dim=1)
+
+
 def glance(wrong: Tensor, where: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
-    """Choose the slots that CSGD shows their answers (3.2): N = rate * d per sequence, d slots
-    having missed.
+    """Choose the slots that CSGD shows their answers (3.2): N = rate * d per sequence.
 
-    Blocks in random order give runs of 1 to k - 1 slots, from their first on, while fewer than N. k
-    = 3, a run of 2:
+    d is how many slots missed. Blocks in random order give runs of 1 to k - 1 slots, from their
+    first on, while fewer than N are chosen. k = 3, a run of 2 in the block of slots 0 to 2:
 
-        slot                0        1        2                 0        1        2
-        input            h_0 x_1  h_1 x_2  h_2 x_3     ->    h_3 x_4  h_4 x_5  h_2 x_3
-        learns           h_3 x_4  h_4 x_5  h_5 x_6              -        -     h_5 x_6, seeing the
-        two before it
+        slot       0        1        2              0        1        2
+        input   h_0 x_1  h_1 x_2  h_2 x_3   ->   h_3 x_4  h_4 x_5  h_2 x_3
+        learns  h_3 x_4  h_4 x_5  h_5 x_6           -        -     h_5 x_6, seeing the two before
 
-    Args: wrong, where: (B, S) slots that missed the target's token, and that learn. seed: (B,), of
-    the phase as well.
+    Args: wrong, where: (B, S) bool, slots that missed, that learn. seed: (B,), gives the phase too.
     Returns: (B, S) bool.
     """
-    learns, replaced = where.cpu(), torch.zeros(where.shape, dtype=torch.bool)
-    for row, number in enumerate(seed.tolist() if k > 1 else []):
-        generator, count = (
-            torch.Generator().manual_seed(number),
-            round(rate * int(wrong[row].sum())),
-        )
-        starts = range(-number % k, where.shape[1], k)
+    learns = where.cpu()
+    replaced = torch.zeros(where.shape, dtype=torch.bool)
+    for row, number in enumerate(seed.tolist() if k > 1 else []):  # one slot has none to couple
+        generator = torch.Generator().manual_seed(number)
+        count = round(rate * int(wrong[row].sum()))
+        phase = number % k
+        first = (k - phase) % k  # of whole blocks: 2 in 0 1 | 2 3 4 | ..., k = 3 and phase 1
+        starts = range(first, where.shape[1], k)
         for block in torch.randperm(len(starts), generator=generator).tolist():
             run = min(count, int(torch.randint(1, k, (), generator=generator)))
             part = slice(starts[block], starts[block] + run)
@@ -291,88 +253,133 @@ def glance(wrong: Tensor, where: Tensor, rate: float, k: int, seed: Tensor) -> T
     return replaced.to(where.device)
 
 
-def training_pass(drafter: Drafter, target, batch, replaced: Tensor | None = None):
-    """Run over slots i = 0 .. S - 1 = T - 2, inputs (h_i, x_(i+1)), to predict h_(i+k) and so
-    x_(i+k+1).
+def training_pass(drafter: Drafter, target, batch: common.Batch, replaced: Tensor | None = None):
+    """Run over the S = T - 1 slots of whole sequences; slot i is to predict h_(i+k), x_(i+k+1).
 
-    Args: replaced: (B, S) slots that get their answers (h_(i+k), x_(i+k+1)) as input and teach
-    nothing; adds the noise.
-    Returns: logits (M, Vd), features (M, D), the target's own features (M, D), the M slots that
-    learn, (B, S) bool.
+    Args: replaced: (B, S) bool, slots that get their answers and learn nothing; comes with noise.
+    Returns: of the M that learn, logits (M, Vd), features and the target's (M, D); (B, S) bool.
     """
-    k, length, hidden = (
-        drafter.config.k,
-        batch.input_ids.shape[1],
-        batch.hidden.to(drafter.norm.weight.dtype),
-    )
-    features, tokens = hidden[:, :-1], batch.input_ids[:, 1:]
-    answers = F.pad(hidden, (0, 0, 0, k))[:, k : k + length - 1]  # (B, S, D)
-    answer_tokens, where = (
-        F.pad(x, (0, k))[:, k + 1 : k + length] for x in (batch.input_ids, batch.loss_mask)
-    )
+    k = drafter.config.k
+    hidden = batch.hidden.to(drafter.norm.weight.dtype)  # (B, T, D)
+    end = hidden.shape[1] - 1
+    slots = torch.arange(end, device=hidden.device)  # (S,)
+    features = hidden[:, :-1]  # (B, S, D) h_i
+    tokens = batch.input_ids[:, 1:]  # (B, S) x_(i+1)
+    # the last slots' answers lie beyond the end: another stands in, and the slot does not learn
+    later = (slots + k + 1).clamp(max=end)  # (S,)
+    answers = hidden[:, (slots + k).clamp(max=end)]  # (B, S, D) h_(i+k)
+    where = batch.loss_mask[:, later] & (slots + k + 1 <= end)  # (B, S)
     if replaced is not None:
         where = where & ~replaced
         features = torch.where(replaced[..., None], answers, features)
-        tokens = torch.where(replaced, answer_tokens, tokens)
+        tokens = torch.where(replaced, batch.input_ids[:, later], tokens)  # x_(i+k+1)
         generators = [torch.Generator().manual_seed(seed) for seed in batch.seed.tolist()]
-        noise = torch.stack(
-            [torch.rand(features.shape[1:], generator=generator) for generator in generators]
-        )
+        noise = torch.stack([torch.rand(features.shape[1:], generator=each) for each in generators])
         features = features + drafter.config.noise * (2 * noise.to(features) - 1)
-    embeds = target.get_input_embeddings()(tokens).to(features.dtype)
+    embeds = target.get_input_embeddings()(tokens).to(features.dtype)  # (B, S, D)
+    rotary = common.rotary(target, slots[None], -1)
+    mask = relaxed_mask(end, k, batch.seed % k)
+    predicted = drafter(features, embeds, rotary, mask)[0][where]  # (M, D)
     head = common.draft_head(target, drafter.draft_ids).to(features.dtype)
-    rotary = common.rotary(target, torch.arange(length - 1, device=tokens.device)[None], -1)
-    out = drafter(
-        features, embeds, rotary, head, where, relaxed_mask(length - 1, k, batch.seed % k)
-    )
-    return out[0].float(), out[1].float(), answers[where].float(), where
+    return head(predicted).float(), predicted.float(), answers[where].float(), where
 
 
-def loss(drafter: Drafter, target, batch) -> Tensor:
-    """Smooth L1 on features (mean over D) + omega (alpha KL + (1 - alpha) CE) on tokens, summed
-    over slots (Eq. 2-8).
+def loss(drafter: Drafter, target, batch: common.Batch) -> Tensor:
+    """L_reg (mean over D) + omega_dist (0.9 L_soft + 0.1 L_hard), summed over slots (Eq. 2-8).
 
-    With CSGD a first pass, without gradient, finds d. Hard labels are the target's argmax over the
-    draft vocabulary.
-    Args: batch: common.Batch.
+    With CSGD a first pass finds the slots that miss. Hard labels are the target's own argmax.
     """
-    config, ids, replaced = (
-        drafter.config,
-        drafter.draft_ids,
-        torch.zeros_like(batch.loss_mask[:, 1:]),
-    )
+    config = drafter.config
+    ids = drafter.draft_ids
+    replaced = torch.zeros_like(batch.loss_mask[:, 1:])  # (B, S)
     if config.csgd:
         with torch.no_grad():
             logits, _, answers, where = training_pass(drafter, target, batch)
-            wrong = where.clone()
-            wrong[where] = logits.argmax(-1) != common.target_logits(target, answers, ids).argmax(
-                -1
-            )
+        truth = common.target_logits(target, answers, ids).argmax(-1)  # (M,)
+        wrong = where.clone()
+        wrong[where] = logits.argmax(-1) != truth
         replaced = glance(wrong, where, 0.4 * (1 - batch.progress), config.k, batch.seed)
     logits, features, answers, _ = training_pass(drafter, target, batch, replaced)
-    log_p, log_q = (
-        common.target_logits(target, answers, ids).log_softmax(-1),
-        logits.log_softmax(-1),
-    )  # (M, Vd)
+    log_p_target = common.target_logits(target, answers, ids).log_softmax(-1)  # (M, Vd)
+    log_q_draft = logits.log_softmax(-1)  # (M, Vd)
     l1 = F.smooth_l1_loss(features, answers, reduction="sum") / answers.shape[-1]
-    soft = F.kl_div(log_q, log_p, log_target=True, reduction="sum")
-    hard = F.nll_loss(log_q, log_p.argmax(-1), reduction="sum")
+    soft = F.kl_div(log_q_draft, log_p_target, log_target=True, reduction="sum")
+    hard = F.nll_loss(log_q_draft, log_p_target.argmax(-1), reduction="sum")
     return l1 + config.distill_weight * (0.9 * soft + 0.1 * hard)
 
 
-def alpha(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """Acceptance rate at temperature 1 of what the first pass drafts, mean over the k slots of a
-    block.
+def alpha(drafter: Drafter, target, batch: common.Batch) -> tuple[Tensor, int]:
+    """Acceptance rate at temperature 1 of what the first pass drafts, mean over a block's slots.
 
-    Sum over slots of sum_x min(p_target, q_draft), and their number. Inputs are the target's own
-    features.
+    Returns: the sum over slots of sum_x min(p_target, q_draft), and the number of slots.
     """
     logits, _, answers, _ = training_pass(drafter, target, batch)
-    p_target = common.target_logits(target, answers).softmax(-1)[:, drafter.draft_ids]
-    return torch.minimum(p_target, logits.softmax(-1)).sum(), len(logits)
+    p_target = common.target_logits(target, answers).softmax(-1)  # (M, V)
+    return torch.minimum(p_target[:, drafter.draft_ids], logits.softmax(-1)).sum(), len(logits)
 
 
-# ----------------------------------------------------------------------------------------- decoding
+# ------------------------------------------------------------------------------- trees and decoding
+
+
+def layered_tree(counts: list[int]) -> list[list[int]]:
+    """A tree of counts[d] nodes at depth d + 1, more and deeper ones under likely tokens (App. A).
+
+    [2, 3] gives [0] [1], [0, 0] [0, 1] [1, 0]: the smallest products of (rank + 1) on a path.
+    """
+    tree, level = [], [[]]
+    for count in counts:
+        grown = [[*path, rank] for path in level for rank in range(count)]
+        level = sorted(grown, key=lambda path: (math.prod(rank + 1 for rank in path), path))[:count]
+        tree += level
+    return tree
+
+
+PAPER_TREE = layered_tree([20, 19, 19, 15, 16, 10, 10, 9])  # figure 5's counts; see deviation 6
+VARIANTS = {
+    "chain": {"chain": True},  # Table 4's ablation
+    "paper": {"tree": PAPER_TREE, "best_nodes": 0},
+    "confidence": {"best_nodes": 8},
+    "copies": {"copies": 10},
+    "both": {"best_nodes": 8, "copies": 10},
+}
+
+
+def prune(tree, depth: int, ranks: int) -> list[tuple]:
+    """The tree's rank paths, parents first, without those too deep or of too high a rank.
+
+    Raises: ValueError: a path without its parent, or not of ranks.
+    """
+    paths = {tuple(path) for path in tree}
+    for path in paths:
+        if not path or min(path) < 0 or (len(path) > 1 and path[:-1] not in paths):
+            raise ValueError(f"tree path {list(path)}: give ranks from 0, and every prefix")
+    kept = [path for path in paths if len(path) <= depth and max(path) < ranks]
+    return sorted(kept, key=lambda path: (len(path), path))
+
+
+def best_paths(q_draft: dict, config: Config, depth: int) -> list[tuple]:
+    """The `best_nodes` rank paths of the largest product of probabilities, parents first.
+
+    All nodes of a block share a slot's distribution, whatever stands before them. k = 2, slot 0
+    gives .6 .3 and slot 1 .5 .4: (0) .6, (0, 0) .6 * .5, (1) .3, (0, 1) .6 * .4, (1, 0) .3 * .5.
+    Best first is exact: no node is worth more than its parent. So it is over passes: what is not
+    chosen now will not be among more, nor what would grow from it. Of equals, smaller ranks first.
+
+    Args: q_draft: {path that a block continues: [slot][rank] probabilities}. depth: most levels.
+    """
+    heap = [(-1.0, ())]
+    chosen = []
+    while heap and len(chosen) <= config.best_nodes:
+        minus_worth, path = heapq.heappop(heap)
+        if -minus_worth < config.least_worth:
+            break
+        chosen.append(path)
+        slot = len(path) % config.k
+        block = q_draft.get(path[: len(path) - slot])  # where the node's children were drafted
+        if block and len(path) < depth:
+            for rank, q in enumerate(block[slot]):
+                heapq.heappush(heap, (minus_worth * q, (*path, rank)))
+    return chosen[1:]  # without the root
 
 
 @dataclass
@@ -390,114 +397,105 @@ def new_memory(drafter: Drafter, target) -> Memory:
     """An empty memory, to begin an answer with."""
     head = common.draft_head(target, drafter.draft_ids)
     nothing = head.weight[None, :0]  # (1, 0, D)
-    return Memory(
-        common.GrowingCache(drafter.config.num_layers), head, waiting=nothing, tail=nothing
-    )
+    return Memory(common.GrowingCache(drafter.config.num_layers), head, nothing, nothing)
 
 
-def tree_sight(sight: Tensor, parent: Tensor, k: int) -> Tensor:
-    """What the branches of a pass see (Figure 3): what their parents saw, and their own k slots. k
-    = 2:
+def first_pass(drafter: Drafter, target, input_ids: Tensor, memory: Memory) -> Tensor:
+    """Feed the committed slots that are new: features (1, k, D) of the newest block.
 
-                   stable   a a b b c c   d d e e        d continues a, e continues c;
-        pass 2  a   x x x   x x . . . .                  both slots of a branch see the same
-                b   x x x   . . x x . .
-                c   x x x   . . . . x x
-        pass 3  d   x x x   x x . . . .   x x . .
-                e   x x x   . . . . x x   . . x x
+    Blocks are counted back from the newest slot, so their borders move from round to round. Old
+    slots that now share a block with new ones attend again, to see them; what fusion made of them
+    still holds. k = 3, slots 0 to 5 fed before, features 6 and 7 waiting:
 
-    Args: sight: (b, rows) bool of the pass before. parent: (n,) which of its branches each new one
-    continues.
-    Returns: (n, rows + n k) bool.
+        blocks   0 1 2 | 3 4 5   ->   0 1 | 2 3 4 | 5 6 7        tail    fused slots 3 4 5
+        again    1: slot 5, taken out of the cache               before  fused slot 5
+        fed      5 6 7, which see 0 to 7; slot 2 keeps what it saw: 0 1 2
     """
-    own = torch.eye(len(parent), dtype=torch.bool, device=sight.device).repeat_interleave(k, dim=1)
-    return torch.cat([sight[parent], own], dim=1)
-
-
-def propose(
-    drafter: Drafter, target, input_ids: Tensor, hidden: Tensor, memory: Memory, tree, depth: int
-) -> common.Draft:
-    """Draft a token tree, k levels a pass (3.4). Nothing is drafted while there are fewer than k
-    slots.
-
-    The newest k slots are one block. If the new slots do not fill their blocks, the last old ones
-    attend again, seeing the new; what the LSTM made of them still holds. k = 3, stable slots 0-5,
-    new 6 7: fed 5 6 7.
-
-    Args: input_ids: (1, P + 1) committed tokens. hidden: (1, n, D) the target's features since the
-        last call, token P - 1 being the last. memory: from new_memory. tree: rank paths. depth:
-        most levels.
-    """
-    k, total, embed = drafter.config.k, input_ids.shape[1] - 1, target.get_input_embeddings()
-    memory.waiting = torch.cat([memory.waiting, hidden], dim=1)
-    paths = prune(tree, depth, len(drafter.draft_ids))
-    if total < k or not paths:
-        return common.chain([], input_ids)
-    new, slots = memory.waiting.shape[1], torch.arange(total, device=input_ids.device)
-    again = min(-new % k, memory.tail.shape[1])
+    k = drafter.config.k
+    total = input_ids.shape[1] - 1  # P
+    new = memory.waiting.shape[1]
+    lacking = (k - new % k) % k  # of whole blocks
+    again = min(lacking, memory.tail.shape[1])  # a first round has no old slots
     memory.cache.crop(-again)
-    fed, block = (
-        slots[total - new - again :],
-        (slots - total) // k,
-    )  # blocks count back from the newest slot
-    mask, rotary = (block[fed, None] >= block)[None, None], common.rotary(target, fed[None], -1)
-    logits, features, fused, state = drafter(
+    slots = torch.arange(total, device=input_ids.device)  # (P,)
+    fed = slots[total - new - again :]  # (again + new,)
+    block = (slots - total) // k  # (P,) ..., -2, -1
+    features, fused, memory.state = drafter(
         memory.waiting,
-        embed(input_ids[:, -new:]),
-        rotary,
-        memory.head,
-        (slice(None), slice(-k, None)),
-        mask,
+        target.get_input_embeddings()(input_ids[:, -new:]),
+        common.rotary(target, fed[None], -1),
+        (block[fed, None] >= block)[None, None],  # (1, 1, again + new, P)
         memory.cache,
         memory.state,
         before=memory.tail[:, memory.tail.shape[1] - again :],
     )
-    memory.tail, memory.waiting, memory.state = (
-        torch.cat([memory.tail, fused], dim=1)[:, -k:],
-        memory.waiting[:, :0],
-        state,
-    )
+    memory.tail = torch.cat([memory.tail, fused], dim=1)[:, -k:]
+    memory.waiting = memory.waiting[:, :0]
+    return features[:, -k:]
 
-    branches, tokens, ranks = {(): 0}, {}, 1 + max(map(max, paths))
-    sight = torch.ones_like(slots, dtype=torch.bool)[None]  # (1, P)
-    for level in range(0, len(paths[-1]), k):
-        # the nodes at this depth that have children, each with its k - 1 ancestors, make a block
-        if level:
-            grown = list(dict.fromkeys(path[:level] for path in paths if len(path) > level))
-            parent = torch.tensor([branches[path[:-k]] for path in grown], device=input_ids.device)
-            drafted = [
-                [tokens[path[:end]] for end in range(level - k + 1, level + 1)] for path in grown
-            ]
-            positions = (torch.arange(level - k, level, device=input_ids.device) + total).repeat(
-                len(grown)
-            )[None]
-            sight, state = (
-                tree_sight(sight, parent, k),
-                state and tuple(x[:, parent] for x in state),
-            )
-            logits, features, _, state = drafter(
-                features[parent],
-                embed(input_ids.new_tensor(drafted)),
-                common.rotary(target, positions, -1),
-                memory.head,
-                (slice(None),),
-                sight.repeat_interleave(k, dim=0)[None, None],
-                memory.cache,
-                state,
-            )
-            logits, features = (
-                x.unflatten(1, (-1, k))[0] for x in (logits, features)
-            )  # (n, k, Vd), (n, k, D)
-            branches = {path: number for number, path in enumerate(grown)}
-        ranked = drafter.draft_ids[logits.topk(ranks).indices].tolist()  # [branch][slot][rank]
-        tokens |= {
-            path: ranked[branches[path[:level]]][len(path) - level - 1][path[-1]]
-            for path in paths
-            if level < len(path) <= level + k
-        }
-    memory.cache.crop(total - memory.cache.get_seq_length())  # rows of tree passes are guesses
-    parents = torch.tensor([paths.index(path[:-1]) if path[:-1] else -1 for path in paths])
-    return common.Draft(input_ids.new_tensor(list(tokens.values())), parents)
+
+def propose(drafter, target, input_ids, hidden, memory, config, depth, stats) -> common.Draft:
+    """Draft a token tree, k levels a pass (3.4); none while there are fewer than k slots.
+
+    Args: input_ids: (1, P + 1) committed tokens. hidden: (1, n, D) the target's features since the
+        last call, token P - 1 being the last. config: its tree, or best_nodes, counts. depth: most
+        levels. stats: is told k, and the probability of each node in its slot.
+    """
+    k = config.k
+    total = input_ids.shape[1] - 1  # P
+    memory.waiting = torch.cat([memory.waiting, hidden], dim=1)
+    if config.best_nodes:
+        ranks = min(config.best_nodes, len(drafter.draft_ids))  # the most that one parent needs
+        depth = min(depth, config.passes * k)
+    else:
+        paths = prune(config.tree, depth, len(drafter.draft_ids))
+        ranks = 1 + max(map(max, paths), default=-1)
+    if total < k or min(ranks, depth) < 1:
+        return common.chain([], input_ids)
+
+    def entry(table, path):  # of a node: k = 2, (4, 3, 1) was drafted below (4, 3), slot 0, rank 1
+        slot = (len(path) - 1) % k
+        return table[path[: len(path) - 1 - slot]][slot][path[-1]]
+
+    # k = 2, a tree ac ad be (a b drafted in slot 0, c d e in slot 1) with deeper nodes:
+    #   pass 2   grown ac ad be, parent 0 0 0: blocks (a c) (a d) (b e), 6 rows side by side
+    #   pass 3   grown acfg beij, parent 0 2: block (f g) sees (a c) and itself, (i j) sees (b e)
+    features = first_pass(drafter, target, input_ids, memory)  # (1, k, D)
+    state = memory.state
+    sight = torch.ones(1, total, dtype=torch.bool, device=input_ids.device)  # (1, P)
+    grown = [()]  # the node that each block of the pass continues
+    q_draft, tokens = {}, {}  # {such a node: [slot][rank]}
+    for end in range(k, depth + k, k):
+        top = memory.head(features).softmax(-1, dtype=torch.float32).topk(ranks)  # (n, k, ranks)
+        q_draft |= zip(grown, top.values.tolist())
+        tokens |= zip(grown, drafter.draft_ids[top.indices].tolist())
+        blocks = grown
+        if config.best_nodes:
+            paths = best_paths(q_draft, config, depth)
+            grown = [path for path in paths if len(path) == end and end < depth]
+        else:
+            grown = list(dict.fromkeys(path[:end] for path in paths if len(path) > end))
+        if not grown:
+            break
+        parent = torch.tensor([blocks.index(path[:-k]) for path in grown], device=sight.device)
+        last = range(end - k + 1, end + 1)
+        fed = [[entry(tokens, path[:length]) for length in last] for path in grown]  # (n, k)
+        slots = torch.arange(total + end - k, total + end, device=sight.device).repeat(len(grown))
+        sight = tree_sight(sight, parent, k)  # (n, rows)
+        features, _, state = drafter(
+            features[parent],
+            target.get_input_embeddings()(input_ids.new_tensor(fed)),
+            common.rotary(target, slots[None], -1),
+            sight.repeat_interleave(k, dim=0)[None, None],  # (1, 1, n k, rows)
+            memory.cache,
+            state and tuple(x[:, parent] for x in state),  # each (2, n, D)
+        )
+        features = features.view(len(grown), k, -1)  # (n, k, D)
+    memory.cache.crop(total - memory.cache.get_seq_length())  # rows of later passes are guesses
+    stats.note(k=k, q_nodes=[entry(q_draft, path) for path in paths])
+    number = {path: n for n, path in enumerate(paths)}
+    parents = torch.tensor([number.get(path[:-1], -1) for path in paths], dtype=torch.long)
+    return common.Draft(input_ids.new_tensor([entry(tokens, path) for path in paths]), parents)
 
 
 @torch.no_grad()
@@ -510,29 +508,37 @@ def generate(
     drafter,
     tree=None,
     chain=False,
+    best_nodes=None,
+    passes=None,
+    least_worth=None,
+    copies=None,
     stats=None,
     token_streamer=None,
     **model_kwargs,
 ) -> Tensor:
-    """`target.generate(**enc, custom_generate=falcon.generate, drafter=drafter)`: lossless decoding
-    with Falcon.
+    """`target.generate(**enc, custom_generate=falcon.generate, drafter=drafter)`: lossless.
 
-    Args: tree: rank paths, Config.tree by default. chain: first choices only, as deep as it. stats:
-    common.Stats.
+    Args: tree, best_nodes, passes, least_worth, copies: as in Config, by default the drafter's.
+        chain: draft first choices only, as deep as the tree. stats: a common.Stats to fill.
     Returns: (1, T') prompt and new tokens.
     """
-    tree, stats = drafter.config.tree if tree is None else tree, stats or common.Stats()
-    tree = (
-        [[0] * depth for depth in range(1, 1 + max(map(len, tree), default=0))] if chain else tree
-    )
+    given = {"tree": tree, "best_nodes": best_nodes, "passes": passes}
+    given |= {"least_worth": least_worth, "copies": copies}
+    given = {name: value for name, value in given.items() if value is not None}
+    config = replace(drafter.config, **given)
+    if chain:
+        depths = range(1, 1 + max(map(len, config.tree), default=0))
+        config = replace(config, tree=[[0] * depth for depth in depths], best_nodes=0)
+    stats = stats or common.Stats()
     cache, hidden = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
-    memory, done = new_memory(drafter, target), False
+    memory = new_memory(drafter, target)
+    lookup = common.Lookup(config.copies)
+    done = False
     while not done:
         with stats.timer("draft" if memory.cache.get_seq_length() else "prefill"):
-            room = (
-                generation_config.max_length - input_ids.shape[1] - 1
-            )  # the bonus token takes one place
-            draft = propose(drafter, target, input_ids, hidden, memory, tree, room)
+            room = max(0, generation_config.max_length - input_ids.shape[1] - 1)  # 1: the bonus
+            draft = propose(drafter, target, input_ids, hidden, memory, config, room, stats)
+            draft = lookup.merge(draft, input_ids, room)
         tokens, _, hidden = common.verify(
             target, input_ids, draft, cache, logits_processor, generation_config.do_sample, stats
         )

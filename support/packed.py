@@ -1,11 +1,11 @@
-"""Linear layers with weights packed once for oneDNN: the same float32 arithmetic, two to three
-times faster on a CPU.
+"""Linear layers whose weights are packed once for oneDNN: two to three times faster on a CPU.
 
-PyTorch's `F.linear` packs the weight again on every call. For one row that hardly matters, for the
-2 to 32 rows of a verification it costs more than the multiplication, and would hide what
-speculative decoding is about: on a machine that reads weights more slowly than it multiplies, a few
-tokens cost about as much as one. The two operators are those that torch.compile emits for frozen
-CPU models. The packed copy is kept beside the weight, which embeddings may share.
+The arithmetic is float32 as before. PyTorch's `F.linear` packs the weight again on every call. For
+one row that hardly matters, for the 2 to 32 rows of a verification it costs more than the
+multiplication, and would hide what speculative decoding is about: on a machine that reads weights
+more slowly than it multiplies, a few tokens cost about as much as one. The two operators are those
+that torch.compile emits for frozen CPU models. The packed copy is kept beside the weight, which
+embeddings may share.
 """
 
 from __future__ import annotations
@@ -17,33 +17,31 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class PackedLinear(nn.Linear):
-    """A frozen float32 linear layer on the CPU with a packed copy of its weight (O, D); shares
-    weight and bias.
+    """A frozen float32 linear layer on the CPU with a packed copy of its weight (O, D).
 
-    Args:
-        layer: whose weight to pack. rows: number of rows for which the layout is chosen; any number
-            works.
+    Args: layer: whose weight and bias to share. rows: how many to choose the layout for; any number
+        works.
     """
 
     def __init__(self, layer: nn.Linear, rows: int = 8):
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
-        self.weight, self.bias, self.rows = layer.weight, layer.bias, rows
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.rows = rows
         self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows)
-        self.selected = (
-            WeakIdKeyDictionary()
-        )  # token_ids: their rows as a layer, while the token_ids live
+        self.selected = WeakIdKeyDictionary()  # {token_ids: their rows as a layer}, as they live
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., D) times the weight, plus bias: (..., O). Under four rows are padded, which is
-        faster."""
+        """x (..., D) times the weight, plus bias: (..., O). One to three rows are padded to four,
+        which is faster.
+        """
         rows = x.flatten(0, -2)  # (n, D)
         padded = F.pad(rows, (0, 0, 0, 4 - len(rows))) if len(rows) < 4 else rows
         out = torch.ops.mkldnn._linear_pointwise(padded, self.packed, self.bias, "none", [], "")
         return out[: len(rows)].unflatten(0, x.shape[:-1])
 
     def select(self, token_ids: Tensor) -> PackedLinear:
-        """The rows `token_ids` (Vd,) as a packed layer D -> Vd without bias, made once for each
-        drafter's tensor."""
+        """The rows `token_ids` (Vd,) as a packed layer D -> Vd, made once for each such tensor."""
         if token_ids not in self.selected:
             head = nn.Linear(self.in_features, len(token_ids), bias=False, device="meta")
             head.weight = nn.Parameter(self.weight[token_ids], requires_grad=False)
@@ -52,15 +50,12 @@ class PackedLinear(nn.Linear):
 
 
 def pack(model: nn.Module) -> nn.Module:
-    """The model with a PackedLinear in place of every frozen float32 nn.Linear on the CPU; others
-    are left alone."""
+    """The model with a PackedLinear in place of every float32 nn.Linear on the CPU."""
 
     def packs(module: nn.Module) -> bool:
-        return (
-            type(module) is nn.Linear
-            and module.weight.device.type == "cpu"
-            and module.weight.dtype == torch.float32
-        )
+        if type(module) is not nn.Linear:
+            return False
+        return module.weight.device.type == "cpu" and module.weight.dtype == torch.float32
 
     for module in list(model.modules()):
         for name, child in module.named_children():

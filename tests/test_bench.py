@@ -1,5 +1,4 @@
-"""bench.py and report.py on a tiny random target: the protocol, the figures, the output and every
-bad input."""
+"""bench.py on a tiny random target: the protocol, the command line, the output, every bad input."""
 
 import json
 import re
@@ -12,17 +11,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import chi_square_p_value
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    TemperatureLogitsWarper,
+)
 
 import bench
 import common
 import glide
 import specdecpp
-from support import data, fitting, report
+from support import arms, cli, data, report
 
 torch.set_num_threads(1)
 ROOT = Path(bench.__file__).parent
+TURNS = [
+    {"question_id": 1, "category": "talk", "turns": ["Hello there", "And then?"]},
+    {"question_id": 2, "category": "sums", "turns": ["Two and two"]},
+]
+PLAIN = {"do_sample": False}
 
 
 @pytest.fixture(scope="module")
@@ -30,59 +42,52 @@ def files(tmp_path_factory):
     """A target with a byte tokenizer, a GLIDE drafter for it, and a prompt file."""
     folder = tmp_path_factory.mktemp("bench")
     torch.manual_seed(0)
-    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {
-        "<eos>": 256
-    }
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(letters)} | {"<eos>": 256}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.save_pretrained(folder / "target")
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=256,
+        bos_token_id=None,
     )
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(
-        folder / "target"
-    )
-    target = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=257,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            eos_token_id=256,
-            bos_token_id=None,
-        )
-    ).eval()
+    target = LlamaForCausalLM(config).eval()
     target.save_pretrained(folder / "target")
     config = glide.Config(target=common.target_shape(target), intermediate_size=48, draft_vocab=0)
     glide.build(config, target, torch.arange(257)).save_pretrained(folder / "glide")
-    (folder / "prompts.jsonl").write_text(
-        '{"question_id": 1, "category": "talk", "turns": ["Hello there", "And then?"]}\n\n'
-        '{"question_id": 2, "category": "sums", "turns": ["Two and two"]}\n'
-    )
+    lines = [json.dumps(prompt) for prompt in TURNS]
+    (folder / "prompts.jsonl").write_text("\n\n".join(lines) + "\n")
     return folder
 
 
+def without_checkpoint(files, *extra, method):
+    """The command line of a run that does not say where its drafter is."""
+    given = {
+        "--method": method,
+        "--target": str(files / "target"),
+        "--prompts": str(files / "prompts.jsonl"),
+        "--max-new-tokens": "12",
+        "--dtype": "float64",
+    }
+    return [word for pair in given.items() for word in pair] + [*extra]
+
+
 def command(files, *extra, method="glide"):
-    return [
-        "--method",
-        method,
-        "--target",
-        str(files / "target"),
-        "--checkpoint",
-        str(files / "glide"),
-        "--prompts",
-        str(files / "prompts.jsonl"),
-        "--max-new-tokens",
-        "12",
-        "--dtype",
-        "float64",
-        *extra,
-    ]
+    checkpoint = ("--checkpoint", str(files / "glide"))
+    return without_checkpoint(files, *checkpoint, *extra, method=method)
 
 
 def run(capsys, argv):
+    """The result of a run, read from the last line of its output, and the output."""
     bench.main(argv)
     out = capsys.readouterr().out
     return json.loads(out.splitlines()[-1]), out
@@ -90,12 +95,12 @@ def run(capsys, argv):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """A method named `fake`, without a drafter: plain decoding that replaces token number `wrong`,
-    if it is set."""
+    """A method named `fake`, without a drafter: it drafts token 3, and cheats at token `wrong`."""
 
     @dataclass
     class Config:
         wrong: int = field(default=-1, metadata={"help": "where to cheat", "decode": True})
+        copies: int = field(default=0, metadata={"help": "tokens copied", "decode": True})
         depth: int = field(default=2, metadata={"help": "not for decoding"})
 
     def generate(
@@ -105,36 +110,33 @@ def fake(monkeypatch):
         stopping_criteria,
         generation_config,
         wrong=-1,
+        copies=0,
         stats=None,
         **model_kwargs,
     ):
         module.seen.append((input_ids.tolist(), wrong))
         cache, _ = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
+        lookup = common.Lookup(copies)
         start, done = input_ids.shape[1], False
         while not done:
             draft = common.Draft(torch.tensor([3]), torch.tensor([-1]))
+            draft = lookup.merge(draft, input_ids, generation_config.max_length)
             verified = common.verify(
                 target, input_ids, draft, cache, logits_processor, False, stats
             )
-            tokens = (
-                (verified.tokens + 1) % 256
-                if input_ids.shape[1] - start == wrong
-                else verified.tokens
-            )
+            tokens = verified.tokens
+            if input_ids.shape[1] - start == wrong:
+                tokens = (tokens + 1) % 256
             input_ids, done = common.commit(input_ids, tokens, stopping_criteria, stats)
         return input_ids
 
     module = types.ModuleType("fake")
-    module.Config, module.generate, module.VARIANTS, module.seen = (
-        Config,
-        generate,
-        {"late": {"wrong": 5}},
-        [],
-    )
-    real = bench.import_method
-    monkeypatch.setattr(
-        bench, "import_method", lambda name: module if name == "fake" else real(name)
-    )
+    module.Config = Config
+    module.generate = generate
+    module.VARIANTS = {"late": {"wrong": 5}, "copies": {"copies": 10}}
+    module.seen = []
+    real = cli.import_method
+    monkeypatch.setattr(cli, "import_method", lambda name: module if name == "fake" else real(name))
     return module
 
 
@@ -142,62 +144,32 @@ def fake(monkeypatch):
 
 
 def test_a_run_prints_tables_and_ends_with_the_promised_json(files, capsys, tmp_path):
-    result, out = run(
-        capsys, command(files, "--gamma", "3", "--show", "--json", str(tmp_path / "r.json"))
-    )
-    assert {
-        "target",
-        "device",
-        "dtype",
-        "commit",
-        "prompts",
-        "max_new_tokens",
-        "temperature",
-        "arms",
-    } <= set(result)
-    assert (
-        result["prompts"] == 2
-        and result["dtype"] == "float64"
-        and set(result["arms"]) == {"baseline", "glide"}
-    )
-    promised = {
-        "tokens_per_s",
-        "speedup",
-        "speedup_ci",
-        "tau",
-        "accepted_per_round",
-        "alpha",
-        "acceptance_by_position",
-        "draft_ms",
-        "verify_ms",
-        "other_ms",
-        "n_target_per_token",
-        "n_discarded_per_token",
-        "overhead",
-        "identical_to_greedy",
-    }
+    argv = command(files, "--gamma", "3", "--json", str(tmp_path / "r.json"))
+    result, out = run(capsys, argv)
+    promised = "target device dtype commit prompts max_new_tokens temperature arms"
+    assert set(promised.split()) <= set(result)
+    assert result["prompts"] == 2 and result["dtype"] == "float64"
+    assert set(result["arms"]) == {"baseline", "glide"}
+    promised = "tokens_per_s speedup speedup_ci tau accepted_per_round alpha draft_ms verify_ms"
+    promised += " other_ms acceptance_by_position n_target_per_token n_discarded_per_token"
+    promised += " overhead identical_to_greedy"
     for arm in result["arms"].values():
-        assert promised <= set(arm) and arm["identical_to_greedy"] is True and arm["overhead"] > 1
+        assert set(promised.split()) <= set(arm)
+        assert arm["identical_to_greedy"] is True and arm["overhead"] > 1
     baseline, ours = result["arms"]["baseline"], result["arms"]["glide"]
     assert (baseline["tau"], baseline["speedup"], baseline["speedup_ci"]) == (1.0, 1.0, [1.0, 1.0])
-    assert (
-        baseline["alpha"] is None
-        and baseline["draft_ms"] is None
-        and baseline["loop"] in ("transformers", "plain")
-    )
-    assert (
-        len(ours["acceptance_by_position"]) == 3 and 0 <= ours["alpha"] <= 1
-    )  # --gamma reached the method
-    assert ours["tau"] == pytest.approx(
-        ours["accepted_per_round"] + 1, abs=0.35
-    )  # rounds cut by the length limit
+    assert baseline["alpha"] is None and baseline["draft_ms"] is None
+    assert baseline["loop"] in ("transformers", "plain")
+    assert len(ours["acceptance_by_position"]) == 3  # --gamma reached the method
+    assert 0 <= ours["alpha"] <= 1
+    # but for the rounds that the length limit cuts
+    assert ours["tau"] == pytest.approx(ours["accepted_per_round"] + 1, abs=0.35)
     assert ours["tau"] * ours["n_target_per_token"] == pytest.approx(1, abs=1e-3)
     assert set(ours["by_category"]) == {"talk", "sums"}
-    assert (
-        json.loads((tmp_path / "r.json").read_text()) == result
-        and len(list(tmp_path.iterdir())) == 1
-    )
-    assert report.tables(result) in out and "glide, accepted draft tokens highlighted:" in out
+    assert ours["method"] == "glide" and ours["settings"]["gamma"] == 3
+    assert json.loads((tmp_path / "r.json").read_text()) == result
+    assert len(list(tmp_path.iterdir())) == 1
+    assert report.tables(result) in out
 
 
 def test_table_renders_what_the_run_printed(files, capsys, tmp_path):
@@ -208,56 +180,126 @@ def test_table_renders_what_the_run_printed(files, capsys, tmp_path):
 
 def test_pictures(files, capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    run(
-        capsys,
-        command(files, "--plot", str(tmp_path / "pictures"), "--cost-curve", "--context", "20"),
-    )
-    names = {path.name for path in (tmp_path / "pictures").iterdir()}
+    folder = tmp_path / "pictures"
+    run(capsys, command(files, "--plot", str(folder), "--cost-curve", "--context", "20"))
+    names = {path.name for path in folder.iterdir()}
     assert names == {"speedup.png", "time.png", "acceptance.png", "cost.png"}
 
 
 def test_sampling_has_no_greedy_verdict(files, capsys):
     result, _ = run(capsys, command(files, "--temperature", "0.8", "--top-p", "0.9"))
     assert result["temperature"] == 0.8
-    assert all(
-        arm["identical_to_greedy"] is None and arm["diverged"] is None
-        for arm in result["arms"].values()
-    )
+    for arm in result["arms"].values():
+        assert arm["identical_to_greedy"] is None and arm["diverged"] is None
 
 
 def test_peers_with_a_draft_model(files, capsys):
     result, _ = run(capsys, command(files, "--peers", "--draft-model", str(files / "target")))
-    arms = result["arms"]
-    peers = {"prompt-lookup", "assisted:constant", "assisted:heuristic", "assisted:confidence"}
-    assert set(arms) == {"baseline", "glide"} | peers
-    assert all(arms[name]["identical_to_greedy"] for name in peers)
-    # the target drafts for itself: 5 tokens a round and the bonus make 12 tokens of two rounds; 20
-    # make one
-    assert arms["assisted:constant"]["tau"] == 6 and arms["assisted:heuristic"]["tau"] >= 6
-    assert (
-        arms["assisted:constant"]["n_discarded_per_token"] == 0
-        and arms["assisted:constant"]["draft_ms"] > 0
-    )
+    found = result["arms"]
+    peers = {"copies", "prompt-lookup"} | {f"assisted:{name}" for name in arms.ASSISTED}
+    assert set(found) == {"baseline", "glide"} | peers
+    assert all(found[name]["identical_to_greedy"] for name in peers)
+    # the target drafts for itself: 5 tokens and the bonus make 12 tokens of two rounds
+    assert found["assisted:constant"]["tau"] == 6 and found["assisted:heuristic"]["tau"] >= 6
+    assert found["assisted:constant"]["n_discarded_per_token"] == 0
+    assert found["assisted:constant"]["draft_ms"] > 0
+
+
+def test_costs_are_measured_for_every_listed_pair_of_tokens_and_context(files, monkeypatch):
+    target, _ = common.load_target(str(files / "target"))
+    seen, forward = [], common.forward
+
+    def spy(target, ids, cache, **options):
+        held = cache.get_seq_length()
+        if "position_ids" in options:  # a measurement, not a filling of the cache
+            first = int(options["position_ids"][0, 0])
+            assert first == held, "the tokens stand right behind the context"
+            seen.append((held, ids.shape[1]))
+            mask = options["attention_mask"]
+            assert mask is None or mask.shape[-1] == held + ids.shape[1]
+        return forward(target, ids, cache, **options)
+
+    monkeypatch.setattr(common, "forward", spy)
+    curve = bench.cost_curve(target, 100, repeats=2)
+    assert list(curve["by_tokens"]) == [str(n) for n in bench.COUNTS]
+    assert set(curve["by_context"]) == {"128"}  # 192 is the last that fits
+    assert set(curve["by_context"]["128"]) == {"1", "8"}
+    expected = {(100, n) for n in bench.COUNTS} | {(128, 1), (128, 8)}
+    assert {pair: seen.count(pair) for pair in seen} == dict.fromkeys(expected, 3)
+
+
+def test_a_cost_is_the_median_without_the_first_forward(files, monkeypatch):
+    target, _ = common.load_target(str(files / "target"))
+    steps = [5.0, 0.001, 0.002, 0.004]  # seconds of the forwards of each pair; the first warms up
+    moments = [0.0]
+
+    def clock(cuda):
+        reading = len(moments) - 1
+        moments.append(moments[-1] + (steps[reading // 2 % 4] if reading % 2 == 0 else 0.0))
+        return moments[reading]
+
+    monkeypatch.setattr(bench, "mark", clock)
+    curve = bench.cost_curve(target, 16, repeats=3)
+    assert set(curve["by_tokens"].values()) == {2.0}
 
 
 def test_cost_curve_alone(files, capsys):
-    result, out = run(
-        capsys, ["--cost-curve", "--target", str(files / "target"), "--context", "100"]
-    )
-    assert list(result["cost_curve"]["by_tokens"]) == [
-        str(n) for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-    ]
-    assert set(result["cost_curve"]["by_context"]) == {"128"}  # 192 is the last that fits
+    argv = ["--cost-curve", "--target", str(files / "target"), "--context", "100"]
+    result, out = run(capsys, argv)
+    assert result["cost_curve"]["context"] == 100
     assert "at 100 tokens of context" in out and "arms" not in result
+
+
+# -------------------------------------------------------------------------- copies from the context
+
+
+def test_copies_beside_a_method_and_alone(files, fake, capsys):
+    argv = without_checkpoint(files, "--variants", "copies", method="fake")
+    argv[argv.index("fake")] = "fake"
+    argv.insert(argv.index("fake") + 1, "copies")
+    argv[argv.index("--max-new-tokens") + 1] = "40"  # the tiny target soon repeats itself
+    result, out = run(capsys, argv)
+    assert list(result["arms"]) == ["baseline", "fake", "fake:copies", "copies"]
+    plain, with_copies, alone = (result["arms"][n] for n in ("fake", "fake:copies", "copies"))
+    assert all(arm["identical_to_greedy"] for arm in result["arms"].values())
+    assert plain["copies"] is None and plain["against"] == {}
+    for arm in (with_copies, alone):
+        offered, accepted = arm["copies"]
+        assert 0 < accepted <= offered < 1
+        assert set(arm["by_category"]) == {"talk", "sums"}
+    assert with_copies["tau"] > plain["tau"] and alone["tau"] > 1
+    ratio, low, high = with_copies["against"]["fake"]
+    assert low <= ratio <= high
+    assert ratio == pytest.approx(with_copies["speedup"] / plain["speedup"], rel=1e-3)
+    assert re.search(r"\| fake:copies \| +fake \|", out) and "offered, accepted" in out
+
+
+def test_variants_asked_of_every_method():
+    found = arms.wanted(["glide", "falcon:chain", "glide@runs/x", "copies"], ["copies"])
+    assert found == {
+        "glide": True,
+        "glide:copies": False,
+        "falcon:chain": True,
+        "glide@runs/x": True,
+        "glide:copies@runs/x": False,
+        "copies": True,
+    }
+    assert not any(arms.wanted(["all"], []).values())
+
+
+def test_two_variants_at_once(files, fake, capsys):
+    argv = without_checkpoint(files, "--num-prompts", "1", method="fake:late+copies")
+    result, _ = run(capsys, argv)
+    [arm] = [a for name, a in result["arms"].items() if name == "fake:late+copies"]
+    assert arm["settings"] == {"wrong": 5, "copies": 10, "depth": 2, "base": ""}
+    assert {wrong for _, wrong in fake.seen} == {5}
 
 
 # ----------------------------------------------------------------------------------------- protocol
 
 
 def test_a_wrong_answer_is_reported_with_position_and_margin(files, fake, capsys):
-    argv = command(files, method="fake")
-    argv = [word for word in argv if word not in ("--checkpoint", str(files / "glide"))]
-    result, out = run(capsys, [*argv, "--wrong", "2"])
+    result, out = run(capsys, without_checkpoint(files, "--wrong", "2", method="fake"))
     arm = result["arms"]["fake"]
     assert arm["identical_to_greedy"] is False and arm["diverged"] == 3
     assert arm["first_divergence"]["position"] == 2 and arm["first_divergence"]["question_id"] == 1
@@ -265,42 +307,45 @@ def test_a_wrong_answer_is_reported_with_position_and_margin(files, fake, capsys
     assert "first in prompt 1 at new token 3" in out and "3 differ" in out and arm["alpha"] is None
 
 
+def test_the_margin_is_that_of_the_first_token_that_differs(llama):
+    """The target's two best logits after what both answers share, and nothing more."""
+    prompt = torch.tensor([[3, 1, 4]])
+    answer = llama.generate(prompt, max_new_tokens=6, **PLAIN)[0, 3:].tolist()
+    for place in range(6):
+        other = [*answer[:place], (answer[place] + 1) % 48, *answer[place + 1 :]]
+        shared = torch.cat([prompt, torch.tensor([answer[:place]], dtype=torch.long)], dim=1)
+        best, second = llama(shared).logits[0, -1].float().topk(2).values.tolist()
+        found = bench.divergence(llama, {"input_ids": prompt}, answer, other)
+        assert found["position"] == place
+        assert found["top2_margin"] == pytest.approx(best - second, abs=1e-6)
+    cut = bench.divergence(llama, {"input_ids": prompt}, answer, answer[:4])
+    assert cut["position"] == 4
+    assert bench.divergence(llama, {"input_ids": prompt}, answer, list(answer)) is None
+
+
 def test_variants_and_what_wins(files, fake, capsys):
-    argv = [
-        word
-        for word in command(files, method="fake:all")
-        if word not in ("--checkpoint", str(files / "glide"))
-    ]
-    result, _ = run(capsys, argv)
-    assert set(result["arms"]) == {"baseline", "fake", "fake:late"}
-    assert (
-        result["arms"]["fake"]["identical_to_greedy"]
-        and not result["arms"]["fake:late"]["identical_to_greedy"]
-    )
-    with pytest.raises(ValueError, match="unrecognized arguments: --depth"):
-        bench.parse(["--method", "fake", "--depth", "3"])
+    result, _ = run(capsys, without_checkpoint(files, method="fake:all"))
+    assert set(result["arms"]) == {"baseline", "fake", "fake:late", "fake:copies"}
+    assert result["arms"]["fake"]["identical_to_greedy"]
+    assert not result["arms"]["fake:late"]["identical_to_greedy"]
 
 
 def test_another_folders_drafter_beside_the_given_one(files, capsys):
-    spec = f"glide:gamma2@{files / 'glide'}"
-    argv = [
-        word
-        for word in command(files, method=spec)
-        if word not in ("--checkpoint", str(files / "glide"))
-    ]
+    argv = without_checkpoint(files, method=f"glide:gamma2@{files / 'glide'}")
     result, _ = run(capsys, argv)
     assert set(result["arms"]) == {"baseline", "glide:gamma2@glide"}
     assert len(result["arms"]["glide:gamma2@glide"]["acceptance_by_position"]) == 2
     with pytest.raises(ValueError, match="no drafter in /nowhere"):
-        bench.main([argv[0], "glide@/nowhere", *argv[2:]])
+        bench.main(without_checkpoint(files, method="glide@/nowhere"))
 
 
-def test_every_arm_sees_the_baselines_answers_in_rotating_order(files, fake):
+def test_every_arm_sees_the_baselines_answers_in_rotating_order(files, fake, monkeypatch):
     target, tokenizer = common.load_target(str(files / "target"), dtype=torch.float64)
-    arms = [
+    cheat = {"custom_generate": fake.generate, "wrong": 0}
+    played = [
         bench.Arm("transformers", {}),
         bench.Arm("plain", {"custom_generate": bench.plain_generate}, reports=True),
-        bench.Arm("fake", {"custom_generate": fake.generate, "wrong": 0}, reports=True),
+        bench.Arm("fake", cheat, reports=True),
     ]
     order, play = [], bench.Arm.play
 
@@ -308,29 +353,18 @@ def test_every_arm_sees_the_baselines_answers_in_rotating_order(files, fake):
         order.append((self.name, tokenizer.decode(encoded["input_ids"][0])))
         return play(self, target, encoded, **options)
 
-    bench.Arm.play = spy
-    try:
-        prompts = data.read_prompts([files / "prompts.jsonl"], 0)
-        turns = bench.run(
-            target, tokenizer, arms, prompts, {"do_sample": False, "max_new_tokens": 6}
-        )
-    finally:
-        bench.Arm.play = play
+    monkeypatch.setattr(bench.Arm, "play", spy)
+    prompts = data.read_prompts([files / "prompts.jsonl"], 0)
+    turns = bench.run(target, tokenizer, played, prompts, {**PLAIN, "max_new_tokens": 6})
     names = [name for name, _ in order[3:]]  # after the warm-up
-    assert names == [
-        "transformers",
-        "plain",
-        "fake",
-        "plain",
-        "fake",
-        "transformers",
-        "fake",
-        "transformers",
-        "plain",
-    ]
-    first = tokenizer.decode(turns[0]["answer"], skip_special_tokens=True)
-    assert {text for _, text in order[6:9]} == {f"Hello there\n{first}\nAnd then?\n"}
-    assert arms[0].answers[0].tokens == arms[1].answers[0].tokens != arms[2].answers[0].tokens
+    first, second, third = ["transformers", "plain", "fake"], ["plain", "fake"], ["fake"]
+    assert names == [*first, *second, "transformers", *third, "transformers", "plain"]
+    said = tokenizer.decode(turns[0]["answer"], skip_special_tokens=True)
+    assert {text for _, text in order[6:9]} == {f"Hello there\n{said}\nAnd then?\n"}
+    assert played[0].answers[0].tokens == played[1].answers[0].tokens
+    assert played[0].answers[0].tokens != played[2].answers[0].tokens
+    assert [turn["prompt"] for turn in turns] == [0, 0, 1]
+    assert [turn["question"] for turn in turns] == ["Hello there", "And then?", "Two and two"]
 
 
 def test_an_interrupt_keeps_the_whole_turns(files, capsys, monkeypatch):
@@ -344,13 +378,14 @@ def test_an_interrupt_keeps_the_whole_turns(files, capsys, monkeypatch):
 
     monkeypatch.setattr(bench.Arm, "play", stop)
     result, _ = run(capsys, command(files))
-    assert (
-        result["interrupted"] and result["prompts"] == 1 and result["arms"]["glide"]["tokens"] == 12
-    )
+    assert result["interrupted"] and result["prompts"] == 1
+    assert result["arms"]["glide"]["tokens"] == 12
 
 
 def test_an_interrupt_between_two_arms_leaves_them_aligned(files, capsys, monkeypatch):
-    def stop(target, encoded, reference, tokens, calls=[]):  # noqa: B006
+    calls = []
+
+    def stop(target, encoded, reference, tokens):
         calls.append(tokens)
         if len(calls) == 5:  # the second arm of the second turn
             raise KeyboardInterrupt
@@ -373,11 +408,9 @@ def test_a_method_on_the_drafter_of_another(files, fake, capsys):
     fake.Config, fake.generate, fake.VARIANTS = Config, generate, {}
     result, _ = run(capsys, command(files, method="fake"))
     arm = result["arms"]["fake"]
-    assert (
-        arm["identical_to_greedy"]
-        and len(arm["acceptance_by_position"]) == 2
-        and arm["draft_ms"] > 0
-    )
+    assert arm["identical_to_greedy"] and arm["draft_ms"] > 0
+    assert len(arm["acceptance_by_position"]) == 2
+    assert arm["settings"]["base"] == "glide" and arm["settings"]["cross_attention"] is True
     with pytest.raises(ValueError, match="base 'nope' is no method that drafts chains"):
         bench.main(command(files, "--base", "nope", method="fake"))
 
@@ -393,30 +426,122 @@ def test_the_clock_leaves_out_the_prefill_and_nested_modules():
             outer(torch.zeros(1, 2))
             inner(torch.zeros(1, 2))
     outer(torch.zeros(1, 2))  # no longer watched
-    assert [(kind, prefill) for kind, *_, prefill in clock.calls] == [
-        ("target", True),
-        ("target", False),
-        ("drafter", False),
-    ]
+    seen = [(kind, prefill) for kind, *_, prefill in clock.calls]
+    assert seen == [("target", True), ("target", False), ("drafter", False)]
     _, start, end, *_ = clock.calls[1]
     assert clock.total("target") == end - start and clock.total("drafter") > 0
     assert [name for name, *_ in clock.timers] == ["draft", "prefill", "verify"]
 
 
-def test_plain_loop_equals_generate(files):
+@pytest.mark.parametrize("loop", ["plain_generate", "copies_generate"])
+def test_our_loops_without_a_drafter_equal_generate(files, loop):
     target, tokenizer = common.load_target(str(files / "target"), dtype=torch.float64)
     encoded = bench.encode(tokenizer, ["Once upon"], "cpu")
-    options = {"do_sample": False, "max_new_tokens": 20, "repetition_penalty": 1.3}
-    plain = bench.Arm("plain", {"custom_generate": bench.plain_generate}, reports=True)
-    answer = plain.play(target, encoded, **options)
+    options = {**PLAIN, "max_new_tokens": 20, "repetition_penalty": 1.3}
+    ours = bench.Arm(loop, {"custom_generate": getattr(bench, loop)}, reports=True)
+    answer = ours.play(target, encoded, **options)
     theirs = bench.Arm("transformers", {}).play(target, encoded, **options)
-    assert answer.tokens == theirs.tokens and answer.forwards == theirs.forwards == len(
-        answer.tokens
-    )
-    assert (
-        theirs.rounds == len(answer.tokens) - 1
-    )  # its first token belongs to the prompt's forward
+    assert answer.tokens == theirs.tokens and theirs.forwards == 20
+    assert theirs.rounds == 19  # its first token belongs to the prompt's forward
+    assert theirs.drafted == 0
     assert 0 < answer.in_target < answer.decode_seconds < answer.seconds
+    assert 0 < theirs.in_target < theirs.decode_seconds < theirs.seconds
+    if loop == "plain_generate":
+        assert answer.forwards == answer.rounds == 20 and answer.timers["verify"] > 0
+
+
+def test_alpha_is_taken_over_all_tokens_of_the_answers_and_no_token_of_the_prompts(llama):
+    """A method whose alpha is the share of tokens with an even id shows which tokens count."""
+    answers = [[2, 4, 6, 8, 10, 12, 14], [1, 2]]
+    turns = [
+        {"input_ids": torch.tensor([[1, 3, 5]]), "answer": answers[0]},
+        {"input_ids": torch.tensor([[2, 2, 2, 2, 2]]), "answer": answers[1]},
+    ]
+    seeds = []
+
+    def alpha(drafter, target, batch):
+        assert batch.hidden.shape[:2] == batch.input_ids.shape == batch.loss_mask.shape
+        assert batch.lengths.tolist() == [batch.input_ids.shape[1]]
+        seeds.append(batch.seed.tolist())
+        counted = batch.input_ids[batch.loss_mask]
+        return (counted % 2 == 0).sum(), len(counted)
+
+    module = types.SimpleNamespace(alpha=alpha)
+    arm = bench.Arm("x", {"drafter": object()}, module=module)
+    even = sum(token % 2 == 0 for answer in answers for token in answer)
+    assert bench.acceptance_rate(arm, llama, turns) == round(even / 9, 4)
+    assert seeds == [[0], [1]]
+    assert bench.acceptance_rate(bench.Arm("x", {}, module=module), llama, turns) is None
+
+
+def test_the_baseline_is_the_faster_of_the_two_plain_loops(llama):
+    turns = [{"prompt": 0, "question_id": 1, "category": "a"}]
+
+    def arm(name, seconds):
+        answer = bench.Answer(list(range(10)), seconds, seconds / 2, forwards=10, rounds=10)
+        return bench.Arm(name, {}, answers=[answer], same=[None])
+
+    for ours, theirs, faster in ((2.0, 4.0, "plain"), (4.0, 2.0, "transformers")):
+        played = [arm("transformers", theirs), arm("plain", ours), arm("x", 1.0)]
+        found = bench.summary(played, llama, turns, greedy=True)
+        assert list(found) == ["baseline", "x"]
+        assert found["baseline"]["loop"] == faster
+        assert found["baseline"]["tokens_per_s"] == 5.0 and found["x"]["speedup"] == 2.0
+        assert found["baseline"]["loops"] == {"transformers": 10 / theirs, "plain": 10 / ours}
+
+
+def test_each_drafter_has_an_alpha_of_its_own(llama, monkeypatch):
+    """Measured once for all arms that share method and drafter."""
+    asked = []
+
+    def alpha(arm, *_):
+        asked.append(arm.name)
+        return arm.kwargs.get("drafter")
+
+    def made(name, drafter, module=glide):
+        answer = bench.Answer([1, 2], 1.0, decode_seconds=0.5, forwards=2, rounds=2)
+        kwargs = {"drafter": drafter} if drafter else {}
+        return bench.Arm(name, kwargs, module=module, answers=[answer], same=[None])
+
+    monkeypatch.setattr(bench, "acceptance_rate", alpha)
+    plain = [made("transformers", None, None), made("plain", None, None)]
+    own = [made("glide", 0.25), made("glide:gamma1", 0.25), made("glide@x", 0.75)]
+    turns = [{"prompt": 0, "question_id": 1, "category": "a"}]
+    found = bench.summary([*plain, *own], llama, turns, greedy=True)
+    assert [found[arm.name]["alpha"] for arm in own] == [0.25, 0.25, 0.75]
+    assert asked[1:] == ["glide", "glide@x"]
+
+
+def test_a_variant_is_compared_with_its_own_plain_arm(llama):
+    turns = [{"prompt": i, "question_id": i, "category": "a"} for i in range(2)]
+
+    def made(name, seconds, plain=None):
+        answers = [bench.Answer([1] * 6, s, decode_seconds=s / 2, forwards=6) for s in seconds]
+        return bench.Arm(name, {}, plain=plain, answers=answers, same=[None, None])
+
+    arms = [made("transformers", (4, 4)), made("plain", (3, 3)), made("x", (2.0, 8.0))]
+    arms += [made("x:copies", (1.0, 2.0), plain="x"), made("y:copies", (1, 1), plain="y")]
+    found = bench.summary(arms, llama, turns, greedy=True)
+    assert found["x:copies"]["against"] == {"x": [round(10 / 3, 4), 2.0, 4.0]}
+    assert found["x"]["against"] == found["y:copies"]["against"] == {}
+
+
+def test_the_plain_loop_samples_from_the_processed_distribution(small_llama):
+    """First tokens at temperature 0.4 follow the exact probabilities."""
+    ids = torch.tensor([[1, 2, 1, 2, 1]])
+    scores = small_llama(ids).logits[0, -1].float()
+    expected = dict(enumerate((scores / 0.4).softmax(-1).tolist()))
+    unprocessed = dict(enumerate(scores.softmax(-1).tolist()))
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.4)])
+    config = GenerationConfig(do_sample=True, max_length=6)
+    torch.manual_seed(0)
+    counts = {}
+    for _ in range(300):
+        given = (processors, lambda ids, _: torch.tensor([True]), config, common.Stats())
+        token = int(bench.plain_generate(small_llama, ids, *given)[0, -1])
+        counts[token] = counts.get(token, 0) + 1
+    assert chi_square_p_value(counts, expected) > 1e-3
+    assert chi_square_p_value(counts, unprocessed) < 1e-3  # the test can fail
 
 
 def test_chat_template_alternates_roles(files):
@@ -429,117 +554,53 @@ def test_chat_template_alternates_roles(files):
     assert tokenizer.decode(ids) == "<user>a<assistant>b<user>c<assistant>"
 
 
+def test_the_longest_conversation_counts_all_its_answers(files):
+    target, tokenizer = common.load_target(str(files / "target"))
+    length = bench.encode(tokenizer, ["Hello there", "", "And then?"], "cpu")["input_ids"].shape[1]
+    assert bench.check_lengths(target, tokenizer, TURNS, 12) == length + 24
+    exactly = (256 - length) // 2
+    assert bench.check_lengths(target, tokenizer, TURNS, exactly) <= 256
+    with pytest.raises(ValueError, match="prompt 1 may take"):
+        bench.check_lengths(target, tokenizer, TURNS, exactly + 1)
+
+
 def test_prompts_are_spread_over_the_files(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps({"turns": [str(i)]}) + "\n" for i in range(10)))
     assert [p["turns"][0] for p in data.read_prompts([path], 4)] == ["0", "2", "5", "7"]
     assert len(data.read_prompts([path], 0)) == len(data.read_prompts([path], 99)) == 10
-    assert data.read_prompts([path], 1)[0] == {
-        "question_id": "p-1",
-        "category": "p",
-        "turns": ["0"],
-    }
+    first = {"question_id": "p-1", "category": "p", "turns": ["0"]}
+    assert data.read_prompts([path], 1) == [first]
 
 
-# ------------------------------------------------------------------------------------------ figures
+# ------------------------------------------------------------------------------------- command line
 
 
-def answer(tokens, seconds, **given):
-    defaults = {
-        "decode_seconds": seconds / 2,
-        "timers": {},
-        "in_target": seconds / 4,
-        "in_drafter": 0.0,
-        "forwards": tokens,
-        "rounds": tokens,
-        "drafted": 0,
-        "offered": [],
-        "accepted": [],
-    }
-    return bench.Answer(list(range(tokens)), seconds, **{**defaults, **given})
+def test_show_prints_the_question_and_all_answers(files, capsys):
+    _, out = run(capsys, command(files, "--show", "--num-prompts", "1"))
+    assert "question:\nHello there\n" in out and "\x1b" not in out
+    plain = out.split("plain decoding:\n")[1].split("\n\nglide, accepted")[0]
+    marked = out.split("accepted draft tokens in brackets:\n")[1].rpartition("\n\n{")[0]
+    assert re.sub(r"[][]", "", marked) == re.sub(r"[][]", "", plain) != marked
 
 
-def test_figures_of_a_hand_worked_case():
-    turns = [
-        {"prompt": 0, "question_id": 7, "category": "a"},
-        {"prompt": 1, "question_id": 8, "category": "b"},
-    ]
-    baseline = bench.Arm("plain", {}, answers=[answer(10, 2.0), answer(6, 2.0)], same=[None, None])
-    ours = bench.Arm(
-        "x",
-        {},
-        same=[None, {"position": 3, "top2_margin": 0.1}],
-        answers=[
-            answer(
-                10,
-                1.0,
-                decode_seconds=0.8,
-                timers={"draft": 0.2, "verify": 0.5},
-                in_target=0.4,
-                in_drafter=0.1,
-                forwards=4,
-                rounds=4,
-                drafted=12,
-                offered=[3, 3, 3, 3],
-                accepted=[3, 0, 2, 1],
-            ),
-            answer(
-                6,
-                2.0,
-                decode_seconds=1.2,
-                timers={"draft": 0.4, "verify": 0.5, "tree": 0.1},
-                in_target=0.4,
-                in_drafter=0.1,
-                forwards=4,
-                rounds=4,
-                drafted=9,
-                offered=[3, 3, 3, 0],
-                accepted=[0, 1, 1, 0],
-            ),
-        ],
-    )
-    got = report.figures(ours, baseline, turns, greedy=True)
-    assert got["tokens_per_s"] == pytest.approx(16 / 3, abs=1e-4) and got[
-        "speedup"
-    ] == pytest.approx(4 / 3, abs=1e-4)
-    assert (
-        got["tau"] == 2.0 and got["accepted_per_round"] == 1.0 and got["n_target_per_token"] == 0.5
-    )
-    assert got["n_discarded_per_token"] == pytest.approx((21 - 8) / 16, abs=1e-4)
-    assert got["acceptance_by_position"] == [
-        0.7143,
-        0.2857,
-        0.1429,
-    ]  # 5, 2, 1 of the 7 rounds that offered as much
-    assert (got["draft_ms"], got["verify_ms"], got["other_ms"]) == (75.0, 125.0, 50.0)
-    assert got["timers_ms"]["tree"] == 12.5 and got["overhead"] == 2.0
-    assert got["identical_to_greedy"] is False and got["diverged"] == 1
-    assert got["first_divergence"] == {"question_id": 8, "position": 3, "top2_margin": 0.1}
-    assert got["by_category"] == {
-        "a": {"speedup": 2.0, "tau": 2.5},
-        "b": {"speedup": 1.0, "tau": 1.5},
-    }
-    low, high = got["speedup_ci"]
-    assert low == 1.0 and high == 2.0  # with two prompts the redraws are {a, a}, {a, b} and {b, b}
-
-
-def test_highlight_marks_the_accepted_tokens():
-    tokenizer = types.SimpleNamespace(
-        decode=lambda ids, skip_special_tokens: "".join("abcdefgh"[i] for i in ids)
-    )
-    text = report.highlight(
-        tokenizer, answer(7, 1.0, accepted=[2, 0, 5])
-    )  # the last round was cut short
-    assert text == "\x1b[30;42mab\x1b[0mcd\x1b[30;42mefg\x1b[0m"
-
-
-def test_markdown_is_aligned():
-    assert report.markdown(["arm", "x"], [["glide", 1.25], ["b", None]]) == (
-        "| arm   |    x |\n|-------|-----:|\n| glide | 1.25 |\n| b     |    - |"
-    )
+def test_the_json_line_is_last_unless_on_a_terminal(files, capsys, monkeypatch):
+    argv = ["--cost-curve", "--target", str(files / "target"), "--context", "8"]
+    monkeypatch.setattr(bench, "cost_curve", lambda *_: {})
+    result, out = run(capsys, argv)
+    asked, again = run(capsys, [*argv, "--json", "-"])
+    assert asked | {"command": ""} == result | {"command": ""}
+    assert out.count('{"target"') == again.count('{"target"') == 1  # once, not twice
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    bench.main(argv)
+    assert "{" not in capsys.readouterr().out
+    assert run(capsys, [*argv, "--json", "-"])[0] == asked
 
 
 # ---------------------------------------------------------------------------------------- bad input
+
+
+GLIDE = ["--method", "glide"]
 
 
 @pytest.mark.parametrize(
@@ -547,38 +608,33 @@ def test_markdown_is_aligned():
     [
         (["--method", "nope"], "unknown method 'nope'; there are .*glide"),
         (["--method", "glide:nope"], "glide has no variant 'nope'"),
-        (["--method", "glide", "--gamma", "x"], "argument --gamma: invalid int value: 'x'"),
-        (["--method", "glide", "--wat"], "unrecognized arguments: --wat"),
-        (["--method", "glide", "--checkpoint", "/nowhere"], "no drafter in /nowhere"),
-        (["--method", "glide", "--target", "/nowhere"], "cannot load target '/nowhere'"),
-        (["--method", "glide", "--prompts", "/nowhere.jsonl"], "no prompt file /nowhere.jsonl"),
-        (
-            ["--method", "glide", "--max-new-tokens", "250"],
-            "prompt 1 may take .* the target's context is 256",
-        ),
-        (["--method", "glide", "--max-new-tokens", "0"], "--max-new-tokens: must be at least 1"),
-        (["--method", "glide", "--temperature", "-1"], "--temperature: must be at least 0"),
-        (["--method", "glide", "--top-p", "0"], "--top-p must be above 0"),
-        (
-            ["--method", "glide", "--json", "/nowhere/r.json"],
-            "--json /nowhere/r.json: no such folder",
-        ),
+        (["--method", "glide:gamma1+nope"], "glide has no variant 'gamma1.nope'"),
+        ([*GLIDE, "--gamma", "x"], "argument --gamma: invalid int value: 'x'"),
+        ([*GLIDE, "--wat"], "unrecognized arguments: --wat"),
+        ([*GLIDE, "--checkpoint", "/nowhere"], "no drafter in /nowhere"),
+        ([*GLIDE, "--target", "/nowhere"], "cannot load target '/nowhere'"),
+        ([*GLIDE, "--prompts", "/nowhere.jsonl"], "no prompt file /nowhere.jsonl"),
+        ([*GLIDE, "--max-new-tokens", "250"], "prompt 1 may take .* target's context is 256"),
+        ([*GLIDE, "--max-new-tokens", "0"], "--max-new-tokens: must be at least 1"),
+        ([*GLIDE, "--temperature", "-1"], "--temperature: must be at least 0"),
+        ([*GLIDE, "--top-p", "0"], "--top-p must be above 0"),
+        ([*GLIDE, "--json", "/nowhere/r.json"], "--json /nowhere/r.json: no such folder"),
         (["--method", "glide", "glide:all"], "--checkpoint goes with exactly one --method"),
-        (
-            ["--cost-curve", "--context", "250"],
-            "--context 250 .* exceed the target's context of 256",
-        ),
+        (["--cost-curve", "--context", "250"], "--context 250 .* exceed the target's context"),
         (["--table", "/nowhere.json"], "nowhere.json"),
         ([], "nothing to do"),
+        ([*GLIDE, "--sweep", "--temperature", "1"], "leave out --temperature"),
+        (["--cost-curve", "--refit"], "greedy drafts of a --method"),
     ],
 )
 def test_bad_options(files, argv, message):
     given = {"--target": str(files / "target"), "--prompts": str(files / "prompts.jsonl")}
     if "--method" in argv:
         given["--checkpoint"] = str(files / "glide")
-    argv = argv + [
-        word for flag, value in given.items() if flag not in argv and argv for word in (flag, value)
-    ]
+    argv = list(argv)
+    for flag, value in given.items():
+        if argv and flag not in argv:
+            argv += [flag, value]
     with pytest.raises((ValueError, OSError), match=message):
         bench.main(argv)
 
@@ -601,15 +657,9 @@ def test_bad_prompt_files(tmp_path, text, message):
 
 
 def test_a_draft_model_of_another_vocabulary(files, tmp_path):
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=20,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-        )
-    ).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=20, num_hidden_layers=1, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
     for file in (files / "target").glob("tokenizer*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(ValueError, match="has 20 tokens and the target 257"):
@@ -619,87 +669,28 @@ def test_a_draft_model_of_another_vocabulary(files, tmp_path):
 
 
 def test_all_takes_what_has_a_checkpoint(files, capsys, monkeypatch, tmp_path):
-    argv = [
-        word
-        for word in command(files, method="all")
-        if word not in ("--checkpoint", str(files / "glide"))
-    ]
-    monkeypatch.setattr(
-        bench.Loader,
-        "drafter",
-        lambda self, module, checkpoint=None: common.load_drafter(
-            module.Drafter, tmp_path / module.__name__, self.target
-        ).to(self.target.dtype),
-    )
+    argv = without_checkpoint(files, method="all")
+
+    def drafter(self, module, checkpoint=None):
+        found = common.load_drafter(module.Drafter, tmp_path / module.__name__, self.target)
+        return found.to(self.target.dtype)
+
+    monkeypatch.setattr(bench.Loader, "drafter", drafter)
     with pytest.raises(ValueError, match="no method has a drafter"):
         bench.main(argv)
     assert "bench.py: without glide: no drafter in" in capsys.readouterr().err
     (tmp_path / "glide").symlink_to(files / "glide")
     result, _ = run(capsys, argv)
-    assert (
-        set(result["arms"]) >= {"baseline", "glide", "prompt-lookup"}
-        and "falcon" not in result["arms"]
-    )
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "results").glob("*.json")), ids=lambda path: path.stem
-)
-def test_results_say_where_they_come_from(path):
-    result = report.read_result(str(path))
-    assert all(
-        result[key] for key in ("target", "device", "dtype", "commit", "command", "versions")
-    )
-    assert result["seed"] >= 0 and not re.search(r"/(root|home|work|tmp)/", path.read_text())
-
-
-def test_beside_the_papers_figures():
-    arm = {
-        "tau": 1.5,
-        "accepted_per_round": 0.5,
-        "alpha": 0.2,
-        "speedup": 1.25,
-        "draft_ms": 5.0,
-        "verify_ms": 40.0,
-        "other_ms": 5.0,
-        "timers_ms": {"draft": 5.0, "verify": 40.0},
-    }
-    note, table = report._paper_tables({"baseline": arm, "falcon@k3": arm, "falcon:paper": arm})
-    assert "Vicuna-7B" in note and "GLIDE" not in note
-    row = "falcon@k3|1.50|0.50|0.20|1.25|5.0|80%|10%|2.52|0.72|2.96"
-    assert [line.replace(" ", "").strip("|") for line in table.split("\n")[2:]] == [row]
-
-
-def test_something_else_than_a_result(tmp_path):
-    (tmp_path / "r.json").write_text('{"arms": 3}')
-    with pytest.raises(ValueError, match="is not a result of bench.py --json"):
-        bench.main(["--table", str(tmp_path / "r.json")])
+    assert set(result["arms"]) >= {"baseline", "glide", "copies", "prompt-lookup"}
+    assert "falcon" not in result["arms"]
 
 
 def test_mistakes_end_with_one_line_and_code_2():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench.py"), "--method", "nope"], capture_output=True, text=True
-    )
+    argv = [sys.executable, str(ROOT / "bench.py"), "--method", "nope"]
+    done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
-    assert (
-        done.stderr.startswith("bench.py: unknown method 'nope'") and done.stderr.count("\n") == 1
-    )
-
-
-def test_help_lists_the_methods_options_and_the_figures(capsys):
-    with pytest.raises(SystemExit) as end:
-        bench.main(["--method", "glide", "--help"])
-    out = capsys.readouterr().out
-    assert (
-        end.value.code == 0
-        and "--gamma" in out
-        and "--intermediate-size" not in out
-        and "overhead" in out
-    )
-
-
-def test_bench_keeps_to_its_limit():
-    assert len((ROOT / "bench.py").read_text().splitlines()) <= 600
+    assert done.stderr.startswith("bench.py: unknown method 'nope'")
+    assert done.stderr.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------- sweeps and fitting
@@ -708,16 +699,13 @@ def test_bench_keeps_to_its_limit():
 def test_the_sweep_of_a_chain_without_a_head(files, capsys, tmp_path):
     result, out = run(capsys, command(files, "--sweep"))
     sweep, arm = result["sweep"], result["arms"]["glide"]
-    assert (
-        set(sweep["points"]) == {"K", "confidence", "entropy", "oracle"}
-        and not sweep["calibration"]
-    )
+    assert set(sweep["points"]) == {"K", "confidence", "entropy", "oracle"}
+    assert not sweep["calibration"]
     assert "Stop rules, replayed" in out and "Acceptance by the drafter's confidence" in out
     again, _ = run(capsys, command(files, "--sweep", "--gamma", "2"))
     fixed, measured = sweep["points"]["K"]["2"], again["arms"]["glide"]
-    assert fixed[:2] == pytest.approx(
-        [measured["n_target_per_token"], measured["n_discarded_per_token"]], abs=1e-3
-    )
+    rates = [measured["n_target_per_token"], measured["n_discarded_per_token"]]
+    assert fixed[:2] == pytest.approx(rates, abs=1e-3)
     assert arm["n_target_per_token"] >= sweep["points"]["oracle"][""][0]
     pytest.importorskip("matplotlib")
     assert len(report.plot([result], tmp_path)) == 5
@@ -727,10 +715,8 @@ def test_sweeps_at_the_edges(files, capsys, tmp_path):
     result, _ = run(capsys, command(files, "--sweep", method="cape"))  # on the chains of its base
     assert set(result["sweep"]["points"]) == {"K", "confidence", "entropy", "oracle"}
     result, out = run(capsys, command(files, "--sweep", "--max-new-tokens", "1"))
-    assert (
-        result["sweep"]["points"]["K"]["4"][:2] == [1, 0]
-        and not result["sweep"]["acceptance_by_confidence"]
-    )
+    assert result["sweep"]["points"]["K"]["4"][:2] == [1, 0]
+    assert not result["sweep"]["acceptance_by_confidence"]
     assert result["sweep"]["r2"] is None and "too few draft lengths to fit" in out
     pytest.importorskip("matplotlib")
     report.plot([result], tmp_path)
@@ -740,69 +726,52 @@ def test_several_heads_on_one_draft_model(files, capsys, tmp_path, monkeypatch):
     target, _ = common.load_target(str(files / "target"))
     runs, features = [], common.target_features
     monkeypatch.setattr(common, "target_features", lambda *args: runs.append(1) or features(*args))
-    for number, options in enumerate(
-        ({"base": "glide"}, {"draft_model": str(files / "target")}, {"layers": [0]})
-    ):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "glide").symlink_to(files / "glide")
+    for name in cli.METHODS:
+        (tmp_path / f"{name}.py").touch()
+    kinds = ({"base": "glide"}, {"draft_model": str(files / "target")}, {"layers": [0]})
+    for number, options in enumerate(kinds):
         folders = []
         for depth in (0, 2):
             torch.manual_seed(1)  # the draft model is the same
-            config = specdecpp.Config(
-                target=common.target_shape(target), stage="head", head_depth=depth, **options
-            )
+            shape = common.target_shape(target)
+            config = specdecpp.Config(target=shape, stage="head", head_depth=depth, **options)
             folders.append(str(tmp_path / f"{number}D{depth}"))
             specdecpp.build(config, target, torch.arange(257)).save_pretrained(folders[-1])
-        given = command(
-            files, "--sweep", folders[1], "--json", str(tmp_path / "r.json"), method="specdecpp"
-        )
+        given = command(files, "--sweep", folders[1], method="specdecpp")
         given[given.index("--checkpoint") + 1] = folders[0]
-        with unittest.mock.patch.object(bench.cli, "ROOT", tmp_path):
-            (tmp_path / "checkpoints").mkdir(exist_ok=True)
-            if number == 0:
-                (tmp_path / "checkpoints" / "glide").symlink_to(files / "glide")
-                for name in bench.cli.METHODS:
-                    (tmp_path / f"{name}.py").touch()
+        with unittest.mock.patch.object(cli, "ROOT", tmp_path):
             result, out = run(capsys, given)
-        assert len(runs) == 3 * (
-            number + 1
-        )  # once an answer, for alpha: what the base reads came with it
+        assert len(runs) == 3 * (number + 1)  # once an answer, for alpha, with what the base reads
         assert list(result["sweep"]["points"])[3:] == ["head", f"{number}D2", "oracle"]
-        assert [each["head_depth"] for each in result["sweep"]["calibration"].values()] == [0, 2]
-        assert (
-            "head, log w_rej added: predicted" in out
-            and result["arms"]["specdecpp"]["identical_to_greedy"]
-        )
+        depths = [each["head_depth"] for each in result["sweep"]["calibration"].values()]
+        assert depths == [0, 2]
+        assert "head, log w_rej added: predicted" in out
+        assert result["arms"]["specdecpp"]["identical_to_greedy"]
 
 
 def test_what_cannot_be_swept_is_said_before_measuring(files, monkeypatch):
     monkeypatch.setattr(bench, "run", None)
-    with pytest.raises(ValueError, match="no acceptance head trained on the draft model of cape"):
-        bench.main(command(files, "--sweep", str(files / "glide"), method="cape"))
-    with pytest.raises(ValueError, match="no acceptance head trained on the draft model of glide"):
-        bench.main(command(files, "--sweep", str(files / "glide")))
+    for name in ("cape", "glide"):
+        words = f"no acceptance head trained on the draft model of {name}"
+        with pytest.raises(ValueError, match=words):
+            bench.main(command(files, "--sweep", str(files / "glide"), method=name))
     with pytest.raises(ValueError, match="leaves nothing open"):
         bench.main(command(files, "--refit"))
 
 
-def test_refitting_cape(files, capsys):
+def test_refitting_cape_and_copies(files, capsys):
     result, out = run(capsys, command(files, "--refit", "--context", "64", method="cape"))
     fitted = result["fitted"]["cape"]
     assert fitted["paper"] == [7, 5, 3, 1] and len(fitted["sizes"]) == 4
     assert sum(fitted["frequency"]) == pytest.approx(1, abs=1e-3)
     assert "Fitted to this machine, cape: sizes" in out
+    assert set(result["fitted"]["copies"]["by_match"]) == {"4", "3", "2"}
+    assert "Copies from the context, by tokens that match" in out
 
 
-def test_the_cost_between_measured_counts():
-    times = fitting.milliseconds({"1": 10.0, "2": 20.0, "4": 50.0}, 6)
-    assert times == [10, 10, 20, 35, 50, 50, 50]
-
-
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["--method", "glide", "--sweep", "--temperature", "1"], "leave out --temperature"),
-        (["--cost-curve", "--refit"], "greedy drafts of a --method"),
-    ],
-)
-def test_bad_sweeps(argv, words):
-    with pytest.raises(ValueError, match=words):
-        bench.parse(argv)
+def test_refitting_copies_alone(files, capsys):
+    argv = without_checkpoint(files, "--refit", "--context", "64", method="copies")
+    result, _ = run(capsys, argv)
+    assert list(result["fitted"]) == ["copies"]

@@ -57,11 +57,17 @@ def test_mask_against_brute_force():
     generator = torch.Generator().manual_seed(0)
     for _ in range(30):
         nodes, prefix = (int(torch.randint(0, 12, (1,), generator=generator)) for _ in range(2))
-        draft = random_tree(generator, nodes, 30)
-        mask = common.ancestor_mask(draft.parents, prefix, torch.float32)[0, 0] == 0
+        parents = random_tree(generator, nodes, 30).parents
+        mask = common.ancestor_mask(parents, prefix, torch.float32)[0, 0]
+        got = ["".join("x" if value == 0 else "." for value in row) for row in mask]
+        expected = []
         for row in range(nodes + 1):
-            own = set(ancestors(draft.parents, row - 1))
-            assert mask[row].tolist() == [True] * (prefix + 1) + [n in own for n in range(nodes)]
+            own = set(ancestors(parents, row - 1))
+            seen = "".join("x" if node in own else "." for node in range(nodes))
+            expected.append("x" * (prefix + 1) + seen)
+        assert got == expected, "\n".join(
+            [f"parents {parents.tolist()}, prefix {prefix}; expected", *expected, "got", *got]
+        )
 
 
 def test_growing_layer_is_a_dynamic_layer_that_does_not_copy():
@@ -207,6 +213,7 @@ def test_greedy_walk_takes_the_longest_accepted_path(llama):
     #        root -> wrong0, truth0 -> wrong1, truth1 -> truth2 ; the walk must find nodes 1, 3, 4
     tokens, parents = [wrong[0], truth[0], wrong[1], truth[1], truth[2]], [-1, -1, 1, 1, 3]
     stats = common.Stats()
+    given = f"tokens {tokens}, parents {parents}, the target's own tokens {truth}"
     verified = common.verify(
         llama,
         ids,
@@ -214,24 +221,30 @@ def test_greedy_walk_takes_the_longest_accepted_path(llama):
         start(llama, ids),
         stats=stats,
     )
-    assert verified.path == [1, 3, 4] and verified.tokens.tolist() == [truth]
+    got, path = verified.tokens[0].tolist(), [1, 3, 4]
+    assert verified.path == path, f"{given}: expected the path {path}, got {verified.path}"
+    assert got == truth, f"{given}: expected all of them to be committed, got {got}"
     assert (stats.drafted, stats.offered, stats.accepted, stats.target_forwards) == (5, [3], [3], 1)
 
 
 def verify_often(target, prompt, make_draft, rounds, length=2):
-    """Counts of the first `length` tokens that verification emits, filled up by plain sampling."""
-    counts = collections.Counter()
+    """What verification emits: counts of its first `length` tokens, filled up by plain sampling,
+    and of the accepted nodes that it came to first, None where it accepted nothing."""
+    counts, first = collections.Counter(), collections.Counter()
+    cache, after = start(target, prompt), {}
+    held = cache.get_seq_length()
     for _ in range(rounds):
-        cache = start(target, prompt)
-        ids = torch.cat(
-            [prompt, common.verify(target, prompt, make_draft(), cache, do_sample=True).tokens],
-            dim=1,
-        )
-        while ids.shape[1] < prompt.shape[1] + length:
-            more = torch.multinomial(target(ids).logits[:, -1].float().softmax(-1), 1)
-            ids = torch.cat([ids, more], dim=1)
-        counts[tuple(ids[0, prompt.shape[1] : prompt.shape[1] + length].tolist())] += 1
-    return counts
+        verified = common.verify(target, prompt, make_draft(), cache, do_sample=True)
+        cache.crop(held - cache.get_seq_length())  # the prompt's rows are there for all rounds
+        first[next(iter(verified.path), None)] += 1
+        ids = verified.tokens[0].tolist()
+        while len(ids) < length:
+            if (so_far := tuple(ids)) not in after:
+                whole = torch.cat([prompt, torch.tensor([ids])], dim=1)
+                after[so_far] = target(whole).logits[0, -1].float().softmax(-1)
+            ids.append(int(torch.multinomial(after[so_far], 1)))
+        counts[tuple(ids[:length])] += 1
+    return counts, first
 
 
 def sibling_draft(q, honest=True, extras=False):
@@ -262,18 +275,54 @@ DRAFTS = {
 }
 
 
+def residual(p_target, q_draft):
+    """What is left of the target's distribution once a token drawn from q_draft was refused."""
+    left = (p_target - q_draft).clamp(min=0)
+    return left / left.sum()
+
+
+def chance_of_acceptance(p_target, kind):
+    """The probability that a node of DRAFTS[kind] is accepted, one of those beside the root."""
+    if kind == "empty":
+        return 0.0
+    if kind == "deterministic":
+        return float(p_target[1] + p_target[3])  # the target's draw is one of the two
+    first = float(torch.minimum(p_target, Q).sum())
+    left, second = residual(p_target, Q), 0.0
+    for token, refused in enumerate((Q - p_target).clamp(min=0).tolist()):
+        without = Q.clone()
+        without[token] = 0
+        without /= without.sum()
+        hit = float(torch.minimum(left, without).sum())
+        if kind == "sampled and deterministic":  # 4 and 5 stand there as well
+            hit += (1 - hit) * float(residual(left, without)[[4, 5]].sum())
+        second += refused * hit
+    return first + second
+
+
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_sampled_output_follows_the_target(small_llama, kind):
+    """And as much of the draft is accepted as can be: a verifier that refuses everything would be
+    without loss, too."""
     torch.manual_seed(0)
-    prompt = torch.tensor([[1, 2, 3]])
-    counts = verify_often(small_llama, prompt, DRAFTS[kind], 1200)
+    prompt, rounds = torch.tensor([[1, 2, 3]]), 300 if kind == "empty" else 1200
+    counts, first = verify_often(small_llama, prompt, DRAFTS[kind], rounds)
     assert chi_square_p_value(counts, enumerate_joint(small_llama, prompt, 2)) > 0.001
+    p_target = small_llama(prompt).logits[0, -1].float().softmax(-1)
+    expected, got = chance_of_acceptance(p_target, kind), 1 - first[None] / rounds
+    spread = 4 * (expected * (1 - expected) / rounds) ** 0.5
+    distributions = [[round(x, 3) for x in row.tolist()] for row in (p_target, Q)]
+    assert abs(got - expected) <= spread, (
+        f"{kind}, p_target {distributions[0]}, q_draft {distributions[1]}: a node beside the root "
+        f"is expected to be accepted in {expected:.3f} +- {spread:.3f} of {rounds} rounds, "
+        f"got {got:.3f}"
+    )
 
 
 def test_negative_control_a_lying_drafter_is_noticed(small_llama):
     torch.manual_seed(0)
     prompt = torch.tensor([[1, 2, 3]])
-    counts = verify_often(small_llama, prompt, lambda: sibling_draft(Q, honest=False), 1200)
+    counts, _ = verify_often(small_llama, prompt, lambda: sibling_draft(Q, honest=False), 1200)
     assert chi_square_p_value(counts, enumerate_joint(small_llama, prompt, 2)) < 1e-6
 
 

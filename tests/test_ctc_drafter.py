@@ -1,5 +1,4 @@
-"""ctc_drafter.py: lossless decoding whatever the slots say; the loss and the transform against sums
-over alignments."""
+"""ctc_drafter.py: lossless decoding whatever the slots say; loss and transform by brute force."""
 
 import collections
 import itertools
@@ -16,30 +15,21 @@ import train
 from support import packed
 
 TRANSFORMS = ("prefixes", "alignments", "none")
+KINDS = ("ctc", "transformer", "medusa")
 
 
 def make_drafter(target, **options):
-    settings = (
-        dict(
-            target=common.target_shape(target),
-            intermediate_size=48,
-            draft_vocab=0,
-            anchors=6,
-            slots=8,
-            window=4,
-        )
-        | options
-    )
+    settings = {"intermediate_size": 48, "draft_vocab": 0, "anchors": 6, "slots": 8, "window": 4}
+    config = ctc_drafter.Config(target=common.target_shape(target), **settings | options)
     torch.manual_seed(5)
     counts = torch.arange(target.config.vocab_size)
-    return ctc_drafter.build(ctc_drafter.Config(**settings), target, counts).double().eval()
+    return ctc_drafter.build(config, target, counts).double().eval()
 
 
 def decode(target, drafter, ids, **options):
     options = {"do_sample": False, "max_new_tokens": 40, "stats": common.Stats()} | options
-    return target.generate(
-        ids, custom_generate=ctc_drafter.generate, drafter=drafter, **options
-    ), options["stats"]
+    output = target.generate(ids, custom_generate=ctc_drafter.generate, drafter=drafter, **options)
+    return output, options["stats"]
 
 
 def make_batch(target, lengths=(9, 14, 7), prompt=3, seed=0):
@@ -49,9 +39,8 @@ def make_batch(target, lengths=(9, 14, 7), prompt=3, seed=0):
         ids = torch.randint(1, target.config.vocab_size, (length,), generator=generator)
         sequences.append((ids, torch.arange(length) >= prompt))
     features = train.Features(target, sequences, [], None)
-    return train.make_batch(
-        range(len(lengths)), sequences, features, torch.arange(len(lengths)) + 7, 0.0, "cpu"
-    )
+    seeds = torch.arange(len(lengths)) + 7
+    return train.make_batch(range(len(lengths)), sequences, features, seeds, 0.0, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +53,8 @@ def trained(llama):
         drafter = drafters[kind] = make_drafter(llama, kind=kind, anchors=16).train()
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
         for step in range(80):
-            batch = train.make_batch(
-                range(8), sequences, features, torch.arange(8) + 8 * step, step / 80, "cpu"
-            )
+            seeds = torch.arange(8) + 8 * step
+            batch = train.make_batch(range(8), sequences, features, seeds, step / 80, "cpu")
             (ctc_drafter.loss(drafter, llama, batch) / batch.loss_mask.sum()).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -76,11 +64,10 @@ def trained(llama):
 
 @pytest.fixture
 def slots_say(monkeypatch):
-    """Call with a function from committed ids (1, T) to what the slots hold (a list, None being
-    blank)."""
+    """Call with a function from committed ids (1, T) to what the slots hold, None for a blank."""
 
     def install(script, noise=0.0):
-        def propose(drafter, target, input_ids, hidden, own):
+        def propose(drafter, target, input_ids, features, memory):
             vocab = target.config.vocab_size
             frames = [vocab if symbol is None else symbol for symbol in script(input_ids)]
             q_slots = torch.full((len(frames), vocab + 1), noise / vocab)
@@ -98,19 +85,41 @@ def slots_say(monkeypatch):
 @pytest.mark.parametrize("length", [1, 2, 13])
 def test_greedy_output_is_the_targets(llama, trained, length):
     ids = torch.randint(1, 48, (1, length), generator=torch.Generator().manual_seed(length))
-    truth = llama.generate(ids, max_new_tokens=24, do_sample=False)
+    truth = llama.generate(ids, max_new_tokens=16, do_sample=False)
     random = [
-        make_drafter(llama, slots=slots, window=window, draft_vocab=vocab, kind=kind)
-        for slots, window, vocab, kind in ((1, 1, 0, "ctc"), (5, 2, 9, "ctc"), (3, 3, 0, "medusa"))
+        make_drafter(llama, slots=1, window=1),
+        make_drafter(llama, slots=5, window=2, draft_vocab=9),
+        make_drafter(llama, kind="medusa", window=3),
+        make_drafter(llama, kind="transformer", window=3),
     ]
+    extras = ({}, {"copies": 6}, {"least_worth": 0.02}, {"copies": 6, "least_worth": 0.3})
+    turn = 0
     for drafter in (*trained.values(), *random):
         for transform in TRANSFORMS:
-            for nodes in (1, 20):
-                output, stats = decode(
-                    llama, drafter, ids, transform=transform, nodes=nodes, max_new_tokens=24
-                )
-                assert torch.equal(output, truth)
-                assert stats.emitted == 24 and sum(stats.accepted) + stats.target_forwards == 24
+            turn += 1
+            nodes = 1 if turn % 5 == 0 else 20
+            options = {"transform": transform, "nodes": nodes} | extras[turn % len(extras)]
+            output, stats = decode(llama, drafter, ids, max_new_tokens=16, **options)
+            assert torch.equal(output, truth), options
+            assert stats.emitted == 16 and sum(stats.accepted) + stats.target_forwards == 16
+
+
+def test_copies_and_worthless_prefixes(llama, trained):
+    """A prompt that repeats itself is copied from; what is worth too little is not drafted."""
+    drafter, start = trained["ctc"], torch.tensor([[9, 8, 7]])
+    text = llama.generate(start, max_new_tokens=30, do_sample=False, suppress_tokens=[0])
+    ids = torch.cat([text, start], dim=1)
+    truth = llama.generate(ids, max_new_tokens=30, do_sample=False)
+    drafted = {}
+    for least in (0.0, 0.1, 2.0):
+        for copies in (0, 6):
+            options = {"least_worth": least, "copies": copies, "max_new_tokens": 30}
+            output, stats = decode(llama, drafter, ids, **options)
+            assert torch.equal(output, truth)
+            drafted[least, copies] = stats.drafted
+            assert (sum(offered for offered, _ in stats.copies) > 0) == (copies > 0)
+    assert drafted[0.0, 0] > drafted[0.1, 0] > drafted[2.0, 0] == 0
+    assert drafted[2.0, 6] > 0, "copies need no prefix"
 
 
 def test_trained_drafters_are_accepted_sometimes_and_refused_sometimes(llama, trained):
@@ -119,11 +128,8 @@ def test_trained_drafters_are_accepted_sometimes_and_refused_sometimes(llama, tr
         assert 0 < sum(stats.accepted) < stats.drafted and len(set(stats.accepted)) > 2
 
 
-def test_a_repeat_merged_in_the_middle_of_a_candidate_keeps_positions_and_cache_right(
-    llama, slots_say
-):
-    """The case that breaks a tree whose nodes are masked out after it was built: what follows
-    shifts by one."""
+def test_a_repeat_merged_in_the_middle_keeps_positions_and_cache_right(llama, slots_say):
+    """Breaks a tree whose nodes are masked out after it was built: what follows shifts by one."""
     drafter, ids = make_drafter(llama), torch.tensor([[9, 8, 7]])
     truth = llama.generate(ids, max_new_tokens=41, do_sample=False)[0].tolist()
 
@@ -156,17 +162,17 @@ def test_genuine_repeats_can_be_drafted(slots_say):
 def test_stopping_inside_a_draft(llama, slots_say):
     drafter, ids = make_drafter(llama), torch.tensor([[9, 8, 7]])
     truth = llama.generate(ids, max_new_tokens=45, do_sample=False)
-    slots_say(
-        lambda committed: [
-            x for t in (truth[0].tolist() + [0] * 4)[committed.shape[1] :][:4] for x in (t, None)
-        ]
-    )
+
+    def script(committed):
+        a, b, c, d = (truth[0].tolist() + [0] * 4)[committed.shape[1] :][:4]
+        return [a, None, b, None, c, None, d, None]
+
+    slots_say(script)
     for place in range(3, 12):
         eos = int(truth[0, place])
         expected = llama.generate(ids, max_new_tokens=37, do_sample=False, eos_token_id=eos)
-        assert torch.equal(
-            decode(llama, drafter, ids, eos_token_id=eos, max_new_tokens=37)[0], expected
-        )
+        output, _ = decode(llama, drafter, ids, eos_token_id=eos, max_new_tokens=37)
+        assert torch.equal(output, expected)
         shorter, stats = decode(llama, drafter, ids, eos_token_id=None, max_new_tokens=place)
         assert torch.equal(shorter, truth[:, : 3 + place]) and stats.emitted == place
 
@@ -179,47 +185,43 @@ def test_logits_processors_see_each_prefix(llama, trained):
     ):
         ids = torch.tensor([[9, 8, 7, 9, 8]])
         expected = llama.generate(ids, max_new_tokens=30, do_sample=False, **options)
-        assert torch.equal(
-            decode(llama, trained["ctc"], ids, max_new_tokens=30, **options)[0], expected
-        )
+        output, _ = decode(llama, trained["ctc"], ids, max_new_tokens=30, **options)
+        assert torch.equal(output, expected)
+
+
+def sampled(target, drafter, ids, times):
+    """How often each answer of three tokens comes, over all transforms, copies and worths."""
+    options = [{"transform": transform} for transform in TRANSFORMS]
+    options += [{"copies": 6}, {"copies": 6, "least_worth": 0.15}, {"least_worth": 0.15}]
+    torch.manual_seed(12)
+    counts, copied, drafted = collections.Counter(), 0, 0
+    settings = {"max_new_tokens": 3, "do_sample": True, "top_k": 0}
+    for turn in range(times):
+        output, stats = decode(target, drafter, ids, **settings, **options[turn % len(options)])
+        counts[tuple(output[0, ids.shape[1] :].tolist())] += 1
+        copied += sum(offered for offered, _ in stats.copies)
+        drafted += stats.drafted
+    assert drafted > copied > 0  # else the test says nothing
+    return counts
 
 
 def test_sampling_follows_the_target(small_llama):
-    target, drafter = small_llama, make_drafter(small_llama, slots=4, window=2)
-    torch.manual_seed(11)
-    ids, counts = torch.tensor([[1, 4, 2]]), collections.Counter()
-    for turn in range(750):
-        output, _ = decode(
-            target,
-            drafter,
-            ids,
-            max_new_tokens=3,
-            do_sample=True,
-            top_k=0,
-            transform=TRANSFORMS[turn % 3],
-        )
-        counts[tuple(output[0, 3:].tolist())] += 1
-    assert chi_square_p_value(counts, enumerate_joint(target, ids, 3)) > 1e-3
+    drafter, ids = make_drafter(small_llama, slots=4, window=2), torch.tensor([[1, 4, 2, 1, 4]])
+    counts = sampled(small_llama, drafter, ids, 360)
+    assert chi_square_p_value(counts, enumerate_joint(small_llama, ids, 3)) > 1e-3
 
 
 def test_the_chi_square_sees_a_lossy_rule(small_llama, monkeypatch):
-    """Negative control: descending whenever the target's second choice is drafted is not sampling
-    from the target."""
-    drafter, ids = make_drafter(small_llama, slots=4, window=2), torch.tensor([[1, 4, 2]])
-    counts = collections.Counter()
+    """Negative control: to take any drafted token among the target's best two is not sampling."""
+    drafter, ids = make_drafter(small_llama, slots=4, window=2), torch.tensor([[1, 4, 2, 1, 4]])
 
-    def lossy(scores, candidates, tokens, *_):
+    def lossy(scores, siblings, draft):
         best = scores.topk(2).indices.tolist()
-        taken = next((n for n in candidates if tokens[n] in best), None)
-        return taken, tokens[taken] if taken is not None else int(
-            torch.multinomial(scores.softmax(-1), 1)
-        )
+        drafted = [token for token in draft.tokens.tolist() if token in best]
+        return drafted[0] if drafted else int(torch.multinomial(scores.softmax(-1), 1))
 
-    monkeypatch.setattr(common, "_choose", lossy)
-    torch.manual_seed(11)
-    for _ in range(300):
-        output, _ = decode(small_llama, drafter, ids, max_new_tokens=3, do_sample=True, top_k=0)
-        counts[tuple(output[0, 3:].tolist())] += 1
+    monkeypatch.setattr(common, "_draw", lossy)
+    counts = sampled(small_llama, drafter, ids, 300)
     assert chi_square_p_value(counts, enumerate_joint(small_llama, ids, 3)) < 1e-6
 
 
@@ -228,30 +230,40 @@ def test_the_chi_square_sees_a_lossy_rule(small_llama, monkeypatch):
 
 def test_the_mask_against_a_loop():
     anchors, length, slots = torch.tensor([[0, 2, 5], [4, 4, 1]]), 6, 3
-    mask = ctc_drafter.slot_mask(anchors, length, slots)
-    assert mask.shape == (2, 1, 9, 15)
+    got = ctc_drafter.slot_mask(anchors, length, slots)
+    expected = torch.zeros(2, 1, 9, 15, dtype=torch.bool)
     for b, query, key in itertools.product(range(2), range(9), range(15)):
         if key < length:
-            expected = key <= int(anchors[b, query // slots])
+            expected[b, 0, query, key] = key <= int(anchors[b, query // slots])
         else:
-            expected = (key - length) // slots == query // slots
-        assert bool(mask[b, 0, query, key]) == expected
+            expected[b, 0, query, key] = (key - length) // slots == query // slots
+    assert got is not None and torch.equal(got, expected), (
+        f"slot_mask(anchors={anchors.tolist()}, length={length}, slots={slots})\n"
+        f"expected\n{drawn(expected)}\ngot\n{drawn(got)}"
+    )
 
 
-@pytest.mark.parametrize("kind", ["ctc", "medusa"])
+def drawn(mask):
+    """The masks (B, 1, Q, K) as in the docstring, x where a slot sees."""
+    if mask is None:
+        return "None"
+    lines = []
+    for sequence in mask[:, 0].tolist():
+        lines += ["".join("x" if sees else "." for sees in row) for row in sequence] + [""]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_drafting_is_what_was_trained(llama, kind):
-    """The slots after a newest token are the same in one training pass as in decoding round by
-    round."""
+    """The slots after a newest token are the same in one training pass as round by round."""
     drafter, batch = make_drafter(llama, kind=kind), make_batch(llama, lengths=(12,), prompt=1)
     anchors = torch.arange(11)[None]
-    q_slots = ctc_drafter.training_logits(drafter, llama, batch, anchors).softmax(-1)[
-        0
-    ]  # (A, S, V + 1)
-    own, fed = ctc_drafter.new_memory(drafter, llama), 0
+    logits = ctc_drafter.training_logits(drafter, llama, batch, anchors)
+    q_slots = logits.softmax(-1)[0]  # (A, S, V + 1)
+    memory, fed = ctc_drafter.new_memory(drafter, llama), 0
     for end in (3, 4, 8, 12):  # tokens committed; the features of all but the newest are there
-        q_round = ctc_drafter.propose(
-            drafter, llama, batch.input_ids[:, :end], batch.hidden[:, fed : end - 1], own
-        )
+        ids, features = batch.input_ids[:, :end], batch.hidden[:, fed : end - 1]
+        q_round = ctc_drafter.propose(drafter, llama, ids, features, memory)
         fed = end - 1
         torch.testing.assert_close(q_round.double(), q_slots[end - 2], atol=1e-6, rtol=1e-5)
 
@@ -268,24 +280,58 @@ def test_nothing_after_the_newest_token_is_seen(llama):
 
 @pytest.mark.parametrize("prompt", [1, 3])
 def test_windows_hold_what_the_target_says_after_the_newest_token(llama, prompt):
-    drafter, batch = (
-        make_drafter(llama, anchors=20, window=4),
-        make_batch(llama, lengths=(9, 14, 7), prompt=prompt),
-    )
+    drafter = make_drafter(llama, anchors=20, window=4)
+    batch = make_batch(llama, lengths=(9, 14, 7), prompt=prompt)
     anchors, labels, counts = ctc_drafter.windows(drafter, llama, batch)
     best = common.target_logits(llama, batch.hidden).argmax(-1)  # best[t] follows x_t
     for row, length in enumerate((9, 14, 7)):
         used = {int(a): n for n, a in enumerate(anchors[row]) if counts[row, n]}
-        assert sorted(used) == list(
-            range(max(prompt, 2) - 2, length - 2)
-        )  # first labels 2 or 3 .. length - 1
+        assert sorted(used) == list(range(max(prompt, 2) - 2, length - 2))  # labels from a + 2 on
         for anchor, n in used.items():
             count = int(counts[row, n])
             assert count == min(4, length - (anchor + 2))
-            assert (
-                labels[row, n, :count].tolist()
-                == best[row, anchor + 1 : anchor + 1 + count].tolist()
-            )
+            expected = best[row, anchor + 1 : anchor + 1 + count]
+            assert labels[row, n, :count].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("draft_vocab", [0, 30])
+def test_cut_labels_end_where_the_data_differs(llama, draft_vocab):
+    """The label there is kept: it was asked after data that agreed so far."""
+    options = {"anchors": 20, "window": 4, "draft_vocab": draft_vocab}
+    lengths = (9, 14, 7)
+    batch = make_batch(llama, lengths)
+    best = common.target_logits(llama, batch.hidden).argmax(-1)
+    for row, place in itertools.product(range(3), (4, 5, 8, 9, 10)):  # make the data agree there
+        if place < lengths[row]:
+            batch.input_ids[row, place] = best[row, place - 1]
+    whole = ctc_drafter.windows(make_drafter(llama, **options), llama, batch)
+    drafter = make_drafter(llama, cut_labels=True, **options)
+    anchors, labels, counts = ctc_drafter.windows(drafter, llama, batch)
+    assert torch.equal(anchors, whole[0]) and torch.equal(labels, whole[1])
+    seen = set()
+    for row, n in itertools.product(range(3), range(anchors.shape[1])):
+        expected = int(whole[2][row, n])
+        for place in range(expected - 1, -1, -1):
+            data = int(batch.input_ids[row, anchors[row, n] + 2 + place])
+            if data != int(drafter.draft_ids[labels[row, n, place]]):
+                expected = place + 1
+        assert int(counts[row, n]) == expected
+        seen.add(expected)
+    assert seen == {0, 1, 2, 3, 4} if not draft_vocab else {0, 1, 2} <= seen
+
+
+def test_first_labels_are_drawn_anew_by_each_seed(llama):
+    """Equal seeds give equal anchors; other seeds other ones; in the long run all come up."""
+    drafter, batch = make_drafter(llama, anchors=3), make_batch(llama, lengths=(30, 30), prompt=1)
+    draws = []
+    for step in range(40):
+        batch.seed = torch.tensor([step, step + 1000])
+        anchors, _, counts = ctc_drafter.windows(drafter, llama, batch)
+        assert torch.equal(anchors, ctc_drafter.windows(drafter, llama, batch)[0])
+        assert counts.all() and all(len(set(row)) == 3 for row in anchors.tolist())
+        draws += [tuple(row) for row in anchors.tolist()]
+    assert len(set(draws)) > 70, "the same anchors in every step"
+    assert {place for draw in draws for place in draw} == set(range(28))
 
 
 # ---------------------------------------------------------------------------------- loss, transform
@@ -295,16 +341,24 @@ def by_collapsing(q_slots):
     """{sequence: probability} by summing over every alignment."""
     blank, exact = q_slots.shape[1] - 1, collections.defaultdict(float)
     for alignment in itertools.product(range(blank + 1), repeat=len(q_slots)):
-        probability = math.prod(
-            float(q_slots[slot, symbol]) for slot, symbol in enumerate(alignment)
-        )
-        exact[ctc_drafter.collapse(alignment, blank)] += probability
+        chosen = [float(q_slots[slot, symbol]) for slot, symbol in enumerate(alignment)]
+        exact[ctc_drafter.collapse(alignment, blank)] += math.prod(chosen)
     return exact
+
+
+def beginnings(q_slots):
+    """{prefix: probability that the sequence begins with it}, over every alignment."""
+    starts = collections.defaultdict(float)
+    for sequence, probability in by_collapsing(q_slots).items():
+        for end in range(1, len(sequence) + 1):
+            starts[sequence[:end]] += probability
+    return {prefix: probability for prefix, probability in starts.items() if probability > 0}
 
 
 def some_slots(slots=4, symbols=3, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(slots, symbols + 1, generator=generator, dtype=torch.double).softmax(-1)
+    scores = torch.randn(slots, symbols + 1, generator=generator, dtype=torch.double)
+    return scores.softmax(-1).detach()
 
 
 def test_collapse():
@@ -324,16 +378,14 @@ def test_the_loss_sums_over_alignments(llama, monkeypatch):
     labels = torch.tensor([[0, 1, 2], [0, 0, 1], [2, 2, 2], [1, 0, 0], [1, 1, 1]])[None]
     counts = torch.tensor([[3, 3, 2, 1, 3]])
     q_slots = torch.stack([some_slots(seed=seed) for seed in range(5)])
-    monkeypatch.setattr(
-        ctc_drafter, "windows", lambda *_: (torch.zeros(1, 5).long(), labels, counts)
-    )
+    anchors = torch.zeros(1, 5).long()
+    monkeypatch.setattr(ctc_drafter, "windows", lambda *_: (anchors, labels, counts))
     monkeypatch.setattr(ctc_drafter, "training_logits", lambda *_: q_slots.log()[None])
     expected = 0.0
     for row in range(5):
         exact = by_collapsing(q_slots[row])[tuple(labels[0, row, : counts[0, row]].tolist())]
-        expected -= (
-            math.log(exact) if exact else 0.0
-        )  # (1, 1, 1) does not fit into four slots: it needs five
+        if exact:  # (1, 1, 1) does not fit into four slots: it needs five
+            expected -= math.log(exact)
     got = float(ctc_drafter.loss(drafter, llama, batch)) / int(batch.loss_mask.sum()) * 5
     assert by_collapsing(q_slots[4])[(1, 1, 1)] == 0 and got == pytest.approx(expected, rel=1e-5)
 
@@ -348,23 +400,55 @@ def test_a_window_that_does_not_fit_gives_no_gradient_and_no_nan(llama, monkeypa
     assert not loss and all(not w.grad.any() for w in drafter.parameters() if w.grad is not None)
 
 
-def test_medusa_loss_by_hand(llama, monkeypatch):
-    drafter, batch = make_drafter(llama, kind="medusa", window=2), make_batch(llama)
+@pytest.mark.parametrize("kind", ["transformer", "medusa"])
+def test_cross_entropy_by_hand(llama, monkeypatch, kind):
+    """Slot j is for token j, and weighs 0.8^j."""
+    drafter, batch = make_drafter(llama, kind=kind, window=2), make_batch(llama)
     logits = torch.randn(1, 2, 2, 5, dtype=torch.double)
     logits[..., -1] = -torch.inf
+    anchors = torch.zeros(1, 2).long()
     labels, counts = torch.tensor([[[1, 2], [3, 0]]]), torch.tensor([[2, 1]])
-    monkeypatch.setattr(
-        ctc_drafter, "windows", lambda *_: (torch.zeros(1, 2).long(), labels, counts)
-    )
+    monkeypatch.setattr(ctc_drafter, "windows", lambda *_: (anchors, labels, counts))
     monkeypatch.setattr(ctc_drafter, "training_logits", lambda *_: logits)
     log_q = logits[0].float().log_softmax(-1)
     expected = -(log_q[0, 0, 1] + 0.8 * log_q[0, 1, 2] + log_q[1, 0, 3]) / 2 * batch.loss_mask.sum()
     torch.testing.assert_close(ctc_drafter.loss(drafter, llama, batch).float(), expected)
 
 
-@pytest.mark.parametrize("kind", ["ctc", "medusa"])
+@pytest.mark.parametrize("kind", ["transformer", "medusa"])
+def test_other_kinds_have_by_definition_a_slot_for_each_token(llama, kind):
+    drafter, batch = make_drafter(llama, kind=kind, window=3), make_batch(llama)
+    anchors, _, _ = ctc_drafter.windows(drafter, llama, batch)
+    logits = ctc_drafter.training_logits(drafter, llama, batch, anchors)
+    assert logits.shape[2] == 3 and (logits[..., -1] == -torch.inf).all()
+    assert logits[..., :-1].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_token_adds_a_cross_entropy_by_hand(small_llama, kind):
+    """Of the first token's distribution, over all alignments, to the target's."""
+    drafter = make_drafter(small_llama, kind=kind, slots=3, window=2)
+    batch = make_batch(small_llama, lengths=(8, 6), prompt=3)
+    anchors, _, counts = ctc_drafter.windows(drafter, small_llama, batch)
+    logits = ctc_drafter.training_logits(drafter, small_llama, batch, anchors)
+    q_slots, entropy = logits.softmax(-1).detach(), 0.0
+    for row, n in counts.nonzero().tolist():
+        starts = beginnings(q_slots[row, n])
+        ids = batch.input_ids[row, : anchors[row, n] + 2]
+        p_target = small_llama(ids[None]).logits[0, -1].softmax(-1)
+        for token, p in enumerate(p_target[drafter.draft_ids].tolist()):
+            entropy -= p * math.log(starts[token,])
+    mean = entropy / int((counts > 0).sum())
+    plain = ctc_drafter.loss(drafter, small_llama, batch)
+    drafter.config.first_token = 0.7
+    more = ctc_drafter.loss(drafter, small_llama, batch)
+    expected = 0.7 * mean * int(batch.loss_mask.sum())
+    assert float((more - plain).detach()) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_training_lowers_the_loss(llama, kind):
-    drafter, batch = make_drafter(llama, kind=kind).train(), make_batch(llama)
+    drafter, batch = make_drafter(llama, kind=kind, first_token=0.5).train(), make_batch(llama)
     optimizer, losses = torch.optim.AdamW(drafter.parameters(), lr=3e-3), []
     for _ in range(12):
         loss = ctc_drafter.loss(drafter, llama, batch)
@@ -379,41 +463,37 @@ def test_training_lowers_the_loss(llama, kind):
 @pytest.mark.parametrize("seed", range(4))
 def test_prefix_search_sums_all_alignments(seed):
     q_slots = some_slots(seed=seed)
-    exact, starts = by_collapsing(q_slots), collections.defaultdict(float)
-    for sequence, probability in exact.items():
-        for end in range(1, len(sequence) + 1):
-            starts[sequence[:end]] += probability
+    exact = beginnings(q_slots)
     found = ctc_drafter.prefix_search(q_slots, symbols=3, candidates=1000)
-    assert found.keys() == {prefix for prefix, probability in starts.items() if probability > 0}
-    assert all(found[prefix] == pytest.approx(starts[prefix]) for prefix in found)
-    pruned = ctc_drafter.prefix_search(q_slots, symbols=2, candidates=3)
-    assert 0 < len(pruned) < len(found) and all(
-        pruned[prefix] <= starts[prefix] + 1e-12 for prefix in pruned
+    assert found == pytest.approx(exact), (
+        f"prefix_search of the slots, blank last\n{q_slots}\nexpected\n{exact}\ngot\n{found}"
     )
+    pruned = ctc_drafter.prefix_search(q_slots, symbols=2, candidates=3)
+    assert 0 < len(pruned) < len(exact)
+    assert all(pruned[prefix] <= exact[prefix] + 1e-12 for prefix in pruned)
+
+
+def test_prefix_search_on_the_two_slots_of_its_docstring():
+    q_slots = torch.tensor([[0.6, 0.0, 0.4], [0.2, 0.5, 0.3]], dtype=torch.double)  # a, b, blank
+    found = ctc_drafter.prefix_search(q_slots, symbols=2, candidates=9)
+    assert found == pytest.approx({(0,): 0.68, (1,): 0.20, (0, 1): 0.30})
 
 
 def test_alignments_are_the_most_probable_combinations():
     q_slots = some_slots(slots=3, symbols=4, seed=2)
-    every = sorted(
-        itertools.product(range(5), repeat=3),
-        reverse=True,
-        key=lambda symbols: math.prod(float(q_slots[slot, s]) for slot, s in enumerate(symbols)),
-    )
+    value = {}
+    for raw in itertools.product(range(5), repeat=3):
+        value[raw] = math.prod(float(q_slots[slot, symbol]) for slot, symbol in enumerate(raw))
     for merge in (True, False):
         expected = collections.defaultdict(float)
-        for raw in every[:7]:
-            sequence = (
-                ctc_drafter.collapse(raw, 4)
-                if merge
-                else tuple(itertools.takewhile(lambda s: s != 4, raw))
-            )
+        for raw in sorted(value, key=value.get, reverse=True)[:7]:
+            sequence = tuple(itertools.takewhile(lambda symbol: symbol != 4, raw))
+            if merge:
+                sequence = ctc_drafter.collapse(raw, 4)
             for end in range(1, len(sequence) + 1):
-                expected[sequence[:end]] += math.prod(
-                    float(q_slots[slot, s]) for slot, s in enumerate(raw)
-                )
+                expected[sequence[:end]] += value[raw]
         found = ctc_drafter.alignments(q_slots.float(), symbols=4, candidates=7, merge=merge)
-        assert found.keys() == expected.keys()
-        assert all(found[prefix] == pytest.approx(expected[prefix], rel=1e-4) for prefix in found)
+        assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_tree_is_a_trie_of_the_most_valuable_prefixes():
@@ -425,35 +505,48 @@ def test_the_tree_is_a_trie_of_the_most_valuable_prefixes():
     assert shallow.tokens.tolist() == [3, 4, 6] and shallow.parents.tolist() == [-1, -1, -1]
     assert len(ctc_drafter.token_tree(worth, torch.arange(10), nodes=9, depth=0).tokens) == 0
     rounded = {(3,): 0.5, (3, 5): 0.5000001}  # sums of the same terms in another order
-    assert ctc_drafter.token_tree(rounded, torch.arange(10), nodes=9, depth=9).tokens.tolist() == [
-        3
-    ]
+    assert ctc_drafter.token_tree(rounded, torch.arange(10), 9, 9).tokens.tolist() == [3]
+    for least, tokens in ((0.0, [3, 5, 4, 5, 5, 6]), (0.25, [3, 5, 4, 5]), (0.3, [3, 5, 4])):
+        draft = ctc_drafter.token_tree(worth, torch.arange(10), 9, 9, least)
+        assert draft.tokens.tolist() == tokens
+    nothing = ctc_drafter.token_tree(worth, torch.arange(10), 9, 9, 0.7)
+    assert nothing.tokens.dtype == nothing.parents.dtype == torch.long
+    assert nothing.tokens.shape == nothing.parents.shape == (0,)
 
 
 def test_alpha_is_the_acceptance_rate_of_the_first_draft_token(small_llama):
-    drafter, batch = (
-        make_drafter(small_llama, slots=3, window=2),
-        make_batch(small_llama, lengths=(8,), prompt=3),
-    )
+    drafter = make_drafter(small_llama, slots=3, window=2)
+    batch = make_batch(small_llama, lengths=(8,), prompt=3)
     anchors, _, counts = ctc_drafter.windows(drafter, small_llama, batch)
-    q_slots = ctc_drafter.training_logits(drafter, small_llama, batch, anchors).softmax(-1)
-    expected, number = 0.0, 0
-    for n, anchor in enumerate(anchors[0].tolist()):
-        if counts[0, n]:
-            first = collections.defaultdict(float)
-            for sequence, probability in by_collapsing(q_slots[0, n]).items():
-                first[sequence[:1]] += probability
-            p_target = small_llama(batch.input_ids[:, : anchor + 2]).logits[0, -1].softmax(-1)
-            expected += sum(
-                min(float(p_target[int(drafter.draft_ids[token])]), first[token,])
-                for token in range(7)
-            )
-            number += 1
+    logits = ctc_drafter.training_logits(drafter, small_llama, batch, anchors)
+    q_slots, expected = logits.softmax(-1).detach(), 0.0
+    for n in counts[0].nonzero()[:, 0].tolist():
+        starts, ids = beginnings(q_slots[0, n]), batch.input_ids[:, : anchors[0, n] + 2]
+        p_target = small_llama(ids).logits[0, -1].softmax(-1)
+        for token, p in enumerate(p_target[drafter.draft_ids].tolist()):
+            expected += min(p, starts[token,])
     total, count = ctc_drafter.alpha(drafter, small_llama, batch)
-    assert count == number == 5 and float(total) == pytest.approx(expected, rel=1e-4)
+    assert count == int((counts > 0).sum()) == 5
+    assert float(total.detach()) == pytest.approx(expected, rel=1e-4)
 
 
 # ------------------------------------------------------------------------------------------- others
+
+
+def test_a_round_can_be_recorded(llama, trained):
+    """What the slots said and what the prefixes are worth, for each round that drafted."""
+    stats = common.Stats(trace=[])
+    decode(llama, trained["ctc"], torch.tensor([[9, 8, 7]]), stats=stats)
+    assert len(stats.trace) == stats.target_forwards > 1
+    for record in stats.trace:
+        assert record["q_slots"].shape == (8, 49)
+        worth, ids = record["worth"], record["draft_ids"]
+        for node, parent in enumerate(record["draft"].parents.tolist()):
+            if parent == -1:
+                token = record["draft"].tokens[node]
+                assert worth[int((ids == token).nonzero()),] > 0
+    _, stats = decode(llama, trained["ctc"], torch.tensor([[9, 8, 7]]))
+    assert stats.trace is None and not stats.noted
 
 
 def test_saved_and_loaded(llama, trained, tmp_path):
@@ -474,22 +567,9 @@ def test_low_precision_packed_and_models_without_rotary(trained, llama):
         drafter = copy.deepcopy(trained["ctc"]).to(target.dtype)
         assert decode(target, drafter, ids)[0].shape == (1, 43)
     torch.manual_seed(0)
-    gpt2 = (
-        GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=40,
-                n_positions=64,
-                n_embd=32,
-                n_layer=2,
-                n_head=4,
-                bos_token_id=None,
-                eos_token_id=None,
-                initializer_range=0.3,
-            )
-        )
-        .double()
-        .eval()
-    )
+    shape = {"vocab_size": 40, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = GPT2Config(**shape, bos_token_id=None, eos_token_id=None, initializer_range=0.3)
+    gpt2 = GPT2LMHeadModel(config).double().eval()
     drafter = make_drafter(gpt2)
     ctc_drafter.loss(drafter, gpt2, make_batch(gpt2)).backward()
     for room in (30, 61):  # up to the last position of the model
@@ -504,7 +584,7 @@ def test_bad_options_are_refused(llama, options):
 
 
 def test_bad_configs_are_refused(llama):
-    with pytest.raises(ValueError, match="ctc or medusa"):
+    with pytest.raises(ValueError, match="ctc, transformer or medusa"):
         make_drafter(llama, kind="eagle")
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="slots 0: must be at least 1"):
         make_drafter(llama, slots=0)

@@ -10,17 +10,8 @@ import pytest
 
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_on_a_gpu_that_is_not_there(which):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/tools/gpu.py",
-        "-m",
-        which,
-    ]
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", which]
+    command = [sys.executable, "-m", "pytest", "tests/tools/gpu.py", *options]
     done = subprocess.run(
         command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=900
     )

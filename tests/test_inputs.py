@@ -1,5 +1,4 @@
-"""Bad options and bad files for train.py and bench.py: always one line and exit code 2, and nothing
-written is lost."""
+"""Bad options and bad files: one line, exit code 2, and nothing that was written is lost."""
 
 import gzip
 import json
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_bench import files  # noqa: F401  a fixture: target without a chat template, GLIDE drafter, prompts
+from test_bench import files  # noqa: F401  a fixture: bare target, GLIDE drafter, prompts
 from test_house import METHODS
 from test_train import folder  # noqa: F401  a fixture: target with a chat template, conversations
 
@@ -20,34 +19,20 @@ import train
 from support import cli, data
 
 ROOT = Path(bench.__file__).parent
-NONSENSE = [
-    "",
-    "x",
-    "nan",
-    "inf",
-    "-inf",
-    "1e400",
-    str(2**63),
-    "9" * 5000,
-    "0x10",
-    "1,5",
-    "-5",
-    "٣x",
-    "\n",
-]
+NONSENSE = ["", "x", "nan", "inf", "-inf", "1e400", "0x10", "1,5", "-5", "٣x", "\n"]
+NONSENSE += [str(2**63), "9" * 5000]
 
 
-def snapshot(*folders):
-    return {
-        path: path.read_bytes() if path.is_file() else None
-        for top in folders
-        for path in Path(top).rglob("*")
-    }
+def snapshot(top):
+    """What is in a folder, to the byte."""
+    found = {}
+    for path in Path(top).rglob("*"):
+        found[path] = path.read_bytes() if path.is_file() else None
+    return found
 
 
 def refused(capsys, main, argv, name="train.py"):
-    """Run `main` as `__main__` does; the one line that it was refused with, or None if it
-    worked."""
+    """Run `main` as `__main__` does; the line that it was refused with, or None if it worked."""
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", [name, *argv])
@@ -65,49 +50,18 @@ def refused(capsys, main, argv, name="train.py"):
 def training(folder, tmp_path, monkeypatch):  # noqa: F811
     """The arguments of a run of two steps; what it would write to."""
     monkeypatch.chdir(tmp_path)
-    return lambda *more: [
-        "--method",
-        "glide",
-        "--target",
-        str(folder),
-        "--data",
-        str(folder / "data.jsonl"),
-        "--out",
-        str(tmp_path / "out"),
-        "--steps",
-        "1",
-        "--device",
-        "cpu",
-        "--draft-vocab",
-        "32",
-        "--intermediate-size",
-        "16",
-        "--held-out",
-        "2",
-        "--batch-size",
-        "2",
-        *more,
-    ]
+    words = f"--method glide --target {folder} --data {folder}/data.jsonl --out {tmp_path}/out"
+    words += " --steps 1 --device cpu --draft-vocab 32 --intermediate-size 16 --held-out 2"
+    words += " --batch-size 2"
+    return lambda *more: [*words.split(), *more]
 
 
 @pytest.fixture
 def benching(files, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
-    return lambda *more: [
-        "--method",
-        "glide",
-        "--target",
-        str(files / "target"),
-        "--checkpoint",
-        str(files / "glide"),
-        "--prompts",
-        str(files / "prompts.jsonl"),
-        "--max-new-tokens",
-        "4",
-        "--num-prompts",
-        "1",
-        *more,
-    ]
+    words = f"--method glide --target {files}/target --checkpoint {files}/glide"
+    words += f" --prompts {files}/prompts.jsonl --max-new-tokens 4 --num-prompts 1"
+    return lambda *more: [*words.split(), *more]
 
 
 # ------------------------------------------------------------------------------------------ options
@@ -132,32 +86,23 @@ def numeric_options(program, method):
 
 
 def test_every_option_is_guarded():
-    """No option of either command reads a number without bounds: int and float themselves are
-    nobody's type."""
-    for program, sources in (
-        (train, ["train.py", "support/cli.py"]),
-        (bench, ["bench.py", "support/cli.py"]),
-    ):
-        assert numeric_options(program, "glide")
-        assert not [
-            name
-            for name in sources
-            if "type=int" in (ROOT / name).read_text().replace(" ", "")
-            or "type=float" in (ROOT / name).read_text().replace(" ", "")
-        ]
+    """No option of either command reads a number without bounds: int is nobody's type."""
+    assert numeric_options(train, "glide") and numeric_options(bench, "glide")
+    for path in (*ROOT.glob("*.py"), *(ROOT / "support").glob("*.py")):
+        text = path.read_text().replace(" ", "")
+        assert "type=int" not in text and "type=float" not in text, path
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("program", [train, bench], ids=["train", "bench"])
+@pytest.mark.parametrize(
+    "program, method",
+    [(bench, method) for method in METHODS] + [(train, m) for m in METHODS if m != "cape"],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
 def test_numbers_that_are_none_are_refused_while_parsing(program, method, capsys, monkeypatch):
     for flag in numeric_options(program, method):
         for value in NONSENSE:
-            argv = [
-                "--method",
-                method,
-                *(["--out", "x"] if program is train else []),
-                f"{flag}={value}",
-            ]
+            argv = ["--method", method, f"{flag}={value}"]
+            argv += ["--out", "x"] if program is train else []
             line = refused(capsys, program.main, argv)
             assert line and f"argument {flag}: " in line
 
@@ -165,17 +110,12 @@ def test_numbers_that_are_none_are_refused_while_parsing(program, method, capsys
 def test_training_with_any_number_works_or_says_why(training, capsys, tmp_path):
     """The values that parse: a run of one step, or one line."""
     kept = tmp_path / "out"
-    much = (
-        "--steps",
-        "--batch-size",
-        "--accumulate",
-        "--num-layers",
-        "--intermediate-size",
-    )  # not nonsense, but long
-    for flag in (
-        flag for flag in numeric_options(train, "glide") if flag not in ("--make-data", "--minutes")
-    ):
-        for value in ("0", "1", "3", "0.5", *([] if flag in much else [str(2**31 - 1)])):
+    long = "--steps --batch-size --accumulate --num-layers --intermediate-size".split()
+    for flag in numeric_options(train, "glide"):
+        if flag in ("--make-data", "--minutes"):
+            continue
+        largest = [] if flag in long else [str(2**31 - 1)]  # not nonsense, but it takes long
+        for value in ("0", "1", "3", "0.5", *largest):
             line = refused(capsys, train.main, training(f"{flag}={value}"))
             assert line or (kept / "model.safetensors").is_file(), (flag, value)
             for file in kept.glob("*"):
@@ -263,6 +203,7 @@ def test_train_options(training, capsys, tmp_path, more, said):
         (["--table", "file"], "is not a result"),
         (["--device", "cuda:99"], "argument --device"),
         (["--dtype", "x"], "argument --dtype"),
+        (["--expansion", "none"], "--expansion (an option of cape); see --help"),
         (["--checkpoint", "file"], "no drafter in file"),
         (["--draft-model", "file"], "cannot load target 'file'"),
         (["--num-prompts=-1"], "--num-prompts: must be at least 0"),
@@ -308,29 +249,27 @@ def test_extreme_but_sensible_options_work(benching, capsys, more):
 @pytest.mark.parametrize(
     "argv, said",
     [
-        (
-            ["train.py", "--method", "nonsense", "--out", "x"],
-            "train.py: argument --method: invalid choice",
-        ),
-        (["train.py", "--out", "x"], "train.py: training needs --method and --data"),
-        (
-            ["bench.py", "--method", "glide", "--seed", "x"],
-            "bench.py: argument --seed: invalid int value: 'x'; see --help",
-        ),
-        (
-            ["bench.py", "--table", "/dev/null"],
-            "bench.py: /dev/null is not a result of bench.py --json",
-        ),
+        ("train.py --method nonsense --out x", "train.py: argument --method: invalid choice"),
+        ("bench.py --table /dev/null", "bench.py: /dev/null is not a result of bench.py --json"),
     ],
 )
 def test_the_real_commands(argv, said):
-    done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True)
-    assert (
-        done.returncode == 2
-        and done.stderr.startswith(said)
-        and done.stderr.count("\n") == 1
-        and not done.stdout
-    )
+    command = [sys.executable, *argv.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        ("train.py --out x", "train.py: training needs --method and --data"),
+        ("bench.py --method glide --seed x", "argument --seed: invalid int value: 'x'; see --help"),
+    ],
+)
+def test_commands_in_this_process(capsys, argv, said):
+    name, *options = argv.split()
+    assert said in refused(capsys, {"train.py": train, "bench.py": bench}[name].main, options, name)
 
 
 # -------------------------------------------------------------------------------------------- files
@@ -419,24 +358,8 @@ def mutated(value, pick):
         else:
             copy[key] = mutated(copy[key], pick)
         return copy
-    return pick.choice(
-        [
-            None,
-            True,
-            -1,
-            1.5,
-            10**30,
-            float("nan"),
-            "",
-            "w1",
-            "\ud800",
-            [],
-            {},
-            [[]],
-            [None],
-            {"a": []},
-        ]
-    )
+    odd = [None, True, -1, 1.5, 10**30, float("nan"), "", "w1", "\ud800"]
+    return pick.choice([*odd, [], {}, [[]], [None], {"a": []}])
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -459,12 +382,8 @@ def test_mutated_training_data(training, capsys, tmp_path, seed):
             assert "\n" not in str(problem) and "d.jsonl" in str(problem)
         else:
             for ids, mask in sequences:
-                assert (
-                    ids.dtype == torch.long
-                    and mask.dtype == torch.bool
-                    and ids.shape == mask.shape
-                    and not mask[0]
-                )
+                assert (ids.dtype, mask.dtype) == (torch.long, torch.bool)
+                assert ids.shape == mask.shape and not mask[0]
                 assert 0 <= int(ids.min()) and int(ids.max()) < 48
 
 
@@ -491,29 +410,23 @@ BAD_PROMPTS = [
 def test_a_bad_line_of_prompts(benching, capsys, tmp_path, line):
     (tmp_path / "p.jsonl").write_bytes(b'{"turns": ["a"]}\n\n' + line + b"\n")
     (tmp_path / "r.json").write_text("kept")
-    said = refused(
-        capsys, bench.main, benching("--prompts", "p.jsonl", "--json", "r.json"), "bench.py"
-    )
+    argv = benching("--prompts", "p.jsonl", "--json", "r.json")
+    said = refused(capsys, bench.main, argv, "bench.py")
     assert said == 'bench.py: p.jsonl, line 3: not a JSON object with "turns": ["...", ...]'
     assert (tmp_path / "r.json").read_text() == "kept"
 
 
 def test_odd_but_valid_prompts(tmp_path):
-    """Any line separator but \\n is text; numbers, lists and nothing may be question ids; a byte
-    order mark is not."""
-    (tmp_path / "p.jsonl").write_bytes(
-        '{"turns": ["a\u2028b\u0085c"], "question_id": [1], "category": null}'.encode()
-    )
+    """Any line separator but \\n is text; numbers, lists and nothing may be question ids."""
+    line = '{"turns": ["a\u2028b\u0085c"], "question_id": [1], "category": null}'
+    (tmp_path / "p.jsonl").write_bytes(line.encode())
     [prompt] = data.read_prompts([tmp_path / "p.jsonl"], 0)
     assert prompt == {"turns": ["a\u2028b\u0085c"], "question_id": [1], "category": "None"}
 
 
 def test_bad_files_of_prompts_and_results(benching, capsys, tmp_path):
-    for name, content in {
-        "empty.jsonl": b"",
-        "blank.jsonl": b"\n\n",
-        "binary.jsonl": b"\x80" * 99,
-    }.items():
+    contents = {"empty.jsonl": b"", "blank.jsonl": b"\n\n", "binary.jsonl": b"\x80" * 99}
+    for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
         assert name in refused(capsys, bench.main, benching("--prompts", name), "bench.py")
         assert name in refused(capsys, bench.main, ["--table", name], "bench.py")
@@ -521,10 +434,8 @@ def test_bad_files_of_prompts_and_results(benching, capsys, tmp_path):
 
 def test_mutated_results_are_shown_or_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result, pick = (
-        json.loads((ROOT / "results" / "cpu_falcon_refit.json").read_text()),
-        random.Random(0),
-    )
+    result = json.loads((ROOT / "results" / "cpu_falcon_refit.json").read_text())
+    pick = random.Random(0)
     for _ in range(300):
         (tmp_path / "r.json").write_text(json.dumps(mutated(result, pick)))
         line = refused(capsys, bench.main, ["--table", "r.json"], "bench.py")

@@ -13,7 +13,7 @@ import bench
 import common
 from support import packed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long  # a quarter of an hour
 LENGTH = 2000
 
 

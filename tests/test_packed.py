@@ -12,9 +12,8 @@ from support import packed
 
 def test_packed_layers_compute_the_same_for_any_number_of_rows():
     layer = torch.nn.Linear(33, 50).requires_grad_(False)
-    inputs = [
-        torch.randn(*shape, 33) for shape in ((1,), (2,), (3,), (5,), (40,), (1, 1), (2, 3), (1, 7))
-    ]
+    shapes = ((1,), (2,), (3,), (5,), (40,), (1, 1), (2, 3), (1, 7))
+    inputs = [torch.randn(*shape, 33) for shape in shapes]
     expected = [layer(x) for x in inputs]
     layer = packed.pack(layer)
     for x, y in zip(inputs, expected):
@@ -24,14 +23,10 @@ def test_packed_layers_compute_the_same_for_any_number_of_rows():
 def test_other_types_are_left_alone():
     layer = torch.nn.Linear(8, 8).double()
     assert packed.pack(layer) is layer
-    model = packed.pack(
-        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double(), torch.nn.Tanh())
-    )
-    assert [type(module) for module in model] == [
-        packed.PackedLinear,
-        torch.nn.Linear,
-        torch.nn.Tanh,
-    ]
+    layers = [torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double(), torch.nn.Tanh()]
+    model = packed.pack(torch.nn.Sequential(*layers))
+    kinds = [packed.PackedLinear, torch.nn.Linear, torch.nn.Tanh]
+    assert [type(module) for module in model] == kinds
 
 
 def test_packed_decoding_is_still_lossless():
@@ -48,16 +43,11 @@ def test_packed_decoding_is_still_lossless():
 def test_a_drafters_head_is_packed_once():
     target = packed.pack(make_llama().float())
     one, other = (packed.pack(make_drafter(target, draft_vocab=size).float()) for size in (20, 30))
+    whole = target.get_output_embeddings()
     heads = [common.draft_head(target, drafter.draft_ids) for drafter in (one, other, one)]
-    assert (
-        heads[0] is heads[2]
-        and heads[1].out_features == 30
-        and len(target.get_output_embeddings().selected) == 2
-    )
+    assert heads[0] is heads[2] and heads[1].out_features == 30 and len(whole.selected) == 2
     x = torch.randn(3, target.config.hidden_size)
-    torch.testing.assert_close(
-        heads[0](x), x @ target.get_output_embeddings().weight[one.draft_ids].T
-    )
+    torch.testing.assert_close(heads[0](x), x @ whole.weight[one.draft_ids].T)
     del one, heads
     gc.collect()
-    assert len(target.get_output_embeddings().selected) == 1
+    assert len(whole.selected) == 1  # with the drafter its head is given up

@@ -1,5 +1,5 @@
-"""The README says what is so: its tables are those of results/, its names exist, its commands are
-understood."""
+"""The READMEs say what is so: tables and figures are those of results/, names, links and tests
+exist, commands are understood."""
 
 import gzip
 import importlib
@@ -7,60 +7,274 @@ import json
 import re
 import shlex
 
+import coursework
 import pytest
+import tables
 from test_house import METHODS, ROOT
 
 import bench
 import common
 import train
-from support import data, report
+from support import data
 
-TEXT = (ROOT / "README.md").read_text()
-
-
-def section(title):
-    return TEXT.split(f"\n## {title}\n")[1].split("\n## ")[0]
+FILES = tables.FILES
+TEXTS = {name: (ROOT / name).read_text() for name in FILES}
+TOP = TEXTS["README.md"]
 
 
-def test_the_results_are_those_of_the_measured_runs():
-    rendered = "\n\n".join(
-        report.tables(report.read_result(str(path))) for path in (ROOT / "results").glob("*.json")
+def test_the_readme_is_short():
+    lines = TOP.splitlines()
+    assert len(lines) <= 160 and max(map(len, lines)) <= 100
+
+
+def test_the_map_lists_what_lies_on_top():
+    listed = re.findall(r"^\| `(\w+\.py)` \|", TOP, re.MULTILINE)
+    assert listed == [f"{name}.py" for name in (*METHODS, "common", "train", "bench")]
+    folders = set(re.findall(r"`(\w+)/`", TOP))
+    assert folders == {path.name for path in ROOT.iterdir() if path.is_dir()} - hidden()
+
+
+def hidden():
+    """Folders that git does not know, and those of tools."""
+    return {path.name for path in ROOT.iterdir() if path.name[0] in "._" or path.name == "shared"}
+
+
+# ------------------------------------------------------------------------------------------ figures
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tables_are_those_of_the_measured_runs(name):
+    """python tests/tools/tables.py writes them anew."""
+    assert tables.written(TEXTS[name]) == TEXTS[name]
+    without = tables.TABLE.sub("", TEXTS[name])
+    assert not re.search(r"^\|.*\| +[\d.]+ \|", without, re.MULTILINE), "a table typed by hand"
+
+
+def test_there_are_tables():
+    found = {name: len(tables.TABLE.findall(TEXTS[name])) for name in FILES}
+    assert found["README.md"] == 1 and found["results/README.md"] > 8
+    [asked] = re.findall(r"<!-- table: ([^>]*) -->", TOP)
+    rows = tables.table(asked).splitlines()[2:]
+    assert [re.match(r"\| (\w+)", row)[1] for row in rows] == list(METHODS)
+
+
+def result(file):
+    return json.loads((ROOT / "results" / f"{file}.json").read_text())
+
+
+def arm(file, name, figure):
+    return result(file)["arms"][name][figure]
+
+
+def alpha(run, step=None):
+    """Held-out alpha at the end of a training run, or after some steps."""
+    curve = result(f"curves/{run}")
+    return next(point["alpha"] for point in curve[::-1] if step in (None, point["step"]))
+
+
+def claims():
+    """Sentences of the READMEs whose figures come from results/: (file, sentence, figures)."""
+    here = "results/README.md"
+    yield (
+        here,
+        "held-out alpha is {:.3f} with and {:.3f} without cross-attention; on the built-in prompts "
+        "{:.2f} and {:.2f}",
+        [alpha("glide"), alpha("glide_vanilla")]
+        + [arm("cpu_cape_builtin", name, "alpha") for name in ("glide", "glide@vanilla")],
     )
-    parts = [part for part in section("Results").split("\n\n") if part.startswith("|")]
-    assert len(parts) >= 5
-    for part in parts:
-        assert f"\n{part}\n" in f"\n{rendered}\n", part
+    yield (
+        here,
+        "With the paper's sizes and two draft tokens CAPE reaches {:.2f}, with five and sizes "
+        "fitted to them {:.2f}",
+        [arm(file, "cape", "speedup") for file in ("cpu_cape_gamma2", "cpu_cape_fitted")],
+    )
+    sweep = result("cpu_specdecpp")["sweep"]
+    speeds = {
+        rule: [point[2] for point in sweep["points"][rule].values()] for rule in ("K", "oracle")
+    }
+    yield (
+        here,
+        "({:.1f} ms a draft token, {:.1f} ms a verification, R^2 {:.2f}), is only {:.0f}% ahead",
+        [sweep["t_draft_ms"], sweep["t_target_ms"], sweep["r2"]]
+        + [100 * (max(speeds["oracle"]) / max(speeds["K"]) - 1)],
+    )
+    errors = sweep["calibration"]["head"]
+    yield here, "The head's output has an ECE of {:.2f}", [errors["ece"]]
+    yield here, "With the bias taken out the ECE is {:.2f}", [errors["ece_reweighted"]]
+    taus = {
+        name: arm("cpu_falcon_ablation", f"falcon{name}", "tau")
+        for name in ("@k2", ":chain@k2", "@k2-no-csgd", ":chain@k2-no-csgd")
+    }
+    yield (
+        here,
+        "{:.2f} more with the tree, {:.2f} less with the chain",
+        [taus["@k2"] - taus["@k2-no-csgd"], taus[":chain@k2-no-csgd"] - taus[":chain@k2"]],
+    )
+    without, masked, shown = map(alpha, ("falcon_k2-no-csgd", "falcon_k2-loss-only", "falcon_k2"))
+    yield (
+        here,
+        "Held-out alpha is {:.3f} without CSGD, {:.3f} when those slots are only left out of the "
+        "loss, and {:.3f} when their answers are shown, too: the one costs {:.3f}, the other wins "
+        "back {:.3f}",
+        [without, masked, shown, without - masked, shown - masked],
+    )
+    yield (
+        here,
+        "learns more slowly: {:.3f} against {:.3f} after",
+        [alpha("falcon_2-layers"), alpha("falcon_k2", 300)],
+    )
+    first = [alpha("ctc_drafter"), alpha("medusa")]
+    yield here, "(held-out alpha {:.3f} against {:.3f})", first
+    here = "checkpoints/README.md"
+    yield here, "trained on and {:.2f} on others", [alpha("glide")]
+    for name, run in (
+        ("draft model 0.54 and", "specdecpp"),
+        ("Medusa 0.42 and", "medusa"),
+        ("CTC-drafter 0.36 and", "ctc_drafter"),
+        ("Falcon 0.32 and", "falcon"),
+    ):
+        yield here, name + " {:.2f}", [alpha(run)]
+    for sentence, run in (
+        ("held-out alpha is {:.3f} as above", "base"),
+        ("{:.3f} with hard labels", "hard"),
+        ("{:.3f} with 4,096 draft tokens", "v4096"),
+        ("changed {:.3f} with a total-variation loss", "tv"),
+        ("{:.3f} with a random layer", "rand"),
+    ):
+        yield here, sentence, [alpha(f"glide_try-{run}")]
+    long = [alpha(f"glide_long-{run}", step) for step in (200, None) for run in ("rand", "base")]
+    yield here, "({:.3f} against {:.3f}), and ended at {:.3f} against {:.3f}", long
+
+
+# not in results/: alphas on conversations that were trained on; constants of falcon.py and
+# specdecpp.py; a temperature; the best two logits of the one answer that float32 rounded otherwise
+BY_HAND = {"0.52", "0.54", "0.42", "0.36", "0.32", "0.4", "0.7", "0.8", "25.3", "0.00002"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_figures_in_the_text_were_measured(name):
+    """Sentence by sentence; no decimal number stands outside those. (What a paper says is set in
+    italics, options and versions as code.)"""
+    text = tables.TABLE.sub(" ", TEXTS[name])
+    for kind in (r"```.*?```", r"`[^`]*`", r"(?<!\*)\*(?!\*)[^*]+\*", r"\]\([^)]*\)"):
+        text = re.sub(kind, " ", text, flags=re.DOTALL)
+    text = re.sub(r"^\[\w+\]: .*$|^\|.*$", " ", text, flags=re.MULTILINE)
+    text = " ".join(text.split())
+    for file, sentence, figures in claims():
+        if file == name:
+            said = sentence.format(*figures)
+            assert said in text, said
+            text = text.replace(said, " ")
+    of_tokens = r"[\d.]+ ?(?:million|M\b)"  # sums over runs, of token-steps
+    text = re.sub(rf"{of_tokens}|(?:Lemma|Eq\.|Python|Apache-|SmolLM) ?[\d.]+", " ", text)
+    rest = set(re.findall(r"(?<![\w.])\d+\.\d+", text)) - BY_HAND
+    assert not rest, f"{rest} are in no sentence of the list above"
+
+
+# -------------------------------------------------------------------------- names, paths and links
 
 
 def test_every_name_resolves():
-    modules = "|".join(
-        (*METHODS, "common", "train", "data", "report", "bench", "batching", "graphs")
-    )
-    names = set(re.findall(rf"`({modules})\.(\w+)`", TEXT))
+    """`module.name`; and `name` alone after another one in the same cell of a table."""
+    places = {name: name for name in (*METHODS, "common", "train", "bench")}
+    places |= {path.stem: f"support.{path.stem}" for path in (ROOT / "support").glob("*.py")}
+    modules = "|".join(places)
+    names = set()
+    for text in TEXTS.values():
+        names |= set(re.findall(rf"`({modules})\.(\w+)`", text))
+        for cell in re.findall(rf"`(?:{modules})\.\w+`[^|\n]*", text):
+            module = re.match(r"`(\w+)", cell)[1]
+            names |= {(module, each) for each in re.findall(r"[;,] `(\w+)`", cell)}
+    names = {(module, name) for module, name in names if name not in ("py", "json")}
     assert len(names) > 25
-    for module, name in names - {(module, "py") for module in modules.split("|")}:
-        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
-    for path in set(re.findall(r"`([\w/]+(?:\.py|/))`", TEXT)):
-        assert (ROOT / path).exists(), path
+    for module, name in names:
+        assert hasattr(importlib.import_module(places[module]), name), f"{module}.{name}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_path_and_link_leads_somewhere(name):
+    folder, text = (ROOT / name).parent, TEXTS[name]
+    kinds = r"py|json|jsonl|gz|sh|md|svg|html"
+    for path in set(re.findall(rf"`([\w/.*-]+(?:\.(?:{kinds})|/))`", text)):
+        places = (ROOT, folder, ROOT / "results" / "curves", ROOT / "conversations")
+        made_by_a_run = path in ("config.json", "conversations.jsonl")
+        assert made_by_a_run or any(list(place.glob(path)) for place in places), path
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = (folder / path) if path else ROOT / name
+        assert target.exists(), link
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert anchor in slugs, link
 
 
 def test_every_named_test_exists():
-    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", TEXT)
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", "\n".join(TEXTS.values()))
     assert len(named) > 10
     for path, name in named:
         assert f"\ndef {name}(" in (ROOT / path).read_text(), name
 
 
-@pytest.mark.parametrize("command", re.findall(r"python ((?:bench|train)\.py [^`\n]*)", TEXT))
-def test_commands_are_understood(command, monkeypatch):
+# ----------------------------------------------------------------------------------------- commands
+
+
+def commands():
+    """Every command of the READMEs that starts one of our scripts: (script, options)."""
+    for text in TEXTS.values():
+        blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+        spans = re.findall(r"(?<!`)`(\w[^`]*)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        for line in (*lines, *(" ".join(span.split()) for span in spans)):
+            if found := re.search(r"(?:python|torchrun .*?) ([\w/]+\.py)(.*)", line):
+                yield found[1], found[2].strip()
+
+
+COMMANDS = sorted(set(commands()))
+
+
+def test_there_are_commands():
+    scripts = {script for script, _ in COMMANDS}
+    tools = {"tests/coursework.py", "tests/tools/mutation.py", "tests/tools/tables.py"}
+    assert scripts - {"METHOD.py"} == {"bench.py", "train.py"} | tools and len(COMMANDS) > 12
+    assert sum("--help" in options for _, options in COMMANDS) >= 2
+
+
+@pytest.mark.parametrize("script, options", COMMANDS)
+def test_commands_are_understood(script, options, monkeypatch, capsys):
     for module, name in ((train, "train"), (data, "make_conversations")):
-        monkeypatch.setattr(module, name, lambda *_: None)
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
     monkeypatch.setattr(common, "load_target", lambda *_, **__: (None, None))
-    script, *options = shlex.split(
-        command.replace("...", "").replace("results/*.json", "r.json"), comments=True
-    )
-    if "--help" not in options and options[-1] != "--method":
-        (bench.parse if script == "bench.py" else train.main)(options)
+    options = options.replace("results/*.json", "r.json").replace("--steps N", "--steps 9")
+    options = options.replace("NAME", "glide")
+    options = re.sub(r" (\.\.\.)$", " glide" if options.endswith("--method ...") else "", options)
+    options = shlex.split(options.replace("...", "--data d.jsonl --out o"), comments=True)
+    if script == "tests/coursework.py":
+        assert not options or options[0] in coursework.EXERCISES
+    elif script == "tests/tools/mutation.py":
+        groups = {path.stem for path in (ROOT / "tests" / "tools" / "mutants").glob("*.py")}
+        assert set(options) <= groups | {"--sample", "10"}
+    elif script in ("bench.py", "train.py"):
+        parse = bench.parse if script == "bench.py" else train.main
+        if "--help" in options:
+            with pytest.raises(SystemExit) as ended:
+                parse(options)
+            assert not ended.value.code and "options:" in capsys.readouterr().out
+        else:
+            if script == "train.py" and "--make-data" not in options:
+                for needed in ("--method glide", "--data d.jsonl", "--out o", "--steps 9"):
+                    flag, value = needed.split()
+                    other = "--minutes" if flag == "--steps" else flag
+                    if flag not in options and other not in options:
+                        options += [flag, value]
+            parse(options)
+    else:
+        assert script == "METHOD.py" or (ROOT / script).is_file()
+
+
+# ------------------------------------------------------------------------------------- honest tests
 
 
 def test_no_prompt_of_ours_is_in_the_training_data():

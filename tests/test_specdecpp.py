@@ -12,13 +12,12 @@ import torch.nn.functional as F
 import transformers
 from conftest import chi_square_p_value, enumerate_joint, make_llama
 
-import bench
 import cape
 import common
 import glide
 import specdecpp
 import train
-from support import packed
+from support import cli, packed
 
 RULES = [
     {},
@@ -888,7 +887,7 @@ def test_mistakes_get_one_clear_line(llama):
 def test_every_variant_is_accepted(llama, trained):
     ids, length = torch.tensor([[9, 8, 7]]), {"max_new_tokens": 8}
     truth = llama.generate(ids, do_sample=False, **length)
-    options = {option.name for option in bench.decode_fields(specdecpp)}
+    options = {option.name for option in cli.decode_fields(specdecpp)}
     for rule in specdecpp.VARIANTS.values():
         assert set(rule) <= options
         assert torch.equal(decode(llama, ids, drafter=trained, **length, **rule)[0], truth)

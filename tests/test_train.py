@@ -1,7 +1,10 @@
-"""train.py and data.py on a tiny target: formats, resume, interrupts, two processes, bad input."""
+"""train.py on a tiny target: what is learned from, resume, interrupts, two processes, bad input."""
 
 import json
+import math
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +17,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import common
+import glide
 import train
 from support import data
+from support.features import fingerprint
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = (
@@ -60,42 +66,30 @@ def folder(tmp_path_factory):
 
 
 def options(folder, out, *more):
-    return [
-        "--method",
-        "glide",
-        "--target",
-        str(folder),
-        "--data",
-        str(folder / "data.jsonl"),
-        "--out",
-        str(out),
-        "--device",
-        "cpu",
-        "--draft-vocab",
-        "32",
-        "--intermediate-size",
-        "16",
-        "--held-out",
-        "4",
-        "--eval-every",
-        "4",
-        "--save-every",
-        "4",
-        *more,
-    ]
+    argv = f"--method glide --target {folder} --data {folder}/data.jsonl --out {out} --device cpu"
+    argv += " --draft-vocab 32 --intermediate-size 16 --held-out 4 --eval-every 4 --save-every 4"
+    return [*argv.split(), *more]
 
 
-def run(*arguments, **kwargs):
+def run(*arguments, cwd=ROOT):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        **kwargs,
-    )
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=400)
+
+
+def spy_on_batches(monkeypatch):
+    """Lists of the sequences that the loss, and alpha, were computed on, in order."""
+    seen = {"loss": [], "alpha": []}
+    for name, rows in seen.items():
+        plain = getattr(glide, name)
+
+        def spied(drafter, target, batch, plain=plain, rows=rows):
+            for ids, length in zip(batch.input_ids, batch.lengths):
+                rows.append(tuple(ids[:length].tolist()))
+            return plain(drafter, target, batch)
+
+        monkeypatch.setattr(glide, name, spied)
+    return seen["loss"], seen["alpha"]
 
 
 def weights(out):
@@ -104,17 +98,13 @@ def weights(out):
 
 def test_reading_every_form(folder, tmp_path):
     _, tokenizer = train.common.load_target(str(folder))
+    roles = ("user", "assistant", "user", "assistant")
+    texts = ("w1", "w2", "w3", "w4")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     records = [
         {"prompt_ids": [5, 6], "response_ids": [7, 8]},
         {"prompt": "w1 w2", "response": "w3"},
-        {
-            "messages": [
-                {"role": "user", "content": "w1"},
-                {"role": "assistant", "content": "w2"},
-                {"role": "user", "content": "w3"},
-                {"role": "assistant", "content": "w4"},
-            ]
-        },
+        {"messages": messages},
         {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]},
         {"text": "w1 w2 w3"},
     ]
@@ -142,28 +132,21 @@ def test_loss_is_on_responses_and_never_on_the_first_token(folder):
 
 def test_several_data_files_and_no_held_out_conversation_in_training(folder, tmp_path, monkeypatch):
     lines = (folder / "data.jsonl").read_text().splitlines()
-    for name, part in (
-        ("a", [*lines[:6], *lines[20:]]),
-        ("b", lines[6:]),
-    ):  # both end with the same four
+    parts = {"a": [*lines[:6], *lines[20:]], "b": lines[6:]}  # both end with the same four
+    for name, part in parts.items():
         (tmp_path / name).write_text("\n".join(part) + "\n")
-    taken = []
-    monkeypatch.setattr(
-        train, "Features", lambda target, sequences, *_: taken.append(sequences) or 1 / 0
-    )
-    with pytest.raises(ZeroDivisionError):
-        more = ["--data", str(tmp_path / "a"), str(tmp_path / "b")]
-        train.main(options(folder, tmp_path / "out", "--steps", "1", *more))
+    learned, measured = spy_on_batches(monkeypatch)
+    more = ["--data", str(tmp_path / "a"), str(tmp_path / "b")]
+    train.main(options(folder, tmp_path / "out", "--steps", "5", *more))
     _, tokenizer = train.common.load_target(str(folder))
-    expected = [
-        ids for ids, _ in data.read_conversations(str(folder / "data.jsonl"), tokenizer, 512)
-    ][:20]
-    assert [ids.tolist() for ids, _ in taken[0]] == [ids.tolist() for ids in expected]
+    sequences = data.read_conversations(str(folder / "data.jsonl"), tokenizer, 512)
+    rows = [tuple(ids.tolist()) for ids, _ in sequences]
+    assert sorted(learned) == sorted(rows[:20])  # an epoch
+    assert sorted(set(measured)) == sorted(rows[20:])
     (tmp_path / "same").write_text("\n".join([lines[0]] * 4) + "\n")
     with pytest.raises(ValueError, match="every conversation is among the 2 held out"):
-        train.main(
-            options(folder, tmp_path / "out", "--steps", "1", "--data", str(tmp_path / "same"))
-        )
+        more = ["--data", str(tmp_path / "same")]
+        train.main(options(folder, tmp_path / "out2", "--steps", "1", *more))
 
 
 @pytest.mark.parametrize(
@@ -209,21 +192,15 @@ def test_bad_options_are_named(folder, tmp_path, more, said):
 )
 def test_bad_input_ends_with_one_line_and_code_2(folder, tmp_path, more, said):
     done = run("train.py", *options(folder, tmp_path / "out", "--steps", "1", *more))
-    assert (
-        done.returncode == 2
-        and said in done.stderr.splitlines()[-1]
-        and "Traceback" not in done.stderr
-    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert said in done.stderr.splitlines()[-1]
 
 
 def test_training_lowers_the_loss_and_never_overwrites_a_drafter(folder, tmp_path):
     train.main(options(folder, tmp_path / "a", "--steps", "40"))
-    curve = json.loads((tmp_path / "a" / "curve.json").read_text())
-    assert (
-        curve[-1]["step"] == 40
-        and curve[-1]["loss"] < curve[0]["loss"]
-        and curve[-1]["alpha"] > curve[0]["alpha"]
-    )
+    first, *_, last = json.loads((tmp_path / "a" / "curve.json").read_text())
+    assert last["step"] == 40
+    assert last["loss"] < first["loss"] and last["alpha"] > first["alpha"]
     assert load_file(tmp_path / "a" / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
     with pytest.raises(ValueError, match="already holds a drafter"):
         train.main(options(folder, tmp_path / "a", "--steps", "40"))
@@ -248,13 +225,10 @@ def test_resume_gives_the_same_weights_bit_for_bit(folder, tmp_path, features):
     train.main(options(folder, tmp_path / "cut", "--steps", "12", "--resume", *more))
     whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
-    curves = [
-        [
-            {k: v for k, v in row.items() if k != "minutes"}
-            for row in json.loads((out / "curve.json").read_text())
-        ]
-        for out in (tmp_path / "whole", tmp_path / "cut")
-    ]
+    curves = []
+    for name in ("whole", "cut"):
+        curve = json.loads((tmp_path / name / "curve.json").read_text())
+        curves.append([row | {"minutes": None} for row in curve])
     assert curves[0] == curves[1]
 
 
@@ -278,21 +252,13 @@ def test_two_processes_train_as_one(folder, tmp_path):
     more = ["--steps", "6", "--eval-every", "1"]
     train.main(options(folder, tmp_path / "one", *more))
     train.main(options(folder, tmp_path / "parts", *more, "--accumulate", "2"))
-    done = run(
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        "29611",
-        "train.py",
-        *options(folder, tmp_path / "two", *more),
-    )
+    torchrun = "-m torch.distributed.run --nproc-per-node 2 --master-port 29611 train.py".split()
+    done = run(*torchrun, *options(folder, tmp_path / "two", *more))
     assert done.returncode == 0, done.stderr
-    losses = {
-        name: [row["loss"] for row in json.loads((tmp_path / name / "curve.json").read_text())]
-        for name in ("one", "parts", "two")
-    }
+    losses = {}
+    for name in ("one", "parts", "two"):
+        curve = json.loads((tmp_path / name / "curve.json").read_text())
+        losses[name] = [row["loss"] for row in curve]
     assert losses["two"] == pytest.approx(losses["one"], abs=2e-4)
     assert losses["parts"] == pytest.approx(losses["one"], abs=2e-4)
 
@@ -309,43 +275,382 @@ def test_features_from_disk_equal_features_on_the_fly(folder, tmp_path):
         fresh = train.make_batch([0, 5, 2], sequences, direct, torch.arange(3), 0.0, "cpu")
         for row, length in enumerate(made.lengths):
             pairs = [(made.hidden[row], fresh.hidden[row])]
-            pairs += [
-                (a[row].transpose(0, 1), b[row].transpose(0, 1))
-                for a, b in zip(made.kv[1], fresh.kv[1])
-            ]
+            for ours, theirs in zip(made.kv[1], fresh.kv[1]):
+                pairs.append((ours[row].transpose(0, 1), theirs[row].transpose(0, 1)))
             for a, b in pairs:
-                torch.testing.assert_close(
-                    a[:length].float(), b[:length].float(), atol=0.05, rtol=0.05
-                )
+                ours, theirs = a[:length].float(), b[:length].float()
+                torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.05)
 
 
-def test_make_data_resumes_and_cuts_a_half_written_line(folder, tmp_path):
-    path = tmp_path / "made.jsonl"
-    arguments = [
-        "--make-data",
-        "6",
-        "--target",
-        str(folder),
-        "--out",
-        str(path),
-        "--device",
-        "cpu",
-        "--data-batch",
-        "8",
-    ]
-    train.main(arguments)
-    whole = path.read_bytes()
-    records = [json.loads(line) for line in whole.splitlines()]
-    assert len(records) == 6 and len({r["prompt"] for r in records}) == 6
-    for record in records:
-        assert 4 <= len(record["prompt"].split()) <= 100 and record["response_ids"]
-        assert (
-            record["prompt_ids"][0] == 1 and record["prompt_ids"][-1] == 2
-        )  # <user> ... <assistant>
-    path.write_bytes(whole + b'{"prompt": "cut')
-    train.main([*arguments[:1], "8", *arguments[2:]])
-    assert path.read_bytes().startswith(whole)
-    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 8
-    assert (
-        len(data.read_conversations(str(path), train.common.load_target(str(folder))[1], 512)) == 8
-    )
+# ------------------------------------------------------------------------------ what a figure means
+
+
+def test_forty_steps_are_those_of_a_plain_loop(folder, tmp_path):
+    """Order, seeds, learning rate, clipping and normalisation, all written out once more."""
+    out, steps, clip = tmp_path / "out", 40, 2.5
+    train.main(options(folder, out, "--steps", str(steps), "--clip", str(clip), "--seed", "5"))
+    target, tokenizer = common.load_target(str(folder))
+    sequences = data.read_conversations(str(folder / "data.jsonl"), tokenizer, 512)[:20]
+    counts = torch.bincount(torch.cat([ids[mask] for ids, mask in sequences]), minlength=48)
+    torch.manual_seed(5)
+    shape = common.target_shape(target)
+    config = glide.Config(target=shape, draft_vocab=32, intermediate_size=16)
+    drafter = glide.build(config, target, counts).train()
+    optimizer = torch.optim.AdamW(drafter.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    clipped = 0
+    for step in range(steps):
+        epoch, place = divmod(step, 5)  # 20 conversations are five batches, all of one length
+        generator = torch.Generator().manual_seed(5 * 1_000_003 + epoch)
+        permutation = torch.randperm(20, generator=generator)
+        batches = torch.randperm(5, generator=generator)
+        rows = permutation[4 * batches[place] :][:4].tolist()
+        ids = torch.stack([sequences[i][0] for i in rows])
+        mask = torch.stack([sequences[i][1] for i in rows])
+        generator = torch.Generator().manual_seed(5 * 7_368_787 + step)
+        seeds = torch.randint(2**31, (4,), generator=generator)
+        hidden, kv = common.target_features(target, ids, [1])
+        lengths = torch.full((4,), 20)
+        batch = common.Batch(ids, mask, lengths, hidden, kv, seeds, step / steps)
+        (glide.loss(drafter, target, batch) / mask.sum()).backward()
+        squares = sum(float(p.grad.square().sum()) for p in drafter.parameters())
+        if squares**0.5 > clip:
+            clipped += 1
+            for p in drafter.parameters():
+                p.grad *= clip / (squares**0.5 + 1e-6)
+        warm = min(1, (step / steps + 0.001) / 0.02)
+        lr = 0.002 * warm * (1 + math.cos(math.pi * step / steps)) / 2
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 0 < clipped < steps
+    ours = weights(out)
+    for name, value in drafter.state_dict().items():
+        torch.testing.assert_close(ours[name], value, atol=1e-6, rtol=1e-6)
+
+
+def epochs_of(order, count, number):
+    """The first epochs, read off the steps one after the other."""
+    stream = []
+    for step in range(number * count // order.batch_size + 1):
+        stream += order.step(step)[0]
+    return [stream[i * count : (i + 1) * count] for i in range(number)]
+
+
+@pytest.mark.parametrize("count, size", [(24, 4), (301, 4), (7, 16), (1, 2)])
+def test_each_epoch_is_a_permutation_and_no_two_are_equal(count, size):
+    lengths = torch.randint(5, 300, (count,), generator=torch.Generator().manual_seed(3)).tolist()
+    epochs = epochs_of(train.Order(lengths, size, 0), count, 6)
+    assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
+    assert count == 1 or len({tuple(epoch) for epoch in epochs}) == 6
+    other = epochs_of(train.Order(lengths, size, 1), count, 6)
+    assert count < 20 or not any(epoch in epochs for epoch in other)
+
+
+def test_a_step_depends_on_its_number_only():
+    """So a resumed run sees what the interrupted one would have seen; and no seed comes twice."""
+    lengths = list(range(10, 60))
+    order = train.Order(lengths, 4, 7)
+    steps = [order.step(step) for step in range(40)]
+    for step in (0, 39, 12, 13):
+        chosen, seeds = train.Order(lengths, 4, 7).step(step)
+        assert chosen == steps[step][0] and torch.equal(seeds, steps[step][1])
+    assert len({int(seed) for _, seeds in steps for seed in seeds}) == 160
+
+
+def test_a_batch_holds_sequences_of_like_length_and_short_ones_do_not_come_first():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(20, 400, (4000,), generator=generator).tolist()
+    for epoch in (0, 1):  # 4000 = 571 x 7 + 3: batches of the second epoch begin elsewhere
+        order, padded, means = train.Order(lengths, 7, 0), 0, []
+        for step in range(571 * epoch + 1, 571 * (epoch + 1)):
+            rows = [lengths[i] for i in order.step(step)[0]]
+            padded += max(rows) * len(rows) - sum(rows)
+            means.append(sum(rows) / len(rows))
+        assert padded < 0.1 * sum(lengths)  # in random order it is half
+        first, last = means[:280], means[280:]
+        assert abs(sum(first) / len(first) - sum(last) / len(last)) < 20
+        assert sum(a < b for a, b in zip(means, means[1:])) < 0.6 * len(means)
+
+
+def test_what_is_measured_is_not_what_is_learned(folder, tmp_path, monkeypatch):
+    learned, measured = spy_on_batches(monkeypatch)
+    train.main(options(folder, tmp_path / "out", "--steps", "8"))
+    assert len(set(measured)) == 4 and not set(measured) & set(learned)
+
+
+def test_alpha_is_a_mean_over_positions(folder):
+    """Not over batches: a batch of one position counts as one position."""
+
+    class Method:
+        def alpha(drafter, target, batch):
+            return torch.tensor(float(batch)), batch
+
+    drafter = torch.nn.Linear(1, 1).train()
+    assert train.acceptance(Method, drafter, None, [1, 3], {}) == 1.0
+    Method.alpha = lambda drafter, target, batch: (torch.tensor(1.0), batch)
+    assert train.acceptance(Method, drafter, None, [1, 9], {}) == 0.2
+    assert train.acceptance(Method, drafter, None, [], {}) is None and drafter.training
+
+
+def test_draft_tokens_are_those_of_answers_not_of_prompts(folder, tmp_path):
+    """Token 5 fills all prompts and stands in no answer; it cannot be drafted."""
+    generator = torch.Generator().manual_seed(2)
+    with open(tmp_path / "data.jsonl", "w") as file:
+        for _ in range(12):
+            answer = (6 + torch.randperm(32, generator=generator)).tolist()
+            file.write(json.dumps({"prompt_ids": [5] * 30, "response_ids": answer}) + "\n")
+    more = ["--steps", "1", "--data", str(tmp_path / "data.jsonl")]
+    train.main(options(folder, tmp_path / "out", *more))
+    assert weights(tmp_path / "out")["draft_ids"].tolist() == list(range(6, 38))
+
+
+def test_minutes_count_over_all_sittings(folder, tmp_path, monkeypatch):
+    """A clock that goes on by a second a reading: in two sittings as many steps as in one."""
+    interrupt_at = [10**9]
+
+    def clock():
+        ticks.append(None)
+        if len(ticks) == interrupt_at[0]:
+            signal.raise_signal(signal.SIGINT)
+        return float(len(ticks))
+
+    monkeypatch.setattr(train.time, "monotonic", clock)
+    steps = []
+    for name, moment in (("whole", 10**9), ("cut", 20)):
+        ticks, interrupt_at[0] = [], moment
+        train.main(options(folder, tmp_path / name, "--minutes", "1"))
+        if name == "cut":
+            assert len(ticks) < 25
+            ticks = [None] * 1000  # the computer was off, its clock went on
+            train.main(options(folder, tmp_path / name, "--minutes", "1", "--resume"))
+        curve = json.loads((tmp_path / name / "curve.json").read_text())
+        steps.append(curve[-1]["step"])
+        assert curve[-1]["minutes"] == pytest.approx(1, abs=0.05)
+    assert abs(steps[0] - steps[1]) <= 2 and steps[0] > 30
+
+
+def test_an_interrupt_and_the_end_of_time_are_agreed_upon():
+    assert train.Place(0, 1, "cpu").largest(0.1, 1.0) == [0.1, 1.0]
+
+
+# ----------------------------------------------------------------------- features and their target
+
+
+def test_any_weight_changes_the_mark(folder):
+    """So features of a fine-tuned target are never those of the old one, frozen head or not."""
+    target, _ = common.load_target(str(folder))
+    again, _ = common.load_target(str(folder))
+    mark = fingerprint(target)
+    assert fingerprint(again) == mark
+    for name, weight in target.state_dict().items():
+        flat = weight.view(-1)
+        for place in (0, len(flat) // 2 + 1 if len(flat) > 2 else 0, len(flat) - 1):
+            kept = flat[place].item()
+            flat[place] = kept + 1e-3
+            assert fingerprint(target) != mark, name
+            flat[place] = kept
+        if weight.dim() == 2:  # rows in another order have the same sum
+            weight[[0, 1]] = weight[[1, 0]]
+            assert fingerprint(target) != mark, name
+            weight[[0, 1]] = weight[[1, 0]]
+    assert fingerprint(target) == mark
+    target.config.rms_norm_eps = 1e-3
+    assert fingerprint(target) != mark
+    assert fingerprint(again.to(torch.bfloat16)) != mark
+
+
+def test_features_of_a_changed_target_are_made_anew(folder, tmp_path):
+    target, tokenizer = common.load_target(str(folder))
+    sequences = data.read_conversations(str(folder / "data.jsonl"), tokenizer, 64)[:3]
+
+    def hidden():
+        stored = train.Features(target, sequences, [1], str(tmp_path))
+        return train.make_batch([0, 2], sequences, stored, torch.arange(2), 0.0, "cpu").hidden
+
+    before = hidden()
+    target.model.layers[0].mlp.up_proj.weight += 0.5  # the head stays as it was
+    after = hidden()
+    assert (before - after).abs().max() > 0.1
+    fresh, _ = common.target_features(target, torch.stack([sequences[i][0] for i in (0, 2)]))
+    torch.testing.assert_close(after.float(), fresh, atol=0.05, rtol=0.05)
+
+
+def test_features_are_those_of_their_own_sequence(folder, tmp_path):
+    """Forty sequences of unequal length, in two files, are found again in any order."""
+    target, _ = common.load_target(str(folder))
+    generator = torch.Generator().manual_seed(4)
+    sequences = []
+    for length in torch.randint(2, 30, (40,), generator=generator).tolist():
+        ids = torch.randint(5, 48, (length,), generator=generator)
+        sequences.append((ids, torch.ones(length, dtype=torch.bool)))
+    stored = train.Features(target, sequences, [0], str(tmp_path))
+    for index in (39, 3, 17, 0, 21):
+        ids = sequences[index][0][None]
+        hidden, kv = stored.of([index], ids)
+        fresh, fresh_kv = common.target_features(target, ids, [0])
+        torch.testing.assert_close(hidden.float(), fresh, atol=0.05, rtol=0.05)
+        torch.testing.assert_close(kv[0][1].float(), fresh_kv[0][1], atol=0.05, rtol=0.05)
+    assert len(list(tmp_path.rglob("*.safetensors"))) <= 2
+
+
+# ------------------------------------------------------------------------------- evaluation answers
+
+
+@pytest.fixture
+def roomy(folder, tmp_path):
+    """The tiny target with room for an answer, and two evaluation prompts of two and one turns."""
+    place = Path(shutil.copytree(folder, tmp_path / "roomy"))
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    turns = [["w1 w2 w3", "w4"], ["w5 w6 w7 w8"]]
+    text = "".join(json.dumps({"turns": each}) + "\n" for each in turns)
+    (tmp_path / "prompts.jsonl").write_text(text)
+    return place, tmp_path / "prompts.jsonl"
+
+
+def test_eval_alpha_is_that_of_greedy_answers_to_prompts(roomy, tmp_path, monkeypatch):
+    """Both turns, answered as plain greedy decoding answers them; made once and kept."""
+    folder, prompts = roomy
+    out = tmp_path / "out"
+    learned, measured = spy_on_batches(monkeypatch)
+    more = ["--eval-prompts", str(prompts), "--block-size", "1", "--steps"]
+    argv = options(folder, out, *more)
+    train.main([*argv, "2"])
+    target, tokenizer = common.load_target(str(folder))
+
+    def answered(*texts):
+        """Prompt and greedy answer to the last of some messages."""
+        roles = ("user", "assistant", "user")
+        chat = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+        ids = torch.tensor([ids["input_ids"]])
+        whole = target.generate(ids, max_new_tokens=128, do_sample=False)[0].tolist()
+        expected[tuple(whole)] = ids.shape[1]
+        return tokenizer.decode(whole[ids.shape[1] :], skip_special_tokens=True)
+
+    expected = {}  # {whole conversation: tokens before the answer}
+    said = answered("w1 w2 w3")
+    answered("w1 w2 w3", said, "w4")
+    answered("w5 w6 w7 w8")
+    assert set(expected) <= set(measured) and len(set(measured)) == 4 + 3
+    [row] = json.loads((out / "curve.json").read_text())
+    state = common.load_drafter(glide.Drafter, out, target)
+    state.load_state_dict(weights(out))
+    total = count = 0
+    for ids, asked in expected.items():
+        mask = torch.arange(len(ids)) >= asked
+        part = [(torch.tensor(ids), mask)]
+        [batch] = train.in_batches(part, train.Features(target, part, [1], None), "cpu")
+        accepted, positions = glide.alpha(state, target, batch)
+        total, count = total + float(accepted), count + positions
+    assert row["eval_alpha"] == pytest.approx(total / count, abs=2e-4)
+    [kept] = out.glob("answers-*.jsonl")
+    made = kept.read_bytes()
+    monkeypatch.setattr(data, "evaluation_answers", None)  # a second run reads them
+    train.main([*argv, "3", "--resume"])
+    assert kept.read_bytes() == made
+    assert len(json.loads((out / "curve.json").read_text())) == 2
+
+
+def test_answers_of_another_target_are_not_taken(roomy, tmp_path):
+    folder, prompts = roomy
+    more = ["--eval-prompts", str(prompts), "--features", str(tmp_path / "kept"), "--steps", "1"]
+    train.main(options(folder, tmp_path / "a", *more))
+    target, _ = common.load_target(str(folder))
+    target.model.norm.weight.mul_(2).add_(torch.rand(16))
+    target.save_pretrained(folder)
+    train.main(options(folder, tmp_path / "b", *more))
+    assert len(list((tmp_path / "kept").glob("answers-*.jsonl"))) == 2
+
+
+def test_without_evaluation_answers_there_is_no_eval_alpha(roomy, tmp_path):
+    folder, prompts = roomy
+    more = ["--eval-prompts", str(prompts), "--eval-answers", "0", "--steps", "1"]
+    train.main(options(folder, tmp_path / "out", *more))
+    [row] = json.loads((tmp_path / "out" / "curve.json").read_text())
+    assert row["eval_alpha"] is None and row["alpha"] > 0
+
+
+# ------------------------------------------------------------------------------------- command line
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--method", "glide", "--help"]])
+def test_help_shows_every_option_and_its_default(argv, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # one option a line
+    with pytest.raises(SystemExit) as ended:
+        train.main(argv)
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and said.startswith("usage: ")
+    told = re.split(r"\n  (?=-)", said)[1:]  # an option each
+    assert len(told) > 25
+    for text in told:
+        assert "(default: " in text or text.startswith(("--out ", "-h, "))
+    assert ("--block-size" in said) == ("glide" in argv)
+    assert "cape" not in said
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--method", "cape", "--data", "x", "--out", "y"], "cape has nothing to train"),
+        (["--method", "glide"], "required: --out"),
+        (["--method"], "--method"),
+        (["--out", "x"], "needs --method and --data"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_in_a_line(argv, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        train.main(argv)
+    assert "\n" not in str(caught.value)
+
+
+NEEDED = ["train.py", "common.py", "glide.py"] + [
+    f"support/{name}.py" for name in ("__init__", "cli", "data", "features", "prompts", "talks")
+]
+
+
+@pytest.mark.slow  # it starts python twice
+def test_a_copied_method_trains_with_these_files_alone(folder, tmp_path):
+    """What the README lists for another project; a method that is not there is named."""
+    for name in NEEDED:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    out = tmp_path / "out"
+    done = run("train.py", *options(folder, out, "--steps", "2"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {"config.json", "model.safetensors"} <= {path.name for path in out.iterdir()}
+    done = run("train.py", "--method", "falcon", "--data", "x", "--out", "y", cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "no falcon.py here" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_commands_that_made_the_checkpoints_are_understood(tmp_path, gpu, monkeypatch):
+    """checkpoints/train.sh with a python that notes its arguments instead of training."""
+    stand_in = tmp_path / "bin" / "python"
+    stand_in.parent.mkdir()
+    script = f'#!/bin/sh\n[ "$1" = -c ] && exit {int(not gpu)}\necho "$@" >> {tmp_path}/said\n'
+    script += 'while [ "$1" != --out ]; do shift; done\nmkdir -p "$2"\n'
+    stand_in.write_text(script)
+    stand_in.chmod(0o755)
+    env = {**os.environ, "PATH": f"{stand_in.parent}:{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "checkpoints" / "train.sh"), str(tmp_path / "out")]
+    subprocess.run(command, env=env, check=True, timeout=60)
+    said = (tmp_path / "said").read_text().splitlines()
+    trained, made = [], []
+    monkeypatch.setattr(train, "train", lambda args, overrides: trained.append((args, overrides)))
+    monkeypatch.setattr(common, "load_target", lambda *_, **__: (None, None))
+    monkeypatch.setattr(data, "make_conversations", lambda *given: made.append(given))
+    for line in said:
+        script, *argv = line.split(" ")
+        assert script == "train.py"
+        train.main(argv)
+    assert len(trained) == 7 and len(made) == gpu
+    for args, overrides in trained:
+        head = overrides.get("stage") == "head"
+        assert bool(args.init) == head and args.steps >= (1000 if head else 10000)
+        files = [Path(path) for path in args.data]
+        assert gpu or sorted(files) == sorted(Path("conversations").glob("*.jsonl.gz"))
+    again = len(said)
+    subprocess.run([*command, "glide"], env=env, check=True, timeout=60)
+    assert gpu or len((tmp_path / "said").read_text().splitlines()) == again  # all is done

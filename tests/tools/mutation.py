@@ -30,7 +30,18 @@ QUICK = (  # names of the tests that most mutants fall to, in seconds
 def pytest(folder: Path, tests: list[str], quick: bool = False) -> tuple[bool, str]:
     """Run test files: whether none failed, and the first red test."""
     files = [f"tests/{name}" for name in tests]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *files,
+    ]
     command += ["-k", QUICK] if quick else []
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)

@@ -4,14 +4,14 @@ TESTS = ["test_batching.py"]
 MUTANTS = [
     (
         "support/batching.py",
-        "mask = torch.full((sum(sizes), sum(sizes) + sum(prefixes)), torch.finfo(target.dtype).min,",
-        "mask = torch.full((sum(sizes), sum(sizes) + sum(prefixes)), 0.0,",
+        "mask = torch.full((rows, columns), torch.finfo(target.dtype).min, **like)",
+        "mask = torch.full((rows, columns), 0.0, **like)",
         "joint mask: rows see each other",
     ),
     (
         "support/batching.py",
-        "top, left = top + size, left + prefix + size",
-        "top, left = top + size, left + size",
+        "left += prefix + size",
+        "left += size",
         "joint mask: blocks out of place",
     ),
     (
@@ -25,5 +25,41 @@ MUTANTS = [
         "scored.append(torch.arange(size) >= size - (options",
         "scored.append(torch.arange(size) < (options",
         "joint forward: logits of the wrong row",
+    ),
+    (
+        "support/batching.py",
+        "for i in range(longest, len(row)) if row[i] in ends",
+        "for i in range(len(row)) if row[i] in ends",
+        "a padded row is cut at an end inside its prompt",
+    ),
+    (
+        "support/batching.py",
+        "arm.forwards += sum(each.target_forwards for each in stats)",
+        "arm.forwards += max(each.target_forwards for each in stats)",
+        "tau of batches: the largest of forwards",
+    ),
+    (
+        "support/batching.py",
+        "baseline = max(arms[1:3], key=report.speed)",
+        "baseline = min(arms[1:3], key=report.speed)",
+        "batches: the slower baseline",
+    ),
+    (
+        "support/batching.py",
+        "starts = range(0, len(prompts) - size + 1, size)",
+        "starts = range(0, len(prompts), size)",
+        "batches: a last one that is smaller",
+    ),
+    (
+        "support/batching.py",
+        'pairs = zip(outputs[arm.name], outputs["alone"])',
+        "pairs = zip(outputs[arm.name], outputs[arm.name])",
+        "batches: compared with themselves",
+    ),
+    (
+        "support/batching.py",
+        "seconds = time.perf_counter() - start",
+        "seconds = 1.0",
+        "batches: no clock",
     ),
 ]

@@ -1,6 +1,6 @@
 """Mutants, (file, text that occurs once, its replacement, what that breaks), and their tests."""
 
-TESTS = ["test_common.py", "test_properties.py"]
+TESTS = ["test_common.py", "test_copies.py", "test_properties.py"]
 MUTANTS = [
     (
         "common.py",
@@ -16,14 +16,14 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "position_ids=(prefix + depth)",
-        "position_ids=(prefix + torch.arange(len(depth)))",
+        "places = (prefix + depth)",
+        "places = (prefix + torch.arange(len(depth)))",
         "tree positions",
     ),
     (
         "common.py",
-        "taken = next((n for n in here if tokens[n] == choice), None)",
-        "taken = next(iter(here), None)",
+        "node = child.get((node, choice))",
+        "node = next((n for (p, _), n in child.items() if p == node), None)",
         "verify, greedy: any child",
     ),
     (
@@ -34,7 +34,7 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "            cache.crop(len(path) - len(tokens))",
+        "            cache.crop(len(path) - count)",
         "            pass",
         "verify: refused rows stay",
     ),
@@ -46,7 +46,7 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "ids = torch.cat([ids, draft.tokens[None, taken : taken + 1]], dim=1) if logits_processor else ids",
+        "ids = torch.cat([ids, ids.new_tensor([[choice]])], dim=1)",
         "pass",
         "verify: processors see the old prefix",
     ),
@@ -54,25 +54,25 @@ MUTANTS = [
         "common.py",
         "* q_draft[token] < p_target[token]",
         "* q_draft[token] < 2 * p_target[token]",
-        "_choose: accepts too much",
+        "_draw: accepts too much",
     ),
     (
         "common.py",
         "residual = (p_target - q_draft).clamp(min=0)",
         "residual = p_target.clone()",
-        "_choose: no residual",
+        "_draw: no residual",
     ),
     (
         "common.py",
         "p_target = residual / residual.sum() if residual.sum() > 0 else p_target",
         "pass",
-        "_choose: residual unused",
+        "_draw: residual unused",
     ),
     (
         "common.py",
-        "choice = int(torch.multinomial(p_target, 1, generator=generator))",
-        "choice = int(p_target.argmax())",
-        "_choose: argmax for a draw",
+        "return int(torch.multinomial(p_target, 1))",
+        "return int(p_target.argmax())",
+        "_draw: argmax for a draw",
     ),
     (
         "common.py",
@@ -104,5 +104,44 @@ MUTANTS = [
         "return logits if cap is None else torch.tanh(logits / cap) * cap",
         "return logits",
         "soft-capping",
+    ),
+    (
+        "common.py",
+        "if start is not None and len(self.text) > n:",
+        "if start is not None:",
+        "Lookup: finds the end itself",
+    ),
+    (
+        "common.py",
+        "self.follows[tuple(self.text[-n:])] = len(self.text)",
+        "self.follows.setdefault(tuple(self.text[-n:]), len(self.text))",
+        "Lookup: the first occurrence",
+    ),
+    (
+        "common.py",
+        "self.lengths = {4: most, 3: most // 2, 2: most // 3}",
+        "self.lengths = {2: most // 3, 3: most // 2, 4: most}",
+        "Lookup: the shorter match first",
+    ),
+    (
+        "common.py",
+        "period[i % len(period)]",
+        "period[min(i, len(period) - 1)]",
+        "Lookup: past the end of the text",
+    ),
+    ("common.py", "self.find(input_ids)[:room] if", "self.find(input_ids) if", "Lookup: no room"),
+    ("common.py", "parents[count] = node", "parents[count] = -1", "merge: always at the root"),
+    (
+        "common.py",
+        "F.pad(draft.probs, (0, 0, 0, len(copy)))",
+        "torch.cat([draft.probs, draft.probs[-1:].expand(len(copy), -1)])",
+        "merge: copies claim to be sampled",
+    ),
+    ("common.py", "while copy and (node, copy[0]) in child:", "while False:", "merge: nodes twice"),
+    (
+        "common.py",
+        "sum(n >= count - draft.copied for n in path)",
+        "sum(n >= draft.copied for n in path)",
+        "Stats: copies accepted",
     ),
 ]

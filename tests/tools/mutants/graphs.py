@@ -17,8 +17,20 @@ MUTANTS = [
     ("support/graphs.py", "clamp(max=n - 1)", "clamp(max=0)", "graphs: the wrong tokens"),
     (
         "support/graphs.py",
-        "or cache.layers[0].buffer[0] is not self.buffers[0][0]",
-        "",
+        "outgrown = moved or start",
+        "outgrown = start",
         "graphs: a cache that has moved away",
+    ),
+    (
+        "support/graphs.py",
+        "layer.keys, layer.values = (x[:, :, : start + n] for x in buffers)",
+        "layer.keys, layer.values = (x[:, :, : start + rounded] for x in buffers)",
+        "graphs: rows of the rounding stay",
+    ),
+    (
+        "support/graphs.py",
+        "        assert cache is self.owner",
+        "        assert True",
+        "graphs: two sequences in one memory",
     ),
 ]

@@ -1,0 +1,352 @@
+"""What a target writes: continuous batching, requests, second turns, resumed runs."""
+
+import gzip
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import chi_square_p_value, make_llama
+from test_families import make_target
+from test_train import folder  # noqa: F401  a fixture
+
+import common
+import train
+from support import data, talks
+
+ROOT = Path(train.__file__).parent
+PROMPTS = [
+    [3, 1, 4],
+    [1],
+    [5, 9, 2, 6, 5, 3, 5],
+    [8, 9],
+    [7, 9, 3, 2, 3, 8, 4],
+    [6, 2],
+    [6, 4, 3, 3],
+]
+
+
+def make(folder, path, count, *more):  # noqa: F811
+    """Records of a file that train.py --make-data has made, or gone on with."""
+    argv = f"--make-data {count} --target {folder} --out {path} --device cpu --data-batch 8"
+    train.main([*argv.split(), *map(str, more)])
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def plain(target, ids, most, ends=()):
+    """What greedy decoding says to a prompt, up to an end token."""
+    options = {"max_new_tokens": most, "do_sample": False, "pad_token_id": 0}
+    ids = torch.tensor([ids])
+    said = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    said = said[0, ids.shape[1] :].tolist()
+    return said[: next((i + 1 for i, token in enumerate(said) if token in ends), most)]
+
+
+# ------------------------------------------------------------------------------ continuous batching
+
+
+def held(target, prompts, most, rows):
+    """Greedy answers to prompts, in rows that are fewer."""
+
+    def talk(prompt, most):
+        answer = yield prompt, 0.0, most
+        return tuple(prompt), answer
+
+    waiting = map(talk, prompts, most)
+    batch = talks.converse(target, lambda: next(waiting, None), rows, random.Random(0))
+    return dict(batch)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_each_talk_is_what_it_would_be_alone(rows):
+    """Rows that begin late, beside longer ones, after others in the same row; cut columns."""
+    target = make_llama(layers=2)
+    most = [5, 90, 33, 70, 1, 40, 34]
+    answers = held(target, PROMPTS, most, rows)
+    assert answers == {tuple(ids): plain(target, ids, n) for ids, n in zip(PROMPTS, most)}
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Mistral, window", "Gemma2, capped"])
+def test_each_talk_is_what_it_would_be_alone_in_other_families(family):
+    target, most = make_target(family)[0], [5, 60, 30, 70]
+    target.generation_config.eos_token_id = None
+    prompts = [[token % 12 + 1 for token in ids] for ids in PROMPTS[:4]]
+    answers = held(target, prompts, most, 2)
+    assert answers == {tuple(ids): plain(target, ids, n) for ids, n in zip(prompts, most)}
+
+
+def test_an_answer_ends_with_an_end_token(monkeypatch):
+    target = make_llama(layers=2)
+    whole = plain(target, PROMPTS[0], 30)
+    monkeypatch.setattr(target.generation_config, "eos_token_id", [whole[9], 47])
+    [(_, said)] = talks.replies(target, [PROMPTS[0]], 0.0, 30, random.Random(0))
+    assert said == whole[: whole.index(whole[9]) + 1]
+
+
+def test_a_talk_goes_on_where_it_was():
+    """Asked twice, the target has read all of the talk: nothing twice, nothing left out."""
+    target = make_llama(layers=2)
+
+    def talk():
+        first = yield PROMPTS[0], 0.0, 6
+        second = yield [first[-1], 11, 12], 0.0, 7
+        return first, second
+
+    waiting = iter([talk()])
+    [(first, second)] = talks.converse(target, lambda: next(waiting, None), 1, random.Random(0))
+    assert first == plain(target, PROMPTS[0], 6)
+    assert second == plain(target, [*PROMPTS[0], *first, 11, 12], 7)
+
+
+def test_an_answer_ends_where_the_context_does(monkeypatch):
+    target = make_llama(layers=1)
+    monkeypatch.setattr(target.config, "max_position_embeddings", 12)
+    for prompt, length in ((PROMPTS[0], 9), (PROMPTS[2], 5), ([1] * 11, 1), ([1] * 30, 0)):
+        [(_, said)] = talks.replies(target, [prompt], 0.0, 50, random.Random(0))
+        assert len(said) == length
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_sampled_tokens_follow_the_softmax(small_llama, temperature):
+    """The second token, given each first one: 2000 talks of two tokens."""
+    counts = {}
+    prompts = [(1, 2)] * 2000
+    for _, said in talks.replies(small_llama, prompts, temperature, 2, random.Random(5)):
+        counts[tuple(said)] = counts.get(tuple(said), 0) + 1
+    expected = {}
+    ids = torch.tensor([[1, 2]])
+    first = (small_llama(ids).logits[0, -1].float() / temperature).softmax(-1)
+    for a in range(7):
+        ids = torch.tensor([[1, 2, a]])
+        second = (small_llama(ids).logits[0, -1].float() / temperature).softmax(-1)
+        for b in range(7):
+            expected[a, b] = float(first[a] * second[b])
+    assert chi_square_p_value(counts, expected) > 1e-3
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    """The draw 1.0 - 0.0 is the last token with any probability, the smallest draw the first."""
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
+    rows = [talks.Row(talk=True, temperature=1.0)]
+
+    class Chance:
+        def __init__(self, value):
+            self.random = lambda: value
+
+    assert talks._choose(logits, rows, Chance(0.0)) == [2]
+    assert talks._choose(logits, rows, Chance(1 - 2**-53)) == [1]
+    assert talks._choose(logits, rows, Chance(0.4)) == [2]
+    assert talks._choose(logits, rows, Chance(0.6)) == [1]
+
+
+def test_the_batch_stays_full():
+    """Rows that end are replaced at once: hardly more steps than tokens over rows."""
+    target, steps = make_llama(layers=1), []
+    target.register_forward_pre_hook(
+        lambda _module, _args, given: steps.append(len(given["position_ids"])), with_kwargs=True
+    )
+    lengths = [5, 60, 5, 5, 60, 5, 5, 5, 5, 60, 5, 5]
+    answers = held(target, [[i + 1] for i in range(12)], lengths, 4)
+    assert {len(said) for said in answers.values()} == {5, 60} and len(answers) == 12
+    assert len(steps) <= 75 and max(steps) == 4 and steps[-1] < 4
+
+
+def test_columns_that_nobody_needs_are_cut_off(monkeypatch):
+    """However many talks a row holds one after the other, the cache grows no longer than a few."""
+    widths, caches = [], []
+    grown = common.GrowingCache
+    monkeypatch.setattr(common, "GrowingCache", lambda n: caches.append(grown(n)) or caches[-1])
+    target = make_llama(layers=1)
+    target.register_forward_hook(lambda *_: widths.append(caches[-1].get_seq_length()))
+    held(target, [[i + 1] for i in range(20)], [20] * 20, 2)
+    assert len(widths) == 200 and 60 < max(widths) < 110
+
+
+# ------------------------------------------------------------------------------ conversations made
+
+
+def test_made_conversations_are_what_the_target_says(folder, tmp_path):  # noqa: F811
+    """Template, request, answer: greedy lines are the target's own greedy answers."""
+    records = make(folder, tmp_path / "d.jsonl", 6, "--greedy", "0.5")
+    target, tokenizer = common.load_target(str(folder))
+    assert len(records) == 6 and len({r["prompt"] for r in records}) == 6
+    assert {r["temperature"] for r in records} == {0.0, 0.8}
+    for record in records:
+        assert 4 <= len(record["prompt"].split()) <= 100 and len(record["response_ids"]) > 1
+        assert record["prompt_ids"][0] == 1 and record["prompt_ids"][-1] == 2  # <user>, <assistant>
+        words = tokenizer.decode(record["prompt_ids"][1:-2], skip_special_tokens=True)
+        assert record["prompt"] == words
+        assert record["finished"] == (record["response_ids"][-1] == 0)
+        if not record["temperature"]:
+            room = 128 - len(record["prompt_ids"])
+            expected = plain(target, record["prompt_ids"], room, {0})
+            assert record["response_ids"] == expected
+    assert len(data.read_conversations(str(tmp_path / "d.jsonl"), tokenizer, 512)) == 6
+
+
+@pytest.mark.parametrize("share, temperatures", [(0.0, {0.8}), (1.0, {0.0})])
+def test_the_share_of_greedy_answers(folder, tmp_path, share, temperatures):  # noqa: F811
+    (tmp_path / "r.txt").write_text("".join(f"w{i}\n" for i in range(6)))
+    more = ["--greedy", share, "--requests", tmp_path / "r.txt"]
+    records = make(folder, tmp_path / "d.jsonl", 4, *more)
+    assert {record["temperature"] for record in records} == temperatures
+
+
+def looping(target):
+    """A target that says the same token again and again once it answers, and never ends."""
+    target.generation_config.eos_token_id = 0
+    real = target.lm_head.forward
+
+    def forward(hidden):
+        logits = real(hidden)
+        logits[..., 0] = -50.0
+        logits[..., 9] = 50.0
+        return logits
+
+    target.lm_head.forward = forward
+    return target
+
+
+def test_a_greedy_loop_is_kept_and_a_sampled_one_dropped(folder, tmp_path, monkeypatch):  # noqa: F811
+    target, tokenizer = common.load_target(str(folder))
+    looping(target)
+    requests = [[f"w{i} w1 w2 w3"] for i in range(3)]
+    options = {"requests": requests, "greedy": 1.0, "max_new_tokens": 40}
+    path = tmp_path / "greedy.jsonl"
+    data.make_conversations(target, tokenizer, 3, str(path), **options)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["response_ids"] for record in records] == [[9] * 40] * 3
+    plain_converse = talks.converse
+
+    def three_talks(target, begin, *more):
+        talks_begun = itertools.count()
+        yield from plain_converse(target, lambda: next(talks_begun) < 3 and begin() or None, *more)
+
+    monkeypatch.setattr(talks, "converse", three_talks)
+    path = tmp_path / "sampled.jsonl"
+    data.make_conversations(target, tokenizer, 3, str(path), **options | {"greedy": 0.0})
+    assert not path.read_text()
+
+
+def test_given_requests_are_asked_first_and_as_they_are(folder, tmp_path):  # noqa: F811
+    (tmp_path / "r.txt").write_text("w1 w2\n\n  w3 w4 w5 \nw6\n")
+    records = make(folder, tmp_path / "d.jsonl", 5, "--requests", tmp_path / "r.txt")
+    assert {"w1 w2", "w3 w4 w5", "w6"} < {record["prompt"] for record in records}
+    turns = [["w7 w8", "w9"], ["w10"]]
+    lines = "".join(json.dumps({"turns": each}) + "\n" for each in turns)
+    (tmp_path / "r.jsonl").write_text(lines)
+    more = ["--requests", tmp_path / "r.jsonl", "--second-turns", "1"]
+    records = make(folder, tmp_path / "e.jsonl", 3, *more)
+    assert {"w7 w8", "w9", "w10"} & {record["prompt"] for record in records} >= {"w7 w8", "w9"}
+
+
+def test_thought_up_requests_begin_with_an_opening(folder, tmp_path):  # noqa: F811
+    (tmp_path / "o.txt").write_text("w40 w41\nw42\n")
+    records = make(folder, tmp_path / "d.jsonl", 6, "--openings", tmp_path / "o.txt")
+    begun = {re.match("w40 w41|w42|", record["prompt"])[0] for record in records}
+    assert begun == {"w40 w41", "w42"}
+
+
+def test_a_second_turn_holds_the_whole_first_one(folder, tmp_path):  # noqa: F811
+    """And reads as the chat template writes it; its answer is what the target says to all that."""
+    target, tokenizer = common.load_target(str(folder))
+    target.config.max_position_embeddings = 2000
+    requests = [[f"w{i} w1 w5", f"w2 w{i} w7"] for i in range(8)]
+    options = {"requests": requests, "second_turns": 1.0, "greedy": 1.0, "max_new_tokens": 45}
+    path = tmp_path / "d.jsonl"
+    data.make_conversations(target, tokenizer, 10, str(path), **options)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    seconds = 0
+    for first, second in zip(records, records[1:]):  # the lines of a conversation stand together
+        whole = first["prompt_ids"] + first["response_ids"]
+        if second["prompt_ids"][: len(whole)] != whole:
+            continue
+        seconds += 1
+        chat = [("user", first["prompt"]), ("user", second["prompt"])]
+        asked = [tokenizer.encode(f"<user> {text} <end>") for _, text in chat]
+        ended = [] if whole[-1] == 0 else [0]
+        assert first["prompt_ids"] == [*asked[0], 2]
+        assert second["prompt_ids"] == [*whole, *ended, *asked[1], 2]
+        assert second["response_ids"] == plain(target, second["prompt_ids"], 45, {0})
+    assert seconds >= 3
+
+
+def test_no_second_turn_unless_asked_for(folder, tmp_path):  # noqa: F811
+    (tmp_path / "r.jsonl").write_text('{"turns": ["w1 w2", "w3"]}\n{"turns": ["w4", "w5"]}\n')
+    records = make(folder, tmp_path / "d.jsonl", 2, "--requests", tmp_path / "r.jsonl")
+    assert {record["prompt"] for record in records} <= {"w1 w2", "w4"}
+
+
+def test_a_first_answer_of_two_is_cut_as_an_evaluation_cuts_it(folder, tmp_path):  # noqa: F811
+    target, tokenizer = common.load_target(str(folder))
+    looping(target).config.max_position_embeddings = 2000
+    requests = [[f"w{i} w41", f"w42 w{i}"] for i in range(12)]
+    path = tmp_path / "d.jsonl"
+    options = {"requests": requests, "greedy": 1.0, "second_turns": 1.0, "max_new_tokens": 160}
+    data.make_conversations(target, tokenizer, 24, str(path), **options)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    first = [len(r["response_ids"]) for r in records if r["prompt"].endswith(" w41")]
+    second = [len(r["response_ids"]) for r in records if r["prompt"].startswith("w42 ")]
+    assert 40 <= min(first) < 75 and 105 < max(first) <= 140 and len(set(first)) > 5
+    assert set(second) == {160}
+
+
+def test_make_data_resumes_and_cuts_a_half_written_line(folder, tmp_path):  # noqa: F811
+    path = tmp_path / "made.jsonl"
+    make(folder, path, 3)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"prompt": "cut')
+    records = make(folder, path, 5)
+    assert path.read_bytes().startswith(whole) and len(records) == 5
+    assert make(folder, path, 5) == records  # nothing is left to do
+
+
+def test_a_resumed_run_knows_the_requests_it_has(folder, tmp_path):  # noqa: F811
+    """Interrupted after every line, three requests are still asked once each."""
+    (tmp_path / "r.txt").write_text("w1 w2\nw3 w4 w5\nw6\n")
+    for count in range(1, 5):
+        more = ["--requests", tmp_path / "r.txt", "--greedy", "1"]
+        records = make(folder, tmp_path / "d.jsonl", count, *more)
+        assert len(records) == count
+    assert [r["prompt"] for r in records[:3]] == ["w1 w2", "w3 w4 w5", "w6"]
+    assert len({r["prompt"] for r in records}) == 4
+
+
+def test_a_template_that_rewrites_turns_is_refused_for_second_turns(folder, tmp_path):  # noqa: F811
+    target, tokenizer = common.load_target(str(folder))
+    tokenizer.chat_template = (
+        "{% for m in messages[-1:] %}<user> {{ m['content'] }} <end> {% endfor %}<assistant> "
+    )
+    with pytest.raises(ValueError, match="leave out --second-turns"):
+        data.make_conversations(target, tokenizer, 2, str(tmp_path / "d"), second_turns=0.5)
+    data.make_conversations(target, tokenizer, 2, str(tmp_path / "d"))
+
+
+@pytest.mark.parametrize("option", ["--requests", "--openings"])
+def test_files_of_requests_that_hold_nothing(folder, tmp_path, option):  # noqa: F811
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(ValueError, match="empty.txt holds no line of text"):
+        make(folder, tmp_path / "d.jsonl", 2, option, tmp_path / "empty.txt")
+    with pytest.raises(OSError, match="missing.txt"):
+        make(folder, tmp_path / "d.jsonl", 2, option, "missing.txt")
+
+
+# ------------------------------------------------------------------------ the conversations at hand
+
+
+@pytest.mark.slow
+def test_the_table_of_conversations_counts_what_is_there():
+    text = (ROOT / "conversations" / "README.md").read_text()
+    rows = re.findall(r"^\| (\S+\.gz) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|", text, re.MULTILINE)
+    assert {name for name, *_ in rows} == {
+        path.name for path in (ROOT / "conversations").glob("*.gz")
+    }
+    for name, *said in rows:
+        with gzip.open(ROOT / "conversations" / name, "rt") as file:
+            records = [json.loads(line) for line in file]
+        tokens = sum(len(record["response_ids"]) for record in records)
+        greedy = sum(record["temperature"] == 0 for record in records)
+        assert [int(n.replace(",", "")) for n in said] == [len(records), tokens, greedy], name

@@ -1,0 +1,67 @@
+"""fitting.py but for CAPE's and Falcon's own parts: costs between counts, and copies."""
+
+import torch
+
+from support import fitting, report
+
+
+def test_the_cost_between_measured_counts():
+    times = fitting.milliseconds({"1": 10.0, "2": 20.0, "4": 50.0}, 6)
+    assert times == [10, 10, 20, 35, 50, 50, 50]
+    assert fitting.milliseconds({"10": 2.0, "2": 1.0}, 4)[4] == 1.25  # counts are no words
+
+
+def turn(prompt, answer):
+    return {"input_ids": torch.tensor([prompt]), "answer": answer}
+
+
+def test_acceptance_of_copies_by_match_and_position():
+    """Worked by hand: the prompt 1 2 3 4 5 is repeated by the answer, up to a last token."""
+    found = fitting.copy_acceptance([turn([1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 7])], most=3)
+    # before 1 and before 2 nothing that was there; before 3, after 1 2: 3 4 5 against 3 4 7;
+    # before 4, after 1 2 3: 4 5 9 against 4 7; before 7, after 1 2 3 4: 5 against 7
+    assert found[2] == {"share": 1 / 5, "acceptance": [1.0, 1.0, 0.0]}
+    assert found[3] == {"share": 1 / 5, "acceptance": [1.0, 0.0]}
+    assert found[4] == {"share": 1 / 5, "acceptance": [0.0]}
+
+
+def test_what_follows_a_wrong_copy_is_not_right():
+    """After 1 2 the copy 3 4 meets 9 4: its second token agrees and is lost all the same."""
+    found = fitting.copy_acceptance([turn([1, 2, 3, 4], [1, 2, 9, 4])])
+    assert found[2] == {"share": 1 / 4, "acceptance": [0.0, 0.0]}
+
+
+def test_a_text_without_repetition_copies_nothing():
+    found = fitting.copy_acceptance([turn([1, 2, 3], [4, 5, 6])])
+    assert all(each == {"share": 0.0, "acceptance": []} for each in found.values())
+    fitted = fitting.lengths_of_copies([turn([1, 2, 3], [4, 5, 6])], {"by_tokens": {"1": 5.0}})
+    assert {each["copy"] for each in fitted["by_match"].values()} == {0}
+    assert "Copies from the context" in "".join(report._fitted_tables("copies", fitted))
+
+
+def test_a_periodic_answer_is_copied_whole():
+    found = fitting.copy_acceptance([turn([1, 2], [1, 2] * 10)], most=4)
+    assert found[4]["acceptance"] == [1.0] * 4
+    assert found[4]["share"] == 16 / 20  # the first place of each length of match is another's
+
+
+def test_how_many_tokens_to_copy():
+    """As many as raise tokens a second; 0.5 more tokens are worth half a forward."""
+    rates = [0.9, 0.5, 0.4]
+    assert fitting.copy_length(rates, [10.0] * 5) == 3  # a forward costs the same: all
+    assert fitting.copy_length(rates, [10.0, 10, 20, 30, 40]) == 0
+    assert fitting.copy_length(rates, [10.0, 10, 11, 16, 30]) == 1  # 1.9 / 11 > 2.4 / 16
+    assert fitting.copy_length(rates, [10.0, 10, 11, 13.5, 30]) == 2  # 2.4 / 13.5 > 1.9 / 11
+    assert fitting.copy_length([], [10.0, 10.0]) == 0
+
+
+def test_a_methods_drafting_time_leaves_out_the_first_round():
+    class Target:
+        device = torch.device("cpu")
+
+        def generate(self, ids, stats, **options):
+            stats.seconds["draft"] = 0.03 * ids.shape[1]
+            stats.target_forwards = 4
+
+    turns = [turn([1] * n, []) for n in (1, 2, 30)]
+    assert abs(fitting.draft_ms(Target(), turns) - 20.0) < 1e-9

@@ -1,0 +1,163 @@
+"""Mutants, (file, text that occurs once, its replacement, what that breaks), and their tests."""
+
+TESTS = ["test_data.py"]
+MUTANTS = [
+    (
+        "support/data.py",
+        'seen = {record["prompt"] for record in kept}',
+        "seen = set()",
+        "a resumed run forgets the prompts it has",
+    ),
+    (
+        "support/data.py",
+        "chance.random() >= greedy",
+        "chance.random() < greedy",
+        "shares of greedy and sampled answers exchanged",
+    ),
+    (
+        "support/data.py",
+        "(temperature and len(set(grams)) < 0.3 * len(grams))",
+        "(len(set(grams)) < 0.3 * len(grams))",
+        "greedy loops are dropped",
+    ),
+    (
+        "support/data.py",
+        "len(set(grams)) < 0.3 * len(grams)",
+        "len(set(grams)) < 0.0 * len(grams)",
+        "sampled loops are kept",
+    ),
+    (
+        "support/data.py",
+        "head = between if turn else opening",
+        "head = opening",
+        "a second turn as if it were a first one",
+    ),
+    (
+        "support/data.py",
+        "if context and context[-1:] == head[:1]:",
+        "if False:",
+        "two end tokens after an answer that ended by itself",
+    ),
+    (
+        "support/data.py",
+        "context, unread = context + answer, answer[-1:]",
+        "context, unread = context + answer, []",
+        "the answer's last token is never read",
+    ),
+    (
+        "support/data.py",
+        "ended = bool(said) and said[-1] in ends",
+        "ended = bool(said)",
+        "requests cut by the limit are asked",
+    ),
+    (
+        "support/data.py",
+        "not 4 <= len(text.split()) <= 100",
+        "not 0 <= len(text.split()) <= 100",
+        "requests of one word",
+    ),
+    (
+        "support/data.py",
+        "(text in seen and not turn)",
+        "False",
+        "the same request again",
+    ),
+    (
+        "support/data.py",
+        "lines = lines[: count - done]",
+        "lines = list(lines)",
+        "more conversations than were asked for",
+    ),
+    (
+        "support/data.py",
+        "if turns[0] not in seen]",
+        "]",
+        "a resumed run asks its requests again",
+    ),
+    (
+        "support/data.py",
+        "min(max_new_tokens, chance.randint(40, 140)) if first_of_two else max_new_tokens",
+        "max_new_tokens",
+        "first answers of two are not cut",
+    ),
+    (
+        "support/data.py",
+        "chance.choice(SECOND_REQUESTS if turn else first_words)",
+        'chance.choice(SECOND_REQUESTS if turn else [""])',
+        "openings are ignored",
+    ),
+    (
+        "support/talks.py",
+        "(torch.arange(width + 1) >= first)",
+        "(torch.arange(width + 1) >= 0 * first)",
+        "a talk sees what its row held before",
+    ),
+    (
+        "support/talks.py",
+        "position_ids=(width - first)",
+        "position_ids=(width - 0 * first)",
+        "positions counted from the row's first talk",
+    ),
+    (
+        "support/talks.py",
+        "                row.first -= unused\n",
+        "                pass\n",
+        "cut columns: the mask stays where it was",
+    ),
+    (
+        "support/talks.py",
+        "layer.keep(0, torch.arange(unused, width))",
+        "layer.keep(0, torch.arange(0, width - unused))",
+        "cut columns: the newest instead of the oldest",
+    ),
+    ("support/talks.py", "if unused >= 64:", "if False:", "the cache grows for ever"),
+    (
+        "support/talks.py",
+        "row.talk, row.first = talk, width",
+        "row.talk, row.first = talk, 0",
+        "a later talk begins in the first column",
+    ),
+    (
+        "support/talks.py",
+        "len(row.said) == row.most",
+        "len(row.said) > row.most",
+        "answers one token too long",
+    ),
+    (
+        "support/talks.py",
+        "width - row.first + 1 == limit",
+        "False",
+        "an answer beyond the context",
+    ),
+    (
+        "support/talks.py",
+        "if full or (row.said and token in ends):",
+        "if full:",
+        "an end token does not end an answer",
+    ),
+    (
+        "support/talks.py",
+        "layer.buffer = [x[rows] for x in layer.buffer]",
+        "layer.buffer = [x[: len(rows)] for x in layer.buffer]",
+        "a smaller batch has other rows' keys",
+    ),
+    ("support/talks.py", "if 2 * len(busy) <= len(rows):", "if False:", "empty rows are computed"),
+    (
+        "support/talks.py",
+        "(logits[hot].float() / temperature)",
+        "(logits[hot].float() * temperature)",
+        "temperature upside down",
+    ),
+    (
+        "support/talks.py",
+        "torch.tensor([[1 - chance.random()] for _ in hot], **like)",
+        "torch.tensor([[1 - chance.random() ** 2] for _ in hot], **like)",
+        "draws that are not uniform",
+    ),
+    (
+        "support/talks.py",
+        "draws * sums[:, -1:])[:, 0]",
+        "draws * sums[:, -1:], right=True)[:, 0]",
+        "a token of probability zero",
+    ),
+]

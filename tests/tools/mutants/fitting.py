@@ -1,0 +1,53 @@
+"""Mutants, (file, text that occurs once, its replacement, what that breaks), and their tests."""
+
+TESTS = ["test_fitting.py"]
+MUTANTS = [
+    (
+        "support/fitting.py",
+        "known = sorted((int(n), ms)",
+        "known = sorted((n, ms)",
+        "costs: counts in the order of words",
+    ),
+    (
+        "support/fitting.py",
+        "share = (n - low[0]) / (high[0] - low[0]) if",
+        "share = 0.0 if",
+        "costs between counts: those below",
+    ),
+    (
+        "support/fitting.py",
+        "max(1, stats.target_forwards - 1)",
+        "max(1, stats.target_forwards)",
+        "drafting time over one round too many",
+    ),
+    (
+        "support/fitting.py",
+        "agreed = agreed and token == truth",
+        "agreed = token == truth",
+        "copies: right after a wrong one",
+    ),
+    (
+        "support/fitting.py",
+        "lookup.find(ids[:, :end])",
+        "lookup.find(ids[:, : end + 1])",
+        "copies: the answer is seen",
+    ),
+    (
+        "support/fitting.py",
+        "n = next((n for n in lengths if found[n]), None)",
+        "n = next((n for n in lengths[::-1] if found[n]), None)",
+        "copies: the shortest match",
+    ),
+    (
+        "support/fitting.py",
+        '"share": matches[n] / max(1, places)',
+        '"share": matches[n] / max(1, sum(matches.values()))',
+        "copies: share of matches, not of places",
+    ),
+    (
+        "support/fitting.py",
+        "if tokens / verify_ms[1 + length] > best_speed:",
+        "if tokens / verify_ms[length] > best_speed:",
+        "copies: the root costs nothing",
+    ),
+]
