@@ -555,6 +555,13 @@ def test_labels_do_not_depend_on_how_they_are_cut_into_parts(llama, batch_size):
     torch.testing.assert_close(together, torch.cat(alone))
 
 
+def test_each_stage_trains_its_own_part_by_hand(llama):
+    for stage, part in (("draft", "body"), ("head", "head")):
+        drafter = make_drafter(llama, stage=stage)
+        trained = [name for name, weight in drafter.named_parameters() if weight.requires_grad]
+        assert {name.partition(".")[0] for name in trained} == {part}
+
+
 def test_both_losses_go_down(both_stages):
     _, draft, head = both_stages
     assert sum(draft[-5:]) < 0.8 * sum(draft[:5]) and sum(head[-5:]) < 0.9 * sum(head[:5])
