@@ -109,8 +109,9 @@ VARIANTS = {
 class AcceptanceHead(nn.Module):
     """f_theta: D residual SiLU blocks and a linear layer (4.1)."""
 
-    def __init__(self, width: int, depth: int):
+    def __init__(self, width: int, depth: int, sees_log_q: bool = False):
         super().__init__()
+        self.log_q = nn.Parameter(torch.zeros(width)) if sees_log_q else None  # see accept_logit
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.out = nn.Linear(width, 1)
 
@@ -140,7 +141,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             self.body.set_input_embeddings(nn.Identity())  # the target's comes from outside
             self.body.requires_grad_(config.stage == "draft")
         width = (config.model or config.target)["hidden_size"]
-        self.head = AcceptanceHead(width + (config.head_sees == "confidence"), config.head_depth)
+        self.head = AcceptanceHead(width, config.head_depth, config.head_sees == "confidence")
         self.distils = self.body is not None and config.stage == "draft"
         self.head.requires_grad_(not self.distils)
         vocab = config.target["vocab_size"]
@@ -160,9 +161,9 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             of_q: (...,) q_draft(Y_t), which only a head with `head_sees="confidence"` looks at.
         """
         x = hidden.to(self.head.out.weight.dtype)
-        if self.config.head_sees == "confidence":
+        if self.head.log_q is not None:
             log_q = of_q.to(x.dtype).clamp(min=1e-9).log()
-            x = torch.cat([x, log_q[..., None]], dim=-1)  # (..., D + 1)
+            x = x + log_q[..., None] * self.head.log_q  # (..., D)
         return self.head(x)
 
     def causal_lm(self, target):
@@ -344,10 +345,9 @@ def loss(drafter: Drafter, target, batch, base=None, base_drafter=None) -> Tenso
         return F.cross_entropy(draft_logits(drafter, target, batch), p_target, reduction="sum")
     hidden, of_q, accept_prob = labelled(drafter, target, batch, base, base_drafter)
     logit = drafter.accept_logit(hidden, of_q).float()  # (M,)
-    weight_acc = accept_prob  # w_acc P, with w_acc = 1
-    weight_rej = drafter.config.w_rej * (1 - accept_prob)
-    total = -(weight_acc * F.logsigmoid(logit) + weight_rej * F.logsigmoid(-logit)).sum()
-    return total / (weight_acc + weight_rej).sum().clamp(min=1e-6) * batch.loss_mask.sum()
+    weight_rej = drafter.config.w_rej * (1 - accept_prob)  # and w_acc is 1
+    total = -(accept_prob * F.logsigmoid(logit) + weight_rej * F.logsigmoid(-logit)).sum()
+    return total / (accept_prob + weight_rej).sum().clamp(min=1e-6) * batch.loss_mask.sum()
 
 
 def alpha(drafter: Drafter, target, batch, base=None, base_drafter=None) -> tuple[Tensor, int]:

@@ -555,6 +555,13 @@ def test_labels_do_not_depend_on_how_they_are_cut_into_parts(llama, batch_size):
     torch.testing.assert_close(together, torch.cat(alone))
 
 
+def test_each_stage_trains_its_own_part_by_hand(llama):
+    for stage, part in (("draft", "body"), ("head", "head")):
+        drafter = make_drafter(llama, stage=stage)
+        trained = [name for name, weight in drafter.named_parameters() if weight.requires_grad]
+        assert {name.partition(".")[0] for name in trained} == {part}
+
+
 def test_both_losses_go_down(both_stages):
     _, draft, head = both_stages
     assert sum(draft[-5:]) < 0.8 * sum(draft[:5]) and sum(head[-5:]) < 0.9 * sum(head[:5])
@@ -582,16 +589,28 @@ def test_a_trained_head_tells_accepted_from_refused(llama, trained):
 
 
 def test_a_head_that_sees_log_q_by_hand(llama, trained):
-    """Its input is e_t with log q(Y_t) appended; nothing else is new."""
+    """A direction times log q(Y_t) is added to e_t; nothing else is new."""
     drafter = make_drafter(llama, head_sees="confidence", head_depth=0)
     hidden, of_q = torch.randn(3, 32).double(), torch.tensor([1.0, 0.5, 0.01]).double()
-    weight, bias = drafter.head.out.weight, drafter.head.out.bias
-    assert weight.shape == (1, 33)
-    expected = hidden @ weight[0, :32] + of_q.log() * weight[0, 32] + bias
+    direction = torch.randn(32).double()
+    with torch.no_grad():
+        drafter.head.log_q.copy_(direction)
+    seen = hidden + of_q.log()[:, None] * direction
+    expected = seen @ drafter.head.out.weight[0] + drafter.head.out.bias
     torch.testing.assert_close(drafter.accept_logit(hidden, of_q), expected)
+    assert drafter.accept_logit(hidden, 0 * of_q).isfinite().all()
     blind = trained.accept_logit(hidden, of_q)
     assert torch.equal(blind, trained.accept_logit(hidden, 0 * of_q))  # the paper's sees e_t only
-    assert drafter.accept_logit(hidden, 0 * of_q).isfinite().all()
+
+
+def test_a_head_that_sees_log_q_begins_as_one_that_does_not(llama, trained):
+    """So --stage head --head-sees confidence --init takes any checkpoint."""
+    drafter = make_drafter(llama, head_sees="confidence")
+    missing = drafter.load_state_dict(trained.state_dict(), strict=False).missing_keys
+    hidden, of_q = torch.randn(3, 32).double(), torch.rand(3).double()
+    assert missing == ["head.log_q"]
+    same = trained.accept_logit(hidden, of_q)
+    assert torch.equal(drafter.accept_logit(hidden, of_q), same)
 
 
 def test_log_q_helps_where_the_hidden_state_cannot_tell(llama):

@@ -41,7 +41,7 @@ MUTANTS = [
     ("specdecpp.py", "weight_rej = drafter.config.w_rej *", "weight_rej = 1 *", "loss: w_rej"),
     (
         "specdecpp.py",
-        "return total / (weight_acc + weight_rej).sum().clamp(min=1e-6)",
+        "return total / (accept_prob + weight_rej).sum().clamp(min=1e-6)",
         "return total / len(accept_prob)",
         "loss, head: normalisation",
     ),
