@@ -11,45 +11,61 @@ sampled sibling, for instance, cannot be drawn again: what is left of its probab
 
 import argparse
 import importlib
+import io
+import multiprocessing
+import os
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+SECONDS = 600  # a mutant may make a test wait for ever
 QUICK = (  # names of the tests that most mutants fall to, in seconds
     "mask or sight or loss or hand or defin or alpha or labels or collapse or sums or trie or walk"
     " or expan or size"
 )
 
 
-def pytest(folder: Path, tests: list[str], quick: bool = False) -> tuple[bool, str]:
-    """Run test files: whether none failed, and the first red test."""
-    files = [f"tests/{name}" for name in tests]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        *files,
-    ]
-    command += ["-k", QUICK] if quick else []
+def run_pytest(folder: Path, options: list[str], answer) -> None:
+    """In a process of its own: send pytest's exit code and the first red test through `answer`."""
+    import pytest
+
+    os.chdir(folder)
+    out = io.StringIO()
+    with redirect_stdout(out), redirect_stderr(out):
+        code = pytest.main(["-n", "0", "-x", "-p", "no:cacheprovider", *options])
+    red = [line for line in out.getvalue().splitlines() if line.startswith(("FAILED", "ERROR"))]
+    answer.send(
+        (int(code), red[0].split("::")[-1].split(" - ")[0] if red else out.getvalue()[-300:])
+    )
+    answer.close()
+    os._exit(0)  # threads that a test left behind do not matter
+
+
+def pytest_in(folder: Path, options: list[str]) -> tuple[bool, str]:
+    """Run tests in a copy of the repository: whether none failed, and the first red test.
+
+    The process is forked from this one, which has imported the libraries already.
+    """
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+    process = fork.Process(target=run_pytest, args=(folder, options, there))
+    process.start()
+    there.close()
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
-    except subprocess.TimeoutExpired:
-        return False, "a test that did not end"
-    red = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    first = red[0].split("::")[-1].split(" - ")[0] if red else done.stdout[-200:]
-    return done.returncode in (0, 5), first  # 5: no such test
+        code, first = here.recv() if here.poll(SECONDS) else (1, "a test that did not end")
+    except EOFError:
+        code, first = 1, "a test that killed the process"
+    process.kill()
+    process.join()
+    return code in (0, 5), first  # 5: no such test
 
 
 def outcome(copy: Path, mutant: tuple, tests: list[str]) -> tuple[bool, str]:
@@ -59,43 +75,59 @@ def outcome(copy: Path, mutant: tuple, tests: list[str]) -> tuple[bool, str]:
     text, start = path.read_text(), time.monotonic()
     if text.count(old) != 1:
         return True, f"STALE: the text occurs {text.count(old)} times"
+    files = [f"tests/{name}" for name in tests]
     path.write_text(text.replace(old, new))
-    survives, first = pytest(copy, tests, quick=True)
+    survives, first = pytest_in(copy, [*files, "-k", QUICK])
     if survives:
-        survives, first = pytest(copy, tests)
+        survives, first = pytest_in(copy, files)
     path.write_text(text)
     seconds = time.monotonic() - start
     return survives, "SURVIVES" if survives else f"{first} ({seconds:.0f} s)"
+
+
+def check(job: tuple) -> tuple[tuple, bool, str]:
+    """One mutant, in this process's own copy of the repository; or the tests without a mutant."""
+    mutant, tests, temporary = job
+    copy = Path(temporary) / str(os.getpid())
+    if not copy.exists():
+        unneeded = shutil.ignore_patterns(".git", "checkpoints", "conversations", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=unneeded)
+    if mutant is None:
+        green, first = pytest_in(copy, [f"tests/{name}" for name in tests])
+        return (", ".join(tests),), not green, first
+    return mutant, *outcome(copy, mutant, list(tests))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     known = sorted(path.stem for path in (HERE / "mutants").glob("*.py"))
     parser.add_argument("groups", nargs="*", choices=[*known, []], default=[])
-    parser.add_argument(
-        "--sample", type=int, metavar="N", help="only N, drawn by the commit's hash"
-    )
+    parser.add_argument("--sample", type=int, metavar="N", help="only N, by the commit's hash")
+    parser.add_argument("--jobs", type=int, metavar="N", default=2, help="at a time (default: 2)")
     args = parser.parse_args()
     sys.path.insert(0, str(HERE / "mutants"))
     modules = [importlib.import_module(name) for name in args.groups or known]
-    mutants = [(mutant, module.TESTS) for module in modules for mutant in module.MUTANTS]
+    mutants = [(mutant, tuple(module.TESTS)) for module in modules for mutant in module.MUTANTS]
     if args.sample:
         git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
         mutants = random.Random(commit).sample(mutants, min(args.sample, len(mutants)))
+
+    sys.dont_write_bytecode = True  # two mutants of one size within a second would share theirs
+    os.environ.update(PYTHONDONTWRITEBYTECODE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    for name in ("torch", "transformers", "hypothesis"):  # once, for all the tests to come
+        importlib.import_module(name)
     survivors = 0
-    with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary) / "copy"
-        unneeded = shutil.ignore_patterns(".git", "checkpoints", "conversations", "__pycache__")
-        shutil.copytree(ROOT, copy, ignore=unneeded)
-        for tests in dict.fromkeys(tuple(tests) for _, tests in mutants):  # else red means nothing
-            green, first = pytest(copy, list(tests))
-            if not green:
-                print(f"{', '.join(tests)}: red without any mutant: {first}")
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as temporary, ProcessPoolExecutor(args.jobs, fork) as pool:
+        groups = dict.fromkeys(tests for _, tests in mutants)
+        for (name,), red, first in pool.map(check, [(None, tests, temporary) for tests in groups]):
+            if red:  # a red test would then mean nothing
+                print(f"{name}: red without any mutant: {first}")
                 return 1
         print(f"| {'file':22} | {'mutant':45} | noticed by")
-        for mutant, tests in mutants:
-            survives, what = outcome(copy, mutant, tests)
+        jobs = [(mutant, tests, temporary) for mutant, tests in mutants]
+        for mutant, survives, what in pool.map(check, jobs):
             survivors += survives
             print(f"| {mutant[0]:22} | {mutant[3]:45} | {what}", flush=True)
     print(f"{len(mutants) - survivors} of {len(mutants)} noticed")
