@@ -37,7 +37,18 @@ from tqdm import tqdm
 
 import common
 from support import arms as arms_of
-from support import batching, bench_options, cli, data, graphs, packed, replay, report, stopping
+from support import (
+    batching,
+    bench_options,
+    cli,
+    data,
+    graphs,
+    packed,
+    pictures,
+    replay,
+    report,
+    stopping,
+)
 from support.arms import Loader
 from support.prompts import check_lengths, encode
 
@@ -564,7 +575,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         results = [measure(args)]
     if args.plot:
-        print(*report.plot(results, Path(args.plot)), file=sys.stderr)
+        print(*pictures.plot(results, Path(args.plot)), file=sys.stderr)
     if not args.table and (args.json == "-" or not sys.stdout.isatty()):
         print("\n" + json.dumps(results[0]))
 

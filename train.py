@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import common
-from support import cli, data
+from support import cli, data, pictures
 from support.features import Features, fingerprint
 
 # ------------------------------------------------------------------------------------------ batches
@@ -449,7 +449,8 @@ def parse(argv: list[str]):
     add = parser.add_argument_group("what to do").add_argument
     add("--method", choices=cli.trainable(), help="whose drafter to train")
     add("--make-data", type=number(int, 1), metavar="N", help="have N conversations in --out")
-    add("--out", required=True, help="checkpoint folder, or the file that --make-data appends to")
+    add("--out", help="checkpoint folder, or the file that --make-data appends to")
+    add("--plot", nargs="+", metavar="PATH", help="draw curves: a folder to draw in, curve files")
     add("--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the target")
     add("--device", type=cli.device, default="cuda" if gpu else "cpu", help="of torch")
@@ -501,6 +502,12 @@ def parse(argv: list[str]):
 
 def main(argv: list[str] | None = None) -> None:
     args, module = parse(sys.argv[1:] if argv is None else argv)
+    if args.plot:
+        folder, *curves = args.plot
+        print(*pictures.curves(curves, Path(folder)))
+        return
+    if not args.out:
+        raise ValueError("give --out, a folder for the drafter or a file for conversations")
     if args.make_data:
         requests = data.read_requests(args.requests) if args.requests else []
         openings = data.read_lines(args.openings) if args.openings else []
@@ -508,9 +515,8 @@ def main(argv: list[str] | None = None) -> None:
         target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
         kinds = (requests, openings, args.second_turns, args.greedy)
         count, out = args.make_data, args.out
-        return data.make_conversations(
-            target, tokenizer, count, out, args.seed, args.data_batch, *kinds
-        )
+        data.make_conversations(target, tokenizer, count, out, args.seed, args.data_batch, *kinds)
+        return
     if not args.method or not args.data:
         raise ValueError("training needs --method and --data (or use --make-data N)")
     fields = {option.name for option in dataclasses.fields(module.Config)} - {"target"}

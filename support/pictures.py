@@ -54,14 +54,16 @@ def picture(path: Path, rows: int, title: str, x: str, y: str):
 def curves(paths: list[str], folder: Path) -> list[Path]:
     """Draw alpha by loss tokens of training curves (curve.json of a checkpoint, results/curves/).
 
-    Raises: ValueError: a file that is no curve.
+    Raises: ValueError: a file that is no curve, or none.
     """
+    if not paths:
+        raise ValueError("name the curves to draw after the folder")
     drawn = {}
     for path in map(Path, paths):
         try:
             rows = json.loads(path.read_text())
             points = [(row["tokens"] / 1e6, row["alpha"]) for row in rows]
-        except (ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError):
             raise ValueError(f"{path} is not a training curve of train.py") from None
         name = path.parent.name if path.stem == "curve" else path.stem
         drawn[name] = points

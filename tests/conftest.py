@@ -1,10 +1,10 @@
 """Tiny random targets and statistics that the tests share."""
 
+import gc
 import os
 
-os.environ["HF_HUB_OFFLINE"] = (
-    "1"  # a name that is not there fails at once, and no test depends on the network
-)
+# a name that is not there fails at once, and no test depends on the network
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
@@ -13,6 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import common
 
 torch.set_num_threads(1)
+gc.freeze()  # all that was imported: the collector need not walk through it again and again
+
+
+def slow(*values):
+    """A case of a parametrized test that waits for `-m slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def make_llama(vocab=48, layers=3, seed=0, **options):

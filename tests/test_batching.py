@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import chi_square_p_value, enumerate_joint, make_llama
+from conftest import chi_square_p_value, enumerate_joint, make_llama, slow
 from test_bench import command, files, run  # noqa: F401  a fixture: target, GLIDE drafter, prompts
 from test_families import make_drafter, make_target
 from test_house import METHODS
@@ -32,7 +32,7 @@ def plain(target, ids, **options):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("target_name", ["Llama", "Gemma2, capped", "GPT2", "GPTNeoX"])
+@pytest.mark.parametrize("target_name", ["Llama", "Gemma2, capped", slow("GPT2"), slow("GPTNeoX")])
 def test_rows_of_different_lengths_equal_plain_decoding(target_name, method, tmp_path):
     target, _, _ = make_target(target_name)
     arguments = make_drafter(method, target, tmp_path)
@@ -133,6 +133,7 @@ def test_padded_rows_are_cut_at_their_end():
         assert all(map(torch.equal, padded, truth))
 
 
+@pytest.mark.slow
 def test_sampled_rows_follow_the_target(small_llama):
     arguments, counts = draft_of(small_llama), [{}, {}]
     prompts = [torch.tensor([[1, 2]]), torch.tensor([[4, 0, 3]])]

@@ -351,6 +351,7 @@ def test_sampled_output_follows_the_target(bigram, kind):  # noqa: F811
     assert sample(bigram, kind) > 0.001
 
 
+@pytest.mark.slow
 def test_negative_control_accepting_every_extra_is_noticed(bigram, monkeypatch):  # noqa: F811
     """Leaves that claim to be drawn from next to nothing are always accepted; that must show."""
     real = cape.expand
@@ -365,6 +366,7 @@ def test_negative_control_accepting_every_extra_is_noticed(bigram, monkeypatch):
     assert sample(bigram, "cape") < 1e-4
 
 
+@pytest.mark.slow
 def test_negative_control_a_cut_by_the_drawn_token_is_noticed(bigram, monkeypatch):  # noqa: F811
     """A trajectory without the tokens that are unlikely themselves: its draws are no draws."""
 

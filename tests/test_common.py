@@ -9,7 +9,7 @@ import zipfile
 import pytest
 import torch
 import transformers
-from conftest import chi_square_p_value, enumerate_joint, make_llama, random_tree
+from conftest import chi_square_p_value, enumerate_joint, make_llama, random_tree, slow
 from safetensors.torch import load_file
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -300,7 +300,9 @@ def chance_of_acceptance(p_target, kind):
     return first + second
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "sampled and deterministic" else slow(kind) for kind in DRAFTS]
+)
 def test_sampled_output_follows_the_target(small_llama, kind):
     """And as much of the draft is accepted as can be: a verifier that refuses everything would be
     without loss, too."""
@@ -319,6 +321,7 @@ def test_sampled_output_follows_the_target(small_llama, kind):
     )
 
 
+@pytest.mark.slow
 def test_negative_control_a_lying_drafter_is_noticed(small_llama):
     torch.manual_seed(0)
     prompt = torch.tensor([[1, 2, 3]])

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from conftest import chi_square_p_value, enumerate_joint, random_tree
+from conftest import chi_square_p_value, enumerate_joint, random_tree, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,7 +120,7 @@ def counts_of(target, ids, draws, **options):
     return counts
 
 
-@pytest.mark.parametrize("drafted", [0, 2])
+@pytest.mark.parametrize("drafted", [slow(0), 2])
 def test_sampled_output_follows_the_target(small_llama, drafted):
     """Copies beside and beneath sampled siblings and a deterministic one."""
     ids = torch.tensor([[1, 2, 3, 4, 1, 2, 3]])
@@ -129,6 +129,7 @@ def test_sampled_output_follows_the_target(small_llama, drafted):
     assert chi_square_p_value(counts, enumerate_joint(small_llama, ids, 3)) > 1e-3
 
 
+@pytest.mark.slow
 def test_negative_control_a_copy_that_is_taken_without_a_draw(small_llama, monkeypatch):
     monkeypatch.setattr(
         common,

@@ -28,6 +28,8 @@ def arguments_of(test, request):
         if mark.name == "parametrize":
             names = mark.args[0].replace(",", " ").split()
             first = next(iter(mark.args[1]))
+            if isinstance(first, type(pytest.param())):
+                first = first.values if len(names) > 1 else first.values[0]
             given |= dict(zip(names, [first] if len(names) == 1 else first))
     wanted = set(inspect.signature(test).parameters) - set(given)
     return given | {name: request.getfixturevalue(name) for name in wanted}

@@ -211,6 +211,7 @@ def test_sampling_follows_the_target(small_llama):
     assert chi_square_p_value(counts, enumerate_joint(small_llama, ids, 3)) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_chi_square_sees_a_lossy_rule(small_llama, monkeypatch):
     """Negative control: to take any drafted token among the target's best two is not sampling."""
     drafter, ids = make_drafter(small_llama, slots=4, window=2), torch.tensor([[1, 4, 2, 1, 4]])

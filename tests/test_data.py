@@ -69,6 +69,7 @@ def test_each_talk_is_what_it_would_be_alone(rows):
     assert answers == {tuple(ids): plain(target, ids, n) for ids, n in zip(PROMPTS, most)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["GPT2", "Mistral, window", "Gemma2, capped"])
 def test_each_talk_is_what_it_would_be_alone_in_other_families(family):
     target, most = make_target(family)[0], [5, 60, 30, 70]

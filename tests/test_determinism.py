@@ -16,6 +16,7 @@ import common
 import train
 
 
+@pytest.mark.slow
 def test_made_data(folder, tmp_path):  # noqa: F811
     def made(name, seed):
         argv = f"--make-data 3 --target {folder} --out {tmp_path / name} --device cpu"

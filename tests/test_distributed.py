@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import make_llama
+from conftest import make_llama, slow
 from test_faults import TRAINED, Run, assert_whole
 from test_train import folder, options  # noqa: F401  folder is a fixture
 from transformers import AutoModelForCausalLM
@@ -62,7 +62,9 @@ def losses(out):
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole target", "sharded target"])
-@pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.parametrize(
+    "method", [name if name == "specdecpp" else slow(name) for name in TRAINED]
+)
 def test_two_processes_have_the_losses_of_one(folder, tmp_path, method, sharded):  # noqa: F811
     train.main(arguments(method, folder, tmp_path / "one"))
     runs = launch(arguments(method, folder, tmp_path / "two", *["--shard-target"] * sharded))
@@ -165,6 +167,7 @@ def plain(target, **options):
     ).tolist()
 
 
+@pytest.mark.slow
 def test_a_target_partly_on_disk(whole, tmp_path):
     """device_map: what accelerate moves about is decoded like a target in one place."""
     places = dict.fromkeys([f"model.layers.{i}" for i in range(3)], "disk")
@@ -195,6 +198,7 @@ def half(rank, port, place):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_target(whole, tmp_path):
     """Each process holds half of every layer; both decode what the whole target does."""
     context = torch.multiprocessing.get_context("fork")

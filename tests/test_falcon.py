@@ -246,6 +246,7 @@ def test_negative_control_a_node_taken_without_a_draw_is_noticed(small_llama, mo
     assert chi_square_p_value(counts, enumerate_joint(small_llama, REPEATING, 3)) < 1e-6
 
 
+@pytest.mark.slow
 def test_other_families_and_half_precision_run():
     """GPT-2 has no rotary embedding and GPT-NeoX rotates a quarter of a head."""
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import runpy
 
 import pytest
 import torch
-from conftest import chi_square_p_value, enumerate_joint
+from conftest import chi_square_p_value, enumerate_joint, slow
 from test_common import family
 from test_house import METHODS, ROOT
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -50,6 +50,7 @@ LONG_TAIL = {
     "Llama, tied",
     "Llama, MHA",
     "Llama, biases",
+    "Llama, MQA, tied",
     "Mistral",
     "Mistral, window",
     "Qwen2",
@@ -57,14 +58,15 @@ LONG_TAIL = {
     "Qwen3, MQA",
     "Gemma2",
     "Gemma2, untied",
+    "Gemma3",
     "Gemma3, window",
+    "Phi3",
     "Phi3, tied",
     "GPT2, untied",
+    "GPTNeoX",
     "GPTNeoX, tied",
 }
-CASES = [
-    pytest.param(name, marks=pytest.mark.slow if name in LONG_TAIL else ()) for name in TARGETS
-]
+CASES = [slow(name) if name in LONG_TAIL else name for name in TARGETS]
 
 
 HITS = {}  # accepted draft tokens by method
@@ -160,7 +162,7 @@ def test_some_drafts_were_accepted():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("target_name", ["Mistral, window", "Gemma3, window"])
+@pytest.mark.parametrize("target_name", ["Mistral, window", slow("Gemma3, window")])
 def test_a_sliding_window_is_used_up_to_its_end_and_not_beyond(target_name, method, tmp_path):
     target, ids, _ = make_target(target_name)
     arguments = make_drafter(method, target, tmp_path)
@@ -264,8 +266,8 @@ def test_without_a_template_no_data_is_made(bare_tokenizer, tmp_path):
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("template", [None, pytest.param(TEMPLATE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", [m if m == "cape" else slow(m) for m in METHODS])
+@pytest.mark.parametrize("template", [None, slow(TEMPLATE)])
 def test_the_demo_of_every_file(bare_tokenizer, template, method, tmp_path, capsys, monkeypatch):
     """What `python falcon.py` does once it has loaded the default target."""
     target = family("Llama", vocab_size=VOCAB, max_position_embeddings=256).requires_grad_(False)

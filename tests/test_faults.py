@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import slow
 from test_common import fake_wheel, family, read_weights  # noqa: F401  fake_wheel is a fixture
 from test_families import VOCAB, make_drafter, make_target
 from test_house import METHODS
@@ -47,15 +48,15 @@ def assert_whole(out, target):
 
 @pytest.mark.parametrize(
     "kills, real",
-    [(4, False), pytest.param(20, True, marks=pytest.mark.slow)],
-    ids=["4 forks", "20 processes"],
+    [(2, False), slow(20, True)],
+    ids=["2 forks", "20 processes"],
 )
 def test_killed_at_random_points_and_resumed(folder, tmp_path, kills, real):  # noqa: F811
     """SIGKILL again and again, a checkpoint after every step; the end is that of a run that was
     left alone."""
     pick, out, reached = random.Random(kills), tmp_path / "cut", 0
     target, _ = common.load_target(str(folder))
-    more = ["--steps", str(60 * kills), "--save-every", "1", "--eval-every", "7"]
+    more = ["--steps", str(40 * kills), "--save-every", "1", "--eval-every", "7"]
     for _ in range(kills):
         resume = ["--resume"] if (out / "training_state.pt").exists() else []
         run, begun = Run(options(folder, out, *more, *resume), real=real), time.monotonic()
@@ -75,7 +76,7 @@ def test_killed_at_random_points_and_resumed(folder, tmp_path, kills, real):  # 
 
 
 @pytest.mark.parametrize("renames", range(5))
-@pytest.mark.parametrize("saves", [0, 1], ids=["first save", "second save"])
+@pytest.mark.parametrize("saves", [slow(0), 1], ids=["first save", "second save"])
 def test_killed_between_any_two_renames(folder, tmp_path, monkeypatch, saves, renames):  # noqa: F811
     """When some of a checkpoint's files are in place, a new run, or --resume, always works."""
 
@@ -167,6 +168,7 @@ def test_a_really_full_disk(folder, small_disk):  # noqa: F811
     assert Run([*argv, "3", "--resume"]).end()[0] == 0
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_features_or_data_are_written(folder, tmp_path):  # noqa: F811
     more = ["--features", str(tmp_path / "features"), "--steps", "1"]
     argv = options(folder, tmp_path / "out", *more)
@@ -218,7 +220,7 @@ def test_weights_cut_short_anywhere_are_refused(copy_of, method):
         assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.parametrize("method", [m if m == "glide" else slow(m) for m in TRAINED])
 def test_flipped_bits_are_noticed_or_harmless(copy_of, method):
     """A flip in the header is noticed, or changes no tensor.
 
@@ -391,6 +393,7 @@ def test_pickles_and_code_in_a_checkpoint_are_not_run(copy_of, tmp_path, method)
     assert not hit.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "evil"])
 def test_pickles_and_code_in_a_target_are_not_run(folder, tmp_path, model_type):  # noqa: F811
     """Not even when the question "run the custom code?" would be answered with yes."""

@@ -327,6 +327,7 @@ def test_sampled_output_follows_the_target(bigram, warpers, copies):
     assert chi_square_p_value(counts, bigram.joint(REPEATING, 3, warpers)) > 0.001
 
 
+@pytest.mark.slow
 def test_negative_control_accepting_every_draft_is_noticed(bigram, monkeypatch):
     monkeypatch.setattr(common.torch, "rand", lambda *_, **__: torch.zeros(()))  # always below
     options = {"drafter": make_bigram_drafter(bigram.target), "gamma": 2}
@@ -334,6 +335,7 @@ def test_negative_control_accepting_every_draft_is_noticed(bigram, monkeypatch):
     assert chi_square_p_value(counts, bigram.joint(REPEATING, 3)) < 1e-6
 
 
+@pytest.mark.slow
 def test_negative_control_accepting_every_copy_is_noticed(bigram, monkeypatch):
     """Copies that claim to be drawn from next to nothing are always accepted; that must show."""
     real = common.Lookup.merge

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, slow
 from test_batching import draft_of
 from test_bench import command, files, run  # noqa: F401  a fixture: target, GLIDE drafter, prompts
 from test_families import make_drafter, make_target
@@ -31,7 +31,7 @@ def installed():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("target_name", ["Llama", "Gemma2, capped", "GPT2", "GPTNeoX"])
+@pytest.mark.parametrize("target_name", ["Llama", "Gemma2, capped", slow("GPT2"), slow("GPTNeoX")])
 def test_every_method_equals_plain_decoding(target_name, method, tmp_path, installed):
     target, ids, truth = make_target(target_name)
     arguments = make_drafter(method, target, tmp_path)

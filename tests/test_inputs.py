@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import slow
 from test_bench import files  # noqa: F401  a fixture: bare target, GLIDE drafter, prompts
 from test_house import METHODS
 from test_train import folder  # noqa: F401  a fixture: target with a chat template, conversations
@@ -107,6 +108,7 @@ def test_numbers_that_are_none_are_refused_while_parsing(program, method, capsys
             assert line and f"argument {flag}: " in line
 
 
+@pytest.mark.slow
 def test_training_with_any_number_works_or_says_why(training, capsys, tmp_path):
     """The values that parse: a run of one step, or one line."""
     kept = tmp_path / "out"
@@ -233,10 +235,10 @@ def test_bench_options(benching, capsys, tmp_path, more, said):
     "more",
     [
         ["--method", "cape", "--sizes", "[9999, 9999, 9999, 9999]"],
-        ["--method", "cape", "--max-tokens", "0"],
-        ["--method", "cape", "--expansion", "beam", "--width", "0"],
+        slow(["--method", "cape", "--max-tokens", "0"]),
+        slow(["--method", "cape", "--expansion", "beam", "--width", "0"]),
         ["--method", "cape", "--expansion", "beam", "--width", "9999", "--gamma", "1"],
-        ["--method", "cape", "--gamma", "0"],
+        slow(["--method", "cape", "--gamma", "0"]),
         ["--gamma", "0"],
         ["--gamma", str(2**31 - 1)],
         ["--num-prompts", "9999"],
@@ -249,8 +251,9 @@ def test_extreme_but_sensible_options_work(benching, capsys, more):
 @pytest.mark.parametrize(
     "argv, said",
     [
-        ("train.py --method nonsense --out x", "train.py: argument --method: invalid choice"),
-        ("bench.py --table /dev/null", "bench.py: /dev/null is not a result of bench.py --json"),
+        slow("train.py --method nonsense --out x", "train.py: argument --method: invalid choice"),
+        slow("bench.py --table /dev/null", "bench.py: /dev/null is not a result of bench.py"),
+        ("bench.py --method nope", "bench.py: unknown method 'nope'"),
     ],
 )
 def test_the_real_commands(argv, said):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import bench
+import train
 from support import pictures
 
 pytest.importorskip("matplotlib")
@@ -83,6 +85,16 @@ def test_training_curves(tmp_path):
     (tmp_path / "other.json").write_text('{"arms": {}}')
     with pytest.raises(ValueError, match="other.json is not a training curve"):
         pictures.curves([str(tmp_path / "other.json")], tmp_path / "out")
+
+
+def test_both_commands_draw(tmp_path, capsys):
+    curve, result = tmp_path / "curve.json", min((ROOT / "results").glob("*.json"))
+    curve.write_text('[{"tokens": 10, "alpha": 0.5}]')
+    train.main(["--plot", str(tmp_path / "a"), str(curve)])
+    assert capsys.readouterr().out.split() == [str(tmp_path / "a" / "curves.svg")]
+    bench.main(["--table", str(result), "--plot", str(tmp_path / "b")])
+    said = capsys.readouterr().err.split()
+    assert [str(path) for path in sorted((tmp_path / "b").iterdir())] == sorted(said)
 
 
 def test_the_curves_that_are_kept_can_be_drawn(tmp_path):

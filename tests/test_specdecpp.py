@@ -261,6 +261,7 @@ def accept_every_copy(monkeypatch):
     monkeypatch.setattr(common.Lookup, "merge", claims)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mistake, noise, copies",
     [(withhold_unlikely_drafts, 0.0, 0), (accept_every_draft, 0.3, 0), (accept_every_copy, 0.3, 6)],
@@ -714,6 +715,7 @@ def test_labels_on_glide_read_the_mixed_tokens_and_the_targets_true_cache(llama)
         assert torch.equal(one[0], other[0])
 
 
+@pytest.mark.slow
 def test_any_causal_lm_drafts(llama, trained, monkeypatch):
     small, ids = make_llama(layers=1, seed=4), torch.tensor([[9, 8, 7]])
     truth = llama.generate(ids, max_new_tokens=40, do_sample=False)

@@ -441,6 +441,7 @@ def test_draft_tokens_are_those_of_answers_not_of_prompts(folder, tmp_path):
     assert weights(tmp_path / "out")["draft_ids"].tolist() == list(range(6, 38))
 
 
+@pytest.mark.slow
 def test_minutes_count_over_all_sittings(folder, tmp_path, monkeypatch):
     """A clock that goes on by a second a reading: in two sittings as many steps as in one."""
     interrupt_at = [10**9]
@@ -630,7 +631,8 @@ def test_help_shows_every_option_and_its_default(argv, capsys, monkeypatch):
     "argv, said",
     [
         (["--method", "cape", "--data", "x", "--out", "y"], "cape has nothing to train"),
-        (["--method", "glide"], "required: --out"),
+        (["--method", "glide"], "give --out"),
+        (["--plot", "x"], "name the curves"),
         (["--method"], "--method"),
         (["--out", "x"], "needs --method and --data"),
     ],
@@ -642,7 +644,8 @@ def test_what_cannot_be_trained_is_said_in_a_line(argv, said):
 
 
 NEEDED = ["train.py", "common.py", "glide.py"] + [
-    f"support/{name}.py" for name in ("__init__", "cli", "data", "features", "prompts", "talks")
+    f"support/{name}.py"
+    for name in ("__init__", "cli", "data", "features", "pictures", "prompts", "talks")
 ]
 
 

@@ -13,6 +13,7 @@ import random
 import pretend
 import pytest
 import torch
+from conftest import slow
 from safetensors.torch import load_file
 from test_batching import PROMPTS
 from test_bench import command, files, run  # noqa: F401  a fixture: target, GLIDE drafter, prompts
@@ -31,14 +32,8 @@ OPTIONS = {
     "penalised": {"do_sample": False, "repetition_penalty": 1.4},
     "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 0},
 }
-
-
-def slow(name):
-    return pytest.param(name, marks=pytest.mark.slow)
-
-
-# the quick tests take two methods: a tree a pass, and a draft that another method makes
-EACH = [name if name in ("cape", "falcon") else slow(name) for name in METHODS]
+# the quick tests take one method, whose tree is made in several passes
+EACH = [name if name == "falcon" else slow(name) for name in METHODS]
 EACH_TRAINED = [name if name == "falcon" else slow(name) for name in TRAINED]
 # a round, besides one a token; a new method may wait as often as the one that does most
 WAITS = {"glide": 3, "cape": 7, "specdecpp": 3, "falcon": 5, "ctc_drafter": 5}
