@@ -42,9 +42,9 @@ WAITS = {"glide": 3, "cape": 7, "specdecpp": 3, "falcon": 5, "ctc_drafter": 5}
 def drafter_for(method, target, where, **config):
     """As everywhere, but the device has no LSTM: Falcon joins features and tokens as the shipped
     one does."""
-    return make_drafter(
-        method, target, where, **({"fusion": "linear"} if method == "falcon" else config)
-    )
+    if method == "falcon":
+        config = {"fusion": "linear"}
+    return make_drafter(method, target, where, **config)
 
 
 def moved(x):
@@ -123,10 +123,8 @@ def test_decodes_on_the_device_as_on_the_cpu(target_name, method, tmp_path):
                 ids_there, max_new_tokens=10, stats=stats, **chosen, **there
             )
             if kind == "greedy":  # four waits in generate itself and before the first round
-                assert (
-                    counts["waits"]
-                    <= WAITS.get(method, 6) * stats.target_forwards + stats.emitted + 4
-                )
+                rounds = WAITS.get(method, 6) * stats.target_forwards
+                assert counts["waits"] <= rounds + stats.emitted + 4
             assert torch.equal(output.cpu(), expected), kind
 
 
@@ -143,14 +141,10 @@ def test_recorded_graphs_equal_plain_decoding(target_name, method, tmp_path, mon
         target, launched = moved(target), {}
         there = {name: moved(value) for name, value in arguments.items()}
         for recorded in (False, True):
-            with (
-                graphs.use(target, ids.shape[1] + 10 + 32)
-                if recorded
-                else contextlib.nullcontext() as joint
-            ):
-                assert not recorded or len(joint.recorded) == sum(
-                    n <= joint.length for n in graphs.SIZES
-                )
+            used = graphs.use(target, ids.shape[1] + 10 + 32)
+            with used if recorded else contextlib.nullcontext() as joint:
+                if recorded:
+                    assert len(joint.recorded) == sum(n <= joint.length for n in graphs.SIZES)
                 for _ in range(2):  # the second answer finds the first one's rows in memory
                     counts.clear()
                     output = target.generate(
@@ -190,9 +184,9 @@ def test_batches_on_the_device(method, tmp_path, monkeypatch):
 def test_trains_on_the_device_as_on_the_cpu(method, tmp_path):
     module = importlib.import_module(method)
     target, _, _ = make_target("Llama")
-    few = (
-        {"layers": [0]} if method == "specdecpp" else {}
-    )  # with all the target's there is nothing to learn
+    few = {}
+    if method == "specdecpp":  # with all the target's layers there is nothing to learn
+        few = {"layers": [0]}
     drafter = drafter_for(method, target, tmp_path, **few)["drafter"].float()
     generator, results = torch.Generator().manual_seed(0), []
     sequences = [
@@ -201,19 +195,16 @@ def test_trains_on_the_device_as_on_the_cpu(method, tmp_path):
     ]
     for place in ("cpu", "pretend"):
         with pretend.gpu():
-            model, student = (
-                copy.deepcopy(target).to(place),
-                copy.deepcopy(drafter).to(place).train(),
-            )
+            model = copy.deepcopy(target).to(place)
+            student = copy.deepcopy(drafter).to(place).train()
             features = train.Features(model, sequences, list(student.kv_layers), None)
             batch = train.make_batch([0, 1, 2], sequences, features, torch.arange(3), 0.3, place)
             loss = module.loss(student, model, batch)
             loss.backward()
             with torch.no_grad():
                 total, _ = module.alpha(student.eval(), model, batch)
-            size = max(
-                float(p.grad.abs().max()) for p in student.parameters() if p.grad is not None
-            )
+            gradients = [p.grad for p in student.parameters() if p.grad is not None]
+            size = max(float(gradient.abs().max()) for gradient in gradients)
             results.append([float(loss.detach()), float(total), size])
     assert results[0] == pytest.approx(results[1], rel=1e-3)
 
@@ -239,9 +230,8 @@ def test_the_clock_of_a_gpu_counts_in_its_queue(monkeypatch):
         layer(torch.ones(1, 2))
         layer(torch.ones(1, 2))
     assert clock.total("target") == 2.0 and clock.total("drafter") == 0.0
-    assert [(name, bench.between(start, end)) for name, start, end in clock.timers] == [
-        ("verify", 5.0)
-    ]
+    [(name, start, end)] = clock.timers
+    assert name == "verify" and bench.between(start, end) == 5.0
 
 
 def test_bench_on_the_device(files, capsys):  # noqa: F811
@@ -250,13 +240,10 @@ def test_bench_on_the_device(files, capsys):  # noqa: F811
         result, _ = run(capsys, command(files, "--num-prompts", "1", "--device", "pretend"))
     assert result["arms"]["glide"]["identical_to_greedy"]
     for figure in ("tau", "alpha", "n_discarded_per_token"):
-        assert result["arms"]["glide"][figure] == pytest.approx(on_cpu["arms"]["glide"][figure]), (
-            figure
-        )
-    with (
-        pretend.gpu(),
-        pytest.raises(ValueError, match="CUDA devices, not on pretend; leave it out"),
-    ):
+        here, there = (each["arms"]["glide"][figure] for each in (on_cpu, result))
+        assert there == pytest.approx(here), figure
+    refused = pytest.raises(ValueError, match="CUDA devices, not on pretend; leave it out")
+    with pretend.gpu(), refused:
         bench.parse(command(files, "--graphs", "--device", "pretend"))
 
 
