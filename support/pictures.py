@@ -9,6 +9,7 @@ The background is transparent, text and axes are mid-grey, colours neither pale 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def picture(path: Path, rows: int, title: str, x: str, y: str):
 def curves(paths: list[str], folder: Path) -> list[Path]:
     """Draw alpha by loss tokens of training curves (curve.json of a checkpoint, results/curves/).
 
+    Held-out alpha as a line; that of answers to prompts (`eval_alpha`), if any, as a dashed one.
+
     Raises: ValueError: a file that is no curve, or none.
     """
     if not paths:
@@ -62,16 +65,21 @@ def curves(paths: list[str], folder: Path) -> list[Path]:
     for path in map(Path, paths):
         try:
             rows = json.loads(path.read_text())
-            points = [(row["tokens"] / 1e6, row["alpha"]) for row in rows]
-        except (OSError, ValueError, TypeError, KeyError):
+            tokens = [row["tokens"] / 1e6 for row in rows]
+            points = {"": (tokens, [row["alpha"] for row in rows])}
+            if rows[-1].get("eval_alpha") is not None:
+                points[", prompts"] = (tokens, [row["eval_alpha"] for row in rows])
+        except (OSError, ValueError, TypeError, KeyError, IndexError):
             raise ValueError(f"{path} is not a training curve of train.py") from None
         name = path.parent.name if path.stem == "curve" else path.stem
         drawn[name] = points
     folder.mkdir(parents=True, exist_ok=True)
-    file, x, y = folder / "curves.svg", "million tokens learnt from", "alpha, held-out"
+    file, x, y = folder / "curves.svg", "million tokens learnt from", "alpha"
     with picture(file, 8, "Acceptance rate while training", x, y) as axes:
-        for name, points in drawn.items():
-            axes.plot(*zip(*points), label=name, marker=".", markersize=5)
+        for (name, points), colour in zip(drawn.items(), itertools.cycle(COLOURS)):
+            for kind, line in points.items():
+                dashes = "--" if kind else "-"
+                axes.plot(*line, dashes, label=name + kind, color=colour, marker=".", markersize=5)
         axes.set_ylim(bottom=0)
     return [file]
 

@@ -76,12 +76,17 @@ def test_training_curves(tmp_path):
         {"step": 1, "tokens": 1000000, "alpha": 0.1},
         {"step": 2, "tokens": 2000000, "alpha": 0.2},
     ]
+    both = [row | {"eval_alpha": row["alpha"] / 2} for row in rows]
     (folder / "curve.json").write_text(json.dumps(rows))
-    (tmp_path / "glide.json").write_text(json.dumps(rows))
+    (tmp_path / "glide.json").write_text(json.dumps(both))
     paths = [str(folder / "curve.json"), str(tmp_path / "glide.json")]
     (drawn,) = pictures.curves(paths, tmp_path / "out")
     text = drawn.read_text()
     assert ">falcon_k3<" in text and ">glide<" in text
+    assert ">glide, prompts<" in text and ">falcon_k3, prompts<" not in text
+    (tmp_path / "empty.json").write_text("[]")
+    with pytest.raises(ValueError, match="empty.json is not a training curve"):
+        pictures.curves([str(tmp_path / "empty.json")], tmp_path / "out")
     (tmp_path / "other.json").write_text('{"arms": {}}')
     with pytest.raises(ValueError, match="other.json is not a training curve"):
         pictures.curves([str(tmp_path / "other.json")], tmp_path / "out")
