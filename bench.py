@@ -409,9 +409,8 @@ def acceptance_rate(arm: Arm, target, turns: list[dict]) -> float | None:
         ids = torch.cat([prompt, prompt.new_tensor([turn["answer"]])], dim=1)  # (1, T)
         answered = (torch.arange(ids.shape[1], device=ids.device) >= prompt.shape[1])[None]
         hidden, kv = common.target_features(target, ids, layers)
-        lengths = ids.new_tensor([ids.shape[1]])
         seed = ids.new_tensor([index])
-        batch = common.Batch(ids, answered, lengths, hidden, kv, seed, progress=0.0)
+        batch = common.Batch(ids, answered, hidden, kv, seed, progress=0.0)
         accepted, number = arm.module.alpha(drafter, target, batch, **arm.base)
         total += float(accepted)
         count += int(number)

@@ -34,10 +34,8 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
         try:  # only here: a project with a target of its own need not copy that file
             from support import default_target
         except ImportError as error:
-            raise ValueError(
-                "no target named, and support/default_target.py, which fetches the default one, "
-                "is not here; give a Hugging Face id or a folder"
-            ) from error
+            missing = "no target named, and support/default_target.py, which has one, is not here"
+            raise ValueError(f"{missing}; give a Hugging Face id or a folder") from error
         return default_target.load(lambda folder: _read_target(folder, dtype, device))
     try:
         return _read_target(name, dtype, device)
@@ -50,17 +48,24 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
 
 
 def _read_target(path, dtype, device):
-    path, weights = Path(path), {"use_safetensors": True}
+    path, gguf = Path(path), None
     if path.suffix == ".gguf":
         if not path.is_file():
             raise FileNotFoundError("no such file")
-        path, weights = path.parent, {"gguf_file": path.name}
-    gguf = weights.get("gguf_file")
-    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, gguf_file=gguf)
-    target = AutoModelForCausalLM.from_pretrained(
-        str(path), dtype=dtype, trust_remote_code=False, **weights
-    )
+        path, gguf = path.parent, path.name
+    options = {"trust_remote_code": False, "gguf_file": gguf}
+    tokenizer = AutoTokenizer.from_pretrained(str(path), **options)
+    options |= {"dtype": dtype, "use_safetensors": None if gguf else True}
+    target = AutoModelForCausalLM.from_pretrained(str(path), **options)
     return target.to(device).eval().requires_grad_(False), tokenizer
+
+
+def option(default, help: str, decode: bool = False):
+    """A field of Config. A callable makes its default; `decode`: bench.py can change it, too."""
+    metadata = {"help": help, "decode": decode}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 # ------------------------------------------------------------- what a drafter may see of the target
@@ -87,31 +92,29 @@ def load_drafter(Drafter, path, target):
     """
     path, shape = Path(path), target_shape(target)
     if not all((path / name).is_file() for name in ("config.json", "model.safetensors")):
-        raise ValueError(
-            f"no drafter in {path} (config.json + model.safetensors); make one with "
-            f"train.py --out {path}"
-        )
+        files = "config.json + model.safetensors"
+        raise ValueError(f"no drafter in {path} ({files}); make one with train.py --out {path}")
     try:
         drafter = Drafter.from_pretrained(str(path), strict=True)
         made_for = drafter.config.target
         for x in drafter.state_dict().values():  # a flipped bit may show
-            inside = (x >= 0) & (x < made_for["vocab_size"])  # token ids, the only integers
-            if not (x.isfinite() if x.is_floating_point() else inside).all():
+            sound = x.isfinite()
+            if not x.is_floating_point():  # token ids
+                sound = (x >= 0) & (x < made_for["vocab_size"])
+            if not sound.all():
                 raise ValueError("weights out of range")
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"cannot read {path} as a {Drafter.__module__} drafter ({reason}); train it again"
-        ) from error
+        kind = f"{Drafter.__module__} drafter"
+        raise ValueError(f"cannot read {path} as a {kind} ({reason}); train it again") from error
     wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
     if wrong:
-        raise ValueError(
-            f"{path} was trained for another target ({', '.join(wrong)}); train one with train.py"
-        )
+        differs = ", ".join(wrong)
+        raise ValueError(f"{path} was trained for another target ({differs}); train with train.py")
     return drafter.to(target.device, target.dtype).eval()
 
 
-def head_weight(target, token_ids: Tensor | None = None) -> Tensor:
+def _head_weight(target, token_ids: Tensor | None = None) -> Tensor:
     """The target's LM head (V, D), or the rows (Vd, D) of a reduced draft vocabulary (Vd,)."""
     weight = target.get_output_embeddings().weight
     if hasattr(weight, "full_tensor"):  # of a tensor-parallel target
@@ -120,12 +123,15 @@ def head_weight(target, token_ids: Tensor | None = None) -> Tensor:
 
 
 def draft_head(target, token_ids: Tensor) -> nn.Linear:
-    """The same rows as a frozen layer D -> Vd."""
+    """The same rows as a frozen layer D -> Vd, without the head's bias and final soft-cap.
+
+    q_draft only proposes, so it need not have what `target_logits` has.
+    """
     whole = target.get_output_embeddings()
     if hasattr(whole, "select"):  # support/packed.py: picked and packed once for each drafter
         return whole.select(token_ids)
-    weight = head_weight(target, token_ids)
-    head = nn.Linear(*weight.T.shape, bias=False, device="meta")
+    weight = _head_weight(target, token_ids)  # (Vd, D)
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(weight, requires_grad=False)
     return head
 
@@ -157,7 +163,7 @@ def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]
 
 def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
     """The target's logits (..., V) or (..., Vd), soft-capped as there, from its hidden states."""
-    weight = head_weight(target, token_ids)
+    weight = _head_weight(target, token_ids)
     bias = getattr(target.get_output_embeddings(), "bias", None)
     if bias is not None and token_ids is not None:
         bias = bias[token_ids]
@@ -172,7 +178,6 @@ class Batch:
 
     input_ids: Tensor  # (B, T)
     loss_mask: Tensor  # (B, T) bool, True where the token is to be predicted (never at t = 0)
-    lengths: Tensor  # (B,)
     hidden: Tensor  # (B, T, D) last hidden states after the final norm
     kv: dict[int, tuple[Tensor, Tensor]]  # {layer: (K, V)}, each (B, Hkv, T, Dh) as cached
     seed: Tensor  # (B,) a fresh number per sequence and step, the only source of randomness
@@ -183,12 +188,9 @@ class Batch:
 
 
 class GrowingLayer(DynamicLayer):
-    """A cache layer whose `keys` and `values` (B, Hkv, P, Dh) are views of a buffer that doubles
-    when full: a step copies its own rows, not the context, and cropping is free."""
+    """A cache layer in a buffer that doubles when full: a step copies no rows but its own."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states, value_states, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append rows (B, Hkv, n, Dh); returns all keys and values."""
         start, new = self.get_seq_length(), (key_states, value_states)
         end = start + key_states.shape[-2]
@@ -200,7 +202,7 @@ class GrowingLayer(DynamicLayer):
             self.dtype, self.device = key_states.dtype, key_states.device
         for buffer, rows in zip(self.buffer, new):
             buffer[:, :, start:end] = rows
-        self.keys, self.values = (x[:, :, :end] for x in self.buffer)
+        self.keys, self.values = (x[:, :, :end] for x in self.buffer)  # views, (B, Hkv, P, Dh)
         return self.keys, self.values
 
     def keep(self, start: int, rows: Tensor) -> None:
@@ -260,8 +262,7 @@ class Draft:
 
 def chain(steps, input_ids: Tensor) -> Draft:
     """A draft without branches, of the (token (1,), q_draft (V,), hidden) of a proposer."""
-    steps = list(steps)
-    if not steps:
+    if not (steps := list(steps)):
         return Draft(input_ids.new_zeros(0), torch.zeros(0, dtype=torch.long))
     tokens, probs, _ = zip(*steps)
     return Draft(torch.cat(tokens), torch.arange(len(steps)) - 1, torch.stack(probs))
@@ -382,8 +383,7 @@ def forward_by(target, run):
 def forward(target, input_ids: Tensor, cache, **options) -> tuple[Tensor, Tensor]:
     """One forward of a causal LM: logits (1, n, V) and last hidden states (1, n, D).
 
-    All forwards of a decode loop come through here: plain, or as `forward_by` says. (Packed layers,
-    support/packed.py, are modules of the target itself.)
+    All forwards of a decode loop come through here: plain, or as `forward_by` says.
     """
     whose, run = _instead.get()
     if run is not None and whose is target:
@@ -407,10 +407,8 @@ def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, st
     config, limit = target.config.get_text_config(), generation_config.max_length
     mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
     if input_ids.shape[0] != 1 or input_ids.shape[1] == 0 or (mask is not None and not mask.all()):
-        raise ValueError(
-            f"a prompt of shape {tuple(input_ids.shape)}: speculative decoding here takes one "
-            "sequence of one or more tokens without padding"
-        )
+        needs = "speculative decoding here takes one sequence of one or more tokens without padding"
+        raise ValueError(f"a prompt of shape {tuple(input_ids.shape)}: {needs}")
     if past is not None and past.get_seq_length():
         raise ValueError("past_key_values already holds tokens; pass all tokens without a cache")
     reaches = {"context": getattr(config, "max_position_embeddings", None)}
@@ -419,8 +417,8 @@ def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, st
         reaches["sliding window"] = getattr(config, "sliding_window", None)
     for name, reach in reaches.items():
         if reach and limit > reach:
-            end = f"exceed the target's {name} of {reach}; ask for fewer"
-            raise ValueError(f"prompt + new tokens = {limit} {end}")
+            excess = f"exceed the target's {name} of {reach}"
+            raise ValueError(f"prompt + new tokens = {limit} {excess}; ask for fewer")
     cache = GrowingCache(config.num_hidden_layers)
     if input_ids.shape[1] == 1:
         return cache, input_ids.new_empty((1, 0, config.hidden_size), dtype=target.dtype)
@@ -458,7 +456,7 @@ def verify(
     with stats.timer("verify"):
         fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
         mask = ancestor_mask(draft.parents, prefix, target.dtype)
-        depth = (mask[0, 0, :, prefix:] == 0).sum(-1) - 1  # (N + 1,) the root's is 0
+        depth = (mask[0, 0, :, prefix:] == 0).sum(-1) - 1  # (N + 1,) rows seen but one's own
         mask = mask.to(device) if len(depth) > 1 else None  # one row needs none
         places = (prefix + depth).to(device)[None]  # (1, N + 1)
         logits, hidden = forward(target, fed, cache, attention_mask=mask, position_ids=places)
@@ -495,6 +493,7 @@ def verify(
     stats.accepted.append(len(path))
     stats.copies.append((draft.copied, sum(n >= count - draft.copied for n in path)))
     if stats.trace is not None:
+        # before any logits processor
         of_node = logits[0].float().softmax(-1)[draft.parents + 1, draft.tokens]
         record = {"draft": draft, "path": path, "committed": committed}
         record |= {"p_target": of_node.tolist(), "prefix": prefix, "seconds": dict(stats.seconds)}
@@ -543,7 +542,8 @@ def demo(generate, Drafter=None, folder="", argument: str = "drafter", **options
         messages = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat)["input_ids"]
-    options |= {"max_new_tokens": 128, "do_sample": False, "stats": (stats := Stats())}
+    stats = Stats()
+    options |= {"max_new_tokens": 128, "do_sample": False, "stats": stats}
     output = target.generate(ids, custom_generate=generate, **options)
     print(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
     tau = stats.emitted / stats.target_forwards

@@ -22,11 +22,13 @@ made at once. x_4 the newest token, e the blank:
     beta^-1              collapse                   2.3          collapse
     top k, raw           symbols, candidates        3.3          alignments
     CTC transform        transform                  3.1, 3.3     generate
-    beta = N / M         emitted / target_forwards  Eq. 12       common.Stats, tau of bench.py
-    gamma                speedup                    Eq. 13       bench.py
+    beta = N / M         emitted, target_forwards   Eq. 12       common.Stats; tau of reports
+    gamma                speedup                    Eq. 13       support/report.py
 
-An anchor is a position after which slots are trained. Medusa (Cai et al., 2024), the rival of
-Table 2, has a linear head for each token ahead. Upstream is the code that the authors released.
+In shapes: A anchors, n rows, M anchors that teach, S slots. An anchor is a row (h_i, x_(i+1)) whose
+continuation, from x_(i+2) on, the slots write: in training a random sample of rows, in decoding the
+last. Medusa (Cai et al., 2024), the rival of Table 2, has a linear head for each token ahead.
+Upstream is the code that the authors released.
 
 Deviations
     1. upstream != paper: the released code drafts token by token with EAGLE's loop; this is the
@@ -36,14 +38,16 @@ Deviations
     3. ours: the blank's logit has a linear head of its own. Eq. 10 takes all logits from the LM
        head, but that is the target's and knows no blank.
     4. ours: the tree is built after the collapse, as a trie, so its mask and positions are those of
-       any tree. Upstream masks nodes out of a tree built before, and so loses exactness.
-    5. ours: `prefix_search` ranks prefixes by the probability of all their alignments, `alignments`
-       (the paper) by those among the most probable combinations. Nodes are taken by that value, at
-       most `nodes` of them, none worth less than `least_worth`.
-    6. ours: a random sample of anchors per sequence and step; a layer that starts as a copy of the
-       target's; labels and drafts among frequent tokens only (`draft_vocab`).
-    7. ours: unless told otherwise train.py takes learning rate 2e-3, clip 1.0 and 512 tokens of the
-       target's own answers; the paper 3e-5, 0.5 and 2048 of ShareGPT.
+       any tree. The paper (3.1) and upstream build it before and mask what the collapse removes,
+       upstream at the price of exactness.
+    5. ours: `prefix_search` ranks prefixes by the probability of all alignments that its two cuts
+       leave, `alignments` (the paper) by those among the most probable combinations. Nodes are
+       taken by that value, at most `nodes` of them, none worth less than `least_worth`.
+    6. ours: Eq. 2 sums probabilities; as in Eq. 1 the loss sums their logarithms. X is a prefix up
+       to a random anchor; anchors, a sample per sequence and step, are averaged. A layer starts as
+       a copy of the target's; labels and drafts are of the frequent tokens only (`draft_vocab`).
+    7. ours: by default train.py takes learning rate 2e-3, clip 1.0 and 512 tokens of the target's
+       own answers (shipped: 384 tokens, 2e-3 then 1.5e-3); the paper 3e-5, 0.5, 2048 of ShareGPT.
     8. ours: `cut_labels` and `first_token` change the loss, `copies` adds drafts; all off at first.
     9. ours: Medusa's heads share the target's LM head and read what slots read. The control that
        Table 2 lacks is `kind="transformer"`: the slots' layer, trained as these heads are.
@@ -53,7 +57,7 @@ Deviations
 
 import heapq
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -62,33 +66,26 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
 import common
+from common import option
 
 
 @dataclass
 class Config:
-    target: dict = field(
-        default_factory=dict, metadata={"help": "shape of the target (filled in by train.py)"}
-    )
-    kind: str = field(default="ctc", metadata={"help": "ctc, transformer or medusa (see Table 2)"})
-    slots: int = field(default=6, metadata={"help": "slots a pass fills, S (other kinds: window)"})
-    window: int = field(default=3, metadata={"help": "tokens ahead to learn, U"})
-    anchors: int = field(default=64, metadata={"help": "positions to train after, per sequence"})
-    cut_labels: bool = field(default=False, metadata={"help": "no labels after data != argmax"})
-    first_token: float = field(default=0.0, metadata={"help": "weight of the first token's loss"})
-    intermediate_size: int = field(default=1536, metadata={"help": "width of the feed-forward"})
-    draft_vocab: int = field(default=8192, metadata={"help": "frequent tokens to draft; 0: all"})
-    transform: str = field(
-        default="prefixes", metadata={"help": "prefixes, alignments or none", "decode": True}
-    )
-    symbols: int = field(default=10, metadata={"help": "symbols per slot", "decode": True})
-    candidates: int = field(default=16, metadata={"help": "kept after each slot", "decode": True})
-    nodes: int = field(default=10, metadata={"help": "most nodes of the tree", "decode": True})
-    least_worth: float = field(
-        default=0.0, metadata={"help": "draft no prefix of lower probability", "decode": True}
-    )
-    copies: int = field(
-        default=0, metadata={"help": "tokens copied from the context a round", "decode": True}
-    )
+    target: dict = option(dict, "shape of the target (filled in by train.py)")
+    kind: str = option("ctc", "ctc, transformer or medusa (see Table 2)")
+    slots: int = option(6, "slots a pass fills, S (other kinds: window)")
+    window: int = option(3, "tokens ahead to learn, U")
+    anchors: int = option(64, "positions to train after, per sequence")
+    cut_labels: bool = option(False, "no labels after data != argmax")
+    first_token: float = option(0.0, "weight of the first token's loss")
+    intermediate_size: int = option(1536, "width of the feed-forward")
+    draft_vocab: int = option(8192, "frequent tokens to draft; 0: all")
+    transform: str = option("prefixes", "prefixes, alignments or none", True)
+    symbols: int = option(10, "symbols per slot", True)
+    candidates: int = option(16, "kept after each slot", True)
+    nodes: int = option(10, "most nodes of the tree", True)
+    least_worth: float = option(0.0, "draft no prefix of lower probability", True)
+    copies: int = option(0, "tokens copied from the context a round", True)
 
 
 VARIANTS = {
@@ -110,7 +107,7 @@ def rope(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class SlotAttention(nn.Module):
-    """Attention of slots to rows and slots; rows have keys and values only, as the only layer."""
+    """Slots attend to rows and slots. Rows need no queries: no layer follows to read the result."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
         super().__init__()
@@ -121,7 +118,7 @@ class SlotAttention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
 
     def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, ..., Dh)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, T, Dh)
 
     def forward(self, x: Tensor, slots: int, rotary, mask: Tensor | None, cache) -> Tensor:
         """From n rows and m = `slots` slots (B, n + m, D), after P cached rows, to (B, m, D)."""
@@ -167,8 +164,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         else:  # names as in the target's layers, to be copied from there
             self.slots = nn.Parameter(0.02 * torch.randn(self.num_slots, width))
             self.input_layernorm = nn.RMSNorm(width, eps=1e-5)
-            heads = shape["num_heads"], shape["num_kv_heads"], shape["head_dim"]
-            self.self_attn = SlotAttention(width, *heads)
+            sizes = shape["num_heads"], shape["num_kv_heads"], shape["head_dim"]
+            self.self_attn = SlotAttention(width, *sizes)
             self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
             self.mlp = SwiGLU(width, config.intermediate_size)
         if config.kind == "ctc":
@@ -176,13 +173,13 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.norm = nn.RMSNorm(width, eps=1e-5)
         self.register_buffer("draft_ids", torch.arange(min(config.draft_vocab or vocab, vocab)))
 
-    def forward(self, features, embeds, anchors, rotary, head, mask=None, cache=None) -> Tensor:
+    def forward(self, features, embeds, anchors, rotary, lm_head, mask=None, cache=None) -> Tensor:
         """Logits (B, A, S, Vd + 1) of the slots after A chosen rows (Eq. 9, 10), the blank last.
 
         Args:
             features: (B, n, D) of the target. embeds: (B, n, D) of the tokens one step ahead.
             anchors: (B, A) which of the n rows. rotary: cos, sin (B, n + A S, R) of rows and slots.
-            head: the target's, D -> Vd for the tokens draft_ids (Vd,).
+            lm_head: the target's, D -> Vd for the tokens draft_ids (Vd,).
             mask: (B, 1, A S, P + n + A S) bool. cache: of P earlier rows; gets rows and slots.
         """
         both = torch.cat([self.feature_norm(features), self.embed_norm(embeds)], dim=-1)
@@ -190,7 +187,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         sequence = torch.arange(len(anchors), device=anchors.device)[:, None]
         chosen = rows[sequence, anchors][:, :, None]  # (B, A, 1, D)
         if self.config.kind == "medusa":
-            filled = [chosen + F.silu(block(chosen)) for block in self.heads]
+            filled = [chosen + F.silu(medusa_head(chosen)) for medusa_head in self.heads]
             slot_states = self.norm(torch.cat(filled, dim=2))  # (B, A, S, D)
         else:
             x = (chosen + self.slots).flatten(1, 2)  # (B, A S, D)
@@ -198,7 +195,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             x = x + self.self_attn(seen, x.shape[1], rotary, mask, cache)
             x = x + self.mlp(self.post_attention_layernorm(x))
             slot_states = self.norm(x).unflatten(1, (-1, self.num_slots))
-        logits = head(slot_states)  # (B, A, S, Vd)
+        logits = lm_head(slot_states)  # (B, A, S, Vd)
         if self.config.kind == "ctc":
             return torch.cat([logits, self.blank(slot_states)], dim=-1)
         return F.pad(logits, (0, 1), value=float("-inf"))  # never blank
@@ -269,14 +266,11 @@ def windows(drafter: Drafter, target, batch: common.Batch) -> tuple[Tensor, Tens
     asked = batch.hidden[:, :-1][predicts]  # (M, D)
     best = torch.zeros_like(input_ids)  # (B, T) y_t where it is learnt
     best[:, 1:][predicts] = common.target_logits(target, asked, drafter.draft_ids).argmax(-1)
-    # Each place draws a number; where the A largest stand is a random choice of first labels. What
-    # does not learn has 0 and comes last: chosen only if too few learn, and then with the count 0.
-    draws = []
-    for seed in batch.seed.tolist():
-        generator = torch.Generator().manual_seed(seed)
-        draws.append(torch.rand(length, generator=generator))
-    draw = torch.stack(draws).to(device)  # (B, T)
-    first = (draw * learns).topk(min(config.anchors, length)).indices  # (B, A)
+    # Each place draws a number; the A largest are a random choice of first labels. What does not
+    # learn has 0 and comes last: chosen only if too few learn, and then with the count 0.
+    generators = [torch.Generator().manual_seed(seed) for seed in batch.seed.tolist()]
+    draw = torch.stack([torch.rand(length, generator=each) for each in generators])  # (B, T)
+    first = (draw.to(device) * learns).topk(min(config.anchors, length)).indices  # (B, A)
     places = first[..., None] + torch.arange(config.window, device=device)  # (B, A, U)
     inside = places < length
     places = places.clamp(max=length - 1)
@@ -297,9 +291,9 @@ def training_logits(drafter: Drafter, target, batch: common.Batch, anchors: Tens
     places = torch.arange(rows, device=device).expand(len(anchors), -1)  # (B, n)
     ahead = anchors[..., None] + torch.arange(1, slots + 1, device=device)  # (B, A, S)
     rotary = common.rotary(target, torch.cat([places, ahead.flatten(1)], dim=1), -1)
-    head = common.draft_head(target, drafter.draft_ids).to(dtype)
+    lm_head = common.draft_head(target, drafter.draft_ids).to(dtype)
     mask = None if drafter.config.kind == "medusa" else slot_mask(anchors, rows, slots)
-    return drafter(batch.hidden[:, :-1].to(dtype), embeds, anchors, rotary, head, mask)
+    return drafter(batch.hidden[:, :-1].to(dtype), embeds, anchors, rotary, lm_head, mask)
 
 
 def first_token(log_q: Tensor) -> Tensor:
@@ -327,6 +321,8 @@ def loss(drafter: Drafter, target, batch: common.Batch) -> Tensor:
     logits = training_logits(drafter, target, batch, anchors)[teaches]
     log_q = logits.float().log_softmax(-1)  # (M, S, Vd + 1)
     labels, counts = labels[teaches], counts[teaches]  # (M, U), (M,)
+    if not len(counts):  # no anchor teaches: 0, by which every parameter still gets a gradient
+        return log_q.sum()
     if drafter.config.kind == "ctc":
         frames = torch.full_like(counts, log_q.shape[1])  # (M,) all S slots
         blank, by_slot = log_q.shape[-1] - 1, log_q.transpose(0, 1)  # (S, M, Vd + 1)
@@ -339,7 +335,7 @@ def loss(drafter: Drafter, target, batch: common.Batch) -> Tensor:
     if drafter.config.first_token:
         p_target = first_target(drafter, target, batch, anchors)[teaches]  # (M, Vd)
         total = total - drafter.config.first_token * (p_target * first_token(log_q)).sum()
-    return total / max(1, len(counts)) * batch.loss_mask.sum()
+    return total / len(counts) * batch.loss_mask.sum()
 
 
 def alpha(drafter: Drafter, target, batch: common.Batch) -> tuple[Tensor, int]:
@@ -387,9 +383,10 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = Tru
         raw = heapq.nlargest(candidates, longer)
     worth = defaultdict(float)
     for probability, combination in raw:
-        sequence = combination[: (*combination, blank).index(blank)]
         if merge:
             sequence = collapse(combination, blank)
+        else:
+            sequence = combination[: (*combination, blank).index(blank)]
         for end in range(1, len(sequence) + 1):
             worth[sequence[:end]] += probability
     return worth
@@ -398,8 +395,10 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = Tru
 def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     """CTC prefix beam search: the probability that the collapsed sequence begins with each prefix.
 
-    Sums over all alignments (Eq. 6), slot by slot. A prefix's probability is kept apart by whether
-    they end in a blank or in its last token: only after a blank does the same token make it longer.
+    Sums over alignments (Eq. 6), slot by slot: those of blanks and the likeliest `symbols` tokens
+    of each slot, through the `candidates` prefixes kept after each slot. A lower bound, and exact
+    when nothing is cut. Alignments of a prefix are summed apart by whether they end in a blank or
+    in its last token: only after a blank does the same token make it longer.
     By hand, two slots with a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, e the blank:
 
         prefix   entered in slot 1   entered in slot 2    worth
@@ -436,8 +435,8 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     return worth
 
 
-def token_tree(worth: dict, draft_ids: Tensor, nodes: int, depth: int, least_worth=0.0):
-    """A common.Draft, the trie of the prefixes worth most, those of `least_worth` at least."""
+def token_tree(worth, draft_ids: Tensor, nodes: int, depth: int, least_worth=0.0) -> common.Draft:
+    """A trie of the `nodes` likeliest prefixes, none longer than `depth` or below `least_worth`."""
     place = {(): -1}  # {prefix: its node}
     tokens, parents = [], []
     ranked = sorted(worth, key=len)
@@ -462,7 +461,7 @@ class Memory:
     """What the drafter keeps from round to round of one answer."""
 
     cache: common.GrowingCache  # keys and values of the context rows
-    head: nn.Module  # the target's LM head for the draft vocabulary, D -> Vd
+    lm_head: nn.Module  # the target's, for the draft vocabulary, D -> Vd
 
 
 def new_memory(drafter: Drafter, target) -> Memory:
@@ -481,7 +480,7 @@ def propose(drafter, target, input_ids: Tensor, features: Tensor, memory: Memory
     anchor = places.new_full((1, 1), new - 1)
     embeds = target.get_input_embeddings()(input_ids[:, -new:])  # (1, n, D)
     rotary = common.rotary(target, places, -1)
-    logits = drafter(features, embeds, anchor, rotary, memory.head, None, memory.cache)
+    logits = drafter(features, embeds, anchor, rotary, memory.lm_head, None, memory.cache)
     if drafter.config.kind != "medusa":
         memory.cache.crop(-slots)
     return logits[0, 0].float().softmax(-1)
@@ -508,18 +507,19 @@ def generate(
     """`target.generate(**enc, custom_generate=ctc_drafter.generate, drafter=drafter)`: lossless.
 
     Args: transform to copies: as in Config. stats: a common.Stats to fill.
+        token_streamer: gets committed tokens by `put` (transformers does not hand `streamer` on).
     Returns: (1, T') prompt and new tokens. Raises: ValueError: bad options; see common.prefill.
     """
-    config, stats = drafter.config, stats or common.Stats()
-    transform = config.transform if transform is None else transform
-    symbols = config.symbols if symbols is None else symbols
-    candidates = config.candidates if candidates is None else candidates
-    nodes = config.nodes if nodes is None else nodes
-    least_worth = config.least_worth if least_worth is None else least_worth
+    given = {"transform": transform, "symbols": symbols, "candidates": candidates}
+    given |= {"nodes": nodes, "least_worth": least_worth, "copies": copies}
+    given = {name: value for name, value in given.items() if value is not None}
+    config = replace(drafter.config, **given)
+    transform, symbols, candidates = config.transform, config.symbols, config.candidates
     if transform not in ("prefixes", "alignments", "none") or min(symbols, candidates) < 1:
-        given = f"transform {transform!r}, symbols {symbols}, candidates {candidates}"
-        raise ValueError(f"{given}: transform is prefixes, alignments or none, the others >= 1")
-    lookup = common.Lookup(config.copies if copies is None else copies)
+        stated = f"transform {transform!r}, symbols {symbols}, candidates {candidates}"
+        raise ValueError(f"{stated}: transform is prefixes, alignments or none, the others >= 1")
+    stats = stats or common.Stats()
+    lookup = common.Lookup(config.copies)
     memory = new_memory(drafter, target)
     cache, features = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
     timer, done = "prefill", False  # the first pass reads the whole prompt
@@ -534,7 +534,7 @@ def generate(
                     worth = prefix_search(q_slots, symbols, candidates)
                 else:
                     worth = alignments(q_slots, symbols, candidates, transform == "alignments")
-                draft = token_tree(worth, drafter.draft_ids, nodes, room, least_worth)
+                draft = token_tree(worth, drafter.draft_ids, config.nodes, room, config.least_worth)
             stats.note(q_slots=q_slots, worth=worth, draft_ids=drafter.draft_ids)
             timer = "draft"
         with stats.timer(timer):

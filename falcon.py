@@ -3,40 +3,46 @@
 Gao et al., AAAI 2025, arXiv:2412.12639; "upstream" is the code that they published with it.
 From the target's last hidden states ("features") and the tokens one step ahead, the drafter
 predicts k further features in one pass; the target's LM head turns them into tokens. Its input is a
-row of slots: slot i pairs feature h_i with token x_(i+1), which the target has not read yet, and is
-to predict h_(i+k) and so x_(i+k+1). k neighbouring slots make a block and see each other; how far
-the blocks' borders are shifted is their phase. Training teaches the slots of a block to agree:
-coupled sequential glancing distillation (CSGD) shows some their answers, fewer as it goes on.
+row of slots: slot i pairs feature h_i with the token after it, x_(i+1), which h_i has not seen, to
+predict h_(i+k) and so x_(i+k+1). k neighbouring slots make a block and see each other; how far the
+blocks' borders are shifted is their phase. Training teaches the slots of a block to agree: coupled
+sequential glancing distillation (CSGD) shows some their answers, fewer as it goes on.
 Drafting grows a token tree by k levels a pass. k = 2, newest token x_4, f predicting h:
 
     pass 1    (h_2, x_3) (h_3, x_4)  ->  f_4, f_5  ->  x_5, x_6      the next token and the second
     pass 2    (f_4, x_5) (f_5, x_6)  ->  f_6, f_7  ->  x_7, x_8      for every branch x_5 x_6
 
-    symbol              name here                          section       function
-    t_i                 x_i, a token; input_ids            3.1           all
-    f_i, f_i^draft      h_i, hidden; f_i, features         3.1, Eq. 1    training_pass, propose
-    p, p^draft          p_target, q_draft                  Eq. 6, 7      loss, alpha
-    LSTM                Drafter.fusion                     3.2           Drafter
-    relaxed mask        relaxed_mask, tree_sight           3.2, Fig. 3   training_pass, propose
-    Y^t, Y-hat, d()     truth, logits, sum of wrong        3.2           loss
-    N, lambda           count, rate (ep_c/ep_t: progress)  3.2           glance, loss
-    L_reg; omega_reg    l1; none, it is 1                  Eq. 2, 8      loss
-    L_soft, L_hard      soft, hard                         Eq. 3, 4      loss
-    alpha, omega_dist   0.9, Config.distill_weight         Eq. 5, 8      loss
-    alpha of Table 2    not `alpha` here, sum min(p, q): the paper's fits tau / (tau + 1)
-    m passes, n nodes   Config.tree                        3.4, App. A   propose
+    symbol              name here                          section           function
+    k                   Config.k                           3.1               all
+    t_i                 x_i, a token; input_ids            3.1               all
+    f_i; f_i^draft      h_i, hidden, answers; predicted    3.1, Eq. 1        training_pass, propose
+    p, p^draft          p_target, q_draft                  Eq. 6, 7          loss, alpha
+    LSTM                Drafter.fusion                     3.2               Drafter
+    relaxed mask        relaxed_mask, tree_sight           3.2, 3.4, Fig. 3  training_pass, propose
+    Y^t, Y-hat, d()     truth, logits, sum of wrong        3.2               loss
+    N, lambda           count, rate (ep_c/ep_t: progress)  3.2               glance, loss
+    L_reg               l1                                 Eq. 2, 8          loss
+    L_soft, L_hard      soft, hard                         Eq. 3, 4          loss
+    alpha, omega_dist   0.9, Config.distill_weight         Eq. 5, 8          loss
+    alpha of Table 2    not `alpha`, sum min(p, q): Falcon's fits tau / (tau + 1) within a point
+    m passes, n nodes   Config.tree                        3.4, App. A       propose
 
 Deviations
-    1. upstream != paper: its LSTM has two axes mixed up and never recurs (`cell`); `lstm` does, on
-       every branch. Shipped is `linear`: alpha 0.130 after 200 steps, LSTM 0.128 in twice the time.
+    1. upstream != paper: its nn.LSTM lacks batch_first, so it recurs over the batch, with a batch
+       of 1 never (`cell`); `lstm` recurs over the slots, on every branch. Shipped is `linear`:
+       alpha 0.130 after 200 steps, LSTM 0.128 in twice the time.
     2. ours: the shipped drafter has one attention layer, figure 2 two (alpha 0.131 instead of 0.170
-       after 0.28 million token-steps, tokens learned from). It was trained with omega_dist 1
-       (paper: 0.1), learning rates 2e-3 and 1.5e-3 (3e-5) and gradients clipped at 1 (silent);
-       lambda falls by the step, not the epoch, and begins again with every train.py --init.
+       after 0.28 million token-steps, tokens learned from). It learned from 1.06 million tokens of
+       the target's own answers, cut at 384 (4.3: 68,000 dialogues of ShareGPT), with omega_dist 1
+       (0.1), learning rates 2e-3, then 1.5e-3 (3e-5) and gradients clipped at 1 (silent); lambda
+       falls by the step, not the epoch, and begins again with every train.py --init.
     3. upstream != paper: blocks end at the newest token in every round (upstream counts from the
        start of a chunk, so half its rounds do not see that token); training draws a random phase.
+       A cached slot keeps what it saw in its old block: harmless with one attention layer, whose
+       keys and values depend on the fused slot alone; deeper layers keep keys of former borders.
     4. paper silent: CSGD's runs start at the first slot of a block and spare its last one, as 3.2
-       wants what precedes the predicted. Slots that hold answers teach nothing (upstream's do).
+       wants what precedes the predicted. Slots with answers teach nothing; upstream's do, and it
+       samples hard labels, has lambda fall from 0.45 to about 0.1 and scales noise by 512 / T.
     5. ours: features and embeddings are normed before fusion (their scales differ by 20 on the
        default target); attention layers and a final norm start as the target's; drafts, soft and
        hard labels are of the frequent tokens only (`draft_vocab`).
@@ -50,7 +56,7 @@ Deviations
 
 import heapq
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -59,12 +65,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLayer
 
 import common
-
-
-def option(default, help: str, decode: bool = False):
-    """A field of Config. A callable makes its default; `decode`: bench.py can change it, too."""
-    kind = "default_factory" if callable(default) else "default"
-    return field(**{kind: default}, metadata={"help": help, "decode": decode})
+from common import option
 
 
 @dataclass
@@ -88,8 +89,9 @@ class Config:
 def whole_head(table: Tensor, head_dim: int, fill: float) -> Tensor:
     """A rotary table (1, r, R) of a target that turns R of a head's numbers, widened to all Dh.
 
-    Numbers j and j + Dh/2 turn by one angle, so each stands in a table twice. A pair that is not to
-    turn has angle 0: cos is filled with 1, sin with 0. R = 4, Dh = 8: cos a b a b, a b 1 1 a b 1 1.
+    Numbers j and j + Dh/2 turn by one angle, so each stands in a table twice; what is not to turn
+    has cos 1 and sin 0, the `fill`. R = 4, Dh = 8: cos `a b a b` becomes `a b 1 1 a b 1 1`. Such a
+    target itself pairs j with j + R/2, so attention weights copied from it must be relearnt.
     """
     half = table[..., : table.shape[-1] // 2]  # (1, r, R/2)
     half = F.pad(half, (0, head_dim // 2 - half.shape[-1]), value=fill)  # (1, r, Dh/2)
@@ -164,9 +166,8 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     Raises: ValueError: a fusion or k that there is not.
     """
     if config.fusion not in ("lstm", "cell", "linear") or config.k < 1:
-        raise ValueError(
-            f"fusion {config.fusion!r}, k {config.k}: fusion is lstm, cell or linear, k at least 1"
-        )
+        given = f"fusion {config.fusion!r}, k {config.k}"
+        raise ValueError(f"{given}: fusion is lstm, cell or linear, k at least 1")
     drafter = Drafter(config)
     with torch.no_grad():
         drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
@@ -237,13 +238,14 @@ def glance(wrong: Tensor, where: Tensor, rate: float, k: int, seed: Tensor) -> T
     Args: wrong, where: (B, S) bool, slots that missed, that learn. seed: (B,), gives the phase too.
     Returns: (B, S) bool.
     """
+    if k == 1:  # a block of one slot has none to couple
+        return torch.zeros_like(where)
     learns = where.cpu()
     replaced = torch.zeros(where.shape, dtype=torch.bool)
-    for row, number in enumerate(seed.tolist() if k > 1 else []):  # one slot has none to couple
+    for row, number in enumerate(seed.tolist()):
         generator = torch.Generator().manual_seed(number)
         count = round(rate * int(wrong[row].sum()))
-        phase = number % k
-        first = (k - phase) % k  # of whole blocks: 2 in 0 1 | 2 3 4 | ..., k = 3 and phase 1
+        first = -number % k  # of whole blocks: 2 in 0 1 | 2 3 4 | ..., k = 3 and phase 1
         starts = range(first, where.shape[1], k)
         for block in torch.randperm(len(starts), generator=generator).tolist():
             run = min(count, int(torch.randint(1, k, (), generator=generator)))
@@ -256,8 +258,8 @@ def glance(wrong: Tensor, where: Tensor, rate: float, k: int, seed: Tensor) -> T
 def training_pass(drafter: Drafter, target, batch: common.Batch, replaced: Tensor | None = None):
     """Run over the S = T - 1 slots of whole sequences; slot i is to predict h_(i+k), x_(i+k+1).
 
-    Args: replaced: (B, S) bool, slots that get their answers and learn nothing; comes with noise.
-    Returns: of the M that learn, logits (M, Vd), features and the target's (M, D); (B, S) bool.
+    Args: replaced: (B, S) bool, slots that get their answers, not to learn; None: none, no noise.
+    Returns: of the M that learn logits (M, Vd), predicted, answers (M, D); which they are, (B, S).
     """
     k = drafter.config.k
     hidden = batch.hidden.to(drafter.norm.weight.dtype)  # (B, T, D)
@@ -299,20 +301,17 @@ def loss(drafter: Drafter, target, batch: common.Batch) -> Tensor:
         wrong = where.clone()
         wrong[where] = logits.argmax(-1) != truth
         replaced = glance(wrong, where, 0.4 * (1 - batch.progress), config.k, batch.seed)
-    logits, features, answers, _ = training_pass(drafter, target, batch, replaced)
+    logits, predicted, answers, _ = training_pass(drafter, target, batch, replaced)
     log_p_target = common.target_logits(target, answers, ids).log_softmax(-1)  # (M, Vd)
     log_q_draft = logits.log_softmax(-1)  # (M, Vd)
-    l1 = F.smooth_l1_loss(features, answers, reduction="sum") / answers.shape[-1]
+    l1 = F.smooth_l1_loss(predicted, answers, reduction="sum") / answers.shape[-1]
     soft = F.kl_div(log_q_draft, log_p_target, log_target=True, reduction="sum")
     hard = F.nll_loss(log_q_draft, log_p_target.argmax(-1), reduction="sum")
     return l1 + config.distill_weight * (0.9 * soft + 0.1 * hard)
 
 
 def alpha(drafter: Drafter, target, batch: common.Batch) -> tuple[Tensor, int]:
-    """Acceptance rate at temperature 1 of what the first pass drafts, mean over a block's slots.
-
-    Returns: the sum over slots of sum_x min(p_target, q_draft), and the number of slots.
-    """
+    """Acceptance, sum_x min(p_target, q_draft), summed over a first pass's slots; their number."""
     logits, _, answers, _ = training_pass(drafter, target, batch)
     p_target = common.target_logits(target, answers).softmax(-1)  # (M, V)
     return torch.minimum(p_target[:, drafter.draft_ids], logits.softmax(-1)).sum(), len(logits)
@@ -401,7 +400,7 @@ def new_memory(drafter: Drafter, target) -> Memory:
 
 
 def first_pass(drafter: Drafter, target, input_ids: Tensor, memory: Memory) -> Tensor:
-    """Feed the committed slots that are new: features (1, k, D) of the newest block.
+    """Feed the committed slots that are new: predicted features (1, k, D) of the newest block.
 
     Blocks are counted back from the newest slot, so their borders move from round to round. Old
     slots that now share a block with new ones attend again, to see them; what fusion made of them
@@ -414,13 +413,12 @@ def first_pass(drafter: Drafter, target, input_ids: Tensor, memory: Memory) -> T
     k = drafter.config.k
     total = input_ids.shape[1] - 1  # P
     new = memory.waiting.shape[1]
-    lacking = (k - new % k) % k  # of whole blocks
-    again = min(lacking, memory.tail.shape[1])  # a first round has no old slots
+    again = min(-new % k, memory.tail.shape[1])  # to fill blocks; a first round has no old slots
     memory.cache.crop(-again)
     slots = torch.arange(total, device=input_ids.device)  # (P,)
     fed = slots[total - new - again :]  # (again + new,)
     block = (slots - total) // k  # (P,) ..., -2, -1
-    features, fused, memory.state = drafter(
+    predicted, fused, memory.state = drafter(
         memory.waiting,
         target.get_input_embeddings()(input_ids[:, -new:]),
         common.rotary(target, fed[None], -1),
@@ -431,7 +429,7 @@ def first_pass(drafter: Drafter, target, input_ids: Tensor, memory: Memory) -> T
     )
     memory.tail = torch.cat([memory.tail, fused], dim=1)[:, -k:]
     memory.waiting = memory.waiting[:, :0]
-    return features[:, -k:]
+    return predicted[:, -k:]
 
 
 def propose(drafter, target, input_ids, hidden, memory, config, depth, stats) -> common.Draft:
@@ -453,20 +451,20 @@ def propose(drafter, target, input_ids, hidden, memory, config, depth, stats) ->
     if total < k or min(ranks, depth) < 1:
         return common.chain([], input_ids)
 
-    def entry(table, path):  # of a node: k = 2, (4, 3, 1) was drafted below (4, 3), slot 0, rank 1
+    def entry(table, path):  # of node (4, 3, 1), k = 2: what stands below (4, 3), slot 0, rank 1
         slot = (len(path) - 1) % k
         return table[path[: len(path) - 1 - slot]][slot][path[-1]]
 
     # k = 2, a tree ac ad be (a b drafted in slot 0, c d e in slot 1) with deeper nodes:
     #   pass 2   grown ac ad be, parent 0 0 0: blocks (a c) (a d) (b e), 6 rows side by side
     #   pass 3   grown acfg beij, parent 0 2: block (f g) sees (a c) and itself, (i j) sees (b e)
-    features = first_pass(drafter, target, input_ids, memory)  # (1, k, D)
+    predicted = first_pass(drafter, target, input_ids, memory)  # (1, k, D)
     state = memory.state
     sight = torch.ones(1, total, dtype=torch.bool, device=input_ids.device)  # (1, P)
     grown = [()]  # the node that each block of the pass continues
     q_draft, tokens = {}, {}  # {such a node: [slot][rank]}
-    for end in range(k, depth + k, k):
-        top = memory.head(features).softmax(-1, dtype=torch.float32).topk(ranks)  # (n, k, ranks)
+    for end in range(k, depth + k, k):  # the depth of the last tokens that a pass drafts
+        top = memory.head(predicted).softmax(-1, dtype=torch.float32).topk(ranks)  # (n, k, ranks)
         q_draft |= zip(grown, top.values.tolist())
         tokens |= zip(grown, drafter.draft_ids[top.indices].tolist())
         blocks = grown
@@ -482,17 +480,18 @@ def propose(drafter, target, input_ids, hidden, memory, config, depth, stats) ->
         fed = [[entry(tokens, path[:length]) for length in last] for path in grown]  # (n, k)
         slots = torch.arange(total + end - k, total + end, device=sight.device).repeat(len(grown))
         sight = tree_sight(sight, parent, k)  # (n, rows)
-        features, _, state = drafter(
-            features[parent],
+        predicted, _, state = drafter(
+            predicted[parent],
             target.get_input_embeddings()(input_ids.new_tensor(fed)),
             common.rotary(target, slots[None], -1),
             sight.repeat_interleave(k, dim=0)[None, None],  # (1, 1, n k, rows)
             memory.cache,
             state and tuple(x[:, parent] for x in state),  # each (2, n, D)
         )
-        features = features.view(len(grown), k, -1)  # (n, k, D)
+        predicted = predicted.view(len(grown), k, -1)  # (n, k, D)
     memory.cache.crop(total - memory.cache.get_seq_length())  # rows of later passes are guesses
-    stats.note(k=k, q_nodes=[entry(q_draft, path) for path in paths])
+    if stats.trace is not None:
+        stats.note(k=k, q_nodes=[entry(q_draft, path) for path in paths])
     number = {path: n for n, path in enumerate(paths)}
     parents = torch.tensor([number.get(path[:-1], -1) for path in paths], dtype=torch.long)
     return common.Draft(input_ids.new_tensor([entry(tokens, path) for path in paths]), parents)
@@ -520,6 +519,7 @@ def generate(
 
     Args: tree, best_nodes, passes, least_worth, copies: as in Config, by default the drafter's.
         chain: draft first choices only, as deep as the tree. stats: a common.Stats to fill.
+        token_streamer: gets committed tokens by `put` (transformers does not hand `streamer` on).
     Returns: (1, T') prompt and new tokens.
     """
     given = {"tree": tree, "best_nodes": best_nodes, "passes": passes}
@@ -536,7 +536,7 @@ def generate(
     done = False
     while not done:
         with stats.timer("draft" if memory.cache.get_seq_length() else "prefill"):
-            room = max(0, generation_config.max_length - input_ids.shape[1] - 1)  # 1: the bonus
+            room = generation_config.max_length - input_ids.shape[1] - 1  # one place is the bonus's
             draft = propose(drafter, target, input_ids, hidden, memory, config, room, stats)
             draft = lookup.merge(draft, input_ids, room)
         tokens, _, hidden = common.verify(

@@ -47,9 +47,8 @@ def make_batch(
     """Collate the sequences `indices` with their features."""
     ids = pad_sequence([sequences[i][0] for i in indices], batch_first=True).to(device)  # (B, T)
     mask = pad_sequence([sequences[i][1] for i in indices], batch_first=True).to(device)  # (B, T)
-    lengths = torch.tensor([len(sequences[i][0]) for i in indices], device=device)
     hidden, kv = features.of(indices, ids)
-    return common.Batch(ids, mask, lengths, hidden, kv, seed.to(device), progress)
+    return common.Batch(ids, mask, hidden, kv, seed.to(device), progress)
 
 
 class Order:

@@ -295,6 +295,20 @@ def test_windows_hold_what_the_target_says_after_the_newest_token(llama, prompt)
             assert labels[row, n, :count].tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_in_which_no_anchor_teaches_gives_zeros(llama, kind):
+    """The only token to learn stands at place 1, which no row goes before."""
+    drafter = make_drafter(llama, kind=kind, first_token=0.5).train()
+    batch = make_batch(llama, lengths=(5, 2), prompt=1)
+    batch.loss_mask[:, 2:] = False
+    assert batch.loss_mask.any()
+    value = ctc_drafter.loss(drafter, llama, batch)
+    value.backward()
+    assert value.dtype == torch.float32 and float(value.detach()) == 0
+    for name, weight in drafter.named_parameters():
+        assert weight.grad is not None and not weight.grad.any(), name
+
+
 @pytest.mark.parametrize("draft_vocab", [0, 30])
 def test_cut_labels_end_where_the_data_differs(llama, draft_vocab):
     """The label there is kept: it was asked after data that agreed so far."""

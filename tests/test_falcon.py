@@ -520,7 +520,7 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
 
     slots = [
         (row, slot)
-        for row, length in enumerate(batch.lengths.tolist())
+        for row, length in enumerate((9, 14, 7))
         for slot in range(length - k - 1)
         if batch.loss_mask[row, slot + k + 1]
     ]

@@ -415,7 +415,7 @@ def test_loss_against_a_hand_worked_case(llama, distill):
     drafter = make_drafter(llama, draft_vocab=30, distill=distill)
     drafter.draft_ids.copy_(torch.arange(10, 40))
     terms = []
-    for row, length in enumerate(batch.lengths.tolist()):
+    for row, length in enumerate((9, 12, 7)):
         for place in range(length - 1):
             if not batch.loss_mask[row, place + 1]:
                 continue
@@ -429,7 +429,7 @@ def test_loss_against_a_hand_worked_case(llama, distill):
     got = glide.loss(drafter, llama, batch)
     expected = pytest.approx(sum(terms), rel=1e-5)
     assert got is not None and got.detach().item() == expected, (
-        f"input: {batch.lengths.tolist()} tokens, of which all but 3 are to be predicted, phases "
+        "input: 9, 12 and 7 tokens, of which all but 3 are to be predicted, phases "
         f"4, 0, 3, draft tokens 10 to 39, distill={distill}\n"
         f"expected: {sum(terms):.6f}, the sum of {[round(term, 3) for term in terms]}\ngot: {got}"
     )

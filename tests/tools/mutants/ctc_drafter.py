@@ -105,8 +105,8 @@ MUTANTS = [
     ),
     (
         FILE,
-        "lookup = common.Lookup(config.copies if copies is None else copies)",
-        "lookup = common.Lookup(config.copies)",
+        '"least_worth": least_worth, "copies": copies}',
+        '"least_worth": least_worth}',
         "copies: the option is not read",
     ),
     (
@@ -115,4 +115,5 @@ MUTANTS = [
         "room = generation_config.max_length - input_ids.shape[1]",
         "drafting: no room left for the bonus token",
     ),
+    (FILE, "    if not len(counts):", "    if False:", "loss: a batch in which no anchor teaches"),
 ]

@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     (
         "falcon.py",
-        "again = min(lacking, memory.tail.shape[1])",
+        "again = min(-new % k, memory.tail.shape[1])",
         "again = 0",
         "drafting: old slots do not see the new ones of their block",
     ),
@@ -59,8 +59,8 @@ MUTANTS = [
     ),
     (
         "falcon.py",
-        "first = (k - phase) % k",
-        "first = phase",
+        "first = -number % k",
+        "first = number % k",
         "CSGD: runs that do not start at a block's first slot",
     ),
     ("falcon.py", "where = where & ~replaced", "pass", "CSGD: learns slots that hold their answer"),
@@ -85,7 +85,7 @@ MUTANTS = [
     ),
     (
         "falcon.py",
-        'l1 = F.smooth_l1_loss(features, answers, reduction="sum") / answers.shape[-1]',
+        'l1 = F.smooth_l1_loss(predicted, answers, reduction="sum") / answers.shape[-1]',
         "l1 = 0.0",
         "loss: no regression",
     ),
