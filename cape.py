@@ -81,13 +81,11 @@ class Config:
     gamma: int = option(5, "(greatest) length of the trajectory", True)
     expansion: str = option("cape", "cape, confidence, fixed, beam or none", True)
     sizes: list[int] = option(lambda: [7, 5, 3, 1], "S(p): extras for each range of p", True)
-    bounds: list[float] = option(
-        lambda: [0.3, 0.6, 0.8], "upper bounds of ranges but the last", True
-    )
-    # the chance that pays for a row is the time of a row more over that of a token
-    least_worth: float = option(0.03, "chance of being reached and right to pay for a row", True)
+    bounds: list[float] = option(lambda: [0.3, 0.6, 0.8], "their upper bounds, but the last", True)
+    # a row pays where this chance exceeds the time of one row more over that of a token
+    least_worth: float = option(0.03, "confidence: least chance of being reached and right", True)
     width: int = option(4, "extras a step (fixed) or beams (beam)", True)
-    max_tokens: int = option(32, "most tokens a round; trajectory, beams, copies are not cut", True)
+    max_tokens: int = option(32, "most draft tokens a round; cuts extras only", True)
     copies: int = option(0, "tokens copied from the context (prompt lookup); 0: the paper's", True)
 
 
@@ -280,25 +278,11 @@ def checked_config(**given) -> Config:
 
 @torch.no_grad()
 def generate(
-    target,
-    input_ids,
-    logits_processor,
-    stopping_criteria,
-    generation_config,
-    base,
-    base_drafter,
-    gamma=None,
-    expansion=None,
-    sizes=None,
-    bounds=None,
-    least_worth=None,
-    width=None,
-    max_tokens=None,
-    copies=None,
-    stats=None,
-    token_streamer=None,
-    **model_kwargs,
-) -> Tensor:
+    target, input_ids, logits_processor, stopping_criteria, generation_config,
+    base, base_drafter,
+    gamma=None, expansion=None, sizes=None, bounds=None, least_worth=None, width=None,
+    max_tokens=None, copies=None, stats=None, token_streamer=None, **model_kwargs,
+) -> Tensor:  # fmt: skip
     """Lossless decoding, on top of a chain proposer.
 
     `target.generate(**enc, custom_generate=cape.generate, base=glide, base_drafter=drafter)`
