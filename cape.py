@@ -13,42 +13,47 @@ proposer (`base`); GLIDE is the default, and only the base has weights.
               +- a_1      +- a_2      +- a_3         X_1 = {a_1, b_1}, K_1 = 2: unsure here
               +- b_1                                 X_2 = {a_2}, K_2 = 1: sure
 
-    symbol             name here                    section       function
-    M_T, M_D           target, base_drafter         3             generate
-    x_(<=t), x_t       input_ids, its last (root)   3, 4.1        generate
-    x_(t+1..t+gamma)   trajectory                   4.2           expand
-    gamma              Config.gamma                 3, 5.1        generate
-    p_D(. | x_(<t+i))  q_draft of step i            4.2           expand
-    p_i                confidence, max of q_draft   4.2           extras_wanted
-    S(p)               Config.sizes, bounds         4.2           set_size
-    X_i, K_i           extras of step i, counts     4.2           expand, extras_wanted
-    x'_(t+i,j)         the j-th extra of step i     4.2           expand
-    P, beta            Draft.tokens, their number   4.2, Alg. 2   expand
-    pos(i)             depth of a node              4.2, Alg. 2   common.verify
-    A, Mask_CAPE       scores, ancestor_mask        4.2           common (drawing in expand)
-    k                  Config.width                 5.1           beam
-    32 tokens          Config.max_tokens            5.3           expand
-    S, P, T, K, R      sizes, q_draft, trajectory,  Alg. 1        expand
-                       extras, paths of the tree
-    input, input_pi    tokens and depths            Alg. 2        common.verify
-    CAM, VAM           chain's mask, whole mask     Alg. 2        common.ancestor_mask
+    symbol             name here                      section       function
+    M_T, M_D           target, base_drafter           3             generate
+    x_(<=t), x_t       input_ids, its last (root)     3, 4.1        generate
+    x_(t+1..t+gamma)   trajectory                     4.2           expand
+    gamma              Config.gamma                   3, 5.1        generate
+    p_D(. | x_(<t+i))  q_draft of step i              4.2           expand
+    p_i                confidences, max of q_draft    4.2           extras_wanted
+    S(p)               Config.sizes, bounds           4.2           set_size
+    X_i, K_i           extras of step i, counts       4.2           expand, extras_wanted
+    x'_(t+i,j)         the j-th extra of step i       4.2           expand
+    P, beta            Draft.tokens, their number     4.2, Alg. 2   expand
+    pos(i)             depth of a node                4.2, Alg. 2   common.verify
+    A                  (inside the target's layers)   4.2
+    Mask_CAPE          ancestor_mask                  4.2           common (drawing in expand)
+    k                  Config.width                   5.1           beam
+    32 tokens          Config.max_tokens              5.3           expand
+    S[..]              sizes, each one less           Alg. 1        set_size
+    P, p_i, T          q_draft, its rows, trajectory  Alg. 1        expand
+    K_i, R             extras, paths of the tree      Alg. 1        expand
+    input, input_pi    tokens and depths              Alg. 2        common.verify
+    CAM, VAM           chain's mask, whole mask       Alg. 2        common.ancestor_mask
 
 Deviations
     1. paper silent, where section 4.2 and Algorithm 1 differ: here the sizes are those of 4.2,
        without the trajectory's token, and a range includes its upper bound. The algorithm's array
        of ten counts that token, includes the lower bounds, and has no entry for p = 1.
     2. paper silent: how the limit of 32 tokens is kept, which gamma = 5 can pass (5 x 8 = 40).
-       Upstream drafts 4 tokens, 4 x 8 = 32, so that its limit never cuts. Here the extras least
-       likely to be reached and right go first; the trajectory always stays.
+       Upstream drafts 4 tokens, 4 x 8 = 32, so that its limit never cuts. Here the extras of least
+       worth, the chance of being reached and right, are dropped first; the trajectory always stays.
     3. ours: sampling is lossless too. Under sampling the trajectory is drawn from the drafter and
        verified by rejection sampling; when a draft token is refused, the target's own draw from the
        residual distribution may hit an extra, and is then kept together with its key and value. The
        residual does not depend on which extras were listed, so the output distribution is the
-       target's.
+       target's. p_i stays the largest probability, after all processors and over the base's draft
+       vocabulary, but X_i leaves out the drawn token, not the likeliest.
     4. ours: `expansion="confidence"` lists what is worth a row of the verification, at any step,
        and stops the trajectory where nothing is (`worthwhile`); tokens copied from the context may
-       stand beside all of it (`copies`, off by default, not counted in `max_tokens`).
-    5. ours: other S(p) than the paper's; refit_sizes in support/fitting.py chooses them for a
+       stand beside all of it (`copies`, off by default).
+    5. ours: `max_tokens` cuts extras only. The trajectory, beams and copies are not cut; and beams
+       are drafted without the processors (temperature, penalties), which verification applies.
+    6. ours: other S(p) than the paper's; refit_sizes in support/fitting.py chooses them for a
        machine from measured acceptance and cost (bench.py --refit). The default is the paper's.
 """
 
@@ -64,46 +69,24 @@ from torch import Tensor
 import common
 
 
+def option(default, help: str, decode: bool = False):
+    """A field of Config. A callable makes its default; `decode`: bench.py can change it, too."""
+    kind = "default_factory" if callable(default) else "default"
+    return field(**{kind: default}, metadata={"help": help, "decode": decode})
+
+
 @dataclass
 class Config:
-    base: str = field(
-        default="glide", metadata={"help": "chain proposer to expand", "decode": True}
-    )
-    gamma: int = field(
-        default=5, metadata={"help": "(greatest) length of the trajectory", "decode": True}
-    )
-    expansion: str = field(
-        default="cape", metadata={"help": "cape, confidence, fixed, beam or none", "decode": True}
-    )
-    sizes: list[int] = field(
-        default_factory=lambda: [7, 5, 3, 1],
-        metadata={"help": "S(p): extras for each range of confidence", "decode": True},
-    )
-    bounds: list[float] = field(
-        default_factory=lambda: [0.3, 0.6, 0.8],
-        metadata={"help": "upper bounds of the ranges but the last", "decode": True},
-    )
-    least_worth: float = field(
-        default=0.03,
-        metadata={
-            "help": "chance of being reached and right that pays for a row (confidence): the time "
-            "of a row more over that of a token",
-            "decode": True,
-        },
-    )
-    width: int = field(
-        default=4, metadata={"help": "extras a step (fixed) or beams (beam)", "decode": True}
-    )
-    max_tokens: int = field(
-        default=32, metadata={"help": "most draft tokens a round, copies aside", "decode": True}
-    )
-    copies: int = field(
-        default=0,
-        metadata={
-            "help": "tokens copied from the context a round (prompt lookup; 0: the paper's method)",
-            "decode": True,
-        },
-    )
+    base: str = option("glide", "chain proposer to expand", True)
+    gamma: int = option(5, "(greatest) length of the trajectory", True)
+    expansion: str = option("cape", "cape, confidence, fixed, beam or none", True)
+    sizes: list[int] = option(lambda: [7, 5, 3, 1], "S(p): extras for each range of p", True)
+    bounds: list[float] = option(lambda: [0.3, 0.6, 0.8], "their upper bounds, but the last", True)
+    # a row pays where this chance exceeds the time of one row more over that of a token
+    least_worth: float = option(0.03, "confidence: least chance of being reached and right", True)
+    width: int = option(4, "extras a step (fixed) or beams (beam)", True)
+    max_tokens: int = option(32, "most draft tokens a round; cuts extras only", True)
+    copies: int = option(0, "tokens copied from the context (prompt lookup); 0: the paper's", True)
 
 
 VARIANTS = {
@@ -141,7 +124,8 @@ def worthwhile(steps, least_worth: float):
     """The steps of a chain proposer up to where no token is worth a row of the verification.
 
     A node's worth is the probability that the round gets to its parent times the drafter's
-    probability of the token: under a calibrated drafter, the chance that the round accepts it.
+    probability of the token: the chance that greedy decoding accepts it, under a calibrated
+    drafter. Under sampling it is a score only, as a drawn token is accepted with min(1, p / q).
 
     Sampling stays exact, although it is cut here. Step i is left out for what the tokens before it
     are, and for its distribution as a whole (the largest probability), never for the token that was
@@ -170,6 +154,7 @@ def expand(
     input_ids: Tensor,
     do_sample: bool,
     least_worth: float = 0.0,
+    stats=None,
 ) -> common.Draft:
     """Linearise a trajectory and its expansion sets into a token tree (4.2, Algorithms 1 and 2).
 
@@ -196,8 +181,9 @@ def expand(
     Args:
         steps: (token (1,), q_draft (V,), hidden) as a chain proposer yields them, gamma of them.
         counts: K_i, the most extras for each step.
-        max_tokens: most nodes in all; the extras of least worth go first.
+        max_tokens: most nodes in all; the extras of least worth are dropped first.
         least_worth: extras of this worth or less are left out, see `worthwhile`.
+        stats: a common.Stats that is told every node's probability (for its trace).
     Returns:
         Draft; under sampling its probs are q_draft on the trajectory and zero on the extras.
     """
@@ -209,10 +195,11 @@ def expand(
     q_draft = trajectory.probs  # (gamma, V)
     vocab = q_draft.shape[1]
     drafted = trajectory.tokens[:, None]  # (gamma, 1)
-    confidence = q_draft.gather(1, drafted)[:, 0].tolist()
+    chance = q_draft.gather(1, drafted)[:, 0].tolist()  # of the drafted tokens, gamma numbers
     others = q_draft.scatter(1, drafted, 0.0)  # (gamma, V) without the trajectory's own tokens
-    best = others.topk(min(max(counts), room, vocab), dim=-1)  # two of (gamma, most)
-    probabilities, choices = best.values.tolist(), best.indices.tolist()
+    best = others.topk(min(max(counts), room, vocab), dim=-1)
+    probabilities = best.values.tolist()  # (gamma, count)
+    choices = best.indices.tolist()  # (gamma, count)
 
     candidates = []  # (worth, step, rank in the step)
     reached = 1.0  # probability that the round gets to this step
@@ -221,11 +208,13 @@ def expand(
             worth = reached * probability
             if worth > least_worth:
                 candidates.append((worth, step, rank))
-        reached *= confidence[step]
+        reached *= chance[step]
     chosen = heapq.nlargest(room, candidates)
     places = sorted((step, rank) for _, step, rank in chosen)  # in the order of the sets
 
     extras = [choices[step][rank] for step, rank in places]
+    if stats is not None:
+        stats.note(q_nodes=chance + [probabilities[step][rank] for step, rank in places])
     tokens = torch.cat([trajectory.tokens, input_ids.new_tensor(extras)])  # (N,)
     above = [step - 1 for step, _ in places]  # an extra hangs where its step's token does
     parents = torch.cat([trajectory.parents, torch.tensor(above, dtype=torch.long)])  # (N,)
@@ -242,8 +231,9 @@ def beam(
 
     Section 5.1: every level keeps the `width` continuations of highest probability among all of
     the beams before; the tree is that of the proposals left at the end, which share beginnings.
-    Each beam is a call of the base with the beam's tokens appended, so a level costs `width`
-    drafter passes, in turn.
+    Each beam is a call of the base with the beam's tokens appended: one drafter pass for the first
+    level, `width` in turn for every later one. A pass feeds again what its beam does not share with
+    the beam before. `max_tokens` does not cut the tree, and the logits processors do not shape it.
     """
     beams = [(0.0, [])]  # log-probability and tokens of each proposal
     for _ in range(gamma):
@@ -288,32 +278,18 @@ def checked_config(**given) -> Config:
 
 @torch.no_grad()
 def generate(
-    target,
-    input_ids,
-    logits_processor,
-    stopping_criteria,
-    generation_config,
-    base,
-    base_drafter,
-    gamma=None,
-    expansion=None,
-    sizes=None,
-    bounds=None,
-    least_worth=None,
-    width=None,
-    max_tokens=None,
-    copies=None,
-    stats=None,
-    token_streamer=None,
-    **model_kwargs,
-) -> Tensor:
+    target, input_ids, logits_processor, stopping_criteria, generation_config,
+    base, base_drafter,
+    gamma=None, expansion=None, sizes=None, bounds=None, least_worth=None, width=None,
+    max_tokens=None, copies=None, stats=None, token_streamer=None, **model_kwargs,
+) -> Tensor:  # fmt: skip
     """Lossless decoding, on top of a chain proposer.
 
     `target.generate(**enc, custom_generate=cape.generate, base=glide, base_drafter=drafter)`
 
     Args:
-        base: module of a chain proposer (new_memory, propose). base_drafter: its trained drafter.
-            The others are the fields of Config, which holds their defaults.
+        base, base_drafter: module of a chain proposer (new_memory, propose), its trained drafter.
+        gamma to copies: the fields of Config, which holds their defaults.
         stats: a common.Stats to fill.
     Returns:
         (1, T') prompt and new tokens.
@@ -321,15 +297,9 @@ def generate(
         ValueError: an unknown expansion, or a table whose parts do not fit.
     """
     config = checked_config(
-        gamma=gamma,
-        expansion=expansion,
-        sizes=sizes,
-        bounds=bounds,
-        least_worth=least_worth,
-        width=width,
-        max_tokens=max_tokens,
-        copies=copies,
-    )
+        gamma=gamma, expansion=expansion, sizes=sizes, bounds=bounds, least_worth=least_worth,
+        width=width, max_tokens=max_tokens, copies=copies,
+    )  # fmt: skip
     least_worth = config.least_worth if config.expansion == "confidence" else 0.0
     stats = stats or common.Stats()
     do_sample = generation_config.do_sample
@@ -357,14 +327,12 @@ def generate(
                     confidences = torch.stack([q_draft.max() for _, q_draft, _ in steps]).tolist()
                 counts = extras_wanted(config, confidences)
                 stats.note(confidences=confidences, counts=counts)
-                draft = expand(steps, counts, config.max_tokens, input_ids, do_sample, least_worth)
+                most = config.max_tokens
+                draft = expand(steps, counts, most, input_ids, do_sample, least_worth, stats)
             draft = lookup.merge(draft, input_ids, room)
-        verified = common.verify(
-            target, input_ids, draft, cache, logits_processor, do_sample, stats
-        )
-        input_ids, done = common.commit(
-            input_ids, verified.tokens, stopping_criteria, stats, token_streamer
-        )
+        verdict = common.verify(target, input_ids, draft, cache, logits_processor, do_sample, stats)
+        tokens = verdict.tokens  # (1, A + 1)
+        input_ids, done = common.commit(input_ids, tokens, stopping_criteria, stats, token_streamer)
     return input_ids
 
 

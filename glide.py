@@ -12,22 +12,23 @@ yet; training imitates that delay with a block-wise mask.
               target's rows  x  x  x           .          .  .  .             (not there yet)
               drafter's rows x  x  x           x          x  x  x   ->  q_draft of x_(t+i)
 
-    symbol               name here                    section      function
-    M_T, M_D             target, drafter              3
-    x_(<=t), x_t         input_ids (t = P + 1), root  3, 4.1       propose
-    x_(t+1..t+gamma)     Draft.tokens                 3            propose, common.chain
-    gamma                Config.gamma                 3, 5.1       generate
-    n, x'_(t+n+1)        accepted tokens, bonus       3            common.verify
-    N_T, N_D             num_layers of each           4.1, App. F  Drafter
-    m, l = N_T - N_D + m drafter layer, kv_layers     4.1          Drafter (here from 0)
-    K^(l,j), V^(l,j)     Glimpse.keys, .values        4.1          propose, training_logits
-    h, d_k, d_D          heads H, Dh, D               4.1, 5.1     CrossAttention
-    H^m, Q^(m,j), hd_j   x, queries, out              4.1          CrossAttention (j: a head)
-    W_j, W^O             q_proj, o_proj               4.1          CrossAttention
-    Mask_Block, L        block_mask, block_size       4.1          block_mask
-    block(j), A_jk       block, masked scores         4.1          block_mask
-    p_T, p_D, alpha      p_target, q_draft, alpha     5.1          alpha
-    c, E(Spd.)           cost, the result             5.1          expected_speedup
+    symbol                name here                        section      function
+    M_T, M_D              target, drafter                  3            generate
+    x_(<=t), x_t          input_ids (t = P + 1), its last  3, 4.1       propose
+    x_(t+1..t+gamma)      Draft.tokens                     3            propose, common.chain
+    gamma                 Config.gamma                     3, 5.1       generate
+    i                     1 + tokens drafted so far        4.1          propose
+    n, x'_(t+n+1)         len(path), last of tokens        3            common.verify
+    N_T, N_D              num_layers of target, Config     4.1, App. F  Drafter
+    m, l = N_T - N_D + m  drafter layer, kv_layers         4.1          Drafter (counted from 0)
+    K^(l,j), V^(l,j)      Glimpse.keys, Glimpse.values     4.1          propose, training_logits
+    h, d_k, d_D           heads, head_dim, hidden          4.1, 5.1     Layer, CrossAttention
+    H^m, Q^(m,j), hd_j    x, queries, out (j: a head)      4.1          CrossAttention
+    W_j, W^O              q_proj, o_proj                   4.1          CrossAttention
+    Mask_Block, L         block_mask, Config.block_size    4.1          block_mask
+    block(j), A_jk        block, (inside the SDPA)         4.1          block_mask
+    p_T, p_D, alpha       p_target, q_draft, the result    5.1          alpha
+    c, E(Spd.)            cost, the result                 5.1          expected_speedup
 
 Deviations
     1. paper silent: sub-layers are pre-normed with a residual, and one norm ends the drafter; the
@@ -36,23 +37,31 @@ Deviations
        share a K/V head as in the target.
     2. paper silent: the borders of the training blocks are shifted at random for every sequence
        and step (the phase), so that every position meets every delay.
-    3. paper silent: tokens that the drafter consumes but does not draft from (the prompt, the last
-       accepted one) read the target's rows before them.
+    3. ours: tokens that the drafter consumes but does not draft from (the prompt, the last accepted
+       one) are queries of the cross-attention, too, and read the target's rows before them. In 4.1
+       only x_t and the drafted tokens are, and the other positions pass it by; yet the mask of its
+       training makes every position a query.
     4. ours: the drafter is as wide as the target (the paper has d_D = 4096 for targets of 4096 to
-       6656), because embedding and head are the target's, frozen. Layers start as copies of the
-       target's (the paper trains from scratch): self-attention and feed-forward of the top ones,
-       the norm and the queries of the cross-attention from the layer that is read.
+       6656), because embedding and head are the target's, frozen. It starts from copies (the paper
+       trains from scratch): self-attention, feed-forward and final norm come from the target's top;
+       norm, queries and output projection of a cross-attention from the layer that it reads.
     5. ours: drafts come from the 8192 most frequent tokens of the training answers only
        (`draft_vocab`; the paper's from all). Verification covers all tokens.
-    6. ours: the loss compares with the target's distribution at every position; `distill=False`
-       is the paper's cross-entropy with the data (appendix C gains 0.2 to 0.7 points of acceptance
-       from training on text that the target wrote, which our data already is).
-    7. ours: AdamW with a peak learning rate of 2e-3, warm-up, cosine decay and gradients clipped
-       at 1.0 (train.py's defaults; the paper's is 5e-4, its schedule and clip are not said), on the
-       target's own answers (the paper: SlimPajama-6B, then ShareGPT, one epoch each).
-    8. ours: tokens copied from the context may stand beside the chain (`copies`, off by default).
+    6. ours: the loss compares with the target's distribution, renormalised over the draft
+       vocabulary, at every position of the answers. `distill=False` with `draft_vocab=0` is the
+       paper's cross-entropy with the data; alone, it leaves out tokens that cannot be drafted.
+       (Appendix C gains 0.2 to 0.7 points of acceptance from training on text that the target
+       wrote, which our data already is.)
+    7. ours: AdamW with a peak learning rate of 2e-3 (1.5e-3 in the later stages of the shipped
+       drafter), 4 conversations a step, warm-up, cosine decay, gradients clipped at 1.0. The paper:
+       5e-4, 64 a step, schedule and clip not said. Data are the target's own answers (the paper:
+       SlimPajama-6B, then ShareGPT, one epoch each).
+    8. ours: alpha is sum_x min(p_T, p_D), which is E_(x~p_D) min(1, p_T / p_D) and what Leviathan
+       et al. show; 5.1 prints E_(x~p_D) min(p_T, p_D), a slip.
+    9. ours: tokens copied from the context may stand beside the chain (`copies`, off by default).
 """
 
+import functools
 import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -66,36 +75,24 @@ from transformers.models.llama.modeling_llama import rotate_half
 import common
 
 
+def option(default, help: str, decode: bool = False):
+    """A field of Config. A callable makes its default; `decode`: bench.py can change it, too."""
+    kind = "default_factory" if callable(default) else "default"
+    return field(**{kind: default}, metadata={"help": help, "decode": decode})
+
+
 @dataclass
 class Config:
-    target: dict = field(
-        default_factory=dict, metadata={"help": "shape of the target (filled in by train.py)"}
-    )
-    num_layers: int = field(default=1, metadata={"help": "drafter layers, N_D"})
-    intermediate_size: int = field(
-        default=1536, metadata={"help": "width of the feed-forward sub-layer"}
-    )
-    cross_attention: bool = field(
-        default=True, metadata={"help": "read the target's KV; off is the Vanilla Drafter"}
-    )
-    kv_layer: int = field(
-        default=-1, metadata={"help": "target layer to read for all layers (Figure 7); -1: the top"}
-    )
-    block_size: int = field(default=5, metadata={"help": "L of the block-wise mask"})
-    draft_vocab: int = field(
-        default=8192, metadata={"help": "draft only the most frequent tokens; 0: all of them"}
-    )
-    distill: bool = field(
-        default=True, metadata={"help": "train on the target's distribution, not on hard labels"}
-    )
-    gamma: int = field(default=5, metadata={"help": "draft tokens a round", "decode": True})
-    copies: int = field(
-        default=0,
-        metadata={
-            "help": "tokens copied from the context a round (prompt lookup; 0: the paper's method)",
-            "decode": True,
-        },
-    )
+    target: dict = option(dict, "shape of the target (filled in by train.py)")
+    num_layers: int = option(1, "drafter layers, N_D")
+    intermediate_size: int = option(1536, "width of the feed-forward sub-layer")
+    cross_attention: bool = option(True, "read the target's KV; off is the Vanilla Drafter")
+    kv_layer: int = option(-1, "target layer to read for all layers (Figure 7); -1: the top")
+    block_size: int = option(5, "L of the block-wise mask")
+    draft_vocab: int = option(8192, "draft only the most frequent tokens; 0: all of them")
+    distill: bool = option(True, "train on the target's distribution, not on hard labels")
+    gamma: int = option(5, "draft tokens a round", True)
+    copies: int = option(0, "tokens copied from the context (prompt lookup); 0: the paper's", True)
 
 
 VARIANTS = {
@@ -106,6 +103,8 @@ VARIANTS = {
 }
 
 # ------------------------------------------------------------------------------------- architecture
+
+attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
 
 
 def rope(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -136,9 +135,7 @@ class SelfAttention(nn.Module):
         if cache is not None:
             keys, values = cache.update(keys, values, layer)  # (B, Hkv, P_own + T, Dh)
         causal = mask is None and queries.shape[2] > 1
-        out = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=True
-        )  # (B, H, T, Dh)
+        out = attend(queries, keys, values, attn_mask=mask, is_causal=causal)  # (B, H, T, Dh)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -175,13 +172,11 @@ class CrossAttention(nn.Module):
         keys = glimpse.keys.to(queries.dtype)  # (B, Hkv, P, Dh)
         values = glimpse.values.to(queries.dtype)
         if mask is None:
-            out = F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+            out = attend(queries, keys, values)  # (B, H, T, Dh)
         else:  # a softmax over no rows is NaN: a query without any reads all, and is then erased
             sees = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1)
-            out = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask | ~sees, enable_gqa=True
-            )
-            out = out * sees  # (B, H, T, Dh)
+            out = attend(queries, keys, values, attn_mask=mask | ~sees)  # (B, H, T, Dh)
+            out = out * sees
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -290,18 +285,24 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
     Layers, and the final norm, come from the top of the target. Queries, output projection and norm
     of a cross-attention come from the layer that it reads: its keys were made for those queries,
-    and for inputs scaled by that norm.
+    and for inputs scaled by that norm. Equal names mean equal things in the Llama family only:
+    Gemma scales by 1 + weight and has its post_attention_layernorm elsewhere, so that a copy of it
+    is a poor start.
 
     Args:
         token_counts: (V,) how often each token occurs in the training responses; the top ones can
             be drafted.
     Raises:
-        ValueError: a target layer that is not there, or blocks of no tokens.
+        ValueError: more layers than the target has, or none; a target layer that is not there;
+            blocks of no tokens.
     """
-    if not -1 <= config.kv_layer < config.target["num_layers"]:
+    depth = config.target["num_layers"]
+    if not 1 <= config.num_layers <= depth:
+        raise ValueError(f"num_layers {config.num_layers}: take 1 to {depth}, the target's")
+    if not -1 <= config.kv_layer < depth:
         raise ValueError(
-            f"kv_layer {config.kv_layer} is not a layer of the target: use 0 to "
-            f"{config.target['num_layers'] - 1}, or -1 for the top"
+            f"kv_layer {config.kv_layer} is not a layer of the target: use 0 to {depth - 1}, or -1 "
+            "for the top"
         )
     if config.block_size < 1:
         raise ValueError(f"block_size {config.block_size}: at least 1")
@@ -335,8 +336,9 @@ def copy_weights(module: nn.Module, theirs: dict[str, Tensor]) -> None:
 def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
     """Which target rows a training position may read (Mask_Block, 4.1): block(query) > block(key).
 
-    While drafting, the target's rows end where the last verification ended. Cutting the sequence
-    into blocks and hiding a block's own rows gives a query 0 to L - 1 missing rows. L = 3, phase 1:
+    While drafting, the target's rows end where the last verification ended. So the sequence is cut
+    into blocks, and a block's own rows are hidden: a query misses its own row and 0 to L - 1 before
+    it, as x_t and the drafted tokens do. L = 3, phase 1:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
@@ -347,7 +349,8 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
               5    x  x  x  x  x  .
 
     Args:
-        length: T tokens. block_size: L tokens.
+        length: T tokens.
+        block_size: L tokens.
         phase: (B,) by how many tokens the first block is cut short, in each sequence.
     Returns:
         (B, 1, T, T) bool.
@@ -403,8 +406,9 @@ def loss(drafter: Drafter, target, batch) -> Tensor:
 def alpha(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """Acceptance rate (5.1): sum over M positions of sum_x min(p_target, q_draft), and M."""
     logits, where = training_logits(drafter, target, batch)  # (M, Vd), (B, T)
+    q_draft = logits.softmax(-1)  # (M, Vd)
     p_target = common.target_logits(target, batch.hidden[where]).softmax(-1)[:, drafter.draft_ids]
-    return torch.minimum(p_target, logits.softmax(-1)).sum(), len(logits)
+    return torch.minimum(p_target, q_draft).sum(), len(q_draft)
 
 
 def expected_speedup(alpha: float, gamma: int, cost: float) -> float:
@@ -430,32 +434,25 @@ def new_memory(drafter: Drafter, target) -> Memory:
     return Memory(common.DraftCache(drafter.config.num_layers), head)
 
 
-def propose(
-    drafter: Drafter,
-    target,
-    input_ids: Tensor,
-    cache,
-    memory: Memory,
-    logits_processor=None,
-    do_sample=False,
-):
+def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do_sample=False):
     """Draft a chain one token at a time; take as many as you want.
 
-    First the drafter consumes the n tokens that were committed since its last step. Each of them
-    may read only the target's rows before it, as in training; the newest one, and the drafted ones,
-    read all P there are. P = 4, n = 2 (the last draft token was accepted, and the bonus):
+    First the drafter consumes the n tokens that were committed since its last step. Each may read
+    only the target's rows before it, like the first token of a training block; the newest one, and
+    the drafted ones, read all P there are. P = 4, n = 2 (the last accepted token, and the bonus):
 
                    target's rows   drafter's rows
                       0 1 2 3        0 1 2 3 4
         token 3       x x x .        x x x x .
-        token 4       x x x x        x x x x x      the root: its row gives x_(t+1)
+        token 4       x x x x        x x x x x      x_t: its row gives x_(t+1)
 
     Args:
         input_ids: (1, P + 1) committed tokens, of which `cache`, the target's, holds P.
         memory: from new_memory.
     Yields:
-        (token (1,), q_draft (V,) the processed distribution it comes from, hidden (D,)). The chain
-        ends early where the processors forbid every token that can be drafted.
+        (token (1,), q_draft (V,) the processed distribution it comes from, hidden (D,) the
+        drafter's final state at the token before, from which q_draft is computed). The chain ends
+        early where the processors forbid every token that can be drafted.
     Raises:
         ValueError: a tensor-parallel target, of whose KV heads each process has a part only.
     """
@@ -469,6 +466,7 @@ def propose(
             "on each process; take another method, or a drafter trained with --no-cross-attention"
         )
     ids = input_ids
+    newest = (slice(None), -1)
     fed = own.rewind(input_ids)  # (1, n)
     while True:
         positions = own.feed(fed)  # (1, n)
@@ -482,15 +480,13 @@ def propose(
             self_mask = (positions.mT >= rows)[None, None]  # (1, 1, n, P + 1)
             cross_mask = (positions.mT > rows[:cached])[None, None]  # (1, 1, n, P)
         embeds = target.get_input_embeddings()(fed)  # (1, n, D)
-        newest = (slice(None), -1)
-        logits, hidden = drafter(
-            embeds, rotary, glimpses, memory.head, newest, self_mask, cross_mask, own
-        )  # (1, Vd), (1, D)
+        masks = (self_mask, cross_mask)
+        logits, hidden = drafter(embeds, rotary, glimpses, memory.head, newest, *masks, own)
         scores = torch.full((1, shape["vocab_size"]), float("-inf"), device=ids.device)
-        scores[:, drafter.draft_ids] = logits.float()
+        scores[:, drafter.draft_ids] = logits.float()  # (1, Vd)
         if logits_processor:
             scores = logits_processor(ids, scores)
-            if scores.max() == float("-inf"):
+            if not scores.max() > float("-inf"):  # nothing is allowed, or that normalised: NaN
                 return
         q_draft = scores.softmax(-1)[0]  # (V,)
         if do_sample:
@@ -519,7 +515,8 @@ def generate(
     """`target.generate(**enc, custom_generate=glide.generate, drafter=drafter)`: lossless decoding.
 
     Args:
-        gamma, copies: as in Config, which holds their defaults. stats: a common.Stats to fill.
+        gamma, copies: as in Config, by default the drafter's.
+        stats: a common.Stats to fill.
     Returns:
         (1, T') prompt and new tokens.
     """
@@ -537,12 +534,9 @@ def generate(
             steps = propose(drafter, target, input_ids, cache, memory, logits_processor, do_sample)
             draft = common.chain(itertools.islice(steps, max(0, min(gamma, room))), input_ids)
             draft = lookup.merge(draft, input_ids, room)
-        verified = common.verify(
-            target, input_ids, draft, cache, logits_processor, do_sample, stats
-        )
-        input_ids, done = common.commit(
-            input_ids, verified.tokens, stopping_criteria, stats, token_streamer
-        )
+        verdict = common.verify(target, input_ids, draft, cache, logits_processor, do_sample, stats)
+        tokens = verdict.tokens  # (1, A + 1)
+        input_ids, done = common.commit(input_ids, tokens, stopping_criteria, stats, token_streamer)
     return input_ids
 
 

@@ -15,20 +15,21 @@ tokens dearer, so it nears P / (P + w_rej (1 - P)), P being the true chance of a
 w_rej = 6 and h = 0.7 a round stops, after one judged token, at P = 0.72, a true chance of refusal
 of 0.28. `true_probability` adds log w_rej to the logits, which gives P, and compares that with h.
 
-    symbol                name here                     section/equation  function
-    q, p                  drafter, target               2                 propose, common.verify
-    x_prefix, Y_i         input_ids, token              2, 3.1            propose
-    K                     Config.gamma (stop fixed)     2                 generate
-    f_theta, D            AcceptanceHead, head_depth    3.2, 4.1          Drafter.accept_logit
-    e_i                   hidden                        Eq. 3.1           propose, draft_states
-    p^, h                 all_accepted, threshold       Alg. 2            until_stop
-    X, Y, Z, r            input_ids, drafted, mixed,    3.3               labelled
-                          keep (a share, not percent)
-    P_i, w_acc, w_rej     accept_prob, 1, w_rej         3.3, 4.1          labelled, loss
-    c1, c2, Delta         c1, c2, delta                 3.1, Thm. 3.1     stop_threshold
-    S                     the False ones of agrees      Lemma 2.1         oracle
-    t_draft, t_target, T  the same, seconds             Eq. 2.1           support/stopping.py
-    N, N_draft, N_target, N_discarded: tokens, n_draft, ...  2, Eq. 2.2   support/stopping.py
+    symbol                 name here                        section/equation  function
+    q, p                   drafter, target                  2                 propose, common.verify
+    x_prefix, Y_i          input_ids, token                 2, 3.1            propose
+    K                      Config.gamma (stop fixed)        2                 generate
+    k + 1, n, y'           len(tokens), len(path), bonus    3.1, Alg. 1       common.verify
+    f_theta, D             AcceptanceHead, head_depth       3.2, 4.1          Drafter.accept_logit
+    e_i                    hidden                           Eq. 3.1           propose, draft_states
+    p^, h                  all_accepted, threshold          Alg. 2            until_stop
+    X, Y, Z, r             input_ids, drafted, mixed, keep  3.3               labelled
+    P_i, w_acc, w_rej      accept_prob, 1, w_rej            3.3, 4.1          labelled, loss
+    c1, c2, Delta          c1, c2, delta                    3.1, Thm. 3.1     stop_threshold
+    S                      the False ones of agrees         Lemma 2.1         oracle
+    t_draft, t_target, T   the same, seconds                Eq. 2.1           support/stopping.py
+    N, N_draft             tokens, n_draft                  2, Eq. 2.2        support/stopping.py
+    N_target, N_discarded  n_target, n_discarded            2, Eq. 2.2        support/stopping.py
 
 Deviations ("upstream" is the authors' published code)
     1. ours: the draft model is a few layers copied from the target and distilled (`stage="draft"`)
@@ -38,11 +39,14 @@ Deviations ("upstream" is the authors' published code)
     3. upstream != paper: the D residual blocks have a weight each (upstream ties them to one).
     4. ours: labels are greedy by default, as decoding is: 1 where the two argmaxes agree. For
        sampling, train the head with the `temperature` and `top_p` of decoding.
-    5. paper silent: a batch's loss is normalised by its total weight.
+    5. paper silent: a batch's loss is normalised by its total weight. Y and Z are drawn anew at
+       each step (upstream: once, before training).
     6. ours: disagreeing with an answer's last token costs no round; Lemma 2.1 counts one.
     7. ours: peak learning rate 2e-3 by default, 1e-3 for the shipped head, 4 conversations a step,
        gradient norms cut at 1. Upstream's command has 5e-5 (its trainer's default), 32 a step.
-    8. ours, off by default: `true_probability`; `head_sees="confidence"`, which shows the head
+    8. ours: rivals of the head, `stop="confidence"` (section 5 cites such heuristics) and
+       `stop="entropy"` (not in the paper).
+    9. ours, off by default: `true_probability`; `head_sees="confidence"`, which shows the head
        log q(Y_t) too, for e_t comes after Y_t and hardly tells how likely Y_t was; `copies`.
 """
 
@@ -63,36 +67,35 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, TopPLogits
 import common
 
 
-def decoding(default, text: str):
-    """A field of Config that matters while decoding."""
-    return field(default=default, metadata={"help": text, "decode": True})
+def option(default, help: str, decode: bool = False):
+    """A field of Config. A callable makes its default; `decode`: bench.py can change it, too."""
+    kind = "default_factory" if callable(default) else "default"
+    return field(**{kind: default}, metadata={"help": help, "decode": decode})
 
 
 @dataclass
 class Config:
-    target: dict = field(default_factory=dict, metadata={"help": "shape of the target (filled in)"})
-    model: dict = field(default_factory=dict, metadata={"help": "of the draft model (filled in)"})
-    layers: list[int] = field(
-        default_factory=lambda: [0, 1, -2, -1], metadata={"help": "target layers to start from"}
-    )
-    draft_vocab: int = field(default=8192, metadata={"help": "most frequent tokens only; 0: all"})
-    base: str = field(default="", metadata={"help": "put the head on this method's chain drafter"})
-    draft_model: str = field(default="", metadata={"help": "put the head on this causal LM"})
-    stage: str = field(default="draft", metadata={"help": "what to train: draft, then head"})
-    head_depth: int = field(default=3, metadata={"help": "residual blocks of the head, D"})
-    head_sees: str = field(default="hidden", metadata={"help": "hidden, or confidence: q(Y) too"})
-    w_rej: float = field(default=6.0, metadata={"help": "weight of refusals in the head's loss"})
-    keep: float = field(default=0.15, metadata={"help": "r: share of X in the mixed sequence Z"})
-    temperature: float = field(default=0.0, metadata={"help": "of the head's labels; 0: greedy"})
-    top_p: float = field(default=1.0, metadata={"help": "of the head's labels"})
-    stop: str = decoding("head", "head, fixed, confidence or entropy")
-    threshold: float = decoding(0.7, "stop head: h, most chance of a refusal")
-    true_probability: bool = decoding(False, "stop head: undo w_rej before h is asked")
-    gamma: int = decoding(5, "stop fixed: tokens a round, K")
-    confidence: float = decoding(0.4, "stop confidence: least probability")
-    entropy: float = decoding(1.5, "stop entropy: most, in nats")
-    max_draft: int = decoding(20, "most draft tokens a round, fixed excepted")
-    copies: int = decoding(0, "tokens copied from the context a round; 0: the paper's method")
+    target: dict = option(dict, "shape of the target (filled in)")
+    model: dict = option(dict, "of the draft model (filled in)")
+    layers: list[int] = option(lambda: [0, 1, -2, -1], "target layers to start from")
+    draft_vocab: int = option(8192, "most frequent tokens only; 0: all")
+    base: str = option("", "put the head on this method's chain drafter")
+    draft_model: str = option("", "put the head on this causal LM")
+    stage: str = option("draft", "what to train: draft, then head")
+    head_depth: int = option(3, "residual blocks of the head, D")
+    head_sees: str = option("hidden", "hidden, or confidence: q(Y) too")
+    w_rej: float = option(6.0, "weight of refusals in the head's loss")
+    keep: float = option(0.15, "r: share of X in the mixed sequence Z")
+    temperature: float = option(0.0, "of the head's labels; 0: greedy")
+    top_p: float = option(1.0, "of the head's labels")
+    stop: str = option("head", "head, fixed, confidence or entropy", True)
+    threshold: float = option(0.7, "stop head: h, most chance of a refusal", True)
+    true_probability: bool = option(False, "stop head: undo w_rej before h is asked", True)
+    gamma: int = option(5, "stop fixed: tokens a round, K", True)
+    confidence: float = option(0.4, "stop confidence: least probability", True)
+    entropy: float = option(1.5, "stop entropy: most, in nats", True)
+    max_draft: int = option(20, "most draft tokens a round, fixed excepted", True)
+    copies: int = option(0, "tokens copied from the context a round; 0: the paper's method", True)
 
 
 VARIANTS = {
@@ -135,8 +138,9 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.config = config
         self.body = None
         if not config.base and not config.draft_model:
-            bare = dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"])
-            shape = AutoConfig.for_model(**config.model | bare | {"vocab_size": 1})
+            no_tokens = dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"])
+            model = config.model | no_tokens | {"vocab_size": 1}
+            shape = AutoConfig.for_model(**model)
             self.body = AutoModel.from_config(shape, dtype=torch.float32)
             self.body.set_input_embeddings(nn.Identity())  # the target's comes from outside
             self.body.requires_grad_(config.stage == "draft")
@@ -298,8 +302,10 @@ def labelled(drafter: Drafter, target, batch, base=None, base_drafter=None) -> t
 
         X   x1 x2 x3 x4      Y   y1 y2 y3 y4      Z   y1 x2 y3 y4      labels at   1  .  3  4
 
-    Returns:
-        (e (M, D), q_draft(Y) (M,), accept_prob (M,)) for the M positions where Z took Y.
+    M counts the response tokens, J the judged ones of them, where Z took Y. What belongs to token t
+    is in row t - 1 of to_draw, which predicts it, and in row t of to_mix and loss_mask.
+
+    Returns: (e (J, D), q_draft(Y) (J,), accept_prob (J,)).
     """
     config = drafter.config
     draft_ids = (drafter if base is None else base_drafter).draft_ids  # (Vd,)
@@ -328,8 +334,8 @@ def labelled(drafter: Drafter, target, batch, base=None, base_drafter=None) -> t
     taken = batch.loss_mask & (to_mix >= config.keep)  # (B, T)
     taken[:, -1] = False  # a base drafter only scores rows that have a next token
     mixed = torch.where(taken, drafted, batch.input_ids)  # (B, T) Z
-    hidden = draft_states(drafter, target, batch, mixed, taken, base, base_drafter)  # (M, D)
-    judged = taken[batch.loss_mask]
+    hidden = draft_states(drafter, target, batch, mixed, taken, base, base_drafter)  # (J, D)
+    judged = taken[batch.loss_mask]  # (M,) bool, J of them True
     return hidden, torch.cat(of_q)[judged], torch.cat(accept_prob)[judged]
 
 
@@ -344,7 +350,7 @@ def loss(drafter: Drafter, target, batch, base=None, base_drafter=None) -> Tenso
         p_target = common.target_logits(target, batch.hidden[rows], drafter.draft_ids).softmax(-1)
         return F.cross_entropy(draft_logits(drafter, target, batch), p_target, reduction="sum")
     hidden, of_q, accept_prob = labelled(drafter, target, batch, base, base_drafter)
-    logit = drafter.accept_logit(hidden, of_q).float()  # (M,)
+    logit = drafter.accept_logit(hidden, of_q).float()  # (J,)
     weight_rej = drafter.config.w_rej * (1 - accept_prob)  # and w_acc is 1
     total = -(accept_prob * F.logsigmoid(logit) + weight_rej * F.logsigmoid(-logit)).sum()
     return total / (accept_prob + weight_rej).sum().clamp(min=1e-6) * batch.loss_mask.sum()
@@ -388,7 +394,8 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
     Args:
         drafter, memory: of new_memory. input_ids: (1, P + 1) committed tokens. cache: not read.
     Yields:
-        (token y_i (1,), the processed q_draft (V,) it comes from, hidden state e_(i-1) (D,)).
+        (token y_i (1,), the processed q_draft (V,) it comes from, hidden state e_(i-1) (D,)). The
+        chain ends early where the processors forbid every token that can be drafted.
     """
     fed = memory.cache.rewind(input_ids)  # (1, n)
     while True:
@@ -404,6 +411,8 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
             scores[:, drafter.draft_ids] = logits
         if logits_processor:
             scores = logits_processor(input_ids, scores)
+            if not scores.max() > float("-inf"):  # nothing is allowed, or that normalised: NaN
+                return
         q_draft = scores.softmax(-1)[0]  # (V,)
         token = torch.multinomial(q_draft, 1) if do_sample else q_draft.argmax(keepdim=True)
         yield token, q_draft, hidden[0]
@@ -425,8 +434,8 @@ def until_stop(steps, drafter, config: Config, most: int, chances: list):
         steps: of a chain proposer: (token (1,), q_draft (V,), hidden of the token before (D,)).
         chances: a list to fill with p^ of y1, of y1 and y2, ..., as it gets known.
     """
-    all_accepted = 1.0  # p^, predicted probability that all tokens but the newest are
-    of_q = None  # (1,) q_draft of the token before
+    all_accepted = 1.0  # p^, the predicted chance that all tokens but the newest are accepted
+    of_q = None  # (1,) q_draft(y_(i-1))
     bias = math.log(config.w_rej) if config.true_probability else 0.0
     for token, q_draft, hidden in itertools.islice(steps, most):
         yield token, q_draft, hidden
@@ -459,44 +468,30 @@ def check(config: Config, drafter, model, base, draft_model) -> None:
 
 @torch.no_grad()
 def generate(
-    target,
-    input_ids,
-    logits_processor,
-    stopping_criteria,
-    generation_config,
-    drafter=None,
-    base=None,
-    base_drafter=None,
-    draft_model=None,
-    stop=None,
-    threshold=None,
-    true_probability=None,
-    gamma=None,
-    confidence=None,
-    entropy=None,
-    max_draft=None,
-    copies=None,
-    stats=None,
-    token_streamer=None,
-    **model_kwargs,
-) -> Tensor:
-    """Lossless decoding: `target.generate(**enc, custom_generate=generate, drafter=drafter)`.
+    target, input_ids, logits_processor, stopping_criteria, generation_config,
+    drafter=None, base=None, base_drafter=None, draft_model=None,
+    stop=None, threshold=None, true_probability=None, gamma=None, confidence=None, entropy=None,
+    max_draft=None, copies=None, stats=None, token_streamer=None, **model_kwargs,
+) -> Tensor:  # fmt: skip
+    """`target.generate(**enc, custom_generate=specdecpp.generate, drafter=drafter)`: lossless.
 
     Args:
         drafter: the head and, unless something else drafts, the draft model; None without a head.
         base, base_drafter: another chain drafter's module and its trained drafter, to draft with.
         draft_model: a causal LM to draft with; by default the one that the head was trained on.
-        stats: a common.Stats to fill. The others are the fields of Config.
+        stop to copies: the fields of Config, by default the drafter's.
+        stats: a common.Stats to fill.
     Returns: (1, T') prompt and new tokens. Raises: ValueError: see check.
     """
-    given = {"stop": stop, "threshold": threshold, "true_probability": true_probability}
-    given |= {"gamma": gamma, "confidence": confidence, "entropy": entropy}
-    given |= {"max_draft": max_draft, "copies": copies}
+    given = {
+        "stop": stop, "threshold": threshold, "true_probability": true_probability, "gamma": gamma,
+        "confidence": confidence, "entropy": entropy, "max_draft": max_draft, "copies": copies,
+    }  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
     config = dataclasses.replace(Config() if drafter is None else drafter.config, **given)
     if draft_model is None and base is None and config.draft_model:
         draft_model = load_draft_model(config.draft_model, target)
-    model = base_drafter if base else draft_model or drafter
+    model = base_drafter if base else (draft_model or drafter)
     check(config, drafter, model, base, draft_model)
     base = base or sys.modules[__name__]
     limit = config.gamma if config.stop == "fixed" else config.max_draft
@@ -520,9 +515,8 @@ def generate(
             stats.note(chances=chances, stopped=stopped)
             draft = lookup.merge(draft, input_ids, room)
         verdict = common.verify(target, input_ids, draft, cache, logits_processor, do_sample, stats)
-        input_ids, done = common.commit(
-            input_ids, verdict.tokens, stopping_criteria, stats, token_streamer
-        )
+        tokens = verdict.tokens  # (1, A + 1)
+        input_ids, done = common.commit(input_ids, tokens, stopping_criteria, stats, token_streamer)
     return input_ids
 
 
@@ -539,7 +533,9 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
 
 
 def oracle(agrees: list[bool]) -> int:
-    """N_target of the best greedy stopping in hindsight, with N_discarded = 0 (Lemma 2.1): |S| + 1.
+    """N_target of the best greedy stopping: |S| + 1, or |S| where S holds the last (Lemma 2.1).
+
+    In hindsight, so that N_discarded = 0: a round more than disagreements before the last token.
 
     Args: agrees: for each token of the answer, whether the draft model's argmax there is that one.
     """

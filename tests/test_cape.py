@@ -249,16 +249,28 @@ def test_the_bonus_token_has_room(llama, monkeypatch, kind):
         )
 
 
-def test_what_is_noted_of_a_round(llama):
-    """Confidence and size of the set for each step of the trajectory."""
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_what_is_noted_of_a_round(llama, do_sample):
+    """Confidence and size of the set for each step, probability of each node."""
     stats = common.Stats(trace=[])
-    decode(llama, make_drafter(llama), REPEATING, stats=stats)
+    decode(llama, make_drafter(llama), REPEATING, stats=stats, do_sample=do_sample)
     for record in stats.trace:
         confidences, counts = record["confidences"], record["counts"]
         sizes, bounds = cape.Config().sizes, cape.Config().bounds
         assert counts == [cape.set_size(p, sizes, bounds) for p in confidences]
         assert len(counts) == 0 or 0 < min(confidences) <= max(confidences) <= 1
         assert len(counts) <= len(record["draft"].tokens) <= 32
+
+
+def test_the_probability_of_every_node_is_noted():
+    """The tree of expand's example; a Stats without a trace is told nothing."""
+    steps = steps_of([[0.1, 0.6, 0.25, 0.05], [0.5, 0.3, 0.15, 0.05]])
+    stats = common.Stats(trace=[])
+    cape.expand(steps, [2, 1], 32, ROOT, False, 0.0, stats)
+    assert stats.noted["q_nodes"] == pytest.approx([0.6, 0.5, 0.25, 0.1, 0.3])
+    untraced = common.Stats()
+    cape.expand(steps, [2, 1], 32, ROOT, False, 0.0, untraced)
+    assert not untraced.noted
 
 
 def test_extras_are_accepted_and_then_consumed(llama, monkeypatch):

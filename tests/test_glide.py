@@ -299,12 +299,14 @@ def test_stop_strings_and_streamer(llama, trained):
     assert streamer.tokens == output[0, 3:].tolist()
 
 
+@pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("do_sample", [True, False])
-def test_processors_that_forbid_all_draft_tokens_end_the_draft(llama, do_sample):
+def test_processors_that_forbid_all_draft_tokens_end_the_draft(llama, do_sample, normalised):
     """A drafter of nine tokens, all of them forbidden: nothing is drafted, and nothing breaks."""
     drafter, ids = make_drafter(llama, draft_vocab=9), torch.tensor([[9, 8, 7]])
     forbidden = drafter.draft_ids.tolist()
-    output, stats = decode(llama, drafter, ids, do_sample=do_sample, suppress_tokens=forbidden)
+    options = {"suppress_tokens": forbidden, "renormalize_logits": normalised}
+    output, stats = decode(llama, drafter, ids, do_sample=do_sample, **options)
     assert output.shape == (1, 43) and stats.drafted == 0
     assert not set(output[0, 3:].tolist()) & set(forbidden)
 
@@ -483,6 +485,9 @@ def test_layers_read_the_top_of_the_target(llama):
     assert make_drafter(llama, num_layers=2).kv_layers == [1, 2]
     assert make_drafter(llama, num_layers=2, kv_layer=0).kv_layers == [0, 0]
     assert make_drafter(llama, cross_attention=False).kv_layers == []
+    for layers in (0, 4):
+        with pytest.raises(ValueError, match=f"num_layers {layers}: take 1 to 3"):
+            make_drafter(llama, num_layers=layers)
     with pytest.raises(ValueError, match="kv_layer 3"):
         make_drafter(llama, kv_layer=3)
 

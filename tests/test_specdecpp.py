@@ -288,6 +288,25 @@ def test_drafting_with_a_cache_equals_drafting_from_scratch(llama, trained, monk
         assert [int(next(steps)[0]) for _ in tokens] == tokens.tolist()
 
 
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("do_sample", [True, False])
+@pytest.mark.parametrize("caller", [specdecpp, cape], ids=["alone", "cape"])
+def test_processors_that_forbid_all_draft_tokens_end_the_draft(
+    llama, caller, do_sample, normalised
+):
+    """A drafter of nine tokens, all of them forbidden: nothing is drafted, and nothing breaks."""
+    drafter, ids = make_drafter(llama, draft_vocab=9), torch.tensor([[9, 8, 7]])
+    forbidden, stats = drafter.draft_ids.tolist(), common.Stats()
+    options = {"drafter": drafter}
+    if caller is cape:
+        options = {"base": specdecpp, "base_drafter": drafter}
+    options |= {"suppress_tokens": forbidden, "renormalize_logits": normalised}
+    options |= {"do_sample": do_sample, "stats": stats, "max_new_tokens": 20}
+    output = llama.generate(ids, custom_generate=caller.generate, **options)
+    assert output.shape == (1, 23) and stats.drafted == 0
+    assert not set(output[0, 3:].tolist()) & set(forbidden)
+
+
 # --------------------------------------------------------------------------------------- stop rules
 
 
@@ -619,8 +638,8 @@ def test_log_q_helps_where_the_hidden_state_cannot_tell(llama):
     drafters = {name: make_drafter(llama, head_sees=name) for name in ("hidden", "confidence")}
     generator, errors = torch.Generator().manual_seed(0), {}
     for name, drafter in drafters.items():
-        optimizer = torch.optim.Adam(drafter.head.parameters(), lr=1e-2)
-        for _ in range(60):
+        optimizer = torch.optim.Adam(drafter.head.parameters(), lr=2e-2)
+        for _ in range(100):
             hidden = torch.randn(256, 32, generator=generator)
             of_q = torch.rand(256, generator=generator)
             logit = drafter.accept_logit(hidden, of_q)

@@ -15,6 +15,7 @@ import io
 import multiprocessing
 import os
 import random
+import runpy
 import shutil
 import subprocess
 import sys
@@ -105,9 +106,10 @@ def main() -> int:
     parser.add_argument("--sample", type=int, metavar="N", help="only N, by the commit's hash")
     parser.add_argument("--jobs", type=int, metavar="N", default=2, help="at a time (default: 2)")
     args = parser.parse_args()
-    sys.path.insert(0, str(HERE / "mutants"))
-    modules = [importlib.import_module(name) for name in args.groups or known]
-    mutants = [(mutant, tuple(module.TESTS)) for module in modules for mutant in module.MUTANTS]
+    mutants = []
+    for name in args.groups or known:  # not imported: sys.modules is for the code's own `name`
+        module = runpy.run_path(str(HERE / "mutants" / f"{name}.py"))
+        mutants += [(mutant, tuple(module["TESTS"])) for mutant in module["MUTANTS"]]
     if args.sample:
         git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()

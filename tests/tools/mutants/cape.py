@@ -30,7 +30,7 @@ MUTANTS = [
     (
         "cape.py",
         "worth = reached * probability\n",
-        "worth = reached * confidence[step] * probability\n",
+        "worth = reached * chance[step] * probability\n",
         "the worth of an extra one step late",
     ),
     (
@@ -111,5 +111,11 @@ MUTANTS = [
         "stats.note(confidences=confidences, counts=counts)",
         "pass",
         "nothing is noted of a round",
+    ),
+    (
+        "cape.py",
+        "stats.note(q_nodes=chance + [probabilities[step][rank] for step, rank in places])",
+        "stats.note(q_nodes=chance + [probabilities[step][0] for step, rank in places])",
+        "every extra is noted as its step's best",
     ),
 ]

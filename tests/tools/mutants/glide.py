@@ -53,8 +53,8 @@ MUTANTS = [
     ),
     (
         "glide.py",
-        "return torch.minimum(p_target, logits.softmax(-1)).sum(), len(logits)",
-        "return torch.maximum(p_target, logits.softmax(-1)).sum(), len(logits)",
+        "return torch.minimum(p_target, q_draft).sum(), len(q_draft)",
+        "return torch.maximum(p_target, q_draft).sum(), len(q_draft)",
         "alpha",
     ),
     (
@@ -77,7 +77,7 @@ MUTANTS = [
     ),
     (
         "glide.py",
-        "copy_weights(ours.cross_layernorm, dict(theirs.input_layernorm.named_parameters()))",
+        'copy_weights(ours.cross_layernorm, {"weight": theirs.input_layernorm.weight})',
         "pass",
         "build: the glimpse's norm starts at 1",
     ),
@@ -113,8 +113,20 @@ MUTANTS = [
     ),
     (
         "glide.py",
-        'if scores.max() == float("-inf"):',
+        'if not scores.max() > float("-inf"):',
         "if False:",
         "drafts where nothing may be drafted",
+    ),
+    (
+        "glide.py",
+        'if not scores.max() > float("-inf"):',
+        'if scores.max() == float("-inf"):',
+        "drafts from NaN where nothing may be drafted",
+    ),
+    (
+        "glide.py",
+        "if not 1 <= config.num_layers <= depth:",
+        "if not 1 <= config.num_layers:",
+        "build: more layers than the target has",
     ),
 ]

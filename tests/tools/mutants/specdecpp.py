@@ -136,6 +136,12 @@ MUTANTS = [
     ),
     (
         "specdecpp.py",
+        'if not scores.max() > float("-inf"):',
+        'if scores.max() == float("-inf"):',
+        "drafts from NaN where nothing may be drafted",
+    ),
+    (
+        "specdecpp.py",
         "    return (c2 + delta) / (c1 + c2 + delta)",
         "    return c2 / (c1 + c2 + delta)",
         "Theorem 3.1: no Delta",
