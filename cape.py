@@ -61,18 +61,13 @@ import heapq
 import importlib
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import common
-
-
-def option(default, help: str, decode: bool = False):
-    """A field of Config. A callable makes its default; `decode`: bench.py can change it, too."""
-    kind = "default_factory" if callable(default) else "default"
-    return field(**{kind: default}, metadata={"help": help, "decode": decode})
+from common import option
 
 
 @dataclass

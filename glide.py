@@ -63,7 +63,7 @@ Deviations
 
 import functools
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -73,12 +73,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
 import common
-
-
-def option(default, help: str, decode: bool = False):
-    """A field of Config. A callable makes its default; `decode`: bench.py can change it, too."""
-    kind = "default_factory" if callable(default) else "default"
-    return field(**{kind: default}, metadata={"help": help, "decode": decode})
+from common import option
 
 
 @dataclass

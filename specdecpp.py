@@ -56,7 +56,7 @@ import functools
 import itertools
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -65,12 +65,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, TopPLogitsWarper
 
 import common
-
-
-def option(default, help: str, decode: bool = False):
-    """A field of Config. A callable makes its default; `decode`: bench.py can change it, too."""
-    kind = "default_factory" if callable(default) else "default"
-    return field(**{kind: default}, metadata={"help": help, "decode": decode})
+from common import option
 
 
 @dataclass
