@@ -48,8 +48,8 @@ def assert_whole(out, target):
 
 @pytest.mark.parametrize(
     "kills, real",
-    [(2, False), slow(20, True)],
-    ids=["2 forks", "20 processes"],
+    [(2, False), slow(5, True)],
+    ids=["2 forks", "5 processes"],
 )
 def test_killed_at_random_points_and_resumed(folder, tmp_path, kills, real):  # noqa: F811
     """SIGKILL again and again, a checkpoint after every step; the end is that of a run that was
