@@ -28,6 +28,14 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SECONDS = 600  # a mutant may make a test wait for ever
+LIBRARIES = (  # imported once, for all the tests to come
+    "hypothesis",
+    "torch.distributed.fsdp",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+)
 QUICK = (  # names of the tests that most mutants fall to, in seconds
     "mask or sight or loss or hand or defin or alpha or labels or collapse or sums or trie or walk"
     " or expan or size"
@@ -117,7 +125,7 @@ def main() -> int:
 
     sys.dont_write_bytecode = True  # two mutants of one size within a second would share theirs
     os.environ.update(PYTHONDONTWRITEBYTECODE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    for name in ("torch", "transformers", "hypothesis"):  # once, for all the tests to come
+    for name in LIBRARIES:
         importlib.import_module(name)
     survivors = 0
     fork = multiprocessing.get_context("fork")
