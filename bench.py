@@ -285,9 +285,10 @@ def make_arms(target, args) -> list[Arm]:
         Arm("plain", {"custom_generate": plain_generate}, reports=True),
     ]
     copies = Arm("copies", {"custom_generate": copies_generate}, reports=True)
+    alone = {"copies": copies, "prompt-lookup": Arm(**arms_of.PROMPT_LOOKUP)}
     for spec, must in arms_of.wanted(args.method, args.variants).items():
         try:
-            arms += [copies] if spec == "copies" else [Arm(**x) for x in loader.method(spec)]
+            arms += [alone[spec]] if spec in alone else [Arm(**x) for x in loader.method(spec)]
         except ValueError as problem:
             if must:
                 raise

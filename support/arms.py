@@ -15,6 +15,8 @@ from support import cli, packed
 
 # what --method all takes: every method, CAPE with S(p) fitted to a CPU, and Medusa
 ALL = (*cli.METHODS, "cape:cpu", f"ctc_drafter:none@{cli.ROOT / 'checkpoints' / 'medusa'}")
+ALONE = ("copies", "prompt-lookup")  # arms that are no method and have no drafter
+PROMPT_LOOKUP = {"name": "prompt-lookup", "kwargs": {"prompt_lookup_num_tokens": 10}}
 # transformers' assisted generation: (tokens at first, schedule, confidence at which to stop)
 ASSISTED = {
     "constant": (5, "constant", 0.0),
@@ -34,7 +36,7 @@ def wanted(specs: list[str], variants: list[str]) -> dict[str, bool]:
         for each in ALL if spec == "all" else [spec]:
             found.setdefault(each, spec != "all")
             name, at, folder = each.partition("@")
-            if ":" not in name and name != "copies":
+            if ":" not in name and name not in ALONE:
                 for variant in variants:
                     found.setdefault(f"{name}:{variant}{at}{folder}", False)
     return found
@@ -136,7 +138,7 @@ class Loader:
 
     def peers(self) -> list[dict]:
         """The fields of bench.Arm for transformers' prompt lookup and assisted generation."""
-        found = [{"name": "prompt-lookup", "kwargs": {"prompt_lookup_num_tokens": 10}}]
+        found = [PROMPT_LOOKUP]
         try:
             assistant = self._assistant()
         except ValueError as problem:

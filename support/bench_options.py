@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from support import cli, replay, report
+from support import arms, cli, replay, report
 
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:
@@ -27,7 +27,7 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
     if "all" in named:
         names += cli.present()
     for name in dict.fromkeys(names):
-        if name not in ("all", "copies"):
+        if name not in ("all", *arms.ALONE):
             cli.add_config_options(parser, cli.import_method(name).Config, decode=True)
     args = parser.parse_args(argv)
     args.argv = argv
@@ -42,9 +42,10 @@ def _what_to_decode(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME[:VARIANT][@DIR]",
-        help=f"{', '.join(cli.METHODS)}, copies (from the context, no drafter), or all: those with "
-        "a checkpoint, Medusa, --peers; NAME:all takes all variants, DIR another drafter than "
-        "checkpoints/NAME. --method NAME --help also shows the options of that method",
+        help=f"{', '.join(cli.METHODS)}, copies or prompt-lookup (ours and transformers', from the "
+        "context, no drafter), or all: those with a checkpoint, Medusa, --peers. NAME:all takes "
+        "all variants, DIR another drafter than checkpoints/NAME. --method NAME --help also shows "
+        "the options of that method",
     )
     group.add_argument(
         "--variants",

@@ -212,9 +212,10 @@ def test_copies_beside_a_method_and_alone(files, fake, capsys):
     argv = without_checkpoint(files, "--variants", "copies", method="fake")
     argv[argv.index("fake")] = "fake"
     argv.insert(argv.index("fake") + 1, "copies")
+    argv.insert(argv.index("fake") + 2, "prompt-lookup")
     argv[argv.index("--max-new-tokens") + 1] = "40"  # the tiny target soon repeats itself
     result, out = run(capsys, argv)
-    assert list(result["arms"]) == ["baseline", "fake", "fake:copies", "copies"]
+    assert list(result["arms"]) == ["baseline", "fake", "fake:copies", "copies", "prompt-lookup"]
     plain, with_copies, alone = (result["arms"][n] for n in ("fake", "fake:copies", "copies"))
     assert all(arm["identical_to_greedy"] for arm in result["arms"].values())
     assert plain["copies"] is None and plain["against"] == {}
