@@ -87,4 +87,4 @@ def test_the_eight_steps_are_enough(name, tmp_path):
         done = subprocess.run(run, cwd=copy, capture_output=True, text=True)
         passed = re.search(r"(\d+) passed", done.stdout)
         assert done.returncode == 0, done.stdout[-3000:]
-        assert int(passed[1]) >= 10 and "skipped" not in done.stdout
+        assert int(passed[1]) >= 5 and "skipped" not in done.stdout
