@@ -195,9 +195,11 @@ def test_soft_caps_matter():
     assert not torch.allclose(capped, half(ids).logits, atol=1e-3)  # attention's cap alone
 
 
-@pytest.mark.slow
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("Mistral, window", "GPTNeoX")]
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("target_name", ["Mistral, window", "Gemma2, capped", "GPT2", "GPTNeoX"])
+@pytest.mark.parametrize("target_name", [slow("Gemma2, capped"), slow("GPT2"), *LONG])
 def test_sampled_output_follows_the_target(target_name, method, tmp_path):
     target, ids, _ = make_target(target_name)
     arguments = make_drafter(method, target, tmp_path)
