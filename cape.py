@@ -289,12 +289,14 @@ def generate(
     Returns:
         (1, T') prompt and new tokens.
     Raises:
-        ValueError: an unknown expansion, or a table whose parts do not fit.
+        ValueError: an unknown expansion, a table whose parts do not fit, or a name as base.
     """
     config = checked_config(
         gamma=gamma, expansion=expansion, sizes=sizes, bounds=bounds, least_worth=least_worth,
         width=width, max_tokens=max_tokens, copies=copies,
     )  # fmt: skip
+    if isinstance(base, str):
+        raise ValueError(f"base is the module of a method: import {base}, then base={base}")
     least_worth = config.least_worth if config.expansion == "confidence" else 0.0
     stats = stats or common.Stats()
     do_sample = generation_config.do_sample

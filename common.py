@@ -35,7 +35,7 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
             from support import default_target
         except ImportError as error:
             missing = "no target named, and support/default_target.py, which has one, is not here"
-            raise ValueError(f"{missing}; give a Hugging Face id or a folder") from error
+            raise ValueError(f"{missing}; copy it, or name a Hugging Face id or folder") from error
         return default_target.load(lambda folder: _read_target(folder, dtype, device))
     try:
         return _read_target(name, dtype, device)
@@ -104,9 +104,9 @@ def load_drafter(Drafter, path, target):
             if not sound.all():
                 raise ValueError("weights out of range")
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        kind = f"{Drafter.__module__} drafter"
-        raise ValueError(f"cannot read {path} as a {kind} ({reason}); train it again") from error
+        reason = " ".join(str(error).split())[:120]
+        kind = f"{Drafter.__module__} drafter ({reason})"
+        raise ValueError(f"cannot read {path} as a {kind}; name one, or train it again") from error
     wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
     if wrong:
         differs = ", ".join(wrong)
@@ -407,7 +407,7 @@ def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, st
     config, limit = target.config.get_text_config(), generation_config.max_length
     mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
     if input_ids.shape[0] != 1 or input_ids.shape[1] == 0 or (mask is not None and not mask.all()):
-        needs = "speculative decoding here takes one sequence of one or more tokens without padding"
+        needs = "speculative decoding here takes one sequence of tokens, no padding and no beams"
         raise ValueError(f"a prompt of shape {tuple(input_ids.shape)}: {needs}")
     if past is not None and past.get_seq_length():
         raise ValueError("past_key_values already holds tokens; pass all tokens without a cache")

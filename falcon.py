@@ -235,7 +235,7 @@ def glance(wrong: Tensor, where: Tensor, rate: float, k: int, seed: Tensor) -> T
         input   h_0 x_1  h_1 x_2  h_2 x_3   ->   h_3 x_4  h_4 x_5  h_2 x_3
         learns  h_3 x_4  h_4 x_5  h_5 x_6           -        -     h_5 x_6, seeing the two before
 
-    Args: wrong, where: (B, S) bool, slots that missed, that learn. seed: (B,), gives the phase too.
+    Args: wrong, where: (B, S) bool, slots that missed, that learn. seed: (B,): first -seed % k.
     Returns: (B, S) bool.
     """
     if k == 1:  # a block of one slot has none to couple

@@ -382,7 +382,8 @@ def loss(drafter: Drafter, target, batch) -> Tensor:
     """Cross-entropy (5.1), summed over positions.
 
     Against the target's distribution over the draft vocabulary, or, with `distill=False`, against
-    the next token of the data where it can be drafted.
+    the next token of the data where it can be drafted. Position t predicts the token at t + 1, and
+    learns where batch.loss_mask holds at t + 1 (`training_logits`).
 
     Args:
         batch: common.Batch, with the K/V of drafter.kv_layers.

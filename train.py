@@ -314,10 +314,13 @@ def check(args) -> Place:
         raise ValueError(
             f"--batch-size {args.batch_size} must be a multiple of processes x --accumulate"
         )
-    if (Path(args.out) / "config.json").is_file() and not args.resume:
-        raise ValueError(
-            f"{args.out} already holds a drafter; pass --resume to go on with it, or another --out"
-        )
+    out = Path(args.out)
+    if out.is_file():
+        raise ValueError(f"--out {out} is a file; name a folder for the drafter")
+    if (out / "config.json").is_file() and not args.resume:
+        begun = (out / "training_state.pt").is_file()
+        remedy = "pass --resume to go on with it" if begun else f"start from it with --init {out}"
+        raise ValueError(f"{out} already holds a drafter; {remedy}, or give another --out")
     if args.shard_target and (world == 1 or args.features):
         raise ValueError(
             "--shard-target needs torchrun with two processes or more, and goes without --features"
@@ -505,6 +508,11 @@ def main(argv: list[str] | None = None) -> None:
         folder, *curves = args.plot
         print(*pictures.curves(curves, Path(folder)))
         return
+    if not (args.method or args.make_data):
+        raise ValueError(
+            "nothing to do: give --method NAME with --data and --out, --make-data N with --out, or "
+            "--plot"
+        )
     if not args.out:
         raise ValueError("give --out, a folder for the drafter or a file for conversations")
     if args.make_data:
@@ -516,8 +524,8 @@ def main(argv: list[str] | None = None) -> None:
         count, out = args.make_data, args.out
         data.make_conversations(target, tokenizer, count, out, args.seed, args.data_batch, *kinds)
         return
-    if not args.method or not args.data:
-        raise ValueError("training needs --method and --data (or use --make-data N)")
+    if not args.data:
+        raise ValueError("training needs --data, files of conversations (--make-data N makes one)")
     fields = {option.name for option in dataclasses.fields(module.Config)} - {"target"}
     given = {name: value for name, value in vars(args).items() if value is not None}
     train(args, {name: value for name, value in given.items() if name in fields})

@@ -165,6 +165,8 @@ def _check(args: argparse.Namespace) -> None:
             f"nothing to do: give --method NAME ({', '.join(cli.METHODS)}, all), --cost-curve or "
             "--table FILE"
         )
+    if args.prompt is not None and not args.prompt.strip():
+        raise ValueError("--prompt is empty; give the text of a question")
     one_by_one = args.sweep is not None or args.refit
     if one_by_one and (not args.method or args.temperature):
         raise ValueError(

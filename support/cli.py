@@ -150,6 +150,7 @@ def add_config_options(parser: argparse.ArgumentParser, config_class, decode: bo
     """
     group = parser.add_argument_group(f"{config_class.__module__} options")
     taken = {action.dest for action in parser._actions}
+    has_drafter = hasattr(sys.modules[config_class.__module__], "Drafter")
     for option in dataclasses.fields(config_class):
         default = option.default
         if default is dataclasses.MISSING:
@@ -166,6 +167,8 @@ def add_config_options(parser: argparse.ArgumentParser, config_class, decode: bo
         else:
             kind = {"type": json_like(default)}
         shown = default if isinstance(default, str) else json.dumps(default)
+        if decode and has_drafter:
+            shown = "what config.json of the drafter says"
         text = f"{option.metadata['help']} (default: {shown})".replace("%", "%%")
         group.add_argument("--" + option.name.replace("_", "-"), default=None, help=text, **kind)
 

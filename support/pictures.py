@@ -74,7 +74,7 @@ def curves(paths: list[str], folder: Path) -> list[Path]:
         name = path.parent.name if path.stem == "curve" else path.stem
         drawn[name] = points
     folder.mkdir(parents=True, exist_ok=True)
-    file, x, y = folder / "curves.svg", "million tokens learnt from", "alpha"
+    file, x, y = folder / "curves.svg", "million token-steps", "alpha"
     with picture(file, 8, "Acceptance rate while training", x, y) as axes:
         for (name, points), colour in zip(drawn.items(), itertools.cycle(COLOURS)):
             for kind, line in points.items():

@@ -182,10 +182,10 @@ def by_category(arm, baseline, turns: list[dict]) -> dict:
 
 
 def settings(arm) -> dict:
-    """What the drafter's Config and the arm's own options say: numbers and words, not paths."""
+    """What the drafter's Config and the arm's own options say: numbers, words, lists, not paths."""
     found = {}
     for name, value in (*arm.facts.items(), *arm.kwargs.items()):
-        if isinstance(value, bool | int | float | str) and "/" not in str(value):
+        if isinstance(value, bool | int | float | str | list) and "/" not in str(value):
             found[name] = value
     return found
 

@@ -129,7 +129,10 @@ def make(name: str, out: Path) -> None:
         raise ValueError(f"no exercise {name!r}; there are {', '.join(EXERCISES)}")
     if out.exists():
         raise ValueError(f"{out} is there already; name a new folder")
-    ours = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".hypothesis", out.name)
+    # the mutants quote lines that are to be written
+    ours = shutil.ignore_patterns(
+        ".git", "__pycache__", ".*_cache", ".hypothesis", "mutants", out.name
+    )
     shutil.copytree(ROOT, out, ignore=ours)
     path = out / source_of(name)
     path.write_text(blanked(path.read_text(), name))
@@ -155,7 +158,7 @@ def main() -> None:
         print(f"coursework.py: {problem}", file=sys.stderr)
         sys.exit(2)
     print(f"Write {args.name} in {args.out / source_of(args.name)}. It is right when this passes:")
-    print(f"cd {args.out} && python -m pytest {EXERCISES[args.name].test}")
+    print(f"cd {args.out} && python -m pytest -n 0 -x {EXERCISES[args.name].test}")
 
 
 if __name__ == "__main__":

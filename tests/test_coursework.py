@@ -68,7 +68,7 @@ def test_a_copy_differs_in_one_function_only(tmp_path, monkeypatch, capsys):
     coursework.main()
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1].endswith(
-        "python -m pytest tests/test_falcon.py::test_glancing_worked_by_hand"
+        "python -m pytest -n 0 -x tests/test_falcon.py::test_glancing_worked_by_hand"
     )
     before, after = (
         ast.parse((folder / "falcon.py").read_text()) for folder in (small, tmp_path / "out")
@@ -101,7 +101,7 @@ def test_the_printed_command_is_red_in_the_copy(name, tmp_path):
     made = subprocess.run(
         [sys.executable, "tests/coursework.py", name, out], cwd=ROOT, capture_output=True, text=True
     )
-    command = made.stdout.splitlines()[-1].replace("python", sys.executable) + " -n 0"
+    command = made.stdout.splitlines()[-1].replace("python", sys.executable)
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     shown = "\n".join(line for line in done.stdout.splitlines() if line.startswith("E ")).lower()

@@ -263,7 +263,7 @@ def test_weights_that_are_no_numbers_or_tokens_are_refused(copy_of, value):
     damaged = drafter.draft_ids if isinstance(value, int) else weight
     damaged[3] = value
     drafter.save_pretrained(path)
-    said = "cannot read .* as a glide drafter .weights out of range.; train it again"
+    said = "cannot read .* as a glide drafter .weights out of range.; name one, or train it again"
     with pytest.raises(ValueError, match=said):
         loaded("glide", path)
 
@@ -284,7 +284,7 @@ def test_a_drafter_of_another_method_or_target_is_refused(checkpoints, method, t
         "hidden_size 32 != 64": {"hidden_size": 64},
     }
     for said, shape in others.items():
-        with pytest.raises(ValueError, match=f"another target .*{said}.*; train one"):
+        with pytest.raises(ValueError, match=f"another target .*{said}.*; train with"):
             loaded(method, checkpoints[theirs], family("Llama", **{"vocab_size": VOCAB} | shape))
 
 

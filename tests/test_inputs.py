@@ -266,7 +266,7 @@ def test_the_real_commands(argv, said):
 @pytest.mark.parametrize(
     "argv, said",
     [
-        ("train.py --out x", "train.py: training needs --method and --data"),
+        ("train.py --out x", "train.py: nothing to do: give --method NAME with --data and --out"),
         ("bench.py --method glide --seed x", "argument --seed: invalid int value: 'x'; see --help"),
     ],
 )

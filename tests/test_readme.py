@@ -15,7 +15,7 @@ from test_house import METHODS, ROOT
 import bench
 import common
 import train
-from support import data
+from support import data, pictures
 
 FILES = tables.FILES
 TEXTS = {name: (ROOT / name).read_text() for name in FILES}
@@ -247,6 +247,7 @@ def test_commands_are_understood(script, options, monkeypatch, capsys):
     for module, name in ((train, "train"), (data, "make_conversations")):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
     monkeypatch.setattr(common, "load_target", lambda *_, **__: (None, None))
+    monkeypatch.setattr(pictures, "curves", lambda *_: [])
     options = options.replace("results/*.json", "r.json").replace("--steps N", "--steps 9")
     options = options.replace("NAME", "glide")
     options = re.sub(r" (\.\.\.)$", " glide" if options.endswith("--method ...") else "", options)

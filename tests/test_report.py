@@ -328,10 +328,10 @@ def test_beside_the_papers_figures():
     assert report._paper_tables({"baseline": NUMBERS}) == []
 
 
-def test_settings_are_numbers_and_words():
+def test_settings_are_numbers_words_and_lists():
     facts = {"k": 2, "target": {"a": 1}, "tree": [[0]], "csgd": True, "draft_model": "/some/where"}
     made = bench.Arm("x", {"drafter": object(), "chain": True, "k": 3}, facts=facts)
-    assert report.settings(made) == {"k": 3, "csgd": True, "chain": True}
+    assert report.settings(made) == {"k": 3, "tree": [[0]], "csgd": True, "chain": True}
 
 
 @pytest.mark.parametrize(

@@ -634,7 +634,7 @@ def test_help_shows_every_option_and_its_default(argv, capsys, monkeypatch):
         (["--method", "glide"], "give --out"),
         (["--plot", "x"], "name the curves"),
         (["--method"], "--method"),
-        (["--out", "x"], "needs --method and --data"),
+        (["--out", "x"], "nothing to do: give --method"),
     ],
 )
 def test_what_cannot_be_trained_is_said_in_a_line(argv, said):
