@@ -287,7 +287,7 @@ class Lookup:
             self.text.append(token)
         for n, length in self.lengths.items():
             start = self.follows.get(tuple(self.text[-n:]))
-            if start is not None and len(self.text) > n:
+            if start is not None:
                 period = self.text[start:]  # a copy that reaches the end of the text repeats itself
                 return [period[i % len(period)] for i in range(length)]
         return []

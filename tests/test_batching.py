@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -211,8 +212,10 @@ def test_the_figures_of_batches_are_those_of_their_raw_record(files, capsys, mon
         return output
 
     def note(arm, *args):
-        now[0] = arm.name
+        now[0], start = arm.name, time.perf_counter()
         rows = timed(arm, *args)
+        took = time.perf_counter() - start
+        assert took / 2 < arm.answers[-1].seconds <= took
         tokens[arm.name] = tokens.get(arm.name, 0) + sum(map(len, rows))
         seconds[arm.name] = seconds.get(arm.name, 0.0) + arm.answers[-1].seconds
         return rows

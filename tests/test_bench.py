@@ -286,7 +286,7 @@ def test_an_interrupt_between_two_arms_leaves_them_aligned(files, capsys, monkey
 
     def stop(target, encoded, reference, tokens):
         calls.append(tokens)
-        if len(calls) == 5:  # the second arm of the second turn
+        if len(calls) == 6:  # the last arm of the second turn
             raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "divergence", stop)

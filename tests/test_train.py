@@ -441,7 +441,6 @@ def test_draft_tokens_are_those_of_answers_not_of_prompts(folder, tmp_path):
     assert weights(tmp_path / "out")["draft_ids"].tolist() == list(range(6, 38))
 
 
-@pytest.mark.slow
 def test_minutes_count_over_all_sittings(folder, tmp_path, monkeypatch):
     """A clock that goes on by a second a reading: in two sittings as many steps as in one."""
     interrupt_at = [10**9]

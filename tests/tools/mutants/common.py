@@ -107,12 +107,6 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "if start is not None and len(self.text) > n:",
-        "if start is not None:",
-        "Lookup: finds the end itself",
-    ),
-    (
-        "common.py",
         "self.follows[tuple(self.text[-n:])] = len(self.text)",
         "self.follows.setdefault(tuple(self.text[-n:]), len(self.text))",
         "Lookup: the first occurrence",
