@@ -350,9 +350,16 @@ def test_something_else_than_a_result(tmp_path):
         bench.main(["--table", str(tmp_path / "r.json")])
 
 
-def test_a_result_is_written_whole_or_not_at_all(tmp_path):
+def test_a_result_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "r.json"
     report.write_result({"a": 1}, str(path))
     with pytest.raises(TypeError):
         report.write_result({"a": torch.zeros(1)}, str(path))
+
+    def full(self, other):
+        raise OSError("no space")
+
+    monkeypatch.setattr(type(path), "replace", full)
+    with pytest.raises(OSError):
+        report.write_result({"a": 2}, str(path))
     assert json.loads(path.read_text()) == {"a": 1} and list(tmp_path.iterdir()) == [path]

@@ -288,6 +288,22 @@ def test_drafting_with_a_cache_equals_drafting_from_scratch(llama, trained, monk
         assert [int(next(steps)[0]) for _ in tokens] == tokens.tolist()
 
 
+def test_tokens_come_as_often_as_their_q_says(llama):
+    drafter, ids, draws = make_drafter(llama, draft_vocab=7), torch.tensor([[9, 8, 7]]), 400
+    counts = collections.Counter()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for _ in range(draws):
+            memory = specdecpp.new_memory(drafter, llama)
+            token, q_draft, _ = next(
+                specdecpp.propose(drafter, llama, ids, None, memory, do_sample=True)
+            )
+            counts[(int(token),)] += 1
+    expected = {(token,): float(q_draft[token]) for token in drafter.draft_ids.tolist()}
+    assert max(expected.values()) > 0.3  # a flat one would be its own square root
+    assert chi_square_p_value(counts, expected) > 1e-3
+
+
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("do_sample", [True, False])
 @pytest.mark.parametrize("caller", [specdecpp, cape], ids=["alone", "cape"])

@@ -27,7 +27,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-SECONDS = 600  # a mutant may make a test wait for ever
+SECONDS = 240  # a mutant may make a test wait for ever
 LIBRARIES = (  # imported once, for all the tests to come
     "hypothesis",
     "torch.distributed.fsdp",
