@@ -94,7 +94,7 @@ def converse(target, begin, batch_size: int, chance: random.Random):
             if not row.feed and not full:
                 row.said.append(token)
                 row.feed = [token]
-                full = len(row.said) == row.most or width - row.first + 1 == limit
+                full = len(row.said) == row.most
             if full or (row.said and token in ends):
                 yield from row.go_on(row.said)
 

@@ -196,41 +196,57 @@ def test_the_share_of_greedy_answers(folder, tmp_path, share, temperatures):  # 
     assert {record["temperature"] for record in records} == temperatures
 
 
-def looping(target):
-    """A target that says the same token again and again once it answers, and never ends."""
+def looping(target, *tokens):
+    """A target that says the same tokens again and again, and never ends."""
     target.generation_config.eos_token_id = 0
-    real = target.lm_head.forward
+    real, turn = target.lm_head.forward, itertools.cycle(tokens)
 
     def forward(hidden):
         logits = real(hidden)
         logits[..., 0] = -50.0
-        logits[..., 9] = 50.0
+        logits[..., next(turn)] = 50.0
         return logits
 
     target.lm_head.forward = forward
     return target
 
 
+def only_three_talks(monkeypatch):
+    """No more conversations are begun, for where none is kept there would be no end."""
+    converse = talks.converse
+
+    def three(target, begin, *more):
+        begun = itertools.count()
+        yield from converse(target, lambda: next(begun) < 3 and begin() or None, *more)
+
+    monkeypatch.setattr(talks, "converse", three)
+
+
 def test_a_greedy_loop_is_kept_and_a_sampled_one_dropped(folder, tmp_path, monkeypatch):  # noqa: F811
     target, tokenizer = common.load_target(str(folder))
-    looping(target)
+    looping(target, 9)
     requests = [[f"w{i} w1 w2 w3"] for i in range(3)]
     options = {"requests": requests, "greedy": 1.0, "max_new_tokens": 40}
     path = tmp_path / "greedy.jsonl"
     data.make_conversations(target, tokenizer, 3, str(path), **options)
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [record["response_ids"] for record in records] == [[9] * 40] * 3
-    plain_converse = talks.converse
-
-    def three_talks(target, begin, *more):
-        talks_begun = itertools.count()
-        yield from plain_converse(target, lambda: next(talks_begun) < 3 and begin() or None, *more)
-
-    monkeypatch.setattr(talks, "converse", three_talks)
+    only_three_talks(monkeypatch)
     path = tmp_path / "sampled.jsonl"
-    for more in (options | {"greedy": 0.0}, {"greedy": 1.0}):  # answers loop; requests never end
-        data.make_conversations(target, tokenizer, 3, str(path), **more)
-        assert not path.read_text()
+    data.make_conversations(target, tokenizer, 3, str(path), **(options | {"greedy": 0.0}))
+    assert not path.read_text()
+
+
+def test_a_request_that_does_not_end_is_not_asked(folder, tmp_path, monkeypatch):  # noqa: F811
+    target, tokenizer = common.load_target(str(folder))
+    looping(target, 9, 1).config.max_position_embeddings = 2000
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>"]})  # 1, not decoded
+    words = tokenizer.decode([9, 1] * 64, skip_special_tokens=True).split()
+    assert 4 <= len(words) <= 100  # for its length it would be asked
+    only_three_talks(monkeypatch)
+    path = tmp_path / "d.jsonl"
+    data.make_conversations(target, tokenizer, 3, str(path), greedy=1.0, max_new_tokens=40)
+    assert not path.read_text()
 
 
 def test_given_requests_are_asked_first_and_as_they_are(folder, tmp_path):  # noqa: F811
@@ -312,7 +328,7 @@ def test_no_second_turn_unless_asked_for(folder, tmp_path):  # noqa: F811
 
 def test_a_first_answer_of_two_is_cut_as_an_evaluation_cuts_it(folder, tmp_path):  # noqa: F811
     target, tokenizer = common.load_target(str(folder))
-    looping(target).config.max_position_embeddings = 2000
+    looping(target, 9).config.max_position_embeddings = 2000
     requests = [[f"w{i} w41", f"w42 w{i}"] for i in range(12)]
     path = tmp_path / "d.jsonl"
     options = {"requests": requests, "greedy": 1.0, "second_turns": 1.0, "max_new_tokens": 160}

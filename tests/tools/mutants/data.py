@@ -125,8 +125,8 @@ MUTANTS = [
     ),
     (
         "support/talks.py",
-        "width - row.first + 1 == limit",
-        "False",
+        "full = width - row.first >= limit",
+        "full = False",
         "an answer beyond the context",
     ),
     (
@@ -144,8 +144,8 @@ MUTANTS = [
     ("support/talks.py", "if 2 * len(busy) <= len(rows):", "if False:", "empty rows are computed"),
     (
         "support/talks.py",
-        "(logits[hot].float() / temperature)",
-        "(logits[hot].float() * temperature)",
+        "(logits[index].float() / temperature)",
+        "(logits[index].float() * temperature)",
         "temperature upside down",
     ),
     (
