@@ -365,7 +365,7 @@ def test_sliding_window_that_would_be_overrun_is_refused():
 def test_what_cannot_be_decoded_is_refused(llama):
     with pytest.raises(ValueError, match="one sequence"):
         generate(llama, torch.tensor([[3, 4], [5, 6]]), max_new_tokens=4)
-    with pytest.raises(ValueError, match="without padding"):
+    with pytest.raises(ValueError, match="no padding"):
         generate(
             llama, torch.tensor([[3, 4]]), attention_mask=torch.tensor([[0, 1]]), max_new_tokens=4
         )
