@@ -451,6 +451,7 @@ def test_sweeps_at_the_edges(files, capsys, tmp_path):
     assert result["sweep"]["r2"] is None and "too few draft lengths to fit" in out
 
 
+@pytest.mark.slow
 def test_several_heads_on_one_draft_model(files, capsys, tmp_path, monkeypatch):
     target, _ = common.load_target(str(files / "target"))
     runs, features = [], common.target_features

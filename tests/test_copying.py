@@ -70,16 +70,19 @@ def told(tmp_path_factory):
     return {folder: report[str(top / folder)] for folder in folders}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_file_and_common_decode_alone(told, method):
     assert not told[method]["support"]
     assert told[method]["same"] and told[method]["drafted"] > 0 and "w" in told[method]["text"]
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme_runs(told):
     assert told["falcon"]["example"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_lone_file_as_a_script_ends_with_one_line(told, method):
     """There is no default target to load: that needs support/default_target.py."""
@@ -88,6 +91,7 @@ def test_a_lone_file_as_a_script_ends_with_one_line(told, method):
     assert errors.startswith(f"{method}.py: no target named, and support/default_target.py")
 
 
+@pytest.mark.slow
 def test_training_a_copied_method_takes_the_files_that_the_readme_names(told):
     code, errors = told["training/glide"]["train"]
     assert code == 0, errors

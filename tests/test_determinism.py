@@ -5,6 +5,7 @@ And answers that end where the context does.
 
 import pytest
 import torch
+from conftest import slow
 from test_distributed import arguments
 from test_families import make_drafter
 from test_faults import TRAINED
@@ -38,7 +39,7 @@ def test_training(folder, tmp_path, method):  # noqa: F811
     assert trained("b", "3") == first and trained("c", "4") != first
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name if name == "cape" else slow(name) for name in METHODS])
 def test_sampling(method, tmp_path):
     target = TARGETS["Llama"]
     options = make_drafter(method, target, tmp_path)

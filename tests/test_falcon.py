@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import chi_square_p_value, enumerate_joint, make_llama
+from conftest import chi_square_p_value, enumerate_joint, make_llama, slow
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import common
@@ -131,7 +131,7 @@ def oracle(monkeypatch):
 # ----------------------------------------------------------------------------------------- lossless
 
 
-@pytest.mark.parametrize("length", [1, 2, 13])
+@pytest.mark.parametrize("length", [1, slow(2), 13])
 def test_greedy_output_is_the_targets(llama, trained, length):
     ids = torch.randint(1, 48, (1, length), generator=torch.Generator().manual_seed(length))
     truth = llama.generate(ids, max_new_tokens=20, do_sample=False)
@@ -304,8 +304,8 @@ def from_scratch(drafter, target, ids, branch=()):
     return common.draft_head(target, drafter.draft_ids)(features[0])
 
 
-@pytest.mark.parametrize("fusion", ["lstm", "cell", "linear"])
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("fusion", ["lstm", slow("cell"), "linear"])
+@pytest.mark.parametrize("k", [slow(1), 2, 3, slow(4)])
 def test_a_tree_holds_what_each_branch_alone_would_give(llama, k, fusion):
     """Every node of a tree of three passes, from a forward of its own over its branch."""
     drafter = make_drafter(llama, k=k, fusion=fusion, num_layers=2, draft_vocab=20)

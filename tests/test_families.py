@@ -55,6 +55,7 @@ LONG_TAIL = {
     "Mistral, window",
     "Qwen2",
     "Qwen2, tied",
+    "Qwen3",
     "Qwen3, MQA",
     "Gemma2",
     "Gemma2, untied",

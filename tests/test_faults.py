@@ -48,7 +48,7 @@ def assert_whole(out, target):
 
 @pytest.mark.parametrize(
     "kills, real",
-    [(2, False), slow(5, True)],
+    [slow(2, False), slow(5, True)],
     ids=["2 forks", "5 processes"],
 )
 def test_killed_at_random_points_and_resumed(folder, tmp_path, kills, real):  # noqa: F811

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import chi_square_p_value, make_llama
+from conftest import chi_square_p_value, make_llama, slow
 from test_common import family
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
@@ -174,7 +174,7 @@ def spy_on_drafts(monkeypatch):
 
 
 @pytest.mark.parametrize("copies", [0, 6])
-@pytest.mark.parametrize("gamma, length", [(0, 13), (1, 1), (5, 2), (8, 13)])
+@pytest.mark.parametrize("gamma, length", [slow(0, 13), (1, 1), (5, 2), slow(8, 13)])
 def test_greedy_output_is_the_targets(llama, trained, gamma, length, copies):
     ids = torch.randint(0, 48, (1, length), generator=torch.Generator().manual_seed(length))
     truth = llama.generate(ids, max_new_tokens=30, do_sample=False)

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, slow
 from test_specdecpp import decode, fit, held_out, make_drafter
 
 import common
@@ -41,7 +41,8 @@ def recorded(llama, drafter):
 
 
 @pytest.mark.parametrize(
-    "name", ["K=2", "K=14", "head=0.1", "head=0.7", "confidence=0.7", "entropy=0.5"]
+    "name",
+    ["K=2", slow("K=14"), slow("head=0.1"), "head=0.7", "confidence=0.7", slow("entropy=0.5")],
 )
 def test_replayed_rates_are_those_of_decoding(llama, drafter, recorded, name):
     kind, value = name.split("=")

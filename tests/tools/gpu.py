@@ -232,6 +232,7 @@ def test_the_clock_of_a_gpu_counts_in_its_queue(monkeypatch):
     assert name == "verify" and bench.between(start, end) == 5.0
 
 
+@pytest.mark.slow
 def test_bench_on_the_device(files, capsys):  # noqa: F811
     on_cpu, _ = run(capsys, command(files, "--num-prompts", "1", "--device", "cpu"))
     with pretend.gpu():
@@ -245,6 +246,7 @@ def test_bench_on_the_device(files, capsys):  # noqa: F811
         bench.parse(command(files, "--graphs", "--device", "pretend"))
 
 
+@pytest.mark.slow
 def test_train_on_the_device(folder, tmp_path, monkeypatch):  # noqa: F811
     """The drafter is the CPU's up to rounding. Its tensors cannot be pickled, so it is moved to the
     CPU before."""
