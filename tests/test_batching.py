@@ -271,3 +271,29 @@ def test_a_batch_that_differs_is_counted(llama):
 def test_what_takes_one_sequence_says_so(files, option):  # noqa: F811
     with pytest.raises(ValueError, match="one sequence at a time; leave out --batch-size"):
         bench.parse(command(files, "--batch-size", "2", *option))
+
+
+def test_batches_keep_conversations_apart_and_are_redrawn_whole(monkeypatch):
+    """The first prompt of a batch has fewer turns: the second goes on with its own answers."""
+    asked, redrawn, order = [], [], []
+
+    def encode(_, said, device):
+        asked.append(list(said))
+        return {"input_ids": torch.tensor([[1]])}
+
+    def timed(arm, target, ids, options):
+        order.append(arm.name)
+        arm.answers.append(SimpleNamespace(tokens=[0], seconds=1.0))
+        arm.forwards += 1
+        return [[len(arm.answers), row] for row in range(len(ids))]
+
+    monkeypatch.setattr(batching, "timed", timed)
+    monkeypatch.setattr(batching, "summary", lambda arms, turns, options: redrawn.extend(turns))
+    prompts = [{"turns": ["a1"]}, {"turns": ["b1", "b2", "b3"]}] * 2
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
+    pair = [bench.Arm("transformers", {}), bench.Arm("plain", {}, reports=True)]
+    target = SimpleNamespace(device="cpu")
+    batching.measure(target, tokenizer, pair, prompts, 2, encode, {"do_sample": False})
+    assert asked[3] == ["b1", "[1, 1]", "b2", "[2, 0]", "b3"]
+    assert [turn["prompt"] for turn in redrawn] == [0, 0, 0, 1, 1, 1]
+    assert order[:9:3] == ["alone", "transformers", "plain"]  # who begins a turn

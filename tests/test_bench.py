@@ -426,6 +426,61 @@ def test_all_takes_what_has_a_checkpoint(files, capsys, monkeypatch, tmp_path):
     assert "falcon" not in result["arms"]
 
 
+def test_sampling_is_cut_by_top_p_alone(files, capsys, monkeypatch):
+    """No top-k: transformers' own default would keep 50 tokens."""
+    seen, play = [], bench.Arm.play
+
+    def spy(self, target, encoded, **options):
+        seen.append(options)
+        return play(self, target, encoded, **options)
+
+    monkeypatch.setattr(bench.Arm, "play", spy)
+    run(capsys, command(files, "--temperature", "0.8", "--top-p", "0.9", "--num-prompts", "1"))
+    found = {(o["do_sample"], o["temperature"], o["top_p"], o["top_k"]) for o in seen}
+    assert found == {(True, 0.8, 0.9, 0)}
+
+
+def test_an_assisted_arm_runs_with_its_own_settings(llama, monkeypatch):
+    seen = []
+
+    def generate(**options):
+        seen.append(options["assistant_model"].generation_config)
+        llama(options["input_ids"])
+        return options["input_ids"]
+
+    monkeypatch.setattr(llama, "generate", generate)
+    kwargs = {"assistant_model": types.SimpleNamespace(generation_config=None)}
+    for name in ("a", "b", "a"):
+        arm = bench.Arm(name, kwargs, assistant_config=name)
+        arm.play(llama, {"input_ids": torch.tensor([[1, 2, 3]])})
+    assert seen == ["a", "b", "a"]
+
+
+def test_assisted_peers_differ_in_their_settings(files):
+    target, _ = common.load_target(str(files / "target"))
+    args = types.SimpleNamespace(draft_model=str(files / "target"))
+    for each in arms.Loader(target, args).peers()[1:]:
+        own = each["assistant_config"]
+        count, schedule, threshold = arms.ASSISTED[each["name"].removeprefix("assisted:")]
+        assert own.num_assistant_tokens == count
+        assert own.num_assistant_tokens_schedule == schedule
+        assert own.assistant_confidence_threshold == threshold
+
+
+def test_a_variant_of_another_folder_is_compared_with_that_folders_drafter(files):
+    args = bench.parse(without_checkpoint(files, method=f"glide:gamma2@{files / 'glide'}"))
+    target, _ = common.load_target(str(files / "target"))
+    [found] = arms.Loader(target, args).method(args.method[0])
+    assert (found["name"], found["plain"]) == ("glide:gamma2@glide", "glide@glide")
+
+
+def test_a_variant_wins_over_the_command_line(files):
+    args = bench.parse(command(files, "--gamma", "4", method="glide:gamma2"))
+    target, _ = common.load_target(str(files / "target"))
+    [found] = arms.Loader(target, args).method("glide:gamma2")
+    assert found["kwargs"]["gamma"] == 2
+
+
 # ------------------------------------------------------------------------------- sweeps and fitting
 
 

@@ -397,3 +397,14 @@ def test_the_table_of_conversations_counts_what_is_there():
         tokens = sum(len(record["response_ids"]) for record in records)
         greedy = sum(record["temperature"] == 0 for record in records)
         assert [int(n.replace(",", "")) for n in said] == [len(records), tokens, greedy], name
+
+
+def test_another_seed_makes_other_conversations(folder, tmp_path):  # noqa: F811
+    target, tokenizer = common.load_target(str(folder))
+    made = []
+    for number, seed in enumerate((0, 0, 1)):
+        path = tmp_path / f"{number}.jsonl"
+        options = {"requests": [["w1 w2"], ["w3 w4"]], "greedy": 0.0, "max_new_tokens": 8}
+        data.make_conversations(target, tokenizer, 2, str(path), seed, **options)
+        made.append(path.read_text())
+    assert made[0] == made[1] != made[2]

@@ -646,3 +646,13 @@ def test_consumed_tokens_read_what_came_before_them(llama):
         one_by_one = next(glide.propose(drafter, llama, ids[:, :end], cache, memory))[1]
     at_once = next(glide.propose(drafter, llama, ids, cache, glide.new_memory(drafter, llama)))[1]
     torch.testing.assert_close(at_once, one_by_one)
+
+
+def test_alpha_of_a_perfect_drafter_is_the_mass_of_what_it_can_draft(llama, monkeypatch):
+    batch, drafter = make_batch(llama), make_drafter(llama)
+    drafter.draft_ids = torch.arange(8)
+    where = F.pad(batch.loss_mask[:, 1:], (0, 1))
+    own = common.target_logits(llama, batch.hidden[where])
+    monkeypatch.setattr(glide, "training_logits", lambda *_: (own[:, :8], where))
+    mass = float(own.softmax(-1)[:, :8].sum())
+    assert float(glide.alpha(drafter, llama, batch)[0]) == pytest.approx(mass, rel=1e-5)

@@ -325,3 +325,10 @@ def test_head_quality_of_a_trained_head(llama, drafter):
     draft = make_drafter(llama, stage="draft")
     assert stopping.head_quality(specdecpp, draft, llama, [held_out(llama)]) == {}
     assert stopping.head_quality(specdecpp, drafter, llama, []) == {}
+
+
+def test_a_fit_with_a_negative_time_is_not_taken():
+    answers = [(1, 4, 8.0, 1.0), (8, 4, 1.0, 1.0), (2, 5, 9.0, 1.0)]
+    n_draft, n_target, seconds, _ = zip(*answers)
+    assert min(stopping.fit_times(n_draft, n_target, seconds)[:2]) < 0
+    assert stopping.forward_times(answers) == (3 / 11, 15 / 13, None)

@@ -608,6 +608,36 @@ def test_without_evaluation_answers_there_is_no_eval_alpha(roomy, tmp_path):
     assert row["eval_alpha"] is None and row["alpha"] > 0
 
 
+def test_stored_features_are_not_those_of_other_texts_as_long(folder, tmp_path):
+    target, _ = common.load_target(str(folder))
+    mask = torch.ones(6, dtype=torch.bool)
+    for first in (5, 20):
+        ids = torch.arange(first, first + 6)
+        stored = train.Features(target, [(ids, mask)], [], str(tmp_path))
+        hidden, _ = stored.of([0], ids[None])
+        fresh, _ = common.target_features(target, ids[None])
+        torch.testing.assert_close(hidden.float(), fresh, atol=0.05, rtol=0.05)
+
+
+def test_the_loss_shown_is_a_slow_mean(folder, tmp_path, monkeypatch):
+    losses = iter([4.0, 2.0, 8.0])
+    monkeypatch.setattr(train, "backward", lambda *_: (next(losses), 1))
+    train.main(options(folder, tmp_path / "out", "--steps", "3", "--eval-answers", "0"))
+    [row] = json.loads((tmp_path / "out" / "curve.json").read_text())
+    assert row["loss"] == round(0.95 * (0.95 * 4 + 0.05 * 2) + 0.05 * 8, 4)
+
+
+def test_evaluation_answers_are_whole_whatever_is_trained_on(roomy, tmp_path, monkeypatch):
+    folder, prompts = roomy
+    _, alpha = spy_on_batches(monkeypatch)
+    more = ("--steps", "1", "--max-length", "10", "--held-out", "0", "--eval-prompts", str(prompts))
+    train.main(options(folder, tmp_path / "out", *more))
+    [path] = (tmp_path / "out").glob("answers-*.jsonl")
+    said = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(alpha) == sorted(tuple(x["prompt_ids"] + x["response_ids"]) for x in said)
+    assert max(map(len, alpha)) > 10
+
+
 # ------------------------------------------------------------------------------------- command line
 
 

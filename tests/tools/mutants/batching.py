@@ -62,4 +62,28 @@ MUTANTS = [
         "seconds = 1.0",
         "batches: no clock",
     ),
+    (
+        "support/batching.py",
+        'for row, tokens in zip(rows, outputs["alone"]):',
+        'for row, tokens in enumerate(outputs["alone"]):',
+        "answers go to another conversation",
+    ),
+    (
+        "support/batching.py",
+        'turns.append({"prompt": number})',
+        'turns.append({"prompt": len(turns)})',
+        "batches: the bootstrap redraws turns",
+    ),
+    (
+        "support/batching.py",
+        "target.generate(ids, attention_mask=mask, pad",
+        "target.generate(ids, attention_mask=torch.ones_like(ids), pad",
+        "padded baseline: padding is read",
+    ),
+    (
+        "support/batching.py",
+        "first = len(turns) % len(arms)",
+        "first = 0",
+        "batches: arms in one order",
+    ),
 ]

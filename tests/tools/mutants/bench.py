@@ -140,4 +140,46 @@ MUTANTS = [
         'kwargs["drafter"] = self.drafter(module)',
         "@DIR and --checkpoint are not read",
     ),
+    (
+        "bench.py",
+        '"top_p": args.top_p, "top_k": 0}',
+        '"top_p": args.top_p, "top_k": 50}',
+        "sampling from the 50 best tokens only",
+    ),
+    (
+        "bench.py",
+        "        if self.assistant_config is not None:\n",
+        "        if False:\n",
+        "assisted arms all run one configuration",
+    ),
+    (
+        "bench.py",
+        "between(first if prefilled is None else prefilled, last)",
+        "between(first, last)",
+        "decode time holds the prefill",
+    ),
+    (
+        "bench.py",
+        'result["prompts"] = turns[-1]["prompt"] + 1',
+        'result["prompts"] = len(turns)',
+        "turns are counted as prompts",
+    ),
+    (
+        "support/arms.py",
+        "copy.deepcopy(assistant.generation_config)",
+        "assistant.generation_config",
+        "three peers share one configuration",
+    ),
+    (
+        "support/arms.py",
+        "name + mark if variant else None",
+        "name if variant else None",
+        "a variant of @DIR against the shipped drafter",
+    ),
+    (
+        "support/arms.py",
+        'fields["kwargs"] | options',
+        'options | fields["kwargs"]',
+        "the command line undoes a variant",
+    ),
 ]

@@ -138,4 +138,22 @@ MUTANTS = [
         "sum(n >= draft.copied for n in path)",
         "Stats: copies accepted",
     ),
+    (
+        "common.py",
+        "return Verified(tokens, path, hidden[:, kept])",
+        "return Verified(tokens, path, hidden[:, : len(kept)])",
+        "hidden states of refused nodes",
+    ),
+    (
+        "common.py",
+        "stats.offered.append(int(depth.max()))",
+        "stats.offered.append(count)",
+        "offered: nodes, not levels",
+    ),
+    (
+        "common.py",
+        "streamer.put(tokens[:, :count].cpu())",
+        "streamer.put(tokens.cpu())",
+        "streams past the end",
+    ),
 ]

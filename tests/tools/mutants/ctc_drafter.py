@@ -116,4 +116,16 @@ MUTANTS = [
         "drafting: no room left for the bonus token",
     ),
     (FILE, "    if not len(counts):", "    if False:", "loss: a batch in which no anchor teaches"),
+    (
+        "ctc_drafter.py",
+        "return total / len(counts) * batch.loss_mask.sum()",
+        "return total * 1.0",
+        "loss: a sum over anchors, not their mean",
+    ),
+    (
+        "ctc_drafter.py",
+        "return common.target_logits(target, newest).softmax(-1)[..., drafter.draft_ids]",
+        "return common.target_logits(target, newest, drafter.draft_ids).softmax(-1)",
+        "first token: over the draft vocabulary only",
+    ),
 ]

@@ -160,4 +160,29 @@ MUTANTS = [
         "(sums <= draws * sums[:, -1:])",
         "a token of probability zero",
     ),
+    (
+        "support/data.py",
+        '"finished": answer[-1] in ends',
+        '"finished": True',
+        "answers cut by the limit count as finished",
+    ),
+    (
+        "support/data.py",
+        "random.Random(seed * 1_000_003 + len(kept))",
+        "random.Random(len(kept))",
+        "--make-data ignores --seed",
+    ),
+    ("support/data.py", "            seen.add(text)\n", "", "a request twice in one run"),
+    (
+        "support/data.py",
+        "ids = start + said[:-1]",
+        "ids = start + said",
+        "a request holds its end token",
+    ),
+    (
+        "support/talks.py",
+        "full = width - row.first >= limit",
+        "full = width - row.first > limit",
+        "a token beyond the context",
+    ),
 ]

@@ -149,4 +149,22 @@ MUTANTS = [
         "tried = True",
         "tree_acceptance: counts below refused nodes",
     ),
+    (
+        "falcon.py",
+        "0.4 * (1 - batch.progress)",
+        "0.4 * batch.progress",
+        "CSGD: answers shown late, not early",
+    ),
+    (
+        "falcon.py",
+        "0.9 * soft + 0.1 * hard",
+        "0.1 * soft + 0.9 * hard",
+        "loss: soft and hard weights exchanged",
+    ),
+    (
+        "support/fitting.py",
+        "if len(path) < min(passes * k, len(acceptance)):",
+        "if len(path) < len(acceptance):",
+        "fit_tree: deeper than its passes reach",
+    ),
 ]

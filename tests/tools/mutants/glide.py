@@ -129,4 +129,10 @@ MUTANTS = [
         "if not 1 <= config.num_layers:",
         "build: more layers than the target has",
     ),
+    (
+        "glide.py",
+        "common.target_logits(target, batch.hidden[where]).softmax(-1)[:, drafter.draft_ids]",
+        "common.target_logits(target, batch.hidden[where], drafter.draft_ids).softmax(-1)",
+        "alpha over the draft vocabulary only",
+    ),
 ]

@@ -119,4 +119,22 @@ MUTANTS = [
         "        pass",
         "half a result is left behind",
     ),
+    (
+        "support/report.py",
+        "speed(arm, rows) / speed(baseline, rows)",
+        "speed(arm, rows) / speed(baseline)",
+        "a category against the baseline of all",
+    ),
+    (
+        "support/report.py",
+        "left[0][key] for key",
+        "left[-1][key] for key",
+        "the last divergence for the first",
+    ),
+    (
+        "support/report.py",
+        'rounds = max(1, add("rounds"))',
+        "rounds = max(1, forwards)",
+        "ms a round over the prefill, too",
+    ),
 ]

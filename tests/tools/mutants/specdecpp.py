@@ -152,4 +152,16 @@ MUTANTS = [
         "sum(not agree for agree in agrees)",
         "oracle: the last token counts",
     ),
+    (
+        "specdecpp.py",
+        ".softmax(-1)[:, draft_ids]  # (M, Vd)\n    return torch.minimum",
+        ".softmax(-1)[:, draft_ids].softmax(-1)  # (M, Vd)\n    return torch.minimum",
+        "alpha: softmax twice",
+    ),
+    (
+        "specdecpp.py",
+        "to_mix >= config.keep",
+        "to_mix < config.keep",
+        "Z: shares of X and Y exchanged",
+    ),
 ]

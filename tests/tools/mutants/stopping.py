@@ -125,4 +125,17 @@ MUTANTS = [
         "t_target = sum(seconds) / max(1, sum(n_target))",
         "times by the timer: drafting counts twice",
     ),
+    (
+        "support/stopping.py",
+        "first(e > most for e in",
+        "first(e < most for e in",
+        "entropy rule upside down",
+    ),
+    (
+        "support/stopping.py",
+        "        if min(fitted[:2]) > 0:\n",
+        "        if True:\n",
+        "negative times of a forward",
+    ),
+    ("support/stopping.py", "and all(same)", "and any(same)", "a head of another draft model"),
 ]

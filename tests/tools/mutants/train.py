@@ -179,4 +179,35 @@ MUTANTS = [
         'said.append(prompt["turns"][0])',
         "evaluation: the first turn twice",
     ),
+    (
+        "support/features.py",
+        " + ids.numpy().tobytes())",
+        ")",
+        "stored features of other texts as long",
+    ),
+    ("support/features.py", "= kv[layer]\n", "= kv[layers[0]]\n", "stored K/V: one layer for all"),
+    (
+        "train.py",
+        "for start in range(0, len(sequences), size):",
+        "for start in range(0, len(sequences) - size + 1, size):",
+        "alpha without the last batch",
+    ),
+    (
+        "train.py",
+        "0.95 * average + 0.05 * loss",
+        "0.05 * average + 0.95 * loss",
+        "the running loss is the last step's",
+    ),
+    (
+        "train.py",
+        "tokenizer, 2**31)",
+        "tokenizer, args.max_length)",
+        "evaluation answers cut at --max-length",
+    ),
+    (
+        "train.py",
+        'known = bool(curve) and curve[-1]["step"] == step',
+        "known = False",
+        "a resumed run measures a step twice",
+    ),
 ]
