@@ -475,6 +475,16 @@ def test_training_lowers_the_loss(llama, kind):
     assert losses[-1] < 0.8 * losses[0]
 
 
+def test_first_target_is_of_the_whole_vocabulary(llama):
+    """What cannot be drafted keeps its share: the rows sum to less than 1."""
+    drafter, batch = make_drafter(llama, draft_vocab=9), make_batch(llama)
+    anchors = torch.tensor([[0, 3]] * len(batch.input_ids))
+    got = ctc_drafter.first_target(drafter, llama, batch, anchors)  # (B, 2, 9)
+    whole = llama(batch.input_ids).logits.softmax(-1)  # (B, T, V)
+    expected = whole[:, [1, 4]][..., drafter.draft_ids]
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_prefix_search_sums_all_alignments(seed):
     q_slots = some_slots(seed=seed)
