@@ -65,3 +65,37 @@ def test_a_methods_drafting_time_leaves_out_the_first_round():
 
     turns = [turn([1] * n, []) for n in (1, 2, 30)]
     assert abs(fitting.draft_ms(Target(), turns) - 20.0) < 1e-9
+
+
+def speed_of(sizes, acceptance, verify_ms, draft_ms, gamma, most):
+    """Expected tokens a millisecond of CAPE with two ranges of confidence, equally common."""
+    nodes = gamma + gamma * sum(sizes) / 2
+    if nodes > most:
+        return 0.0
+    low = int(nodes)
+    share = nodes - low
+    verification = (1 - share) * verify_ms[1 + low] + share * verify_ms[1 + min(low + 1, most)]
+    first = float(acceptance[:, 0].mean())
+    hit = sum(float(row[: 1 + n].sum()) for row, n in zip(acceptance, sizes)) / 2
+    return (1 + hit * sum(first**step for step in range(gamma))) / (draft_ms + verification)
+
+
+def test_refit_stops_where_one_extra_more_does_not_pay():
+    """Of random drafters and machines: no size one larger gives more tokens a millisecond."""
+    generator = torch.Generator().manual_seed(0)
+    gamma, most, draft_ms, frequency = 3, 12, 5.0, torch.tensor([0.5, 0.5])
+    for _ in range(60):
+        drawn = torch.rand(2, 4, generator=generator) / torch.tensor([2.0, 4.0, 6.0, 8.0])
+        acceptance = drawn.sort(descending=True)[0]
+        verify_ms = (40 + 3 * torch.rand(most + 2, generator=generator).cumsum(0)).tolist()
+        machine = (acceptance, verify_ms, draft_ms, gamma, most)
+        found = fitting.refit_sizes(acceptance, frequency, verify_ms, draft_ms, gamma, most)
+        best = speed_of(found, *machine)
+        for place in range(2):
+            larger = [n + (i == place) for i, n in enumerate(found)]
+            if larger[place] < 4:
+                assert speed_of(larger, *machine) <= best * (1 + 1e-6)
+            fewer = [n - (i == place) for i, n in enumerate(found)]
+            if fewer[place] >= 0:
+                assert speed_of(fewer, *machine) < best * (1 + 0.05)
+        assert best >= speed_of([0, 0], *machine)

@@ -182,4 +182,10 @@ MUTANTS = [
         'options | fields["kwargs"]',
         "the command line undoes a variant",
     ),
+    (
+        "support/report.py",
+        "left[0][key] for key",
+        "left[-1][key] for key",
+        "the last divergence for the first",
+    ),
 ]

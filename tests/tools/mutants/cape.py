@@ -118,16 +118,4 @@ MUTANTS = [
         "stats.note(q_nodes=chance + [probabilities[step][0] for step, rank in places])",
         "every extra is noted as its step's best",
     ),
-    (
-        "support/fitting.py",
-        "reached = [first**step for step in range(gamma)]",
-        "reached = [first**step for step in range(1, gamma + 1)]",
-        "refit: steps are reached one acceptance late",
-    ),
-    (
-        "support/fitting.py",
-        "slope = verify_ms[1 + high] - verify_ms[1 + low]",
-        "slope = verify_ms[high] - verify_ms[low]",
-        "refit: slope of other counts",
-    ),
 ]

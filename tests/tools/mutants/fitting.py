@@ -50,4 +50,16 @@ MUTANTS = [
         "if tokens / verify_ms[length] > best_speed:",
         "copies: the root costs nothing",
     ),
+    (
+        "support/fitting.py",
+        "reached = [first**step for step in range(gamma)]",
+        "reached = [first**step for step in range(1, gamma + 1)]",
+        "refit: steps are reached one acceptance late",
+    ),
+    (
+        "support/fitting.py",
+        "slope = verify_ms[1 + high] - verify_ms[1 + low]",
+        "slope = verify_ms[high] - verify_ms[low]",
+        "refit: slope of other counts",
+    ),
 ]

@@ -127,12 +127,6 @@ MUTANTS = [
     ),
     (
         "support/report.py",
-        "left[0][key] for key",
-        "left[-1][key] for key",
-        "the last divergence for the first",
-    ),
-    (
-        "support/report.py",
         'rounds = max(1, add("rounds"))',
         "rounds = max(1, forwards)",
         "ms a round over the prefill, too",
