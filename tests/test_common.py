@@ -331,11 +331,12 @@ def test_negative_control_a_lying_drafter_is_noticed(small_llama):
 
 def test_commit_stops_inside_the_accepted_tokens():
     ids, new = torch.tensor([[1, 2]]), torch.tensor([[3, 9, 4, 5]])
-    stats = common.Stats()
-    assert common.commit(ids, new, StoppingCriteriaList([EosTokenCriteria(9)]), stats)[
-        0
-    ].tolist() == [[1, 2, 3, 9]]
-    assert stats.emitted == 2
+    stats, streamed = common.Stats(), []
+    streamer = types.SimpleNamespace(put=lambda tokens: streamed.extend(tokens[0].tolist()))
+    at_nine = StoppingCriteriaList([EosTokenCriteria(9)])
+    committed, _ = common.commit(ids, new, at_nine, stats, streamer)
+    assert committed.tolist() == [[1, 2, 3, 9]]
+    assert stats.emitted == 2 and streamed == [3, 9]
     longest = StoppingCriteriaList([MaxLengthCriteria(5)])
     assert common.commit(ids, new, longest)[0].tolist() == [[1, 2, 3, 9, 4]]
     done = common.commit(ids, new, StoppingCriteriaList([MaxLengthCriteria(50)]))
