@@ -672,6 +672,9 @@ def test_fit_tree_against_all_trees():
         falcon.prune(found, 9, 9)
     nothing = counts * torch.tensor([0, 1])[:, None, None]
     assert fitting.fit_tree(nothing, verify, draft, 2) == []
+    sure = torch.stack([torch.full((6, 2), 9.0), torch.full((6, 2), 10.0)])  # six levels of 0.9
+    one_pass = fitting.fit_tree(sure, [50.0] * 12, [1.0], 2)
+    assert one_pass and max(map(len, one_pass)) == 2  # a pass gives k tokens, no more
 
 
 def random_blocks(k, branches, ranks, seed, ties=False):
