@@ -268,7 +268,7 @@ def copies_generate(
     done = False
     while not done:
         with stats.timer("draft"):
-            room = max(0, generation_config.max_length - input_ids.shape[1] - 1)
+            room = generation_config.max_length - input_ids.shape[1] - 1
             draft = lookup.merge(nothing, input_ids, room)
         verified = common.verify(
             target, input_ids, draft, cache, logits_processor, do_sample, stats

@@ -306,7 +306,7 @@ def generate(
     done = False
     while not done:
         with stats.timer("draft" if memory.cache.fed is not None else "prefill"):
-            room = max(0, generation_config.max_length - input_ids.shape[1] - 1)  # 1: the bonus
+            room = generation_config.max_length - input_ids.shape[1] - 1  # one place is the bonus's
             depth = min(config.gamma, room)
             if config.expansion == "beam":
                 draft = beam(

@@ -123,7 +123,7 @@ def _head_weight(target, token_ids: Tensor | None = None) -> Tensor:
 
 
 def draft_head(target, token_ids: Tensor) -> nn.Linear:
-    """The same rows as a frozen layer D -> Vd, without the head's bias and final soft-cap.
+    """The LM head's rows `token_ids` as a frozen layer D -> Vd, without its bias and soft-cap.
 
     q_draft only proposes, so it need not have what `target_logits` has.
     """

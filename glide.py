@@ -526,9 +526,9 @@ def generate(
     done = False
     while not done:
         with stats.timer("draft" if memory.cache.fed is not None else "prefill"):
-            room = max(0, generation_config.max_length - input_ids.shape[1] - 1)  # 1: the bonus
+            room = generation_config.max_length - input_ids.shape[1] - 1  # one place is the bonus's
             steps = propose(drafter, target, input_ids, cache, memory, logits_processor, do_sample)
-            draft = common.chain(itertools.islice(steps, max(0, min(gamma, room))), input_ids)
+            draft = common.chain(itertools.islice(steps, min(gamma, room)), input_ids)
             draft = lookup.merge(draft, input_ids, room)
         verdict = common.verify(target, input_ids, draft, cache, logits_processor, do_sample, stats)
         tokens = verdict.tokens  # (1, A + 1)

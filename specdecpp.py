@@ -499,7 +499,7 @@ def generate(
     done = False
     while not done:
         with stats.timer("draft" if memory.cache.fed is not None else "prefill"):
-            room = max(0, generation_config.max_length - input_ids.shape[1] - 1)  # less the bonus
+            room = generation_config.max_length - input_ids.shape[1] - 1  # one place is the bonus's
             most = min(limit, room)
             steps = base.propose(
                 model, target, input_ids, cache, memory, logits_processor, do_sample

