@@ -54,7 +54,7 @@ from support.prompts import check_lengths, encode
 
 ALPHA_ANSWERS = 32  # at most so many of the baseline's answers are used for alpha
 WARM_UP_TOKENS = 12
-COPIES = 10  # most tokens a round that the arm `copies` copies
+COPIES = 16  # most tokens a round that the arm `copies` copies
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens fed, on the cost curve
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 

@@ -91,9 +91,9 @@ class Config:
 VARIANTS = {
     "alignments": {"transform": "alignments"},  # the columns of Table 2: CTC verify
     "none": {"transform": "none"},  # and Medusa verify
-    "copies": {"copies": 10},
-    "confidence": {"least_worth": 0.03, "nodes": 16},
-    "both": {"copies": 10, "least_worth": 0.03, "nodes": 16},
+    "copies": {"copies": 16},
+    "confidence": {"least_worth": 0.06, "nodes": 16},
+    "both": {"copies": 16, "least_worth": 0.06, "nodes": 16},
 }
 
 # ------------------------------------------------------------------------------------- architecture

@@ -337,9 +337,9 @@ PAPER_TREE = layered_tree([20, 19, 19, 15, 16, 10, 10, 9])  # figure 5's counts;
 VARIANTS = {
     "chain": {"chain": True},  # Table 4's ablation
     "paper": {"tree": PAPER_TREE, "best_nodes": 0},
-    "confidence": {"best_nodes": 8},
-    "copies": {"copies": 10},
-    "both": {"best_nodes": 8, "copies": 10},
+    "confidence": {"best_nodes": 5},
+    "copies": {"copies": 16},
+    "both": {"best_nodes": 5, "copies": 16},
 }
 
 

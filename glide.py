@@ -94,7 +94,7 @@ VARIANTS = {
     "gamma1": {"gamma": 1},  # shorter drafts pay where the acceptance rate is low
     "gamma2": {"gamma": 2},
     "gamma3": {"gamma": 3},
-    "copies": {"copies": 10},
+    "copies": {"copies": 16},
 }
 
 # ------------------------------------------------------------------------------------- architecture

@@ -94,7 +94,7 @@ class Config:
 
 
 VARIANTS = {
-    "copies": {"copies": 10},
+    "copies": {"copies": 16},
     "confidence": {"stop": "confidence"},
     "entropy": {"stop": "entropy"},  # and the grids of K and h of 4.1
     **{f"K{k}": {"stop": "fixed", "gamma": k} for k in (2, 4, 6, 8, 10, 12, 14)},

@@ -265,7 +265,7 @@ def tree_of_falcon(arm, target, turns: list[dict], cost_curve: dict) -> dict:
 # -------------------------------------------------------------------------- copies from the context
 
 
-def copy_acceptance(turns: list[dict], most: int = 10) -> dict[int, dict]:
+def copy_acceptance(turns: list[dict], most: int = 16) -> dict[int, dict]:
     """How often copied tokens are right, by how many tokens matched; no model is run for it.
 
     From every place of the baseline's answers the longest match is taken, as common.Lookup does.
