@@ -5,6 +5,7 @@ import gc
 import torch
 from conftest import make_llama
 from test_glide import decode, make_drafter
+from transformers.integrations import sdpa_attention
 
 import common
 from support import packed
@@ -38,6 +39,32 @@ def test_packed_decoding_is_still_lossless():
     output, stats = decode(target, drafter, torch.tensor([[5, 6, 7]]))
     assert torch.equal(output, truth) and stats.emitted == 40
     assert all(torch.equal(weight, weights[name]) for name, weight in target.state_dict().items())
+
+
+def test_a_verification_copies_no_keys_and_values(monkeypatch):
+    """transformers would repeat grouped ones for each query head, where there is a mask."""
+    monkeypatch.delenv("TRANSFORMERS_SDPA_FORCE_GQA", raising=False)
+    target, ids = make_llama().float(), torch.arange(1, 9)[None]
+    copied = []
+
+    def repeat(states, times):
+        copied.append(states.shape)
+        return states.repeat_interleave(times, dim=1)
+
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", repeat)
+
+    def verify():
+        cache = common.GrowingCache(3)
+        common.forward(target, ids, cache)
+        mask = common.ancestor_mask(torch.tensor([-1, 0, 0]), 8, torch.float32)
+        return common.forward(target, ids[:, :4], cache, attention_mask=mask)[0]
+
+    expected = verify()
+    assert copied
+    copied.clear()
+    packed.pack(target)
+    torch.testing.assert_close(verify(), expected, atol=1e-5, rtol=1e-5)
+    assert not copied
 
 
 def test_a_drafters_head_is_packed_once():
