@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import common
-from support import cli, data, pictures
+from support import cli, data, pictures, stopping
 from support.features import Features, fingerprint
 
 # ------------------------------------------------------------------------------------------ batches
@@ -206,7 +206,10 @@ def start_drafter(args, module, target, counts: Tensor, overrides: dict, device:
         start = common.load_drafter(module.Drafter, args.init, target)
         drafter = module.Drafter(dataclasses.replace(start.config, **overrides))
         with fitting(args.init):
-            drafter.load_state_dict(start.state_dict(), strict=False)
+            missing, surplus = drafter.load_state_dict(start.state_dict(), strict=False)
+        if other := sorted({*missing, *surplus}):
+            words = f"{args.init} has no weights for these options, or more: {', '.join(other)}"
+            print(f"train.py: {words}", file=sys.stderr)
         return drafter, None
     return module.build(module.Config(target=shape, **overrides), target, counts), None
 
@@ -326,7 +329,8 @@ def check(args) -> Place:
             "--shard-target needs torchrun with two processes or more, and goes without --features"
         )
     many = world > 1 and args.device != "cpu"
-    return Place(rank, world, f"cuda:{rank}" if many else args.device)
+    local = int(os.environ.get("LOCAL_RANK", rank))  # of several machines each counts its own
+    return Place(rank, world, f"cuda:{local}" if many else args.device)
 
 
 def load(args, place: Place):
@@ -339,7 +343,7 @@ def load(args, place: Place):
             f"the tokenizer of {args.target} has {len(tokenizer)} tokens and the model only "
             f"{vocab_size}; give a --target whose files belong together"
         )
-    context = getattr(target.config, "max_position_embeddings", None)
+    context = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     length = min(args.max_length, context or args.max_length)
     sequences = []
     for path in args.data:
@@ -399,10 +403,13 @@ def train(args, overrides: dict) -> None:
         progress, stop = place.largest(progress, float(bool(interrupted)))
         ends = progress >= 1 or stop > 0
         known = bool(curve) and curve[-1]["step"] == step  # measured before it was interrupted
-        if ends or (step and step % args.eval_every == 0 and not known):
+        if not known and (ends or (step and step % args.eval_every == 0)):
             row = {"step": step, "tokens": tokens, "minutes": round(seconds / 60, 2)}
             for name, batches in measured.items():
                 row[name] = acceptance(module, drafter, target, batches, base)
+            if hasattr(module, "labelled"):  # an acceptance head is judged on held-out data, too
+                quality = stopping.head_quality(module, drafter, target, measured["alpha"], **base)
+                row |= {name: round(value, 4) for name, value in quality.items()}
             row["loss"] = average and round(average, 4)
             curve.append(row)
             bar.set_postfix(

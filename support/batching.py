@@ -248,14 +248,23 @@ def measure(
         print(f"bench.py: one sequence at a time only: {', '.join(left_out)}", file=sys.stderr)
     alone = SimpleNamespace(name="alone", reports=False)
     arms = [alone, *(arm for arm in arms if arm.reports or arm is arms[0])]
-    for arm in arms:
-        arm.answers = []
-        arm.forwards = 0
-        arm.diverged = 0
     starts = range(0, len(prompts) - size + 1, size)
     groups = [prompts[start : start + size] for start in starts]
     if not groups:
         groups = [list(itertools.islice(itertools.cycle(prompts), size))]
+    openings = [[prompt["turns"][0]] for prompt in groups[0]]
+    ids = [encode(tokenizer, said, target.device)["input_ids"] for said in openings]
+
+    def begin() -> None:
+        for arm in arms:
+            arm.answers = []
+            arm.forwards = 0
+            arm.diverged = 0
+
+    begin()
+    for arm in arms:
+        timed(arm, target, ids, options | {"max_new_tokens": 4})  # a warm-up, discarded
+    begin()
     turns: list[dict] = []
     rounds = [max(len(prompt["turns"]) for prompt in group) for group in groups]
     bar = tqdm(total=len(arms) * sum(rounds), desc="batches")

@@ -322,7 +322,9 @@ def tables(result: dict) -> str:
     about += str(result["commit"])
     parts = []
     if result.get("arms"):
-        about += f"; {result['prompts']} prompts, up to {result['max_new_tokens']} tokens a turn, "
+        several = result["prompts"] > 1
+        about += f"; {result['prompts']} prompts" if several else "; 1 prompt (too few for a 95%)"
+        about += f", up to {result['max_new_tokens']} tokens a turn, "
         about += f"temperature {result['temperature']:g}"
         about += "; interrupted" if result.get("interrupted") else ""
         arms = result["arms"]

@@ -1,4 +1,8 @@
-"""Tiny random targets and statistics that the tests share."""
+"""Fixtures that the tests share; see tiny.py for what they import.
+
+torch is imported in the fixtures: pytest-xdist's first process only hands out tests, and starts ten
+seconds earlier without it.
+"""
 
 import gc
 import os
@@ -7,96 +11,28 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-import common
-
-torch.set_num_threads(1)
-gc.freeze()  # all that was imported: the collector need not walk through it again and again
 
 
-def slow(*values):
-    """A case of a parametrized test that waits for `-m slow`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
+@pytest.fixture(scope="session", autouse=True)
+def quiet_process():
+    """One thread for each of the processes, and less work for the garbage collector."""
+    import torch
 
-
-def make_llama(vocab=48, layers=3, seed=0, **options):
-    """A random Llama in float64 whose distributions are neither flat nor certain."""
-    torch.manual_seed(seed)
-    settings = (
-        dict(
-            vocab_size=vocab,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            initializer_range=0.3,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        | options
-    )
-    return LlamaForCausalLM(LlamaConfig(**settings)).double().eval().requires_grad_(False)
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays
+    gc.set_threshold(200_000, 50, 1000)
 
 
 @pytest.fixture(scope="session")
 def llama():
+    from tiny import make_llama
+
     return make_llama()
 
 
 @pytest.fixture(scope="session")
 def small_llama():
     """Seven tokens, so that joint distributions can be enumerated."""
+    from tiny import make_llama
+
     return make_llama(vocab=7, layers=1, seed=3)
-
-
-def enumerate_joint(target, prompt, length):
-    """Exact probabilities of all continuations of `length` tokens, {tokens: probability}."""
-    joint = {(): 1.0}
-    for _ in range(length):
-        grown = {}
-        for tokens, probability in joint.items():
-            ids = torch.cat([prompt, torch.tensor([tokens], dtype=torch.long)], dim=1)
-            next_probs = target(ids).logits[0, -1].float().softmax(-1)
-            grown |= {(*tokens, i): probability * float(p) for i, p in enumerate(next_probs)}
-        joint = grown
-    return joint
-
-
-def chi_square_p_value(counts, expected):
-    """P-value of observed counts {outcome: n} against probabilities {outcome: p}; rare outcomes are
-    pooled."""
-    total = sum(counts.values())
-    assert set(counts) <= set(expected), "an outcome of probability zero was drawn"
-    statistic, bins, rare_seen, rare_expected = 0.0, 0, 0, 0.0
-    for outcome, probability in expected.items():
-        if total * probability < 5:
-            rare_seen, rare_expected = (
-                rare_seen + counts.get(outcome, 0),
-                rare_expected + total * probability,
-            )
-        else:
-            statistic += (counts.get(outcome, 0) - total * probability) ** 2 / (total * probability)
-            bins += 1
-    if rare_expected > 1:
-        statistic, bins = statistic + (rare_seen - rare_expected) ** 2 / rare_expected, bins + 1
-    return float(torch.special.gammaincc(torch.tensor((bins - 1) / 2), torch.tensor(statistic / 2)))
-
-
-def random_tree(generator, nodes, vocab):
-    """A Draft of `nodes` nodes with random parents; siblings hold different tokens."""
-    parents, tokens, used = [], [], {}
-    for node in range(nodes):
-        parent = int(torch.randint(-1, node, (1,), generator=generator)) if node else -1
-        taken = used.setdefault(parent, set())
-        choices = [t for t in torch.randperm(vocab, generator=generator).tolist() if t not in taken]
-        taken.add(choices[0])
-        parents.append(parent)
-        tokens.append(choices[0])
-    return common.Draft(
-        torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long)
-    )

@@ -428,14 +428,17 @@ def test_all_takes_what_has_a_checkpoint(files, capsys, monkeypatch, tmp_path):
 
 def test_sampling_is_cut_by_top_p_alone(files, capsys, monkeypatch):
     """No top-k: transformers' own default would keep 50 tokens."""
-    seen, play = [], bench.Arm.play
+    seen, play, seeds = [], bench.Arm.play, []
 
     def spy(self, target, encoded, **options):
         seen.append(options)
         return play(self, target, encoded, **options)
 
     monkeypatch.setattr(bench.Arm, "play", spy)
-    run(capsys, command(files, "--temperature", "0.8", "--top-p", "0.9", "--num-prompts", "1"))
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    sampling = ["--temperature", "0.8", "--top-p", "0.9", "--seed", "7"]
+    run(capsys, command(files, *sampling, "--num-prompts", "1"))
+    assert seeds == [7]
     found = {(o["do_sample"], o["temperature"], o["top_p"], o["top_k"]) for o in seen}
     assert found == {(True, 0.8, 0.9, 0)}
 
@@ -547,9 +550,11 @@ def test_what_cannot_be_swept_is_said_before_measuring(files, monkeypatch):
 
 
 def test_refitting_cape_and_copies(files, capsys):
-    result, out = run(capsys, command(files, "--refit", "--context", "64", method="cape"))
+    own = ["--gamma", "2", "--bounds", "[0.1, 0.2, 0.3]"]
+    result, out = run(capsys, command(files, "--refit", "--context", "64", *own, method="cape"))
     fitted = result["fitted"]["cape"]
     assert fitted["paper"] == [7, 5, 3, 1] and len(fitted["sizes"]) == 4
+    assert fitted["bounds"] == [0.1, 0.2, 0.3]  # the arm's, not the defaults
     assert sum(fitted["frequency"]) == pytest.approx(1, abs=1e-3)
     assert "Fitted to this machine, cape: sizes" in out
     assert set(result["fitted"]["copies"]["by_match"]) == {"4", "3", "2"}

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import chi_square_p_value, make_llama
 from test_glide import (  # noqa: F401  bigram is a fixture
     REPEATING,
     bigram,
@@ -13,6 +12,7 @@ from test_glide import (  # noqa: F401  bigram is a fixture
     make_drafter,
     spy_on_drafts,
 )
+from tiny import chi_square_p_value, make_llama
 
 import cape
 import common
@@ -234,6 +234,13 @@ def test_the_limit_is_for_capes_own_nodes(bigram, monkeypatch):  # noqa: F811
     bigram.answer(cape.generate, REPEATING, 30, **options)
     own = [len(draft.tokens) - draft.copied for _, draft in rounds]
     assert max(own) == 7 and max(len(draft.tokens) for _, draft in rounds) > 7
+
+
+def test_the_papers_sizes_are_not_cut_by_least_worth(llama):
+    """However unlikely the extras are."""
+    options = {"gamma": 2, "sizes": [4] * 4, "least_worth": 0.9, "max_new_tokens": 12}
+    _, stats = decode(llama, make_drafter(llama), torch.tensor([[9, 8, 7]]), **options)
+    assert stats.drafted == 5 * sum(stats.offered)
 
 
 @pytest.mark.parametrize("kind", KINDS)

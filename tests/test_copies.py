@@ -5,9 +5,9 @@ import time
 
 import pytest
 import torch
-from conftest import chi_square_p_value, enumerate_joint, random_tree, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import chi_square_p_value, enumerate_joint, random_tree, slow
 
 import common
 

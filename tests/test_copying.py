@@ -10,8 +10,8 @@ import sys
 
 import pytest
 import torch
-from conftest import make_llama
 from test_house import METHODS, ROOT
+from tiny import make_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import chi_square_p_value, enumerate_joint, slow
+from tiny import chi_square_p_value, enumerate_joint, slow
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
@@ -82,7 +82,7 @@ def slots_say(monkeypatch):
 # ----------------------------------------------------------------------------------------- lossless
 
 
-@pytest.mark.parametrize("length", [1, slow(2), 13])
+@pytest.mark.parametrize("length", [1, slow(2), slow(13)])
 def test_greedy_output_is_the_targets(llama, trained, length):
     ids = torch.randint(1, 48, (1, length), generator=torch.Generator().manual_seed(length))
     truth = llama.generate(ids, max_new_tokens=16, do_sample=False)
@@ -146,7 +146,7 @@ def test_a_repeat_merged_in_the_middle_keeps_positions_and_cache_right(llama, sl
 
 
 def test_genuine_repeats_can_be_drafted(slots_say):
-    from conftest import make_llama
+    from tiny import make_llama
 
     target = make_llama(vocab=7, seed=3)
     drafter, ids = make_drafter(target), torch.tensor([[1, 2]])

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import chi_square_p_value, make_llama
 from test_families import make_target
 from test_train import folder  # noqa: F401  a fixture
+from tiny import chi_square_p_value, make_llama, slow
 
 import common
 import train
@@ -60,7 +60,7 @@ def held(target, prompts, most, rows):
     return dict(batch)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("rows", [slow(1), 3, 20])
 def test_each_talk_is_what_it_would_be_alone(rows):
     """Rows that begin late, beside longer ones, after others in the same row; cut columns."""
     target = make_llama(layers=2)
@@ -79,12 +79,13 @@ def test_each_talk_is_what_it_would_be_alone_in_other_families(family):
     assert answers == {tuple(ids): plain(target, ids, n) for ids, n in zip(prompts, most)}
 
 
-def test_an_answer_ends_with_an_end_token(monkeypatch):
+def test_an_answer_ends_with_any_of_several_end_tokens(monkeypatch):
     target = make_llama(layers=2)
     whole = plain(target, PROMPTS[0], 30)
-    monkeypatch.setattr(target.generation_config, "eos_token_id", [whole[9], 47])
-    [(_, said)] = talks.replies(target, [PROMPTS[0]], 0.0, 30, random.Random(0))
-    assert said == whole[: whole.index(whole[9]) + 1]
+    for ends in ([whole[9], 47], [47, whole[9]]):
+        monkeypatch.setattr(target.generation_config, "eos_token_id", ends)
+        [(_, said)] = talks.replies(target, [PROMPTS[0]], 0.0, 30, random.Random(0))
+        assert said == whole[: whole.index(whole[9]) + 1]
 
 
 def test_a_talk_goes_on_where_it_was():
@@ -370,6 +371,16 @@ def test_a_template_that_rewrites_turns_is_refused_for_second_turns(folder, tmp_
     with pytest.raises(ValueError, match="leave out --second-turns"):
         data.make_conversations(target, tokenizer, 2, str(tmp_path / "d"), second_turns=0.5)
     data.make_conversations(target, tokenizer, 2, str(tmp_path / "d"))
+
+
+def test_a_template_that_hides_where_an_answer_begins_is_refused(folder, tmp_path):  # noqa: F811
+    """It asks for an answer with a word that is not there once the answer is known."""
+    _, tokenizer = common.load_target(str(folder))
+    tokenizer.chat_template += "{% if add_generation_prompt %}w9 {% endif %}"
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "w1", "response": "w2"}\n')
+    with pytest.raises(ValueError, match="answers cannot be located"):
+        data.read_conversations(str(path), tokenizer, 64)
 
 
 @pytest.mark.parametrize("option", ["--requests", "--openings"])

@@ -5,13 +5,13 @@ And answers that end where the context does.
 
 import pytest
 import torch
-from conftest import slow
 from test_distributed import arguments
 from test_families import make_drafter
 from test_faults import TRAINED
 from test_house import METHODS
 from test_properties import TARGETS, VOCAB
 from test_train import folder  # noqa: F401  a fixture
+from tiny import slow
 
 import common
 import train

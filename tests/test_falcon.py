@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import chi_square_p_value, enumerate_joint, make_llama, slow
+from tiny import chi_square_p_value, enumerate_joint, make_llama, slow
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import common
@@ -131,7 +131,7 @@ def oracle(monkeypatch):
 # ----------------------------------------------------------------------------------------- lossless
 
 
-@pytest.mark.parametrize("length", [1, slow(2), 13])
+@pytest.mark.parametrize("length", [1, slow(2), slow(13)])
 def test_greedy_output_is_the_targets(llama, trained, length):
     ids = torch.randint(1, 48, (1, length), generator=torch.Generator().manual_seed(length))
     truth = llama.generate(ids, max_new_tokens=20, do_sample=False)
@@ -162,6 +162,12 @@ def test_trained_drafters_are_accepted_sometimes_and_refused_sometimes(llama, tr
     for drafter in trained.values():
         _, stats = decode(llama, drafter, torch.tensor([[3]]), max_new_tokens=100)
         assert 0 < sum(stats.accepted) < stats.drafted and len(set(stats.accepted)) > 2
+
+
+def test_a_chain_has_no_second_choices_whatever_the_tree(llama, trained):
+    options = {"chain": True, "best_nodes": 5, "tree": FULL, "max_new_tokens": 12}
+    _, stats = decode(llama, trained[2], torch.tensor([[9, 8, 7]]), **options)
+    assert stats.drafted == sum(stats.offered) > 0
 
 
 def test_a_tree_is_accepted_more_than_a_chain(llama, trained):

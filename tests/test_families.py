@@ -9,9 +9,9 @@ import runpy
 
 import pytest
 import torch
-from conftest import chi_square_p_value, enumerate_joint, slow
 from test_common import family
 from test_house import METHODS, ROOT
+from tiny import chi_square_p_value, enumerate_joint, slow
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -137,15 +137,25 @@ def make_drafter(name, target, folder, **options):
     return arguments | {"drafter": loaded}
 
 
+class Streamer:
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, tokens):
+        self.tokens += tokens.flatten().tolist()
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("target_name", CASES)
 def test_trains_saves_loads_and_decodes_without_loss(target_name, method, tmp_path):
     target, ids, truth = make_target(target_name)
     arguments = make_drafter(method, target, tmp_path)
-    stats = common.Stats()
+    stats, streamer = common.Stats(), Streamer()
+    given = {"stats": stats, "token_streamer": streamer} | arguments
     with torch.no_grad():
-        output = target.generate(ids, max_new_tokens=20, do_sample=False, stats=stats, **arguments)
+        output = target.generate(ids, max_new_tokens=20, do_sample=False, **given)
     assert torch.equal(output, truth)
+    assert streamer.tokens == truth[0, ids.shape[1] :].tolist()
     assert stats.emitted == 20 and stats.drafted > 0
     HITS[method] = HITS.get(method, 0) + sum(stats.accepted)
     penalised = dict(

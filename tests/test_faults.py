@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow
 from test_common import fake_wheel, family, read_weights  # noqa: F401  fake_wheel is a fixture
 from test_families import VOCAB, make_drafter, make_target
 from test_house import METHODS
 from test_train import Run, folder, options, weights  # noqa: F401  folder is a fixture
+from tiny import slow
 
 import common
 import glide

@@ -1,5 +1,7 @@
 """fitting.py but for CAPE's and Falcon's own parts: costs between counts, and copies."""
 
+import types
+
 import torch
 
 from support import fitting, report
@@ -65,6 +67,29 @@ def test_a_methods_drafting_time_leaves_out_the_first_round():
 
     turns = [turn([1] * n, []) for n in (1, 2, 30)]
     assert abs(fitting.draft_ms(Target(), turns) - 20.0) < 1e-9
+
+
+def test_a_pass_of_falcon_is_timed_with_k_levels(monkeypatch):
+    timed = []
+
+    def draft_ms(target, turns, tree, **options):
+        timed.append(max(map(len, tree)))
+        return 5.0 * len(timed)
+
+    monkeypatch.setattr(fitting, "draft_ms", draft_ms)
+    monkeypatch.setattr(fitting, "tree_acceptance", lambda *_: torch.ones(2, 6, 3))
+    arm = types.SimpleNamespace(kwargs={"drafter": types.SimpleNamespace(config=Falcon)})
+    costs = {"by_tokens": {"1": 10.0, "64": 20.0}}
+    found = fitting.tree_of_falcon(arm, None, [turn([1, 2], [3])], costs)
+    assert timed == [2, 4, 6] and found["draft_ms_by_passes"] == [5.0, 10.0, 15.0]
+    assert found["acceptance"] == [[1.0] * 3] * 6
+    assert len(found["tree"]) > 6  # every node is right, and costs little
+
+
+class Falcon:
+    """What the refit asks of its Config."""
+
+    k = 2
 
 
 def speed_of(sizes, acceptance, verify_ms, draft_ms, gamma, most):

@@ -2,13 +2,14 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import chi_square_p_value, make_llama, slow
 from test_common import family
+from tiny import chi_square_p_value, make_llama, slow
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     GenerationConfig,
@@ -273,6 +274,20 @@ def test_logits_processors_see_each_prefix(llama, trained):
         ids = torch.tensor([[9, 8, 7]])
         truth = llama.generate(ids, max_new_tokens=40, do_sample=False, **options)
         assert torch.equal(decode(llama, trained, ids, **options)[0], truth)
+
+
+def test_processors_see_the_tokens_drafted_so_far(llama, trained):
+    ids, seen = torch.tensor([[9, 8, 7]]), []
+    cache, memory = common.GrowingCache(3), glide.new_memory(trained, llama)
+    common.forward(llama, ids[:, :-1], cache)
+
+    def processor(prefix, scores):
+        seen.append(prefix[0].tolist())
+        return scores
+
+    chain = glide.propose(trained, llama, ids, cache, memory, processor)
+    drafted = [int(token) for token, _, _ in itertools.islice(chain, 3)]
+    assert seen == [[9, 8, 7, *drafted[:n]] for n in range(3)]
 
 
 def test_stop_strings_and_streamer(llama, trained):

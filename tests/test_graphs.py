@@ -5,11 +5,11 @@ import copy
 
 import pytest
 import torch
-from conftest import make_llama, slow
 from test_batching import draft_of
 from test_bench import command, files, run  # noqa: F401  a fixture: target, GLIDE drafter, prompts
 from test_families import make_drafter, make_target
 from test_house import METHODS
+from tiny import make_llama, slow
 
 import bench
 import common
@@ -31,7 +31,9 @@ def installed():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("target_name", ["Llama", "Gemma2, capped", slow("GPT2"), slow("GPTNeoX")])
+@pytest.mark.parametrize(
+    "target_name", ["Llama", slow("Gemma2, capped"), slow("GPT2"), slow("GPTNeoX")]
+)
 def test_every_method_equals_plain_decoding(target_name, method, tmp_path, installed):
     target, ids, truth = make_target(target_name)
     arguments = make_drafter(method, target, tmp_path)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow
 from test_bench import files  # noqa: F401  a fixture: bare target, GLIDE drafter, prompts
 from test_house import METHODS
 from test_train import folder  # noqa: F401  a fixture: target with a chat template, conversations
+from tiny import slow
 
 import bench
 import train
@@ -253,7 +253,7 @@ def test_extreme_but_sensible_options_work(benching, capsys, more):
     [
         slow("train.py --method nonsense --out x", "train.py: argument --method: invalid choice"),
         slow("bench.py --table /dev/null", "bench.py: /dev/null is not a result of bench.py"),
-        ("bench.py --method nope", "bench.py: unknown method 'nope'"),
+        slow("bench.py --method nope", "bench.py: unknown method 'nope'"),
     ],
 )
 def test_the_real_commands(argv, said):
@@ -267,6 +267,7 @@ def test_the_real_commands(argv, said):
     "argv, said",
     [
         ("train.py --out x", "train.py: nothing to do: give --method NAME with --data and --out"),
+        ("bench.py --method nope", "bench.py: unknown method 'nope'"),
         ("bench.py --method glide --seed x", "argument --seed: invalid int value: 'x'; see --help"),
     ],
 )

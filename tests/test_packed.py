@@ -3,8 +3,8 @@
 import gc
 
 import torch
-from conftest import make_llama
 from test_glide import decode, make_drafter
+from tiny import make_llama
 from transformers.integrations import sdpa_attention
 
 import common

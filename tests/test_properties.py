@@ -201,7 +201,7 @@ def test_greedy_rounds_are_plain_decoding_and_leave_a_fresh_cache(
         )
 
 
-@settings(**SETTINGS | {"max_examples": 30})
+@settings(**SETTINGS | {"max_examples": 20})
 @given(st.lists(trees(), min_size=1, max_size=4), processors(), st.integers(0, 2**31), st.data())
 def test_sampled_rounds_emit_possible_tokens_and_leave_a_fresh_cache(drafts, processor, seed, data):
     """Any distributions may be claimed for the nodes: flat, certain, impossible, or none at all."""
@@ -246,7 +246,7 @@ def star(tokens, probs):
     return common.Draft(tokens, torch.full_like(tokens, -1), probs)
 
 
-@settings(**SETTINGS | {"max_examples": 300})
+@settings(**SETTINGS | {"max_examples": 150})
 @given(LOGITS, st.lists(st.tuples(st.integers(0, 4), LOGITS), max_size=4), st.integers(0, 2**31))
 def test_a_draw_never_yields_a_token_of_probability_0(row, siblings, seed):
     """Whatever distribution a sibling claims to come from, even one that excludes its token."""
@@ -262,7 +262,7 @@ def test_a_draw_never_yields_a_token_of_probability_0(row, siblings, seed):
         assert row[choice] > float("-inf")
 
 
-@settings(**SETTINGS | {"max_examples": 12})
+@settings(**SETTINGS | {"max_examples": 6})
 @given(LOGITS, st.lists(LOGITS, min_size=1, max_size=3), st.integers(0, 2**20))
 def test_draws_follow_the_target_whatever_was_drafted(row, drafts, seed):
     """Siblings honestly drawn one after the other from any distributions."""

@@ -5,8 +5,8 @@ import types
 
 import pytest
 import torch
-from conftest import chi_square_p_value
 from test_bench import PLAIN, TURNS, fake, files  # noqa: F401  fixtures: target, a method
+from tiny import chi_square_p_value
 from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper
 
 import bench
@@ -163,6 +163,28 @@ def test_the_clock_leaves_out_the_prefill_and_nested_modules():
     assert [name for name, *_ in clock.timers] == ["draft", "prefill", "verify"]
 
 
+def test_of_transformers_loops_the_prefill_ends_with_the_targets_first_forward():
+    """An assistant, too, reads the prompt before that."""
+    drafter, target = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    clock = bench.Clock(own_prefill=False)
+    with clock.watch({"target": [target], "drafter": [drafter]}):
+        for module in (drafter, target, drafter, target):
+            module(torch.zeros(1, 2))
+    seen = [(kind, prefill) for kind, *_, prefill in clock.calls]
+    assert seen[:2] == [("drafter", True), ("target", True)]
+    assert seen[2:] == [("drafter", False), ("target", False)]
+
+
+def test_of_transformers_loops_decoding_begins_when_the_prompt_is_read():
+    clock = bench.Clock(own_prefill=False)
+    clock.calls = [("target", 1.0, 4.0, 7, True), ("drafter", 4.0, 5.0, 1, False)]
+    clock.calls += [("target", 5.0, 6.5, 4, False), ("target", 7.0, 8.0, 2, False)]
+    answer = bench.Answer([1, 2, 3, 4, 5], 9.0)
+    assert bench.Arm("assisted", {})._seen(answer, clock, 7) == 4.0
+    assert (answer.forwards, answer.rounds) == (3, 2)
+    assert answer.drafted == 4  # three beside the newest token, then one
+
+
 def test_every_arm_sees_the_baselines_answers_in_rotating_order(files, fake, monkeypatch):  # noqa: F811
     target, tokenizer = common.load_target(str(files / "target"), dtype=torch.float64)
     cheat = {"custom_generate": fake.generate, "wrong": 0}
@@ -208,19 +230,20 @@ def test_our_loops_without_a_drafter_equal_generate(files, loop):  # noqa: F811
         assert answer.forwards == answer.rounds == 20 and answer.timers["verify"] > 0
 
 
-def test_the_plain_loop_samples_from_the_processed_distribution(small_llama):
-    """First tokens at temperature 0.4 follow the exact probabilities."""
+@pytest.mark.parametrize("loop", ["plain_generate", "copies_generate"])
+def test_our_loops_sample_from_the_processed_distribution(small_llama, loop):
+    """First tokens at temperature 0.4 follow the exact probabilities; a copy may be offered."""
     ids = torch.tensor([[1, 2, 1, 2, 1]])
     scores = small_llama(ids).logits[0, -1].float()
     expected = dict(enumerate((scores / 0.4).softmax(-1).tolist()))
     unprocessed = dict(enumerate(scores.softmax(-1).tolist()))
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.4)])
-    config = GenerationConfig(do_sample=True, max_length=6)
+    config = GenerationConfig(do_sample=True, max_length=8)
     torch.manual_seed(0)
     counts = {}
     for _ in range(300):
         given = (processors, lambda ids, _: torch.tensor([True]), config, common.Stats())
-        token = int(bench.plain_generate(small_llama, ids, *given)[0, -1])
+        token = int(getattr(bench, loop)(small_llama, ids, *given)[0, 5])
         counts[token] = counts.get(token, 0) + 1
     assert chi_square_p_value(counts, expected) > 1e-3
     assert chi_square_p_value(counts, unprocessed) < 1e-3  # the test can fail

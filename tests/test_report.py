@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import subprocess
 import types
 from pathlib import Path
 
@@ -328,6 +329,29 @@ def test_beside_the_papers_figures():
     assert report._paper_tables({"baseline": NUMBERS}) == []
 
 
+def test_copies_by_category_are_offered_then_accepted():
+    shares = {"a": {"copies": [0.5, 0.1]}, "b": {"copies": None}}
+    arms = {"baseline": {"by_category": shares}}
+    arms["x"] = {"copies": [0.25, 0.05], "by_category": shares}
+    _, table = report._copy_tables(arms)
+    row = [cell.strip() for cell in table.split("\n")[-1].strip("|").split("|")]
+    assert row == ["x", "25%", "5%", "50% (10%)", "0% (0%)"]
+
+
+def test_bins_stand_below_their_predictions():
+    table = report._bins("predicted", [[0.9, 0.2, 40], [0.15, 0.05, 3]])
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")]
+    assert rows[0] == ["predicted", "0.90", "0.15"]
+    assert rows[2:] == [["accepted", "0.20", "0.05"], ["tokens", "40", "3"]]
+
+
+def test_one_prompt_gives_no_interval_worth_the_name(files, capsys):  # noqa: F811
+    _, out = run(capsys, command(files, "--num-prompts", "1"))
+    assert "1 prompt (too few for a 95%), up to 12 tokens a turn" in out
+    _, out = run(capsys, command(files))
+    assert "2 prompts, up to 12 tokens a turn" in out and "too few" not in out
+
+
 def test_settings_are_numbers_words_and_lists():
     facts = {"k": 2, "target": {"a": 1}, "tree": [[0]], "csgd": True, "draft_model": "/some/where"}
     made = bench.Arm("x", {"drafter": object(), "chain": True, "k": 3}, facts=facts)
@@ -342,6 +366,20 @@ def test_results_say_where_they_come_from(path):
     for key in ("target", "device", "dtype", "commit", "command", "versions"):
         assert result[key]
     assert result["seed"] >= 0 and not re.search(r"/(root|home|work|tmp)/", path.read_text())
+
+
+def test_a_result_of_edited_code_says_so(tmp_path, monkeypatch, llama):
+    file = tmp_path / "report.py"
+    file.write_text("edited = False\n")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    monkeypatch.setattr(report, "__file__", str(file))
+    facts = dict(target=None, max_new_tokens=1, temperature=0.0, top_p=1.0, seed=0, argv=[])
+    clean = report.header(types.SimpleNamespace(**facts), llama, 1)["commit"]
+    file.write_text("edited = True\n")
+    edited = report.header(types.SimpleNamespace(**facts), llama, 1)["commit"]
+    assert edited == f"{clean}-dirty"
 
 
 def test_something_else_than_a_result(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import chi_square_p_value, enumerate_joint, make_llama
+from tiny import chi_square_p_value, enumerate_joint, make_llama, slow
 
 import cape
 import common
@@ -220,7 +220,7 @@ def sampled(target, prompt, rounds=120, **options):
 
 @pytest.mark.parametrize(
     "rule",
-    [{"threshold": 0.55}, {"stop": "confidence", "confidence": 0.5}, {"copies": 6}],
+    [{"threshold": 0.55}, slow({"stop": "confidence", "confidence": 0.5}), {"copies": 6}],
     ids=str,
 )
 def test_sampled_output_follows_the_target(tiny, rule):
@@ -667,7 +667,9 @@ def test_log_q_helps_where_the_hidden_state_cannot_tell(llama):
     assert errors["confidence"] < 0.3 < 0.6 < errors["hidden"]
 
 
-@pytest.mark.parametrize("rule", [{}, {"copies": 6}, {"true_probability": True}], ids=str)
+@pytest.mark.parametrize(
+    "rule", [slow({}), {"copies": 6}, slow({"true_probability": True})], ids=str
+)
 def test_decoding_with_a_head_that_sees_log_q(llama, rule):
     drafter, ids = make_drafter(llama, head_sees="confidence"), torch.tensor([[9, 8, 7]])
     losses = fit(drafter, llama, 12, 5e-3)
@@ -840,6 +842,13 @@ def test_other_families(config, tmp_path):
     half.save_pretrained(tmp_path)
     loaded = common.load_drafter(specdecpp.Drafter, tmp_path, target)
     assert torch.equal(decode(target, ids, drafter=loaded, max_new_tokens=20)[0], truth)
+
+
+def test_copied_layers_keep_their_kind_of_attention():
+    config = list(families())[1]  # Gemma 2: sliding, full, sliding, full
+    target = transformers.AutoModelForCausalLM.from_config(config).eval()
+    drafter = make_drafter(target, layers=[1, -1])
+    assert drafter.config.model["layer_types"] == ["full_attention"] * 2
 
 
 # ------------------------------------------------------------------------------------- architecture

@@ -7,8 +7,8 @@ import types
 
 import pytest
 import torch
-from conftest import make_llama, slow
 from test_specdecpp import decode, fit, held_out, make_drafter
+from tiny import make_llama, slow
 
 import common
 import specdecpp
@@ -22,7 +22,7 @@ def draft_model():
     return made
 
 
-@pytest.fixture(scope="module", params=["hidden", "confidence"])
+@pytest.fixture(scope="module", params=["hidden", slow("confidence")])
 def drafter(request, draft_model):
     """A draft model with its head, trained a little; the head sees e_t, or log q(Y_t) too."""
     config = dataclasses.replace(draft_model.config, stage="head", head_sees=request.param)
@@ -235,6 +235,10 @@ def test_heads_that_do_not_fit_the_draft_model(llama, drafter, tmp_path):
             ValueError, match=f"{name}: no acceptance head trained on the draft model of arm"
         ):
             stopping.chain_and_heads(arm_of(drafter), llama, [str(tmp_path / name)])
+    model = make_llama(seed=4)
+    by_model = arm_of(other)
+    by_model.kwargs["draft_model"] = model  # what --draft-model names is what drafted
+    assert stopping.chain_and_heads(by_model, llama, [])[1] is model
     with pytest.raises(ValueError, match="drafts chains"):
         stopping.chain_and_heads(arm_of(None, None, name="prompt-lookup"), llama, [])
 

@@ -293,6 +293,30 @@ def test_a_step_in_parts_has_the_losses_of_a_whole_one(folder, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
 
 
+def test_init_says_what_does_not_come_from_there(folder, tmp_path, capsys):
+    more = ["--steps", "1", "--eval-answers", "0"]
+    train.main(options(folder, tmp_path / "one", *more))
+    init = ["--init", str(tmp_path / "one")]
+    train.main(options(folder, tmp_path / "same", *more, *init))
+    assert "has no weights" not in capsys.readouterr().err
+    train.main(options(folder, tmp_path / "two", *more, *init, "--num-layers", "2"))
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/one has no weights for these options, or more: layers.1." in said
+
+
+def test_a_head_trains_on_the_drafter_of_another_method(folder, tmp_path):
+    """The loss and alpha get the target's K/V that the other drafter reads."""
+    base = tmp_path / "base"
+    more = ["--steps", "1", "--eval-answers", "0"]
+    train.main(options(folder, base, *more))
+    argv = f"--method specdecpp --stage head --base glide --base-checkpoint {base} --held-out 4"
+    argv += f" --target {folder} --data {folder}/data.jsonl --out {tmp_path}/head --device cpu"
+    train.main([*argv.split(), *more])
+    [row] = json.loads((tmp_path / "head" / "curve.json").read_text())
+    assert row["loss"] > 0 and row["alpha"] > 0
+    assert 0 <= row["auc"] <= 1 and 0 <= row["ece"] <= 1 and 0 <= row["kl"] <= row["bce"]
+
+
 @pytest.mark.slow  # the real launcher; test_distributed.py has the losses of all methods
 def test_torchrun_trains(folder, tmp_path):
     torchrun = "-m torch.distributed.run --nproc-per-node 2 --master-port 29611 train.py".split()
@@ -320,13 +344,43 @@ def test_features_from_disk_equal_features_on_the_fly(folder, tmp_path):
                 torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.05)
 
 
+def test_stored_features_keep_the_layers_of_earlier_runs(folder, tmp_path, monkeypatch):
+    """Two methods that take turns with other layers in one folder need a forward each, no more."""
+    target, tokenizer = common.load_target(str(folder))
+    sequences = data.read_conversations(str(folder / "data.jsonl"), tokenizer, 64)[:3]
+    wanted = []
+    target_features = common.target_features
+
+    def noted(target, ids, layers):
+        wanted.append(layers)
+        return target_features(target, ids, layers)
+
+    monkeypatch.setattr(common, "target_features", noted)
+    for layer in (0, 1, 0, 1):
+        train.Features(target, sequences, [layer], str(tmp_path)).compute_all()
+    assert wanted == [[0], [0, 1]]
+
+
 # ------------------------------------------------------------------------------ what a figure means
 
 
-def test_forty_steps_are_those_of_a_plain_loop(folder, tmp_path):
-    """Order, seeds, learning rate, clipping and normalisation, all written out once more."""
-    out, steps, clip = tmp_path / "out", 40, 2.5
-    train.main(options(folder, out, "--steps", str(steps), "--clip", str(clip), "--seed", "5"))
+def test_forty_steps_are_those_of_a_plain_loop(folder, tmp_path, monkeypatch):
+    """Order, seeds, progress, learning rate, clip and normalisation, all written out once more."""
+    out = tmp_path / "out"
+    steps = 40
+    clip = 2.5
+    peak = 0.0018  # learning rate
+    progress = []
+    loss = glide.loss
+
+    def noted(drafter, target, batch):
+        progress.append(batch.progress)
+        return loss(drafter, target, batch)
+
+    monkeypatch.setattr(glide, "loss", noted)
+    more = ["--steps", str(steps), "--clip", str(clip), "--lr", str(peak), "--seed", "5"]
+    train.main(options(folder, out, *more))
+    assert progress == [step / steps for step in range(steps)]
     target, tokenizer = common.load_target(str(folder))
     sequences = data.read_conversations(str(folder / "data.jsonl"), tokenizer, 512)[:20]
     counts = torch.bincount(torch.cat([ids[mask] for ids, mask in sequences]), minlength=48)
@@ -348,14 +402,14 @@ def test_forty_steps_are_those_of_a_plain_loop(folder, tmp_path):
         seeds = torch.randint(2**31, (4,), generator=generator)
         hidden, kv = common.target_features(target, ids, [1])
         batch = common.Batch(ids, mask, hidden, kv, seeds, step / steps)
-        (glide.loss(drafter, target, batch) / mask.sum()).backward()
+        (loss(drafter, target, batch) / mask.sum()).backward()
         squares = sum(float(p.grad.square().sum()) for p in drafter.parameters())
         if squares**0.5 > clip:
             clipped += 1
             for p in drafter.parameters():
                 p.grad *= clip / (squares**0.5 + 1e-6)
         warm = min(1, (step / steps + 0.001) / 0.02)
-        lr = 0.002 * warm * (1 + math.cos(math.pi * step / steps)) / 2
+        lr = peak * warm * (1 + math.cos(math.pi * step / steps)) / 2
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
@@ -606,6 +660,16 @@ def test_without_evaluation_answers_there_is_no_eval_alpha(roomy, tmp_path):
     train.main(options(folder, tmp_path / "out", *more))
     [row] = json.loads((tmp_path / "out" / "curve.json").read_text())
     assert row["eval_alpha"] is None and row["alpha"] > 0
+
+
+def test_eval_answers_are_counted_by_turn_not_by_prompt(roomy, tmp_path):
+    """Two answers are those to the first prompt's two turns; the second prompt is not asked."""
+    folder, prompts = roomy
+    more = ["--eval-prompts", str(prompts), "--eval-answers", "2"]
+    args, _ = train.parse(options(folder, tmp_path / "out", *more))
+    target, tokenizer = common.load_target(str(folder))
+    place = train.Place(0, 1, "cpu")
+    assert len(train.evaluation_sequences(args, target, tokenizer, "", place)) == 2
 
 
 def test_stored_features_are_not_those_of_other_texts_as_long(folder, tmp_path):

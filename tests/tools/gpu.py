@@ -13,7 +13,6 @@ import random
 import pretend
 import pytest
 import torch
-from conftest import slow
 from safetensors.torch import load_file
 from test_batching import PROMPTS
 from test_bench import command, files, run  # noqa: F401  a fixture: target, GLIDE drafter, prompts
@@ -21,6 +20,7 @@ from test_families import VOCAB, make_drafter, make_target
 from test_faults import TRAINED
 from test_house import METHODS
 from test_train import folder, options  # noqa: F401  a fixture: target, conversations
+from tiny import slow
 
 import bench
 import common

@@ -86,4 +86,10 @@ MUTANTS = [
         "first = 0",
         "batches: arms in one order",
     ),
+    (
+        "support/batching.py",
+        "said[row].append(tokenizer.decode(tokens, skip_special_tokens=True))",
+        "said[row].append(tokenizer.decode(tokens, skip_special_tokens=False))",
+        "batches, second turn: an answer keeps its end token",
+    ),
 ]

@@ -188,4 +188,34 @@ MUTANTS = [
         "left[-1][key] for key",
         "the last divergence for the first",
     ),
+    (
+        "bench.py",
+        "target, input_ids, draft, cache, logits_processor, do_sample, stats",
+        "target, input_ids, draft, cache, logits_processor, False, stats",
+        "temperature > 0: the arm `copies` decodes greedily",
+    ),
+    (
+        "bench.py",
+        "return targets[0][2]",
+        "return targets[0][1]",
+        "transformers' own loops: decode time begins before the prompt's forward, not after",
+    ),
+    (
+        "bench.py",
+        "        torch.manual_seed(args.seed)\n",
+        "",
+        "--seed is ignored",
+    ),
+    (
+        "bench.py",
+        'first = not any(call[0] == "target" for call in self.calls)',
+        "first = not self.calls",
+        "assisted generation: the assistant's first forward is the prefill, the prompt's a round",
+    ),
+    (
+        "support/fitting.py",
+        "given[name] = arm.kwargs.get(name, default)",
+        "given[name] = default",
+        "refit of CAPE: for the default gamma, bounds and max_tokens, whatever the arm has",
+    ),
 ]

@@ -118,4 +118,10 @@ MUTANTS = [
         "stats.note(q_nodes=chance + [probabilities[step][0] for step, rank in places])",
         "every extra is noted as its step's best",
     ),
+    (
+        "cape.py",
+        'least_worth = config.least_worth if config.expansion == "confidence" else 0.0',
+        "least_worth = config.least_worth",
+        "the paper's S(p), and fixed sizes, lose every extra of worth 0.03 or less",
+    ),
 ]

@@ -156,4 +156,16 @@ MUTANTS = [
         "streamer.put(tokens.cpu())",
         "streams past the end",
     ),
+    (
+        "common.py",
+        "logits = F.linear(hidden.to(weight.dtype), weight, bias).float()",
+        "logits = F.linear(hidden.to(weight.dtype), weight).float()",
+        "teacher, labels and alpha without the bias of the target's LM head",
+    ),
+    (
+        "common.py",
+        "max(256, 2 * end)",
+        "end + 256",
+        "a full cache grows by 256 rows instead of doubling",
+    ),
 ]

@@ -1,7 +1,7 @@
 """Mutants, (file, text that occurs once, its replacement, what that breaks), and their tests."""
 
 FILE = "ctc_drafter.py"
-TESTS = ["test_ctc_drafter.py"]
+TESTS = ["test_ctc_drafter.py", "test_families.py"]
 MUTANTS = [
     (
         FILE,
@@ -127,5 +127,11 @@ MUTANTS = [
         "return common.target_logits(target, newest).softmax(-1)[..., drafter.draft_ids]",
         "return common.target_logits(target, newest, drafter.draft_ids).softmax(-1)",
         "first token: over the draft vocabulary only",
+    ),
+    (
+        FILE,
+        "input_ids, done = common.commit(input_ids, tokens, stopping_criteria, stats, token_streamer)",
+        "input_ids, done = common.commit(input_ids, tokens, stopping_criteria, stats)",
+        "token_streamer is accepted and gets nothing",
     ),
 ]

@@ -185,4 +185,16 @@ MUTANTS = [
         "full = width - row.first > limit",
         "a token beyond the context",
     ),
+    (
+        "support/talks.py",
+        "return set(ends if isinstance(ends, list) else [ends]) - {None}",
+        "return set(ends[:1] if isinstance(ends, list) else [ends]) - {None}",
+        "only the first of several end tokens ends an answer",
+    ),
+    (
+        "support/data.py",
+        "if ids[: len(before)] != before:",
+        "if False:",
+        "a mask that is off where the template hides an answer's begin",
+    ),
 ]

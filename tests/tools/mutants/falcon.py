@@ -167,4 +167,10 @@ MUTANTS = [
         "if len(path) < len(acceptance):",
         "fit_tree: deeper than its passes reach",
     ),
+    (
+        "falcon.py",
+        "config = replace(config, tree=[[0] * depth for depth in depths], best_nodes=0)",
+        "config = replace(config, tree=[[0] * depth for depth in depths])",
+        "falcon:chain with --best-nodes drafts a tree",
+    ),
 ]

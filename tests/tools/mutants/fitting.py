@@ -62,4 +62,10 @@ MUTANTS = [
         "slope = verify_ms[high] - verify_ms[low]",
         "refit: slope of other counts",
     ),
+    (
+        "support/fitting.py",
+        'options = {"tree": falcon.layered_tree([4] * k * n), "best_nodes": 0, "copies": 0}',
+        'options = {"tree": falcon.layered_tree([4] * n), "best_nodes": 0, "copies": 0}',
+        "refit of Falcon: n levels are timed as n passes of k levels",
+    ),
 ]

@@ -135,4 +135,10 @@ MUTANTS = [
         "common.target_logits(target, batch.hidden[where], drafter.draft_ids).softmax(-1)",
         "alpha over the draft vocabulary only",
     ),
+    (
+        "glide.py",
+        "        ids = torch.cat([ids, fed], dim=1)\n",
+        "",
+        "while drafting, logits processors never see the tokens drafted so far",
+    ),
 ]

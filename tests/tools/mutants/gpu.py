@@ -1,6 +1,6 @@
 """Mutants, (file, text that occurs once, its replacement, what that breaks), and their tests."""
 
-TESTS = ["test_gpu.py"]
+TESTS = ["tools/gpu.py"]
 MUTANTS = [
     ("support/graphs.py", "        self.graph.replay()\n", "", "graphs: no replay"),
     (

@@ -131,4 +131,22 @@ MUTANTS = [
         "rounds = max(1, forwards)",
         "ms a round over the prefill, too",
     ),
+    (
+        "support/report.py",
+        'row.append(f"{percent(shares[0])} ({percent(shares[1])})")',
+        'row.append(f"{percent(shares[1])} ({percent(shares[0])})")',
+        "copies by category: accepted (offered) under the title offered (accepted)",
+    ),
+    (
+        "support/report.py",
+        '"describe", "--always", "--dirty"]',
+        '"describe", "--always"]',
+        "a result of edited code names the clean commit",
+    ),
+    (
+        "support/report.py",
+        "predicted, accepted, counts = zip(*bins)",
+        "accepted, predicted, counts = zip(*bins)",
+        "calibration tables: prediction and outcome exchanged",
+    ),
 ]

@@ -164,4 +164,10 @@ MUTANTS = [
         "to_mix < config.keep",
         "Z: shares of X and Y exchanged",
     ),
+    (
+        "specdecpp.py",
+        "small.layer_types = [small.layer_types[layer] for layer in config.layers]",
+        "small.layer_types = small.layer_types[: len(config.layers)]",
+        "copied layers get the attention kind and rotary table of the target's first ones",
+    ),
 ]

@@ -138,4 +138,10 @@ MUTANTS = [
         "negative times of a forward",
     ),
     ("support/stopping.py", "and all(same)", "and any(same)", "a head of another draft model"),
+    (
+        STOPPING,
+        'source = arm.kwargs.get("draft_model")',
+        "source = None",
+        "--sweep with --draft-model replays the chains of another model than was timed",
+    ),
 ]

@@ -1,6 +1,6 @@
 """Mutants, (file, text that occurs once, its replacement, what that breaks), and their tests."""
 
-TESTS = ["test_train.py"]
+TESTS = ["test_train.py", "test_distributed.py"]
 MUTANTS = [
     (
         "train.py",
@@ -209,5 +209,41 @@ MUTANTS = [
         'known = bool(curve) and curve[-1]["step"] == step',
         "known = False",
         "a resumed run measures a step twice",
+    ),
+    (
+        "train.py",
+        "seeds[mine], progress, place.device)",
+        "seeds[mine], 0.0, place.device)",
+        "the loss is never told how far the run is",
+    ),
+    (
+        "train.py",
+        "later = place.world > 1 and part < args.accumulate - 1",
+        "later = place.world > 1 and part > 0",
+        "--accumulate: processes share the first part's gradient only",
+    ),
+    (
+        "train.py",
+        "prompts = data.read_prompts(paths, max(1, len(prompts) * args.eval_answers // turns))",
+        "prompts = data.read_prompts(paths, args.eval_answers)",
+        "--eval-answers counts prompts",
+    ),
+    (
+        "train.py",
+        'layers = [*drafter.kv_layers, *getattr(base.get("base_drafter"), "kv_layers", [])]',
+        "layers = list(drafter.kv_layers)",
+        "a head on another drafter: no K/V for that one",
+    ),
+    (
+        "train.py",
+        "return args.lr * rise * 0.5",
+        "return 2e-3 * rise * 0.5",
+        "--lr is ignored",
+    ),
+    (
+        "support/features.py",
+        "self._write(path, self.groups[group], sorted(old_layers | set(self.layers)))",
+        "self._write(path, self.groups[group], self.layers)",
+        "stored features lose the layers of earlier runs",
     ),
 ]
