@@ -267,6 +267,9 @@ def test_what_is_noted_of_a_round(llama, do_sample):
         assert counts == [cape.set_size(p, sizes, bounds) for p in confidences]
         assert len(counts) == 0 or 0 < min(confidences) <= max(confidences) <= 1
         assert len(counts) <= len(record["draft"].tokens) <= 32
+        if do_sample and counts:  # whatever was drawn, the confidence is the likeliest token's
+            largest = record["draft"].probs[: len(counts)].max(-1).values
+            assert confidences == pytest.approx(largest.tolist())
 
 
 def test_the_probability_of_every_node_is_noted():

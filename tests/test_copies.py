@@ -73,6 +73,15 @@ def test_merge_against_brute_force(text, nodes, room, seed):
     assert torch.equal(merged.probs[:nodes], draft.probs) and not merged.probs[nodes:].any()
 
 
+def test_a_copy_shares_all_that_it_begins_with():
+    """The draft is 5 6 9, the copy 5 6 7 1: it branches off after 6."""
+    draft = common.Draft(torch.tensor([5, 6, 9]), torch.tensor([-1, 0, 1]))
+    text = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]])
+    merged = common.Lookup(4).merge(draft, text, 9)
+    assert merged.tokens.tolist() == [5, 6, 9, 7, 1] and merged.copied == 2
+    assert merged.parents.tolist() == [-1, 0, 1, 1, 3]
+
+
 def test_nothing_is_copied_by_default(llama):
     draft = random_tree(torch.Generator().manual_seed(0), 4, 48)
     text = torch.tensor([[1, 2, 3, 4, 1, 2, 3]])
@@ -182,3 +191,9 @@ def test_a_record_of_each_round(llama):
     truth = llama.generate(ids, max_new_tokens=30, do_sample=False)[0, ids.shape[1] :].tolist()
     assert whole == truth
     assert common.Stats().trace is None
+    for each in stats.trace:
+        before = torch.tensor([[*ids[0].tolist(), *truth][: each["prefix"] + 1]])  # up to the root
+        for way, p_target in zip(paths(each["draft"]), each["p_target"]):
+            text = torch.cat([before, torch.tensor([way[:-1]], dtype=torch.long)], dim=1)
+            expected = llama(text).logits[0, -1].float().softmax(-1)[way[-1]]
+            assert p_target == pytest.approx(float(expected), abs=1e-5)

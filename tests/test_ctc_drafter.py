@@ -525,6 +525,20 @@ def test_alignments_are_the_most_probable_combinations():
         assert found == pytest.approx(expected, rel=1e-4)
 
 
+def test_symbols_and_candidates_are_those_of_the_config(llama, monkeypatch):
+    asked, search = [], ctc_drafter.prefix_search
+
+    def noted(q_slots, symbols, candidates):
+        asked.append((symbols, candidates))
+        return search(q_slots, symbols, candidates)
+
+    monkeypatch.setattr(ctc_drafter, "prefix_search", noted)
+    drafter = make_drafter(llama, symbols=3, candidates=5)
+    decode(llama, drafter, torch.tensor([[9, 8, 7]]), max_new_tokens=4)
+    decode(llama, drafter, torch.tensor([[9, 8, 7]]), max_new_tokens=4, symbols=2)
+    assert set(asked) == {(3, 5), (2, 5)}
+
+
 def test_the_tree_is_a_trie_of_the_most_valuable_prefixes():
     worth = {(3,): 0.6, (3, 5): 0.4, (3, 5, 5): 0.1, (4,): 0.3, (4, 5): 0.25, (6,): 0.05}
     draft = ctc_drafter.token_tree(worth, torch.arange(10) * 10, nodes=4, depth=9)

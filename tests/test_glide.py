@@ -276,6 +276,13 @@ def test_logits_processors_see_each_prefix(llama, trained):
         assert torch.equal(decode(llama, trained, ids, **options)[0], truth)
 
 
+def test_a_drafter_says_how_many_tokens_to_draft(llama):
+    ids = torch.tensor([[9, 8, 7]])
+    for gamma in (2, 4):
+        _, stats = decode(llama, make_drafter(llama, gamma=gamma), ids, max_new_tokens=12)
+        assert max(stats.offered) == stats.offered[0] == gamma
+
+
 def test_processors_see_the_tokens_drafted_so_far(llama, trained):
     ids, seen = torch.tensor([[9, 8, 7]]), []
     cache, memory = common.GrowingCache(3), glide.new_memory(trained, llama)

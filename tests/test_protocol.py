@@ -179,9 +179,10 @@ def test_of_transformers_loops_decoding_begins_when_the_prompt_is_read():
     clock = bench.Clock(own_prefill=False)
     clock.calls = [("target", 1.0, 4.0, 7, True), ("drafter", 4.0, 5.0, 1, False)]
     clock.calls += [("target", 5.0, 6.5, 4, False), ("target", 7.0, 8.0, 2, False)]
-    answer = bench.Answer([1, 2, 3, 4, 5], 9.0)
+    answer = bench.Answer([1, 2, 3, 4, 5], 9.0, in_target=2.5, in_drafter=1.0)
     assert bench.Arm("assisted", {})._seen(answer, clock, 7) == 4.0
     assert (answer.forwards, answer.rounds) == (3, 2)
+    assert answer.timers == {"draft": 1.0, "verify": 2.5}
     assert answer.drafted == 4  # three beside the newest token, then one
 
 
@@ -207,6 +208,7 @@ def test_every_arm_sees_the_baselines_answers_in_rotating_order(files, fake, mon
     assert names == [*first, *second, "transformers", *third, "transformers", "plain"]
     said = tokenizer.decode(turns[0]["answer"], skip_special_tokens=True)
     assert {text for _, text in order[6:9]} == {f"Hello there\n{said}\nAnd then?\n"}
+    assert {text for _, text in order[9:]} == {"Two and two\n"}  # a conversation of its own
     assert played[0].answers[0].tokens == played[1].answers[0].tokens
     assert played[0].answers[0].tokens != played[2].answers[0].tokens
     assert [turn["prompt"] for turn in turns] == [0, 0, 1]

@@ -482,7 +482,7 @@ def brute_force_labels(drafter, target, batch):
 
 
 @pytest.mark.parametrize(
-    "temperature, top_p, keep", [(0.0, 1.0, 0.0), (1.0, 1.0, 0.5), (0.7, 1.0, 0.0), (1.0, 0.6, 0.0)]
+    "temperature, top_p, keep", [(0.0, 1.0, 0.0), (1.0, 1.0, 0.5), (0.7, 1.0, 0.0), (0.6, 0.7, 0.0)]
 )
 def test_labels_against_brute_force(llama, temperature, top_p, keep):
     """Draft, label and hidden state of each position, from forwards of one prefix at a time."""

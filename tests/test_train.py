@@ -293,6 +293,17 @@ def test_a_step_in_parts_has_the_losses_of_a_whole_one(folder, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
 
 
+def test_options_of_a_method_count_also_if_they_are_off_or_resume(folder, tmp_path):
+    out, more = tmp_path / "out", ["--eval-answers", "0"]
+    off = ["--draft-vocab", "0", "--no-distill"]
+    train.main(options(folder, out, *more, "--steps", "1", *off))
+    begun = json.loads((out / "config.json").read_text())
+    assert begun["draft_vocab"] == 0 and begun["distill"] is False
+    again = ["--resume", "--gamma", "3", "--draft-vocab", "0"]
+    train.main(options(folder, out, *more, "--steps", "2", *again))
+    assert json.loads((out / "config.json").read_text()) == begun | {"gamma": 3}
+
+
 def test_init_says_what_does_not_come_from_there(folder, tmp_path, capsys):
     more = ["--steps", "1", "--eval-answers", "0"]
     train.main(options(folder, tmp_path / "one", *more))

@@ -218,4 +218,28 @@ MUTANTS = [
         "given[name] = default",
         "refit of CAPE: for the default gamma, bounds and max_tokens, whatever the arm has",
     ),
+    (
+        "bench.py",
+        "        for index, prompt in enumerate(prompts):\n            messages: list[str] = []\n",
+        "        messages: list[str] = []\n        for index, prompt in enumerate(prompts):\n",
+        "a conversation goes on from prompt to prompt",
+    ),
+    (
+        "bench.py",
+        'answer.timers = {"draft": answer.in_drafter, "verify": answer.in_target}',
+        'answer.timers = {"draft": answer.in_target, "verify": answer.in_drafter}',
+        "transformers' loops: times of drafting and verifying exchanged",
+    ),
+    (
+        "bench.py",
+        'decoding |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}',
+        'decoding |= {"temperature": args.temperature, "top_p": 1.0, "top_k": 0}',
+        "--top-p is ignored, and still stands in the result's header",
+    ),
+    (
+        "support/data.py",
+        "return [prompts[i * len(prompts) // count] for i in range(count)]",
+        "return prompts[:count]",
+        "the first prompts, not some spread over the files",
+    ),
 ]

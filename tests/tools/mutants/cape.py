@@ -124,4 +124,16 @@ MUTANTS = [
         "least_worth = config.least_worth",
         "the paper's S(p), and fixed sizes, lose every extra of worth 0.03 or less",
     ),
+    (
+        "cape.py",
+        "room = max(0, max_tokens - gamma)",
+        "room = max_tokens",
+        "max_tokens does not count the trajectory",
+    ),
+    (
+        "cape.py",
+        "confidences = torch.stack([q_draft.max() for _, q_draft, _ in steps]).tolist()",
+        "confidences = torch.cat([q_draft[token] for token, q_draft, _ in steps]).tolist()",
+        "sampling: p_i is the drawn token's probability, not the largest (deviation 3)",
+    ),
 ]

@@ -168,4 +168,22 @@ MUTANTS = [
         "end + 256",
         "a full cache grows by 256 rows instead of doubling",
     ),
+    (
+        "common.py",
+        "while copy and (node, copy[0]) in child:",
+        "if copy and (node, copy[0]) in child:",
+        "copies: share the draft's first token only, so what follows a doubled node is never reached",
+    ),
+    (
+        "common.py",
+        "if reach and limit > reach:",
+        "if reach and limit >= reach:",
+        "prefill: refuses prompt + new tokens that fill the target's context exactly",
+    ),
+    (
+        "common.py",
+        "[draft.parents + 1, draft.tokens]",
+        "[torch.arange(count) + 1, draft.tokens]",
+        "trace: p_target of a node is its chance to follow itself",
+    ),
 ]

@@ -134,4 +134,16 @@ MUTANTS = [
         "input_ids, done = common.commit(input_ids, tokens, stopping_criteria, stats)",
         "token_streamer is accepted and gets nothing",
     ),
+    (
+        FILE,
+        "        memory.cache.crop(-slots)\n",
+        "        pass\n",
+        "drafting: the slots of former rounds are never taken out of the cache",
+    ),
+    (
+        FILE,
+        "worth = prefix_search(q_slots, symbols, candidates)",
+        "worth = prefix_search(q_slots, candidates, symbols)",
+        "symbols and candidates exchanged",
+    ),
 ]

@@ -173,4 +173,22 @@ MUTANTS = [
         "config = replace(config, tree=[[0] * depth for depth in depths])",
         "falcon:chain with --best-nodes drafts a tree",
     ),
+    (
+        "falcon.py",
+        "before=memory.tail[:, memory.tail.shape[1] - again :],",
+        "before=memory.tail[:, :again],",
+        "drafting: of the last fused slots the oldest attend again, not the newest",
+    ),
+    (
+        "falcon.py",
+        "features = features + drafter.config.noise * (2 * noise.to(features) - 1)",
+        "features = features + drafter.config.noise * noise.to(features)",
+        "training: noise from U(0, noise), not U(-noise, noise)",
+    ),
+    (
+        "falcon.py",
+        "count -= int(learns[row, part].sum())",
+        "count -= run",
+        "CSGD: slots that do not learn (the prompt's) use up the number to be shown",
+    ),
 ]

@@ -68,4 +68,10 @@ MUTANTS = [
         'options = {"tree": falcon.layered_tree([4] * n), "best_nodes": 0, "copies": 0}',
         "refit of Falcon: n levels are timed as n passes of k levels",
     ),
+    (
+        "support/fitting.py",
+        "hit += share * float(row[1 : 1 + size].sum())",
+        "hit += share * float(row[:size].sum())",
+        "refit: the first extra counts as the drafter's first choice",
+    ),
 ]

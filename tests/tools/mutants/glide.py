@@ -141,4 +141,16 @@ MUTANTS = [
         "",
         "while drafting, logits processors never see the tokens drafted so far",
     ),
+    (
+        "glide.py",
+        "gamma = drafter.config.gamma if gamma is None else gamma",
+        "gamma = Config().gamma if gamma is None else gamma",
+        "generate: gamma by default that of the class, not the drafter's own",
+    ),
+    (
+        "glide.py",
+        "if self.config.kv_layer >= 0:",
+        "if self.config.kv_layer > 0:",
+        "kv_layer 0 reads the top layer",
+    ),
 ]

@@ -149,4 +149,10 @@ MUTANTS = [
         "accepted, predicted, counts = zip(*bins)",
         "calibration tables: prediction and outcome exchanged",
     ),
+    (
+        "support/report.py",
+        "torch.tensor([0.025, 0.975], dtype=torch.float64)",
+        "torch.tensor([0.05, 0.95], dtype=torch.float64)",
+        "the 95% interval is one of 90%",
+    ),
 ]

@@ -170,4 +170,22 @@ MUTANTS = [
         "small.layer_types = small.layer_types[: len(config.layers)]",
         "copied layers get the attention kind and rotary table of the target's first ones",
     ),
+    (
+        "specdecpp.py",
+        "scored = F.pad(rows[:, :-1], (1, 0))",
+        "scored = rows",
+        "a head on another drafter learns from e_(t-1) instead of e_t",
+    ),
+    (
+        "specdecpp.py",
+        "weight_rej = drafter.config.w_rej * (1 - accept_prob)",
+        "weight_rej = 1 - accept_prob",
+        "loss, head: --w-rej is ignored",
+    ),
+    (
+        "specdecpp.py",
+        "    logits = logits / temperature\n    if top_p < 1:\n        logits = TopPLogitsWarper(top_p)(None, logits)\n    return logits.softmax(-1)\n",
+        "    if top_p < 1:\n        logits = TopPLogitsWarper(top_p)(None, logits)\n    return (logits / temperature).softmax(-1)\n",
+        "labels: top-p is cut before the temperature, unlike decoding",
+    ),
 ]

@@ -144,4 +144,10 @@ MUTANTS = [
         "source = None",
         "--sweep with --draft-model replays the chains of another model than was timed",
     ),
+    (
+        STOPPING,
+        "count = min(longest, len(answer) - place - 1)",
+        "count = min(longest, len(answer) - place)",
+        "recordings draft the bonus token, too",
+    ),
 ]

@@ -246,4 +246,28 @@ MUTANTS = [
         "self._write(path, self.groups[group], self.layers)",
         "stored features lose the layers of earlier runs",
     ),
+    (
+        "train.py",
+        'config = module.Config(**{**state["config"], **overrides})',
+        'config = module.Config(**{**overrides, **state["config"]})',
+        "--resume ignores the method's options",
+    ),
+    (
+        "train.py",
+        'step, tokens, curve = state["step"], state["tokens"], state["curve"]',
+        'step, curve = state["step"], state["curve"]',
+        "a resumed run forgets how many tokens it has learned from",
+    ),
+    (
+        "train.py",
+        "sequences += data.read_conversations(path, tokenizer, length)",
+        "sequences = data.read_conversations(path, tokenizer, length)",
+        "of several files of data only the last is read",
+    ),
+    (
+        "train.py",
+        "given = {name: value for name, value in vars(args).items() if value is not None}",
+        "given = {name: value for name, value in vars(args).items() if value}",
+        "options of a method that are 0 or off are ignored",
+    ),
 ]
