@@ -398,10 +398,10 @@ def divergence(target, encoded: dict, reference: list[int], tokens: list[int]) -
 def acceptance_rate(arm: Arm, target, turns: list[dict]) -> float | None:
     """alpha by the method's own definition, over the tokens of the baseline's answers.
 
-    Returns: None where the method has none.
+    Returns: None where the method has none, or another model than the drafter's drafts.
     """
     drafter = arm.kwargs.get("drafter")
-    if not hasattr(arm.module, "alpha") or drafter is None:
+    if not hasattr(arm.module, "alpha") or drafter is None or arm.kwargs.get("draft_model"):
         return None
     layers = [layer for each in arm.drafters for layer in getattr(each, "kv_layers", ())]
     total, count = 0.0, 0

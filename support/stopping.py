@@ -350,7 +350,7 @@ def measured(arms: list) -> list[tuple]:
     answers = []
     for arm in arms:
         alike = arm.drafters == arms[0].drafters and arm.module is arms[0].module
-        if alike and not arm.kwargs.get("copies"):
+        if alike and not arm.kwargs.get("copies", arm.facts.get("copies")):
             for answer in arm.answers:
                 n_draft = sum(answer.offered[1:])
                 drafting = answer.timers.get("draft", 0.0)

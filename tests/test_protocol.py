@@ -104,7 +104,8 @@ def test_alpha_is_taken_over_all_tokens_of_the_answers_and_no_token_of_the_promp
     even = sum(token % 2 == 0 for answer in answers for token in answer)
     assert bench.acceptance_rate(arm, llama, turns) == round(even / 9, 4)
     assert seeds == [[0], [1]]
-    assert bench.acceptance_rate(bench.Arm("x", {}, module=module), llama, turns) is None
+    for kwargs in ({}, {"drafter": object(), "draft_model": llama}):  # nobody's, another's
+        assert bench.acceptance_rate(bench.Arm("x", kwargs, module=module), llama, turns) is None
 
 
 def test_costs_are_measured_for_every_listed_pair_of_tokens_and_context(files, monkeypatch):  # noqa: F811

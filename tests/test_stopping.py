@@ -189,7 +189,8 @@ def timed_arm(offered, drafters="mine", module="specdecpp", **options):
         timers={"draft": 0.01 * passes},
         decode_seconds=0.01 * passes + 0.1 * rounds,
     )
-    return types.SimpleNamespace(drafters=drafters, module=module, answers=[answer], kwargs=options)
+    made = {"drafters": drafters, "module": module, "answers": [answer], "kwargs": options}
+    return types.SimpleNamespace(**made, facts={})
 
 
 def test_t_draft_by_hand_without_the_first_untimed_draft():
@@ -203,6 +204,8 @@ def test_arms_that_draft_alike_by_hand():
     mine = timed_arm([4, 3, 2])
     others = [timed_arm([9, 9], drafters="b"), timed_arm([9, 9], module="cape")]
     others.append(timed_arm([10, 10], copies=10))  # copies make drafts longer, at no cost
+    others.append(timed_arm([10, 10]))
+    others[-1].facts = {"copies": 10}  # of the drafter's config
     assert stopping.measured([mine, *others]) == stopping.measured([mine])
     assert stopping.measured([mine, timed_arm([4, 1])])[1] == pytest.approx((1, 2, 0.21, 0.01))
 

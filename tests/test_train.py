@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_copying import needed_to_train
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -747,16 +748,10 @@ def test_what_cannot_be_trained_is_said_in_a_line(argv, said):
     assert "\n" not in str(caught.value)
 
 
-NEEDED = ["train.py", "common.py", "glide.py"] + [
-    f"support/{name}.py"
-    for name in ("__init__", "cli", "data", "features", "pictures", "prompts", "talks")
-]
-
-
 @pytest.mark.slow  # it starts python twice
 def test_a_copied_method_trains_with_these_files_alone(folder, tmp_path):
     """What the README lists for another project; a method that is not there is named."""
-    for name in NEEDED:
+    for name in ["common.py", "glide.py", *needed_to_train()]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     out = tmp_path / "out"
