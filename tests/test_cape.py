@@ -272,6 +272,16 @@ def test_what_is_noted_of_a_round(llama, do_sample):
             assert confidences == pytest.approx(largest.tolist())
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_what_may_not_be_said_is_not_drafted(llama, monkeypatch, do_sample):
+    """The trajectory comes from the processed distribution, and so do the extras."""
+    rounds = spy_on_drafts(monkeypatch)
+    options = {"do_sample": do_sample, "suppress_tokens": list(range(24))}
+    decode(llama, make_drafter(llama), torch.tensor([[29, 28, 27]]), **options)
+    drafted = torch.cat([draft.tokens for _, draft in rounds])
+    assert len(drafted) > 9 and drafted.min() >= 24
+
+
 def test_the_probability_of_every_node_is_noted():
     """The tree of expand's example; a Stats without a trace is told nothing."""
     steps = steps_of([[0.1, 0.6, 0.25, 0.05], [0.5, 0.3, 0.15, 0.05]])

@@ -242,4 +242,28 @@ MUTANTS = [
         "return prompts[:count]",
         "the first prompts, not some spread over the files",
     ),
+    (
+        "bench.py",
+        "answer.timers[name] = answer.timers.get(name, 0.0) + between(begin, end)",
+        "answer.timers[name] = between(begin, end)",
+        "times of drafting and verifying are those of an answer's last round",
+    ),
+    (
+        "bench.py",
+        "                messages.append(question)\n",
+        "                messages = [question]\n",
+        "later turns are asked without the conversation before them",
+    ),
+    (
+        "bench.py",
+        'result["cost_curve"] = cost_curve(target, args.context)',
+        'result["cost_curve"] = cost_curve(target, CONTEXTS[1])',
+        "--context is ignored",
+    ),
+    (
+        "support/arms.py",
+        'own = None if "drafter" in kwargs else checkpoint',
+        "own = None",
+        "cape: @DIR and --checkpoint are not read",
+    ),
 ]

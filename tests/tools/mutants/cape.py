@@ -136,4 +136,16 @@ MUTANTS = [
         "confidences = torch.cat([q_draft[token] for token, q_draft, _ in steps]).tolist()",
         "sampling: p_i is the drawn token's probability, not the largest (deviation 3)",
     ),
+    (
+        "cape.py",
+        "return sizes[-1]",
+        "return sizes[len(bounds) - 1]",
+        "set_size: above the last bound the size of the range below",
+    ),
+    (
+        "cape.py",
+        "base_drafter, target, input_ids, cache, memory, logits_processor, do_sample",
+        "base_drafter, target, input_ids, cache, memory, None, do_sample",
+        "the trajectory is drafted without the logits processors",
+    ),
 ]

@@ -186,4 +186,28 @@ MUTANTS = [
         "[torch.arange(count) + 1, draft.tokens]",
         "trace: p_target of a node is its chance to follow itself",
     ),
+    (
+        "common.py",
+        "plain_argmax = None if do_sample or logits_processor else logits[0].argmax(-1).tolist()",
+        "plain_argmax = None if do_sample else logits[0].argmax(-1).tolist()",
+        "verify, greedy: logits processors are ignored",
+    ),
+    (
+        "common.py",
+        "siblings = [n for n in sampled if draft.parents[n] == node]",
+        "siblings = sampled",
+        "verify, sampling: at each node all sampled tokens are tried, not its children",
+    ),
+    (
+        "common.py",
+        "larger[:, :, :start] = old",
+        "larger[:, :, : start - 1] = old[:, :, :-1]",
+        "a cache that doubles loses its newest row",
+    ),
+    (
+        "common.py",
+        "return torch.arange(end - token_ids.shape[1], end, device=token_ids.device)[None]",
+        "return torch.arange(end - token_ids.shape[1] + 1, end + 1, device=token_ids.device)[None]",
+        "DraftCache.feed: positions one too high, unlike training",
+    ),
 ]

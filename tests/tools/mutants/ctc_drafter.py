@@ -146,4 +146,22 @@ MUTANTS = [
         "worth = prefix_search(q_slots, candidates, symbols)",
         "symbols and candidates exchanged",
     ),
+    (
+        FILE,
+        "ahead = anchors[..., None] + torch.arange(1, slots + 1, device=device)",
+        "ahead = anchors[..., None] + torch.arange(slots, device=device)",
+        "training: slots are rotated one place earlier than while drafting",
+    ),
+    (
+        FILE,
+        "return (first - 2).clamp(min=0), best[sequence, places], counts",
+        "return (first - 1).clamp(min=0), best[sequence, places], counts",
+        "windows: anchors one row late, so that they see their first label",
+    ),
+    (
+        FILE,
+        'worth = alignments(q_slots, symbols, candidates, transform == "alignments")',
+        "worth = alignments(q_slots, symbols, candidates)",
+        "transform none collapses as alignments does",
+    ),
 ]

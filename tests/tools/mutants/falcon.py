@@ -191,4 +191,28 @@ MUTANTS = [
         "count -= run",
         "CSGD: slots that do not learn (the prompt's) use up the number to be shown",
     ),
+    (
+        "falcon.py",
+        "        memory.state,\n",
+        "        None,\n",
+        "drafting: the LSTM's state is forgotten between rounds",
+    ),
+    (
+        "falcon.py",
+        "slots = torch.arange(total + end - k, total + end, device=sight.device)",
+        "slots = torch.arange(total + end - k - 1, total + end - 1, device=sight.device)",
+        "drafting: later passes stand one place too early",
+    ),
+    (
+        "falcon.py",
+        "p_target = common.target_logits(target, answers).softmax(-1)  # (M, V)\n    return torch.minimum(p_target[:, drafter.draft_ids], ",
+        "p_target = common.target_logits(target, answers, drafter.draft_ids).softmax(-1)\n    return torch.minimum(p_target, ",
+        "alpha over the draft vocabulary only",
+    ),
+    (
+        "falcon.py",
+        'l1 = F.smooth_l1_loss(predicted, answers, reduction="sum") / answers.shape[-1]',
+        'l1 = F.smooth_l1_loss(predicted, answers, reduction="sum") / max(1, len(answers))',
+        "loss: the regression is averaged over slots, not over D",
+    ),
 ]

@@ -153,4 +153,22 @@ MUTANTS = [
         "if self.config.kv_layer > 0:",
         "kv_layer 0 reads the top layer",
     ),
+    (
+        "glide.py",
+        "glimpse = glimpses[index] if glimpses else None",
+        "glimpse = glimpses[0] if glimpses else None",
+        "every drafter layer reads what the first one does",
+    ),
+    (
+        "glide.py",
+        "zip(drafter.layers, layers[-config.num_layers :])",
+        "zip(drafter.layers, layers[: config.num_layers])",
+        "build: layers copied from the bottom of the target, not from the top",
+    ),
+    (
+        "glide.py",
+        'index = torch.full((drafter.config.target["vocab_size"],), -100, device=logits.device)',
+        'index = torch.full((drafter.config.target["vocab_size"],), 0, device=logits.device)',
+        "loss, hard: tokens that cannot be drafted are learned as the first one that can",
+    ),
 ]

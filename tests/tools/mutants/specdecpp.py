@@ -188,4 +188,22 @@ MUTANTS = [
         "    if top_p < 1:\n        logits = TopPLogitsWarper(top_p)(None, logits)\n    return (logits / temperature).softmax(-1)\n",
         "labels: top-p is cut before the temperature, unlike decoding",
     ),
+    (
+        "specdecpp.py",
+        "config = dataclasses.replace(Config() if drafter is None else drafter.config, **given)",
+        "config = dataclasses.replace(Config(), **given)",
+        "generate: options by default those of the class, not the drafter's own",
+    ),
+    (
+        "specdecpp.py",
+        ".sum().clamp(min=1e-6) * batch.loss_mask.sum()",
+        ".sum().clamp(min=1e-6)",
+        "loss, head: a mean, which train.py divides by the tokens once more",
+    ),
+    (
+        "specdecpp.py",
+        "parts[1] = str(config.layers[int(parts[1])])",
+        "parts[1] = str(int(parts[1]))",
+        "build: weights of the target's first layers, whichever --layers names",
+    ),
 ]

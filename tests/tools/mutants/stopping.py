@@ -29,7 +29,7 @@ MUTANTS = [
     ),
     (
         STOPPING,
-        'if alike and not arm.kwargs.get("copies"):',
+        'if alike and not arm.kwargs.get("copies", arm.facts.get("copies")):',
         "if alike:",
         "t_draft: copied levels count as passes",
     ),
@@ -149,5 +149,11 @@ MUTANTS = [
         "count = min(longest, len(answer) - place - 1)",
         "count = min(longest, len(answer) - place)",
         "recordings draft the bonus token, too",
+    ),
+    (
+        STOPPING,
+        "counts = torch.tensor([list(n_draft), list(n_target)], dtype=torch.float64).T",
+        "counts = torch.tensor([list(n_target), list(n_draft)], dtype=torch.float64).T",
+        "fit_times: t_draft and t_target exchanged",
     ),
 ]

@@ -270,4 +270,28 @@ MUTANTS = [
         "given = {name: value for name, value in vars(args).items() if value}",
         "options of a method that are 0 or off are ignored",
     ),
+    (
+        "train.py",
+        "(loss * place.world / total).backward()",
+        "(loss / total).backward()",
+        "several processes: the gradient is divided by their number",
+    ),
+    (
+        "train.py",
+        "drafter = module.Drafter(dataclasses.replace(start.config, **overrides))",
+        "drafter = module.Drafter(dataclasses.replace(start.config))",
+        "--init ignores the method's options",
+    ),
+    (
+        "train.py",
+        'path = args.base_checkpoint or f"checkpoints/{config.base}"',
+        'path = f"checkpoints/{config.base}"',
+        "--base-checkpoint is ignored",
+    ),
+    (
+        "train.py",
+        "copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(part)",
+        "copy.deepcopy(drafter).save_pretrained(part)",
+        "checkpoints are float32, not bfloat16",
+    ),
 ]
