@@ -22,7 +22,7 @@ def draft_model():
     return made
 
 
-@pytest.fixture(scope="module", params=["hidden", slow("confidence")])
+@pytest.fixture(scope="module", params=["hidden", "confidence"])
 def drafter(request, draft_model):
     """A draft model with its head, trained a little; the head sees e_t, or log q(Y_t) too."""
     config = dataclasses.replace(draft_model.config, stage="head", head_sees=request.param)

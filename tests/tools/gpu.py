@@ -32,8 +32,8 @@ OPTIONS = {
     "penalised": {"do_sample": False, "repetition_penalty": 1.4},
     "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 0},
 }
-# the quick tests take one method, whose tree is made in several passes
-EACH = [name if name == "falcon" else slow(name) for name in METHODS]
+# without -m slow a chain, and a tree that is made in several passes
+EACH = [name if name in ("glide", "falcon") else slow(name) for name in METHODS]
 EACH_TRAINED = [name if name == "falcon" else slow(name) for name in TRAINED]
 # a round, besides one a token; a new method may wait as often as the one that does most
 WAITS = {"glide": 3, "cape": 7, "specdecpp": 3, "falcon": 6, "ctc_drafter": 5}
