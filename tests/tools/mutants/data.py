@@ -197,10 +197,4 @@ MUTANTS = [
         "if False:",
         "a mask that is off where the template hides an answer's begin",
     ),
-    (
-        "support/data.py",
-        "return prompt + response, [False] * len(prompt) + [True] * len(response)",
-        "return prompt + response, [True] * len(prompt + response)",
-        "training data: prompts are learned, too",
-    ),
 ]

@@ -294,4 +294,10 @@ MUTANTS = [
         "copy.deepcopy(drafter).save_pretrained(part)",
         "checkpoints are float32, not bfloat16",
     ),
+    (
+        "support/data.py",
+        "return prompt + response, [False] * len(prompt) + [True] * len(response)",
+        "return prompt + response, [True] * len(prompt + response)",
+        "training data: prompts are learned, too",
+    ),
 ]
