@@ -3,6 +3,7 @@
 import collections
 import hashlib
 import json
+import time
 import types
 import zipfile
 
@@ -82,6 +83,14 @@ def test_growing_layer_is_a_dynamic_layer_that_does_not_copy():
         addresses.add(mine.keys.data_ptr())
         assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
     assert len(addresses) < 6  # the buffer moved only when it doubled
+
+
+def test_a_timer_adds_up():
+    stats = common.Stats()
+    for _ in range(3):
+        with stats.timer("draft"):
+            time.sleep(0.01)
+    assert 0.03 <= stats.seconds["draft"]
 
 
 def test_a_full_buffer_doubles():

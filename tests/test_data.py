@@ -373,6 +373,17 @@ def test_a_template_that_rewrites_turns_is_refused_for_second_turns(folder, tmp_
     data.make_conversations(target, tokenizer, 2, str(tmp_path / "d"))
 
 
+def test_a_conversation_with_nothing_left_to_learn_is_left_out(folder, tmp_path):  # noqa: F811
+    """Cut to so many tokens, it ends within the prompt."""
+    _, tokenizer = common.load_target(str(folder))
+    path, prompt = tmp_path / "d.jsonl", " ".join(["w1"] * 30)
+    path.write_text(
+        json.dumps({"prompt": prompt, "response": "w2"}) + '\n{"prompt": "w1", "response": "w2"}\n'
+    )
+    [(ids, mask)] = data.read_conversations(str(path), tokenizer, 16)
+    assert len(ids) < 16 and mask.any()
+
+
 def test_a_template_that_hides_where_an_answer_begins_is_refused(folder, tmp_path):  # noqa: F811
     """It asks for an answer with a word that is not there once the answer is known."""
     _, tokenizer = common.load_target(str(folder))

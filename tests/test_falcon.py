@@ -633,6 +633,8 @@ def test_the_papers_tree_has_its_counts_by_depth():
     assert [lengths[depth] for depth in range(1, 9)] == [20, 19, 19, 15, 16, 10, 10, 9]
     assert len(falcon.prune(falcon.PAPER_TREE, 99, 99)) == 118 == len(falcon.PAPER_TREE)
     assert falcon.layered_tree([2, 3]) == [[0], [1], [0, 0], [0, 1], [1, 0]]
+    five = [[0, 0], [0, 1], [1, 0], [0, 2], [2, 0]]  # [1, 1] is worth less than [2, 0]
+    assert falcon.layered_tree([3, 5])[3:] == five
 
 
 def test_prune_orders_cuts_and_refuses():

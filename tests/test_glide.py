@@ -283,6 +283,14 @@ def test_a_drafter_says_how_many_tokens_to_draft(llama):
         assert max(stats.offered) == stats.offered[0] == gamma
 
 
+def test_copies_of_the_config_can_be_switched_off(llama):
+    drafter, offered = make_drafter(llama, copies=6), {}
+    for options in ({}, {"copies": 0}):
+        _, stats = decode(llama, drafter, REPEATING, max_new_tokens=12, **options)
+        offered[len(options)] = sum(count for count, _ in stats.copies)
+    assert offered[0] > 0 and offered[1] == 0
+
+
 def test_processors_see_the_tokens_drafted_so_far(llama, trained):
     ids, seen = torch.tensor([[9, 8, 7]]), []
     cache, memory = common.GrowingCache(3), glide.new_memory(trained, llama)

@@ -266,4 +266,16 @@ MUTANTS = [
         "own = None",
         "cape: @DIR and --checkpoint are not read",
     ),
+    (
+        "bench.py",
+        "logits[0, -1].float().topk(2)",
+        "logits[0, -1].float().softmax(-1).topk(2)",
+        "top2_margin: of probabilities, not of logits",
+    ),
+    (
+        "bench.py",
+        'self.phase = outer if outer == "prefill" else name',
+        "self.phase = name",
+        "Clock: what is nested in a prefill (the target's forward over the prompt) is not prefill",
+    ),
 ]

@@ -148,4 +148,16 @@ MUTANTS = [
         "base_drafter, target, input_ids, cache, memory, None, do_sample",
         "the trajectory is drafted without the logits processors",
     ),
+    (
+        "cape.py",
+        '"fixed": config.width,',
+        '"fixed": config.max_tokens,',
+        "expansion fixed: width is ignored",
+    ),
+    (
+        "cape.py",
+        "reached *= float(q_draft[token])",
+        "reached *= float(q_draft.max())",
+        "worthwhile, sampling: the chance to get on is the likeliest token's, not the drawn one's",
+    ),
 ]

@@ -210,4 +210,22 @@ MUTANTS = [
         "return torch.arange(end - token_ids.shape[1] + 1, end + 1, device=token_ids.device)[None]",
         "DraftCache.feed: positions one too high, unlike training",
     ),
+    (
+        "common.py",
+        "self.lengths = {4: most, 3: most // 2, 2: most // 3}",
+        "self.lengths = {4: most, 3: most, 2: most}",
+        "Lookup: as much is copied after two matching tokens as after four",
+    ),
+    (
+        "common.py",
+        "self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start",
+        "self.seconds[name] = time.perf_counter() - start",
+        "Stats.timer: seconds of the last block only, not their sum",
+    ),
+    (
+        "common.py",
+        'if not kinds or "sliding_attention" in kinds:',
+        'if kinds and "sliding_attention" in kinds:',
+        "prefill: a target whose layers all slide (Mistral) is decoded beyond its window",
+    ),
 ]

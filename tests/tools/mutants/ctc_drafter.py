@@ -164,4 +164,16 @@ MUTANTS = [
         "worth = alignments(q_slots, symbols, candidates)",
         "transform none collapses as alignments does",
     ),
+    (
+        FILE,
+        "worth[sequence[:end]] += probability",
+        "worth[sequence[:end]] = max(worth[sequence[:end]], probability)",
+        "alignments: a prefix is worth its best combination, not the sum of them",
+    ),
+    (
+        FILE,
+        "new_token[prefix] += in_token[prefix] * q  # merges",
+        "new_token[prefix] += either * q  # merges",
+        "prefix search: a repeat after a blank counts as merged, too",
+    ),
 ]

@@ -197,4 +197,10 @@ MUTANTS = [
         "if False:",
         "a mask that is off where the template hides an answer's begin",
     ),
+    (
+        "support/data.py",
+        "if any(mask[1:max_length]):",
+        "if any(mask):",
+        "conversations whose answer begins after --max-length stay, with nothing to learn",
+    ),
 ]

@@ -215,4 +215,22 @@ MUTANTS = [
         'l1 = F.smooth_l1_loss(predicted, answers, reduction="sum") / max(1, len(answers))',
         "loss: the regression is averaged over slots, not over D",
     ),
+    (
+        "falcon.py",
+        "wrong[where] = logits.argmax(-1) != truth",
+        "wrong[where] = logits.argmax(-1) == truth",
+        "CSGD: shows answers in proportion to hits, not to misses",
+    ),
+    (
+        "falcon.py",
+        "math.prod(rank + 1 for rank in path)",
+        "sum(path)",
+        "layered_tree: ordered by the sum of ranks, not by the product of rank + 1",
+    ),
+    (
+        "falcon.py",
+        "return l1 + config.distill_weight * (",
+        "return l1 + (",
+        "loss: --distill-weight is ignored",
+    ),
 ]

@@ -171,4 +171,16 @@ MUTANTS = [
         'index = torch.full((drafter.config.target["vocab_size"],), 0, device=logits.device)',
         "loss, hard: tokens that cannot be drafted are learned as the first one that can",
     ),
+    (
+        "glide.py",
+        "return tokens / (gamma * cost + 1)",
+        "return tokens / ((gamma + 1) * cost + 1)",
+        "expected_speedup: a pass of the drafter too many",
+    ),
+    (
+        "glide.py",
+        "copies = drafter.config.copies if copies is None else copies",
+        "copies = copies or drafter.config.copies",
+        "generate(copies=0) cannot switch off the copies of a drafter's config",
+    ),
 ]

@@ -155,4 +155,10 @@ MUTANTS = [
         "torch.tensor([0.05, 0.95], dtype=torch.float64)",
         "the 95% interval is one of 90%",
     ),
+    (
+        "support/report.py",
+        "return [offers / len(rounds), accepts / len(rounds)]",
+        "return [offers / len(rounds), accepts / offers]",
+        "copies: accepted as a share of the offers, not of the rounds",
+    ),
 ]

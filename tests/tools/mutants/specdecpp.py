@@ -206,4 +206,22 @@ MUTANTS = [
         "parts[1] = str(int(parts[1]))",
         "build: weights of the target's first layers, whichever --layers names",
     ),
+    (
+        "specdecpp.py",
+        '"entropy": entropy, "max_draft": max_draft, "copies": copies,',
+        '"entropy": entropy, "copies": copies,',
+        "generate: max_draft is ignored, the drafter's own is taken",
+    ),
+    (
+        "specdecpp.py",
+        "-torch.xlogy(q_draft, q_draft).sum() > config.entropy",
+        "-torch.xlogy(q_draft, q_draft).sum() / math.log(2) > config.entropy",
+        "stop entropy: in bits, not in nats",
+    ),
+    (
+        "specdecpp.py",
+        "noise = [torch.rand(batch.input_ids.shape[1], 2, generator=seed) for seed in seeds]",
+        "noise = [torch.rand(batch.input_ids.shape[1], 1, generator=seed).expand(-1, 2) for seed in seeds]",
+        "labels, sampling: one number both draws Y and mixes Z, so likely drafts are never judged",
+    ),
 ]

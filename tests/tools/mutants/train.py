@@ -300,4 +300,22 @@ MUTANTS = [
         "return prompt + response, [True] * len(prompt + response)",
         "training data: prompts are learned, too",
     ),
+    (
+        "train.py",
+        "loss_sum += loss.detach()",
+        "loss_sum = loss.detach()",
+        "--accumulate: the reported loss is the last part's over the tokens of all",
+    ),
+    (
+        "train.py",
+        "return round(float(sum(total for total, _ in totals)) / max(1, count), 4)",
+        "return round(sum(float(t) / max(1, int(n)) for t, n in totals) / len(totals), 4)",
+        "alpha: the mean of batches' means, not over positions",
+    ),
+    (
+        "train.py",
+        "chosen = [self.epoch(place // count)[place % count] for place in places]",
+        "chosen = [self.epoch(places[0] // count)[place % count] for place in places]",
+        "a step across two epochs takes its end from the old epoch's order: repeats and omissions",
+    ),
 ]
