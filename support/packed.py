@@ -8,8 +8,8 @@ that torch.compile emits for frozen CPU models. The packed copy is kept beside t
 embeddings may share.
 
 For the same reason `pack` asks transformers not to copy the cached keys and values for every query
-head of a group, as it does for a forward with a mask but not for that of a single token: another
-tenth of a verification, and the same numbers.
+head of a group, as it does for a forward with a mask but not for that of a single token: a tenth
+of a verification or more, and the same numbers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PackedLinear(nn.Linear):
 def pack(model: nn.Module) -> nn.Module:
     """The model with a PackedLinear in place of every float32 nn.Linear on the CPU.
 
-    From then on this process leaves grouped keys and values uncopied.
+    If there is one, this process leaves grouped keys and values uncopied from then on.
     """
 
     def packs(module: nn.Module) -> bool:
@@ -66,7 +66,8 @@ def pack(model: nn.Module) -> nn.Module:
             return False
         return module.weight.device.type == "cpu" and module.weight.dtype == torch.float32
 
-    os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")  # read at every attention
+    if any(map(packs, model.modules())):  # on a GPU that would choose a slower kernel
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")  # read at every attention
     for module in list(model.modules()):
         for name, child in module.named_children():
             if packs(child):

@@ -323,7 +323,7 @@ def tables(result: dict) -> str:
     parts = []
     if result.get("arms"):
         several = result["prompts"] > 1
-        about += f"; {result['prompts']} prompts" if several else "; 1 prompt (too few for a 95%)"
+        about += f"; {result['prompts']} prompts" if several else "; 1 prompt (no interval)"
         about += f", up to {result['max_new_tokens']} tokens a turn, "
         about += f"temperature {result['temperature']:g}"
         about += "; interrupted" if result.get("interrupted") else ""

@@ -1,7 +1,7 @@
 """Fixtures that the tests share; see tiny.py for what they import.
 
-torch is imported in the fixtures: pytest-xdist's first process only hands out tests, and starts ten
-seconds earlier without it.
+torch is imported in the fixtures: pytest-xdist's first process only hands out tests, and starts
+sooner without it.
 """
 
 import gc

@@ -1,6 +1,7 @@
 """packed.py: same numbers, same decoding, embeddings and weights untouched."""
 
 import gc
+import os
 
 import torch
 from test_glide import decode, make_drafter
@@ -21,9 +22,11 @@ def test_packed_layers_compute_the_same_for_any_number_of_rows():
         torch.testing.assert_close(layer(x), y, atol=1e-5, rtol=1e-5)
 
 
-def test_other_types_are_left_alone():
+def test_other_types_are_left_alone(monkeypatch):
+    monkeypatch.delenv("TRANSFORMERS_SDPA_FORCE_GQA", raising=False)
     layer = torch.nn.Linear(8, 8).double()
     assert packed.pack(layer) is layer
+    assert "TRANSFORMERS_SDPA_FORCE_GQA" not in os.environ  # it would slow a GPU down
     layers = [torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double(), torch.nn.Tanh()]
     model = packed.pack(torch.nn.Sequential(*layers))
     kinds = [packed.PackedLinear, torch.nn.Linear, torch.nn.Tanh]

@@ -347,9 +347,9 @@ def test_bins_stand_below_their_predictions():
 
 def test_one_prompt_gives_no_interval_worth_the_name(files, capsys):  # noqa: F811
     _, out = run(capsys, command(files, "--num-prompts", "1"))
-    assert "1 prompt (too few for a 95%), up to 12 tokens a turn" in out
+    assert "1 prompt (no interval), up to 12 tokens a turn" in out
     _, out = run(capsys, command(files))
-    assert "2 prompts, up to 12 tokens a turn" in out and "too few" not in out
+    assert "2 prompts, up to 12 tokens a turn" in out and "no interval" not in out
 
 
 def test_settings_are_numbers_words_and_lists():
