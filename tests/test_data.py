@@ -129,6 +129,20 @@ def test_sampled_tokens_follow_the_softmax(small_llama, temperature):
     assert chi_square_p_value(counts, expected) > 1e-3
 
 
+def test_each_row_has_a_temperature_of_its_own():
+    """Beside a hot one, a row of almost no temperature says the greedy answer."""
+    target = make_llama()
+    [(_, greedy)] = talks.replies(target, [(5, 6, 7)], 0.0, 12, random.Random(0))
+
+    def talk(temperature):
+        answer = yield (5, 6, 7), temperature, 12
+        return temperature, answer
+
+    waiting = map(talk, [5.0, 1e-3])
+    said = dict(talks.converse(target, lambda: next(waiting, None), 2, random.Random(0)))
+    assert said[1e-3] == greedy != said[5.0]
+
+
 def test_a_token_of_probability_zero_is_never_drawn():
     """The draw 1.0 - 0.0 is the last token with any probability, the smallest draw the first."""
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])

@@ -195,13 +195,18 @@ def test_every_arm_sees_the_baselines_answers_in_rotating_order(files, fake, mon
         bench.Arm("plain", {"custom_generate": bench.plain_generate}, reports=True),
         bench.Arm("fake", cheat, reports=True),
     ]
-    order, play = [], bench.Arm.play
+    order, play, decode = [], bench.Arm.play, tokenizer.decode
 
     def spy(self, target, encoded, **options):
-        order.append((self.name, tokenizer.decode(encoded["input_ids"][0])))
+        order.append((self.name, decode(encoded["input_ids"][0])))
         return play(self, target, encoded, **options)
 
+    def marked(ids, skip_special_tokens=False):
+        """As if every answer ended by itself: its end is for the chat template to write."""
+        return decode(ids, skip_special_tokens=True) + "<eos>" * (not skip_special_tokens)
+
     monkeypatch.setattr(bench.Arm, "play", spy)
+    monkeypatch.setattr(tokenizer, "decode", marked)
     prompts = data.read_prompts([files / "prompts.jsonl"], 0)
     turns = bench.run(target, tokenizer, played, prompts, {**PLAIN, "max_new_tokens": 6})
     names = [name for name, _ in order[3:]]  # after the warm-up

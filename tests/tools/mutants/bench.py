@@ -278,4 +278,10 @@ MUTANTS = [
         "self.phase = name",
         "Clock: what is nested in a prefill (the target's forward over the prompt) is not prefill",
     ),
+    (
+        "bench.py",
+        "messages.append(tokenizer.decode(reference, skip_special_tokens=True))",
+        "messages.append(tokenizer.decode(reference, skip_special_tokens=False))",
+        "later turns: the answer before keeps its end token, and so has two",
+    ),
 ]

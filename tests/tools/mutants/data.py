@@ -203,4 +203,10 @@ MUTANTS = [
         "if any(mask):",
         "conversations whose answer begins after --max-length stay, with nothing to learn",
     ),
+    (
+        "support/talks.py",
+        "torch.tensor([[rows[i].temperature] for i in hot], **like)",
+        "torch.tensor([[rows[hot[0]].temperature] for i in hot], **like)",
+        "every sampled row has the first one's temperature",
+    ),
 ]
