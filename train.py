@@ -349,7 +349,7 @@ def load(args, place: Place):
     for path in args.data:
         sequences += data.read_conversations(path, tokenizer, length)
     held_out, sequences = data.hold_out(sequences, min(args.held_out, len(sequences) // 2))
-    return target, tokenizer, sequences, held_out
+    return target, tokenizer, data.join_turns(sequences), held_out
 
 
 def train(args, overrides: dict) -> None:

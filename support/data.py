@@ -70,6 +70,23 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
     return sequences
 
 
+def join_turns(sequences: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Leave out every sequence that begins another one, which then learns the same tokens.
+
+    So the first turn of a conversation is computed once, not once more as the second's prompt.
+    """
+    ids = [each.tolist() for each, _ in sequences]
+    masks = [mask.clone() for _, mask in sequences]
+    begins = set()
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    for short, long in zip(order, order[1:]):  # what begins others is sorted right before them
+        length = len(ids[short])
+        if ids[long][:length] == ids[short]:
+            masks[long][:length] |= masks[short]
+            begins.add(short)
+    return [(sequences[i][0], masks[i]) for i in range(len(ids)) if i not in begins]
+
+
 def hold_out(sequences: list[tuple[Tensor, Tensor]], count: int) -> tuple[list, list]:
     """The last `count` sequences, and those before them that do not occur among the last.
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tiny import chi_square_p_value, enumerate_joint, slow
+from tiny import chi_square_p_value, enumerate_joint, slow, teach
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
@@ -46,19 +46,9 @@ def make_batch(target, lengths=(9, 14, 7), prompt=3, seed=0):
 @pytest.fixture(scope="module")
 def trained(llama):
     """A drafter of each kind that has seen a little of what the target says."""
-    ids = llama.generate(torch.arange(1, 5)[:, None], max_new_tokens=45, do_sample=False)
-    sequences = [(row, torch.arange(len(row)) > 0) for row in ids]
-    features, drafters = train.Features(llama, sequences, [], None), {}
-    for kind in ("ctc", "medusa"):
-        drafter = drafters[kind] = make_drafter(llama, kind=kind, anchors=16).train()
-        optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
-        for step in range(80):
-            seeds = torch.arange(4) + 4 * step
-            batch = train.make_batch(range(4), sequences, features, seeds, step / 80, "cpu")
-            (ctc_drafter.loss(drafter, llama, batch) / batch.loss_mask.sum()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        drafter.eval()
+    drafters = {kind: make_drafter(llama, kind=kind, anchors=16) for kind in ("ctc", "medusa")}
+    for drafter in drafters.values():
+        teach(ctc_drafter, drafter, llama, 80, 1e-2)
     return drafters
 
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import chi_square_p_value, enumerate_joint, make_llama, slow
+from tiny import chi_square_p_value, enumerate_joint, make_llama, slow, teach
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import common
@@ -91,20 +91,9 @@ def make_batch(target, lengths=(9, 14, 7), prompt=3, seed=0, progress=0.0):
 @pytest.fixture(scope="module")
 def trained(llama):
     """A drafter for each k that has seen a little of what the target says; some drafts fail."""
-    ids = llama.generate(torch.arange(1, 5)[:, None], max_new_tokens=45, do_sample=False)
-    sequences = [(row, torch.arange(len(row)) > 0) for row in ids]
-    features = train.Features(llama, sequences, [], None)
-    drafters = {}
-    for k in (2, 3):
-        drafter = make_drafter(llama, k=k).train()
-        optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
-        for step in range(50):
-            seeds = torch.arange(4) + 4 * step
-            batch = train.make_batch(list(range(4)), sequences, features, seeds, step / 50, "cpu")
-            (falcon.loss(drafter, llama, batch) / batch.loss_mask.sum()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        drafters[k] = drafter.eval()
+    drafters = {k: make_drafter(llama, k=k) for k in (2, 3)}
+    for drafter in drafters.values():
+        teach(falcon, drafter, llama, 50, 5e-3)
     return drafters
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_common import family
-from tiny import chi_square_p_value, make_llama, slow
+from tiny import chi_square_p_value, make_llama, slow, teach
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     GenerationConfig,
@@ -54,18 +54,9 @@ def make_batch(target, lengths=(9, 12, 7), prompt=3, seed=0):
 @pytest.fixture(scope="module")
 def trained(llama):
     """A drafter that has seen a little of what the target says: right sometimes, and not always."""
-    drafter = make_drafter(llama).train()
-    ids = llama.generate(torch.arange(1, 9)[:, None], max_new_tokens=60, do_sample=False)
-    sequences = [(row, torch.arange(len(row)) > 0) for row in ids]
-    features = train.Features(llama, sequences, drafter.kv_layers, None)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
-    for step in range(60):
-        seeds = torch.arange(8) + step
-        batch = train.make_batch(list(range(8)), sequences, features, seeds, 0.0, "cpu")
-        (glide.loss(drafter, llama, batch) / batch.loss_mask.sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return drafter.eval()
+    drafter = make_drafter(llama)
+    teach(glide, drafter, llama, 60, 5e-3, rows=8, length=61, layers=drafter.kv_layers)
+    return drafter
 
 
 class Oracle:

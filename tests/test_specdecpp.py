@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from tiny import chi_square_p_value, enumerate_joint, make_llama, slow
+from tiny import chi_square_p_value, enumerate_joint, make_llama, slow, teach
 
 import cape
 import common
@@ -64,24 +64,9 @@ def make_batch(target, lengths=(9, 12, 7), prompt=3, layers=()):
     return train.make_batch(indices, sequences, features, seeds, 0.0, "cpu")
 
 
-def fit(drafter, target, steps, lr, layers=(), **base):
+def fit(drafter, target, steps, lr, **more):
     """Train on what the target says; returns the loss a token at each step."""
-    drafter.train()
-    ids = target.generate(torch.arange(1, 9)[:, None], max_new_tokens=60, do_sample=False)
-    sequences = [(row, torch.arange(len(row)) > 0) for row in ids]
-    features = train.Features(target, sequences, list(layers), None)
-    weights, losses = [p for p in drafter.parameters() if p.requires_grad], []
-    optimizer = torch.optim.AdamW(weights, lr=lr)
-    for step in range(steps):
-        seeds = torch.arange(8) + 8 * step
-        batch = train.make_batch(list(range(8)), sequences, features, seeds, 0.0, "cpu")
-        total = specdecpp.loss(drafter, target, batch, **base) / batch.loss_mask.sum()
-        total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(total.detach()))
-    drafter.eval()
-    return losses
+    return teach(specdecpp, drafter, target, steps, lr, rows=8, length=61, **more)
 
 
 def unchanged(module, before):

@@ -199,6 +199,25 @@ def test_several_data_files_and_no_held_out_conversation_in_training(folder, tmp
         train.main(options(folder, tmp_path / "out2", "--steps", "1", *more))
 
 
+def test_a_first_turn_is_learned_within_the_second(folder, tmp_path, monkeypatch):
+    lines = [([4, 5], [6, 7]), ([5], [7]), ([4, 5, 6, 7, 8], [9]), ([4, 5, 6, 7, 8], [10])]
+    records = [{"prompt_ids": prompt, "response_ids": answer} for prompt, answer in lines]
+    (tmp_path / "turns").write_text("\n".join(map(json.dumps, [*records, records[1]])) + "\n")
+    learned = []
+
+    def spied(drafter, target, batch, plain=glide.loss):
+        for ids, mask in zip(batch.input_ids, batch.loss_mask):
+            learned.append((ids[: mask.nonzero().max() + 1].tolist(), ids[mask].tolist()))
+        return plain(drafter, target, batch)
+
+    monkeypatch.setattr(glide, "loss", spied)
+    more = ["--data", str(folder / "data.jsonl"), str(tmp_path / "turns"), "--held-out", "1"]
+    more += ["--batch-size", "13"]  # 24 and 4 less a held-out and a first turn: two steps an epoch
+    train.main(options(folder, tmp_path / "out", "--steps", "2", *more))
+    ours = [each for each in learned if each[0][:2] == [4, 5] and len(each[0]) <= 6]
+    assert sorted(ours) == [([4, 5, 6, 7, 8, 9], [6, 7, 9]), ([4, 5, 6, 7, 8, 10], [10])]
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -1,10 +1,13 @@
-"""Tiny random targets and statistics that the tests share."""
+"""Tiny random targets, drafters that have seen a little of them, and statistics, for all tests."""
+
+import dataclasses
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
+import train
 
 
 def slow(*values):
@@ -32,6 +35,28 @@ def make_llama(vocab=48, layers=3, seed=0, **options):
         | options
     )
     return LlamaForCausalLM(LlamaConfig(**settings)).double().eval().requires_grad_(False)
+
+
+def teach(method, drafter, target, steps, lr, rows=4, length=46, layers=(), **base):
+    """Train on what the target says to `rows` prompts of a token; returns each step's loss."""
+    prompts = torch.arange(1, rows + 1)[:, None]
+    ids = target.generate(prompts, max_new_tokens=length - 1, do_sample=False)
+    sequences = [(row, torch.arange(len(row)) > 0) for row in ids]
+    features = train.Features(target, sequences, list(layers), None)
+    whole = train.make_batch(range(rows), sequences, features, torch.arange(rows), 0.0, "cpu")
+    weights, losses = [p for p in drafter.parameters() if p.requires_grad], []
+    optimizer = torch.optim.AdamW(weights, lr=lr)
+    drafter.train()
+    for step in range(steps):
+        seeds = torch.arange(rows) + rows * step
+        batch = dataclasses.replace(whole, seed=seeds, progress=step / steps)
+        loss = method.loss(drafter, target, batch, **base) / batch.loss_mask.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    drafter.eval()
+    return losses
 
 
 def enumerate_joint(target, prompt, length):

@@ -318,4 +318,28 @@ MUTANTS = [
         "chosen = [self.epoch(places[0] // count)[place % count] for place in places]",
         "a step across two epochs takes its end from the old epoch's order: repeats and omissions",
     ),
+    (
+        "train.py",
+        "return target, tokenizer, data.join_turns(sequences), held_out",
+        "return target, tokenizer, sequences, held_out",
+        "first turns are not joined with the second",
+    ),
+    (
+        "support/data.py",
+        "masks[long][:length] |= masks[short]",
+        "masks[long][:length] &= masks[short]",
+        "a first turn's answer is not learned at all",
+    ),
+    (
+        "support/data.py",
+        "            begins.add(short)\n",
+        "",
+        "a first turn is learned twice",
+    ),
+    (
+        "support/data.py",
+        "order = sorted(range(len(ids)), key=ids.__getitem__)",
+        "order = list(range(len(ids)))",
+        "first turns are found only right before their second ones",
+    ),
 ]
