@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from test_families import make_target
 from test_train import folder  # noqa: F401  a fixture
 from tiny import chi_square_p_value, make_llama, slow
+from tokenizers import processors
 
 import common
 import train
@@ -184,6 +186,14 @@ def test_columns_that_nobody_needs_are_cut_off(monkeypatch):
 # ------------------------------------------------------------------------------ conversations made
 
 
+def with_bos(tokenizer):
+    """The tokenizer, which from now on begins every text with <system>, its token 3."""
+    template = processors.TemplateProcessing(single="<system> $A", special_tokens=[("<system>", 3)])
+    tokenizer.backend_tokenizer.post_processor = template
+    assert tokenizer("w0 w1")["input_ids"] == [3, 5, 6]
+    return tokenizer
+
+
 def test_made_conversations_are_what_the_target_says(folder, tmp_path):  # noqa: F811
     """Template, request, answer: greedy lines are the target's own greedy answers."""
     records = make(folder, tmp_path / "d.jsonl", 6, "--greedy", "0.5")
@@ -296,6 +306,16 @@ def eager(target, boost):
     return target
 
 
+def test_a_made_conversation_has_the_tokens_of_its_template_and_no_more(folder, tmp_path):  # noqa: F811
+    """Also of a tokenizer that begins texts with a token of its own: pieces of a text do not."""
+    target, tokenizer = common.load_target(str(folder))
+    options = {"requests": [["w1 w2"], ["w3"]], "greedy": 1.0, "max_new_tokens": 3}
+    path = tmp_path / "d.jsonl"
+    data.make_conversations(looping(target, 9), with_bos(tokenizer), 2, str(path), **options)
+    made = [json.loads(line)["prompt_ids"] for line in path.read_text().splitlines()]
+    assert sorted(made) == [[1, 6, 7, 0, 2], [1, 8, 0, 2]]  # <user> w1 w2 <end> <assistant>
+
+
 def test_short_and_known_requests_are_not_used(folder, tmp_path):  # noqa: F811
     """Of a target that ends most of its requests at once, so that they are the opening alone."""
     target, tokenizer = common.load_target(str(folder))
@@ -339,6 +359,18 @@ def test_no_second_turn_unless_asked_for(folder, tmp_path):  # noqa: F811
     (tmp_path / "r.jsonl").write_text('{"turns": ["w1 w2", "w3"]}\n{"turns": ["w4", "w5"]}\n')
     records = make(folder, tmp_path / "d.jsonl", 2, "--requests", tmp_path / "r.jsonl")
     assert {record["prompt"] for record in records} <= {"w1 w2", "w4"}
+
+
+def test_the_share_of_second_turns(folder, tmp_path):  # noqa: F811
+    """Of a quarter of the conversations; the others are a line each."""
+    target, tokenizer = common.load_target(str(folder))
+    options = {"requests": [["w1", "w2"]] * 90, "second_turns": 0.25, "batch_size": 8}
+    options |= {"greedy": 1.0, "max_new_tokens": 2}
+    path = tmp_path / "d.jsonl"
+    data.make_conversations(looping(target, 9), tokenizer, 90, str(path), **options)
+    asked = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+    first, second = asked.count("w1"), asked.count("w2")
+    assert first + second == 90 and 0.15 < second / first < 0.35
 
 
 def test_a_first_answer_of_two_is_cut_as_an_evaluation_cuts_it(folder, tmp_path):  # noqa: F811
@@ -398,6 +430,18 @@ def test_a_conversation_with_nothing_left_to_learn_is_left_out(folder, tmp_path)
     assert len(ids) < 16 and mask.any()
 
 
+def test_without_a_template_turns_follow_each_other_as_one_text(folder, tmp_path):  # noqa: F811
+    """What a tokenizer puts before a text stands before the first turn only."""
+    tokenizer = with_bos(common.load_target(str(folder))[1])
+    tokenizer.chat_template = None
+    roles = ("user", "assistant", "user", "assistant")
+    messages = [{"role": role, "content": f"w{i} w9"} for i, role in enumerate(roles)]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    [(ids, mask)] = data.read_conversations(str(tmp_path / "d.jsonl"), tokenizer, 64)
+    assert ids.tolist() == [3, 5, 14, 6, 14, 7, 14, 8, 14]
+    assert ids[mask].tolist() == [6, 14, 8, 14]
+
+
 def test_a_template_that_hides_where_an_answer_begins_is_refused(folder, tmp_path):  # noqa: F811
     """It asks for an answer with a word that is not there once the answer is known."""
     _, tokenizer = common.load_target(str(folder))
@@ -436,11 +480,11 @@ def test_the_table_of_conversations_counts_what_is_there():
 
 
 def test_another_seed_makes_other_conversations(folder, tmp_path):  # noqa: F811
-    target, tokenizer = common.load_target(str(folder))
-    made = []
-    for number, seed in enumerate((0, 0, 1)):
-        path = tmp_path / f"{number}.jsonl"
-        options = {"requests": [["w1 w2"], ["w3 w4"]], "greedy": 0.0, "max_new_tokens": 8}
-        data.make_conversations(target, tokenizer, 2, str(path), seed, **options)
-        made.append(path.read_text())
+    """Of a target with room for short answers."""
+    target = Path(shutil.copytree(folder, tmp_path / "target"))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 14}))
+    (tmp_path / "r.txt").write_text("w1 w2\nw3 w4\n")
+    more = ["--requests", tmp_path / "r.txt", "--greedy", "0", "--seed"]
+    made = [make(target, tmp_path / f"{n}", 2, *more, seed) for n, seed in enumerate((0, 0, 1))]
     assert made[0] == made[1] != made[2]

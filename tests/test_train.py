@@ -401,6 +401,7 @@ def test_forty_steps_are_those_of_a_plain_loop(folder, tmp_path, monkeypatch):
     steps = 40
     clip = 2.5
     peak = 0.0018  # learning rate
+    rise = 0.1  # share of the run that warms up
     progress = []
     loss = glide.loss
 
@@ -410,8 +411,10 @@ def test_forty_steps_are_those_of_a_plain_loop(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(glide, "loss", noted)
     more = ["--steps", str(steps), "--clip", str(clip), "--lr", str(peak), "--seed", "5"]
-    train.main(options(folder, out, *more))
+    train.main(options(folder, out, *more, "--warmup", str(rise)))
     assert progress == [step / steps for step in range(steps)]
+    curve = json.loads((out / "curve.json").read_text())
+    assert curve[-1]["tokens"] == steps * 4 * 14  # of four answers a step, without their prompts
     target, tokenizer = common.load_target(str(folder))
     sequences = data.read_conversations(str(folder / "data.jsonl"), tokenizer, 512)[:20]
     counts = torch.bincount(torch.cat([ids[mask] for ids, mask in sequences]), minlength=48)
@@ -439,7 +442,7 @@ def test_forty_steps_are_those_of_a_plain_loop(folder, tmp_path, monkeypatch):
             clipped += 1
             for p in drafter.parameters():
                 p.grad *= clip / (squares**0.5 + 1e-6)
-        warm = min(1, (step / steps + 0.001) / 0.02)
+        warm = min(1, (step / steps + 0.001) / rise)
         lr = peak * warm * (1 + math.cos(math.pi * step / steps)) / 2
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
@@ -512,6 +515,39 @@ def test_alpha_is_a_mean_over_positions(folder):
     Method.alpha = lambda drafter, target, batch: (torch.tensor(1.0), batch)
     assert train.acceptance(Method, drafter, None, [1, 9], {}) == 0.2
     assert train.acceptance(Method, drafter, None, [], {}) is None and drafter.training
+
+
+def test_sequences_are_cut_at_the_targets_context(folder, tmp_path):
+    """It has 128 positions, the default of --max-length is 512."""
+    record = {"prompt_ids": [5] * 6, "response_ids": [6] * 200}
+    (tmp_path / "long.jsonl").write_text((json.dumps(record) + "\n") * 2)
+    for more, length in (([], 128), (["--max-length", "50"], 50)):
+        argv = options(folder, tmp_path, "--data", str(tmp_path / "long.jsonl"), *more)
+        args, _ = train.parse([*argv, "--held-out", "0"])
+        *_, sequences, _ = train.load(args, train.Place(0, 1, "cpu"))
+        assert {len(ids) for ids, _ in sequences} == {length}
+
+
+@pytest.mark.parametrize("more, half", [([], False), (["--bf16"], True), (["--no-bf16"], False)])
+def test_a_step_of_backward_by_hand(folder, tmp_path, more, half):
+    """A loss of its one weight for each token of the answers, in half precision if asked for."""
+
+    class Model(torch.nn.Linear):
+        def forward(self, batch):
+            seen.append((tuple(batch.loss_mask.shape), torch.is_autocast_enabled("cpu")))
+            return self.weight.sum() * batch.loss_mask.sum()
+
+    seen, model = [], Model(1, 1)
+    target, tokenizer = common.load_target(str(folder))
+    sequences = data.read_conversations(str(folder / "data.jsonl"), tokenizer, 64)
+    args, _ = train.parse(
+        options(folder, tmp_path, "--batch-size", "6", "--accumulate", "2", *more)
+    )
+    features, seeds = train.Features(target, sequences, [], None), torch.arange(6)
+    step = (train.Place(0, 1, "cpu"), [7, 3, 1, 0, 9, 8], sequences, features, seeds, 0.0)
+    loss, tokens = train.backward(args, model, *step)
+    assert seen == [((3, 20), half)] * 2 and tokens == 6 * 14
+    assert loss == pytest.approx(model.weight.item()) and model.weight.grad.item() == 1
 
 
 def test_draft_tokens_are_those_of_answers_not_of_prompts(folder, tmp_path):
@@ -674,15 +710,19 @@ def test_eval_alpha_is_that_of_greedy_answers_to_prompts(roomy, tmp_path, monkey
     assert len(json.loads((out / "curve.json").read_text())) == 2
 
 
-def test_answers_of_another_target_are_not_taken(roomy, tmp_path):
+@pytest.mark.parametrize("features", [True, False], ids=["with features", "in the checkpoint"])
+def test_answers_of_another_target_are_not_taken(roomy, tmp_path, features):
+    """Wherever they are kept: a run that goes on with another target asks that one."""
     folder, prompts = roomy
-    more = ["--eval-prompts", str(prompts), "--features", str(tmp_path / "kept"), "--steps", "1"]
-    train.main(options(folder, tmp_path / "a", *more))
+    prompts.write_text('{"turns": ["w1 w2"]}\n')
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    more = ["--eval-prompts", str(prompts)] + ["--features", str(kept)] * features
+    train.main(options(folder, out, *more, "--steps", "1"))
     target, _ = common.load_target(str(folder))
     target.model.norm.weight.mul_(2).add_(torch.rand(16))
     target.save_pretrained(folder)
-    train.main(options(folder, tmp_path / "b", *more))
-    assert len(list((tmp_path / "kept").glob("answers-*.jsonl"))) == 2
+    train.main(options(folder, out, *more, "--steps", "2", "--resume"))
+    assert len(list((kept if features else out).glob("answers-*.jsonl"))) == 2
 
 
 def test_without_evaluation_answers_there_is_no_eval_alpha(roomy, tmp_path):
@@ -720,6 +760,21 @@ def test_the_loss_shown_is_a_slow_mean(folder, tmp_path, monkeypatch):
     train.main(options(folder, tmp_path / "out", "--steps", "3", "--eval-answers", "0"))
     [row] = json.loads((tmp_path / "out" / "curve.json").read_text())
     assert row["loss"] == round(0.95 * (0.95 * 4 + 0.05 * 2) + 0.05 * 8, 4)
+
+
+def test_measurements_and_checkpoints_come_each_in_its_own_steps(folder, tmp_path, monkeypatch):
+    saved, save = [], train.save
+
+    def noted(drafter, out, state):
+        saved.append(state["step"])
+        save(drafter, out, state)
+
+    monkeypatch.setattr(train, "save", noted)
+    monkeypatch.setattr(train, "backward", lambda *_: (1.0, 1))
+    more = ["--steps", "7", "--eval-every", "2", "--save-every", "3", "--eval-answers", "0"]
+    train.main(options(folder, tmp_path / "out", *more, "--held-out", "0"))
+    curve = json.loads((tmp_path / "out" / "curve.json").read_text())
+    assert saved == [3, 6, 7] and [row["step"] for row in curve] == [2, 4, 6, 7]
 
 
 def test_evaluation_answers_are_whole_whatever_is_trained_on(roomy, tmp_path, monkeypatch):
