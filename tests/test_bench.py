@@ -180,7 +180,7 @@ def test_pictures(files, capsys, tmp_path):
 
 def test_sampling_has_no_greedy_verdict(files, capsys):
     result, _ = run(capsys, command(files, "--temperature", "0.8", "--top-p", "0.9"))
-    assert result["temperature"] == 0.8
+    assert (result["temperature"], result["top_p"]) == (0.8, 0.9)
     for arm in result["arms"].values():
         assert arm["identical_to_greedy"] is None and arm["diverged"] is None
 
@@ -492,6 +492,7 @@ def test_the_sweep_of_a_chain_without_a_head(files, capsys, tmp_path):
     sweep, arm = result["sweep"], result["arms"]["glide"]
     assert set(sweep["points"]) == {"K", "confidence", "entropy", "oracle"}
     assert not sweep["calibration"]
+    assert sweep["t_draft_ms"] > 0 and sweep["t_target_ms"] > 0  # of this arm, not of plain loops
     assert "Stop rules, replayed" in out and "Acceptance by the drafter's confidence" in out
     again, _ = run(capsys, command(files, "--sweep", "--gamma", "2"))
     fixed, measured = sweep["points"]["K"]["2"], again["arms"]["glide"]

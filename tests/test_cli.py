@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 import bench
+import cape
 import glide
 from support import bench_options, cli
 
@@ -118,6 +119,18 @@ def test_the_defaults_of_a_config_are_shown(capsys):
     shown = ["which (default: -1)", "100% of them (default: 3)", "whether (default: true)"]
     shown += ["what (default: a)", "of each (default: [1, 2])", "the program's own (default: none)"]
     assert all(words in text for words in shown)
+
+
+def test_training_shows_the_defaults_of_a_method_and_decoding_whose_they_are():
+    """A trained drafter has its own, in config.json; CAPE has none, and its defaults hold."""
+    for decode, method, shown in (
+        (False, glide, "draft tokens a round (default: 5)"),
+        (True, glide, "draft tokens a round (default: what config.json of the drafter says)"),
+        (True, cape, "(greatest) length of the trajectory (default: 5)"),
+    ):
+        parser = cli.OneLineParser()
+        cli.add_config_options(parser, method.Config, decode)
+        assert shown in " ".join(parser.format_help().split())
 
 
 def test_who_drafts_chains():

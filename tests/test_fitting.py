@@ -2,9 +2,11 @@
 
 import types
 
+import pytest
 import torch
 
-from support import fitting, report
+import cape
+from support import fitting, report, stopping
 
 
 def test_the_cost_between_measured_counts():
@@ -69,27 +71,57 @@ def test_a_methods_drafting_time_leaves_out_the_first_round():
     assert abs(fitting.draft_ms(Target(), turns) - 20.0) < 1e-9
 
 
-def test_a_pass_of_falcon_is_timed_with_k_levels(monkeypatch):
+def test_the_refit_of_falcon_by_hand(monkeypatch):
+    """A pass is timed with k levels, and acceptance is counted over all answers."""
     timed = []
+    hits_and_trials = {3: (1.0, 1.0), 4: (2.0, 3.0)}  # by the length of prompt and answer
 
     def draft_ms(target, turns, tree, **options):
         timed.append(max(map(len, tree)))
         return 5.0 * len(timed)
 
+    def tree_acceptance(drafter, target, ids, start, tree):
+        return torch.tensor(hits_and_trials[ids.shape[1]])[:, None, None].expand(2, 6, 3)
+
     monkeypatch.setattr(fitting, "draft_ms", draft_ms)
-    monkeypatch.setattr(fitting, "tree_acceptance", lambda *_: torch.ones(2, 6, 3))
+    monkeypatch.setattr(fitting, "tree_acceptance", tree_acceptance)
     arm = types.SimpleNamespace(kwargs={"drafter": types.SimpleNamespace(config=Falcon)})
     costs = {"by_tokens": {"1": 10.0, "64": 20.0}}
-    found = fitting.tree_of_falcon(arm, None, [turn([1, 2], [3])], costs)
+    turns = [turn([1, 2], [3]), turn([1, 2], [3, 4])]
+    found = fitting.tree_of_falcon(arm, None, turns, costs)
     assert timed == [2, 4, 6] and found["draft_ms_by_passes"] == [5.0, 10.0, 15.0]
-    assert found["acceptance"] == [[1.0] * 3] * 6
-    assert len(found["tree"]) > 6  # every node is right, and costs little
+    assert found["acceptance"] == [[0.75] * 3] * 6
+    assert len(found["tree"]) > 6  # most nodes are right, and cost little
 
 
 class Falcon:
     """What the refit asks of its Config."""
 
     k = 2
+
+
+def test_the_refit_of_cape_by_hand(monkeypatch):
+    """Confidences up to 0.5 and above; the target's token was first or second, in two answers."""
+    rounds = {
+        3: [stopping.Round(None, [0.4], [], 1, 0), stopping.Round(None, [0.9], [], 0, 1)],
+        4: [stopping.Round(None, [0.8], [], 1, 0), stopping.Round(None, [0.7], [], 1, 0)],
+    }
+    rounds[4].append(stopping.Round(None, [], [], 0, 0))  # no room for a draft
+
+    def record(base, drafter, target, ids, answer, longest):
+        assert longest == 1
+        return rounds[ids.shape[1]]
+
+    monkeypatch.setattr(stopping, "record", record)
+    monkeypatch.setattr(fitting, "draft_ms", lambda *_, **__: 5.0)
+    base = {"base": None, "base_drafter": None}
+    arm = types.SimpleNamespace(module=cape, base=base, kwargs={"bounds": [0.5]})
+    costs = {"by_tokens": {"1": 10.0, "64": 20.0}}
+    found = fitting.sizes_of_cape(arm, None, [turn([1] * n, [3]) for n in (3, 4)], costs)
+    assert found["frequency"] == [0.25, 0.75]
+    low, high = found["acceptance_by_rank"]
+    assert low[:3] == [1, 0, 0] and high[:3] == pytest.approx([2 / 3, 1 / 3, 0])
+    assert found["sizes"] == [0, 1]  # a second choice where it was ever right
 
 
 def speed_of(sizes, acceptance, verify_ms, draft_ms, gamma, most):

@@ -14,14 +14,17 @@ pytest.importorskip("matplotlib")
 ROOT = Path(pictures.__file__).parent.parent
 ARM = {
     "speedup": 1.25,
-    "speedup_ci": [1.1, 1.4],
+    "speedup_ci": [1.2, 1.5],
     "draft_ms": None,
     "verify_ms": 20.0,
     "other_ms": 1.0,
     "acceptance_by_position": [0.5, 0.25],
 }
 RESULT = {
-    "arms": {"baseline": ARM | {"speedup": 1.0, "acceptance_by_position": []}, "falcon": ARM},
+    "arms": {
+        "baseline": ARM | {"speedup": 1.0, "speedup_ci": [1.0, 1.0], "acceptance_by_position": []},
+        "falcon": ARM,
+    },
     "cost_curve": {"context": 256, "by_tokens": {"1": 10.0, "8": 12.0}},
     "sweep": {
         "points": {"oracle": {"": [0.5, 0.0, 30.0]}, "fixed": {"2": [0.6, 0.5, 28.0]}},
@@ -37,12 +40,24 @@ def luminance(colour):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+def error_bars(text):
+    """Where those of a picture begin and end, from below, by the labels of its axis."""
+    labels = re.findall(r' x="([\d.]+)"[^>]*>(\d\.\d)</text>', text)  # numbers on bars are longer
+    (left, low), *_, (right, high) = [(float(x), float(label)) for x, label in labels]
+    drawn = text[text.index("LineCollection") :].partition("</g>")[0]
+    ends = re.findall(r'd="M ([\d.]+) [\d.]+ \nL ([\d.]+) ', drawn)
+    scale = (high - low) / (right - left)
+    return [[low + scale * (float(x) - left) for x in pair] for pair in ends]
+
+
 def test_all_pictures_of_a_result(tmp_path):
     drawn = pictures.plot([RESULT], tmp_path / "new")
     assert sorted(path.name for path in drawn) == [f"{name}.svg" for name in FILES]
     text = {path.stem: path.read_text() for path in drawn}
     for shown in ("falcon", "baseline", "1.25", "1.00", "Speedup over plain decoding"):
         assert f">{shown}<" in text["speedup"]
+    falcons, baselines = error_bars(text["speedup"])
+    assert falcons == pytest.approx([1.2, 1.5]) and baselines == pytest.approx([1.0, 1.0])
     assert ">draft<" in text["time"] and ">falcon<" in text["acceptance"]
     assert "256 tokens of context" in text["cost"] and ">oracle<" in text["stopping"]
     assert ">40<" in text["confidence"] and ">60<" in text["confidence"]

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 import bench
 import common
 import ctc_drafter
+import glide
 from support import replay
 
 EVIL = "</script><script>window.broken = 1</script>"
@@ -137,6 +138,21 @@ def test_the_rounds_tell_what_stats_counted(played, method):
     assert min(each["ms"]["other"] for each in rounds) >= 0
 
 
+def test_the_milliseconds_of_two_rounds_by_hand():
+    """Drafting, verifying, and what is left of the time from round to round."""
+    stats = replay.Recorder()
+    rounds = replay.Rounds(stats, None)
+    nothing = common.Draft(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long))
+    record = {"draft": nothing, "p_target": [], "path": [], "committed": [5], "prefix": 3}
+    stats.began, stats.ended = 7.0, 7.6
+    rounds.append(record | {"seconds": {"prefill": 2.0, "draft": 0.2, "verify": 0.3}})
+    stats.began, stats.ended = 8.0, 9.0
+    rounds.append(record | {"seconds": {"prefill": 2.0, "draft": 0.5, "verify": 0.7}})
+    first, second = (told["ms"] for told in rounds)
+    assert first == pytest.approx({"draft": 200, "verify": 300, "other": 100})
+    assert second == pytest.approx({"draft": 300, "verify": 400, "other": 300})
+
+
 def test_something_was_accepted_copied_and_refused(played):
     """Otherwise the pages above would show little."""
     for told, stats in played.told.values():
@@ -150,6 +166,13 @@ def test_without_a_trace_nothing_is_kept_and_the_counts_are_the_same(played, met
     assert off.trace is None and off.noted == {}
     for name in ("target_forwards", "drafted", "emitted", "offered", "accepted", "copies"):
         assert getattr(off, name) == getattr(on, name), name
+
+
+def test_the_settings_are_those_of_the_arm(played):
+    """What it was told, else what its drafter says: all arms have copies, which no drafter has."""
+    settings = {name: played.told[name][0]["settings"] for name in METHODS}
+    assert {each["copies"] for each in settings.values()} == {6}
+    assert settings["glide"] == {"gamma": glide.Config().gamma, "copies": 6}
 
 
 def test_what_each_method_notes_reaches_the_page(played):

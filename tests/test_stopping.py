@@ -154,8 +154,12 @@ def test_the_sweep_of_a_run(llama, drafter, recorded):
         bins, error = stopping.calibration(chances, accepted)
         assert judge["ece" + name] == pytest.approx(error, abs=1e-5)
         assert [count for *_, count in judge["bins" + name]] == [count for *_, count in bins]
-    tokens = sum(count for *_, count in result["acceptance_by_confidence"])
-    assert tokens == sum(min(each.agreed + 1, len(each.confidence)) for each in recorded)
+    bins = result["acceptance_by_confidence"]  # of every token but those after a refused one
+    sure = [q for each in recorded for q in each.confidence[: each.agreed + 1]]
+    assert sum(count for *_, count in bins) == len(sure)
+    assert sum(value * count for value, _, count in bins) == pytest.approx(sum(sure), rel=1e-5)
+    accepted = sum(each.agreed for each in recorded)
+    assert sum(share * count for _, share, count in bins) == pytest.approx(accepted, rel=1e-5)
 
 
 def test_an_interrupted_sweep_keeps_what_is_recorded(llama, drafter, monkeypatch):
