@@ -310,6 +310,14 @@ def test_extras_are_accepted_and_then_consumed(llama, monkeypatch):
     assert expanded.target_forwards < chain.target_forwards
 
 
+def test_what_reads_the_prompt_is_timed_as_prefill(llama):
+    """A prompt of one token is read by the drafter only, in the first of two rounds or more."""
+    drafter, prompt = make_drafter(llama), torch.tensor([[9]])
+    for tokens, timers in ((1, {"prefill", "verify"}), (12, {"prefill", "draft", "verify"})):
+        _, stats = decode(llama, drafter, prompt, max_new_tokens=tokens)
+        assert set(stats.seconds) == timers
+
+
 # -------------------------------------------------------------------------------------------- beams
 
 

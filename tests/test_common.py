@@ -381,6 +381,37 @@ def test_sliding_window_that_would_be_overrun_is_refused():
             generate(target, ids, max_new_tokens=14)
 
 
+def test_a_target_shape_is_that_of_its_weights(llama):
+    """Heads of 8 are 32 / 4 wide, those of 12 are what the config says."""
+    for target, width in ((llama, 8), (make_llama(layers=1, head_dim=12), 12)):
+        shape, attention = common.target_shape(target), target.model.layers[0].self_attn
+        assert shape["head_dim"] == width
+        assert attention.q_proj.weight.shape == (shape["num_heads"] * width, shape["hidden_size"])
+        assert len(attention.k_proj.weight) == shape["num_kv_heads"] * width
+        assert target.lm_head.weight.shape == (shape["vocab_size"], shape["hidden_size"])
+        assert len(target.model.layers) == shape["num_layers"]
+
+
+def test_the_demo_of_a_method_says_how_many_tokens_a_forward_gave(llama, monkeypatch, capsys):
+    class Tokenizer:
+        chat_template = None
+
+        def __call__(self, text, **options):
+            return {"input_ids": torch.tensor([[9, 8, 7]])}
+
+        def decode(self, ids, **options):
+            return f"said {ids.tolist()}"
+
+    def generate(target, input_ids, stats, **options):
+        stats.emitted, stats.drafted, stats.target_forwards = 6, 20, 4
+        return torch.cat([input_ids, torch.arange(6)[None]], dim=1)
+
+    monkeypatch.setattr(common, "load_target", lambda: (llama, Tokenizer()))
+    common.demo(generate)
+    told = "said [0, 1, 2, 3, 4, 5]\n\n6 tokens, 1.50 per target forward\n"
+    assert capsys.readouterr().out == told
+
+
 def test_what_cannot_be_decoded_is_refused(llama):
     with pytest.raises(ValueError, match="one sequence"):
         generate(llama, torch.tensor([[3, 4], [5, 6]]), max_new_tokens=4)

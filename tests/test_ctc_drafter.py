@@ -92,6 +92,8 @@ def test_greedy_output_is_the_targets(llama, trained, length):
             output, stats = decode(llama, drafter, ids, max_new_tokens=16, **options)
             assert torch.equal(output, truth), options
             assert stats.emitted == 16 and sum(stats.accepted) + stats.target_forwards == 16
+            copied = sum(offered for offered, _ in stats.copies)
+            assert stats.drafted - copied <= nodes * stats.target_forwards
 
 
 def test_copies_and_worthless_prefixes(llama, trained):

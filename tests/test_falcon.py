@@ -790,6 +790,15 @@ def test_options_of_a_call_stay_with_it(llama, trained):
     assert falcon.Config().tree == falcon.layered_tree([4, 4, 3, 2])
 
 
+def test_as_many_passes_as_asked_for(llama):
+    """A drafter of one token is sure of it, and so as deep as its passes reach, two levels each."""
+    drafter, prompt = make_drafter(llama, draft_vocab=1), torch.tensor([[9, 8, 7]])
+    for passes in (1, 2, 3):
+        options = {"best_nodes": 9, "passes": passes, "max_new_tokens": 12}
+        _, stats = decode(llama, drafter, prompt, **options)
+        assert stats.offered[0] == 2 * passes
+
+
 def test_a_record_says_how_a_round_was_drafted(llama, trained):
     stats = common.Stats(trace=[])
     decode(llama, trained[2], torch.tensor([[9, 8, 7]]), stats=stats, **TREES["both"])
@@ -829,12 +838,15 @@ def test_rank_acceptance_agrees_with_decoding(llama, trained):
 # ------------------------------------------------------------------------------------- architecture
 
 
-def test_layers_and_final_norm_start_as_the_targets(llama):
-    drafter = make_drafter(llama, num_layers=2)
-    for own, theirs in zip(drafter.layers, llama.model.layers[1:]):
+def test_layers_and_final_norm_start_as_the_targets():
+    target = make_llama()
+    for place, norm in enumerate(p for p in target.parameters() if p.dim() == 1):
+        norm.fill_(0.5 + place)  # a random target's are all 1, as a new drafter's are
+    drafter = make_drafter(target, num_layers=2)
+    for own, theirs in zip(drafter.layers, target.model.layers[1:]):
         for name, weight in own.named_parameters():
             torch.testing.assert_close(weight, theirs.get_parameter(name), atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(drafter.norm.weight, llama.model.norm.weight, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(drafter.norm.weight, target.model.norm.weight, atol=1e-6, rtol=1e-6)
 
 
 def test_the_lstm_recurs_and_the_other_fusions_do_not(llama):

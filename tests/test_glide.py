@@ -524,6 +524,13 @@ def test_a_drafter_built_from_the_targets_last_layer_is_that_layer(llama):
     torch.testing.assert_close(logits, llama(ids).logits, atol=1e-3, rtol=1e-3)
 
 
+def test_the_final_norm_starts_as_the_targets():
+    target = make_llama(layers=1)
+    target.model.norm.weight.copy_(torch.rand(32, generator=torch.Generator().manual_seed(0)))
+    drafter = make_drafter(target)
+    torch.testing.assert_close(drafter.norm.weight, target.model.norm.weight)
+
+
 @pytest.mark.parametrize("options, read", [({}, [2]), ({"num_layers": 2, "kv_layer": 0}, [0, 0])])
 def test_the_cross_attention_starts_as_the_layer_that_it_reads(options, read):
     """Queries and the norm before them: of the layer whose keys they meet."""

@@ -931,6 +931,15 @@ def test_every_variant_is_accepted(llama, trained):
         assert torch.equal(decode(llama, ids, drafter=trained, **length, **rule)[0], truth)
 
 
+def test_variants_are_what_their_names_say():
+    """The paper's grids: K tokens a round, or h as the most chance of a refusal."""
+    for name, rule in specdecpp.VARIANTS.items():
+        if name.startswith("K"):
+            assert rule == {"stop": "fixed", "gamma": int(name[1:])}
+        elif name.startswith("h"):
+            assert rule == {"stop": "head", "threshold": float(name[1:])}
+
+
 # ------------------------------------------------------------------------------------------- theory
 
 
