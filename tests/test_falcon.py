@@ -793,8 +793,8 @@ def test_options_of_a_call_stay_with_it(llama, trained):
 def test_as_many_passes_as_asked_for(llama):
     """A drafter of one token is sure of it, and so as deep as its passes reach, two levels each."""
     drafter, prompt = make_drafter(llama, draft_vocab=1), torch.tensor([[9, 8, 7]])
-    for passes in (1, 2, 3):
-        options = {"best_nodes": 9, "passes": passes, "max_new_tokens": 12}
+    for passes in (1, 3):
+        options = {"best_nodes": 9, "passes": passes, "max_new_tokens": 8}
         _, stats = decode(llama, drafter, prompt, **options)
         assert stats.offered[0] == 2 * passes
 

@@ -284,4 +284,16 @@ MUTANTS = [
         "messages.append(tokenizer.decode(reference, skip_special_tokens=False))",
         "later turns: the answer before keeps its end token, and so has two",
     ),
+    (
+        "bench.py",
+        "timed = stopping.measured(arms[2:])",
+        "timed = stopping.measured(arms)",
+        "--sweep: forward times are fitted to the plain loops, so that drafting costs nothing",
+    ),
+    (
+        "support/report.py",
+        '"top_p": args.top_p,',
+        '"top_p": 1.0,',
+        "a result says top_p 1.0 whatever --top-p it was sampled with",
+    ),
 ]

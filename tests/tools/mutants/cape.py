@@ -160,4 +160,10 @@ MUTANTS = [
         "reached *= float(q_draft.max())",
         "worthwhile, sampling: the chance to get on is the likeliest token's, not the drawn one's",
     ),
+    (
+        "cape.py",
+        '"draft" if memory.cache.fed is not None else "prefill"',
+        '"draft"',
+        "CAPE: its drafter's reading of the prompt counts as drafting, not as prefill",
+    ),
 ]

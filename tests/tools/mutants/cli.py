@@ -77,4 +77,10 @@ MUTANTS = [
         "    if False:\n",
         "nothing to sample from",
     ),
+    (
+        "support/cli.py",
+        "if decode and has_drafter:",
+        "if has_drafter:",
+        "train.py --method NAME --help shows no default of any of the method's options",
+    ),
 ]

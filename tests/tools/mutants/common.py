@@ -228,4 +228,16 @@ MUTANTS = [
         'if kinds and "sliding_attention" in kinds:',
         "prefill: a target whose layers all slide (Mistral) is decoded beyond its window",
     ),
+    (
+        "common.py",
+        "tau = stats.emitted / stats.target_forwards",
+        "tau = stats.drafted / stats.target_forwards",
+        "demo: 'per target forward' tells drafted tokens, not emitted ones",
+    ),
+    (
+        "common.py",
+        'getattr(config, "head_dim", None) or hidden // heads',
+        "hidden // heads",
+        "target_shape: head_dim of Qwen3 and Gemma, whose heads are not hidden / heads wide",
+    ),
 ]

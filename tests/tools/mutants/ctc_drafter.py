@@ -176,4 +176,10 @@ MUTANTS = [
         "new_token[prefix] += either * q  # merges",
         "prefix search: a repeat after a blank counts as merged, too",
     ),
+    (
+        FILE,
+        'given |= {"nodes": nodes, "least_worth"',
+        'given |= {"least_worth"',
+        "generate: nodes is ignored, the drafter's own is taken",
+    ),
 ]

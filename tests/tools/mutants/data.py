@@ -209,4 +209,28 @@ MUTANTS = [
         "torch.tensor([[rows[hot[0]].temperature] for i in hot], **like)",
         "every sampled row has the first one's temperature",
     ),
+    (
+        "train.py",
+        "count, out, args.seed, args.data_batch, *kinds",
+        "count, out, 0, args.data_batch, *kinds",
+        "train.py --make-data: --seed does not reach make_conversations",
+    ),
+    (
+        "support/data.py",
+        "two = chance.random() < second_turns",
+        "two = chance.random() < bool(second_turns)",
+        "--second-turns 0.2 gives every conversation a second turn, and cuts every first answer",
+    ),
+    (
+        "support/data.py",
+        'return tokenizer(text, add_special_tokens=False)["input_ids"]',
+        'return tokenizer(text)["input_ids"]',
+        "--make-data with a tokenizer that adds a BOS: one inside the prompt before every piece",
+    ),
+    (
+        "support/data.py",
+        "add_special_tokens=index == 0",
+        "add_special_tokens=True",
+        "training data without a chat template: a BOS before every turn, learned as an answer",
+    ),
 ]

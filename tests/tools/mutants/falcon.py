@@ -233,4 +233,16 @@ MUTANTS = [
         "return l1 + (",
         "loss: --distill-weight is ignored",
     ),
+    (
+        "falcon.py",
+        '"best_nodes": best_nodes, "passes": passes}',
+        '"best_nodes": best_nodes}',
+        "generate: passes is ignored, the drafter's own is taken",
+    ),
+    (
+        "falcon.py",
+        "drafter.norm.weight.copy_(target.base_model.norm.weight)",
+        "pass",
+        "build: Falcon's final norm starts at 1, not as the target's",
+    ),
 ]

@@ -74,4 +74,16 @@ MUTANTS = [
         "hit += share * float(row[:size].sum())",
         "refit: the first extra counts as the drafter's first choice",
     ),
+    (
+        "support/fitting.py",
+        "counts = counts + tree_acceptance(",
+        "counts = tree_acceptance(",
+        "refit of Falcon: acceptance counted on the last answer only",
+    ),
+    (
+        "support/fitting.py",
+        "judged += [",
+        "judged = [",
+        "refit of CAPE: confidences and ranks of the last answer only",
+    ),
 ]

@@ -183,4 +183,10 @@ MUTANTS = [
         "copies = copies or drafter.config.copies",
         "generate(copies=0) cannot switch off the copies of a drafter's config",
     ),
+    (
+        "glide.py",
+        "drafter.norm.weight.copy_(target.base_model.norm.weight)",
+        "pass",
+        "build: GLIDE's final norm starts at 1, not as the target's",
+    ),
 ]

@@ -8,4 +8,16 @@ MUTANTS = [
         "",
         "replay: a round's milliseconds are those of all rounds so far",
     ),
+    (
+        "support/replay.py",
+        "self.stats.ended - self.stats.began - sum(spent.values())",
+        "self.stats.ended - self.stats.began",
+        "replay: a round's `other` milliseconds hold its drafting and verifying, too",
+    ),
+    (
+        "support/replay.py",
+        'if arm.kwargs.get(option.name) is not None and not hasattr(value, "keys"):',
+        'if arm.kwargs.get(option.name) is not None and hasattr(value, "keys"):',
+        "replay: the page shows the drafter's settings whatever the command line says",
+    ),
 ]

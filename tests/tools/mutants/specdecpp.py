@@ -224,4 +224,10 @@ MUTANTS = [
         "noise = [torch.rand(batch.input_ids.shape[1], 1, generator=seed).expand(-1, 2) for seed in seeds]",
         "labels, sampling: one number both draws Y and mixes Z, so likely drafts are never judged",
     ),
+    (
+        "specdecpp.py",
+        '{"stop": "head", "threshold": h}',
+        '{"stop": "head", "threshold": 1 - h}',
+        "variants h0.1 to h0.9 are measured with 1 - h",
+    ),
 ]

@@ -156,4 +156,10 @@ MUTANTS = [
         "counts = torch.tensor([list(n_target), list(n_draft)], dtype=torch.float64).T",
         "fit_times: t_draft and t_target exchanged",
     ),
+    (
+        STOPPING,
+        "[[each.confidence for each in rounds] for rounds in recordings]",
+        "[[each.entropy for each in rounds] for rounds in recordings]",
+        "--sweep: 'acceptance by the drafter's confidence' is binned by entropy",
+    ),
 ]

@@ -342,4 +342,40 @@ MUTANTS = [
         "order = list(range(len(ids)))",
         "first turns are found only right before their second ones",
     ),
+    (
+        "train.py",
+        "/ args.warmup) if args.warmup else 1.0",
+        "/ 0.02) if args.warmup else 1.0",
+        "--warmup is ignored unless it is 0: any run warms up over 2%",
+    ),
+    (
+        "train.py",
+        "step % args.save_every == 0",
+        "step % args.eval_every == 0",
+        "--save-every is ignored: a checkpoint at every measurement instead",
+    ),
+    (
+        "train.py",
+        "length = min(args.max_length, context or args.max_length)",
+        "length = args.max_length",
+        "training sequences are not cut at the target's context: positions that it does not have",
+    ),
+    (
+        "train.py",
+        'autocast = args.bf16 if args.bf16 is not None else place.device.startswith("cuda")',
+        'autocast = place.device.startswith("cuda")',
+        "--bf16 and --no-bf16 are ignored",
+    ),
+    (
+        "train.py",
+        'mark = fingerprint(target) if args.features or args.eval_answers else ""',
+        'mark = fingerprint(target) if args.features else ""',
+        "without --features the evaluation answers kept in --out are those of any target",
+    ),
+    (
+        "train.py",
+        "return float(loss_sum) / total, total",
+        "return float(loss_sum) / total, sum(len(sequences[i][0]) for i in chosen)",
+        "curve.json: `tokens` (and tok_s, and the x axis of curves) counts prompts, too",
+    ),
 ]
