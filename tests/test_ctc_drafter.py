@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tiny import chi_square_p_value, enumerate_joint, slow, teach
+from tiny import chi_square_p_value, enumerate_joint, make_llama, slow, teach
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
@@ -592,6 +592,16 @@ def test_saved_and_loaded(llama, trained, tmp_path):
         theirs = drafter.state_dict()
         for name, weight in again.state_dict().items():  # float32 on the way
             torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=1e-6)
+
+
+def test_the_layer_and_the_final_norm_start_as_the_targets():
+    target = make_llama()
+    for place, norm in enumerate(p for p in target.parameters() if p.dim() == 1):
+        norm.fill_(0.5 + place)  # a random target's are all 1, as a new drafter's are
+    drafter = make_drafter(target)
+    for name, theirs in target.model.layers[-1].named_parameters():
+        torch.testing.assert_close(drafter.get_parameter(name), theirs, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(drafter.norm.weight, target.model.norm.weight)
 
 
 def test_low_precision_packed_and_models_without_rotary(trained, llama):

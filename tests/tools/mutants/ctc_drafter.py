@@ -182,4 +182,16 @@ MUTANTS = [
         'given |= {"least_worth"',
         "generate: nodes is ignored, the drafter's own is taken",
     ),
+    (
+        FILE,
+        "drafter.norm.weight.copy_(target.base_model.norm.weight)",
+        "pass",
+        "build: the final norm starts at 1, not as the target's",
+    ),
+    (
+        FILE,
+        'getattr(target.base_model, "layers", []))[-1:]',
+        'getattr(target.base_model, "layers", []))[:1]',
+        "build: the layer starts as the target's lowest",
+    ),
 ]
