@@ -2,7 +2,8 @@
 
 CAPE's S(p), Falcon's tree, and how many tokens to copy from the context. All weigh how often a
 draft token is accepted, measured on the target's own answers, against the milliseconds of
-verifying one token more, measured by `bench.py --cost-curve`.
+verifying one token more, measured by `bench.py --cost-curve`. And which of a target's layers GLIDE
+should read: `induction`.
 """
 
 from __future__ import annotations
@@ -349,3 +350,28 @@ def fitter(arm):
         return found
 
     return fit
+
+
+@torch.no_grad()
+def induction(target, length: int = 60, seed: int = 0) -> list[float]:
+    """How far each layer of a target copies: GLIDE can copy, too, if it reads one that does.
+
+    In a text that says `length` random tokens twice, an induction head (Olsson et al. 2022,
+    arXiv:2209.11895) attends in the second half to what followed the same token in the first.
+
+    Returns: of each layer the largest share, 0 to 1, that a head pays to that place, on average.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    once = torch.randint(
+        common.target_shape(target)["vocab_size"], (1, length), generator=generator
+    )
+    twice = once.repeat(1, 2).to(target.device)
+    usual = target.config._attn_implementation
+    target.set_attn_implementation("eager")  # the others do not tell what they attend to
+    try:
+        attentions = target(twice, output_attentions=True).attentions  # each (1, H, 2 T, 2 T)
+    finally:
+        target.set_attn_implementation(usual)
+    queries = torch.arange(length, 2 * length, device=target.device)
+    paid = [layer[0, :, queries, queries - length + 1].mean(-1) for layer in attentions]  # (H,)
+    return [float(heads.max()) for heads in paid]

@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from tiny import make_llama
 
 import cape
 from support import fitting, report, stopping
@@ -156,3 +157,35 @@ def test_refit_stops_where_one_extra_more_does_not_pay():
             if fewer[place] >= 0:
                 assert speed_of(fewer, *machine) < best * (1 + 0.05)
         assert best >= speed_of([0, 0], *machine)
+
+
+def test_induction_is_attention_to_what_followed_before():
+    """Five tokens twice; a head that looks where it should, one that looks one place too early."""
+    right, early = torch.zeros(2, 10, 10).unbind()
+    for query in range(5, 10):
+        right[query, query - 4] = 0.75
+        early[query, query - 5] = 1.0
+    uniform = torch.full((10, 10), 0.1)
+    target = make_llama(vocab=30, layers=2)
+    asked = []
+
+    def forward(ids, output_attentions):
+        asked.append((ids, output_attentions, target.config._attn_implementation))
+        return types.SimpleNamespace(
+            attentions=[torch.stack([early, right])[None], torch.stack([uniform, early])[None]]
+        )
+
+    target.forward = forward
+    assert fitting.induction(target, length=5) == pytest.approx([0.75, 0.1])
+    [(ids, wanted, implementation)] = asked
+    assert torch.equal(ids[:, :5], ids[:, 5:]) and len(ids[0].unique()) > 2
+    assert wanted and implementation == "eager"
+    assert target.config._attn_implementation == "sdpa"
+
+
+def test_induction_of_a_real_target():
+    target = make_llama(layers=3)
+    before = target(torch.arange(1, 9)[None]).logits
+    shares = fitting.induction(target, length=20)
+    assert len(shares) == 3 and all(0 < share < 1 for share in shares)
+    assert torch.equal(target(torch.arange(1, 9)[None]).logits, before)

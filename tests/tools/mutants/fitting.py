@@ -86,4 +86,16 @@ MUTANTS = [
         "judged = [",
         "refit of CAPE: confidences and ranks of the last answer only",
     ),
+    (
+        "support/fitting.py",
+        "queries, queries - length + 1]",
+        "queries, queries - length]",
+        "induction: attention to the same token, not to what followed it",
+    ),
+    (
+        "support/fitting.py",
+        "        target.set_attn_implementation(usual)\n",
+        "        pass\n",
+        "induction: the target keeps the slow attention",
+    ),
 ]
