@@ -73,7 +73,8 @@ def test_numbers_keep_their_bounds():
 def test_json_options_have_the_types_of_their_default():
     read = cli.json_like([[0]])
     assert read("[[1, 2], []]") == [[1, 2], []]
-    for text in ("[1]", "[[1.5]]", "[[true]]", '[["a"]]', "{}", "[[1]"):
+    assert read("[]") == []
+    for text in ("[1]", "[[1.5]]", "[[true]]", '[["a"]]', "{}", "[[1]", "[[1], 2]", '[[1, "a"]]'):
         with pytest.raises(argparse.ArgumentTypeError, match="give JSON like"):
             read(text)
     assert cli.json_like([0.5])("[1, 0.25]") == [1, 0.25]  # 1 is a fine number, too

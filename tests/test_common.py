@@ -474,8 +474,8 @@ def fake_wheel(tmp_path, monkeypatch):
         )
         return types.SimpleNamespace(returncode=0, stderr="")
 
-    def model(*_, **__):
-        tiny = make_llama().float()
+    def model(*_, dtype, **__):
+        tiny = make_llama().to(dtype)
         tiny.config.quantization_config = {"quant_method": "gguf"}
         return tiny
 
@@ -495,7 +495,9 @@ def read_weights(folder):
 
 
 def test_default_target_is_built_once_and_rebuilt_when_damaged(fake_wheel):
-    default_target.load(read_weights)
+    kept = default_target.load(read_weights)
+    assert torch.equal(kept["model.norm.weight"], make_llama().float().model.norm.weight)
+    assert {weight.dtype for weight in kept.values()} == {torch.float32}
     default_target.load(read_weights)
     assert len(fake_wheel) == 1
     weights = default_target.folder() / "model.safetensors"

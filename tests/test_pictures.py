@@ -40,6 +40,12 @@ def luminance(colour):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+def bars(text):
+    """Where every bar of a picture begins and ends, in points, in the order they were drawn."""
+    corners = r'id="patch_\d+">\s*<path d="M ([\d.]+) [\d.]+ \nL ([\d.]+) [^"]*"\s+clip-path'
+    return [tuple(map(float, pair)) for pair in re.findall(corners, text)]
+
+
 def error_bars(text):
     """Where those of a picture begin and end, from below, by the labels of its axis."""
     labels = re.findall(r' x="([\d.]+)"[^>]*>(\d\.\d)</text>', text)  # numbers on bars are longer
@@ -58,6 +64,9 @@ def test_all_pictures_of_a_result(tmp_path):
         assert f">{shown}<" in text["speedup"]
     falcons, baselines = error_bars(text["speedup"])
     assert falcons == pytest.approx([1.2, 1.5]) and baselines == pytest.approx([1.0, 1.0])
+    verified, rest = bars(text["time"])[2:4], bars(text["time"])[4:]  # no time went into drafting
+    assert len(rest) == 2 and verified[0][0] < verified[0][1]
+    assert [begin for begin, _ in rest] == [end for _, end in verified]
     assert ">draft<" in text["time"] and ">falcon<" in text["acceptance"]
     assert "256 tokens of context" in text["cost"] and ">oracle<" in text["stopping"]
     assert ">40<" in text["confidence"] and ">60<" in text["confidence"]

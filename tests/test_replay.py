@@ -230,6 +230,9 @@ def test_ways_of_the_slots_collapse_into_the_prefix_they_are_listed_under():
         if prefix["found"] <= replay.WAYS:  # all of them are listed, so they add up
             assert sum(value for _, value in prefix["ways"]) == pytest.approx(prefix["worth"])
     assert found[0] == (4,) and facts["prefixes"][0]["worth"] == pytest.approx(0.6 + 0.1 * 0.2)
+    given_parent = dict(zip(found, replay.draft_probabilities(record, draft_ids)))
+    assert given_parent[(4,)] == pytest.approx(0.62)
+    assert given_parent[(4, 7)] == pytest.approx(0.6 * 0.3 / 0.62)  # both slots, in this order
 
 
 # --------------------------------------------------------------------------------------- the page

@@ -92,4 +92,10 @@ MUTANTS = [
         "said[row].append(tokenizer.decode(tokens, skip_special_tokens=False))",
         "batches, second turn: an answer keeps its end token",
     ),
+    (
+        "support/batching.py",
+        'positions.append(options.get("position_ids", chain))',
+        "positions.append(chain)",
+        "joint_forward: nodes of a tree get positions of a chain",
+    ),
 ]

@@ -296,4 +296,22 @@ MUTANTS = [
         '"top_p": 1.0,',
         "a result says top_p 1.0 whatever --top-p it was sampled with",
     ),
+    (
+        "bench.py",
+        "encoded = encode(tokenizer, messages, target.device)",
+        "encoded = encode(tokenizer, messages[-1:], target.device)",
+        "run: second turns are asked without the conversation before",
+    ),
+    (
+        "support/arms.py",
+        "self._decoding(module, folder or self.args.checkpoint)",
+        "self._decoding(module, self.args.checkpoint)",
+        "Loader.method: METHOD@DIR measures the default drafter under DIR's name",
+    ),
+    (
+        "support/prompts.py",
+        'chat, add_generation_prompt=True, return_tensors="pt", return_dict=True',
+        'chat, add_generation_prompt=False, return_tensors="pt", return_dict=True',
+        "encode: the prompt does not open the assistant's answer",
+    ),
 ]

@@ -166,4 +166,10 @@ MUTANTS = [
         '"draft"',
         "CAPE: its drafter's reading of the prompt counts as drafting, not as prefill",
     ),
+    (
+        "cape.py",
+        "reached *= chance[step]",
+        "reached = chance[step]",
+        "expand: the worth of an extra forgets all steps but the last before it",
+    ),
 ]

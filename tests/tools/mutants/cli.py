@@ -83,4 +83,16 @@ MUTANTS = [
         "if has_drafter:",
         "train.py --method NAME --help shows no default of any of the method's options",
     ),
+    (
+        "support/cli.py",
+        "all(fits(item, default[0]) for item in items)",
+        "any(fits(item, default[0]) for item in items)",
+        "json_like: one fitting item lets wrong ones through, and [] is refused",
+    ),
+    (
+        "support/bench_options.py",
+        "if one_by_one and (not args.method or args.temperature):",
+        "if one_by_one and not args.method:",
+        "--sweep and --refit with a temperature are not refused",
+    ),
 ]

@@ -240,4 +240,10 @@ MUTANTS = [
         "hidden // heads",
         "target_shape: head_dim of Qwen3 and Gemma, whose heads are not hidden / heads wide",
     ),
+    (
+        "common.py",
+        "scores = logits_processor(ids, scores) if logits_processor else scores",
+        "scores = logits_processor(input_ids, scores) if logits_processor else scores",
+        "verify: processors see the committed text only, not the path to the node",
+    ),
 ]

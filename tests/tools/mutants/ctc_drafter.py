@@ -194,4 +194,10 @@ MUTANTS = [
         'getattr(target.base_model, "layers", []))[:1]',
         "build: the layer starts as the target's lowest",
     ),
+    (
+        "ctc_drafter.py",
+        "(batch.input_ids[:, 1:]).to(dtype)",
+        "(batch.input_ids[:, :-1]).to(dtype)",
+        "training_logits: embeddings of the same token, not of the one a step ahead",
+    ),
 ]

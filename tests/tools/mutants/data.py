@@ -233,4 +233,10 @@ MUTANTS = [
         "add_special_tokens=True",
         "training data without a chat template: a BOS before every turn, learned as an answer",
     ),
+    (
+        "support/talks.py",
+        "unused = min(row.first for row in rows if row.talk)",
+        "unused = max(row.first for row in rows if row.talk)",
+        "converse: columns that older talks still need are cut off",
+    ),
 ]

@@ -1,6 +1,6 @@
 """Mutants, (file, text that occurs once, its replacement, what that breaks), and their tests."""
 
-TESTS = ["test_default_target.py"]
+TESTS = ["test_default_target.py", "test_common.py"]
 MUTANTS = [
     (
         "support/default_target.py",
@@ -37,5 +37,11 @@ MUTANTS = [
         "    except (RuntimeError, AssertionError):  # the device's: out of memory, no GPU\n        raise\n",
         "",
         "a GPU that is full costs the cache",
+    ),
+    (
+        "support/default_target.py",
+        "gguf.parent, gguf_file=gguf.name, dtype=torch.float32",
+        "gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16",
+        "the default target's stored weights are rounded once more",
     ),
 ]

@@ -245,4 +245,10 @@ MUTANTS = [
         "pass",
         "build: Falcon's final norm starts at 1, not as the target's",
     ),
+    (
+        "falcon.py",
+        "tokens = torch.where(replaced, batch.input_ids[:, later], tokens)",
+        "pass",
+        "CSGD: glanced slots get the answer's feature beside the old token",
+    ),
 ]

@@ -98,4 +98,10 @@ MUTANTS = [
         "        pass\n",
         "induction: the target keeps the slow attention",
     ),
+    (
+        "support/fitting.py",
+        "here = ranks[ranges == index].clamp(max=most)",
+        "here = ranks[ranges == index].clamp(max=most - 1)",
+        "rank_acceptance: all ranks beyond the table count as its last",
+    ),
 ]

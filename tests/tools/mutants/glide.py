@@ -189,4 +189,10 @@ MUTANTS = [
         "pass",
         "build: GLIDE's final norm starts at 1, not as the target's",
     ),
+    (
+        "glide.py",
+        "causal = mask is None and queries.shape[2] > 1",
+        "causal = False",
+        "SelfAttention: in training a row sees the tokens that it is to predict",
+    ),
 ]

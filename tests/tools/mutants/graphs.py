@@ -33,4 +33,10 @@ MUTANTS = [
         "        assert True",
         "graphs: two sequences in one memory",
     ),
+    (
+        "support/graphs.py",
+        "mask[..., : start + n] = own",
+        "mask[..., : start + n] = 0",
+        "Graphs: the mask of a tree is lost, all nodes see each other",
+    ),
 ]

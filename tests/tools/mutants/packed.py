@@ -32,4 +32,10 @@ MUTANTS = [
         "",
         "packs what is no float32",
     ),
+    (
+        "support/packed.py",
+        "self.bias = layer.bias",
+        "self.bias = None",
+        "PackedLinear: biases vanish",
+    ),
 ]

@@ -8,4 +8,10 @@ MUTANTS = [
         "xerr=[above, below]",
         "speedup.svg: the 95% intervals are drawn mirrored",
     ),
+    (
+        "support/pictures.py",
+        "left = [a + b for a, b in zip(left, widths)]",
+        "left = widths",
+        "arm_pictures: the third part of a bar begins inside the ones before",
+    ),
 ]

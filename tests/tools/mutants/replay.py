@@ -20,4 +20,10 @@ MUTANTS = [
         'if arm.kwargs.get(option.name) is not None and hasattr(value, "keys"):',
         "replay: the page shows the drafter's settings whatever the command line says",
     ),
+    (
+        "support/replay.py",
+        "q_nodes[node] = min(1.0, worth[path] / before)",
+        "q_nodes[node] = min(1.0, worth[path])",
+        "draft_probabilities: a CTC node's chance is the prefix's, not given its parent",
+    ),
 ]

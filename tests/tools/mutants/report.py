@@ -161,4 +161,10 @@ MUTANTS = [
         "return [offers / len(rounds), accepts / offers]",
         "copies: accepted as a share of the offers, not of the rounds",
     ),
+    (
+        "support/report.py",
+        "positions.append(reached / sum(count >= level for count in offered))",
+        "positions.append(reached / len(offered))",
+        "figures: acceptance by position counts rounds that drafted less",
+    ),
 ]

@@ -230,4 +230,10 @@ MUTANTS = [
         '{"stop": "head", "threshold": 1 - h}',
         "variants h0.1 to h0.9 are measured with 1 - h",
     ),
+    (
+        "specdecpp.py",
+        "drafted[batch.loss_mask] = torch.cat(tokens)",
+        "pass",
+        "labelled: Z never holds the drafted Y, labels belong to tokens that were not read",
+    ),
 ]

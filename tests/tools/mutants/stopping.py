@@ -162,4 +162,10 @@ MUTANTS = [
         "[[each.entropy for each in rounds] for rounds in recordings]",
         "--sweep: 'acceptance by the drafter's confidence' is binned by entropy",
     ),
+    (
+        "support/stopping.py",
+        "argsort(descending=True).tolist()",
+        "argsort().tolist()",
+        "round_of: ranks count from the least likely token",
+    ),
 ]

@@ -378,4 +378,22 @@ MUTANTS = [
         "return float(loss_sum) / total, sum(len(sequences[i][0]) for i in chosen)",
         "curve.json: `tokens` (and tok_s, and the x axis of curves) counts prompts, too",
     ),
+    (
+        "train.py",
+        "start = (place.rank * args.accumulate + part) * size",
+        "start = part * size",
+        "backward: every process trains on the first one's share",
+    ),
+    (
+        "support/data.py",
+        "mask += [False] * (len(before) - len(mask)) + [True]",
+        "mask += [False] * len(before) + [True]",
+        "_tokenize: the mask of later turns is shifted against the tokens",
+    ),
+    (
+        "support/features.py",
+        'whole.update(f"{len(ids)} ".encode() + ids.numpy().tobytes())',
+        'whole.update(f"{len(ids)} ".encode())',
+        "Features: other data of the same lengths are given stale features",
+    ),
 ]
