@@ -189,3 +189,11 @@ def test_induction_of_a_real_target():
     shares = fitting.induction(target, length=20)
     assert len(shares) == 3 and all(0 < share < 1 for share in shares)
     assert torch.equal(target(torch.arange(1, 9)[None]).logits, before)
+
+
+def test_shares_of_ranks_leave_out_what_is_beyond_the_table():
+    """Below 0.5: the truth was the drafter's 0th, 2nd, 3rd and 7th choice; above: its 0th."""
+    confidences = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.9])
+    ranks = torch.tensor([0, 2, 3, 7, 0])
+    table = fitting.rank_acceptance(confidences, ranks, [0.5], most=3)
+    assert table.tolist() == [[0.25, 0, 0.25], [1, 0, 0]]

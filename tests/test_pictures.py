@@ -23,7 +23,7 @@ ARM = {
 RESULT = {
     "arms": {
         "baseline": ARM | {"speedup": 1.0, "speedup_ci": [1.0, 1.0], "acceptance_by_position": []},
-        "falcon": ARM,
+        "falcon": ARM | {"draft_ms": 5.0},
     },
     "cost_curve": {"context": 256, "by_tokens": {"1": 10.0, "8": 12.0}},
     "sweep": {
@@ -64,9 +64,12 @@ def test_all_pictures_of_a_result(tmp_path):
         assert f">{shown}<" in text["speedup"]
     falcons, baselines = error_bars(text["speedup"])
     assert falcons == pytest.approx([1.2, 1.5]) and baselines == pytest.approx([1.0, 1.0])
-    verified, rest = bars(text["time"])[2:4], bars(text["time"])[4:]  # no time went into drafting
-    assert len(rest) == 2 and verified[0][0] < verified[0][1]
-    assert [begin for begin, _ in rest] == [end for _, end in verified]
+    drawn_bars = bars(text["time"])
+    drafted, verified, rest = drawn_bars[:2], drawn_bars[2:4], drawn_bars[4:]
+    assert [begin for begin, _ in verified] == [end for _, end in drafted]
+    assert [begin for begin, _ in rest] == [end for _, end in verified] and len(rest) == 2
+    lengths = [end - begin for begin, end in (max(drafted), max(verified), max(rest))]
+    assert lengths[1] / lengths[0] == pytest.approx(4, rel=1e-3)  # 20 and 5 milliseconds
     assert ">draft<" in text["time"] and ">falcon<" in text["acceptance"]
     assert "256 tokens of context" in text["cost"] and ">oracle<" in text["stopping"]
     assert ">40<" in text["confidence"] and ">60<" in text["confidence"]
