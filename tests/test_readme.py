@@ -66,10 +66,10 @@ def arm(file, name, figure):
     return result(file)["arms"][name][figure]
 
 
-def alpha(run, step=None):
+def alpha(run, step=None, name="alpha"):
     """Held-out alpha at the end of a training run, or after some steps."""
     curve = result(f"curves/{run}")
-    return next(point["alpha"] for point in curve[::-1] if step in (None, point["step"]))
+    return next(point[name] for point in curve[::-1] if step in (None, point["step"]))
 
 
 def claims():
@@ -81,6 +81,13 @@ def claims():
         "{:.2f} and {:.2f}",
         [alpha("glide"), alpha("glide_vanilla")]
         + [arm("cpu_cape_builtin", name, "alpha") for name in ("glide", "glide@vanilla")],
+    )
+    runs = ("glide_turns", "glide_turns-top")
+    yield (
+        here,
+        "is {:.3f} with layer 18 and {:.3f} with the top layer, after 805,955 it is {:.3f} and "
+        "{:.3f}",
+        [alpha(run, step, "eval_alpha") for step in (450, 1050) for run in runs],
     )
     yield (
         here,
