@@ -47,8 +47,8 @@ Deviations
        to a random anchor; anchors, a sample per sequence and step, are averaged. A layer starts as
        a copy of the target's; labels and drafts are of the frequent tokens only (`draft_vocab`).
     7. ours: by default train.py takes learning rate 2e-3, clip 1.0 and 512 tokens of the target's
-       own answers (shipped: 384 tokens, 2e-3 then 1.5e-3); the paper 3e-5, 0.5, 2048 of ShareGPT.
-    8. ours: `cut_labels` and `first_token` change the loss, `copies` adds drafts; all off at first.
+       own answers (shipped: 384 at first, 1.5e-3 at last); the paper 3e-5, 0.5, 2048 of ShareGPT.
+    8. ours: `cut_labels` and `first_token` (shipped: in the last stage) and `copies`; off at first.
     9. ours: Medusa's heads share the target's LM head and read what slots read. The control that
        Table 2 lacks is `kind="transformer"`: the slots' layer, trained as these heads are.
     10. ours: lossless sampling too: the tree is deterministic, so the verifier draws from the
