@@ -13,9 +13,6 @@ set -euo pipefail
 mkdir -p "${1:?usage: bash checkpoints/train.sh OUT [NAME...]}"
 out=$(realpath "$1")
 wanted=" ${*:2} "
-# batches differ in shape: keep the kernels that oneDNN compiles for each, and freed memory
-export ONEDNN_PRIMITIVE_CACHE_CAPACITY=3000
-export MALLOC_MMAP_THRESHOLD_=$((1 << 30)) MALLOC_TRIM_THRESHOLD_=$((1 << 33))
 cd "$(dirname "$0")/.."
 
 if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
