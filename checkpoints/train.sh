@@ -41,5 +41,6 @@ make vanilla 32000 --method glide --no-cross-attention # ablation of glide, not 
 make specdecpp-draft 32000 --method specdecpp --layers '[0,-1]'
 make specdecpp 3000 --method specdecpp --init "$out/specdecpp-draft" --stage head --lr 1e-3
 make falcon 32000 --method falcon --fusion linear --distill-weight 1 --tree '[[0],[1],[2],[0,1],[0,0]]'
-make ctc_drafter 32000 --method ctc_drafter --nodes 5 --symbols 6 --candidates 8
+make ctc_drafter 32000 --method ctc_drafter --nodes 5 --symbols 6 --candidates 8 \
+    --cut-labels --first-token 1
 make medusa 32000 --method ctc_drafter --kind medusa --nodes 5 # CTC-drafter's rival
