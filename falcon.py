@@ -33,7 +33,7 @@ Deviations
        alpha 0.130 after 200 steps, LSTM 0.128 in twice the time.
     2. ours: the shipped drafter has one attention layer, figure 2 two (alpha 0.131 instead of 0.170
        after 0.28 million token-steps, tokens learned from). It learned from 3.3 million tokens of
-       the target's own answers, cut at 512 (4.3: 68,000 dialogues of ShareGPT), with omega_dist 1
+       the target's own answers, cut at 384 or 512 (4.3: 68,000 dialogues of ShareGPT), omega_dist 1
        (0.1), learning rates 2e-3, then 1.5e-3 (3e-5) and gradients clipped at 1 (silent); lambda
        falls by the step, not the epoch, and begins again with every train.py --init.
     3. upstream != paper: blocks end at the newest token in every round (upstream counts from the

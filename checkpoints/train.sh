@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Make every drafter of this folder:   bash checkpoints/train.sh OUT [NAME...]
 #
-# One cosine schedule a drafter over all conversations. On a CPU those of the repository: 3.4
-# million tokens to learn, 32000 steps of 4 conversations, so 20 million token-steps, or 8 million
+# One cosine schedule a drafter over all conversations. On a CPU those of the repository: 3.3
+# million tokens to learn, 24500 steps of 4 conversations, so 20 million token-steps, or 6 million
 # anchors of CTC-drafter and Medusa, which learn at 64 places a conversation. On a GPU the target
 # writes more data first (CONVERSATIONS, 60000 by default), and a step has 32 conversations.
 # SCALE is in percent of the steps: 100 on a CPU, 50 on a GPU by default.
@@ -36,11 +36,11 @@ make() { # NAME STEPS OPTIONS...     trains $out/NAME
     touch "$folder/done"
 }
 
-make glide 32000 --method glide --gamma 2 --kv-layer 18 --block-size 3
-make vanilla 32000 --method glide --no-cross-attention # ablation of glide, not shipped
-make specdecpp-draft 32000 --method specdecpp --layers '[0,-1]'
+make glide 24500 --method glide --gamma 2 --kv-layer 18 --block-size 3
+make vanilla 24500 --method glide --no-cross-attention # ablation of glide, not shipped
+make specdecpp-draft 24500 --method specdecpp --layers '[0,-1]'
 make specdecpp 3000 --method specdecpp --init "$out/specdecpp-draft" --stage head --lr 1e-3
-make falcon 32000 --method falcon --fusion linear --distill-weight 1 --tree '[[0],[1],[2],[0,1],[0,0]]'
-make ctc_drafter 32000 --method ctc_drafter --nodes 5 --symbols 6 --candidates 8 \
+make falcon 24500 --method falcon --fusion linear --distill-weight 1 --tree '[[0],[1],[2],[0,1],[0,0]]'
+make ctc_drafter 24500 --method ctc_drafter --nodes 5 --symbols 6 --candidates 8 \
     --cut-labels --first-token 1
-make medusa 32000 --method ctc_drafter --kind medusa --nodes 5 # CTC-drafter's rival
+make medusa 24500 --method ctc_drafter --kind medusa --nodes 5 # CTC-drafter's rival
