@@ -42,6 +42,7 @@ from support import (
     bench_options,
     cli,
     data,
+    fitting,
     graphs,
     packed,
     pictures,
@@ -533,8 +534,6 @@ def measure(args) -> dict:
     if args.sweep is not None:
         swept = stopping.chain_and_heads(arms[2], target, args.sweep)
     if args.refit:
-        from support import fitting  # it needs methods' files that may not be here
-
         fit = fitting.fitter(arms[2])
     if args.batch_size > 1 and prompts:
         size = args.batch_size

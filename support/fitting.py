@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import common
-import falcon
 from support import stopping
 
 ANSWERS = 12  # to count acceptance on
@@ -171,6 +170,8 @@ def tree_acceptance(drafter, target, input_ids: Tensor, start: int, tree) -> Ten
         to try.
     Returns: (2, depths, ranks) hits and trials, to be summed over texts.
     """
+    import falcon  # here, because a copy of CAPE may stand beside this file without it
+
     config = dataclasses.replace(drafter.config, tree=tree, best_nodes=0)
     hidden = common.target_features(target, input_ids)[0]  # (1, T, D)
     truth = input_ids[0].tolist()
@@ -238,6 +239,7 @@ def tree_of_falcon(arm, target, turns: list[dict], cost_curve: dict) -> dict:
 
     Args: as of sizes_of_cape.
     """
+    falcon = arm.module
     drafter = arm.kwargs["drafter"]
     k = drafter.config.k
     turns = turns[:ANSWERS]

@@ -268,7 +268,7 @@ def settings(arm) -> dict:
     used = {}
     for option in dataclasses.fields(arm.module.Config):
         value = getattr(config, option.name)
-        if arm.kwargs.get(option.name) is not None and not hasattr(value, "keys"):
+        if arm.kwargs.get(option.name) is not None:
             value = arm.kwargs[option.name]
         if option.metadata.get("decode") and isinstance(value, bool | int | float | str | list):
             used[option.name] = value

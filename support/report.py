@@ -262,7 +262,6 @@ PAPERS = [
     ("falcon", "chain", {"k": 2, "csgd": False}, {"accepted": 1.64, "speedup": 2.06}),
     ("falcon", "", {"k": 3, "csgd": True}, {"accepted": 2.52, "speedup": 2.96}),
     ("falcon", "", {"k": 4, "csgd": True}, {"accepted": 2.35, "speedup": 2.86}),
-    ("ctc_drafter", "", {"kind": "ctc"}, {"tau": 3.56, "speedup": 2.78}),
     ("ctc_drafter", "alignments", {"kind": "ctc"}, {"tau": 3.56, "speedup": 2.78}),
     ("ctc_drafter", "none", {"kind": "ctc"}, {"tau": 3.02, "speedup": 2.25}),
     ("ctc_drafter", "alignments", {"kind": "medusa"}, {"tau": 2.38, "speedup": 1.71}),

@@ -56,7 +56,8 @@ def test_a_blank_is_noticed_and_the_message_says_how(name, request, monkeypatch)
     with pytest.raises(AssertionError) as caught:
         test(**arguments)
     message = str(caught.value).lower()
-    assert "expected" in message and "got" in message, message
+    given, expected, rest = message.partition("expected")
+    assert re.search(r"[\d\[]", given) and expected and "got" in rest, message
 
 
 def test_a_copy_differs_in_one_function_only(tmp_path, monkeypatch, capsys):

@@ -7,6 +7,7 @@ import torch
 from tiny import make_llama
 
 import cape
+import falcon
 from support import fitting, report, stopping
 
 
@@ -86,7 +87,8 @@ def test_the_refit_of_falcon_by_hand(monkeypatch):
 
     monkeypatch.setattr(fitting, "draft_ms", draft_ms)
     monkeypatch.setattr(fitting, "tree_acceptance", tree_acceptance)
-    arm = types.SimpleNamespace(kwargs={"drafter": types.SimpleNamespace(config=Falcon)})
+    drafter = types.SimpleNamespace(config=Falcon)
+    arm = types.SimpleNamespace(module=falcon, kwargs={"drafter": drafter})
     costs = {"by_tokens": {"1": 10.0, "64": 20.0}}
     turns = [turn([1, 2], [3]), turn([1, 2], [3, 4])]
     found = fitting.tree_of_falcon(arm, None, turns, costs)

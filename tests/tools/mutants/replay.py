@@ -16,8 +16,8 @@ MUTANTS = [
     ),
     (
         "support/replay.py",
-        'if arm.kwargs.get(option.name) is not None and not hasattr(value, "keys"):',
-        'if arm.kwargs.get(option.name) is not None and hasattr(value, "keys"):',
+        "if arm.kwargs.get(option.name) is not None:",
+        "if arm.kwargs.get(option.name) is not None and value is None:",
         "replay: the page shows the drafter's settings whatever the command line says",
     ),
     (
