@@ -5,30 +5,34 @@ drafts are thrown away. A small head on the draft model's last hidden state pred
 token will be accepted; the round ends when the predicted chance of a refusal exceeds h.
 
 Why a threshold (3.1): a state is the prefix and the tokens drafted so far, an action is stop or
-continue; either way one more token is drafted. A token after a refusal costs c1 = t_draft, stopping
-costs c2 = t_target - t_draft. If a token was refused already, continuing wastes at least c1 more;
-if not, it saves at most c2 + Delta. So stopping is better once the chance of a refusal reaches
-(c2 + Delta) / (c1 + c2 + Delta), Theorem 3.1.
+continue; either way one more token is drafted. A discarded token (the refused one and all after it)
+costs c1 = t_draft, stopping costs c2 = t_target - t_draft. If a token was refused already,
+continuing wastes at least c1 more; if not, it saves at most c2 + Delta. So stopping is better once
+the chance of a refusal reaches (c2 + Delta) / (c1 + c2 + Delta), Theorem 3.1.
 
 That is the true chance. The head's sigmoid is low on purpose: w_rej > 1 makes mistakes on refused
 tokens dearer, so it nears P / (P + w_rej (1 - P)), P being the true chance of acceptance. With
 w_rej = 6 and h = 0.7 a round stops, after one judged token, at P = 0.72, a true chance of refusal
-of 0.28. `true_probability` adds log w_rej to the logits, which gives P, and compares that with h.
+of 0.28. `true_probability` adds log w_rej to the logits, which then give P; h is compared with 1
+minus the product of the P's.
 
     symbol                 name here                        section/equation  function
     q, p                   drafter, target                  2                 propose, common.verify
+    q_i, p_i               q_draft, p_target                Alg. 1            propose, common._draw
     x_prefix, Y_i          input_ids, token                 2, 3.1            propose
     K                      Config.gamma (stop fixed)        2                 generate
-    k + 1, n, y'           len(tokens), len(path), bonus    3.1, Alg. 1       common.verify
+    k + 1, n, y'           count, len(path), committed[-1]  3.1, Alg. 1       common.verify
+    r_i ~ Unif[0, 1]       torch.rand(())                   Alg. 1            common._draw
     f_theta, D             AcceptanceHead, head_depth       3.2, 4.1          Drafter.accept_logit
     e_i                    hidden                           Eq. 3.1           propose, draft_states
     p^, h                  all_accepted, threshold          Alg. 2            until_stop
+    pi(s_k) = stop         1 - all_accepted > threshold     3.2               until_stop
     X, Y, Z, r             input_ids, drafted, mixed, keep  3.3               labelled
     P_i, w_acc, w_rej      accept_prob, 1, w_rej            3.3, 4.1          labelled, loss
     c1, c2, Delta          c1, c2, delta                    3.1, Thm. 3.1     stop_threshold
     S                      the False ones of agrees         Lemma 2.1         oracle
     t_draft, t_target, T   the same, seconds                Eq. 2.1           support/stopping.py
-    N, N_draft             tokens, n_draft                  2, Eq. 2.2        support/stopping.py
+    N, N_draft             tokens, n_draft                  2, Eq. 2.1        support/stopping.py
     N_target, N_discarded  n_target, n_discarded            2, Eq. 2.2        support/stopping.py
 
 Deviations ("upstream" is the authors' published code)
@@ -42,12 +46,13 @@ Deviations ("upstream" is the authors' published code)
     5. paper silent: a batch's loss is normalised by its total weight. Y and Z are drawn anew at
        each step (upstream: once, before training).
     6. ours: disagreeing with an answer's last token costs no round; Lemma 2.1 counts one.
-    7. ours: peak learning rate 2e-3 by default, 1e-3 for the shipped head, 4 conversations a step,
-       gradient norms cut at 1. Upstream's command has 5e-5 (its trainer's default), 32 a step.
+    7. ours: peak learning rate 2e-3 by default, 1e-3 for the shipped head, 4 conversations a step.
+       Upstream's command has 5e-5 (its trainer's default), 32 a step.
     8. ours: rivals of the head, `stop="confidence"` (section 5 cites such heuristics) and
        `stop="entropy"` (not in the paper).
     9. ours, off by default: `true_probability`; `head_sees="confidence"`, which shows the head
        log q(Y_t) too, for e_t comes after Y_t and hardly tells how likely Y_t was; `copies`.
+   10. paper silent: a drafted end-of-sequence token ends the draft, as upstream.
 """
 
 import copy
@@ -159,9 +164,9 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             hidden: (..., D) e_t, the hidden state at Y_t.
             of_q: (...,) q_draft(Y_t), which only a head with `head_sees="confidence"` looks at.
         """
-        x = hidden.to(self.head.out.weight.dtype)
+        x = hidden.to(self.head.out.weight.dtype)  # (..., D)
         if self.head.log_q is not None:
-            log_q = of_q.to(x.dtype).clamp(min=1e-9).log()
+            log_q = of_q.to(x.dtype).clamp(min=1e-9).log()  # (...,)
             x = x + log_q[..., None] * self.head.log_q  # (..., D)
         return self.head(x)
 
@@ -172,8 +177,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         config = AutoConfig.for_model(**self.config.model)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
-        body = copy.copy(self.body)  # else the embedding would become a part of this drafter
-        body._modules = dict(self.body._modules)
+        shared = {id(part): part for part in self.body.children()}  # not copied
+        body = copy.deepcopy(self.body, shared)  # has an embedding of its own, unlike this drafter
         body.set_input_embeddings(target.get_input_embeddings())
         setattr(model, model.base_model_prefix, body)
         model.set_output_embeddings(target.get_output_embeddings())
@@ -213,7 +218,8 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
     drafter = Drafter(config)
     drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
-    weights, copied = target.base_model.state_dict(), {}
+    weights = target.base_model.state_dict()
+    copied = {}
     for name in drafter.body.state_dict():
         parts = name.split(".")
         if parts[0] in ("layers", "h"):  # `h` in GPT-2; layers[0] names the one that 0 is made of
@@ -234,22 +240,18 @@ def draft_states(drafter, target, batch, input_ids, rows, base=None, base_drafte
         return base_states(base, base_drafter, target, batch, input_ids, rows)
     if drafter.config.draft_model:
         return load_draft_model(drafter.config.draft_model, target).base_model(input_ids)[0][rows]
-    embeds = target.get_input_embeddings()(input_ids).to(drafter.head.out.weight.dtype)
-    return drafter(embeds)[rows]
+    embeds = target.get_input_embeddings()(input_ids)  # (B, T, D)
+    return drafter(embeds.to(drafter.head.out.weight.dtype))[rows]
 
 
 def base_states(base, base_drafter, target, batch, input_ids, rows) -> Tensor:
-    """The same of another chain drafter, whose forward returns (logits, hidden states).
+    """The same of another chain drafter, whose training_logits gives its hidden states third.
 
     What it reads of the target's cache stays that of batch.input_ids, the verified text.
     """
-    scored = F.pad(rows[:, :-1], (1, 0))  # it looks at the row before each of these
+    scored = F.pad(rows[:, :-1], (1, 0))  # (B, T) it looks at the row before each of these
     mixed_batch = dataclasses.replace(batch, input_ids=input_ids, loss_mask=scored)
-    seen = []
-    hook = base_drafter.register_forward_hook(lambda _module, _args, out: seen.append(out[1]))
-    base.training_logits(base_drafter, target, mixed_batch)
-    hook.remove()
-    return seen[0]
+    return base.training_logits(base_drafter, target, mixed_batch)[2]
 
 
 def draft_logits(drafter: Drafter, target, batch, base=None, base_drafter=None) -> Tensor:
@@ -311,7 +313,9 @@ def labelled(drafter: Drafter, target, batch, base=None, base_drafter=None) -> t
     rows = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T) row t - 1 predicts token t
     logits = draft_logits(drafter, target, batch, base, base_drafter)  # (M, Vd)
     parts = zip(logits.split(256), batch.hidden[rows].split(256), to_draw[rows].split(256))
-    tokens, of_q, accept_prob = [], [], []
+    tokens = []
+    of_q = []
+    accept_prob = []
     for scores, features, uniform in parts:  # a part at a time spares memory
         target_scores = common.target_logits(target, features)  # (m, V)
         q_draft = distribution(scores, config.temperature, config.top_p)  # (m, Vd)
@@ -342,11 +346,12 @@ def loss(drafter: Drafter, target, batch, base=None, base_drafter=None) -> Tenso
     """
     if drafter.distils:
         rows = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T) row t - 1 predicts token t
-        p_target = common.target_logits(target, batch.hidden[rows], drafter.draft_ids).softmax(-1)
-        return F.cross_entropy(draft_logits(drafter, target, batch), p_target, reduction="sum")
+        teacher = common.target_logits(target, batch.hidden[rows], drafter.draft_ids)  # (M, Vd)
+        logits = draft_logits(drafter, target, batch)  # (M, Vd)
+        return F.cross_entropy(logits, teacher.softmax(-1), reduction="sum")
     hidden, of_q, accept_prob = labelled(drafter, target, batch, base, base_drafter)
     logit = drafter.accept_logit(hidden, of_q).float()  # (J,)
-    weight_rej = drafter.config.w_rej * (1 - accept_prob)  # and w_acc is 1
+    weight_rej = drafter.config.w_rej * (1 - accept_prob)  # (J,) and w_acc is 1
     total = -(accept_prob * F.logsigmoid(logit) + weight_rej * F.logsigmoid(-logit)).sum()
     return total / (accept_prob + weight_rej).sum().clamp(min=1e-6) * batch.loss_mask.sum()
 
@@ -355,7 +360,7 @@ def alpha(drafter: Drafter, target, batch, base=None, base_drafter=None) -> tupl
     """Acceptance rate at temperature 1: (the sum over M positions of sum_x min(p, q), M)."""
     draft_ids = (drafter if base is None else base_drafter).draft_ids
     rows = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T) row t - 1 predicts token t
-    q_draft = draft_logits(drafter, target, batch, base, base_drafter).softmax(-1)
+    q_draft = draft_logits(drafter, target, batch, base, base_drafter).softmax(-1)  # (M, Vd)
     p_target = common.target_logits(target, batch.hidden[rows]).softmax(-1)[:, draft_ids]  # (M, Vd)
     return torch.minimum(p_target, q_draft).sum(), len(q_draft)
 
@@ -376,7 +381,8 @@ def new_memory(drafter, target) -> Memory:
     if hasattr(drafter, "draft_ids"):
         head = common.draft_head(target, drafter.draft_ids)
         return Memory(common.DraftCache(len(drafter.config.layers)), head)
-    theirs, ours = common.target_shape(drafter), common.target_shape(target)["vocab_size"]
+    theirs = common.target_shape(drafter)
+    ours = common.target_shape(target)["vocab_size"]
     if theirs["vocab_size"] != ours:
         tokens = f"{theirs['vocab_size']} tokens and the target {ours}"
         raise ValueError(f"the draft model has {tokens}; take one of the same vocabulary")
@@ -396,13 +402,15 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
     while True:
         memory.cache.feed(fed)
         if memory.head is None:
+            # (1, 1, V), (1, n, D)
             logits, states = common.forward(drafter, fed, memory.cache, logits_to_keep=1)
             hidden = states[:, -1]  # (1, D)
             scores = logits[:, -1].float()  # (1, V)
         else:
             hidden = drafter(target.get_input_embeddings()(fed), memory.cache)[:, -1]  # (1, D)
             logits = memory.head(hidden).float()  # (1, Vd)
-            scores = logits.new_full((1, drafter.config.target["vocab_size"]), float("-inf"))
+            vocab = drafter.config.target["vocab_size"]
+            scores = logits.new_full((1, vocab), float("-inf"))  # (1, V)
             scores[:, drafter.draft_ids] = logits
         if logits_processor:
             scores = logits_processor(input_ids, scores)
@@ -411,7 +419,7 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
         q_draft = scores.softmax(-1)[0]  # (V,)
         token = torch.multinomial(q_draft, 1) if do_sample else q_draft.argmax(keepdim=True)
         yield token, q_draft, hidden[0]
-        fed = token[None]
+        fed = token[None]  # (1, 1)
         input_ids = torch.cat([input_ids, fed], dim=1)
 
 

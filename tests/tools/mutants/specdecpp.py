@@ -62,8 +62,8 @@ MUTANTS = [
     (
         "specdecpp.py",
         "        rows = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T) row t - 1 predicts token t\n"
-        "        p_target",
-        "        rows = batch.loss_mask\n        p_target",
+        "        teacher",
+        "        rows = batch.loss_mask\n        teacher",
         "loss, draft: rows off by one",
     ),
     (
