@@ -112,6 +112,12 @@ MUTANTS = [
     ),
     (
         "specdecpp.py",
+        "until_stop(until_end(steps, ends), drafter,",
+        "until_stop(steps, drafter,",
+        "drafting goes on past an end-of-sequence token",
+    ),
+    (
+        "specdecpp.py",
         'limit = config.gamma if config.stop == "fixed" else config.max_draft',
         "limit = config.max_draft",
         "fixed K is ignored",
@@ -208,8 +214,8 @@ MUTANTS = [
     ),
     (
         "specdecpp.py",
-        '"entropy": entropy, "max_draft": max_draft, "copies": copies,',
-        '"entropy": entropy, "copies": copies,',
+        'given |= {"max_draft": max_draft, "copies": copies}',
+        'given |= {"copies": copies}',
         "generate: max_draft is ignored, the drafter's own is taken",
     ),
     (
