@@ -448,7 +448,7 @@ def check(config: Config, drafter, model, base, draft_model) -> None:
         raise ValueError(f"unknown stop {config.stop!r}; take head, fixed, confidence or entropy")
     fits = bool(base) == bool(config.base) and bool(draft_model) == bool(config.draft_model)
     if config.stop == "head" and (drafter is None or drafter.distils or not fits):
-        remedy = "train one (--stage head, with that --base or --draft-model), or try another --stop"
+        remedy = "train one (--stage head, with --base or --draft-model), or take another --stop"
         raise ValueError(f"no acceptance head was trained on this draft model: {remedy}")
 
 
