@@ -92,7 +92,8 @@ class Clock(common.Stats):
     @contextlib.contextmanager
     def timer(self, name: str):
         """Record the block as time of `name`; all that is nested in a prefill is prefill."""
-        outer, start = self.phase, mark(self.cuda)
+        outer = self.phase
+        start = mark(self.cuda)
         self.phase = outer if outer == "prefill" else name
         yield
         self.phase = outer
@@ -210,7 +211,8 @@ class Arm:
         """Take over what the arm says of itself; returns when its prefill ended, or None."""
         text = f"{self.name} counts {clock.emitted} of {len(answer.tokens)} tokens"
         assert clock.emitted == len(answer.tokens), text
-        answer.forwards = answer.rounds = len(clock.accepted)
+        answer.forwards = len(clock.accepted)
+        answer.rounds = len(clock.accepted)
         answer.drafted = clock.drafted
         answer.offered = clock.offered
         answer.accepted = clock.accepted
@@ -360,7 +362,8 @@ def run(
                     bar.update(1)
                 reference = played[arms[0].name].tokens
                 for arm in arms:
-                    answer, gone = played[arm.name], None
+                    answer = played[arm.name]
+                    gone = None
                     if not options["do_sample"]:
                         gone = divergence(target, encoded, reference, answer.tokens)
                     arm.answers.append(answer)
@@ -405,7 +408,8 @@ def acceptance_rate(arm: Arm, target, turns: list[dict]) -> float | None:
     if not hasattr(arm.module, "alpha") or drafter is None or arm.kwargs.get("draft_model"):
         return None
     layers = [layer for each in arm.drafters for layer in getattr(each, "kv_layers", ())]
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for index, turn in enumerate(turns[:ALPHA_ANSWERS]):
         prompt = turn["input_ids"]
         ids = torch.cat([prompt, prompt.new_tensor([turn["answer"]])], dim=1)  # (1, T)
@@ -422,7 +426,8 @@ def acceptance_rate(arm: Arm, target, turns: list[dict]) -> float | None:
 def summary(arms: list[Arm], target, turns: list[dict], greedy: bool) -> dict:
     """The figures of all arms, {NAME: figures}; the baseline is the faster of the first two."""
     baseline = max(arms[:2], key=report.speed)
-    result, alphas = {}, {}
+    result = {}
+    alphas = {}
     for arm in (baseline, *arms[2:]):
         numbers = report.figures(arm, baseline, turns, greedy)
         drafter = arm.module, id(arm.kwargs.get("drafter"))
@@ -454,7 +459,8 @@ def cost_curve(target, context: int, repeats: int = 5) -> dict:
             f"--context {context} + 64 tokens exceed the target's context of {limit}; lower "
             "--context"
         )
-    device, cuda = target.device, target.device.type == "cuda"
+    device = target.device
+    cuda = device.type == "cuda"
     cache = common.GrowingCache(shape["num_layers"])
     generator = torch.Generator().manual_seed(0)
 
@@ -519,7 +525,10 @@ def measure(args) -> dict:
     if args.pack:
         target = packed.pack(target)
     result = report.header(args, target, len(prompts))
-    arms, turns, fit, swept = [], [], None, None
+    arms = []
+    turns = []
+    fit = None
+    swept = None
     if prompts:
         arms = make_arms(target, args)
         longest = check_lengths(target, tokenizer, prompts, args.max_new_tokens)

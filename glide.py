@@ -356,8 +356,8 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
     return (block[:, :, None] > block[:, None, :])[:, None]
 
 
-def training_logits(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """Draft logits (M, Vd) of the M rows that are scored, and which these are, (B, T) bool.
+def training_logits(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Draft logits (M, Vd) of the M scored rows, which these are (B, T) bool, and hidden (M, D).
 
     A row predicts the token after it, so those are the rows before the tokens of the loss mask.
     """
@@ -376,8 +376,8 @@ def training_logits(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     head = common.draft_head(target, drafter.draft_ids).to(embeds.dtype)
     where = torch.zeros_like(batch.loss_mask)  # (B, T)
     where[:, :-1] = batch.loss_mask[:, 1:]
-    logits, _ = drafter(embeds, rotary, glimpses, head, where, cross_mask=mask)
-    return logits.float(), where
+    logits, hidden = drafter(embeds, rotary, glimpses, head, where, cross_mask=mask)
+    return logits.float(), where, hidden
 
 
 def loss(drafter: Drafter, target, batch) -> Tensor:
@@ -390,7 +390,7 @@ def loss(drafter: Drafter, target, batch) -> Tensor:
     Args:
         batch: common.Batch, with the K/V of drafter.kv_layers.
     """
-    logits, where = training_logits(drafter, target, batch)  # (M, Vd), (B, T)
+    logits, where, _ = training_logits(drafter, target, batch)  # (M, Vd), (B, T)
     if drafter.config.distill:
         teacher = common.target_logits(target, batch.hidden[where], drafter.draft_ids)  # (M, Vd)
         return F.cross_entropy(logits, teacher.softmax(-1), reduction="sum")
@@ -403,7 +403,7 @@ def loss(drafter: Drafter, target, batch) -> Tensor:
 
 def alpha(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """Acceptance rate (5.1): sum over M positions of sum_x min(p_target, q_draft), and M."""
-    logits, where = training_logits(drafter, target, batch)  # (M, Vd), (B, T)
+    logits, where, _ = training_logits(drafter, target, batch)  # (M, Vd), (B, T)
     q_draft = logits.softmax(-1)  # (M, Vd)
     p_target = common.target_logits(target, batch.hidden[where]).softmax(-1)[:, drafter.draft_ids]
     return torch.minimum(p_target, q_draft).sum(), len(q_draft)

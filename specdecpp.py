@@ -5,49 +5,48 @@ drafts are thrown away. A small head on the draft model's last hidden state pred
 token will be accepted; the round ends when the predicted chance of a refusal exceeds h.
 
 Why a threshold (3.1): a state is the prefix and the tokens drafted so far, an action is stop or
-continue; either way one more token is drafted. A token after a refusal costs c1 = t_draft, stopping
-costs c2 = t_target - t_draft. If a token was refused already, continuing wastes at least c1 more;
-if not, it saves at most c2 + Delta. So stopping is better once the chance of a refusal reaches
-(c2 + Delta) / (c1 + c2 + Delta), Theorem 3.1.
+continue; either way one more token is drafted. A discarded token (the refused one and all after it)
+costs c1 = t_draft, stopping costs c2 = t_target - t_draft. If a token was refused already,
+continuing wastes at least c1 more; if not, it saves at most c2 + Delta. So stopping is better once
+the chance of a refusal reaches (c2 + Delta) / (c1 + c2 + Delta), Theorem 3.1.
 
 That is the true chance. The head's sigmoid is low on purpose: w_rej > 1 makes mistakes on refused
 tokens dearer, so it nears P / (P + w_rej (1 - P)), P being the true chance of acceptance. With
 w_rej = 6 and h = 0.7 a round stops, after one judged token, at P = 0.72, a true chance of refusal
-of 0.28. `true_probability` adds log w_rej to the logits, which gives P, and compares that with h.
+of 0.28. `true_probability` adds log w_rej to the logits: h bounds 1 minus the product of the P's.
 
     symbol                 name here                        section/equation  function
     q, p                   drafter, target                  2                 propose, common.verify
     x_prefix, Y_i          input_ids, token                 2, 3.1            propose
     K                      Config.gamma (stop fixed)        2                 generate
-    k + 1, n, y'           len(tokens), len(path), bonus    3.1, Alg. 1       common.verify
+    k + 1, n, y'           count, len(path), committed[-1]  3.1, Alg. 1       common.verify
+    r_i ~ Unif[0, 1]       torch.rand(())                   Alg. 1            common._draw
     f_theta, D             AcceptanceHead, head_depth       3.2, 4.1          Drafter.accept_logit
     e_i                    hidden                           Eq. 3.1           propose, draft_states
-    p^, h                  all_accepted, threshold          Alg. 2            until_stop
+    p^, h, pi(s_k) = stop  all_accepted, threshold, return  3.2, Alg. 2       until_stop
     X, Y, Z, r             input_ids, drafted, mixed, keep  3.3               labelled
     P_i, w_acc, w_rej      accept_prob, 1, w_rej            3.3, 4.1          labelled, loss
     c1, c2, Delta          c1, c2, delta                    3.1, Thm. 3.1     stop_threshold
     S                      the False ones of agrees         Lemma 2.1         oracle
     t_draft, t_target, T   the same, seconds                Eq. 2.1           support/stopping.py
-    N, N_draft             tokens, n_draft                  2, Eq. 2.2        support/stopping.py
+    N, N_draft             tokens, n_draft                  2, Eq. 2.1        support/stopping.py
     N_target, N_discarded  n_target, n_discarded            2, Eq. 2.2        support/stopping.py
 
 Deviations ("upstream" is the authors' published code)
-    1. ours: the draft model is a few layers copied from the target and distilled (`stage="draft"`)
-       between its embedding and LM head, before the head is trained (`stage="head"`). The paper
-       takes another causal LM: `draft_model`. `base` puts the head on another chain drafter.
+    1. ours: the draft model is a few layers copied from the target and distilled (`stage="draft"`);
+       then the head is trained (`stage="head"`). The paper takes another causal LM: `draft_model`.
     2. ours: only the most frequent tokens are drafted (`draft_vocab`); by `causal_lm`, all are.
     3. upstream != paper: the D residual blocks have a weight each (upstream ties them to one).
     4. ours: labels are greedy by default, as decoding is: 1 where the two argmaxes agree. For
        sampling, train the head with the `temperature` and `top_p` of decoding.
     5. paper silent: a batch's loss is normalised by its total weight. Y and Z are drawn anew at
-       each step (upstream: once, before training).
+       each step (upstream: once, before training). Drafting ends after end-of-sequence, as there.
     6. ours: disagreeing with an answer's last token costs no round; Lemma 2.1 counts one.
-    7. ours: peak learning rate 2e-3 by default, 1e-3 for the shipped head, 4 conversations a step,
-       gradient norms cut at 1. Upstream's command has 5e-5 (its trainer's default), 32 a step.
-    8. ours: rivals of the head, `stop="confidence"` (section 5 cites such heuristics) and
-       `stop="entropy"` (not in the paper).
+    7. ours: peak learning rate 2e-3 by default, 1e-3 for the shipped head, 4 conversations a step.
+       Upstream's command has 5e-5 (its trainer's default), 32 a step.
+    8. ours: rivals of the head, `stop="confidence"` (cited in section 5) and `stop="entropy"`.
     9. ours, off by default: `true_probability`; `head_sees="confidence"`, which shows the head
-       log q(Y_t) too, for e_t comes after Y_t and hardly tells how likely Y_t was; `copies`.
+       log q(Y_t) too, for e_t comes after Y_t and hardly says how likely Y_t was; `copies`; `base`.
 """
 
 import copy
@@ -56,7 +55,6 @@ import functools
 import itertools
 import math
 import sys
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +66,7 @@ import common
 from common import option
 
 
-@dataclass
+@dataclasses.dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in)")
     model: dict = option(dict, "of the draft model (filled in)")
@@ -134,8 +132,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.body = None
         if not config.base and not config.draft_model:
             no_tokens = dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"])
-            model = config.model | no_tokens | {"vocab_size": 1}
-            shape = AutoConfig.for_model(**model)
+            shape = AutoConfig.for_model(**config.model | no_tokens | {"vocab_size": 1})
             self.body = AutoModel.from_config(shape, dtype=torch.float32)
             self.body.set_input_embeddings(nn.Identity())  # the target's comes from outside
             self.body.requires_grad_(config.stage == "draft")
@@ -155,13 +152,12 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
     def accept_logit(self, hidden: Tensor, of_q: Tensor) -> Tensor:
         """f_theta (...,), whose sigmoid predicts, low by w_rej, that Y_t is accepted (Eq. 3.1).
 
-        Args:
-            hidden: (..., D) e_t, the hidden state at Y_t.
-            of_q: (...,) q_draft(Y_t), which only a head with `head_sees="confidence"` looks at.
+        Args: hidden: (..., D) e_t, the hidden state at Y_t. of_q: (...,) q_draft(Y_t), which only
+            a head with `head_sees="confidence"` looks at.
         """
-        x = hidden.to(self.head.out.weight.dtype)
+        x = hidden.to(self.head.out.weight.dtype)  # (..., D)
         if self.head.log_q is not None:
-            log_q = of_q.to(x.dtype).clamp(min=1e-9).log()
+            log_q = of_q.to(x.dtype).clamp(min=1e-9).log()  # (...,)
             x = x + log_q[..., None] * self.head.log_q  # (..., D)
         return self.head(x)
 
@@ -172,8 +168,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         config = AutoConfig.for_model(**self.config.model)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
-        body = copy.copy(self.body)  # else the embedding would become a part of this drafter
-        body._modules = dict(self.body._modules)
+        shared = {id(part): part for part in self.body.children()}  # not copied
+        body = copy.deepcopy(self.body, shared)  # has an embedding of its own, unlike this drafter
         body.set_input_embeddings(target.get_input_embeddings())
         setattr(model, model.base_model_prefix, body)
         model.set_output_embeddings(target.get_output_embeddings())
@@ -213,7 +209,8 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
     drafter = Drafter(config)
     drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
-    weights, copied = target.base_model.state_dict(), {}
+    weights = target.base_model.state_dict()
+    copied = {}
     for name in drafter.body.state_dict():
         parts = name.split(".")
         if parts[0] in ("layers", "h"):  # `h` in GPT-2; layers[0] names the one that 0 is made of
@@ -231,25 +228,14 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 def draft_states(drafter, target, batch, input_ids, rows, base=None, base_drafter=None) -> Tensor:
     """Hidden states (M, D) of whichever model drafts, reading input_ids (B, T), at rows (B, T)."""
     if base is not None:
-        return base_states(base, base_drafter, target, batch, input_ids, rows)
+        scored = F.pad(rows[:, :-1], (1, 0))  # (B, T) it looks at the row before each of these
+        # what it reads of the target's cache stays that of batch.input_ids, the verified text
+        mixed_batch = dataclasses.replace(batch, input_ids=input_ids, loss_mask=scored)
+        return base.training_logits(base_drafter, target, mixed_batch)[2]
     if drafter.config.draft_model:
         return load_draft_model(drafter.config.draft_model, target).base_model(input_ids)[0][rows]
-    embeds = target.get_input_embeddings()(input_ids).to(drafter.head.out.weight.dtype)
-    return drafter(embeds)[rows]
-
-
-def base_states(base, base_drafter, target, batch, input_ids, rows) -> Tensor:
-    """The same of another chain drafter, whose forward returns (logits, hidden states).
-
-    What it reads of the target's cache stays that of batch.input_ids, the verified text.
-    """
-    scored = F.pad(rows[:, :-1], (1, 0))  # it looks at the row before each of these
-    mixed_batch = dataclasses.replace(batch, input_ids=input_ids, loss_mask=scored)
-    seen = []
-    hook = base_drafter.register_forward_hook(lambda _module, _args, out: seen.append(out[1]))
-    base.training_logits(base_drafter, target, mixed_batch)
-    hook.remove()
-    return seen[0]
+    embeds = target.get_input_embeddings()(input_ids)  # (B, T, D)
+    return drafter(embeds.to(drafter.head.out.weight.dtype))[rows]
 
 
 def draft_logits(drafter: Drafter, target, batch, base=None, base_drafter=None) -> Tensor:
@@ -276,10 +262,7 @@ def distribution(logits: Tensor, temperature: float, top_p: float) -> Tensor:
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """Draw a token (M,) from each row of probs (M, V): where its running sum exceeds uniform (M,).
 
-    An example of one row:
-
-        probs          .5   .3   .2
-        running sum    .5   .8   1       uniform .6: one running sum is at most .6, so token 1
+    The row .5 .3 .2 has the running sums .5 .8 1, of which one is at most uniform = .6: token 1.
     """
     sums = probs.cumsum(-1)  # (M, V)
     passed = sums <= uniform[:, None] * sums[:, -1:]  # the last sum is 1 but for rounding
@@ -311,7 +294,9 @@ def labelled(drafter: Drafter, target, batch, base=None, base_drafter=None) -> t
     rows = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T) row t - 1 predicts token t
     logits = draft_logits(drafter, target, batch, base, base_drafter)  # (M, Vd)
     parts = zip(logits.split(256), batch.hidden[rows].split(256), to_draw[rows].split(256))
-    tokens, of_q, accept_prob = [], [], []
+    tokens = []
+    of_q = []
+    accept_prob = []
     for scores, features, uniform in parts:  # a part at a time spares memory
         target_scores = common.target_logits(target, features)  # (m, V)
         q_draft = distribution(scores, config.temperature, config.top_p)  # (m, Vd)
@@ -342,11 +327,12 @@ def loss(drafter: Drafter, target, batch, base=None, base_drafter=None) -> Tenso
     """
     if drafter.distils:
         rows = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T) row t - 1 predicts token t
-        p_target = common.target_logits(target, batch.hidden[rows], drafter.draft_ids).softmax(-1)
-        return F.cross_entropy(draft_logits(drafter, target, batch), p_target, reduction="sum")
+        teacher = common.target_logits(target, batch.hidden[rows], drafter.draft_ids)  # (M, Vd)
+        logits = draft_logits(drafter, target, batch)  # (M, Vd)
+        return F.cross_entropy(logits, teacher.softmax(-1), reduction="sum")
     hidden, of_q, accept_prob = labelled(drafter, target, batch, base, base_drafter)
     logit = drafter.accept_logit(hidden, of_q).float()  # (J,)
-    weight_rej = drafter.config.w_rej * (1 - accept_prob)  # and w_acc is 1
+    weight_rej = drafter.config.w_rej * (1 - accept_prob)  # (J,) and w_acc is 1
     total = -(accept_prob * F.logsigmoid(logit) + weight_rej * F.logsigmoid(-logit)).sum()
     return total / (accept_prob + weight_rej).sum().clamp(min=1e-6) * batch.loss_mask.sum()
 
@@ -355,7 +341,7 @@ def alpha(drafter: Drafter, target, batch, base=None, base_drafter=None) -> tupl
     """Acceptance rate at temperature 1: (the sum over M positions of sum_x min(p, q), M)."""
     draft_ids = (drafter if base is None else base_drafter).draft_ids
     rows = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T) row t - 1 predicts token t
-    q_draft = draft_logits(drafter, target, batch, base, base_drafter).softmax(-1)
+    q_draft = draft_logits(drafter, target, batch, base, base_drafter).softmax(-1)  # (M, Vd)
     p_target = common.target_logits(target, batch.hidden[rows]).softmax(-1)[:, draft_ids]  # (M, Vd)
     return torch.minimum(p_target, q_draft).sum(), len(q_draft)
 
@@ -363,7 +349,7 @@ def alpha(drafter: Drafter, target, batch, base=None, base_drafter=None) -> tupl
 # ----------------------------------------------------------------------------------------- decoding
 
 
-@dataclass
+@dataclasses.dataclass
 class Memory:
     """What the draft model keeps from round to round of one answer."""
 
@@ -376,7 +362,8 @@ def new_memory(drafter, target) -> Memory:
     if hasattr(drafter, "draft_ids"):
         head = common.draft_head(target, drafter.draft_ids)
         return Memory(common.DraftCache(len(drafter.config.layers)), head)
-    theirs, ours = common.target_shape(drafter), common.target_shape(target)["vocab_size"]
+    theirs = common.target_shape(drafter)
+    ours = common.target_shape(target)["vocab_size"]
     if theirs["vocab_size"] != ours:
         tokens = f"{theirs['vocab_size']} tokens and the target {ours}"
         raise ValueError(f"the draft model has {tokens}; take one of the same vocabulary")
@@ -386,8 +373,7 @@ def new_memory(drafter, target) -> Memory:
 def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do_sample=False):
     """Draft a chain one token at a time; take as many as you want.
 
-    Args:
-        drafter, memory: of new_memory. input_ids: (1, P + 1) committed tokens. cache: not read.
+    Args: drafter, memory: of new_memory. input_ids: (1, P + 1) committed tokens. cache: not read.
     Yields:
         (token y_i (1,), the processed q_draft (V,) it comes from, hidden state e_(i-1) (D,)). The
         chain ends early where the processors forbid every token that can be drafted.
@@ -397,13 +383,13 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
         memory.cache.feed(fed)
         if memory.head is None:
             logits, states = common.forward(drafter, fed, memory.cache, logits_to_keep=1)
-            hidden = states[:, -1]  # (1, D)
-            scores = logits[:, -1].float()  # (1, V)
+            hidden = states[:, -1]  # (1, D) of (1, n, D)
+            scores = logits[:, -1].float()  # (1, V) of (1, 1, V)
         else:
             hidden = drafter(target.get_input_embeddings()(fed), memory.cache)[:, -1]  # (1, D)
             logits = memory.head(hidden).float()  # (1, Vd)
             scores = logits.new_full((1, drafter.config.target["vocab_size"]), float("-inf"))
-            scores[:, drafter.draft_ids] = logits
+            scores[:, drafter.draft_ids] = logits  # all (1, V)
         if logits_processor:
             scores = logits_processor(input_ids, scores)
             if not scores.max() > float("-inf"):  # nothing is allowed, or that normalised: NaN
@@ -411,7 +397,7 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
         q_draft = scores.softmax(-1)[0]  # (V,)
         token = torch.multinomial(q_draft, 1) if do_sample else q_draft.argmax(keepdim=True)
         yield token, q_draft, hidden[0]
-        fed = token[None]
+        fed = token[None]  # (1, 1)
         input_ids = torch.cat([input_ids, fed], dim=1)
 
 
@@ -425,8 +411,7 @@ def until_stop(steps, drafter, config: Config, most: int, chances: list):
         p^, all before accepted   1    .9   .72  .36
         stop, 1 - p^ > h?         0    .1   .28  .64 yes: y1 to y4 are submitted
 
-    Args:
-        steps: of a chain proposer: (token (1,), q_draft (V,), hidden of the token before (D,)).
+    Args: steps: each (token (1,), q_draft (V,), hidden state of the token before (D,)).
         chances: a list to fill with p^ of y1, of y1 and y2, ..., as it gets known.
     """
     all_accepted = 1.0  # p^, the predicted chance that all tokens but the newest are accepted
@@ -447,6 +432,14 @@ def until_stop(steps, drafter, config: Config, most: int, chances: list):
         of_q = q_draft[token]
 
 
+def until_end(steps, ends: set[int]):
+    """The steps up to an end-of-sequence token, itself included: none after it can be emitted."""
+    for step in steps:
+        yield step
+        if int(step[0]) in ends:
+            return
+
+
 def check(config: Config, drafter, model, base, draft_model) -> None:
     """ValueError for an unknown stop, nothing to draft with, or a head of something else."""
     if model is None or getattr(model, "body", model) is None:
@@ -455,33 +448,45 @@ def check(config: Config, drafter, model, base, draft_model) -> None:
         raise ValueError(f"unknown stop {config.stop!r}; take head, fixed, confidence or entropy")
     fits = bool(base) == bool(config.base) and bool(draft_model) == bool(config.draft_model)
     if config.stop == "head" and (drafter is None or drafter.distils or not fits):
-        raise ValueError(
-            "no acceptance head was trained on this draft model: train one (--stage head, with "
-            "--base or --draft-model if that drafts), or take --stop fixed, confidence or entropy"
-        )
+        remedy = "train one (--stage head, with --base or --draft-model), or take another --stop"
+        raise ValueError(f"no acceptance head was trained on this draft model: {remedy}")
 
 
 @torch.no_grad()
 def generate(
-    target, input_ids, logits_processor, stopping_criteria, generation_config,
-    drafter=None, base=None, base_drafter=None, draft_model=None,
-    stop=None, threshold=None, true_probability=None, gamma=None, confidence=None, entropy=None,
-    max_draft=None, copies=None, stats=None, token_streamer=None, **model_kwargs,
-) -> Tensor:  # fmt: skip
+    target,
+    input_ids,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    drafter=None,
+    base=None,
+    base_drafter=None,
+    draft_model=None,
+    stop=None,
+    threshold=None,
+    true_probability=None,
+    gamma=None,
+    confidence=None,
+    entropy=None,
+    max_draft=None,
+    copies=None,
+    stats=None,
+    token_streamer=None,
+    **model_kwargs,
+) -> Tensor:
     """`target.generate(**enc, custom_generate=specdecpp.generate, drafter=drafter)`: lossless.
 
     Args:
         drafter: the head and, unless something else drafts, the draft model; None without a head.
         base, base_drafter: another chain drafter's module and its trained drafter, to draft with.
         draft_model: a causal LM to draft with; by default the one that the head was trained on.
-        stop to copies: the fields of Config, by default the drafter's.
-        stats: a common.Stats to fill.
+        stop to copies: the fields of Config, by default the drafter's. stats: to be filled.
     Returns: (1, T') prompt and new tokens. Raises: ValueError: see check.
     """
-    given = {
-        "stop": stop, "threshold": threshold, "true_probability": true_probability, "gamma": gamma,
-        "confidence": confidence, "entropy": entropy, "max_draft": max_draft, "copies": copies,
-    }  # fmt: skip
+    given = {"stop": stop, "threshold": threshold, "true_probability": true_probability}
+    given |= {"gamma": gamma, "confidence": confidence, "entropy": entropy}
+    given |= {"max_draft": max_draft, "copies": copies}
     given = {name: value for name, value in given.items() if value is not None}
     config = dataclasses.replace(Config() if drafter is None else drafter.config, **given)
     if draft_model is None and base is None and config.draft_model:
@@ -490,6 +495,8 @@ def generate(
     check(config, drafter, model, base, draft_model)
     base = base or sys.modules[__name__]
     limit = config.gamma if config.stop == "fixed" else config.max_draft
+    ends = generation_config.eos_token_id  # one, several or None
+    ends = {ends} if isinstance(ends, int) else set(ends or [])
 
     stats = stats or common.Stats()
     do_sample = generation_config.do_sample
@@ -505,8 +512,11 @@ def generate(
                 model, target, input_ids, cache, memory, logits_processor, do_sample
             )
             chances = []
-            draft = common.chain(until_stop(steps, drafter, config, most, chances), input_ids)
+            chosen = until_stop(until_end(steps, ends), drafter, config, most, chances)
+            draft = common.chain(chosen, input_ids)
             stopped = config.stop if len(draft.tokens) < most else "limit"
+            if ends.intersection(draft.tokens[-1:].tolist()):
+                stopped = "end of sequence"
             stats.note(chances=chances, stopped=stopped)
             draft = lookup.merge(draft, input_ids, room)
         verdict = common.verify(target, input_ids, draft, cache, logits_processor, do_sample, stats)
@@ -530,9 +540,8 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
 def oracle(agrees: list[bool]) -> int:
     """N_target of the best greedy stopping: |S| + 1, or |S| where S holds the last (Lemma 2.1).
 
+    `agrees` tells of each token of the answer whether the draft model's argmax there is that one.
     In hindsight, so that N_discarded = 0: a round more than disagreements before the last token.
-
-    Args: agrees: for each token of the answer, whether the draft model's argmax there is that one.
     """
     return 1 + sum(not agree for agree in agrees[:-1])
 

@@ -63,13 +63,16 @@ class Order:
     WINDOW = 32
 
     def __init__(self, lengths: list[int], batch_size: int, seed: int):
-        self.lengths, self.batch_size, self.seed = torch.tensor(lengths), batch_size, seed
+        self.lengths = torch.tensor(lengths)
+        self.batch_size = batch_size
+        self.seed = seed
         self.epochs: dict[int, list[int]] = {}
 
     def epoch(self, number: int) -> list[int]:
         """The permutation of an epoch; its first sequences complete the last one's last batch."""
         if number not in self.epochs:
-            count, size = len(self.lengths), self.batch_size
+            count = len(self.lengths)
+            size = self.batch_size
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
             order = torch.randperm(count, generator=generator)
             begun = -number * count % size
@@ -85,7 +88,8 @@ class Order:
 
     def step(self, step: int) -> tuple[list[int], Tensor]:
         """The sequences of a step (batch_size,), and a fresh seed (batch_size,) for each."""
-        size, count = self.batch_size, len(self.lengths)
+        size = self.batch_size
+        count = len(self.lengths)
         places = range(step * size, (step + 1) * size)
         chosen = [self.epoch(place // count)[place % count] for place in places]
         generator = torch.Generator().manual_seed(self.seed * 7_368_787 + step)
@@ -190,7 +194,8 @@ def fitting(path):
 
 def start_drafter(args, module, target, counts: Tensor, overrides: dict, device: str):
     """The drafter to train, of --resume, --init or new, and the state to resume from or None."""
-    shape, out = common.target_shape(target), Path(args.out)
+    shape = common.target_shape(target)
+    out = Path(args.out)
     if args.resume:
         if not (out / "training_state.pt").is_file():
             raise ValueError(f"nothing to resume in {out}: no training_state.pt")
@@ -207,7 +212,8 @@ def start_drafter(args, module, target, counts: Tensor, overrides: dict, device:
         drafter = module.Drafter(dataclasses.replace(start.config, **overrides))
         with fitting(args.init):
             missing, surplus = drafter.load_state_dict(start.state_dict(), strict=False)
-        if other := sorted({*missing, *surplus}):
+        other = sorted({*missing, *surplus})
+        if other:
             words = f"{args.init} has no weights for these options, or more: {', '.join(other)}"
             print(f"train.py: {words}", file=sys.stderr)
         return drafter, None
@@ -240,9 +246,7 @@ def evaluation_sequences(args, target, tokenizer, mark: str, place: Place) -> li
     prompts = data.read_prompts(paths, max(1, len(prompts) * args.eval_answers // turns))
     mark = hashlib.sha256(repr((mark, prompts)).encode()).hexdigest()[:16]
     path = Path(args.features or args.out) / f"answers-{mark}.jsonl"
-    if any(
-        place.largest(float(not path.is_file()))
-    ):  # of any process: a sharded target needs them all
+    if any(place.largest(float(not path.is_file()))):  # a sharded target needs all processes
         records = data.evaluation_answers(target, tokenizer, prompts)
         if not records:
             return []
@@ -286,8 +290,11 @@ def learning_rate(args, progress: float) -> float:
 def backward(args, model, place: Place, chosen, sequences, features, seeds, progress):
     """The gradient of one step, of all processes together; returns (mean loss, loss tokens).
 
-    A process takes its share of the `chosen` sequences in `--accumulate` parts. The loss is summed
-    over tokens and divided by those of the whole step, so how it is split up makes no difference.
+    A process takes its share of the `chosen` sequences in `--accumulate` parts. The losses of all
+    parts are summed and divided by the tokens of the whole step. So how it is split up makes no
+    difference to a loss that is a sum over tokens. One that is a mean over its own part, times the
+    part's tokens (an acceptance head's, ctc_drafter's), becomes an average of the parts' means,
+    weighed by their tokens, and does depend on it.
     """
     autocast = args.bf16 if args.bf16 is not None else place.device.startswith("cuda")
     total = sum(int(sequences[i][1].sum()) for i in chosen)
@@ -310,7 +317,8 @@ def backward(args, model, place: Place, chosen, sequences, features, seeds, prog
 
 def check(args) -> Place:
     """Refuse options that do not go together, before anything is loaded."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    world = int(os.environ.get("WORLD_SIZE", 1))
     if (args.steps is None) == (args.minutes is None):
         raise ValueError("give either --steps or --minutes")
     if args.batch_size % world or (args.batch_size // world) % args.accumulate:
@@ -335,7 +343,8 @@ def check(args) -> Place:
 
 def load(args, place: Place):
     """The target, its tokenizer, and the sequences to train on and to hold out."""
-    dtype, device = getattr(torch, args.dtype), "cpu" if args.shard_target else place.device
+    dtype = getattr(torch, args.dtype)
+    device = "cpu" if args.shard_target else place.device
     target, tokenizer = common.load_target(args.target, dtype=dtype, device=device)
     vocab_size = common.target_shape(target)["vocab_size"]
     if len(tokenizer) > vocab_size:
@@ -353,12 +362,10 @@ def load(args, place: Place):
 
 
 def train(args, overrides: dict) -> None:
-    """Train one drafter; see the options.
-
-    The result is in args.out after every `--save-every` steps and at the end.
-    """
+    """Train one drafter; args.out has it after every `--save-every` steps and at the end."""
     module = importlib.import_module(args.method)
-    place, out = check(args), Path(args.out)
+    place = check(args)
+    out = Path(args.out)
     target, tokenizer, sequences, held_out = load(args, place)
     counts = token_counts(sequences, common.target_shape(target)["vocab_size"])
     torch.manual_seed(args.seed)
@@ -387,11 +394,15 @@ def train(args, overrides: dict) -> None:
     weights = [p for p in drafter.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
     order = Order([len(ids) for ids, _ in sequences], args.batch_size, args.seed)
-    step, tokens, curve, spent, average = 0, 0, [], 0.0, None
-    if state is not None:
+    if state is None:
+        state = {"step": 0, "tokens": 0, "curve": [], "seconds": 0.0, "average": None}
+    else:
         optimizer.load_state_dict(state["optimizer"])
-        step, tokens, curve = state["step"], state["tokens"], state["curve"]
-        spent, average = state["seconds"], state["average"]
+    step = state["step"]
+    tokens = state["tokens"]
+    curve = state["curve"]
+    spent = state["seconds"]
+    average = state["average"]
 
     interrupted = []
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
@@ -433,7 +444,8 @@ def train(args, overrides: dict) -> None:
         optimizer.step()
         optimizer.zero_grad()
         average = loss if average is None else 0.95 * average + 0.05 * loss
-        step, tokens = step + 1, tokens + count
+        step += 1
+        tokens += count
         bar.update(1)
     bar.close()
     if place.rank == 0:
@@ -451,7 +463,8 @@ def train(args, overrides: dict) -> None:
 
 def parse(argv: list[str]):
     """The options, those of the `--method` in argv among them, and the method's module or None."""
-    number, share = cli.number, cli.number(float, 0, 1)
+    number = cli.number
+    share = number(float, 0, 1)
     gpu = torch.cuda.is_available()
     parser = cli.OneLineParser(description=__doc__)
 
@@ -481,12 +494,7 @@ def parse(argv: list[str]):
     add("--max-length", type=number(int, 2), default=512, help="tokens kept of a conversation")
     add("--bf16", action=argparse.BooleanOptionalAction, help="autocast (default: on a GPU)")
     add("--shard-target", action="store_true", help="split a large target over processes (FSDP2)")
-    add(
-        "--held-out",
-        type=number(int, 0),
-        default=32,
-        help="last conversations, to measure alpha on",
-    )
+    add("--held-out", type=number(int, 0), default=32, help="last conversations, kept for alpha")
     add("--eval-prompts", nargs="+", metavar="FILE", help="for eval_alpha (default: prompts/)")
     add("--eval-answers", type=number(int, 0), default=32, help="target's answers to these, about")
     add("--eval-every", type=number(int, 1), default=100, help="steps between measurements")
@@ -527,9 +535,8 @@ def main(argv: list[str] | None = None) -> None:
         openings = data.read_lines(args.openings) if args.openings else []
         dtype = getattr(torch, args.dtype)
         target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
-        kinds = (requests, openings, args.second_turns, args.greedy)
-        count, out = args.make_data, args.out
-        data.make_conversations(target, tokenizer, count, out, args.seed, args.data_batch, *kinds)
+        rest = (args.seed, args.data_batch, requests, openings, args.second_turns, args.greedy)
+        data.make_conversations(target, tokenizer, args.make_data, args.out, *rest)
         return
     if not args.data:
         raise ValueError("training needs --data, files of conversations (--make-data N makes one)")

@@ -482,11 +482,11 @@ def test_alpha_of_the_target_itself_is_one_and_of_a_subset_its_mass(llama, monke
     drafter = make_drafter(llama)
     where = F.pad(batch.loss_mask[:, 1:], (0, 1))
     own = common.target_logits(llama, batch.hidden[where])
-    monkeypatch.setattr(glide, "training_logits", lambda *_: (own, where))
+    monkeypatch.setattr(glide, "training_logits", lambda *_: (own, where, None))
     total, count = glide.alpha(drafter, llama, batch)
     assert count == int(batch.loss_mask.sum()) and float(total) == pytest.approx(count, rel=1e-5)
     flat = torch.zeros_like(own)  # q_draft is 1 / V
-    monkeypatch.setattr(glide, "training_logits", lambda *_: (flat, where))
+    monkeypatch.setattr(glide, "training_logits", lambda *_: (flat, where, None))
     expected = sum(min(float(p), 1 / 48) for p in own.softmax(-1).flatten())
     assert float(glide.alpha(drafter, llama, batch)[0]) == pytest.approx(expected, rel=1e-5)
 
@@ -647,7 +647,7 @@ def training_and_drafting_agree(drafter, target):
     batch = make_batch(target, lengths=(14,), prompt=1)
     root = 7
     batch.seed = torch.tensor([(-root) % 5])  # a block border right before the root
-    logits, where = glide.training_logits(drafter, target, batch)
+    logits, where, _ = glide.training_logits(drafter, target, batch)
     rows = {int(place): row.softmax(-1) for place, row in zip(where[0].nonzero()[:, 0], logits)}
     ids = batch.input_ids
     cache = common.GrowingCache(target.config.num_hidden_layers)
@@ -681,6 +681,6 @@ def test_alpha_of_a_perfect_drafter_is_the_mass_of_what_it_can_draft(llama, monk
     drafter.draft_ids = torch.arange(8)
     where = F.pad(batch.loss_mask[:, 1:], (0, 1))
     own = common.target_logits(llama, batch.hidden[where])
-    monkeypatch.setattr(glide, "training_logits", lambda *_: (own[:, :8], where))
+    monkeypatch.setattr(glide, "training_logits", lambda *_: (own[:, :8], where, None))
     mass = float(own.softmax(-1)[:, :8].sum())
     assert float(glide.alpha(drafter, llama, batch)[0]) == pytest.approx(mass, rel=1e-5)

@@ -161,6 +161,27 @@ def test_stopping_inside_a_draft(llama, rule):
         assert torch.equal(output, truth[:, : 3 + place])
 
 
+@pytest.mark.parametrize("rule", [{}, {"stop": "fixed", "gamma": 9}], ids=str)
+@pytest.mark.parametrize("several", [False, True])
+def test_nothing_is_drafted_after_an_end_of_sequence(llama, rule, several):
+    """All layers copied: the end is drafted, and a pass of the draft model after it is lost."""
+    drafter = constant_head(make_drafter(llama, layers=[0, 1, 2]), 8.0)
+    ids = torch.tensor([[9, 8, 7]])
+    truth = llama.generate(ids, max_new_tokens=20, do_sample=False)
+    eos = int(truth[0, 9])
+    stats = common.Stats(trace=[])
+    passes = []
+    drafter.register_forward_hook(lambda *_: passes.append(1))
+    options = {"eos_token_id": [47, eos] if several else eos, "max_new_tokens": 30, "stats": stats}
+    output, _ = decode(llama, ids, drafter=drafter, **options, **rule)
+    length = truth[0, 3:].tolist().index(eos) + 1
+    assert torch.equal(output, truth[:, : 3 + length])
+    assert len(passes) == stats.drafted == sum(stats.accepted) == length
+    drafted = [record["draft"].tokens.tolist() for record in stats.trace]
+    assert not any(eos in tokens[:-1] for tokens in drafted) and drafted[-1][-1] == eos
+    assert stats.trace[-1]["stopped"] == "end of sequence"
+
+
 @pytest.mark.parametrize(
     "options", [{"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}], ids=str
 )

@@ -211,8 +211,8 @@ MUTANTS = [
     ),
     (
         "train.py",
-        "count, out, args.seed, args.data_batch, *kinds",
-        "count, out, 0, args.data_batch, *kinds",
+        "rest = (args.seed, args.data_batch,",
+        "rest = (0, args.data_batch,",
         "train.py --make-data: --seed does not reach make_conversations",
     ),
     (

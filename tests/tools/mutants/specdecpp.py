@@ -62,8 +62,8 @@ MUTANTS = [
     (
         "specdecpp.py",
         "        rows = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T) row t - 1 predicts token t\n"
-        "        p_target",
-        "        rows = batch.loss_mask\n        p_target",
+        "        teacher",
+        "        rows = batch.loss_mask\n        teacher",
         "loss, draft: rows off by one",
     ),
     (
@@ -109,6 +109,12 @@ MUTANTS = [
         'if config.stop == "head" and of_q is not None:',
         'if config.stop == "head":\n            of_q = q_draft[token] if of_q is None else of_q',
         "stop rule: the first token is judged by e_0",
+    ),
+    (
+        "specdecpp.py",
+        "until_stop(until_end(steps, ends), drafter,",
+        "until_stop(steps, drafter,",
+        "drafting goes on past an end-of-sequence token",
     ),
     (
         "specdecpp.py",
@@ -208,8 +214,8 @@ MUTANTS = [
     ),
     (
         "specdecpp.py",
-        '"entropy": entropy, "max_draft": max_draft, "copies": copies,',
-        '"entropy": entropy, "copies": copies,',
+        'given |= {"max_draft": max_draft, "copies": copies}',
+        'given |= {"copies": copies}',
         "generate: max_draft is ignored, the drafter's own is taken",
     ),
     (
