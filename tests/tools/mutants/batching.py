@@ -98,4 +98,10 @@ MUTANTS = [
         "positions.append(chain)",
         "joint_forward: nodes of a tree get positions of a chain",
     ),
+    (
+        "support/batching.py",
+        "starts = range(0, len(prompts) - size + 1, size)",
+        "starts = range(0, len(prompts) - size, size)",
+        "measure: the last whole batch is left out where the prompts divide evenly",
+    ),
 ]

@@ -314,4 +314,34 @@ MUTANTS = [
         'chat, add_generation_prompt=False, return_tensors="pt", return_dict=True',
         "encode: the prompt does not open the assistant's answer",
     ),
+    (
+        "bench.py",
+        'drafter = arm.module, id(arm.kwargs.get("drafter"))',
+        "drafter = arm.module",
+        "summary: METHOD@DIR is given the alpha of the first drafter of that method",
+    ),
+    (
+        "bench.py",
+        'kwargs["assistant_model"].generation_config = self.assistant_config',
+        "pass",
+        "Arm.play: all assisted:* peers run with the assistant's own schedule, under three names",
+    ),
+    (
+        "bench.py",
+        "device=ids.device) >= prompt.shape[1])[None]",
+        "device=ids.device) > prompt.shape[1])[None]",
+        "acceptance_rate: alpha leaves out the first token of every answer",
+    ),
+    (
+        "bench.py",
+        'result["prompts"] = turns[-1]["prompt"] + 1',
+        'result["prompts"] = len(prompts)',
+        "measure: an interrupted run claims to have measured all prompts",
+    ),
+    (
+        "support/arms.py",
+        '"kwargs": fields["kwargs"] | options,',
+        '"kwargs": options | fields["kwargs"],',
+        "Loader.method: an option of the command line overrides what the variant's name promises",
+    ),
 ]

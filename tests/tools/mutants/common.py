@@ -246,4 +246,10 @@ MUTANTS = [
         "scores = logits_processor(input_ids, scores) if logits_processor else scores",
         "verify: processors see the committed text only, not the path to the node",
     ),
+    (
+        "common.py",
+        "sum(n >= count - draft.copied for n in path)",
+        "sum(n > count - draft.copied for n in path)",
+        "verify: the first copied token never counts as an accepted copy",
+    ),
 ]

@@ -200,4 +200,10 @@ MUTANTS = [
         "(batch.input_ids[:, :-1]).to(dtype)",
         "training_logits: embeddings of the same token, not of the one a step ahead",
     ),
+    (
+        "ctc_drafter.py",
+        "counts = used.long().cumprod(-1).sum(-1)",
+        "counts = used.long().sum(-1)",
+        "windows: labels beyond a gap (cut_labels) shift the count, so unused labels are learned",
+    ),
 ]

@@ -239,4 +239,16 @@ MUTANTS = [
         "unused = max(row.first for row in rows if row.talk)",
         "converse: columns that older talks still need are cut off",
     ),
+    (
+        "support/data.py",
+        "chance = random.Random(seed * 1_000_003 + len(kept))",
+        "chance = random.Random(seed * 1_000_003)",
+        "make_conversations: a run that goes on draws once more what the first part drew",
+    ),
+    (
+        "support/talks.py",
+        "if full or (row.said and token in ends):",
+        "if full or token in ends:",
+        "converse: an end token predicted in the middle of a prompt ends the talk with no answer",
+    ),
 ]

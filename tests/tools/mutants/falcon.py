@@ -251,4 +251,10 @@ MUTANTS = [
         "pass",
         "CSGD: glanced slots get the answer's feature beside the old token",
     ),
+    (
+        "falcon.py",
+        "where = batch.loss_mask[:, later] & (slots + k + 1 <= end)",
+        "where = batch.loss_mask[:, later]",
+        "training_pass: the longest sequence's last slots learn, and count in alpha, a stand-in answer",
+    ),
 ]

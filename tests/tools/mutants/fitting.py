@@ -104,4 +104,10 @@ MUTANTS = [
         "here = ranks[ranges == index].clamp(max=most - 1)",
         "rank_acceptance: all ranks beyond the table count as its last",
     ),
+    (
+        "support/fitting.py",
+        "/ max(1, stats.target_forwards - 1))",
+        "/ stats.target_forwards)",
+        "draft_ms: divides by the first round too, whose draft was timed with the prefill",
+    ),
 ]

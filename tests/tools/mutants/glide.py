@@ -195,4 +195,10 @@ MUTANTS = [
         "causal = False",
         "SelfAttention: in training a row sees the tokens that it is to predict",
     ),
+    (
+        "glide.py",
+        "            out = out * sees\n",
+        "",
+        "CrossAttention: queries of the first block, which may read nothing, read the whole future",
+    ),
 ]

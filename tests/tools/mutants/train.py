@@ -396,4 +396,16 @@ MUTANTS = [
         'whole.update(f"{len(ids)} ".encode())',
         "Features: other data of the same lengths are given stale features",
     ),
+    (
+        "train.py",
+        "repr((mark, prompts)).encode()",
+        "repr(prompts).encode()",
+        "evaluation_sequences: another target's kept answers are taken for this one's",
+    ),
+    (
+        "train.py",
+        "return data.read_conversations(str(path), tokenizer, 2**31)",
+        "return data.read_conversations(str(path), tokenizer, args.max_length)",
+        "evaluation_sequences: eval_alpha is of answers cut at --max-length, so recipes differ in it",
+    ),
 ]
