@@ -15,7 +15,7 @@ MUTANTS = [
         "self.target.dtype)",
         "graphs: the mask stays on the CPU",
     ),
-    ("common.py", "mask.to(device) if", "mask if", "verify: the mask stays on the CPU"),
+    ("common.py", "mask.to(fed.device) if", "mask if", "verify: the mask stays on the CPU"),
     (
         "glide.py",
         "rows = torch.arange(own.fed.shape[1], device=ids.device)",
