@@ -355,7 +355,7 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
     see = torch.eye(len(parents) + 1, dtype=torch.bool)
     for node, parent in enumerate(parents.tolist()):
         see[node + 1] |= see[parent + 1]
-    mask = torch.zeros(1, 1, len(see), prefix + len(see), dtype=dtype)  # eager adds even bools
+    mask = torch.zeros(1, 1, len(see), prefix + len(see), dtype=dtype)  # eager attention adds bools
     mask[0, 0, :, prefix:].masked_fill_(~see, torch.finfo(dtype).min)
     return mask
 
