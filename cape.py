@@ -242,7 +242,8 @@ def beam(
                     grown.append((score + math.log(probability), [*path, token]))
         beams = heapq.nlargest(width, grown)
 
-    tokens, parents = [], []
+    tokens = []
+    parents = []
     node_of = {(): -1}  # tokens of a path: its last node
     for _, path in beams:
         for depth, token in enumerate(path):
@@ -273,11 +274,25 @@ def checked_config(**given) -> Config:
 
 @torch.no_grad()
 def generate(
-    target, input_ids, logits_processor, stopping_criteria, generation_config,
-    base, base_drafter,
-    gamma=None, expansion=None, sizes=None, bounds=None, least_worth=None, width=None,
-    max_tokens=None, copies=None, stats=None, token_streamer=None, **model_kwargs,
-) -> Tensor:  # fmt: skip
+    target,
+    input_ids,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    base,
+    base_drafter,
+    gamma=None,
+    expansion=None,
+    sizes=None,
+    bounds=None,
+    least_worth=None,
+    width=None,
+    max_tokens=None,
+    copies=None,
+    stats=None,
+    token_streamer=None,
+    **model_kwargs,
+) -> Tensor:
     """Lossless decoding, on top of a chain proposer.
 
     `target.generate(**enc, custom_generate=cape.generate, base=glide, base_drafter=drafter)`
@@ -292,9 +307,15 @@ def generate(
         ValueError: an unknown expansion, a table whose parts do not fit, or a name as base.
     """
     config = checked_config(
-        gamma=gamma, expansion=expansion, sizes=sizes, bounds=bounds, least_worth=least_worth,
-        width=width, max_tokens=max_tokens, copies=copies,
-    )  # fmt: skip
+        gamma=gamma,
+        expansion=expansion,
+        sizes=sizes,
+        bounds=bounds,
+        least_worth=least_worth,
+        width=width,
+        max_tokens=max_tokens,
+        copies=copies,
+    )
     if isinstance(base, str):
         raise ValueError(f"base is the module of a method: import {base}, then base={base}")
     least_worth = config.least_worth if config.expansion == "confidence" else 0.0
@@ -319,7 +340,7 @@ def generate(
                 if config.expansion == "confidence":
                     steps = worthwhile(steps, least_worth)
                 steps = list(itertools.islice(steps, depth))
-                confidences = []
+                confidences = []  # p_i, as many as steps
                 if steps:
                     confidences = torch.stack([q_draft.max() for _, q_draft, _ in steps]).tolist()
                 counts = extras_wanted(config, confidences)

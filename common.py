@@ -5,8 +5,6 @@ vocabulary, D hidden, H heads, Hkv key/value heads, Dh head size. `p_target` is 
 distribution, `q_draft` the drafter's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import inspect
@@ -24,10 +22,9 @@ from transformers.cache_utils import DynamicLayer
 
 
 def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "cpu"):
-    """Load a frozen target model and its tokenizer.
+    """Load a target model, frozen and in eval mode, and its tokenizer.
 
     Args: name: Hugging Face id, folder of safetensors, or .gguf file; None: the default target.
-    Returns: (target, tokenizer), the target in eval mode without gradients.
     Raises: ValueError: the target cannot be read; the message names it and the remedy.
     """
     if name is None:
@@ -48,24 +45,22 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
 
 
 def _read_target(path, dtype, device):
-    path, gguf = Path(path), None
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise FileNotFoundError("no such file")
-        path, gguf = path.parent, path.name
-    options = {"trust_remote_code": False, "gguf_file": gguf}
-    tokenizer = AutoTokenizer.from_pretrained(str(path), **options)
+    path = Path(path)
+    gguf = path.suffix == ".gguf"
+    if gguf and not path.is_file():
+        raise FileNotFoundError("no such file")
+    folder = str(path.parent if gguf else path)
+    options = {"trust_remote_code": False, "gguf_file": path.name if gguf else None}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     options |= {"dtype": dtype, "use_safetensors": None if gguf else True}
-    target = AutoModelForCausalLM.from_pretrained(str(path), **options)
+    target = AutoModelForCausalLM.from_pretrained(folder, **options)
     return target.to(device).eval().requires_grad_(False), tokenizer
 
 
 def option(default, help: str, decode: bool = False):
     """A field of Config. A callable makes its default; `decode`: bench.py can change it, too."""
-    metadata = {"help": help, "decode": decode}
-    if callable(default):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    given = {"default_factory" if callable(default) else "default": default}
+    return field(metadata={"help": help, "decode": decode}, **given)
 
 
 # ------------------------------------------------------------- what a drafter may see of the target
@@ -74,14 +69,14 @@ def option(default, help: str, decode: bool = False):
 def target_shape(target) -> dict:
     """The numbers a drafter depends on; stored in its config and compared when it is loaded."""
     config = target.config.get_text_config()
-    heads, hidden = config.num_attention_heads, config.hidden_size
+    heads = config.num_attention_heads
     return {
         "vocab_size": config.vocab_size,
-        "hidden_size": hidden,
+        "hidden_size": config.hidden_size,
         "num_layers": config.num_hidden_layers,
         "num_heads": heads,
         "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or hidden // heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
     }
 
 
@@ -90,7 +85,8 @@ def load_drafter(Drafter, path, target):
 
     Raises: ValueError: nothing there, damaged, of another method, or made for another target.
     """
-    path, shape = Path(path), target_shape(target)
+    path = Path(path)
+    shape = target_shape(target)
     if not all((path / name).is_file() for name in ("config.json", "model.safetensors")):
         files = "config.json + model.safetensors"
         raise ValueError(f"no drafter in {path} ({files}); make one with train.py --out {path}")
@@ -98,9 +94,8 @@ def load_drafter(Drafter, path, target):
         drafter = Drafter.from_pretrained(str(path), strict=True)
         made_for = drafter.config.target
         for x in drafter.state_dict().values():  # a flipped bit may show
-            sound = x.isfinite()
-            if not x.is_floating_point():  # token ids
-                sound = (x >= 0) & (x < made_for["vocab_size"])
+            is_ids = not x.is_floating_point()
+            sound = (x >= 0) & (x < made_for["vocab_size"]) if is_ids else x.isfinite()
             if not sound.all():
                 raise ValueError("weights out of range")
     except Exception as error:
@@ -123,10 +118,7 @@ def _head_weight(target, token_ids: Tensor | None = None) -> Tensor:
 
 
 def draft_head(target, token_ids: Tensor) -> nn.Linear:
-    """The LM head's rows `token_ids` as a frozen layer D -> Vd, without its bias and soft-cap.
-
-    q_draft only proposes, so it need not have what `target_logits` has.
-    """
+    """The LM head's rows `token_ids`, frozen, D -> Vd; proposals can do without bias and cap."""
     whole = target.get_output_embeddings()
     if hasattr(whole, "select"):  # support/packed.py: picked and packed once for each drafter
         return whole.select(token_ids)
@@ -137,13 +129,10 @@ def draft_head(target, token_ids: Tensor) -> nn.Linear:
 
 
 def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """The rotary cos and sin of a target's layer, each (B, T, R <= Dh), at `position_ids` (B, T).
-
-    A target without rotary embeddings gives those of no rotation.
-    """
+    """Rotary cos and sin of a target's layer, each (B, T, R <= Dh), at `position_ids` (B, T)."""
     like = torch.empty(0, dtype=target.dtype, device=position_ids.device)  # for dtype and device
     module = getattr(target.base_model, "rotary_emb", None)
-    if module is None:
+    if module is None:  # no rotary embeddings: the tables of no rotation
         one = torch.ones(*position_ids.shape, 2, device=like.device, dtype=like.dtype)
         return one, torch.zeros_like(one)
     if "layer_type" not in inspect.signature(module.forward).parameters:
@@ -162,7 +151,10 @@ def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]
 
 
 def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """The target's logits (..., V) or (..., Vd), soft-capped as there, from its hidden states."""
+    """The target's logits (..., V) or (..., Vd), soft-capped as there, from its hidden states.
+
+    In bfloat16 (the weights, or autocast: train.py --bf16) logits tie; argmax takes the lowest id.
+    """
     weight = _head_weight(target, token_ids)
     bias = getattr(target.get_output_embeddings(), "bias", None)
     if bias is not None and token_ids is not None:
@@ -192,24 +184,30 @@ class GrowingLayer(DynamicLayer):
 
     def update(self, key_states, value_states, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append rows (B, Hkv, n, Dh); returns all keys and values."""
-        start, new = self.get_seq_length(), (key_states, value_states)
+        new = (key_states, value_states)
+        start = self.get_seq_length()
         end = start + key_states.shape[-2]
         if not self.is_initialized or end > self.buffer[0].shape[-2]:
             buffer = [x.new_empty(*x.shape[:2], max(256, 2 * end), x.shape[3]) for x in new]
             for larger, old in zip(buffer, (self.keys, self.values) if start else ()):
                 larger[:, :, :start] = old
-            self.buffer, self.is_initialized = buffer, True
-            self.dtype, self.device = key_states.dtype, key_states.device
+            self.buffer = buffer
         for buffer, rows in zip(self.buffer, new):
             buffer[:, :, start:end] = rows
-        self.keys, self.values = (x[:, :, :end] for x in self.buffer)  # views, (B, Hkv, P, Dh)
+        self.adopt(self.buffer, end)
         return self.keys, self.values
+
+    def adopt(self, buffer, rows: int) -> None:
+        """Keep rows in `buffer`, K and V, each (B, Hkv, any, Dh), whose first `rows` are filled."""
+        self.buffer = buffer
+        self.is_initialized = True
+        self.keys, self.values = (x[:, :, :rows] for x in buffer)  # views, (B, Hkv, P, Dh)
 
     def keep(self, start: int, rows: Tensor) -> None:
         """Move `rows` (n,), absolute and ascending, to start, start + 1, ...; cut off the rest."""
         for buffer in self.buffer:
             buffer[:, :, start : start + len(rows)] = buffer[:, :, rows.to(buffer.device)]
-        self.keys, self.values = (x[:, :, : start + len(rows)] for x in self.buffer)
+        self.adopt(self.buffer, start + len(rows))
 
 
 class GrowingCache(DynamicCache):
@@ -262,7 +260,8 @@ class Draft:
 
 def chain(steps, input_ids: Tensor) -> Draft:
     """A draft without branches, of the (token (1,), q_draft (V,), hidden) of a proposer."""
-    if not (steps := list(steps)):
+    steps = list(steps)
+    if not steps:
         return Draft(input_ids.new_zeros(0), torch.zeros(0, dtype=torch.long))
     tokens, probs, _ = zip(*steps)
     return Draft(torch.cat(tokens), torch.arange(len(steps)) - 1, torch.stack(probs))
@@ -293,12 +292,11 @@ class Lookup:
         return []
 
     def merge(self, draft: Draft, input_ids: Tensor, room: int) -> Draft:
-        """The draft with a branch of at most `room` copied tokens, sharing the nodes it has.
-
-        Copies are deterministic nodes, so sampling stays exact, beneath and beside sampled ones.
-        """
+        """The draft with a branch of at most `room` copied tokens, not sampled; it shares nodes."""
         copy = self.find(input_ids)[:room] if self.lengths[4] else []
-        child, node, count = draft.children() if copy else {}, -1, len(draft.tokens)
+        child = draft.children() if copy else {}
+        count = len(draft.tokens)
+        node = -1
         while copy and (node, copy[0]) in child:
             node = child[node, copy.pop(0)]
         if not copy:
@@ -328,11 +326,12 @@ class Stats:
     @contextlib.contextmanager
     def timer(self, name: str):
         """Add the time of the block to `seconds[name]`."""
-        wait = torch.cuda.synchronize if self.sync else lambda: None
-        wait()
+        if self.sync:
+            torch.cuda.synchronize()
         start = time.perf_counter()
         yield
-        wait()
+        if self.sync:
+            torch.cuda.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def note(self, **facts) -> None:
@@ -352,13 +351,11 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
            n1     x  x    x    x  x  .  .
            n2     x  x    x    x  .  x  .
            n3     x  x    x    x  x  .  x
-
-    Additive rather than boolean, because eager attention adds whatever it is given to the scores.
     """
     see = torch.eye(len(parents) + 1, dtype=torch.bool)
     for node, parent in enumerate(parents.tolist()):
         see[node + 1] |= see[parent + 1]
-    mask = torch.zeros(1, 1, len(see), prefix + len(see), dtype=dtype)
+    mask = torch.zeros(1, 1, len(see), prefix + len(see), dtype=dtype)  # eager attention adds bools
     mask[0, 0, :, prefix:].masked_fill_(~see, torch.finfo(dtype).min)
     return mask
 
@@ -381,10 +378,7 @@ def forward_by(target, run):
 
 
 def forward(target, input_ids: Tensor, cache, **options) -> tuple[Tensor, Tensor]:
-    """One forward of a causal LM: logits (1, n, V) and last hidden states (1, n, D).
-
-    All forwards of a decode loop come through here: plain, or as `forward_by` says.
-    """
+    """Logits (1, n, V), last hidden (1, n, D) of any forward of a decode loop; see `forward_by`."""
     whose, run = _instead.get()
     if run is not None and whose is target:
         return run(input_ids, cache, options)
@@ -404,8 +398,10 @@ def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, st
     Returns: (cache of T - 1 rows, hidden (1, T - 1, D)).
     Raises: ValueError: a batch, padding, a cache in use, or more tokens than the model can hold.
     """
-    config, limit = target.config.get_text_config(), generation_config.max_length
-    mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    config = target.config.get_text_config()
+    limit = generation_config.max_length
+    mask = model_kwargs.get("attention_mask")
+    past = model_kwargs.get("past_key_values")
     if input_ids.shape[0] != 1 or input_ids.shape[1] == 0 or (mask is not None and not mask.all()):
         needs = "speculative decoding here takes one sequence of tokens, no padding and no beams"
         raise ValueError(f"a prompt of shape {tuple(input_ids.shape)}: {needs}")
@@ -445,68 +441,70 @@ def verify(
     (Leviathan et al. 2023, over siblings SpecInfer 2024); then draw from what is left, and descend
     if a deterministic child holds the draw, which does not depend on what those children are.
 
-    Args:
-        input_ids: (1, P + 1) committed tokens, the last one the root.
-        cache: the target's, of P rows before and P + 1 + A after.
-        logits_processor: called with each visited node's own prefix, in float32 (as transformers).
+    Args: input_ids: (1, P + 1) committed tokens, the last one the root. cache: the target's, of P
+        rows before and P + 1 + A after. logits_processor: sees each visited node's own prefix.
     """
-    stats, device = stats or Stats(), input_ids.device
-    prefix, count = cache.get_seq_length(), len(draft.tokens)
+    stats = stats or Stats()
+    prefix = cache.get_seq_length()  # P
+    count = len(draft.tokens)  # N
     assert prefix == input_ids.shape[1] - 1, "all committed tokens but the newest must be cached"
     with stats.timer("verify"):
         fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
         mask = ancestor_mask(draft.parents, prefix, target.dtype)
         depth = (mask[0, 0, :, prefix:] == 0).sum(-1) - 1  # (N + 1,) rows seen but one's own
-        mask = mask.to(device) if len(depth) > 1 else None  # one row needs none
-        places = (prefix + depth).to(device)[None]  # (1, N + 1)
+        mask = mask.to(fed.device) if len(depth) > 1 else None  # one row needs none
+        places = (prefix + depth).to(fed.device)[None]  # (1, N + 1)
+        # (1, N + 1, V), (1, N + 1, D)
         logits, hidden = forward(target, fed, cache, attention_mask=mask, position_ids=places)
 
-        child, sampled = draft.children(), []
+        child = draft.children()
+        sampled = []
         if do_sample and draft.probs is not None:
             sampled = draft.probs.amax(-1).nonzero()[:, 0].tolist()
         plain_argmax = None if do_sample or logits_processor else logits[0].argmax(-1).tolist()
-        path, committed, node, ids = [], [], -1, input_ids
+        path = []
+        committed = []
+        node = -1
         while node is not None:
             if plain_argmax is not None:
                 choice = plain_argmax[node + 1]
             else:
                 scores = logits[:, node + 1].to(copy=True, dtype=torch.float32)  # (1, V)
-                scores = logits_processor(ids, scores) if logits_processor else scores
+                if logits_processor:
+                    ids = torch.cat([input_ids, fed.new_tensor([committed])], dim=1)
+                    scores = logits_processor(ids, scores)
                 siblings = [n for n in sampled if draft.parents[n] == node]
                 choice = _draw(scores[0], siblings, draft) if do_sample else int(scores.argmax())
             committed.append(choice)
             node = child.get((node, choice))
             if node is not None:
                 path.append(node)
-                if logits_processor:
-                    ids = torch.cat([ids, ids.new_tensor([[choice]])], dim=1)
-        kept = torch.tensor([-1, *path], device=device) + 1
+        kept = fed.new_tensor([-1, *path]) + 1  # (A + 1,)
         if path != list(range(len(path))):  # rows of a chain's accepted prefix are in place already
             for layer in cache.layers:
                 layer.keep(prefix, prefix + kept)
         elif len(path) < count:
             cache.crop(len(path) - count)
-        tokens = torch.tensor([committed], device=device)
     stats.target_forwards += 1
     stats.drafted += count
     stats.offered.append(int(depth.max()))
     stats.accepted.append(len(path))
     stats.copies.append((draft.copied, sum(n >= count - draft.copied for n in path)))
     if stats.trace is not None:
-        # before any logits processor
-        of_node = logits[0].float().softmax(-1)[draft.parents + 1, draft.tokens]
+        p_plain = logits[0].float().softmax(-1)[draft.parents + 1, draft.tokens]  # unprocessed (N,)
         record = {"draft": draft, "path": path, "committed": committed}
-        record |= {"p_target": of_node.tolist(), "prefix": prefix, "seconds": dict(stats.seconds)}
+        record |= {"p_target": p_plain.tolist(), "prefix": prefix, "seconds": dict(stats.seconds)}
         stats.trace.append(record | stats.noted)
         stats.noted = {}
-    return Verified(tokens, path, hidden[:, kept])
+    return Verified(fed.new_tensor([committed]), path, hidden[:, kept])
 
 
 def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
     """A token distributed as softmax(scores (V,)), that of a sampled sibling where it can be."""
-    p_target = scores.softmax(-1)
+    p_target = scores.softmax(-1)  # (V,)
     for n in siblings:
-        q_draft, token = draft.probs[n].to(p_target.dtype), int(draft.tokens[n])
+        q_draft = draft.probs[n].to(p_target.dtype)  # (V,)
+        token = int(draft.tokens[n])
         if torch.rand((), device=scores.device) * q_draft[token] < p_target[token]:
             return token
         residual = (p_target - q_draft).clamp(min=0)
@@ -518,7 +516,8 @@ def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats=None, str
     """Append tokens (1, n) to input_ids (1, T) up to where decoding stops: (ids, stopped)."""
     for count in range(1, tokens.shape[1] + 1):
         ids = torch.cat([input_ids, tokens[:, :count]], dim=1)
-        if stopped := bool(stopping_criteria(ids, None).all()):
+        stopped = bool(stopping_criteria(ids, None).all())
+        if stopped:
             break
     if stats is not None:
         stats.emitted += count
@@ -537,7 +536,8 @@ def demo(generate, Drafter=None, folder="", argument: str = "drafter", **options
     except ValueError as problem:
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
         sys.exit(2)
-    text, chat = "Explain photosynthesis to a child in five sentences.", tokenizer.chat_template
+    text = "Explain photosynthesis to a child in five sentences."
+    chat = tokenizer.chat_template
     if chat:
         messages = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -16,21 +16,23 @@ Drafting grows a token tree by k levels a pass. k = 2, newest token x_4, f predi
     k                   Config.k                           3.1               all
     t_i                 x_i, a token; input_ids            3.1               all
     f_i; f_i^draft      h_i, hidden, answers; predicted    3.1, Eq. 1        training_pass, propose
+    t_i^t, h_i^t        the target's, where replaced       3.2, Fig. 2       training_pass
     p, p^draft          p_target, q_draft                  Eq. 6, 7          loss, alpha
     LSTM                Drafter.fusion                     3.2               Drafter
     relaxed mask        relaxed_mask, tree_sight           3.2, 3.4, Fig. 3  training_pass, propose
     Y^t, Y-hat, d()     truth, logits, sum of wrong        3.2               loss
     N, lambda           count, rate (ep_c/ep_t: progress)  3.2               glance, loss
-    L_reg               l1                                 Eq. 2, 8          loss
-    L_soft, L_hard      soft, hard                         Eq. 3, 4          loss
+    L_{reg, soft, hard} l1, soft, hard                     Eq. 2, 3, 4       loss
+    L_dist, L           0.9 soft + 0.1 hard, the result    Eq. 5, 8          loss
     alpha, omega_dist   0.9, Config.distill_weight         Eq. 5, 8          loss
+    X, Y; C             a block's two tokens; the context  3.3               (theory of CSGD, k = 2)
+    tau                 mean of Stats.accepted: no bonus   4.2               (ours counts the bonus)
     alpha of Table 2    not `alpha`, sum min(p, q): Falcon's fits tau / (tau + 1) within a point
     m passes, n nodes   Config.tree                        3.4, App. A       propose
 
 Deviations
     1. upstream != paper: its nn.LSTM lacks batch_first, so it recurs over the batch, with a batch
-       of 1 never (`cell`); `lstm` recurs over the slots, on every branch. Shipped is `linear`:
-       alpha 0.130 after 200 steps, LSTM 0.128 in twice the time.
+       of 1 never (`cell`); `lstm` recurs over the slots, on every branch. Shipped is `linear`.
     2. ours: the shipped drafter has one attention layer, figure 2 two (alpha 0.131 instead of 0.170
        after 0.28 million token-steps, tokens learned from). It learned from 3.3 million tokens of
        the target's own answers, cut at 384 or 512 (4.3: 68,000 dialogues of ShareGPT), omega_dist 1
@@ -153,7 +155,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             x = torch.cat([before, x], dim=1)
         head_dim = self.config.target["head_dim"]
         cos = whole_head(rotary[0].to(x.dtype), head_dim, fill=1.0)  # (1, r, Dh)
-        sin = whole_head(rotary[1].to(x.dtype), head_dim, fill=0.0)
+        sin = whole_head(rotary[1].to(x.dtype), head_dim, fill=0.0)  # (1, r, Dh)
         for layer in self.layers:
             x = layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=(cos, sin))
         return self.norm(x), fused, state
@@ -240,8 +242,8 @@ def glance(wrong: Tensor, where: Tensor, rate: float, k: int, seed: Tensor) -> T
     """
     if k == 1:  # a block of one slot has none to couple
         return torch.zeros_like(where)
-    learns = where.cpu()
-    replaced = torch.zeros(where.shape, dtype=torch.bool)
+    learns = where.cpu()  # (B, S)
+    replaced = torch.zeros(where.shape, dtype=torch.bool)  # (B, S)
     for row, number in enumerate(seed.tolist()):
         generator = torch.Generator().manual_seed(number)
         count = round(rate * int(wrong[row].sum()))
@@ -277,28 +279,25 @@ def training_pass(drafter: Drafter, target, batch: common.Batch, replaced: Tenso
         tokens = torch.where(replaced, batch.input_ids[:, later], tokens)  # x_(i+k+1)
         generators = [torch.Generator().manual_seed(seed) for seed in batch.seed.tolist()]
         noise = torch.stack([torch.rand(features.shape[1:], generator=each) for each in generators])
-        features = features + drafter.config.noise * (2 * noise.to(features) - 1)
+        features = features + drafter.config.noise * (2 * noise.to(features) - 1)  # (B, S, D)
     embeds = target.get_input_embeddings()(tokens).to(features.dtype)  # (B, S, D)
-    rotary = common.rotary(target, slots[None], -1)
-    mask = relaxed_mask(end, k, batch.seed % k)
+    rotary = common.rotary(target, slots[None], -1)  # two tables, each (1, S, R)
+    mask = relaxed_mask(end, k, batch.seed % k)  # (B, 1, S, S)
     predicted = drafter(features, embeds, rotary, mask)[0][where]  # (M, D)
     head = common.draft_head(target, drafter.draft_ids).to(features.dtype)
     return head(predicted).float(), predicted.float(), answers[where].float(), where
 
 
 def loss(drafter: Drafter, target, batch: common.Batch) -> Tensor:
-    """L_reg (mean over D) + omega_dist (0.9 L_soft + 0.1 L_hard), summed over slots (Eq. 2-8).
-
-    With CSGD a first pass finds the slots that miss. Hard labels are the target's own argmax.
-    """
+    """L_reg (mean over D) + omega_dist (0.9 L_soft + 0.1 L_hard), summed over slots (Eq. 2-8)."""
     config = drafter.config
     ids = drafter.draft_ids
     replaced = torch.zeros_like(batch.loss_mask[:, 1:])  # (B, S)
-    if config.csgd:
+    if config.csgd:  # a first pass finds the slots that miss
         with torch.no_grad():
             logits, _, answers, where = training_pass(drafter, target, batch)
         truth = common.target_logits(target, answers, ids).argmax(-1)  # (M,)
-        wrong = where.clone()
+        wrong = where.clone()  # (B, S)
         wrong[where] = logits.argmax(-1) != truth
         replaced = glance(wrong, where, 0.4 * (1 - batch.progress), config.k, batch.seed)
     logits, predicted, answers, _ = training_pass(drafter, target, batch, replaced)
@@ -306,7 +305,7 @@ def loss(drafter: Drafter, target, batch: common.Batch) -> Tensor:
     log_q_draft = logits.log_softmax(-1)  # (M, Vd)
     l1 = F.smooth_l1_loss(predicted, answers, reduction="sum") / answers.shape[-1]
     soft = F.kl_div(log_q_draft, log_p_target, log_target=True, reduction="sum")
-    hard = F.nll_loss(log_q_draft, log_p_target.argmax(-1), reduction="sum")
+    hard = F.nll_loss(log_q_draft, log_p_target.argmax(-1), reduction="sum")  # the target's argmax
     return l1 + config.distill_weight * (0.9 * soft + 0.1 * hard)
 
 
@@ -325,7 +324,8 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
 
     [2, 3] gives [0] [1], [0, 0] [0, 1] [1, 0]: the smallest products of (rank + 1) on a path.
     """
-    tree, level = [], [[]]
+    tree = []
+    level = [[]]
     for count in counts:
         grown = [[*path, rank] for path in level for rank in range(count)]
         level = sorted(grown, key=lambda path: (math.prod(rank + 1 for rank in path), path))[:count]
@@ -462,7 +462,8 @@ def propose(drafter, target, input_ids, hidden, memory, config, depth, stats) ->
     state = memory.state
     sight = torch.ones(1, total, dtype=torch.bool, device=input_ids.device)  # (1, P)
     grown = [()]  # the node that each block of the pass continues
-    q_draft, tokens = {}, {}  # {such a node: [slot][rank]}
+    q_draft = {}  # {such a node: [slot][rank]}
+    tokens = {}  # likewise
     for end in range(k, depth + k, k):  # the depth of the last tokens that a pass drafts
         top = memory.head(predicted).softmax(-1, dtype=torch.float32).topk(ranks)  # (n, k, ranks)
         q_draft |= zip(grown, top.values.tolist())
@@ -519,7 +520,6 @@ def generate(
 
     Args: tree, best_nodes, passes, least_worth, copies: as in Config, by default the drafter's.
         chain: draft first choices only, as deep as the tree. stats: a common.Stats to fill.
-        token_streamer: gets committed tokens by `put` (transformers does not hand `streamer` on).
     Returns: (1, T') prompt and new tokens.
     """
     given = {"tree": tree, "best_nodes": best_nodes, "passes": passes}

@@ -53,14 +53,16 @@ Deviations
        (Appendix C gains 0.2 to 0.7 points of acceptance from training on text that the target
        wrote, which our data already is.)
     7. ours: AdamW with a peak learning rate of 2e-3 (1.5e-3 in the later stages of the shipped
-       drafter), 4 conversations a step, warm-up, cosine decay, gradients clipped at 1.0. The paper:
-       5e-4, 64 a step, schedule and clip not said. Data are the target's own answers (the paper:
-       SlimPajama-6B, then ShareGPT, one epoch each).
+       drafter), 4 conversations a step, each cut at 384 tokens (512 in the last stage), warm-up,
+       cosine decay, gradients clipped at 1.0. The paper: 5e-4, 64 a step, schedule, cut and clip
+       not said. Data are the target's own answers (the paper: SlimPajama-6B, then ShareGPT, one
+       epoch each).
     8. ours: alpha is sum_x min(p_T, p_D), which is E_(x~p_D) min(1, p_T / p_D) and what Leviathan
        et al. show; 5.1 prints E_(x~p_D) min(p_T, p_D), a slip.
     9. ours: tokens copied from the context may stand beside the chain (`copies`, off by default).
    10. ours: the shipped drafter reads layer 18 of the target's 30, in which heads look for what
-       followed a token before; Figure 7 finds the top layer best, which stays the default.
+       followed a token before; Figure 7 finds the top layer best, which stays the default. It
+       drafts 2 tokens a round (the paper: 5) and learned in blocks of L = 3 (5) in its last stage.
 """
 
 import functools
@@ -107,7 +109,8 @@ attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
 def rope(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the first R of Dh dimensions of x (B, H, T, Dh) by cos and sin (B, T, R)."""
     cos, sin = (table[:, None].to(x.dtype) for table in rotary)
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    turned = x[..., : cos.shape[-1]]
+    rest = x[..., cos.shape[-1] :]
     return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
 
 
@@ -194,7 +197,9 @@ class Layer(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         shape = config.target
-        hidden, heads, head_dim = shape["hidden_size"], shape["num_heads"], shape["head_dim"]
+        hidden = shape["hidden_size"]
+        heads = shape["num_heads"]
+        head_dim = shape["head_dim"]
         self.input_layernorm = nn.RMSNorm(hidden, eps=1e-5)
         self.self_attn = SelfAttention(hidden, heads, shape["num_kv_heads"], head_dim)
         if config.cross_attention:
@@ -212,11 +217,7 @@ class Layer(nn.Module):
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The glimpse draft model; holds only what is trained, not the target's embedding and head.
-
-    Args:
-        config: Config, or its fields as a dict.
-    """
+    """The glimpse draft model; holds only what is trained, not the target's embedding and head."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -255,7 +256,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         cross_mask=None,
         cache=None,
     ) -> tuple[Tensor, Tensor]:
-        """Draft logits (..., Vd) and final hidden states (..., D) of the chosen rows.
+        """Draft logits (M, Vd) and final hidden states (M, D) of M chosen rows.
 
         P counts the target's cached rows, P_own the drafter's.
 
@@ -264,7 +265,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             rotary: cos and sin of the self-attention, each (B or 1, T, R).
             glimpses: one for each layer, of P rows; empty without cross-attention.
             head: the target's LM head for the draft vocabulary, D -> Vd.
-            rows: index into (B, T), the positions to score.
+            rows: index into (B, T), what to score: in training a mask (B, T) bool with M set, in
+                drafting (slice(None), -1), the newest token of each sequence, M = B.
             self_mask: (B or 1, 1, T, P_own + T) bool, None for causal.
             cross_mask: (B or 1, 1, T, P) bool, None for all.
             cache: the drafter's own, of P_own rows, which T more join; None for none.
@@ -273,7 +275,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         for index, layer in enumerate(self.layers):
             glimpse = glimpses[index] if glimpses else None
             x = layer(x, rotary, glimpse, self_mask, cross_mask, cache, index)
-        hidden = self.norm(x[rows])
+        hidden = self.norm(x[rows])  # (M, D)
         return head(hidden), hidden
 
 
@@ -405,7 +407,8 @@ def alpha(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """Acceptance rate (5.1): sum over M positions of sum_x min(p_target, q_draft), and M."""
     logits, where, _ = training_logits(drafter, target, batch)  # (M, Vd), (B, T)
     q_draft = logits.softmax(-1)  # (M, Vd)
-    p_target = common.target_logits(target, batch.hidden[where]).softmax(-1)[:, drafter.draft_ids]
+    p_target = common.target_logits(target, batch.hidden[where]).softmax(-1)  # (M, V)
+    p_target = p_target[:, drafter.draft_ids]  # (M, Vd)
     return torch.minimum(p_target, q_draft).sum(), len(q_draft)
 
 
@@ -464,7 +467,7 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
             "on each process; take another method, or a drafter trained with --no-cross-attention"
         )
     ids = input_ids
-    newest = (slice(None), -1)
+    newest = (slice(None), -1)  # of (1, n)
     fed = own.rewind(input_ids)  # (1, n)
     while True:
         positions = own.feed(fed)  # (1, n)
@@ -472,16 +475,18 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
         glimpses = [
             Glimpse(layer.keys, layer.values, tables) for layer, tables in zip(read, cross_rotary)
         ]
-        self_mask = cross_mask = None  # one token, the newest: it reads everything
+        self_mask = None  # one token, the newest: it reads everything
+        cross_mask = None
         if fed.shape[1] > 1:
-            rows = torch.arange(own.fed.shape[1], device=ids.device)  # (P + 1,)
-            self_mask = (positions.mT >= rows)[None, None]  # (1, 1, n, P + 1)
-            cross_mask = (positions.mT > rows[:cached])[None, None]  # (1, 1, n, P)
+            place = torch.arange(own.fed.shape[1], device=ids.device)  # (P + 1,)
+            self_mask = (positions.mT >= place)[None, None]  # (1, 1, n, P + 1)
+            cross_mask = (positions.mT > place[:cached])[None, None]  # (1, 1, n, P)
         embeds = target.get_input_embeddings()(fed)  # (1, n, D)
         masks = (self_mask, cross_mask)
+        # (1, Vd), (1, D)
         logits, hidden = drafter(embeds, rotary, glimpses, memory.head, newest, *masks, own)
-        scores = torch.full((1, shape["vocab_size"]), float("-inf"), device=ids.device)
-        scores[:, drafter.draft_ids] = logits.float()  # (1, Vd)
+        scores = torch.full((1, shape["vocab_size"]), float("-inf"), device=ids.device)  # (1, V)
+        scores[:, drafter.draft_ids] = logits.float()
         if logits_processor:
             scores = logits_processor(ids, scores)
             if not scores.max() > float("-inf"):  # nothing is allowed, or that normalised: NaN

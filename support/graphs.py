@@ -35,7 +35,8 @@ class FixedLayer(DynamicLayer):
 
     def __init__(self, buffer: list[Tensor], place: Tensor):
         super().__init__()
-        self.buffer, self.place = buffer, place
+        self.buffer = buffer
+        self.place = place
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
@@ -99,7 +100,8 @@ class Graphs:
     """What common.forward does for a target with graphs; one sequence at a time."""
 
     def __init__(self, target, length: int):
-        shape, like = common.target_shape(target), {"dtype": target.dtype, "device": target.device}
+        shape = common.target_shape(target)
+        like = {"dtype": target.dtype, "device": target.device}
         size = (1, shape["num_kv_heads"], length, shape["head_dim"])
         self.target = target
         self.length = length  # rows of the cache
@@ -111,13 +113,13 @@ class Graphs:
 
     def __call__(self, input_ids: Tensor, cache, options: dict) -> tuple[Tensor, Tensor]:
         """common.forward(target, input_ids (1, n), cache, **options)."""
-        start, n, device = cache.get_seq_length(), input_ids.shape[1], input_ids.device
+        start = cache.get_seq_length()
+        n = input_ids.shape[1]
+        device = input_ids.device
         if start == 0:  # a new sequence gets the memory; its prompt's forward is not recorded
             self.owner = cache
-            for layer, (keys, values) in zip(cache.layers, self.buffers):
-                layer.buffer, layer.is_initialized = (keys, values), True
-                layer.keys, layer.values = keys[:, :, :0], values[:, :, :0]
-                layer.dtype, layer.device = keys.dtype, keys.device
+            for layer, buffer in zip(cache.layers, self.buffers):
+                layer.adopt(buffer, 0)
         assert cache is self.owner, "graphs hold one sequence at a time"
         rounded = next((size for size in SIZES if size >= n), self.length + 1)
         moved = cache.layers[0].buffer[0] is not self.buffers[0][0]
@@ -125,7 +127,8 @@ class Graphs:
         if start == 0 or outgrown or "logits_to_keep" in options:
             with common.forward_by(self.target, None):
                 return common.forward(self.target, input_ids, cache, **options)
-        own, positions = options.get("attention_mask"), options.get("position_ids")
+        own = options.get("attention_mask")
+        positions = options.get("position_ids")
         if own is None:
             parents = torch.arange(n - 1) - 1
             own = common.ancestor_mask(parents, start, self.target.dtype).to(device)
@@ -140,8 +143,8 @@ class Graphs:
         logits, hidden = self.recorded[rounded](
             input_ids[0, last], positions[0, last], place, mask[:, :, last]
         )
-        for layer, buffers in zip(cache.layers, self.buffers):
-            layer.keys, layer.values = (x[:, :, : start + n] for x in buffers)
+        for layer, buffer in zip(cache.layers, self.buffers):
+            layer.adopt(buffer, start + n)
         return logits[:, :n], hidden[:, :n]
 
 

@@ -26,7 +26,8 @@ class Row:
         """Hand the talk its answer; if that ends it, what it returns, in a list."""
         try:
             feed, self.temperature, self.most = self.talk.send(answer)
-            self.feed, self.said = list(feed), []
+            self.feed = list(feed)
+            self.said = []
             return []
         except StopIteration as end:
             self.talk = None
@@ -56,12 +57,14 @@ def converse(target, begin, batch_size: int, chance: random.Random):
     config = target.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or 2**31
     ends = end_tokens(target)
-    cache, width = common.GrowingCache(config.num_hidden_layers), 0
+    cache = common.GrowingCache(config.num_hidden_layers)
+    width = 0
     rows = [Row() for _ in range(batch_size)]
     while True:
         for row in rows:
             while row.talk is None and (talk := begin()) is not None:
-                row.talk, row.first = talk, width
+                row.talk = talk
+                row.first = width
                 yield from row.go_on(None)
         busy = [index for index, row in enumerate(rows) if row.talk]
         if not busy:
@@ -109,9 +112,7 @@ def _keep_rows(cache, rows: Tensor) -> None:
     """Drop the rows of the batch that are not listed."""
     for layer in cache.layers:
         if layer.is_initialized:
-            width = layer.get_seq_length()
-            layer.buffer = [x[rows] for x in layer.buffer]
-            layer.keys, layer.values = (x[:, :, :width] for x in layer.buffer)
+            layer.adopt([x[rows] for x in layer.buffer], layer.get_seq_length())
 
 
 def _choose(logits: Tensor, rows: list[Row], chance: random.Random) -> list[int]:

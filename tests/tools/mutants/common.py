@@ -40,15 +40,15 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "kept = torch.tensor([-1, *path], device=device) + 1",
+        "kept = fed.new_tensor([-1, *path]) + 1",
         "kept = torch.arange(len(path) + 1)",
         "verify: the first rows kept, not the accepted",
     ),
     (
         "common.py",
-        "ids = torch.cat([ids, ids.new_tensor([[choice]])], dim=1)",
-        "pass",
-        "verify: processors see the old prefix",
+        "ids = torch.cat([input_ids, fed.new_tensor([committed])], dim=1)",
+        "ids = torch.cat([input_ids, fed.new_tensor([committed[:1]])], dim=1)",
+        "verify: processors see no token of the path but its first",
     ),
     (
         "common.py",
@@ -95,8 +95,8 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "(x[:, :, : start + len(rows)] for x in self.buffer)",
-        "(x[:, :, : start + len(rows) + 1] for x in self.buffer)",
+        "self.adopt(self.buffer, start + len(rows))",
+        "self.adopt(self.buffer, start + len(rows) + 1)",
         "GrowingLayer.keep: a row too many",
     ),
     (
@@ -140,8 +140,8 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "return Verified(tokens, path, hidden[:, kept])",
-        "return Verified(tokens, path, hidden[:, : len(kept)])",
+        "path, hidden[:, kept])",
+        "path, hidden[:, : len(kept)])",
         "hidden states of refused nodes",
     ),
     (
@@ -236,14 +236,14 @@ MUTANTS = [
     ),
     (
         "common.py",
-        'getattr(config, "head_dim", None) or hidden // heads',
-        "hidden // heads",
+        'getattr(config, "head_dim", None) or config.hidden_size // heads',
+        "config.hidden_size // heads",
         "target_shape: head_dim of Qwen3 and Gemma, whose heads are not hidden / heads wide",
     ),
     (
         "common.py",
-        "scores = logits_processor(ids, scores) if logits_processor else scores",
-        "scores = logits_processor(input_ids, scores) if logits_processor else scores",
+        "scores = logits_processor(ids, scores)",
+        "scores = logits_processor(input_ids, scores)",
         "verify: processors see the committed text only, not the path to the node",
     ),
     (

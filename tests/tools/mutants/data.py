@@ -113,8 +113,8 @@ MUTANTS = [
     ("support/talks.py", "if unused >= 64:", "if False:", "the cache grows for ever"),
     (
         "support/talks.py",
-        "row.talk, row.first = talk, width",
-        "row.talk, row.first = talk, 0",
+        "row.first = width",
+        "row.first = 0",
         "a later talk begins in the first column",
     ),
     (
@@ -137,8 +137,8 @@ MUTANTS = [
     ),
     (
         "support/talks.py",
-        "layer.buffer = [x[rows] for x in layer.buffer]",
-        "layer.buffer = [x[: len(rows)] for x in layer.buffer]",
+        "layer.adopt([x[rows] for x in layer.buffer]",
+        "layer.adopt([x[: len(rows)] for x in layer.buffer]",
         "a smaller batch has other rows' keys",
     ),
     ("support/talks.py", "if 2 * len(busy) <= len(rows):", "if False:", "empty rows are computed"),

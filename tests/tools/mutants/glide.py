@@ -17,14 +17,14 @@ MUTANTS = [
     ("glide.py", "out = out * sees", "pass", "rows without keys"),
     (
         "glide.py",
-        "self_mask = (positions.mT >= rows)[None, None]",
-        "self_mask = (positions.mT >= rows - 1)[None, None]",
+        "self_mask = (positions.mT >= place)[None, None]",
+        "self_mask = (positions.mT >= place - 1)[None, None]",
         "drafting mask: sees ahead",
     ),
     (
         "glide.py",
-        "cross_mask = (positions.mT > rows[",
-        "cross_mask = (positions.mT >= rows[",
+        "cross_mask = (positions.mT > place[",
+        "cross_mask = (positions.mT >= place[",
         "drafting mask: reads its own row",
     ),
     (
@@ -131,7 +131,8 @@ MUTANTS = [
     ),
     (
         "glide.py",
-        "common.target_logits(target, batch.hidden[where]).softmax(-1)[:, drafter.draft_ids]",
+        "common.target_logits(target, batch.hidden[where]).softmax(-1)  # (M, V)\n"
+        "    p_target = p_target[:, drafter.draft_ids]",
         "common.target_logits(target, batch.hidden[where], drafter.draft_ids).softmax(-1)",
         "alpha over the draft vocabulary only",
     ),

@@ -15,11 +15,11 @@ MUTANTS = [
         "self.target.dtype)",
         "graphs: the mask stays on the CPU",
     ),
-    ("common.py", "mask.to(device) if", "mask if", "verify: the mask stays on the CPU"),
+    ("common.py", "mask.to(fed.device) if", "mask if", "verify: the mask stays on the CPU"),
     (
         "glide.py",
-        "rows = torch.arange(own.fed.shape[1], device=ids.device)",
-        "rows = torch.arange(own.fed.shape[1])",
+        "place = torch.arange(own.fed.shape[1], device=ids.device)",
+        "place = torch.arange(own.fed.shape[1])",
         "drafting mask made on the CPU",
     ),
 ]

@@ -23,8 +23,8 @@ MUTANTS = [
     ),
     (
         "support/graphs.py",
-        "layer.keys, layer.values = (x[:, :, : start + n] for x in buffers)",
-        "layer.keys, layer.values = (x[:, :, : start + rounded] for x in buffers)",
+        "layer.adopt(buffer, start + n)",
+        "layer.adopt(buffer, start + rounded)",
         "graphs: rows of the rounding stay",
     ),
     (
