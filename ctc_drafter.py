@@ -48,7 +48,9 @@ Deviations
        a copy of the target's; labels and drafts are of the frequent tokens only (`draft_vocab`).
     7. ours: by default train.py takes learning rate 2e-3, clip 1.0 and 512 tokens of the target's
        own answers (shipped: 384 at first, 1.5e-3 at last); the paper 3e-5, 0.5, 2048 of ShareGPT.
-    8. ours: `cut_labels` and `first_token` (shipped: in the last stage) and `copies`; off at first.
+    8. ours, all off by default: `cut_labels`, `first_token` (shipped: both in the last stage) and
+       `copies`. A window short of U labels, cut by `cut_labels` or by the end of a response, is
+       scored by the probability that the sequence begins with it: Eq. 6 would teach to stop there.
     9. ours: Medusa's heads share the target's LM head and read what slots read. The control that
        Table 2 lacks is `kind="transformer"`: the slots' layer, trained as these heads are.
     10. ours: lossless sampling too: the tree is deterministic, so the verifier draws from the
@@ -76,7 +78,7 @@ class Config:
     slots: int = option(6, "slots a pass fills, S (other kinds: window)")
     window: int = option(3, "tokens ahead to learn, U")
     anchors: int = option(64, "positions to train after, per sequence")
-    cut_labels: bool = option(False, "no labels after data != argmax")
+    cut_labels: bool = option(False, "where data != argmax, learn no further label")
     first_token: float = option(0.0, "weight of the first token's loss")
     intermediate_size: int = option(1536, "width of the feed-forward")
     draft_vocab: int = option(8192, "frequent tokens to draft; 0: all")
@@ -309,6 +311,32 @@ def first_target(drafter: Drafter, target, batch: common.Batch, anchors: Tensor)
     return common.target_logits(target, newest).softmax(-1)[..., drafter.draft_ids]
 
 
+def prefix_loss(log_q: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+    """Minus the log-probability (W,) that the sequence begins with its labels, whatever follows.
+
+    The prefix probability of Graves et al. (2006, 3.2): a sum over the slot in which the last label
+    is entered, the recursion of `prefix_search` for one sequence, in logarithms. 0 where no
+    alignment fits.
+    Args: log_q: (W, S, Vd + 1). labels: (W, U). counts: (W,) how many of the labels, >= 1.
+    """
+    symbols = F.pad(labels, (0, 1), value=log_q.shape[-1] - 1)  # (W, U + 1) the blank last
+    log_q = log_q.gather(2, symbols[:, None].expand(-1, log_q.shape[1], -1))  # (W, S, U + 1)
+    repeats = F.pad(labels[:, 1:] == labels[:, :-1], (1, 0))  # (W, U) enters after a blank only
+    never = torch.full_like(log_q[:, 0], -1e30)  # (W, U + 1) log 0, finite for the gradients' sake
+    in_blank = F.pad(never[:, 1:], (1, 0))  # after 0, ..., U labels; at first after none
+    in_token = never
+    entered = []
+    for log_q_slot in log_q.unbind(1):  # (W, U + 1)
+        either = torch.logaddexp(in_blank, in_token)
+        before = torch.where(repeats, in_blank[:, :-1], either[:, :-1])  # (W, U) one label less
+        entered.append(before + log_q_slot[:, :-1])
+        merged = in_token[:, 1:] + log_q_slot[:, :-1]
+        in_blank = either + log_q_slot[:, -1:]
+        in_token = torch.cat([never[:, :1], torch.logaddexp(merged, entered[-1])], dim=1)
+    begins = torch.stack(entered).logsumexp(0).gather(1, counts[:, None] - 1)[:, 0]  # (W,)
+    return -begins.where(begins > never[:, 0] / 2, 0.0)
+
+
 def loss(drafter: Drafter, target, batch: common.Batch) -> Tensor:
     """CTC loss of the windows given the slots (Eq. 1-11), or a cross-entropy slot by slot.
 
@@ -325,8 +353,11 @@ def loss(drafter: Drafter, target, batch: common.Batch) -> Tensor:
         return log_q.sum()
     if drafter.config.kind == "ctc":
         frames = torch.full_like(counts, log_q.shape[1])  # (M,) all S slots
-        blank, by_slot = log_q.shape[-1] - 1, log_q.transpose(0, 1)  # (S, M, Vd + 1)
-        total = F.ctc_loss(by_slot, labels, frames, counts, blank, "sum", zero_infinity=True)
+        blank = log_q.shape[-1] - 1
+        by_slot = log_q.transpose(0, 1)  # (S, M, Vd + 1)
+        exact = F.ctc_loss(by_slot, labels, frames, counts, blank, "none", zero_infinity=True)
+        whole = counts == labels.shape[1]
+        total = torch.where(whole, exact, prefix_loss(log_q, labels, counts)).sum()
     else:  # slot j for token j, discounted by 0.8^j as Medusa does
         place = torch.arange(labels.shape[1], device=labels.device)  # (U,)
         weight = 0.8**place * (place < counts[:, None])  # (M, U)

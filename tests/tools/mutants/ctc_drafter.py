@@ -15,7 +15,31 @@ MUTANTS = [
         "own = (group[:, None] >= group)",
         "slot mask: sees other anchors",
     ),
-    (FILE, 'frames, counts, blank, "sum"', 'frames, counts, 0, "sum"', "loss: blank"),
+    (FILE, 'frames, counts, blank, "none"', 'frames, counts, 0, "none"', "loss: blank"),
+    (
+        FILE,
+        "torch.where(whole, exact, prefix_loss(log_q, labels, counts)).sum()",
+        "exact.sum()",
+        "loss: a window that was cut teaches to stop there",
+    ),
+    (
+        FILE,
+        "before = torch.where(repeats, in_blank[:, :-1], either[:, :-1])",
+        "before = either[:, :-1]",
+        "prefix loss: repeats without a blank",
+    ),
+    (
+        FILE,
+        "in_token = torch.cat([never[:, :1], torch.logaddexp(merged, entered[-1])], dim=1)",
+        "in_token = torch.cat([never[:, :1], entered[-1]], dim=1)",
+        "prefix loss: a label that comes twice in a row is lost",
+    ),
+    (
+        FILE,
+        "-begins.where(begins > never[:, 0] / 2, 0.0)",
+        "-begins",
+        "prefix loss: a window that does not fit costs 1e30",
+    ),
     (
         FILE,
         "learns = batch.loss_mask & (torch.arange(length, device=device) >= 2)",
