@@ -71,7 +71,7 @@ class Config:
     slots: int = option(6, "slots a pass fills, S (other kinds: window)")
     window: int = option(3, "tokens ahead to learn, U")
     anchors: int = option(64, "positions to train after, per sequence")
-    cut_labels: bool = option(False, "where data != argmax, learn no further label")
+    cut_labels: bool = option(False, "cut windows where data != argmax, score beginnings")
     first_token: float = option(0.0, "weight of the first token's loss")
     intermediate_size: int = option(1536, "width of the feed-forward")
     draft_vocab: int = option(8192, "frequent tokens to draft; 0: all")
@@ -343,7 +343,8 @@ def loss(drafter: Drafter, target, batch: common.Batch) -> Tensor:
     else:  # slot j for token j, discounted by 0.8^j as Medusa does
         place = torch.arange(labels.shape[1], device=labels.device)  # (U,)
         weight = 0.8**place * (place < counts[:, None])  # (W, U)
-        total = (weight * F.nll_loss(log_q.mT, labels, reduction="none")).sum()
+        surprise = F.nll_loss(log_q.flatten(0, 1), labels.flatten(), reduction="none")  # (W U,)
+        total = surprise @ weight.flatten()
     if drafter.config.first_token:
         p_target = first_target(drafter, target, batch, anchors)[teaches]  # (W, Vd)
         total = total - drafter.config.first_token * (p_target * first_token(log_q)).sum()
@@ -474,11 +475,10 @@ def propose(drafter, target, input_ids: Tensor, features: Tensor, memory: Memory
         last call, the last one that of token P - 1. memory: from new_memory.
     """
     new = features.shape[1]  # n
-    places = torch.arange(new + drafter.num_slots, device=input_ids.device)[None]  # (1, n + S)
-    places = places + (input_ids.shape[1] - 1 - new)  # from P - n on
-    anchor = places.new_full((1, 1), new - 1)
+    ahead = torch.arange(-new, drafter.num_slots, device=input_ids.device)[None]  # (1, n + S)
+    anchor = ahead.new_full((1, 1), new - 1)
     embeds = target.get_input_embeddings()(input_ids[:, -new:])  # (1, n, D)
-    rotary = common.rotary(target, places, -1)
+    rotary = common.rotary(target, input_ids.shape[1] - 1 + ahead, -1)  # at places P - n, ...
     logits = drafter(features, embeds, anchor, rotary, memory.lm_head, cache=memory.cache)
     if drafter.config.kind != "medusa":
         memory.cache.crop(-drafter.num_slots)
