@@ -1,61 +1,56 @@
 """CTC-drafter: slots filled in one pass, a loss over sequences, a collapse before verifying.
 
 Wen et al., 2024, arXiv:2412.00061. From the target's last hidden states one transformer layer fills
-S slots after the newest token in a single pass. A slot is an output that belongs to no position: it
-holds a token or a blank, and a sequence is what is left of all slots when repeats are merged and
-blanks dropped. The CTC loss (connectionist temporal classification) sums over all ways to write the
-target's continuation into the slots, so that their choices are trained together although they are
-made at once. x_4 the newest token, e the blank:
+S slots after the newest token in one pass. A slot belongs to no position: it holds a token or a
+blank, and what all slots say becomes a sequence when repeats are merged and blanks dropped. The CTC
+loss (connectionist temporal classification) sums over all ways to write the continuation into the
+slots, so that their choices, made at once, are trained together. x_4 the newest token, e the blank:
 
     slots   x_5  x_5  e  x_6  e  x_7  x_7  e    ->  x_5 x_6 x_7    merge, then drop
             x_5  e  x_5  x_6  e  e    e    e    ->  x_5 x_5 x_6    a real repeat has a blank between
 
     symbol               name here                  section      function
-    X, theta             input_ids, the drafter     Eq. 2        loss
+    D, X, theta          batch, input_ids, drafter  Eq. 2        loss
     F, F^                features, slot_states      Eq. 3, 9     Drafter.forward
     P_distill, Y         target_logits, labels      Eq. 4, 5     windows
-    T; U is ours         S slots; window            Eq. 7, 8     Config
+    T = n; U is ours     S slots; window            Eq. 7, 8     Config
     epsilon              index Vd, the blank        2.3          Drafter.forward
     P^_t, p(a_t|X)       q_slots, log_q             Eq. 10, 11   propose, loss
     A, P(A|X)            combination, probability   Eq. 7, 8     alignments
-    P(Y|X), beta(y)      a sum over alignments      Eq. 1, 6     loss, prefix_search
+    P(Y|X), beta(y)      a sum over alignments      Eq. 1, 6     ctc_loss, prefix_search
     beta^-1              collapse                   2.3          collapse
     top k, raw           symbols, candidates        3.3          alignments
     CTC transform        transform                  3.1, 3.3     generate
     beta = N / M         emitted, target_forwards   Eq. 12       common.Stats; tau of reports
-    gamma                speedup                    Eq. 13       support/report.py
+    gamma, T             speedup, seconds           Eq. 13       support/report.py
 
-In shapes: A anchors, n rows, M anchors that teach, S slots. An anchor is a row (h_i, x_(i+1)) whose
-continuation, from x_(i+2) on, the slots write: in training a random sample of rows, in decoding the
-last. Medusa (Cai et al., 2024), the rival of Table 2, has a linear head for each token ahead.
-Upstream is the code that the authors released.
+In shapes: A anchors, n rows, D their width, W windows, S slots. An anchor is a row (h_i, x_(i+1))
+whose continuation, from x_(i+2) on, the slots write: random rows in training, the last in decoding.
 
 Deviations
-    1. upstream != paper: the released code drafts token by token with EAGLE's loop; this is the
-       paper's parallel drafter, whose slots see the features up to their anchor and one another.
-    2. paper silent: the drafter reads the newest token's embedding next to the features, as
-       upstream's does. A slot starts as its anchor's row plus a learned vector, and S = 2U.
-    3. ours: the blank's logit has a linear head of its own. Eq. 10 takes all logits from the LM
-       head, but that is the target's and knows no blank.
-    4. ours: the tree is built after the collapse, as a trie, so its mask and positions are those of
-       any tree. The paper (3.1) and upstream build it before and mask what the collapse removes,
-       upstream at the price of exactness.
-    5. ours: `prefix_search` ranks prefixes by the probability of all alignments that its two cuts
-       leave, `alignments` (the paper) by those among the most probable combinations. Nodes are
-       taken by that value, at most `nodes` of them, none worth less than `least_worth`.
-    6. ours: Eq. 2 sums probabilities; as in Eq. 1 the loss sums their logarithms. X is a prefix up
-       to a random anchor; anchors, a sample per sequence and step, are averaged. A layer starts as
-       a copy of the target's; labels and drafts are of the frequent tokens only (`draft_vocab`).
-    7. ours: by default train.py takes learning rate 2e-3, clip 1.0 and 512 tokens of the target's
-       own answers (shipped: 384 at first, 1.5e-3 at last); the paper 3e-5, 0.5, 2048 of ShareGPT.
-    8. ours: `cut_labels` and `first_token` (shipped: in the last stage) and `copies`; off at first.
-    9. ours: Medusa's heads share the target's LM head and read what slots read. The control that
-       Table 2 lacks is `kind="transformer"`: the slots' layer, trained as these heads are.
-    10. ours: lossless sampling too: the tree is deterministic, so the verifier draws from the
-        target and descends where the draw is a node.
+    1. upstream != paper: the authors' code drafts token by token with EAGLE's loop and learns by
+       SmoothL1 + 0.1 cross-entropy + 0.01 CTC. This is the paper's parallel drafter, by CTC alone.
+    2. paper silent: slots see the rows up to their anchor and one another; S = 2U. A row joins a
+       feature with the next token's embedding (as upstream); a slot starts as row plus own vector.
+    3. ours: a head for the blank's logit. Eq. 10 and upstream (as `<unk>`, 0) take the LM head's.
+    4. ours: the tree is a trie, built after the collapse; sampling is lossless too. The paper (3.1)
+       and upstream build it before and mask what the collapse removes, upstream inexactly.
+    5. ours: prefixes are ranked by all alignments that the cuts of `prefix_search` leave; in the
+       paper, and `alignments`, by the most probable ones. `nodes` and `least_worth` bound the tree.
+    6. ours: the loss sums logarithms (Eq. 1, not 2) over a random sample of anchors, X a prefix up
+       to one. A layer starts as the target's. Only `draft_vocab` frequent tokens are learnt.
+    7. ours: learning rate 2e-3, clip 1.0 of the norm, 512 tokens by the target (train.py's default;
+       shipped: 384 first, 1.5e-3 last); the paper 3e-5, 0.5 (upstream: by value), 2048 of ShareGPT.
+    8. ours, all off by default: `copies`, `first_token` and `cut_labels` (shipped: the last two, in
+       the last stage). Windows that this, or the end of a response, cuts short of U labels are
+       scored as beginnings of the sequence: Eq. 6 would teach the slots to stop there.
+    9. ours: Medusa (Cai et al., 2024), a head for each token ahead, shares the target's LM head and
+       reads the anchor's row alone (the original h_i alone), where slots attend to all rows so far.
+       The control that Table 2 lacks is `kind="transformer"`: slots, trained as these heads are.
 """
 
 import heapq
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
@@ -76,7 +71,7 @@ class Config:
     slots: int = option(6, "slots a pass fills, S (other kinds: window)")
     window: int = option(3, "tokens ahead to learn, U")
     anchors: int = option(64, "positions to train after, per sequence")
-    cut_labels: bool = option(False, "no labels after data != argmax")
+    cut_labels: bool = option(False, "cut windows where data != argmax, score beginnings")
     first_token: float = option(0.0, "weight of the first token's loss")
     intermediate_size: int = option(1536, "width of the feed-forward")
     draft_vocab: int = option(8192, "frequent tokens to draft; 0: all")
@@ -123,10 +118,9 @@ class SlotAttention(nn.Module):
     def forward(self, x: Tensor, slots: int, rotary, mask: Tensor | None, cache) -> Tensor:
         """From n rows and m = `slots` slots (B, n + m, D), after P cached rows, to (B, m, D)."""
         q = self.split(self.q_proj(x[:, -slots:]))  # (B, H, m, Dh)
-        k = self.split(self.k_proj(x))  # (B, Hkv, n + m, Dh)
-        v = self.split(self.v_proj(x))
         q = rope(q, [table[:, -slots:] for table in rotary])
-        k = rope(k, rotary)
+        k = rope(self.split(self.k_proj(x)), rotary)  # (B, Hkv, n + m, Dh)
+        v = self.split(self.v_proj(x))
         if cache is not None:
             k, v = cache.update(k, v, 0)  # (B, Hkv, P + n + m, Dh)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -155,7 +149,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.kv_layers = []  # reads the target's features, not its keys and values
         self.num_slots = config.slots if config.kind == "ctc" else config.window
         shape = config.target
-        width, vocab = shape["hidden_size"], shape["vocab_size"]
+        width = shape["hidden_size"]
         self.feature_norm = nn.RMSNorm(width, eps=1e-5)
         self.embed_norm = nn.RMSNorm(width, eps=1e-5)
         self.fusion = nn.Linear(2 * width, width, bias=False)
@@ -171,21 +165,20 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         if config.kind == "ctc":
             self.blank = nn.Linear(width, 1)
         self.norm = nn.RMSNorm(width, eps=1e-5)
+        vocab = shape["vocab_size"]
         self.register_buffer("draft_ids", torch.arange(min(config.draft_vocab or vocab, vocab)))
 
     def forward(self, features, embeds, anchors, rotary, lm_head, mask=None, cache=None) -> Tensor:
         """Logits (B, A, S, Vd + 1) of the slots after A chosen rows (Eq. 9, 10), the blank last.
 
-        Args:
-            features: (B, n, D) of the target. embeds: (B, n, D) of the tokens one step ahead.
+        Args: features: (B, n, D) of the target. embeds: (B, n, D) of the tokens one step ahead.
             anchors: (B, A) which of the n rows. rotary: cos, sin (B, n + A S, R) of rows and slots.
             lm_head: the target's, D -> Vd for the tokens draft_ids (Vd,).
             mask: (B, 1, A S, P + n + A S) bool. cache: of P earlier rows; gets rows and slots.
         """
-        both = torch.cat([self.feature_norm(features), self.embed_norm(embeds)], dim=-1)
+        both = torch.cat([self.feature_norm(features), self.embed_norm(embeds)], -1)  # (B, n, 2D)
         rows = self.fusion(both)  # (B, n, D)
-        sequence = torch.arange(len(anchors), device=anchors.device)[:, None]
-        chosen = rows[sequence, anchors][:, :, None]  # (B, A, 1, D)
+        chosen = rows.take_along_dim(anchors[..., None], 1)[:, :, None]  # (B, A, 1, D)
         if self.config.kind == "medusa":
             filled = [chosen + F.silu(medusa_head(chosen)) for medusa_head in self.heads]
             slot_states = self.norm(torch.cat(filled, dim=2))  # (B, A, S, D)
@@ -194,7 +187,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             seen = self.input_layernorm(torch.cat([rows, x], dim=1))  # (B, n + A S, D)
             x = x + self.self_attn(seen, x.shape[1], rotary, mask, cache)
             x = x + self.mlp(self.post_attention_layernorm(x))
-            slot_states = self.norm(x).unflatten(1, (-1, self.num_slots))
+            slot_states = self.norm(x).unflatten(1, (-1, self.num_slots))  # (B, A, S, D)
         logits = lm_head(slot_states)  # (B, A, S, Vd)
         if self.config.kind == "ctc":
             return torch.cat([logits, self.blank(slot_states)], dim=-1)
@@ -204,8 +197,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """A drafter to start training from, its layer copied from the target's top one where it fits.
 
-    Args: token_counts: (V,) of the training responses; the most frequent ones can be drafted.
-    Raises: ValueError: an unknown kind, or a number below 1.
+    Args: token_counts: (V,) in the responses. Raises: ValueError: unknown kind, number below 1.
     """
     for name in ("slots", "window", "anchors"):
         if getattr(config, name) < 1:
@@ -258,26 +250,23 @@ def windows(drafter: Drafter, target, batch: common.Batch) -> tuple[Tensor, Tens
 
     Returns: anchors (B, A), labels (B, A, U) as indices into draft_ids, counts (B, A) in use.
     """
-    config = drafter.config
-    input_ids, device = batch.input_ids, batch.input_ids.device
-    length = input_ids.shape[1]
+    length = batch.input_ids.shape[1]
+    device = batch.input_ids.device
     learns = batch.loss_mask & (torch.arange(length, device=device) >= 2)  # (B, T)
-    predicts = learns[:, 1:]  # (B, T - 1) h_t is asked for y_(t + 1)
-    asked = batch.hidden[:, :-1][predicts]  # (M, D)
-    best = torch.zeros_like(input_ids)  # (B, T) y_t where it is learnt
-    best[:, 1:][predicts] = common.target_logits(target, asked, drafter.draft_ids).argmax(-1)
-    # Each place draws a number; the A largest are a random choice of first labels. What does not
-    # learn has 0 and comes last: chosen only if too few learn, and then with the count 0.
+    asked = batch.hidden[:, :-1][learns[:, 1:]]  # (learnt places, D) h_t is asked for y_(t + 1)
+    best = torch.zeros_like(batch.input_ids)  # (B, T) y_t where it is learnt
+    best[learns] = common.target_logits(target, asked, drafter.draft_ids).argmax(-1)
+    # The A largest of random numbers choose first labels; 0, where nothing is learnt, comes last.
     generators = [torch.Generator().manual_seed(seed) for seed in batch.seed.tolist()]
     draw = torch.stack([torch.rand(length, generator=each) for each in generators])  # (B, T)
-    first = (draw.to(device) * learns).topk(min(config.anchors, length)).indices  # (B, A)
-    places = first[..., None] + torch.arange(config.window, device=device)  # (B, A, U)
+    first = (draw.to(device) * learns).topk(min(drafter.config.anchors, length)).indices  # (B, A)
+    places = first[..., None] + torch.arange(drafter.config.window, device=device)  # (B, A, U)
     inside = places < length
     places = places.clamp(max=length - 1)
-    sequence = torch.arange(len(input_ids), device=device)[:, None, None]  # (B, 1, 1)
+    sequence = torch.arange(len(learns), device=device)[:, None, None]  # (B, 1, 1)
     used = learns[sequence, places] & inside  # (B, A, U)
-    if config.cut_labels:  # once the data differs from a label, the next ones follow another text
-        agrees = drafter.draft_ids[best] == input_ids  # (B, T)
+    if drafter.config.cut_labels:  # labels after a difference to the data follow another text
+        agrees = drafter.draft_ids[best] == batch.input_ids  # (B, T)
         used[..., 1:] &= agrees[sequence, places][..., :-1]
     counts = used.long().cumprod(-1).sum(-1)  # up to the first label that is not in use
     return (first - 2).clamp(min=0), best[sequence, places], counts
@@ -285,55 +274,79 @@ def windows(drafter: Drafter, target, batch: common.Batch) -> tuple[Tensor, Tens
 
 def training_logits(drafter: Drafter, target, batch: common.Batch, anchors: Tensor) -> Tensor:
     """Logits (B, A, S, Vd + 1) after the anchors (B, A)."""
-    rows, slots = batch.input_ids.shape[1] - 1, drafter.num_slots
-    dtype, device = drafter.norm.weight.dtype, anchors.device
+    slots = drafter.num_slots
+    dtype = drafter.norm.weight.dtype
     embeds = target.get_input_embeddings()(batch.input_ids[:, 1:]).to(dtype)  # (B, n, D)
-    places = torch.arange(rows, device=device).expand(len(anchors), -1)  # (B, n)
-    ahead = anchors[..., None] + torch.arange(1, slots + 1, device=device)  # (B, A, S)
-    rotary = common.rotary(target, torch.cat([places, ahead.flatten(1)], dim=1), -1)
+    places = torch.arange(embeds.shape[1], device=anchors.device).expand(len(anchors), -1)  # (B, n)
+    ahead = anchors[..., None] + torch.arange(1, slots + 1, device=anchors.device)  # (B, A, S)
+    places = torch.cat([places, ahead.flatten(1)], dim=1)  # (B, n + A S)
+    rotary = common.rotary(target, places, -1)  # cos, sin (B, n + A S, R)
     lm_head = common.draft_head(target, drafter.draft_ids).to(dtype)
-    mask = None if drafter.config.kind == "medusa" else slot_mask(anchors, rows, slots)
+    mask = None if drafter.config.kind == "medusa" else slot_mask(anchors, embeds.shape[1], slots)
     return drafter(batch.hidden[:, :-1].to(dtype), embeds, anchors, rotary, lm_head, mask)
 
 
 def first_token(log_q: Tensor) -> Tensor:
-    """Log-probability (M, Vd) of the sequence's first token, given log_q (M, S, Vd + 1)."""
-    still_blank = F.pad(log_q[:, :-1, -1].cumsum(-1), (1, 0))  # (M, S) all slots before this one
+    """Log-probability (W, Vd) of the sequence's first token, given log_q (W, S, Vd + 1)."""
+    still_blank = F.pad(log_q[:, :-1, -1].cumsum(-1), (1, 0))  # (W, S) all slots before this one
     return (still_blank[..., None] + log_q[..., :-1]).logsumexp(1)  # whatever slot it stands in
 
 
 def first_target(drafter: Drafter, target, batch: common.Batch, anchors: Tensor) -> Tensor:
     """The target's probabilities (B, A, Vd) of the token that the slots begin with."""
-    sequence = torch.arange(len(anchors), device=anchors.device)[:, None]
-    newest = batch.hidden[sequence, anchors + 1]  # (B, A, D) h of the newest token
+    newest = batch.hidden.take_along_dim(anchors[..., None] + 1, 1)  # (B, A, D) of x_(i+1)
     return common.target_logits(target, newest).softmax(-1)[..., drafter.draft_ids]
+
+
+def ctc_loss(log_q: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+    """Minus the log-probability (W,) of windows; 0 for one that no alignment fits, if S < 2U.
+
+    Of U labels: that the sequence is these (Eq. 6). Of fewer: that it begins so, a sum over slots
+    of what enters the last label there (Graves et al., 2006, 3.2), as in `prefix_search`.
+    Args: log_q: (W, S, Vd + 1). labels: (W, U). counts: (W,) how many of them to take, >= 1.
+    """
+    never = -1e30  # log 0, but finite for the gradients' sake
+    symbols = F.pad(labels, (1, 0), value=log_q.shape[-1] - 1)  # (W, U + 1) the blank first
+    log_q = log_q.gather(2, symbols[:, None].expand(-1, log_q.shape[1], -1))  # (W, S, U + 1)
+    repeats = F.pad(labels[:, 1:] == labels[:, :-1], (1, 0))  # (W, U) enters after a blank only
+    in_token = torch.full_like(log_q[:, 0], never)  # (W, U + 1) after 0 to U labels, by the end
+    in_blank = F.pad(in_token[:, 1:], (1, 0))  # at first after none
+    entered = []
+    for log_q_slot in log_q.unbind(1):  # (W, U + 1)
+        either = torch.logaddexp(in_blank, in_token)
+        before = torch.where(repeats, in_blank[:, :-1], either[:, :-1])  # (W, U) a label less
+        entered.append(F.pad(before + log_q_slot[:, 1:], (1, 0), value=never))  # (W, U + 1)
+        in_blank = either + log_q_slot[:, :1]
+        in_token = torch.logaddexp(in_token + log_q_slot, entered[-1])
+    exactly = torch.logaddexp(in_blank, in_token)[:, -1]  # (W,)
+    begins = torch.stack(entered).logsumexp(0).gather(1, counts[:, None])[:, 0]  # (W,)
+    log_p = torch.where(counts == labels.shape[1], exactly, begins)
+    return -log_p.where(log_p > never / 2, 0.0)
 
 
 def loss(drafter: Drafter, target, batch: common.Batch) -> Tensor:
     """CTC loss of the windows given the slots (Eq. 1-11), or a cross-entropy slot by slot.
 
-    A window that does not fit, because each repeat in it needs a blank between, gives no loss; with
-    S >= 2U all fit. `first_token` adds the cross-entropy of the first token to the target's own
-    distribution. Returns: the mean over anchors times the loss tokens, by which train.py divides.
+    `first_token` adds the cross-entropy of the first token to the target's own distribution.
+    Returns: the mean over anchors times the loss tokens, by which train.py divides.
     """
     anchors, labels, counts = windows(drafter, target, batch)
-    teaches = counts > 0  # (B, A) M of them
+    teaches = counts > 0  # (B, A) W of them
     logits = training_logits(drafter, target, batch, anchors)[teaches]
-    log_q = logits.float().log_softmax(-1)  # (M, S, Vd + 1)
-    labels, counts = labels[teaches], counts[teaches]  # (M, U), (M,)
+    log_q = logits.float().log_softmax(-1)  # (W, S, Vd + 1)
+    labels = labels[teaches]  # (W, U)
+    counts = counts[teaches]  # (W,)
     if not len(counts):  # no anchor teaches: 0, by which every parameter still gets a gradient
         return log_q.sum()
     if drafter.config.kind == "ctc":
-        frames = torch.full_like(counts, log_q.shape[1])  # (M,) all S slots
-        blank, by_slot = log_q.shape[-1] - 1, log_q.transpose(0, 1)  # (S, M, Vd + 1)
-        total = F.ctc_loss(by_slot, labels, frames, counts, blank, "sum", zero_infinity=True)
+        total = ctc_loss(log_q, labels, counts).sum()
     else:  # slot j for token j, discounted by 0.8^j as Medusa does
         place = torch.arange(labels.shape[1], device=labels.device)  # (U,)
-        weight = 0.8**place * (place < counts[:, None])  # (M, U)
-        log_q_label = log_q.gather(2, labels[..., None])[..., 0]  # (M, U)
-        total = -(weight * log_q_label).sum()
+        weight = 0.8**place * (place < counts[:, None])  # (W, U)
+        surprise = F.nll_loss(log_q.flatten(0, 1), labels.flatten(), reduction="none")  # (W U,)
+        total = surprise @ weight.flatten()
     if drafter.config.first_token:
-        p_target = first_target(drafter, target, batch, anchors)[teaches]  # (M, Vd)
+        p_target = first_target(drafter, target, batch, anchors)[teaches]  # (W, Vd)
         total = total - drafter.config.first_token * (p_target * first_token(log_q)).sum()
     return total / len(counts) * batch.loss_mask.sum()
 
@@ -341,10 +354,10 @@ def loss(drafter: Drafter, target, batch: common.Batch) -> Tensor:
 def alpha(drafter: Drafter, target, batch: common.Batch) -> tuple[Tensor, int]:
     """Acceptance of the first draft token: sum over anchors of sum_x min(p_target, q_draft)."""
     anchors, _, counts = windows(drafter, target, batch)
-    teaches = counts > 0
-    logits = training_logits(drafter, target, batch, anchors)[teaches]  # (M, S, Vd + 1)
-    q_draft = first_token(logits.float().log_softmax(-1)).exp()  # (M, Vd)
-    p_target = first_target(drafter, target, batch, anchors)[teaches]
+    teaches = counts > 0  # (B, A) W of them
+    logits = training_logits(drafter, target, batch, anchors)[teaches]  # (W, S, Vd + 1)
+    q_draft = first_token(logits.float().log_softmax(-1)).exp()  # (W, Vd)
+    p_target = first_target(drafter, target, batch, anchors)[teaches]  # (W, Vd)
     return torch.minimum(p_target, q_draft).sum(), len(q_draft)
 
 
@@ -352,28 +365,20 @@ def alpha(drafter: Drafter, target, batch: common.Batch) -> tuple[Tensor, int]:
 
 
 def collapse(alignment, blank: int) -> tuple:
-    """beta^-1: merge neighbours that are equal, then drop blanks (2.3).
-
-    With e the blank: (a, a, e, a) -> (a, a), and (e, a, b, b) -> (a, b).
-    """
-    sequence, previous = [], blank
-    for symbol in alignment:
-        if symbol != previous and symbol != blank:
-            sequence.append(symbol)
-        previous = symbol
-    return tuple(sequence)
+    """beta^-1: merge equal neighbours, then drop blanks (2.3): (a, a, e, a) -> (a, a), e blank."""
+    return tuple(symbol for symbol, _ in itertools.groupby(alignment) if symbol != blank)
 
 
 def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = True) -> dict:
     """The paper's transform: collapse the most probable combinations of top symbols (3.3).
 
     Slots are independent given the context, so keeping the best after each slot is exact.
-    Args: q_slots: (S, Vd + 1) probabilities. symbols: considered per slot. candidates: kept.
-        merge: False takes each combination as it is up to its first blank (Medusa verify).
+    Args: q_slots: (S, Vd + 1) probabilities. symbols: considered per slot, the blank among them.
+        candidates: kept. merge: False takes a combination up to its first blank (Medusa verify).
     Returns: {prefix, of indices into draft_ids: probability of the combinations that begin so}.
     """
     blank = q_slots.shape[-1] - 1
-    top = q_slots.topk(min(symbols, blank))  # (S, k) each
+    top = q_slots.topk(min(symbols, q_slots.shape[-1]))  # (S, k) each
     raw = [(1.0, ())]  # (probability, combination)
     for likely, q_likely in zip(top.indices.tolist(), top.values.tolist()):
         longer = []
@@ -383,10 +388,8 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = Tru
         raw = heapq.nlargest(candidates, longer)
     worth = defaultdict(float)
     for probability, combination in raw:
-        if merge:
-            sequence = collapse(combination, blank)
-        else:
-            sequence = combination[: (*combination, blank).index(blank)]
+        first_blank = (*combination, blank).index(blank)
+        sequence = collapse(combination, blank) if merge else combination[:first_blank]
         for end in range(1, len(sequence) + 1):
             worth[sequence[:end]] += probability
     return worth
@@ -395,31 +398,29 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = Tru
 def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     """CTC prefix beam search: the probability that the collapsed sequence begins with each prefix.
 
-    Sums over alignments (Eq. 6), slot by slot: those of blanks and the likeliest `symbols` tokens
-    of each slot, through the `candidates` prefixes kept after each slot. A lower bound, and exact
-    when nothing is cut. Alignments of a prefix are summed apart by whether they end in a blank or
-    in its last token: only after a blank does the same token make it longer.
-    By hand, two slots with a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, e the blank:
+    Sums over alignments (Eq. 6), slot by slot: of the blank and the `symbols` likeliest tokens of
+    each slot, through the `candidates` prefixes kept after it. A lower bound, exact if none is cut.
+    Alignments of a prefix that end in a blank are summed apart from those in its last token: only
+    after a blank does the same token make it longer. What once entered a prefix never leaves it, so
+    these sums are its worth. By hand, slots of a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, e the blank:
 
         prefix   entered in slot 1   entered in slot 2    worth
         a        a    0.6            e a   0.4 x 0.2      0.68     a a merges: it is in already
         b                            e b   0.4 x 0.5      0.20
         a b                          a b   0.6 x 0.5      0.30     a a would take three slots: a e a
 
-    What once entered a prefix never leaves it, so these sums are its worth.
-    Args: as for alignments. Returns: {prefix: probability}.
+    Args: as for alignments, but `symbols` tokens and the blank. Returns: {prefix: probability}.
     """
-    q_blank = q_slots[:, -1].tolist()  # (S,)
     top = q_slots[:, :-1].topk(min(symbols, q_slots.shape[-1] - 1))  # (S, k) each
-    tokens, q_tokens = top.indices.tolist(), top.values.tolist()
+    by_slot = zip(q_slots[:, -1].tolist(), top.indices.tolist(), top.values.tolist())
     worth = defaultdict(float)
     in_blank, in_token = {(): 1.0}, {(): 0.0}  # by how a prefix's alignments end
-    for slot in range(len(q_slots)):
+    for q_blank, likely, q_likely in by_slot:
         new_blank, new_token = defaultdict(float), defaultdict(float)
         for prefix in in_blank:
             either = in_blank[prefix] + in_token[prefix]
-            new_blank[prefix] += either * q_blank[slot]
-            for token, q in zip(tokens[slot], q_tokens[slot]):
+            new_blank[prefix] += either * q_blank
+            for token, q in zip(likely, q_likely):
                 entering = either * q
                 if prefix and token == prefix[-1]:
                     new_token[prefix] += in_token[prefix] * q  # merges
@@ -439,9 +440,7 @@ def token_tree(worth, draft_ids: Tensor, nodes: int, depth: int, least_worth=0.0
     """A trie of the `nodes` likeliest prefixes, none longer than `depth` or below `least_worth`."""
     place = {(): -1}  # {prefix: its node}
     tokens, parents = [], []
-    ranked = sorted(worth, key=len)
-    ranked.sort(key=worth.get, reverse=True)  # equals stay in order: the shorter first
-    for prefix in ranked:
+    for prefix in sorted(worth, key=lambda prefix: (-worth[prefix], len(prefix))):
         if len(tokens) >= nodes or worth[prefix] < least_worth:
             break
         parent = prefix[:-1]
@@ -475,14 +474,14 @@ def propose(drafter, target, input_ids: Tensor, features: Tensor, memory: Memory
     Args: input_ids: (1, P + 1) committed tokens. features: (1, n >= 1, D) of the target since the
         last call, the last one that of token P - 1. memory: from new_memory.
     """
-    new, slots, end = features.shape[1], drafter.num_slots, input_ids.shape[1] - 1
-    places = torch.arange(end - new, end + slots, device=input_ids.device)[None]  # (1, n + S)
-    anchor = places.new_full((1, 1), new - 1)
+    new = features.shape[1]  # n
+    ahead = torch.arange(-new, drafter.num_slots, device=input_ids.device)[None]  # (1, n + S)
+    anchor = ahead.new_full((1, 1), new - 1)
     embeds = target.get_input_embeddings()(input_ids[:, -new:])  # (1, n, D)
-    rotary = common.rotary(target, places, -1)
-    logits = drafter(features, embeds, anchor, rotary, memory.lm_head, None, memory.cache)
+    rotary = common.rotary(target, input_ids.shape[1] - 1 + ahead, -1)  # at places P - n, ...
+    logits = drafter(features, embeds, anchor, rotary, memory.lm_head, cache=memory.cache)
     if drafter.config.kind != "medusa":
-        memory.cache.crop(-slots)
+        memory.cache.crop(-drafter.num_slots)
     return logits[0, 0].float().softmax(-1)
 
 
@@ -514,15 +513,16 @@ def generate(
     given |= {"nodes": nodes, "least_worth": least_worth, "copies": copies}
     given = {name: value for name, value in given.items() if value is not None}
     config = replace(drafter.config, **given)
-    transform, symbols, candidates = config.transform, config.symbols, config.candidates
-    if transform not in ("prefixes", "alignments", "none") or min(symbols, candidates) < 1:
-        stated = f"transform {transform!r}, symbols {symbols}, candidates {candidates}"
+    cuts = {"symbols": config.symbols, "candidates": config.candidates}
+    if config.transform not in ("prefixes", "alignments", "none") or min(cuts.values()) < 1:
+        stated = f"transform {config.transform!r}, {cuts}"
         raise ValueError(f"{stated}: transform is prefixes, alignments or none, the others >= 1")
     stats = stats or common.Stats()
     lookup = common.Lookup(config.copies)
     memory = new_memory(drafter, target)
     cache, features = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
-    timer, done = "prefill", False  # the first pass reads the whole prompt
+    timer = "prefill"  # the first pass reads the whole prompt
+    done = False
     while not done:
         room = generation_config.max_length - input_ids.shape[1] - 1  # one place is the bonus's
         draft = common.chain([], input_ids)
@@ -530,10 +530,10 @@ def generate(
             with stats.timer(timer):
                 q_slots = propose(drafter, target, input_ids, features, memory)
             with stats.timer("transform"):
-                if transform == "prefixes":
-                    worth = prefix_search(q_slots, symbols, candidates)
+                if config.transform == "prefixes":
+                    worth = prefix_search(q_slots, **cuts)
                 else:
-                    worth = alignments(q_slots, symbols, candidates, transform == "alignments")
+                    worth = alignments(q_slots, **cuts, merge=config.transform == "alignments")
                 draft = token_tree(worth, drafter.draft_ids, config.nodes, room, config.least_worth)
             stats.note(q_slots=q_slots, worth=worth, draft_ids=drafter.draft_ids)
             timer = "draft"

@@ -383,18 +383,87 @@ def test_collapse():
 def test_the_loss_sums_over_alignments(llama, monkeypatch):
     drafter, batch = make_drafter(llama, slots=4, window=3), make_batch(llama)
     labels = torch.tensor([[0, 1, 2], [0, 0, 1], [2, 2, 2], [1, 0, 0], [1, 1, 1]])[None]
-    counts = torch.tensor([[3, 3, 2, 1, 3]])
+    counts = torch.tensor([[3, 3, 2, 1, 3]])  # two windows are cut short
     q_slots = torch.stack([some_slots(seed=seed) for seed in range(5)])
     anchors = torch.zeros(1, 5).long()
     monkeypatch.setattr(ctc_drafter, "windows", lambda *_: (anchors, labels, counts))
     monkeypatch.setattr(ctc_drafter, "training_logits", lambda *_: q_slots.log()[None])
     expected = 0.0
-    for row in range(5):
-        exact = by_collapsing(q_slots[row])[tuple(labels[0, row, : counts[0, row]].tolist())]
-        if exact:  # (1, 1, 1) does not fit into four slots: it needs five
-            expected -= math.log(exact)
+    for row, count in enumerate(counts[0].tolist()):
+        exactly, begins = by_collapsing(q_slots[row]), beginnings(q_slots[row])
+        window = tuple(labels[0, row, :count].tolist())
+        if window in begins:  # (1, 1, 1) does not fit into four slots: it needs five
+            expected -= math.log(exactly[window] if count == 3 else begins[window])
     got = float(ctc_drafter.loss(drafter, llama, batch)) / int(batch.loss_mask.sum()) * 5
     assert by_collapsing(q_slots[4])[(1, 1, 1)] == 0 and got == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 5])
+def test_ctc_loss_of_cut_windows_sums_all_alignments_that_begin_so(slots):
+    """Every window of up to three labels, also those that need more slots than there are."""
+    q_slots = some_slots(slots=slots, symbols=2, seed=slots)
+    exact = beginnings(q_slots)
+    windows = [w for n in (1, 2, 3) for w in itertools.product(range(2), repeat=n)]
+    labels = torch.tensor([(*window, 0, 1, 0)[:4] for window in windows])  # the rest is not read
+    counts = torch.tensor([len(window) for window in windows])
+    logits = q_slots.float().log().expand(len(windows), -1, -1).clone().requires_grad_()
+    got = ctc_drafter.ctc_loss(logits.log_softmax(-1), labels, counts)
+    expected = [-math.log(exact.get(window, 1.0)) for window in windows]
+    torch.testing.assert_close(got.detach(), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    got.sum().backward()
+    fits = torch.tensor([window in exact for window in windows])
+    assert logits.grad.isfinite().all() and not logits.grad[~fits].any()
+    assert slots < 5 or fits.all()
+
+
+def test_ctc_loss_of_cut_windows_has_the_gradients_of_a_brute_force_sum():
+    logits = some_slots(slots=4, symbols=2, seed=3).log().requires_grad_()
+    log_q, window = logits.log_softmax(-1), (1, 1)
+    terms = []
+    for alignment in itertools.product(range(3), repeat=4):
+        if ctc_drafter.collapse(alignment, 2)[:2] == window:
+            terms.append(log_q[range(4), alignment].sum())
+    (expected,) = torch.autograd.grad(-torch.stack(terms).logsumexp(0), logits, retain_graph=True)
+    labels, counts = torch.tensor([[*window, 0]]), torch.tensor([2])
+    (got,) = torch.autograd.grad(ctc_drafter.ctc_loss(log_q[None], labels, counts).sum(), logits)
+    torch.testing.assert_close(got, expected)
+
+
+def test_ctc_loss_of_what_is_almost_impossible_is_finite():
+    """Below the smallest float32, and beside alignments that are impossible."""
+    logits = torch.zeros(2, 6, 5)
+    logits[..., 0] = 80.0
+    logits.requires_grad_()
+    log_q, counts = logits.log_softmax(-1), torch.tensor([3, 2])
+    got = ctc_drafter.ctc_loss(log_q, torch.tensor([[1, 1, 1, 0], [2, 3, 0, 0]]), counts)
+    got.sum().backward()
+    assert got.tolist() == pytest.approx([400, 160])  # slots but the last ones must not say 0
+    assert logits.grad.isfinite().all() and logits.grad.any()
+
+
+def test_whole_windows_have_the_loss_and_the_gradients_of_torch():
+    """The paper's loss, which also says where the sequence ends; repeats, too many of them also."""
+    labels = torch.tensor([*itertools.product(range(3), repeat=3)])  # (27, 3)
+    counts, frames = torch.full((27,), 3), torch.full((27,), 4)
+    logits = torch.randn(27, 4, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    log_q = logits.log_softmax(-1)
+    options = {"blank": 3, "reduction": "none", "zero_infinity": True}
+    by_slot = log_q.transpose(0, 1)
+    expected = torch.nn.functional.ctc_loss(by_slot, labels, frames, counts, **options)
+    got = ctc_drafter.ctc_loss(log_q, labels, counts)
+    torch.testing.assert_close(got, expected)
+    assert int((got == 0).sum()) == 3  # 0 0 0, 1 1 1 and 2 2 2 take five slots
+    (theirs,) = torch.autograd.grad(expected.sum(), logits, retain_graph=True)
+    (ours,) = torch.autograd.grad(got.sum(), logits)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_only_windows_that_were_cut_are_scored_as_beginnings():
+    q_slots = some_slots(seed=1)
+    exactly, begins = by_collapsing(q_slots), beginnings(q_slots)
+    log_q, labels = q_slots.log().expand(2, -1, -1), torch.tensor([[2, 1], [2, 1]])
+    got = ctc_drafter.ctc_loss(log_q, labels, torch.tensor([2, 1])).exp()
+    assert got.tolist() == pytest.approx([1 / exactly[2, 1], 1 / begins[2,]])
 
 
 def test_a_window_that_does_not_fit_gives_no_gradient_and_no_nan(llama, monkeypatch):

@@ -15,7 +15,37 @@ MUTANTS = [
         "own = (group[:, None] >= group)",
         "slot mask: sees other anchors",
     ),
-    (FILE, 'frames, counts, blank, "sum"', 'frames, counts, 0, "sum"', "loss: blank"),
+    (FILE, "value=log_q.shape[-1] - 1", "value=0", "loss: blank"),
+    (
+        FILE,
+        "torch.where(counts == labels.shape[1], exactly, begins)",
+        "torch.logaddexp(in_blank, in_token).gather(1, counts[:, None])[:, 0]",
+        "loss: a window that was cut teaches to stop there",
+    ),
+    (
+        FILE,
+        "torch.where(counts == labels.shape[1], exactly, begins)",
+        "begins",
+        "loss: a whole window does not teach to stop",
+    ),
+    (
+        FILE,
+        "before = torch.where(repeats, in_blank[:, :-1], either[:, :-1])",
+        "before = either[:, :-1]",
+        "loss: repeats without a blank",
+    ),
+    (
+        FILE,
+        "in_token = torch.logaddexp(in_token + log_q_slot, entered[-1])",
+        "in_token = entered[-1]",
+        "loss: a label that two slots say in a row is lost",
+    ),
+    (
+        FILE,
+        "-log_p.where(log_p > never / 2, 0.0)",
+        "-log_p",
+        "loss: a window that does not fit costs 1e30",
+    ),
     (
         FILE,
         "learns = batch.loss_mask & (torch.arange(length, device=device) >= 2)",
@@ -42,8 +72,8 @@ MUTANTS = [
     ),
     (
         FILE,
-        "agrees = drafter.draft_ids[best] == input_ids",
-        "agrees = best == input_ids",
+        "agrees = drafter.draft_ids[best] == batch.input_ids",
+        "agrees = best == batch.input_ids",
         "cut labels: indices compared with ids",
     ),
     (
@@ -60,8 +90,8 @@ MUTANTS = [
     ),
     (
         FILE,
-        "if symbol != previous and symbol != blank:",
-        "if symbol != blank:",
+        "symbol, _ in itertools.groupby(alignment)",
+        "symbol in alignment",
         "collapse: repeats stay",
     ),
     (
@@ -72,13 +102,13 @@ MUTANTS = [
     ),
     (
         FILE,
-        "combination[: (*combination, blank).index(blank)]",
-        "tuple(symbol for symbol in combination if symbol != blank)",
+        "else combination[:first_blank]",
+        "else tuple(symbol for symbol in combination if symbol != blank)",
         "Medusa verify: goes on behind a blank",
     ),
     (FILE, "and parent in place:", "and True:", "trie: orphans"),
     (FILE, "or worth[prefix] < least_worth:", "or False:", "trie: worthless prefixes"),
-    (FILE, "memory.cache.crop(-slots)", "pass", "drafting: slots stay in the cache"),
+    (FILE, "memory.cache.crop(-drafter.num_slots)", "pass", "drafting: slots stay in the cache"),
     (
         FILE,
         "log_q[:, :-1, -1].cumsum(-1), (1, 0)",
@@ -93,8 +123,8 @@ MUTANTS = [
     ),
     (
         FILE,
-        "newest = batch.hidden[sequence, anchors + 1]",
-        "newest = batch.hidden[sequence, anchors]",
+        "newest = batch.hidden.take_along_dim(anchors[..., None] + 1, 1)",
+        "newest = batch.hidden.take_along_dim(anchors[..., None], 1)",
         "first token: the target's distribution one place early",
     ),
     (
@@ -136,20 +166,20 @@ MUTANTS = [
     ),
     (
         FILE,
-        "        memory.cache.crop(-slots)\n",
+        "        memory.cache.crop(-drafter.num_slots)\n",
         "        pass\n",
         "drafting: the slots of former rounds are never taken out of the cache",
     ),
     (
         FILE,
-        "worth = prefix_search(q_slots, symbols, candidates)",
-        "worth = prefix_search(q_slots, candidates, symbols)",
+        "worth = prefix_search(q_slots, **cuts)",
+        "worth = prefix_search(q_slots, config.candidates, config.symbols)",
         "symbols and candidates exchanged",
     ),
     (
         FILE,
-        "ahead = anchors[..., None] + torch.arange(1, slots + 1, device=device)",
-        "ahead = anchors[..., None] + torch.arange(slots, device=device)",
+        "ahead = anchors[..., None] + torch.arange(1, slots + 1, device=anchors.device)",
+        "ahead = anchors[..., None] + torch.arange(slots, device=anchors.device)",
         "training: slots are rotated one place earlier than while drafting",
     ),
     (
@@ -160,8 +190,8 @@ MUTANTS = [
     ),
     (
         FILE,
-        'worth = alignments(q_slots, symbols, candidates, transform == "alignments")',
-        "worth = alignments(q_slots, symbols, candidates)",
+        'worth = alignments(q_slots, **cuts, merge=config.transform == "alignments")',
+        "worth = alignments(q_slots, **cuts)",
         "transform none collapses as alignments does",
     ),
     (
