@@ -21,8 +21,7 @@ slots, so that their choices, made at once, are trained together. x_4 the newest
     beta^-1              collapse                   2.3          collapse
     top k, raw           symbols, candidates        3.3          alignments
     CTC transform        transform                  3.1, 3.3     generate
-    beta = N / M         emitted, target_forwards   Eq. 12       common.Stats; tau of reports
-    gamma, T             speedup, seconds           Eq. 13       support/report.py
+    beta = N / M, gamma  tau, speedup               Eq. 12, 13   support/report.py
 
 In shapes: A anchors, n rows, D their width, W windows, S slots. An anchor is a row (h_i, x_(i+1))
 whose continuation, from x_(i+2) on, the slots write: random rows in training, the last in decoding.
@@ -97,7 +96,8 @@ VARIANTS = {
 def rope(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the first R of Dh dimensions of x (B, H, T, Dh) by cos and sin (B, T, R)."""
     cos, sin = (table[:, None].to(x.dtype) for table in rotary)
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    turned = x[..., : cos.shape[-1]]
+    rest = x[..., cos.shape[-1] :]
     return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
 
 
@@ -414,9 +414,11 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     top = q_slots[:, :-1].topk(min(symbols, q_slots.shape[-1] - 1))  # (S, k) each
     by_slot = zip(q_slots[:, -1].tolist(), top.indices.tolist(), top.values.tolist())
     worth = defaultdict(float)
-    in_blank, in_token = {(): 1.0}, {(): 0.0}  # by how a prefix's alignments end
+    in_blank = {(): 1.0}  # alignments of a prefix that end in a blank
+    in_token = {(): 0.0}  # and in its last token
     for q_blank, likely, q_likely in by_slot:
-        new_blank, new_token = defaultdict(float), defaultdict(float)
+        new_blank = defaultdict(float)
+        new_token = defaultdict(float)
         for prefix in in_blank:
             either = in_blank[prefix] + in_token[prefix]
             new_blank[prefix] += either * q_blank
@@ -439,15 +441,15 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
 def token_tree(worth, draft_ids: Tensor, nodes: int, depth: int, least_worth=0.0) -> common.Draft:
     """A trie of the `nodes` likeliest prefixes, none longer than `depth` or below `least_worth`."""
     place = {(): -1}  # {prefix: its node}
-    tokens, parents = [], []
+    tokens = []
+    parents = []
     for prefix in sorted(worth, key=lambda prefix: (-worth[prefix], len(prefix))):
         if len(tokens) >= nodes or worth[prefix] < least_worth:
             break
-        parent = prefix[:-1]
-        if len(prefix) <= depth and parent in place:
+        if len(prefix) <= depth and prefix[:-1] in place:
             place[prefix] = len(tokens)
             tokens.append(prefix[-1])
-            parents.append(place[parent])
+            parents.append(place[prefix[:-1]])
     index = torch.tensor(tokens, dtype=torch.long, device=draft_ids.device)
     return common.Draft(draft_ids[index], torch.tensor(parents, dtype=torch.long))
 
@@ -511,12 +513,10 @@ def generate(
     """
     given = {"transform": transform, "symbols": symbols, "candidates": candidates}
     given |= {"nodes": nodes, "least_worth": least_worth, "copies": copies}
-    given = {name: value for name, value in given.items() if value is not None}
-    config = replace(drafter.config, **given)
+    config = replace(drafter.config, **{k: v for k, v in given.items() if v is not None})
     cuts = {"symbols": config.symbols, "candidates": config.candidates}
     if config.transform not in ("prefixes", "alignments", "none") or min(cuts.values()) < 1:
-        stated = f"transform {config.transform!r}, {cuts}"
-        raise ValueError(f"{stated}: transform is prefixes, alignments or none, the others >= 1")
+        raise ValueError(f"{config.transform}, {cuts}: take prefixes, alignments or none, from 1 on")
     stats = stats or common.Stats()
     lookup = common.Lookup(config.copies)
     memory = new_memory(drafter, target)
