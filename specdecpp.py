@@ -275,8 +275,8 @@ def labelled(drafter: Drafter, target, batch, base=None, base_drafter=None) -> t
 
     Each response token X_t gets a draft Y_t ~ q(. | X_<t) with the label P_t = min(1, p / q) of
     Y_t. Then the draft model reads Z, which takes X_t with probability r and Y_t otherwise; e_t is
-    its hidden state at Z_t. Two random numbers belong to each token: where the one falls in the
-    running sum of q chooses Y_t (inverse_cdf), whether the other is below r chooses X_t for Z_t.
+    its hidden state at Z_t. torch.rand(T, 2) of a sequence's seed chooses: where one number falls
+    in the running sum of q, Y_t (inverse_cdf); whether the other is below r, that Z_t is X_t.
 
         X   x1 x2 x3 x4      Y   y1 y2 y3 y4      Z   y1 x2 y3 y4      labels at   1  .  3  4
 
