@@ -36,13 +36,13 @@ Deviations
        and upstream build it before and mask what the collapse removes, upstream inexactly.
     5. ours: prefixes are ranked by all alignments that the cuts of `prefix_search` leave; in the
        paper, and `alignments`, by the most probable ones. `nodes` and `least_worth` bound the tree.
-    6. ours: the loss sums logarithms (Eq. 1, not 2) over a random sample of anchors, X a prefix up
+    6. ours: the loss sums logarithms (Eq. 1, not 2) over a random sample of anchors, X what is up
        to one. A layer starts as the target's. Only `draft_vocab` frequent tokens are learnt.
     7. ours: learning rate 2e-3, clip 1.0 of the norm, 512 tokens by the target (train.py's default;
-       shipped: 384 first, 1.5e-3 last); the paper 3e-5, 0.5 (upstream: by value), 2048 of ShareGPT.
+       shipped: 384 first, at last 8e-4); the paper 3e-5, 0.5 (upstream: by value), 2048, ShareGPT.
     8. ours, all off by default: `copies`, `first_token` and `cut_labels` (shipped: the last two, in
        the last stage). Windows that this, or the end of a response, cuts short of U labels are
-       scored as beginnings of the sequence: Eq. 6 would teach the slots to stop there.
+       scored as beginnings (shipped: in the last run). By Eq. 6 the slots learn to stop there.
     9. ours: Medusa (Cai et al., 2024), a head for each token ahead, shares the target's LM head and
        reads the anchor's row alone (the original h_i alone), where slots attend to all rows so far.
        The control that Table 2 lacks is `kind="transformer"`: slots, trained as these heads are.
@@ -299,18 +299,18 @@ def first_target(drafter: Drafter, target, batch: common.Batch, anchors: Tensor)
 
 
 def ctc_loss(log_q: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
-    """Minus the log-probability (W,) of windows; 0 for one that no alignment fits, if S < 2U.
+    """Minus the log-probability (W,) of windows; 0 where none fits (they can need 2U - 1 slots).
 
-    Of U labels: that the sequence is these (Eq. 6). Of fewer: that it begins so, a sum over slots
-    of what enters the last label there (Graves et al., 2006, 3.2), as in `prefix_search`.
+    Of U labels: that the sequence is these (Eq. 6). Of fewer: that it begins so, summed over slots
+    in which the last of them may be written first (Graves et al., 2006), as in `prefix_search`.
     Args: log_q: (W, S, Vd + 1). labels: (W, U). counts: (W,) how many of them to take, >= 1.
     """
     never = -1e30  # log 0, but finite for the gradients' sake
     symbols = F.pad(labels, (1, 0), value=log_q.shape[-1] - 1)  # (W, U + 1) the blank first
     log_q = log_q.gather(2, symbols[:, None].expand(-1, log_q.shape[1], -1))  # (W, S, U + 1)
     repeats = F.pad(labels[:, 1:] == labels[:, :-1], (1, 0))  # (W, U) enters after a blank only
-    in_token = torch.full_like(log_q[:, 0], never)  # (W, U + 1) after 0 to U labels, by the end
-    in_blank = F.pad(in_token[:, 1:], (1, 0))  # at first after none
+    in_token = torch.full_like(log_q[:, 0], never)  # (W, U + 1) 0 to U labels written, a token last
+    in_blank = F.pad(in_token[:, 1:], (1, 0))  # a blank last; none written at first
     entered = []
     for log_q_slot in log_q.unbind(1):  # (W, U + 1)
         either = torch.logaddexp(in_blank, in_token)

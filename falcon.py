@@ -25,35 +25,35 @@ Drafting grows a token tree by k levels a pass. k = 2, newest token x_4, f predi
     L_{reg, soft, hard} l1, soft, hard                     Eq. 2, 3, 4       loss
     L_dist, L           0.9 soft + 0.1 hard, the result    Eq. 5, 8          loss
     alpha, omega_dist   0.9, Config.distill_weight         Eq. 5, 8          loss
-    X, Y; C             a block's two tokens; the context  3.3               (theory of CSGD, k = 2)
     tau                 mean of Stats.accepted: no bonus   4.2               (ours counts the bonus)
     alpha of Table 2    not `alpha`, sum min(p, q): Falcon's fits tau / (tau + 1) within a point
-    m passes, n nodes   Config.tree                        3.4, App. A       propose
+    m passes, n nodes   rounds of the loop, len(grown)     3.4               propose
+    m children          ranks under a path of Config.tree  App. A            layered_tree
 
 Deviations
     1. upstream != paper: its nn.LSTM lacks batch_first, so it recurs over the batch, with a batch
        of 1 never (`cell`); `lstm` recurs over the slots, on every branch. Shipped is `linear`.
-    2. ours: the shipped drafter has one attention layer, figure 2 two (alpha 0.131 instead of 0.170
-       after 0.28 million token-steps, tokens learned from). It learned from 3.3 million tokens of
-       the target's own answers, cut at 384 or 512 (4.3: 68,000 dialogues of ShareGPT), omega_dist 1
-       (0.1), learning rates 2e-3, then 1.5e-3 (3e-5) and gradients clipped at 1 (silent); lambda
-       falls by the step, not the epoch, and begins again with every train.py --init.
+    2. ours: the shipped drafter has one attention layer, figure 2 two, which learn more slowly
+       (alpha 0.131, one layer's is 0.170, after 0.28 million token-steps, tokens learned from). It
+       learned from 3.3 million tokens of the target's own answers, cut at 384 or 512 (4.3: 68,000
+       dialogues of ShareGPT), omega_dist 1 (0.1), learning rates 2e-3, then 1.5e-3 (3e-5), norms
+       clipped at 1 (silent); lambda falls by the step and begins again with every train.py --init.
     3. upstream != paper: blocks end at the newest token in every round (upstream counts from the
        start of a chunk, so half its rounds do not see that token); training draws a random phase.
        A cached slot keeps what it saw in its old block: harmless with one attention layer, whose
        keys and values depend on the fused slot alone; deeper layers keep keys of former borders.
     4. paper silent: CSGD's runs start at the first slot of a block and spare its last one, as 3.2
        wants what precedes the predicted. Slots with answers teach nothing; upstream's do, and it
-       samples hard labels, has lambda fall from 0.45 to about 0.1 and scales noise by 512 / T.
-    5. ours: features and embeddings are normed before fusion (their scales differ by 20 on the
-       default target); attention layers and a final norm start as the target's; drafts, soft and
-       hard labels are of the frequent tokens only (`draft_vocab`).
+       samples hard labels, takes the KL's logarithms at temperature 0.95, has lambda fall from 0.45
+       to about 0.1, scales noise by 512 / T and adds it in the first pass, too.
+    5. ours: features and embeddings are normed before fusion (scales differ by 20); layers and a
+       final norm start as the target's; drafts and labels are frequent tokens (`draft_vocab`).
     6. paper silent: trees are drawn, not listed. PAPER_TREE has figure 5's nodes per depth; which
-       nodes is our rule (`layered_tree`), and a tree of upstream's with these counts shares 80 of
-       the 118. The default tree is ours; support/fitting.py fits one to a drafter and a machine.
+       ones is our rule (`layered_tree`; upstream's with these counts shares 80 of the 118).
     7. ours: `best_nodes`, EAGLE-2's choice of nodes (Li et al. 2024); `copies`, a prompt lookup.
-    8. ours: sampling. The paper samples a node's children; here a tree depends on the committed
-       tokens alone and the target's draw decides where to descend, so the output is exact.
+    8. ours: sampling. The paper samples a node's children; here no node is sampled, and the
+       target's draw decides where to descend, so the output is exact.
+    9. paper contradicts itself: Eq. 1 shifts by one place, 3.1's example (and upstream) by k.
 """
 
 import heapq
@@ -130,7 +130,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.kv_layers = []  # reads the target's features, not its keys and values
 
     def forward(self, features, embeds, rotary, mask, cache=None, state=None, before=None):
-        """Predict from every slot the feature k places on (Eq. 1).
+        """Predict from every slot the feature k places on (3.1; deviation 9).
 
         Fusion takes n sequences of t slots, attention B rows of r. In training both are the batch;
         in drafting B = 1: a pass's n branches side by side, r = n t, or `before` and one sequence.
@@ -361,8 +361,8 @@ def best_paths(q_draft: dict, config: Config, depth: int) -> list[tuple]:
 
     All nodes of a block share a slot's distribution, whatever stands before them. k = 2, slot 0
     gives .6 .3 and slot 1 .5 .4: (0) .6, (0, 0) .6 * .5, (1) .3, (0, 1) .6 * .4, (1, 0) .3 * .5.
-    Best first is exact: no node is worth more than its parent. So it is over passes: what is not
-    chosen now will not be among more, nor what would grow from it. Of equals, smaller ranks first.
+    Best first is exact: no node is worth more than its parent. So is choosing anew after a pass: it
+    only adds candidates, so what was left out stays out. Of equals, smaller ranks come first.
 
     Args: q_draft: {path that a block continues: [slot][rank] probabilities}. depth: most levels.
     """

@@ -49,7 +49,7 @@ Deviations
        (`draft_vocab`; the paper's from all). Verification covers all tokens.
     6. ours: the loss compares with the target's distribution, renormalised over the draft
        vocabulary, at every position of the answers. `distill=False` with `draft_vocab=0` is the
-       paper's cross-entropy with the data; alone, it leaves out tokens that cannot be drafted.
+       paper's cross-entropy with the data; with less, tokens that cannot be drafted are left out.
        (Appendix C gains 0.2 to 0.7 points of acceptance from training on text that the target
        wrote, which our data already is.)
     7. ours: AdamW with a peak learning rate of 2e-3 (1.5e-3 in the later stages of the shipped
@@ -86,7 +86,7 @@ class Config:
     num_layers: int = option(1, "drafter layers, N_D")
     intermediate_size: int = option(1536, "width of the feed-forward sub-layer")
     cross_attention: bool = option(True, "read the target's KV; off is the Vanilla Drafter")
-    kv_layer: int = option(-1, "target layer to read for all layers (Figure 7); -1: the top")
+    kv_layer: int = option(-1, "target layer to read for all layers (Figure 7); -1: top ones")
     block_size: int = option(5, "L of the block-wise mask")
     draft_vocab: int = option(8192, "draft only the most frequent tokens; 0: all of them")
     distill: bool = option(True, "train on the target's distribution, not on hard labels")
@@ -438,9 +438,10 @@ def new_memory(drafter: Drafter, target) -> Memory:
 def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do_sample=False):
     """Draft a chain one token at a time; take as many as you want.
 
-    First the drafter consumes the n tokens that were committed since its last step. Each may read
-    only the target's rows before it, like the first token of a training block; the newest one, and
-    the drafted ones, read all P there are. P = 4, n = 2 (the last accepted token, and the bonus):
+    First the drafter consumes the n committed tokens that it holds no row of: the bonus, and what
+    it did not draft from. Each may read only the target's rows before it, like the first token of a
+    training block; the newest and the drafted ones read all P there are. P = 4, n = 2 (the last
+    draft token, accepted, and the bonus):
 
                    target's rows   drafter's rows
                       0 1 2 3        0 1 2 3 4
