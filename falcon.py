@@ -53,7 +53,7 @@ Deviations
     7. ours: `best_nodes`, EAGLE-2's choice of nodes (Li et al. 2024); `copies`, a prompt lookup.
     8. ours: sampling. The paper samples a node's children; here no node is sampled, and the
        target's draw decides where to descend, so the output is exact.
-    9. paper contradicts itself: Eq. 1 shifts by one place, 3.1's example (and upstream) by k.
+    9. upstream != paper: Eq. 1 shifts by one place; 3.1 (its example) and upstream by k, as here.
 """
 
 import heapq

@@ -33,6 +33,7 @@ COLUMNS = {  # figure of a result: heading, and how many decimals
     "verify_ms": ("verify ms", 1),
     "n_target_per_token": ("N_t/N", 2),
     "n_discarded_per_token": ("N_d/N", 2),
+    "overhead": ("overhead", 2),
 }
 
 
