@@ -35,8 +35,9 @@ OPTIONS = {
 # without -m slow a chain, and a tree that is made in several passes
 EACH = [name if name in ("glide", "falcon") else slow(name) for name in METHODS]
 EACH_TRAINED = [name if name == "falcon" else slow(name) for name in TRAINED]
-# a round, besides one a token; a new method may wait as often as the one that does most
-WAITS = {"glide": 3, "cape": 7, "specdecpp": 3, "falcon": 6, "ctc_drafter": 5}
+# a round, besides one a token (SpecDec++ looks at each drafted one, whether drafting is to end); a
+# new method may wait as often as the one that does most
+WAITS = {"glide": 3, "cape": 7, "specdecpp": 8, "falcon": 6, "ctc_drafter": 5}
 
 
 def drafter_for(method, target, where, **config):
@@ -123,7 +124,7 @@ def test_decodes_on_the_device_as_on_the_cpu(target_name, method, tmp_path):
                 ids_there, max_new_tokens=10, stats=stats, **chosen, **there
             )
             if kind == "greedy":  # four waits in generate itself and before the first round
-                rounds = WAITS.get(method, 6) * stats.target_forwards
+                rounds = WAITS.get(method, max(WAITS.values())) * stats.target_forwards
                 assert counts["waits"] <= rounds + stats.emitted + 4
             assert torch.equal(output.cpu(), expected), kind
 

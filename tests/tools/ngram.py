@@ -36,7 +36,8 @@ def propose(input_ids: Tensor, follows: dict[int, int], gamma: int) -> common.Dr
 
     Args: follows: {token: the one that followed it last}.
     """
-    tokens, newest = [], int(input_ids[0, -1])
+    tokens = []
+    newest = int(input_ids[0, -1])
     while newest in follows and len(tokens) < gamma:
         newest = follows[newest]
         tokens.append(newest)
