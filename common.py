@@ -59,8 +59,10 @@ def _read_target(path, dtype, device):
 
 def option(default, help: str, decode: bool = False):
     """A field of Config. A callable makes its default; `decode`: bench.py can change it, too."""
-    given = {"default_factory" if callable(default) else "default": default}
-    return field(metadata={"help": help, "decode": decode}, **given)
+    metadata = {"help": help, "decode": decode}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 # ------------------------------------------------------------- what a drafter may see of the target
@@ -94,9 +96,8 @@ def load_drafter(Drafter, path, target):
         drafter = Drafter.from_pretrained(str(path), strict=True)
         made_for = drafter.config.target
         for x in drafter.state_dict().values():  # a flipped bit may show
-            is_ids = not x.is_floating_point()
-            sound = (x >= 0) & (x < made_for["vocab_size"]) if is_ids else x.isfinite()
-            if not sound.all():
+            is_id = (x >= 0) & (x < made_for["vocab_size"])
+            if not (x.isfinite() if x.is_floating_point() else is_id).all():
                 raise ValueError("weights out of range")
     except Exception as error:
         reason = " ".join(str(error).split())[:120]
@@ -449,12 +450,11 @@ def verify(
     count = len(draft.tokens)  # N
     assert prefix == input_ids.shape[1] - 1, "all committed tokens but the newest must be cached"
     with stats.timer("verify"):
-        fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
+        fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1), logits (1, N + 1, V)
         mask = ancestor_mask(draft.parents, prefix, target.dtype)
         depth = (mask[0, 0, :, prefix:] == 0).sum(-1) - 1  # (N + 1,) rows seen but one's own
         mask = mask.to(fed.device) if len(depth) > 1 else None  # one row needs none
         places = (prefix + depth).to(fed.device)[None]  # (1, N + 1)
-        # (1, N + 1, V), (1, N + 1, D)
         logits, hidden = forward(target, fed, cache, attention_mask=mask, position_ids=places)
 
         child = draft.children()
@@ -521,6 +521,7 @@ def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats=None, str
             break
     if stats is not None:
         stats.emitted += count
+        stats.accepted[-1] = min(stats.accepted[-1], count)  # not what follows the end
     if streamer is not None:
         streamer.put(tokens[:, :count].cpu())
     return ids, stopped
@@ -546,5 +547,4 @@ def demo(generate, Drafter=None, folder="", argument: str = "drafter", **options
     options |= {"max_new_tokens": 128, "do_sample": False, "stats": stats}
     output = target.generate(ids, custom_generate=generate, **options)
     print(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
-    tau = stats.emitted / stats.target_forwards
-    print(f"\n{stats.emitted} tokens, {tau:.2f} per target forward")
+    print(f"\n{stats.emitted} tokens, {stats.emitted / stats.target_forwards:.2f} a target forward")

@@ -349,12 +349,13 @@ def test_negative_control_a_lying_drafter_is_noticed(small_llama):
 
 def test_commit_stops_inside_the_accepted_tokens():
     ids, new = torch.tensor([[1, 2]]), torch.tensor([[3, 9, 4, 5]])
-    stats, streamed = common.Stats(), []
+    stats, streamed = common.Stats(emitted=0, accepted=[2, 3]), []
     streamer = types.SimpleNamespace(put=lambda tokens: streamed.extend(tokens[0].tolist()))
     at_nine = StoppingCriteriaList([EosTokenCriteria(9)])
     committed, _ = common.commit(ids, new, at_nine, stats, streamer)
     assert committed.tolist() == [[1, 2, 3, 9]]
     assert stats.emitted == 2 and streamed == [3, 9]
+    assert stats.accepted == [2, 2]  # 4 was accepted, too, and is thrown away
     longest = StoppingCriteriaList([MaxLengthCriteria(5)])
     assert common.commit(ids, new, longest)[0].tolist() == [[1, 2, 3, 9, 4]]
     done = common.commit(ids, new, StoppingCriteriaList([MaxLengthCriteria(50)]))
@@ -408,7 +409,7 @@ def test_the_demo_of_a_method_says_how_many_tokens_a_forward_gave(llama, monkeyp
 
     monkeypatch.setattr(common, "load_target", lambda: (llama, Tokenizer()))
     common.demo(generate)
-    told = "said [0, 1, 2, 3, 4, 5]\n\n6 tokens, 1.50 per target forward\n"
+    told = "said [0, 1, 2, 3, 4, 5]\n\n6 tokens, 1.50 a target forward\n"
     assert capsys.readouterr().out == told
 
 

@@ -4,6 +4,12 @@ TESTS = ["test_common.py", "test_copies.py", "test_properties.py"]
 MUTANTS = [
     (
         "common.py",
+        "stats.accepted[-1] = min(stats.accepted[-1], count)",
+        "stats.accepted[-1] = stats.accepted[-1]",
+        "commit: draft tokens after the end of the answer count as accepted",
+    ),
+    (
+        "common.py",
         "see[node + 1] |= see[parent + 1]",
         "see[node + 1] |= see[0]",
         "tree mask: parents only at the root",
