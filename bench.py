@@ -250,7 +250,7 @@ def plain_generate(
             if logits_processor or do_sample:
                 scores = logits_processor(input_ids, scores.to(copy=True, dtype=torch.float32))
             if do_sample:
-                token = torch.multinomial(scores.softmax(-1), 1)  # (1, 1)
+                token = common.sample(scores[0].softmax(-1))[None]  # (1, 1)
             else:
                 token = scores.argmax(-1, keepdim=True)
             stats.offered.append(0)

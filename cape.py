@@ -89,7 +89,7 @@ VARIANTS = {
     "fixed": {"expansion": "fixed"},  # section 5.4
     "beam4": {"expansion": "beam", "width": 4},  # Table 3, and the next
     "beam8": {"expansion": "beam", "width": 8},
-    "cpu": {"gamma": 2, "sizes": [2, 1, 1, 0]},  # fitted to an older GLIDE, two CPU cores
+    "cpu": {"gamma": 2, "sizes": [2, 1, 1, 0]},  # fitted to GLIDE and two CPU cores
     "copies": {"copies": 16},
     "confidence": {"expansion": "confidence"},  # its least_worth: likewise fitted
     "both": {"expansion": "confidence", "copies": 16},

@@ -59,10 +59,8 @@ def _read_target(path, dtype, device):
 
 def option(default, help: str, decode: bool = False):
     """A field of Config. A callable makes its default; `decode`: bench.py can change it, too."""
-    metadata = {"help": help, "decode": decode}
-    if callable(default):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    kind = "default_factory" if callable(default) else "default"
+    return field(**{kind: default}, metadata={"help": help, "decode": decode})
 
 
 # ------------------------------------------------------------- what a drafter may see of the target
@@ -105,8 +103,7 @@ def load_drafter(Drafter, path, target):
         raise ValueError(f"cannot read {path} as a {kind}; name one, or train it again") from error
     wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
     if wrong:
-        differs = ", ".join(wrong)
-        raise ValueError(f"{path} was trained for another target ({differs}); train with train.py")
+        raise ValueError(f"{path} is for another target ({', '.join(wrong)}); train with train.py")
     return drafter.to(target.device, target.dtype).eval()
 
 
@@ -147,8 +144,7 @@ def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]
     """Last hidden states (B, T, D), {layer: (K, V)} of right-padded `input_ids` (B, T)."""
     cache = DynamicCache()  # without a config every layer keeps all its rows, sliding ones too
     hidden = target.base_model(input_ids, past_key_values=cache, use_cache=True)[0]
-    kv = {layer: (cache.layers[layer].keys, cache.layers[layer].values) for layer in layers}
-    return hidden, kv
+    return hidden, {n: (cache.layers[n].keys, cache.layers[n].values) for n in layers}
 
 
 def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
@@ -227,8 +223,7 @@ class DraftCache(GrowingCache):
     def feed(self, token_ids: Tensor) -> Tensor:
         """Note that `token_ids` (1, n) are about to be consumed; returns their positions (1, n)."""
         self.fed = token_ids if self.fed is None else torch.cat([self.fed, token_ids], dim=1)
-        end = self.fed.shape[1]
-        return torch.arange(end - token_ids.shape[1], end, device=token_ids.device)[None]
+        return torch.arange(self.fed.shape[1], device=token_ids.device)[None, -token_ids.shape[1] :]
 
     def rewind(self, input_ids: Tensor) -> Tensor:
         """Keep the rows that agree with the committed `input_ids` (1, T); returns what to feed."""
@@ -368,8 +363,7 @@ _instead = contextvars.ContextVar("(target, run) of forward_by", default=(None, 
 def forward_by(target, run):
     """In the block and this thread, forward(target, ids, cache, ...) is run(ids, cache, options).
 
-    So several decode loops share one forward (support/batching.py), or a recorded one is replayed
-    (support/graphs.py), and no method file knows. None stands for the plain forward again.
+    For support/batching.py and support/graphs.py; a `run` of None is the plain forward again.
     """
     token = _instead.set((target, run))
     try:
@@ -414,8 +408,8 @@ def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, st
         reaches["sliding window"] = getattr(config, "sliding_window", None)
     for name, reach in reaches.items():
         if reach and limit > reach:
-            excess = f"exceed the target's {name} of {reach}"
-            raise ValueError(f"prompt + new tokens = {limit} {excess}; ask for fewer")
+            most = f"the target's {name} of {reach}"
+            raise ValueError(f"prompt + new tokens = {limit} exceed {most}; ask for fewer")
     cache = GrowingCache(config.num_hidden_layers)
     if input_ids.shape[1] == 1:
         return cache, input_ids.new_empty((1, 0, config.hidden_size), dtype=target.dtype)
@@ -509,7 +503,13 @@ def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
             return token
         residual = (p_target - q_draft).clamp(min=0)
         p_target = residual / residual.sum() if residual.sum() > 0 else p_target
-    return int(torch.multinomial(p_target, 1))
+    return int(sample(p_target))
+
+
+def sample(probs: Tensor) -> Tensor:
+    """An id (1,) distributed as probs (V,); torch.multinomial takes ten times as long on a CPU."""
+    steps = probs.double().cumsum(0)  # (V,)
+    return torch.searchsorted(steps, steps[-1] * torch.rand_like(steps[:1]), right=True)
 
 
 def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats=None, streamer=None):

@@ -494,7 +494,7 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
                 return
         q_draft = scores.softmax(-1)[0]  # (V,)
         if do_sample:
-            token = torch.multinomial(q_draft, 1)  # (1,)
+            token = common.sample(q_draft)  # (1,)
         else:
             token = q_draft.argmax(keepdim=True)
         yield token, q_draft, hidden[0]

@@ -395,7 +395,7 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
             if not scores.max() > float("-inf"):  # nothing is allowed, or that normalised: NaN
                 return
         q_draft = scores.softmax(-1)[0]  # (V,)
-        token = torch.multinomial(q_draft, 1) if do_sample else q_draft.argmax(keepdim=True)
+        token = common.sample(q_draft) if do_sample else q_draft.argmax(keepdim=True)
         yield token, q_draft, hidden[0]
         fed = token[None]  # (1, 1)
         input_ids = torch.cat([input_ids, fed], dim=1)

@@ -100,7 +100,7 @@ MUTANTS = [
     ),
     (
         "bench.py",
-        "token = torch.multinomial(scores.softmax(-1), 1)",
+        "token = common.sample(scores[0].softmax(-1))[None]",
         "token = scores.argmax(-1, keepdim=True)",
         "the plain loop never samples",
     ),

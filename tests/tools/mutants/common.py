@@ -76,7 +76,7 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "return int(torch.multinomial(p_target, 1))",
+        "return int(sample(p_target))",
         "return int(p_target.argmax())",
         "_draw: argmax for a draw",
     ),

@@ -107,7 +107,7 @@ MUTANTS = [
     ),
     (
         "glide.py",
-        "token = torch.multinomial(q_draft, 1)  # (1,)",
+        "token = common.sample(q_draft)  # (1,)",
         "token = q_draft.argmax(keepdim=True)",
         "sampling: the likeliest token instead of a draw",
     ),

@@ -136,8 +136,8 @@ MUTANTS = [
     ),
     (
         "specdecpp.py",
-        "torch.multinomial(q_draft, 1)",
-        "torch.multinomial(q_draft.sqrt(), 1)",
+        "common.sample(q_draft)",
+        "common.sample(q_draft.sqrt())",
         "propose: drawn from another q than it says",
     ),
     (
