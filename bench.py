@@ -101,10 +101,11 @@ class Clock(common.Stats):
 
     @contextlib.contextmanager
     def watch(self, modules: dict[str, list[nn.Module]]):
-        """Time the forwards of {kind: modules}; one inside another belongs to the outer one."""
+        """Time the forwards of {kind: modules}, and of a drafter's parts; the outer one counts."""
         handles = []
         for kind, group in modules.items():
-            for module in group:
+            parts = [part for each in group for part in each.children()]
+            for module in {*group, *(parts if kind == "drafter" else [])}:
                 enter = partial(self._enter, kind)
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                 handles.append(module.register_forward_hook(self._leave))

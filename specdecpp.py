@@ -42,8 +42,7 @@ Deviations ("upstream" is the authors' published code)
     5. paper silent: a batch's loss is normalised by its total weight. Y and Z are drawn anew at
        each step (upstream: once, before training). Drafting ends after end-of-sequence, as there.
     6. ours: disagreeing with an answer's last token costs no round; Lemma 2.1 counts one.
-    7. ours: peak learning rate 2e-3 by default, 1e-3 for the shipped head, 4 conversations a step.
-       Upstream's command has 5e-5 (its trainer's default), 32 a step.
+    7. ours: learning rate 2e-3 (shipped head: 1e-3), 4 conversations a step; upstream 5e-5 and 32.
     8. ours: rivals of the head, `stop="confidence"` (cited in section 5) and `stop="entropy"`.
     9. ours, off by default: `true_probability`; `head_sees="confidence"`, which shows the head
        log q(Y_t) too, for e_t comes after Y_t and hardly says how likely Y_t was; `copies`; `base`.
@@ -144,10 +143,11 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         wanted = config.draft_vocab or vocab
         self.register_buffer("draft_ids", torch.arange(min(wanted, vocab)))  # (Vd,)
 
-    def forward(self, embeds: Tensor, cache=None) -> Tensor:
-        """The draft model's hidden states e (B, T, D), of the target's embeddings (B, T, D)."""
+    def forward(self, embeds: Tensor, cache=None, lm_head=None):
+        """States e (B, T, D) of embeddings; with an LM head the last's logits (B, Vd), e (B, D)."""
         cached = cache is not None
-        return self.body(inputs_embeds=embeds, past_key_values=cache, use_cache=cached)[0]
+        hidden = self.body(inputs_embeds=embeds, past_key_values=cache, use_cache=cached)[0]
+        return hidden if lm_head is None else (lm_head(hidden[:, -1]).float(), hidden[:, -1])
 
     def accept_logit(self, hidden: Tensor, of_q: Tensor) -> Tensor:
         """f_theta (...,), whose sigmoid predicts, low by w_rej, that Y_t is accepted (Eq. 3.1).
@@ -386,10 +386,10 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
             hidden = states[:, -1]  # (1, D) of (1, n, D)
             scores = logits[:, -1].float()  # (1, V) of (1, 1, V)
         else:
-            hidden = drafter(target.get_input_embeddings()(fed), memory.cache)[:, -1]  # (1, D)
-            logits = memory.head(hidden).float()  # (1, Vd)
+            embeds = target.get_input_embeddings()(fed)  # (1, n, D)
+            logits, hidden = drafter(embeds, memory.cache, memory.head)  # (1, Vd), (1, D)
             scores = logits.new_full((1, drafter.config.target["vocab_size"]), float("-inf"))
-            scores[:, drafter.draft_ids] = logits  # all (1, V)
+            scores[:, drafter.draft_ids] = logits  # (1, V)
         if logits_processor:
             scores = logits_processor(input_ids, scores)
             if not scores.max() > float("-inf"):  # nothing is allowed, or that normalised: NaN
