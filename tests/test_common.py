@@ -1,7 +1,9 @@
 """common.py: the mask, the caches, the verifier and the loader."""
 
+import bisect
 import collections
 import hashlib
+import itertools
 import json
 import time
 import types
@@ -263,6 +265,23 @@ def verify_often(target, prompt, make_draft, rounds, length=2):
             ids.append(int(torch.multinomial(after[so_far], 1)))
         counts[tuple(ids[:length])] += 1
     return counts, first
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [0.0, 0.5, 0.0, 0.25, 0.25, 0.0],  # tokens of no weight, at both ends, too
+        [0.1, 0.0, 0.1],  # need not sum to 1
+        [0.5, 0.5, *[1e-9] * 1000],  # rare tokens keep their share
+    ],
+)
+def test_a_draw_is_where_the_cumulative_weight_passes_a_uniform_number(monkeypatch, weights):
+    probs = torch.tensor(weights)
+    steps = list(itertools.accumulate(probs.tolist()))  # in double precision
+    for u in (0.0, 0.3, 0.74, 0.9999995, 1 - 2**-53):
+        monkeypatch.setattr(torch, "rand_like", lambda x, u=u: torch.full_like(x, u))
+        token = int(common.sample(probs))
+        assert token == bisect.bisect_right(steps, u * steps[-1]) and probs[token] > 0, u
 
 
 def sibling_draft(q, honest=True, extras=False):

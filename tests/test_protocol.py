@@ -164,6 +164,17 @@ def test_the_clock_leaves_out_the_prefill_and_nested_modules():
     assert [name for name, *_ in clock.timers] == ["draft", "prefill", "verify"]
 
 
+def test_a_part_of_a_drafter_called_alone_is_time_of_the_drafter_and_called_within_is_not_twice():
+    drafter = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    target = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    clock = bench.Clock()
+    with clock.watch({"target": [target], "drafter": [drafter]}):
+        drafter(torch.zeros(1, 2))
+        drafter[0](torch.zeros(1, 2))  # such as SpecDec++'s acceptance head
+        target[0](torch.zeros(1, 2))  # is no target forward
+    assert [kind for kind, *_ in clock.calls] == ["drafter", "drafter"]
+
+
 def test_of_transformers_loops_the_prefill_ends_with_the_targets_first_forward():
     """An assistant, too, reads the prompt before that."""
     drafter, target = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)

@@ -344,4 +344,16 @@ MUTANTS = [
         '"kwargs": options | fields["kwargs"],',
         "Loader.method: an option of the command line overrides what the variant's name promises",
     ),
+    (
+        "bench.py",
+        'for module in {*group, *(parts if kind == "drafter" else [])}:',
+        "for module in group:",
+        "Clock: a head that is called alone is overhead",
+    ),
+    (
+        "bench.py",
+        'for module in {*group, *(parts if kind == "drafter" else [])}:',
+        "for module in {*group, *parts}:",
+        "Clock: a part of the target is a target forward",
+    ),
 ]

@@ -82,6 +82,24 @@ MUTANTS = [
     ),
     (
         "common.py",
+        "steps[-1] * torch.rand_like(steps[:1]), right=True)",
+        "steps[-1] * torch.rand_like(steps[:1]))",
+        "sample: a draw of 0 takes the first token, even one of no weight",
+    ),
+    (
+        "common.py",
+        "steps[-1] * torch.rand_like(steps[:1]), right=True)",
+        "torch.rand_like(steps[:1]), right=True)",
+        "sample: weights that do not sum to 1",
+    ),
+    (
+        "common.py",
+        "steps = probs.double().cumsum(0)",
+        "steps = probs.cumsum(0)",
+        "sample: rare tokens beyond the resolution of float32",
+    ),
+    (
+        "common.py",
         "for count in range(1, tokens.shape[1] + 1):",
         "for count in [tokens.shape[1]]:",
         "commit: runs past the end",
