@@ -163,15 +163,13 @@ def sizes_of_cape(arm, target, turns: list[dict], cost_curve: dict) -> dict:
 
 
 @torch.no_grad()
-def tree_acceptance(drafter, target, input_ids: Tensor, start: int, tree) -> Tensor:
+def tree_acceptance(falcon, drafter, target, input_ids: Tensor, start: int, tree) -> Tensor:
     """Count how often the token of each depth and rank was right, given that its ancestors were.
 
-    Args: input_ids: (1, T) a text of the target, to draft from token `start` on. tree: which ranks
-        to try.
+    Args: falcon: the module. input_ids: (1, T) a text of the target, to draft from token `start`
+        on. tree: which ranks to try.
     Returns: (2, depths, ranks) hits and trials, to be summed over texts.
     """
-    import falcon  # here, because a copy of CAPE may stand beside this file without it
-
     config = dataclasses.replace(drafter.config, tree=tree, best_nodes=0)
     hidden = common.target_features(target, input_ids)[0]  # (1, T, D)
     truth = input_ids[0].tolist()
@@ -249,7 +247,8 @@ def tree_of_falcon(arm, target, turns: list[dict], cost_curve: dict) -> dict:
     for turn in turns:
         answer = turn["input_ids"].new_tensor([turn["answer"]])  # (1, n)
         ids = torch.cat([turn["input_ids"], answer], dim=1)  # (1, T)
-        counts = counts + tree_acceptance(drafter, target, ids, turn["input_ids"].shape[1], tree)
+        start = turn["input_ids"].shape[1]
+        counts = counts + tree_acceptance(falcon, drafter, target, ids, start, tree)
         if time.perf_counter() - begin > 240:  # enough
             break
     passes = []

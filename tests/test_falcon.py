@@ -813,10 +813,10 @@ def test_rank_acceptance_counts_ranks_of_the_truth(llama, oracle, trained):
     truth = llama.generate(torch.tensor([[9, 8, 7]]), max_new_tokens=12, do_sample=False)
     oracle(truth)
     tree = [[0], [1], [0, 0], [0, 1], [1, 0]]
-    hits, trials = fitting.tree_acceptance(trained[2], llama, truth, 3, tree)
+    hits, trials = fitting.tree_acceptance(falcon, trained[2], llama, truth, 3, tree)
     assert hits.tolist() == [[12, 0], [11, 0]] and trials.tolist() == [[12, 12], [11, 11]]
     oracle(truth, wrong=47)  # now rank 1 holds the truth
-    hits, trials = fitting.tree_acceptance(trained[2], llama, truth, 3, [[0], [1], [1, 1]])
+    hits, trials = fitting.tree_acceptance(falcon, trained[2], llama, truth, 3, [[0], [1], [1, 1]])
     assert hits.tolist() == [[0, 12], [0, 11]] and trials.tolist() == [[12, 12], [0, 11]]
 
 
@@ -825,7 +825,7 @@ def test_rank_acceptance_agrees_with_decoding(llama, trained):
     # the end is new to the drafter
     text = llama.generate(torch.tensor([[3]]), max_new_tokens=80, do_sample=False)
     chain, expected = [[0], [0, 0], [0, 0, 0]], [0, 0, 0]
-    hits, trials = fitting.tree_acceptance(trained[2], llama, text, 40, chain)
+    hits, trials = fitting.tree_acceptance(falcon, trained[2], llama, text, 40, chain)
     for end in range(40, 81):
         mask = torch.ones(1, end, dtype=torch.long)
         options = {"max_new_tokens": min(4, 82 - end), "attention_mask": mask, "tree": chain}

@@ -82,7 +82,7 @@ def test_the_refit_of_falcon_by_hand(monkeypatch):
         timed.append(max(map(len, tree)))
         return 5.0 * len(timed)
 
-    def tree_acceptance(drafter, target, ids, start, tree):
+    def tree_acceptance(module, drafter, target, ids, start, tree):
         return torch.tensor(hits_and_trials[ids.shape[1]])[:, None, None].expand(2, 6, 3)
 
     monkeypatch.setattr(fitting, "draft_ms", draft_ms)
