@@ -169,7 +169,7 @@ class Arm:
     module: object = None  # the method's
     base: dict = field(default_factory=dict)  # base and base_drafter of a method on another's
     variant: str = ""
-    plain: str | None = None  # the arm of the same method and drafter without the variant
+    plain: str | None = None  # the same method and drafter without the (last) variant
     facts: dict = field(default_factory=dict)  # the drafter's Config
     reports: bool = False  # generate takes `stats`
     assistant_config: object = None  # generation_config of the assistant while this arm runs
@@ -376,7 +376,8 @@ def run(
     except KeyboardInterrupt:
         print(f"bench.py: interrupted; the figures are of {len(turns)} answers", file=sys.stderr)
         for arm in arms:
-            del arm.answers[len(turns) :], arm.same[len(turns) :]
+            del arm.answers[len(turns) :]
+            del arm.same[len(turns) :]
     finally:
         bar.close()
     return turns

@@ -61,7 +61,9 @@ import heapq
 import importlib
 import itertools
 import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -89,7 +91,7 @@ VARIANTS = {
     "fixed": {"expansion": "fixed"},  # section 5.4
     "beam4": {"expansion": "beam", "width": 4},  # Table 3, and the next
     "beam8": {"expansion": "beam", "width": 8},
-    "cpu": {"gamma": 2, "sizes": [2, 1, 1, 0]},  # fitted to GLIDE and two CPU cores
+    "cpu": {"gamma": 2, "sizes": [2, 1, 1, 0]},  # fitted to the shipped GLIDE and two CPU cores
     "copies": {"copies": 16},
     "confidence": {"expansion": "confidence"},  # its least_worth: likewise fitted
     "both": {"expansion": "confidence", "copies": 16},
@@ -355,5 +357,10 @@ def generate(
 
 
 if __name__ == "__main__":
-    base = importlib.import_module(Config().base)
-    common.demo(generate, base.Drafter, Config().base, "base_drafter", base=base)
+    name = Config().base
+    if not Path(__file__).with_name(f"{name}.py").is_file():
+        missing = f"{name}.py, whose drafts it expands, is not here; copy it, too"
+        print(f"cape.py: {missing}", file=sys.stderr)
+        sys.exit(2)
+    base = importlib.import_module(name)
+    common.demo(generate, base.Drafter, name, "base_drafter", base=base)

@@ -241,11 +241,11 @@ class DraftCache(GrowingCache):
 
 @dataclass
 class Draft:
-    """A token tree. A node that was not sampled has a row of zeros in `probs`."""
+    """A token tree. A node that was not sampled has a row of zeros in `probs`, a copy none."""
 
     tokens: Tensor  # (N,) ids
     parents: Tensor  # (N,) on the CPU, parents first; -1 is the newest committed token
-    probs: Tensor | None = None  # (N, V) what it was really sampled from, after all processors
+    probs: Tensor | None = None  # (N - copied, V) what it was sampled from, after all processors
     copied: int = 0  # how many nodes, the last ones, are copies from the context
 
     def children(self) -> dict[tuple[int, int], int]:
@@ -300,8 +300,7 @@ class Lookup:
         tokens = torch.cat([draft.tokens, input_ids.new_tensor(copy)])
         parents = torch.cat([draft.parents, torch.arange(count - 1, count - 1 + len(copy))])
         parents[count] = node  # the others hang on the one before
-        probs = None if draft.probs is None else F.pad(draft.probs, (0, 0, 0, len(copy)))
-        return Draft(tokens, parents, probs, len(copy))
+        return Draft(tokens, parents, draft.probs, len(copy))
 
 
 @dataclass
@@ -348,7 +347,7 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
            n2     x  x    x    x  .  x  .
            n3     x  x    x    x  x  .  x
     """
-    see = torch.eye(len(parents) + 1, dtype=torch.bool)
+    see = torch.eye(len(parents) + 1, dtype=torch.bool)  # (N + 1, N + 1)
     for node, parent in enumerate(parents.tolist()):
         see[node + 1] |= see[parent + 1]
     mask = torch.zeros(1, 1, len(see), prefix + len(see), dtype=dtype)  # eager attention adds bools

@@ -27,8 +27,8 @@ In shapes: A anchors, n rows, D their width, W windows, S slots. An anchor is a 
 whose continuation, from x_(i+2) on, the slots write: random rows in training, the last in decoding.
 
 Deviations
-    1. upstream != paper: the authors' code drafts token by token with EAGLE's loop and learns by
-       SmoothL1 + 0.1 cross-entropy + 0.01 CTC. This is the paper's parallel drafter, by CTC alone.
+    1. upstream != paper: the authors' code (upstream) drafts by EAGLE's loop and learns by SmoothL1
+       + 0.1 cross-entropy + 0.01 CTC. This is the paper's parallel drafter, by CTC alone.
     2. paper silent: slots see the rows up to their anchor and one another; S = 2U. A row joins a
        feature with the next token's embedding (as upstream); a slot starts as row plus own vector.
     3. ours: a head for the blank's logit. Eq. 10 and upstream (as `<unk>`, 0) take the LM head's.
@@ -39,7 +39,7 @@ Deviations
     6. ours: the loss sums logarithms (Eq. 1, not 2) over a random sample of anchors, X what is up
        to one. A layer starts as the target's. Only `draft_vocab` frequent tokens are learnt.
     7. ours: learning rate 2e-3, clip 1.0 of the norm, 512 tokens by the target (train.py's default;
-       shipped: 384 first, at last 8e-4); the paper 3e-5, 0.5 (upstream: by value), 2048, ShareGPT.
+       shipped: 384 first; 1.5e-3, then 8e-4); paper 3e-5, 0.5 (upstream: by value), 2048, ShareGPT.
     8. ours, all off by default: `copies`, `first_token` and `cut_labels` (shipped: the last two, in
        the last stage). Windows that this, or the end of a response, cuts short of U labels are
        scored as beginnings (shipped: in the last run). By Eq. 6 the slots learn to stop there.
@@ -95,8 +95,8 @@ VARIANTS = {
 
 def rope(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the first R of Dh dimensions of x (B, H, T, Dh) by cos and sin (B, T, R)."""
-    cos, sin = (table[:, None].to(x.dtype) for table in rotary)
-    turned = x[..., : cos.shape[-1]]
+    cos, sin = (table[:, None].to(x.dtype) for table in rotary)  # (B, 1, T, R)
+    turned = x[..., : cos.shape[-1]]  # (B, H, T, R)
     rest = x[..., cos.shape[-1] :]
     return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
 
@@ -261,7 +261,7 @@ def windows(drafter: Drafter, target, batch: common.Batch) -> tuple[Tensor, Tens
     draw = torch.stack([torch.rand(length, generator=each) for each in generators])  # (B, T)
     first = (draw.to(device) * learns).topk(min(drafter.config.anchors, length)).indices  # (B, A)
     places = first[..., None] + torch.arange(drafter.config.window, device=device)  # (B, A, U)
-    inside = places < length
+    inside = places < length  # (B, A, U)
     places = places.clamp(max=length - 1)
     sequence = torch.arange(len(learns), device=device)[:, None, None]  # (B, 1, 1)
     used = learns[sequence, places] & inside  # (B, A, U)

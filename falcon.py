@@ -37,7 +37,7 @@ Deviations
        (alpha 0.131, one layer's is 0.170, after 0.28 million token-steps, tokens learned from). It
        learned from 3.3 million tokens of the target's own answers, cut at 384 or 512 (4.3: 68,000
        dialogues of ShareGPT), omega_dist 1 (0.1), learning rates 2e-3, then 1.5e-3 (3e-5), norms
-       clipped at 1 (silent); lambda falls by the step and begins again with every train.py --init.
+       clipped at 1 (silent); lambda falls with the run's steps or minutes, anew in each --init.
     3. upstream != paper: blocks end at the newest token in every round (upstream counts from the
        start of a chunk, so half its rounds do not see that token); training draws a random phase.
        A cached slot keeps what it saw in its old block: harmless with one attention layer, whose

@@ -108,8 +108,8 @@ attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
 
 def rope(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the first R of Dh dimensions of x (B, H, T, Dh) by cos and sin (B, T, R)."""
-    cos, sin = (table[:, None].to(x.dtype) for table in rotary)
-    turned = x[..., : cos.shape[-1]]
+    cos, sin = (table[:, None].to(x.dtype) for table in rotary)  # (B, 1, T, R)
+    turned = x[..., : cos.shape[-1]]  # (B, H, T, R)
     rest = x[..., cos.shape[-1] :]
     return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
 

@@ -42,7 +42,7 @@ Deviations ("upstream" is the authors' published code)
     5. paper silent: a batch's loss is normalised by its total weight. Y and Z are drawn anew at
        each step (upstream: once, before training). Drafting ends after end-of-sequence, as there.
     6. ours: disagreeing with an answer's last token costs no round; Lemma 2.1 counts one.
-    7. ours: learning rate 2e-3 (shipped head: 1e-3), 4 conversations a step; upstream 5e-5 and 32.
+    7. ours: learning rate 2e-3 (shipped: later 1.5e-3, head 1e-3), batches of 4; upstream 5e-5, 32.
     8. ours: rivals of the head, `stop="confidence"` (cited in section 5) and `stop="entropy"`.
     9. ours, off by default: `true_probability`; `head_sees="confidence"`, which shows the head
        log q(Y_t) too, for e_t comes after Y_t and hardly says how likely Y_t was; `copies`; `base`.
@@ -143,11 +143,11 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         wanted = config.draft_vocab or vocab
         self.register_buffer("draft_ids", torch.arange(min(wanted, vocab)))  # (Vd,)
 
-    def forward(self, embeds: Tensor, cache=None, lm_head=None):
-        """States e (B, T, D) of embeddings; with an LM head the last's logits (B, Vd), e (B, D)."""
+    def forward(self, embeds: Tensor, rows, lm_head, cache=None) -> tuple[Tensor, Tensor]:
+        """Logits (M, Vd), hidden states e (M, D) of M `rows` of (B, T), after embeds (B, T, D)."""
         cached = cache is not None
         hidden = self.body(inputs_embeds=embeds, past_key_values=cache, use_cache=cached)[0]
-        return hidden if lm_head is None else (lm_head(hidden[:, -1]).float(), hidden[:, -1])
+        return lm_head(hidden[rows]), hidden[rows]
 
     def accept_logit(self, hidden: Tensor, of_q: Tensor) -> Tensor:
         """f_theta (...,), whose sigmoid predicts, low by w_rej, that Y_t is accepted (Eq. 3.1).
@@ -235,7 +235,7 @@ def draft_states(drafter, target, batch, input_ids, rows, base=None, base_drafte
     if drafter.config.draft_model:
         return load_draft_model(drafter.config.draft_model, target).base_model(input_ids)[0][rows]
     embeds = target.get_input_embeddings()(input_ids)  # (B, T, D)
-    return drafter(embeds.to(drafter.head.out.weight.dtype))[rows]
+    return drafter(embeds.to(drafter.head.out.weight.dtype), rows, nn.Identity())[1]
 
 
 def draft_logits(drafter: Drafter, target, batch, base=None, base_drafter=None) -> Tensor:
@@ -387,9 +387,9 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
             scores = logits[:, -1].float()  # (1, V) of (1, 1, V)
         else:
             embeds = target.get_input_embeddings()(fed)  # (1, n, D)
-            logits, hidden = drafter(embeds, memory.cache, memory.head)  # (1, Vd), (1, D)
+            logits, hidden = drafter(embeds, (slice(None), -1), memory.head, memory.cache)
             scores = logits.new_full((1, drafter.config.target["vocab_size"]), float("-inf"))
-            scores[:, drafter.draft_ids] = logits  # (1, V)
+            scores[:, drafter.draft_ids] = logits.float()  # (1, V)
         if logits_processor:
             scores = logits_processor(input_ids, scores)
             if not scores.max() > float("-inf"):  # nothing is allowed, or that normalised: NaN

@@ -24,6 +24,7 @@ import shutil
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -143,10 +144,10 @@ class LossStep(nn.Module):
     def __init__(self, module, drafter, target, base: dict):
         super().__init__()
         self.drafter = drafter
-        self.call = lambda batch: module.loss(drafter, target, batch, **base)
+        self.loss = partial(module.loss, drafter, target, **base)
 
     def forward(self, batch: common.Batch) -> Tensor:
-        return self.call(batch)
+        return self.loss(batch)
 
 
 # -------------------------------------------------------------------------------------- checkpoints

@@ -102,6 +102,8 @@ class Loader:
                 "plain": name + mark if variant else None,
                 "kwargs": fields["kwargs"] | options,
             }
+            if "+" in variant:  # what its last part adds
+                own["plain"] = f"{name}:{variant.rpartition('+')[0]}{mark}"
             found.append(fields | own)
         return found
 

@@ -131,8 +131,8 @@ def _what_to_measure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--refit",
         action="store_true",
-        help="fit the first method (CAPE's S(p), Falcon's tree, the lengths of copies) to drafter "
-        "and machine",
+        help="fit the first method (CAPE's S(p), Falcon's tree, least_worth, lengths of copies) to "
+        "drafter and machine",
     )
 
 

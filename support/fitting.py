@@ -1,9 +1,9 @@
 """Fit to drafter and machine what a method leaves open: `bench.py --refit`.
 
-CAPE's S(p), Falcon's tree, and how many tokens to copy from the context. All weigh how often a
-draft token is accepted, measured on the target's own answers, against the milliseconds of
-verifying one token more, measured by `bench.py --cost-curve`. And which of a target's layers GLIDE
-should read: `induction`.
+CAPE's S(p), Falcon's tree, the least worth of a node where confidence chooses them, and how many
+tokens to copy from the context. All weigh how often a draft token is accepted, measured on the
+target's own answers, against the milliseconds of verifying one token more, measured by `bench.py
+--cost-curve`. And which of a target's layers GLIDE should read: `induction`.
 """
 
 from __future__ import annotations
@@ -328,6 +328,26 @@ def lengths_of_copies(turns: list[dict], cost_curve: dict) -> dict:
     return {"by_match": {str(n): each for n, each in found.items()}}
 
 
+def least_worth(answers: list, cost_curve: dict) -> float:
+    """The expected tokens that a node must add to pay for its place in the verification.
+
+    While one node more is verified, decoding as fast as in these answers emits that many.
+
+    Args: answers: of an arm of bench.py, whose drafts say at what number of nodes to ask.
+    """
+    nodes = sum(a.drafted for a in answers) / max(1, sum(a.rounds for a in answers))
+    nodes = max(1, round(nodes))
+    times = milliseconds(cost_curve["by_tokens"], 1 + nodes)
+    ms_of_a_node = max(0.0, times[1 + nodes] - times[1]) / nodes
+    seconds = sum(a.decode_seconds for a in answers)
+    return ms_of_a_node * sum(len(a.tokens) for a in answers) / (1000 * seconds)
+
+
+def worth_of_nodes(arm, target, turns: list[dict], cost_curve: dict) -> dict:
+    """`least_worth` for an arm of bench.py. Args: as of sizes_of_cape."""
+    return {"least_worth": least_worth(arm.answers, cost_curve)}
+
+
 def fitter(arm):
     """What fits an arm of bench.py: a function of (target, turns, cost_curve).
 
@@ -337,16 +357,19 @@ def fitter(arm):
     """
     kinds = (("expand", sizes_of_cape), ("prune", tree_of_falcon))
     own = [function for name, function in kinds if hasattr(arm.module, name)]
+    if hasattr(getattr(arm.module, "Config", None), "least_worth"):
+        own.append(worth_of_nodes)
     if not own and arm.name != "copies":
         raise ValueError(
-            f"--refit: {arm.name} leaves nothing open that could be fitted; take cape, falcon or "
-            "copies"
+            f"--refit: {arm.name} leaves nothing open that could be fitted; take cape, falcon, "
+            "ctc_drafter or copies"
         )
 
     def fit(target, turns: list[dict], cost_curve: dict) -> dict:
         found = {}
-        if own:
-            found[arm.name] = own[0](arm, target, turns, cost_curve)
+        for function in own:
+            fitted = function(arm, target, turns, cost_curve)
+            found[arm.name] = found.get(arm.name, {}) | fitted
         found["copies"] = lengths_of_copies(turns, cost_curve)
         return found
 

@@ -430,7 +430,7 @@ def _cost_tables(curve: dict) -> list[str]:
 
 def _fitted_tables(name: str, fitted: dict) -> list[str]:
     if "by_match" not in fitted:
-        keys = [key for key in ("sizes", "paper", "bounds", "tree") if key in fitted]
+        keys = [key for key in ("sizes", "paper", "bounds", "tree", "least_worth") if key in fitted]
         facts = "; ".join(f"{key} {json.dumps(fitted[key])}" for key in keys)
         return [f"Fitted to this machine, {name}: {facts}"]
     rows, most = [], 0

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_bench import command, files, run  # noqa: F401  a fixture: target, GLIDE drafter, prompts
-from test_families import make_drafter, make_target
+from test_families import make_drafter, make_target, most_free
 from test_house import METHODS
 from tiny import chi_square_p_value, enumerate_joint, make_llama, slow
 
@@ -39,12 +39,15 @@ def plain(target, ids, **options):
 def test_rows_of_different_lengths_equal_plain_decoding(target_name, method, tmp_path):
     target, _, _ = make_target(target_name)
     arguments = make_drafter(method, target, tmp_path)
-    lengths, stats = [14, 3, 20, 9], [common.Stats() for _ in PROMPTS]
-    options = [{"max_new_tokens": n, "stats": each} for n, each in zip(lengths, stats)]
-    outputs = batching.generate(target, PROMPTS, options, do_sample=False, **arguments)
-    for ids, n, output, each in zip(PROMPTS, lengths, outputs, stats):
-        assert torch.equal(output, plain(target, ids, max_new_tokens=n))
-        assert each.emitted == n and each.target_forwards == len(each.accepted)
+    lengths = [14, 3, 20, 9]
+    for free in ({}, most_free(method)):
+        stats = [common.Stats() for _ in PROMPTS]
+        options = [{"max_new_tokens": n, "stats": each} for n, each in zip(lengths, stats)]
+        given = arguments | free
+        outputs = batching.generate(target, PROMPTS, options, do_sample=False, **given)
+        for ids, n, output, each in zip(PROMPTS, lengths, outputs, stats):
+            assert torch.equal(output, plain(target, ids, max_new_tokens=n))
+            assert each.emitted == n and each.target_forwards == len(each.accepted)
 
 
 def test_rows_keep_their_own_pace(llama):

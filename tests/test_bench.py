@@ -477,6 +477,13 @@ def test_a_variant_of_another_folder_is_compared_with_that_folders_drafter(files
     assert (found["name"], found["plain"]) == ("glide:gamma2@glide", "glide@glide")
 
 
+def test_of_two_variants_together_the_last_one_is_what_is_compared(files):
+    args = bench.parse(without_checkpoint(files, method=f"glide:gamma2+copies@{files / 'glide'}"))
+    target, _ = common.load_target(str(files / "target"))
+    [found] = arms.Loader(target, args).method(args.method[0])
+    assert found["plain"] == "glide:gamma2@glide"
+
+
 def test_a_variant_wins_over_the_command_line(files):
     args = bench.parse(command(files, "--gamma", "4", method="glide:gamma2"))
     target, _ = common.load_target(str(files / "target"))
@@ -557,7 +564,7 @@ def test_refitting_cape_and_copies(files, capsys):
     assert fitted["paper"] == [7, 5, 3, 1] and len(fitted["sizes"]) == 4
     assert fitted["bounds"] == [0.1, 0.2, 0.3]  # the arm's, not the defaults
     assert sum(fitted["frequency"]) == pytest.approx(1, abs=1e-3)
-    assert "Fitted to this machine, cape: sizes" in out
+    assert "Fitted to this machine, cape: sizes" in out and 0 <= fitted["least_worth"] < 1
     assert set(result["fitted"]["copies"]["by_match"]) == {"4", "3", "2"}
     assert "Copies from the context, by tokens that match" in out
 

@@ -51,7 +51,10 @@ def test_an_option_of_another_method_names_its_owners():
 
 def test_a_method_whose_file_is_not_here(monkeypatch):
     find = cli.importlib.util.find_spec
-    absent = lambda name: None if name == "falcon" else find(name)
+
+    def absent(name):
+        return None if name == "falcon" else find(name)
+
     monkeypatch.setattr(cli.importlib.util, "find_spec", absent)
     with pytest.raises(ValueError, match="no falcon.py here; put the method's file beside"):
         bench.parse(["--method", "falcon"])

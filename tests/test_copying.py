@@ -92,6 +92,17 @@ def test_a_lone_file_as_a_script_ends_with_one_line(told, method):
 
 
 @pytest.mark.slow
+def test_cape_says_that_it_needs_a_drafter_of_glide(tmp_path):
+    for file in ("common.py", "cape.py"):
+        shutil.copy(ROOT / file, tmp_path)
+    command = [sys.executable, "cape.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == (
+        "cape.py: glide.py, whose drafts it expands, is not here; copy it, too\n"
+    )
+
+
+@pytest.mark.slow
 def test_training_a_copied_method_takes_the_files_that_the_readme_names(told):
     code, errors = told["training/glide"]["train"]
     assert code == 0, errors

@@ -137,6 +137,12 @@ def make_drafter(name, target, folder, **options):
     return arguments | {"drafter": loaded}
 
 
+def most_free(method) -> dict:
+    """The options of a method's variant with copies from the context, and a tree by confidence."""
+    variants = getattr(importlib.import_module(method), "VARIANTS", {})
+    return variants.get("both") or variants.get("copies") or {}
+
+
 class Streamer:
     def __init__(self):
         self.tokens = []
@@ -165,6 +171,11 @@ def test_trains_saves_loads_and_decodes_without_loss(target_name, method, tmp_pa
         assert torch.equal(
             target.generate(ids, **penalised, **arguments), target.generate(ids, **penalised)
         )
+        free = arguments | most_free(method) | {"stats": common.Stats()}
+        output = target.generate(ids, max_new_tokens=20, do_sample=False, **free)
+    assert torch.equal(output, truth)
+    offered, _ = (sum(column) for column in zip(*free["stats"].copies))
+    assert "copies" not in free or offered > 0
 
 
 def test_some_drafts_were_accepted():

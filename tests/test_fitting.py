@@ -7,6 +7,7 @@ import torch
 from tiny import make_llama
 
 import cape
+import ctc_drafter
 import falcon
 from support import fitting, report, stopping
 
@@ -125,6 +126,34 @@ def test_the_refit_of_cape_by_hand(monkeypatch):
     low, high = found["acceptance_by_rank"]
     assert low[:3] == [1, 0, 0] and high[:3] == pytest.approx([2 / 3, 1 / 3, 0])
     assert found["sizes"] == [0, 1]  # a second choice where it was ever right
+
+
+def test_the_least_worth_of_a_node_by_hand():
+    """Five tokens in 100 ms, four nodes a round, 2 ms for a node more: as long as 0.1 tokens."""
+    answers = [
+        types.SimpleNamespace(tokens=[1, 2], decode_seconds=0.06, drafted=7, rounds=2),
+        types.SimpleNamespace(tokens=[1, 2, 3], decode_seconds=0.04, drafted=5, rounds=1),
+    ]
+    costs = {"by_tokens": {"1": 10.0, "5": 18.0, "64": 1000.0}}
+    assert fitting.least_worth(answers, costs) == pytest.approx(0.1)
+    cheaper = {"by_tokens": {"1": 10.0, "5": 9.0, "64": 9.0}}  # noise: no node costs less than 0
+    assert fitting.least_worth(answers, cheaper) == 0
+
+
+@pytest.mark.parametrize(
+    "module, names",
+    [
+        (ctc_drafter, ["worth_of_nodes"]),
+        (falcon, ["tree_of_falcon", "worth_of_nodes"]),
+        (cape, ["sizes_of_cape", "worth_of_nodes"]),
+    ],
+)
+def test_what_each_method_leaves_open_is_fitted(monkeypatch, module, names):
+    for name in ("sizes_of_cape", "tree_of_falcon", "worth_of_nodes"):
+        monkeypatch.setattr(fitting, name, lambda *_, name=name: {name: 1})
+    monkeypatch.setattr(fitting, "lengths_of_copies", lambda *_: {})
+    found = fitting.fitter(types.SimpleNamespace(module=module, name="it"))(None, [], {})
+    assert found == {"it": dict.fromkeys(names, 1), "copies": {}}
 
 
 def speed_of(sizes, acceptance, verify_ms, draft_ms, gamma, most):

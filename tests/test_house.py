@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,13 @@ def test_files_stay_short(name):
 def test_a_method_imports_common_and_libraries_only(name):
     local = {path.stem for path in ROOT.glob("*.py")} | {"support"}
     assert set(imported(name)) & local == {"common"}
+
+
+def test_every_mutant_is_of_a_line_that_is_there_once():
+    """Or tests/tools/mutation.py, which takes an hour for all, would tell so late."""
+    for path in (ROOT / "tests" / "tools" / "mutants").glob("*.py"):
+        for file, old, new, what in runpy.run_path(str(path))["MUTANTS"]:
+            assert (ROOT / file).read_text().count(old) == 1 and new != old, f"{path.name}: {what}"
 
 
 def test_what_lies_on_top():

@@ -62,8 +62,8 @@ def plain():
 @pytest.mark.parametrize("name", METHODS)
 def test_two_thousand_tokens(plain, name):
     target, ids, reference, expected = plain
-    loader = bench.Loader(target, bench.parse(["--method", name]))
-    arm, rounds = loader.arms(name)[0], Rounds()
+    arm = bench.make_arms(target, bench.parse(["--method", name]))[2]  # after two plain ones
+    rounds = Rounds()
     gc.collect()
     output = target.generate(
         **ids, max_new_tokens=LENGTH, do_sample=False, token_streamer=rounds, **arm.kwargs

@@ -194,7 +194,7 @@ def test_what_each_method_notes_reaches_the_page(played):
 
 def test_kinds_ranks_and_probabilities_of_nodes():
     """A trajectory 5 6, an extra 7 beside 6, a copy 8 below 5."""
-    probs = torch.zeros(4, 10)
+    probs = torch.zeros(3, 10)
     probs[0, [5, 1]] = torch.tensor([0.4, 0.6])
     probs[1, 6] = 1.0
     draft = common.Draft(torch.tensor([5, 6, 7, 8]), torch.tensor([-1, 0, 0, 0]), probs, copied=1)
@@ -419,7 +419,10 @@ def test_keys_buttons_slider_and_links(opened, played):
     from selenium.webdriver.common.keys import Keys
 
     last = played.told["glide"][1].target_forwards
-    at = lambda: int(shown(opened, "#number"))
+
+    def at():
+        return int(shown(opened, "#number"))
+
     press(opened, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     assert at() == 3
     press(opened, Keys.ARROW_LEFT)

@@ -151,8 +151,8 @@ MUTANTS = [
     ("common.py", "parents[count] = node", "parents[count] = -1", "merge: always at the root"),
     (
         "common.py",
-        "F.pad(draft.probs, (0, 0, 0, len(copy)))",
-        "torch.cat([draft.probs, draft.probs[-1:].expand(len(copy), -1)])",
+        "return Draft(tokens, parents, draft.probs, len(copy))",
+        "return Draft(tokens, parents, None, len(copy))",
         "merge: copies claim to be sampled",
     ),
     ("common.py", "while copy and (node, copy[0]) in child:", "while False:", "merge: nodes twice"),
@@ -230,8 +230,8 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "return torch.arange(end - token_ids.shape[1], end, device=token_ids.device)[None]",
-        "return torch.arange(end - token_ids.shape[1] + 1, end + 1, device=token_ids.device)[None]",
+        "return torch.arange(self.fed.shape[1], device",
+        "return torch.arange(1, self.fed.shape[1] + 1, device",
         "DraftCache.feed: positions one too high, unlike training",
     ),
     (
@@ -254,8 +254,8 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "tau = stats.emitted / stats.target_forwards",
-        "tau = stats.drafted / stats.target_forwards",
+        "{stats.emitted / stats.target_forwards:.2f}",
+        "{stats.drafted / stats.target_forwards:.2f}",
         "demo: 'per target forward' tells drafted tokens, not emitted ones",
     ),
     (

@@ -106,7 +106,7 @@ MUTANTS = [
         "else tuple(symbol for symbol in combination if symbol != blank)",
         "Medusa verify: goes on behind a blank",
     ),
-    (FILE, "and parent in place:", "and True:", "trie: orphans"),
+    (FILE, "and prefix[:-1] in place:", "and True:", "trie: orphans"),
     (FILE, "or worth[prefix] < least_worth:", "or False:", "trie: worthless prefixes"),
     (FILE, "memory.cache.crop(-drafter.num_slots)", "pass", "drafting: slots stay in the cache"),
     (

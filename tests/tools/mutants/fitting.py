@@ -76,6 +76,18 @@ MUTANTS = [
     ),
     (
         "support/fitting.py",
+        "ms_of_a_node = max(0.0, times[1 + nodes] - times[1]) / nodes",
+        "ms_of_a_node = max(0.0, times[1 + nodes] - times[1])",
+        "refit: all nodes of a round are paid by each",
+    ),
+    (
+        "support/fitting.py",
+        "found[arm.name] = found.get(arm.name, {}) | fitted",
+        "found[arm.name] = fitted",
+        "refit: the last fit hides the others",
+    ),
+    (
+        "support/fitting.py",
         "counts = counts + tree_acceptance(",
         "counts = tree_acceptance(",
         "refit of Falcon: acceptance counted on the last answer only",
