@@ -147,7 +147,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         """Logits (M, Vd), hidden states e (M, D) of M `rows` of (B, T), after embeds (B, T, D)."""
         cached = cache is not None
         hidden = self.body(inputs_embeds=embeds, past_key_values=cache, use_cache=cached)[0]
-        return lm_head(hidden[rows]), hidden[rows]
+        return lm_head(hidden[rows]).float(), hidden[rows]
 
     def accept_logit(self, hidden: Tensor, of_q: Tensor) -> Tensor:
         """f_theta (...,), whose sigmoid predicts, low by w_rej, that Y_t is accepted (Eq. 3.1).
@@ -389,7 +389,7 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
             embeds = target.get_input_embeddings()(fed)  # (1, n, D)
             logits, hidden = drafter(embeds, (slice(None), -1), memory.head, memory.cache)
             scores = logits.new_full((1, drafter.config.target["vocab_size"]), float("-inf"))
-            scores[:, drafter.draft_ids] = logits.float()  # (1, V)
+            scores[:, drafter.draft_ids] = logits  # (1, V)
         if logits_processor:
             scores = logits_processor(input_ids, scores)
             if not scores.max() > float("-inf"):  # nothing is allowed, or that normalised: NaN

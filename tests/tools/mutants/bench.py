@@ -64,7 +64,7 @@ MUTANTS = [
     ),
     (
         "bench.py",
-        "            del arm.answers[len(turns) :], arm.same[len(turns) :]",
+        "            del arm.answers[len(turns) :]",
         "            pass",
         "an interrupt leaves the arms with unequal answers",
     ),
