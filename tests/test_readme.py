@@ -77,6 +77,8 @@ def claims():
     top = "CTC-drafter reaches {:.2f}"
     yield "README.md", top, [arm("cpu_copies", "ctc_drafter:copies", "speedup")]
     here = "results/README.md"
+    pair = [arm("cpu_copies", name, "speedup") for name in ("cape:cpu", "cape:cpu+copies")]
+    yield here, "its speedups are {:.2f} and {:.2f}", pair
     yield (
         here,
         "held-out alpha is {:.3f} with and {:.3f} without cross-attention; on the built-in prompts "
