@@ -366,7 +366,8 @@ def test_negative_control_accepting_every_copy_is_noticed(bigram, monkeypatch):
     def wrong(self, draft, input_ids, room):
         merged = real(self, draft, input_ids, room)
         if merged.copied:
-            merged.probs[-merged.copied :] = 1e-9
+            claimed = merged.probs.new_full((merged.copied, merged.probs.shape[1]), 1e-9)
+            merged.probs = torch.cat([merged.probs, claimed])
         return merged
 
     monkeypatch.setattr(common.Lookup, "merge", wrong)
