@@ -93,7 +93,7 @@ VARIANTS = {
     "beam8": {"expansion": "beam", "width": 8},
     "cpu": {"gamma": 2, "sizes": [2, 1, 1, 0]},  # fitted to the shipped GLIDE and two CPU cores
     "copies": {"copies": 16},
-    "confidence": {"expansion": "confidence"},  # its least_worth: likewise fitted
+    "confidence": {"expansion": "confidence"},  # its least_worth: by hand
     "both": {"expansion": "confidence", "copies": 16},
 }
 
