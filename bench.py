@@ -104,7 +104,8 @@ class Clock(common.Stats):
         """Time the forwards of {kind: modules}, and of a drafter's parts; the outer one counts."""
         handles = []
         for kind, group in modules.items():
-            parts = [part for each in group for part in each.children()]
+            plain = [each for each in group if not hasattr(each, "_orig_mod")]  # not compiled
+            parts = [part for each in plain for part in each.children()]
             for module in {*group, *(parts if kind == "drafter" else [])}:
                 enter = partial(self._enter, kind)
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
@@ -118,7 +119,7 @@ class Clock(common.Stats):
     def _enter(self, kind: str, _module, args, kwargs) -> None:
         ids = args[0] if args else kwargs.get("input_ids")
         fed = ids.shape[1] if ids is not None and ids.ndim > 1 else 0
-        self._open.append((kind, mark(self.cuda), fed))
+        self._open.append((kind, None if self._open else mark(self.cuda), fed))
 
     def _leave(self, *_) -> None:
         kind, start, fed = self._open.pop()

@@ -495,6 +495,7 @@ def verify(
 def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
     """A token distributed as softmax(scores (V,)), that of a sampled sibling where it can be."""
     p_target = scores.softmax(-1)  # (V,)
+    assert not p_target.isnan().any(), "the logits processors forbid every token"
     for n in siblings:
         q_draft = draft.probs[n].to(p_target.dtype)  # (V,)
         token = int(draft.tokens[n])

@@ -146,8 +146,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
     def forward(self, embeds: Tensor, rows, lm_head, cache=None) -> tuple[Tensor, Tensor]:
         """Logits (M, Vd), hidden states e (M, D) of M `rows` of (B, T), after embeds (B, T, D)."""
         cached = cache is not None
-        hidden = self.body(inputs_embeds=embeds, past_key_values=cache, use_cache=cached)[0]
-        return lm_head(hidden[rows]).float(), hidden[rows]
+        hidden = self.body(inputs_embeds=embeds, past_key_values=cache, use_cache=cached)[0][rows]
+        return lm_head(hidden).float(), hidden
 
     def accept_logit(self, hidden: Tensor, of_q: Tensor) -> Tensor:
         """f_theta (...,), whose sigmoid predicts, low by w_rej, that Y_t is accepted (Eq. 3.1).

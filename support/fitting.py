@@ -331,9 +331,10 @@ def lengths_of_copies(turns: list[dict], cost_curve: dict) -> dict:
 def least_worth(answers: list, cost_curve: dict) -> float:
     """The expected tokens that a node must add to pay for its place in the verification.
 
-    While one node more is verified, decoding as fast as in these answers emits that many.
+    While a node is verified, decoding as fast as in these answers emits that many. Its time is the
+    mean over the nodes of a round: between two numbers of tokens a cost curve is mostly noise.
 
-    Args: answers: of an arm of bench.py, whose drafts say at what number of nodes to ask.
+    Args: answers: of an arm of bench.py.
     """
     nodes = sum(a.drafted for a in answers) / max(1, sum(a.rounds for a in answers))
     nodes = max(1, round(nodes))

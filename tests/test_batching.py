@@ -45,6 +45,7 @@ def test_rows_of_different_lengths_equal_plain_decoding(target_name, method, tmp
         options = [{"max_new_tokens": n, "stats": each} for n, each in zip(lengths, stats)]
         given = arguments | free
         outputs = batching.generate(target, PROMPTS, options, do_sample=False, **given)
+        assert not free or any(offered for each in stats for offered, _ in each.copies)
         for ids, n, output, each in zip(PROMPTS, lengths, outputs, stats):
             assert torch.equal(output, plain(target, ids, max_new_tokens=n))
             assert each.emitted == n and each.target_forwards == len(each.accepted)

@@ -284,6 +284,12 @@ def test_a_draw_is_where_the_cumulative_weight_passes_a_uniform_number(monkeypat
         assert token == bisect.bisect_right(steps, u * steps[-1]) and probs[token] > 0, u
 
 
+def test_where_no_token_is_allowed_none_is_drawn():
+    draft = common.Draft(torch.tensor([3]), torch.tensor([-1]))
+    with pytest.raises(AssertionError, match="forbid every token"):
+        common._draw(torch.full((5,), float("-inf")), [], draft)
+
+
 def sibling_draft(q, honest=True, extras=False):
     """Two siblings sampled one after the other from q, a child of the first; `extras` adds
     deterministic leaves."""

@@ -82,6 +82,12 @@ MUTANTS = [
     ),
     (
         "common.py",
+        'assert not p_target.isnan().any(), "the logits processors forbid every token"',
+        "pass",
+        "_draw: a token beyond the vocabulary where none is allowed",
+    ),
+    (
+        "common.py",
         "steps[-1] * torch.rand_like(steps[:1]), right=True)",
         "steps[-1] * torch.rand_like(steps[:1]))",
         "sample: a draw of 0 takes the first token, even one of no weight",
@@ -153,7 +159,7 @@ MUTANTS = [
         "common.py",
         "return Draft(tokens, parents, draft.probs, len(copy))",
         "return Draft(tokens, parents, None, len(copy))",
-        "merge: copies claim to be sampled",
+        "merge: sampled nodes count as certain, and are accepted less often",
     ),
     ("common.py", "while copy and (node, copy[0]) in child:", "while False:", "merge: nodes twice"),
     (
