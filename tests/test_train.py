@@ -461,6 +461,28 @@ def epochs_of(order, count, number):
     return [stream[i * count : (i + 1) * count] for i in range(number)]
 
 
+def test_a_first_turn_is_joined_with_its_second_wherever_the_two_stand():
+    """Two conversations of two turns and one of one; answers are marked, first turns come later."""
+
+    def sequence(ids, answered):
+        return torch.tensor(ids), torch.tensor([place in answered for place in range(len(ids))])
+
+    joined = data.join_turns(
+        [
+            sequence([1, 2, 3, 4, 5], {4}),
+            sequence([7, 8], {1}),
+            sequence([1, 2, 3], {1, 2}),
+            sequence([1, 9, 9], {2}),
+            sequence([7, 8, 6, 5], {3}),
+        ]
+    )
+    assert [(ids.tolist(), mask.int().tolist()) for ids, mask in joined] == [
+        ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1]),
+        ([1, 9, 9], [0, 0, 1]),
+        ([7, 8, 6, 5], [0, 1, 0, 1]),
+    ]
+
+
 @pytest.mark.parametrize("count, size", [(24, 4), (301, 4), (7, 16), (1, 2)])
 def test_each_epoch_is_a_permutation_and_no_two_are_equal(count, size):
     lengths = torch.randint(5, 300, (count,), generator=torch.Generator().manual_seed(3)).tolist()
