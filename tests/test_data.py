@@ -387,6 +387,19 @@ def test_a_first_answer_of_two_is_cut_as_an_evaluation_cuts_it(folder, tmp_path)
     assert set(second) == {160}
 
 
+def test_a_resumed_run_draws_anew(folder, tmp_path):  # noqa: F811
+    """Not which of the first part's conversations were greedy, in the same order once more."""
+    target, tokenizer = common.load_target(str(folder))
+    options = {"requests": [[f"w{i} w1"] for i in range(40)], "greedy": 0.5, "batch_size": 1}
+    path = tmp_path / "d.jsonl"
+    for count in (20, 40):
+        data.make_conversations(
+            looping(target, 9), tokenizer, count, str(path), max_new_tokens=2, **options
+        )
+    drawn = [json.loads(line)["temperature"] for line in path.read_text().splitlines()]
+    assert len(drawn) == 40 and drawn[:20] != drawn[20:] and set(drawn) == {0.0, 0.8}
+
+
 def test_make_data_resumes_and_cuts_a_half_written_line(folder, tmp_path):  # noqa: F811
     path = tmp_path / "made.jsonl"
     (tmp_path / "r.txt").write_text("".join(f"w{i} w2\n" for i in range(9)))
