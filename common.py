@@ -94,8 +94,8 @@ def load_drafter(Drafter, path, target):
         drafter = Drafter.from_pretrained(str(path), strict=True)
         made_for = drafter.config.target
         for x in drafter.state_dict().values():  # a flipped bit may show
-            is_id = (x >= 0) & (x < made_for["vocab_size"])
-            if not (x.isfinite() if x.is_floating_point() else is_id).all():
+            ids = not x.is_floating_point()
+            if not ((0 <= x) & (x < made_for["vocab_size"]) if ids else x.isfinite()).all():
                 raise ValueError("weights out of range")
     except Exception as error:
         reason = " ".join(str(error).split())[:120]
@@ -283,7 +283,7 @@ class Lookup:
         for n, length in self.lengths.items():
             start = self.follows.get(tuple(self.text[-n:]))
             if start is not None:
-                period = self.text[start:]  # a copy that reaches the end of the text repeats itself
+                period = self.text[start : start + length]  # repeats if it reaches the end
                 return [period[i % len(period)] for i in range(length)]
         return []
 
@@ -508,7 +508,7 @@ def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
 
 def sample(probs: Tensor) -> Tensor:
     """An id (1,) distributed as probs (V,); torch.multinomial takes ten times as long on a CPU."""
-    steps = probs.double().cumsum(0)  # (V,)
+    steps = (probs if probs.device.type == "mps" else probs.double()).cumsum(0)  # (V,)
     return torch.searchsorted(steps, steps[-1] * torch.rand_like(steps[:1]), right=True)
 
 

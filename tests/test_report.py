@@ -217,13 +217,14 @@ def test_the_figures_of_a_run_are_those_of_its_raw_record(files, capsys, monkeyp
                 copy_taken += taken > 0
             prefill = [(start, end) for what, start, end in clock.timers if what == "prefill"]
             before = sum(end - start for start, end in prefill)
-            assert 0.5 * seconds < decode_seconds < seconds - before
+            assert 0 < decode_seconds < seconds - before
             for what, start, end in clock.timers:
                 if what != "prefill":
                     milliseconds[what] = milliseconds.get(what, 0.0) + 1000 * (end - start)
             for _, start, end, *_ in clock.calls:
                 if not any(begin <= start and end <= stop for begin, stop in prefill):
                     in_forward += end - start
+        assert 2 * decoding > sum(r[1] for r in record)  # most of the time is decoding
         assert figures["tokens"] == emitted == sum(len(r[0]) for r in records[plain])
         assert figures["tau"] == share(emitted, rounds)
         assert figures["accepted_per_round"] == share(accepted, rounds)

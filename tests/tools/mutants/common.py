@@ -100,8 +100,8 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "steps = probs.double().cumsum(0)",
-        "steps = probs.cumsum(0)",
+        "else probs.double()).cumsum(0)",
+        "else probs).cumsum(0)",
         "sample: rare tokens beyond the resolution of float32",
     ),
     (
