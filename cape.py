@@ -182,7 +182,7 @@ def expand(
         least_worth: extras of this worth or less are left out, see `worthwhile`.
         stats: a common.Stats that is told every node's probability (for its trace).
     Returns:
-        Draft; under sampling its probs are q_draft on the trajectory and zero on the extras.
+        Draft; under sampling its probs are the trajectory's q_draft, as extras are not sampled.
     """
     trajectory = common.chain(steps, input_ids)
     gamma = len(steps)
@@ -190,11 +190,10 @@ def expand(
         return trajectory
     room = max(0, max_tokens - gamma)
     q_draft = trajectory.probs  # (gamma, V)
-    vocab = q_draft.shape[1]
     drafted = trajectory.tokens[:, None]  # (gamma, 1)
     chance = q_draft.gather(1, drafted)[:, 0].tolist()  # of the drafted tokens, gamma numbers
     others = q_draft.scatter(1, drafted, 0.0)  # (gamma, V) without the trajectory's own tokens
-    best = others.topk(min(max(counts), room, vocab), dim=-1)
+    best = others.topk(min(max(counts), room, others.shape[1]), dim=-1)
     probabilities = best.values.tolist()  # (gamma, count)
     choices = best.indices.tolist()  # (gamma, count)
 
@@ -215,10 +214,7 @@ def expand(
     tokens = torch.cat([trajectory.tokens, input_ids.new_tensor(extras)])  # (N,)
     above = [step - 1 for step, _ in places]  # an extra hangs where its step's token does
     parents = torch.cat([trajectory.parents, torch.tensor(above, dtype=torch.long)])  # (N,)
-    probs = None
-    if do_sample:
-        probs = torch.cat([q_draft, q_draft.new_zeros(len(extras), vocab)])  # (N, V)
-    return common.Draft(tokens, parents, probs)
+    return common.Draft(tokens, parents, q_draft if do_sample else None)
 
 
 def beam(

@@ -241,11 +241,11 @@ class DraftCache(GrowingCache):
 
 @dataclass
 class Draft:
-    """A token tree. A node that was not sampled has a row of zeros in `probs`, a copy none."""
+    """A token tree: M sampled nodes, then those that were not, copies from the context last."""
 
     tokens: Tensor  # (N,) ids
     parents: Tensor  # (N,) on the CPU, parents first; -1 is the newest committed token
-    probs: Tensor | None = None  # (N - copied, V) what it was sampled from, after all processors
+    probs: Tensor | None = None  # (M, V) what nodes were sampled from, after all processors
     copied: int = 0  # how many nodes, the last ones, are copies from the context
 
     def children(self) -> dict[tuple[int, int], int]:
@@ -451,9 +451,7 @@ def verify(
         logits, hidden = forward(target, fed, cache, attention_mask=mask, position_ids=places)
 
         child = draft.children()
-        sampled = []
-        if do_sample and draft.probs is not None:
-            sampled = draft.probs.amax(-1).nonzero()[:, 0].tolist()
+        sampled = 0 if draft.probs is None else len(draft.probs)  # M
         plain_argmax = None if do_sample or logits_processor else logits[0].argmax(-1).tolist()
         path = []
         committed = []
@@ -466,7 +464,7 @@ def verify(
                 if logits_processor:
                     ids = torch.cat([input_ids, fed.new_tensor([committed])], dim=1)
                     scores = logits_processor(ids, scores)
-                siblings = [n for n in sampled if draft.parents[n] == node]
+                siblings = [n for n in range(sampled) if draft.parents[n] == node]
                 choice = _draw(scores[0], siblings, draft) if do_sample else int(scores.argmax())
             committed.append(choice)
             node = child.get((node, choice))
@@ -506,10 +504,12 @@ def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
     return int(sample(p_target))
 
 
-def sample(probs: Tensor) -> Tensor:
-    """An id (1,) distributed as probs (V,); torch.multinomial takes ten times as long on a CPU."""
-    steps = (probs if probs.device.type == "mps" else probs.double()).cumsum(0)  # (V,)
-    return torch.searchsorted(steps, steps[-1] * torch.rand_like(steps[:1]), right=True)
+def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
+    """Ids (..., 1) drawn from probs (..., V): where a running sum exceeds `uniform` (..., 1)."""
+    # .5 .3 .2 have the sums .5 .8 1, so .6 means id 1; torch.multinomial takes ten times as long
+    sums = (probs if probs.device.type == "mps" else probs.double()).cumsum(-1)  # (..., V)
+    uniform = torch.rand_like(sums[..., :1]) if uniform is None else uniform
+    return torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
 
 
 def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats=None, streamer=None):

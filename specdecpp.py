@@ -259,16 +259,6 @@ def distribution(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     return logits.softmax(-1)
 
 
-def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token (M,) from each row of probs (M, V): where its running sum exceeds uniform (M,).
-
-    The row .5 .3 .2 has the running sums .5 .8 1, of which one is at most uniform = .6: token 1.
-    """
-    sums = probs.cumsum(-1)  # (M, V)
-    passed = sums <= uniform[:, None] * sums[:, -1:]  # the last sum is 1 but for rounding
-    return passed.sum(-1).clamp(max=probs.shape[-1] - 1)
-
-
 @torch.no_grad()
 def labelled(drafter: Drafter, target, batch, base=None, base_drafter=None) -> tuple:
     """What the acceptance head reads, and what it should say (3.3).
@@ -276,7 +266,7 @@ def labelled(drafter: Drafter, target, batch, base=None, base_drafter=None) -> t
     Each response token X_t gets a draft Y_t ~ q(. | X_<t) with the label P_t = min(1, p / q) of
     Y_t. Then the draft model reads Z, which takes X_t with probability r and Y_t otherwise; e_t is
     its hidden state at Z_t. torch.rand(T, 2) of a sequence's seed chooses: where one number falls
-    in the running sum of q, Y_t (inverse_cdf); whether the other is below r, that Z_t is X_t.
+    in the running sum of q, Y_t (common.sample); whether the other is below r, that Z_t is X_t.
 
         X   x1 x2 x3 x4      Y   y1 y2 y3 y4      Z   y1 x2 y3 y4      labels at   1  .  3  4
 
@@ -301,7 +291,7 @@ def labelled(drafter: Drafter, target, batch, base=None, base_drafter=None) -> t
         target_scores = common.target_logits(target, features)  # (m, V)
         q_draft = distribution(scores, config.temperature, config.top_p)  # (m, Vd)
         p_target = distribution(target_scores, config.temperature, config.top_p)  # (m, V)
-        choice = inverse_cdf(q_draft, uniform)[:, None]  # (m, 1)
+        choice = common.sample(q_draft, uniform[:, None])  # (m, 1)
         token = draft_ids[choice]  # (m, 1)
         ratio = p_target.gather(1, token) / q_draft.gather(1, choice)  # (m, 1)
         shown = q_draft if config.temperature else scores.softmax(-1)  # as `propose` gives it

@@ -88,9 +88,8 @@ def draft_probabilities(record: dict, draft_ids: Tensor | None) -> list[float | 
     if "q_nodes" in record:
         q_nodes[:drafted] = torch.as_tensor(record["q_nodes"]).tolist()[:drafted]
     elif draft.probs is not None:
-        own = draft.probs.gather(1, draft.tokens[:drafted, None])[:, 0]  # (drafted,)
-        known = (draft.probs.amax(-1) > 0).tolist()  # a row of zeros says nothing
-        q_nodes[:drafted] = [q if sure else None for q, sure in zip(own.tolist(), known)]
+        sampled = len(draft.probs)
+        q_nodes[:sampled] = draft.probs.gather(1, draft.tokens[:sampled, None])[:, 0].tolist()
     elif "worth" in record:
         worth = worth_of_tokens(record, draft_ids)
         for node, path in enumerate(paths(draft.tokens.tolist(), draft.parents.tolist())):
@@ -116,8 +115,8 @@ def ranks(record: dict) -> list[int | None]:
         if node >= len(draft.tokens) - draft.copied:
             found.append(None)
             continue
-        row = None if draft.probs is None else draft.probs[node]  # (V,)
-        if row is not None and row.max() > 0:
+        if draft.probs is not None and node < len(draft.probs):
+            row = draft.probs[node]  # (V,)
             found.append(1 + int((row > row[draft.tokens[node]]).sum()))
         else:
             found.append(siblings[parent])

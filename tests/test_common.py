@@ -284,6 +284,14 @@ def test_a_draw_is_where_the_cumulative_weight_passes_a_uniform_number(monkeypat
         assert token == bisect.bisect_right(steps, u * steps[-1]) and probs[token] > 0, u
 
 
+def test_draws_from_given_numbers_by_hand():
+    probs = torch.tensor([[0.5, 0.3, 0.2]]).expand(6, -1)
+    uniform = torch.tensor([0.0, 0.49, 0.51, 0.6, 0.79, 0.999])[:, None]
+    assert common.sample(probs, uniform)[:, 0].tolist() == [0, 0, 1, 1, 1, 2]
+    certain = torch.tensor([[0.0, 1.0, 0.0]]).expand(2, -1)
+    assert common.sample(certain, torch.tensor([[0.0], [0.999]]))[:, 0].tolist() == [1, 1]
+
+
 def test_where_no_token_is_allowed_none_is_drawn():
     draft = common.Draft(torch.tensor([3]), torch.tensor([-1]))
     with pytest.raises(AssertionError, match="forbid every token"):
@@ -303,7 +311,6 @@ def sibling_draft(q, honest=True, extras=False):
         probs = [q.flip(0)] * 3
     if extras:
         tokens, parents = torch.cat([tokens, torch.tensor([4, 5, 2])]), [*parents, -1, -1, 0]
-        probs += [torch.zeros_like(q)] * 3
     return common.Draft(tokens, torch.tensor(parents), torch.stack(probs))
 
 

@@ -103,7 +103,7 @@ def decode(target, ids, new, do_sample=False, copies=6, drafted=0, stats=None):
             draft = common.Draft(
                 torch.cat([tokens, torch.randint(vocab, (1,)), torch.randint(vocab, (1,))]),
                 torch.cat([draft.parents, torch.tensor([-1, -1])]),
-                torch.cat([probs, probs[:1], torch.zeros(1, vocab)]),
+                torch.cat([probs, probs[:1]]),
             )
         draft = lookup.merge(draft, ids, room)
         verified = common.verify(target, ids, draft, cache, None, do_sample, stats)

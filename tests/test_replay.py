@@ -194,7 +194,7 @@ def test_what_each_method_notes_reaches_the_page(played):
 
 def test_kinds_ranks_and_probabilities_of_nodes():
     """A trajectory 5 6, an extra 7 beside 6, a copy 8 below 5."""
-    probs = torch.zeros(3, 10)
+    probs = torch.zeros(2, 10)
     probs[0, [5, 1]] = torch.tensor([0.4, 0.6])
     probs[1, 6] = 1.0
     draft = common.Draft(torch.tensor([5, 6, 7, 8]), torch.tensor([-1, 0, 0, 0]), probs, copied=1)

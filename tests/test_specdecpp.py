@@ -523,14 +523,6 @@ def test_the_targets_labels_have_top_p(llama):
         assert labels.min() > 1 - 1e-4
 
 
-def test_inverse_cdf_by_hand():
-    probs = torch.tensor([[0.5, 0.3, 0.2]]).expand(6, -1)
-    uniform = torch.tensor([0.0, 0.49, 0.51, 0.6, 0.79, 0.999])
-    assert specdecpp.inverse_cdf(probs, uniform).tolist() == [0, 0, 1, 1, 1, 2]
-    certain = torch.tensor([[0.0, 1.0, 0.0]]).expand(2, -1)
-    assert specdecpp.inverse_cdf(certain, torch.tensor([0.0, 0.999])).tolist() == [1, 1]
-
-
 def test_labels_are_drawn_anew_every_step_and_only_then(llama):
     drafter, batch = make_drafter(llama, temperature=1.0), make_batch(llama)
     one, same = (specdecpp.labelled(drafter, llama, batch)[2] for _ in range(2))

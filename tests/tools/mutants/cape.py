@@ -35,8 +35,9 @@ MUTANTS = [
     ),
     (
         "cape.py",
-        "q_draft.new_zeros(len(extras), vocab)",
-        "q_draft[-1:].expand(len(extras), -1)",
+        "return common.Draft(tokens, parents, q_draft if do_sample else None)",
+        "q_draft = torch.cat([q_draft, q_draft[-1:].expand(len(extras), -1)])\n"
+        "    return common.Draft(tokens, parents, q_draft if do_sample else None)",
         "sampling: extras claim to be sampled",
     ),
     (

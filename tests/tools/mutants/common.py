@@ -88,20 +88,20 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "steps[-1] * torch.rand_like(steps[:1]), right=True)",
-        "steps[-1] * torch.rand_like(steps[:1]))",
+        "uniform * sums[..., -1:], right=True)",
+        "uniform * sums[..., -1:])",
         "sample: a draw of 0 takes the first token, even one of no weight",
     ),
     (
         "common.py",
-        "steps[-1] * torch.rand_like(steps[:1]), right=True)",
-        "torch.rand_like(steps[:1]), right=True)",
+        "uniform * sums[..., -1:], right=True)",
+        "uniform, right=True)",
         "sample: weights that do not sum to 1",
     ),
     (
         "common.py",
-        "else probs.double()).cumsum(0)",
-        "else probs).cumsum(0)",
+        "else probs.double()).cumsum(-1)",
+        "else probs).cumsum(-1)",
         "sample: rare tokens beyond the resolution of float32",
     ),
     (
@@ -224,8 +224,8 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "siblings = [n for n in sampled if draft.parents[n] == node]",
-        "siblings = sampled",
+        "siblings = [n for n in range(sampled) if draft.parents[n] == node]",
+        "siblings = list(range(sampled))",
         "verify, sampling: at each node all sampled tokens are tried, not its children",
     ),
     (

@@ -34,9 +34,9 @@ MUTANTS = [
     ),
     (
         "specdecpp.py",
-        "passed = sums <= uniform[:, None]",
-        "passed = sums < 1 - uniform[:, None]",
-        "inverse CDF: from the other end",
+        "common.sample(q_draft, uniform[:, None])",
+        "common.sample(q_draft)",
+        "labelled: drawn by the global generator, so a resumed run sees other drafts",
     ),
     ("specdecpp.py", "weight_rej = drafter.config.w_rej *", "weight_rej = 1 *", "loss: w_rej"),
     (
