@@ -437,9 +437,10 @@ def summary(arms: list[Arm], target, turns: list[dict], greedy: bool) -> dict:
         if drafter not in alphas:
             alphas[drafter] = acceptance_rate(arm, target, turns)
         numbers["alpha"] = alphas[drafter]
-        plain = [other for other in arms if other.name == arm.plain]
+        names = {arm.plain, arm.name.partition("@")[0]} - {arm.name}  # the latter: drafter shipped
+        others = [other for other in arms if other.name in names]
         numbers["against"] = {
-            other.name: report.rounded(report.paired_ratio(arm, other, turns)) for other in plain
+            other.name: report.rounded(report.paired_ratio(arm, other, turns)) for other in others
         }
         result[arm.name] = numbers
     loops = {arm.name: report.rounded(report.speed(arm)) for arm in arms[:2]}

@@ -266,6 +266,21 @@ def test_another_folders_drafter_beside_the_given_one(files, capsys):
         bench.main(without_checkpoint(files, method="glide@/nowhere"))
 
 
+def test_a_drafter_is_compared_with_the_shipped_one(files, tmp_path, capsys, monkeypatch):
+    """A ratio with its interval, of the same answers; the shipped one is compared with nothing."""
+    (tmp_path / "checkpoints").symlink_to(files)
+    (tmp_path / "other").symlink_to(files / "glide")
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    argv = without_checkpoint(files, method="glide")
+    argv[2:2] = [f"glide@{tmp_path / 'other'}"]
+    arms = run(capsys, argv)[0]["arms"]
+    shipped, other = arms["glide"], arms["glide@other"]
+    assert shipped["against"] == {} and list(other["against"]) == ["glide"]
+    ratio, low, high = other["against"]["glide"]
+    assert low <= ratio <= high
+    assert ratio == pytest.approx(other["speedup"] / shipped["speedup"], rel=1e-3)
+
+
 def test_an_interrupt_keeps_the_whole_turns(files, capsys, monkeypatch):
     calls, play = [], bench.Arm.play
 

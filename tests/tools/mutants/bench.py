@@ -362,4 +362,10 @@ MUTANTS = [
         "if False:",
         "cape:cpu+copies is compared with cape of other sizes, so copies are not what is compared",
     ),
+    (
+        "bench.py",
+        'arm.name.partition("@")[0]} - {arm.name}',
+        'arm.name.partition("@")[2]} - {arm.name}',
+        "another folder's drafter is compared with none",
+    ),
 ]
