@@ -33,11 +33,11 @@ Drafting grows a token tree by k levels a pass. k = 2, newest token x_4, f predi
 Deviations
     1. upstream != paper: its nn.LSTM lacks batch_first, so it recurs over the batch, with a batch
        of 1 never (`cell`); `lstm` recurs over the slots, on every branch. Shipped is `linear`.
-    2. ours: the shipped drafter has one attention layer, figure 2 two, which learn more slowly
-       (alpha 0.131, one layer's is 0.170, after 0.28 million token-steps, tokens learned from). It
-       learned from 3.3 million tokens of the target's own answers, cut at 384 or 512 (4.3: 68,000
-       dialogues of ShareGPT), omega_dist 1 (0.1), learning rates 2e-3, then 1.5e-3 (3e-5), norms
-       clipped at 1 (silent); lambda falls with the run's steps or minutes, anew in each --init.
+    2. ours: the shipped drafter learned with one attention layer, and got figure 2's second, below
+       it, afterwards: two learn more slowly (alpha 0.131, one's is 0.170, after 0.28 million
+       token-steps, tokens learned from). 3.3 million tokens, the target's answers cut at 384 or 512
+       (4.3: 68,000 dialogues of ShareGPT); omega_dist 1 (0.1); learning rates 2e-3 to 1e-3 (3e-5);
+       norms clipped at 1 (silent); lambda falls with the run's steps or minutes, from --init anew.
     3. upstream != paper: blocks end at the newest token in every round (upstream counts from the
        start of a chunk, so half its rounds do not see that token); training draws a random phase.
        A cached slot keeps what it saw in its old block: harmless with one attention layer, whose
@@ -74,7 +74,7 @@ from common import option
 class Config:
     target: dict = option(dict, "shape of the target (filled in by train.py)")
     k: int = option(2, "tokens predicted by a pass")
-    num_layers: int = option(1, "attention layers (Figure 2 shows two; one learns faster)")
+    num_layers: int = option(1, "attention layers (Figure 2: two; one learns faster)")
     intermediate_size: int = option(1536, "width of the feed-forward sub-layer")
     fusion: str = option("lstm", "lstm, cell (LSTM without recurrence) or linear")
     csgd: bool = option(True, "coupled sequential glancing distillation")

@@ -40,7 +40,8 @@ make glide 24500 --method glide --gamma 2 --kv-layer 18 --block-size 3
 make vanilla 24500 --method glide --no-cross-attention # ablation of glide, not shipped
 make specdecpp-draft 24500 --method specdecpp --layers '[0,-1]'
 make specdecpp 3000 --method specdecpp --init "$out/specdecpp-draft" --stage head --lr 1e-3
-make falcon 24500 --method falcon --fusion linear --distill-weight 1 --tree '[[0],[1],[2],[0,1],[0,0]]'
+make falcon 24500 --method falcon --fusion linear --distill-weight 1 --num-layers 2 \
+    --tree '[[0],[1],[2],[0,1],[0,0],[1,0]]'
 make ctc_drafter 24500 --method ctc_drafter --nodes 5 --symbols 6 --candidates 8 \
     --cut-labels --first-token 1
 make medusa 24500 --method ctc_drafter --kind medusa --nodes 5 # CTC-drafter's rival
