@@ -437,7 +437,7 @@ def summary(arms: list[Arm], target, turns: list[dict], greedy: bool) -> dict:
         if drafter not in alphas:
             alphas[drafter] = acceptance_rate(arm, target, turns)
         numbers["alpha"] = alphas[drafter]
-        names = {arm.plain, arm.name.partition("@")[0]} - {arm.name}  # the latter: drafter shipped
+        names = {arm.plain, arm.name.partition("@")[0]} - {arm.name}  # no variant; shipped
         others = [other for other in arms if other.name in names]
         numbers["against"] = {
             other.name: report.rounded(report.paired_ratio(arm, other, turns)) for other in others

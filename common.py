@@ -94,8 +94,8 @@ def load_drafter(Drafter, path, target):
         drafter = Drafter.from_pretrained(str(path), strict=True)
         made_for = drafter.config.target
         for x in drafter.state_dict().values():  # a flipped bit may show
-            ids = not x.is_floating_point()
-            if not ((0 <= x) & (x < made_for["vocab_size"]) if ids else x.isfinite()).all():
+            are_ids = not x.is_floating_point()
+            if not ((0 <= x) & (x < made_for["vocab_size"]) if are_ids else x.isfinite()).all():
                 raise ValueError("weights out of range")
     except Exception as error:
         reason = " ".join(str(error).split())[:120]
@@ -241,11 +241,11 @@ class DraftCache(GrowingCache):
 
 @dataclass
 class Draft:
-    """A token tree: M sampled nodes, then those that were not, copies from the context last."""
+    """A token tree: M nodes of a known distribution, then others, copies from the context last."""
 
     tokens: Tensor  # (N,) ids
     parents: Tensor  # (N,) on the CPU, parents first; -1 is the newest committed token
-    probs: Tensor | None = None  # (M, V) what nodes were sampled from, after all processors
+    probs: Tensor | None = None  # (M, V) what the first M come from, after all processors
     copied: int = 0  # how many nodes, the last ones, are copies from the context
 
     def children(self) -> dict[tuple[int, int], int]:
@@ -451,7 +451,7 @@ def verify(
         logits, hidden = forward(target, fed, cache, attention_mask=mask, position_ids=places)
 
         child = draft.children()
-        sampled = 0 if draft.probs is None else len(draft.probs)  # M
+        sampled = len(draft.probs) if do_sample and draft.probs is not None else 0  # M
         plain_argmax = None if do_sample or logits_processor else logits[0].argmax(-1).tolist()
         path = []
         committed = []
@@ -506,7 +506,7 @@ def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
 
 def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
     """Ids (..., 1) drawn from probs (..., V): where a running sum exceeds `uniform` (..., 1)."""
-    # .5 .3 .2 have the sums .5 .8 1, so .6 means id 1; torch.multinomial takes ten times as long
+    # sums .5 .8 1: .6 means id 1. Ten times as fast as torch.multinomial. MPS has no float64.
     sums = (probs if probs.device.type == "mps" else probs.double()).cumsum(-1)  # (..., V)
     uniform = torch.rand_like(sums[..., :1]) if uniform is None else uniform
     return torch.searchsorted(sums, uniform * sums[..., -1:], right=True)

@@ -39,10 +39,10 @@ Deviations
     6. ours: the loss sums logarithms (Eq. 1, not 2) over a random sample of anchors, X what is up
        to one. A layer starts as the target's. Only `draft_vocab` frequent tokens are learnt.
     7. ours: learning rate 2e-3, clip 1.0 of the norm, 512 tokens by the target (train.py's default;
-       shipped: 384 first; 1.5e-3, then 8e-4); paper 3e-5, 0.5 (upstream: by value), 2048, ShareGPT.
-    8. ours, all off by default: `copies`, `first_token` and `cut_labels` (shipped: the last two, in
-       the last stage). Windows that this, or the end of a response, cuts short of U labels are
-       scored as beginnings (shipped: in the last run). By Eq. 6 the slots learn to stop there.
+       shipped: 384 first; 1.5e-3 to 8e-4); paper 3e-5, 0.5 (upstream: by value), 2048, ShareGPT.
+    8. ours, all off by default: `copies`, `first_token` and `cut_labels` (shipped: the last two,
+       from stage 4 on). Windows that this, or the end of a response, cuts short of U labels are
+       scored as beginnings (shipped: in the last two runs). By Eq. 6 slots learn to stop there.
     9. ours: Medusa (Cai et al., 2024), a head for each token ahead, shares the target's LM head and
        reads the anchor's row alone (the original h_i alone), where slots attend to all rows so far.
        The control that Table 2 lacks is `kind="transformer"`: slots, trained as these heads are.

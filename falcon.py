@@ -35,13 +35,13 @@ Deviations
        of 1 never (`cell`); `lstm` recurs over the slots, on every branch. Shipped is `linear`.
     2. ours: the shipped drafter learned with one attention layer, and got figure 2's second, below
        it, afterwards: two learn more slowly (alpha 0.131, one's is 0.170, after 0.28 million
-       token-steps, tokens learned from). 3.3 million tokens, the target's answers cut at 384 or 512
+       token-steps, tokens learned from). It saw 3.3 million tokens of the target, cut at 384 or 512
        (4.3: 68,000 dialogues of ShareGPT); omega_dist 1 (0.1); learning rates 2e-3 to 1e-3 (3e-5);
        norms clipped at 1 (silent); lambda falls with the run's steps or minutes, from --init anew.
     3. upstream != paper: blocks end at the newest token in every round (upstream counts from the
        start of a chunk, so half its rounds do not see that token); training draws a random phase.
-       A cached slot keeps what it saw in its old block: harmless with one attention layer, whose
-       keys and values depend on the fused slot alone; deeper layers keep keys of former borders.
+       A cached slot keeps what it saw in its old block: the lowest layer's keys and values depend
+       on the fused slot alone, those of a layer above it (shipped: one) on borders since moved.
     4. paper silent: CSGD's runs start at the first slot of a block and spare its last one, as 3.2
        wants what precedes the predicted. Slots with answers teach nothing; upstream's do, and it
        samples hard labels, takes the KL's logarithms at temperature 0.95, has lambda fall from 0.45

@@ -384,7 +384,7 @@ def _arm_tables(arms: dict) -> list[str]:
     if rows:
         heads = ["arm", "against", "ratio", "95%"]
         parts += [
-            "Tokens/s against the same method without the variant, or as shipped",
+            "Tokens/s against the same method without the variant, or with the shipped drafter",
             markdown(heads, rows),
         ]
     return parts

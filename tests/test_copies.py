@@ -170,9 +170,9 @@ def test_stats_count_accepted_copies(llama):
 
 
 def test_a_lookup_takes_no_longer_in_a_longer_text():
-    """A dictionary that grows, no search: a round at 8,000 tokens costs what one at 400 does."""
+    """A dictionary that grows, no search: a round at 80,000 tokens costs what one at 400 does."""
     draft = common.Draft(torch.tensor([0, 1]), torch.tensor([-1, 0]), torch.zeros(2, 50_000))
-    texts = {size: torch.arange(2, 2 + size // 2).repeat(4)[None] for size in (400, 8000)}
+    texts = {size: torch.arange(2, 2 + size // 2).repeat(4)[None] for size in (400, 80_000)}
     lookups = {size: common.Lookup(16) for size in texts}
     times = {size: [] for size in texts}
     for size, text in texts.items():
@@ -184,7 +184,7 @@ def test_a_lookup_takes_no_longer_in_a_longer_text():
             times[size].append(time.perf_counter() - start)
             assert merged.copied == 16
     short, long = (sorted(each)[200] for each in times.values())
-    assert long < 1.25 * short, (short, long)
+    assert long < 2 * short, (short, long)
 
 
 def test_a_record_of_each_round(llama):

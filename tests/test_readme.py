@@ -14,6 +14,8 @@ from test_house import METHODS, ROOT
 
 import bench
 import common
+import glide
+import specdecpp
 import train
 from support import data, pictures
 
@@ -75,7 +77,7 @@ def alpha(run, step=None, name="alpha"):
 def claims():
     """Sentences of the READMEs whose figures come from results/: (file, sentence, figures)."""
     top = "CTC-drafter reaches {:.2f}"
-    yield "README.md", top, [arm("cpu_copies", "ctc_drafter:copies", "speedup")]
+    yield "README.md", top, [arm("cpu_stages", "ctc_drafter:copies", "speedup")]
     here = "results/README.md"
     pair = [arm("cpu_copies", name, "speedup") for name in ("cape:cpu", "cape:cpu+copies")]
     yield here, "its speedups are {:.2f} and {:.2f}", pair
@@ -99,6 +101,31 @@ def claims():
         "fitted to them {:.2f}",
         [arm(file, "cape", "speedup") for file in ("cpu_cape_gamma2", "cpu_cape_fitted")],
     )
+    shipped = {name: result("cpu_copies")["arms"][name] for name in ("glide", "specdecpp")}
+    plain_ms = arm("cpu_copies", "baseline", "verify_ms")
+    cost = shipped["glide"]["draft_ms"] / 2 / plain_ms
+    accepted = shipped["glide"]["alpha"]
+    yield here, "has an alpha of {:.2f}, and a draft token takes c = {:.2f}", [accepted, cost]
+    yield (
+        here,
+        "predicts {:.2f} tokens a round and a speedup of {:.2f}; measured are {:.2f} and {:.2f}",
+        [glide.expected_speedup(accepted, 2, c) for c in (0, cost)]
+        + [shipped["glide"]["tau"], shipped["glide"]["speedup"]],
+    )
+    longer = 100 * (shipped["glide"]["verify_ms"] / plain_ms - 1)
+    yield here, "where it takes {:.0f}% longer", [longer]
+    of_spec = shipped["specdecpp"]
+    drafted = of_spec["accepted_per_round"] + of_spec["n_discarded_per_token"] * of_spec["tau"]
+    draft_ms = of_spec["draft_ms"] / drafted
+    threshold = specdecpp.stop_threshold(draft_ms, plain_ms - draft_ms)
+    yield (
+        here,
+        "a draft token takes {:.1f} ms and a plain one {:.1f} ms, so by",
+        [draft_ms, plain_ms],
+    )
+    yield here, "the chance of a refusal is {:.2f} at least", [threshold]
+    weight = specdecpp.Config().w_rej
+    yield here, "after one judged token, a chance of {:.2f}", [0.7 / (0.7 + weight * 0.3)]
     sweep = result("cpu_specdecpp")["sweep"]
     speeds = {
         rule: [point[2] for point in sweep["points"][rule].values()] for rule in ("K", "oracle")
@@ -131,12 +158,21 @@ def claims():
     )
     yield (
         here,
-        "learns more slowly: {:.3f} against {:.3f} after",
+        "learn more slowly than one: {:.3f} against {:.3f} after",
         [alpha("falcon_2-layers"), alpha("falcon_k2", 300)],
     )
     first = [alpha("ctc_drafter"), alpha("medusa")]
     yield here, "(held-out alpha {:.3f} against {:.3f})", first
     here = "checkpoints/README.md"
+    runs = ("falcon_turns", "falcon_grown", "ctc_drafter_begins", "ctc_drafter_longer")
+    ends = [alpha(run, None, "eval_alpha") for run in runs]
+    yield (
+        here,
+        "rose from {:.3f} to {:.3f} (CTC-drafter's, in its last run, from {:.3f} to {:.3f})",
+        ends,
+    )
+    gained = ends[0] - alpha("falcon_turns", 2400, "eval_alpha")
+    yield here, "the run of stage 4 had gained {:.3f} in its last", [gained]
     yield here, "trained on and {:.2f} on others", [alpha("glide")]
     for name, run in (
         ("draft model 0.54 and", "specdecpp"),

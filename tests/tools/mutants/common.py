@@ -153,6 +153,12 @@ MUTANTS = [
         "period[min(i, len(period) - 1)]",
         "Lookup: past the end of the text",
     ),
+    (
+        "common.py",
+        "self.text[start : start + length]",
+        "self.text[start:]",
+        "Lookup: copies the text to its end, longer and longer",
+    ),
     ("common.py", "self.find(input_ids)[:room] if", "self.find(input_ids) if", "Lookup: no room"),
     ("common.py", "parents[count] = node", "parents[count] = -1", "merge: always at the root"),
     (
