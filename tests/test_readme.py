@@ -161,6 +161,7 @@ def claims():
         "learn more slowly than one: {:.3f} against {:.3f} after",
         [alpha("falcon_2-layers"), alpha("falcon_k2", 300)],
     )
+    yield here, "({:.2f} times plain decoding in", [arm("cpu_copies", "falcon", "speedup")]
     first = [alpha("ctc_drafter"), alpha("medusa")]
     yield here, "(held-out alpha {:.3f} against {:.3f})", first
     here = "checkpoints/README.md"
