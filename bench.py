@@ -402,17 +402,18 @@ def divergence(target, encoded: dict, reference: list[int], tokens: list[int]) -
 
 
 @torch.no_grad()
-def acceptance_rate(arm: Arm, target, turns: list[dict]) -> float | None:
+def acceptance_rate(arm: Arm, target, turns: list[dict]) -> dict | None:
     """alpha by the method's own definition, over the tokens of the baseline's answers.
 
-    Returns: None where the method has none, or another model than the drafter's drafts.
+    Returns: {"alpha_sum", "alpha_count"}, lists by prompt whose totals' quotient alpha is; None
+        where the method has none, or another model than the drafter's drafts.
     """
     drafter = arm.kwargs.get("drafter")
     if not hasattr(arm.module, "alpha") or drafter is None or arm.kwargs.get("draft_model"):
         return None
     layers = [layer for each in arm.drafters for layer in getattr(each, "kv_layers", ())]
-    total = 0.0
-    count = 0
+    sums = [0.0] * (turns[-1]["prompt"] + 1)
+    counts = [0] * len(sums)
     for index, turn in enumerate(turns[:ALPHA_ANSWERS]):
         prompt = turn["input_ids"]
         ids = torch.cat([prompt, prompt.new_tensor([turn["answer"]])], dim=1)  # (1, T)
@@ -421,9 +422,9 @@ def acceptance_rate(arm: Arm, target, turns: list[dict]) -> float | None:
         seed = ids.new_tensor([index])
         batch = common.Batch(ids, answered, hidden, kv, seed, progress=0.0)
         accepted, number = arm.module.alpha(drafter, target, batch, **arm.base)
-        total += float(accepted)
-        count += int(number)
-    return round(total / count, 4) if count else None
+        sums[turn["prompt"]] += float(accepted)
+        counts[turn["prompt"]] += int(number)
+    return {"alpha_sum": sums, "alpha_count": counts} if sum(counts) else None
 
 
 def summary(arms: list[Arm], target, turns: list[dict], greedy: bool) -> dict:
@@ -436,13 +437,15 @@ def summary(arms: list[Arm], target, turns: list[dict], greedy: bool) -> dict:
         drafter = arm.module, id(arm.kwargs.get("drafter"))
         if drafter not in alphas:
             alphas[drafter] = acceptance_rate(arm, target, turns)
-        numbers["alpha"] = alphas[drafter]
+        if of_alpha := alphas[drafter]:
+            numbers["alpha"] = sum(of_alpha["alpha_sum"]) / sum(of_alpha["alpha_count"])
+            numbers["by_prompt"] |= of_alpha
         names = {arm.plain, arm.name.partition("@")[0]} - {arm.name}  # no variant; shipped
         others = [other for other in arms if other.name in names]
         numbers["against"] = {
-            other.name: report.rounded(report.paired_ratio(arm, other, turns)) for other in others
+            other.name: report.paired_ratio(arm, other, turns) for other in others
         }
-        result[arm.name] = numbers
+        result[arm.name] = report.rounded(numbers)
     loops = {arm.name: report.rounded(report.speed(arm)) for arm in arms[:2]}
     first = result.pop(baseline.name) | {"loop": baseline.name, "loops": loops}
     return {"baseline": first, **result}

@@ -223,8 +223,9 @@ def timed(arm, target, ids: list[Tensor], options: dict) -> list[list[int]]:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     tokens = [row[0, x.shape[1] :].tolist() for row, x in zip(output, ids)]
-    arm.answers.append(SimpleNamespace(tokens=sum(tokens, []), seconds=seconds))
-    arm.forwards += sum(each.target_forwards for each in stats)
+    answer = SimpleNamespace(tokens=sum(tokens, []), seconds=seconds)
+    answer.forwards = sum(each.target_forwards for each in stats)
+    arm.answers.append(answer)
     return tokens
 
 
@@ -258,7 +259,6 @@ def measure(
     def begin() -> None:
         for arm in arms:
             arm.answers = []
-            arm.forwards = 0
             arm.diverged = 0
 
     begin()
@@ -298,12 +298,13 @@ def summary(arms: list, turns: list[dict], options: dict) -> dict:
     result = {}
     for arm in (arms[0], baseline, *arms[3:]):
         emitted = sum(len(each.tokens) for each in arm.answers)
+        forwards = sum(each.forwards for each in arm.answers)
         ratio, *bounds = report.paired_ratio(arm, baseline, turns)
         numbers = {
             "tokens_per_s": report.speed(arm),
             "speedup": ratio,
             "speedup_ci": bounds,
-            "tau": 1.0 if arm in arms[:3] else emitted / arm.forwards,
+            "tau": 1.0 if arm in arms[:3] else emitted / forwards,
             "identical_to_greedy": not arm.diverged if greedy else None,
             "diverged": arm.diverged if greedy else None,
         }

@@ -72,23 +72,48 @@ def speed(arm, rows=None) -> float:
     return sum(len(a.tokens) for a in answers) / sum(a.seconds for a in answers)
 
 
-def paired_ratio(arm, other, turns: list[dict], resamples: int = 2000) -> list[float]:
-    """How many times as many tokens per second one arm makes as another, on the same prompts.
+def by_prompt(arm, turns: list[dict]) -> dict[str, list]:
+    """What an arm did for each prompt, all its turns together: RATES are made of these sums."""
+    sums = {name: [0] * (turns[-1]["prompt"] + 1) for name in ("tokens", "seconds", "forwards")}
+    for turn, answer in zip(turns, arm.answers):
+        sums["tokens"][turn["prompt"]] += len(answer.tokens)
+        sums["seconds"][turn["prompt"]] += answer.seconds
+        sums["forwards"][turn["prompt"]] += answer.forwards
+    return sums
+
+
+RATES = {
+    "speed": ("tokens", "seconds"),
+    "tau": ("tokens", "forwards"),
+    "alpha": ("alpha_sum", "alpha_count"),
+}
+
+
+def paired(ours: dict, theirs: dict, rate: str = "speed", resamples: int = 2000) -> list[float]:
+    """How many times one arm's tokens a second, tau or alpha another's is, on the same prompts.
 
     Prompts, with all their turns, are what the bootstrap redraws, for both arms alike.
 
+    Args:
+        ours, theirs: `by_prompt` of the two, of a run or of its JSON.
+        rate: of RATES.
     Returns: [ratio, lower, upper], the bounds those of a 95% interval.
     """
-    sums = torch.zeros(turns[-1]["prompt"] + 1, 4, dtype=torch.float64)
-    for turn, ours, theirs in zip(turns, arm.answers, other.answers):
-        row = [len(ours.tokens), ours.seconds, len(theirs.tokens), theirs.seconds]
-        sums[turn["prompt"]] += torch.tensor(row, dtype=torch.float64)
+    over, under = RATES[rate]
+    columns = [ours[over], ours[under], theirs[over], theirs[under]]
+    sums = torch.tensor(columns, dtype=torch.float64).T  # (prompts, 4)
     generator = torch.Generator().manual_seed(0)
     picks = torch.randint(len(sums), (resamples, len(sums)), generator=generator)
-    tokens, seconds, other_tokens, other_seconds = sums[picks].sum(1).unbind(1)  # (resamples,)
-    ratios = tokens / seconds * other_seconds / other_tokens
+    ups, downs, other_ups, other_downs = sums[picks].sum(1).unbind(1)  # (resamples,)
+    ratios = ups / downs * other_downs / other_ups
     bounds = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-    return [speed(arm) / speed(other), *bounds.tolist()]
+    up, down, other_up, other_down = sums.sum(0).tolist()
+    return [up / down * other_down / other_up, *bounds.tolist()]
+
+
+def paired_ratio(arm, other, turns: list[dict], resamples: int = 2000) -> list[float]:
+    """`paired` tokens a second of two arms that have just been timed."""
+    return paired(by_prompt(arm, turns), by_prompt(other, turns), resamples=resamples)
 
 
 def copied(answers: list) -> list[float] | None:
@@ -162,6 +187,7 @@ def figures(arm, baseline, turns: list[dict], greedy: bool) -> dict:
         "tokens": emitted,
         "memory_mb": max(answer.memory for answer in answers) / 2**20 or None,
         "by_category": by_category(arm, baseline, turns),
+        "by_prompt": by_prompt(arm, turns),
     }
     return rounded(numbers)
 

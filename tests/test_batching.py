@@ -298,7 +298,6 @@ def test_batches_keep_conversations_apart_and_are_redrawn_whole(monkeypatch):
     def timed(arm, target, ids, options):
         order.append(arm.name)
         arm.answers.append(SimpleNamespace(tokens=[0], seconds=1.0))
-        arm.forwards += 1
         return [[len(arm.answers), row] for row in range(len(ids))]
 
     def decode(ids, skip_special_tokens=False):

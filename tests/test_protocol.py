@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogit
 import bench
 import common
 import glide
-from support import arms, data
+from support import arms, data, report
 
 
 def test_the_baseline_is_the_faster_of_the_two_plain_loops(llama):
@@ -37,7 +37,8 @@ def test_each_drafter_has_an_alpha_of_its_own(llama, monkeypatch):
 
     def alpha(arm, *_):
         asked.append(arm.name)
-        return arm.kwargs.get("drafter")
+        drafter = arm.kwargs.get("drafter")
+        return drafter and {"alpha_sum": [4 * drafter], "alpha_count": [4]}
 
     def made(name, drafter, module=glide):
         answer = bench.Answer([1, 2], 1.0, decode_seconds=0.5, forwards=2, rounds=2)
@@ -50,6 +51,10 @@ def test_each_drafter_has_an_alpha_of_its_own(llama, monkeypatch):
     turns = [{"prompt": 0, "question_id": 1, "category": "a"}]
     found = bench.summary([*plain, *own], llama, turns, greedy=True)
     assert [found[arm.name]["alpha"] for arm in own] == [0.25, 0.25, 0.75]
+    assert found["baseline"]["alpha"] is None and found["glide@x"]["against"]["glide"][0] == 1.0
+    parts = found["glide@x"]["by_prompt"]
+    assert parts["alpha_sum"] == [3.0] and parts["tokens"] == [2]
+    assert report.paired(parts, found["glide"]["by_prompt"], "alpha") == [3.0, 3.0, 3.0]
     assert asked[1:] == ["glide", "glide@x"]
 
 
@@ -87,8 +92,8 @@ def test_alpha_is_taken_over_all_tokens_of_the_answers_and_no_token_of_the_promp
     """A method whose alpha is the share of tokens with an even id shows which tokens count."""
     answers = [[2, 4, 6, 8, 10, 12, 14], [1, 2]]
     turns = [
-        {"input_ids": torch.tensor([[1, 3, 5]]), "answer": answers[0]},
-        {"input_ids": torch.tensor([[2, 2, 2, 2, 2]]), "answer": answers[1]},
+        {"prompt": 0, "input_ids": torch.tensor([[1, 3, 5]]), "answer": answers[0]},
+        {"prompt": 1, "input_ids": torch.tensor([[2, 2, 2, 2, 2]]), "answer": answers[1]},
     ]
     seeds = []
 
@@ -101,8 +106,9 @@ def test_alpha_is_taken_over_all_tokens_of_the_answers_and_no_token_of_the_promp
 
     module = types.SimpleNamespace(alpha=alpha)
     arm = bench.Arm("x", {"drafter": object()}, module=module)
-    even = sum(token % 2 == 0 for answer in answers for token in answer)
-    assert bench.acceptance_rate(arm, llama, turns) == round(even / 9, 4)
+    even = [sum(token % 2 == 0 for token in answer) for answer in answers]
+    found = bench.acceptance_rate(arm, llama, turns)
+    assert found == {"alpha_sum": even, "alpha_count": [7, 2]}
     assert seeds == [[0], [1]]
     for kwargs in ({}, {"drafter": object(), "draft_model": llama}):  # nobody's, another's
         assert bench.acceptance_rate(bench.Arm("x", kwargs, module=module), llama, turns) is None

@@ -90,6 +90,7 @@ def test_figures_of_a_hand_worked_case():
         "a": {"speedup": 2.0, "tau": 2.5, "copies": [0.75, 0.5]},
         "b": {"speedup": 1.0, "tau": 1.5, "copies": [0.25, 0.25]},
     }
+    assert got["by_prompt"] == {"tokens": [10, 6], "seconds": [1.0, 2.0], "forwards": [4, 4]}
     assert got["speedup_ci"] == [1.0, 2.0]  # two prompts: the redraws are {a, a}, {a, b}, {b, b}
 
 
@@ -152,6 +153,17 @@ def test_a_paired_ratio_forgets_what_prompts_have_in_common():
     other = arm("glide", *(answer(10, s) for s in speeds))
     ours = arm("glide:copies", *(answer(10, s / 1.5) for s in speeds))
     assert report.paired_ratio(ours, other, turns) == pytest.approx([1.5, 1.5, 1.5])
+
+
+def test_any_two_arms_of_a_file_can_be_compared_by_any_rate():
+    """Two prompts: tau 3 and 2 against 1.5 and 1, alpha 0.6 and 0.4 against 0.3 and 0.4."""
+    ours = {"tokens": [30, 20], "seconds": [5, 5], "forwards": [10, 10]}
+    theirs = {"tokens": [30, 20], "seconds": [10, 5], "forwards": [20, 20]}
+    ours |= {"alpha_sum": [6, 4], "alpha_count": [10, 10]}
+    theirs |= {"alpha_sum": [3, 4], "alpha_count": [10, 10]}
+    assert report.paired(ours, theirs, "tau") == [2.0, 2.0, 2.0]
+    assert report.paired(ours, theirs, "alpha") == pytest.approx([10 / 7, 1.0, 2.0])
+    assert report.paired(ours, theirs) == [1.5, 1.0, 2.0]
 
 
 # ---------------------------------------------------------------- a whole run, read naively again

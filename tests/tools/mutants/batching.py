@@ -34,8 +34,8 @@ MUTANTS = [
     ),
     (
         "support/batching.py",
-        "arm.forwards += sum(each.target_forwards for each in stats)",
-        "arm.forwards += max(each.target_forwards for each in stats)",
+        "answer.forwards = sum(each.target_forwards for each in stats)",
+        "answer.forwards = max(each.target_forwards for each in stats)",
         "tau of batches: the largest of forwards",
     ),
     (

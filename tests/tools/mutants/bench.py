@@ -22,8 +22,8 @@ MUTANTS = [
     ),
     (
         "bench.py",
-        "        total += float(accepted)\n        count += int(number)\n",
-        "        total += float(accepted) / int(number)\n        count += 1\n",
+        '+= float(accepted)\n        counts[turn["prompt"]] += int(number)\n',
+        '+= float(accepted) / int(number)\n        counts[turn["prompt"]] += 1\n',
         "alpha as the mean of per-answer means",
     ),
     (

@@ -4,17 +4,28 @@ TESTS = ["test_report.py"]
 MUTANTS = [
     (
         "support/report.py",
-        '        sums[turn["prompt"]] += torch.tensor(row, dtype=torch.float64)\n',
-        '        sums[turn["prompt"]] += torch.tensor(row, dtype=torch.float64)\n'
-        "    sums = torch.tensor([[len(a.tokens), a.seconds, len(b.tokens), b.seconds] for a, b in "
-        "zip(arm.answers, other.answers)], dtype=torch.float64)\n",
+        '    sums = {name: [0] * (turns[-1]["prompt"] + 1)',
+        "    turns = [{'prompt': row} for row in range(len(turns))]\n"
+        '    sums = {name: [0] * (turns[-1]["prompt"] + 1)',
         "the bootstrap redraws turns, not prompts",
+    ),
+    (
+        "support/report.py",
+        '"tau": ("tokens", "forwards"),',
+        '"tau": ("tokens", "seconds"),',
+        "two arms' tau are compared by their speed",
+    ),
+    (
+        "support/report.py",
+        "return [up / down * other_down / other_up, *bounds",
+        "return [ratios.mean().item(), *bounds",
+        "a ratio is the mean of its redraws",
     ),
     ("support/report.py", "[0.025, 0.975]", "[0.05, 0.95]", "an interval of 90%"),
     (
         "support/report.py",
-        "ratios = tokens / seconds * other_seconds / other_tokens",
-        "ratios = tokens / seconds * other_tokens / other_seconds",
+        "ratios = ups / downs * other_downs / other_ups",
+        "ratios = ups / downs * other_ups / other_downs",
         "the interval is not one of ratios",
     ),
     (
