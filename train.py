@@ -474,7 +474,7 @@ def parse(argv: list[str]):
     add("--make-data", type=number(int, 1), metavar="N", help="have N conversations in --out")
     add("--out", help="checkpoint folder, or the file that --make-data appends to")
     add("--plot", nargs="+", metavar="PATH", help="draw curves: a folder to draw in, curve files")
-    add("--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)")
+    add("--target", type=cli.target, help=cli.TARGET_HELP)
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the target")
     add("--device", type=cli.device, default="cuda" if gpu else "cpu", help="of torch")
     add("--seed", type=number(int, 0), default=0, help="of everything drawn")

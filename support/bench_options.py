@@ -63,9 +63,7 @@ def _what_to_decode(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-model", metavar="NAME", help="causal LM of the target's vocabulary to draft with"
     )
-    group.add_argument(
-        "--target", help="Hugging Face id, folder or .gguf (default: SmolLM2-135M-Instruct)"
-    )
+    group.add_argument("--target", type=cli.target, help=cli.TARGET_HELP)
     group.add_argument(
         "--dtype",
         default="float32",

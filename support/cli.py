@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")  # a sixth one adds its name here
 ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 2**31 - 1
+DEFAULT_TARGET = "SmolLM2-135M-Instruct"
+TARGET_HELP = f"Hugging Face id, folder or .gguf (default: {DEFAULT_TARGET})"
 
 
 # ------------------------------------------------------------------------------------------ methods
@@ -140,6 +142,11 @@ def device(name: str) -> str:
             f"this machine or build of torch has no {name!r}; use --device cpu"
         ) from None
     return name
+
+
+def target(name: str) -> str | None:
+    """A target, for `type=`; None for the default one by the name that the help gives it."""
+    return None if name == DEFAULT_TARGET and not Path(name).exists() else name
 
 
 def add_config_options(parser: argparse.ArgumentParser, config_class, decode: bool = False) -> None:

@@ -10,7 +10,8 @@ import pytest
 import bench
 import cape
 import glide
-from support import bench_options, cli
+import train
+from support import bench_options, cli, default_target
 
 # --------------------------------------------------------------------------------------------- help
 
@@ -71,6 +72,19 @@ def test_numbers_keep_their_bounds():
     for text in ("nan", "1.01", "-0.01", "inf", "-inf"):
         with pytest.raises(argparse.ArgumentTypeError):
             read(text)
+
+
+def test_the_default_target_answers_to_its_name(monkeypatch, tmp_path):
+    asked = [default_target.NAME, "HuggingFaceTB/" + default_target.NAME]
+    for name, expected in zip(asked, (None, asked[1])):
+        for parse in (bench.parse, lambda argv: train.parse(argv)[0]):
+            options = ["--method", "glide", "--target", name]
+            if parse is not bench.parse:
+                options += ["--data", "d.jsonl", "--out", "o", "--steps", "1"]
+            assert parse(options).target == expected
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / default_target.NAME).mkdir()  # a folder of that name is meant
+    assert cli.target(default_target.NAME) == default_target.NAME
 
 
 def test_json_options_have_the_types_of_their_default():

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 
+import claims as papers
 import coursework
 import pytest
 import tables
@@ -60,6 +61,46 @@ def test_there_are_tables():
     assert [re.match(r"\| (\w+)", row)[1] for row in rows] == list(METHODS)
 
 
+def test_a_claim_counts_as_confirmed_only_if_its_interval_says_so():
+    assert papers.verdict(1.01, 1.2) == "confirmed" and papers.verdict(0.5, 0.99) == "the opposite"
+    for low, high in ((0.99, 1.2), (1.0, 1.2), (0.8, 1.0)):
+        assert papers.verdict(low, high) == "not shown"
+    rows = papers.claims()
+    assert list(rows) == list(METHODS)
+    for said, _, (here, seen, file) in (row for each in rows.values() for row in each):
+        found = re.search(r"[\d.]+ \(([\d.]+)-([\d.]+)\)", here)
+        assert seen == (papers.verdict(*map(float, found.groups())) if found else "no interval")
+        assert "" not in (here, file) and (ROOT / "results" / f"{file}.json").is_file(), said
+
+
+def test_what_the_claims_say_of_a_sweep(monkeypatch):
+    points = {  # target forwards, discards, modelled tokens/s
+        "K": {"1": [1.0, 0.1, 8.0], "2": [0.8, 0.5, 10.0], "4": [0.7, 2.0, 9.0]},
+        "head": {"0.1": [0.89, 0.3, 11.0], "0.3": [0.91, 0.3, 9.0], "0.5": [0.6, 2.5, 9.0]},
+    }
+    run = {"sweep": {"points": points, "acceptance_by_confidence": [[0.1, 0.2, 9], [0.9, 0.8, 7]]}}
+    run["arms"] = {
+        "specdecpp:K2": {"speedup": 1.2},
+        "specdecpp:K4": {"speedup": 1.3},
+        "specdecpp": {
+            "speedup": 2.0,
+            "tau": 2.0,
+            "accepted_per_round": 1.0,
+            "n_discarded_per_token": 1.5,
+        },
+    }
+    monkeypatch.setattr(papers, "result", lambda file: run)
+    assert papers.frontier("") == (
+        "1 of 3 thresholds lie below the fixed lengths",
+        "no interval",
+        "",
+    )
+    assert "1.10 in modelled" in papers.modelled("", "head", "K")[0]
+    assert "0.20 at a confidence of 0.10, 0.80 at 0.90" in papers.confidence("")[0]
+    assert papers.best_fixed("") == "specdecpp:K4"
+    assert papers.nodes("", "specdecpp")[0] == "specdecpp 4.0 draft tokens a round"
+
+
 def result(file):
     return json.loads((ROOT / "results" / f"{file}.json").read_text())
 
@@ -81,25 +122,12 @@ def claims():
     here = "results/README.md"
     pair = [arm("cpu_copies", name, "speedup") for name in ("cape:cpu", "cape:cpu+copies")]
     yield here, "its speedups are {:.2f} and {:.2f}", pair
-    yield (
-        here,
-        "held-out alpha is {:.3f} with and {:.3f} without cross-attention; on the built-in prompts "
-        "{:.2f} and {:.2f}",
-        [alpha("glide"), alpha("glide_vanilla")]
-        + [arm("cpu_cape_builtin", name, "alpha") for name in ("glide", "glide@vanilla")],
-    )
     runs = ("glide_turns", "glide_turns-top")
     yield (
         here,
         "is {:.3f} with layer 18 and {:.3f} with the top layer, after 805,955 it is {:.3f} and "
         "{:.3f}",
         [alpha(run, step, "eval_alpha") for step in (450, 1050) for run in runs],
-    )
-    yield (
-        here,
-        "With the paper's sizes and two draft tokens CAPE reaches {:.2f}, with five and sizes "
-        "fitted to them {:.2f}",
-        [arm(file, "cape", "speedup") for file in ("cpu_cape_gamma2", "cpu_cape_fitted")],
     )
     shipped = {name: result("cpu_copies")["arms"][name] for name in ("glide", "specdecpp")}
     plain_ms = arm("cpu_copies", "baseline", "verify_ms")

@@ -10,18 +10,29 @@ what is in it:
     <!-- table: cpu_all.json; glide cape; speedup tau; in the paper: 1.96 2.5 -->
                                                      some arms, some figures, and figures to compare
     <!-- curves: `glide`: glide glide_more -->       rows of training runs, stage after stage
+    <!-- claims: glide -->                           what a paper says beside ours (claims.py)
 """
 
 import json
 import re
 from pathlib import Path
 
+import claims
+
 from support import report
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FILES = ("README.md", "results/README.md", "checkpoints/README.md", "tests/README.md")
+FILES = (
+    "README.md",
+    "results/README.md",
+    "results/claims.md",
+    "checkpoints/README.md",
+    "tests/README.md",
+)
 RESULTS = ROOT / "results"
-TABLE = re.compile(r"(<!-- (table|curves): ((?:(?!-->).)*) -->\n\n)((?:\|[^\n]*\n)*\n?)", re.DOTALL)
+TABLE = re.compile(
+    r"(<!-- (table|curves|claims): ((?:(?!-->).)*) -->\n\n)((?:\|[^\n]*\n)*\n?)", re.DOTALL
+)
 COLUMNS = {  # figure of a result: heading, and how many decimals
     "tokens_per_s": ("tokens/s", 1),
     "speedup": ("speedup", 2),
@@ -86,7 +97,7 @@ def curves(words: str) -> str:
 
 def written(text: str) -> str:
     """A README with its tables made anew."""
-    makers = {"table": table, "curves": curves}
+    makers = {"table": table, "curves": curves, "claims": claims.table}
 
     def make(match) -> str:
         return match[1] + makers[match[2]](match[3]) + "\n\n"

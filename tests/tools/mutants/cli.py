@@ -2,6 +2,12 @@
 
 TESTS = ["test_cli.py"]
 MUTANTS = [
+    (
+        "support/cli.py",
+        "name == DEFAULT_TARGET and not Path(name).exists()",
+        "name == DEFAULT_TARGET",
+        "a folder that has the default target's name is passed over",
+    ),
     ("support/cli.py", "if not value <= high:", "if value > high:", "nan is a number"),
     (
         "support/cli.py",

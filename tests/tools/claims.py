@@ -1,0 +1,437 @@
+"""What the papers say beside what was measured here; tables.py writes results/claims.md from it.
+
+A verdict is computed, not typed. Where two arms answered the same prompts of one run, their ratio
+has a 95% interval (`report.paired`, bootstrap over prompts), and the claim that it is above 1 is
+
+    confirmed     if the whole interval is
+    the opposite  if the whole interval is below 1
+    not shown     otherwise
+
+A figure without an interval stands as it is. An interval tells how much other prompts would change
+a ratio; that another training run would change it, too, only a second seed can show.
+"""
+
+import json
+from pathlib import Path
+
+from support import report
+
+RESULTS = Path(__file__).resolve().parent.parent.parent / "results"
+MAIN = "cpu_stages"  # the main table: 14 prompts, 128 tokens
+VARIANTS = "cpu_variants"  # the shipped drafters in many ways: 12 prompts, 48 tokens
+GLIDES = "cpu_rivals_glide"  # drafters trained alike; tau and alpha only
+FALCONS = "cpu_rivals_falcon"
+CTCS = "cpu_rivals_ctc"
+OLD_FALCONS = "cpu_falcon_ablation"  # of the first stage
+BATCH = "cpu_batch4"
+UNITS = {"speed": "tokens/s", "tau": "tau", "alpha": "alpha"}
+
+
+def result(file: str) -> dict:
+    return json.loads((RESULTS / f"{file}.json").read_text())
+
+
+def figure(file: str, arm: str, name: str):
+    return result(file)["arms"][arm][name]
+
+
+def verdict(low: float, high: float) -> str:
+    """Of the claim that a ratio is above 1, by its interval."""
+    if low > 1:
+        return "confirmed"
+    return "the opposite" if high < 1 else "not shown"
+
+
+def interval(ratio: float, low: float, high: float) -> str:
+    return f"{ratio:.2f} ({low:.2f}-{high:.2f})"
+
+
+def ratio(file: str, arm: str, other: str, rate: str) -> tuple[str, str, str]:
+    """One arm's tokens/s, tau or alpha against another's, prompt by prompt."""
+    arms = result(file)["arms"]
+    found = report.paired(arms[arm]["by_prompt"], arms[other]["by_prompt"], rate)
+    said = f"{arm} / {other}: {interval(*found)} in {UNITS[rate]}"
+    if rate != "speed":  # a speed of its own belongs to the machine and the hour
+        said += f", {arms[arm][rate]:.2f} and {arms[other][rate]:.2f}"
+    return said, verdict(*found[1:]), file
+
+
+def plain(file: str, arm: str) -> tuple[str, str, str]:
+    """An arm's speed against plain decoding."""
+    bounds = figure(file, arm, "speedup_ci")
+    return f"{arm}: {interval(figure(file, arm, 'speedup'), *bounds)}", verdict(*bounds), file
+
+
+def batched(file: str, arm: str) -> tuple[str, str, str]:
+    """The same in a batch."""
+    batch = result(file)["batch"]
+    found = batch["arms"][arm]
+    said = interval(found["speedup"], *found["speedup_ci"])
+    return f"{arm}, batches of {batch['size']}: {said}", verdict(*found["speedup_ci"]), file
+
+
+def only(file: str, said: str) -> tuple[str, str, str]:
+    """Figures without an interval."""
+    return said, "no interval", file
+
+
+def milliseconds(file: str, *arms: str) -> tuple[str, str, str]:
+    """What arms draft a round."""
+    each = [f"{arm} {figure(file, arm, 'draft_ms'):.1f}" for arm in arms]
+    return only(file, ", ".join(each) + " ms of drafting")
+
+
+def figures(file: str, name: str, *arms: str) -> tuple[str, str, str]:
+    """The same figure of several arms."""
+    each = ", ".join(f"{arm} {figure(file, arm, name):.2f}" for arm in arms)
+    return only(file, f"{each} ({name})")
+
+
+def nodes(file: str, *arms: str) -> tuple[str, str, str]:
+    """Draft tokens a round."""
+    each = []
+    for arm in arms:
+        found = result(file)["arms"][arm]
+        thrown = found["n_discarded_per_token"] * found["tau"]
+        each.append(f"{arm} {found['accepted_per_round'] + thrown:.1f}")
+    return only(file, ", ".join(each) + " draft tokens a round")
+
+
+def time_shares(file: str, arm: str) -> tuple[str, str, str]:
+    """Where the time of a round goes."""
+    times = figure(file, arm, "timers_ms")
+    total = sum(figure(file, arm, f"{part}_ms") for part in ("draft", "verify", "other"))
+    each = [f"{part} {100 * times[part] / total:.1f}%" for part in ("verify", "draft", "transform")]
+    return only(file, f"{arm}: " + ", ".join(each))
+
+
+def by_category(file: str, arm: str, *categories: str) -> tuple[str, str, str]:
+    """Tau of some categories, of all, and how many of them are above."""
+    each = {name: found["tau"] for name, found in figure(file, arm, "by_category").items()}
+    said = ", ".join(f"{name} {each[name]:.2f}" for name in categories)
+    return only(file, f"{arm}: {said}, all {figure(file, arm, 'tau'):.2f} (tau)")
+
+
+def sweep(file: str) -> dict:
+    """{rule: [(discards, target forwards, modelled tokens/s) of every setting]}, replayed."""
+    points = result(file)["sweep"]["points"]
+    return {
+        rule: sorted((discards, forwards, speed) for forwards, discards, speed in each.values())
+        for rule, each in points.items()
+    }
+
+
+def frontier(file: str) -> tuple[str, str, str]:
+    """How many of the head's points lie below the line of fixed lengths (figure 4)."""
+    rules = sweep(file)
+    below = 0
+    for discards, forwards, _ in rules["head"]:
+        for left, right in zip(rules["K"], rules["K"][1:]):
+            if left[0] <= discards < right[0]:
+                share = (discards - left[0]) / (right[0] - left[0])
+                below += forwards < left[1] + share * (right[1] - left[1])
+    return only(file, f"{below} of {len(rules['head'])} thresholds lie below the fixed lengths")
+
+
+def modelled(file: str, rule: str, other: str) -> tuple[str, str, str]:
+    """The best setting of a stop rule against the best of another, by Eq. 2.3."""
+    best = {name: max(each[2] for each in sweep(file)[name]) for name in (rule, other)}
+    return only(file, f"{rule} / {other}: {best[rule] / best[other]:.2f} in modelled tokens/s")
+
+
+def fitted(file: str) -> tuple[str, str, str]:
+    """Eq. 2.1 on a run's answers."""
+    found = result(file)["sweep"]
+    times = f"{found['t_draft_ms']:.1f} ms and {found['t_target_ms']:.1f} ms"
+    fit = "not fitted" if found["r2"] is None else f"R^2 {found['r2']:.2f}"
+    return only(file, f"{times}, {fit}")
+
+
+def confidence(file: str) -> tuple[str, str, str]:
+    """How often the least and the most confident draft tokens are accepted (figure 1b)."""
+    rows = result(file)["sweep"]["acceptance_by_confidence"]
+    least, most = ([f"{each:.2f}" for each in row[:2]] for row in (rows[0], rows[-1]))
+    said = f"{least[1]} at a confidence of {least[0]}, {most[1]} at {most[0]}"
+    return only(file, said)
+
+
+def best_fixed(file: str) -> str:
+    """The fastest arm of SpecDec++ with a fixed number of draft tokens."""
+    arms = [arm for arm in result(file)["arms"] if arm.startswith("specdecpp:K")]
+    return max(arms, key=lambda arm: figure(file, arm, "speedup"))
+
+
+MEDUSA_SHIPPED = "ctc_drafter:none@medusa"
+
+
+def claims() -> dict[str, list[tuple]]:
+    """{paper: rows of (what it says, its figures, what was found: text, verdict, run)}."""
+    fixed = best_fixed(VARIANTS)
+    return {
+        "glide": [
+            (
+                "Reading the target's keys and values, those of its top layer, raises alpha "
+                "(figure 4)",
+                "5.4 to 23.5 points",
+                ratio(GLIDES, "glide@layer29", "glide@vanilla", "alpha"),
+            ),
+            (
+                "(ours) so do those of a layer with induction heads",
+                "",
+                ratio(GLIDES, "glide@layer18", "glide@vanilla", "alpha"),
+            ),
+            (
+                "(ours) and more of the draft is accepted",
+                "",
+                ratio(GLIDES, "glide@layer18", "glide@vanilla", "tau"),
+            ),
+            (
+                "The higher the layer that is read, the better (figure 7, Mistral-7B)",
+                "rising",
+                ratio(GLIDES, "glide@layer29", "glide@layer18", "alpha"),
+            ),
+            (
+                "Faster than plain decoding (table 4, Vicuna-7B)",
+                "1.96",
+                plain(MAIN, "glide"),
+            ),
+            (
+                "in small batches, too (table 4; there copies of one prompt)",
+                "1.92 to 2.08",
+                batched(BATCH, "glide"),
+            ),
+            (
+                "A better draft than that of a separate model (table 1; ours has two of the "
+                "target's layers)",
+                "",
+                ratio(VARIANTS, "glide", "specdecpp:K2", "tau"),
+            ),
+            ("", "", ratio(VARIANTS, "glide", "specdecpp:K2", "speed")),
+            (
+                "Faster than Medusa (5.3)",
+                "",
+                ratio(VARIANTS, "glide", MEDUSA_SHIPPED, "speed"),
+            ),
+            (
+                "(ours) The paper's five draft tokens are better than two",
+                "",
+                ratio(VARIANTS, "cape:none", "glide", "speed"),
+            ),
+        ],
+        "cape": [
+            (
+                "More confident tokens are accepted more often (figure 1b)",
+                "rising",
+                confidence(GLIDES),
+            ),
+            (
+                "Confidence-aware expansion makes GLIDE faster (figure 6, sections 1, 5.3)",
+                "up to 2.17 without, 2.50 to 2.61 with it",
+                ratio(VARIANTS, "cape", "cape:none", "speed"),
+            ),
+            (
+                "(ours) more is accepted; it cannot be less, as the chain is in the tree",
+                "",
+                ratio(VARIANTS, "cape", "cape:none", "tau"),
+            ),
+            (
+                "(ours) it is faster with lengths and sizes for this machine",
+                "",
+                ratio(VARIANTS, "cape:cpu", "glide", "speed"),
+            ),
+            (
+                "Sizes by confidence are better than four everywhere (5.4)",
+                "70.6, 68.4 tokens/s",
+                ratio(VARIANTS, "cape", "cape:fixed", "speed"),
+            ),
+            ("(ours) in tau", "", ratio(VARIANTS, "cape", "cape:fixed", "tau")),
+            (
+                "(in the paper both draft as many)",
+                "",
+                nodes(VARIANTS, "cape", "cape:fixed", "cape:beam4"),
+            ),
+            (
+                "Faster than a beam of four (figure 6)",
+                "",
+                ratio(VARIANTS, "cape", "cape:beam4", "speed"),
+            ),
+            (
+                "GLIDE alone can be faster than with a beam (5.3)",
+                "",
+                ratio(VARIANTS, "cape:none", "cape:beam4", "speed"),
+            ),
+            (
+                "Drafting takes hardly longer; with a beam of four it does (5.4, table 3)",
+                "5.3, 5.5, 10.9 ms",
+                milliseconds(VARIANTS, "cape:none", "cape", "cape:beam4"),
+            ),
+            (
+                "Faster than Medusa (5.3)",
+                "",
+                ratio(VARIANTS, "cape:cpu", MEDUSA_SHIPPED, "speed"),
+            ),
+        ],
+        "specdecpp": [
+            (
+                "The head is faster than the best fixed length (table 1, modelled by Eq. 2.3)",
+                "1.07 to 1.11",
+                modelled(VARIANTS, "head", "K"),
+            ),
+            ("(ours) the same, timed, h = 0.7", "", ratio(VARIANTS, "specdecpp", fixed, "speed")),
+            ("Fewer target forwards at the same discards (figure 4)", "all", frontier(VARIANTS)),
+            (
+                "An oracle would gain much (Lemma 2.1)",
+                "2.92, 1.90",
+                modelled(VARIANTS, "oracle", "K"),
+            ),
+            (
+                "Time is t_draft N_draft + t_target N_target (Eq. 2.1)",
+                "R^2 at least 0.98",
+                fitted(VARIANTS),
+            ),
+            (
+                "(ours) The head is faster than an untrained threshold",
+                "",
+                ratio(VARIANTS, "specdecpp", "specdecpp:confidence", "speed"),
+            ),
+            (
+                "Faster than plain decoding (4.3, h = 0.7)",
+                "2.03 to 2.26",
+                plain(MAIN, "specdecpp"),
+            ),
+        ],
+        "falcon": [
+            (
+                "CSGD raises tau, with the tree (table 4)",
+                "2.78 to 3.34",
+                ratio(FALCONS, "falcon@k2", "falcon@no-csgd", "tau"),
+            ),
+            (
+                "with another seed",
+                "",
+                ratio(FALCONS, "falcon@k2-seed1", "falcon@no-csgd-seed1", "tau"),
+            ),
+            (
+                "and with a chain",
+                "1.64 to 2.13",
+                ratio(FALCONS, "falcon:chain@k2", "falcon:chain@no-csgd", "tau"),
+            ),
+            (
+                "The tree raises tau (table 4)",
+                "2.13 to 3.34",
+                ratio(VARIANTS, "falcon", "falcon:chain", "tau"),
+            ),
+            (
+                "and without CSGD",
+                "1.64 to 2.78",
+                ratio(FALCONS, "falcon@no-csgd", "falcon:chain@no-csgd", "tau"),
+            ),
+            (
+                "and makes it faster",
+                "2.27 to 3.10",
+                ratio(VARIANTS, "falcon", "falcon:chain", "speed"),
+            ),
+            (
+                "k = 2 is better than 3 and 4, which take half the passes (table 5)",
+                "tau 3.34, 2.52, 2.35",
+                figures(OLD_FALCONS, "accepted_per_round", "falcon@k2", "falcon@k3", "falcon@k4"),
+            ),
+            (
+                "",
+                "speedup 3.10, 2.96, 2.86",
+                figures(OLD_FALCONS, "speedup", "falcon@k2", "falcon@k3", "falcon@k4"),
+            ),
+            (
+                "Faster than Medusa (table 1)",
+                "3.10, 2.06",
+                ratio(VARIANTS, "falcon", MEDUSA_SHIPPED, "speed"),
+            ),
+            (
+                "than prompt lookup",
+                "3.10, 1.61",
+                ratio(VARIANTS, "falcon", "prompt-lookup", "speed"),
+            ),
+            (
+                "than a separate draft model",
+                "3.10, 1.82",
+                ratio(VARIANTS, "falcon", fixed, "speed"),
+            ),
+            ("and than plain decoding", "2.91 to 3.51", plain(MAIN, "falcon")),
+        ],
+        "ctc_drafter": [
+            (
+                "Collapsing before verifying raises tau (table 2)",
+                "3.02 to 3.56",
+                ratio(CTCS, "ctc_drafter:alignments@ctc", "ctc_drafter:none@ctc", "tau"),
+            ),
+            (
+                "with the shipped drafter",
+                "",
+                ratio(VARIANTS, "ctc_drafter:alignments", "ctc_drafter:none", "tau"),
+            ),
+            (
+                "and it is faster",
+                "2.25 to 2.78",
+                ratio(VARIANTS, "ctc_drafter:alignments", "ctc_drafter:none", "speed"),
+            ),
+            (
+                "A transformer layer with CTC is better than Medusa's heads (table 2)",
+                "tau 2.58 to 3.02",
+                ratio(CTCS, "ctc_drafter:none@ctc", "ctc_drafter:none@medusa", "tau"),
+            ),
+            (
+                "with the transform",
+                "tau 2.58 to 3.56",
+                ratio(CTCS, "ctc_drafter:alignments@ctc", "ctc_drafter:none@medusa", "tau"),
+            ),
+            (
+                "(ours) by CTC, not by the layer alone",
+                "",
+                ratio(CTCS, "ctc_drafter:alignments@ctc", "ctc_drafter:none@transformer", "tau"),
+            ),
+            (
+                "(ours) All alignments of a prefix tell more than the best",
+                "",
+                ratio(CTCS, "ctc_drafter@ctc", "ctc_drafter:alignments@ctc", "tau"),
+            ),
+            (
+                "(ours) with the shipped drafter",
+                "",
+                ratio(VARIANTS, "ctc_drafter", "ctc_drafter:alignments", "tau"),
+            ),
+            (
+                "(ours) and so CTC is better than the layer alone",
+                "",
+                ratio(CTCS, "ctc_drafter@ctc", "ctc_drafter:none@transformer", "tau"),
+            ),
+            (
+                "The transform does Medusa's heads harm (table 2)",
+                "tau 2.58 to 2.38",
+                ratio(CTCS, "ctc_drafter:none@medusa", "ctc_drafter:alignments@medusa", "tau"),
+            ),
+            (
+                "The target keeps most of the time (figure 3: drafting, transform)",
+                "14.9%, 5.4%",
+                time_shares(VARIANTS, "ctc_drafter:alignments"),
+            ),
+            (
+                "Best at code, slightly worse at role play (figure 2)",
+                "",
+                by_category(MAIN, "ctc_drafter", "coding", "roleplay"),
+            ),
+            (
+                "Faster than Medusa (table 1)",
+                "2.78, 2.13",
+                ratio(VARIANTS, "ctc_drafter:alignments", MEDUSA_SHIPPED, "speed"),
+            ),
+            ("and than plain decoding", "2.16 to 2.78", plain(MAIN, "ctc_drafter")),
+        ],
+    }
+
+
+def table(paper: str) -> str:
+    """The claims of a paper, as Markdown."""
+    rows = []
+    for said, papers, (here, seen, file) in claims()[paper]:
+        rows.append([said or "the same", papers or None, here, seen, f"[run]({file}.json)"])
+    return report.markdown(["what the paper says", "its figures", "here", "verdict", "from"], rows)
