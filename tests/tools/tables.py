@@ -5,9 +5,9 @@
 tests/test_readme.py fails where a table is not what this would write. A comment above a table says
 what is in it:
 
-    <!-- table: cpu_all.json -->                     the first one that bench.py --table prints
-    <!-- table: cpu_all.json; after: Acceptance -->  the one after the paragraph that begins so
-    <!-- table: cpu_all.json; glide cape; speedup tau; in the paper: 1.96 2.5 -->
+    <!-- table: cpu_stages.json -->                     the first one that bench.py --table prints
+    <!-- table: cpu_stages.json; after: Acceptance -->  the one after the paragraph that begins so
+    <!-- table: cpu_stages.json; glide cape; speedup tau; in the paper: 1.96 2.5 -->
                                                      some arms, some figures, and figures to compare
     <!-- curves: `glide`: glide glide_more -->       rows of training runs, stage after stage
     <!-- claims: glide -->                           what a paper says beside ours (claims.py)
@@ -15,13 +15,16 @@ what is in it:
 
 import json
 import re
+import sys
 from pathlib import Path
 
-import claims
-
-from support import report
-
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))  # where this is run as a script
+
+import claims  # noqa: E402
+
+from support import report  # noqa: E402
+
 FILES = (
     "README.md",
     "results/README.md",
