@@ -296,6 +296,11 @@ def claims() -> dict[str, list[tuple]]:
                 ratio(VARIANTS, "specdecpp", "specdecpp:confidence", "speed"),
             ),
             (
+                "(ours) and than transformers' own loop with the same draft model",
+                "",
+                ratio(VARIANTS, "specdecpp", "assisted:confidence", "speed"),
+            ),
+            (
                 "Faster than plain decoding (4.3, h = 0.7)",
                 "2.03 to 2.26",
                 plain(MAIN, "specdecpp"),
@@ -326,6 +331,16 @@ def claims() -> dict[str, list[tuple]]:
                 "and makes it faster",
                 "2.27 to 3.10",
                 ratio(VARIANTS, "falcon", "falcon:chain", "speed"),
+            ),
+            (
+                "(ours) A second attention layer, learned later, raises tau",
+                "",
+                ratio(VARIANTS, "falcon", "falcon@one-layer", "tau"),
+            ),
+            (
+                "(ours) and makes it faster",
+                "",
+                ratio(VARIANTS, "falcon", "falcon@one-layer", "speed"),
             ),
             (
                 "k = 2 is better than 3 and 4, which take half the passes (table 5)",

@@ -68,8 +68,9 @@ def table(words: str) -> str:
         [place] = [i for i, part in enumerate(printed) if part.startswith(begin)]
         return next(part for part in printed[place + 1 :] if part.startswith("|"))
     names, figures = parts[0].split(), parts[1].split()
+    arms = result["arms"] if "arms" in result else result["batch"]["arms"]
     rows = [
-        [name, *(cell(result["arms"][name][figure], COLUMNS[figure][1]) for figure in figures)]
+        [name, *(cell(arms[name][figure], COLUMNS[figure][1]) for figure in figures)]
         for name in names
     ]
     heads = ["arm", *(COLUMNS[figure][0] for figure in figures)]
