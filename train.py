@@ -194,7 +194,7 @@ def fitting(path):
 
 
 def start_drafter(args, module, target, counts: Tensor, overrides: dict, device: str):
-    """The drafter to train, of --resume, --init or new, and the state to resume from or None."""
+    """The drafter to train: a new one, --resume's or --init's in a new one; a state or None."""
     shape = common.target_shape(target)
     out = Path(args.out)
     if args.resume:
@@ -210,7 +210,7 @@ def start_drafter(args, module, target, counts: Tensor, overrides: dict, device:
         return drafter, state
     if args.init:
         start = common.load_drafter(module.Drafter, args.init, target)
-        drafter = module.Drafter(dataclasses.replace(start.config, **overrides))
+        drafter = module.build(dataclasses.replace(start.config, **overrides), target, counts)
         with fitting(args.init):
             missing, surplus = drafter.load_state_dict(start.state_dict(), strict=False)
         other = sorted({*missing, *surplus})

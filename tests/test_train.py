@@ -335,6 +335,20 @@ def test_init_says_what_does_not_come_from_there(folder, tmp_path, capsys):
     assert f"{tmp_path}/one has no weights for these options, or more: layers.1." in said
 
 
+def test_what_init_lacks_begins_as_without_it(folder, tmp_path):
+    """A second layer's weights are those that `build` copies from the target, not random ones."""
+    more = ["--steps", "1", "--eval-answers", "0", "--lr", "0"]  # a step that moves nothing
+    train.main(options(folder, tmp_path / "one", *more))
+    train.main(options(folder, tmp_path / "new", *more, "--num-layers", "2"))
+    init = ["--init", str(tmp_path / "one"), "--num-layers", "2"]
+    train.main(options(folder, tmp_path / "two", *more, *init))
+    new, two = (load_file(tmp_path / name / "model.safetensors") for name in ("new", "two"))
+    copied = [name for name in new if name.startswith("layers.1.self_attn.")]
+    assert copied
+    for name in copied:
+        torch.testing.assert_close(two[name], new[name])
+
+
 def test_a_head_trains_on_the_drafter_of_another_method(folder, tmp_path):
     """The loss and alpha get the target's K/V that the other drafter reads."""
     base = tmp_path / "base"
