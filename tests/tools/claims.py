@@ -14,6 +14,7 @@ a ratio; that another training run would change it, too, only a second seed can 
 import json
 from pathlib import Path
 
+import glide
 from support import report
 
 RESULTS = Path(__file__).resolve().parent.parent.parent / "results"
@@ -23,7 +24,10 @@ GLIDES = "cpu_rivals_glide"  # drafters trained alike; tau and alpha only
 FALCONS = "cpu_rivals_falcon"
 CTCS = "cpu_rivals_ctc"
 OLD_FALCONS = "cpu_falcon_ablation"  # of the first stage
-BATCH = "cpu_batch4"
+BATCHES = ("cpu_batch2", "cpu_batch4", "cpu_batch8")
+MEDUSA = "cpu_variants"
+MEDUSAS = "ctc_drafter:none@medusa"
+SAMPLED = "cpu_t1"  # temperature 1: 10 prompts, 48 tokens
 UNITS = {"speed": "tokens/s", "tau": "tau", "alpha": "alpha"}
 
 
@@ -63,12 +67,21 @@ def plain(file: str, arm: str) -> tuple[str, str, str]:
     return f"{arm}: {interval(figure(file, arm, 'speedup'), *bounds)}", verdict(*bounds), file
 
 
-def batched(file: str, arm: str) -> tuple[str, str, str]:
-    """The same in a batch."""
-    batch = result(file)["batch"]
-    found = batch["arms"][arm]
-    said = interval(found["speedup"], *found["speedup_ci"])
-    return f"{arm}, batches of {batch['size']}: {said}", verdict(*found["speedup_ci"]), file
+def predicted(file: str, arm: str) -> tuple[str, str, str]:
+    """GLIDE's E(Spd.) from alpha, gamma and c of a run at temperature 1, beside the measured."""
+    found = result(file)["arms"][arm]
+    gamma = found["settings"]["gamma"]
+    cost = found["draft_ms"] / gamma / figure(file, "baseline", "verify_ms")
+    said = f"{glide.expected_speedup(found['alpha'], gamma, cost):.2f} predicted"
+    return only(file, f"{arm}: {said}, {found['speedup']:.2f} measured")
+
+
+def batched(files: tuple, arm: str) -> tuple[str, str, str]:
+    """The same in batches; one to four of them are too few for an interval."""
+    batches = [result(file)["batch"] for file in files]
+    sizes = ", ".join(str(batch["size"]) for batch in batches)
+    each = ", ".join(f"{batch['arms'][arm]['speedup']:.2f}" for batch in batches)
+    return only(files[0], f"{arm} in batches of {sizes}: {each}")
 
 
 def only(file: str, said: str) -> tuple[str, str, str]:
@@ -76,10 +89,11 @@ def only(file: str, said: str) -> tuple[str, str, str]:
     return said, "no interval", file
 
 
-def milliseconds(file: str, *arms: str) -> tuple[str, str, str]:
-    """What arms draft a round."""
-    each = [f"{arm} {figure(file, arm, 'draft_ms'):.1f}" for arm in arms]
-    return only(file, ", ".join(each) + " ms of drafting")
+def milliseconds(file: str, part: str, *arms: str) -> tuple[str, str, str]:
+    """What arms draft, or verify, a round."""
+    each = [f"{arm} {figure(file, arm, f'{part}_ms'):.1f}" for arm in arms]
+    words = {"draft": "drafting", "verify": "verification"}[part]
+    return only(file, ", ".join(each) + f" ms of {words}")
 
 
 def figures(file: str, name: str, *arms: str) -> tuple[str, str, str]:
@@ -88,14 +102,21 @@ def figures(file: str, name: str, *arms: str) -> tuple[str, str, str]:
     return only(file, f"{each} ({name})")
 
 
-def nodes(file: str, *arms: str) -> tuple[str, str, str]:
+def drafted(file: str, arm: str) -> float:
     """Draft tokens a round."""
-    each = []
-    for arm in arms:
-        found = result(file)["arms"][arm]
-        thrown = found["n_discarded_per_token"] * found["tau"]
-        each.append(f"{arm} {found['accepted_per_round'] + thrown:.1f}")
-    return only(file, ", ".join(each) + " draft tokens a round")
+    found = result(file)["arms"][arm]
+    return found["accepted_per_round"] + found["n_discarded_per_token"] * found["tau"]
+
+
+def nodes(file: str, *arms: str) -> tuple[str, str, str]:
+    each = ", ".join(f"{arm} {drafted(file, arm):.1f}" for arm in arms)
+    return only(file, f"{each} draft tokens a round")
+
+
+def token_times(file: str, *arms: str) -> tuple[str, str, str]:
+    """What a draft token takes."""
+    each = [f"{arm} {figure(file, arm, 'draft_ms') / drafted(file, arm):.1f}" for arm in arms]
+    return only(file, ", ".join(each) + " ms a draft token")
 
 
 def time_shares(file: str, arm: str) -> tuple[str, str, str]:
@@ -107,9 +128,13 @@ def time_shares(file: str, arm: str) -> tuple[str, str, str]:
 
 
 def by_category(file: str, arm: str, *categories: str) -> tuple[str, str, str]:
-    """Tau of some categories, of all, and how many of them are above."""
+    """Tau of some categories, the how-manieth they are, and tau of all."""
     each = {name: found["tau"] for name, found in figure(file, arm, "by_category").items()}
-    said = ", ".join(f"{name} {each[name]:.2f}" for name in categories)
+    order = sorted(each, key=each.get, reverse=True)
+    said = ", ".join(
+        f"{name} {each[name]:.2f} (number {order.index(name) + 1} of {len(order)})"
+        for name in categories
+    )
     return only(file, f"{arm}: {said}, all {figure(file, arm, 'tau'):.2f} (tau)")
 
 
@@ -140,6 +165,16 @@ def modelled(file: str, rule: str, other: str) -> tuple[str, str, str]:
     return only(file, f"{rule} / {other}: {best[rule] / best[other]:.2f} in modelled tokens/s")
 
 
+def heads(file: str) -> tuple[str, str, str]:
+    """The best settings of heads that were trained otherwise, by Eq. 2.3."""
+    rules = sweep(file)
+    best = {rule: max(speed for _, _, speed in each) for rule, each in rules.items()}
+    of_heads = [best[rule] for rule in best if rule == "head" or rule[0] == "w"]
+    said = f"{len(of_heads)} heads {min(of_heads):.2f} to {max(of_heads):.2f}"
+    said += f", K {best['K']:.2f}, confidence {best['confidence']:.2f}"
+    return only(file, f"{said} modelled tokens/s")
+
+
 def fitted(file: str) -> tuple[str, str, str]:
     """Eq. 2.1 on a run's answers."""
     found = result(file)["sweep"]
@@ -156,18 +191,8 @@ def confidence(file: str) -> tuple[str, str, str]:
     return only(file, said)
 
 
-def best_fixed(file: str) -> str:
-    """The fastest arm of SpecDec++ with a fixed number of draft tokens."""
-    arms = [arm for arm in result(file)["arms"] if arm.startswith("specdecpp:K")]
-    return max(arms, key=lambda arm: figure(file, arm, "speedup"))
-
-
-MEDUSA_SHIPPED = "ctc_drafter:none@medusa"
-
-
 def claims() -> dict[str, list[tuple]]:
     """{paper: rows of (what it says, its figures, what was found: text, verdict, run)}."""
-    fixed = best_fixed(VARIANTS)
     return {
         "glide": [
             (
@@ -196,25 +221,32 @@ def claims() -> dict[str, list[tuple]]:
                 "1.96",
                 plain(MAIN, "glide"),
             ),
+            ("at temperature 1, as there", "1.96", plain(SAMPLED, "glide")),
+            (
+                "Alpha, gamma and c tell the speedup (5.1, tables 1, 5)",
+                "",
+                predicted(SAMPLED, "glide"),
+            ),
             (
                 "in small batches, too (table 4; there copies of one prompt)",
                 "1.92 to 2.08",
-                batched(BATCH, "glide"),
+                batched(BATCHES, "glide"),
             ),
             (
-                "A better draft than that of a separate model (table 1; ours has two of the "
-                "target's layers)",
-                "",
-                ratio(VARIANTS, "glide", "specdecpp:K2", "tau"),
+                "A better draft than a separate model's (table 1; ours has two of the target's "
+                "layers)",
+                "alpha 0.19 to 0.58, 0.56 to 0.67",
+                ratio(VARIANTS, "glide", "specdecpp:K2", "alpha"),
             ),
-            ("", "", ratio(VARIANTS, "glide", "specdecpp:K2", "speed")),
+            ("(ours) in tau", "", ratio(VARIANTS, "glide", "specdecpp:K2", "tau")),
             (
-                "Faster than Medusa (5.3)",
-                "",
-                ratio(VARIANTS, "glide", MEDUSA_SHIPPED, "speed"),
+                "and faster (table 5)",
+                "0.95 to 1.53, 1.69 to 2.11",
+                ratio(VARIANTS, "glide", "specdecpp:K2", "speed"),
             ),
+            ("Faster than Medusa (5.3)", "", ratio(MEDUSA, "glide", MEDUSAS, "speed")),
             (
-                "(ours) The paper's five draft tokens are better than two",
+                "(ours) Five draft tokens, as there, are faster than two",
                 "",
                 ratio(VARIANTS, "cape:none", "glide", "speed"),
             ),
@@ -234,6 +266,11 @@ def claims() -> dict[str, list[tuple]]:
                 "(ours) more is accepted; it cannot be less, as the chain is in the tree",
                 "",
                 ratio(VARIANTS, "cape", "cape:none", "tau"),
+            ),
+            (
+                "(ours) so it is at temperature 1",
+                "",
+                ratio(SAMPLED, "cape", "cape:none", "tau"),
             ),
             (
                 "(ours) it is faster with lengths and sizes for this machine",
@@ -264,13 +301,14 @@ def claims() -> dict[str, list[tuple]]:
             (
                 "Drafting takes hardly longer; with a beam of four it does (5.4, table 3)",
                 "5.3, 5.5, 10.9 ms",
-                milliseconds(VARIANTS, "cape:none", "cape", "cape:beam4"),
+                milliseconds(VARIANTS, "draft", "cape:none", "cape", "cape:beam4"),
             ),
             (
-                "Faster than Medusa (5.3)",
+                "Verifying takes as long as the beam (5.4)",
                 "",
-                ratio(VARIANTS, "cape:cpu", MEDUSA_SHIPPED, "speed"),
+                milliseconds(VARIANTS, "verify", "cape:none", "cape", "cape:beam4"),
             ),
+            ("Faster than Medusa (5.3)", "", ratio(MEDUSA, "cape:cpu", MEDUSAS, "speed")),
         ],
         "specdecpp": [
             (
@@ -278,20 +316,50 @@ def claims() -> dict[str, list[tuple]]:
                 "1.07 to 1.11",
                 modelled(VARIANTS, "head", "K"),
             ),
-            ("(ours) the same, timed, h = 0.7", "", ratio(VARIANTS, "specdecpp", fixed, "speed")),
-            ("Fewer target forwards at the same discards (figure 4)", "all", frontier(VARIANTS)),
             (
-                "An oracle would gain much (Lemma 2.1)",
-                "2.92, 1.90",
+                "(ours) against two fixed tokens (three, the model's best, were not timed)",
+                "",
+                ratio(VARIANTS, "specdecpp", "specdecpp:K2", "speed"),
+            ),
+            (
+                "timed at temperature 1, as there, with a head trained for it, against K2",
+                "1.07 to 1.11",
+                ratio(SAMPLED, "specdecpp@head-t1", "specdecpp:K2", "speed"),
+            ),
+            (
+                "(ours) There that head is better than one trained for greedy drafts",
+                "",
+                ratio(SAMPLED, "specdecpp@head-t1", "specdecpp", "tau"),
+            ),
+            (
+                "w_rej from 1 to 12 and D from 0 to 4 are worth a choice (4.1; here of the first "
+                "stage)",
+                "",
+                heads("cpu_specdecpp_heads"),
+            ),
+            (
+                "A better frontier than fixed lengths: fewer target forwards at the same discards "
+                "(figure 4)",
+                "strictly",
+                frontier(VARIANTS),
+            ),
+            (
+                "An oracle would gain much over the best fixed length (2.1)",
+                "1.54",
                 modelled(VARIANTS, "oracle", "K"),
             ),
             (
-                "Time is t_draft N_draft + t_target N_target (Eq. 2.1)",
+                "Time is t_draft N_draft + t_target N_target (Eq. 2.1; 4.2)",
                 "R^2 at least 0.98",
                 fitted(VARIANTS),
             ),
             (
-                "(ours) The head is faster than an untrained threshold",
+                "The head takes no time to speak of (4.2)",
+                "",
+                token_times(VARIANTS, "specdecpp", "specdecpp:K2"),
+            ),
+            (
+                "(ours) The head is faster than an untrained threshold of 0.4",
                 "",
                 ratio(VARIANTS, "specdecpp", "specdecpp:confidence", "speed"),
             ),
@@ -304,6 +372,11 @@ def claims() -> dict[str, list[tuple]]:
                 "Faster than plain decoding (4.3, h = 0.7)",
                 "2.03 to 2.26",
                 plain(MAIN, "specdecpp"),
+            ),
+            (
+                "at temperature 1, as there",
+                "2.03 to 2.26",
+                plain(SAMPLED, "specdecpp@head-t1"),
             ),
         ],
         "falcon": [
@@ -328,17 +401,18 @@ def claims() -> dict[str, list[tuple]]:
                 ratio(FALCONS, "falcon@no-csgd", "falcon:chain@no-csgd", "tau"),
             ),
             (
-                "and makes it faster",
+                "and makes it faster (here a tree of six nodes)",
                 "2.27 to 3.10",
                 ratio(VARIANTS, "falcon", "falcon:chain", "speed"),
             ),
             (
-                "(ours) A second attention layer, learned later, raises tau",
+                "(ours) The shipped drafter (a second layer, 2.4M token-steps more, six nodes for "
+                "five) has a higher tau than that before it",
                 "",
                 ratio(VARIANTS, "falcon", "falcon@one-layer", "tau"),
             ),
             (
-                "(ours) and makes it faster",
+                "(ours) and is faster",
                 "",
                 ratio(VARIANTS, "falcon", "falcon@one-layer", "speed"),
             ),
@@ -353,9 +427,14 @@ def claims() -> dict[str, list[tuple]]:
                 figures(OLD_FALCONS, "speedup", "falcon@k2", "falcon@k3", "falcon@k4"),
             ),
             (
-                "Faster than Medusa (table 1)",
+                "A higher tau than Medusa's (table 3)",
+                "3.34, 1.51",
+                ratio(MEDUSA, "falcon", MEDUSAS, "tau"),
+            ),
+            (
+                "and faster (table 1)",
                 "3.10, 2.06",
-                ratio(VARIANTS, "falcon", MEDUSA_SHIPPED, "speed"),
+                ratio(MEDUSA, "falcon", MEDUSAS, "speed"),
             ),
             (
                 "than prompt lookup",
@@ -365,7 +444,7 @@ def claims() -> dict[str, list[tuple]]:
             (
                 "than a separate draft model",
                 "3.10, 1.82",
-                ratio(VARIANTS, "falcon", fixed, "speed"),
+                ratio(VARIANTS, "falcon", "specdecpp:K2", "speed"),
             ),
             ("and than plain decoding", "2.91 to 3.51", plain(MAIN, "falcon")),
         ],
@@ -411,6 +490,11 @@ def claims() -> dict[str, list[tuple]]:
                 ratio(VARIANTS, "ctc_drafter", "ctc_drafter:alignments", "tau"),
             ),
             (
+                "(ours) and it is faster",
+                "",
+                ratio(VARIANTS, "ctc_drafter", "ctc_drafter:alignments", "speed"),
+            ),
+            (
                 "(ours) and so CTC is better than the layer alone",
                 "",
                 ratio(CTCS, "ctc_drafter@ctc", "ctc_drafter:none@transformer", "tau"),
@@ -431,9 +515,14 @@ def claims() -> dict[str, list[tuple]]:
                 by_category(MAIN, "ctc_drafter", "coding", "roleplay"),
             ),
             (
-                "Faster than Medusa (table 1)",
+                "Faster than Medusa (table 1; the shipped drafters)",
                 "2.78, 2.13",
-                ratio(VARIANTS, "ctc_drafter:alignments", MEDUSA_SHIPPED, "speed"),
+                ratio(MEDUSA, "ctc_drafter:alignments", MEDUSAS, "speed"),
+            ),
+            (
+                "(ours) with our ranking",
+                "",
+                ratio(MEDUSA, "ctc_drafter", MEDUSAS, "speed"),
             ),
             ("and than plain decoding", "2.16 to 2.78", plain(MAIN, "ctc_drafter")),
         ],

@@ -278,9 +278,15 @@ MUTANTS = [
     ),
     (
         "train.py",
-        "drafter = module.Drafter(dataclasses.replace(start.config, **overrides))",
-        "drafter = module.Drafter(dataclasses.replace(start.config))",
+        "drafter = module.build(dataclasses.replace(start.config, **overrides), target, counts)",
+        "drafter = module.build(dataclasses.replace(start.config), target, counts)",
         "--init ignores the method's options",
+    ),
+    (
+        "train.py",
+        "drafter = module.build(dataclasses.replace(start.config, **overrides), target, counts)",
+        "drafter = module.Drafter(dataclasses.replace(start.config, **overrides))",
+        "what --init lacks is left at random",
     ),
     (
         "train.py",
