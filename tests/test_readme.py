@@ -221,6 +221,18 @@ def claims():
     errors = sweep["calibration"]["head"]
     yield here, "The head's output has an ECE of {:.2f}", [errors["ece"]]
     yield here, "With the bias taken out the ECE is {:.2f}", [errors["ece_reweighted"]]
+    seeds = [
+        arm("cpu_rivals_falcon", f"falcon@{name}{seed}", "tau")
+        for seed in ("", "-seed1")
+        for name in ("k2", "no-csgd")
+    ]
+    yield (
+        here,
+        "tau is {:.2f} with it and {:.2f} without from one seed, {:.2f} and {:.2f} from the other",
+        seeds,
+    )
+    tall = [arm("cpu_rivals_falcon", f"falcon@k{k}-tall", "draft_ms") for k in (2, 3)]
+    yield here, "its four passes take {:.1f} ms instead of {:.1f} for two", tall
     without, masked, shown = map(alpha, ("falcon_k2-no-csgd", "falcon_k2-loss-only", "falcon_k2"))
     yield (
         here,
