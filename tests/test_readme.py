@@ -231,6 +231,12 @@ def claims():
         "tau is {:.2f} with it and {:.2f} without from one seed, {:.2f} and {:.2f} from the other",
         seeds,
     )
+    runs = ("rival_fk2", "rival_fk2_seed1", "rival_fk2n", "rival_fk2n_seed1")
+    yield (
+        here,
+        "lower with it both times ({:.3f} and {:.3f}, without it {:.3f} and {:.3f})",
+        [alpha(run, None, "eval_alpha") for run in runs],
+    )
     tall = [arm("cpu_rivals_falcon", f"falcon@k{k}-tall", "draft_ms") for k in (2, 3)]
     yield here, "its four passes take {:.1f} ms instead of {:.1f} for two", tall
     without, masked, shown = map(alpha, ("falcon_k2-no-csgd", "falcon_k2-loss-only", "falcon_k2"))
