@@ -221,9 +221,9 @@ class Arm:
         answer.copies = clock.copies
         prefilled = None
         for name, begin, end in clock.timers:
-            if name == "prefill":
+            if name == "prefill" and not answer.timers.get("verify"):  # gamma 0 never drafts
                 prefilled = end
-            else:
+            elif name != "prefill":
                 answer.timers[name] = answer.timers.get(name, 0.0) + between(begin, end)
         return prefilled
 

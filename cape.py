@@ -299,6 +299,7 @@ def generate(
         base, base_drafter: module of a chain proposer (new_memory, propose), its trained drafter.
         gamma to copies: the fields of Config, which holds their defaults.
         stats: a common.Stats to fill.
+        token_streamer: a streamer of transformers (which does not hand `streamer` on).
     Returns:
         (1, T') prompt and new tokens.
     Raises:
@@ -319,7 +320,9 @@ def generate(
     least_worth = config.least_worth if config.expansion == "confidence" else 0.0
     stats = stats or common.Stats()
     do_sample = generation_config.do_sample
-    cache, _ = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
+    cache, _ = common.prefill(
+        target, input_ids, generation_config, model_kwargs, stats, token_streamer
+    )
     memory = base.new_memory(base_drafter, target)
     lookup = common.Lookup(config.copies)
     done = False

@@ -1,8 +1,7 @@
 """What the method files share: load a target, verify a token tree without loss, count.
 
-Shapes: B batch, T sequence, P cached prefix, N tree nodes, A accepted, V vocabulary, Vd draft
-vocabulary, D hidden, H heads, Hkv key/value heads, Dh head size. `p_target` is the target's
-distribution, `q_draft` the drafter's.
+Shapes: B batch, T sequence, P cached prefix, N tree nodes, A accepted, V vocabulary, Vd of drafts,
+D hidden, H heads, Hkv key/value heads, Dh head size. p_target, q_draft: a model's distribution.
 """
 
 import contextlib
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -156,7 +154,7 @@ def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Te
     bias = getattr(target.get_output_embeddings(), "bias", None)
     if bias is not None and token_ids is not None:
         bias = bias[token_ids]
-    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
+    logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
     cap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -256,8 +254,7 @@ class Draft:
 
 def chain(steps, input_ids: Tensor) -> Draft:
     """A draft without branches, of the (token (1,), q_draft (V,), hidden) of a proposer."""
-    steps = list(steps)
-    if not steps:
+    if not (steps := list(steps)):
         return Draft(input_ids.new_zeros(0), torch.zeros(0, dtype=torch.long))
     tokens, probs, _ = zip(*steps)
     return Draft(torch.cat(tokens), torch.arange(len(steps)) - 1, torch.stack(probs))
@@ -385,21 +382,22 @@ def forward(target, input_ids: Tensor, cache, **options) -> tuple[Tensor, Tensor
     return logits, seen[0]
 
 
-def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, stats=None):
+def prefill(target, input_ids: Tensor, generation_config, model_kwargs, stats=None, streamer=None):
     """Run the target over the prompt but its last token, which is the root of the first draft.
 
-    Args: input_ids: (1, T) the prompt. model_kwargs: what `generate` prepared; checked, not used.
+    Args: input_ids: (1, T) the prompt (streamed first). model_kwargs: of `generate`, only checked.
     Returns: (cache of T - 1 rows, hidden (1, T - 1, D)).
     Raises: ValueError: a batch, padding, a cache in use, or more tokens than the model can hold.
     """
     config = target.config.get_text_config()
     limit = generation_config.max_length
     mask = model_kwargs.get("attention_mask")
-    past = model_kwargs.get("past_key_values")
     if input_ids.shape[0] != 1 or input_ids.shape[1] == 0 or (mask is not None and not mask.all()):
         needs = "speculative decoding here takes one sequence of tokens, no padding and no beams"
         raise ValueError(f"a prompt of shape {tuple(input_ids.shape)}: {needs}")
-    if past is not None and past.get_seq_length():
+    if generation_config.return_dict_in_generate:
+        raise ValueError("return_dict_in_generate: decoding here returns ids alone; leave it out")
+    if (past := model_kwargs.get("past_key_values")) is not None and past.get_seq_length():
         raise ValueError("past_key_values already holds tokens; pass all tokens without a cache")
     reaches = {"context": getattr(config, "max_position_embeddings", None)}
     kinds = getattr(config, "layer_types", None)
@@ -407,8 +405,9 @@ def prefill(target, input_ids: Tensor, generation_config, model_kwargs: dict, st
         reaches["sliding window"] = getattr(config, "sliding_window", None)
     for name, reach in reaches.items():
         if reach and limit > reach:
-            most = f"the target's {name} of {reach}"
-            raise ValueError(f"prompt + new tokens = {limit} exceed {most}; ask for fewer")
+            raise ValueError(f"prompt + new tokens = {limit} exceed the target's {name} of {reach}")
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
     cache = GrowingCache(config.num_hidden_layers)
     if input_ids.shape[1] == 1:
         return cache, input_ids.new_empty((1, 0, config.hidden_size), dtype=target.dtype)
@@ -516,14 +515,15 @@ def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats=None, str
     """Append tokens (1, n) to input_ids (1, T) up to where decoding stops: (ids, stopped)."""
     for count in range(1, tokens.shape[1] + 1):
         ids = torch.cat([input_ids, tokens[:, :count]], dim=1)
-        stopped = bool(stopping_criteria(ids, None).all())
-        if stopped:
+        if stopped := bool(stopping_criteria(ids, None).all()):
             break
     if stats is not None:
         stats.emitted += count
         stats.accepted[-1] = min(stats.accepted[-1], count)  # not what follows the end
     if streamer is not None:
         streamer.put(tokens[:, :count].cpu())
+        if stopped:
+            streamer.end()
     return ids, stopped
 
 

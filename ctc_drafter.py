@@ -43,9 +43,8 @@ Deviations
     8. ours, all off by default: `copies`, `first_token` and `cut_labels` (shipped: the last two,
        from stage 4 on). Windows that this, or the end of a response, cuts short of U labels are
        scored as beginnings (shipped: in the last two runs). By Eq. 6 slots learn to stop there.
-    9. ours: Medusa (Cai et al., 2024), a head for each token ahead, shares the target's LM head and
-       reads the anchor's row alone (the original h_i alone), where slots attend to all rows so far.
-       The control that Table 2 lacks is `kind="transformer"`: slots, trained as these heads are.
+    9. ours: Medusa's heads (Cai et al., 2024) share the target's LM head and read the anchor's row
+       (there h_i) alone. Slots trained likewise, the control Table 2 lacks: `kind="transformer"`.
 """
 
 import heapq
@@ -507,8 +506,7 @@ def generate(
 ) -> Tensor:
     """`target.generate(**enc, custom_generate=ctc_drafter.generate, drafter=drafter)`: lossless.
 
-    Args: transform to copies: as in Config. stats: a common.Stats to fill.
-        token_streamer: gets committed tokens by `put` (transformers does not hand `streamer` on).
+    Args: transform to copies: as in Config. stats, token_streamer: a common.Stats, a streamer.
     Returns: (1, T') prompt and new tokens. Raises: ValueError: bad options; see common.prefill.
     """
     given = {"transform": transform, "symbols": symbols, "candidates": candidates}
@@ -520,7 +518,9 @@ def generate(
     stats = stats or common.Stats()
     lookup = common.Lookup(config.copies)
     memory = new_memory(drafter, target)
-    cache, features = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
+    cache, features = common.prefill(
+        target, input_ids, generation_config, model_kwargs, stats, token_streamer
+    )
     timer = "prefill"  # the first pass reads the whole prompt
     done = False
     while not done:

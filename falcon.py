@@ -34,10 +34,9 @@ Deviations
     1. upstream != paper: its nn.LSTM lacks batch_first, so it recurs over the batch, with a batch
        of 1 never (`cell`); `lstm` recurs over the slots, on every branch. Shipped is `linear`.
     2. ours: the shipped drafter learned with one attention layer, and got figure 2's second, below
-       it, afterwards: two learn more slowly (alpha 0.131, one's is 0.170, after 0.28 million
-       token-steps, tokens learned from). It saw 3.3 million tokens of the target, cut at 384 or 512
-       (4.3: 68,000 dialogues of ShareGPT); omega_dist 1 (0.1); learning rates 2e-3 to 1e-3 (3e-5);
-       norms clipped at 1 (silent); lambda falls with the run's steps or minutes, from --init anew.
+       it, afterwards: two learn more slowly. It saw 3.3 million tokens of the target, cut at 384 or
+       512 (4.3: 68,000 dialogues of ShareGPT); omega_dist 1 (0.1); learning rates 2e-3 to 1e-3
+       (3e-5); norms clipped at 1 (silent); lambda falls with a run's progress, from --init anew.
     3. upstream != paper: blocks end at the newest token in every round (upstream counts from the
        start of a chunk, so half its rounds do not see that token); training draws a random phase.
        A cached slot keeps what it saw in its old block: the lowest layer's keys and values depend
@@ -518,19 +517,20 @@ def generate(
 ) -> Tensor:
     """`target.generate(**enc, custom_generate=falcon.generate, drafter=drafter)`: lossless.
 
-    Args: tree, best_nodes, passes, least_worth, copies: as in Config, by default the drafter's.
-        chain: draft first choices only, as deep as the tree. stats: a common.Stats to fill.
+    Args: tree to copies: as in Config, by default the drafter's; chain: first choices only, as deep
+        as the tree. stats: a common.Stats to fill. token_streamer: a streamer of transformers.
     Returns: (1, T') prompt and new tokens.
     """
     given = {"tree": tree, "best_nodes": best_nodes, "passes": passes}
     given |= {"least_worth": least_worth, "copies": copies}
-    given = {name: value for name, value in given.items() if value is not None}
-    config = replace(drafter.config, **given)
+    config = replace(drafter.config, **{k: v for k, v in given.items() if v is not None})
     if chain:
         depths = range(1, 1 + max(map(len, config.tree), default=0))
         config = replace(config, tree=[[0] * depth for depth in depths], best_nodes=0)
     stats = stats or common.Stats()
-    cache, hidden = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
+    cache, hidden = common.prefill(
+        target, input_ids, generation_config, model_kwargs, stats, token_streamer
+    )
     memory = new_memory(drafter, target)
     lookup = common.Lookup(config.copies)
     done = False

@@ -519,8 +519,8 @@ def generate(
     """`target.generate(**enc, custom_generate=glide.generate, drafter=drafter)`: lossless decoding.
 
     Args:
-        gamma, copies: as in Config, by default the drafter's.
-        stats: a common.Stats to fill.
+        gamma, copies: as in Config, by default the drafter's. stats: a common.Stats to fill.
+        token_streamer: a streamer of transformers (which does not hand `streamer` on).
     Returns:
         (1, T') prompt and new tokens.
     """
@@ -528,7 +528,9 @@ def generate(
     copies = drafter.config.copies if copies is None else copies
     stats = stats or common.Stats()
     do_sample = generation_config.do_sample
-    cache, _ = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
+    cache, _ = common.prefill(
+        target, input_ids, generation_config, model_kwargs, stats, token_streamer
+    )
     memory = new_memory(drafter, target)
     lookup = common.Lookup(copies)
     done = False

@@ -472,6 +472,7 @@ def generate(
         base, base_drafter: another chain drafter's module and its trained drafter, to draft with.
         draft_model: a causal LM to draft with; by default the one that the head was trained on.
         stop to copies: the fields of Config, by default the drafter's. stats: to be filled.
+        token_streamer: a streamer of transformers (which does not hand `streamer` on).
     Returns: (1, T') prompt and new tokens. Raises: ValueError: see check.
     """
     given = {"stop": stop, "threshold": threshold, "true_probability": true_probability}
@@ -490,7 +491,9 @@ def generate(
 
     stats = stats or common.Stats()
     do_sample = generation_config.do_sample
-    cache, _ = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
+    cache, _ = common.prefill(
+        target, input_ids, generation_config, model_kwargs, stats, token_streamer
+    )
     memory = base.new_memory(model, target)
     lookup = common.Lookup(config.copies)
     done = False

@@ -55,7 +55,10 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
                     raise TypeError("token ids must be integers")
             except Exception as error:  # whatever the tokenizer or its template makes of it
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                raise ValueError(f"{path}, line {number}: not a conversation ({reason})") from None
+                raise ValueError(
+                    f"{path}, line {number}: not a conversation ({reason}); give prompt and "
+                    "response, messages, conversations, text, or prompt_ids and response_ids"
+                ) from None
             if ids and (min(ids) < 0 or max(ids) >= len(tokenizer)):
                 raise ValueError(
                     f"{path}, line {number}: token ids {min(ids)} to {max(ids)}, but the target "

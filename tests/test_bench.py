@@ -185,6 +185,11 @@ def test_sampling_has_no_greedy_verdict(files, capsys):
         assert arm["identical_to_greedy"] is None and arm["diverged"] is None
 
 
+def test_a_method_that_never_drafts_decodes_like_any_other(files, capsys):
+    arm = run(capsys, command(files, "--gamma", "0"))[0]["arms"]["glide"]
+    assert arm["tau"] == 1 and arm["other_ms"] > 0 and arm["overhead"] > 1
+
+
 @pytest.mark.slow
 def test_peers_with_a_draft_model(files, capsys):
     result, _ = run(capsys, command(files, "--peers", "--draft-model", str(files / "target")))

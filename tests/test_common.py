@@ -382,11 +382,13 @@ def test_negative_control_a_lying_drafter_is_noticed(small_llama):
 def test_commit_stops_inside_the_accepted_tokens():
     ids, new = torch.tensor([[1, 2]]), torch.tensor([[3, 9, 4, 5]])
     stats, streamed = common.Stats(emitted=0, accepted=[2, 3]), []
-    streamer = types.SimpleNamespace(put=lambda tokens: streamed.extend(tokens[0].tolist()))
+    streamer = types.SimpleNamespace(
+        put=lambda tokens: streamed.extend(tokens[0].tolist()), end=lambda: streamed.append("end")
+    )
     at_nine = StoppingCriteriaList([EosTokenCriteria(9)])
     committed, _ = common.commit(ids, new, at_nine, stats, streamer)
     assert committed.tolist() == [[1, 2, 3, 9]]
-    assert stats.emitted == 2 and streamed == [3, 9]
+    assert stats.emitted == 2 and streamed == [3, 9, "end"]
     assert stats.accepted == [2, 2]  # 4 was accepted, too, and is thrown away
     longest = StoppingCriteriaList([MaxLengthCriteria(5)])
     assert common.commit(ids, new, longest)[0].tolist() == [[1, 2, 3, 9, 4]]
@@ -454,6 +456,8 @@ def test_what_cannot_be_decoded_is_refused(llama):
         )
     with pytest.raises(ValueError, match="context of 512"):
         generate(llama, torch.tensor([[3, 4]]), max_new_tokens=511)
+    with pytest.raises(ValueError, match="ids alone"):
+        generate(llama, torch.tensor([[3, 4]]), max_new_tokens=4, return_dict_in_generate=True)
     used = DynamicCache()
     llama(torch.tensor([[3]]), past_key_values=used, use_cache=True)
     with pytest.raises(ValueError, match="already holds tokens"):

@@ -19,6 +19,7 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
     TemperatureLogitsWarper,
+    TextIteratorStreamer,
     TopPLogitsWarper,
 )
 
@@ -301,23 +302,15 @@ def test_stop_strings_and_streamer(llama, trained):
     letters = Tokenizer(models.BPE(vocab={chr(ord("a") + i): i for i in range(48)}, merges=[]))
     letters.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters)
-
-    class Streamer:
-        def __init__(self):
-            self.tokens = []
-
-        def put(self, value):
-            self.tokens += value.flatten().tolist()
-
     ids = torch.tensor([[9, 8, 7]])
     truth = llama.generate(ids, max_new_tokens=30, do_sample=False)
     criterion = StopStringCriteria(tokenizer, [tokenizer.decode(truth[0, 12:14])])
     stop = {"stopping_criteria": [criterion]}
     expected = llama.generate(ids, max_new_tokens=30, do_sample=False, **stop)
-    streamer = Streamer()
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=5)
     output, _ = decode(llama, trained, ids, max_new_tokens=30, token_streamer=streamer, **stop)
     assert torch.equal(output, expected) and output.shape[1] < 33
-    assert streamer.tokens == output[0, 3:].tolist()
+    assert "".join(streamer) == tokenizer.decode(output[0, 3:])
 
 
 @pytest.mark.parametrize("normalised", [True, False])

@@ -21,12 +21,16 @@ class Rounds:
     """A streamer that notes when each round's tokens arrive, and the memory then in use."""
 
     def __init__(self):
-        self.times, self.sizes, self.bytes = [time.perf_counter()], [], []
+        self.times, self.sizes, self.bytes = [], [], []
 
     def put(self, tokens):
         self.times.append(time.perf_counter())
-        self.sizes.append(tokens.shape[-1])
-        self.bytes.append(4096 * int(Path("/proc/self/statm").read_text().split()[1]))
+        if len(self.times) > 1:  # after the prompt
+            self.sizes.append(tokens.shape[-1])
+            self.bytes.append(4096 * int(Path("/proc/self/statm").read_text().split()[1]))
+
+    def end(self):
+        pass
 
     def round_time(self, start: float, end: float) -> float:
         """Median seconds of the rounds between two shares of the answer."""
@@ -50,6 +54,7 @@ def plain():
 
     def loop(target, input_ids, *args, **kwargs):
         commit, common.commit = common.commit, lambda *given: commit(*given, streamer=rounds)
+        rounds.put(input_ids)
         try:
             return bench.plain_generate(target, input_ids, *args, stats=stats, **kwargs)
         finally:

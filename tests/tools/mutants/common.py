@@ -188,14 +188,32 @@ MUTANTS = [
     ),
     (
         "common.py",
+        "        if stopped:\n            streamer.end()",
+        "",
+        "a streamer never hears that the answer ended",
+    ),
+    (
+        "common.py",
+        "        streamer.put(input_ids.cpu())\n",
+        "        pass\n",
+        "a streamer with skip_prompt swallows the first round",
+    ),
+    (
+        "common.py",
+        "    if generation_config.return_dict_in_generate:",
+        "    if False:",
+        "return_dict_in_generate is ignored",
+    ),
+    (
+        "common.py",
         "streamer.put(tokens[:, :count].cpu())",
         "streamer.put(tokens.cpu())",
         "streams past the end",
     ),
     (
         "common.py",
-        "logits = F.linear(hidden.to(weight.dtype), weight, bias).float()",
-        "logits = F.linear(hidden.to(weight.dtype), weight).float()",
+        "logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()",
+        "logits = nn.functional.linear(hidden.to(weight.dtype), weight).float()",
         "teacher, labels and alpha without the bias of the target's LM head",
     ),
     (
