@@ -252,6 +252,8 @@ def claims():
         "learn more slowly than one: alpha was {:.3f} against {:.3f} after",
         [alpha("falcon_2-layers"), alpha("falcon_k2", 300)],
     )
+    ends = [alpha(f"falcon_{run}", None, "eval_alpha") for run in ("turns", "grown", "one-layer")]
+    yield here, "rose from {:.3f} to {:.3f}, and to {:.3f} where the one layer learned on", ends
     layers = [arm("cpu_variants", name, "tau") for name in ("falcon", "falcon@one-layer")]
     yield here, "tau is {:.2f} with the shipped one and {:.2f} with the one-layer", layers
     layers = [
@@ -281,8 +283,12 @@ def claims():
         "rose from {:.3f} to {:.3f} (CTC-drafter's, in its last run, from {:.3f} to {:.3f})",
         ends,
     )
-    gained = ends[0] - alpha("falcon_turns", 2400, "eval_alpha")
-    yield here, "the run of stage 4 had gained {:.3f} in its last", [gained]
+    more = [
+        alpha("rival_glide16k", None, name) - alpha("rival_glide18", None, name)
+        for name in ("alpha", "eval_alpha")
+    ]
+    yield here, "GLIDE ends {:.3f} higher in held-out alpha and {:.3f} higher on", more
+    yield here, "got from there to {:.3f}", [alpha("falcon_one-layer", None, "eval_alpha")]
     yield here, "trained on and {:.2f} on others", [alpha("glide")]
     for name, run in (
         ("draft model 0.54 and", "specdecpp"),
