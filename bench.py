@@ -249,14 +249,14 @@ def plain_generate(
     while not done:
         with stats.timer("verify"):
             scores = common.forward(target, input_ids[:, -1:], cache)[0][:, -1]  # (1, V)
-            if logits_processor or do_sample:
-                scores = logits_processor(input_ids, scores.to(copy=True, dtype=torch.float32))
+            scores = logits_processor(input_ids, scores.to(copy=True, dtype=torch.float32))
             if do_sample:
                 token = common.sample(scores[0].softmax(-1))[None]  # (1, 1)
             else:
                 token = scores.argmax(-1, keepdim=True)
             stats.offered.append(0)
             stats.accepted.append(0)
+            stats.copies.append((0, 0))
         input_ids, done = common.commit(input_ids, token, stopping_criteria, stats)
     return input_ids
 

@@ -243,7 +243,7 @@ class Draft:
 
     tokens: Tensor  # (N,) ids
     parents: Tensor  # (N,) on the CPU, parents first; -1 is the newest committed token
-    probs: Tensor | None = None  # (M, V) what the first M come from, after all processors
+    probs: Tensor | None = None  # (M, V) what the first M were drawn from, given earlier siblings
     copied: int = 0  # how many nodes, the last ones, are copies from the context
 
     def children(self) -> dict[tuple[int, int], int]:
@@ -374,7 +374,7 @@ def forward(target, input_ids: Tensor, cache, **options) -> tuple[Tensor, Tensor
     if run is not None and whose is target:
         return run(input_ids, cache, options)
     seen = []
-    hook = target.base_model.register_forward_hook(lambda _module, _args, out: seen.append(out[0]))
+    hook = target.get_decoder().register_forward_hook(lambda *given: seen.append(given[-1][0]))
     try:
         logits = target(input_ids, past_key_values=cache, use_cache=True, **options).logits
     finally:
@@ -387,25 +387,10 @@ def prefill(target, input_ids: Tensor, generation_config, model_kwargs, stats=No
 
     Args: input_ids: (1, T) the prompt (streamed first). model_kwargs: of `generate`, only checked.
     Returns: (cache of T - 1 rows, hidden (1, T - 1, D)).
-    Raises: ValueError: a batch, padding, a cache in use, or more tokens than the model can hold.
+    Raises: ValueError: what `_check` refuses.
     """
+    _check(target, input_ids, generation_config, model_kwargs)
     config = target.config.get_text_config()
-    limit = generation_config.max_length
-    mask = model_kwargs.get("attention_mask")
-    if input_ids.shape[0] != 1 or input_ids.shape[1] == 0 or (mask is not None and not mask.all()):
-        needs = "speculative decoding here takes one sequence of tokens, no padding and no beams"
-        raise ValueError(f"a prompt of shape {tuple(input_ids.shape)}: {needs}")
-    if generation_config.return_dict_in_generate:
-        raise ValueError("return_dict_in_generate: decoding here returns ids alone; leave it out")
-    if (past := model_kwargs.get("past_key_values")) is not None and past.get_seq_length():
-        raise ValueError("past_key_values already holds tokens; pass all tokens without a cache")
-    reaches = {"context": getattr(config, "max_position_embeddings", None)}
-    kinds = getattr(config, "layer_types", None)
-    if not kinds or "sliding_attention" in kinds:  # Mistral lists none: all its layers slide
-        reaches["sliding window"] = getattr(config, "sliding_window", None)
-    for name, reach in reaches.items():
-        if reach and limit > reach:
-            raise ValueError(f"prompt + new tokens = {limit} exceed the target's {name} of {reach}")
     if streamer is not None:
         streamer.put(input_ids.cpu())
     cache = GrowingCache(config.num_hidden_layers)
@@ -413,6 +398,44 @@ def prefill(target, input_ids: Tensor, generation_config, model_kwargs, stats=No
         return cache, input_ids.new_empty((1, 0, config.hidden_size), dtype=target.dtype)
     with (stats or Stats()).timer("prefill"):
         return cache, forward(target, input_ids[:, :-1], cache, logits_to_keep=1)[1]
+
+
+def _check(target, input_ids: Tensor, generation_config, model_kwargs: dict) -> None:
+    """Refuse what decoding by token trees would answer otherwise than the target, or not at all."""
+    config = target.config.get_text_config()
+    limit = generation_config.max_length
+    mask = model_kwargs.get("attention_mask")
+    if input_ids.shape[0] != 1 or input_ids.shape[1] == 0 or (mask is not None and not mask.all()):
+        needs = "speculative decoding here takes one sequence of tokens, no padding and no beams"
+        raise ValueError(f"a prompt of shape {tuple(input_ids.shape)}: {needs}")
+    if (past := model_kwargs.get("past_key_values")) is not None and past.get_seq_length():
+        raise ValueError("past_key_values already holds tokens; pass all tokens without a cache")
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # Mistral lists none
+    reaches = {"context": getattr(config, "max_position_embeddings", None)}
+    if "sliding_attention" in kinds:
+        reaches["sliding window"] = getattr(config, "sliding_window", None)
+    if "chunked_attention" in kinds:
+        reaches["attention chunk"] = getattr(config, "attention_chunk_size", None)
+    for name, reach in reaches.items():
+        if reach and limit > reach:
+            raise ValueError(f"prompt + new tokens = {limit} exceed the target's {name} of {reach}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    border = rope.get("original_max_position_embeddings", limit)  # other factors beyond it
+    crossed = input_ids.shape[1] - 1 <= border < limit - 1
+    attention = ("full_attention", "sliding_attention", "chunked_attention")
+    refused = {
+        "no position_ids": "position_ids" not in inspect.signature(target.forward).parameters,
+        "ALiBi": getattr(config, "alibi", False),  # counts rows where a tree counts levels
+        "layers of another kind": kinds.difference(attention),
+        "flash attention": "flash" in str(config._attn_implementation),  # takes no tree's mask
+        f"longrope across {border} tokens": crossed and rope.get("rope_type") == "longrope",
+        "guidance_scale": generation_config.guidance_scale not in (None, 1),  # keeps a cache
+        "SynthID": "SynthID" in type(generation_config.watermarking_config).__name__,  # a history
+        "return_dict_in_generate": generation_config.return_dict_in_generate,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ValueError(f"{what}: speculative decoding here cannot; leave custom_generate out")
 
 
 class Verified(NamedTuple):
@@ -435,7 +458,8 @@ def verify(
     if a deterministic child holds the draw, which does not depend on what those children are.
 
     Args: input_ids: (1, P + 1) committed tokens, the last one the root. cache: the target's, of P
-        rows before and P + 1 + A after. logits_processor: sees each visited node's own prefix.
+        rows before and P + 1 + A after. logits_processor: a function of ids and scores alone; it
+        sees each visited node's own prefix.
     """
     stats = stats or Stats()
     prefix = cache.get_seq_length()  # P
@@ -451,7 +475,9 @@ def verify(
 
         child = draft.children()
         sampled = len(draft.probs) if do_sample and draft.probs is not None else 0  # M
-        plain_argmax = None if do_sample or logits_processor else logits[0].argmax(-1).tolist()
+        plain_argmax = None
+        if not (do_sample or logits_processor):
+            plain_argmax = logits[0].float().argmax(-1).tolist()
         path = []
         committed = []
         node = -1
@@ -472,7 +498,8 @@ def verify(
         kept = fed.new_tensor([-1, *path]) + 1  # (A + 1,)
         if path != list(range(len(path))):  # rows of a chain's accepted prefix are in place already
             for layer in cache.layers:
-                layer.keep(prefix, prefix + kept)
+                if layer.is_initialized:  # not where layers share keys and values
+                    layer.keep(prefix, prefix + kept)
         elif len(path) < count:
             cache.crop(len(path) - count)
     stats.target_forwards += 1
@@ -519,7 +546,10 @@ def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats=None, str
             break
     if stats is not None:
         stats.emitted += count
-        stats.accepted[-1] = min(stats.accepted[-1], count)  # not what follows the end
+        lost = max(0, stats.accepted[-1] - count)  # follows the end
+        stats.accepted[-1] -= lost
+        offered, copied = stats.copies[-1]
+        stats.copies[-1] = (offered, max(0, copied - lost))
     if streamer is not None:
         streamer.put(tokens[:, :count].cpu())
         if stopped:

@@ -28,7 +28,7 @@ whose continuation, from x_(i+2) on, the slots write: random rows in training, t
 
 Deviations
     1. upstream != paper: the authors' code (upstream) drafts by EAGLE's loop and learns by SmoothL1
-       + 0.1 cross-entropy + 0.01 CTC. This is the paper's parallel drafter, by CTC alone.
+       + 0.1 cross-entropy + 0.01 CTC. This is the paper's parallel drafter, by CTC alone but for 8.
     2. paper silent: slots see the rows up to their anchor and one another; S = 2U. A row joins a
        feature with the next token's embedding (as upstream); a slot starts as row plus own vector.
     3. ours: a head for the blank's logit. Eq. 10 and upstream (as `<unk>`, 0) take the LM head's.

@@ -32,11 +32,11 @@ Drafting grows a token tree by k levels a pass. k = 2, newest token x_4, f predi
 
 Deviations
     1. upstream != paper: its nn.LSTM lacks batch_first, so it recurs over the batch, with a batch
-       of 1 never (`cell`); `lstm` recurs over the slots, on every branch. Shipped is `linear`.
-    2. ours: the shipped drafter learned with one attention layer, and got figure 2's second, below
-       it, afterwards: two learn more slowly. It saw 3.3 million tokens of the target, cut at 384 or
-       512 (4.3: 68,000 dialogues of ShareGPT); omega_dist 1 (0.1); learning rates 2e-3 to 1e-3
-       (3e-5); norms clipped at 1 (silent); lambda falls with a run's progress, from --init anew.
+       of 1 never (`cell`); `lstm` recurs over the slots, on every branch.
+    2. ours: the shipped drafter has no LSTM (`linear`), which learns more slowly, as two attention
+       layers do: it got figure 2's second, below the other, afterwards. It saw 3.3 million tokens
+       of the target, cut at 384 or 512 (4.3: 68,000 dialogues of ShareGPT); omega_dist 1 (0.1);
+       learning rates 2e-3 to 1e-3 (3e-5); norms clipped at 1 (silent); lambda anew from --init.
     3. upstream != paper: blocks end at the newest token in every round (upstream counts from the
        start of a chunk, so half its rounds do not see that token); training draws a random phase.
        A cached slot keeps what it saw in its old block: the lowest layer's keys and values depend

@@ -294,7 +294,7 @@ PAPERS = [
     ("ctc_drafter", "none", {"kind": "medusa"}, {"tau": 2.58, "speedup": 2.13}),
 ]
 SETUPS = {
-    "glide": "GLIDE: Vicuna-7B, MT-Bench, one H800, fp16, batch 1, sampled (tables 3 and 4)",
+    "glide": "GLIDE: Vicuna-7B, one H800, fp16, batch 1 (tables 3 and 4, which do not say on what)",
     "cape": "CAPE: the least speedup of three Vicuna models, one H800, fp16 (section 1; table 3)",
     "specdecpp": "SpecDec++: Llama-2-chat-7B for 70B, Alpaca, sampled (abstract); 1.90 with the "
     "best fixed K",

@@ -14,7 +14,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tiny import chi_square_p_value, enumerate_joint, make_llama, random_tree, slow
-from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import common
@@ -379,9 +384,21 @@ def test_negative_control_a_lying_drafter_is_noticed(small_llama):
     assert chi_square_p_value(counts, enumerate_joint(small_llama, prompt, 2)) < 1e-6
 
 
+def test_greedy_compares_in_float32_as_transformers_does(llama):
+    """Where float64 sees a difference that float32 does not, the lower id is the argmax."""
+    ids = torch.tensor([[3, 4]])
+    logits = torch.zeros(1, 1, 48, dtype=torch.float64)
+    logits[0, 0, [5, 7]] = torch.tensor([1, 1 + 1e-12], dtype=torch.float64)
+    assert logits.argmax() == 7
+    cache = common.GrowingCache(len(llama.model.layers))
+    llama(ids[:, :-1], past_key_values=cache)
+    with common.forward_by(llama, lambda *_: (logits, logits)):
+        assert common.verify(llama, ids, common.chain([], ids), cache).tokens.tolist() == [[5]]
+
+
 def test_commit_stops_inside_the_accepted_tokens():
     ids, new = torch.tensor([[1, 2]]), torch.tensor([[3, 9, 4, 5]])
-    stats, streamed = common.Stats(emitted=0, accepted=[2, 3]), []
+    stats, streamed = common.Stats(emitted=0, accepted=[2, 3], copies=[(0, 0), (2, 2)]), []
     streamer = types.SimpleNamespace(
         put=lambda tokens: streamed.extend(tokens[0].tolist()), end=lambda: streamed.append("end")
     )
@@ -389,7 +406,8 @@ def test_commit_stops_inside_the_accepted_tokens():
     committed, _ = common.commit(ids, new, at_nine, stats, streamer)
     assert committed.tolist() == [[1, 2, 3, 9]]
     assert stats.emitted == 2 and streamed == [3, 9, "end"]
-    assert stats.accepted == [2, 2]  # 4 was accepted, too, and is thrown away
+    assert stats.accepted == [2, 2]  # 4 was accepted, too, a copy, and is thrown away
+    assert stats.copies == [(0, 0), (2, 1)]
     longest = StoppingCriteriaList([MaxLengthCriteria(5)])
     assert common.commit(ids, new, longest)[0].tolist() == [[1, 2, 3, 9, 4]]
     done = common.commit(ids, new, StoppingCriteriaList([MaxLengthCriteria(50)]))
@@ -447,7 +465,7 @@ def test_the_demo_of_a_method_says_how_many_tokens_a_forward_gave(llama, monkeyp
     assert capsys.readouterr().out == told
 
 
-def test_what_cannot_be_decoded_is_refused(llama):
+def test_what_cannot_be_decoded_is_refused(llama, monkeypatch):
     with pytest.raises(ValueError, match="one sequence"):
         generate(llama, torch.tensor([[3, 4], [5, 6]]), max_new_tokens=4)
     with pytest.raises(ValueError, match="no padding"):
@@ -456,8 +474,17 @@ def test_what_cannot_be_decoded_is_refused(llama):
         )
     with pytest.raises(ValueError, match="context of 512"):
         generate(llama, torch.tensor([[3, 4]]), max_new_tokens=511)
-    with pytest.raises(ValueError, match="ids alone"):
+    with pytest.raises(ValueError, match="return_dict_in_generate: speculative"):
         generate(llama, torch.tensor([[3, 4]]), max_new_tokens=4, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="guidance_scale: speculative"):
+        generate(llama, torch.tensor([[3, 4]]), max_new_tokens=4, guidance_scale=1.5)
+    mark = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
+    with pytest.raises(ValueError, match="SynthID: speculative"):
+        generate(llama, torch.tensor([[3, 4]]), max_new_tokens=4, watermarking_config=mark)
+    monkeypatch.setattr(llama.config, "_attn_implementation_internal", "flash_attention_2")
+    with pytest.raises(ValueError, match="flash attention: speculative"):
+        generate(llama, torch.tensor([[3, 4]]), max_new_tokens=4)
+    monkeypatch.undo()
     used = DynamicCache()
     llama(torch.tensor([[3]]), past_key_values=used, use_cache=True)
     with pytest.raises(ValueError, match="already holds tokens"):

@@ -7,8 +7,10 @@ import importlib
 import json
 import runpy
 
+import ngram
 import pytest
 import torch
+import transformers
 from test_common import family
 from test_house import METHODS, ROOT
 from tiny import chi_square_p_value, enumerate_joint, slow
@@ -199,6 +201,78 @@ def test_a_sliding_window_is_used_up_to_its_end_and_not_beyond(target_name, meth
     )  # 32 in all
     with pytest.raises(ValueError, match="33 exceed the target's sliding window of 32"):
         target.generate(ids, max_new_tokens=26, do_sample=False, **arguments)
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+WIDE = SMALL | {"num_key_value_heads": 2, "intermediate_size": 48, "initializer_range": 0.3}
+
+
+def make_other(name, **options):
+    """A random model of a family that the tests above do not have, in float64."""
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(**options)
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
+    return model.double().eval().requires_grad_(False)
+
+
+MPT = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": VOCAB}
+CONVOLUTION = WIDE | {"layer_types": ["conv", "full_attention"]}
+CHUNKS = WIDE | {"attention_chunk_size": 16, "num_local_experts": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    "message, name, options",
+    [
+        ("no position_ids", "Mpt", MPT),
+        ("ALiBi", "Falcon", SMALL | {"alibi": True}),
+        ("layers of another kind", "Lfm2", CONVOLUTION),
+        ("attention chunk of 16", "Llama4Text", CHUNKS | {"intermediate_size_mlp": 48}),
+    ],
+)
+def test_targets_that_would_misread_a_tree_are_refused(message, name, options):
+    target = make_other(name, **options)
+    with pytest.raises(ValueError, match=message):
+        target.generate(torch.tensor([[3, 4]]), max_new_tokens=20, custom_generate=ngram.generate)
+
+
+def test_longrope_is_refused_where_an_answer_crosses_its_border():
+    """Beyond 32 tokens a forward takes other rotary factors, for the rows in the cache as well."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    rope |= {"original_max_position_embeddings": 32}
+    options = WIDE | {"max_position_embeddings": 256, "original_max_position_embeddings": 32}
+    target = make_other("Phi3", **options, rope_parameters=rope)
+    ids = torch.arange(40)[None] % (VOCAB - 1) + 1
+    for prompt, new, crosses in ((27, 6, 0), (27, 7, 1), (33, 1, 1), (34, 9, 0)):
+        asked = {"max_new_tokens": new, "do_sample": False}
+        if crosses:
+            with pytest.raises(ValueError, match="longrope across 32 tokens"):
+                target.generate(ids[:, :prompt], custom_generate=ngram.generate, **asked)
+        else:
+            answer = target.generate(ids[:, :prompt], custom_generate=ngram.generate, **asked)
+            assert torch.equal(answer, target.generate(ids[:, :prompt], **asked))
+
+
+SHARED = WIDE | {"num_hidden_layers": 4, "head_dim": 8, "num_kv_shared_layers": 2}
+SHARED |= {"layer_types": ["full_attention"] * 4, "activation_sparsity_pattern": [0.0] * 4}
+SHARED |= {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("OPT", SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3}),
+        slow("Gemma3nText", SHARED),
+    ],
+)
+def test_a_wrapped_decoder_and_shared_keys_and_values(name, options):
+    """OPT's states come from a module inside its base model; half of Gemma-3n's cache is empty."""
+    target = make_other(name, **options)
+    ids = torch.tensor([[3, 4, 3, 5, 3, 4, 3, 5]])
+    plain = target.generate(ids, max_new_tokens=24, do_sample=False)
+    given = {"custom_generate": ngram.generate, "copies": 6}
+    assert torch.equal(target.generate(ids, max_new_tokens=24, do_sample=False, **given), plain)
 
 
 def test_soft_caps_matter():

@@ -222,8 +222,8 @@ def claims() -> dict[str, list[tuple]]:
                 ratio(GLIDES, "glide@layer29", "glide@layer18", "alpha"),
             ),
             (
-                "Distillation helps (table 2: on what the target wrote, as all do here; here on its "
-                "distribution, too)",
+                "Distillation helps (table 2: on what the target wrote, as all do here; here on "
+                "its distribution, too)",
                 "0.2 to 0.7 points",
                 ends("rival_glide18", "rival_hard"),
             ),
@@ -232,7 +232,7 @@ def claims() -> dict[str, list[tuple]]:
                 "1.96",
                 plain(MAIN, "glide"),
             ),
-            ("at temperature 1, as there", "1.96", plain(SAMPLED, "glide")),
+            ("at temperature 1 (the table does not say)", "1.96", plain(SAMPLED, "glide")),
             (
                 "Alpha, gamma and c tell the speedup (5.1, tables 1, 5)",
                 "",

@@ -65,7 +65,9 @@ def generate(
     gamma = Config.gamma if gamma is None else gamma
     lookup = common.Lookup(Config().copies if copies is None else copies)
     do_sample, stats, done = generation_config.do_sample, stats or common.Stats(), False
-    cache, _ = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
+    cache, _ = common.prefill(
+        target, input_ids, generation_config, model_kwargs, stats, token_streamer
+    )
     while not done:
         with stats.timer("draft"):
             text = input_ids[0].tolist()

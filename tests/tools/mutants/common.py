@@ -4,8 +4,8 @@ TESTS = ["test_common.py", "test_copies.py", "test_properties.py"]
 MUTANTS = [
     (
         "common.py",
-        "stats.accepted[-1] = min(stats.accepted[-1], count)",
-        "stats.accepted[-1] = stats.accepted[-1]",
+        "stats.accepted[-1] -= lost",
+        "pass",
         "commit: draft tokens after the end of the answer count as accepted",
     ),
     (
@@ -200,8 +200,74 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "    if generation_config.return_dict_in_generate:",
-        "    if False:",
+        '"no position_ids": "position_ids" not in inspect.signature(target.forward).parameters,',
+        "",
+        "MPT is decoded wrongly",
+    ),
+    (
+        "common.py",
+        '"ALiBi": getattr(config, "alibi", False),',
+        "",
+        "a traceback for Falcon with ALiBi",
+    ),
+    (
+        "common.py",
+        '"layers of another kind": kinds.difference(attention),',
+        "",
+        "a traceback for convolutions",
+    ),
+    (
+        "common.py",
+        '"guidance_scale": generation_config.guidance_scale not in (None, 1),',
+        "",
+        "guidance is decoded wrongly",
+    ),
+    (
+        "common.py",
+        '"flash attention": "flash" in str(config._attn_implementation),',
+        "",
+        "flash attention is not refused",
+    ),
+    (
+        "common.py",
+        "<= border < limit - 1",
+        "<= border < limit",
+        "longrope is refused an answer too early",
+    ),
+    (
+        "common.py",
+        "input_ids.shape[1] - 1 <= border",
+        "input_ids.shape[1] <= border",
+        "longrope: a prompt at the border is taken",
+    ),
+    (
+        "common.py",
+        "logits[0].float().argmax(-1)",
+        "logits[0].argmax(-1)",
+        "greedy in float64 where transformers compares in float32",
+    ),
+    (
+        "common.py",
+        "                if layer.is_initialized:",
+        "                if True:",
+        "no target whose layers share keys and values",
+    ),
+    (
+        "common.py",
+        "target.get_decoder().register",
+        "target.base_model.register",
+        "no OPT",
+    ),
+    (
+        "common.py",
+        "max(0, copied - lost)",
+        "copied",
+        "copies after the end count as accepted",
+    ),
+    (
+        "common.py",
+        '"return_dict_in_generate": generation_config.return_dict_in_generate,',
+        "",
         "return_dict_in_generate is ignored",
     ),
     (
@@ -242,8 +308,8 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "plain_argmax = None if do_sample or logits_processor else logits[0].argmax(-1).tolist()",
-        "plain_argmax = None if do_sample else logits[0].argmax(-1).tolist()",
+        "if not (do_sample or logits_processor):",
+        "if not do_sample:",
         "verify, greedy: logits processors are ignored",
     ),
     (
