@@ -344,8 +344,8 @@ MUTANTS = [
     ),
     (
         "common.py",
-        'if not kinds or "sliding_attention" in kinds:',
-        'if kinds and "sliding_attention" in kinds:',
+        'or ["sliding_attention"])',
+        'or ["full_attention"])',
         "prefill: a target whose layers all slide (Mistral) is decoded beyond its window",
     ),
     (
