@@ -61,6 +61,10 @@ def told(tmp_path_factory):
             (top / folder / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, top / folder / file)
     shutil.copytree(top / "target", top / "training" / "target")
+    chat = shutil.copytree(top / "target", top / "chat")
+    (chat / "chat_template.jinja").write_text(
+        "{% for turn in messages %}{{ turn.content }}{% endfor %}"
+    )
     shutil.copy(top / "data.jsonl", top / "training")
     script = ROOT / "tests" / "tools" / "alone.py"
     command = [sys.executable, "-I", script, *(top / folder for folder in folders)]

@@ -54,7 +54,7 @@ def example():
     """Whether the README's lines run; they are about this method, and the drafter is saved."""
     readme = Path(__file__).resolve().parents[2] / "README.md"
     lines = readme.read_text().split("```python\n")[1].split("```")[0]
-    for theirs, ours in (("your/model", "../target"), ("checkpoints/mine", "drafter")):
+    for theirs, ours in (("your/model", "../chat"), ("checkpoints/mine", "drafter")):
         assert theirs in lines
         lines = lines.replace(theirs, ours)
     names = {}
