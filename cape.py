@@ -39,9 +39,10 @@ Deviations
     1. paper silent, where section 4.2 and Algorithm 1 differ: here the sizes are those of 4.2,
        without the trajectory's token, and a range includes its upper bound. The algorithm's array
        of ten counts that token, includes the lower bounds, and has no entry for p = 1.
-    2. paper silent: how the limit of 32 tokens is kept, which gamma = 5 can pass (5 x 8 = 40).
-       Upstream drafts 4 tokens, 4 x 8 = 32, so that its limit never cuts. Here the extras of least
-       worth, the chance of being reached and right, are dropped first; the trajectory always stays.
+    2. paper silent: CAPE's gamma (5 is that of 5.1 for GLIDE alone; upstream drafts 4 tokens, and
+       4 x 8 = 32), and how the limit of 32 is kept, which 5 x 8 can pass. Here the extras of least
+       worth are dropped first, and the trajectory always stays. Worth is the chance of being
+       reached and right, in greedy decoding by a calibrated drafter; in sampling a score only.
     3. ours: sampling is lossless too. Under sampling the trajectory is drawn from the drafter and
        verified by rejection sampling; when a draft token is refused, the target's own draw from the
        residual distribution may hit an extra, and is then kept together with its key and value. The
@@ -51,8 +52,9 @@ Deviations
     4. ours: `expansion="confidence"` lists what is worth a row of the verification, at any step,
        and stops the trajectory where nothing is (`worthwhile`); tokens copied from the context may
        stand beside all of it (`copies`, off by default).
-    5. ours: `max_tokens` cuts extras only. The trajectory, beams and copies are not cut; and beams
-       are drafted without the processors (temperature, penalties), which verification applies.
+    5. ours: `max_tokens` cuts extras only. The trajectory, beams and copies are not cut. Beams are
+       drafted one after another (the paper's together), so the drafting of four takes about four
+       times as long, and without the processors (temperature, penalties) that verification applies.
     6. ours: other S(p) than the paper's; refit_sizes in support/fitting.py chooses them for a
        machine from measured acceptance and cost (bench.py --refit). The default is the paper's.
 """
@@ -198,7 +200,7 @@ def expand(
     choices = best.indices.tolist()  # (gamma, count)
 
     candidates = []  # (worth, step, rank in the step)
-    reached = 1.0  # probability that the round gets to this step
+    reached = 1.0  # probability that the round gets to this step, if decoding is greedy
     for step in range(gamma):
         for rank, probability in enumerate(probabilities[step][: counts[step]]):
             worth = reached * probability

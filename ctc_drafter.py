@@ -4,10 +4,10 @@ Wen et al., 2024, arXiv:2412.00061. From the target's last hidden states one tra
 S slots after the newest token in one pass. A slot belongs to no position: it holds a token or a
 blank, and what all slots say becomes a sequence when repeats are merged and blanks dropped. The CTC
 loss (connectionist temporal classification) sums over all ways to write the continuation into the
-slots, so that their choices, made at once, are trained together. x_4 the newest token, e the blank:
+slots, so that choices made at once are trained together. a, b, c are tokens, e is the blank:
 
-    slots   x_5  x_5  e  x_6  e  x_7  x_7  e    ->  x_5 x_6 x_7    merge, then drop
-            x_5  e  x_5  x_6  e  e    e    e    ->  x_5 x_5 x_6    a real repeat has a blank between
+    slots   a  a  e  b  e  c  c  e    ->  a b c    merge, then drop
+            a  e  a  b  e  e  e  e    ->  a a b    a real repeat has a blank between
 
     symbol               name here                  section      function
     D, X, theta          batch, input_ids, drafter  Eq. 2        loss
@@ -23,12 +23,12 @@ slots, so that their choices, made at once, are trained together. x_4 the newest
     CTC transform        transform                  3.1, 3.3     generate
     beta = N / M, gamma  tau, speedup               Eq. 12, 13   support/report.py
 
-In shapes: A anchors, n rows, D their width, W windows, S slots. An anchor is a row (h_i, x_(i+1))
+Shapes: A anchors, n rows, D their width, W windows, S slots. An anchor is a row (h_i, x_(i+1))
 whose continuation, from x_(i+2) on, the slots write: random rows in training, the last in decoding.
 
 Deviations
-    1. upstream != paper: the authors' code (upstream) drafts by EAGLE's loop and learns by SmoothL1
-       + 0.1 cross-entropy + 0.01 CTC. This is the paper's parallel drafter, by CTC alone but for 8.
+    1. upstream != paper: the authors' code (upstream) drafts by EAGLE's loop, learns by SmoothL1 +
+       0.1 cross-entropy + 0.01 CTC. This is the paper's parallel drafter, by CTC (but see 8).
     2. paper silent: slots see the rows up to their anchor and one another; S = 2U. A row joins a
        feature with the next token's embedding (as upstream); a slot starts as row plus own vector.
     3. ours: a head for the blank's logit. Eq. 10 and upstream (as `<unk>`, 0) take the LM head's.
@@ -38,13 +38,13 @@ Deviations
        paper, and `alignments`, by the most probable ones. `nodes` and `least_worth` bound the tree.
     6. ours: the loss sums logarithms (Eq. 1, not 2) over a random sample of anchors, X what is up
        to one. A layer starts as the target's. Only `draft_vocab` frequent tokens are learnt.
-    7. ours: learning rate 2e-3, clip 1.0 of the norm, 512 tokens by the target (train.py's default;
-       shipped: 384 first; 1.5e-3 to 8e-4); paper 3e-5, 0.5 (upstream: by value), 2048, ShareGPT.
-    8. ours, all off by default: `copies`, `first_token` and `cut_labels` (shipped: the last two,
-       from stage 4 on). Windows that this, or the end of a response, cuts short of U labels are
-       scored as beginnings (shipped: in the last two runs). By Eq. 6 slots learn to stop there.
-    9. ours: Medusa's heads (Cai et al., 2024) share the target's LM head and read the anchor's row
-       (there h_i) alone. Slots trained likewise, the control Table 2 lacks: `kind="transformer"`.
+    7. ours: learning rate 2e-3 (shipped: down to 8e-4), clip 1.0 of the norm, 512 tokens (shipped:
+       384 first) of what the target wrote; paper 3e-5, 0.5 (upstream: by value), 2048, ShareGPT.
+    8. ours: a window with fewer than U labels is scored as a beginning, as by Eq. 6 the slots would
+       learn to stop there (shipped: in the last two runs). The end of a response makes such, and
+       `cut_labels`, off by default like `first_token` and `copies` (shipped: the first two, late).
+    9. ours: Medusa's heads share the target's LM head, read the anchor's row (there h_i) alone and
+       draft likely combinations (there fixed). `transformer` slots: the control Table 2 lacks.
 """
 
 import heapq
@@ -65,7 +65,7 @@ from common import option
 @dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by train.py)")
-    kind: str = option("ctc", "ctc, transformer or medusa (see Table 2)")
+    kind: str = option("ctc", "ctc, medusa (Table 2) or transformer")
     slots: int = option(6, "slots a pass fills, S (other kinds: window)")
     window: int = option(3, "tokens ahead to learn, U")
     anchors: int = option(64, "positions to train after, per sequence")
@@ -73,7 +73,7 @@ class Config:
     first_token: float = option(0.0, "weight of the first token's loss")
     intermediate_size: int = option(1536, "width of the feed-forward")
     draft_vocab: int = option(8192, "frequent tokens to draft; 0: all")
-    transform: str = option("prefixes", "prefixes, alignments or none", True)
+    transform: str = option("prefixes", "prefixes, alignments, or (no blanks) none", True)
     symbols: int = option(10, "symbols per slot", True)
     candidates: int = option(16, "kept after each slot", True)
     nodes: int = option(10, "most nodes of the tree", True)
@@ -514,7 +514,7 @@ def generate(
     config = replace(drafter.config, **{k: v for k, v in given.items() if v is not None})
     cuts = {"symbols": config.symbols, "candidates": config.candidates}
     if config.transform not in ("prefixes", "alignments", "none") or min(cuts.values()) < 1:
-        raise ValueError(f"{config.transform}, {cuts}: take prefixes, alignments or none; from 1")
+        raise ValueError(f"{config.transform}, {cuts}: take prefixes, alignments or none, and 1 up")
     stats = stats or common.Stats()
     lookup = common.Lookup(config.copies)
     memory = new_memory(drafter, target)

@@ -16,39 +16,39 @@ Drafting grows a token tree by k levels a pass. k = 2, newest token x_4, f predi
     k                   Config.k                           3.1               all
     t_i                 x_i, a token; input_ids            3.1               all
     f_i; f_i^draft      h_i, hidden, answers; predicted    3.1, Eq. 1        training_pass, propose
-    t_i^t, h_i^t        the target's, where replaced       3.2, Fig. 2       training_pass
+    t_i^t, h_i^t        tokens, answers, where replaced    3.2, Fig. 2       training_pass
     p, p^draft          p_target, q_draft                  Eq. 6, 7          loss, alpha
     LSTM                Drafter.fusion                     3.2               Drafter
     relaxed mask        relaxed_mask, tree_sight           3.2, 3.4, Fig. 3  training_pass, propose
-    Y^t, Y-hat, d()     truth, logits, sum of wrong        3.2               loss
+    Y^t, Y-hat, d()     truth, logits, sum of wrong        3.2               loss, glance
     N, lambda           count, rate (ep_c/ep_t: progress)  3.2               glance, loss
     L_{reg, soft, hard} l1, soft, hard                     Eq. 2, 3, 4       loss
     L_dist, L           0.9 soft + 0.1 hard, the result    Eq. 5, 8          loss
     alpha, omega_dist   0.9, Config.distill_weight         Eq. 5, 8          loss
     tau                 mean of Stats.accepted: no bonus   4.2               (ours counts the bonus)
-    alpha of Table 2    not `alpha`, sum min(p, q): Falcon's fits tau / (tau + 1) within a point
+    alpha               tau / (tau + 1), drafted of all    4.2, Table 2      (`alpha` is another)
     m passes, n nodes   rounds of the loop, len(grown)     3.4               propose
     m children          ranks under a path of Config.tree  App. A            layered_tree
 
 Deviations
     1. upstream != paper: its nn.LSTM lacks batch_first, so it recurs over the batch, with a batch
        of 1 never (`cell`); `lstm` recurs over the slots, on every branch.
-    2. ours: the shipped drafter has no LSTM (`linear`), which learns more slowly, as two attention
-       layers do: it got figure 2's second, below the other, afterwards. It saw 3.3 million tokens
-       of the target, cut at 384 or 512 (4.3: 68,000 dialogues of ShareGPT); omega_dist 1 (0.1);
-       learning rates 2e-3 to 1e-3 (3e-5); norms clipped at 1 (silent); lambda anew from --init.
+    2. ours: the shipped drafter has a linear layer (`linear`) where the paper has an LSTM, and was
+       trained with one attention layer before it got figure 2's second, below. It saw 3.3 million
+       tokens of the target, cut at 384 or 512 (4.3: 68,000 dialogues of ShareGPT); omega_dist 1
+       (0.1); learning rates 2e-3 to 1e-3 (3e-5); norms clipped at 1 (silent).
     3. upstream != paper: blocks end at the newest token in every round (upstream counts from the
-       start of a chunk, so half its rounds do not see that token); training draws a random phase.
+       first slot fed, so slots before the newest may not see it); training draws a random phase.
        A cached slot keeps what it saw in its old block: the lowest layer's keys and values depend
        on the fused slot alone, those of a layer above it (shipped: one) on borders since moved.
     4. paper silent: CSGD's runs start at the first slot of a block and spare its last one, as 3.2
-       wants what precedes the predicted. Slots with answers teach nothing; upstream's do, and it
-       samples hard labels, takes the KL's logarithms at temperature 0.95, has lambda fall from 0.45
-       to about 0.1, scales noise by 512 / T and adds it in the first pass, too.
+       wants what precedes the predicted. They show the data's tokens (as upstream), and features
+       with noise. Slots shown teach nothing; upstream's do, without noise. It samples hard labels,
+       takes the KL at temperature 0.95, lambda from 0.45 to 0.1, noise times 512 / T in each pass.
     5. ours: features and embeddings are normed before fusion (scales differ by 20); layers and a
        final norm start as the target's; drafts and labels are frequent tokens (`draft_vocab`).
-    6. paper silent: trees are drawn, not listed. PAPER_TREE has figure 5's nodes per depth; which
-       ones is our rule (`layered_tree`; upstream's with these counts shares 80 of the 118).
+    6. ours: PAPER_TREE is of the paper's size only: figure 5's nodes per depth, chosen by our rule
+       (`layered_tree`). Upstream's list with these counts shares 80 of the 118.
     7. ours: `best_nodes`, EAGLE-2's choice of nodes (Li et al. 2024); `copies`, a prompt lookup.
     8. ours: sampling. The paper samples a node's children; here no node is sampled, and the
        target's draw decides where to descend, so the output is exact.
@@ -149,9 +149,9 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         else:
             with torch.autocast(pair.device.type, enabled=False):  # bfloat16 takes 3 times as long
                 fused, state = self.fusion(pair, state)
-        x = fused.reshape(len(mask), -1, fused.shape[-1])  # (B, r, D)
+        x = fused.reshape(len(mask), -1, fused.shape[-1])  # (B, r - a, D)
         if before is not None:
-            x = torch.cat([before, x], dim=1)
+            x = torch.cat([before, x], dim=1)  # (B, r, D)
         head_dim = self.config.target["head_dim"]
         cos = whole_head(rotary[0].to(x.dtype), head_dim, fill=1.0)  # (1, r, Dh)
         sin = whole_head(rotary[1].to(x.dtype), head_dim, fill=0.0)  # (1, r, Dh)
@@ -236,7 +236,7 @@ def glance(wrong: Tensor, where: Tensor, rate: float, k: int, seed: Tensor) -> T
         input   h_0 x_1  h_1 x_2  h_2 x_3   ->   h_3 x_4  h_4 x_5  h_2 x_3
         learns  h_3 x_4  h_4 x_5  h_5 x_6           -        -     h_5 x_6, seeing the two before
 
-    Args: wrong, where: (B, S) bool, slots that missed, that learn. seed: (B,): first -seed % k.
+    Args: wrong, where: (B, S) bool, slots that missed, that learn. seed: (B,), as `training_pass`.
     Returns: (B, S) bool.
     """
     if k == 1:  # a block of one slot has none to couple
@@ -246,7 +246,7 @@ def glance(wrong: Tensor, where: Tensor, rate: float, k: int, seed: Tensor) -> T
     for row, number in enumerate(seed.tolist()):
         generator = torch.Generator().manual_seed(number)
         count = round(rate * int(wrong[row].sum()))
-        first = -number % k  # of whole blocks: 2 in 0 1 | 2 3 4 | ..., k = 3 and phase 1
+        first = -number % k  # where blocks of k begin: 2 in 0 1 | 2 3 4 | ..., k = 3, phase 1
         starts = range(first, where.shape[1], k)
         for block in torch.randperm(len(starts), generator=generator).tolist():
             run = min(count, int(torch.randint(1, k, (), generator=generator)))
@@ -332,7 +332,7 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
     return tree
 
 
-PAPER_TREE = layered_tree([20, 19, 19, 15, 16, 10, 10, 9])  # figure 5's counts; see deviation 6
+PAPER_TREE = layered_tree([20, 19, 19, 15, 16, 10, 10, 9])  # figure 5's counts, see deviation 6
 VARIANTS = {
     "chain": {"chain": True},  # Table 4's ablation
     "paper": {"tree": PAPER_TREE, "best_nodes": 0},

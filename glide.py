@@ -32,19 +32,18 @@ yet; training imitates that delay with a block-wise mask.
 
 Deviations
     1. paper silent: sub-layers are pre-normed with a residual, and one norm ends the drafter; the
-       queries of the cross-attention are rotated at their own position by the rotary embedding of
-       the target layer they read, because the cached keys are already rotated; groups of queries
-       share a K/V head as in the target.
+       queries of the cross-attention are rotated at their own position, as in the target layer they
+       read, whose cached keys are rotated; groups of queries share a K/V head. A query that may
+       read nothing gets zero. Accepted draft tokens keep the drafter's keys and values as drafted.
     2. paper silent: the borders of the training blocks are shifted at random for every sequence
        and step (the phase), so that every position meets every delay.
     3. ours: tokens that the drafter consumes but does not draft from (the prompt, the last accepted
-       one) are queries of the cross-attention, too, and read the target's rows before them. In 4.1
-       only x_t and the drafted tokens are, and the other positions pass it by; yet the mask of its
-       training makes every position a query.
+       one) read the target's rows before them, too. In 4.1 only x_t and the drafted tokens read
+       any; yet the mask of its training makes every position a query.
     4. ours: the drafter is as wide as the target (the paper has d_D = 4096 for targets of 4096 to
-       6656), because embedding and head are the target's, frozen. It starts from copies (the paper
-       trains from scratch): self-attention, feed-forward and final norm come from the target's top;
-       norm, queries and output projection of a cross-attention from the layer that it reads.
+       6656), because embedding and head are the target's, frozen. It starts from copies, where
+       shapes agree (the paper: from scratch): self-attention, feed-forward and final norm of the
+       top; norm, queries and output projection of a cross-attention of the layer that it reads.
     5. ours: drafts come from the 8192 most frequent tokens of the training answers only
        (`draft_vocab`; the paper's from all). Verification covers all tokens.
     6. ours: the loss compares with the target's distribution, renormalised over the draft
@@ -52,11 +51,10 @@ Deviations
        paper's cross-entropy with the data; with less, tokens that cannot be drafted are left out.
        (Appendix C gains 0.2 to 0.7 points of acceptance from training on text that the target
        wrote, which our data already is.)
-    7. ours: AdamW with a peak learning rate of 2e-3 (1.5e-3 in the later stages of the shipped
-       drafter), 4 conversations a step, each cut at 384 tokens (512 in the last stage), warm-up,
-       cosine decay, gradients clipped at 1.0. The paper: 5e-4, 64 a step, schedule, cut and clip
-       not said. Data are the target's own answers (the paper: SlimPajama-6B, then ShareGPT, one
-       epoch each).
+    7. ours: AdamW with a peak learning rate of 2e-3 (shipped: later 1.5e-3), 4 conversations a
+       step, cut at 384 tokens (512 in the last stage), warm-up, cosine decay, gradients clipped at
+       1.0, on the target's own answers. The paper: 5e-4, 64 a step, the others not said,
+       SlimPajama-6B, then ShareGPT, one epoch each.
     8. ours: alpha is sum_x min(p_T, p_D), which is E_(x~p_D) min(1, p_T / p_D) and what Leviathan
        et al. show; 5.1 prints E_(x~p_D) min(p_T, p_D), a slip.
     9. ours: tokens copied from the context may stand beside the chain (`copies`, off by default).
@@ -84,7 +82,7 @@ from common import option
 class Config:
     target: dict = option(dict, "shape of the target (filled in by train.py)")
     num_layers: int = option(1, "drafter layers, N_D")
-    intermediate_size: int = option(1536, "width of the feed-forward sub-layer")
+    intermediate_size: int = option(1536, "width of the feed-forward; copied if it is the target's")
     cross_attention: bool = option(True, "read the target's KV; off is the Vanilla Drafter")
     kv_layer: int = option(-1, "target layer to read for all layers (Figure 7); -1: top ones")
     block_size: int = option(5, "L of the block-wise mask")
@@ -359,9 +357,9 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
 
 def training_logits(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Draft logits (M, Vd) of the M scored rows, which these are (B, T) bool, and hidden (M, D).
+    """Draft logits (M, Vd) of the M rows that are scored; which rows, (B, T) bool; hidden (M, D).
 
-    A row predicts the token after it, so those are the rows before the tokens of the loss mask.
+    A row predicts the token after it, so they are the rows before the tokens of the loss mask.
     """
     config = drafter.config
     length = batch.input_ids.shape[1]
@@ -404,7 +402,10 @@ def loss(drafter: Drafter, target, batch) -> Tensor:
 
 
 def alpha(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """Acceptance rate (5.1): sum over M positions of sum_x min(p_target, q_draft), and M."""
+    """Acceptance rate (5.1): sum over M positions of sum_x min(p_target, q_draft), and M.
+
+    Temperature 1, each position with the delay of `block_mask`: figures of two L do not compare.
+    """
     logits, where, _ = training_logits(drafter, target, batch)  # (M, Vd), (B, T)
     q_draft = logits.softmax(-1)  # (M, Vd)
     p_target = common.target_logits(target, batch.hidden[where]).softmax(-1)  # (M, V)
@@ -438,7 +439,7 @@ def new_memory(drafter: Drafter, target) -> Memory:
 def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do_sample=False):
     """Draft a chain one token at a time; take as many as you want.
 
-    First the drafter consumes the n committed tokens that it holds no row of: the bonus, and what
+    First the drafter consumes the n tokens that it holds no row of: the bonus, and what
     it did not draft from. Each may read only the target's rows before it, like the first token of a
     training block; the newest and the drafted ones read all P there are. P = 4, n = 2 (the last
     draft token, accepted, and the bonus):
@@ -449,8 +450,7 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
         token 4       x x x x        x x x x x      x_t: its row gives x_(t+1)
 
     Args:
-        input_ids: (1, P + 1) committed tokens, of which `cache`, the target's, holds P.
-        memory: from new_memory.
+        input_ids: (1, T) tokens to draft after. cache: the target's, of the first P of them.
     Yields:
         (token (1,), q_draft (V,) the processed distribution it comes from, hidden (D,) the
         drafter's final state at the token before, from which q_draft is computed). The chain ends
@@ -479,8 +479,8 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
         self_mask = None  # one token, the newest: it reads everything
         cross_mask = None
         if fed.shape[1] > 1:
-            place = torch.arange(own.fed.shape[1], device=ids.device)  # (P + 1,)
-            self_mask = (positions.mT >= place)[None, None]  # (1, 1, n, P + 1)
+            place = torch.arange(own.fed.shape[1], device=ids.device)  # (T,)
+            self_mask = (positions.mT >= place)[None, None]  # (1, 1, n, T)
             cross_mask = (positions.mT > place[:cached])[None, None]  # (1, 1, n, P)
         embeds = target.get_input_embeddings()(fed)  # (1, n, D)
         masks = (self_mask, cross_mask)

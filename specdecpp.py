@@ -38,7 +38,8 @@ Deviations ("upstream" is the authors' published code)
     2. ours: only the most frequent tokens are drafted (`draft_vocab`); by `causal_lm`, all are.
     3. upstream != paper: the D residual blocks have a weight each (upstream ties them to one).
     4. ours: labels are greedy by default, as decoding is: 1 where the two argmaxes agree. For
-       sampling, train the head with the `temperature` and `top_p` of decoding.
+       sampling, train the head with the `temperature` and `top_p` of decoding, and decode with
+       `top_k=0`. The responses are half greedy, half of temperature 0.8, whatever the labels are.
     5. paper silent: a batch's loss is normalised by its total weight. Y and Z are drawn anew at
        each step (upstream: once, before training). Drafting ends after end-of-sequence, as there.
     6. ours: disagreeing with an answer's last token costs no round; Lemma 2.1 counts one.
@@ -84,8 +85,8 @@ class Config:
     threshold: float = option(0.7, "stop head: h, most chance of a refusal", True)
     true_probability: bool = option(False, "stop head: undo w_rej before h is asked", True)
     gamma: int = option(5, "stop fixed: tokens a round, K", True)
-    confidence: float = option(0.4, "stop confidence: least probability", True)
-    entropy: float = option(1.5, "stop entropy: most, in nats", True)
+    confidence: float = option(0.4, "stop confidence: least q of a likeliest token", True)
+    entropy: float = option(1.5, "stop entropy: most of q, in nats", True)
     max_draft: int = option(20, "most draft tokens a round, fixed excepted", True)
     copies: int = option(0, "tokens copied from the context a round; 0: the paper's method", True)
 
@@ -363,7 +364,7 @@ def new_memory(drafter, target) -> Memory:
 def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do_sample=False):
     """Draft a chain one token at a time; take as many as you want.
 
-    Args: drafter, memory: of new_memory. input_ids: (1, P + 1) committed tokens. cache: not read.
+    Args: drafter, memory: of new_memory. input_ids: (1, T) tokens to draft after. cache: not read.
     Yields:
         (token y_i (1,), the processed q_draft (V,) it comes from, hidden state e_(i-1) (D,)). The
         chain ends early where the processors forbid every token that can be drafted.
@@ -394,7 +395,8 @@ def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do
 def until_stop(steps, drafter, config: Config, most: int, chances: list):
     """The steps of one round, at most `most`, until the rule of Config.stop ends it (Algorithm 2).
 
-    The newest token is submitted unjudged: its e_i would cost another pass of the draft model. The
+    The head leaves the newest token unjudged: its e_i would cost another pass of the draft model.
+    Confidence and entropy look at the newest token's distribution, and submit it in any case. The
     head says 0.9, 0.8, 0.5, ... of y1, y2, y3, ...; h = 0.6:
 
         drafted                   y1   y2   y3   y4
