@@ -53,8 +53,8 @@ Deviations
        and stops the trajectory where nothing is (`worthwhile`); tokens copied from the context may
        stand beside all of it (`copies`, off by default).
     5. ours: `max_tokens` cuts extras only. The trajectory, beams and copies are not cut. Beams are
-       drafted one after another (the paper's together), so the drafting of four takes about four
-       times as long, and without the processors (temperature, penalties) that verification applies.
+       drafted one after another, so the drafting of four takes about four times as long (table 3:
+       twice), and without the processors (temperature, penalties) that verification applies.
     6. ours: other S(p) than the paper's; refit_sizes in support/fitting.py chooses them for a
        machine from measured acceptance and cost (bench.py --refit). The default is the paper's.
 """

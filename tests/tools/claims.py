@@ -208,7 +208,7 @@ def confidence(file: str) -> tuple[str, str, str]:
 def ends(*runs: str) -> tuple[str, str, str]:
     """Alpha on answers to built-in prompts after training runs."""
     each = [f"{run} {result(f'curves/{run}')[-1]['eval_alpha']:.3f}" for run in runs]
-    return only(f"curves/{runs[0]}", ", ".join(each) + " (alpha, after training)")
+    return only(f"curves/{runs[0]}", ", ".join(each) + " (alpha on answers to built-in prompts)")
 
 
 def claims() -> dict[str, list[tuple]]:
@@ -306,7 +306,7 @@ def claims() -> dict[str, list[tuple]]:
             (
                 "(ours) it is faster with lengths and sizes for this machine",
                 "",
-                ratio(VARIANTS, "cape:cpu", "glide", "speed"),
+                ratio(MAIN, "cape:cpu", "glide", "speed"),
             ),
             (
                 "Sizes by confidence are better than four everywhere (5.4)",
@@ -563,12 +563,22 @@ def claims() -> dict[str, list[tuple]]:
             (
                 "(ours) and it is faster",
                 "",
-                ratio(VARIANTS, "ctc_drafter", "ctc_drafter:alignments", "speed"),
+                ratio(MEDUSA, "ctc_drafter", "ctc_drafter:alignments", "speed"),
             ),
             (
                 "(ours) and so CTC is better than the layer alone",
                 "",
                 ratio(CTCS, "ctc_drafter@ctc", "ctc_drafter:none@transformer", "tau"),
+            ),
+            (
+                "(ours) and than Medusa's heads",
+                "",
+                ratio(CTCS, "ctc_drafter@ctc", "ctc_drafter:none@medusa", "tau"),
+            ),
+            (
+                "(ours) with the transform, too",
+                "",
+                ratio(CTCS, "ctc_drafter@ctc", "ctc_drafter:alignments@medusa", "tau"),
             ),
             (
                 "The transform does Medusa's heads harm (table 2)",
