@@ -514,7 +514,7 @@ def generate(
     config = replace(drafter.config, **{k: v for k, v in given.items() if v is not None})
     cuts = {"symbols": config.symbols, "candidates": config.candidates}
     if config.transform not in ("prefixes", "alignments", "none") or min(cuts.values()) < 1:
-        raise ValueError(f"{config.transform}, {cuts}: take prefixes, alignments or none, and 1 up")
+        raise ValueError(f"{config.transform}, {cuts}: prefixes, alignments or none; both from 1")
     stats = stats or common.Stats()
     lookup = common.Lookup(config.copies)
     memory = new_memory(drafter, target)

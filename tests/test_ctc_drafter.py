@@ -693,7 +693,7 @@ def test_low_precision_packed_and_models_without_rotary(trained, llama):
 
 @pytest.mark.parametrize("options", [{"transform": "merge"}, {"symbols": 0}, {"candidates": 0}])
 def test_bad_options_are_refused(llama, options):
-    with pytest.raises(ValueError, match="take prefixes, alignments or none"):
+    with pytest.raises(ValueError, match="prefixes, alignments or none"):
         decode(llama, make_drafter(llama), torch.tensor([[1]]), **options)
 
 
