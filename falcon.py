@@ -26,7 +26,7 @@ Drafting grows a token tree by k levels a pass. k = 2, newest token x_4, f predi
     L_dist, L           0.9 soft + 0.1 hard, the result    Eq. 5, 8          loss
     alpha, omega_dist   0.9, Config.distill_weight         Eq. 5, 8          loss
     tau                 mean of Stats.accepted: no bonus   4.2               (ours counts the bonus)
-    alpha               tau / (tau + 1), drafted of all    4.2, Table 2      (`alpha` is another)
+    alpha               tau / (tau + 1), share drafted     4.2, Table 2      (`alpha` is another)
     m passes, n nodes   rounds of the loop, len(grown)     3.4               propose
     m children          ranks under a path of Config.tree  App. A            layered_tree
 

@@ -43,7 +43,7 @@ Deviations
     4. ours: the drafter is as wide as the target (the paper has d_D = 4096 for targets of 4096 to
        6656), because embedding and head are the target's, frozen. It starts from copies, where
        shapes agree (the paper: from scratch): self-attention, feed-forward and final norm of the
-       top; norm, queries and output projection of a cross-attention of the layer that it reads.
+       target's top; a cross-attention's norm, queries and output projection of the layer it reads.
     5. ours: drafts come from the 8192 most frequent tokens of the training answers only
        (`draft_vocab`; the paper's from all). Verification covers all tokens.
     6. ours: the loss compares with the target's distribution, renormalised over the draft
