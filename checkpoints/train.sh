@@ -44,4 +44,4 @@ make falcon 24500 --method falcon --fusion linear --distill-weight 1 --num-layer
     --tree '[[0],[1],[2],[0,1],[0,0],[1,0]]'
 make ctc_drafter 24500 --method ctc_drafter --nodes 5 --symbols 6 --candidates 8 \
     --cut-labels --first-token 1
-make medusa 24500 --method ctc_drafter --kind medusa --nodes 5 # CTC-drafter's rival
+make medusa 24500 --method ctc_drafter --kind medusa --nodes 5 --transform none # CTC-drafter's rival
