@@ -37,7 +37,7 @@ Deviations
     5. ours: prefixes are ranked by all alignments that the cuts of `prefix_search` leave; in the
        paper, and `alignments`, by the most probable ones. `nodes` and `least_worth` bound the tree.
     6. ours: the loss sums logarithms (Eq. 1, not 2) over a random sample of anchors, X what is up
-       to one. A layer starts as the target's. Only `draft_vocab` frequent tokens are learnt.
+       to one. A layer starts as a Llama target's. Only `draft_vocab` frequent tokens are learnt.
     7. ours: learning rate 2e-3 (shipped: down to 8e-4), clip 1.0 of the norm, 512 tokens (shipped:
        384 first) of what the target wrote; paper 3e-5, 0.5 (upstream: by value), 2048, ShareGPT.
     8. ours: a window with fewer than U labels is scored as a beginning, as by Eq. 6 the slots would
@@ -73,7 +73,7 @@ class Config:
     first_token: float = option(0.0, "weight of the first token's loss")
     intermediate_size: int = option(1536, "width of the feed-forward")
     draft_vocab: int = option(8192, "frequent tokens to draft; 0: all")
-    transform: str = option("prefixes", "prefixes, alignments, or (no blanks) none", True)
+    transform: str = option("prefixes", "prefixes, alignments; other kinds: none (no merge)", True)
     symbols: int = option(10, "symbols per slot", True)
     candidates: int = option(16, "kept after each slot", True)
     nodes: int = option(10, "most nodes of the tree", True)
@@ -210,7 +210,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
             for name, weight in drafter.named_parameters():
                 if name in theirs and theirs[name].shape == weight.shape:
                     weight.copy_(theirs[name])
-        if hasattr(target.base_model, "norm"):
+        if hasattr(getattr(target.base_model, "norm", None), "weight"):
             drafter.norm.weight.copy_(target.base_model.norm.weight)
     return drafter
 
@@ -526,7 +526,7 @@ def generate(
     while not done:
         room = generation_config.max_length - input_ids.shape[1] - 1  # one place is the bonus's
         draft = common.chain([], input_ids)
-        if features.shape[1]:  # all but a prompt of one token
+        if features.shape[1] and room:  # not after a prompt of one token, nor for a last token
             with stats.timer(timer):
                 q_slots = propose(drafter, target, input_ids, features, memory)
             with stats.timer("transform"):

@@ -27,7 +27,7 @@ Drafting grows a token tree by k levels a pass. k = 2, newest token x_4, f predi
     alpha, omega_dist   0.9, Config.distill_weight         Eq. 5, 8          loss
     tau                 mean of Stats.accepted: no bonus   4.2               (ours counts the bonus)
     alpha               tau / (tau + 1), share drafted     4.2, Table 2      (`alpha` is another)
-    m passes, n nodes   rounds of the loop, len(grown)     3.4               propose
+    m passes, n nodes   turns of the loop, len(grown)      3.4               propose
     m children          ranks under a path of Config.tree  App. A            layered_tree
 
 Deviations
@@ -45,8 +45,8 @@ Deviations
        wants what precedes the predicted. They show the data's tokens (as upstream), and features
        with noise. Slots shown teach nothing; upstream's do, without noise. It samples hard labels,
        takes the KL at temperature 0.95, lambda from 0.45 to 0.1, noise times 512 / T in each pass.
-    5. ours: features and embeddings are normed before fusion (scales differ by 20); layers and a
-       final norm start as the target's; drafts and labels are frequent tokens (`draft_vocab`).
+    5. ours: features and embeddings are normed before fusion (scales differ by 20); layers, final
+       norm start as a Llama-like target's; drafts, labels are frequent tokens (`draft_vocab`).
     6. ours: PAPER_TREE is of the paper's size only: figure 5's nodes per depth, chosen by our rule
        (`layered_tree`). Upstream's list with these counts shares 80 of the 118.
     7. ours: `best_nodes`, EAGLE-2's choice of nodes (Li et al. 2024); `copies`, a prompt lookup.
@@ -180,7 +180,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
             for name, weight in layer.state_dict().items():
                 if name in theirs and theirs[name].shape == weight.shape:
                     weight.copy_(theirs[name])
-        if hasattr(target.base_model, "norm"):
+        if hasattr(getattr(target.base_model, "norm", None), "weight"):
             drafter.norm.weight.copy_(target.base_model.norm.weight)
     return drafter
 
@@ -259,7 +259,7 @@ def glance(wrong: Tensor, where: Tensor, rate: float, k: int, seed: Tensor) -> T
 def training_pass(drafter: Drafter, target, batch: common.Batch, replaced: Tensor | None = None):
     """Run over the S = T - 1 slots of whole sequences; slot i is to predict h_(i+k), x_(i+k+1).
 
-    Args: replaced: (B, S) bool, slots that get their answers, not to learn; None: none, no noise.
+    Args: replaced: (B, S) bool, slots that are shown their answers; None: none are, and no noise.
     Returns: of the M that learn logits (M, Vd), predicted, answers (M, D); which they are, (B, S).
     """
     k = drafter.config.k
@@ -292,7 +292,7 @@ def loss(drafter: Drafter, target, batch: common.Batch) -> Tensor:
     config = drafter.config
     ids = drafter.draft_ids
     replaced = torch.zeros_like(batch.loss_mask[:, 1:])  # (B, S)
-    if config.csgd:  # a first pass finds the slots that miss
+    if config.csgd and config.k > 1:  # a first pass finds the slots that miss
         with torch.no_grad():
             logits, _, answers, where = training_pass(drafter, target, batch)
         truth = common.target_logits(target, answers, ids).argmax(-1)  # (M,)

@@ -308,14 +308,14 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     with torch.no_grad():
         drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
         for ours, theirs in zip(drafter.layers, layers[-config.num_layers :]):
-            copy_weights(ours, dict(theirs.named_parameters()))
+            copy_weights(ours, theirs.state_dict())
         if layers and drafter.kv_layers:
             for ours, read in zip(drafter.layers, drafter.kv_layers):
                 theirs = layers[read]
                 if hasattr(theirs, "self_attn"):  # GPT-NeoX's attention is laid out otherwise
-                    copy_weights(ours.cross_attn, dict(theirs.self_attn.named_parameters()))
-                    copy_weights(ours.cross_layernorm, {"weight": theirs.input_layernorm.weight})
-        if hasattr(target.base_model, "norm"):
+                    copy_weights(ours.cross_attn, theirs.self_attn.state_dict())
+                    copy_weights(ours.cross_layernorm, theirs.input_layernorm.state_dict())
+        if hasattr(getattr(target.base_model, "norm", None), "weight"):
             drafter.norm.weight.copy_(target.base_model.norm.weight)
     return drafter
 

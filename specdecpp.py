@@ -77,7 +77,7 @@ class Config:
     stage: str = option("draft", "what to train: draft, then head")
     head_depth: int = option(3, "residual blocks of the head, D")
     head_sees: str = option("hidden", "hidden, or confidence: q(Y) too")
-    w_rej: float = option(6.0, "weight of refusals in the head's loss")
+    w_rej: float = option(6.0, "weight of refusals in the head's loss, above 0")
     keep: float = option(0.15, "r: share of X in the mixed sequence Z")
     temperature: float = option(0.0, "of the head's labels; 0: greedy")
     top_p: float = option(1.0, "of the head's labels")
@@ -94,7 +94,7 @@ class Config:
 VARIANTS = {
     "copies": {"copies": 16},
     "confidence": {"stop": "confidence"},
-    "entropy": {"stop": "entropy"},  # and the grids of K and h of 4.1
+    "entropy": {"stop": "entropy"},  # and 4.1's grids, of K and of h
     **{f"K{k}": {"stop": "fixed", "gamma": k} for k in (2, 4, 6, 8, 10, 12, 14)},
     **{f"h{h}": {"stop": "head", "threshold": h} for h in (0.1, 0.3, 0.5, 0.7, 0.9)},
 }
@@ -179,9 +179,9 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 @functools.lru_cache(maxsize=1)
-def load_draft_model(name: str, target):
+def load_draft_model(name: str, dtype, device):
     """The causal LM of Config.draft_model, which a checkpoint names and does not hold."""
-    return common.load_target(name, dtype=target.dtype, device=str(target.device))[0]
+    return common.load_target(name, dtype=dtype, device=str(device))[0]
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
@@ -191,7 +191,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     Raises: ValueError: no such layers, or of a kind that cannot be copied; another vocabulary.
     """
     if config.draft_model:
-        draft_model = load_draft_model(config.draft_model, target)
+        draft_model = load_draft_model(config.draft_model, target.dtype, target.device)
         new_memory(draft_model, target)  # or a ValueError, if its vocabulary is another
         config.model = {"hidden_size": common.target_shape(draft_model)["hidden_size"]}
         config.draft_vocab = 0
@@ -214,7 +214,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     copied = {}
     for name in drafter.body.state_dict():
         parts = name.split(".")
-        if parts[0] in ("layers", "h"):  # `h` in GPT-2; layers[0] names the one that 0 is made of
+        if parts[0] in ("layers", "h"):  # `h` in GPT-2; ours number i is made of layers[i]
             parts[1] = str(config.layers[int(parts[1])])
         copied[name] = weights.get(".".join(parts))
     if any(weight is None for weight in copied.values()):
@@ -234,9 +234,10 @@ def draft_states(drafter, target, batch, input_ids, rows, base=None, base_drafte
         mixed_batch = dataclasses.replace(batch, input_ids=input_ids, loss_mask=scored)
         return base.training_logits(base_drafter, target, mixed_batch)[2]
     if drafter.config.draft_model:
-        return load_draft_model(drafter.config.draft_model, target).base_model(input_ids)[0][rows]
-    embeds = target.get_input_embeddings()(input_ids)  # (B, T, D)
-    return drafter(embeds.to(drafter.head.out.weight.dtype), rows, nn.Identity())[1]
+        draft_model = load_draft_model(drafter.config.draft_model, target.dtype, target.device)
+        return draft_model.base_model(input_ids, use_cache=False)[0][rows]
+    embeds = target.get_input_embeddings()(input_ids).to(drafter.head.out.weight.dtype)  # (B, T, D)
+    return drafter.body(inputs_embeds=embeds, use_cache=False)[0][rows]
 
 
 def draft_logits(drafter: Drafter, target, batch, base=None, base_drafter=None) -> Tensor:
@@ -246,7 +247,8 @@ def draft_logits(drafter: Drafter, target, batch, base=None, base_drafter=None) 
     rows = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T) row t - 1 predicts token t
     hidden = draft_states(drafter, target, batch, batch.input_ids, rows)  # (M, D)
     if drafter.config.draft_model:
-        return common.target_logits(load_draft_model(drafter.config.draft_model, target), hidden)
+        draft_model = load_draft_model(drafter.config.draft_model, target.dtype, target.device)
+        return common.target_logits(draft_model, hidden)
     return common.draft_head(target, drafter.draft_ids).to(hidden.dtype)(hidden).float()
 
 
@@ -266,8 +268,8 @@ def labelled(drafter: Drafter, target, batch, base=None, base_drafter=None) -> t
 
     Each response token X_t gets a draft Y_t ~ q(. | X_<t) with the label P_t = min(1, p / q) of
     Y_t. Then the draft model reads Z, which takes X_t with probability r and Y_t otherwise; e_t is
-    its hidden state at Z_t. torch.rand(T, 2) of a sequence's seed chooses: where one number falls
-    in the running sum of q, Y_t (common.sample); whether the other is below r, that Z_t is X_t.
+    its hidden state at Z_t. Of a place's two numbers (torch.rand(T, 2) of its seed) the first
+    picks Y_t, where it falls in the running sum of q (common.sample); below r the second picks X_t.
 
         X   x1 x2 x3 x4      Y   y1 y2 y3 y4      Z   y1 x2 y3 y4      labels at   1  .  3  4
 
@@ -303,7 +305,7 @@ def labelled(drafter: Drafter, target, batch, base=None, base_drafter=None) -> t
     drafted = batch.input_ids.clone()  # (B, T) Y in the response, X elsewhere
     drafted[batch.loss_mask] = torch.cat(tokens)
     taken = batch.loss_mask & (to_mix >= config.keep)  # (B, T)
-    taken[:, -1] = False  # a base drafter only scores rows that have a next token
+    taken[:, -1] = False  # a base drafter scores no row without a next token
     mixed = torch.where(taken, drafted, batch.input_ids)  # (B, T) Z
     hidden = draft_states(drafter, target, batch, mixed, taken, base, base_drafter)  # (J, D)
     judged = taken[batch.loss_mask]  # (M,) bool, J of them True
@@ -433,12 +435,14 @@ def until_end(steps, ends: set[int]):
 
 
 def check(config: Config, drafter, model, base, draft_model) -> None:
-    """ValueError for an unknown stop, nothing to draft with, or a head of something else."""
+    """ValueError for an unknown stop, nothing to draft with, or a head for something else."""
     if model is None or getattr(model, "body", model) is None:
         raise ValueError("nothing to draft with: pass draft_model=, or base= and base_drafter=")
     if config.stop not in ("head", "fixed", "confidence", "entropy"):
         raise ValueError(f"unknown stop {config.stop!r}; take head, fixed, confidence or entropy")
     fits = bool(base) == bool(config.base) and bool(draft_model) == bool(config.draft_model)
+    if fits and draft_model:
+        fits = common.target_shape(draft_model)["hidden_size"] == config.model["hidden_size"]
     if config.stop == "head" and (drafter is None or drafter.distils or not fits):
         remedy = "train one (--stage head, with --base or --draft-model), or take another --stop"
         raise ValueError(f"no acceptance head was trained on this draft model: {remedy}")
@@ -483,7 +487,7 @@ def generate(
     given = {name: value for name, value in given.items() if value is not None}
     config = dataclasses.replace(Config() if drafter is None else drafter.config, **given)
     if draft_model is None and base is None and config.draft_model:
-        draft_model = load_draft_model(config.draft_model, target)
+        draft_model = load_draft_model(config.draft_model, target.dtype, target.device)
     model = base_drafter if base else (draft_model or drafter)
     check(config, drafter, model, base, draft_model)
     base = base or sys.modules[__name__]
@@ -509,7 +513,8 @@ def generate(
             chances = []
             chosen = until_stop(until_end(steps, ends), drafter, config, most, chances)
             draft = common.chain(chosen, input_ids)
-            stopped = config.stop if len(draft.tokens) < most else "limit"
+            ruled = len(draft.tokens) < most or (config.stop == "fixed" and most == limit)
+            stopped = config.stop if ruled else "limit"
             if ends.intersection(draft.tokens[-1:].tolist()):
                 stopped = "end of sequence"
             stats.note(chances=chances, stopped=stopped)
@@ -533,7 +538,7 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
 
 
 def oracle(agrees: list[bool]) -> int:
-    """N_target of the best greedy stopping: |S| + 1, or |S| where S holds the last (Lemma 2.1).
+    """N_target of the best greedy stopping: |S| + 1 (Lemma 2.1), 1 less if S holds the last token.
 
     `agrees` tells of each token of the answer whether the draft model's argmax there is that one.
     In hindsight, so that N_discarded = 0: a round more than disagreements before the last token.

@@ -375,7 +375,8 @@ def chain_and_heads(arm, target, folders: list[str]) -> tuple:
         named = getattr(drafter.config, "draft_model", "")
         source = arm.kwargs.get("draft_model")
         if source is None:
-            source = arm.module.load_draft_model(named, target) if named else drafter
+            like = (target.dtype, target.device)
+            source = arm.module.load_draft_model(named, *like) if named else drafter
     kind = (bool(arm.base), not arm.base and source is not drafter)
 
     def draft_weights(head) -> dict:

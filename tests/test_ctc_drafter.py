@@ -642,7 +642,9 @@ def test_a_round_can_be_recorded(llama, trained):
     stats = common.Stats(trace=[])
     decode(llama, trained["ctc"], torch.tensor([[9, 8, 7]]), stats=stats)
     assert len(stats.trace) == stats.target_forwards > 1
-    for record in stats.trace:
+    drafted = [record for record in stats.trace if "worth" in record]
+    assert len(drafted) >= len(stats.trace) - 1  # there is nothing to draft for a last token
+    for record in drafted:
         assert record["q_slots"].shape == (8, 49)
         worth, ids = record["worth"], record["draft_ids"]
         for node, parent in enumerate(record["draft"].parents.tolist()):
@@ -651,6 +653,9 @@ def test_a_round_can_be_recorded(llama, trained):
                 assert worth[int((ids == token).nonzero()),] > 0
     _, stats = decode(llama, trained["ctc"], torch.tensor([[9, 8, 7]]))
     assert stats.trace is None and not stats.noted
+    stats = common.Stats(trace=[])
+    decode(llama, trained["ctc"], torch.tensor([[9, 8, 7]]), stats=stats, max_new_tokens=1)
+    assert "worth" not in stats.trace[0]
 
 
 def test_saved_and_loaded(llama, trained, tmp_path):

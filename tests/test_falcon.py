@@ -563,6 +563,14 @@ def test_noise_is_bounded_and_only_of_the_learning_pass(llama, monkeypatch):
     assert torch.equal(seen[1], seen[3])
 
 
+def test_blocks_of_one_slot_need_no_first_pass(llama, monkeypatch):
+    passes, real = [], falcon.training_pass
+    monkeypatch.setattr(falcon, "training_pass", lambda *args: passes.append(args) or real(*args))
+    for k in (1, 2):
+        falcon.loss(make_drafter(llama, k=k, csgd=True), llama, make_batch(llama))
+    assert len(passes) == 1 + 2
+
+
 def test_no_slot_sees_its_answer(llama):
     """Changing what lies beyond a block changes none of its predictions."""
     for k in (2, 3):

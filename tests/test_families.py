@@ -46,6 +46,7 @@ TARGETS = {
     "GPT2, untied": {"tie_word_embeddings": False},
     "GPTNeoX": {},
     "GPTNeoX, tied": {"tie_word_embeddings": True},
+    "Olmo": {},  # norms without weights
 }
 # what differs little from another one waits for the slow suite
 LONG_TAIL = {
@@ -68,6 +69,7 @@ LONG_TAIL = {
     "GPT2, untied",
     "GPTNeoX",
     "GPTNeoX, tied",
+    "Olmo",
 }
 CASES = [slow(name) if name in LONG_TAIL else name for name in TARGETS]
 

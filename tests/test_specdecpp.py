@@ -437,6 +437,11 @@ def test_what_a_round_notes(llama, trained):
             assert 1 - chances[-1] > 0.7 and all(1 - chance <= 0.7 for chance in chances[:-1])
         seen.add(record["stopped"])
     assert seen == {"head", "limit"}
+    stats = common.Stats(trace=[])
+    decode(llama, torch.tensor([[9, 8, 7]]), drafter=trained, stats=stats, stop="fixed", gamma=3)
+    for record in stats.trace:  # the last rounds have room for fewer
+        assert record["stopped"] == ("fixed" if len(record["draft"].tokens) == 3 else "limit")
+    assert {record["stopped"] for record in stats.trace} == {"fixed", "limit"}
 
 
 def test_the_head_decides(llama, trained):
@@ -771,6 +776,9 @@ def test_any_causal_lm_drafts(llama, trained, monkeypatch):
     assert not any("embed" in name or "body" in name for name in drafter.state_dict())
     for given in ({}, {"draft_model": small}):
         assert torch.equal(decode(llama, ids, drafter=drafter, **given)[0], truth)
+    wide = make_llama(layers=1, hidden_size=64)
+    with pytest.raises(ValueError, match="no acceptance head"):  # one of hidden states of 32
+        decode(llama, ids, drafter=drafter, draft_model=wide)
     with pytest.raises(ValueError, match="acceptance head only"):
         drafter.causal_lm(llama)
 

@@ -94,8 +94,10 @@ def curves(words: str) -> str:
         tokens = sum(end["tokens"] for end in ends) / 1e6
         row = [label, ", ".join(str(end["step"]) for end in ends), f"{tokens:.2f}M"]
         row += [f"{ends[-1]['loss']:.2f}", ", ".join(f"{end['alpha']:.3f}" for end in ends)]
+        row += [cell(ends[-1].get("eval_alpha"), 3)]
         rows.append([*row, " + ".join(f"{end['minutes']:.0f}" for end in ends)])
-    heads = ["drafter", "steps", "token-steps", "last loss", "held-out alpha after each", "minutes"]
+    heads = ["drafter", "steps", "token-steps", "last loss", "held-out alpha after each"]
+    heads += ["on answers", "minutes"]
     return report.markdown(heads, rows)
 
 

@@ -236,4 +236,10 @@ MUTANTS = [
         "counts = used.long().sum(-1)",
         "windows: labels beyond a gap (cut_labels) shift the count, so unused labels are learned",
     ),
+    (
+        "ctc_drafter.py",
+        "features.shape[1] and room",
+        "features.shape[1]",
+        "a drafter pass and a search for a tree that has no room",
+    ),
 ]

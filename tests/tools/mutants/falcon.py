@@ -257,4 +257,10 @@ MUTANTS = [
         "where = batch.loss_mask[:, later]",
         "training_pass: the longest sequence's last slots learn, and count in alpha, a stand-in answer",
     ),
+    (
+        "falcon.py",
+        "config.csgd and config.k > 1",
+        "config.csgd",
+        "blocks of one slot pay for a first pass that chooses nothing",
+    ),
 ]

@@ -77,7 +77,7 @@ MUTANTS = [
     ),
     (
         "glide.py",
-        'copy_weights(ours.cross_layernorm, {"weight": theirs.input_layernorm.weight})',
+        "copy_weights(ours.cross_layernorm, theirs.input_layernorm.state_dict())",
         "pass",
         "build: the glimpse's norm starts at 1",
     ),

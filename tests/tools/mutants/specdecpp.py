@@ -242,4 +242,16 @@ MUTANTS = [
         "pass",
         "labelled: Z never holds the drafted Y, labels belong to tokens that were not read",
     ),
+    (
+        "specdecpp.py",
+        '(config.stop == "fixed" and most == limit)',
+        "False",
+        "a full round of K tokens is said to have ended for want of room",
+    ),
+    (
+        "specdecpp.py",
+        "    if fits and draft_model:",
+        "    if False:",
+        "check: a head of another width reaches the matrix product",
+    ),
 ]
