@@ -59,6 +59,7 @@ Deviations
        machine from measured acceptance and cost (bench.py --refit). The default is the paper's.
 """
 
+import bisect
 import heapq
 import importlib
 import itertools
@@ -81,7 +82,7 @@ class Config:
     expansion: str = option("cape", "cape, confidence, fixed, beam or none", True)
     sizes: list[int] = option(lambda: [7, 5, 3, 1], "S(p): extras for each range of p", True)
     bounds: list[float] = option(lambda: [0.3, 0.6, 0.8], "their upper bounds, but the last", True)
-    # a row pays where this chance exceeds the time of one row more over that of a token
+    # a row pays where this chance exceeds the ms it adds to a verification over those of a token
     least_worth: float = option(0.03, "confidence: least chance of being reached and right", True)
     width: int = option(4, "extras a step (fixed) or beams (beam)", True)
     max_tokens: int = option(32, "most draft tokens a round; cuts extras only", True)
@@ -105,10 +106,7 @@ VARIANTS = {
 
 def set_size(confidence: float, sizes: list[int], bounds: list[float]) -> int:
     """S(p) of 4.2: extras beside a draft token; sizes[i] serves up to and including bounds[i]."""
-    for size, bound in zip(sizes, bounds):
-        if confidence <= bound:
-            return size
-    return sizes[-1]
+    return sizes[bisect.bisect_left(bounds, confidence)]
 
 
 def extras_wanted(config: Config, confidences: list[float]) -> list[int]:
@@ -265,7 +263,7 @@ def checked_config(**given) -> Config:
     if config.expansion not in kinds:
         raise ValueError(f"unknown expansion {config.expansion!r}; take one of {', '.join(kinds)}")
     fits = len(config.sizes) == len(config.bounds) + 1 and min(config.sizes) >= 0
-    if not fits or config.bounds != sorted(config.bounds):
+    if not fits or list(config.bounds) != sorted(config.bounds):
         raise ValueError(
             "sizes needs one entry more than bounds, none negative, and bounds must ascend"
         )
@@ -298,7 +296,8 @@ def generate(
     `target.generate(**enc, custom_generate=cape.generate, base=glide, base_drafter=drafter)`
 
     Args:
-        base, base_drafter: module of a chain proposer (new_memory, propose), its trained drafter.
+        base, base_drafter: module of a chain proposer, its trained drafter. The module has propose
+            and new_memory, whose result has a `cache`, a common.DraftCache.
         gamma to copies: the fields of Config, which holds their defaults.
         stats: a common.Stats to fill.
         token_streamer: a streamer of transformers (which does not hand `streamer` on).

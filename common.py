@@ -47,7 +47,7 @@ def _read_target(path, dtype, device):
     gguf = path.suffix == ".gguf"
     if gguf and not path.is_file():
         raise FileNotFoundError("no such file")
-    folder = str(path.parent if gguf else path)
+    folder = (path.parent if gguf else path).as_posix()
     options = {"trust_remote_code": False, "gguf_file": path.name if gguf else None}
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     options |= {"dtype": dtype, "use_safetensors": None if gguf else True}
@@ -110,7 +110,7 @@ def _head_weight(target, token_ids: Tensor | None = None) -> Tensor:
     weight = target.get_output_embeddings().weight
     if hasattr(weight, "full_tensor"):  # of a tensor-parallel target
         weight = weight.full_tensor()
-    return weight if token_ids is None else weight[token_ids]
+    return weight if token_ids is None or len(token_ids) == len(weight) else weight[token_ids]
 
 
 def draft_head(target, token_ids: Tensor) -> nn.Linear:
@@ -127,7 +127,7 @@ def draft_head(target, token_ids: Tensor) -> nn.Linear:
 def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """Rotary cos and sin of a target's layer, each (B, T, R <= Dh), at `position_ids` (B, T)."""
     like = torch.empty(0, dtype=target.dtype, device=position_ids.device)  # for dtype and device
-    module = getattr(target.base_model, "rotary_emb", None)
+    module = getattr(target.get_decoder(), "rotary_emb", None)
     if module is None:  # no rotary embeddings: the tables of no rotation
         one = torch.ones(*position_ids.shape, 2, device=like.device, dtype=like.dtype)
         return one, torch.zeros_like(one)
@@ -141,7 +141,7 @@ def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]:
     """Last hidden states (B, T, D), {layer: (K, V)} of right-padded `input_ids` (B, T)."""
     cache = DynamicCache()  # without a config every layer keeps all its rows, sliding ones too
-    hidden = target.base_model(input_ids, past_key_values=cache, use_cache=True)[0]
+    hidden = target.get_decoder()(input_ids, past_key_values=cache, use_cache=True)[0]
     return hidden, {n: (cache.layers[n].keys, cache.layers[n].values) for n in layers}
 
 
@@ -280,7 +280,7 @@ class Lookup:
         for n, length in self.lengths.items():
             start = self.follows.get(tuple(self.text[-n:]))
             if start is not None:
-                period = self.text[start : start + length]  # repeats if it reaches the end
+                period = self.text[start : start + length]  # if the text ends sooner, again
                 return [period[i % len(period)] for i in range(length)]
         return []
 
@@ -347,7 +347,7 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
     see = torch.eye(len(parents) + 1, dtype=torch.bool)  # (N + 1, N + 1)
     for node, parent in enumerate(parents.tolist()):
         see[node + 1] |= see[parent + 1]
-    mask = torch.zeros(1, 1, len(see), prefix + len(see), dtype=dtype)  # eager attention adds bools
+    mask = torch.zeros(1, 1, len(see), prefix + len(see), dtype=dtype)  # eager attention adds it
     mask[0, 0, :, prefix:].masked_fill_(~see, torch.finfo(dtype).min)
     return mask
 
@@ -369,7 +369,7 @@ def forward_by(target, run):
 
 
 def forward(target, input_ids: Tensor, cache, **options) -> tuple[Tensor, Tensor]:
-    """Logits (1, n, V), last hidden (1, n, D) of any forward of a decode loop; see `forward_by`."""
+    """Logits (1, n, V), last hidden (1, n, D) of any forward while decoding; see `forward_by`."""
     whose, run = _instead.get()
     if run is not None and whose is target:
         return run(input_ids, cache, options)
@@ -406,8 +406,7 @@ def _check(target, input_ids: Tensor, generation_config, model_kwargs: dict) -> 
     limit = generation_config.max_length
     mask = model_kwargs.get("attention_mask")
     if input_ids.shape[0] != 1 or input_ids.shape[1] == 0 or (mask is not None and not mask.all()):
-        needs = "speculative decoding here takes one sequence of tokens, no padding and no beams"
-        raise ValueError(f"a prompt of shape {tuple(input_ids.shape)}: {needs}")
+        raise ValueError(f"ids of shape {tuple(input_ids.shape)}: one sequence, no padding or beam")
     if (past := model_kwargs.get("past_key_values")) is not None and past.get_seq_length():
         raise ValueError("past_key_values already holds tokens; pass all tokens without a cache")
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # Mistral lists none
@@ -424,6 +423,8 @@ def _check(target, input_ids: Tensor, generation_config, model_kwargs: dict) -> 
     crossed = input_ids.shape[1] - 1 <= border < limit - 1
     attention = ("full_attention", "sliding_attention", "chunked_attention")
     refused = {
+        f"a prompt on the {input_ids.device}": input_ids.device.type != target.device.type,
+        "inputs beside tokens": any(getattr(x, "ndim", 0) > 2 for x in model_kwargs.values()),
         "no position_ids": "position_ids" not in inspect.signature(target.forward).parameters,
         "ALiBi": getattr(config, "alibi", False),  # counts rows where a tree counts levels
         "layers of another kind": kinds.difference(attention),
@@ -475,9 +476,8 @@ def verify(
 
         child = draft.children()
         sampled = len(draft.probs) if do_sample and draft.probs is not None else 0  # M
-        plain_argmax = None
-        if not (do_sample or logits_processor):
-            plain_argmax = logits[0].float().argmax(-1).tolist()
+        greedy = not (do_sample or logits_processor)
+        plain_argmax = logits[0].float().argmax(-1).tolist() if greedy else None
         path = []
         committed = []
         node = -1
@@ -546,7 +546,7 @@ def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats=None, str
             break
     if stats is not None:
         stats.emitted += count
-        lost = max(0, stats.accepted[-1] - count)  # follows the end
+        lost = max(0, stats.accepted[-1] - count)  # accepted, beyond the end
         stats.accepted[-1] -= lost
         offered, copied = stats.copies[-1]
         stats.copies[-1] = (offered, max(0, copied - lost))

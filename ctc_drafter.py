@@ -205,13 +205,13 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     with torch.no_grad():
         drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
         drafter.fusion.weight.copy_(torch.eye(len(drafter.fusion.weight)).repeat(1, 2))  # a sum
-        for source in list(getattr(target.base_model, "layers", []))[-1:]:
+        for source in list(getattr(target.get_decoder(), "layers", []))[-1:]:
             theirs = dict(source.named_parameters())
             for name, weight in drafter.named_parameters():
                 if name in theirs and theirs[name].shape == weight.shape:
                     weight.copy_(theirs[name])
-        if hasattr(getattr(target.base_model, "norm", None), "weight"):
-            drafter.norm.weight.copy_(target.base_model.norm.weight)
+        if hasattr(getattr(target.get_decoder(), "norm", None), "weight"):
+            drafter.norm.weight.copy_(target.get_decoder().norm.weight)
     return drafter
 
 

@@ -174,14 +174,14 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
         drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
         if config.fusion == "linear":  # starts as a sum
             drafter.fusion.weight.copy_(torch.eye(config.target["hidden_size"]).repeat(1, 2))
-        sources = list(getattr(target.base_model, "layers", []))[-config.num_layers :]
+        sources = list(getattr(target.get_decoder(), "layers", []))[-config.num_layers :]
         for layer, source in zip(drafter.layers, sources):
             theirs = source.state_dict()
             for name, weight in layer.state_dict().items():
                 if name in theirs and theirs[name].shape == weight.shape:
                     weight.copy_(theirs[name])
-        if hasattr(getattr(target.base_model, "norm", None), "weight"):
-            drafter.norm.weight.copy_(target.base_model.norm.weight)
+        if hasattr(getattr(target.get_decoder(), "norm", None), "weight"):
+            drafter.norm.weight.copy_(target.get_decoder().norm.weight)
     return drafter
 
 

@@ -124,7 +124,7 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
 
     def forward(self, x: Tensor, rotary, mask: Tensor | None, cache, layer: int) -> Tensor:
-        """x (B, T, D); mask (B or 1, 1, T, P_own + T) bool, None for causal. Returns (B, T, D)."""
+        """x (B, T, D); mask (B or 1, 1, T, P_own + T) bool; None: causal (P_own = 0 or T = 1)."""
         queries = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, T, Dh)
         keys = self.k_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, Hkv, T, Dh)
         values = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -265,7 +265,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             head: the target's LM head for the draft vocabulary, D -> Vd.
             rows: index into (B, T), what to score: in training a mask (B, T) bool with M set, in
                 drafting (slice(None), -1), the newest token of each sequence, M = B.
-            self_mask: (B or 1, 1, T, P_own + T) bool, None for causal.
+            self_mask: (B or 1, 1, T, P_own + T) bool, None for causal (P_own = 0 or T = 1).
             cross_mask: (B or 1, 1, T, P) bool, None for all.
             cache: the drafter's own, of P_own rows, which T more join; None for none.
         """
@@ -283,8 +283,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     Layers, and the final norm, come from the top of the target. Queries, output projection and norm
     of a cross-attention come from the layer that it reads: its keys were made for those queries,
     and for inputs scaled by that norm. Equal names mean equal things in the Llama family only:
-    Gemma scales by 1 + weight and has its post_attention_layernorm elsewhere, so that a copy of it
-    is a poor start.
+    Gemma scales by 1 + weight and norms elsewhere, too, Qwen2's biases are left out.
 
     Args:
         token_counts: (V,) how often each token occurs in the training responses; the top ones can
@@ -304,7 +303,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     if config.block_size < 1:
         raise ValueError(f"block_size {config.block_size}: at least 1")
     drafter = Drafter(config)
-    layers = list(getattr(target.base_model, "layers", []))
+    layers = list(getattr(target.get_decoder(), "layers", []))
     with torch.no_grad():
         drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
         for ours, theirs in zip(drafter.layers, layers[-config.num_layers :]):
@@ -314,9 +313,10 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
                 theirs = layers[read]
                 if hasattr(theirs, "self_attn"):  # GPT-NeoX's attention is laid out otherwise
                     copy_weights(ours.cross_attn, theirs.self_attn.state_dict())
-                    copy_weights(ours.cross_layernorm, theirs.input_layernorm.state_dict())
-        if hasattr(getattr(target.base_model, "norm", None), "weight"):
-            drafter.norm.weight.copy_(target.base_model.norm.weight)
+                    norm = getattr(theirs, "input_layernorm", nn.Identity())  # OLMo-2: none
+                    copy_weights(ours.cross_layernorm, norm.state_dict())
+        if hasattr(getattr(target.get_decoder(), "norm", None), "weight"):
+            drafter.norm.weight.copy_(target.get_decoder().norm.weight)
     return drafter
 
 

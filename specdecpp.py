@@ -210,7 +210,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
     drafter = Drafter(config)
     drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
-    weights = target.base_model.state_dict()
+    weights = target.get_decoder().state_dict()
     copied = {}
     for name in drafter.body.state_dict():
         parts = name.split(".")
@@ -235,7 +235,7 @@ def draft_states(drafter, target, batch, input_ids, rows, base=None, base_drafte
         return base.training_logits(base_drafter, target, mixed_batch)[2]
     if drafter.config.draft_model:
         draft_model = load_draft_model(drafter.config.draft_model, target.dtype, target.device)
-        return draft_model.base_model(input_ids, use_cache=False)[0][rows]
+        return draft_model.get_decoder()(input_ids, use_cache=False)[0][rows]
     embeds = target.get_input_embeddings()(input_ids).to(drafter.head.out.weight.dtype)  # (B, T, D)
     return drafter.body(inputs_embeds=embeds, use_cache=False)[0][rows]
 

@@ -131,7 +131,7 @@ def shard(target, device: str, world: int) -> None:
     A layer is gathered while it runs.
     """
     mesh = dist.init_device_mesh(device.partition(":")[0], (world,))
-    parts = target.base_model.children()
+    parts = target.get_decoder().children()
     for layer in next(part for part in parts if isinstance(part, nn.ModuleList)):
         # each layer a root of its own, and roots stay gathered unless told
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)

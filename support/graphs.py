@@ -61,7 +61,7 @@ class Recorded:
 
         def run() -> tuple[Tensor, Tensor]:
             hidden = []
-            hook = target.base_model.register_forward_hook(
+            hook = target.get_decoder().register_forward_hook(
                 lambda _module, _args, out: hidden.append(out[0])
             )
             # its forward, not the target itself: a replay passes by the target's hooks, too

@@ -478,6 +478,13 @@ def test_what_cannot_be_decoded_is_refused(llama, monkeypatch):
         generate(llama, torch.tensor([[3, 4]]), max_new_tokens=4, return_dict_in_generate=True)
     with pytest.raises(ValueError, match="guidance_scale: speculative"):
         generate(llama, torch.tensor([[3, 4]]), max_new_tokens=4, guidance_scale=1.5)
+    seen = torch.zeros(1, 2, 32, dtype=torch.float64)
+    with pytest.raises(ValueError, match="inputs beside tokens: speculative"):
+        generate(llama, torch.tensor([[3, 4]]), max_new_tokens=4, inputs_embeds=seen)
+    elsewhere = {"device": torch.device("cuda"), "config": llama.config, "forward": llama.forward}
+    with pytest.raises(ValueError, match="a prompt on the cpu: speculative"):
+        asked = transformers.GenerationConfig(max_length=4)
+        common._check(types.SimpleNamespace(**elsewhere), torch.tensor([[3, 4]]), asked, {})
     mark = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
     with pytest.raises(ValueError, match="SynthID: speculative"):
         generate(llama, torch.tensor([[3, 4]]), max_new_tokens=4, watermarking_config=mark)

@@ -47,6 +47,7 @@ TARGETS = {
     "GPTNeoX": {},
     "GPTNeoX, tied": {"tie_word_embeddings": True},
     "Olmo": {},  # norms without weights
+    "Olmo2": {},  # norms after the sub-layers
 }
 # what differs little from another one waits for the slow suite
 LONG_TAIL = {
@@ -70,6 +71,7 @@ LONG_TAIL = {
     "GPTNeoX",
     "GPTNeoX, tied",
     "Olmo",
+    "Olmo2",
 }
 CASES = [slow(name) if name in LONG_TAIL else name for name in TARGETS]
 
@@ -275,6 +277,31 @@ def test_a_wrapped_decoder_and_shared_keys_and_values(name, options):
     plain = target.generate(ids, max_new_tokens=24, do_sample=False)
     given = {"custom_generate": ngram.generate, "copies": 6}
     assert torch.equal(target.generate(ids, max_new_tokens=24, do_sample=False, **given), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_the_text_side_of_a_target_that_sees_images(method, tmp_path):
+    """Gemma-3's layers, rotary tables and final norm lie deeper than a text model's."""
+    text = make_target("Gemma3")[0].config.to_dict()
+    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sight |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=sight)
+    torch.manual_seed(1)
+    target = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    target.requires_grad_(False)
+    given = make_drafter(method, target, tmp_path)
+    ids = torch.tensor([[3, 4, 3, 5, 3, 4, 3, 5]])
+    plain = target.generate(ids, max_new_tokens=20, do_sample=False)
+    assert torch.equal(target.generate(ids, max_new_tokens=20, do_sample=False, **given), plain)
+    cos, sin = common.rotary(target, torch.arange(4)[None], -1)
+    assert sin.abs().max() > 0.5
+    if method == "glide":
+        fresh = importlib.import_module(method).build(
+            given["drafter"].config, target, torch.arange(VOCAB)
+        )
+        ours, theirs = fresh.layers[0].self_attn, target.get_decoder().layers[-1].self_attn
+        assert torch.equal(ours.q_proj.weight, theirs.q_proj.weight.float())
 
 
 def test_soft_caps_matter():

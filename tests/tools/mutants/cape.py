@@ -8,7 +8,7 @@ MUTANTS = [
         "above = [step for step, _ in places]",
         "mask: sets one too deep",
     ),
-    ("cape.py", "if confidence <= bound", "if confidence < bound", "set_size: bounds"),
+    ("cape.py", "bisect.bisect_left(bounds", "bisect.bisect_right(bounds", "set_size: bounds"),
     (
         "cape.py",
         "chosen = heapq.nlargest(room, candidates)",
@@ -139,8 +139,8 @@ MUTANTS = [
     ),
     (
         "cape.py",
-        "return sizes[-1]",
-        "return sizes[len(bounds) - 1]",
+        "return sizes[bisect.bisect_left(bounds, confidence)]",
+        "return sizes[min(bisect.bisect_left(bounds, confidence), len(bounds) - 1)]",
         "set_size: above the last bound the size of the range below",
     ),
     (

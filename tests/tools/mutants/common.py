@@ -308,8 +308,8 @@ MUTANTS = [
     ),
     (
         "common.py",
-        "if not (do_sample or logits_processor):",
-        "if not do_sample:",
+        "greedy = not (do_sample or logits_processor)",
+        "greedy = not do_sample",
         "verify, greedy: logits processors are ignored",
     ),
     (
@@ -371,5 +371,23 @@ MUTANTS = [
         "sum(n >= count - draft.copied for n in path)",
         "sum(n > count - draft.copied for n in path)",
         "verify: the first copied token never counts as an accepted copy",
+    ),
+    (
+        "common.py",
+        'getattr(x, "ndim", 0) > 2',
+        'getattr(x, "ndim", 0) > 9',
+        "an image or embeddings beside the prompt are ignored",
+    ),
+    (
+        "common.py",
+        "input_ids.device.type != target.device.type",
+        "False",
+        "a prompt on another device fails in the embedding",
+    ),
+    (
+        "common.py",
+        'module = getattr(target.get_decoder(), "rotary_emb", None)',
+        'module = getattr(target.base_model, "rotary_emb", None)',
+        "rotary: a target that sees images is taken for one without rotary embeddings",
     ),
 ]

@@ -214,14 +214,14 @@ MUTANTS = [
     ),
     (
         FILE,
-        "drafter.norm.weight.copy_(target.base_model.norm.weight)",
+        "drafter.norm.weight.copy_(target.get_decoder().norm.weight)",
         "pass",
         "build: the final norm starts at 1, not as the target's",
     ),
     (
         FILE,
-        'getattr(target.base_model, "layers", []))[-1:]',
-        'getattr(target.base_model, "layers", []))[:1]',
+        'getattr(target.get_decoder(), "layers", []))[-1:]',
+        'getattr(target.get_decoder(), "layers", []))[:1]',
         "build: the layer starts as the target's lowest",
     ),
     (

@@ -241,7 +241,7 @@ MUTANTS = [
     ),
     (
         "falcon.py",
-        "drafter.norm.weight.copy_(target.base_model.norm.weight)",
+        "drafter.norm.weight.copy_(target.get_decoder().norm.weight)",
         "pass",
         "build: Falcon's final norm starts at 1, not as the target's",
     ),

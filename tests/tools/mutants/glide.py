@@ -77,7 +77,7 @@ MUTANTS = [
     ),
     (
         "glide.py",
-        "copy_weights(ours.cross_layernorm, theirs.input_layernorm.state_dict())",
+        "copy_weights(ours.cross_layernorm, norm.state_dict())",
         "pass",
         "build: the glimpse's norm starts at 1",
     ),
@@ -186,7 +186,7 @@ MUTANTS = [
     ),
     (
         "glide.py",
-        "drafter.norm.weight.copy_(target.base_model.norm.weight)",
+        "drafter.norm.weight.copy_(target.get_decoder().norm.weight)",
         "pass",
         "build: GLIDE's final norm starts at 1, not as the target's",
     ),
