@@ -179,6 +179,16 @@ def family(name, **more):
     return getattr(transformers, kind)(config).double().eval()
 
 
+def sighted(**more):
+    """A tiny random Gemma-3 that takes images, too."""
+    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sight |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    text = family("Gemma3", **more).config.to_dict()
+    config = transformers.Gemma3Config(text_config=text, vision_config=sight)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return model.double().eval().requires_grad_(False)
+
+
 @pytest.mark.parametrize(
     "name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "GPT2", "GPTNeoX"]
 )
@@ -210,6 +220,12 @@ def test_verify_sees_every_node_as_plain_decoding_would(name):
         torch.testing.assert_close(
             verified.hidden, whole[:, -verified.hidden.shape[1] :], atol=1e-5, rtol=1e-5
         )
+
+
+def test_rotary_tables_are_found_beside_a_vision_tower():
+    places = torch.arange(4)[None]
+    for ours, theirs in zip(*(common.rotary(x, places, -1) for x in (sighted(), family("Gemma3")))):
+        assert torch.equal(ours, theirs) and ours.std() > 0.1
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPT2"])

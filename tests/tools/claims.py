@@ -27,6 +27,7 @@ BATCHES = ("cpu_batch2", "cpu_batch4", "cpu_batch8")
 MEDUSA = "cpu_medusa"  # shipped drafters beside Medusa's: 10 prompts, 48 tokens
 MEDUSAS = "ctc_drafter:none@medusa"
 SAMPLED = "cpu_t1"  # temperature 1: 10 prompts, 48 tokens
+MORE = "cpu_rivals_more"  # an LSTM, four layers, a beam of eight: the prompts of FALCONS
 UNITS = {"speed": "tokens/s", "tau": "tau", "alpha": "alpha"}
 
 
@@ -58,6 +59,16 @@ def ratio(file: str, arm: str, other: str, rate: str) -> tuple[str, str, str]:
     if rate != "speed":  # a speed of its own belongs to the machine and the hour
         said += f", {arms[arm][rate]:.2f} and {arms[other][rate]:.2f}"
     return said, verdict(*found[1:]), file
+
+
+def across(file: str, arm: str, other_file: str, other: str) -> tuple[str, str, str]:
+    """Tau, which no machine changes, of arms that answered the same prompts in two runs."""
+    pair = (result(file)["arms"][arm], result(other_file)["arms"][other])
+    ours, theirs = (each["by_prompt"] for each in pair)
+    assert ours["tokens"] == theirs["tokens"], "answers to other prompts"
+    found = report.paired(ours, theirs, "tau")
+    said = f"{arm} / {other}: {interval(*found)} in tau"
+    return f"{said}, {pair[0]['tau']:.2f} and {pair[1]['tau']:.2f}", verdict(*found[1:]), file
 
 
 def plain(file: str, arm: str) -> tuple[str, str, str]:
@@ -242,6 +253,16 @@ def claims() -> dict[str, list[tuple]]:
                 ratio(GLIDES, "glide@layer29", "glide@layer18", "alpha"),
             ),
             (
+                "the same, with layers 0, 9, 18 and 29",
+                "rising",
+                ends("rival_glide0", "rival_glide9", "rival_glide18", "rival_glide29"),
+            ),
+            (
+                "A low layer is better than none (figure 7)",
+                "rising",
+                ends("rival_glide0", "rival_vanilla"),
+            ),
+            (
                 "Distillation helps (table 2: on what the target wrote, as all do here; here on "
                 "its distribution, too)",
                 "0.2 to 0.7 points",
@@ -325,6 +346,13 @@ def claims() -> dict[str, list[tuple]]:
                 ratio(VARIANTS, "cape", "cape:beam4", "speed"),
             ),
             (
+                "(ours) than one of eight, which drafts more nearly as many tokens",
+                "",
+                ratio(MORE, "cape", "cape:beam8", "speed"),
+            ),
+            ("(ours) in tau", "", ratio(MORE, "cape", "cape:beam8", "tau")),
+            ("(those of this run)", "", nodes(MORE, "cape", "cape:fixed", "cape:beam8")),
+            (
                 "GLIDE alone can be faster than with a beam (5.3)",
                 "",
                 ratio(VARIANTS, "cape:none", "cape:beam4", "speed"),
@@ -358,6 +386,31 @@ def claims() -> dict[str, list[tuple]]:
                 ratio(VARIANTS, "specdecpp", "specdecpp:K2", "speed"),
             ),
             (
+                "the same with a draft model of four layers",
+                "1.07 to 1.11",
+                modelled(MORE, "head", "K"),
+            ),
+            (
+                "(ours) as modelled, the four's head is faster than the best untrained threshold",
+                "",
+                modelled(MORE, "head", "confidence"),
+            ),
+            (
+                "(ours) timed, with those four, against two fixed tokens",
+                "",
+                ratio(MORE, "specdecpp@four", "specdecpp:K2@four", "speed"),
+            ),
+            (
+                "(ours) By two fixed tokens four layers have a higher tau than two",
+                "",
+                ratio(MORE, "specdecpp:K2@four", "specdecpp:K2", "tau"),
+            ),
+            (
+                "(ours) and are faster",
+                "",
+                ratio(MORE, "specdecpp:K2@four", "specdecpp:K2", "speed"),
+            ),
+            (
                 "timed at temperature 1, as there, with a head trained for it, against K2",
                 "1.07 to 1.11",
                 ratio(SAMPLED, "specdecpp@head-t1", "specdecpp:K2", "speed"),
@@ -384,11 +437,13 @@ def claims() -> dict[str, list[tuple]]:
                 "1.54",
                 modelled(VARIANTS, "oracle", "K"),
             ),
+            ("with four layers", "1.54", modelled(MORE, "oracle", "K")),
             (
                 "Time is t_draft N_draft + t_target N_target (Eq. 2.1; 4.2)",
                 "R^2 at least 0.98",
                 fitted(VARIANTS),
             ),
+            ("with four layers, in another run", "R^2 at least 0.98", fitted(MORE)),
             (
                 "The head takes no time to speak of (4.2)",
                 "",
@@ -492,6 +547,12 @@ def claims() -> dict[str, list[tuple]]:
                 "",
                 ratio(FALCONS, "falcon@k2", "falcon@k4", "speed"),
             ),
+            (
+                "(ours) The paper's LSTM (3.2) has a higher tau than a linear layer",
+                "",
+                across(MORE, "falcon@lstm", FALCONS, "falcon@k2"),
+            ),
+            ("(ours) and learns faster", "", ends("rival_flstm", "rival_fk2")),
             (
                 "A higher tau than Medusa's (table 3)",
                 "3.34, 1.51",
