@@ -280,7 +280,7 @@ class Lookup:
         for n, length in self.lengths.items():
             start = self.follows.get(tuple(self.text[-n:]))
             if start is not None:
-                period = self.text[start : start + length]  # if the text ends sooner, again
+                period = self.text[start : start + length]  # repeated at its end
                 return [period[i % len(period)] for i in range(length)]
         return []
 
