@@ -87,7 +87,7 @@ def predicted(file: str, arm: str) -> tuple[str, str, str]:
 
 
 def batched(files: tuple, arm: str) -> tuple[str, str, str]:
-    """The same in batches; one to four of them are too few for an interval."""
+    """The same in batches, which are too few for an interval."""
     batches = [result(file)["batch"] for file in files]
     sizes = ", ".join(str(batch["size"]) for batch in batches)
     each = ", ".join(f"{batch['arms'][arm]['speedup']:.2f}" for batch in batches)
