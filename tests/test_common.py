@@ -222,6 +222,16 @@ def test_verify_sees_every_node_as_plain_decoding_would(name):
         )
 
 
+def test_layers_that_share_keys_and_values_keep_no_rows():
+    """Their cache is empty, and stays so when a branch other than the first is accepted."""
+    target, ids = family("Llama"), torch.tensor([[3, 4, 5]])
+    cache = start(target, ids)
+    cache.layers.append(common.GrowingLayer())
+    best = int(target(ids).logits[0, -1].argmax())
+    draft = common.Draft(torch.tensor([(best + 1) % 40, best]), torch.tensor([-1, -1]))
+    assert common.verify(target, ids, draft, cache).path == [1]
+
+
 def test_rotary_tables_are_found_beside_a_vision_tower():
     places = torch.arange(4)[None]
     for ours, theirs in zip(*(common.rotary(x, places, -1) for x in (sighted(), family("Gemma3")))):

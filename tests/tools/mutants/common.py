@@ -1,7 +1,7 @@
 """Mutants, (file, text that occurs once, its replacement, what that breaks), and their tests."""
 
 TESTS = ["test_common.py", "test_copies.py", "test_properties.py", "test_protocol.py"]
-TESTS += ["test_families.py"]
+TESTS += ["test_families.py", "test_glide.py"]
 MUTANTS = [
     (
         "common.py",
