@@ -424,7 +424,7 @@ def _check(target, input_ids: Tensor, generation_config, model_kwargs: dict) -> 
     attention = ("full_attention", "sliding_attention", "chunked_attention")
     refused = {
         f"a prompt on the {input_ids.device}": input_ids.device.type != target.device.type,
-        "inputs beside tokens": any(getattr(x, "ndim", 0) > 2 for x in model_kwargs.values()),
+        "inputs of 3 axes or more": any(getattr(x, "ndim", 0) > 2 for x in model_kwargs.values()),
         "no position_ids": "position_ids" not in inspect.signature(target.forward).parameters,
         "ALiBi": getattr(config, "alibi", False),  # counts rows where a tree counts levels
         "layers of another kind": kinds.difference(attention),

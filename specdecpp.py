@@ -212,14 +212,14 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
     weights = target.get_decoder().state_dict()
     copied = {}
-    for name in drafter.body.state_dict():
+    for name in drafter.body.get_decoder().state_dict():
         parts = name.split(".")
         if parts[0] in ("layers", "h"):  # `h` in GPT-2; ours number i is made of layers[i]
             parts[1] = str(config.layers[int(parts[1])])
         copied[name] = weights.get(".".join(parts))
     if any(weight is None for weight in copied.values()):
         raise ValueError("cannot copy layers of this target; take a --draft-model or a --base")
-    drafter.body.load_state_dict(copied)
+    drafter.body.get_decoder().load_state_dict(copied)
     return drafter
 
 

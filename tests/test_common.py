@@ -505,7 +505,7 @@ def test_what_cannot_be_decoded_is_refused(llama, monkeypatch):
     with pytest.raises(ValueError, match="guidance_scale: speculative"):
         generate(llama, torch.tensor([[3, 4]]), max_new_tokens=4, guidance_scale=1.5)
     seen = torch.zeros(1, 2, 32, dtype=torch.float64)
-    with pytest.raises(ValueError, match="inputs beside tokens: speculative"):
+    with pytest.raises(ValueError, match="inputs of 3 axes or more: speculative"):
         generate(llama, torch.tensor([[3, 4]]), max_new_tokens=4, inputs_embeds=seen)
     elsewhere = {"device": torch.device("cuda"), "config": llama.config, "forward": llama.forward}
     with pytest.raises(ValueError, match="a prompt on the cpu: speculative"):

@@ -258,7 +258,6 @@ def claims():
     yield here, "best fixed length, two, where the oracle is {:.0f}% ahead", [ahead]
     ahead = 100 * (best["confidence"] / best["head"] - 1)
     yield here, "probability is {:.0f}% ahead of the head as modelled", [ahead]
-
     yield (
         here,
         "it has a tau of {:.2f} where the linear layer has {:.2f} and, from another seed, {:.2f}",

@@ -831,6 +831,8 @@ def families():
         bos_token_id=None,
         eos_token_id=None,
     )
+    opt = {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3}
+    yield transformers.OPTConfig(**tiny, **opt)
 
 
 @pytest.mark.parametrize("config", families(), ids=lambda config: config.model_type)

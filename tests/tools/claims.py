@@ -259,7 +259,7 @@ def claims() -> dict[str, list[tuple]]:
             ),
             (
                 "A low layer is better than none (figure 7)",
-                "rising",
+                "",
                 ends("rival_glide0", "rival_vanilla"),
             ),
             (

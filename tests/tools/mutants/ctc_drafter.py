@@ -242,4 +242,10 @@ MUTANTS = [
         "features.shape[1]",
         "a drafter pass and a search for a tree that has no room",
     ),
+    (
+        "ctc_drafter.py",
+        "for source in list(getattr(target.get_decoder(),",
+        "for source in list(getattr(target.base_model,",
+        "build: nothing is copied from a target that sees images",
+    ),
 ]

@@ -1,6 +1,6 @@
 """Mutants, (file, text that occurs once, its replacement, what that breaks), and their tests."""
 
-TESTS = ["test_falcon.py"]
+TESTS = ["test_falcon.py", "test_families.py"]
 MUTANTS = [
     (
         "falcon.py",
@@ -262,5 +262,11 @@ MUTANTS = [
         "config.csgd and config.k > 1",
         "config.csgd",
         "blocks of one slot pay for a first pass that chooses nothing",
+    ),
+    (
+        "falcon.py",
+        "sources = list(getattr(target.get_decoder(),",
+        "sources = list(getattr(target.base_model,",
+        "build: nothing is copied from a target that sees images",
     ),
 ]
