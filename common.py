@@ -1,12 +1,19 @@
-"""What the method files share: load a target, verify a token tree without loss, count.
+"""What the methods share: load a target, describe a draft, verify it without loss, decode.
 
-Shapes: B batch, T sequence, P cached prefix, N tree nodes, A accepted, V vocabulary, Vd of drafts,
-D hidden, H heads, Hkv key/value heads, Dh head size. p_target, q_draft: a model's distribution.
+A method proposes a `Draft`, a tree of candidate tokens. `verify` runs the target over the whole
+tree in one forward pass and keeps a path through it. `Decoding` holds one answer in the making and
+repeats this until the answer ends.
+
+Shapes: B batch, T sequence, P cached prefix, K draft depth, N tree nodes, A accepted nodes,
+V vocabulary, Vd draft vocabulary, D hidden size, H heads, Hkv key-value heads, Dh head size.
+`p_target` and `q_draft` are the distributions of target and drafter.
+
+Apache-2.0.
 """
 
-import contextlib
-import contextvars
+import argparse
 import inspect
+import json
 import sys
 import time
 from dataclasses import dataclass, field
@@ -14,54 +21,67 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 from transformers.cache_utils import DynamicLayer
+from transformers.models.llama.modeling_llama import rotate_half
+
+
+class Mistake(ValueError):
+    """A mistake of the user; the message names the problem and the remedy in one line."""
+
+
+# ----------------------------------------------------------------------------------- the target
 
 
 def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "cpu"):
     """Load a target model, frozen and in eval mode, and its tokenizer.
 
-    Args: name: Hugging Face id, folder of safetensors, or .gguf file; None: the default target.
-    Raises: ValueError: the target cannot be read; the message names it and the remedy.
+    Args:
+        name: Hugging Face id, folder of safetensors, or .gguf file; None is the default target.
+        device: of torch, or "auto" to spread a large model over all devices (accelerate).
+    Raises:
+        Mistake: the target cannot be read.
     """
     if name is None:
-        try:  # only here: a project with a target of its own need not copy that file
+        try:
             from support import default_target
         except ImportError as error:
-            missing = "no target named, and support/default_target.py, which has one, is not here"
-            raise ValueError(f"{missing}; copy it, or name a Hugging Face id or folder") from error
+            raise Mistake(
+                "no target named, and support/default_target.py, which fetches the default one, "
+                "is not here; copy it, or name a Hugging Face id or a folder"
+            ) from error
         return default_target.load(lambda folder: _read_target(folder, dtype, device))
     try:
         return _read_target(name, dtype, device)
-    except Exception as error:  # whatever the readers raise becomes one clear line
+    except Exception as error:  # the readers of transformers raise many kinds
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(
+        raise Mistake(
             f"cannot load target {name!r} ({reason}); give a Hugging Face id, a folder with "
             "config.json, tokenizer files and *.safetensors, or a .gguf file"
         ) from error
 
 
-def _read_target(path, dtype, device):
-    path = Path(path)
-    gguf = path.suffix == ".gguf"
+def _read_target(name, dtype, device):
+    path = Path(name)
+    gguf = path.name if path.suffix == ".gguf" else None
     if gguf and not path.is_file():
         raise FileNotFoundError("no such file")
     folder = (path.parent if gguf else path).as_posix()
-    options = {"trust_remote_code": False, "gguf_file": path.name if gguf else None}
-    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    options |= {"dtype": dtype, "use_safetensors": None if gguf else True}
-    target = AutoModelForCausalLM.from_pretrained(folder, **options)
-    return target.to(device).eval().requires_grad_(False), tokenizer
-
-
-def option(default, help: str, decode: bool = False):
-    """A field of Config. A callable makes its default; `decode`: bench.py can change it, too."""
-    kind = "default_factory" if callable(default) else "default"
-    return field(**{kind: default}, metadata={"help": help, "decode": decode})
-
-
-# ------------------------------------------------------------- what a drafter may see of the target
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
+    target = AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=gguf,
+        trust_remote_code=False,
+        dtype=dtype,
+        use_safetensors=None if gguf else True,
+        device_map="auto" if device == "auto" else None,
+    )
+    if device != "auto":
+        target = target.to(device)
+    return target.eval().requires_grad_(False), tokenizer
 
 
 def target_shape(target) -> dict:
@@ -78,131 +98,286 @@ def target_shape(target) -> dict:
     }
 
 
-def load_drafter(Drafter, path, target):
-    """Read a drafter's config.json + model.safetensors; it takes the target's device and dtype.
-
-    Raises: ValueError: nothing there, damaged, of another method, or made for another target.
-    """
-    path = Path(path)
-    shape = target_shape(target)
-    if not all((path / name).is_file() for name in ("config.json", "model.safetensors")):
-        files = "config.json + model.safetensors"
-        raise ValueError(f"no drafter in {path} ({files}); make one with train.py --out {path}")
-    try:
-        drafter = Drafter.from_pretrained(str(path), strict=True)
-        made_for = drafter.config.target
-        for x in drafter.state_dict().values():  # a flipped bit may show
-            are_ids = not x.is_floating_point()
-            if not ((0 <= x) & (x < made_for["vocab_size"]) if are_ids else x.isfinite()).all():
-                raise ValueError("weights out of range")
-    except Exception as error:
-        reason = " ".join(str(error).split())[:120]
-        kind = f"{Drafter.__module__} drafter ({reason})"
-        raise ValueError(f"cannot read {path} as a {kind}; name one, or train it again") from error
-    wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
-    if wrong:
-        raise ValueError(f"{path} is for another target ({', '.join(wrong)}); train with train.py")
-    return drafter.to(target.device, target.dtype).eval()
-
-
-def _head_weight(target, token_ids: Tensor | None = None) -> Tensor:
-    """The target's LM head (V, D), or the rows (Vd, D) of a reduced draft vocabulary (Vd,)."""
-    weight = target.get_output_embeddings().weight
-    if hasattr(weight, "full_tensor"):  # of a tensor-parallel target
-        weight = weight.full_tensor()
-    return weight if token_ids is None or len(token_ids) == len(weight) else weight[token_ids]
-
-
-def draft_head(target, token_ids: Tensor) -> nn.Linear:
-    """The LM head's rows `token_ids`, frozen, D -> Vd; proposals can do without bias and cap."""
-    whole = target.get_output_embeddings()
-    if hasattr(whole, "select"):  # support/packed.py: picked and packed once for each drafter
-        return whole.select(token_ids)
-    weight = _head_weight(target, token_ids)  # (Vd, D)
-    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    head.weight = nn.Parameter(weight, requires_grad=False)
-    return head
-
-
-def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Rotary cos and sin of a target's layer, each (B, T, R <= Dh), at `position_ids` (B, T)."""
-    like = torch.empty(0, dtype=target.dtype, device=position_ids.device)  # for dtype and device
-    module = getattr(target.get_decoder(), "rotary_emb", None)
-    if module is None:  # no rotary embeddings: the tables of no rotation
-        one = torch.ones(*position_ids.shape, 2, device=like.device, dtype=like.dtype)
-        return one, torch.zeros_like(one)
-    if "layer_type" not in inspect.signature(module.forward).parameters:
-        return module(like, position_ids)
-    kind = target.config.get_text_config().layer_types[layer]  # Gemma-3 has a table for each kind
-    return module(like, position_ids, kind)
-
-
-@torch.no_grad()
-def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]:
-    """Last hidden states (B, T, D), {layer: (K, V)} of right-padded `input_ids` (B, T)."""
-    cache = DynamicCache()  # without a config every layer keeps all its rows, sliding ones too
-    hidden = target.get_decoder()(input_ids, past_key_values=cache, use_cache=True)[0]
-    return hidden, {n: (cache.layers[n].keys, cache.layers[n].values) for n in layers}
+def _logit_scale(target) -> float:
+    """The factor that some families put on their logits: Granite divides, Cohere multiplies."""
+    config = target.config.get_text_config()
+    return getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", 0) or 1)
 
 
 def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """The target's logits (..., V) or (..., Vd), soft-capped as there, from its hidden states.
+    """The target's own logits, (..., V), or (..., Vd) of `token_ids`, from its last hidden states.
 
-    In bfloat16 (the weights, or autocast: train.py --bf16) logits tie; argmax takes the lowest id.
+    In bfloat16 logits tie often; argmax then takes the lowest id.
     """
-    weight = _head_weight(target, token_ids)
-    bias = getattr(target.get_output_embeddings(), "bias", None)
-    if bias is not None and token_ids is not None:
-        bias = bias[token_ids]
-    logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
+    head = target.get_output_embeddings()
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if token_ids is not None and len(token_ids) < len(weight):
+        weight = weight[token_ids]
+        bias = None if bias is None else bias[token_ids]
+    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
+    logits = logits * _logit_scale(target)
     cap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
+def draft_head(target, token_ids: Tensor) -> nn.Linear:
+    """The rows `token_ids` (Vd,) of the target's LM head, scaled as its logits are; frozen."""
+    head = target.get_output_embeddings()
+    scale = _logit_scale(target)
+    if hasattr(head, "select") and scale == 1:  # support/packed.py packs once for each drafter
+        return head.select(token_ids)
+    weight = head.weight
+    if len(token_ids) < len(weight):
+        weight = weight[token_ids]
+    if scale != 1:
+        weight = weight * scale
+    rows = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    rows.weight = nn.Parameter(weight, requires_grad=False)
+    return rows
+
+
+def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """Rotary cos and sin of one target layer, each (B, T, R), R <= Dh, at `position_ids` (B, T)."""
+    like = torch.empty(0, dtype=target.dtype, device=position_ids.device)
+    module = getattr(target.get_decoder(), "rotary_emb", None)
+    if module is None:  # GPT-2 and OPT learn their positions: tables of no rotation
+        one = torch.ones(*position_ids.shape, 2, dtype=like.dtype, device=like.device)
+        return one, torch.zeros_like(one)
+    if "layer_type" in inspect.signature(module.forward).parameters:  # Gemma-3
+        kind = target.config.get_text_config().layer_types[layer]
+        return module(like, position_ids, kind)
+    return module(like, position_ids)
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the first R of Dh numbers of x (B, H, T, Dh), as the target does."""
+    cos, sin = (table[:, None].to(x.dtype) for table in tables)  # (B, 1, T, R)
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    turned = turned * cos + rotate_half(turned) * sin
+    return torch.cat([turned, rest], dim=-1)
+
+
+def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
+    """Tables of R numbers (B, T, R) widened to Dh, for layers of transformers in a drafter.
+
+    Numbers j and j + Dh/2 turn by one angle; what is not to turn has cos 1 and sin 0. R = 4,
+    Dh = 8: cos `a b a b` becomes `a b 1 1 a b 1 1`.
+    """
+    widened = []
+    for table, fill in zip(tables, (1.0, 0.0)):
+        half = table[..., : table.shape[-1] // 2]  # (B, T, R/2)
+        half = F.pad(half, (0, head_dim // 2 - half.shape[-1]), value=fill)  # (B, T, Dh/2)
+        widened.append(torch.cat([half, half], dim=-1))  # (B, T, Dh)
+    return tuple(widened)
+
+
+@torch.no_grad()
+def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]:
+    """Last hidden states (B, T, D) and {layer: (K, V)} of right-padded `input_ids` (B, T)."""
+    cache = DynamicCache()  # without a config, sliding layers keep all their rows
+    hidden = target.get_decoder()(input_ids, past_key_values=cache, use_cache=True)[0]
+    if layers and max(layers) >= len(cache.layers):  # Gemma-3n: top layers share what others cache
+        raise Mistake(f"target layer {max(layers)} caches no keys and values: name a lower one")
+    return hidden, {n: (cache.layers[n].keys, cache.layers[n].values) for n in layers}
+
+
+# ---------------------------------------------------------------------------------- the drafter
+
+
+def option(default, help: str, decode: bool = False):
+    """A field of a Config.
+
+    Args:
+        default: a value, or a function that makes one.
+        decode: True if the field may change after training (bench.py offers it as an option).
+    """
+    kind = "default_factory" if callable(default) else "default"
+    return field(**{kind: default}, metadata={"help": help, "decode": decode})
+
+
+def at_least(config, **bounds: float) -> None:
+    """Raise a Mistake if a field of `config` is below its bound."""
+    for name, bound in bounds.items():
+        if getattr(config, name) < bound:
+            raise Mistake(f"{name} {getattr(config, name)}: take at least {bound}")
+
+
+def one_of(config, **choices) -> None:
+    """Raise a Mistake if a field of `config` is none of its choices."""
+    for name, allowed in choices.items():
+        if getattr(config, name) not in allowed:
+            raise Mistake(f"{name} {getattr(config, name)!r}: take {' or '.join(allowed)}")
+
+
+def llama_config(shape: dict, intermediate_size: int) -> LlamaConfig:
+    """The configuration of a Llama layer in a drafter; `shape` is that of the target."""
+    return LlamaConfig(
+        hidden_size=shape["hidden_size"],
+        intermediate_size=intermediate_size,
+        num_attention_heads=shape["num_heads"],
+        num_key_value_heads=shape["num_kv_heads"],
+        head_dim=shape["head_dim"],
+        rms_norm_eps=1e-5,
+        attn_implementation="sdpa",
+    )
+
+
+def draft_vocab(shape: dict, size: int) -> Tensor:
+    """Room for the ids (Vd,) of the tokens that can be drafted; `size` 0 means all."""
+    return torch.arange(min(size or shape["vocab_size"], shape["vocab_size"]))
+
+
+def target_layers(target) -> list[nn.Module]:
+    """The target's layers, bottom up; none if its decoder keeps them under another name."""
+    return list(getattr(target.get_decoder(), "layers", []))
+
+
+@torch.no_grad()
+def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
+    """Give a new drafter its draft vocabulary and, where they fit, weights of the target.
+
+    Args:
+        token_counts: (V,) how often each token occurs in the training responses. The most
+            frequent ones become `drafter.draft_ids`, in ascending order.
+        pairs: (module of the drafter, module of the target) to copy between. If the drafter has a
+            final `norm`, it comes from the target's.
+    """
+    most_frequent = token_counts.topk(len(drafter.draft_ids)).indices
+    drafter.draft_ids.copy_(most_frequent.sort().values)
+    for ours, theirs in pairs:
+        _copy_weights(ours, theirs)
+    final_norm = getattr(target.get_decoder(), "norm", None)
+    if hasattr(drafter, "norm") and final_norm is not None:
+        _copy_weights(drafter.norm, final_norm)
+
+
+def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
+    """Copy the parameters that have the same name and shape.
+
+    Norms that scale by 1 + weight (Gemma) stay as they are: the drafters' norms scale by weight.
+    """
+    source = dict(theirs.named_parameters())
+    for name, weight in ours.named_parameters():
+        other = source.get(name)
+        if other is None or other.shape != weight.shape:
+            continue
+        parent = theirs.get_submodule(name.rpartition(".")[0])
+        if "Norm" in type(parent).__name__ and name.endswith("weight"):
+            scale = parent(torch.ones_like(other))  # an RMS norm turns ones into its weight
+            if not torch.allclose(scale, other, atol=1e-2, rtol=1e-2):
+                continue
+        weight.copy_(other)
+
+
+def overlap(target, hidden: Tensor, q_draft: Tensor, draft_ids: Tensor) -> Tensor:
+    """The acceptance rate sum_x min(p_target(x), q_draft(x)), summed over M positions.
+
+    Args: hidden: (M, D) the target's last hidden states. q_draft: (M, Vd) probabilities.
+    """
+    total = torch.zeros((), device=q_draft.device)
+    for part, q in zip(hidden.split(256), q_draft.split(256)):  # (m, V) at a time spares memory
+        p_target = target_logits(target, part).softmax(-1)[:, draft_ids]  # (m, Vd)
+        total += torch.minimum(p_target, q.float()).sum()
+    return total
+
+
+def load_drafter(Drafter, path, target):
+    """Read a drafter's config.json and model.safetensors; it takes the target's device and dtype.
+
+    Raises:
+        Mistake: nothing there, damaged, of another method, or made for another target.
+    """
+    path = Path(path)
+    if not all((path / name).is_file() for name in ("config.json", "model.safetensors")):
+        raise Mistake(
+            f"no drafter in {path} (config.json, model.safetensors); make one with train.py "
+            f"--out {path}"
+        )
+    try:
+        made_for = json.loads((path / "config.json").read_bytes()).get("target", {})
+    except (ValueError, AttributeError) as error:
+        raise Mistake(f"{path}/config.json is damaged ({error}); train it again") from error
+    shape = target_shape(target)
+    wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
+    if wrong:
+        raise Mistake(f"{path} is for another target ({', '.join(wrong)}); train with train.py")
+    try:
+        drafter = Drafter.from_pretrained(str(path), strict=True)
+    except (SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
+            raise
+        reason = " ".join(str(error).split())[:120]
+        raise Mistake(
+            f"cannot read {path} as a {Drafter.__module__} drafter ({reason}); name another one, "
+            "or train it again"
+        ) from error
+    for name, x in drafter.state_dict().items():
+        fits = x.isfinite() if x.is_floating_point() else (0 <= x) & (x < shape["vocab_size"])
+        if not fits.all():
+            raise Mistake(f"{path}: {name} holds values out of range; train it again")
+    return drafter.to(target.device, target.dtype).eval()
+
+
+def check_drafter(drafter, Drafter, target) -> None:
+    """Raise a Mistake if the drafter is of another method, device or dtype than it should be."""
+    if not isinstance(drafter, Drafter):
+        kind = type(drafter).__module__
+        raise Mistake(f"the drafter is one of {kind}, not of {Drafter.__module__}")
+    weight = next(drafter.parameters())
+    if (weight.dtype, weight.device.type) != (target.dtype, target.device.type):
+        raise Mistake(
+            f"the drafter is {weight.dtype} on {weight.device} and the target {target.dtype} on "
+            f"{target.device}; call drafter.to(target.device, target.dtype)"
+        )
+
+
 @dataclass
 class Batch:
-    """What `loss` and `alpha` take: right-padded sequences, and what the target made of them."""
+    """What `loss` and `acceptance` take: right-padded sequences and the target's view of them."""
 
     input_ids: Tensor  # (B, T)
-    loss_mask: Tensor  # (B, T) bool, True where the token is to be predicted (never at t = 0)
-    hidden: Tensor  # (B, T, D) last hidden states after the final norm
+    loss_mask: Tensor  # (B, T) bool, True where the token is to be predicted, never at t = 0
+    hidden: Tensor  # (B, T, D) last hidden states, after the final norm
     kv: dict[int, tuple[Tensor, Tensor]]  # {layer: (K, V)}, each (B, Hkv, T, Dh) as cached
-    seed: Tensor  # (B,) a fresh number per sequence and step, the only source of randomness
+    seed: Tensor  # (B,) a fresh number for each sequence and step, the only source of chance
     progress: float  # share of the training run that is over, in [0, 1)
 
 
-# ---------------------------------------------------------------------------------------- KV caches
+# ------------------------------------------------------------------------------------ KV caches
 
 
 class GrowingLayer(DynamicLayer):
-    """A cache layer in a buffer that doubles when full: a step copies no rows but its own."""
+    """A cache layer in a buffer that doubles when it is full, so that a step copies no old rows."""
 
     def update(self, key_states, value_states, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append rows (B, Hkv, n, Dh); returns all keys and values."""
+        """Append rows (B, Hkv, n, Dh); returns all keys and values (B, Hkv, P + n, Dh)."""
         new = (key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         if not self.is_initialized or end > self.buffer[0].shape[-2]:
             buffer = [x.new_empty(*x.shape[:2], max(256, 2 * end), x.shape[3]) for x in new]
-            for larger, old in zip(buffer, (self.keys, self.values) if start else ()):
-                larger[:, :, :start] = old
+            if start:
+                for larger, old in zip(buffer, (self.keys, self.values)):
+                    larger[:, :, :start] = old
             self.buffer = buffer
+            self.is_initialized = True
         for buffer, rows in zip(self.buffer, new):
             buffer[:, :, start:end] = rows
-        self.adopt(self.buffer, end)
+        self.cut(end)
         return self.keys, self.values
 
-    def adopt(self, buffer, rows: int) -> None:
-        """Keep rows in `buffer`, K and V, each (B, Hkv, any, Dh), whose first `rows` are filled."""
-        self.buffer = buffer
-        self.is_initialized = True
-        self.keys, self.values = (x[:, :, :rows] for x in buffer)  # views, (B, Hkv, P, Dh)
+    def cut(self, length: int) -> None:
+        """Keep the first `length` rows."""
+        if self.is_initialized:
+            self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffer)
 
     def keep(self, start: int, rows: Tensor) -> None:
-        """Move `rows` (n,), absolute and ascending, to start, start + 1, ...; cut off the rest."""
-        for buffer in self.buffer:
-            buffer[:, :, start : start + len(rows)] = buffer[:, :, rows.to(buffer.device)]
-        self.adopt(self.buffer, start + len(rows))
+        """Move `rows` (n,), ascending places, to start, start + 1, ..., and cut off the rest."""
+        if self.is_initialized:
+            for buffer in self.buffer:
+                moved = buffer[:, :, rows.to(buffer.device)]
+                buffer[:, :, start : start + len(rows)] = moved
+            self.cut(start + len(rows))
 
 
 class GrowingCache(DynamicCache):
@@ -212,130 +387,79 @@ class GrowingCache(DynamicCache):
         super().__init__()
         self.layers = [GrowingLayer() for _ in range(num_layers)]
 
+    def cut(self, length: int) -> None:
+        """Keep the first `length` rows of every layer."""
+        for layer in self.layers:
+            layer.cut(length)
+
 
 class DraftCache(GrowingCache):
-    """A drafter's own KV cache; knows whose rows it holds, and so which ones a refusal undoes."""
+    """A drafter's own KV cache. It remembers whose rows it holds, so that refusals are undone."""
 
-    fed: Tensor | None = None  # (1, P) tokens whose rows are in the cache
-
-    def feed(self, token_ids: Tensor) -> Tensor:
-        """Note that `token_ids` (1, n) are about to be consumed; returns their positions (1, n)."""
-        self.fed = token_ids if self.fed is None else torch.cat([self.fed, token_ids], dim=1)
-        return torch.arange(self.fed.shape[1], device=token_ids.device)[None, -token_ids.shape[1] :]
+    fed: Tensor | None = None  # (1, P) the tokens whose rows are in the cache
 
     def rewind(self, input_ids: Tensor) -> Tensor:
-        """Keep the rows that agree with the committed `input_ids` (1, T); returns what to feed."""
+        """Drop the rows that differ from `input_ids` (1, T); returns the tokens without a row.
+
+        The newest token is always among them, because its row gives the next draft token.
+        """
         if self.fed is None:
             return input_ids
         end = min(self.fed.shape[1], input_ids.shape[1] - 1)
-        agreed = int((self.fed[0, :end] == input_ids[0, :end]).cumprod(0).sum())
-        self.crop(agreed - self.fed.shape[1])
+        same = self.fed[0, :end] == input_ids[0, :end]
+        agreed = int(same.cumprod(0).sum())
+        self.cut(agreed)
         self.fed = self.fed[:, :agreed]
         return input_ids[:, agreed:]
 
+    def feed(self, token_ids: Tensor) -> Tensor:
+        """Note that the drafter now consumes `token_ids` (1, n); returns their positions (1, n)."""
+        start = 0 if self.fed is None else self.fed.shape[1]
+        self.fed = token_ids if self.fed is None else torch.cat([self.fed, token_ids], dim=1)
+        return torch.arange(start, self.fed.shape[1], device=token_ids.device)[None]
 
-# ---------------------------------------------------------------------------- one round of decoding
+
+# ------------------------------------------------------------------------------ drafts, verified
 
 
 @dataclass
 class Draft:
-    """A token tree: M nodes of a known distribution, then others, copies from the context last."""
+    """A tree of N candidate tokens below the newest committed token, the root.
+
+    The first M nodes were drawn from `probs`; the others were chosen deterministically. Copies
+    from the context, if any, come last.
+    """
 
     tokens: Tensor  # (N,) ids
-    parents: Tensor  # (N,) on the CPU, parents first; -1 is the newest committed token
-    probs: Tensor | None = None  # (M, V) what the first M were drawn from, given earlier siblings
-    copied: int = 0  # how many nodes, the last ones, are copies from the context
+    parents: Tensor  # (N,) on the CPU, parents before children; -1 is the root
+    probs: Tensor | None = None  # (M, V) the processed distribution each node was drawn from
+    q: Tensor | None = None  # (N,) the drafter's probability of each node, for display
+    copied: int = 0  # how many of the last nodes are copies from the context
+    notes: dict = field(default_factory=dict)  # what a method tells of this round, for display
 
     def children(self) -> dict[tuple[int, int], int]:
         """{(parent, token): node}; of equal siblings the first."""
-        places = zip(self.parents.tolist(), self.tokens.tolist())
-        return {place: n for n, place in reversed(list(enumerate(places)))}
+        places = list(zip(self.parents.tolist(), self.tokens.tolist()))
+        return {place: node for node, place in reversed(list(enumerate(places)))}
 
 
-def chain(steps, input_ids: Tensor) -> Draft:
-    """A draft without branches, of the (token (1,), q_draft (V,), hidden) of a proposer."""
-    if not (steps := list(steps)):
-        return Draft(input_ids.new_zeros(0), torch.zeros(0, dtype=torch.long))
-    tokens, probs, _ = zip(*steps)
-    return Draft(torch.cat(tokens), torch.arange(len(steps)) - 1, torch.stack(probs))
-
-
-class Lookup:
-    """Free drafts: what followed the last four tokens where they stood before (Saxena 2023).
-
-    Args: most: tokens copied a round; fewer where only three or two stood before; 0: nothing.
-    """
-
-    def __init__(self, most: int):
-        self.lengths = {4: most, 3: most // 2, 2: most // 3}  # {n: tokens copied}
-        self.text: list[int] = []
-        self.follows: dict[tuple, int] = {}  # n-gram: where in the text its last occurrence ended
-
-    def find(self, input_ids: Tensor) -> list[int]:
-        """Tokens to copy after the committed `input_ids` (1, T), which hold the last call's."""
-        for token in input_ids[0, len(self.text) :].tolist():
-            for n in self.lengths:
-                self.follows[tuple(self.text[-n:])] = len(self.text)
-            self.text.append(token)
-        for n, length in self.lengths.items():
-            start = self.follows.get(tuple(self.text[-n:]))
-            if start is not None:
-                period = self.text[start : start + length]  # repeated at its end
-                return [period[i % len(period)] for i in range(length)]
-        return []
-
-    def merge(self, draft: Draft, input_ids: Tensor, room: int) -> Draft:
-        """The draft with a branch of at most `room` copied tokens, not sampled; it shares nodes."""
-        copy = self.find(input_ids)[:room] if self.lengths[4] else []
-        child = draft.children() if copy else {}
-        count = len(draft.tokens)
-        node = -1
-        while copy and (node, copy[0]) in child:
-            node = child[node, copy.pop(0)]
-        if not copy:
-            return draft
-        tokens = torch.cat([draft.tokens, input_ids.new_tensor(copy)])
-        parents = torch.cat([draft.parents, torch.arange(count - 1, count - 1 + len(copy))])
-        parents[count] = node  # the others hang on the one before
-        return Draft(tokens, parents, draft.probs, len(copy))
-
-
-@dataclass
-class Stats:
-    """What happened while decoding; the prompt's own forward counts as `prefill` only."""
-
-    sync: bool = False  # wait for the GPU at each reading of the clock
-    target_forwards: int = 0
-    drafted: int = 0  # draft tokens submitted for verification
-    emitted: int = 0  # tokens committed, bonus tokens included
-    offered: list[int] = field(default_factory=list)  # depth of the draft, a number a round
-    accepted: list[int] = field(default_factory=list)  # draft tokens accepted, a number a round
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (offered, accepted) a round
-    seconds: dict[str, float] = field(default_factory=dict)  # by name of the timer
-    trace: list[dict] | None = None  # a list here is filled with a record of each round
-    noted: dict = field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def timer(self, name: str):
-        """Add the time of the block to `seconds[name]`."""
-        if self.sync:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        yield
-        if self.sync:
-            torch.cuda.synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def note(self, **facts) -> None:
-        """What a round's record should say of how it was drafted; free when nothing is recorded."""
-        if self.trace is not None:
-            self.noted |= facts
+def chain(steps, input_ids: Tensor, **notes) -> Draft:
+    """A draft without branches from a proposer's (token (1,), q_draft (V,), hidden) steps."""
+    steps = list(steps)
+    if not steps:
+        empty = torch.zeros(0, dtype=torch.long)
+        return Draft(input_ids.new_zeros(0), empty, notes=notes)
+    tokens = torch.cat([token for token, _, _ in steps])  # (K,)
+    probs = torch.stack([q_draft for _, q_draft, _ in steps])  # (K, V)
+    parents = torch.arange(len(steps)) - 1
+    q = probs.gather(1, tokens[:, None])[:, 0]  # (K,)
+    return Draft(tokens, parents, probs, q, notes=notes)
 
 
 def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
-    """Additive attention mask (1, 1, N + 1, P + N + 1) of root + N nodes over P cached rows.
+    """Additive attention mask (1, 1, N + 1, P + N + 1) of root and nodes over P cached rows.
 
-    Rows see the prefix, the root, their ancestors and themselves. Parents -1, 0, 0, 1 and P = 2:
+    A row attends to the prefix, the root, its ancestors and itself. Parents -1, 0, 0, 1, P = 2:
 
                  prefix  root  n0 n1 n2 n3
            root   x  x    x    .  .  .  .
@@ -343,238 +467,440 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
            n1     x  x    x    x  x  .  .
            n2     x  x    x    x  .  x  .
            n3     x  x    x    x  x  .  x
+
+    It is not boolean, because eager attention adds its mask and would add 1 for True.
     """
-    see = torch.eye(len(parents) + 1, dtype=torch.bool)  # (N + 1, N + 1)
+    may_attend = torch.eye(len(parents) + 1, dtype=torch.bool)  # (N + 1, N + 1)
     for node, parent in enumerate(parents.tolist()):
-        see[node + 1] |= see[parent + 1]
-    mask = torch.zeros(1, 1, len(see), prefix + len(see), dtype=dtype)  # eager attention adds it
-    mask[0, 0, :, prefix:].masked_fill_(~see, torch.finfo(dtype).min)
+        may_attend[node + 1] |= may_attend[parent + 1]
+    size = len(may_attend)
+    mask = torch.zeros(1, 1, size, prefix + size, dtype=dtype)
+    mask[0, 0, :, prefix:].masked_fill_(~may_attend, torch.finfo(dtype).min)
     return mask
 
 
-_instead = contextvars.ContextVar("(target, run) of forward_by", default=(None, None))
+def tree_inputs(input_ids: Tensor, draft: Draft, prefix: int, dtype) -> tuple:
+    """What the target reads to verify a draft: ids (1, N + 1), mask and positions (1, N + 1)."""
+    fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
+    mask = ancestor_mask(draft.parents, prefix, dtype)  # (1, 1, N + 1, P + N + 1)
+    depth = (mask[0, 0, :, prefix:] == 0).sum(-1) - 1  # (N + 1,) ancestors of each row
+    positions = (prefix + depth).to(fed.device)[None]  # (1, N + 1)
+    return fed, mask.to(fed.device), positions
 
 
-@contextlib.contextmanager
-def forward_by(target, run):
-    """In the block and this thread, forward(target, ids, cache, ...) is run(ids, cache, options).
-
-    For support/batching.py and support/graphs.py; a `run` of None is the plain forward again.
-    """
-    token = _instead.set((target, run))
-    try:
-        yield
-    finally:
-        _instead.reset(token)
-
-
-def forward(target, input_ids: Tensor, cache, **options) -> tuple[Tensor, Tensor]:
-    """Logits (1, n, V), last hidden (1, n, D) of any forward while decoding; see `forward_by`."""
-    whose, run = _instead.get()
-    if run is not None and whose is target:
-        return run(input_ids, cache, options)
-    seen = []
-    hook = target.get_decoder().register_forward_hook(lambda *given: seen.append(given[-1][0]))
-    try:
-        logits = target(input_ids, past_key_values=cache, use_cache=True, **options).logits
-    finally:
-        hook.remove()
-    return logits, seen[0]
-
-
-def prefill(target, input_ids: Tensor, generation_config, model_kwargs, stats=None, streamer=None):
-    """Run the target over the prompt but its last token, which is the root of the first draft.
-
-    Args: input_ids: (1, T) the prompt (streamed first). model_kwargs: of `generate`, only checked.
-    Returns: (cache of T - 1 rows, hidden (1, T - 1, D)).
-    Raises: ValueError: what `_check` refuses.
-    """
-    _check(target, input_ids, generation_config, model_kwargs)
-    config = target.config.get_text_config()
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
-    cache = GrowingCache(config.num_hidden_layers)
-    if input_ids.shape[1] == 1:
-        return cache, input_ids.new_empty((1, 0, config.hidden_size), dtype=target.dtype)
-    with (stats or Stats()).timer("prefill"):
-        return cache, forward(target, input_ids[:, :-1], cache, logits_to_keep=1)[1]
-
-
-def _check(target, input_ids: Tensor, generation_config, model_kwargs: dict) -> None:
-    """Refuse what decoding by token trees would answer otherwise than the target, or not at all."""
-    config = target.config.get_text_config()
-    limit = generation_config.max_length
-    mask = model_kwargs.get("attention_mask")
-    if input_ids.shape[0] != 1 or input_ids.shape[1] == 0 or (mask is not None and not mask.all()):
-        raise ValueError(f"ids of shape {tuple(input_ids.shape)}: one sequence, no padding or beam")
-    if (past := model_kwargs.get("past_key_values")) is not None and past.get_seq_length():
-        raise ValueError("past_key_values already holds tokens; pass all tokens without a cache")
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # Mistral lists none
-    reaches = {"context": getattr(config, "max_position_embeddings", None)}
-    if "sliding_attention" in kinds:
-        reaches["sliding window"] = getattr(config, "sliding_window", None)
-    if "chunked_attention" in kinds:
-        reaches["attention chunk"] = getattr(config, "attention_chunk_size", None)
-    for name, reach in reaches.items():
-        if reach and limit > reach:
-            raise ValueError(f"prompt + new tokens = {limit} exceed the target's {name} of {reach}")
-    rope = getattr(config, "rope_parameters", None) or {}
-    border = rope.get("original_max_position_embeddings", limit)  # other factors beyond it
-    crossed = input_ids.shape[1] - 1 <= border < limit - 1
-    attention = ("full_attention", "sliding_attention", "chunked_attention")
-    refused = {
-        f"a prompt on the {input_ids.device}": input_ids.device.type != target.device.type,
-        "inputs of 3 axes or more": any(getattr(x, "ndim", 0) > 2 for x in model_kwargs.values()),
-        "no position_ids": "position_ids" not in inspect.signature(target.forward).parameters,
-        "ALiBi": getattr(config, "alibi", False),  # counts rows where a tree counts levels
-        "layers of another kind": kinds.difference(attention),
-        "flash attention": "flash" in str(config._attn_implementation),  # takes no tree's mask
-        f"longrope across {border} tokens": crossed and rope.get("rope_type") == "longrope",
-        "guidance_scale": generation_config.guidance_scale not in (None, 1),  # keeps a cache
-        "SynthID": "SynthID" in type(generation_config.watermarking_config).__name__,  # a history
-        "return_dict_in_generate": generation_config.return_dict_in_generate,
-    }
-    for what, asked in refused.items():
-        if asked:
-            raise ValueError(f"{what}: speculative decoding here cannot; leave custom_generate out")
+def forward(target, fed: Tensor, cache, mask=None, positions=None) -> tuple[Tensor, Tensor]:
+    """One target forward over `fed` (1, n): logits (1, n, V) and last hidden states (1, n, D)."""
+    output = target(
+        fed,
+        past_key_values=cache,
+        use_cache=True,
+        attention_mask=mask if fed.shape[1] > 1 else None,  # one row attends to everything
+        position_ids=positions,
+        output_hidden_states=True,
+    )
+    return output.logits, output.hidden_states[-1]
 
 
 class Verified(NamedTuple):
     """Outcome of a round."""
 
-    tokens: Tensor  # (1, A + 1) to commit, the last one the target's own (bonus)
-    path: list[int]  # the A accepted nodes
-    hidden: Tensor  # (1, A + 1, D) the target's last ones, of the root and the accepted nodes
+    tokens: Tensor  # (1, A + 1) to commit; the last one is the target's own (bonus token)
+    path: list[int]  # the A accepted nodes, root to leaf
+    hidden: Tensor  # (1, A + 1, D) the target's last hidden states of the root and these nodes
+    logits: Tensor  # (1, N + 1, V) the target's, of the root and all nodes, unprocessed
 
 
 @torch.no_grad()
 def verify(
-    target, input_ids, draft: Draft, cache, logits_processor=None, do_sample=False, stats=None
+    target, input_ids, draft: Draft, cache, logits_processor=None, do_sample=False, scored=None
 ) -> Verified:
     """Check a token tree with one target forward; the result is distributed as plain decoding is.
 
-    Greedy: descend while a child holds the argmax. Sampling: try the sampled children in turn, each
-    accepted with min(1, p_target / q_draft), a refusal leaving norm(max(p_target - q_draft, 0))
-    (Leviathan et al. 2023, over siblings SpecInfer 2024); then draw from what is left, and descend
-    if a deterministic child holds the draw, which does not depend on what those children are.
+    Greedy: descend while a child holds the argmax. Sampling: recursive rejection sampling over the
+    sampled children (Leviathan et al. 2023; with siblings, SpecInfer 2024), see `_draw`.
 
-    Args: input_ids: (1, P + 1) committed tokens, the last one the root. cache: the target's, of P
-        rows before and P + 1 + A after. logits_processor: a function of ids and scores alone; it
-        sees each visited node's own prefix.
+    Args:
+        input_ids: (1, P + 1) committed tokens; the last one is the root.
+        cache: the target's, of P rows before and P + 1 + A after.
+        logits_processor: a function of ids and scores; it sees each visited node's own prefix.
+        scored: logits and hidden states of the tree, if a joint forward has computed them.
     """
-    stats = stats or Stats()
-    prefix = cache.get_seq_length()  # P
-    count = len(draft.tokens)  # N
-    assert prefix == input_ids.shape[1] - 1, "all committed tokens but the newest must be cached"
-    with stats.timer("verify"):
-        fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1), logits (1, N + 1, V)
-        mask = ancestor_mask(draft.parents, prefix, target.dtype)
-        depth = (mask[0, 0, :, prefix:] == 0).sum(-1) - 1  # (N + 1,) rows seen but one's own
-        mask = mask.to(fed.device) if len(depth) > 1 else None  # one row needs none
-        places = (prefix + depth).to(fed.device)[None]  # (1, N + 1)
-        logits, hidden = forward(target, fed, cache, attention_mask=mask, position_ids=places)
+    # 1. Run the target over the root and all nodes.
+    prefix = input_ids.shape[1] - 1  # P
+    if scored is None:
+        assert cache.get_seq_length() == prefix, "all tokens but the newest must be cached"
+        fed, mask, positions = tree_inputs(input_ids, draft, prefix, target.dtype)
+        scored = forward(target, fed, cache, mask, positions)
+    logits, hidden = scored  # (1, N + 1, V), (1, N + 1, D)
 
-        child = draft.children()
-        sampled = len(draft.probs) if do_sample and draft.probs is not None else 0  # M
-        greedy = not (do_sample or logits_processor)
-        plain_argmax = logits[0].float().argmax(-1).tolist() if greedy else None
-        path = []
-        committed = []
-        node = -1
-        while node is not None:
-            if plain_argmax is not None:
-                choice = plain_argmax[node + 1]
-            else:
-                scores = logits[:, node + 1].to(copy=True, dtype=torch.float32)  # (1, V)
-                if logits_processor:
-                    ids = torch.cat([input_ids, fed.new_tensor([committed])], dim=1)
-                    scores = logits_processor(ids, scores)
-                siblings = [n for n in range(sampled) if draft.parents[n] == node]
-                choice = _draw(scores[0], siblings, draft) if do_sample else int(scores.argmax())
-            committed.append(choice)
-            node = child.get((node, choice))
-            if node is not None:
-                path.append(node)
-        kept = fed.new_tensor([-1, *path]) + 1  # (A + 1,)
-        if path != list(range(len(path))):  # rows of a chain's accepted prefix are in place already
-            for layer in cache.layers:
-                if layer.is_initialized:  # not where layers share keys and values
-                    layer.keep(prefix, prefix + kept)
-        elif len(path) < count:
-            cache.crop(len(path) - count)
-    stats.target_forwards += 1
-    stats.drafted += count
-    stats.offered.append(int(depth.max()))
-    stats.accepted.append(len(path))
-    stats.copies.append((draft.copied, sum(n >= count - draft.copied for n in path)))
-    if stats.trace is not None:
-        p_plain = logits[0].float().softmax(-1)[draft.parents + 1, draft.tokens]  # unprocessed (N,)
-        record = {"draft": draft, "path": path, "committed": committed}
-        record |= {"p_target": p_plain.tolist(), "prefix": prefix, "seconds": dict(stats.seconds)}
-        stats.trace.append(record | stats.noted)
-        stats.noted = {}
-    return Verified(fed.new_tensor([committed]), path, hidden[:, kept])
+    # 2. Walk down from the root: choose the next token, and go on if a child holds it.
+    child = draft.children()
+    sampled = len(draft.probs) if do_sample and draft.probs is not None else 0  # M
+    plain_argmax = None
+    if not (do_sample or logits_processor):
+        plain_argmax = logits[0].float().argmax(-1).tolist()  # of all nodes at once
+    path = []
+    committed = []
+    node = -1
+    while node is not None:
+        if plain_argmax is not None:
+            token = plain_argmax[node + 1]
+        else:
+            scores = logits[:, node + 1].to(copy=True, dtype=torch.float32)  # (1, V)
+            if logits_processor:
+                ids = torch.cat([input_ids, input_ids.new_tensor([committed])], dim=1)
+                scores = logits_processor(ids, scores)
+            siblings = [n for n in range(sampled) if draft.parents[n] == node]
+            token = _draw(scores[0], siblings, draft) if do_sample else int(scores.argmax())
+        committed.append(token)
+        node = child.get((node, token))
+        if node is not None:
+            path.append(node)
+
+    # 3. Keep the cache rows of the root and the accepted nodes.
+    kept = torch.tensor([-1, *path]) + 1  # (A + 1,)
+    for layer in cache.layers:
+        if path == list(range(len(path))):  # already in place
+            layer.cut(prefix + len(kept))
+        else:
+            layer.keep(prefix, prefix + kept)
+    tokens = input_ids.new_tensor([committed])
+    return Verified(tokens, path, hidden[:, kept.to(hidden.device)], logits)
 
 
 def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
-    """A token distributed as softmax(scores (V,)), that of a sampled sibling where it can be."""
+    """A token distributed as softmax(scores (V,)), preferably one of the sampled siblings.
+
+    Each sibling is accepted with probability min(1, p_target / q_draft). A refusal leaves the
+    residual norm(max(p_target - q_draft, 0)) to the next one, and after the last sibling the token
+    is drawn from what is left. A deterministic child that holds this token is then accepted: the
+    residual does not depend on which such children there are.
+    """
     p_target = scores.softmax(-1)  # (V,)
     assert not p_target.isnan().any(), "the logits processors forbid every token"
-    for n in siblings:
-        q_draft = draft.probs[n].to(p_target.dtype)  # (V,)
-        token = int(draft.tokens[n])
+    for node in siblings:
+        q_draft = draft.probs[node].to(p_target.dtype)  # (V,)
+        token = int(draft.tokens[node])
         if torch.rand((), device=scores.device) * q_draft[token] < p_target[token]:
             return token
         residual = (p_target - q_draft).clamp(min=0)
-        p_target = residual / residual.sum() if residual.sum() > 0 else p_target
+        if residual.sum() > 0:  # zero by rounding only
+            p_target = residual / residual.sum()
     return int(sample(p_target))
 
 
 def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
-    """Ids (..., 1) drawn from probs (..., V): where a running sum exceeds `uniform` (..., 1)."""
-    # sums .5 .8 1: .6 is id 1. torch.multinomial: ten times as long on a CPU. No float64 on MPS.
-    sums = (probs if probs.device.type == "mps" else probs.double()).cumsum(-1)  # (..., V)
-    uniform = torch.rand_like(sums[..., :1]) if uniform is None else uniform
+    """Ids (..., 1) drawn from probs (..., V): where the running sum exceeds `uniform` (..., 1).
+
+    Probabilities .5 .3 .2 have the sums .5 .8 1, so .6 gives id 1. torch.multinomial takes ten
+    times as long on a CPU.
+    """
+    exact = probs if probs.device.type == "mps" else probs.double()  # MPS has no float64
+    sums = exact.cumsum(-1)  # (..., V)
+    if uniform is None:
+        uniform = torch.rand_like(sums[..., :1])
     return torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
 
 
-def commit(input_ids: Tensor, tokens: Tensor, stopping_criteria, stats=None, streamer=None):
-    """Append tokens (1, n) to input_ids (1, T) up to where decoding stops: (ids, stopped)."""
-    for count in range(1, tokens.shape[1] + 1):
-        ids = torch.cat([input_ids, tokens[:, :count]], dim=1)
-        if stopped := bool(stopping_criteria(ids, None).all()):
-            break
-    if stats is not None:
-        stats.emitted += count
-        lost = max(0, stats.accepted[-1] - count)  # accepted, beyond the end
-        stats.accepted[-1] -= lost
-        offered, copied = stats.copies[-1]
-        stats.copies[-1] = (offered, max(0, copied - lost))
-    if streamer is not None:
-        streamer.put(tokens[:, :count].cpu())
-        if stopped:
-            streamer.end()
-    return ids, stopped
+class Lookup:
+    """Free drafts: copy what followed the last tokens where they stood before (Saxena 2023).
+
+    Args: most: tokens to copy a round if the last four tokens stood there before, fewer if only
+        three or two did; 0 copies nothing.
+    """
+
+    def __init__(self, most: int):
+        self.lengths = {4: most, 3: most // 2, 2: most // 3}  # {n: tokens to copy}
+        self.text: list[int] = []
+        self.follows: dict[tuple, int] = {}  # n-gram: where its last occurrence ended
+
+    def find(self, input_ids: Tensor) -> list[int]:
+        """Tokens to copy after `input_ids` (1, T), which begin with those of the last call."""
+        if not self.lengths[4]:
+            return []
+        # 1. Register the new n-grams. The text's own end is not among them yet.
+        for token in input_ids[0, len(self.text) :].tolist():
+            for n in self.lengths:
+                self.follows[tuple(self.text[-n:])] = len(self.text)
+            self.text.append(token)
+        # 2. Look up the longest n-gram first. A copy that reaches the end of the text repeats.
+        for n, length in self.lengths.items():
+            start = self.follows.get(tuple(self.text[-n:]))
+            if start is not None and length:
+                found = self.text[start : start + length]
+                return [found[i % len(found)] for i in range(length)]
+        return []
+
+    def merge(self, draft: Draft, input_ids: Tensor, room: int) -> Draft:
+        """The draft and, as deterministic nodes, the copied tokens that it does not have."""
+        copy = self.find(input_ids)[:room]
+        child = draft.children()
+        node = -1
+        while copy and (node, copy[0]) in child:  # share the nodes that the draft already has
+            node = child[node, copy.pop(0)]
+        if not copy:
+            return draft
+        count = len(draft.tokens)
+        tokens = torch.cat([draft.tokens, input_ids.new_tensor(copy)])
+        below = torch.arange(count - 1, count - 1 + len(copy))
+        below[0] = node
+        parents = torch.cat([draft.parents, below])
+        q = None
+        if draft.q is not None:
+            q = torch.cat([draft.q, draft.q.new_full((len(copy),), float("nan"))])
+        return Draft(tokens, parents, draft.probs, q, len(copy), draft.notes)
 
 
-def demo(generate, Drafter=None, folder="", argument: str = "drafter", **options) -> None:
-    """Answer a prompt, with the drafter checkpoints/folder (`argument` of `generate`) if any."""
+# ------------------------------------------------------------------------------------- decoding
+
+
+@dataclass
+class Stats:
+    """What happened while decoding. The forward over the prompt is not counted."""
+
+    sync: bool = False  # wait for the GPU before the clock is read
+    target_forwards: int = 0
+    drafted: int = 0  # draft tokens submitted for verification
+    emitted: int = 0  # tokens committed, bonus tokens included
+    offered: list[int] = field(default_factory=list)  # depth of the draft, a number a round
+    accepted: list[int] = field(default_factory=list)  # draft tokens accepted, a number a round
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (offered, accepted) a round
+    seconds: dict[str, float] = field(default_factory=dict)  # of prefill, draft and verify
+
+
+class Decoding:
+    """One answer in the making: committed tokens, the target's cache, and how to go on.
+
+    `given` is what transformers hands to a `custom_generate` function: logits_processor,
+    stopping_criteria, generation_config and the model's arguments, which are only checked.
+
+        target                the model
+        ids     (1, P + 1)    committed tokens; the newest is not cached yet
+        cache                 the target's keys and values of the first P
+        hidden  (1, n, D)     the target's last hidden states of what the last round cached, at
+                              first those of the prompt
+        done                  True when the answer has ended
+
+    Args:
+        input_ids: (1, T) the prompt.
+        copies: most tokens to copy from the context each round, beside the draft.
+        stats: a Stats to fill. token_streamer: a streamer of transformers.
+    Raises:
+        Mistake: something that decoding by token trees cannot do.
+    """
+
+    def __init__(
+        self, target, input_ids: Tensor, copies=0, stats=None, token_streamer=None, **given
+    ):
+        self.logits_processor = given.pop("logits_processor", None)
+        self.stopping_criteria = given.pop("stopping_criteria")
+        self.generation_config = given.pop("generation_config")
+        check_target(target)
+        _check_request(target, input_ids, self.generation_config, given)
+        self.target = target
+        self.ids = input_ids
+        self.do_sample = self.generation_config.do_sample
+        self.done = False
+        self.stats = stats or Stats()
+        self.streamer = token_streamer
+        self.lookup = Lookup(copies)
+        self.since = time.perf_counter()
+        self.phase = "prefill"  # until the first draft is ready, then "draft"
+        ends = self.generation_config.eos_token_id  # one id, several or None
+        self.ends = {ends} if isinstance(ends, int) else set(ends or [])
+        self._prefill()
+
+    @torch.no_grad()
+    def _prefill(self) -> None:
+        """Cache all prompt tokens but the last, which is the root of the first draft."""
+        if self.streamer is not None:
+            self.streamer.put(self.ids.cpu())
+        config = self.target.config.get_text_config()
+        self.cache = GrowingCache(config.num_hidden_layers)
+        if self.ids.shape[1] == 1:
+            empty = (1, 0, config.hidden_size)
+            self.hidden = self.ids.new_empty(empty, dtype=self.target.dtype)
+        else:
+            decoder = self.target.get_decoder()  # no logits are needed here
+            prompt = self.ids[:, :-1]
+            self.hidden = decoder(prompt, past_key_values=self.cache, use_cache=True)[0]
+
+    @property
+    def room(self) -> int:
+        """The most levels a draft may have; one place is the bonus token's."""
+        return self.generation_config.max_length - self.ids.shape[1] - 1
+
+    def pick(self, logits: Tensor, draft_ids: Tensor | None, ids: Tensor):
+        """Choose a draft token: the argmax in greedy decoding, else a draw.
+
+        Args:
+            logits: (1, Vd) of the tokens `draft_ids` (Vd,); None means of all V.
+            ids: (1, T) all tokens before, for the logits processors.
+        Returns:
+            (token (1,), q_draft (V,), the processed distribution it comes from), or None if the
+            processors allow no token that can be drafted.
+        """
+        scores = logits.float()  # (1, V)
+        if draft_ids is not None:
+            vocab = self.target.config.get_text_config().vocab_size
+            scores = scores.new_full((1, vocab), float("-inf"))
+            scores[:, draft_ids] = logits.float()
+        if self.logits_processor:
+            scores = self.logits_processor(ids, scores)
+            if not scores.max() > float("-inf"):  # -inf everywhere, or NaN once normalised
+                return None
+        q_draft = scores.softmax(-1)[0]  # (V,)
+        token = sample(q_draft) if self.do_sample else q_draft.argmax(keepdim=True)
+        return token, q_draft
+
+    def with_copies(self, draft: Draft) -> Draft:
+        """The draft with what can be copied from the context."""
+        return self.lookup.merge(draft, self.ids, self.room)
+
+    def verify(self, draft: Draft, scored=None) -> Verified:
+        """Check a draft and commit what holds; `scored` as for the function `verify`."""
+        self._clock(self.phase)
+        self.phase = "draft"
+        if scored is None:
+            draft = self.with_copies(draft)
+        verified = verify(
+            self.target,
+            self.ids,
+            draft,
+            self.cache,
+            self.logits_processor,
+            self.do_sample,
+            scored,
+        )
+        count = self._commit(verified.tokens)
+        self.hidden = verified.hidden[:, :count]
+        self._count(draft, verified.path, count)
+        self._clock("verify")
+        return verified
+
+    def _commit(self, tokens: Tensor) -> int:
+        """Append tokens (1, n) up to where decoding stops; returns how many."""
+        before = self.ids
+        for count in range(1, tokens.shape[1] + 1):
+            self.ids = torch.cat([before, tokens[:, :count]], dim=1)
+            self.done = bool(self.stopping_criteria(self.ids, None).all())
+            if self.done:
+                break
+        if self.streamer is not None:
+            self.streamer.put(tokens[:, :count].cpu())
+            if self.done:
+                self.streamer.end()
+        return count
+
+    def _count(self, draft: Draft, path: list[int], emitted: int) -> None:
+        """Add the round to the statistics; accepted nodes beyond the end do not count."""
+        stats = self.stats
+        nodes = len(draft.tokens)
+        path = path[:emitted]
+        depth = [0]  # of the root and each node
+        for parent in draft.parents.tolist():
+            depth.append(depth[parent + 1] + 1)
+        stats.target_forwards += 1
+        stats.drafted += nodes
+        stats.emitted += emitted
+        stats.offered.append(max(depth))
+        stats.accepted.append(len(path))
+        stats.copies.append((draft.copied, sum(n >= nodes - draft.copied for n in path)))
+
+    def _clock(self, phase: str) -> None:
+        """Book the time since the last call on `phase`."""
+        if self.stats.sync:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        seconds = self.stats.seconds
+        seconds[phase] = seconds.get(phase, 0.0) + now - self.since
+        self.since = now
+
+
+def check_target(target) -> None:
+    """Raise a Mistake if decoding by token trees would differ from this target's own decoding."""
+    config = target.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    plain = "leave custom_generate out, or take another target"
+    if "position_ids" not in inspect.signature(target.forward).parameters:
+        raise Mistake(f"this target takes no position_ids, which a token tree needs: {plain}")
+    if getattr(config, "alibi", False):
+        raise Mistake(f"ALiBi counts rows where a token tree counts levels: {plain}")
+    if kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
+        raise Mistake(f"layers other than attention cannot take back a refused token: {plain}")
+    if "flash" in str(config._attn_implementation):
+        remedy = "load the target with attn_implementation='sdpa'"
+        raise Mistake(f"flash attention takes no tree mask: {remedy}")
+
+
+def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: dict) -> None:
+    """Raise a Mistake if this request cannot be decoded by token trees."""
+    config = target.config.get_text_config()
+    mask = model_kwargs.get("attention_mask")
+    past = model_kwargs.get("past_key_values")
+    one = input_ids.shape[0] == 1 and input_ids.shape[1] > 0
+    if input_ids.device.type != target.device.type:
+        raise Mistake(f"the prompt is on {input_ids.device}: move it with .to(target.device)")
+    if not one or (mask is not None and not mask.all()):
+        given = tuple(input_ids.shape)
+        raise Mistake(f"ids of shape {given}: pass one sequence, without padding or beams")
+    if past is not None and past.get_seq_length() > 0:
+        raise Mistake("past_key_values already holds tokens: pass all tokens, and no cache")
+    if any(getattr(x, "ndim", 0) > 2 for x in model_kwargs.values()):
+        raise Mistake("only text is decoded here: pass no images or other inputs of three axes")
+
+    unsupported = {
+        "guidance_scale": generation_config.guidance_scale not in (None, 1),
+        "return_dict_in_generate": generation_config.return_dict_in_generate,
+        "SynthID": "SynthID" in type(generation_config.watermarking_config).__name__,
+    }
+    for name, asked in unsupported.items():
+        if asked:
+            raise Mistake(f"{name} is not supported by token trees: leave it out")
+
+    # What lies beyond these reaches would be attended to here, but not by the target.
+    limit = generation_config.max_length
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]  # Mistral lists none
+    reaches = {"context": getattr(config, "max_position_embeddings", None)}
+    if "sliding_attention" in kinds:
+        reaches["sliding window"] = getattr(config, "sliding_window", None)
+    if "chunked_attention" in kinds:
+        reaches["attention chunk"] = getattr(config, "attention_chunk_size", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # takes other factors for longer texts
+        border = rope.get("original_max_position_embeddings") or limit
+        if input_ids.shape[1] - 1 <= border:
+            reaches["short longrope factors"] = border + 1
+    for name, reach in reaches.items():
+        if reach and limit > reach:
+            text = f"prompt + new tokens = {limit} exceed the target's {name} of {reach}"
+            raise Mistake(f"{text}: lower max_new_tokens")
+
+
+def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -> None:
+    """Answer one prompt with the drafter in checkpoints/folder; for `python METHOD.py`."""
+    parser = argparse.ArgumentParser(description="Answer a prompt with the shipped drafter.")
+    default = "Explain photosynthesis to a child in five sentences."
+    parser.add_argument("prompt", nargs="?", default=default)
+    prompt = parser.parse_args().prompt
     try:
         target, tokenizer = load_target()
-        if Drafter is not None:
-            checkpoint = Path(__file__).with_name("checkpoints") / folder
-            options[argument] = load_drafter(Drafter, checkpoint, target)
-    except ValueError as problem:
+        checkpoint = Path(__file__).with_name("checkpoints") / folder
+        options[argument] = load_drafter(Drafter, checkpoint, target)
+    except Mistake as problem:
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
         sys.exit(2)
-    text = "Explain photosynthesis to a child in five sentences."
-    chat = tokenizer.chat_template
-    if chat:
-        messages = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat)["input_ids"]
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
     stats = Stats()
-    options |= {"max_new_tokens": 128, "do_sample": False, "stats": stats}
-    output = target.generate(ids, custom_generate=generate, **options)
-    print(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
-    print(f"\n{stats.emitted} tokens, {stats.emitted / stats.target_forwards:.2f} a target forward")
+    output = target.generate(
+        **inputs, custom_generate=generate, max_new_tokens=128, stats=stats, **options
+    )
+    answer = output[0, inputs["input_ids"].shape[1] :]
+    print(tokenizer.decode(answer, skip_special_tokens=True))
+    tau = stats.emitted / stats.target_forwards
+    print(f"\n{stats.emitted} tokens, {tau:.2f} per target forward")

@@ -1,78 +1,46 @@
-"""GLIDE: a drafter that glimpses the target's KV cache (Du et al., ICML 2024).
+"""GLIDE: a drafter that glimpses at the target's KV cache (Du et al., ICML 2024, section 4.1).
 
-Paper: arXiv:2402.02082, section 4.1.
+Paper: arXiv:2402.02082. The drafter is a small transformer. Each of its layers has a
+cross-attention sub-layer between self-attention and feed-forward. The keys and values of the
+cross-attention are not computed: they are the rows that the target has cached while it verified
+the earlier tokens. The drafter thus reads for free what the target knows about the context.
 
-The drafter is a transformer of one or two layers. Between self-attention and feed-forward each
-layer has a cross-attention sub-layer whose keys and values are not computed at all: they are the
-rows that the target cached when it verified the previous tokens. The drafter so reads what the
-target thought of the context, for free. The newest token and the drafted ones have no target rows
-yet; training imitates that delay with a block-wise mask.
+The newest token x_t and the tokens drafted after it have no target rows yet. Training imitates
+this delay with a block-wise mask.
 
               tokens      x_1 ... x_(t-1)     x_t     x_(t+1) ... x_(t+i-1)
-              target's rows  x  x  x           .          .  .  .             (not there yet)
-              drafter's rows x  x  x           x          x  x  x   ->  q_draft of x_(t+i)
+        target's rows      x  x  x             .          .  .  .
+        drafter's rows     x  x  x             x          x  x  x   ->  q_draft of x_(t+i)
 
-    symbol                name here                        section      function
-    M_T, M_D              target, drafter                  3            generate
-    x_(<=t), x_t          input_ids (t = P + 1), its last  3, 4.1       propose
-    x_(t+1..t+gamma)      Draft.tokens                     3            propose, common.chain
-    gamma                 Config.gamma                     3, 5.1       generate
-    i                     1 + tokens drafted so far        4.1          propose
-    n, x'_(t+n+1)         len(path), last of tokens        3            common.verify
-    N_T, N_D              num_layers of target, Config     4.1, App. F  Drafter
-    m, l = N_T - N_D + m  drafter layer, kv_layers         4.1          Drafter (counted from 0)
-    K^(l,j), V^(l,j)      Glimpse.keys, Glimpse.values     4.1          propose, training_logits
-    h, d_k, d_D           heads, head_dim, hidden          4.1, 5.1     Layer, CrossAttention
-    H^m, Q^(m,j), hd_j    x, queries, out (j: a head)      4.1          CrossAttention
-    W_j, W^O              q_proj, o_proj                   4.1          CrossAttention
-    Mask_Block, L         block_mask, Config.block_size    4.1          block_mask
-    block(j), A_jk        block, (inside the SDPA)         4.1          block_mask
-    p_T, p_D, alpha       p_target, q_draft, the result    5.1          alpha
-    c, E(Spd.)            cost, the result                 5.1          expected_speedup
+Names that differ from the paper's: M_T and M_D are `target` and `drafter`, N_D is
+`Config.num_layers`, L is `Config.block_size`, p_D is `q_draft`.
 
-Deviations
-    1. paper silent: sub-layers are pre-normed with a residual, and one norm ends the drafter; the
-       queries of the cross-attention are rotated at their own position, as in the target layer they
-       read, whose cached keys are rotated; groups of queries share a K/V head. A query that may
-       read nothing gets zero. Accepted draft tokens keep the drafter's keys and values as drafted.
-    2. paper silent: the borders of the training blocks are shifted at random for every sequence
-       and step (the phase), so that every position meets every delay.
-    3. ours: tokens that the drafter consumes but does not draft from (the prompt, the last accepted
-       one) read the target's rows before them, too. In 4.1 only x_t and the drafted tokens read
-       any; yet the mask of its training makes every position a query.
-    4. ours: the drafter is as wide as the target (the paper has d_D = 4096 for targets of 4096 to
-       6656), because embedding and head are the target's, frozen. It starts from copies, where
-       shapes agree (the paper: from scratch): self-attention, feed-forward and final norm of the
-       target's top; a cross-attention's norm, queries and output projection of the layer it reads.
-    5. ours: drafts come from the 8192 most frequent tokens of the training answers only
-       (`draft_vocab`; the paper's from all). Verification covers all tokens.
-    6. ours: the loss compares with the target's distribution, renormalised over the draft
-       vocabulary, at every position of the answers. `distill=False` with `draft_vocab=0` is the
-       paper's cross-entropy with the data; with less, tokens that cannot be drafted are left out.
-       (Appendix C gains 0.2 to 0.7 points of acceptance from training on text that the target
-       wrote, which our data already is.)
-    7. ours: AdamW with a peak learning rate of 2e-3 (shipped: later 1.5e-3), 4 conversations a
-       step, cut at 384 tokens (512 in the last stage), warm-up, cosine decay, gradients clipped at
-       1.0, on the target's own answers. The paper: 5e-4, 64 a step, the others not said,
-       SlimPajama-6B, then ShareGPT, one epoch each.
-    8. ours: alpha is sum_x min(p_T, p_D), which is E_(x~p_D) min(1, p_T / p_D) and what Leviathan
-       et al. show; 5.1 prints E_(x~p_D) min(p_T, p_D), a slip.
-    9. ours: tokens copied from the context may stand beside the chain (`copies`, off by default).
-   10. ours: the shipped drafter reads layer 18 of the target's 30, in which heads look for what
-       followed a token before; Figure 7 finds the top layer best, which stays the default. It
-       drafts 2 tokens a round (the paper: 5) and learned in blocks of L = 3 (5) in its last stage.
+Deviations from the paper:
+    1. The drafter is as wide as the target, because it uses the target's frozen embedding and LM
+       head. Its weights start as copies of the target's where the shapes agree.
+    2. Only the most frequent tokens of the training answers are drafted (`draft_vocab`).
+       Verification covers the whole vocabulary.
+    3. The loss compares with the target's distribution. `distill=False` with `draft_vocab=0` is
+       the paper's cross-entropy with the data.
+    4. The prose of 4.1 assigns a block by the predicted token, its formula by the query. The code
+       follows the formula. The first block is cut short at random, so that every position meets
+       every delay.
+    5. Every position reads the target's rows, not only x_t and the drafted tokens. This is what
+       the block-wise mask trains.
+    6. Figure 7 finds the top target layer best to read, which is the default here. The shipped
+       drafter reads layer 18 of 30 (checkpoints/README.md).
+
+Licence: Apache-2.0.
 """
 
-import functools
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import rotate_half
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 import common
 from common import option
@@ -80,262 +48,209 @@ from common import option
 
 @dataclass
 class Config:
-    target: dict = option(dict, "shape of the target (filled in by train.py)")
+    target: dict = option(dict, "shape of the target (filled in by build)")
     num_layers: int = option(1, "drafter layers, N_D")
-    intermediate_size: int = option(1536, "width of the feed-forward; copied if it is the target's")
-    cross_attention: bool = option(True, "read the target's KV; off is the Vanilla Drafter")
-    kv_layer: int = option(-1, "target layer to read for all layers (Figure 7); -1: top ones")
-    block_size: int = option(5, "L of the block-wise mask")
-    draft_vocab: int = option(8192, "draft only the most frequent tokens; 0: all of them")
-    distill: bool = option(True, "train on the target's distribution, not on hard labels")
-    gamma: int = option(5, "draft tokens a round", True)
-    copies: int = option(0, "tokens copied from the context (prompt lookup); 0: the paper's", True)
+    intermediate_size: int = option(1536, "width of the feed-forward")
+    cross_attention: bool = option(True, "read the target's cache; off is the Vanilla Drafter")
+    kv_layer: int = option(-1, "target layer that all drafter layers read; -1: the top ones")
+    query_norm: bool = option(False, "norm the queries, as Qwen3 does (filled in by build)")
+    block_size: int = option(5, "L, tokens in a block of the training mask")
+    draft_vocab: int = option(8192, "draft only so many frequent tokens; 0: all")
+    distill: bool = option(True, "train on the target's distribution, not on the data")
+    gamma: int = option(5, "draft tokens a round", decode=True)
+
+    def __post_init__(self):
+        common.at_least(self, num_layers=1, kv_layer=-1, block_size=1, draft_vocab=0, gamma=0)
 
 
-VARIANTS = {
-    "gamma1": {"gamma": 1},  # shorter drafts pay where the acceptance rate is low
-    "gamma2": {"gamma": 2},
-    "gamma3": {"gamma": 3},
-    "copies": {"copies": 16},
-}
-
-# ------------------------------------------------------------------------------------- architecture
-
-attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
+VARIANTS = {f"gamma{n}": {"gamma": n} for n in (1, 2, 3, 4, 5)}
 
 
-def rope(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first R of Dh dimensions of x (B, H, T, Dh) by cos and sin (B, T, R)."""
-    cos, sin = (table[:, None].to(x.dtype) for table in rotary)  # (B, 1, T, R)
-    turned = x[..., : cos.shape[-1]]  # (B, H, T, R)
-    rest = x[..., cos.shape[-1] :]
-    return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
+# -------------------------------------------------------------------------------- architecture
 
 
-class SelfAttention(nn.Module):
-    """Causal attention among the drafter's own rows; K/V heads as the target has them."""
+def attend_or_zero(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention (B, H, T, Dh) in which a query that may attend to nothing gives zero.
 
-    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int):
-        super().__init__()
-        self.head_dim = head_dim
-        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
-
-    def forward(self, x: Tensor, rotary, mask: Tensor | None, cache, layer: int) -> Tensor:
-        """x (B, T, D); mask (B or 1, 1, T, P_own + T) bool; None: causal (P_own = 0 or T = 1)."""
-        queries = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, T, Dh)
-        keys = self.k_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, Hkv, T, Dh)
-        values = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        queries = rope(queries, rotary)
-        keys = rope(keys, rotary)
-        if cache is not None:
-            keys, values = cache.update(keys, values, layer)  # (B, Hkv, P_own + T, Dh)
-        causal = mask is None and queries.shape[2] > 1
-        out = attend(queries, keys, values, attn_mask=mask, is_causal=causal)  # (B, H, T, Dh)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class Glimpse(NamedTuple):
-    """What a drafter layer reads: the cache of one target layer, and that layer's rotary tables.
-
-    Each drafter layer may read another target layer, and those of Gemma-3 rotate differently.
+    Args: q: (B, H, T, Dh). k, v: (B, Hkv, P, Dh). mask: (B or 1, 1, T, P) bool; None: to all.
     """
-
-    keys: Tensor | None  # (B, Hkv, P, Dh) as cached, already rotated; None before any verification
-    values: Tensor | None  # (B, Hkv, P, Dh)
-    rotary: tuple[Tensor, Tensor]  # cos and sin (B or 1, T, R) of that layer, where the queries are
+    if k.shape[2] == 0:
+        return torch.zeros_like(q)
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    # A softmax over no keys is NaN. Such a query attends to all, and its result is erased.
+    some = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | ~some, enable_gqa=True)
+    return out * some
 
 
 class CrossAttention(nn.Module):
-    """Queries from the drafter, keys and values from the target (the equations of 4.1)."""
-
-    def __init__(self, hidden: int, heads: int, head_dim: int):
-        super().__init__()
-        self.head_dim = head_dim
-        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
-
-    def forward(self, x: Tensor, glimpse: Glimpse, mask: Tensor | None) -> Tensor:
-        """What x (B, T, D) reads of P target rows, (B, T, D); zero where it may read none.
-
-        Args:
-            mask: (B or 1, 1, T, P) bool, None where every query reads every row.
-        """
-        if glimpse.keys is None:
-            return torch.zeros_like(x)
-        queries = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, T, Dh)
-        queries = rope(queries, glimpse.rotary)
-        keys = glimpse.keys.to(queries.dtype)  # (B, Hkv, P, Dh)
-        values = glimpse.values.to(queries.dtype)
-        if mask is None:
-            out = attend(queries, keys, values)  # (B, H, T, Dh)
-        else:  # a softmax over no rows is NaN: a query without any reads all, and is then erased
-            sees = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1)
-            out = attend(queries, keys, values, attn_mask=mask | ~sees)  # (B, H, T, Dh)
-            out = out * sees
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class SwiGLU(nn.Module):
-    def __init__(self, hidden: int, intermediate: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    """Self-attention, cross-attention, feed-forward (Figure 2), with the target's names."""
+    """Queries from the drafter, keys and values from the target's cache (equations of 4.1)."""
 
     def __init__(self, config: Config):
         super().__init__()
         shape = config.target
-        hidden = shape["hidden_size"]
-        heads = shape["num_heads"]
-        head_dim = shape["head_dim"]
-        self.input_layernorm = nn.RMSNorm(hidden, eps=1e-5)
-        self.self_attn = SelfAttention(hidden, heads, shape["num_kv_heads"], head_dim)
-        if config.cross_attention:
-            self.cross_layernorm = nn.RMSNorm(hidden, eps=1e-5)
-            self.cross_attn = CrossAttention(hidden, heads, head_dim)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=1e-5)
-        self.mlp = SwiGLU(hidden, config.intermediate_size)
+        self.head_dim = shape["head_dim"]
+        width = shape["num_heads"] * self.head_dim
+        self.q_proj = nn.Linear(shape["hidden_size"], width, bias=False)
+        self.o_proj = nn.Linear(width, shape["hidden_size"], bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if config.query_norm else None
 
-    def forward(self, x, rotary, glimpse, self_mask, cross_mask, cache, layer) -> Tensor:
-        """x (B, T, D) to (B, T, D); the rest as for Drafter.forward, `glimpse` None for none."""
-        x = x + self.self_attn(self.input_layernorm(x), rotary, self_mask, cache, layer)
+    def forward(self, x: Tensor, kv, tables, mask: Tensor | None) -> Tensor:
+        """What x (B, T, D) reads from P target rows, (B, T, D).
+
+        Args:
+            kv: keys and values (B, Hkv, P, Dh) as cached, so the keys are rotated already.
+            tables: cos and sin of that target layer at the positions of x.
+            mask: (B or 1, 1, T, P) bool; None: to all.
+        """
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, Dh)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        q = common.rotate(q.transpose(1, 2), tables)  # (B, H, T, Dh)
+        k, v = (rows.to(q.dtype) for rows in kv)
+        out = attend_or_zero(q, k, v, mask)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """Self-attention, cross-attention, feed-forward (Figure 2), each pre-normed with a residual.
+
+    The sub-layers that are not GLIDE's own are Llama's, from transformers.
+    """
+
+    def __init__(self, config: Config, index: int):
+        super().__init__()
+        width = config.target["hidden_size"]
+        llama = common.llama_config(config.target, config.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(width, eps=1e-5)
+        self.self_attn = LlamaAttention(llama, index)
+        if config.cross_attention:
+            self.cross_layernorm = nn.RMSNorm(width, eps=1e-5)
+            self.cross_attn = CrossAttention(config)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
+        self.mlp = LlamaMLP(llama)
+
+    def forward(self, x: Tensor, rotary, glimpse, masks, cache) -> Tensor:
+        """x (B, T, D) to (B, T, D).
+
+        Args:
+            rotary: cos and sin for the self-attention, each (B or 1, T, Dh).
+            glimpse: (kv, tables) for the cross-attention; None without one.
+            masks: of self- and cross-attention, as for `Drafter.forward`.
+        """
+        self_mask, cross_mask = masks
+        normed = self.input_layernorm(x)
+        x = x + self.self_attn(normed, rotary, self_mask, past_key_values=cache)[0]
         if glimpse is not None:
-            x = x + self.cross_attn(self.cross_layernorm(x), glimpse, cross_mask)
+            x = x + self.cross_attn(self.cross_layernorm(x), *glimpse, cross_mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The glimpse draft model; holds only what is trained, not the target's embedding and head."""
+    """The glimpse drafter. Embedding and LM head are the target's and are not held here."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_layers))
         self.norm = nn.RMSNorm(config.target["hidden_size"], eps=1e-5)
-        vocab = config.target["vocab_size"]
-        draft_vocab = min(config.draft_vocab or vocab, vocab)
-        self.register_buffer("draft_ids", torch.arange(draft_vocab))  # (Vd,)
+        self.register_buffer("draft_ids", common.draft_vocab(config.target, config.draft_vocab))
 
     @property
     def kv_layers(self) -> list[int]:
-        """The target layer that each drafter layer reads: N_T - N_D + m (4.1), counted from 0."""
-        if not self.config.cross_attention:
+        """The target layer that each drafter layer reads: N_T - N_D + m (4.1), from 0 on."""
+        config = self.config
+        if not config.cross_attention:
             return []
-        if self.config.kv_layer >= 0:
-            return [self.config.kv_layer] * self.config.num_layers
-        top = self.config.target["num_layers"]
-        return list(range(top - self.config.num_layers, top))
+        if config.kv_layer >= 0:
+            return [config.kv_layer] * config.num_layers
+        top = config.target["num_layers"]
+        return list(range(top - config.num_layers, top))
 
-    def rotaries(self, target, positions: Tensor) -> tuple[tuple, list[tuple]]:
-        """Cos and sin at `positions` (B or 1, T), of the top target layer and of all kv_layers."""
-        top = self.config.target["num_layers"] - 1
-        layers = {top, *self.kv_layers}
-        tables = {layer: common.rotary(target, positions, layer) for layer in layers}
-        return tables[top], [tables[layer] for layer in self.kv_layers]
-
-    def forward(
-        self,
-        embeds: Tensor,
-        rotary,
-        glimpses: list[Glimpse],
-        head: nn.Module,
-        rows,
-        self_mask=None,
-        cross_mask=None,
-        cache=None,
-    ) -> tuple[Tensor, Tensor]:
-        """Draft logits (M, Vd) and final hidden states (M, D) of M chosen rows.
-
-        P counts the target's cached rows, P_own the drafter's.
+    def forward(self, target, ids, positions, kv: dict, masks=(None, None), cache=None) -> Tensor:
+        """Final hidden states (B, T, D) of tokens `ids` (B, T) at `positions` (B or 1, T).
 
         Args:
-            embeds: (B, T, D) the target's embeddings of the input tokens.
-            rotary: cos and sin of the self-attention, each (B or 1, T, R).
-            glimpses: one for each layer, of P rows; empty without cross-attention.
-            head: the target's LM head for the draft vocabulary, D -> Vd.
-            rows: index into (B, T), what to score: in training a mask (B, T) bool with M set, in
-                drafting (slice(None), -1), the newest token of each sequence, M = B.
-            self_mask: (B or 1, 1, T, P_own + T) bool, None for causal (P_own = 0 or T = 1).
-            cross_mask: (B or 1, 1, T, P) bool, None for all.
-            cache: the drafter's own, of P_own rows, which T more join; None for none.
+            kv: {target layer: (K, V)}, each (B, Hkv, P, Dh).
+            masks: two of bool, True = may attend: for the self-attention (B or 1, 1, T, P_own + T),
+                None: causal; for the cross-attention (B or 1, 1, T, P), None: to all.
+            cache: the drafter's own, of P_own rows; T more are added.
         """
-        x = embeds
+        dtype = self.norm.weight.dtype
+        top = self.config.target["num_layers"] - 1
+        rotary = common.rotary(target, positions, top)
+        rotary = common.whole_rotary(rotary, self.config.target["head_dim"])
+        rotary = tuple(table.to(dtype) for table in rotary)
+        x = target.get_input_embeddings()(ids).to(dtype)  # (B, T, D)
         for index, layer in enumerate(self.layers):
-            glimpse = glimpses[index] if glimpses else None
-            x = layer(x, rotary, glimpse, self_mask, cross_mask, cache, index)
-        hidden = self.norm(x[rows])  # (M, D)
-        return head(hidden), hidden
+            glimpse = None
+            if self.kv_layers:
+                read = self.kv_layers[index]
+                glimpse = kv[read], common.rotary(target, positions, read)
+            x = layer(x, rotary, glimpse, masks, cache)
+        return self.norm(x)
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start training from: copied from the target where names and shapes agree.
+    """A drafter to start training from, its weights copied from the target where they fit.
 
-    Layers, and the final norm, come from the top of the target. Queries, output projection and norm
-    of a cross-attention come from the layer that it reads: its keys were made for those queries,
-    and for inputs scaled by that norm. Equal names mean equal things in the Llama family only:
-    Gemma scales by 1 + weight and norms elsewhere, too, Qwen2's biases are left out.
+    Queries, output projection and norm of a cross-attention come from the target layer that it
+    reads, because that layer's keys were made for those queries.
 
-    Args:
-        token_counts: (V,) how often each token occurs in the training responses; the top ones can
-            be drafted.
-    Raises:
-        ValueError: more layers than the target has, or none; a target layer that is not there;
-            blocks of no tokens.
+    Args: token_counts: (V,) how often each token occurs in the training responses.
+    Raises: Mistake: a target layer that is not there, or that caches no ordinary keys and values.
     """
+    config.target = common.target_shape(target)
     depth = config.target["num_layers"]
-    if not 1 <= config.num_layers <= depth:
-        raise ValueError(f"num_layers {config.num_layers}: take 1 to {depth}, the target's")
-    if not -1 <= config.kv_layer < depth:
-        raise ValueError(
-            f"kv_layer {config.kv_layer} is not a layer of the target: use 0 to {depth - 1}, or -1 "
-            "for the top"
+    if max(config.num_layers - 1, config.kv_layer) >= depth:
+        raise common.Mistake(
+            f"num_layers {config.num_layers}, kv_layer {config.kv_layer}: the target has layers 0 "
+            f"to {depth - 1}"
         )
-    if config.block_size < 1:
-        raise ValueError(f"block_size {config.block_size}: at least 1")
+    layers = common.target_layers(target)
+    config.query_norm = bool(layers) and hasattr(layers[-1], "self_attn")
+    if config.query_norm:
+        q_norm = getattr(layers[-1].self_attn, "q_norm", None)
+        config.query_norm = getattr(q_norm, "weight", torch.empty(0)).shape == (
+            config.target["head_dim"],
+        )
     drafter = Drafter(config)
-    layers = list(getattr(target.get_decoder(), "layers", []))
-    with torch.no_grad():
-        drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
-        for ours, theirs in zip(drafter.layers, layers[-config.num_layers :]):
-            copy_weights(ours, theirs.state_dict())
-        if layers and drafter.kv_layers:
-            for ours, read in zip(drafter.layers, drafter.kv_layers):
-                theirs = layers[read]
-                if hasattr(theirs, "self_attn"):  # GPT-NeoX's attention is laid out otherwise
-                    copy_weights(ours.cross_attn, theirs.self_attn.state_dict())
-                    norm = getattr(theirs, "input_layernorm", nn.Identity())  # OLMo-2: none
-                    copy_weights(ours.cross_layernorm, norm.state_dict())
-        if hasattr(getattr(target.get_decoder(), "norm", None), "weight"):
-            drafter.norm.weight.copy_(target.get_decoder().norm.weight)
+    check_cache(drafter, target)
+    pairs = list(zip(drafter.layers, layers[-config.num_layers :]))
+    for layer, read in zip(drafter.layers, drafter.kv_layers):
+        theirs = layers[read] if layers else None
+        if hasattr(theirs, "self_attn"):  # GPT-NeoX lays its attention out otherwise
+            pairs.append((layer.cross_attn, theirs.self_attn))
+        if hasattr(theirs, "input_layernorm"):  # OLMo-2 has no norm there
+            pairs.append((layer.cross_layernorm, theirs.input_layernorm))
+    common.start_from(drafter, target, token_counts, pairs)
     return drafter
 
 
-def copy_weights(module: nn.Module, theirs: dict[str, Tensor]) -> None:
-    """Fill the parameters of a module that have a namesake of the same shape."""
-    for name, weight in module.named_parameters():
-        if name in theirs and theirs[name].shape == weight.shape:
-            weight.copy_(theirs[name])
+def check_cache(drafter: Drafter, target) -> None:
+    """Raise a Mistake if the layers to read cache something else than ordinary keys and values."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    _, kv = common.target_features(target, token, drafter.kv_layers)
+    shape = drafter.config.target
+    ordinary = (1, shape["num_kv_heads"], 1, shape["head_dim"])
+    for layer, (keys, values) in kv.items():
+        if not tuple(keys.shape) == tuple(values.shape) == ordinary:
+            raise common.Mistake(
+                f"target layer {layer} caches keys of shape {tuple(keys.shape)}, not {ordinary}: "
+                "take another layer, another method, or --no-cross-attention"
+            )
 
 
-# ------------------------------------------------------------------------------- training objective
+# -------------------------------------------------------------------------- training objective
 
 
 def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
     """Which target rows a training position may read (Mask_Block, 4.1): block(query) > block(key).
 
-    While drafting, the target's rows end where the last verification ended. So the sequence is cut
-    into blocks, and a block's own rows are hidden: a query misses its own row and 0 to L - 1 before
-    it, as x_t and the drafted tokens do. L = 3, phase 1:
+    While drafting, the target's rows end where the last verification ended. The sequence is
+    therefore cut into blocks, and a query does not see the rows of its own block: its own row and
+    the 0 to L - 1 rows before it. L = 3, phase 1:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
@@ -348,202 +263,165 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
     Args:
         length: T tokens.
         block_size: L tokens.
-        phase: (B,) by how many tokens the first block is cut short, in each sequence.
+        phase: (B,) by how many tokens the first block of each sequence is cut short.
     Returns:
         (B, 1, T, T) bool.
     """
-    block = (torch.arange(length, device=phase.device) + phase[:, None]) // block_size  # (B, T)
+    places = torch.arange(length, device=phase.device)
+    block = (places + phase[:, None]) // block_size  # (B, T)
     return (block[:, :, None] > block[:, None, :])[:, None]
 
 
-def training_logits(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Draft logits (M, Vd) of the M rows that are scored; which rows, (B, T) bool; hidden (M, D).
+def training_states(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
+    """Final hidden states (M, D) of the positions that predict a token of the loss mask.
 
-    A row predicts the token after it, so they are the rows before the tokens of the loss mask.
+    Returns: the states, and which positions they belong to, (B, T) bool. Position t predicts the
+        token at t + 1.
     """
-    config = drafter.config
     length = batch.input_ids.shape[1]
     positions = torch.arange(length, device=batch.input_ids.device)[None]  # (1, T)
-    rotary, cross_rotary = drafter.rotaries(target, positions)
-    glimpses = [
-        Glimpse(*batch.kv[layer], tables) for layer, tables in zip(drafter.kv_layers, cross_rotary)
-    ]
-    mask = None
-    if glimpses:
-        mask = block_mask(length, config.block_size, batch.seed % config.block_size)
-    embeds = target.get_input_embeddings()(batch.input_ids)  # (B, T, D)
-    embeds = embeds.to(drafter.norm.weight.dtype)
-    head = common.draft_head(target, drafter.draft_ids).to(embeds.dtype)
-    where = torch.zeros_like(batch.loss_mask)  # (B, T)
-    where[:, :-1] = batch.loss_mask[:, 1:]
-    logits, hidden = drafter(embeds, rotary, glimpses, head, where, cross_mask=mask)
-    return logits.float(), where, hidden
+    cross_mask = None
+    if drafter.kv_layers:
+        block_size = drafter.config.block_size
+        cross_mask = block_mask(length, block_size, batch.seed % block_size)
+    masks = (None, cross_mask)
+    hidden = drafter(target, batch.input_ids, positions, batch.kv, masks)  # (B, T, D)
+    predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T)
+    return hidden[predicts], predicts
 
 
-def loss(drafter: Drafter, target, batch) -> Tensor:
-    """Cross-entropy (5.1), summed over positions.
+def training_logits(drafter: Drafter, target, hidden: Tensor) -> Tensor:
+    """Draft logits (M, Vd) of hidden states (M, D)."""
+    head = common.draft_head(target, drafter.draft_ids).to(hidden.dtype)
+    return head(hidden).float()
 
-    Against the target's distribution over the draft vocabulary, or, with `distill=False`, against
-    the next token of the data where it can be drafted. Position t predicts the token at t + 1, and
-    learns where batch.loss_mask holds at t + 1 (`training_logits`).
 
-    Args:
-        batch: common.Batch, with the K/V of drafter.kv_layers.
+def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
+    """Cross-entropy (5.1), summed over positions, and the number of positions.
+
+    With `distill` against the target's distribution over the draft vocabulary, else against the
+    next token of the data, if it can be drafted.
+
+    Args: batch: common.Batch with the keys and values of drafter.kv_layers.
     """
-    logits, where, _ = training_logits(drafter, target, batch)  # (M, Vd), (B, T)
+    hidden, predicts = training_states(drafter, target, batch)
+    logits = training_logits(drafter, target, hidden)  # (M, Vd)
     if drafter.config.distill:
-        teacher = common.target_logits(target, batch.hidden[where], drafter.draft_ids)  # (M, Vd)
-        return F.cross_entropy(logits, teacher.softmax(-1), reduction="sum")
-    count = len(drafter.draft_ids)
-    index = torch.full((drafter.config.target["vocab_size"],), -100, device=logits.device)  # (V,)
-    index[drafter.draft_ids] = torch.arange(count, device=logits.device)
-    following = batch.input_ids[:, 1:][where[:, :-1]]  # (M,) the token after each row
-    return F.cross_entropy(logits, index[following], reduction="sum")  # -100 is left out
+        teacher = common.target_logits(target, batch.hidden[predicts], drafter.draft_ids)
+        total = F.cross_entropy(logits, teacher.softmax(-1), reduction="sum")
+        return total, predicts.sum()
+    # The place of each token in the draft vocabulary; -100, which is ignored, if it has none.
+    vocab = drafter.config.target["vocab_size"]
+    place = torch.full((vocab,), -100, device=logits.device)
+    place[drafter.draft_ids] = torch.arange(len(drafter.draft_ids), device=logits.device)
+    following = batch.input_ids[:, 1:][predicts[:, :-1]]  # (M,)
+    labels = place[following]
+    total = F.cross_entropy(logits, labels, reduction="sum")
+    return total, (labels >= 0).sum()
 
 
-def alpha(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """Acceptance rate (5.1): sum over M positions of sum_x min(p_target, q_draft), and M.
+def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
+    """alpha of 5.1, summed over M positions, and M: sum_x min(p_target, q_draft).
 
-    Temperature 1, each position with the delay of `block_mask`: figures of two L do not compare.
+    The paper prints E_(x ~ p_D) min(p_T, p_D); Leviathan et al. show the sum over x used here.
     """
-    logits, where, _ = training_logits(drafter, target, batch)  # (M, Vd), (B, T)
-    q_draft = logits.softmax(-1)  # (M, Vd)
-    p_target = common.target_logits(target, batch.hidden[where]).softmax(-1)  # (M, V)
-    p_target = p_target[:, drafter.draft_ids]  # (M, Vd)
-    return torch.minimum(p_target, q_draft).sum(), len(q_draft)
+    hidden, predicts = training_states(drafter, target, batch)
+    q_draft = training_logits(drafter, target, hidden).softmax(-1)  # (M, Vd)
+    features = batch.hidden[predicts]
+    return common.overlap(target, features, q_draft, drafter.draft_ids), len(q_draft)
 
 
 def expected_speedup(alpha: float, gamma: int, cost: float) -> float:
-    """E(Spd.) of 5.1: the tokens of a round over its time; cost is c, drafter over target time."""
+    """E(Spd.) of 5.1: tokens of a round over its time; cost is c, drafter time over target time."""
     tokens = gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
     return tokens / (gamma * cost + 1)
 
 
-# ----------------------------------------------------------------------------------------- decoding
+# ------------------------------------------------------------------------------------ decoding
 
 
-@dataclass
 class Memory:
     """What the drafter keeps from round to round of one answer."""
 
-    cache: common.DraftCache  # its own keys and values
-    head: nn.Module  # the target's LM head for the draft vocabulary, D -> Vd
+    def __init__(self, drafter: Drafter, target):
+        self.cache = common.DraftCache(drafter.config.num_layers)  # its own keys and values
+        self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
 
 
-def new_memory(drafter: Drafter, target) -> Memory:
-    """An empty memory, to begin an answer with."""
-    head = common.draft_head(target, drafter.draft_ids)
-    return Memory(common.DraftCache(drafter.config.num_layers), head)
+def consume(drafter: Drafter, decoding, memory: Memory, fed: Tensor) -> Tensor:
+    """Feed tokens (1, n) to the drafter; returns the final hidden state (1, D) of the last one.
 
-
-def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do_sample=False):
-    """Draft a chain one token at a time; take as many as you want.
-
-    First the drafter consumes the n tokens that it holds no row of: the bonus, and what
-    it did not draft from. Each may read only the target's rows before it, like the first token of a
-    training block; the newest and the drafted ones read all P there are. P = 4, n = 2 (the last
-    draft token, accepted, and the bonus):
+    A round begins with the tokens that the drafter has no row of. Each of them may read only the
+    target rows before it, as in training; the last one reads all P. P = 4, n = 2 (an accepted
+    draft token that was never fed, and the bonus token):
 
                    target's rows   drafter's rows
                       0 1 2 3        0 1 2 3 4
         token 3       x x x .        x x x x .
-        token 4       x x x x        x x x x x      x_t: its row gives x_(t+1)
-
-    Args:
-        input_ids: (1, T) tokens to draft after. cache: the target's, of the first P of them.
-    Yields:
-        (token (1,), q_draft (V,) the processed distribution it comes from, hidden (D,) the
-        drafter's final state at the token before, from which q_draft is computed). The chain ends
-        early where the processors forbid every token that can be drafted.
-    Raises:
-        ValueError: a tensor-parallel target, of whose KV heads each process has a part only.
+        token 4       x x x x        x x x x x
     """
-    own = memory.cache
-    shape = drafter.config.target
-    cached = cache.get_seq_length()  # P
-    read = [cache.layers[layer] for layer in drafter.kv_layers]
-    if cached and any(layer.keys.shape[1] != shape["num_kv_heads"] for layer in read):
-        raise ValueError(
-            "GLIDE reads all KV heads of the target, and a tensor-parallel one has a part of them "
-            "on each process; take another method, or a drafter trained with --no-cross-attention"
-        )
-    ids = input_ids
-    newest = (slice(None), -1)  # of (1, n)
-    fed = own.rewind(input_ids)  # (1, n)
+    positions = memory.cache.feed(fed)  # (1, n)
+    kv = {}
+    for layer in drafter.kv_layers:
+        rows = decoding.cache.layers[layer]
+        empty = fed.new_empty(1, 1, 0, 1)  # of a prompt of one token
+        kv[layer] = (rows.keys, rows.values) if rows.is_initialized else (empty, empty)
+    masks = (None, None)
+    if fed.shape[1] > 1:
+        places = torch.arange(memory.cache.fed.shape[1], device=fed.device)
+        cached = places[: decoding.cache.get_seq_length()]
+        query = positions[0, :, None]  # (n, 1)
+        masks = (query >= places)[None, None], (query > cached)[None, None]
+    hidden = drafter(decoding.target, fed, positions, kv, masks, memory.cache)  # (1, n, D)
+    return hidden[:, -1]
+
+
+def propose(drafter: Drafter, decoding, memory: Memory):
+    """Draft a chain after `decoding.ids`, one token at a time; take as many as you want.
+
+    Yields:
+        (token (1,), q_draft (V,) the processed distribution it comes from, hidden (D,) the state
+        that q_draft was computed from). The chain ends where no token may be drafted.
+    """
+    ids = decoding.ids
+    fed = memory.cache.rewind(ids)  # (1, n) tokens that the drafter has not seen yet
     while True:
-        positions = own.feed(fed)  # (1, n)
-        rotary, cross_rotary = drafter.rotaries(target, positions)
-        glimpses = [
-            Glimpse(layer.keys, layer.values, tables) for layer, tables in zip(read, cross_rotary)
-        ]
-        self_mask = None  # one token, the newest: it reads everything
-        cross_mask = None
-        if fed.shape[1] > 1:
-            place = torch.arange(own.fed.shape[1], device=ids.device)  # (T,)
-            self_mask = (positions.mT >= place)[None, None]  # (1, 1, n, T)
-            cross_mask = (positions.mT > place[:cached])[None, None]  # (1, 1, n, P)
-        embeds = target.get_input_embeddings()(fed)  # (1, n, D)
-        masks = (self_mask, cross_mask)
-        # (1, Vd), (1, D)
-        logits, hidden = drafter(embeds, rotary, glimpses, memory.head, newest, *masks, own)
-        scores = torch.full((1, shape["vocab_size"]), float("-inf"), device=ids.device)  # (1, V)
-        scores[:, drafter.draft_ids] = logits.float()
-        if logits_processor:
-            scores = logits_processor(ids, scores)
-            if not scores.max() > float("-inf"):  # nothing is allowed, or that normalised: NaN
-                return
-        q_draft = scores.softmax(-1)[0]  # (V,)
-        if do_sample:
-            token = common.sample(q_draft)  # (1,)
-        else:
-            token = q_draft.argmax(keepdim=True)
+        hidden = consume(drafter, decoding, memory, fed)  # (1, D)
+        picked = decoding.pick(memory.head(hidden), drafter.draft_ids, ids)
+        if picked is None:
+            return
+        token, q_draft = picked
         yield token, q_draft, hidden[0]
-        fed = token[None]
+        fed = token[None]  # (1, 1)
         ids = torch.cat([ids, fed], dim=1)
+
+
+def drafts(decoding, drafter: Drafter, config: Config):
+    """Yield one draft a round; `decoding` has verified it when the generator goes on."""
+    memory = Memory(drafter, decoding.target)
+    while not decoding.done:
+        steps = propose(drafter, decoding, memory)
+        steps = itertools.islice(steps, min(config.gamma, decoding.room))
+        yield common.chain(steps, decoding.ids)
 
 
 @torch.no_grad()
 def generate(
-    target,
-    input_ids,
-    logits_processor,
-    stopping_criteria,
-    generation_config,
-    drafter,
-    gamma=None,
-    copies=None,
-    stats=None,
-    token_streamer=None,
-    **model_kwargs,
-) -> Tensor:
-    """`target.generate(**enc, custom_generate=glide.generate, drafter=drafter)`: lossless decoding.
+    target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
+):
+    """Lossless decoding: `target.generate(**inputs, custom_generate=glide.generate, drafter=...)`.
 
     Args:
-        gamma, copies: as in Config, by default the drafter's. stats: a common.Stats to fill.
-        token_streamer: a streamer of transformers (which does not hand `streamer` on).
+        config: a Config to decode with; by default the drafter's.
+        copies, stats, token_streamer: as for common.Decoding.
     Returns:
         (1, T') prompt and new tokens.
     """
-    gamma = drafter.config.gamma if gamma is None else gamma
-    copies = drafter.config.copies if copies is None else copies
-    stats = stats or common.Stats()
-    do_sample = generation_config.do_sample
-    cache, _ = common.prefill(
-        target, input_ids, generation_config, model_kwargs, stats, token_streamer
-    )
-    memory = new_memory(drafter, target)
-    lookup = common.Lookup(copies)
-    done = False
-    while not done:
-        with stats.timer("draft" if memory.cache.fed is not None else "prefill"):
-            room = generation_config.max_length - input_ids.shape[1] - 1  # one place is the bonus's
-            steps = propose(drafter, target, input_ids, cache, memory, logits_processor, do_sample)
-            draft = common.chain(itertools.islice(steps, min(gamma, room)), input_ids)
-            draft = lookup.merge(draft, input_ids, room)
-        verdict = common.verify(target, input_ids, draft, cache, logits_processor, do_sample, stats)
-        tokens = verdict.tokens  # (1, A + 1)
-        input_ids, done = common.commit(input_ids, tokens, stopping_criteria, stats, token_streamer)
-    return input_ids
+    common.check_drafter(drafter, Drafter, target)
+    decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
+    for draft in drafts(decoding, drafter, config or drafter.config):
+        decoding.verify(draft)
+    return decoding.ids
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
-import train
 
 
 def slow(*values):
@@ -37,26 +38,95 @@ def make_llama(vocab=48, layers=3, seed=0, **options):
     return LlamaForCausalLM(LlamaConfig(**settings)).double().eval().requires_grad_(False)
 
 
-def teach(method, drafter, target, steps, lr, rows=4, length=46, layers=(), **base):
+def make_batch(target, sequences, layers=(), progress=0.0):
+    """A common.Batch of (token ids (T,), loss mask (T,)) pairs; the seeds are 0, 1, 2, ..."""
+    ids = pad_sequence([ids for ids, _ in sequences], batch_first=True)
+    mask = pad_sequence([mask for _, mask in sequences], batch_first=True)
+    hidden, kv = common.target_features(target, ids, layers)
+    return common.Batch(ids, mask, hidden, kv, torch.arange(len(sequences)), progress)
+
+
+def teach(method, drafter, target, steps, lr, rows=4, length=46):
     """Train on what the target says to `rows` prompts of a token; returns each step's loss."""
     prompts = torch.arange(1, rows + 1)[:, None]
     ids = target.generate(prompts, max_new_tokens=length - 1, do_sample=False)
     sequences = [(row, torch.arange(len(row)) > 0) for row in ids]
-    features = train.Features(target, sequences, list(layers), None)
-    whole = train.make_batch(range(rows), sequences, features, torch.arange(rows), 0.0, "cpu")
-    weights, losses = [p for p in drafter.parameters() if p.requires_grad], []
+    whole = make_batch(target, sequences, drafter.kv_layers)
+    weights = [p for p in drafter.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=lr)
+    losses = []
     drafter.train()
     for step in range(steps):
         seeds = torch.arange(rows) + rows * step
         batch = dataclasses.replace(whole, seed=seeds, progress=step / steps)
-        loss = method.loss(drafter, target, batch, **base) / batch.loss_mask.sum()
-        loss.backward()
+        total, weight = method.loss(drafter, target, batch)
+        (total / weight).backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        losses.append(float(total.detach() / weight))
     drafter.eval()
     return losses
+
+
+def decoding_of(target, ids, copies=0, stats=None, **options):
+    """A common.Decoding as transformers would set it up for `target.generate(ids, **options)`."""
+    box = []
+
+    def opened(target, input_ids, copies=0, stats=None, **given):
+        box.append(common.Decoding(target, input_ids, copies, stats, **given))
+        return input_ids
+
+    target.generate(ids, custom_generate=opened, copies=copies, stats=stats, **options)
+    return box[0]
+
+
+def family(name, **more):
+    """A tiny random model of a family, in float64."""
+    torch.manual_seed(1)
+    shape = dict(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    if name == "GPT2":
+        shape = dict(
+            vocab_size=40,
+            n_embd=32,
+            n_layer=3,
+            n_head=4,
+            n_positions=128,
+            initializer_range=0.3,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    if name == "GPTNeoX":
+        shape.pop("num_key_value_heads"), shape.pop("head_dim")
+    if name == "Phi3":
+        shape |= {"original_max_position_embeddings": 128}
+    config = getattr(transformers, ("Gemma3Text" if name == "Gemma3" else name) + "Config")(
+        **shape | more
+    )
+    kind = "GPT2LMHeadModel" if name == "GPT2" else name + "ForCausalLM"
+    return getattr(transformers, kind)(config).double().eval()
+
+
+def sighted(**more):
+    """A tiny random Gemma-3 that takes images, too."""
+    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sight |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    text = family("Gemma3", **more).config.to_dict()
+    config = transformers.Gemma3Config(text_config=text, vision_config=sight)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return model.double().eval().requires_grad_(False)
 
 
 def enumerate_joint(target, prompt, length):
