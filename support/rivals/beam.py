@@ -1,0 +1,110 @@
+"""Beam search as a draft: what CAPE is compared with (Du et al., ICML 2024, section 5.1, Table 3).
+
+Each level keeps the `width` continuations of highest probability. The draft is the tree of the
+proposals that are left at the end; they share their beginnings. Width 2, gamma 3:
+
+        root -+- a -+- c --- f      proposals left: a c f, a d g
+              |     +- d --- g
+              (b fell out when a c and a d became more probable)
+
+Like cape.py, it has no weights and works on any method that drafts a chain.
+
+Licence: Apache-2.0.
+"""
+
+import copy
+import heapq
+import math
+from dataclasses import dataclass
+
+import torch
+
+import common
+from common import option
+
+
+@dataclass
+class Config:
+    base: str = option("glide", "chain proposer to search with", decode=True)
+    gamma: int = option(4, "tokens of a proposal", decode=True)
+    width: int = option(4, "proposals kept at each level", decode=True)
+
+    def __post_init__(self):
+        common.at_least(self, gamma=0, width=1)
+
+
+VARIANTS = {"width8": {"width": 8}}
+
+
+def propose(base, base_drafter, decoding, memory, depth: int, width: int) -> common.Draft:
+    """The tree of the best `width` proposals of `depth` tokens after `decoding.ids`.
+
+    Each proposal costs a pass of the base, one after the other. Between two proposals the base
+    feeds again what they do not share. The logits processors do not shape the tree.
+    """
+    # The base ranks tokens as in greedy decoding, and without processors.
+    ranking = copy.copy(decoding)
+    ranking.do_sample = False
+    ranking.logits_processor = None
+
+    beams = [(0.0, [], [])]  # log-probability, tokens and their probabilities
+    for _ in range(depth):
+        grown = []
+        for score, path, path_q in beams:
+            ranking.ids = torch.cat([decoding.ids, decoding.ids.new_tensor([path])], dim=1)
+            _, q_draft, _ = next(base.propose(base_drafter, ranking, memory))
+            best = q_draft.topk(min(width, len(q_draft)))
+            for token, q in zip(best.indices.tolist(), best.values.tolist()):
+                if q > 0:
+                    grown.append((score + math.log(q), [*path, token], [*path_q, q]))
+        beams = heapq.nlargest(width, grown)
+    return tree(beams, decoding.ids)
+
+
+def tree(beams, input_ids) -> common.Draft:
+    """The proposals (score, tokens, probabilities) as a token tree, shared beginnings once."""
+    tokens = []
+    parents = []
+    node_q = []
+    node_of = {(): -1}  # path: its last node
+    for _, path, path_q in beams:
+        for depth, (token, q) in enumerate(zip(path, path_q)):
+            above = tuple(path[:depth])
+            if (*above, token) not in node_of:
+                node_of[(*above, token)] = len(tokens)
+                tokens.append(token)
+                parents.append(node_of[above])
+                node_q.append(q)
+    return common.Draft(
+        input_ids.new_tensor(tokens),
+        torch.tensor(parents, dtype=torch.long),
+        q=torch.tensor(node_q, device=input_ids.device),
+    )
+
+
+def drafts(decoding, base, base_drafter, config: Config):
+    """Yield one draft a round; `decoding` has verified it when the generator goes on."""
+    memory = base.Memory(base_drafter, decoding.target)
+    while not decoding.done:
+        depth = min(config.gamma, decoding.room)
+        yield propose(base, base_drafter, decoding, memory, depth, config.width)
+
+
+@torch.no_grad()
+def generate(
+    target,
+    input_ids,
+    base,
+    base_drafter,
+    config=None,
+    copies=0,
+    stats=None,
+    token_streamer=None,
+    **given,
+):
+    """Lossless decoding; the arguments are those of cape.generate."""
+    common.check_drafter(base_drafter, base.Drafter, target)
+    decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
+    for draft in drafts(decoding, base, base_drafter, config or Config()):
+        decoding.verify(draft)
+    return decoding.ids
