@@ -1,520 +1,428 @@
-"""Measure the methods side by side: one process, one target, the same prompts, answers interleaved.
+"""Measure the methods side by side: one process, one target, the same prompts.
 
-    python bench.py --method glide                  # the shipped drafter against plain decoding
-    python bench.py --method glide cape:all --num-prompts 40 --json results/run.json
-    python bench.py --method all                    # all shipped drafters, transformers' own too
-    python bench.py --method falcon copies --variants copies     # what copies from the context add
-    python bench.py --cost-curve                    # milliseconds of one target forward
-    python bench.py --table results/*.json          # tables of earlier runs
-    python bench.py --method falcon --help          # the options of that method, too
+    python bench.py --method glide                      # the shipped drafter
+    python bench.py --method glide cape:cpu --num-prompts 40 --json run.json
+    python bench.py --method falcon falcon+copies       # and tokens copied from the context
+    python bench.py --method all                        # all shipped drafters, and rivals
+    python bench.py --cost-curve                        # milliseconds of a target forward
+    python bench.py --table results/*.json              # tables of earlier runs
+    python bench.py --method falcon --help              # with the options of that method
 
-An arm is `method` or `method:variant`, a variant being a name in the module's VARIANTS
-(`method:all` takes every one, `one+other` two of them), and `@DIR` after it takes another trained
-drafter than checkpoints/method. This file times arms and knows nothing about any method;
-support/arms.py says what they decode with, support/report.py defines the figures.
+An arm is NAME[:VARIANT[+VARIANT]][+copies][@DIR]. NAME is a method or a rival (medusa, beam,
+lookup), VARIANT a name in its VARIANTS, +copies adds tokens copied from the context, and DIR holds
+another drafter than checkpoints/NAME.
 
-Protocol: one process, one target, one dtype. Each turn of each prompt is answered by every arm
-before the next turn begins, in rotating order because machines drift, with the baseline's answers
-as the earlier turns for all arms alike. A warm-up is discarded. The baseline is the faster of
+Protocol: every turn of every prompt is answered by every arm before the next turn begins, in an
+order that is drawn anew for each turn, because machines drift. The earlier turns of a conversation
+are the baseline's for all arms. A warm-up is discarded. The baseline is the faster of
 transformers' greedy `generate` and a plain loop over our cache.
+
+Figures: tokens/s counts the prefill. speedup is the ratio to the baseline's tokens/s, with a 95%
+bootstrap interval over five or more prompts. tau is tokens per target forward, without the
+prompt's forward; `accepted` leaves out the bonus token. alpha is the method's acceptance rate on
+the baseline's answers. The milliseconds are those of a round: drafting, verifying and the rest.
 """
 
-from __future__ import annotations
-
-import contextlib
+import argparse
+import importlib.util
 import json
+import os
+import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor
 from tqdm import tqdm
 
 import common
-from support import arms as arms_of
-from support import (
-    batching,
-    bench_options,
-    cli,
-    data,
-    fitting,
-    graphs,
-    packed,
-    pictures,
-    replay,
-    report,
-    stopping,
-)
-from support.arms import Loader
+from common import Mistake
+from support import batching, cli, data, packed, pictures, replay, report, stopping
+from support.arms import Answer, Arm, decode, make_arms, method_of, plain_loops
 from support.prompts import check_lengths, encode
 
-ALPHA_ANSWERS = 32  # at most so many of the baseline's answers are used for alpha
+ALPHA_ANSWERS = 32  # alpha is measured on so many of the baseline's answers
 WARM_UP_TOKENS = 12
-COPIES = 16  # most tokens a round that the arm `copies` copies
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens fed, on the cost curve
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 
-# ------------------------------------------------------------------------------------------- clocks
-
-
-def mark(cuda: bool):
-    """A moment: seconds on the CPU, on a GPU an event in its queue, which need not be awaited."""
-    if not cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def between(start, end) -> float:
-    """Seconds from one mark to another; on a GPU only after synchronising."""
-    if isinstance(start, float):
-        return end - start
-    return start.elapsed_time(end) / 1000
+# ------------------------------------------------------------------------------ answering
 
 
 @dataclass
-class Clock(common.Stats):
-    """Stats that remember when each timer ran, and when each watched module was in its forward."""
+class Turn:
+    """What was asked, and every arm's answer."""
 
-    cuda: bool = False
-    own_prefill: bool = True  # a timer marks the prefill; else the target's first forward is it
-    timers: list[tuple] = field(default_factory=list)  # (name, start, end)
-    calls: list[tuple] = field(default_factory=list)  # (kind, start, end, tokens fed, in prefill)
-    phase: str = ""  # the timer that is running
-    _open: list[tuple] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def timer(self, name: str):
-        """Record the block as time of `name`; all that is nested in a prefill is prefill."""
-        outer = self.phase
-        start = mark(self.cuda)
-        self.phase = outer if outer == "prefill" else name
-        yield
-        self.phase = outer
-        self.timers.append((name, start, mark(self.cuda)))
-
-    @contextlib.contextmanager
-    def watch(self, modules: dict[str, list[nn.Module]]):
-        """Time the forwards of {kind: modules}, and of a drafter's parts; the outer one counts."""
-        handles = []
-        for kind, group in modules.items():
-            plain = [each for each in group if not hasattr(each, "_orig_mod")]  # not compiled
-            parts = [part for each in plain for part in each.children()]
-            for module in {*group, *(parts if kind == "drafter" else [])}:
-                enter = partial(self._enter, kind)
-                handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-                handles.append(module.register_forward_hook(self._leave))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, kind: str, _module, args, kwargs) -> None:
-        ids = args[0] if args else kwargs.get("input_ids")
-        fed = ids.shape[1] if ids is not None and ids.ndim > 1 else 0
-        self._open.append((kind, None if self._open else mark(self.cuda), fed))
-
-    def _leave(self, *_) -> None:
-        kind, start, fed = self._open.pop()
-        if self._open:
-            return
-        first = not any(call[0] == "target" for call in self.calls)
-        prefill = self.phase == "prefill" if self.own_prefill else first
-        self.calls.append((kind, start, mark(self.cuda), fed, prefill))
-
-    def total(self, kind: str) -> float:
-        """Seconds inside the forwards of `kind`, prefill excluded."""
-        return sum(
-            between(start, end)
-            for name, start, end, _, prefill in self.calls
-            if name == kind and not prefill
-        )
+    prompt: int  # number of the prompt, or of the batch
+    category: str
+    asked: list[Tensor]  # token ids (1, T) of each sequence
+    answers: dict[str, Answer]  # by name of the arm
+    diverged: dict[str, list[dict]]  # where answers leave the greedy ones
 
 
-# --------------------------------------------------------------------------------------------- arms
+def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
+    """Let an arm answer one prompt; `asked` holds its input_ids (1, T) and attention_mask."""
+    [encoded] = asked
+    cuda = target.device.type == "cuda"
+    stats = common.Stats(sync=cuda)
+    given = arm.peer
+    if arm.module is not None:
+        given = {"custom_generate": decode, "arm": arm, "stats": stats}
 
+    # Transformers' own loops do not fill `stats`: a hook notes what each target forward is fed.
+    fed = []
 
-@dataclass
-class Answer:
-    """What one arm did for one turn of one prompt; times in seconds."""
+    def note(_module, args, kwargs):
+        fed.append((args[0] if args else kwargs["input_ids"]).shape[1])
 
-    tokens: list[int]  # new tokens
-    seconds: float  # wall, prefill included
-    decode_seconds: float = 0.0  # wall, prefill excluded
-    timers: dict[str, float] = field(default_factory=dict)  # of the arm itself, without prefill
-    in_target: float = 0.0  # inside its forwards, prefill excluded
-    in_drafter: float = 0.0
-    forwards: int = 0  # target forwards that emitted tokens
-    rounds: int = 0  # those of them that belong to decode_seconds
-    drafted: int = 0
-    offered: list[int] = field(default_factory=list)  # levels of draft a round; empty: unknown
-    accepted: list[int] = field(default_factory=list)  # draft tokens a round
-    copies: list[tuple] = field(default_factory=list)  # copied tokens (offered, accepted) a round
-    memory: int = 0  # peak bytes on the GPU
+    hook = target.register_forward_pre_hook(note, with_kwargs=True)
+    if cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    try:
+        output = target.generate(**encoded, **options, **given)
+    finally:
+        hook.remove()
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
 
-
-@dataclass
-class Arm:
-    """One way of decoding: keyword arguments of `target.generate`, and what they consist of."""
-
-    name: str
-    kwargs: dict
-    drafters: list[nn.Module] = field(default_factory=list)
-    module: object = None  # the method's
-    base: dict = field(default_factory=dict)  # base and base_drafter of a method on another's
-    variant: str = ""
-    plain: str | None = None  # the same method and drafter without the (last) variant
-    facts: dict = field(default_factory=dict)  # the drafter's Config
-    reports: bool = False  # generate takes `stats`
-    assistant_config: object = None  # generation_config of the assistant while this arm runs
-    answers: list[Answer] = field(default_factory=list)
-    same: list[dict | None] = field(default_factory=list)  # None, or where an answer left greedy
-
-    def play(self, target, encoded: dict, **options) -> Answer:
-        """Answer one prompt."""
-        cuda = target.device.type == "cuda"
-        clock = Clock(cuda=cuda, own_prefill=self.reports)
-        kwargs = dict(self.kwargs)
-        if self.reports:
-            kwargs["stats"] = clock
-        if self.assistant_config is not None:
-            kwargs["assistant_model"].generation_config = self.assistant_config
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        first = mark(cuda)
-        with clock.watch({"target": [target], "drafter": self.drafters}):
-            output = target.generate(**encoded, **options, **kwargs)
-        last = mark(cuda)
-        if cuda:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        length = encoded["input_ids"].shape[1]
-        answer = Answer(output[0, length:].tolist(), seconds)
-        answer.in_target = clock.total("target")
-        answer.in_drafter = clock.total("drafter")
-        answer.memory = torch.cuda.max_memory_allocated() if cuda else 0
-        if self.reports:
-            prefilled = self._counted(answer, clock)
-        else:
-            prefilled = self._seen(answer, clock, length)
-        answer.decode_seconds = between(first if prefilled is None else prefilled, last)
-        return answer
-
-    def _counted(self, answer: Answer, clock: Clock):
-        """Take over what the arm says of itself; returns when its prefill ended, or None."""
-        text = f"{self.name} counts {clock.emitted} of {len(answer.tokens)} tokens"
-        assert clock.emitted == len(answer.tokens), text
-        answer.forwards = len(clock.accepted)
-        answer.rounds = len(clock.accepted)
-        answer.drafted = clock.drafted
-        answer.offered = clock.offered
-        answer.accepted = clock.accepted
-        answer.copies = clock.copies
-        prefilled = None
-        for name, begin, end in clock.timers:
-            if name == "prefill" and not answer.timers.get("verify"):  # gamma 0 never drafts
-                prefilled = end
-            elif name != "prefill":
-                answer.timers[name] = answer.timers.get(name, 0.0) + between(begin, end)
-        return prefilled
-
-    def _seen(self, answer: Answer, clock: Clock, length: int):
-        """The same of transformers' loops: the first forward takes the prompt and emits, too."""
-        targets = [call for call in clock.calls if call[0] == "target"]
-        answer.forwards = len(targets)
-        answer.rounds = sum(not prefill for *_, prefill in targets)
-        fed = sum(count for *_, count, _ in targets)
-        answer.drafted = fed - (length - 1) - len(targets)
-        answer.timers = {"draft": answer.in_drafter, "verify": answer.in_target}
-        return targets[0][2]
-
-
-@torch.no_grad()
-def plain_generate(
-    target, input_ids, logits_processor, stopping_criteria, generation_config, stats, **model_kwargs
-):
-    """Plain decoding over the methods' growing cache, the other candidate for the baseline."""
-    cache, _ = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
-    do_sample = generation_config.do_sample
-    done = False
-    while not done:
-        with stats.timer("verify"):
-            scores = common.forward(target, input_ids[:, -1:], cache)[0][:, -1]  # (1, V)
-            scores = logits_processor(input_ids, scores.to(copy=True, dtype=torch.float32))
-            if do_sample:
-                token = common.sample(scores[0].softmax(-1))[None]  # (1, 1)
-            else:
-                token = scores.argmax(-1, keepdim=True)
-            stats.offered.append(0)
-            stats.accepted.append(0)
-            stats.copies.append((0, 0))
-        input_ids, done = common.commit(input_ids, token, stopping_criteria, stats)
-    return input_ids
-
-
-@torch.no_grad()
-def copies_generate(
-    target, input_ids, logits_processor, stopping_criteria, generation_config, stats, **model_kwargs
-):
-    """Copies from the context without any drafter: what they are worth alone."""
-    cache, _ = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
-    do_sample = generation_config.do_sample
-    lookup = common.Lookup(COPIES)
-    nothing = common.chain([], input_ids)
-    done = False
-    while not done:
-        with stats.timer("draft"):
-            room = generation_config.max_length - input_ids.shape[1] - 1
-            draft = lookup.merge(nothing, input_ids, room)
-        verified = common.verify(
-            target, input_ids, draft, cache, logits_processor, do_sample, stats
-        )
-        input_ids, done = common.commit(input_ids, verified.tokens, stopping_criteria, stats)
-    return input_ids
-
-
-def make_arms(target, args) -> list[Arm]:
-    """The two plain loops, then what was asked for."""
-    loader = Loader(target, args)
-    arms = [
-        Arm("transformers", {}),
-        Arm("plain", {"custom_generate": plain_generate}, reports=True),
-    ]
-    copies = Arm("copies", {"custom_generate": copies_generate}, reports=True)
-    alone = {"copies": copies, "prompt-lookup": Arm(**arms_of.PROMPT_LOOKUP)}
-    for spec, must in arms_of.wanted(args.method, args.variants).items():
-        try:
-            arms += [alone[spec]] if spec in alone else [Arm(**x) for x in loader.method(spec)]
-        except ValueError as problem:
-            if must:
-                raise
-            print(f"bench.py: without {spec.partition('@')[0]}: {problem}", file=sys.stderr)
-    if len(arms) == 2 and not args.peers:
-        raise ValueError(
-            "nothing to compare with plain decoding: no method has a drafter; make one with "
-            "train.py"
-        )
-    if args.peers or "all" in args.method:
-        arms += [copies, *(Arm(**each) for each in loader.peers())]
-    takes_it = args.peers or any("draft_model" in arm.kwargs for arm in arms)
-    if loader.draft_model is not None and not takes_it:
-        raise ValueError(
-            f"--draft-model: {', '.join(args.method)} drafts with a network of its own; leave the "
-            "option out"
-        )
-    names = [arm.name for arm in arms]
-    return [arm for place, arm in enumerate(arms) if arm.name not in names[:place]]
-
-
-def compile_drafters(arms: list[Arm]) -> None:
-    """Compiled drafters in the arms of our methods, each once though several arms use it."""
-    compiled: dict[int, nn.Module] = {}
-    for arm in arms:
-        if arm.module is None:
-            continue
-        for drafter in arm.drafters:
-            compiled.setdefault(id(drafter), graphs.compiled(drafter))
-        arm.kwargs = {name: compiled.get(id(x), x) for name, x in arm.kwargs.items()}
-        arm.base = {name: compiled.get(id(x), x) for name, x in arm.base.items()}
-        arm.drafters = [compiled[id(drafter)] for drafter in arm.drafters]
-
-
-# ---------------------------------------------------------------------------------------- measuring
+    length = encoded["input_ids"].shape[1]
+    tokens = output[0, length:].tolist()
+    if arm.module is None:
+        # The first forward reads the prompt. All others read the newest token and a draft.
+        stats.target_forwards = len(fed)
+        stats.drafted = sum(fed) - (length - 1) - len(fed)
+        stats.emitted = len(tokens)
+    assert stats.emitted == len(tokens), f"{arm.name} counts {stats.emitted} of {len(tokens)}"
+    return Answer([tokens], seconds, [stats])
 
 
 def run(
-    target, tokenizer, arms: list[Arm], prompts: list[dict], options: dict, rehearse: bool = False
-) -> list[dict]:
-    """Play all turns with all arms, filling `arm.answers`; Ctrl-C ends it early.
+    target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: int, play=play
+) -> list[Turn]:
+    """Let every arm answer every turn of every prompt.
 
     Args:
-        rehearse: warm up with all first turns, since compiled drafters compile for each new shape.
+        arms: the first one's answers are the reference and the earlier turns.
+        groups: prompts that are answered at once, a list each.
+        options: of target.generate.
+        play: answers the turns of a group with one arm.
     Returns:
-        Of each turn {"prompt", "question_id", "category", "question", "input_ids", "answer"}.
+        The turns that every arm has answered: fewer than there are if Ctrl-C ended it.
     """
-    turns: list[dict] = []
-    total = len(arms) * sum(len(prompt["turns"]) for prompt in prompts)
+    rounds = [max(len(prompt["turns"]) for prompt in group) for group in groups]
     often = 0.5 if sys.stderr.isatty() else 20  # a log gets few lines
-    bar = tqdm(total=total, desc="answers", mininterval=often)
+    bar = tqdm(total=len(arms) * sum(rounds), desc="answers", mininterval=often)
+    turns = []
+    shuffle = random.Random(seed)
     try:
+        opening = [encode(tokenizer, each["turns"][:1], target.device) for each in groups[0]]
         short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
-        for prompt in prompts if rehearse else prompts[:1]:
-            encoded = encode(tokenizer, prompt["turns"][:1], target.device)
-            for arm in arms:
-                arm.play(target, encoded, **(options if rehearse else short))
-        for index, prompt in enumerate(prompts):
-            messages: list[str] = []
-            for question in prompt["turns"]:
-                messages.append(question)
-                encoded = encode(tokenizer, messages, target.device)
-                played = {}
-                first = len(turns) % len(arms)
-                for arm in arms[first:] + arms[:first]:
-                    bar.set_postfix_str(arm.name)
-                    played[arm.name] = arm.play(target, encoded, **options)
-                    bar.update(1)
-                reference = played[arms[0].name].tokens
-                for arm in arms:
-                    answer = played[arm.name]
-                    gone = None
-                    if not options["do_sample"]:
-                        gone = divergence(target, encoded, reference, answer.tokens)
-                    arm.answers.append(answer)
-                    arm.same.append(gone)
-                messages.append(tokenizer.decode(reference, skip_special_tokens=True))
-                turn = {"prompt": index, "question": question, "answer": reference}
-                turn |= {name: prompt[name] for name in ("question_id", "category")}
-                turns.append(turn | {"input_ids": encoded["input_ids"]})
-    except KeyboardInterrupt:
-        print(f"bench.py: interrupted; the figures are of {len(turns)} answers", file=sys.stderr)
         for arm in arms:
-            del arm.answers[len(turns) :]
-            del arm.same[len(turns) :]
+            play(arm, target, opening, short)
+        for number, group in enumerate(groups):
+            said: list[list[str]] = [[] for _ in group]
+            for place in range(rounds[number]):
+                # 1. Ask those of the group that have another turn.
+                rows = [row for row, each in enumerate(group) if place < len(each["turns"])]
+                for row in rows:
+                    said[row].append(group[row]["turns"][place])
+                asked = [encode(tokenizer, said[row], target.device) for row in rows]
+                answers = {}
+                for arm in shuffle.sample(arms, len(arms)):
+                    bar.set_postfix_str(arm.name)
+                    answers[arm.name] = play(arm, target, asked, options)
+                    bar.update(1)
+
+                # 2. Compare, and go on with the reference's answers.
+                ids = [each["input_ids"] for each in asked]
+                reference = answers[arms[0].name].rows
+                diverged: dict[str, list[dict]] = {name: [] for name in answers}
+                if not options["do_sample"]:
+                    names = [group[row]["question_id"] for row in rows]
+                    for name, answer in answers.items():
+                        for pair in zip(names, ids, reference, answer.rows):
+                            diverged[name] += divergence(target, *pair)
+                for row, tokens in zip(rows, reference):
+                    said[row].append(tokenizer.decode(tokens, skip_special_tokens=True))
+                turns.append(Turn(number, group[0]["category"], ids, answers, diverged))
+    except KeyboardInterrupt:
+        print(f"bench.py: interrupted; the figures are of {len(turns)} turns", file=sys.stderr)
     finally:
         bar.close()
     return turns
 
 
 @torch.no_grad()
-def divergence(target, encoded: dict, reference: list[int], tokens: list[int]) -> dict | None:
+def divergence(target, question_id, ids: Tensor, reference: list[int], tokens: list[int]) -> list:
     """Where two answers part, and by how little the target preferred its choice there.
 
-    Returns: None if they are the same, else {"position", "top2_margin"}, of the first token that
-        differs and the target's two best logits for it.
+    Returns:
+        [] if they are the same, else one {"question_id", "position", "top2_margin"} of the first
+        token that differs: the difference of the target's two best logits for it.
     """
     if tokens == reference:
-        return None
+        return []
     same = [a == b for a, b in zip(tokens, reference)]
     place = same.index(False) if False in same else len(same)
-    agreed = encoded["input_ids"].new_tensor([reference[:place]])
-    ids = torch.cat([encoded["input_ids"], agreed], dim=1)
+    ids = torch.cat([ids, ids.new_tensor([reference[:place]])], dim=1)
     best = target(ids).logits[0, -1].float().topk(2).values.tolist()
-    return {"position": place, "top2_margin": best[0] - best[1]}
+    return [{"question_id": question_id, "position": place, "top2_margin": best[0] - best[1]}]
+
+
+# -------------------------------------------------------------------------------- figures
 
 
 @torch.no_grad()
-def acceptance_rate(arm: Arm, target, turns: list[dict]) -> dict | None:
+def acceptance_rate(arm: Arm, target, turns: list[Turn], reference: str) -> dict | None:
     """alpha by the method's own definition, over the tokens of the baseline's answers.
 
-    Returns: {"alpha_sum", "alpha_count"}, lists by prompt whose totals' quotient alpha is; None
-        where the method has none, or another model than the drafter's drafts.
+    Returns:
+        {"alpha_sum", "alpha_count"}, lists by prompt; alpha is the quotient of their totals. None
+        where the method has no alpha, or another model than its drafter drafts.
     """
     drafter = arm.kwargs.get("drafter")
-    if not hasattr(arm.module, "alpha") or drafter is None or arm.kwargs.get("draft_model"):
+    if drafter is None or arm.kwargs.get("draft_model") is not None:
         return None
-    layers = [layer for each in arm.drafters for layer in getattr(each, "kv_layers", ())]
-    sums = [0.0] * (turns[-1]["prompt"] + 1)
+    sums = [0.0] * (turns[-1].prompt + 1)
     counts = [0] * len(sums)
-    for index, turn in enumerate(turns[:ALPHA_ANSWERS]):
-        prompt = turn["input_ids"]
-        ids = torch.cat([prompt, prompt.new_tensor([turn["answer"]])], dim=1)  # (1, T)
+    for number, turn in enumerate(turns[:ALPHA_ANSWERS]):
+        [prompt] = turn.asked
+        answer = turn.answers[reference].rows
+        ids = torch.cat([prompt, prompt.new_tensor(answer)], dim=1)  # (1, T)
         answered = (torch.arange(ids.shape[1], device=ids.device) >= prompt.shape[1])[None]
-        hidden, kv = common.target_features(target, ids, layers)
-        seed = ids.new_tensor([index])
-        batch = common.Batch(ids, answered, hidden, kv, seed, progress=0.0)
-        accepted, number = arm.module.alpha(drafter, target, batch, **arm.base)
-        sums[turn["prompt"]] += float(accepted)
-        counts[turn["prompt"]] += int(number)
+        hidden, kv = common.target_features(target, ids, drafter.kv_layers)
+        batch = common.Batch(ids, answered, hidden, kv, ids.new_tensor([number]), progress=0.0)
+        accepted, count = arm.module.acceptance(drafter, target, batch)
+        sums[turn.prompt] += float(accepted)
+        counts[turn.prompt] += int(count)
     return {"alpha_sum": sums, "alpha_count": counts} if sum(counts) else None
 
 
-def summary(arms: list[Arm], target, turns: list[dict], greedy: bool) -> dict:
-    """The figures of all arms, {NAME: figures}; the baseline is the faster of the first two."""
-    baseline = max(arms[:2], key=report.speed)
+def summary(arms: list[Arm], loops: list[Arm], target, turns: list[Turn], greedy: bool) -> dict:
+    """{NAME: figures} of all arms; the baseline is the fastest of the plain `loops`."""
+    speeds = {}
+    for loop in loops:
+        sums = report.total([turn.answers[loop.name] for turn in turns])
+        speeds[loop.name] = sums["tokens"] / sums["seconds"]
+    baseline = max(speeds, key=speeds.get)
+    one_by_one = all(len(turn.asked) == 1 for turn in turns)
     result = {}
     alphas = {}
-    for arm in (baseline, *arms[2:]):
+    for arm in [loop for loop in loops if loop.name == baseline] + arms:
         numbers = report.figures(arm, baseline, turns, greedy)
-        drafter = arm.module, id(arm.kwargs.get("drafter"))
-        if drafter not in alphas:
-            alphas[drafter] = acceptance_rate(arm, target, turns)
-        if of_alpha := alphas[drafter]:
+        key = id(arm.kwargs.get("drafter"))
+        if key not in alphas and one_by_one:
+            alphas[key] = acceptance_rate(arm, target, turns, baseline)
+        if of_alpha := alphas.get(key):
             numbers["alpha"] = sum(of_alpha["alpha_sum"]) / sum(of_alpha["alpha_count"])
             numbers["by_prompt"] |= of_alpha
-        names = {arm.plain, arm.name.partition("@")[0]} - {arm.name}  # no variant; shipped
-        others = [other for other in arms if other.name in names]
-        numbers["against"] = {
-            other.name: report.paired_ratio(arm, other, turns) for other in others
-        }
-        result[arm.name] = report.rounded(numbers)
-    loops = {arm.name: report.rounded(report.speed(arm)) for arm in arms[:2]}
-    first = result.pop(baseline.name) | {"loop": baseline.name, "loops": loops}
-    return {"baseline": first, **result}
+        first = next(other for other in [*loops, *arms] if other.module is arm.module)
+        if first is not arm and arm.module is not None:
+            theirs = report.by_prompt(first.name, turns)
+            numbers["against"] = {first.name: report.paired(numbers["by_prompt"], theirs)}
+        result[arm.name] = numbers
+    first = result.pop(baseline) | {"loop": baseline, "loops": speeds}
+    return report.rounded({"baseline": first, **result})
 
 
 @torch.no_grad()
 def cost_curve(target, context: int, repeats: int = 5) -> dict:
-    """Milliseconds of a target forward over a chain draft, as verification runs it.
+    """Milliseconds of a target forward over a chain, as verification runs it.
 
     Returns:
         {"context", "by_tokens": {n: ms at that context}, "by_context": {P: {n: ms}}}, medians
         without the first, which warms up.
     """
-    shape = common.target_shape(target)
-    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    if context + 64 > limit:
-        raise ValueError(
-            f"--context {context} + 64 tokens exceed the target's context of {limit}; lower "
-            "--context"
+    config = target.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    if context + COUNTS[-1] > limit:
+        raise Mistake(
+            f"--context {context} + {COUNTS[-1]} tokens exceed the target's context of {limit}; "
+            "lower --context"
         )
-    device = target.device
-    cuda = device.type == "cuda"
-    cache = common.GrowingCache(shape["num_layers"])
+    cuda = target.device.type == "cuda"
+    cache = common.GrowingCache(config.num_hidden_layers)
     generator = torch.Generator().manual_seed(0)
 
-    def draw(count: int) -> torch.Tensor:
-        return torch.randint(shape["vocab_size"], (1, count), generator=generator).to(device)
+    def draw(count: int) -> Tensor:
+        ids = torch.randint(config.vocab_size, (1, count), generator=generator)
+        return ids.to(target.device)
 
-    def milliseconds(rows: int, tokens: int) -> float:
-        held = cache.get_seq_length()
-        if rows < held:
-            cache.crop(rows - held)
-        elif rows > held:
-            common.forward(target, draw(rows - held), cache, logits_to_keep=1)
+    def milliseconds(rows: int, count: int) -> float:
+        missing = rows - cache.get_seq_length()
+        if missing > 0:
+            target.get_decoder()(draw(missing), past_key_values=cache, use_cache=True)
+        cache.cut(rows)
         times = []
         for _ in range(repeats + 1):
-            fed = draw(tokens)
-            positions = rows + torch.arange(tokens, device=device)[None]
-            start = mark(cuda)
-            mask = None
-            if tokens > 1:
-                parents = torch.arange(tokens - 1) - 1
-                mask = common.ancestor_mask(parents, rows, target.dtype).to(device)
-            common.forward(target, fed, cache, attention_mask=mask, position_ids=positions)
-            end = mark(cuda)
+            ids = draw(count)
+            draft = common.Draft(ids[0, 1:], torch.arange(count - 1) - 1)
+            start = time.perf_counter()
+            fed, mask, positions = common.tree_inputs(ids[:, :1], draft, rows, target.dtype)
+            common.forward(target, fed, cache, mask, positions)
             if cuda:
                 torch.cuda.synchronize()
-            times.append(1000 * between(start, end))
-            cache.crop(-tokens)
+            times.append(1000 * (time.perf_counter() - start))
+            cache.cut(rows)
         return round(statistics.median(times[1:]), 3)
 
     result = {"context": context, "by_tokens": {}, "by_context": {}}
-    plan = [(context, tokens, "by_tokens") for tokens in COUNTS]
-    plan += [(rows, tokens, "by_context") for rows in CONTEXTS for tokens in (1, 8)]
-    plan = sorted(row for row in plan if row[0] + 64 <= limit)
-    for rows, tokens, kind in tqdm(plan, desc="cost curve", disable=None):
+    plan = [(context, count, "by_tokens") for count in COUNTS]
+    plan += [(rows, count, "by_context") for rows in CONTEXTS for count in (1, 8)]
+    plan = sorted(row for row in plan if row[0] + COUNTS[-1] <= limit)
+    for rows, count, kind in tqdm(plan, desc="cost curve", disable=None):
         place = result[kind]
         if kind == "by_context":
             place = place.setdefault(str(rows), {})
-        place[str(tokens)] = milliseconds(rows, tokens)
+        place[str(count)] = milliseconds(rows, count)
     return result
 
 
-# ------------------------------------------------------------------------------------- command line
+def heads_of(arm: Arm, target, folders: list[str]) -> dict:
+    """{name: drafter} of the acceptance heads on an arm's draft model: its own, and `folders`'.
+
+    Raises: Mistake: the arm drafts no chains, or a head belongs to another draft model.
+    """
+    heads = {}
+    own = arm.kwargs.get("drafter")
+    if own is not None and getattr(own.config, "stage", "") == "head":
+        heads["head"] = own
+    for folder in folders:
+        name = Path(folder).name
+        head = common.load_drafter(cli.import_method("specdecpp").Drafter, folder, target)
+        heads[folder if name in heads else name] = head
+    stopping.chain_of(arm.module, arm.kwargs, heads)
+    return heads
 
 
-def parse(argv: list[str]):
-    """The options, those of the methods' Config that matter while decoding included."""
-    return bench_options.parse(argv, __doc__)
+def sweep(arms: list[Arm], heads: dict, target, turns: list[Turn], max_new_tokens: int) -> dict:
+    """Figure 4 of SpecDec++: every stop rule, replayed on the first arm's chains."""
+    first = arms[0]
+    answers = []  # (N_draft, N_target, seconds, seconds of drafting)
+    for arm in arms:
+        alike = arm.module is first.module and not arm.copies
+        if not alike or arm.kwargs.get("drafter") is not first.kwargs.get("drafter"):
+            continue
+        for turn in turns:
+            [stats] = turn.answers[arm.name].stats
+            n_draft = sum(stats.offered[1:])  # the first draft is timed with the prefill
+            draft = stats.seconds.get("draft", 0.0)
+            answers.append((n_draft, stats.target_forwards, draft + stats.seconds["verify"], draft))
+    asked = []
+    for turn in turns:
+        asked.append({"input_ids": turn.asked[0], "max_new_tokens": max_new_tokens})
+    return stopping.sweep(first.module, first.kwargs, heads, target, asked, answers)
+
+
+# --------------------------------------------------------------------------- command line
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the options, among them the named methods' that matter while decoding."""
+    parser = cli.OneLineParser(description=__doc__)
+    _what_to_decode(parser)
+    _what_to_measure(parser)
+    _where_results_go(parser)
+    names = [method_of(text) for text in cli.method_named(argv)]
+    if "all" in names:
+        names += cli.present()
+    for name in dict.fromkeys(names):
+        if name != "all":
+            cli.add_config_options(parser, cli.import_method(name).Config, decode=True)
+    args = parser.parse_args(argv)
+    args.argv = argv
+    check(args)
+    return args
+
+
+def _what_to_decode(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to decode, and how")
+    add = group.add_argument
+    methods = ", ".join((*cli.METHODS, *cli.RIVALS))
+    cuda = "cuda" if torch.cuda.is_available() else "cpu"
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    add("--method", nargs="+", default=[], metavar="ARM", help=f"{methods}, or all; see above")
+    add("--peers", action="store_true", help="also transformers' own methods")
+    add("--checkpoint", metavar="DIR", help="drafter to measure (default: checkpoints/METHOD)")
+    add("--draft-model", metavar="NAME", help="causal LM of the target's vocabulary to draft with")
+    add("--target", type=cli.target, help=cli.TARGET_HELP)
+    add("--dtype", default="float32", choices=dtypes, help="of target and drafters")
+    add("--device", type=cli.device, default=cuda, help="of torch, such as cpu or cuda:1")
+    packing = argparse.BooleanOptionalAction
+    add("--pack", action=packing, default=True, help="faster layers on a CPU (support/packed.py)")
+
+
+def _what_to_measure(parser: argparse.ArgumentParser) -> None:
+    number = cli.number
+    group = parser.add_argument_group("what to measure")
+    add = group.add_argument
+    add("--prompts", nargs="+", metavar="FILE", help="FastChat JSONL (default: all of prompts/)")
+    add("--prompt", metavar="TEXT", help="ask this instead of a prompt file")
+    add("--num-prompts", type=number(int, 0), default=6, help="spread over all files; 0: all")
+    add("--max-new-tokens", type=number(int, 1), default=64, help="per turn")
+    add("--temperature", type=number(float, 0), default=0.0, help="0 is greedy")
+    add("--top-p", type=number(float, 0, 1), default=1.0, help="share of the likeliest tokens")
+    add("--seed", type=number(int, 0), default=0, help="of sampling, and of the order of arms")
+    add("--batch-size", type=number(int, 1), default=1, help="prompts answered at once")
+    add("--cost-curve", action="store_true", help="time a target forward by tokens and context")
+    add("--context", type=number(int, 1), default=256, help="of the cost curve, in tokens")
+    help = "replay every stop rule on the first arm's chains; DIR: more heads for its draft model"
+    add("--sweep", nargs="*", metavar="DIR", help=help)
+
+
+def _where_results_go(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to print and write")
+    add = group.add_argument
+    help = "write the result and all answers; -: print the last line on a terminal, too"
+    add("--json", metavar="FILE", help=help)
+    add("--replay", metavar="FILE", help="only answer one prompt, and write a page that shows it")
+    add("--table", nargs="+", metavar="FILE", help="only print the tables of these results")
+    add("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise a Mistake for options that do not go together, before anything is loaded."""
+    if not (args.method or args.peers or args.cost_curve or args.table):
+        methods = ", ".join(cli.METHODS)
+        raise Mistake(f"nothing to do: give --method ({methods}, all), --cost-curve or --table")
+    if args.prompt is not None and not args.prompt.strip():
+        raise Mistake("--prompt is empty; give the text of a question")
+    if args.sweep is not None and (not args.method or args.temperature):
+        raise Mistake("--sweep looks at greedy drafts of a --method; leave out --temperature")
+    if args.batch_size > 1 and (args.sweep is not None or args.peers or "all" in args.method):
+        raise Mistake("--sweep and --peers take one sequence at a time; leave out --batch-size")
+    if args.checkpoint and (len(set(args.method)) != 1 or "all" in args.method):
+        raise Mistake("--checkpoint goes with exactly one --method")
+    if not args.top_p:
+        raise Mistake("--top-p must be above 0 and at most 1")
+    if args.json and args.json != "-":
+        if Path(args.json).is_dir() or not Path(args.json).resolve().parent.is_dir():
+            raise Mistake(f"--json {args.json}: no such folder, or not a file; make it first")
+    for name in ("sweep", "cost_curve", "json", "plot"):
+        if args.replay and getattr(args, name) not in (None, False):
+            raise Mistake(f"--replay measures nothing; leave out --{name.replace('_', '-')}")
+    if args.plot and Path(args.plot).exists() and not Path(args.plot).is_dir():
+        raise Mistake(f"--plot {args.plot} is not a folder; give another one")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise Mistake("--plot needs matplotlib: pip install matplotlib")
+
+
+def warn_of_load() -> None:
+    """Say on stderr if other programs compete for the processor: they slow arms unevenly."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > cores:
+        print(
+            f"bench.py: the machine's load is {load:.1f} on {cores} cores; other programs distort "
+            "the times",
+            file=sys.stderr,
+        )
 
 
 def measure(args) -> dict:
@@ -522,9 +430,10 @@ def measure(args) -> dict:
     prompts = []
     if args.method or args.peers:
         paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
-        prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
-    if args.prompt and prompts:
-        prompts = [{"question_id": "prompt", "category": "prompt", "turns": [args.prompt]}]
+        if args.prompt:
+            prompts = [{"question_id": "prompt", "category": "prompt", "turns": [args.prompt]}]
+        else:
+            prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)
@@ -532,54 +441,57 @@ def measure(args) -> dict:
     if args.pack:
         target = packed.pack(target)
     result = report.header(args, target, len(prompts))
-    arms = []
-    turns = []
-    fit = None
-    swept = None
     if prompts:
         arms = make_arms(target, args)
-        longest = check_lengths(target, tokenizer, prompts, args.max_new_tokens)
-        decoding = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
+        check_lengths(target, tokenizer, prompts, args.max_new_tokens)
+        options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
         if args.temperature:
-            decoding |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+            options |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
         torch.manual_seed(args.seed)
-    if args.replay:
-        text = prompts[0]["turns"][0]
-        encoded = encode(tokenizer, [text], target.device)
-        return replay.write(args.replay, target, tokenizer, arms[2:], text, encoded, decoding)
-    if args.sweep is not None:
-        swept = stopping.chain_and_heads(arms[2], target, args.sweep)
-    if args.refit:
-        fit = fitting.fitter(arms[2])
-    if args.batch_size > 1 and prompts:
-        size = args.batch_size
-        result["batch"] = batching.measure(target, tokenizer, arms, prompts, size, encode, decoding)
-    elif prompts:
-        recorded = contextlib.nullcontext()
-        if args.graphs:
-            compile_drafters(arms)
-            recorded = graphs.use(target, longest + graphs.SIZES[-1])
-        with recorded:
-            turns = run(target, tokenizer, arms, prompts, decoding, rehearse=args.graphs)
-        if not turns:
-            sys.exit(130)
-        result["prompts"] = turns[-1]["prompt"] + 1
-        result["arms"] = summary(arms, target, turns, not args.temperature)
-        if len(turns) < sum(len(prompt["turns"]) for prompt in prompts):
-            result["interrupted"] = True
-    if args.cost_curve or args.refit:
+        if args.replay:
+            text = prompts[0]["turns"][0]
+            encoded = encode(tokenizer, [text], target.device)
+            return replay.write(args.replay, target, tokenizer, arms, text, encoded, options)
+    warn_of_load()
+    if prompts:
+        compare(args, target, tokenizer, arms, prompts, options, result)
+    if args.cost_curve:
         result["cost_curve"] = cost_curve(target, args.context)
-    if args.refit:
-        result["fitted"] = report.rounded(fit(target, turns, result["cost_curve"]))
-    if args.sweep is not None:
-        timed = stopping.measured(arms[2:])
-        result["sweep"] = report.rounded(stopping.sweep(*swept, target, turns, timed))
     print(report.tables(result))
-    if args.show:
-        print("\n" + report.answers(tokenizer, arms, turns[0], sys.stdout.isatty()))
     if args.json and args.json != "-":
         report.write_result(result, args.json)
+    for numbers in report.arms_of(result).values():
+        del numbers["answers"]  # too long for the last line of the output
     return result
+
+
+def compare(args, target, tokenizer, arms, prompts, options, result) -> None:
+    """Let the arms answer, and add their figures to the result."""
+    size = args.batch_size
+    loops = plain_loops()
+    groups = [[prompt] for prompt in prompts]
+    answering = play
+    if size > 1:
+        loops.append(batching.PADDED)
+        groups = batching.groups(prompts, size)
+        answering = batching.play
+    if args.sweep is not None:
+        heads = heads_of(arms[0], target, args.sweep)
+    turns = run(target, tokenizer, [*loops, *arms], groups, options, args.seed, answering)
+    if not turns:
+        sys.exit(130)
+
+    figures = summary(arms, loops, target, turns, not args.temperature)
+    if size > 1:
+        result["batch"] = {"size": size, "batches": turns[-1].prompt + 1, "arms": figures}
+    else:
+        result["arms"] = figures
+        result["prompts"] = turns[-1].prompt + 1
+    if len(turns) < sum(max(len(prompt["turns"]) for prompt in group) for group in groups):
+        result["interrupted"] = True
+    if args.sweep is not None:
+        found = sweep(arms, heads, target, turns, args.max_new_tokens)
+        result["sweep"] = report.rounded(found)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -877,6 +877,22 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
             raise Mistake(f"{text}: lower max_new_tokens")
 
 
+def open_decoding(target, input_ids: Tensor, copies=0, stats=None, **options) -> Decoding:
+    """The Decoding that `target.generate(input_ids, **options)` sets up, before its first round.
+
+    With it a caller can drive a method's `drafts` itself, for example several sequences in turn.
+    """
+    box = []
+
+    def opened(target, input_ids, copies=0, stats=None, **given):
+        box.append(Decoding(target, input_ids, copies, stats, **given))
+        return input_ids
+
+    options.setdefault("attention_mask", torch.ones_like(input_ids))
+    target.generate(input_ids, custom_generate=opened, copies=copies, stats=stats, **options)
+    return box[0]
+
+
 def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -> None:
     """Answer one prompt with the drafter in checkpoints/folder; for `python METHOD.py`."""
     parser = argparse.ArgumentParser(description="Answer a prompt with the shipped drafter.")

@@ -1,176 +1,137 @@
-"""SpecDec++: a trained head decides when to stop drafting (Huang et al., 2024, arXiv:2405.19715).
+"""SpecDec++: a trained head decides when to stop drafting (Huang et al., 2024).
 
-How much to draft before the target checks? Too little and the target runs often, too much and
-drafts are thrown away. A small head on the draft model's last hidden state predicts whether each
-token will be accepted; the round ends when the predicted chance of a refusal exceeds h.
+Paper: arXiv:2405.19715. With short drafts the target runs often. With long drafts many tokens are
+discarded behind a refused one. SpecDec++ adds an acceptance head to the draft model. The head reads
+the last hidden state of a draft token and predicts whether the target will accept this token. The
+round ends when the predicted probability that any token is refused exceeds h.
 
-Why a threshold (3.1): a state is the prefix and the tokens drafted so far, an action is stop or
-continue; either way one more token is drafted. A discarded token (the refused one and all after it)
-costs c1 = t_draft, stopping costs c2 = t_target - t_draft. If a token was refused already,
-continuing wastes at least c1 more; if not, it saves at most c2 + Delta. So stopping is better once
-the chance of a refusal reaches (c2 + Delta) / (c1 + c2 + Delta), Theorem 3.1.
+Why a threshold (3.1): let R be the probability that a token drafted so far is refused. Drafting one
+more costs c1 = t_draft, which is wasted if a token is refused: R c1. Stopping costs c2 = t_target -
+t_draft and at most Delta in later rounds, which could have been saved if no token is refused:
+(1 - R) (c2 + Delta). Stopping is better once R >= (c2 + Delta) / (c1 + c2 + Delta).
 
-That is the true chance. The head's sigmoid is low on purpose: w_rej > 1 makes mistakes on refused
-tokens dearer, so it nears P / (P + w_rej (1 - P)), P being the true chance of acceptance. With
-w_rej = 6 and h = 0.7 a round stops, after one judged token, at P = 0.72, a true chance of refusal
-of 0.28. `true_probability` adds log w_rej to the logits: h bounds 1 minus the product of the P's.
+This holds for true probabilities. The head underestimates acceptance on purpose: w_rej > 1 makes
+mistakes on refused tokens more costly, so it predicts P / (P + w_rej (1 - P)) where the truth is P.
+With w_rej = 6 and h = 0.7 a round stops after one judged token if P < 0.72.
 
-    symbol                 name here                        section/equation  function
-    q, p                   drafter, target                  2                 propose, common.verify
-    x_prefix, Y_i          input_ids, token                 2, 3.1            propose
-    K                      Config.gamma (stop fixed)        2                 generate
-    k + 1, n, y'           count, len(path), committed[-1]  3.1, Alg. 1       common.verify
-    r_i ~ Unif[0, 1]       torch.rand(())                   Alg. 1            common._draw
-    f_theta, D             AcceptanceHead, head_depth       3.2, 4.1          Drafter.accept_logit
-    e_i                    hidden                           Eq. 3.1           propose, draft_states
-    p^, h, pi(s_k) = stop  all_accepted, threshold, return  3.2, Alg. 2       until_stop
-    X, Y, Z, r             input_ids, drafted, mixed, keep  3.3               labelled
-    P_i, w_acc, w_rej      accept_prob, 1, w_rej            3.3, 4.1          labelled, loss
-    c1, c2, Delta          c1, c2, delta                    3.1, Thm. 3.1     stop_threshold
-    S                      the False ones of agrees         Lemma 2.1         oracle
-    t_draft, t_target, T   the same, seconds                Eq. 2.1           support/stopping.py
-    N, N_draft             tokens, n_draft                  2, Eq. 2.1        support/stopping.py
-    N_target, N_discarded  n_target, n_discarded            2, Eq. 2.2        support/stopping.py
+Names that differ from the paper's: q is `DraftModel`, p^ is `all_accepted`, h is `threshold`, K is
+`gamma`, D is `head_depth`, r is `keep`, P_i is `accept_prob`, e_i is `hidden`.
 
-Deviations ("upstream" is the authors' published code)
-    1. ours: the draft model is a few layers copied from the target and distilled (`stage="draft"`);
-       then the head is trained (`stage="head"`). The paper takes another causal LM: `draft_model`.
-    2. ours: only the most frequent tokens are drafted (`draft_vocab`); by `causal_lm`, all are.
-    3. upstream != paper: the D residual blocks have a weight each (upstream ties them to one).
-    4. ours: labels are greedy by default, as decoding is: 1 where the two argmaxes agree. For
-       sampling, train the head with the `temperature` and `top_p` of decoding, and decode with
-       `top_k=0`. The responses are half greedy, half of temperature 0.8, whatever the labels are.
-    5. paper silent: a batch's loss is normalised by its total weight. Y and Z are drawn anew at
-       each step (upstream: once, before training). Drafting ends after end-of-sequence, as there.
-    6. ours: disagreeing with an answer's last token costs no round; Lemma 2.1 counts one.
-    7. ours: learning rate 2e-3 (shipped: later 1.5e-3, head 1e-3), batches of 4; upstream 5e-5, 32.
-    8. ours: rivals of the head, `stop="confidence"` (cited in section 5) and `stop="entropy"`.
-    9. ours, off by default: `true_probability`; `head_sees="confidence"`, which shows the head
-       log q(Y_t) too, for e_t comes after Y_t and hardly says how likely Y_t was; `copies`; `base`.
+Deviations from the paper:
+    1. The draft model consists of layers copied from the target and distilled (`stage="draft"`);
+       the paper's is another causal LM (`draft_model`). The head follows (`stage="head"`).
+    2. The copied layers draft only the most frequent tokens of the training data (`draft_vocab`).
+    3. Labels are greedy by default, as decoding is: P_i is 1 where both argmaxes agree, else 0. The
+       paper's labels are those of `temperature=1`.
+    4. Y and Z are drawn anew in each training step.
+    5. The loss is divided by the sum of its weights; the paper does not say by what.
+    6. Drafting ends after an end-of-sequence token, because nothing after it can be committed.
+
+Licence: Apache-2.0.
 """
 
 import copy
-import dataclasses
 import functools
 import itertools
-import math
-import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, TopPLogitsWarper
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import common
 from common import option
 
 
-@dataclasses.dataclass
+@dataclass
 class Config:
-    target: dict = option(dict, "shape of the target (filled in)")
-    model: dict = option(dict, "of the draft model (filled in)")
-    layers: list[int] = option(lambda: [0, 1, -2, -1], "target layers to start from")
-    draft_vocab: int = option(8192, "most frequent tokens only; 0: all")
-    base: str = option("", "put the head on this method's chain drafter")
-    draft_model: str = option("", "put the head on this causal LM")
+    target: dict = option(dict, "shape of the target (filled in by build)")
+    model: dict = option(dict, "what the draft model is (filled in by build)")
+    layers: list[int] = option(lambda: [0, 1, -2, -1], "target layers that the draft model copies")
+    draft_vocab: int = option(8192, "draft only so many frequent tokens; 0: all")
+    draft_model: str = option("", "causal LM to draft with, instead of copied layers")
     stage: str = option("draft", "what to train: draft, then head")
     head_depth: int = option(3, "residual blocks of the head, D")
-    head_sees: str = option("hidden", "hidden, or confidence: q(Y) too")
-    w_rej: float = option(6.0, "weight of refusals in the head's loss, above 0")
-    keep: float = option(0.15, "r: share of X in the mixed sequence Z")
+    w_rej: float = option(6.0, "weight of refusals in the head's loss; that of acceptances is 1")
+    keep: float = option(0.15, "r, share of X in the mixed sequence Z, below 1")
     temperature: float = option(0.0, "of the head's labels; 0: greedy")
-    top_p: float = option(1.0, "of the head's labels")
-    stop: str = option("head", "head, fixed, confidence or entropy", True)
-    threshold: float = option(0.7, "stop head: h, most chance of a refusal", True)
-    true_probability: bool = option(False, "stop head: undo w_rej before h is asked", True)
-    gamma: int = option(5, "stop fixed: tokens a round, K", True)
-    confidence: float = option(0.4, "stop confidence: least q of a likeliest token", True)
-    entropy: float = option(1.5, "stop entropy: most of q, in nats", True)
-    max_draft: int = option(20, "most draft tokens a round, fixed excepted", True)
-    copies: int = option(0, "tokens copied from the context a round; 0: the paper's method", True)
+    stop: str = option(
+        "head", "what ends a round: head, or fixed (after gamma tokens)", decode=True
+    )
+    threshold: float = option(0.7, "stop head: h, most probability of a refusal", decode=True)
+    max_draft: int = option(20, "stop head: most draft tokens a round", decode=True)
+    gamma: int = option(5, "stop fixed: draft tokens a round, K", decode=True)
+
+    def __post_init__(self):
+        common.one_of(self, stage=("draft", "head"), stop=("head", "fixed"))
+        common.at_least(self, draft_vocab=0, head_depth=0, temperature=0, max_draft=0, gamma=0)
+        if self.w_rej <= 0:
+            raise common.Mistake(f"w_rej {self.w_rej}: take a weight above 0")
+        if not 0 <= self.keep < 1:
+            raise common.Mistake(f"keep {self.keep}: take a share from 0 to below 1")
+        if self.draft_model and self.stage == "draft":
+            raise common.Mistake("a draft_model is not trained, only its head: take stage head")
 
 
 VARIANTS = {
-    "copies": {"copies": 16},
-    "confidence": {"stop": "confidence"},
-    "entropy": {"stop": "entropy"},  # and 4.1's grids, of K and of h
     **{f"K{k}": {"stop": "fixed", "gamma": k} for k in (2, 4, 6, 8, 10, 12, 14)},
     **{f"h{h}": {"stop": "head", "threshold": h} for h in (0.1, 0.3, 0.5, 0.7, 0.9)},
 }
 
-# ------------------------------------------------------------------------------------- architecture
+
+# -------------------------------------------------------------------------------- architecture
 
 
 class AcceptanceHead(nn.Module):
     """f_theta: D residual SiLU blocks and a linear layer (4.1)."""
 
-    def __init__(self, width: int, depth: int, sees_log_q: bool = False):
+    def __init__(self, width: int, depth: int):
         super().__init__()
-        self.log_q = nn.Parameter(torch.zeros(width)) if sees_log_q else None  # see accept_logit
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.out = nn.Linear(width, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits (...,) of the draft tokens' acceptance (Eq. 3.1), from their e_i (..., D)."""
+        x = hidden.to(self.out.weight.dtype)
         for block in self.blocks:
             x = x + F.silu(block(x))
-        return self.out(x)[..., 0]  # (...,)
+        return self.out(x)[..., 0].float()
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The acceptance head; unless something else drafts, layers and final norm of a draft model."""
+    """What is trained: the copied layers `body`, unless a causal LM drafts, and the head."""
 
-    kv_layers: tuple = ()  # the draft model reads no cache of the target's
+    kv_layers: tuple = ()  # nothing is read from the target's cache
 
     def __init__(self, config: Config):
         super().__init__()
-        if config.stage not in ("draft", "head"):
-            raise ValueError(f"unknown stage {config.stage!r}; draft, then head with --init DIR")
-        if config.head_sees not in ("hidden", "confidence"):
-            raise ValueError(f"unknown head_sees {config.head_sees!r}; take hidden or confidence")
         self.config = config
         self.body = None
-        if not config.base and not config.draft_model:
+        if not config.draft_model:
+            if not config.model:
+                raise common.Mistake("no draft model in the config: this is no specdecpp drafter")
             no_tokens = dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"])
             shape = AutoConfig.for_model(**config.model | no_tokens | {"vocab_size": 1})
             self.body = AutoModel.from_config(shape, dtype=torch.float32)
-            self.body.set_input_embeddings(nn.Identity())  # the target's comes from outside
+            self.body.set_input_embeddings(nn.Identity())  # the target's is used
             self.body.requires_grad_(config.stage == "draft")
-        width = (config.model or config.target)["hidden_size"]
-        self.head = AcceptanceHead(width, config.head_depth, config.head_sees == "confidence")
-        self.distils = self.body is not None and config.stage == "draft"
-        self.head.requires_grad_(not self.distils)
-        vocab = config.target["vocab_size"]
-        wanted = config.draft_vocab or vocab
-        self.register_buffer("draft_ids", torch.arange(min(wanted, vocab)))  # (Vd,)
-
-    def forward(self, embeds: Tensor, rows, lm_head, cache=None) -> tuple[Tensor, Tensor]:
-        """Logits (M, Vd), hidden states e (M, D) of M `rows` of (B, T), after embeds (B, T, D)."""
-        cached = cache is not None
-        hidden = self.body(inputs_embeds=embeds, past_key_values=cache, use_cache=cached)[0][rows]
-        return lm_head(hidden).float(), hidden
-
-    def accept_logit(self, hidden: Tensor, of_q: Tensor) -> Tensor:
-        """f_theta (...,), whose sigmoid predicts, low by w_rej, that Y_t is accepted (Eq. 3.1).
-
-        Args: hidden: (..., D) e_t, the hidden state at Y_t. of_q: (...,) q_draft(Y_t), which only
-            a head with `head_sees="confidence"` looks at.
-        """
-        x = hidden.to(self.head.out.weight.dtype)  # (..., D)
-        if self.head.log_q is not None:
-            log_q = of_q.to(x.dtype).clamp(min=1e-9).log()  # (...,)
-            x = x + log_q[..., None] * self.head.log_q  # (..., D)
-        return self.head(x)
+        self.head = AcceptanceHead(config.model["hidden_size"], config.head_depth)
+        self.head.requires_grad_(config.stage == "head")
+        self.register_buffer("draft_ids", common.draft_vocab(config.target, config.draft_vocab))
 
     def causal_lm(self, target):
-        """The draft model as an ordinary causal LM (for `assistant_model=`) of the same weights."""
+        """The draft model as an ordinary causal LM of the same weights, for `assistant_model=`."""
         if self.body is None:
-            raise ValueError("an acceptance head only; take a checkpoint with its own draft model")
+            raise common.Mistake(f"this drafter is a head only: load {self.config.draft_model}")
         config = AutoConfig.for_model(**self.config.model)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
-        shared = {id(part): part for part in self.body.children()}  # not copied
-        body = copy.deepcopy(self.body, shared)  # has an embedding of its own, unlike this drafter
+        # The layers are shared. Only the module around them is copied, to take an embedding.
+        shared = {id(part): part for part in self.body.children()}
+        body = copy.deepcopy(self.body, shared)
         body.set_input_embeddings(target.get_input_embeddings())
         setattr(model, model.base_model_prefix, body)
         model.set_output_embeddings(target.get_output_embeddings())
@@ -178,372 +139,406 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         return model.eval()
 
 
+class DraftModel:
+    """What drafts, q: the copied layers of a Drafter, or a causal LM.
+
+    The copied layers work with the target's embedding and a part of its LM head.
+
+    Args: drafter: a Drafter, or a causal LM with the target's vocabulary.
+    Raises: Mistake: another vocabulary.
+    """
+
+    def __init__(self, drafter, target):
+        if isinstance(drafter, Drafter) and drafter.config.draft_model:
+            drafter = load_draft_model(drafter.config.draft_model, target.dtype, target.device)
+        if isinstance(drafter, Drafter):
+            self.body = drafter.body
+            self.num_layers = len(drafter.config.layers)
+            self.draft_ids = drafter.draft_ids  # (Vd,)
+            self.embed = target.get_input_embeddings()
+            self.lm_head = common.draft_head(target, drafter.draft_ids).to(self.body.dtype)
+        else:
+            theirs = common.target_shape(drafter)
+            vocab = common.target_shape(target)["vocab_size"]
+            if theirs["vocab_size"] != vocab:
+                raise common.Mistake(
+                    f"the draft model has {theirs['vocab_size']} tokens and the target {vocab}: "
+                    "take one of the same vocabulary"
+                )
+            self.body = drafter.get_decoder()
+            self.num_layers = theirs["num_layers"]
+            self.draft_ids = torch.arange(vocab, device=target.device)
+            self.embed = drafter.get_input_embeddings()
+            self.lm_head = functools.partial(common.target_logits, drafter)
+
+    def states(self, ids: Tensor, cache=None) -> Tensor:
+        """Last hidden states e (B, T, D) of tokens (B, T), which follow those in the cache."""
+        embeds = self.embed(ids).to(self.body.dtype)  # (B, T, D)
+        cached = cache is not None
+        return self.body(inputs_embeds=embeds, past_key_values=cache, use_cache=cached)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Draft logits (..., Vd) of hidden states (..., D)."""
+        return self.lm_head(hidden).float()
+
+
 @functools.lru_cache(maxsize=1)
 def load_draft_model(name: str, dtype, device):
-    """The causal LM of Config.draft_model, which a checkpoint names and does not hold."""
+    """The causal LM of Config.draft_model; a checkpoint names it and does not hold it."""
     return common.load_target(name, dtype=dtype, device=str(device))[0]
 
 
+def identity(draft_model) -> dict:
+    """What tells one causal LM from another: its name, without the folder, and its shape."""
+    name = Path(draft_model.config.name_or_path).name
+    return {"name": name, **common.target_shape(draft_model)}
+
+
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start training from, its layers copied from the target; completes `config`.
+    """A drafter to start training from, its layers copied from the target.
 
     Args: token_counts: (V,) how often each token occurs in the training responses.
-    Raises: ValueError: no such layers, or of a kind that cannot be copied; another vocabulary.
+    Raises: Mistake: no such layers, or of a kind that cannot be copied; another vocabulary.
     """
+    config.target = common.target_shape(target)
     if config.draft_model:
         draft_model = load_draft_model(config.draft_model, target.dtype, target.device)
-        new_memory(draft_model, target)  # or a ValueError, if its vocabulary is another
-        config.model = {"hidden_size": common.target_shape(draft_model)["hidden_size"]}
+        config.model = identity(draft_model)
         config.draft_vocab = 0
-    if config.base or config.draft_model:
-        return Drafter(config)
-    small = copy.deepcopy(target.config.get_text_config())
-    count = small.num_hidden_layers
-    if not config.layers or not all(-count <= layer < count for layer in config.layers):
-        raise ValueError(f"layers {config.layers}: name some of the target's, 0 to {count - 1}")
-    config.layers = [layer % count for layer in config.layers]
-    small.num_hidden_layers = len(config.layers)
-    if getattr(small, "layer_types", None):
-        small.layer_types = [small.layer_types[layer] for layer in config.layers]
-    config.model = {key: value for key, value in small.to_diff_dict().items() if key != "dtype"}
-    config.model["hidden_size"] = small.hidden_size
+        drafter = Drafter(config)
+        DraftModel(drafter, target)  # checks the vocabulary
+        return drafter
 
+    # 1. The target's configuration, cut down to the chosen layers.
+    small = copy.deepcopy(target.config.get_text_config())
+    depth = small.num_hidden_layers
+    if not config.layers or not all(-depth <= layer < depth for layer in config.layers):
+        raise common.Mistake(f"layers {config.layers}: name some of the target's 0 to {depth - 1}")
+    config.layers = [layer % depth for layer in config.layers]
+    small.num_hidden_layers = len(config.layers)
+    if getattr(small, "layer_types", None):  # sliding or full attention
+        small.layer_types = [small.layer_types[layer] for layer in config.layers]
+    config.model = small.to_diff_dict() | {"hidden_size": small.hidden_size}
+    config.model.pop("dtype", None)
+
+    # 2. Layer i of the draft model starts as layer layers[i] of the target.
     drafter = Drafter(config)
-    drafter.draft_ids.copy_(token_counts.topk(len(drafter.draft_ids)).indices.sort().values)
-    weights = target.get_decoder().state_dict()
-    copied = {}
+    common.start_from(drafter, target, token_counts)
+    theirs = target.get_decoder().state_dict()
+    ours = {}
     for name in drafter.body.get_decoder().state_dict():
         parts = name.split(".")
-        if parts[0] in ("layers", "h"):  # `h` in GPT-2; ours number i is made of layers[i]
+        if parts[0] in ("layers", "h"):  # "h" in GPT-2
             parts[1] = str(config.layers[int(parts[1])])
-        copied[name] = weights.get(".".join(parts))
-    if any(weight is None for weight in copied.values()):
-        raise ValueError("cannot copy layers of this target; take a --draft-model or a --base")
-    drafter.body.get_decoder().load_state_dict(copied)
+        ours[name] = theirs.get(".".join(parts))
+    if any(weight is None for weight in ours.values()):
+        raise common.Mistake("cannot copy layers of this target: name a draft_model")
+    drafter.body.get_decoder().load_state_dict(ours)
     return drafter
 
 
-# ------------------------------------------------------------------------------- training objective
+# -------------------------------------------------------------------------- training objective
 
 
-def draft_states(drafter, target, batch, input_ids, rows, base=None, base_drafter=None) -> Tensor:
-    """Hidden states (M, D) of whichever model drafts, reading input_ids (B, T), at rows (B, T)."""
-    if base is not None:
-        scored = F.pad(rows[:, :-1], (1, 0))  # (B, T) it looks at the row before each of these
-        # what it reads of the target's cache stays that of batch.input_ids, the verified text
-        mixed_batch = dataclasses.replace(batch, input_ids=input_ids, loss_mask=scored)
-        return base.training_logits(base_drafter, target, mixed_batch)[2]
-    if drafter.config.draft_model:
-        draft_model = load_draft_model(drafter.config.draft_model, target.dtype, target.device)
-        return draft_model.get_decoder()(input_ids, use_cache=False)[0][rows]
-    embeds = target.get_input_embeddings()(input_ids).to(drafter.head.out.weight.dtype)  # (B, T, D)
-    return drafter.body(inputs_embeds=embeds, use_cache=False)[0][rows]
+def response_states(model: DraftModel, batch) -> tuple[Tensor, Tensor]:
+    """Hidden states (M, D) of draft model and target that predict a token of the loss mask.
+
+    Position t - 1 predicts token t.
+    """
+    predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T)
+    return model.states(batch.input_ids)[predicts], batch.hidden[predicts]
 
 
-def draft_logits(drafter: Drafter, target, batch, base=None, base_drafter=None) -> Tensor:
-    """Logits (M, Vd) of whichever model drafts, for the M response tokens X_t, after X_<t."""
-    if base is not None:
-        return base.training_logits(base_drafter, target, batch)[0].float()
-    rows = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T) row t - 1 predicts token t
-    hidden = draft_states(drafter, target, batch, batch.input_ids, rows)  # (M, D)
-    if drafter.config.draft_model:
-        draft_model = load_draft_model(drafter.config.draft_model, target.dtype, target.device)
-        return common.target_logits(draft_model, hidden)
-    return common.draft_head(target, drafter.draft_ids).to(hidden.dtype)(hidden).float()
-
-
-def distribution(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Probabilities (M, V) of logits (M, V) under temperature and top-p; one-hot if greedy."""
+def distribution(logits: Tensor, temperature: float) -> Tensor:
+    """Probabilities (M, V) of logits (M, V); one-hot at the argmax if the temperature is 0."""
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
-    logits = logits / temperature
-    if top_p < 1:
-        logits = TopPLogitsWarper(top_p)(None, logits)
-    return logits.softmax(-1)
+    return (logits / temperature).softmax(-1)
+
+
+def chance(batch) -> tuple[Tensor, Tensor]:
+    """Two uniform numbers for each token, (B, T) each: to draw Y_t, and to choose X_t or Y_t.
+
+    They depend only on the sequence's seed and on t, neither on padding nor on the other sequences.
+    """
+    numbers = []
+    for seed in batch.seed.tolist():
+        generator = torch.Generator().manual_seed(seed)
+        numbers.append(torch.rand(batch.input_ids.shape[1], 2, generator=generator))
+    return torch.stack(numbers).to(batch.input_ids.device).unbind(-1)
+
+
+def draw(model: DraftModel, target, batch, to_draw: Tensor, temperature: float):
+    """Draw a token Y_t after X_<t for each of M response tokens X_t (3.3).
+
+    Args: to_draw: (B, T) uniform numbers.
+    Returns: Y (M,), and accept_prob (M,), the label P_t = min(1, p_target(Y_t) / q_draft(Y_t)).
+    """
+    uniform = to_draw[batch.loss_mask][:, None]  # (M, 1)
+    inputs = (*response_states(model, batch), uniform)
+    tokens = []
+    accept_prob = []
+    for ours, theirs, numbers in zip(*(x.split(256) for x in inputs)):  # parts spare memory
+        q_draft = distribution(model.logits(ours), temperature)  # (m, Vd)
+        p_target = distribution(common.target_logits(target, theirs), temperature)  # (m, V)
+        choice = common.sample(q_draft, numbers)  # (m, 1)
+        token = model.draft_ids[choice]  # (m, 1)
+        ratio = p_target.gather(1, token) / q_draft.gather(1, choice)
+        tokens.append(token[:, 0])
+        accept_prob.append(ratio[:, 0].clamp(max=1))
+    return torch.cat(tokens), torch.cat(accept_prob)
+
+
+def mix(batch, drafted: Tensor, to_mix: Tensor, keep: float) -> tuple[Tensor, Tensor]:
+    """The sequence Z (3.3): X_t with probability `keep`, else Y_t. Only the Y_t are judged.
+
+        X        x1 x2 x3 x4
+        Y        y1 y2 y3 y4
+        Z        y1 x2 y3 y4
+        judged   1  .  1  1
+
+    Args: drafted: (M,) the Y_t of all response tokens. to_mix: (B, T) uniform numbers.
+    Returns: Z (B, T), and where it took Y_t, (B, T) bool.
+    """
+    judged = batch.loss_mask & (to_mix >= keep)
+    y = batch.input_ids.masked_scatter(batch.loss_mask, drafted)  # (B, T)
+    return torch.where(judged, y, batch.input_ids), judged
 
 
 @torch.no_grad()
-def labelled(drafter: Drafter, target, batch, base=None, base_drafter=None) -> tuple:
-    """What the acceptance head reads, and what it should say (3.3).
+def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
+    """What the head reads about J draft tokens, and what it should predict (3.3).
 
-    Each response token X_t gets a draft Y_t ~ q(. | X_<t) with the label P_t = min(1, p / q) of
-    Y_t. Then the draft model reads Z, which takes X_t with probability r and Y_t otherwise; e_t is
-    its hidden state at Z_t. Of a place's two numbers (torch.rand(T, 2) of its seed) the first
-    picks Y_t, where it falls in the running sum of q (common.sample); below r the second picks X_t.
-
-        X   x1 x2 x3 x4      Y   y1 y2 y3 y4      Z   y1 x2 y3 y4      labels at   1  .  3  4
-
-    M counts the response tokens, J the judged ones of them, where Z took Y. What belongs to token t
-    is in row t - 1 of to_draw, which predicts it, and in row t of to_mix and loss_mask.
-
-    Returns: (e (J, D), q_draft(Y) (J,), accept_prob (J,)).
+    Returns: e (J, D), the draft model's hidden states at the Y_t in Z, and accept_prob (J,).
     """
     config = drafter.config
-    draft_ids = (drafter if base is None else base_drafter).draft_ids  # (Vd,)
-    seeds = [torch.Generator().manual_seed(int(seed)) for seed in batch.seed]
-    noise = [torch.rand(batch.input_ids.shape[1], 2, generator=seed) for seed in seeds]
-    to_draw, to_mix = torch.stack(noise).to(batch.input_ids.device).unbind(-1)  # each (B, T)
-
-    rows = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T) row t - 1 predicts token t
-    logits = draft_logits(drafter, target, batch, base, base_drafter)  # (M, Vd)
-    parts = zip(logits.split(256), batch.hidden[rows].split(256), to_draw[rows].split(256))
-    tokens = []
-    of_q = []
-    accept_prob = []
-    for scores, features, uniform in parts:  # a part at a time spares memory
-        target_scores = common.target_logits(target, features)  # (m, V)
-        q_draft = distribution(scores, config.temperature, config.top_p)  # (m, Vd)
-        p_target = distribution(target_scores, config.temperature, config.top_p)  # (m, V)
-        choice = common.sample(q_draft, uniform[:, None])  # (m, 1)
-        token = draft_ids[choice]  # (m, 1)
-        ratio = p_target.gather(1, token) / q_draft.gather(1, choice)  # (m, 1)
-        shown = q_draft if config.temperature else scores.softmax(-1)  # as `propose` gives it
-        tokens.append(token[:, 0])
-        of_q.append(shown.gather(1, choice)[:, 0])
-        accept_prob.append(ratio[:, 0].nan_to_num(1).clamp(max=1))  # 0 / 0 by rounding only
-
-    drafted = batch.input_ids.clone()  # (B, T) Y in the response, X elsewhere
-    drafted[batch.loss_mask] = torch.cat(tokens)
-    taken = batch.loss_mask & (to_mix >= config.keep)  # (B, T)
-    taken[:, -1] = False  # a base drafter scores no row without a next token
-    mixed = torch.where(taken, drafted, batch.input_ids)  # (B, T) Z
-    hidden = draft_states(drafter, target, batch, mixed, taken, base, base_drafter)  # (J, D)
-    judged = taken[batch.loss_mask]  # (M,) bool, J of them True
-    return hidden, torch.cat(of_q)[judged], torch.cat(accept_prob)[judged]
+    model = DraftModel(drafter, target)
+    to_draw, to_mix = chance(batch)
+    # 1. Draw Y from the true text X, and compare both models there.
+    drafted, accept_prob = draw(model, target, batch, to_draw, config.temperature)  # (M,) each
+    # 2. Let the draft model read the mixture of X and Y, as it reads its own drafts in decoding.
+    mixed, judged = mix(batch, drafted, to_mix, config.keep)  # (B, T) each
+    hidden = model.states(mixed)[judged]  # (J, D)
+    return hidden, accept_prob[judged[batch.loss_mask]]
 
 
-def loss(drafter: Drafter, target, batch, base=None, base_drafter=None) -> Tensor:
-    """Stage draft: cross-entropy with the target's distribution; stage head: weighted BCE (3.3).
+def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
+    """The summed loss and what it is to be divided by.
 
-    Args: batch: common.Batch. base, base_drafter: with Config.base, that module and its drafter.
-    Returns: its mean times the number of tokens that batch.loss_mask counts, as train.py wants it.
+    Stage draft: cross-entropy with the target's distribution over the draft vocabulary, and M.
+    Stage head: weighted binary cross-entropy (3.3), and the sum of its weights.
     """
-    if drafter.distils:
-        rows = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T) row t - 1 predicts token t
-        teacher = common.target_logits(target, batch.hidden[rows], drafter.draft_ids)  # (M, Vd)
-        logits = draft_logits(drafter, target, batch)  # (M, Vd)
-        return F.cross_entropy(logits, teacher.softmax(-1), reduction="sum")
-    hidden, of_q, accept_prob = labelled(drafter, target, batch, base, base_drafter)
-    logit = drafter.accept_logit(hidden, of_q).float()  # (J,)
-    weight_rej = drafter.config.w_rej * (1 - accept_prob)  # (J,) and w_acc is 1
-    total = -(accept_prob * F.logsigmoid(logit) + weight_rej * F.logsigmoid(-logit)).sum()
-    return total / (accept_prob + weight_rej).sum().clamp(min=1e-6) * batch.loss_mask.sum()
+    if drafter.config.stage == "draft":
+        model = DraftModel(drafter, target)
+        ours, theirs = response_states(model, batch)
+        logits = model.logits(ours)  # (M, Vd)
+        teacher = common.target_logits(target, theirs, model.draft_ids)
+        total = F.cross_entropy(logits, teacher.softmax(-1), reduction="sum")
+        return total, len(logits)
+    hidden, accept_prob = labelled(drafter, target, batch)
+    logits = drafter.head(hidden)  # (J,)
+    weight_acc = accept_prob  # w_acc is 1
+    weight_rej = drafter.config.w_rej * (1 - accept_prob)
+    total = -(weight_acc * F.logsigmoid(logits) + weight_rej * F.logsigmoid(-logits)).sum()
+    return total, (weight_acc + weight_rej).sum()
 
 
-def alpha(drafter: Drafter, target, batch, base=None, base_drafter=None) -> tuple[Tensor, int]:
-    """Acceptance rate at temperature 1: (the sum over M positions of sum_x min(p, q), M)."""
-    draft_ids = (drafter if base is None else base_drafter).draft_ids
-    rows = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T) row t - 1 predicts token t
-    q_draft = draft_logits(drafter, target, batch, base, base_drafter).softmax(-1)  # (M, Vd)
-    p_target = common.target_logits(target, batch.hidden[rows]).softmax(-1)[:, draft_ids]  # (M, Vd)
-    return torch.minimum(p_target, q_draft).sum(), len(q_draft)
+def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
+    """The acceptance rate sum_x min(p_target, q_draft), summed over M positions, and M."""
+    model = DraftModel(drafter, target)
+    ours, theirs = response_states(model, batch)
+    q_draft = model.logits(ours).softmax(-1)  # (M, Vd)
+    return common.overlap(target, theirs, q_draft, model.draft_ids), len(q_draft)
 
 
-# ----------------------------------------------------------------------------------------- decoding
+@torch.no_grad()
+def metrics(drafter: Drafter, target, batches: list) -> dict[str, float]:
+    """How well the head predicts the labels of held-out batches; {} in stage draft."""
+    if drafter.config.stage == "draft" or not batches:
+        return {}
+    from support import stopping  # decoding does not need it
+
+    logits = []
+    labels = []
+    for batch in batches:
+        hidden, accept_prob = labelled(drafter, target, batch)
+        logits.append(drafter.head(hidden))
+        labels.append(accept_prob)
+    return stopping.head_quality(torch.cat(logits), torch.cat(labels), drafter.config.w_rej)
 
 
-@dataclasses.dataclass
+# -------------------------------------------------------------------------------------- theory
+
+
+def throughput(verification: float, discard: float, t_draft: float, t_target: float) -> float:
+    """Tokens per second, the inverse of Eq. 2.3.
+
+    A round drafts its accepted and its discarded tokens, and the target adds one token a round:
+    N_draft + N_target = N + N_discarded. With this, T = t_draft N_draft + t_target N_target (2.1)
+    becomes T = t_draft (N + N_discarded) + (t_target - t_draft) N_target (2.2). Divide by N.
+
+    Args:
+        verification: N_target / N. discard: N_discarded / N.
+        t_draft, t_target: seconds of a forward pass.
+    """
+    latency = t_draft + t_draft * discard + (t_target - t_draft) * verification
+    return 1 / latency
+
+
+def oracle(agrees: list[bool]) -> int:
+    """N_target of the best greedy stopping in hindsight (Lemma 2.1), which discards nothing.
+
+    Each round stops before the next disagreement: |S| + 1 rounds, or |S| if the last token is in S,
+    because the round that commits it is the last one.
+
+    Args: agrees: agrees[i] is True if the draft model's argmax equals token i of the answer.
+    """
+    return 1 + sum(not agree for agree in agrees[:-1])
+
+
+def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
+    """Stopping is better once the true probability of a refusal reaches this (Theorem 3.1).
+
+    It equals h only if the head estimates true probabilities (w_rej = 1).
+
+    Args: c1: t_draft. c2: t_target - t_draft. delta: what later rounds may cost more, at most.
+    """
+    return (c2 + delta) / (c1 + c2 + delta)
+
+
+# ------------------------------------------------------------------------------------ decoding
+
+
 class Memory:
     """What the draft model keeps from round to round of one answer."""
 
-    cache: common.DraftCache  # its own keys and values
-    head: nn.Module | None  # the target's LM head, D -> Vd; None: a causal LM has its own
+    def __init__(self, drafter, target):
+        self.model = DraftModel(drafter, target)
+        self.cache = common.DraftCache(self.model.num_layers)  # its own keys and values
 
 
-def new_memory(drafter, target) -> Memory:
-    """An empty memory: for a Drafter, or for any causal LM with the target's vocabulary."""
-    if hasattr(drafter, "draft_ids"):
-        head = common.draft_head(target, drafter.draft_ids)
-        return Memory(common.DraftCache(len(drafter.config.layers)), head)
-    theirs = common.target_shape(drafter)
-    ours = common.target_shape(target)["vocab_size"]
-    if theirs["vocab_size"] != ours:
-        tokens = f"{theirs['vocab_size']} tokens and the target {ours}"
-        raise ValueError(f"the draft model has {tokens}; take one of the same vocabulary")
-    return Memory(common.DraftCache(theirs["num_layers"]), None)
+def propose(drafter, decoding, memory: Memory):
+    """Draft a chain after `decoding.ids`, one token at a time; take as many as you want.
 
-
-def propose(drafter, target, input_ids, cache, memory, logits_processor=None, do_sample=False):
-    """Draft a chain one token at a time; take as many as you want.
-
-    Args: drafter, memory: of new_memory. input_ids: (1, T) tokens to draft after. cache: not read.
+    Args: drafter: a Drafter or a causal LM, of which `memory` was made.
     Yields:
-        (token y_i (1,), the processed q_draft (V,) it comes from, hidden state e_(i-1) (D,)). The
-        chain ends early where the processors forbid every token that can be drafted.
+        (token y_i (1,), q_draft (V,) the processed distribution it comes from, hidden e_(i-1) (D,)
+        the state that q_draft was computed from). The chain ends where no token may be drafted.
     """
-    fed = memory.cache.rewind(input_ids)  # (1, n)
+    ids = decoding.ids
+    fed = memory.cache.rewind(ids)  # (1, n) tokens that the draft model has not seen yet
     while True:
         memory.cache.feed(fed)
-        if memory.head is None:
-            logits, states = common.forward(drafter, fed, memory.cache, logits_to_keep=1)
-            hidden = states[:, -1]  # (1, D) of (1, n, D)
-            scores = logits[:, -1].float()  # (1, V) of (1, 1, V)
-        else:
-            embeds = target.get_input_embeddings()(fed)  # (1, n, D)
-            logits, hidden = drafter(embeds, (slice(None), -1), memory.head, memory.cache)
-            scores = logits.new_full((1, drafter.config.target["vocab_size"]), float("-inf"))
-            scores[:, drafter.draft_ids] = logits  # (1, V)
-        if logits_processor:
-            scores = logits_processor(input_ids, scores)
-            if not scores.max() > float("-inf"):  # nothing is allowed, or that normalised: NaN
-                return
-        q_draft = scores.softmax(-1)[0]  # (V,)
-        token = common.sample(q_draft) if do_sample else q_draft.argmax(keepdim=True)
+        hidden = memory.model.states(fed, memory.cache)[:, -1]  # (1, D)
+        picked = decoding.pick(memory.model.logits(hidden), memory.model.draft_ids, ids)
+        if picked is None:
+            return
+        token, q_draft = picked
         yield token, q_draft, hidden[0]
         fed = token[None]  # (1, 1)
-        input_ids = torch.cat([input_ids, fed], dim=1)
+        ids = torch.cat([ids, fed], dim=1)
 
 
-def until_stop(steps, drafter, config: Config, most: int, chances: list):
-    """The steps of one round, at most `most`, until the rule of Config.stop ends it (Algorithm 2).
+def until_stop(steps, head, threshold: float, notes: dict):
+    """The steps of one round until the head ends it (Algorithm 2).
 
-    The head leaves the newest token unjudged: its e_i would cost another pass of the draft model.
-    Confidence and entropy look at the newest token's distribution, and submit it in any case. The
-    head says 0.9, 0.8, 0.5, ... of y1, y2, y3, ...; h = 0.6:
+    The newest token is not judged: its e_i would cost another pass of the draft model. The head
+    predicts 0.9, 0.8, 0.5 for y1, y2, y3; h = 0.6:
 
         drafted                   y1   y2   y3   y4
         p^, all before accepted   1    .9   .72  .36
         stop, 1 - p^ > h?         0    .1   .28  .64 yes: y1 to y4 are submitted
 
-    Args: steps: each (token (1,), q_draft (V,), hidden state of the token before (D,)).
-        chances: a list to fill with p^ of y1, of y1 and y2, ..., as it gets known.
+    Args:
+        steps: of `propose`. head: a function of e (D,), an AcceptanceHead.
+        notes: gets the p^ of y2, y3, ... as `chances`, and why the round ended as `stopped`.
     """
-    all_accepted = 1.0  # p^, the predicted chance that all tokens but the newest are accepted
-    of_q = None  # (1,) q_draft(y_(i-1))
-    bias = math.log(config.w_rej) if config.true_probability else 0.0
-    for token, q_draft, hidden in itertools.islice(steps, most):
+    all_accepted = 1.0  # p^
+    for i, (token, q_draft, hidden) in enumerate(steps, start=1):
+        if i > 1:
+            all_accepted *= float(head(hidden).sigmoid())  # hidden is e_(i-1)
+            notes["chances"].append(all_accepted)
         yield token, q_draft, hidden
-        if config.stop == "confidence" and q_draft.max() < config.confidence:
+        if 1 - all_accepted > threshold:
+            notes["stopped"] = "head"
             return
-        if config.stop == "entropy" and -torch.xlogy(q_draft, q_draft).sum() > config.entropy:
-            return
-        if config.stop == "head" and of_q is not None:
-            logit = drafter.accept_logit(hidden[None], of_q).float() + bias  # (1,)
-            all_accepted *= float(logit.sigmoid())
-            chances.append(all_accepted)
-            if 1 - all_accepted > config.threshold:
-                return
-        of_q = q_draft[token]
 
 
-def until_end(steps, ends: set[int]):
-    """The steps up to an end-of-sequence token, itself included: none after it can be emitted."""
+def until_end(steps, ends: set[int], notes: dict):
+    """The steps up to and including an end-of-sequence token."""
     for step in steps:
         yield step
         if int(step[0]) in ends:
+            notes["stopped"] = "end of sequence"
             return
 
 
-def check(config: Config, drafter, model, base, draft_model) -> None:
-    """ValueError for an unknown stop, nothing to draft with, or a head for something else."""
-    if model is None or getattr(model, "body", model) is None:
-        raise ValueError("nothing to draft with: pass draft_model=, or base= and base_drafter=")
-    if config.stop not in ("head", "fixed", "confidence", "entropy"):
-        raise ValueError(f"unknown stop {config.stop!r}; take head, fixed, confidence or entropy")
-    fits = bool(base) == bool(config.base) and bool(draft_model) == bool(config.draft_model)
-    if fits and draft_model:
-        fits = common.target_shape(draft_model)["hidden_size"] == config.model["hidden_size"]
-    if config.stop == "head" and (drafter is None or drafter.distils or not fits):
-        remedy = "train one (--stage head, with --base or --draft-model), or take another --stop"
-        raise ValueError(f"no acceptance head was trained on this draft model: {remedy}")
+def check_head(drafter, config: Config, draft_model) -> None:
+    """Raise a Mistake if there is nothing to draft with, or no head for what drafts."""
+    if drafter is None and draft_model is None:
+        raise common.Mistake("nothing to draft with: pass drafter= or draft_model=")
+    if config.stop == "fixed":
+        return
+    remedy = "train one (stage head), or take stop fixed"
+    if drafter is None or drafter.config.stage == "draft":
+        raise common.Mistake(f"stop head, but no acceptance head has been trained: {remedy}")
+    if draft_model is not None and drafter.config.model != identity(draft_model):
+        own = drafter.config.draft_model or "its own layers"
+        given = draft_model.config.name_or_path or "this draft model"
+        raise common.Mistake(f"the head was trained on {own}, not on {given}: {remedy}")
+
+
+def drafts(decoding, drafter: Drafter | None, config: Config, draft_model=None):
+    """Yield one draft a round; `decoding` has verified it when the generator goes on.
+
+    Args: draft_model: a causal LM to draft with; by default, what `drafter` was trained with.
+    """
+    check_head(drafter, config, draft_model)
+    model = drafter if draft_model is None else draft_model
+    memory = Memory(model, decoding.target)
+    limit = config.gamma if config.stop == "fixed" else config.max_draft
+    while not decoding.done:
+        notes = {"chances": [], "stopped": "limit"}
+        steps = propose(model, decoding, memory)
+        steps = itertools.islice(steps, min(limit, decoding.room))
+        steps = until_end(steps, decoding.ends, notes)
+        if config.stop == "head":
+            steps = until_stop(steps, drafter.head, config.threshold, notes)
+        draft = common.chain(steps, decoding.ids)
+        draft.notes = notes
+        yield draft
 
 
 @torch.no_grad()
 def generate(
     target,
     input_ids,
-    logits_processor,
-    stopping_criteria,
-    generation_config,
     drafter=None,
-    base=None,
-    base_drafter=None,
+    config=None,
     draft_model=None,
-    stop=None,
-    threshold=None,
-    true_probability=None,
-    gamma=None,
-    confidence=None,
-    entropy=None,
-    max_draft=None,
-    copies=None,
+    copies=0,
     stats=None,
     token_streamer=None,
-    **model_kwargs,
-) -> Tensor:
-    """`target.generate(**enc, custom_generate=specdecpp.generate, drafter=drafter)`: lossless.
+    **given,
+):
+    """Lossless: `target.generate(**inputs, custom_generate=specdecpp.generate, drafter=drafter)`.
 
     Args:
-        drafter: the head and, unless something else drafts, the draft model; None without a head.
-        base, base_drafter: another chain drafter's module and its trained drafter, to draft with.
-        draft_model: a causal LM to draft with; by default the one that the head was trained on.
-        stop to copies: the fields of Config, by default the drafter's. stats: to be filled.
-        token_streamer: a streamer of transformers (which does not hand `streamer` on).
-    Returns: (1, T') prompt and new tokens. Raises: ValueError: see check.
+        drafter: a Drafter; None if a draft_model drafts without a head.
+        config: a Config to decode with; by default the drafter's, or fixed lengths without one.
+        draft_model: a causal LM to draft with; by default, what `drafter` was trained with.
+        copies, stats, token_streamer: as for common.Decoding.
+    Returns:
+        (1, T') prompt and new tokens.
     """
-    given = {"stop": stop, "threshold": threshold, "true_probability": true_probability}
-    given |= {"gamma": gamma, "confidence": confidence, "entropy": entropy}
-    given |= {"max_draft": max_draft, "copies": copies}
-    given = {name: value for name, value in given.items() if value is not None}
-    config = dataclasses.replace(Config() if drafter is None else drafter.config, **given)
-    if draft_model is None and base is None and config.draft_model:
-        draft_model = load_draft_model(config.draft_model, target.dtype, target.device)
-    model = base_drafter if base else (draft_model or drafter)
-    check(config, drafter, model, base, draft_model)
-    base = base or sys.modules[__name__]
-    limit = config.gamma if config.stop == "fixed" else config.max_draft
-    ends = generation_config.eos_token_id  # one, several or None
-    ends = {ends} if isinstance(ends, int) else set(ends or [])
-
-    stats = stats or common.Stats()
-    do_sample = generation_config.do_sample
-    cache, _ = common.prefill(
-        target, input_ids, generation_config, model_kwargs, stats, token_streamer
-    )
-    memory = base.new_memory(model, target)
-    lookup = common.Lookup(config.copies)
-    done = False
-    while not done:
-        with stats.timer("draft" if memory.cache.fed is not None else "prefill"):
-            room = generation_config.max_length - input_ids.shape[1] - 1  # one place is the bonus's
-            most = min(limit, room)
-            steps = base.propose(
-                model, target, input_ids, cache, memory, logits_processor, do_sample
-            )
-            chances = []
-            chosen = until_stop(until_end(steps, ends), drafter, config, most, chances)
-            draft = common.chain(chosen, input_ids)
-            ruled = len(draft.tokens) < most or (config.stop == "fixed" and most == limit)
-            stopped = config.stop if ruled else "limit"
-            if ends.intersection(draft.tokens[-1:].tolist()):
-                stopped = "end of sequence"
-            stats.note(chances=chances, stopped=stopped)
-            draft = lookup.merge(draft, input_ids, room)
-        verdict = common.verify(target, input_ids, draft, cache, logits_processor, do_sample, stats)
-        tokens = verdict.tokens  # (1, A + 1)
-        input_ids, done = common.commit(input_ids, tokens, stopping_criteria, stats, token_streamer)
-    return input_ids
-
-
-# ------------------------------------------------------------------------------------------- theory
-
-
-def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
-    """Theorem 3.1: stop once the true chance of a refusal reaches this.
-
-    c1 = t_draft, c2 = t_target - t_draft, delta bounds what the rounds after this one may save. The
-    result may stand for h with `true_probability` only, or where w_rej is 1.
-    """
-    return (c2 + delta) / (c1 + c2 + delta)
-
-
-def oracle(agrees: list[bool]) -> int:
-    """N_target of the best greedy stopping: |S| + 1 (Lemma 2.1), 1 less if S holds the last token.
-
-    `agrees` tells of each token of the answer whether the draft model's argmax there is that one.
-    In hindsight, so that N_discarded = 0: a round more than disagreements before the last token.
-    """
-    return 1 + sum(not agree for agree in agrees[:-1])
+    if drafter is not None:
+        common.check_drafter(drafter, Drafter, target)
+        config = config or drafter.config
+    config = config or Config(stop="fixed")
+    decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
+    for draft in drafts(decoding, drafter, config, draft_model):
+        decoding.verify(draft)
+    return decoding.ids
 
 
 if __name__ == "__main__":

@@ -1,173 +1,209 @@
-"""What the arms of bench.py decode with: a method with its drafter and options, or a peer."""
+"""The arms of bench.py: how they are written, and what they decode with.
 
-from __future__ import annotations
+falcon                a method or a rival with the drafter in checkpoints/NAME
+glide:gamma2          one of its VARIANTS; NAME:ONE+OTHER takes the settings of both
+falcon+copies         beside its draft, up to 16 tokens a round copied from the context
+falcon@runs/mine      another drafter
+all                   everything with a drafter for this target, and transformers' own methods
+"""
 
 import contextlib
-import copy
+import dataclasses
 import inspect
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
-from torch import nn
+import torch
 
 import common
+from common import Mistake
 from support import cli, packed
 
-# what --method all takes: every method, CAPE with S(p) fitted to a CPU, and Medusa
-ALL = (*cli.METHODS, "cape:cpu", f"ctc_drafter:none@{cli.ROOT / 'checkpoints' / 'medusa'}")
-ALONE = ("copies", "prompt-lookup")  # arms that are no method and have no drafter
-PROMPT_LOOKUP = {"name": "prompt-lookup", "kwargs": {"prompt_lookup_num_tokens": 10}}
-# transformers' assisted generation: (tokens at first, schedule, confidence at which to stop)
-ASSISTED = {
-    "constant": (5, "constant", 0.0),
-    "heuristic": (5, "heuristic", 0.0),
-    "confidence": (20, "constant", 0.4),
-}
+COPIES = 16  # most tokens a round that `+copies` copies
+ALL = (*cli.METHODS, "cape:cpu", "medusa", "lookup")
 
 
-def wanted(specs: list[str], variants: list[str]) -> dict[str, bool]:
-    """The arms asked for on the command line, and whether each must be there.
+@dataclass
+class Arm:
+    """One way of decoding: a method's drafts, or a loop of transformers."""
 
-    Those that come with `all`, and variants asked of every method, are left out where a method
-    has no drafter or no such variant.
+    name: str
+    module: object = None  # of the method; None: transformers decodes
+    kwargs: dict = field(default_factory=dict)  # of module.drafts, config included
+    copies: int = 0
+    peer: dict = field(default_factory=dict)  # arguments of target.generate, without a module
+
+
+@dataclass
+class Answer:
+    """What an arm made of a turn: of one sequence, or of all in a batch."""
+
+    rows: list[list[int]]  # the new tokens of each sequence
+    seconds: float  # wall time, prefill included
+    stats: list[common.Stats]  # of each sequence
+
+
+def plain_drafts(decoding):
+    """Yield empty drafts: plain decoding over our cache."""
+    while not decoding.done:
+        yield common.chain([], decoding.ids)
+
+
+def plain_loops() -> list[Arm]:
+    """The two candidates for the baseline: transformers' loop, and ours without drafts."""
+    ours = SimpleNamespace(__name__="plain", drafts=plain_drafts)
+    return [Arm("transformers"), Arm("plain", ours)]
+
+
+@torch.no_grad()
+def decode(target, input_ids, arm: Arm, stats, **given):
+    """A `custom_generate` function for every arm with a module."""
+    decoding = common.Decoding(target, input_ids, arm.copies, stats, **given)
+    for draft in arm.module.drafts(decoding, **arm.kwargs):
+        decoding.verify(draft)
+    return decoding.ids
+
+
+def method_of(text: str) -> str:
+    """The method's name in an arm as it is written on the command line."""
+    return text.partition("@")[0].partition("+")[0].partition(":")[0]
+
+
+def make_arms(target, args) -> list[Arm]:
+    """The arms that the command line asks for, each once.
+
+    Raises: Mistake: an arm that cannot be, or two different ones of the same name.
     """
-    found: dict[str, bool] = {}
-    for spec in specs:
-        for each in ALL if spec == "all" else [spec]:
-            found.setdefault(each, spec != "all")
-            name, at, folder = each.partition("@")
-            if ":" not in name and name not in ALONE:
-                for variant in variants:
-                    found.setdefault(f"{name}:{variant}{at}{folder}", False)
-    return found
+    loader = Loader(target, args)
+    arms = []
+    for text in dict.fromkeys(args.method):
+        if text != "all":
+            arms.append(loader.arm(text))
+            continue
+        for each in ALL:
+            try:
+                arms.append(loader.arm(each))
+            except Mistake as problem:
+                print(f"bench.py: without {each}: {problem}", file=sys.stderr)
+    if args.peers or "all" in args.method:
+        arms += loader.peers()
+    if args.draft_model and not loader.draft_model_used:
+        methods = ", ".join(args.method)
+        raise Mistake(f"--draft-model: {methods} drafts with a network of its own; leave it out")
+
+    found: dict[str, Arm] = {}
+    for arm in arms:
+        if found.setdefault(arm.name, arm).kwargs != arm.kwargs:
+            raise Mistake(f"two arms would be called {arm.name}; rename one of the folders")
+    return list(found.values())
 
 
 class Loader:
-    """Finds out what an arm needs; a drafter that several arms use is read once."""
+    """Finds out what an arm decodes with; a drafter that several arms use is read once."""
 
     def __init__(self, target, args):
         self.target = target
         self.args = args
-        self.drafters: dict[Path, nn.Module] = {}
+        self.drafters: dict[Path, torch.nn.Module] = {}
         self.draft_model = None
+        self.draft_model_used = False
         if args.draft_model:
             self.draft_model = self._load_draft_model(args.draft_model)
 
     def _load_draft_model(self, name: str):
-        like = {"dtype": self.target.dtype, "device": str(self.target.device)}
-        model, _ = common.load_target(name, **like)
+        device = str(self.target.device)
+        model, _ = common.load_target(name, dtype=self.target.dtype, device=device)
         ours = common.target_shape(self.target)["vocab_size"]
         theirs = common.target_shape(model)["vocab_size"]
         if ours != theirs:
-            raise ValueError(
+            raise Mistake(
                 f"--draft-model {name} has {theirs} tokens and the target {ours}; take one of the "
                 "same vocabulary"
             )
-        return model
+        return packed.pack(model) if self.args.pack else model
 
-    def drafter(self, module, checkpoint: str | None = None):
-        """The trained drafter of a method, in the target's dtype."""
-        path = Path(checkpoint or cli.ROOT / "checkpoints" / module.__name__)
+    def drafter(self, name: str, folder: str | None = None):
+        """The trained drafter of a method, from `folder` or from checkpoints/NAME."""
+        path = Path(folder or cli.ROOT / "checkpoints" / name)
         if path not in self.drafters:
             with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
-                drafter = common.load_drafter(module.Drafter, path, self.target)
+                drafter = common.load_drafter(cli.import_method(name).Drafter, path, self.target)
             self.drafters[path] = packed.pack(drafter) if self.args.pack else drafter
         return self.drafters[path]
 
-    def method(self, spec: str) -> list[dict]:
-        """The fields of bench.Arm for `method`, `method:variant` or `method:all`, perhaps @DIR.
-
-        Variants are names in the module's VARIANTS; `one+other` takes the options of both.
-        """
-        spec, _, folder = spec.partition("@")
-        name, _, chosen = spec.partition(":")
+    def arm(self, text: str) -> Arm:
+        """The arm NAME[:VARIANT[+VARIANT]][+copies][@DIR]."""
+        # 1. Take the text apart.
+        spec, at, folder = text.partition("@")
+        first, *more = spec.split("+")
+        name, _, variant = first.partition(":")
+        copies = 0
+        if more and more[-1] == "copies":
+            copies = COPIES
+            more.pop()
         module = cli.import_method(name)
-        variants = {"": {}, **getattr(module, "VARIANTS", {})}
-        parts = chosen.split("+")
-        if chosen != "all" and not variants.keys() >= set(parts):
-            known = ", ".join(list(variants)[1:]) or "none"
-            raise ValueError(f"{name} has no variant {chosen!r}; its variants: {known}")
-        if chosen != "all":
-            merged = {}
-            for part in parts:
-                merged |= variants[part]
-            variants = {chosen: merged}
-        mark = f"@{Path(folder).name}" if folder else ""
-        fields = self._decoding(module, folder or self.args.checkpoint)
-        found = []
-        for variant, options in variants.items():
-            own = {
-                "name": (f"{name}:{variant}" if variant else name) + mark,
-                "variant": variant,
-                "plain": name + mark if variant else None,
-                "kwargs": fields["kwargs"] | options,
-            }
-            if "+" in variant:  # what its last part adds
-                own["plain"] = f"{name}:{variant.rpartition('+')[0]}{mark}"
-            found.append(fields | own)
-        return found
 
-    def _decoding(self, module, checkpoint: str | None) -> dict:
-        """What all variants of a method share: kwargs, drafters, module, base, facts, reports."""
-        takes = inspect.signature(module.generate).parameters
-        options = {each.name: getattr(self.args, each.name) for each in cli.decode_fields(module)}
-        options = {option: value for option, value in options.items() if value is not None}
-        kwargs, base, config = {"custom_generate": module.generate}, {}, module.Config()
-        if self.draft_model is not None and "draft_model" in takes:
+        # 2. Collect what differs from the drafter's Config.
+        changes = {}
+        for option in cli.decode_fields(module):
+            value = getattr(self.args, option.name, None)
+            if value is not None:
+                changes[option.name] = value
+        for each in [variant, *more]:
+            if each and each not in module.VARIANTS:
+                known = ", ".join(module.VARIANTS) or "none"
+                raise Mistake(f"{name} has no variant {each!r}; its variants: {known}")
+            changes.update(module.VARIANTS.get(each, {}))
+
+        # 3. Load what it decodes with.
+        kwargs = self._kwargs(name, module, folder or self.args.checkpoint, changes)
+        shown = f"{spec}@{Path(folder).name}" if at else spec
+        return Arm(shown, module, kwargs, copies)
+
+    def _kwargs(self, name: str, module, folder: str | None, changes: dict) -> dict:
+        """The arguments of module.drafts."""
+        if not hasattr(module, "Drafter"):
+            return self._without_weights(name, module.Config(**changes), folder)
+        kwargs = {}
+        if self.draft_model and "draft_model" in inspect.signature(module.drafts).parameters:
             kwargs["draft_model"] = self.draft_model
-        if hasattr(module, "Drafter"):
-            kwargs["drafter"] = self.drafter(module, checkpoint)
-            config = kwargs["drafter"].config
-        base_name = options.pop("base", None) or getattr(config, "base", "")
-        if base_name:
-            base["base"] = cli.chain_proposer(base_name)
-            own = None if "drafter" in kwargs else checkpoint
-            base["base_drafter"] = self.drafter(base["base"], own)
-            kwargs |= {key: value for key, value in base.items() if key in takes}
-            if "drafter" in takes and "drafter" not in kwargs:
-                kwargs["drafter"] = base["base_drafter"]
-        facts = vars(base["base_drafter"].config) if base else {}
-        facts = facts | vars(config) | {"base": base_name}
-        modules = {id(x): x for x in kwargs.values() if isinstance(x, nn.Module)}
-        return {
-            "kwargs": kwargs | options,
-            "drafters": list(modules.values()),
-            "module": module,
-            "base": base,
-            "facts": facts,
-            "reports": True,
-        }
-
-    def peers(self) -> list[dict]:
-        """The fields of bench.Arm for transformers' prompt lookup and assisted generation."""
-        found = [PROMPT_LOOKUP]
+            self.draft_model_used = True
         try:
-            assistant = self._assistant()
-        except ValueError as problem:
-            print(f"bench.py: no assisted generation among the peers: {problem}", file=sys.stderr)
-            return found
-        for name, (count, schedule, threshold) in ASSISTED.items():
-            config = copy.deepcopy(assistant.generation_config)
-            config.update(
-                num_assistant_tokens=count,
-                num_assistant_tokens_schedule=schedule,
-                assistant_confidence_threshold=threshold,
-            )
-            found.append(
-                {
-                    "name": f"assisted:{name}",
-                    "kwargs": {"assistant_model": assistant},
-                    "drafters": [assistant],
-                    "assistant_config": config,  # on the target's own they would be ignored
-                }
-            )
-        return found
+            kwargs["drafter"] = self.drafter(name, folder)
+            config = kwargs["drafter"].config
+        except Mistake:
+            if folder or "draft_model" not in kwargs:
+                raise
+            kwargs["drafter"] = None  # the draft model drafts alone
+            config = module.Config()
+        return kwargs | {"config": dataclasses.replace(config, **changes)}
 
-    def _assistant(self):
-        """The draft model given, or the first method's whose drafter is an ordinary causal LM."""
-        if self.draft_model is not None:
-            return self.draft_model
-        for module in map(cli.import_method, cli.present()):
-            if hasattr(getattr(module, "Drafter", None), "causal_lm"):
-                return self.drafter(module).causal_lm(self.target)
-        raise ValueError("no method here drafts with a causal LM; give --draft-model NAME")
+    def _without_weights(self, name: str, config, folder: str | None) -> dict:
+        """The same for a method that has no drafter, or that of its base."""
+        base = getattr(config, "base", None)
+        if base is None:
+            return {"config": config}
+        proposer = cli.chain_proposer(base)
+        try:
+            base_drafter = self.drafter(base, folder)
+        except Mistake as problem:
+            raise Mistake(
+                f"{name} has no drafter of its own: train its base ({base}) and pass "
+                f"--checkpoint DIR ({problem})"
+            ) from problem
+        return {"base": proposer, "base_drafter": base_drafter, "config": config}
+
+    def peers(self) -> list[Arm]:
+        """Prompt lookup and assisted generation, as transformers has them."""
+        arms = [Arm("prompt-lookup", peer={"prompt_lookup_num_tokens": 10})]
+        try:
+            assistant = self.draft_model
+            if assistant is None:
+                assistant = self.drafter("specdecpp").causal_lm(self.target)
+            self.draft_model_used = True
+            arms.append(Arm("assisted", peer={"assistant_model": assistant}))
+        except Mistake as problem:
+            print(f"bench.py: without assisted generation: {problem}", file=sys.stderr)
+        return arms

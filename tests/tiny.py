@@ -10,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
 
+decoding_of = common.open_decoding
+
 
 def slow(*values):
     """A case of a parametrized test that waits for `-m slow`."""
@@ -66,18 +68,6 @@ def teach(method, drafter, target, steps, lr, rows=4, length=46):
         losses.append(float(total.detach() / weight))
     drafter.eval()
     return losses
-
-
-def decoding_of(target, ids, copies=0, stats=None, **options):
-    """A common.Decoding as transformers would set it up for `target.generate(ids, **options)`."""
-    box = []
-
-    def opened(target, input_ids, copies=0, stats=None, **given):
-        box.append(common.Decoding(target, input_ids, copies, stats, **given))
-        return input_ids
-
-    target.generate(ids, custom_generate=opened, copies=copies, stats=stats, **options)
-    return box[0]
 
 
 def family(name, **more):

@@ -1,12 +1,13 @@
-"""Run copied method files where nothing else is; test_copying.py starts this in its own process.
+"""Decode with copied method files where nothing else is; test_copying.py starts this.
 
-    python alone.py FOLDER...     FOLDER is called METHOD and holds METHOD.py, common.py, and so on
+    python alone.py FOLDER...     FOLDER is called METHOD and holds METHOD.py, common.py, ...
 
 FOLDER/../target is a tiny saved target. Prints one line of JSON: what happened in each folder.
 """
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import io
 import json
@@ -18,79 +19,82 @@ from pathlib import Path
 import torch
 
 
-def forget(folder):
-    """Drop what was imported from a folder, so that the next one starts with nothing."""
+def forget(folder: Path) -> None:
+    """Drop the modules of a folder, so that the next folder starts with nothing."""
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(f"{folder}/"):
             del sys.modules[name]
 
 
-def decode(method):
-    """Make a drafter for the saved target, save it, load it, and compare with plain decoding."""
+def make_drafter(module, common, target):
+    """A small drafter that was saved and loaded again; None if the method has no weights."""
+    if not hasattr(module, "Drafter"):
+        return None
+    fields = {field.name for field in dataclasses.fields(module.Config)}
+    small = {"intermediate_size": 16, "draft_vocab": 16, "stage": "head"}
+    config = module.Config(**{name: small[name] for name in small if name in fields})
+    counts = torch.arange(target.config.vocab_size)
+    module.build(config, target, counts).save_pretrained("drafter")
+    return common.load_drafter(module.Drafter, "drafter", target)
+
+
+def decode(method: str) -> dict:
+    """Compare a method's greedy answer with plain decoding."""
     common = importlib.import_module("common")
     module = importlib.import_module(method)
     target, tokenizer = common.load_target("../target")
-    base = importlib.import_module("glide") if method == "cape" else module
-    fields = {field.name for field in dataclasses.fields(base.Config)}
-    config = base.Config(
-        target=common.target_shape(target),
-        **{name: 16 for name in ("intermediate_size", "draft_vocab") if name in fields},
-    )
-    base.build(config, target, torch.arange(len(tokenizer))).save_pretrained("drafter")
-    drafter = common.load_drafter(base.Drafter, "drafter", target)
-    arguments = {"custom_generate": module.generate, "drafter": drafter}
-    if method == "cape":
-        arguments = {"custom_generate": module.generate, "base": base, "base_drafter": drafter}
-    if "stop" in fields:  # its head was not trained
-        arguments["stop"] = "fixed"
-    ids = tokenizer("w1 w2 w3", return_tensors="pt")["input_ids"]
-    options, stats = {"max_new_tokens": 20, "do_sample": False}, common.Stats()
-    output = target.generate(ids, stats=stats, **options, **arguments)
+    given = {"custom_generate": module.generate}
+    if hasattr(module.Config(), "base"):
+        given["base"] = importlib.import_module(module.Config().base)
+        given["base_drafter"] = make_drafter(given["base"], common, target)
+    elif hasattr(module, "Drafter"):
+        given["drafter"] = make_drafter(module, common, target)
+    ids = tokenizer("w1 w2 w3 w1 w2", return_tensors="pt")["input_ids"]
+    options = {"max_new_tokens": 20, "do_sample": False}
+    stats = common.Stats()
+    output = target.generate(ids, stats=stats, **options, **given)
     same = torch.equal(output, target.generate(ids, **options))
-    return {"same": same, "drafted": stats.drafted, "text": tokenizer.decode(output[0])}
+    return {"same": same, "drafted": stats.drafted}
 
 
-def example():
-    """Whether the README's lines run; they are about this method, and the drafter is saved."""
-    readme = Path(__file__).resolve().parents[2] / "README.md"
-    lines = readme.read_text().split("```python\n")[1].split("```")[0]
-    for theirs, ours in (("your/model", "../chat"), ("checkpoints/mine", "drafter")):
-        assert theirs in lines
+def example(lines: str) -> bool:
+    """Run the README's lines with the tiny target and the saved drafter."""
+    for theirs, ours in (("your/model", "../target"), ("checkpoints/mine", "drafter")):
+        assert theirs in lines, theirs
         lines = lines.replace(theirs, ours)
     names = {}
-    exec(lines.replace("256", "16"), names)
+    exec(lines.replace("max_new_tokens=256", "max_new_tokens=16"), names)
     return "target" in names
 
 
-def start(script, *options):
-    """(exit code, stderr) of `python SCRIPT OPTIONS` in the current folder."""
-    sys.argv, errors = [script, *options], io.StringIO()
-    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+def start(script: str) -> tuple:
+    """The exit code and stderr of `python SCRIPT` in this folder."""
+    sys.argv = [script]
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as ended:
             return ended.code, errors.getvalue()
-        except Exception as problem:
-            return 1, f"{type(problem).__name__}: {problem}"
     return 0, errors.getvalue()
 
 
-def main():
+def main() -> None:
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    lines = readme.read_text().split("```python\n")[1].split("```")[0]
     told = {}
     for folder in map(Path, sys.argv[1:]):
-        method, here = folder.name, told.setdefault(str(folder), {})
         os.chdir(folder)
         sys.path.insert(0, str(folder))
-        here["support"] = importlib.util.find_spec("support") is not None
-        if (folder / "train.py").exists():
-            train = ("--method", method, "--target", "../target", "--data", "../data.jsonl")
-            here["train"] = start("train.py", *train, "--steps", "2", "--out", "made")
-            here["files"] = sorted(path.name for path in Path("made").glob("*"))
-        else:
-            here |= decode(method)
-            if method == "falcon":
-                here["example"] = example()
+        method = folder.name
+        here = {"support": importlib.util.find_spec("support") is not None}
+        with contextlib.redirect_stdout(io.StringIO()):
             here["script"] = start(f"{method}.py")
+            if folder.parent.name != "incomplete":
+                here |= decode(method)
+            if f"import common, {method}\n" in lines:
+                here["example"] = example(lines)
+        told[f"{folder.parent.name}/{method}"] = here
         sys.path.remove(str(folder))
         forget(folder)
     print(json.dumps(told))

@@ -1,17 +1,13 @@
-"""A GPU that is not there: tensors on the device `pretend` compute on the CPU and keep the rules of
-a GPU.
+"""A GPU that is not there: a device `pretend` that computes on the CPU and keeps a GPU's rules.
 
-Mixing tensors of the CPU and of the device in an operator fails; waits of the CPU for the device
-are counted, and so are copies to it. While a graph is being recorded both fail, as on a GPU, and a
-replay does what was recorded once more on the same memory. So everything but kernels and speed can
+An operator that mixes tensors of the CPU and of the device fails. So all but kernels and speed can
 be tested on a machine without a GPU.
+
+This module must be imported before autograd first runs: autograd then learns which devices there
+are.
 """
 
-from __future__ import annotations
-
-import collections
 import contextlib
-from types import SimpleNamespace
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -19,19 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("pretend")
-torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]  # for torch.autocast
 aten = torch.ops.aten
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
-WAITING = (
-    aten._local_scalar_dense.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.equal.default,
-    aten.repeat_interleave.Tensor,
-    aten._unique2.default,
-)
-counts: collections.Counter = collections.Counter()  # "waits", "copies", "operators"
-recording: Graph | None = None
 
 
 class Remote(torch.Tensor):
@@ -68,54 +53,38 @@ def change(tree, what):
         return what(tree)
     if isinstance(tree, dict):
         return {key: change(x, what) for key, x in tree.items()}
-    return type(tree)(change(x, what) for x in tree) if type(tree) in (list, tuple) else tree
-
-
-def tensors_in(*trees) -> list[torch.Tensor]:
-    found = []
-    change(trees, found.append)
-    return found
+    if type(tree) in (list, tuple):
+        return type(tree)(change(x, what) for x in tree)
+    return tree
 
 
 def local(tree):
     return change(tree, lambda x: x.inner if isinstance(x, Remote) else x)
 
 
-def count(kind: str, operator) -> None:
-    assert recording is None, f"{operator} {kind} while a graph is recorded"
-    counts[kind] += 1
+def check(operator, tensors: list, ours: list[bool]) -> None:
+    """Fail if an operator mixes devices. Indices on the CPU are copied, as on a GPU."""
+    foreign = [tuple(x.shape) for x, our in zip(tensors, ours) if not our and x.dim()]
+    if foreign and not (operator in INDEXING and ours[0]):
+        raise AssertionError(f"{operator} mixes devices: {foreign} are on the CPU")
 
 
 def run(operator, args: tuple, kwargs: dict):
     """One operator of ATen, under the rules."""
-    tensors = tensors_in(args, kwargs)
+    tensors = []
+    change((args, kwargs), tensors.append)
     ours = [isinstance(x, Remote) for x in tensors]
     device = kwargs.get("device")
-    to_device = any(ours) if device is None else torch.device(device).type == "pretend"
-    kwargs_here = {**kwargs, "device": "cpu"} if device is not None and to_device else kwargs
-    if operator in (aten.copy_.default, aten._to_copy.default):
-        to_device = ours[0] if operator is aten.copy_.default else to_device
-        if ours[-1] != to_device:
-            count("copies" if to_device else "waits", operator)
-    elif any(ours):
-        counts["operators"] += 1
-        foreign = [x for x, our in zip(tensors, ours) if not our and x.dim()]
-        if (
-            foreign and operator in INDEXING and ours[0]
-        ):  # a GPU takes the CPU's indices: they are copied
-            count("copies", operator)
-        else:
-            assert not foreign, (
-                f"{operator} mixes devices: {[tuple(x.shape) for x in foreign]} are on the CPU"
-            )
-        by_mask = operator in INDEXING and any(
-            x is not None and x.dtype == torch.bool for x in args[1]
-        )
-        if by_mask or operator in WAITING:
-            count("waits", operator)
-    out = operator(*local(args), **local(kwargs_here))
-    if recording is not None and to_device:
-        recording.steps.append((operator, local(args), local(kwargs_here), out))
+    to_device = any(ours)
+    if device is not None:
+        to_device = torch.device(device).type == "pretend"
+        if to_device:
+            kwargs = {**kwargs, "device": "cpu"}
+    if operator is aten.copy_.default:
+        to_device = ours[0]
+    elif operator is not aten._to_copy.default and any(ours):
+        check(operator, tensors, ours)
+    out = operator(*local(args), **local(kwargs))
     if not to_device:
         return out
     return return_and_correct_aliasing(operator, args, kwargs, change(out, Remote))
@@ -132,7 +101,8 @@ class Constructor(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is torch.Tensor.new_tensor:
-            args, kwargs = args[1:], {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
+            like, *args = args
+            kwargs = {"dtype": like.dtype, "device": like.device, **kwargs}
             function = torch.tensor
         device = kwargs.get("device")
         if function is torch.tensor and device is not None:
@@ -142,59 +112,11 @@ class Constructor(TorchFunctionMode):
 
 @contextlib.contextmanager
 def gpu():
-    """Make the device usable; yields the counts, from zero."""
-    counts.clear()
-    torch.__future__.set_swap_module_params_on_conversion(
-        True
-    )  # module.to(dtype) would leave `inner` behind
+    """Make the device usable."""
+    # Otherwise module.to(dtype) would leave `inner` behind.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         with Constructor(), Rules():
-            yield counts
+            yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-class Graph:
-    """torch.cuda.CUDAGraph."""
-
-    def __init__(self):
-        self.steps = []
-
-    def replay(self):
-        for operator, args, kwargs, out in self.steps:
-            again = operator(*args, **kwargs)
-            for old, new in zip(tensors_in(out), tensors_in(again)):
-                if old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
-@contextlib.contextmanager
-def record(graph: Graph):
-    """torch.cuda.graph; a GPU computes nothing while it records, so what came out is worth
-    nothing."""
-    global recording
-    recording = graph
-    try:
-        yield
-    finally:
-        recording = None
-    for _, args, kwargs, out in graph.steps:
-        taken = {x.untyped_storage().data_ptr() for x in tensors_in(args, kwargs)}
-        for x in tensors_in(out):
-            if (
-                x.untyped_storage().data_ptr() not in taken and x.is_floating_point()
-            ):  # not a view of an argument
-                x.fill_(float("nan"))
-
-
-def stand_in_for_cuda(monkeypatch) -> None:
-    """Let torch.cuda's graphs be those above."""
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name, value in {
-        "Stream": lambda: stream,
-        "current_stream": lambda: stream,
-        "CUDAGraph": Graph,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "graph": record,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)

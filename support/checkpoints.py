@@ -1,0 +1,104 @@
+"""The folder of a drafter in training: what is written, and when a run may go on from it."""
+
+import copy
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+import common
+from support import cli
+from support.features import fingerprint
+
+# Options that decide the course of a run; one that is resumed must have the same.
+DECIDING = ("method", "dtype", "bf16", "seed", "batch_size", "lr", "warmup", "clip")
+DECIDING += ("max_length", "held_out")
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    tokens: int = 0  # response tokens trained on, repetitions included
+    seconds: float = 0.0  # over all sittings
+    average: float | None = None  # running mean of the loss
+    curve: list[dict] = field(default_factory=list)  # a row for every measurement
+
+    def share(self, length: dict) -> float:
+        """Which part of a run is over; `length` has its steps, or its minutes."""
+        if length["steps"]:
+            return self.step / length["steps"]
+        return self.seconds / 60 / length["minutes"]
+
+
+def identity(args, target, sequences) -> dict:
+    """What decides a run, beside its length and the options of its method."""
+    content = hashlib.sha256()
+    for ids, mask in sequences:
+        content.update(f"{len(ids)} ".encode() + ids.numpy().tobytes() + mask.numpy().tobytes())
+    decides = {name: getattr(args, name) for name in DECIDING}
+    decides["target"] = f"of content {fingerprint(target)}"
+    decides["data"] = f"of content {content.hexdigest()[:16]}"
+    return decides
+
+
+def read(out: Path, module, identity: dict, overrides: dict) -> tuple[dict, Progress]:
+    """The training state in the folder `out`, and how far the run has come.
+
+    Args:
+        identity: what decides the run that is to go on.
+        overrides: {field: value} of the method's Config, as given on the command line.
+    Raises:
+        Mistake: it is damaged, or of a run that something else decided.
+    """
+    path = out / "training_state.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        begun = state["config"] | state["identity"]
+        at = Progress(**state["progress"])
+        missing = {"length", "model", "optimizer"} - state.keys()
+        if missing:
+            raise KeyError(*missing)
+    except Exception as error:  # torch raises many kinds on a damaged file
+        reason = str(error).strip().split("\n")[0]
+        raise common.Mistake(
+            f"{path} is damaged or of another version ({reason}); train anew with another --out"
+        ) from error
+    free = [option.name for option in cli.decode_fields(module)]
+    now = identity | {name: value for name, value in overrides.items() if name not in free}
+    for name, value in now.items():
+        if value != begun.get(name):
+            raise common.Mistake(
+                f"{out} was begun with --{name.replace('_', '-')} {begun.get(name)}, which is now "
+                f"{value}; resume with the same, or train anew with another --out"
+            )
+    return state, at
+
+
+def save(drafter, out: Path, state: dict) -> None:
+    """Write the training state, the curve, the weights (bfloat16) and config.json.
+
+    Each file appears by one rename; config.json, by which a drafter is known, comes last.
+
+    Raises: Mistake: it cannot be written; what was in `out` is as before.
+    """
+    part = out / ".part"
+    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
+    try:
+        copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(part)
+        torch.save(state, part / "training_state.pt")
+        (part / "curve.json").write_text(json.dumps(state["progress"]["curve"]) + "\n")
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk may raise any of these
+        shutil.rmtree(part, ignore_errors=True)
+        reason = str(error).strip().split("\n")[0]
+        raise common.Mistake(
+            f"cannot save to {out} ({reason}); make room, then go on with --resume"
+        ) from error
+    for name in ("training_state.pt", "model.safetensors", "curve.json", "config.json"):
+        (part / name).replace(out / name)
+    shutil.rmtree(part)  # with the hub's template of a model card

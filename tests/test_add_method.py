@@ -1,0 +1,55 @@
+"""The steps of tests/README.md for two more methods, in a copy of the repository: one without
+weights (tools/ngram.py), and one that is trained. Nothing but their files and names is added."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import coursework
+import ngram
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy with the files ngram.py and glimpse.py, and both names in METHODS."""
+    folder = tmp_path_factory.mktemp("more") / "copy"
+    coursework.copy_of(folder)
+    files = {"ngram": ROOT / "tests" / "tools" / "ngram.py", "glimpse": ROOT / "glide.py"}
+    cli = folder / "support" / "cli.py"
+    source = cli.read_text()
+    [names] = re.findall(r"^METHODS = \((.*)\)", source, re.MULTILINE)
+    for name, path in files.items():
+        (folder / f"{name}.py").write_text(path.read_text())
+        names += f', "{name}"'
+    cli.write_text(re.sub(r"^METHODS = \(.*\)", f"METHODS = ({names})", source, flags=re.M))
+    (folder / "tests" / "tools" / "ngram.py").unlink()
+    (folder / "tests" / "test_add_method.py").unlink()
+    return folder
+
+
+def run(folder, *options):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return int(re.search(r"(\d+) passed", done.stdout)[1])
+
+
+def test_bigrams_by_hand():
+    assert ngram.propose([5, 6, 7, 5], 3) == [6, 7, 5]
+    assert ngram.propose([5, 6, 5, 7, 5], 2) == [7, 5]  # 7 followed 5 last
+    assert ngram.propose([5, 6, 7], 3) == []
+
+
+def test_an_added_method_is_held_to_the_target(copy):
+    """By the tests of losslessness, which find both in METHODS."""
+    assert run(copy, "tests/test_lossless.py", "-k", "Llama and (ngram or glimpse)") >= 6
+
+
+@pytest.mark.slow
+def test_all_quick_tests_pass_with_two_more_methods(copy):
+    without = ["--deselect=tests/test_coursework.py"]  # copies of the copy
+    assert run(copy, "-m", "not slow", *without) > 200

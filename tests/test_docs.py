@@ -1,0 +1,187 @@
+"""Links, file names, names of functions and tests, commands and tables of the READMEs are right.
+
+What the text says is not tested.
+"""
+
+import gzip
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+
+import coursework
+import mutation
+import pytest
+import tables
+
+import bench
+import train
+from support import cli
+
+ROOT = Path(__file__).parent.parent
+FILES = tables.FILES
+TEXTS = {name: (ROOT / name).read_text() for name in FILES}
+
+
+# -------------------------------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tables_are_those_of_the_measured_runs(name):
+    """python tests/tools/tables.py writes them anew."""
+    assert tables.written(TEXTS[name]) == TEXTS[name]
+
+
+def test_there_are_tables():
+    assert tables.TABLE.search(TEXTS["README.md"])
+    assert tables.TABLE.search(TEXTS["results/README.md"])
+
+
+# ------------------------------------------------------------------------------- names and links
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_named_is_there(name):
+    """Names in backquotes, from the top, from the README's folder, or of data and curves."""
+    kinds = r"py|json|jsonl|gz|sh|md|svg|html"
+    made_by_a_command = {"config.json", "conversations.jsonl", "page.html", "run.json"}
+    places = [ROOT, (ROOT / name).parent, ROOT / "results" / "curves", ROOT / "conversations"]
+    named = set(re.findall(rf"`([\w/.*-]+(?:\.(?:{kinds})|/))`", TEXTS[name]))
+    missing = []
+    for path in sorted(named - made_by_a_command):
+        if not any(list(place.glob(path)) for place in places):
+            missing.append(path)
+    assert not missing
+
+
+def anchors(text):
+    """The anchors that a page has for its headings."""
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_link_leads_somewhere(name):
+    for link in re.findall(r"\]\(([^)\s]+)\)", TEXTS[name]):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        page = (ROOT / name).parent / path if path else ROOT / name
+        assert page.exists(), link
+        assert not anchor or anchor in anchors(page.read_text()), link
+
+
+MODULES = {name: name for name in (*cli.METHODS, "common", "train", "bench")}
+MODULES |= {path.stem: f"support.{path.stem}" for path in (ROOT / "support").glob("*.py")}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_function_named_is_there(name):
+    """As in `common.verify`."""
+    files = ("py", "json", "jsonl", "md", "svg", "html", "css", "js")
+    for module, attribute in re.findall(rf"`({'|'.join(MODULES)})\.(\w+)", TEXTS[name]):
+        if attribute not in files:
+            found = importlib.import_module(MODULES[module])
+            assert hasattr(found, attribute), f"{module}.{attribute}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_test_named_is_there(name):
+    for path, test in re.findall(r"(tests/\w+\.py)::(\w+)", TEXTS[name]):
+        assert f"\ndef {test}(" in (ROOT / path).read_text(), test
+
+
+# ------------------------------------------------------------------------------------- commands
+
+
+def commands(text):
+    """Every command that starts one of our scripts, [script, option, ...]."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    rest = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    spans = [" ".join(span.split()) for span in re.findall(r"`(\w[^`]*)`", rest)]
+    for line in (*lines, *spans):
+        for part in line.split("&&"):
+            found = re.search(r"(?:python|torchrun .*?|accelerate launch) ([\w/]+\.py)(.*)", part)
+            if found:
+                yield [found[1], *shlex.split(found[2], comments=True)]
+
+
+COMMANDS = sorted({tuple(command) for text in TEXTS.values() for command in commands(text)})
+
+
+def flags_of(script, method, capsys):
+    """The options that the help of a script shows, with a method's own."""
+    main = {
+        "bench.py": bench.parse,
+        "train.py": train.parse,
+        "tests/coursework.py": coursework.main,
+        "tests/tools/mutation.py": mutation.main,
+        "tests/tools/tables.py": tables.main,
+    }[script]
+    with pytest.raises(SystemExit) as ended:
+        if script in ("bench.py", "train.py"):
+            main([*(["--method", method] if method else []), "--help"])
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("sys.argv", [script, "--help"])
+                main()
+    assert not ended.value.code
+    return set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_option_of_a_command_exists(command, capsys):
+    script, *words = command
+    if script.removesuffix(".py") in (*cli.METHODS, "METHOD"):
+        return  # a demo takes a prompt
+    method = None
+    if "--method" in words:
+        method = words[words.index("--method") + 1].partition(":")[0].partition("+")[0]
+    if method in ("...", "NAME", "all"):
+        method = "glide"
+    given = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert given - {"--help"} <= flags_of(script, method, capsys)
+    if script == "tests/coursework.py" and words:
+        assert words[0] in coursework.EXERCISES
+
+
+def test_there_are_commands():
+    scripts = {script for script, *_ in COMMANDS}
+    assert {"bench.py", "train.py", "tests/coursework.py"} <= scripts
+
+
+# ----------------------------------------------------------------------------------- honest runs
+
+
+def test_no_prompt_that_is_measured_on_was_trained_on():
+    """No eight consecutive words of a prompt stand in a request of the training data."""
+
+    def runs(text):
+        words = re.findall(r"\w+", text.lower())
+        return {tuple(words[i : i + 8]) for i in range(len(words) - 7)}
+
+    measured = set()
+    for path in (ROOT / "prompts").glob("*.jsonl"):
+        for line in path.open():
+            for turn in json.loads(line)["turns"]:
+                measured |= runs(turn)
+    trained = []  # what the target wrote to requests in words
+    for path in (ROOT / "conversations").glob("*.jsonl.gz"):
+        records = [json.loads(line) for line in gzip.open(path, "rt")]
+        trained += [record["prompt"] for record in records if "prompt" in record]
+    assert len(measured) > 100 and len(trained) > 1000
+    shared = [prompt for prompt in trained if runs(prompt) & measured]
+    assert not shared
+
+
+# ---------------------------------------------------------------------------------------- mutants
+
+
+def test_the_text_of_every_mutant_is_there_once():
+    for path, (_, changes) in mutation.MUTANTS.items():
+        source = (ROOT / path).read_text()
+        for old, new, what in changes:
+            assert source.count(old) == 1, f"{path}: {what}"
+            assert new != old

@@ -1,0 +1,357 @@
+"""Every method and rival, on every family of targets: one training step, save, load, and decoding
+that equals the target's own."""
+
+import collections
+import copy
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny import chi_square_p_value, enumerate_joint, family, make_batch, sighted, slow
+from transformers import StoppingCriteriaList
+
+import common
+from support import cli
+
+METHODS = cli.present()
+VOCAB = 13  # few tokens, so that even an untrained drafter hits some
+LARGE = 40  # more, for trees of 20 ranks
+SMALL = 7  # so few that all answers can be enumerated
+OPT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "init_std": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FIELDS = {"intermediate_size": 16, "stage": "head"}  # of a Config that has them
+FAMILIES = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 27},  # prompt and answer fill it
+    "Qwen3": {},
+    "Gemma2": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
+    "Gemma3": {},
+    "Phi3": {"partial_rotary_factor": 0.5},
+    "GPT2": {},
+    "Olmo2": {},
+    "Granite": {"logits_scaling": 4.0},
+    "Gemma3 with images": {},
+}
+RARER = {
+    "Llama, one head of keys, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "Llama, biases": {"attention_bias": True, "mlp_bias": True},
+    "GPT2, untied": {"tie_word_embeddings": False},
+    "GPTNeoX": {},
+    "Cohere": {"logit_scale": 0.25},
+    "OPT": OPT,
+}
+
+
+@functools.cache
+def make_target(name, vocab=VOCAB):
+    """A tiny target in float64, a prompt of seven tokens, and 20 tokens of the target's own."""
+    if name == "Gemma3 with images":
+        target = sighted(vocab_size=vocab)
+    elif name == "OPT":
+        torch.manual_seed(1)
+        target = transformers.OPTForCausalLM(transformers.OPTConfig(**OPT)).double().eval()
+    else:
+        options = {**FAMILIES, **RARER}[name]
+        target = family(name.split(",")[0], vocab_size=vocab, **options)
+    target.requires_grad_(False)
+    ids = torch.randint(1, vocab, (1, 7), generator=torch.Generator().manual_seed(4))
+    return target, ids, target.generate(ids, max_new_tokens=20, do_sample=False)
+
+
+def train_one_step(module, drafter, target):
+    """A step on three random sequences; every part of the contract of training is used."""
+    generator = torch.Generator().manual_seed(0)
+    vocab = drafter.config.target["vocab_size"]
+    sequences = []
+    for length in (9, 14, 6):
+        ids = torch.randint(1, vocab, (length,), generator=generator)
+        sequences.append((ids, torch.arange(length) >= 3))
+    batch = make_batch(target, sequences, drafter.kv_layers)
+    weights = [p for p in drafter.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in weights]
+    total, weight = module.loss(drafter.train(), target, batch)
+    (total / weight).backward()
+    torch.optim.SGD(weights, lr=0.01).step()
+    assert all(p.isfinite().all() for p in weights)
+    assert any(not torch.equal(p, old) for p, old in zip(weights, before)), "nothing learns"
+    with torch.no_grad():
+        rate, count = module.acceptance(drafter.eval(), target, batch)
+    assert 0 <= float(rate) <= float(count)
+
+
+@functools.cache
+def make_drafter(name, target_name, vocab=VOCAB):
+    """A method's drafter for a target, trained by one step, saved, and loaded again."""
+    target, _, _ = make_target(target_name, vocab)
+    module = cli.import_method(name)
+    fields = {field.name for field in dataclasses.fields(module.Config)}
+    small = FIELDS | {"draft_vocab": vocab - 2}
+    small = {field: value for field, value in small.items() if field in fields}
+    drafter = module.build(module.Config(**small), target, torch.arange(vocab)).float()
+    train_one_step(module, drafter, target)
+    with tempfile.TemporaryDirectory() as folder:
+        drafter.save_pretrained(folder)
+        loaded = common.load_drafter(module.Drafter, folder, target)
+    assert loaded.config == drafter.config
+    for key, ours in loaded.state_dict().items():
+        assert torch.equal(ours, drafter.state_dict()[key].to(ours.dtype)), key
+        assert vocab not in ours.shape, f"{key}: embedding and LM head are the target's"
+    return loaded
+
+
+def arm_of(name, target_name, vocab=VOCAB, **changes):
+    """The keyword arguments of a method's generate, from what its contract says it needs.
+
+    Args: changes: fields of its Config.
+    """
+    module = cli.import_method(name)
+    if hasattr(module, "Drafter"):
+        drafter = make_drafter(name, target_name, vocab)
+        config = dataclasses.replace(drafter.config, **changes)
+        return {"custom_generate": module.generate, "drafter": drafter, "config": config}
+    config = module.Config(**changes)
+    given = {"custom_generate": module.generate, "config": config}
+    if hasattr(config, "base"):  # it expands the chains of another method
+        given["base"] = cli.import_method(config.base)
+        given["base_drafter"] = make_drafter(config.base, target_name, vocab)
+    return given
+
+
+def has_weights(name):
+    """Whether a method has a drafter of its own, or expands the chains of another one."""
+    module = cli.import_method(name)
+    return hasattr(module, "Drafter") or hasattr(module.Config(), "base")
+
+
+class Streamer:
+    """Notes what a streamer of transformers gets."""
+
+    def __init__(self):
+        self.got = []
+
+    def put(self, tokens):
+        self.got.append(tokens.flatten().tolist())
+
+    def end(self):
+        self.got.append("end")
+
+
+# ------------------------------------------------------------------------------------- greedy
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("target_name", [*FAMILIES, *map(slow, RARER)])
+def test_greedy_output_is_the_targets_own(target_name, method):
+    target, ids, truth = make_target(target_name)
+    given = arm_of(method, target_name)
+    stats = common.Stats()
+    streamer = Streamer()
+    output = target.generate(
+        ids,
+        max_new_tokens=20,
+        do_sample=False,
+        stats=stats,
+        token_streamer=streamer,
+        **given,
+    )
+    assert torch.equal(output, truth)
+    prompt, *rounds, last = streamer.got
+    assert prompt == ids[0].tolist()
+    assert sum(rounds, []) == truth[0, 7:].tolist()
+    assert last == "end"
+    assert stats.emitted == 20
+    assert stats.target_forwards == len(stats.accepted) == len(rounds)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_are_accepted(method):
+    """Otherwise the comparisons above would never have moved a row of the cache."""
+    accepted = 0
+    for target_name in ("Llama", "Qwen3", "Gemma2", "GPT2"):
+        target, ids, _ = make_target(target_name)
+        stats = common.Stats()
+        given = arm_of(method, target_name)
+        target.generate(ids, max_new_tokens=20, do_sample=False, stats=stats, **given)
+        accepted += sum(stats.accepted)
+    assert accepted > 0
+
+
+def variants():
+    for method in METHODS:
+        for name in cli.import_method(method).VARIANTS:
+            yield method, name
+
+
+@pytest.mark.parametrize("method, variant", variants())
+def test_every_variant_is_lossless(method, variant):
+    target, ids, truth = make_target("Llama", LARGE)
+    given = arm_of(method, "Llama", LARGE, **cli.import_method(method).VARIANTS[variant])
+    output = target.generate(ids, max_new_tokens=20, do_sample=False, **given)
+    assert torch.equal(output, truth)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if has_weights(method)])
+@pytest.mark.parametrize("kind", ["zero", "large", "random"])
+def test_no_drafter_can_change_the_answer(kind, method):
+    """All draft logits equal, near one-hot, or random."""
+    target, ids, truth = make_target("Llama")
+    given = arm_of(method, "Llama")
+    drafter = given.get("drafter", given.get("base_drafter"))
+    saved = {name: x.clone() for name, x in drafter.state_dict().items()}
+    torch.manual_seed(0)
+    for weight in drafter.parameters():
+        if kind == "random":
+            weight.data.normal_()
+        else:
+            weight.data *= {"zero": 0.0, "large": 100.0}[kind]
+    output = target.generate(ids, max_new_tokens=20, do_sample=False, **given)
+    drafter.load_state_dict(saved)
+    assert torch.equal(output, truth)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_logits_processors_see_what_they_see_in_plain_decoding(method):
+    for target_name in ("Llama", "Gemma2"):
+        target, ids, truth = make_target(target_name)
+        options = {"max_new_tokens": 16, "do_sample": False}
+        options |= {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3}
+        expected = target.generate(ids, **options)
+        assert not torch.equal(expected, truth[:, :23]), "the processors change nothing"
+        output = target.generate(ids, **options, **arm_of(method, target_name))
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_answer_ends_where_plain_decoding_ends(method):
+    """At an end-of-sequence token, by a criterion, and at the last token that may be written."""
+    target, ids, truth = make_target("Llama")
+    given = arm_of(method, "Llama")
+    sixth = int(truth[0, 12])
+    ten = StoppingCriteriaList([lambda ids, scores: torch.tensor([ids.shape[1] >= 10])])
+    for options in (
+        {"max_new_tokens": 20, "eos_token_id": sixth},
+        {"max_new_tokens": 20, "eos_token_id": [sixth, int(truth[0, 15])]},
+        {"max_new_tokens": 20, "stopping_criteria": ten},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 2},
+        {"max_length": 11},
+    ):
+        expected = target.generate(ids, do_sample=False, **options)
+        assert expected.shape[1] < truth.shape[1]
+        output = target.generate(ids, do_sample=False, **options, **given)
+        assert torch.equal(output, expected), options
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("target_name", ["Llama", "Gemma3", "GPT2"])
+def test_a_prompt_may_be_one_token(target_name, method):
+    target, ids, _ = make_target(target_name)
+    expected = target.generate(ids[:, :1], max_new_tokens=12, do_sample=False)
+    given = arm_of(method, target_name)
+    output = target.generate(ids[:, :1], max_new_tokens=12, do_sample=False, **given)
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_copies_beside_any_draft_change_nothing(method):
+    target, _, _ = make_target("Llama")
+    ids = torch.tensor([[3, 4, 3, 5, 3, 4, 3, 5]])
+    options = {"max_new_tokens": 40, "do_sample": False}
+    expected = target.generate(ids, **options)
+    stats = common.Stats()
+    output = target.generate(ids, **options, **arm_of(method, "Llama"), copies=6, stats=stats)
+    assert torch.equal(output, expected)
+    assert sum(offered for offered, _ in stats.copies) > 0
+
+
+# ------------------------------------------------------------------------------------ sampled
+
+
+def sampled_counts(target, ids, given, draws):
+    counts = collections.Counter()
+    for _ in range(draws):
+        output = target.generate(ids, max_new_tokens=2, do_sample=True, top_k=0, **given)
+        counts[tuple(output[0, 7:].tolist())] += 1
+    return counts
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("target_name", ["Llama", slow("Gemma2"), slow("GPT2")])
+def test_sampled_output_follows_the_target(target_name, method):
+    target, ids, _ = make_target(target_name, SMALL)
+    torch.manual_seed(0)
+    counts = sampled_counts(target, ids, arm_of(method, target_name, SMALL), 200)
+    assert chi_square_p_value(counts, enumerate_joint(target, ids, 2)) > 1e-3
+
+
+def test_negative_control_a_chain_that_lies_about_its_probabilities(monkeypatch):
+    honest = common.chain
+
+    def lying(steps, input_ids, **notes):
+        draft = honest(steps, input_ids, **notes)
+        if draft.probs is not None:
+            draft.probs = draft.probs.flip(-1)
+        return draft
+
+    monkeypatch.setattr(common, "chain", lying)
+    target, ids, _ = make_target("Llama", SMALL)
+    torch.manual_seed(0)
+    counts = sampled_counts(target, ids, arm_of("glide", "Llama", SMALL), 200)
+    assert chi_square_p_value(counts, enumerate_joint(target, ids, 2)) < 1e-6
+
+
+# ---------------------------------------------------------------------------- on another device
+
+
+def check_the_device(pretend):
+    """Every method decodes on a device that keeps a GPU's rules (tools/pretend.py)."""
+    FIELDS["fusion"] = "linear"  # the device has no LSTM
+    with pretend.gpu():
+        there = torch.ones(3, device="pretend")
+        assert (there + there).tolist() == [2, 2, 2]
+        with pytest.raises(AssertionError, match="mixes devices"):
+            there + torch.ones(3)
+    target, ids, truth = make_target("Llama")
+    for method in METHODS:
+        given = arm_of(method, "Llama")
+        torch.manual_seed(5)
+        sampled = target.generate(ids, max_new_tokens=10, do_sample=True, top_k=0, **given)
+        with pretend.gpu():
+            for name, value in given.items():
+                if isinstance(value, torch.nn.Module):
+                    given[name] = copy.deepcopy(value).to("pretend")
+            away = copy.deepcopy(target).to("pretend")
+            ids_away = ids.to("pretend")
+            output = away.generate(ids_away, max_new_tokens=20, do_sample=False, **given)
+            assert torch.equal(output.cpu(), truth), method
+            torch.manual_seed(5)
+            output = away.generate(ids_away, max_new_tokens=10, do_sample=True, top_k=0, **given)
+            assert torch.equal(output.cpu(), sampled), method
+
+
+@pytest.mark.slow
+def test_decodes_on_a_device_that_keeps_a_gpus_rules():
+    """In a process of its own, because autograd learns of all devices at its start."""
+    code = "import pretend, test_lossless; test_lossless.check_the_device(pretend)"
+    tests = Path(__file__).parent
+    paths = [tests.parent, tests, tests / "tools"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

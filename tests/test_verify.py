@@ -1,0 +1,998 @@
+"""common.py: the mask, the caches, verification, copies from the context, one answer's decoding,
+and what is refused."""
+
+import collections
+import itertools
+import json
+import random
+import sys
+import threading
+import types
+
+import pytest
+import torch
+import transformers
+from tiny import (
+    chi_square_p_value,
+    decoding_of,
+    enumerate_joint,
+    family,
+    make_llama,
+    random_tree,
+    sighted,
+)
+from transformers import DynamicCache, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+import common
+import falcon
+import glide
+
+FAMILIES = {
+    "Llama": {},
+    "Mistral": {"sliding_window": None},
+    "Qwen3": {},
+    "Gemma2": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
+    "Gemma3": {},
+    "Phi3": {"partial_rotary_factor": 0.5},
+    "GPT2": {},
+    "GPTNeoX": {},
+    "Olmo2": {},
+    "Granite": {"logits_scaling": 4.0},
+    "Cohere": {"logit_scale": 0.25},
+}
+
+
+def make_family(name):
+    return family(name, **FAMILIES[name]).requires_grad_(False)
+
+
+def start(target, ids):
+    """A cache that holds all of ids (1, T) but the newest token."""
+    cache = common.GrowingCache(target.config.get_text_config().num_hidden_layers)
+    if ids.shape[1] > 1:
+        common.forward(target, ids[:, :-1], cache)
+    return cache
+
+
+def assert_cache_is_fresh(target, ids, cache):
+    """The cache holds what a prefill of ids (1, T) but the newest token computes."""
+    fresh = DynamicCache()
+    target(ids[:, :-1], past_key_values=fresh, use_cache=True)
+    for ours, theirs in zip(cache.layers, fresh.layers):
+        torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=1e-5)
+
+
+def draft_of(tokens, parents, probs=None, **more):
+    tokens = torch.tensor(tokens, dtype=torch.long)
+    return common.Draft(tokens, torch.tensor(parents, dtype=torch.long), probs, **more)
+
+
+def paths(draft):
+    """Each node as the tokens from the root down to it."""
+    found = []
+    for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist()):
+        above = found[parent] if parent >= 0 else ()
+        found.append((*above, token))
+    return found
+
+
+# ---------------------------------------------------------------------------------------- mask
+
+
+def drawn(mask):
+    return ["".join("x" if x == 0 else "." for x in row) for row in mask[0, 0]]
+
+
+def test_the_mask_of_the_docstring():
+    mask = common.ancestor_mask(torch.tensor([-1, 0, 0, 1]), 2, torch.float64)
+    rows = ["xxx....", "xxxx...", "xxxxx..", "xxxx.x.", "xxxxx.x"]
+    assert drawn(mask) == rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mask_against_brute_force(dtype):
+    """A row attends to the prefix, the root, and the nodes on its way; depth gives positions."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        nodes, prefix = torch.randint(0, 12, (2,), generator=generator).tolist()
+        draft = random_tree(generator, nodes, 30)
+        parents = draft.parents.tolist()
+        expected = []
+        depths = []
+        for node in range(-1, nodes):
+            above = []
+            at = node
+            while at >= 0:
+                above.append(at)
+                at = parents[at]
+            row = "".join("x" if n in above else "." for n in range(nodes))
+            expected.append("x" * (prefix + 1) + row)
+            depths.append(len(above))
+        mask = common.ancestor_mask(draft.parents, prefix, dtype)
+        got = drawn(mask)
+        told = [f"given parents {parents}, prefix {prefix}", "expected", *expected, "got", *got]
+        assert got == expected, "\n".join(told)
+        assert set(mask.flatten().tolist()) <= {0.0, torch.finfo(dtype).min}
+        ids = torch.arange(prefix + 1)[None]
+        fed, _, positions = common.tree_inputs(ids, draft, prefix, dtype)
+        assert fed[0].tolist() == [prefix, *draft.tokens.tolist()]
+        assert positions[0].tolist() == [prefix + depth for depth in depths]
+
+
+# -------------------------------------------------------------------------------------- caches
+
+
+def test_a_growing_layer_holds_what_a_list_would():
+    """Rows are appended, cut off, and moved together, in any order."""
+    chance = random.Random(0)
+    layer = common.GrowingLayer()
+    truth = []
+    addresses = set()
+    for step in range(300):
+        new = [100 * step + i for i in range(chance.randint(1, 5))]
+        rows = torch.tensor(new, dtype=torch.float64).view(1, 1, -1, 1)
+        keys, values = layer.update(rows, -rows)
+        truth += new
+        assert keys.flatten().tolist() == truth
+        assert values.flatten().tolist() == [-x for x in truth]
+        addresses.add(keys.data_ptr())
+        if step % 3 == 0:
+            truth = truth[: chance.randint(len(truth) - 3, len(truth))]
+            layer.cut(len(truth))
+        begin = chance.randint(max(0, len(truth) - 4), len(truth))
+        kept = [n for n in range(begin, len(truth)) if chance.random() < 0.7]
+        layer.keep(begin, torch.tensor(kept, dtype=torch.long))
+        truth = truth[:begin] + [truth[n] for n in kept]
+        assert layer.keys.flatten().tolist() == truth
+        assert layer.get_seq_length() == len(truth)
+    assert len(addresses) < 6, "the buffer moves only when it doubles"
+
+
+def test_a_draft_cache_forgets_refused_tokens():
+    cache = common.DraftCache(1)
+
+    def rewind(*ids):
+        return cache.rewind(torch.tensor([ids])).tolist()[0]
+
+    def consume(*tokens):
+        positions = cache.feed(torch.tensor([tokens]))
+        rows = torch.zeros(1, 1, len(tokens), 1)
+        cache.layers[0].update(rows, rows)
+        return positions.tolist()[0]
+
+    assert rewind(3, 4, 5) == [3, 4, 5]
+    assert consume(3, 4, 5) == [0, 1, 2]
+    assert consume(6) == [3]
+    assert consume(7) == [4]
+    # 6 was accepted, 7 refused, 9 is the target's own.
+    assert rewind(3, 4, 5, 6, 9) == [9]
+    assert cache.get_seq_length() == 4
+    assert consume(9) == [4]
+    # All was accepted. The last draft token and the bonus token have no rows yet.
+    assert rewind(3, 4, 5, 6, 9, 1, 2) == [1, 2]
+    # A leaf, 8, took the place of the drafted 1.
+    consume(1, 2)
+    assert rewind(3, 4, 5, 6, 9, 8, 2) == [8, 2]
+    # The newest token is fed again even if its row is there.
+    assert rewind(3, 4, 5) == [5]
+
+
+# ---------------------------------------------------------------------------------- the target
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_target_logits_are_the_targets_own(name):
+    """Including soft caps (Gemma-2), scaling (Granite, Cohere) and a bias of the LM head."""
+    target = make_family(name)
+    if name == "Llama":
+        target.lm_head.bias = torch.nn.Parameter(torch.randn(40, dtype=torch.float64))
+    ids = torch.arange(1, 9)[None]
+    truth = target(ids).logits.float()
+    hidden, _ = common.target_features(target, ids)
+    if name in ("Gemma2", "Granite", "Cohere"):  # or this test would prove nothing
+        plain = hidden @ target.get_output_embeddings().weight.T
+        assert not torch.allclose(plain, target(ids).logits, atol=0.1)
+    few = torch.tensor([3, 30, 31])
+    close = {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(common.target_logits(target, hidden), truth, **close)
+    logits = common.target_logits(target, hidden, few)
+    torch.testing.assert_close(logits, truth[..., few], **close)
+    if name not in ("Llama", "Gemma2"):  # a draft head has no bias and no cap
+        logits = common.draft_head(target, few)(hidden).float()
+        torch.testing.assert_close(logits, truth[..., few], **close)
+
+
+def test_a_target_shape_is_that_of_its_weights(llama):
+    """Heads are 32 / 4 = 8 wide, or 12, where the config says so."""
+    for target, width in ((llama, 8), (make_llama(layers=1, head_dim=12), 12)):
+        shape = common.target_shape(target)
+        attention = target.model.layers[0].self_attn
+        assert shape["head_dim"] == width
+        assert len(attention.q_proj.weight) == shape["num_heads"] * width
+        assert len(attention.k_proj.weight) == shape["num_kv_heads"] * width
+        assert target.lm_head.weight.shape == (shape["vocab_size"], shape["hidden_size"])
+        assert len(target.model.layers) == shape["num_layers"]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Phi3", "Gemma3"])
+def test_rotated_keys_are_those_that_the_target_caches(name):
+    """Of Phi-3 only half the numbers turn; Gemma-3 has two tables."""
+    target = make_family(name)
+    ids = torch.arange(1, 9)[None]
+    places = torch.arange(8)[None]
+    states = target(ids, output_hidden_states=True).hidden_states
+    for index, layer in enumerate(target.model.layers):
+        _, kv = common.target_features(target, ids, [index])
+        x = layer.input_layernorm(states[index])
+        attention = layer.self_attn
+        if name == "Phi3":
+            k = attention.qkv_proj(x)[..., 32:48]  # queries, keys, values in one
+        else:
+            k = attention.k_proj(x)
+        k = k.unflatten(-1, (2, 8))
+        if name == "Gemma3":
+            k = attention.k_norm(k)
+        k = k.transpose(1, 2)  # (B, Hkv, T, Dh)
+        tables = common.rotary(target, places, index)
+        torch.testing.assert_close(common.rotate(k, tables), kv[index][0])
+
+
+def test_widened_tables_by_hand():
+    """The example of the docstring: numbers beyond the first R do not turn."""
+    cos = torch.tensor([[[0.5, 0.25, 0.5, 0.25]]])
+    sin = torch.tensor([[[0.1, 0.2, 0.1, 0.2]]])
+    cos, sin = common.whole_rotary((cos, sin), 8)
+    assert cos.flatten().tolist() == [0.5, 0.25, 1, 1, 0.5, 0.25, 1, 1]
+    assert sin.flatten() == pytest.approx([0.1, 0.2, 0, 0, 0.1, 0.2, 0, 0])
+
+
+def test_a_target_without_rotary_embedding_rotates_nothing():
+    target = make_family("GPT2")
+    tables = common.rotary(target, torch.arange(4)[None], 0)
+    x = torch.randn(1, 4, 4, 8, dtype=torch.float64)
+    assert torch.equal(common.rotate(x, tables), x)
+
+
+def test_rotary_tables_are_found_beside_a_vision_tower():
+    places = torch.arange(4)[None]
+    seeing = common.rotary(sighted(), places, 0)
+    blind = common.rotary(make_family("Gemma3"), places, 0)
+    for ours, theirs in zip(seeing, blind):
+        assert torch.equal(ours, theirs)
+        assert ours.std() > 0.1
+
+
+# ---------------------------------------------------------------------------------- the greedy walk
+
+
+def next_token(target, ids, processor):
+    scores = target(ids).logits[:, -1].float()
+    return int(processor(ids, scores).argmax())
+
+
+def helped_tree(target, ids, processor, generator):
+    """A random tree; half of its nodes hold what the target says after their parent."""
+    draft = random_tree(generator, 9, target.config.vocab_size)
+    for node in range(9):
+        if torch.rand((), generator=generator) < 0.5:
+            above = paths(draft)[node][:-1]
+            text = torch.cat([ids, torch.tensor([above], dtype=torch.long)], dim=1)
+            draft.tokens[node] = next_token(target, text, processor)
+    return draft
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_verify_sees_every_node_as_plain_decoding_would(name):
+    """Each node gets the logits of its own prefix, and the cache is that of the accepted path."""
+    target = make_family(name)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 40, (1, 5), generator=generator)
+    cache = start(target, ids)
+    penalty = RepetitionPenaltyLogitsProcessor(1.3)
+    accepted = 0
+    for _ in range(6):
+        draft = helped_tree(target, ids, penalty, generator)
+        seen = []
+
+        def note(prefix, scores, seen=seen):
+            seen.append((prefix, scores.clone()))
+            return scores
+
+        verified = common.verify(target, ids, draft, cache, LogitsProcessorList([note, penalty]))
+        for prefix, scores in seen:
+            truth = target(prefix).logits[:, -1].float()
+            torch.testing.assert_close(scores, truth, atol=1e-4, rtol=1e-4)
+        # What was committed is what plain decoding says, and the walk went as far as it could.
+        for token in verified.tokens[0].tolist():
+            assert token == next_token(target, ids, penalty)
+            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+        last = verified.path[-1] if verified.path else -1
+        assert (last, int(ids[0, -1])) not in draft.children()
+        assert [int(draft.tokens[n]) for n in verified.path] == verified.tokens[0, :-1].tolist()
+        assert_cache_is_fresh(target, ids, cache)
+        whole, _ = common.target_features(target, ids[:, :-1])
+        rows = verified.hidden.shape[1]
+        torch.testing.assert_close(verified.hidden, whole[:, -rows:], atol=1e-5, rtol=1e-5)
+        for node, path in enumerate(paths(draft)):
+            text = torch.cat([ids[:, :-rows], torch.tensor([path])], dim=1)
+            truth = target(text).logits[:, -1]
+            torch.testing.assert_close(verified.logits[:, node + 1], truth, atol=1e-4, rtol=1e-4)
+        accepted += len(verified.path)
+    assert accepted > 3, "or no row would have been moved"
+
+
+def test_greedy_walk_takes_the_longest_accepted_path(llama):
+    ids = torch.tensor([[5, 6, 7]])
+    truth = llama.generate(ids, max_new_tokens=4, do_sample=False)[0, 3:].tolist()
+    wrong = [(token + 1) % 48 for token in truth]
+    # root -> wrong0 and truth0; truth0 -> wrong1 and truth1; truth1 -> truth2
+    tokens = [wrong[0], truth[0], wrong[1], truth[1], truth[2]]
+    parents = [-1, -1, 1, 1, 3]
+    verified = common.verify(llama, ids, draft_of(tokens, parents), start(llama, ids))
+    given = f"given tokens {tokens}, parents {parents}, and a target that says {truth}"
+    path, got = verified.path, verified.tokens[0].tolist()
+    assert path == [1, 3, 4], f"{given}: expected the path [1, 3, 4], got {path}"
+    assert got == truth, f"{given}: expected all of that to be committed, got {got}"
+
+
+def test_greedy_compares_in_float32_as_transformers_does(llama):
+    """Where float64 sees a difference that float32 does not, the lower id is the argmax."""
+    ids = torch.tensor([[3, 4]])
+    logits = torch.zeros(1, 1, 48, dtype=torch.float64)
+    logits[0, 0, 5] = 1
+    logits[0, 0, 7] = 1 + 1e-12
+    assert logits.argmax() == 7
+    empty = common.chain([], ids)
+    verified = common.verify(llama, ids, empty, start(llama, ids), scored=(logits, logits))
+    assert verified.tokens.tolist() == [[5]]
+
+
+def test_a_layer_that_shares_keys_and_values_keeps_no_rows():
+    """Its cache is empty, and stays empty when a later branch is accepted."""
+    target = make_family("Llama")
+    ids = torch.tensor([[3, 4, 5]])
+    cache = start(target, ids)
+    cache.layers.append(common.GrowingLayer())
+    best = int(target(ids).logits[0, -1].argmax())
+    draft = draft_of([(best + 1) % 40, best], [-1, -1])
+    assert common.verify(target, ids, draft, cache).path == [1]
+
+
+# --------------------------------------------------------------------------- the sampled walk
+
+
+def law_of_draw(p_target, drawn_from, claimed, grid=50):
+    """The exact distribution of `_draw` below two siblings drawn without replacement.
+
+    All draws of the siblings and `grid` equally likely values of each uniform number are visited.
+    The final draw is not made: its distribution is added.
+
+    Args: drawn_from, claimed: a function of the earlier siblings' tokens, gives q (V,).
+    """
+    law = torch.zeros_like(p_target)
+    uniforms = iter(())
+    left = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "rand", lambda *_, **__: torch.tensor(next(uniforms)))
+        patch.setattr(common, "sample", lambda probs: left.append(probs) or torch.tensor(-1))
+        for first, second in itertools.permutations(range(len(p_target)), 2):
+            weight = drawn_from([])[first] * drawn_from([first])[second]
+            probs = torch.stack([claimed([]), claimed([first])])
+            draft = draft_of([first, second], [-1, -1], probs)
+            for u, v in itertools.product(range(grid), repeat=2):
+                uniforms = iter([(u + 0.5) / grid, (v + 0.5) / grid])
+                token = common._draw(p_target.log(), [0, 1], draft)
+                here = left.pop() if token < 0 else torch.eye(len(p_target))[token]
+                law += weight * here / grid**2
+    return law
+
+
+P_TARGET = torch.tensor([0.5, 0.2, 0.3])
+Q_DRAFT = torch.tensor([0.1, 0.6, 0.3])
+
+
+def without_repetition(q_draft):
+    """Draws without replacement: q, and then q without the tokens drawn before."""
+
+    def law(before):
+        left = q_draft.clone()
+        left[before] = 0
+        return left / left.sum()
+
+    return law
+
+
+def test_draws_follow_the_target_exactly():
+    honest = without_repetition(Q_DRAFT)
+    law = law_of_draw(P_TARGET, honest, honest)
+    given = f"given p_target {P_TARGET.tolist()}, q_draft {Q_DRAFT.tolist()}"
+    expected, got = P_TARGET.tolist(), law.tolist()
+    assert got == pytest.approx(expected, abs=0.015), f"{given}: expected {expected}, got {got}"
+
+
+def test_negative_control_a_drafter_that_lies_shifts_the_draws():
+    """It draws from other probabilities than it tells."""
+    law = law_of_draw(P_TARGET, without_repetition(Q_DRAFT), without_repetition(Q_DRAFT.flip(0)))
+    assert (law - P_TARGET).abs().max() > 0.05
+
+
+def test_where_no_token_is_allowed_none_is_drawn():
+    with pytest.raises(AssertionError, match="forbid every token"):
+        common._draw(torch.full((5,), float("-inf")), [], draft_of([3], [-1]))
+
+
+def test_a_sample_is_where_the_running_sum_passes_a_uniform_number():
+    probs = torch.tensor([0.5, 0.3, 0.2]).expand(6, -1)
+    uniform = torch.tensor([0.0, 0.49, 0.51, 0.6, 0.79, 0.999])[:, None]
+    assert common.sample(probs, uniform)[:, 0].tolist() == [0, 0, 1, 1, 1, 2]
+    # Tokens of probability 0 are never drawn, and weights need not sum to 1.
+    gaps = torch.tensor([[0.0, 0.2, 0.0, 0.2, 0.0]]).expand(3, -1)
+    uniform = torch.tensor([[0.0], [0.5], [1 - 2**-53]], dtype=torch.float64)
+    assert common.sample(gaps, uniform)[:, 0].tolist() == [1, 3, 3]
+    # A million rare tokens keep their share of 1e-3, which float32 would lose.
+    rare = torch.tensor([1.0, *[1e-9] * 1_000_000])
+    half = torch.tensor([1 - 0.5e-3], dtype=torch.float64)
+    assert 400_000 < int(common.sample(rare, half)) < 600_000
+
+
+Q = torch.tensor([0.3, 0.05, 0.05, 0.2, 0.1, 0.25, 0.05])
+
+
+def sibling_draft(honest=True, extras=False):
+    """Two siblings drawn from Q without replacement, and a child of the first.
+
+    Args:
+        honest: False claims another distribution than the one drawn from.
+        extras: adds two deterministic siblings and a deterministic child.
+    """
+    first = torch.multinomial(Q, 1)
+    rest = without_repetition(Q)(first)
+    tokens = torch.cat([first, torch.multinomial(rest, 1), torch.multinomial(Q, 1)]).tolist()
+    probs = [Q, rest, Q] if honest else [Q.flip(0)] * 3
+    parents = [-1, -1, 0]
+    if extras:
+        tokens += [4, 5, 2]
+        parents += [-1, -1, 0]
+    return draft_of(tokens, parents, torch.stack(probs))
+
+
+PROMPT = torch.tensor([[1, 2, 3, 4, 1, 2, 3]])
+
+
+def copied_draft():
+    """Two tokens drawn from Q and, below or beside them, the copy 4 1 2."""
+    drafted = torch.multinomial(Q, 2, replacement=True).tolist()
+    draft = draft_of(drafted, [-1, 0], torch.stack([Q, Q]))
+    return common.Lookup(6).merge(draft, PROMPT, 3)
+
+
+DRAFTS = {  # kind: what makes a draft
+    "sampled siblings": sibling_draft,
+    "sampled and deterministic": lambda: sibling_draft(extras=True),
+    "deterministic": lambda: draft_of([1, 3, 5, 0], [-1, -1, 1, 1]),
+    "copies": copied_draft,
+}
+
+
+def chance_of_acceptance(p_target, kind):
+    """The probability that a child of the root is accepted, from the definition."""
+    if kind == "deterministic":
+        return float(p_target[1] + p_target[3])  # the target's draw is one of the two
+
+    def residual(p, q):
+        left = (p - q).clamp(min=0)
+        return left / left.sum()
+
+    accepted = float(torch.minimum(p_target, Q).sum())
+    left = residual(p_target, Q)
+    if kind == "copies":  # 4 stands beside the first token
+        return accepted + (1 - accepted) * float(left[4])
+    for token, refused in enumerate((Q - p_target).clamp(min=0).tolist()):
+        rest = without_repetition(Q)([token])
+        hit = float(torch.minimum(left, rest).sum())
+        if kind == "sampled and deterministic":  # 4 and 5 stand there as well
+            hit += (1 - hit) * float(residual(left, rest)[[4, 5]].sum())
+        accepted += refused * hit
+    return accepted
+
+
+def verify_often(target, prompt, make_draft, rounds):
+    """Counts of the first two tokens that sampled rounds emit, and how many rounds accepted.
+
+    A round that emits one token is filled up by plain sampling.
+    """
+    counts = collections.Counter()
+    after = {}
+    accepted = 0
+    cache = start(target, prompt)
+    for _ in range(rounds):
+        verified = common.verify(target, prompt, make_draft(), cache, do_sample=True)
+        cache.cut(prompt.shape[1] - 1)  # the prompt's rows are there for all rounds
+        accepted += bool(verified.path)
+        ids = verified.tokens[0].tolist()
+        if len(ids) == 1:
+            if ids[0] not in after:
+                text = torch.cat([prompt, torch.tensor([ids])], dim=1)
+                after[ids[0]] = target(text).logits[0, -1].float().softmax(-1)
+            ids.append(int(torch.multinomial(after[ids[0]], 1)))
+        counts[tuple(ids[:2])] += 1
+    return counts, accepted
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_sampled_output_follows_the_target(small_llama, kind):
+    """And as much of the draft is accepted as can be: refusing everything is lossless as well."""
+    torch.manual_seed(0)
+    rounds = 800
+    counts, accepted = verify_often(small_llama, PROMPT, DRAFTS[kind], rounds)
+    assert chi_square_p_value(counts, enumerate_joint(small_llama, PROMPT, 2)) > 0.001
+    p_target = small_llama(PROMPT).logits[0, -1].float().softmax(-1)
+    expected = chance_of_acceptance(p_target, kind)
+    spread = 4 * (expected * (1 - expected) / rounds) ** 0.5
+    got = accepted / rounds
+    assert abs(got - expected) <= spread, (
+        f"given {kind}, p_target {p_target.tolist()}, q_draft {Q.tolist()}: expected a child of "
+        f"the root to be accepted in {expected:.3f} +- {spread:.3f} of the rounds, got {got:.3f}"
+    )
+
+
+def test_negative_control_a_lying_drafter_is_noticed(small_llama):
+    torch.manual_seed(0)
+    counts, _ = verify_often(small_llama, PROMPT, lambda: sibling_draft(honest=False), 800)
+    assert chi_square_p_value(counts, enumerate_joint(small_llama, PROMPT, 2)) < 1e-6
+
+
+# ------------------------------------------------------------------------------ copies
+
+
+def found_by_search(text, most):
+    """What Lookup finds, by its definition: search the whole text from its end."""
+    for n, length in ((4, most), (3, most // 2), (2, most // 3)):
+        for end in range(len(text) - 1, n - 1, -1):
+            if text[end - n : end] == text[-n:]:
+                copy = text[end:]
+                while len(copy) < length:
+                    copy.append(copy[end - len(text)])
+                return copy[:length]
+    return []
+
+
+def random_text(chance):
+    return [chance.randint(0, 3) for _ in range(chance.randint(1, 30))]
+
+
+def test_copies_are_found_as_by_a_search():
+    """The text grows by a few tokens from call to call, as while decoding."""
+    chance = random.Random(0)
+    for _ in range(200):
+        text = random_text(chance)
+        most = chance.randint(0, 9)
+        lookup = common.Lookup(most)
+        for end in range(1, len(text) + 1, chance.randint(1, 5)):
+            expected = found_by_search(text[:end], most) if most else []
+            assert lookup.find(torch.tensor([text[:end]])) == expected, (text[:end], most)
+
+
+def test_copies_by_hand():
+    """Six tokens after four that stood before, three after three, two after two; loops go on."""
+    for most, text, copy in (
+        (6, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4], [5, 6, 1, 2, 3, 4]),
+        (6, [1, 2, 3, 4, 5, 6, 1, 2, 3], [4, 5, 6]),
+        (6, [1, 2, 3, 4, 9, 2, 3], [4, 9]),
+        (5, [7, 8, 9, 7, 8, 9, 7], [8, 9, 7, 8, 9]),
+        (0, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4], []),
+    ):
+        assert common.Lookup(most).find(torch.tensor([text])) == copy
+
+
+def test_a_merged_tree_holds_the_drafts_paths_and_the_copys():
+    """The draft's nodes stay first and unchanged, and no path is there twice."""
+    chance = random.Random(0)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        text = random_text(chance)
+        nodes = chance.randint(0, 8)
+        room = chance.randint(0, 6)
+        draft = random_tree(generator, nodes, 9)
+        if nodes % 2:
+            draft.probs = torch.rand(nodes, 9)
+            draft.q = torch.rand(nodes)
+        merged = common.Lookup(6).merge(draft, torch.tensor([text]), room)
+        copy = found_by_search(text, 6)[:room]
+        before, after = paths(draft), paths(merged)
+        assert after[:nodes] == before
+        assert len(set(after)) == len(after)
+        assert set(after) == set(before) | {tuple(copy[:n]) for n in range(1, len(copy) + 1)}
+        assert merged.copied == len(after) - nodes
+        assert merged.probs is draft.probs, "a copy was not sampled"
+        assert draft.q is None or len(merged.q) == len(after)
+
+
+# ------------------------------------------------------------------------------- Decoding
+
+
+IDS = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+class Streamer:
+    """Notes what a streamer of transformers gets."""
+
+    def __init__(self):
+        self.got = []
+
+    def put(self, tokens):
+        self.got.append(tokens.flatten().tolist())
+
+    def end(self):
+        self.got.append("end")
+
+
+def test_an_answer_ends_inside_the_accepted_tokens(llama):
+    """Three accepted tokens, the last two copied; the answer ends at the second one."""
+    truth = llama.generate(IDS, max_new_tokens=4, do_sample=False)[0, 5:].tolist()
+    assert len(set(truth)) == 4
+    for options in ({"eos_token_id": truth[1], "max_new_tokens": 9}, {"max_new_tokens": 2}):
+        decoding = decoding_of(llama, IDS, do_sample=False, **options)
+        decoding.streamer = Streamer()
+        verified = decoding.verify(draft_of([*truth[:3], 9], [-1, 0, 1, -1], copied=3))
+        assert verified.tokens.tolist() == [truth]
+        assert decoding.done
+        assert decoding.ids[0, 5:].tolist() == truth[:2]
+        assert decoding.hidden.shape[1] == 2
+        assert decoding.streamer.got == [truth[:2], "end"]
+        stats = decoding.stats
+        assert (stats.target_forwards, stats.drafted, stats.emitted) == (1, 4, 2)
+        assert (stats.offered, stats.accepted) == ([3], [2])
+        assert stats.copies == [(3, 1)], "the second copy lies beyond the end"
+
+
+def test_an_answer_goes_on_until_a_criterion_holds(llama):
+    decoding = decoding_of(llama, IDS, max_new_tokens=6, do_sample=False)
+    assert decoding.room == 5
+    truth = llama.generate(IDS, max_new_tokens=6, do_sample=False)[0, 5:].tolist()
+    decoding.verify(draft_of([truth[0], truth[1], 0], [-1, 0, 0]))
+    assert not decoding.done
+    assert decoding.room == 2
+    decoding.verify(draft_of([], []))
+    decoding.verify(draft_of([truth[4]], [-1]))
+    assert decoding.done
+    assert decoding.ids[0, 5:].tolist() == truth
+    stats = decoding.stats
+    assert (stats.offered, stats.accepted) == ([2, 0, 1], [2, 0, 1])
+    assert (stats.drafted, stats.emitted, stats.target_forwards) == (4, 6, 3)
+
+
+def test_hidden_states_are_those_of_what_the_last_round_cached(llama):
+    decoding = decoding_of(llama, IDS, max_new_tokens=9, do_sample=False)
+    whole, _ = common.target_features(llama, IDS)
+    torch.testing.assert_close(decoding.hidden, whole[:, :-1])
+    decoding.verify(draft_of([], []))
+    torch.testing.assert_close(decoding.hidden, whole[:, -1:])
+    one = decoding_of(llama, IDS[:, :1], max_new_tokens=9, do_sample=False)
+    assert one.hidden.shape == (1, 0, 32)
+
+
+def test_the_clock_books_prefill_drafting_and_verification(llama, monkeypatch):
+    moments = iter([0, 5, 7, 10, 14, 20, 21])
+    monkeypatch.setattr(common, "time", types.SimpleNamespace(perf_counter=lambda: next(moments)))
+    decoding = decoding_of(llama, IDS, max_new_tokens=9, do_sample=False)
+    for _ in range(3):
+        decoding.verify(draft_of([], []))
+    assert decoding.stats.seconds == {"prefill": 5, "verify": 2 + 4 + 1, "draft": 3 + 6}
+
+
+def test_pick_takes_the_argmax_of_what_can_be_drafted(llama):
+    decoding = decoding_of(llama, IDS, max_new_tokens=9, do_sample=False, repetition_penalty=4.0)
+    draft_ids = torch.tensor([4, 7, 30])
+    logits = torch.tensor([[3.0, 2.0, 1.0]])
+    token, q_draft = decoding.pick(logits, draft_ids, IDS)
+    assert token.tolist() == [7], "4 stands in the text, so its logit is 3 / 4"
+    expected = torch.tensor([0.75, 2.0, 1.0]).softmax(-1)
+    torch.testing.assert_close(q_draft[draft_ids], expected)
+    assert q_draft.sum() == pytest.approx(1)
+    token, _ = decoding.pick(logits, draft_ids, torch.tensor([[9]]))
+    assert token.tolist() == [4]
+    whole = torch.arange(48.0)[None]
+    assert decoding.pick(whole, None, IDS)[0].tolist() == [47]
+
+
+def test_pick_draws_from_the_distribution_that_it_returns(small_llama):
+    options = {"do_sample": True, "temperature": 0.5, "top_k": 0}
+    decoding = decoding_of(small_llama, torch.tensor([[1, 2]]), max_new_tokens=9, **options)
+    logits = torch.tensor([[0.0, 0.5, 1.0]])
+    draft_ids = torch.tensor([1, 4, 6])
+    torch.manual_seed(0)
+    counts = collections.Counter()
+    for _ in range(500):
+        token, q_draft = decoding.pick(logits, draft_ids, decoding.ids)
+        counts[int(token)] += 1
+    torch.testing.assert_close(q_draft[draft_ids], (logits[0] * 2).softmax(-1))
+    expected = {int(token): float(q_draft[token]) for token in draft_ids}
+    assert chi_square_p_value(counts, expected) > 1e-3
+
+
+@pytest.mark.parametrize("scores", [float("-inf"), float("nan")])
+def test_pick_gives_nothing_where_the_processors_allow_nothing(llama, scores):
+    decoding = decoding_of(llama, IDS, max_new_tokens=9, do_sample=False)
+    decoding.logits_processor = lambda ids, given: torch.full_like(given, scores)
+    assert decoding.pick(torch.zeros(1, 48), None, IDS) is None
+
+
+def test_two_threads_may_decode_with_one_target():
+    target = make_llama(layers=2).requires_grad_(False)
+    shape = common.target_shape(target)
+    config = falcon.Config(target=shape, intermediate_size=16, draft_vocab=0)
+    drafter = falcon.build(config, target, torch.ones(48)).double()
+    prompts = [torch.tensor([[5, 6, 7]]), torch.tensor([[9, 8, 7, 6, 5, 4]])]
+    options = {"custom_generate": falcon.generate, "drafter": drafter, "do_sample": False}
+    alone = [target.generate(ids, max_new_tokens=40, **options) for ids in prompts]
+    together = [None, None]
+
+    def decode(place):
+        ids = prompts[place]
+        together[place] = target.generate(ids, max_new_tokens=40, **options)
+
+    threads = [threading.Thread(target=decode, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for ours, theirs in zip(together, alone):
+        assert torch.equal(ours, theirs)
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+def refused(message):
+    return pytest.raises(common.Mistake, match=message)
+
+
+ONE_LAYER = DynamicCache()
+ONE_LAYER.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
+MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("one sequence, without padding", {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}),
+        ("one sequence", {"num_return_sequences": 2, "do_sample": True}),
+        ("context of 512: lower max_new_tokens", {"max_new_tokens": 508}),
+        ("return_dict_in_generate .* leave it out", {"return_dict_in_generate": True}),
+        ("guidance_scale .* leave it out", {"guidance_scale": 1.5}),
+        ("SynthID .* leave it out", {"watermarking_config": MARK}),
+        ("only text", {"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}),
+        ("already holds tokens: pass all tokens, and no cache", {"past_key_values": ONE_LAYER}),
+    ],
+)
+def test_a_request_that_trees_cannot_decode_is_refused(llama, message, options):
+    with refused(message):
+        decoding_of(llama, IDS, **{"max_new_tokens": 4, "do_sample": False} | options)
+
+
+def test_a_prompt_on_another_device_is_told_where_to_go(llama):
+    asked = transformers.GenerationConfig(max_length=4)
+    with refused(r"on meta: move it with \.to\(target\.device\)"):
+        common._check_request(llama, IDS.to("meta"), asked, {})
+
+
+def test_flash_attention_is_told_what_to_load(llama, monkeypatch):
+    monkeypatch.setattr(llama.config, "_attn_implementation_internal", "flash_attention_2")
+    with refused("attn_implementation='sdpa'"):
+        common.check_target(llama)
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
+def test_a_window_is_used_up_to_its_end_and_not_beyond(name):
+    target = family(name, sliding_window=16)
+    decoding_of(target, IDS, max_new_tokens=11, do_sample=False)
+    with refused("17 exceed the target's sliding window of 16"):
+        decoding_of(target, IDS, max_new_tokens=12, do_sample=False)
+
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 40,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MPT = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 40}
+ALIBI = {name: SMALL[name] for name in list(SMALL)[:3]} | {"vocab_size": 40, "alibi": True}
+CONVOLUTION = SMALL | {"layer_types": ["conv", "full_attention"]}
+CHUNKS = {"attention_chunk_size": 16, "num_local_experts": 2, "head_dim": 8}
+CHUNKS = SMALL | CHUNKS | {"intermediate_size_mlp": 48}
+
+
+def make_other(name, options):
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(**options)
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
+    return model.double().eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "message, name, options",
+    [
+        ("no position_ids", "Mpt", MPT),
+        ("ALiBi", "Falcon", ALIBI),
+        ("other than attention", "Lfm2", CONVOLUTION),
+        ("attention chunk of 16", "Llama4Text", CHUNKS),
+    ],
+)
+def test_a_target_that_would_misread_a_tree_is_refused(message, name, options):
+    with refused(message):
+        decoding_of(make_other(name, options), IDS, max_new_tokens=20, do_sample=False)
+
+
+def test_longrope_is_refused_where_an_answer_crosses_its_border():
+    """Beyond 32 tokens a forward takes other factors, also for the rows in the cache."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 1.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+        "original_max_position_embeddings": 32,
+    }
+    long = {"max_position_embeddings": 256, "original_max_position_embeddings": 32}
+    target = make_other("Phi3", SMALL | long | {"rope_parameters": rope})
+    ids = torch.arange(40)[None] % 39 + 1
+    for prompt, new, crosses in ((27, 6, False), (27, 7, True), (33, 1, True), (34, 9, False)):
+        asked = {"max_new_tokens": new, "do_sample": False}
+        if crosses:
+            with refused("short longrope factors of 33"):
+                decoding_of(target, ids[:, :prompt], **asked)
+        else:
+            decoding_of(target, ids[:, :prompt], **asked)
+
+
+# ----------------------------------------------------------------------------------- the drafter
+
+
+def make_glide(target, **options):
+    options = {"intermediate_size": 16, "draft_vocab": 16} | options
+    config = glide.Config(target=common.target_shape(target), **options)
+    return glide.build(config, target, torch.arange(config.target["vocab_size"]))
+
+
+def test_start_from_copies_what_fits_and_the_most_frequent_tokens(llama):
+    ours = torch.nn.Module()
+    ours.fits = torch.nn.Linear(32, 32, bias=False)
+    ours.other = torch.nn.Linear(5, 5)
+    theirs = torch.nn.Module()
+    theirs.fits = torch.nn.Linear(32, 32, bias=False)
+    theirs.other = torch.nn.Linear(6, 6)
+    drafter = torch.nn.Module()
+    drafter.norm = torch.nn.RMSNorm(32)
+    drafter.draft_ids = torch.arange(3)
+    before = ours.other.weight.clone()
+    target = make_llama()
+    target.model.norm.weight.copy_(torch.rand(32))
+    counts = torch.zeros(48)
+    counts[[40, 7, 20]] = torch.tensor([1.0, 5.0, 3.0])
+    common.start_from(drafter, target, counts, [(ours, theirs)])
+    assert drafter.draft_ids.tolist() == [7, 20, 40]
+    assert torch.equal(ours.fits.weight, theirs.fits.weight)
+    assert torch.equal(ours.other.weight, before)
+    assert torch.equal(drafter.norm.weight, target.model.norm.weight.float())
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3"])
+def test_norms_around_zero_are_left_alone(name):
+    """Gemma's norms scale by 1 + weight, a drafter's by weight."""
+    target = make_family(name)
+    for weight_name, weight in target.named_parameters():
+        if "norm" in weight_name:
+            weight.copy_(0.5 + 0.1 * torch.randn_like(weight))
+    drafter = make_glide(target)
+    assert torch.equal(drafter.norm.weight, torch.ones(32))
+    layer = drafter.layers[0]
+    assert torch.equal(layer.input_layernorm.weight, torch.ones(32))
+    theirs = target.model.layers[-1].self_attn
+    assert torch.equal(layer.self_attn.q_proj.weight, theirs.q_proj.weight.float())
+
+
+def test_the_acceptance_rate_in_parts_is_that_of_the_whole(llama):
+    torch.manual_seed(0)
+    hidden = torch.randn(600, 32, dtype=torch.float64)
+    draft_ids = torch.tensor([3, 20, 21, 40])
+    q_draft = torch.randn(600, 4).softmax(-1)
+    p_target = (hidden @ llama.lm_head.weight.T).float().softmax(-1)[:, draft_ids]
+    expected = torch.minimum(p_target, q_draft).sum()
+    got = common.overlap(llama, hidden, q_draft, draft_ids)
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
+    def load(target=llama):
+        common.load_drafter(glide.Drafter, tmp_path, target)
+
+    with refused("no drafter in .* make one with train.py --out"):
+        load()
+    drafter = make_glide(llama)
+    drafter.save_pretrained(tmp_path)
+    load()
+    config = tmp_path / "config.json"
+    weights = tmp_path / "model.safetensors"
+    saved = {path: path.read_bytes() for path in (config, weights)}
+    with refused("another target .*vocab_size 48 != 40.*; train with train.py"):
+        load(make_family("Llama"))
+    weights.write_bytes(saved[weights][:-100])
+    with refused("cannot read .* as a glide drafter"):
+        load()
+    weights.write_bytes(saved[weights])
+    for damage in (b"{", b"[]"):
+        config.write_bytes(damage)
+        with refused("config.json is damaged"):
+            load()
+    other = json.loads(saved[config]) | {"num_layers": 2}
+    config.write_text(json.dumps(other))
+    with refused("cannot read .* as a glide drafter"):
+        load()
+    config.write_bytes(saved[config])
+    drafter.draft_ids[0] = 48
+    drafter.save_pretrained(tmp_path)
+    with refused("draft_ids holds values out of range"):
+        load()
+    drafter.draft_ids[0] = 0
+    drafter.norm.weight.data[0] = float("nan")
+    drafter.save_pretrained(tmp_path)
+    with refused("norm.weight holds values out of range"):
+        load()
+
+
+def test_a_bug_in_a_students_drafter_shows_itself(llama, tmp_path):
+    class Drafter(glide.Drafter):
+        def __init__(self, config: glide.Config):
+            super().__init__(config)
+            self.heads, self.layers = [1, 2, 3]
+
+    make_glide(llama).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="too many values to unpack") as caught:
+        common.load_drafter(Drafter, tmp_path, llama)
+    assert not isinstance(caught.value, common.Mistake)
+
+
+def test_a_drafter_of_another_method_or_dtype_is_refused(llama):
+    drafter = make_glide(llama)
+    with refused(r"call drafter\.to\(target\.device, target\.dtype\)"):
+        common.check_drafter(drafter, glide.Drafter, llama)
+    common.check_drafter(drafter.double(), glide.Drafter, llama)
+    with refused("one of glide, not of falcon"):
+        common.check_drafter(drafter, falcon.Drafter, llama)
+
+
+def test_a_target_that_cannot_be_read_is_one_line(tmp_path):
+    for name in (str(tmp_path), str(tmp_path / "missing.gguf"), "no/such-model"):
+        with refused("cannot load target .*; give a Hugging Face id, a folder") as caught:
+            common.load_target(name)
+        assert name in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_demo_says_how_many_tokens_a_forward_gave(llama, monkeypatch, capsys):
+    class Tokenizer:
+        def apply_chat_template(self, turns, **options):
+            assert turns == [{"role": "user", "content": "why?"}]
+            return {"input_ids": torch.tensor([[9, 8, 7]])}
+
+        def decode(self, ids, **options):
+            return f"said {ids.tolist()}"
+
+    def generate(target, input_ids, stats, drafter, **options):
+        stats.emitted, stats.target_forwards = 6, 4
+        return torch.cat([input_ids, torch.arange(6)[None]], dim=1)
+
+    monkeypatch.setattr(sys, "argv", ["glide.py", "why?"])
+    monkeypatch.setattr(common, "load_target", lambda: (llama, Tokenizer()))
+    monkeypatch.setattr(common, "load_drafter", lambda *_: None)
+    common.demo(generate, glide.Drafter, "glide")
+    told = "said [0, 1, 2, 3, 4, 5]\n\n6 tokens, 1.50 per target forward\n"
+    assert capsys.readouterr().out == told
