@@ -10,7 +10,6 @@ A test fails where a table is not what this would write. A comment above a table
                                                  some arms and figures, and figures to compare
     <!-- curves: GLIDE: glide more; CAPE: cape -->
                                                  training runs, stage after stage
-    <!-- claims: glide -->                       what a paper says beside ours (claims.py)
 """
 
 import argparse
@@ -22,21 +21,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))  # where this is run as a script
 
-import claims  # noqa: E402
-
 from support import report  # noqa: E402
 
 RESULTS = ROOT / "results"
 FILES = (
     "README.md",
     "results/README.md",
-    "results/claims.md",
     "checkpoints/README.md",
     "tests/README.md",
 )
-TABLE = re.compile(
-    r"(<!-- (table|curves|claims): ((?:(?!-->).)*) -->\n\n)((?:\|[^\n]*\n)*\n?)", re.DOTALL
-)
+TABLE = re.compile(r"(<!-- (table|curves): ((?:(?!-->).)*) -->\n\n)((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 
 
 def table(words: str) -> str:
@@ -87,7 +81,7 @@ def curves(words: str) -> str:
 
 def written(text: str) -> str:
     """A README with its tables made anew."""
-    makers = {"table": table, "curves": curves, "claims": claims.table}
+    makers = {"table": table, "curves": curves}
     return TABLE.sub(lambda match: match[1] + makers[match[2]](match[3]) + "\n\n", text)
 
 
