@@ -21,11 +21,11 @@ Deviations from the paper:
        token, and a range of S(p) includes its upper bound.
     2. The paper names no gamma for CAPE; it is 4 here, so that at most 4 x (1 + 7) = 32 tokens are
        verified, the limit of 5.3.
-    3. Under sampling the trajectory is drawn, X_i leaves out the drawn token, and the output still
-       follows the target's distribution.
-    4. p_i is the largest probability over the tokens that the base can draft, after the logits
-       processors.
-    5. A token of probability 0 is no extra.
+    3. The paper decodes greedily. Under sampling the trajectory is drawn here, X_i leaves out the
+       drawn token, and the output still follows the target's distribution.
+    4. p_i is the largest probability, not the drawn token's, over the tokens that the base can
+       draft, after the logits processors.
+    5. Tokens of probability 0 are never extras.
 
 Licence: Apache-2.0.
 """
@@ -46,7 +46,7 @@ from common import option
 
 @dataclass
 class Config:
-    base: str = option("glide", "chain proposer to expand", decode=True)
+    base: str = option("glide", "chain proposer to expand, for bench.py", decode=True)
     gamma: int = option(4, "length of the trajectory", decode=True)
     sizes: list[int] = option(lambda: [7, 5, 3, 1], "S(p): extras in each range", decode=True)
     bounds: list[float] = option(
@@ -74,7 +74,7 @@ VARIANTS = {
 
 
 def set_size(confidence: float, sizes: list[int], bounds: list[float]) -> int:
-    """S(p) of 4.2: how many extras a step of this confidence gets.
+    """S(p) of 4.2: how many extras a step with this confidence gets.
 
     p      (0, .3]   (.3, .6]   (.6, .8]   (.8, 1]      bounds .3 .6 .8
     S(p)   7         5          3          1            sizes  7 5 3 1
@@ -97,8 +97,9 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
         trajectory: a chain with its `probs`, as common.chain makes it.
     Returns:
         Draft. Its `probs` are the trajectory's, because the extras are not drawn. Verification
-        keeps the target's distribution: when it refuses a trajectory token, it draws from the
-        residual distribution, and an extra that holds the draw is accepted.
+        ignores the extras while it chooses a token: it accepts the trajectory's token or draws
+        from the residual distribution. Only then it looks whether an extra equals this token. If
+        so, the extra is accepted, and the target adds one token more.
     """
     gamma = len(trajectory.tokens)
     if gamma == 0:
@@ -109,7 +110,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     confidences = q_draft.max(-1).values.tolist()
     counts = [set_size(p, config.sizes, config.bounds) for p in confidences]
 
-    # 2. The most probable tokens beside the trajectory's own, for all steps at once.
+    # 2. The most probable tokens apart from the trajectory's own, for all steps at once.
     others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)  # (gamma, V)
     best = others.topk(min(max(counts), others.shape[1]), dim=-1)
     best_probs = best.values.tolist()  # (gamma, K)
@@ -120,7 +121,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     parents = []
     q = []
     for step, count in enumerate(counts):
-        for token, probability in zip(best_ids[step][:count], best_probs[step]):
+        for token, probability in zip(best_ids[step][:count], best_probs[step][:count]):
             if probability > 0:
                 tokens.append(token)
                 parents.append(step - 1)
@@ -149,8 +150,9 @@ def cape_mask(gamma: int, counts: list[int]) -> Tensor:
             2   a2    x  .  .   .  .   x   .
             3   a3    x  x  .   .  .   .   x
 
-    Decoding does not call this function. The parents that `expand` returns say the same, and
-    common.ancestor_mask makes this mask of them, with the prefix and the root added.
+    Decoding does not call this function. The parents that `expand` returns say the same.
+    Algorithm 2 is common.tree_inputs: the ids, the position of each token's step, and this mask,
+    made from the parents, with the prefix and the root added.
 
     Args:
         counts: K_i, the size of each of the gamma sets.
@@ -169,8 +171,9 @@ def cape_mask(gamma: int, counts: list[int]) -> Tensor:
 # ------------------------------------------------------------------------------------ decoding
 
 
+@torch.no_grad()
 def drafts(decoding, base, base_drafter, config: Config):
-    """Yield one draft a round; `decoding` has verified it when the generator goes on."""
+    """Yield one draft per round; the caller verifies it before it asks for the next one."""
     memory = base.Memory(base_drafter, decoding.target)
     while not decoding.done:
         steps = base.propose(base_drafter, decoding, memory)
@@ -178,7 +181,6 @@ def drafts(decoding, base, base_drafter, config: Config):
         yield expand(common.chain(steps, decoding.ids), config)
 
 
-@torch.no_grad()
 def generate(
     target,
     input_ids,
@@ -195,7 +197,7 @@ def generate(
     Args:
         base: module of the method whose chains are expanded, such as `glide`.
         base_drafter: a drafter of that method.
-        config: a Config to decode with; by default the paper's.
+        config: a Config to decode with; by default the paper's S(p) and a gamma of 4.
         copies, stats, token_streamer: as for common.Decoding.
     Returns:
         (1, T') prompt and new tokens.

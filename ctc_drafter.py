@@ -1,16 +1,17 @@
 """CTC-drafter: all draft tokens in one pass, trained by a loss on sequences (Wen et al., 2024).
 
 Paper: arXiv:2412.00061. One transformer layer fills S slots after the newest token in one pass. A
-slot belongs to no position: it holds a token or a blank. Equal neighbours are merged and blanks are
-dropped (the CTC transform), and what is left is the draft. Many alignments of the slots give the
-same sequence; the CTC loss sums over all of them. a, b, c are tokens, e is the blank:
+slot is not tied to a place in the text: it holds a token or a blank. Equal neighbours are merged
+and blanks are dropped (the CTC transform), and what is left is the draft. Many alignments of the
+slots give the same sequence; the CTC loss sums over all of them. a, b, c are tokens, e the blank:
 
     slots   a  a  e  b  e  c  c  e    ->  a b c
             a  e  a  b  e  e  e  e    ->  a a b    a true repeat has a blank in between
 
-Training puts slots after many rows of a sequence, the anchors. Anchor i joins h_i, the target's
-hidden state, with the next token x_(i+1). Its window, the U labels that its slots should write,
-begins after that: y_t is the target's argmax at place t, given the data before t. U = 3:
+The newest token x_(i+1) is known, but the target has not read it yet; its newest hidden state is
+h_i. A row joins the two, and the slots after it write x_(i+2) and on. In training this is done
+after many rows of a sequence, the anchors. The window of an anchor is the U labels that its slots
+should write; y_t is the target's argmax over the draft vocabulary, given x_0 to x_(t-1). U = 3:
 
     place          0    1    2    3    4    5
     data          x_0  x_1  x_2  x_3  x_4  x_5
@@ -21,15 +22,15 @@ Names that differ from the paper's: F is `hidden`, F^ `states`, P^ `q_slots`, ep
 (index Vd), beta^-1 `collapse`, top k `symbols`; raw candidates are combinations.
 
 Deviations from the paper:
-    1. The authors' published code drafts in EAGLE's loop; this is the paper's parallel drafter.
-    2. The paper gives neither S and U nor places to train at; here they are 6, 3, and 64 random
-       anchors of each sequence, whole windows only.
-    3. Slots see the rows up to their anchor and one another, and a row joins h_i with x_(i+1), as
-       in EAGLE; the paper says only that the layer reads the target's hidden states.
-    4. The blank has a logit of its own, the layer starts as the target's top one, and only frequent
-       tokens are drafted (`draft_vocab`).
-    5. The tree is built after the transform; the paper builds it before and masks what collapses.
-    6. Prefixes are ranked by a sum over alignments; the paper's ranking is the variant alignments.
+    1. The authors' code drafts in EAGLE's loop and adds a little CTC loss to two others; this is
+       the paper's parallel drafter, trained by CTC. S, U and the row are the code's.
+    2. It trains at 64 random anchors of each sequence; the sum of logarithms is Eq. 1's, not 2's.
+    3. Slots see the rows up to their anchor and one another, and start as the row plus a vector of
+       their own. The blank has its own logit. Only frequent tokens are drafted (`draft_vocab`).
+    4. The paper verifies the most probable combinations, in a tree built before the transform. Here
+       it is a tree of `nodes` prefixes, built after it and ranked by all their alignments.
+    5. `first_token` adds a loss on the first token's distribution (the shipped drafter: weight 1;
+       it has also learned from windows that were cut at the end of an answer).
 
 Licence: Apache-2.0.
 """
@@ -57,7 +58,7 @@ class Config:
     anchors: int = option(64, "places of a sequence to train at")
     first_token: float = option(0.0, "weight of the first token's own loss")
     intermediate_size: int = option(1536, "width of the feed-forward")
-    draft_vocab: int = option(8192, "draft only so many frequent tokens; 0: all")
+    draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     transform: str = option("prefixes", "prefixes, alignments (the paper's) or none", decode=True)
     symbols: int = option(10, "likeliest tokens of a slot to consider, beside blank", decode=True)
     candidates: int = option(16, "prefixes or combinations kept after a slot", decode=True)
@@ -69,7 +70,7 @@ class Config:
         common.one_of(self, transform=("prefixes", "alignments", "none"))
 
 
-# The columns of Table 2: `alignments` is CTC verify, `none` is Medusa verify.
+# The columns of Table 2's CTC row: `alignments` is CTC verify, `none` is Medusa verify.
 VARIANTS = {
     "alignments": {"transform": "alignments"},
     "none": {"transform": "none"},
@@ -80,7 +81,10 @@ VARIANTS = {
 
 
 class SlotAttention(nn.Module):
-    """Slots attend to rows and slots. A row has no query: no further layer would read it."""
+    """Slots attend to rows and to one another.
+
+    Rows have keys and values but no query, because no layer above would read their output.
+    """
 
     def __init__(self, shape: dict):
         super().__init__()
@@ -98,7 +102,7 @@ class SlotAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, rows: Tensor, slots: Tensor, tables, mask: Tensor | None, cache) -> Tensor:
-        """What m slots (B, m, D) read from n rows (B, n, D) and slots, (B, m, D).
+        """Attention output (B, m, D) of m slots over n rows (B, n, D) and the slots themselves.
 
         Args:
             tables: cos and sin at the positions of rows and slots, each (B, n + m, R).
@@ -159,7 +163,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         chosen = rows.take_along_dim(anchors[..., None], dim=1)  # (B, A, D)
         x = (chosen[:, :, None] + self.slots).flatten(1, 2)  # (B, A S, D)
 
-        # 3. Slot j of an anchor has the position of the j-th token after the anchor's row.
+        # 3. Row i has rotary position i. Slot j = 1, 2, ... after it stands where row i + j would.
         start = 0 if cache is None else cache.get_seq_length()  # P
         places = torch.arange(rows.shape[1], device=anchors.device).expand(len(anchors), -1)
         steps = torch.arange(1, len(self.slots) + 1, device=anchors.device)
@@ -171,7 +175,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         normed = self.input_layernorm(x)
         x = x + self.self_attn(self.input_layernorm(rows), normed, tables, mask, cache)
         x = x + self.mlp(self.post_attention_layernorm(x))
-        return self.norm(x).unflatten(1, anchors.shape[1:] + self.slots.shape[:1])
+        return self.norm(x).unflatten(1, (anchors.shape[1], len(self.slots)))
 
     def logits(self, states: Tensor, head: nn.Module) -> Tensor:
         """Logits (..., Vd + 1) of the symbols, the blank last (Eq. 10).
@@ -201,13 +205,14 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
     """What the slots after each anchor may attend to: the rows up to it, and one another.
 
-    Anchors 0 and 2, S = 2:
+    Later rows do not exist when a draft is made, and the slots of other anchors belong to other
+    drafts. Anchors 0 and 2, S = 2:
 
-                     rows  0 1 2 3    slots a1 a2 b1 b2
-        after 0, a1        x . . .          x  x  .  .
-                 a2        x . . .          x  x  .  .
-        after 2, b1        x x x .          .  .  x  x
-                 b2        x x x .          .  .  x  x
+                     rows  0 1 2 3    slots s1 s2 t1 t2
+        after 0, s1        x . . .          x  x  .  .
+                 s2        x . . .          x  x  .  .
+        after 2, t1        x x x .          .  .  x  x
+                 t2        x x x .          .  .  x  x
 
     Args:
         anchors: (B, A) rows.
@@ -241,7 +246,8 @@ def windows(drafter, target, batch) -> tuple[Tensor, Tensor, Tensor]:
     labels = F.pad(best[:, 1:-1], (0, U)).unfold(1, U, 1)  # (B, T - 1, U)
     whole = F.pad(batch.loss_mask[:, 2:], (0, U)).unfold(1, U, 1).all(-1)  # (B, T - 1)
 
-    # 3. Draw anchors. Each sequence has a generator, so that its neighbours change nothing.
+    # 3. Draw anchors. Each sequence has its own generator, so that its anchors do not depend on
+    #    the rest of the batch.
     anchors = torch.full((len(best), drafter.config.anchors), -1)
     for sequence, seed in enumerate(batch.seed.tolist()):
         rows = whole[sequence].nonzero()[:, 0].cpu()
@@ -263,15 +269,15 @@ def training_log_q(drafter: Drafter, target, batch, anchors: Tensor, used: Tenso
     return drafter.logits(states[used], head).log_softmax(-1)
 
 
-def newest_hidden(batch, anchors: Tensor, used: Tensor) -> Tensor:
-    """The target's hidden states (W, D) that predict the first token after the anchors in use."""
-    return batch.hidden[:, 1:].take_along_dim(anchors[..., None], dim=1)[used]  # of x_(i+1)
+def teacher_hidden(batch, anchors: Tensor, used: Tensor) -> Tensor:
+    """h_(i+1) (W, D), from which the target predicts the first label; known in training only."""
+    return batch.hidden[:, 1:].take_along_dim(anchors[..., None], dim=1)[used]
 
 
 def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
     """Minus the log-probability that slots give their window (Eq. 6), summed over W windows.
 
-    A window that does not fit, as its repeats need more slots for blanks, counts zero.
+    A window with r equal neighbours needs U + r slots. One that does not fit adds zero.
 
     Args: log_q: (W, S, Vd + 1), the blank last. labels: (W, U).
     """
@@ -287,10 +293,10 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-def first_token(log_q: Tensor) -> Tensor:
+def first_token_log_q(log_q: Tensor) -> Tensor:
     """Log-probability (W, Vd) of the sequence's first token, over all alignments.
 
-    The token stands in some slot, and all slots before are blank.
+    The token stands in some slot, and every slot before that one is blank.
 
     Args: log_q: (W, S, Vd + 1), the blank last.
     """
@@ -308,14 +314,14 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """
     anchors, labels, used = windows(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors, used)  # (W, S, Vd + 1)
-    if not len(log_q):
+    if not len(log_q):  # F.ctc_loss takes no empty batch
         return log_q.sum(), used.sum()  # zero, and every parameter has a gradient
     total = ctc_loss(log_q, labels[used])
     if drafter.config.first_token:
-        hidden = newest_hidden(batch, anchors, used)  # (W, D)
+        hidden = teacher_hidden(batch, anchors, used)  # (W, D)
         teacher = common.target_logits(target, hidden, drafter.draft_ids).softmax(-1)
-        entropy = -(teacher * first_token(log_q)).sum()
-        total = total + drafter.config.first_token * entropy
+        cross_entropy = -(teacher * first_token_log_q(log_q)).sum()
+        total = total + drafter.config.first_token * cross_entropy
     return total, used.sum()
 
 
@@ -323,8 +329,8 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft) of the first draft token, summed over anchors; their number."""
     anchors, _, used = windows(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors, used)
-    q_draft = first_token(log_q).exp()  # (W, Vd)
-    hidden = newest_hidden(batch, anchors, used)
+    q_draft = first_token_log_q(log_q).exp()  # (W, Vd)
+    hidden = teacher_hidden(batch, anchors, used)
     return common.overlap(target, hidden, q_draft, drafter.draft_ids), len(q_draft)
 
 
@@ -337,7 +343,7 @@ def collapse(alignment, blank: int) -> tuple:
 
 
 def top_symbols(q_slots: Tensor, symbols: int) -> list[list[tuple[int, float]]]:
-    """For each slot (symbol, probability) of its likeliest tokens, and of the blank at the end."""
+    """For each slot, its likeliest tokens as (symbol, probability) pairs, then the blank."""
     blank = q_slots.shape[-1] - 1
     top = q_slots[:, :-1].topk(min(symbols, blank))  # (S, k) each
     slots = []
@@ -350,16 +356,19 @@ def top_symbols(q_slots: Tensor, symbols: int) -> list[list[tuple[int, float]]]:
 def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = True) -> dict:
     """The paper's transform: collapse the most probable combinations of top symbols (3.3).
 
+    Unlike `prefix_search` it sums over the kept combinations only.
+
     Args:
         q_slots: (S, Vd + 1) probabilities, the blank last.
         symbols: likeliest tokens considered in each slot, beside the blank.
-        candidates: combinations kept.
+        candidates: combinations kept (Eq. 8).
         merge: False takes a combination as it is, up to its first blank (Medusa verify).
     Returns:
-        {prefix, a tuple of indices into draft_ids: sum of the kept combinations that begin so}.
+        {prefix, a tuple of indices into draft_ids: summed probability of the kept combinations
+        whose sequence begins with it}.
     """
     blank = q_slots.shape[-1] - 1
-    # 1. Slots are independent (Eq. 7), so to keep the best ones after each slot loses nothing.
+    # 1. Slots are independent (Eq. 7), so pruning to the best after each slot loses nothing.
     kept = [(1.0, ())]
     for slot in top_symbols(q_slots, symbols):
         longer = []
@@ -383,16 +392,17 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = Tru
 def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     """CTC prefix beam search: the probability that the collapsed sequence begins with each prefix.
 
-    It sums over alignments (Eq. 6), slot by slot. For each prefix the alignments that end in a
-    blank are summed apart from those that end in its last token, because the same token makes the
-    prefix longer only after a blank. The probability of a prefix is what has entered it in any
-    slot. The sums are exact unless `symbols` or `candidates` cut something; then they are lower.
-    By hand, slots a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, where e is the blank:
+    This is Eq. 6, summed over all sequences that begin with the prefix, slot by slot. For each
+    prefix the alignments that end in a blank are summed apart from those that end in its last
+    token, because the same token makes the prefix longer only after a blank. A prefix's
+    probability is the sum of what enters it, over all slots. Pruning by `symbols` and `candidates`
+    can only lower it. By hand, slots a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, e being the blank:
 
         prefix   entered in slot 1   entered in slot 2    sum
         a        a    0.6            e a   0.4 x 0.2      0.68    a a merges: it is in already
         b                            e b   0.4 x 0.5      0.20
-        a b                          a b   0.6 x 0.5      0.30    a a would need a e a
+        a b                          a b   0.6 x 0.5      0.30
+        a a                                               0       needs three slots: a e a
 
     Args: as for `alignments`, but `candidates` prefixes are kept after each slot.
     Returns: {prefix, a tuple of indices into draft_ids: probability}.
@@ -430,6 +440,9 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
 def token_tree(prefixes: dict, draft_ids: Tensor, nodes: int, depth: int) -> common.Draft:
     """A trie of the likeliest prefixes.
 
+    It is built after the collapse: a blank is no token, and a repeat left in would be read by the
+    target and move everything after it by one place.
+
     Args:
         prefixes: {prefix, a tuple of indices into draft_ids: probability}.
         nodes: most nodes of the tree.
@@ -443,7 +456,7 @@ def token_tree(prefixes: dict, draft_ids: Tensor, nodes: int, depth: int) -> com
     for prefix in sorted(prefixes, key=prefixes.get, reverse=True):
         if len(parents) >= nodes:
             break
-        # By rounding, a prefix can come before its own beginning. It is left out then.
+        # Rounding can put a prefix ahead of its parent; it is then left out.
         if len(prefix) <= depth and prefix[:-1] in places:
             places[prefix] = len(parents)
             parents.append(places[prefix[:-1]])
@@ -466,27 +479,26 @@ class Memory:
 
 def propose(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     """Fill the slots after the newest token in one pass: probabilities q_slots (S, Vd + 1)."""
-    # 1. The new rows are what the last round has cached, each with the token after it.
+    # 1. The new rows are of the tokens that the target read in the last round and kept, each
+    #    with the token after it.
     hidden = decoding.hidden  # (1, n, D)
     count = hidden.shape[1]  # n
     next_ids = decoding.ids[:, -count:]  # (1, n) the newest token last
     newest_row = next_ids.new_full((1, 1), count - 1)
     states = drafter(decoding.target, hidden, next_ids, newest_row, cache=memory.cache)
-    # 2. The rows stay in the cache, the slots do not.
+    # 2. Cut off the slots. One row is left for each committed token but the newest. A refused
+    #    draft token never had a row, so nothing needs to be taken back.
     memory.cache.cut(decoding.ids.shape[1] - 1)
     return drafter.logits(states[0, 0], memory.head).softmax(-1)
 
 
-def prefix_probs(q_slots: Tensor, config: Config) -> dict:
-    """{prefix: probability} by the transform of the config."""
-    if config.transform == "prefixes":
-        return prefix_search(q_slots, config.symbols, config.candidates)
-    merge = config.transform == "alignments"
-    return alignments(q_slots, config.symbols, config.candidates, merge)
-
-
+@torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft a round; `decoding` has verified it when the generator goes on."""
+    """Yield one draft per round; the caller verifies it before it asks for the next one.
+
+    Nodes are deterministic: the target draws each token from its own distribution and goes on if a
+    node holds it. So sampling is lossless.
+    """
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         # A prompt of one token has no row yet, and a last token needs no draft.
@@ -494,13 +506,16 @@ def drafts(decoding, drafter: Drafter, config: Config):
             yield common.chain([], decoding.ids)
             continue
         q_slots = propose(drafter, decoding, memory)
-        prefixes = prefix_probs(q_slots, config)
+        if config.transform == "prefixes":
+            prefixes = prefix_search(q_slots, config.symbols, config.candidates)
+        else:
+            merge = config.transform == "alignments"
+            prefixes = alignments(q_slots, config.symbols, config.candidates, merge)
         draft = token_tree(prefixes, drafter.draft_ids, config.nodes, decoding.room)
         draft.notes = {"q_slots": q_slots, "draft_ids": drafter.draft_ids}
         yield draft
 
 
-@torch.no_grad()
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):

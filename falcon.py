@@ -2,7 +2,7 @@
 
 Paper: arXiv:2412.12639. Slot i of the drafter's input pairs the target's last hidden state h_i
 (a "feature") with the token one step ahead, x_(i+1). It predicts h_(i+k), which the target's LM
-head turns into x_(i+k+1). Each k neighbouring slots form a block and attend to each other, so that
+head turns into x_(i+k+1). Every k consecutive slots form a block and attend to each other, so that
 one pass predicts k tokens. A draft is a token tree that grows by k levels a pass. k = 2, newest
 token x_4, predicted features f_draft:
 
@@ -13,21 +13,22 @@ Coupled sequential glancing distillation (CSGD) trains the slots of a block to a
 the answers of some of them. Section 3.3 argues that the loss then contains the mutual information
 of the tokens in a block, which brings it closer to the loss of an autoregressive drafter.
 
-The shipped drafter has a linear fusion instead of the LSTM (accepted as often, and drafts in half
-the time), the two attention layers of Figure 2, a tree of six nodes in one pass, because a CPU
-verifies few nodes fast, and omega_dist 1 (results/README.md).
+The shipped drafter has a linear fusion instead of the LSTM (half the drafting time), omega_dist 1,
+and a tree of six nodes in one pass, since a CPU verifies more nodes slowly (results/README.md).
 
-Names that differ from the paper's: t_i is x_i; f_i is h_i, `features` or `answers`; f_i^draft is
-`f_draft`; p and p^draft are `p_target` and `q_draft`; omega_dist is `Config.distill_weight`.
+Names that differ from the paper's: its t_i is x_i here, f_i is h_i (`features`, `answers`),
+f_i^draft is `f_draft`, p and p^draft are `p_target` and `q_draft`, omega_dist is `distill_weight`.
 
-Deviations from the paper:
-    1. Eq. 1 predicts one place ahead; the code follows 3.1, where it is k places.
-    2. Blocks end at the newest token, and training cuts the first block short at random.
-    3. CSGD reveals slots inside a block only, and puts no loss on them (the paper is silent).
-    4. Features and embeddings are normed before the fusion, because their scales differ by 20.
-    5. PAPER_TREE has Figure 5's number of nodes at each depth, chosen by `layered_tree`.
-    6. Nodes are the likeliest tokens even in sampling, where the paper samples them; only frequent
-       tokens are drafted (`draft_vocab`). Neither changes the output's distribution.
+Deviations, and choices where the paper is silent:
+    1. Eq. 1 predicts one place ahead; the code follows 3.1, which predicts k places ahead.
+    2. Training cuts the first block short at random. In decoding, cached rows before the newest
+       block keep what they saw under the borders of their own round.
+    3. The runs that CSGD reveals are parts of blocks, hold the text's own tokens, and bear no loss.
+    4. Features and embeddings are normed before the fusion, because their scales differ by a factor
+       of 20. Layers and norm start as copies of the target's, the linear fusion as a sum.
+    5. Losses and drafts are over the most frequent tokens (`draft_vocab`). PAPER_TREE has Figure
+       5's number of nodes at each depth, chosen by `layered_tree`.
+    6. Nodes are the likeliest tokens even under sampling; the output's distribution stays exact.
 
 Licence: Apache-2.0.
 """
@@ -71,25 +72,27 @@ PAPER_TREE = layered_tree([20, 19, 19, 15, 16, 10, 10, 9])
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     k: int = option(2, "tokens predicted by a pass")
-    num_layers: int = option(1, "attention layers (Figure 2: two)")
+    num_layers: int = option(2, "attention layers (Figure 2)")
     intermediate_size: int = option(1536, "width of the feed-forward")
     fusion: str = option("lstm", "lstm or linear")
     csgd: bool = option(True, "coupled sequential glancing distillation")
     noise: float = option(0.1, "features get U(-noise, noise) in training")
     distill_weight: float = option(0.1, "omega_dist, weight of the losses on tokens")
-    draft_vocab: int = option(8192, "draft only so many frequent tokens; 0: all")
+    draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     tree: list = option(lambda: layered_tree([4, 4, 3, 2]), "nodes, as rank paths", decode=True)
 
     def __post_init__(self):
         common.at_least(self, k=1, num_layers=1, noise=0, distill_weight=0, draft_vocab=0)
         common.one_of(self, fusion=("lstm", "linear"))
-        sizes = [self.draft_vocab, self.target.get("vocab_size", 0)]
-        self.tree = in_levels(self.tree, min(filter(None, sizes), default=math.inf))
+        vocab = self.target.get("vocab_size", math.inf)
+        if self.draft_vocab:
+            vocab = min(vocab, self.draft_vocab)
+        self.tree = in_levels(self.tree, vocab)
 
 
 VARIANTS = {
     "chain": {"tree": layered_tree([1, 1, 1, 1])},  # Table 4: as deep as the default tree
-    "two_pass": {"tree": layered_tree([4, 2, 2, 2])},  # with k = 2
+    "two_pass": {"tree": layered_tree([4, 2, 2, 2])},  # ten nodes; with k = 2, two passes
     "paper": {"tree": PAPER_TREE},
 }
 
@@ -99,8 +102,10 @@ def in_levels(tree, most: float) -> list[list[int]]:
 
     Raises: Mistake: not a path, a rank that is not below `most`, or a path without its parent.
     """
+    if not isinstance(tree, (list, tuple)):
+        raise common.Mistake(f"tree {tree!r}: give a list of rank paths, such as [[0], [0, 1]]")
     paths = set()
-    for path in tree if isinstance(tree, (list, tuple)) else [tree]:
+    for path in tree:
         good = isinstance(path, (list, tuple)) and len(path) > 0
         if not good or not all(isinstance(rank, int) and 0 <= rank < most for rank in path):
             raise common.Mistake(f"tree path {path}: give a list of ranks from 0 on, below {most}")
@@ -115,7 +120,7 @@ def in_levels(tree, most: float) -> list[list[int]]:
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The relaxed causal SAR head (3.2). Embedding and LM head are the target's, not held here."""
+    """The relaxed causal SAR head (3.2). Embedding and LM head are the target's, not stored."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -150,7 +155,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             return self.fusion(pairs, state)
 
     def attend(self, target, fused: Tensor, positions: Tensor, mask: Tensor, cache=None) -> Tensor:
-        """f_draft (B, r, D): what each of r fused slots (B, r, D) predicts for k places ahead.
+        """f_draft (B, r, D): what r fused slots (B, r, D) predict k places ahead (Eq. 1, 3.1).
 
         Args:
             positions: (1, r) the slots' numbers.
@@ -189,7 +194,9 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
     """Relaxed causal mask (3.2): a slot attends to all earlier blocks and to its whole own block.
 
-    k = 2, phase 1:
+    The answers of a block are the inputs of the next one, (h_(i+k), x_(i+k+1)). So hiding the later
+    blocks hides every answer, and a block sees only what is known when it is drafted. k = 2,
+    phase 1:
 
            key   0  1  2  3  4        blocks: 0 | 1 2 | 3 4
         slot 0   x  .  .  .  .
@@ -220,9 +227,9 @@ class Slots(NamedTuple):
 
 
 def training_slots(batch, k: int, dtype: torch.dtype) -> Slots:
-    """The slots of a batch. A slot learns if x_(i+k+1) is a token of the loss mask.
+    """The slots of a batch. A slot learns if the loss mask is True at x_(i+k+1).
 
-    k = 2, T = 6. The last k slots have no answer; zeros stand in for it:
+    k = 2, T = 6. The last k slots learn nothing, because x_(i+k+1) lies beyond the text:
 
         slot      0        1        2        3        4
         input   h_0 x_1  h_1 x_2  h_2 x_3  h_3 x_4  h_4 x_5
@@ -239,7 +246,7 @@ def training_slots(batch, k: int, dtype: torch.dtype) -> Slots:
 
 
 def generators(seed: Tensor, use: int) -> list[torch.Generator]:
-    """A generator for each sequence, from its seed; `use` 0 and 1 give independent ones."""
+    """A generator for each sequence, from its seed; another one for each `use`, 0 or 1."""
     return [torch.Generator().manual_seed(2 * number + use) for number in seed.tolist()]
 
 
@@ -251,11 +258,14 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     Visit the blocks in random order. In each, reveal the answers of the first r slots, with r
     uniform in 1..k-1, until N slots are revealed.
 
-    Blocks are those of `relaxed_mask` with phase seed % k: slot i begins one if (i + seed) % k
-    is 0. If seed % k is not 0, the first block is incomplete and is not visited. Slots that do not
-    learn are never revealed and do not count; a block without a slot that learns is not visited.
-    The last slot of a block always stays to be predicted. So r is always 1 for k = 2, and nothing
+    Only a prefix of a block is revealed, and never its last slot: each remaining slot then learns
+    from answers before its own, and at least one remains. So r is always 1 for k = 2, and nothing
     is revealed for k = 1.
+
+    Blocks are those of `relaxed_mask` with phase seed % k: slot i begins one if (i + seed) % k
+    is 0. If seed % k is not 0, the first block is incomplete and is not visited, nor is a block
+    without a slot that learns. A slot that does not learn keeps its input, though it may be one of
+    the r.
 
     k = 3, seed % 3 = 1, N = 3. Block 5 6 7 is visited first with r = 2, then block 2 3 4 with
     r = 2, of which one slot is left:
@@ -294,7 +304,7 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 
 
 def reveal(slots: Slots, revealed: Tensor) -> Slots:
-    """Replace the inputs of the revealed slots (B, S) by their answers; these learn no more."""
+    """Replace the inputs of the revealed slots (B, S) by their answers; these bear no loss then."""
     return slots._replace(
         features=torch.where(revealed[..., None], slots.answers, slots.features),
         token_ids=torch.where(revealed, slots.answer_ids, slots.token_ids),
@@ -305,8 +315,8 @@ def reveal(slots: Slots, revealed: Tensor) -> Slots:
 def noisy(features: Tensor, width: float, seed: Tensor) -> Tensor:
     """Features (B, S, D) plus noise from U(-width, width) (3.2), as predicted ones have errors.
 
-    The noise is drawn on the CPU, slot by slot and for each sequence alone. What a sequence gets
-    does not depend on its padding, the batch around it, or the device.
+    The noise is drawn on the CPU, separately for each sequence. So it does not depend on padding,
+    on the rest of the batch, or on the device.
     """
     shape = features.shape[1:]
     noise = [torch.rand(shape, generator=generator) for generator in generators(seed, 1)]
@@ -314,12 +324,11 @@ def noisy(features: Tensor, width: float, seed: Tensor) -> Tensor:
     return features + width * (2 * noise - 1)
 
 
-def predict(drafter: Drafter, target, slots: Slots, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """f_draft (M, D) and draft logits (M, Vd) of the M slots that learn."""
+def predict(drafter: Drafter, target, slots: Slots, phase: Tensor) -> tuple[Tensor, Tensor]:
+    """f_draft (M, D) and draft logits (M, Vd) of the M slots that learn; `phase` (B,) of blocks."""
     length = slots.features.shape[1]
-    k = drafter.config.k
-    positions = torch.arange(length, device=seed.device)[None]  # (1, S)
-    mask = relaxed_mask(length, k, seed % k)  # (B, 1, S, S)
+    positions = torch.arange(length, device=phase.device)[None]  # (1, S)
+    mask = relaxed_mask(length, drafter.config.k, phase)  # (B, 1, S, S)
     fused, _ = drafter.fuse(target, slots.features, slots.token_ids)  # (B, S, D)
     f_draft = drafter.attend(target, fused, positions, mask)[slots.learns]  # (M, D)
     head = common.draft_head(target, drafter.draft_ids).to(f_draft.dtype)
@@ -330,27 +339,31 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """L_reg + omega_dist (0.9 L_soft + 0.1 L_hard), Eq. 2 to 8, summed over M slots, and M."""
     config = drafter.config
     draft_ids = drafter.draft_ids
+    phase = batch.seed % config.k
     slots = training_slots(batch, config.k, drafter.norm.weight.dtype)
 
     # 1. Predict once to see which slots are wrong, and reveal the answers of some slots.
     if config.csgd and config.k > 1:
         with torch.no_grad():
-            _, logits = predict(drafter, target, slots, batch.seed)
+            _, logits = predict(drafter, target, slots, phase)
         truth = common.target_logits(target, slots.answers[slots.learns], draft_ids)  # (M, Vd)
         wrong = slots.learns.clone()  # (B, S)
         wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
-        rate = 0.4 * (1 - batch.progress)  # lambda
+        rate = 0.4 * (1 - batch.progress)  # lambda, from 0.4 down to 0
         slots = reveal(slots, glance(wrong, slots.learns, rate, config.k, batch.seed))
 
     # 2. Predict again, now with noise. Compare features (L_reg, a mean over D) and tokens.
     slots = slots._replace(features=noisy(slots.features, config.noise, batch.seed))
-    f_draft, logits = predict(drafter, target, slots, batch.seed)  # (M, D), (M, Vd)
+    f_draft, logits = predict(drafter, target, slots, phase)  # (M, D), (M, Vd)
     answers = slots.answers[slots.learns].float()  # (M, D)
+    # Eq. 6 and 7: the distributions of target and drafter.
     log_p_target = common.target_logits(target, answers, draft_ids).log_softmax(-1)
     log_q_draft = logits.log_softmax(-1)  # (M, Vd)
+    # Eq. 2, 3 and 4: L_reg, L_soft and L_hard.
     regression = F.smooth_l1_loss(f_draft, answers, reduction="sum") / answers.shape[-1]
     soft = F.kl_div(log_q_draft, log_p_target, log_target=True, reduction="sum")
     hard = F.nll_loss(log_q_draft, log_p_target.argmax(-1), reduction="sum")
+    # Eq. 5 with alpha = 0.9, and Eq. 8.
     distillation = 0.9 * soft + 0.1 * hard
     return regression + config.distill_weight * distillation, slots.learns.sum()
 
@@ -358,11 +371,11 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft), summed over the k slots of all blocks, and their number.
 
-    The paper's alpha (4.2) is another quantity, the share of the output that was drafted:
-    tau / (tau + 1), where tau does not count the target's own token.
+    The paper's alpha (4.2) is another quantity, the share of the output that was drafted. In its
+    tables it is about tau / (tau + 1), where tau does not count the target's own token.
     """
     slots = training_slots(batch, drafter.config.k, drafter.norm.weight.dtype)
-    _, logits = predict(drafter, target, slots, batch.seed)
+    _, logits = predict(drafter, target, slots, batch.seed % drafter.config.k)
     q_draft = logits.softmax(-1)  # (M, Vd)
     answers = slots.answers[slots.learns]  # (M, D)
     return common.overlap(target, answers, q_draft, drafter.draft_ids), len(q_draft)
@@ -378,8 +391,11 @@ class Memory:
         self.cache = common.GrowingCache(drafter.config.num_layers)  # its own keys and values
         self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
         width = drafter.config.target["hidden_size"]
-        self.fused = drafter.norm.weight.new_empty(1, 0, width)  # the last k - 1 slots, fused
-        self.state = None  # the LSTM's after the last slot
+        # The last k - 1 slots, fused. After a round with one new token they still belong to the
+        # newest block; fusing them again would need an older LSTM state.
+        self.fused = drafter.norm.weight.new_empty(1, 0, width)
+        # The LSTM's state after the last committed slot. Later passes never change it.
+        self.state = None
 
 
 class Pass(NamedTuple):
@@ -394,9 +410,11 @@ class Pass(NamedTuple):
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     """Feed the newly committed slots; None while there are fewer than k slots in all.
 
-    Blocks are counted back from the newest slot, so their borders move from round to round. The
-    last k - 1 old slots therefore attend again: those that now share the newest block must see all
-    of it. Their fused slots still hold. k = 3, five slots were fed before, two are new:
+    The newest block must be full: its k slots predict the k next tokens and were trained to see one
+    another. So blocks are counted back from the newest slot, and their borders move from round to
+    round. Up to k - 1 old slots then belong to the newest block and must see all of it. Always the
+    last k - 1 old slots attend again; their fusion is still valid. k = 3, five slots were fed
+    before, two are new:
 
         blocks before        0 1 | 2 3 4
         blocks now           0 | 1 2 3 | 4 5 6
@@ -411,55 +429,59 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     new_ids = decoding.ids[:, -new:]  # one step ahead of the features
     fused, memory.state = drafter.fuse(decoding.target, decoding.hidden, new_ids, memory.state)
     fused = torch.cat([memory.fused, fused], dim=1)  # (1, r, D)
-    rows = fused.shape[1]
-    memory.fused = fused[:, max(0, rows - (k - 1)) :]
+    length = fused.shape[1]  # r
+    memory.fused = fused[:, max(0, length - (k - 1)) :]
     if total < k:
         return None
-    memory.cache.cut(total - rows)  # drop those that attend again, and what was a guess
+    # Drop the rows that attend again, and the drafted rows of the last round.
+    memory.cache.cut(total - length)
     slots = torch.arange(total, device=fused.device)
     block = (slots - total) // k  # (P,) ..., -2, -1
-    mask = block[-rows:, None] >= block  # (r, P)
-    positions = slots[None, -rows:]
+    mask = block[-length:, None] >= block  # (r, P)
+    positions = slots[None, -length:]
     f_draft = drafter.attend(decoding.target, fused, positions, mask[None, None], memory.cache)
     return Pass(f_draft[:, -k:], slots[-k:], mask[-1:], memory.state)
 
 
-def tree_mask(mask: Tensor, rows: Tensor, k: int) -> Tensor:
+def tree_mask(mask: Tensor, continues: Tensor, k: int) -> Tensor:
     """What the branches of a pass may attend to (Figure 3): as their parents, and their own block.
 
     Both slots of a branch attend to the same rows. k = 2; "stable" are the slots of committed
-    tokens, d continues a, and e continues c:
+    tokens, D continues A, and E continues C:
 
-                   stable   a a b b c c   d d e e
-        pass 2  a   x x x   x x . . . .
-                b   x x x   . . x x . .
-                c   x x x   . . . . x x
-        pass 3  d   x x x   x x . . . .   x x . .
-                e   x x x   . . . . x x   . . x x
+                   stable   A A B B C C   D D E E
+        pass 2  A   x x x   x x . . . .
+                B   x x x   . . x x . .
+                C   x x x   . . . . x x
+        pass 3  D   x x x   x x . . . .   x x . .
+                E   x x x   . . . . x x   . . x x
 
     Args:
         mask: (b, P_own) bool, of the pass before.
-        rows: (n,) which of its b branches each new branch continues.
+        continues: (n,) which of its b branches each new branch continues.
     Returns:
         (n, P_own + n k) bool.
     """
-    own = torch.eye(len(rows), dtype=torch.bool, device=mask.device)  # (n, n)
-    return torch.cat([mask[rows], own.repeat_interleave(k, dim=1)], dim=1)
+    own = torch.eye(len(continues), dtype=torch.bool, device=mask.device)  # (n, n)
+    return torch.cat([mask[continues], own.repeat_interleave(k, dim=1)], dim=1)
 
 
-def later_pass(drafter: Drafter, decoding, memory: Memory, before: Pass, rows, tokens) -> Pass:
+def later_pass(drafter: Drafter, decoding, memory: Memory, before: Pass, continues, tokens) -> Pass:
     """Feed n branches side by side: the features that were predicted, and the tokens drafted.
 
-    Args: rows: n numbers, which branch of `before` each one continues. tokens: n lists of k ids.
+    Args:
+        continues: n numbers, which branch of `before` each one continues.
+        tokens: n lists of k ids.
     """
     k = drafter.config.k
-    rows = torch.tensor(rows, device=before.f_draft.device)  # (n,)
+    continues = torch.tensor(continues, device=before.f_draft.device)  # (n,)
+    features = before.f_draft[continues]  # (n, k, D)
     tokens = decoding.ids.new_tensor(tokens)  # (n, k)
-    state = before.state and tuple(x[:, rows] for x in before.state)  # (2, n, D) each
-    fused, state = drafter.fuse(decoding.target, before.f_draft[rows], tokens, state)  # (n, k, D)
+    state = before.state and tuple(x[:, continues] for x in before.state)  # (2, n, D) each
+    fused, state = drafter.fuse(decoding.target, features, tokens, state)  # (n, k, D)
     slots = before.slots + k
-    positions = slots.repeat(len(rows))[None]  # (1, n k)
-    mask = tree_mask(before.mask, rows, k)  # (n, P_own + n k)
+    positions = slots.repeat(len(continues))[None]  # (1, n k)
+    mask = tree_mask(before.mask, continues, k)  # (n, P_own + n k)
     by_slot = mask.repeat_interleave(k, dim=0)[None, None]  # (1, 1, n k, P_own + n k)
     fused = fused.flatten(0, 1)[None]  # (1, n k, D)
     f_draft = drafter.attend(decoding.target, fused, positions, by_slot, memory.cache)
@@ -472,7 +494,7 @@ class Node(NamedTuple):
     token: int
     parent: int  # number of its parent node; -1 is the root
     q: float  # the drafter's probability of the token
-    row: int  # branch of the pass that drafted it
+    branch: int  # of the pass that drafted it
 
 
 def levels_of(tree) -> list[list[tuple[int, int]]]:
@@ -494,7 +516,8 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
     """Draft a token tree, k levels a pass (3.4).
 
     All nodes at one depth of a branch come from one slot: its most likely tokens, by rank. k = 2,
-    first pass: slot 0 drafts a and b, slot 1 drafts c and d after either.
+    first pass: slot 0 drafts a and b; slot 1 drafts c and d. Its ranking is the same after a and
+    after b, because it has not seen which of them was chosen.
 
         root --- a --- c      pass 2 feeds a block for each branch that goes on,
              |     +-- d      here (a, c) and (b, c)
@@ -509,14 +532,14 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
     nodes = []
     branches = [-1]  # the nodes that the blocks of a pass continue
     for depth, level in enumerate(levels):
-        slot = depth % k
-        if slot == 0:
+        place = depth % k  # of the level's slot in its block
+        if place == 0:
             # 1. Run another pass over the branches that go on.
             if depth > 0:
                 branches = sorted({parent for parent, _ in level})
-                rows = [nodes[node].row for node in branches]
+                continues = [nodes[node].branch for node in branches]
                 tokens = [last_tokens(nodes, node, k) for node in branches]
-                latest = later_pass(drafter, decoding, memory, latest, rows, tokens)
+                latest = later_pass(drafter, decoding, memory, latest, continues, tokens)
             # 2. Rank the tokens of its n k slots.
             q_draft = memory.head(latest.f_draft).softmax(-1, dtype=torch.float32)  # (n, k, Vd)
             top = q_draft.topk(ranks)
@@ -524,8 +547,11 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
             ids = drafter.draft_ids[top.indices].tolist()
         # 3. Add the nodes of this level.
         for parent, rank in level:
-            row = branches.index(parent) if slot == 0 else nodes[parent].row
-            nodes.append(Node(ids[row][slot][rank], parent, q[row][slot][rank], row))
+            branch = branches.index(parent) if place == 0 else nodes[parent].branch
+            token = ids[branch][place][rank]
+            nodes.append(Node(token, parent, q[branch][place][rank], branch))
+    # Without `probs`, `verify` draws each token from the target itself and accepts the node that
+    # holds it. So how the nodes were chosen cannot bias the output.
     return common.Draft(
         tokens=decoding.ids.new_tensor([node.token for node in nodes]),
         parents=torch.tensor([node.parent for node in nodes]),
@@ -543,14 +569,14 @@ def last_tokens(nodes: list[Node], node: int, count: int) -> list[int]:
     return tokens[::-1]
 
 
+@torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft a round; `decoding` has verified it when the generator goes on."""
+    """Yield one draft per round; the caller verifies it before it asks for the next one."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         yield propose(drafter, decoding, memory, config)
 
 
-@torch.no_grad()
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):

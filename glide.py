@@ -1,34 +1,33 @@
-"""GLIDE: a drafter that glimpses at the target's KV cache (Du et al., ICML 2024, section 4.1).
+"""GLIDE: a drafter that catches a glimpse of the target's KV cache (Du et al., ICML 2024).
 
-Paper: arXiv:2402.02082. The drafter is a small transformer. Each of its layers has a
+Paper: arXiv:2402.02082, section 4.1. The drafter is a small transformer. Each of its layers has a
 cross-attention sub-layer between self-attention and feed-forward. The keys and values of the
-cross-attention are not computed: they are the rows that the target has cached while it verified
-the earlier tokens. The drafter thus reads for free what the target knows about the context.
+cross-attention are not computed: they are the rows that the target cached while verifying the
+earlier tokens. The drafter thus reads for free what the target knows about the context.
 
 The newest token x_t and the tokens drafted after it have no target rows yet. Training imitates
-this delay with a block-wise mask.
+this delay with a block-wise mask. x = readable, . = absent:
 
               tokens      x_1 ... x_(t-1)     x_t     x_(t+1) ... x_(t+i-1)
         target's rows      x  x  x             .          .  .  .
         drafter's rows     x  x  x             x          x  x  x   ->  q_draft of x_(t+i)
 
 Names that differ from the paper's: M_T and M_D are `target` and `drafter`, N_D is
-`Config.num_layers`, L is `Config.block_size`, p_D is `q_draft`.
+`Config.num_layers`, L is `Config.block_size`, W_j and W^O are `q_proj` and `o_proj`, H^m is `x`,
+p_D is `q_draft`, c is `cost`.
 
 Deviations from the paper:
     1. The drafter is as wide as the target, because it uses the target's frozen embedding and LM
        head. Its weights start as copies of the target's where the shapes agree.
     2. Only the most frequent tokens of the training answers are drafted (`draft_vocab`).
        Verification covers the whole vocabulary.
-    3. The loss compares with the target's distribution. `distill=False` with `draft_vocab=0` is
-       the paper's cross-entropy with the data.
-    4. The prose of 4.1 assigns a block by the predicted token, its formula by the query. The code
-       follows the formula. The first block is cut short at random, so that every position meets
-       every delay.
-    5. Every position reads the target's rows, not only x_t and the drafted tokens. This is what
-       the block-wise mask trains.
-    6. Figure 7 finds the top target layer best to read, which is the default here. The shipped
-       drafter reads layer 18 of 30 (checkpoints/README.md).
+    3. The loss, on answers only, is the cross-entropy with the target's distribution. With
+       `distill=False` it is the paper's cross-entropy with the data.
+    4. The prose of 4.1 assigns a block by the predicted token, its formula by the query, as here.
+       The first block is cut short at random, so that every position meets every delay.
+    5. The cross-attention is pre-normed with a residual, its queries are rotated as in the target
+       layer that it reads, and it gives zero if there is nothing to read (the paper is silent).
+    6. The shipped drafter reads layer 18 (of 0 to 29), not the top one (checkpoints/README.md).
 
 Licence: Apache-2.0.
 """
@@ -55,7 +54,7 @@ class Config:
     kv_layer: int = option(-1, "target layer that all drafter layers read; -1: the top ones")
     query_norm: bool = option(False, "norm the queries, as Qwen3 does (filled in by build)")
     block_size: int = option(5, "L, tokens in a block of the training mask")
-    draft_vocab: int = option(8192, "draft only so many frequent tokens; 0: all")
+    draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     distill: bool = option(True, "train on the target's distribution, not on the data")
     gamma: int = option(5, "draft tokens a round", decode=True)
 
@@ -70,9 +69,9 @@ VARIANTS = {f"gamma{n}": {"gamma": n} for n in (1, 2, 3, 4, 5)}
 
 
 def attend_or_zero(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention (B, H, T, Dh) in which a query that may attend to nothing gives zero.
+    """Attention (B, H, T, Dh) in which a query with no key to attend to yields zero.
 
-    Args: q: (B, H, T, Dh). k, v: (B, Hkv, P, Dh). mask: (B or 1, 1, T, P) bool; None: to all.
+    Args: q: (B, H, T, Dh). k, v: (B, Hkv, P, Dh). mask: (B or 1, 1, T, P) bool; None: all.
     """
     if k.shape[2] == 0:
         return torch.zeros_like(q)
@@ -102,14 +101,17 @@ class CrossAttention(nn.Module):
         Args:
             kv: keys and values (B, Hkv, P, Dh) as cached, so the keys are rotated already.
             tables: cos and sin of that target layer at the positions of x.
-            mask: (B or 1, 1, T, P) bool; None: to all.
+            mask: (B or 1, 1, T, P) bool; None: attend to all.
         """
+        # Q^(m,j) = H^m W_j, all heads j at once.
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, Dh)
         if self.q_norm is not None:
             q = self.q_norm(q)
         q = common.rotate(q.transpose(1, 2), tables)  # (B, H, T, Dh)
+        # hd_j = softmax(Q K^T / sqrt(d_k)) V
         k, v = (rows.to(q.dtype) for rows in kv)
         out = attend_or_zero(q, k, v, mask)
+        # Concat(hd_1, ..., hd_h) W^O
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -159,27 +161,29 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
     @property
     def kv_layers(self) -> list[int]:
-        """The target layer that each drafter layer reads: N_T - N_D + m (4.1), from 0 on."""
+        """The target layer that each drafter layer m reads: N_T - N_D + m (4.1), counted from 0."""
         config = self.config
         if not config.cross_attention:
             return []
         if config.kv_layer >= 0:
             return [config.kv_layer] * config.num_layers
-        top = config.target["num_layers"]
-        return list(range(top - config.num_layers, top))
+        depth = config.target["num_layers"]
+        return list(range(depth - config.num_layers, depth))
 
     def forward(self, target, ids, positions, kv: dict, masks=(None, None), cache=None) -> Tensor:
         """Final hidden states (B, T, D) of tokens `ids` (B, T) at `positions` (B or 1, T).
 
         Args:
             kv: {target layer: (K, V)}, each (B, Hkv, P, Dh).
-            masks: two of bool, True = may attend: for the self-attention (B or 1, 1, T, P_own + T),
-                None: causal; for the cross-attention (B or 1, 1, T, P), None: to all.
+            masks: two of bool, True = may attend. For the self-attention (B or 1, 1, T, P_own + T);
+                None: causal, if T is 1 or the cache is empty. For the cross-attention
+                (B or 1, 1, T, P); None: attend to all.
             cache: the drafter's own, of P_own rows; T more are added.
         """
         dtype = self.norm.weight.dtype
-        top = self.config.target["num_layers"] - 1
-        rotary = common.rotary(target, positions, top)
+        # LlamaAttention rotates all Dh numbers of a head; the target may rotate fewer.
+        last = self.config.target["num_layers"] - 1
+        rotary = common.rotary(target, positions, last)
         rotary = common.whole_rotary(rotary, self.config.target["head_dim"])
         rotary = tuple(table.to(dtype) for table in rotary)
         x = target.get_input_embeddings()(ids).to(dtype)  # (B, T, D)
@@ -209,12 +213,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
             f"to {depth - 1}"
         )
     layers = common.target_layers(target)
-    config.query_norm = bool(layers) and hasattr(layers[-1], "self_attn")
-    if config.query_norm:
-        q_norm = getattr(layers[-1].self_attn, "q_norm", None)
-        config.query_norm = getattr(q_norm, "weight", torch.empty(0)).shape == (
-            config.target["head_dim"],
-        )
+    config.query_norm = norms_queries(target)
     drafter = Drafter(config)
     check_cache(drafter, target)
     pairs = list(zip(drafter.layers, layers[-config.num_layers :]))
@@ -228,8 +227,17 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     return drafter
 
 
+def norms_queries(target) -> bool:
+    """True if the target norms each head's queries (Qwen3), not all heads at once (OLMo-2)."""
+    for layer in common.target_layers(target):
+        attention = getattr(layer, "self_attn", None)
+        weight = getattr(getattr(attention, "q_norm", None), "weight", None)
+        return weight is not None and len(weight) == common.target_shape(target)["head_dim"]
+    return False
+
+
 def check_cache(drafter: Drafter, target) -> None:
-    """Raise a Mistake if the layers to read cache something else than ordinary keys and values."""
+    """Raise a Mistake if the layers to read cache anything other than ordinary keys and values."""
     token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     _, kv = common.target_features(target, token, drafter.kv_layers)
     shape = drafter.config.target
@@ -250,7 +258,9 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
     While drafting, the target's rows end where the last verification ended. The sequence is
     therefore cut into blocks, and a query does not see the rows of its own block: its own row and
-    the 0 to L - 1 rows before it. L = 3, phase 1:
+    the 0 to L - 1 rows before it. The i-th draft token lacks i - 1 rows more than x_t, so L should
+    be at least gamma. A causal mask would show the target's rows of the newest tokens, which give
+    away much of the target's next choice and do not exist while drafting. L = 3, phase 1:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
@@ -323,7 +333,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """alpha of 5.1, summed over M positions, and M: sum_x min(p_target, q_draft).
 
-    The paper prints E_(x ~ p_D) min(p_T, p_D); Leviathan et al. show the sum over x used here.
+    The paper prints E_(x ~ p_D) min(p_T, p_D). The acceptance rate of rejection sampling is
+    E_(x ~ p_D) min(1, p_T / p_D) (Leviathan et al.), which equals this sum.
     """
     hidden, predicts = training_states(drafter, target, batch)
     q_draft = training_logits(drafter, target, hidden).softmax(-1)  # (M, Vd)
@@ -351,9 +362,10 @@ class Memory:
 def consume(drafter: Drafter, decoding, memory: Memory, fed: Tensor) -> Tensor:
     """Feed tokens (1, n) to the drafter; returns the final hidden state (1, D) of the last one.
 
-    A round begins with the tokens that the drafter has no row of. Each of them may read only the
-    target rows before it, as in training; the last one reads all P. P = 4, n = 2 (an accepted
-    draft token that was never fed, and the bonus token):
+    A round begins with the tokens that the drafter has no row for yet, in the first round the
+    whole prompt. Each of them may read only the target rows before it, like the first token of a
+    training block; the last one reads all P. P = 4, n = 2 (the last draft token, which was
+    accepted and never fed, and the bonus token):
 
                    target's rows   drafter's rows
                       0 1 2 3        0 1 2 3 4
@@ -364,14 +376,16 @@ def consume(drafter: Drafter, decoding, memory: Memory, fed: Tensor) -> Tensor:
     kv = {}
     for layer in drafter.kv_layers:
         rows = decoding.cache.layers[layer]
-        empty = fed.new_empty(1, 1, 0, 1)  # of a prompt of one token
+        empty = fed.new_empty(1, 1, 0, 1)  # a prompt of one token: nothing is cached yet
         kv[layer] = (rows.keys, rows.values) if rows.is_initialized else (empty, empty)
     masks = (None, None)
     if fed.shape[1] > 1:
         places = torch.arange(memory.cache.fed.shape[1], device=fed.device)
         cached = places[: decoding.cache.get_seq_length()]
         query = positions[0, :, None]  # (n, 1)
-        masks = (query >= places)[None, None], (query > cached)[None, None]
+        self_mask = query >= places  # (n, P_own + n)
+        cross_mask = query > cached  # (n, P)
+        masks = (self_mask[None, None], cross_mask[None, None])
     hidden = drafter(decoding.target, fed, positions, kv, masks, memory.cache)  # (1, n, D)
     return hidden[:, -1]
 
@@ -380,11 +394,14 @@ def propose(drafter: Drafter, decoding, memory: Memory):
     """Draft a chain after `decoding.ids`, one token at a time; take as many as you want.
 
     Yields:
-        (token (1,), q_draft (V,) the processed distribution it comes from, hidden (D,) the state
-        that q_draft was computed from). The chain ends where no token may be drafted.
+        (token (1,), q_draft (V,) the processed distribution it was chosen from, hidden (D,) the
+        state that q_draft was computed from). The chain ends when the logits processors allow no
+        token that can be drafted.
     """
     ids = decoding.ids
-    fed = memory.cache.rewind(ids)  # (1, n) tokens that the drafter has not seen yet
+    # Rows of refused tokens are cut. If the second draft token was refused, the row of the first
+    # one stays, and only the bonus token is fed. `verify` has cut the target's cache likewise.
+    fed = memory.cache.rewind(ids)  # (1, n)
     while True:
         hidden = consume(drafter, decoding, memory, fed)  # (1, D)
         picked = decoding.pick(memory.head(hidden), drafter.draft_ids, ids)
@@ -396,16 +413,17 @@ def propose(drafter: Drafter, decoding, memory: Memory):
         ids = torch.cat([ids, fed], dim=1)
 
 
+@torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft a round; `decoding` has verified it when the generator goes on."""
+    """Yield one draft per round; the caller verifies it before it asks for the next one."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         steps = propose(drafter, decoding, memory)
+        # islice stops before the generator goes on, so the last draft token is never fed.
         steps = itertools.islice(steps, min(config.gamma, decoding.room))
         yield common.chain(steps, decoding.ids)
 
 
-@torch.no_grad()
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):

@@ -51,7 +51,7 @@ class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     model: dict = option(dict, "what the draft model is (filled in by build)")
     layers: list[int] = option(lambda: [0, 1, -2, -1], "target layers that the draft model copies")
-    draft_vocab: int = option(8192, "draft only so many frequent tokens; 0: all")
+    draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     draft_model: str = option("", "causal LM to draft with, instead of copied layers")
     stage: str = option("draft", "what to train: draft, then head")
     head_depth: int = option(3, "residual blocks of the head, D")
@@ -488,8 +488,9 @@ def check_head(drafter, config: Config, draft_model) -> None:
         raise common.Mistake(f"the head was trained on {own}, not on {given}: {remedy}")
 
 
+@torch.no_grad()
 def drafts(decoding, drafter: Drafter | None, config: Config, draft_model=None):
-    """Yield one draft a round; `decoding` has verified it when the generator goes on.
+    """Yield one draft per round; the caller verifies it before it asks for the next one.
 
     Args: draft_model: a causal LM to draft with; by default, what `drafter` was trained with.
     """
@@ -509,7 +510,6 @@ def drafts(decoding, drafter: Drafter | None, config: Config, draft_model=None):
         yield draft
 
 
-@torch.no_grad()
 def generate(
     target,
     input_ids,

@@ -25,6 +25,7 @@ def base_of(method):
 
 
 EXPANDERS = [method for method in cli.METHODS if base_of(method)]
+WITH_DEMO = [*EXPANDERS, *(name for name in cli.METHODS if name in cli.trainable())]
 
 
 def save_target(folder):
@@ -72,7 +73,7 @@ def test_the_example_of_the_readme_runs(told):
     assert [here["example"] for here in told.values() if "example" in here] == [True]
 
 
-@pytest.mark.parametrize("method", cli.METHODS)
+@pytest.mark.parametrize("method", WITH_DEMO)
 def test_a_lone_file_as_a_script_ends_with_one_line(told, method):
     """support/default_target.py, which fetches the default target, is not there."""
     code, errors = told[f"alone/{method}"]["script"]

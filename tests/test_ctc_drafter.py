@@ -439,7 +439,7 @@ def test_a_draft_tells_its_probabilities_and_what_the_slots_said(llama, trained)
         draft = next(rounds)
     q_slots = draft.notes["q_slots"]
     assert q_slots.shape == (8, 49) and draft.notes["draft_ids"] is trained[0].draft_ids
-    first = ctc_drafter.first_token(q_slots.log()[None])[0].exp()  # of all alignments
+    first = ctc_drafter.first_token_log_q(q_slots.log()[None])[0].exp()  # of all alignments
     for token, parent, q in zip(draft.tokens.tolist(), draft.parents.tolist(), draft.q.tolist()):
         if parent == -1:
             assert q == pytest.approx(float(first[token]), rel=0.02)

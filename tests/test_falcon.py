@@ -449,7 +449,7 @@ def test_a_tree_is_brought_in_levels_of_parents_and_ranks():
         ({"tree": [[]]}, r"tree path \[\]: give a list of ranks"),
         ({"tree": [[-1]]}, r"tree path \[-1\]"),
         ({"tree": [0, 1]}, "tree path 0: give a list"),
-        ({"tree": 4}, "tree path 4: give a list"),
+        ({"tree": 4}, "tree 4: give a list"),
         ({"tree": [[9]], "draft_vocab": 9}, "from 0 on, below 9"),
         ({"tree": [[48]]}, "from 0 on, below 48"),
         ({"fusion": "lsmt"}, "fusion 'lsmt': take lstm or linear"),

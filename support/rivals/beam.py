@@ -82,15 +82,15 @@ def tree(beams, input_ids) -> common.Draft:
     )
 
 
+@torch.no_grad()
 def drafts(decoding, base, base_drafter, config: Config):
-    """Yield one draft a round; `decoding` has verified it when the generator goes on."""
+    """Yield one draft per round; the caller verifies it before it asks for the next one."""
     memory = base.Memory(base_drafter, decoding.target)
     while not decoding.done:
         depth = min(config.gamma, decoding.room)
         yield propose(base, base_drafter, decoding, memory, depth, config.width)
 
 
-@torch.no_grad()
 def generate(
     target,
     input_ids,

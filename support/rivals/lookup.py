@@ -25,15 +25,15 @@ class Config:
 VARIANTS = {}
 
 
+@torch.no_grad()
 def drafts(decoding, config: Config):
-    """Yield one draft a round; `decoding` has verified it when the generator goes on."""
+    """Yield one draft per round; the caller verifies it before it asks for the next one."""
     lookup = common.Lookup(config.most)
     while not decoding.done:
         nothing = common.chain([], decoding.ids)
         yield lookup.merge(nothing, decoding.ids, decoding.room)
 
 
-@torch.no_grad()
 def generate(target, input_ids, config=None, copies=0, stats=None, token_streamer=None, **given):
     """Lossless decoding: target.generate(**inputs, custom_generate=lookup.generate)."""
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)

@@ -1,4 +1,4 @@
-"""Medusa: a head for each of the next tokens (Cai et al., 2024), CTC-drafter's rival in Table 2.
+"""Medusa: one head per future token (Cai et al., 2024), CTC-drafter's rival in Table 2.
 
 Paper: arXiv:2401.10774. Head j is one residual linear layer. All heads read the same row and do not
 know what the others choose. The draft is a tree of the most probable combinations of their tokens:
@@ -32,7 +32,7 @@ class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     window: int = option(3, "tokens ahead, a head for each, U")
     anchors: int = option(64, "places of a sequence to train at")
-    draft_vocab: int = option(8192, "draft only so many frequent tokens; 0: all")
+    draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     symbols: int = option(10, "likeliest tokens of a head to consider", decode=True)
     candidates: int = option(16, "combinations kept after a head", decode=True)
     nodes: int = option(10, "most nodes of the tree", decode=True)
@@ -112,7 +112,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft) of the first draft token, summed over anchors; their number."""
     anchors, _, used = ctc_drafter.windows(drafter, target, batch)
     q_draft = training_logits(drafter, target, batch, anchors, used)[:, 0].softmax(-1)  # (W, Vd)
-    hidden = ctc_drafter.newest_hidden(batch, anchors, used)
+    hidden = ctc_drafter.teacher_hidden(batch, anchors, used)
     return common.overlap(target, hidden, q_draft, drafter.draft_ids), len(q_draft)
 
 
@@ -129,8 +129,9 @@ def propose(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     return memory.head(states).float().softmax(-1)
 
 
+@torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft a round; `decoding` has verified it when the generator goes on."""
+    """Yield one draft per round; the caller verifies it before it asks for the next one."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         if decoding.hidden.shape[1] == 0:  # a prompt of one token has no row yet
@@ -142,7 +143,6 @@ def drafts(decoding, drafter: Drafter, config: Config):
         yield ctc_drafter.token_tree(prefixes, drafter.draft_ids, config.nodes, decoding.room)
 
 
-@torch.no_grad()
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):

@@ -73,7 +73,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "copy"
-        coursework.copy_of(copy, "checkpoints", "conversations", "results")
+        coursework.copy_of(copy, "conversations", "results")
         for files in dict.fromkeys(mutant[1] for mutant in mutants):
             red = first_red(copy, files)
             if red:
