@@ -1,30 +1,30 @@
 """SpecDec++: a trained head decides when to stop drafting (Huang et al., 2024).
 
-Paper: arXiv:2405.19715. With short drafts the target runs often. With long drafts many tokens are
-discarded behind a refused one. SpecDec++ adds an acceptance head to the draft model. The head reads
-the last hidden state of a draft token and predicts whether the target will accept this token. The
-round ends when the predicted probability that any token is refused exceeds h.
+Paper: arXiv:2405.19715v1. With short drafts the target runs often. With long drafts many tokens are
+discarded after the first refusal. SpecDec++ adds an acceptance head to the draft model. The head
+reads the last hidden state of a draft token and predicts whether the target will accept it. The
+round ends when the predicted probability that at least one token is refused exceeds h.
 
-Why a threshold (3.1): let R be the probability that a token drafted so far is refused. Drafting one
-more costs c1 = t_draft, which is wasted if a token is refused: R c1. Stopping costs c2 = t_target -
-t_draft and at most Delta in later rounds, which could have been saved if no token is refused:
-(1 - R) (c2 + Delta). Stopping is better once R >= (c2 + Delta) / (c1 + c2 + Delta).
+Why a threshold (3.1): let R be the probability that one of the tokens drafted so far is refused. If
+one is, drafting on wastes at least c1 = t_draft. If none is, stopping costs at most c2 + Delta,
+with c2 = t_target - t_draft. So stopping is better once R >= (c2 + Delta) / (c1 + c2 + Delta).
 
-This holds for true probabilities. The head underestimates acceptance on purpose: w_rej > 1 makes
-mistakes on refused tokens more costly, so it predicts P / (P + w_rej (1 - P)) where the truth is P.
-With w_rej = 6 and h = 0.7 a round stops after one judged token if P < 0.72.
+This holds for true probabilities, and h is tuned (4.1). With w_rej > 1, used against class
+imbalance and over-confidence, the head at its optimum predicts P / (P + w_rej (1 - P)) where the
+truth is P. With w_rej = 6 and h = 0.7 a round stops after one judged token if P < 0.72.
 
-Names that differ from the paper's: q is `DraftModel`, p^ is `all_accepted`, h is `threshold`, K is
-`gamma`, D is `head_depth`, r is `keep`, P_i is `accept_prob`, e_i is `hidden`.
+Where the paper's parts are: Algorithm 2 is `propose` (e_(i-1), q_i, y_i), `until_stop` (p^ and the
+break) and common.verify; Algorithm 1 is stop="fixed". Names that differ: q is `DraftModel`, p^ is
+`all_accepted`, K is `gamma`, r is `keep`, P_i is `accept_prob`. M response tokens, J of them judged.
 
 Deviations from the paper:
     1. The draft model consists of layers copied from the target and distilled (`stage="draft"`);
        the paper's is another causal LM (`draft_model`). The head follows (`stage="head"`).
     2. The copied layers draft only the most frequent tokens of the training data (`draft_vocab`).
-    3. Labels are greedy by default, as decoding is: P_i is 1 where both argmaxes agree, else 0. The
-       paper's labels are those of `temperature=1`.
-    4. Y and Z are drawn anew in each training step.
-    5. The loss is divided by the sum of its weights; the paper does not say by what.
+    3. Labels are greedy by default: P_i is 1 where both argmaxes agree, else 0. The paper's are
+       those of `temperature=1`, which a head for sampling should be trained with.
+    4. Y and Z are drawn anew in each training step. r = 0.15 is the published code's.
+    5. The D blocks of the head are independent; the published code repeats one of them.
     6. Drafting ends after an end-of-sequence token, because nothing after it can be committed.
 
 Licence: Apache-2.0.
@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel
 
 import common
 from common import option
@@ -49,7 +49,7 @@ from common import option
 @dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
-    model: dict = option(dict, "what the draft model is (filled in by build)")
+    model: dict = option(dict, "the draft model: config, or name and shape (filled in by build)")
     layers: list[int] = option(lambda: [0, 1, -2, -1], "target layers that the draft model copies")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     draft_model: str = option("", "causal LM to draft with, instead of copied layers")
@@ -58,12 +58,10 @@ class Config:
     w_rej: float = option(6.0, "weight of refusals in the head's loss; that of acceptances is 1")
     keep: float = option(0.15, "r, share of X in the mixed sequence Z, below 1")
     temperature: float = option(0.0, "of the head's labels; 0: greedy")
-    stop: str = option(
-        "head", "what ends a round: head, or fixed (after gamma tokens)", decode=True
-    )
-    threshold: float = option(0.7, "stop head: h, most probability of a refusal", decode=True)
-    max_draft: int = option(20, "stop head: most draft tokens a round", decode=True)
-    gamma: int = option(5, "stop fixed: draft tokens a round, K", decode=True)
+    stop: str = option("head", "what ends a round: head, or fixed (gamma tokens)", decode=True)
+    threshold: float = option(0.7, "h: end when P(a refusal) exceeds it", decode=True)
+    max_draft: int = option(20, "stop head: at most this many tokens per round", decode=True)
+    gamma: int = option(5, "stop fixed: tokens per round, K", decode=True)
 
     def __post_init__(self):
         common.one_of(self, stage=("draft", "head"), stop=("head", "fixed"))
@@ -112,7 +110,10 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.body = None
         if not config.draft_model:
             if not config.model:
-                raise common.Mistake("no draft model in the config: this is no specdecpp drafter")
+                raise common.Mistake(
+                    "the config names no draft model: is this a specdecpp drafter?"
+                )
+            # The embedding is replaced below, so it has one row, and special ids would exceed it.
             no_tokens = dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"])
             shape = AutoConfig.for_model(**config.model | no_tokens | {"vocab_size": 1})
             self.body = AutoModel.from_config(shape, dtype=torch.float32)
@@ -121,22 +122,6 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.head = AcceptanceHead(config.model["hidden_size"], config.head_depth)
         self.head.requires_grad_(config.stage == "head")
         self.register_buffer("draft_ids", common.draft_vocab(config.target, config.draft_vocab))
-
-    def causal_lm(self, target):
-        """The draft model as an ordinary causal LM of the same weights, for `assistant_model=`."""
-        if self.body is None:
-            raise common.Mistake(f"this drafter is a head only: load {self.config.draft_model}")
-        config = AutoConfig.for_model(**self.config.model)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
-        # The layers are shared. Only the module around them is copied, to take an embedding.
-        shared = {id(part): part for part in self.body.children()}
-        body = copy.deepcopy(self.body, shared)
-        body.set_input_embeddings(target.get_input_embeddings())
-        setattr(model, model.base_model_prefix, body)
-        model.set_output_embeddings(target.get_output_embeddings())
-        model.generation_config = copy.deepcopy(target.generation_config)
-        return model.eval()
 
 
 class DraftModel:
@@ -184,12 +169,12 @@ class DraftModel:
 
 @functools.lru_cache(maxsize=1)
 def load_draft_model(name: str, dtype, device):
-    """The causal LM of Config.draft_model; a checkpoint names it and does not hold it."""
+    """The causal LM of Config.draft_model; the checkpoint stores only its name."""
     return common.load_target(name, dtype=dtype, device=str(device))[0]
 
 
 def identity(draft_model) -> dict:
-    """What tells one causal LM from another: its name, without the folder, and its shape."""
+    """What identifies a causal LM: its name, without the folder, and its shape."""
     name = Path(draft_model.config.name_or_path).name
     return {"name": name, **common.target_shape(draft_model)}
 
@@ -198,7 +183,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """A drafter to start training from, its layers copied from the target.
 
     Args: token_counts: (V,) how often each token occurs in the training responses.
-    Raises: Mistake: no such layers, or of a kind that cannot be copied; another vocabulary.
+    Raises: Mistake: a layer does not exist or cannot be copied, or the vocabularies differ.
     """
     config.target = common.target_shape(target)
     if config.draft_model:
@@ -223,10 +208,10 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
     # 2. Layer i of the draft model starts as layer layers[i] of the target.
     drafter = Drafter(config)
-    common.start_from(drafter, target, token_counts)
+    common.start_from(drafter, target, token_counts)  # fills drafter.draft_ids
     theirs = target.get_decoder().state_dict()
     ours = {}
-    for name in drafter.body.get_decoder().state_dict():
+    for name in drafter.body.get_decoder().state_dict():  # OPT wraps its decoder
         parts = name.split(".")
         if parts[0] in ("layers", "h"):  # "h" in GPT-2
             parts[1] = str(config.layers[int(parts[1])])
@@ -293,8 +278,8 @@ def mix(batch, drafted: Tensor, to_mix: Tensor, keep: float) -> tuple[Tensor, Te
     """The sequence Z (3.3): X_t with probability `keep`, else Y_t. Only the Y_t are judged.
 
         X        x1 x2 x3 x4
-        Y        y1 y2 y3 y4
-        Z        y1 x2 y3 y4
+        Y        y1 y2 y3 y4      y3 was drawn after x1 x2
+        Z        y1 x2 y3 y4      the head reads it after y1 x2
         judged   1  .  1  1
 
     Args: drafted: (M,) the Y_t of all response tokens. to_mix: (B, T) uniform numbers.
@@ -307,7 +292,10 @@ def mix(batch, drafted: Tensor, to_mix: Tensor, keep: float) -> tuple[Tensor, Te
 
 @torch.no_grad()
 def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """What the head reads about J draft tokens, and what it should predict (3.3).
+    """Inputs and labels of the head for the J judged tokens (3.3).
+
+    Y is drawn after X, not after Z: the labels then assume that all earlier tokens were accepted,
+    and one pass of each model over X gives all of them. Mixing lets one pass judge most positions.
 
     Returns: e (J, D), the draft model's hidden states at the Y_t in Z, and accept_prob (J,).
     """
@@ -323,10 +311,11 @@ def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
-    """The summed loss and what it is to be divided by.
+    """The summed loss and its normaliser.
 
     Stage draft: cross-entropy with the target's distribution over the draft vocabulary, and M.
-    Stage head: weighted binary cross-entropy (3.3), and the sum of its weights.
+    Stage head: weighted binary cross-entropy (3.3), -(P log s + w_rej (1 - P) log(1 - s)) where s
+    is the head's sigmoid, and the sum of the weights.
     """
     if drafter.config.stage == "draft":
         model = DraftModel(drafter, target)
@@ -353,7 +342,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def metrics(drafter: Drafter, target, batches: list) -> dict[str, float]:
-    """How well the head predicts the labels of held-out batches; {} in stage draft."""
+    """How well the head predicts the labels of held-out batches; empty in stage draft."""
     if drafter.config.stage == "draft" or not batches:
         return {}
     from support import stopping  # decoding does not need it
@@ -386,10 +375,10 @@ def throughput(verification: float, discard: float, t_draft: float, t_target: fl
 
 
 def oracle(agrees: list[bool]) -> int:
-    """N_target of the best greedy stopping in hindsight (Lemma 2.1), which discards nothing.
+    """N_target in greedy decoding if every round stops at the best time (Lemma 2.1).
 
-    Each round stops before the next disagreement: |S| + 1 rounds, or |S| if the last token is in S,
-    because the round that commits it is the last one.
+    Each round stops before the next disagreement and discards nothing: |S| + 1 rounds, or |S| if
+    the last token is in S, because the round that commits it is the last one.
 
     Args: agrees: agrees[i] is True if the draft model's argmax equals token i of the answer.
     """
@@ -399,9 +388,9 @@ def oracle(agrees: list[bool]) -> int:
 def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
     """Stopping is better once the true probability of a refusal reaches this (Theorem 3.1).
 
-    It equals h only if the head estimates true probabilities (w_rej = 1).
+    The condition is sufficient, not necessary, and h is on the scale of a head with w_rej > 1.
 
-    Args: c1: t_draft. c2: t_target - t_draft. delta: what later rounds may cost more, at most.
+    Args: c1: t_draft. c2: t_target - t_draft. delta: the problem-specific constant Delta.
     """
     return (c2 + delta) / (c1 + c2 + delta)
 
@@ -420,13 +409,16 @@ class Memory:
 def propose(drafter, decoding, memory: Memory):
     """Draft a chain after `decoding.ids`, one token at a time; take as many as you want.
 
-    Args: drafter: a Drafter or a causal LM, of which `memory` was made.
+    Args: drafter: what `memory` was made of; `memory.model` drafts.
     Yields:
-        (token y_i (1,), q_draft (V,) the processed distribution it comes from, hidden e_(i-1) (D,)
-        the state that q_draft was computed from). The chain ends where no token may be drafted.
+        (token y_i (1,), q_draft (V,) the processed distribution it was chosen from, hidden e_(i-1)
+        (D,) the state that q_draft was computed from). The chain ends after an end-of-sequence
+        token, and when the logits processors allow no token that can be drafted.
     """
     ids = decoding.ids
-    fed = memory.cache.rewind(ids)  # (1, n) tokens that the draft model has not seen yet
+    # Rows of refused tokens are cut. If y2 of y1 y2 y3 was refused, the row of y1 stays, and only
+    # the bonus token is fed.
+    fed = memory.cache.rewind(ids)  # (1, n)
     while True:
         memory.cache.feed(fed)
         hidden = memory.model.states(fed, memory.cache)[:, -1]  # (1, D)
@@ -435,41 +427,36 @@ def propose(drafter, decoding, memory: Memory):
             return
         token, q_draft = picked
         yield token, q_draft, hidden[0]
+        if int(token) in decoding.ends:
+            return
         fed = token[None]  # (1, 1)
         ids = torch.cat([ids, fed], dim=1)
 
 
-def until_stop(steps, head, threshold: float, notes: dict):
+def until_stop(steps, head, threshold: float, chances: list):
     """The steps of one round until the head ends it (Algorithm 2).
 
-    The newest token is not judged: its e_i would cost another pass of the draft model. The head
-    predicts 0.9, 0.8, 0.5 for y1, y2, y3; h = 0.6:
+    The pass that gives q_i also gives e_(i-1), so y_i is drawn before y_(i-1) is judged. The newest
+    token is submitted unjudged, as in 3.1, where one more token is drawn after the decision to
+    stop. Sampling stays lossless: every drawn token is submitted with the distribution it came
+    from, and the head only decides whether the next one is drawn. The head predicts 0.9, 0.8, 0.5
+    for y1, y2, y3; h = 0.6:
 
-        drafted                   y1   y2   y3   y4
-        p^, all before accepted   1    .9   .72  .36
-        stop, 1 - p^ > h?         0    .1   .28  .64 yes: y1 to y4 are submitted
+        drafted                      y1   y2   y3   y4
+        p^ before y_i is judged      1    .9   .72  .36
+        stop, 1 - p^ > h?            0    .1   .28  .64 yes: y1 to y4 are submitted
 
     Args:
         steps: of `propose`. head: a function of e (D,), an AcceptanceHead.
-        notes: gets the p^ of y2, y3, ... as `chances`, and why the round ended as `stopped`.
+        chances: a list that gets the p^ of y2, y3, ...
     """
     all_accepted = 1.0  # p^
     for i, (token, q_draft, hidden) in enumerate(steps, start=1):
         if i > 1:
             all_accepted *= float(head(hidden).sigmoid())  # hidden is e_(i-1)
-            notes["chances"].append(all_accepted)
+            chances.append(all_accepted)
         yield token, q_draft, hidden
         if 1 - all_accepted > threshold:
-            notes["stopped"] = "head"
-            return
-
-
-def until_end(steps, ends: set[int], notes: dict):
-    """The steps up to and including an end-of-sequence token."""
-    for step in steps:
-        yield step
-        if int(step[0]) in ends:
-            notes["stopped"] = "end of sequence"
             return
 
 
@@ -495,19 +482,16 @@ def drafts(decoding, drafter: Drafter | None, config: Config, draft_model=None):
     Args: draft_model: a causal LM to draft with; by default, what `drafter` was trained with.
     """
     check_head(drafter, config, draft_model)
-    model = drafter if draft_model is None else draft_model
-    memory = Memory(model, decoding.target)
+    source = drafter if draft_model is None else draft_model
+    memory = Memory(source, decoding.target)
     limit = config.gamma if config.stop == "fixed" else config.max_draft
     while not decoding.done:
-        notes = {"chances": [], "stopped": "limit"}
-        steps = propose(model, decoding, memory)
+        chances = []
+        steps = propose(source, decoding, memory)
         steps = itertools.islice(steps, min(limit, decoding.room))
-        steps = until_end(steps, decoding.ends, notes)
         if config.stop == "head":
-            steps = until_stop(steps, drafter.head, config.threshold, notes)
-        draft = common.chain(steps, decoding.ids)
-        draft.notes = notes
-        yield draft
+            steps = until_stop(steps, drafter.head, config.threshold, chances)
+        yield common.chain(steps, decoding.ids, chances=chances)
 
 
 def generate(

@@ -8,6 +8,7 @@ all                   everything with a drafter for this target, and transformer
 """
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import common
 from common import Mistake
@@ -64,6 +66,26 @@ def decode(target, input_ids, arm: Arm, stats, **given):
     for draft in arm.module.drafts(decoding, **arm.kwargs):
         decoding.verify(draft)
     return decoding.ids
+
+
+def causal_lm(drafter, target):
+    """SpecDec++'s copied layers as an ordinary causal LM, for `assistant_model=`.
+
+    Unlike the drafter it drafts from the whole vocabulary.
+    """
+    if drafter.body is None:
+        raise Mistake(f"the drafter holds only a head: load {drafter.config.draft_model}")
+    config = AutoConfig.for_model(**drafter.config.model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
+    # The layers are shared. Only the module around them is copied, to take an embedding.
+    shared = {id(part): part for part in drafter.body.children()}
+    body = copy.deepcopy(drafter.body, shared)
+    body.set_input_embeddings(target.get_input_embeddings())
+    setattr(model, model.base_model_prefix, body)
+    model.set_output_embeddings(target.get_output_embeddings())
+    model.generation_config = copy.deepcopy(target.generation_config)
+    return model.eval()
 
 
 def method_of(text: str) -> str:
@@ -201,7 +223,7 @@ class Loader:
         try:
             assistant = self.draft_model
             if assistant is None:
-                assistant = self.drafter("specdecpp").causal_lm(self.target)
+                assistant = causal_lm(self.drafter("specdecpp"), self.target)
             self.draft_model_used = True
             arms.append(Arm("assisted", peer={"assistant_model": assistant}))
         except Mistake as problem:

@@ -175,12 +175,6 @@ function meter(kind, value, line) {
   return made;
 }
 
-const STOPPED = {
-  head: "the chance fell below the line",
-  limit: "it has as many tokens as this round may have",
-  "end of sequence": "its last token ends the answer",
-};
-
 /** Columns that only some methods have: a heading, what to say of it, and a cell for a node. */
 const COLUMNS = {
   chances: {
@@ -188,10 +182,7 @@ const COLUMNS = {
     says: (round) =>
       "The chance is SpecDec++'s prediction that all draft tokens up to this one are accepted. " +
       "The line is the threshold 1 − h below which drafting stops. The newest token of a draft " +
-      "is submitted without a prediction. " +
-      (round.notes.stopped
-        ? `Drafting ended here because ${STOPPED[round.notes.stopped] ?? round.notes.stopped}.`
-        : ""),
+      "is submitted without a prediction.",
     cell: (round, node) => {
       const threshold = method().settings.threshold;
       const line = threshold === undefined ? undefined : 1 - threshold;

@@ -77,7 +77,6 @@ def record(chains, source, heads: dict, target, turn: dict) -> list[Round]:
     while not decoding.done:
         steps = chains.propose(source, decoding, memory)
         steps = itertools.islice(steps, min(LONGEST, decoding.room))
-        steps = specdecpp.until_end(steps, decoding.ends, {})
         rounds.append(round_of(list(steps), heads))
         decoding.verify(common.chain([], decoding.ids))  # commits one token
     answer = decoding.ids[0, -len(rounds) :].tolist()
