@@ -26,7 +26,6 @@ the baseline's answers. The milliseconds are those of a round: drafting, verifyi
 import argparse
 import importlib.util
 import json
-import os
 import random
 import statistics
 import sys
@@ -48,7 +47,6 @@ from support.prompts import check_lengths, encode
 ALPHA_ANSWERS = 32  # alpha is measured on so many of the baseline's answers
 WARM_UP_TOKENS = 12
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens fed, on the cost curve
-CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 
 # ------------------------------------------------------------------------------ answering
 
@@ -58,7 +56,6 @@ class Turn:
     """What was asked, and every arm's answer."""
 
     prompt: int  # number of the prompt, or of the batch
-    category: str
     asked: list[Tensor]  # token ids (1, T) of each sequence
     answers: dict[str, Answer]  # by name of the arm
     diverged: dict[str, list[dict]]  # where answers leave the greedy ones
@@ -150,7 +147,7 @@ def run(
                             diverged[name] += divergence(target, *pair)
                 for row, tokens in zip(rows, reference):
                     said[row].append(tokenizer.decode(tokens, skip_special_tokens=True))
-                turns.append(Turn(number, group[0]["category"], ids, answers, diverged))
+                turns.append(Turn(number, ids, answers, diverged))
     except KeyboardInterrupt:
         print(f"bench.py: interrupted; the figures are of {len(turns)} turns", file=sys.stderr)
     finally:
@@ -179,29 +176,28 @@ def divergence(target, question_id, ids: Tensor, reference: list[int], tokens: l
 
 
 @torch.no_grad()
-def acceptance_rate(arm: Arm, target, turns: list[Turn], reference: str) -> dict | None:
+def acceptance_rate(arm: Arm, target, turns: list[Turn], reference: str) -> float | None:
     """alpha by the method's own definition, over the tokens of the baseline's answers.
 
-    Returns:
-        {"alpha_sum", "alpha_count"}, lists by prompt; alpha is the quotient of their totals. None
-        where the method has no alpha, or another model than its drafter drafts.
+    None where the method has no alpha, or another model than its drafter drafts.
     """
     drafter = arm.kwargs.get("drafter")
     if drafter is None or arm.kwargs.get("draft_model") is not None:
         return None
-    sums = [0.0] * (turns[-1].prompt + 1)
-    counts = [0] * len(sums)
-    for number, turn in enumerate(turns[:ALPHA_ANSWERS]):
-        [prompt] = turn.asked
-        answer = turn.answers[reference].rows
-        ids = torch.cat([prompt, prompt.new_tensor(answer)], dim=1)  # (1, T)
+    pairs = []
+    for turn in turns:
+        pairs += zip(turn.asked, turn.answers[reference].rows)
+    total = 0.0
+    count = 0
+    for number, (prompt, answer) in enumerate(pairs[:ALPHA_ANSWERS]):
+        ids = torch.cat([prompt, prompt.new_tensor([answer])], dim=1)  # (1, T)
         answered = (torch.arange(ids.shape[1], device=ids.device) >= prompt.shape[1])[None]
         hidden, kv = common.target_features(target, ids, drafter.kv_layers)
         batch = common.Batch(ids, answered, hidden, kv, ids.new_tensor([number]), progress=0.0)
-        accepted, count = arm.module.acceptance(drafter, target, batch)
-        sums[turn.prompt] += float(accepted)
-        counts[turn.prompt] += int(count)
-    return {"alpha_sum": sums, "alpha_count": counts} if sum(counts) else None
+        accepted, positions = arm.module.acceptance(drafter, target, batch)
+        total += float(accepted)
+        count += int(positions)
+    return total / count if count else None
 
 
 def summary(arms: list[Arm], loops: list[Arm], target, turns: list[Turn], greedy: bool) -> dict:
@@ -211,21 +207,14 @@ def summary(arms: list[Arm], loops: list[Arm], target, turns: list[Turn], greedy
         sums = report.total([turn.answers[loop.name] for turn in turns])
         speeds[loop.name] = sums["tokens"] / sums["seconds"]
     baseline = max(speeds, key=speeds.get)
-    one_by_one = all(len(turn.asked) == 1 for turn in turns)
     result = {}
-    alphas = {}
+    alphas = {}  # by drafter: many variants share one
     for arm in [loop for loop in loops if loop.name == baseline] + arms:
         numbers = report.figures(arm, baseline, turns, greedy)
         key = id(arm.kwargs.get("drafter"))
-        if key not in alphas and one_by_one:
+        if key not in alphas:
             alphas[key] = acceptance_rate(arm, target, turns, baseline)
-        if of_alpha := alphas.get(key):
-            numbers["alpha"] = sum(of_alpha["alpha_sum"]) / sum(of_alpha["alpha_count"])
-            numbers["by_prompt"] |= of_alpha
-        first = next(other for other in [*loops, *arms] if other.module is arm.module)
-        if first is not arm and arm.module is not None:
-            theirs = report.by_prompt(first.name, turns)
-            numbers["against"] = {first.name: report.paired(numbers["by_prompt"], theirs)}
+        numbers["alpha"] = alphas[key]
         result[arm.name] = numbers
     first = result.pop(baseline) | {"loop": baseline, "loops": speeds}
     return report.rounded({"baseline": first, **result})
@@ -236,88 +225,38 @@ def cost_curve(target, context: int, repeats: int = 5) -> dict:
     """Milliseconds of a target forward over a chain, as verification runs it.
 
     Returns:
-        {"context", "by_tokens": {n: ms at that context}, "by_context": {P: {n: ms}}}, medians
-        without the first, which warms up.
+        {"context", "by_tokens": {n: ms}}, medians without the first, which warms up.
     """
     config = target.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    if context + COUNTS[-1] > limit:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit and context + COUNTS[-1] > limit:
         raise Mistake(
             f"--context {context} + {COUNTS[-1]} tokens exceed the target's context of {limit}; "
             "lower --context"
         )
-    cuda = target.device.type == "cuda"
-    cache = common.GrowingCache(config.num_hidden_layers)
+    # 1. Cache random tokens. The rest of them are root and draft.
     generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (1, context + COUNTS[-1]), generator=generator)
+    ids = ids.to(target.device)
+    cache = common.GrowingCache(config.num_hidden_layers)
+    target.get_decoder()(ids[:, :context], past_key_values=cache, use_cache=True)
 
-    def draw(count: int) -> Tensor:
-        ids = torch.randint(config.vocab_size, (1, count), generator=generator)
-        return ids.to(target.device)
-
-    def milliseconds(rows: int, count: int) -> float:
-        missing = rows - cache.get_seq_length()
-        if missing > 0:
-            target.get_decoder()(draw(missing), past_key_values=cache, use_cache=True)
-        cache.cut(rows)
+    # 2. Feed more and more tokens.
+    by_tokens = {}
+    for count in tqdm(COUNTS, desc="cost curve", disable=None):
+        root, draft_ids = ids[:, context : context + count].split([1, count - 1], dim=1)
+        draft = common.Draft(draft_ids[0], torch.arange(count - 1) - 1)
         times = []
         for _ in range(repeats + 1):
-            ids = draw(count)
-            draft = common.Draft(ids[0, 1:], torch.arange(count - 1) - 1)
             start = time.perf_counter()
-            fed, mask, positions = common.tree_inputs(ids[:, :1], draft, rows, target.dtype)
+            fed, mask, positions = common.tree_inputs(root, draft, context, target.dtype)
             common.forward(target, fed, cache, mask, positions)
-            if cuda:
+            if target.device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(1000 * (time.perf_counter() - start))
-            cache.cut(rows)
-        return round(statistics.median(times[1:]), 3)
-
-    result = {"context": context, "by_tokens": {}, "by_context": {}}
-    plan = [(context, count, "by_tokens") for count in COUNTS]
-    plan += [(rows, count, "by_context") for rows in CONTEXTS for count in (1, 8)]
-    plan = sorted(row for row in plan if row[0] + COUNTS[-1] <= limit)
-    for rows, count, kind in tqdm(plan, desc="cost curve", disable=None):
-        place = result[kind]
-        if kind == "by_context":
-            place = place.setdefault(str(rows), {})
-        place[str(count)] = milliseconds(rows, count)
-    return result
-
-
-def heads_of(arm: Arm, target, folders: list[str]) -> dict:
-    """{name: drafter} of the acceptance heads on an arm's draft model: its own, and `folders`'.
-
-    Raises: Mistake: the arm drafts no chains, or a head belongs to another draft model.
-    """
-    heads = {}
-    own = arm.kwargs.get("drafter")
-    if own is not None and getattr(own.config, "stage", "") == "head":
-        heads["head"] = own
-    for folder in folders:
-        name = Path(folder).name
-        head = common.load_drafter(cli.import_method("specdecpp").Drafter, folder, target)
-        heads[folder if name in heads else name] = head
-    stopping.chain_of(arm.module, arm.kwargs, heads)
-    return heads
-
-
-def sweep(arms: list[Arm], heads: dict, target, turns: list[Turn], max_new_tokens: int) -> dict:
-    """Figure 4 of SpecDec++: every stop rule, replayed on the first arm's chains."""
-    first = arms[0]
-    answers = []  # (N_draft, N_target, seconds, seconds of drafting)
-    for arm in arms:
-        alike = arm.module is first.module and not arm.copies
-        if not alike or arm.kwargs.get("drafter") is not first.kwargs.get("drafter"):
-            continue
-        for turn in turns:
-            [stats] = turn.answers[arm.name].stats
-            n_draft = sum(stats.offered[1:])  # the first draft is timed with the prefill
-            draft = stats.seconds.get("draft", 0.0)
-            answers.append((n_draft, stats.target_forwards, draft + stats.seconds["verify"], draft))
-    asked = []
-    for turn in turns:
-        asked.append({"input_ids": turn.asked[0], "max_new_tokens": max_new_tokens})
-    return stopping.sweep(first.module, first.kwargs, heads, target, asked, answers)
+            cache.cut(context)
+        by_tokens[str(count)] = round(statistics.median(times[1:]), 3)
+    return {"context": context, "by_tokens": by_tokens}
 
 
 # --------------------------------------------------------------------------- command line
@@ -367,13 +306,12 @@ def _what_to_measure(parser: argparse.ArgumentParser) -> None:
     add("--num-prompts", type=number(int, 0), default=6, help="spread over all files; 0: all")
     add("--max-new-tokens", type=number(int, 1), default=64, help="per turn")
     add("--temperature", type=number(float, 0), default=0.0, help="0 is greedy")
-    add("--top-p", type=number(float, 0, 1), default=1.0, help="share of the likeliest tokens")
+    add("--top-p", type=number(float, 0.001, 1), default=1.0, help="share of the likeliest tokens")
     add("--seed", type=number(int, 0), default=0, help="of sampling, and of the order of arms")
     add("--batch-size", type=number(int, 1), default=1, help="prompts answered at once")
-    add("--cost-curve", action="store_true", help="time a target forward by tokens and context")
+    add("--cost-curve", action="store_true", help="time a target forward by the tokens it is fed")
     add("--context", type=number(int, 1), default=256, help="of the cost curve, in tokens")
-    help = "replay every stop rule on the first arm's chains; DIR: more heads for its draft model"
-    add("--sweep", nargs="*", metavar="DIR", help=help)
+    add("--sweep", action="store_true", help="replay every stop rule on the first arm's chains")
 
 
 def _where_results_go(parser: argparse.ArgumentParser) -> None:
@@ -391,48 +329,32 @@ def check(args: argparse.Namespace) -> None:
     if not (args.method or args.peers or args.cost_curve or args.table):
         methods = ", ".join(cli.METHODS)
         raise Mistake(f"nothing to do: give --method ({methods}, all), --cost-curve or --table")
-    if args.prompt is not None and not args.prompt.strip():
-        raise Mistake("--prompt is empty; give the text of a question")
-    if args.sweep is not None and (not args.method or args.temperature):
+    if args.sweep and (not args.method or args.temperature):
         raise Mistake("--sweep looks at greedy drafts of a --method; leave out --temperature")
-    if args.batch_size > 1 and (args.sweep is not None or args.peers or "all" in args.method):
+    if args.batch_size > 1 and (args.sweep or args.peers or "all" in args.method):
         raise Mistake("--sweep and --peers take one sequence at a time; leave out --batch-size")
     if args.checkpoint and (len(set(args.method)) != 1 or "all" in args.method):
         raise Mistake("--checkpoint goes with exactly one --method")
-    if not args.top_p:
-        raise Mistake("--top-p must be above 0 and at most 1")
-    if args.json and args.json != "-":
-        if Path(args.json).is_dir() or not Path(args.json).resolve().parent.is_dir():
-            raise Mistake(f"--json {args.json}: no such folder, or not a file; make it first")
-    for name in ("sweep", "cost_curve", "json", "plot"):
-        if args.replay and getattr(args, name) not in (None, False):
-            raise Mistake(f"--replay measures nothing; leave out --{name.replace('_', '-')}")
-    if args.plot and Path(args.plot).exists() and not Path(args.plot).is_dir():
-        raise Mistake(f"--plot {args.plot} is not a folder; give another one")
+    if args.replay and not args.method:
+        raise Mistake("--replay shows how a method decodes: give --method NAME")
+    if args.replay and (args.json or args.plot or args.sweep or args.cost_curve):
+        raise Mistake("--replay measures nothing: leave out --json, --plot, --sweep, --cost-curve")
+    for option in ("json", "replay"):
+        path = getattr(args, option)
+        if path and (Path(path).is_dir() or not Path(path).resolve().parent.is_dir()):
+            raise Mistake(f"--{option} {path}: name a file in a folder that is there")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise Mistake("--plot needs matplotlib: pip install matplotlib")
-
-
-def warn_of_load() -> None:
-    """Say on stderr if other programs compete for the processor: they slow arms unevenly."""
-    cores = os.cpu_count() or 1
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > cores:
-        print(
-            f"bench.py: the machine's load is {load:.1f} on {cores} cores; other programs distort "
-            "the times",
-            file=sys.stderr,
-        )
 
 
 def measure(args) -> dict:
     """Everything that was asked for; prints the tables, writes --json, returns the result."""
     prompts = []
     if args.method or args.peers:
-        paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
-        if args.prompt:
-            prompts = [{"question_id": "prompt", "category": "prompt", "turns": [args.prompt]}]
+        if args.prompt is not None:
+            prompts = [{"question_id": "prompt", "turns": [args.prompt]}]
         else:
+            paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
             prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -452,8 +374,6 @@ def measure(args) -> dict:
             text = prompts[0]["turns"][0]
             encoded = encode(tokenizer, [text], target.device)
             return replay.write(args.replay, target, tokenizer, arms, text, encoded, options)
-    warn_of_load()
-    if prompts:
         compare(args, target, tokenizer, arms, prompts, options, result)
     if args.cost_curve:
         result["cost_curve"] = cost_curve(target, args.context)
@@ -475,8 +395,8 @@ def compare(args, target, tokenizer, arms, prompts, options, result) -> None:
         loops.append(batching.PADDED)
         groups = batching.groups(prompts, size)
         answering = batching.play
-    if args.sweep is not None:
-        heads = heads_of(arms[0], target, args.sweep)
+    if args.sweep:
+        stopping.chain_of(arms[0])  # a Mistake comes before the long run
     turns = run(target, tokenizer, [*loops, *arms], groups, options, args.seed, answering)
     if not turns:
         sys.exit(130)
@@ -489,9 +409,10 @@ def compare(args, target, tokenizer, arms, prompts, options, result) -> None:
         result["prompts"] = turns[-1].prompt + 1
     if len(turns) < sum(max(len(prompt["turns"]) for prompt in group) for group in groups):
         result["interrupted"] = True
-    if args.sweep is not None:
-        found = sweep(arms, heads, target, turns, args.max_new_tokens)
-        result["sweep"] = report.rounded(found)
+    if args.sweep:
+        stats = [turn.answers[arms[0].name].stats[0] for turn in turns]
+        asked = [{"input_ids": turn.asked[0], **options} for turn in turns]
+        result["sweep"] = report.rounded(stopping.sweep(arms[0], target, asked, stats))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 
 class Mistake(ValueError):
-    """A mistake of the user; the message names the problem and the remedy in one line."""
+    """A user's mistake; the message states the problem and the remedy in one line."""
 
 
 # ----------------------------------------------------------------------------------- the target
@@ -41,7 +41,6 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
 
     Args:
         name: Hugging Face id, folder of safetensors, or .gguf file; None is the default target.
-        device: of torch, or "auto" to spread a large model over all devices (accelerate).
     Raises:
         Mistake: the target cannot be read.
     """
@@ -77,11 +76,8 @@ def _read_target(name, dtype, device):
         trust_remote_code=False,
         dtype=dtype,
         use_safetensors=None if gguf else True,
-        device_map="auto" if device == "auto" else None,
     )
-    if device != "auto":
-        target = target.to(device)
-    return target.eval().requires_grad_(False), tokenizer
+    return target.to(device).eval().requires_grad_(False), tokenizer
 
 
 def target_shape(target) -> dict:
@@ -121,7 +117,10 @@ def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Te
 
 
 def draft_head(target, token_ids: Tensor) -> nn.Linear:
-    """The rows `token_ids` (Vd,) of the target's LM head, scaled as its logits are; frozen."""
+    """The rows `token_ids` (Vd,) of the target's LM head, scaled as its logits are; frozen.
+
+    Bias and soft cap are left out: they cost a draft some acceptance, and nothing else.
+    """
     head = target.get_output_embeddings()
     scale = _logit_scale(target)
     if hasattr(head, "select") and scale == 1:  # support/packed.py packs once for each drafter
@@ -150,18 +149,22 @@ def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first R of Dh numbers of x (B, H, T, Dh), as the target does."""
+    """Rotate the first R of Dh numbers of x (B, H, T, Dh), as the families of Llama do.
+
+    Some others (Cohere, GLM) pair neighbouring numbers. Drafters for them work, but GLIDE's queries
+    have to learn to match such keys.
+    """
     cos, sin = (table[:, None].to(x.dtype) for table in tables)  # (B, 1, T, R)
-    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-    turned = turned * cos + rotate_half(turned) * sin
-    return torch.cat([turned, rest], dim=-1)
+    rotated, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    rotated = rotated * cos + rotate_half(rotated) * sin
+    return torch.cat([rotated, rest], dim=-1)
 
 
 def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
     """Tables of R numbers (B, T, R) widened to Dh, for layers of transformers in a drafter.
 
-    Numbers j and j + Dh/2 turn by one angle; what is not to turn has cos 1 and sin 0. R = 4,
-    Dh = 8: cos `a b a b` becomes `a b 1 1 a b 1 1`.
+    Numbers j and j + Dh/2 rotate by one angle. Those that do not rotate have cos 1 and sin 0.
+    R = 4, Dh = 8: cos `a b a b` becomes `a b 1 1 a b 1 1`.
     """
     widened = []
     for table, fill in zip(tables, (1.0, 0.0)):
@@ -223,7 +226,7 @@ def llama_config(shape: dict, intermediate_size: int) -> LlamaConfig:
 
 
 def draft_vocab(shape: dict, size: int) -> Tensor:
-    """Room for the ids (Vd,) of the tokens that can be drafted; `size` 0 means all."""
+    """A placeholder for the draft vocabulary (Vd,), filled by start_from; size 0: all tokens."""
     return torch.arange(min(size or shape["vocab_size"], shape["vocab_size"]))
 
 
@@ -242,6 +245,7 @@ def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
         pairs: (module of the drafter, module of the target) to copy between. If the drafter has a
             final `norm`, it comes from the target's.
     """
+    check_states(target)
     most_frequent = token_counts.topk(len(drafter.draft_ids)).indices
     drafter.draft_ids.copy_(most_frequent.sort().values)
     for ours, theirs in pairs:
@@ -252,9 +256,10 @@ def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
 
 
 def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
-    """Copy the parameters that have the same name and shape.
+    """Copy the parameters that have the same name and shape, but no norms that scale by 1 + weight.
 
-    Norms that scale by 1 + weight (Gemma) stay as they are: the drafters' norms scale by weight.
+    An RMS norm turns ones into its weight, or into 1 + weight (Gemma). A drafter's norms scale by
+    weight, so those of the second kind stay as they are.
     """
     source = dict(theirs.named_parameters())
     for name, weight in ours.named_parameters():
@@ -263,7 +268,7 @@ def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
             continue
         parent = theirs.get_submodule(name.rpartition(".")[0])
         if "Norm" in type(parent).__name__ and name.endswith("weight"):
-            scale = parent(torch.ones_like(other))  # an RMS norm turns ones into its weight
+            scale = parent(torch.ones_like(other))
             if not torch.allclose(scale, other, atol=1e-2, rtol=1e-2):
                 continue
         weight.copy_(other)
@@ -275,7 +280,7 @@ def overlap(target, hidden: Tensor, q_draft: Tensor, draft_ids: Tensor) -> Tenso
     Args: hidden: (M, D) the target's last hidden states. q_draft: (M, Vd) probabilities.
     """
     total = torch.zeros((), device=q_draft.device)
-    for part, q in zip(hidden.split(256), q_draft.split(256)):  # (m, V) at a time spares memory
+    for part, q in zip(hidden.split(256), q_draft.split(256)):  # in parts, to save memory
         p_target = target_logits(target, part).softmax(-1)[:, draft_ids]  # (m, Vd)
         total += torch.minimum(p_target, q.float()).sum()
     return total
@@ -288,33 +293,27 @@ def load_drafter(Drafter, path, target):
         Mistake: nothing there, damaged, of another method, or made for another target.
     """
     path = Path(path)
-    if not all((path / name).is_file() for name in ("config.json", "model.safetensors")):
-        raise Mistake(
-            f"no drafter in {path} (config.json, model.safetensors); make one with train.py "
-            f"--out {path}"
-        )
     try:
-        made_for = json.loads((path / "config.json").read_bytes()).get("target", {})
-    except (ValueError, AttributeError) as error:
-        raise Mistake(f"{path}/config.json is damaged ({error}); train it again") from error
+        made_for = json.loads((path / "config.json").read_bytes())["target"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Mistake(
+            f"no drafter in {path} ({error!r}); make one with train.py --out {path}"
+        ) from error
     shape = target_shape(target)
     wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
     if wrong:
         raise Mistake(f"{path} is for another target ({', '.join(wrong)}); train with train.py")
     try:
         drafter = Drafter.from_pretrained(str(path), strict=True)
-    except (SafetensorError, RuntimeError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
-            raise
+            raise  # a bug in Drafter
         reason = " ".join(str(error).split())[:120]
         raise Mistake(
             f"cannot read {path} as a {Drafter.__module__} drafter ({reason}); name another one, "
             "or train it again"
         ) from error
-    for name, x in drafter.state_dict().items():
-        fits = x.isfinite() if x.is_floating_point() else (0 <= x) & (x < shape["vocab_size"])
-        if not fits.all():
-            raise Mistake(f"{path}: {name} holds values out of range; train it again")
+    check_states(target)
     return drafter.to(target.device, target.dtype).eval()
 
 
@@ -339,8 +338,8 @@ class Batch:
     loss_mask: Tensor  # (B, T) bool, True where the token is to be predicted, never at t = 0
     hidden: Tensor  # (B, T, D) last hidden states, after the final norm
     kv: dict[int, tuple[Tensor, Tensor]]  # {layer: (K, V)}, each (B, Hkv, T, Dh) as cached
-    seed: Tensor  # (B,) a fresh number for each sequence and step, the only source of chance
-    progress: float  # share of the training run that is over, in [0, 1)
+    seed: Tensor  # (B,) a new number per sequence and step; all randomness comes from it
+    progress: float  # fraction of the training run that is completed, in [0, 1)
 
 
 # ------------------------------------------------------------------------------------ KV caches
@@ -351,30 +350,28 @@ class GrowingLayer(DynamicLayer):
 
     def update(self, key_states, value_states, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append rows (B, Hkv, n, Dh); returns all keys and values (B, Hkv, P + n, Dh)."""
-        new = (key_states, value_states)
         start = self.get_seq_length()
-        end = start + key_states.shape[-2]
-        if not self.is_initialized or end > self.buffer[0].shape[-2]:
-            buffer = [x.new_empty(*x.shape[:2], max(256, 2 * end), x.shape[3]) for x in new]
-            if start:
-                for larger, old in zip(buffer, (self.keys, self.values)):
-                    larger[:, :, :start] = old
-            self.buffer = buffer
+        end = start + key_states.shape[2]
+        if not self.is_initialized:
+            self.buffers = [key_states[:, :, :0], value_states[:, :, :0]]
             self.is_initialized = True
-        for buffer, rows in zip(self.buffer, new):
-            buffer[:, :, start:end] = rows
+        if end > self.buffers[0].shape[2]:
+            spare = max(256, 2 * end) - start
+            self.buffers = [F.pad(x[:, :, :start], (0, 0, 0, spare)) for x in self.buffers]
+        self.buffers[0][:, :, start:end] = key_states
+        self.buffers[1][:, :, start:end] = value_states
         self.cut(end)
         return self.keys, self.values
 
     def cut(self, length: int) -> None:
         """Keep the first `length` rows."""
         if self.is_initialized:
-            self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffer)
+            self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
 
     def keep(self, start: int, rows: Tensor) -> None:
         """Move `rows` (n,), ascending places, to start, start + 1, ..., and cut off the rest."""
         if self.is_initialized:
-            for buffer in self.buffer:
+            for buffer in self.buffers:
                 moved = buffer[:, :, rows.to(buffer.device)]
                 buffer[:, :, start : start + len(rows)] = moved
             self.cut(start + len(rows))
@@ -394,14 +391,14 @@ class GrowingCache(DynamicCache):
 
 
 class DraftCache(GrowingCache):
-    """A drafter's own KV cache. It remembers whose rows it holds, so that refusals are undone."""
+    """A drafter's own KV cache. It records whose rows it holds, to drop those of refused tokens."""
 
     fed: Tensor | None = None  # (1, P) the tokens whose rows are in the cache
 
     def rewind(self, input_ids: Tensor) -> Tensor:
         """Drop the rows that differ from `input_ids` (1, T); returns the tokens without a row.
 
-        The newest token is always among them, because its row gives the next draft token.
+        The newest token is always among them, because the drafter predicts the next one from it.
         """
         if self.fed is None:
             return input_ids
@@ -413,7 +410,7 @@ class DraftCache(GrowingCache):
         return input_ids[:, agreed:]
 
     def feed(self, token_ids: Tensor) -> Tensor:
-        """Note that the drafter now consumes `token_ids` (1, n); returns their positions (1, n)."""
+        """Record that the drafter consumes `token_ids` (1, n); returns their positions (1, n)."""
         start = 0 if self.fed is None else self.fed.shape[1]
         self.fed = token_ids if self.fed is None else torch.cat([self.fed, token_ids], dim=1)
         return torch.arange(start, self.fed.shape[1], device=token_ids.device)[None]
@@ -435,12 +432,19 @@ class Draft:
     probs: Tensor | None = None  # (M, V) the processed distribution each node was drawn from
     q: Tensor | None = None  # (N,) the drafter's probability of each node, for display
     copied: int = 0  # how many of the last nodes are copies from the context
-    notes: dict = field(default_factory=dict)  # what a method tells of this round, for display
+    notes: dict = field(default_factory=dict)  # more facts about the round, for display
 
     def children(self) -> dict[tuple[int, int], int]:
         """{(parent, token): node}; of equal siblings the first."""
         places = list(zip(self.parents.tolist(), self.tokens.tolist()))
         return {place: node for node, place in reversed(list(enumerate(places)))}
+
+    def depths(self) -> list[int]:
+        """The depth of the root, 0, and of each node."""
+        depths = [0]
+        for parent in self.parents.tolist():
+            depths.append(depths[parent + 1] + 1)
+        return depths
 
 
 def chain(steps, input_ids: Tensor, **notes) -> Draft:
@@ -483,8 +487,8 @@ def tree_inputs(input_ids: Tensor, draft: Draft, prefix: int, dtype) -> tuple:
     """What the target reads to verify a draft: ids (1, N + 1), mask and positions (1, N + 1)."""
     fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
     mask = ancestor_mask(draft.parents, prefix, dtype)  # (1, 1, N + 1, P + N + 1)
-    depth = (mask[0, 0, :, prefix:] == 0).sum(-1) - 1  # (N + 1,) ancestors of each row
-    positions = (prefix + depth).to(fed.device)[None]  # (1, N + 1)
+    depths = torch.tensor(draft.depths(), device=fed.device)
+    positions = prefix + depths[None]  # (1, N + 1)
     return fed, mask.to(fed.device), positions
 
 
@@ -525,6 +529,8 @@ def verify(
         logits_processor: a function of ids and scores; it sees each visited node's own prefix.
         scored: logits and hidden states of the tree, if a joint forward has computed them.
     """
+    in_order = draft.parents < torch.arange(len(draft.parents))
+    assert in_order.all(), "a child before its parent would not see it"
     # 1. Run the target over the root and all nodes.
     prefix = input_ids.shape[1] - 1  # P
     if scored is None:
@@ -557,7 +563,7 @@ def verify(
         if node is not None:
             path.append(node)
 
-    # 3. Keep the cache rows of the root and the accepted nodes.
+    # 3. Keep the cache rows of the root and the accepted nodes: row 0 and rows n + 1 of nodes n.
     kept = torch.tensor([-1, *path]) + 1  # (A + 1,)
     for layer in cache.layers:
         if path == list(range(len(path))):  # already in place
@@ -571,10 +577,10 @@ def verify(
 def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
     """A token distributed as softmax(scores (V,)), preferably one of the sampled siblings.
 
-    Each sibling is accepted with probability min(1, p_target / q_draft). A refusal leaves the
-    residual norm(max(p_target - q_draft, 0)) to the next one, and after the last sibling the token
-    is drawn from what is left. A deterministic child that holds this token is then accepted: the
-    residual does not depend on which such children there are.
+    Each sibling is accepted with probability min(1, p_target / q_draft). If it is refused, the next
+    one is tested against the residual norm(max(p_target - q_draft, 0)). If all are refused, the
+    token is drawn from the last residual. A deterministic child that holds this token is then
+    accepted: the residual does not depend on which such children there are.
     """
     p_target = scores.softmax(-1)  # (V,)
     assert not p_target.isnan().any(), "the logits processors forbid every token"
@@ -590,7 +596,8 @@ def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
 
 
 def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
-    """Ids (..., 1) drawn from probs (..., V): where the running sum exceeds `uniform` (..., 1).
+    """Ids (..., 1) drawn from probs (..., V): the first one whose cumulative probability exceeds
+    `uniform` (..., 1).
 
     Probabilities .5 .3 .2 have the sums .5 .8 1, so .6 gives id 1. torch.multinomial takes ten
     times as long on a CPU.
@@ -600,55 +607,6 @@ def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
     if uniform is None:
         uniform = torch.rand_like(sums[..., :1])
     return torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
-
-
-class Lookup:
-    """Free drafts: copy what followed the last tokens where they stood before (Saxena 2023).
-
-    Args: most: tokens to copy a round if the last four tokens stood there before, fewer if only
-        three or two did; 0 copies nothing.
-    """
-
-    def __init__(self, most: int):
-        self.lengths = {4: most, 3: most // 2, 2: most // 3}  # {n: tokens to copy}
-        self.text: list[int] = []
-        self.follows: dict[tuple, int] = {}  # n-gram: where its last occurrence ended
-
-    def find(self, input_ids: Tensor) -> list[int]:
-        """Tokens to copy after `input_ids` (1, T), which begin with those of the last call."""
-        if not self.lengths[4]:
-            return []
-        # 1. Register the new n-grams. The text's own end is not among them yet.
-        for token in input_ids[0, len(self.text) :].tolist():
-            for n in self.lengths:
-                self.follows[tuple(self.text[-n:])] = len(self.text)
-            self.text.append(token)
-        # 2. Look up the longest n-gram first. A copy that reaches the end of the text repeats.
-        for n, length in self.lengths.items():
-            start = self.follows.get(tuple(self.text[-n:]))
-            if start is not None and length:
-                found = self.text[start : start + length]
-                return [found[i % len(found)] for i in range(length)]
-        return []
-
-    def merge(self, draft: Draft, input_ids: Tensor, room: int) -> Draft:
-        """The draft and, as deterministic nodes, the copied tokens that it does not have."""
-        copy = self.find(input_ids)[:room]
-        child = draft.children()
-        node = -1
-        while copy and (node, copy[0]) in child:  # share the nodes that the draft already has
-            node = child[node, copy.pop(0)]
-        if not copy:
-            return draft
-        count = len(draft.tokens)
-        tokens = torch.cat([draft.tokens, input_ids.new_tensor(copy)])
-        below = torch.arange(count - 1, count - 1 + len(copy))
-        below[0] = node
-        parents = torch.cat([draft.parents, below])
-        q = None
-        if draft.q is not None:
-            q = torch.cat([draft.q, draft.q.new_full((len(copy),), float("nan"))])
-        return Draft(tokens, parents, draft.probs, q, len(copy), draft.notes)
 
 
 # ------------------------------------------------------------------------------------- decoding
@@ -662,14 +620,14 @@ class Stats:
     target_forwards: int = 0
     drafted: int = 0  # draft tokens submitted for verification
     emitted: int = 0  # tokens committed, bonus tokens included
-    offered: list[int] = field(default_factory=list)  # depth of the draft, a number a round
-    accepted: list[int] = field(default_factory=list)  # draft tokens accepted, a number a round
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (offered, accepted) a round
+    offered: list[int] = field(default_factory=list)  # depth of the draft, one entry per round
+    accepted: list[int] = field(default_factory=list)  # draft tokens accepted, one per round
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (offered, accepted)
     seconds: dict[str, float] = field(default_factory=dict)  # of prefill, draft and verify
 
 
 class Decoding:
-    """One answer in the making: committed tokens, the target's cache, and how to go on.
+    """The state of one answer: committed tokens, the target's cache, and the stopping rules.
 
     `given` is what transformers hands to a `custom_generate` function: logits_processor,
     stopping_criteria, generation_config and the model's arguments, which are only checked.
@@ -678,12 +636,16 @@ class Decoding:
         ids     (1, P + 1)    committed tokens; the newest is not cached yet
         cache                 the target's keys and values of the first P
         hidden  (1, n, D)     the target's last hidden states of what the last round cached, at
-                              first those of the prompt
+                              first those of the prompt; they end one token before `ids` does:
+
+                                  ids     x_1  x_2  x_3  x_4  x_5     x_5 is not cached yet
+                                  hidden            h_3  h_4          two were cached last
+
         done                  True when the answer has ended
 
     Args:
         input_ids: (1, T) the prompt.
-        copies: most tokens to copy from the context each round, beside the draft.
+        copies: most tokens to copy from the context each round (support/rivals/lookup.py).
         stats: a Stats to fill. token_streamer: a streamer of transformers.
     Raises:
         Mistake: something that decoding by token trees cannot do.
@@ -703,8 +665,12 @@ class Decoding:
         self.done = False
         self.stats = stats or Stats()
         self.streamer = token_streamer
-        self.lookup = Lookup(copies)
-        self.since = time.perf_counter()
+        self.lookup = None
+        if copies:  # no paper's idea, so not in this file
+            from support.rivals.lookup import Lookup
+
+            self.lookup = Lookup(copies)
+        self.clock_start = time.perf_counter()
         self.phase = "prefill"  # until the first draft is ready, then "draft"
         ends = self.generation_config.eos_token_id  # one id, several or None
         self.ends = {ends} if isinstance(ends, int) else set(ends or [])
@@ -754,7 +720,9 @@ class Decoding:
         return token, q_draft
 
     def with_copies(self, draft: Draft) -> Draft:
-        """The draft with what can be copied from the context."""
+        """The draft, with what can be copied from the context if `copies` asks for it."""
+        if self.lookup is None:
+            return draft
         return self.lookup.merge(draft, self.ids, self.room)
 
     def verify(self, draft: Draft, scored=None) -> Verified:
@@ -797,24 +765,21 @@ class Decoding:
         stats = self.stats
         nodes = len(draft.tokens)
         path = path[:emitted]
-        depth = [0]  # of the root and each node
-        for parent in draft.parents.tolist():
-            depth.append(depth[parent + 1] + 1)
         stats.target_forwards += 1
         stats.drafted += nodes
         stats.emitted += emitted
-        stats.offered.append(max(depth))
+        stats.offered.append(max(draft.depths()))
         stats.accepted.append(len(path))
         stats.copies.append((draft.copied, sum(n >= nodes - draft.copied for n in path)))
 
     def _clock(self, phase: str) -> None:
         """Book the time since the last call on `phase`."""
         if self.stats.sync:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.target.device)
         now = time.perf_counter()
         seconds = self.stats.seconds
-        seconds[phase] = seconds.get(phase, 0.0) + now - self.since
-        self.since = now
+        seconds[phase] = seconds.get(phase, 0.0) + now - self.clock_start
+        self.clock_start = now
 
 
 def check_target(target) -> None:
@@ -822,15 +787,39 @@ def check_target(target) -> None:
     config = target.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or [])
     plain = "leave custom_generate out, or take another target"
-    if "position_ids" not in inspect.signature(target.forward).parameters:
-        raise Mistake(f"this target takes no position_ids, which a token tree needs: {plain}")
-    if getattr(config, "alibi", False):
-        raise Mistake(f"ALiBi counts rows where a token tree counts levels: {plain}")
+    needed = {"position_ids", "past_key_values"}
+    missing = needed - inspect.signature(target.forward).parameters.keys()
+    if missing:
+        raise Mistake(f"the target takes no {min(missing)}, which a token tree needs: {plain}")
+    # ALiBi, GPT-Neo's and Doge's attention count cache rows where a token tree counts levels.
+    for name in ("alibi", "attention_layers", "keep_window_size"):
+        if getattr(config, name, None):
+            raise Mistake(f"{name}: attention that counts rows, not positions: {plain}")
     if kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
         raise Mistake(f"layers other than attention cannot take back a refused token: {plain}")
-    if "flash" in str(config._attn_implementation):
+    kind = str(config._attn_implementation)
+    if "flash" in kind or "flex" in kind:
         remedy = "load the target with attn_implementation='sdpa'"
-        raise Mistake(f"flash attention takes no tree mask: {remedy}")
+        raise Mistake(f"{kind} takes no tree mask: {remedy}")
+
+
+@torch.no_grad()
+def check_states(target) -> None:
+    """Raise a Mistake unless `target_logits` turns the decoder's states into the target's logits.
+
+    A few families compute their logits otherwise; teachers and drafters would be wrong there.
+    """
+    ids = torch.arange(1, 3, device=target.device)[None]
+    output = target(ids, output_hidden_states=True)
+    last = output.hidden_states[-1]
+    hidden = target.get_decoder()(ids)[0]  # (1, 2, D)
+    close = {"atol": 0.05, "rtol": 0.05}  # bfloat16 rounds
+    same = last.shape == hidden.shape and torch.allclose(last, hidden, **close)
+    same = same and hidden.shape[-1] == target.config.get_text_config().hidden_size
+    if not same or not torch.allclose(
+        target_logits(target, hidden), output.logits.float(), **close
+    ):
+        raise Mistake("the target's logits do not follow from its last hidden states: take another")
 
 
 def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: dict) -> None:
@@ -838,18 +827,24 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
     config = target.config.get_text_config()
     mask = model_kwargs.get("attention_mask")
     past = model_kwargs.get("past_key_values")
-    one = input_ids.shape[0] == 1 and input_ids.shape[1] > 0
+    positions = model_kwargs.get("position_ids")
     if input_ids.device.type != target.device.type:
         raise Mistake(f"the prompt is on {input_ids.device}: move it with .to(target.device)")
-    if not one or (mask is not None and not mask.all()):
-        given = tuple(input_ids.shape)
-        raise Mistake(f"ids of shape {given}: pass one sequence, without padding or beams")
+    if input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
+        shape = tuple(input_ids.shape)
+        raise Mistake(f"ids of shape {shape}: pass one sequence, without beams")
+    if mask is not None and not mask.all():
+        raise Mistake("attention_mask has zeros: pass no padding, and a mask of ones")
+    if positions is not None and positions.tolist() != [list(range(input_ids.shape[1]))]:
+        raise Mistake("position_ids are counted from 0 here: leave them out")
     if past is not None and past.get_seq_length() > 0:
         raise Mistake("past_key_values already holds tokens: pass all tokens, and no cache")
     if any(getattr(x, "ndim", 0) > 2 for x in model_kwargs.values()):
-        raise Mistake("only text is decoded here: pass no images or other inputs of three axes")
+        raise Mistake("only text is decoded here: pass no images, and nothing beside token ids")
 
+    mode = generation_config.get_generation_mode().value
     unsupported = {
+        mode: mode not in ("greedy_search", "sample"),
         "guidance_scale": generation_config.guidance_scale not in (None, 1),
         "return_dict_in_generate": generation_config.return_dict_in_generate,
         "SynthID": "SynthID" in type(generation_config.watermarking_config).__name__,
@@ -860,17 +855,18 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
 
     # What lies beyond these reaches would be attended to here, but not by the target.
     limit = generation_config.max_length
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]  # Mistral lists none
+    kinds = getattr(config, "layer_types", None)
+    slides = kinds is None or "sliding_attention" in kinds  # Mistral lists no types
     reaches = {"context": getattr(config, "max_position_embeddings", None)}
-    if "sliding_attention" in kinds:
+    if slides:
         reaches["sliding window"] = getattr(config, "sliding_window", None)
-    if "chunked_attention" in kinds:
+    if kinds is not None and "chunked_attention" in kinds:
         reaches["attention chunk"] = getattr(config, "attention_chunk_size", None)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # takes other factors for longer texts
         border = rope.get("original_max_position_embeddings") or limit
         if input_ids.shape[1] - 1 <= border:
-            reaches["short longrope factors"] = border + 1
+            reaches["positions before its long RoPE factors"] = border + 1
     for name, reach in reaches.items():
         if reach and limit > reach:
             text = f"prompt + new tokens = {limit} exceed the target's {name} of {reach}"
@@ -880,17 +876,18 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
 def open_decoding(target, input_ids: Tensor, copies=0, stats=None, **options) -> Decoding:
     """The Decoding that `target.generate(input_ids, **options)` sets up, before its first round.
 
-    With it a caller can drive a method's `drafts` itself, for example several sequences in turn.
+    `generate` prepares the arguments; the Decoding is kept, and nothing is generated. So a caller
+    can drive a method's `drafts` itself, for example for several sequences in turn.
     """
-    box = []
+    created = []
 
     def opened(target, input_ids, copies=0, stats=None, **given):
-        box.append(Decoding(target, input_ids, copies, stats, **given))
+        created.append(Decoding(target, input_ids, copies, stats, **given))
         return input_ids
 
     options.setdefault("attention_mask", torch.ones_like(input_ids))
     target.generate(input_ids, custom_generate=opened, copies=copies, stats=stats, **options)
-    return box[0]
+    return created[0]
 
 
 def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -> None:

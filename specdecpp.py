@@ -13,9 +13,9 @@ This holds for true probabilities, and h is tuned (4.1). With w_rej > 1, used ag
 imbalance and over-confidence, the head at its optimum predicts P / (P + w_rej (1 - P)) where the
 truth is P. With w_rej = 6 and h = 0.7 a round stops after one judged token if P < 0.72.
 
-Where the paper's parts are: Algorithm 2 is `propose` (e_(i-1), q_i, y_i), `until_stop` (p^ and the
-break) and common.verify; Algorithm 1 is stop="fixed". Names that differ: q is `DraftModel`, p^ is
-`all_accepted`, K is `gamma`, r is `keep`, P_i is `accept_prob`. M response tokens, J of them judged.
+Algorithm 2 is `propose` (e_(i-1), q_i, y_i), `until_stop` (p^ and the break) and common.verify;
+Algorithm 1 is stop="fixed". Names that differ from the paper's: q is `DraftModel`, p^ is
+`all_accepted`, K is `gamma`, r is `keep`, P_i is `accept_prob`. M response tokens, J judged ones.
 
 Deviations from the paper:
     1. The draft model consists of layers copied from the target and distilled (`stage="draft"`);

@@ -352,10 +352,14 @@ def train(args, module, overrides: dict) -> None:
         print(f"train.py: {args.out} is finished, nothing is left to do", file=sys.stderr)
     else:
         interrupted = run.go()
-    if run.accelerator.is_main_process:
+    accelerator = run.accelerator
+    if accelerator.is_main_process:
         last = {"method": args.method, "out": args.out, "interrupted": interrupted}
         print(json.dumps(last | run.at.curve[-1]))
-    run.accelerator.end_training()
+    # The wrapped model goes before the processes part: it could wait for the others for ever.
+    del run
+    accelerator.free_memory()
+    accelerator.end_training()
 
 
 # ----------------------------------------------------------------------------- command line

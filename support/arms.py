@@ -20,6 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import common
+import specdecpp
 from common import Mistake
 from support import cli, packed
 
@@ -100,18 +101,18 @@ def make_arms(target, args) -> list[Arm]:
     """
     loader = Loader(target, args)
     arms = []
-    for text in dict.fromkeys(args.method):
-        if text != "all":
-            arms.append(loader.arm(text))
-            continue
-        for each in ALL:
+    for text in args.method:
+        for each in ALL if text == "all" else (text,):
             try:
                 arms.append(loader.arm(each))
             except Mistake as problem:
+                if text != "all":
+                    raise
                 print(f"bench.py: without {each}: {problem}", file=sys.stderr)
     if args.peers or "all" in args.method:
         arms += loader.peers()
-    if args.draft_model and not loader.draft_model_used:
+    used = any("draft_model" in arm.kwargs or "assistant_model" in arm.peer for arm in arms)
+    if args.draft_model and not used:
         methods = ", ".join(args.method)
         raise Mistake(f"--draft-model: {methods} drafts with a network of its own; leave it out")
 
@@ -130,20 +131,13 @@ class Loader:
         self.args = args
         self.drafters: dict[Path, torch.nn.Module] = {}
         self.draft_model = None
-        self.draft_model_used = False
         if args.draft_model:
-            self.draft_model = self._load_draft_model(args.draft_model)
+            model = specdecpp.load_draft_model(args.draft_model, target.dtype, target.device)
+            specdecpp.DraftModel(model, target)  # checks the vocabulary
+            self.draft_model = self.packed(model)
 
-    def _load_draft_model(self, name: str):
-        device = str(self.target.device)
-        model, _ = common.load_target(name, dtype=self.target.dtype, device=device)
-        ours = common.target_shape(self.target)["vocab_size"]
-        theirs = common.target_shape(model)["vocab_size"]
-        if ours != theirs:
-            raise Mistake(
-                f"--draft-model {name} has {theirs} tokens and the target {ours}; take one of the "
-                "same vocabulary"
-            )
+    def packed(self, model):
+        """The model with faster layers, unless --no-pack asks for torch's own."""
         return packed.pack(model) if self.args.pack else model
 
     def drafter(self, name: str, folder: str | None = None):
@@ -152,7 +146,7 @@ class Loader:
         if path not in self.drafters:
             with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
                 drafter = common.load_drafter(cli.import_method(name).Drafter, path, self.target)
-            self.drafters[path] = packed.pack(drafter) if self.args.pack else drafter
+            self.drafters[path] = self.packed(drafter)
         return self.drafters[path]
 
     def arm(self, text: str) -> Arm:
@@ -180,42 +174,35 @@ class Loader:
             changes.update(module.VARIANTS.get(each, {}))
 
         # 3. Load what it decodes with.
-        kwargs = self._kwargs(name, module, folder or self.args.checkpoint, changes)
+        kwargs = self.kwargs(name, module, folder or self.args.checkpoint, changes)
         shown = f"{spec}@{Path(folder).name}" if at else spec
         return Arm(shown, module, kwargs, copies)
 
-    def _kwargs(self, name: str, module, folder: str | None, changes: dict) -> dict:
+    def kwargs(self, name: str, module, folder: str | None, changes: dict) -> dict:
         """The arguments of module.drafts."""
+        # 1. A method without weights has none, or those of the chain that it expands.
         if not hasattr(module, "Drafter"):
-            return self._without_weights(name, module.Config(**changes), folder)
+            config = module.Config(**changes)
+            base = getattr(config, "base", None)
+            if base is None:
+                return {"config": config}
+            proposer = cli.chain_proposer(base)
+            drafter = self.drafter(base, folder)
+            return {"base": proposer, "base_drafter": drafter, "config": config}
+
+        # 2. A drafter of its own. Where it can draft with a draft model, it may have none.
         kwargs = {}
         if self.draft_model and "draft_model" in inspect.signature(module.drafts).parameters:
             kwargs["draft_model"] = self.draft_model
-            self.draft_model_used = True
         try:
             kwargs["drafter"] = self.drafter(name, folder)
             config = kwargs["drafter"].config
         except Mistake:
-            if folder or "draft_model" not in kwargs:
+            if folder or not kwargs:
                 raise
-            kwargs["drafter"] = None  # the draft model drafts alone
+            kwargs["drafter"] = None
             config = module.Config()
         return kwargs | {"config": dataclasses.replace(config, **changes)}
-
-    def _without_weights(self, name: str, config, folder: str | None) -> dict:
-        """The same for a method that has no drafter, or that of its base."""
-        base = getattr(config, "base", None)
-        if base is None:
-            return {"config": config}
-        proposer = cli.chain_proposer(base)
-        try:
-            base_drafter = self.drafter(base, folder)
-        except Mistake as problem:
-            raise Mistake(
-                f"{name} has no drafter of its own: train its base ({base}) and pass "
-                f"--checkpoint DIR ({problem})"
-            ) from problem
-        return {"base": proposer, "base_drafter": base_drafter, "config": config}
 
     def peers(self) -> list[Arm]:
         """Prompt lookup and assisted generation, as transformers has them."""
@@ -224,7 +211,6 @@ class Loader:
             assistant = self.draft_model
             if assistant is None:
                 assistant = causal_lm(self.drafter("specdecpp"), self.target)
-            self.draft_model_used = True
             arms.append(Arm("assisted", peer={"assistant_model": assistant}))
         except Mistake as problem:
             print(f"bench.py: without assisted generation: {problem}", file=sys.stderr)

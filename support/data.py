@@ -16,8 +16,7 @@ FORMS = (
     "prompt and response, messages, conversations (ShareGPT's), text, or prompt_ids and "
     "response_ids"
 )
-ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
-ROLES |= {"user": "user", "assistant": "assistant"}
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 # ----------------------------------------------------------------------------- conversations
 
@@ -32,76 +31,63 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
     Raises:
         Mistake: missing or empty file, or a line that is not of these forms, with its number.
     """
-    if not Path(path).is_file():
-        raise common.Mistake(
-            f"no data file {path}; make one with train.py --make-data 2000 --out {path}"
-        )
     sequences = []
-    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
-        lines = tqdm(_lines(file, path), desc=f"reading {path}", leave=False, disable=None)
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                ids, mask = _tokenize(_record(line), tokenizer)
-                _check_ids(ids, len(tokenizer))
-            except (common.Mistake, jinja2.TemplateError) as error:
-                reason = " ".join(str(error).split())
-                raise common.Mistake(f"{path}, line {number}: {reason}") from error
-            mask = mask[:max_length]
-            if any(mask[1:]):
-                mask[0] = False  # nothing predicts the first token
-                sequences.append((torch.tensor(ids[:max_length]), torch.tensor(mask)))
+    for number, record in tqdm(_records(path), desc=f"reading {path}", leave=False, disable=None):
+        try:
+            ids, mask = _tokenize(record, tokenizer)
+        except (common.Mistake, jinja2.TemplateError) as error:
+            raise common.Mistake(f"{path}, line {number}: {error}") from error
+        mask = mask[:max_length]
+        if any(mask[1:]):
+            mask[0] = False  # nothing predicts the first token
+            sequences.append((torch.tensor(ids[:max_length]), torch.tensor(mask)))
     if not sequences:
         raise common.Mistake(f"{path} holds no conversation with a response to learn from")
     return sequences
 
 
-def _lines(file, path: str):
-    """The lines of a file; a Mistake for a damaged .gz."""
+def _records(path: str) -> list[tuple[int, dict]]:
+    """Line numbers and JSON objects of a .jsonl or .jsonl.gz file; blank lines are left out."""
+    if not Path(path).is_file():
+        raise common.Mistake(f"no data file {path}; train.py --make-data 2000 --out FILE makes one")
     try:
-        yield from file
+        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+            lines = file.readlines()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise common.Mistake(
-            f"{path} is damaged or not gzip ({error}); fetch or make it again"
-        ) from None
-
-
-def _record(line: bytes) -> dict:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise common.Mistake(f"no JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise common.Mistake(f"no JSON object; give {FORMS}")
-    return record
-
-
-def _check_ids(ids: list[int], vocab_size: int) -> None:
-    if not all(type(token) is int for token in ids):
-        raise common.Mistake("token ids must be integers")
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise common.Mistake(
-            f"token ids {min(ids)} to {max(ids)}, but the target has {vocab_size} tokens; make "
-            "data for this target with train.py --make-data"
-        )
+        raise common.Mistake(f"{path} is damaged or not gzip ({error}); make it again") from error
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise common.Mistake(f"{path}, line {number}: no JSON ({error})") from error
+        if not isinstance(record, dict):
+            raise common.Mistake(f"{path}, line {number}: no JSON object")
+        records.append((number, record))
+    return records
 
 
 def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
     """Token ids of a record, and which of them are to be learned."""
     if {"prompt_ids", "response_ids"} <= record.keys():
         prompt, response = record["prompt_ids"], record["response_ids"]
-        if not (isinstance(prompt, list) and isinstance(response, list)):
-            raise common.Mistake("prompt_ids and response_ids must be lists of integers")
+        size = len(tokenizer)
+        lists = isinstance(prompt, list) and isinstance(response, list)
+        if not (lists and all(type(x) is int and 0 <= x < size for x in prompt + response)):
+            raise common.Mistake(
+                f"prompt_ids and response_ids must be lists of ids below {size}; make data for "
+                "this target with train.py --make-data"
+            )
         return prompt + response, [False] * len(prompt) + [True] * len(response)
     if "text" in record:
         _check_text(record["text"])
         ids = tokenizer(record["text"])["input_ids"]
         return ids, [True] * len(ids)
-    messages = _messages(record)
     pieces = _templated if tokenizer.chat_template else _joined
     ids, mask = [], []
-    for message, piece in pieces(messages, tokenizer):
+    for message, piece in pieces(_messages(record), tokenizer):
         learned = message["role"] == "assistant" and bool(message["content"].strip())
         ids += piece
         mask += [learned] * len(piece)
@@ -112,32 +98,27 @@ def _messages(record: dict) -> list[dict]:
     """What was said, as the chat templates of transformers want it."""
     if {"prompt", "response"} <= record.keys():
         messages = chat([record["prompt"], record["response"]])
-    else:
-        form = "conversations" if "conversations" in record else "messages"
-        who, what = ("from", "value") if form == "conversations" else ("role", "content")
-        turns = record.get(form)
-        if form not in record:
-            raise common.Mistake(f"no conversation, but {', '.join(record)}; give {FORMS}")
-        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-            raise common.Mistake(f"{form} must be a list of objects")
+    elif "messages" in record or "conversations" in record:
+        keys = ("role", "content") if "messages" in record else ("from", "value")
         messages = []
-        for turn in turns:
-            role = turn.get(who)
-            if not isinstance(role, str) or (form == "conversations" and role not in ROLES):
-                raise common.Mistake(f"{who} {role!r}: take {', '.join(ROLES)}")
-            messages.append({"role": ROLES.get(role, role), "content": turn.get(what)})
+        try:
+            for turn in record.get("messages") or record["conversations"]:
+                role, content = (turn[key] for key in keys)
+                messages.append({"role": ROLES.get(role, role), "content": content})
+        except (KeyError, TypeError):
+            raise common.Mistake(
+                f"every message must be an object with {' and '.join(keys)}"
+            ) from None
+    else:
+        raise common.Mistake(f"no conversation, but {', '.join(record)}; give {FORMS}")
     for message in messages:
         _check_text(message["content"])
-    if "assistant" not in [message["role"] for message in messages]:
-        raise common.Mistake("no message of the role assistant")
     return messages
 
 
 def _check_text(text) -> None:
-    try:
-        text.encode()  # no lone half of a surrogate pair
-    except (AttributeError, UnicodeEncodeError):
-        raise common.Mistake("what is said must be a text") from None
+    if not isinstance(text, str):
+        raise common.Mistake(f"{json.dumps(text)[:40]} instead of a text")
 
 
 def _joined(messages: list[dict], tokenizer):
@@ -149,26 +130,21 @@ def _joined(messages: list[dict], tokenizer):
 
 def _templated(messages: list[dict], tokenizer):
     """Each message and the ids that it adds, as the chat template writes it."""
-
-    def template(count: int, asks: bool) -> list[int]:
-        encoded = tokenizer.apply_chat_template(
-            messages[:count], add_generation_prompt=asks, return_dict=True
-        )
-        return encoded["input_ids"]
-
     done = 0
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = template(index, True)
-        ids = template(index + 1, False)
-        if ids[: len(before)] != before:
+        asked = tokenizer.apply_chat_template(
+            messages[:index], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        ids = tokenizer.apply_chat_template(messages[: index + 1], return_dict=True)["input_ids"]
+        if ids[: len(asked)] != asked:
             raise common.Mistake(
                 "the chat template rewrites earlier turns, so answers cannot be located; give "
                 "prompt_ids and response_ids"
             )
-        yield {"role": "user", "content": ""}, before[done:]
-        yield message, ids[len(before) :]
+        yield {"role": "user"}, asked[done:]
+        yield message, ids[len(asked) :]
         done = len(ids)
 
 
@@ -281,47 +257,26 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
     for path in paths:
         if not path.is_file():
             raise common.Mistake(f"no prompt file {path}")
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            if line.strip():
-                prompts.append(_prompt(line, path, number))
+        for number, record in _records(str(path)):
+            turns = record.get("turns")
+            if not (isinstance(turns, list) and turns and isinstance(turns[0], str)):
+                raise common.Mistake(f'{path}, line {number}: no "turns": ["...", ...]')
+            prompts.append(
+                {
+                    "question_id": record.get("question_id", f"{path.stem}-{number}"),
+                    "category": str(record.get("category", path.stem)),
+                    "turns": turns,
+                }
+            )
     if not prompts:
-        raise common.Mistake(
-            f"no prompts in {', '.join(map(str, paths)) or 'prompts'}; "
-            'give --prompts FILE with lines {"turns": ["..."]}'
-        )
+        raise common.Mistake('no prompts; give --prompts FILE with lines {"turns": ["..."]}')
     count = min(count or len(prompts), len(prompts))
     return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
-def _prompt(line: bytes, path: Path, number: int) -> dict:
-    """A prompt of FastChat's form."""
-    try:
-        record = _record(line)
-        turns = record.get("turns")
-        if not (isinstance(turns, list) and turns):
-            raise common.Mistake("no turns")
-        for turn in turns:
-            _check_text(turn)
-    except common.Mistake:
-        raise common.Mistake(
-            f'{path}, line {number}: not a JSON object with "turns": ["...", ...]'
-        ) from None
-    return {
-        "question_id": record.get("question_id", f"{path.stem}-{number}"),
-        "category": str(record.get("category", path.stem)),
-        "turns": turns,
-    }
-
-
-def read_requests(path: str) -> list[list[str]]:
-    """The requests of a file, each a list of turns: one a line, or FastChat's .jsonl."""
+def read_requests(path: str) -> list[str]:
+    """The requests of a file: one a line, or the first turns of FastChat's .jsonl."""
     if path.endswith(".jsonl"):
-        return [prompt["turns"] for prompt in read_prompts([Path(path)], 0)]
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise common.Mistake(f"{path} is no text in UTF-8 ({error})") from None
-    requests = [[line.strip()] for line in text.splitlines() if line.strip()]
-    if not requests:
-        raise common.Mistake(f"{path} holds no line of text")
-    return requests
+        return [prompt["turns"][0] for prompt in read_prompts([Path(path)], 0)]
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line.strip() for line in lines if line.strip()]

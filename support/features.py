@@ -1,12 +1,13 @@
 """The frozen target's view of the training sequences: computed when needed, or kept in a folder."""
 
-import contextlib
 import hashlib
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -14,8 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import common
-
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
 
 
 def check_target(target, tokenizer) -> None:
@@ -45,23 +44,16 @@ def check_target(target, tokenizer) -> None:
 
 
 def fingerprint(target) -> str:
-    """A mark that changes with any weight of the target, its dtype or its configuration.
-
-    Of every tensor: shape, the sum of its bits read as integers (exact, whatever the order and the
-    number of threads), and a few values, by which an exchange of two rows would show as well.
-    """
+    """A mark of the target: its configuration, and a thousand numbers of every tensor."""
     config = target.config.to_dict()
     for key in ("_name_or_path", "transformers_version"):  # the same target from another place
         config.pop(key, None)
     mark = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, x in target.state_dict().items():
-        mark.update(repr((name, tuple(x.shape), str(x.dtype))).encode())
-        if x.is_meta:  # on the disk, for want of memory
-            continue
-        bits = x.detach().reshape(-1).contiguous()
-        bits = bits.view(BITS[bits.element_size()])
-        some = bits[:: max(1, len(bits) // 61)].tolist()
-        mark.update(repr((int(bits.sum(dtype=torch.int64)), some)).encode())
+        mark.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        if not x.is_meta:  # on the disk, for want of memory
+            some = x.reshape(-1)[:: max(1, x.numel() // 1000)]
+            mark.update(some.double().cpu().numpy().tobytes())
     return mark.hexdigest()[:16]
 
 
@@ -69,8 +61,8 @@ class Features:
     """Sequences, and the target's hidden states, keys and values of them.
 
     With a folder, sequences are taken in order of length, 32 to a file of bfloat16 tensors. A file
-    is written whole or not at all, serves every later run with the same data and target, and grows
-    when the keys and values of other layers are wanted.
+    is written whole or not at all, serves every later run with the same data and target, and is
+    written anew when the keys and values of other layers are wanted.
 
     Args:
         sequences: of (token ids (T,), loss mask (T,)).
@@ -84,7 +76,6 @@ class Features:
         self.target = target
         self.sequences = sequences
         self.layers = sorted(set(layers))
-        self.names = ["hidden", *(f"{kind}{layer}" for layer in self.layers for kind in "kv")]
         self.folder = None
         if not folder:
             return
@@ -93,12 +84,9 @@ class Features:
             content.update(f"{len(ids)} ".encode() + ids.numpy().tobytes())
         self.folder = Path(folder) / content.hexdigest()[:16]
         self.folder.mkdir(parents=True, exist_ok=True)
-        order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i][0]), i))
-        self.groups = [order[i : i + self.GROUP] for i in range(0, len(order), self.GROUP)]
-        self.place = {}  # {sequence: (file, row)}
-        for number, group in enumerate(self.groups):
-            self.place |= {index: (number, row) for row, index in enumerate(group)}
-        self.files: dict[int, object] = {}
+        self.order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i][0]), i))
+        self.place = {index: place for place, index in enumerate(self.order)}
+        self.files = {}
 
     def batch(self, indices: list[int], seed: Tensor, progress: float) -> common.Batch:
         """The sequences `indices`, right-padded, on the target's device."""
@@ -109,41 +97,42 @@ class Features:
         if self.folder is None:
             hidden, kv = common.target_features(self.target, ids, self.layers)
         else:
-            hidden, kv = self._stored(indices)
+            stored = partial(self._stored, indices=indices, length=ids.shape[1])
+            hidden = stored("hidden")
+            kv = {layer: (stored(f"k{layer}"), stored(f"v{layer}")) for layer in self.layers}
         hidden = hidden.to(device)  # a target on several devices leaves it on the last one
         kv = {layer: (k.to(device), v.to(device)) for layer, (k, v) in kv.items()}
         return common.Batch(ids, mask, hidden, kv, seed.to(device), progress)
 
-    def batches(self, name: str, size: int = 8) -> list[common.Batch]:
-        """All sequences in order, to measure an acceptance rate on."""
-        self.compute_all(name)
-        found = []
-        starts = range(0, len(self.sequences), size)
-        for start in tqdm(starts, desc=f"batches for {name}", leave=False, disable=None):
-            indices = list(range(start, min(start + size, len(self.sequences))))
-            found.append(self.batch(indices, torch.tensor(indices), 0.0))
-        return found
+    def batches(self, name: str) -> list[common.Batch]:
+        """All sequences in order, eight at a time, to measure an acceptance rate on."""
+        parts = torch.arange(len(self.sequences)).split(8) if self.sequences else []
+        parts = tqdm(parts, desc=f"batches for {name}", leave=False, disable=None)
+        return [self.batch(indices.tolist(), indices, 0.0) for indices in parts]
 
-    def compute_all(self, name: str = "training") -> None:
+    def compute_all(self) -> None:
         """Write the files that are missing, with a progress bar."""
         if self.folder:
-            for group in tqdm(range(len(self.groups)), desc=f"features for {name}", disable=None):
-                self._open(group)
+            numbers = range(-(-len(self.order) // self.GROUP))
+            for number in tqdm(numbers, desc="features for training", disable=None):
+                self._open(number)
 
-    def _open(self, group: int):
-        """The file of a group; written first if it is missing, damaged or lacks a layer."""
-        if group in self.files:
-            return self.files[group]
-        path = self.folder / f"{group:05d}.safetensors"
-        have = []
-        with contextlib.suppress(FileNotFoundError, SafetensorError):
-            with safe_open(path, "pt") as file:
-                have = list(file.keys())
-        if set(self.names) - set(have):
-            old_layers = {int(name[1:]) for name in have if name != "hidden"}
-            self._write(path, self.groups[group], sorted(old_layers | set(self.layers)))
-        self.files[group] = safe_open(path, "pt")
-        return self.files[group]
+    def _open(self, number: int):
+        """A file of features; written first if it is missing, damaged or lacks a layer."""
+        if number in self.files:
+            return self.files[number]
+        path = self.folder / f"{number:05d}.safetensors"
+        wanted = set(self.layers)
+        try:
+            names = safe_open(path, "pt").keys()
+            there = {int(name[1:]) for name in names if name != "hidden"}
+        except (FileNotFoundError, SafetensorError):
+            there = None
+        if there is None or wanted - there:
+            group = self.order[number * self.GROUP :][: self.GROUP]
+            self._write(path, group, sorted(wanted | (there or set())))
+        self.files[number] = safe_open(path, "pt")
+        return self.files[number]
 
     def _write(self, path: Path, group: list[int], layers: list[int]) -> None:
         ids = pad_sequence([self.sequences[i][0] for i in group], batch_first=True)
@@ -161,22 +150,11 @@ class Features:
         finally:
             part.unlink(missing_ok=True)
 
-    def _stored(self, indices: list[int]) -> tuple[Tensor, dict]:
-        """Hidden states (B, T, D) and {layer: (K, V)}, as `common.target_features` gives them."""
-        stacked = {}
-        for name in self.names:
-            rows = [self._rows(index, name) for index in indices]  # each (T_i, ...)
-            stacked[name] = pad_sequence(rows, batch_first=True)
-        kv = {}
-        for layer in self.layers:
-            keys, values = stacked[f"k{layer}"], stacked[f"v{layer}"]  # (B, T, Hkv, Dh)
-            kv[layer] = (keys.transpose(1, 2), values.transpose(1, 2))
-        return stacked["hidden"], kv
-
-    def _rows(self, index: int, name: str) -> Tensor:
-        """One stored tensor of a sequence, time first and without padding."""
-        group, row = self.place[index]
-        length, stored = len(self.sequences[index][0]), self._open(group).get_slice(name)
-        if name == "hidden":
-            return stored[row, :length]  # (T, D)
-        return stored[row, :, :length].transpose(0, 1)  # (T, Hkv, Dh)
+    def _stored(self, name: str, indices: list[int], length: int) -> Tensor:
+        """A stored tensor of sequences, cut or padded to `length` in its last dimension but one."""
+        rows = []
+        for index in indices:
+            number, row = divmod(self.place[index], self.GROUP)
+            x = self._open(number).get_slice(name)[row][..., :length, :]  # (T, D), (Hkv, T, Dh)
+            rows.append(F.pad(x, (0, 0, 0, length - x.shape[-2])))
+        return torch.stack(rows)

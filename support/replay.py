@@ -10,8 +10,6 @@ import html
 import inspect
 import itertools
 import json
-import math
-import os
 import re
 import time
 from pathlib import Path
@@ -21,7 +19,7 @@ from torch import Tensor
 
 import common
 from support import arms as arms_of
-from support import cli
+from support import cli, report
 
 HERE = Path(__file__).parent
 BLANK = -1  # the id of CTC's blank on the page
@@ -174,17 +172,6 @@ def shown_tokens(methods: list[dict], prompt_ids: list[int]) -> set[int]:
     return shown - {BLANK}
 
 
-def shortened(value):
-    """The same data with five decimals a number; what is no number becomes null."""
-    if isinstance(value, dict):
-        return {key: shortened(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [shortened(item) for item in value]
-    if isinstance(value, float):
-        return round(value, 5) if math.isfinite(value) else None
-    return value
-
-
 def as_json(value) -> str:
     """JSON for a <script> element. Without < > & it can neither end it nor open another one."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
@@ -222,14 +209,14 @@ def page(methods: list[dict], tokenizer, prompt_ids: list[int], about: dict) -> 
         "{{style}}": (HERE / "replay.css").read_text(encoding="utf-8"),
         "{{script}}": (HERE / "replay.js").read_text(encoding="utf-8"),
         "{{tables}}": "\n".join(plain_table(method, texts) for method in methods),
-        "{{data}}": as_json(shortened(data)),
+        "{{data}}": as_json(report.rounded(data, digits=5)),
     }
     template = (HERE / "replay.html").read_text(encoding="utf-8")
     # All marks are replaced in one pass, so that a token that spells a mark stays text.
     return re.sub("|".join(parts), lambda mark: parts[mark[0]], template)
 
 
-def write(path, target, tokenizer, arms: list, text: str, encoded: dict, options: dict) -> dict:
+def write(path: str, target, tokenizer, arms: list, text: str, encoded: dict, options: dict) -> dict:
     """Answer one prompt with every arm that is a method, and write the page.
 
     Args:
@@ -239,15 +226,8 @@ def write(path, target, tokenizer, arms: list, text: str, encoded: dict, options
         options: of `target.generate`, among them max_new_tokens.
     Returns:
         {"replay": path, "arms": {name: {"tokens", "rounds", "tau"}}}
-    Raises:
-        Mistake: no method among the arms, or no folder for the page.
     """
-    path = Path(path)
     arms = [arm for arm in arms if arm.module is not None]
-    if not arms:
-        raise common.Mistake("--replay shows how a method decodes: give --method NAME")
-    if path.is_dir() or not path.resolve().parent.is_dir():
-        raise common.Mistake(f"--replay {path}: name a file in a folder that is there")
 
     # 1. Decode without a method and with each. A few tokens before that are warm-up.
     short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
@@ -276,11 +256,6 @@ def write(path, target, tokenizer, arms: list, text: str, encoded: dict, options
         "plain": list(itertools.accumulate(seconds)),
     }
     whole = page(methods, tokenizer, encoded["input_ids"][0].tolist(), about)
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        part.write_text(whole, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    report.write_whole(whole, path)
     print(f"{path}: {len(whole) // 1024} KB, open it in a browser")
     return {"replay": str(path), "arms": counts}

@@ -1,19 +1,12 @@
-"""From timed answers to figures, and from figures to tables.
+"""From timed answers to figures, and from figures to tables."""
 
-COLUMNS defines every figure: its name in the JSON, its heading, how it is written, and how it is
-computed from the sums over an arm's answers.
-"""
-
-import contextlib
 import json
 import os
 import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import transformers
@@ -22,44 +15,24 @@ from common import Mistake
 from support import default_target
 
 FEWEST = 5  # prompts or batches for an interval
-MOST_POSITIONS = 12  # in the table of acceptance by draft position
 LEGEND = (
     "tau: tokens per target forward. accepted: draft tokens accepted per target forward. "
     "N_t/N: target forwards per token. N_d/N: draft tokens discarded per token."
 )
-
-
-class Column(NamedTuple):
-    """A figure of an arm."""
-
-    name: str  # in the JSON
-    header: str  # in a table
-    format: str  # of format(); for an interval, of both its ends
-    source: Callable | None = None  # from the sums; None: `figures` computes it from more
-
-
-def ratio(part: str, whole: str, scale: float = 1.0) -> Callable:
-    """A source: the quotient of two sums; None where nothing is to be divided by."""
-    return lambda sums: scale * sums[part] / sums[whole] if sums[whole] else None
-
-
-COLUMNS = (
-    Column("tokens_per_s", "tokens/s", ".1f", ratio("tokens", "seconds")),
-    Column("speedup", "speedup", ".2f"),
-    Column("speedup_ci", "95%", ".2f"),
-    Column("tau", "tau", ".2f", ratio("tokens", "forwards")),
-    Column("accepted_per_round", "accepted", ".2f", ratio("accepted", "forwards")),
-    Column("alpha", "alpha", ".2f"),
-    Column("n_target_per_token", "N_t/N", ".2f", ratio("forwards", "tokens")),
-    Column("n_discarded_per_token", "N_d/N", ".2f", ratio("discarded", "tokens")),
-    Column("draft_ms", "draft ms", ".1f", ratio("draft", "drafts", 1000)),
-    Column("verify_ms", "verify ms", ".1f", ratio("verify", "forwards", 1000)),
-    Column("other_ms", "other ms", ".1f", ratio("other", "forwards", 1000)),
-    Column("copies_offered", "copy offered", ".0%", ratio("copies_offered", "forwards")),
-    Column("copies_accepted", "taken", ".0%", ratio("copies_accepted", "forwards")),
-    Column("identical_to_greedy", "= greedy", ""),
-)
-COUNTS = ("tokens", "forwards", "drafted", "accepted")  # sums that the JSON gives as they are
+COLUMNS = {  # name in the JSON: heading of a table, and the format of a number
+    "tokens_per_s": ("tokens/s", ".1f"),
+    "speedup": ("speedup", ".2f"),
+    "speedup_ci": ("95%", ".2f"),
+    "tau": ("tau", ".2f"),
+    "accepted_per_round": ("accepted", ".2f"),
+    "alpha": ("alpha", ".2f"),
+    "n_target_per_token": ("N_t/N", ".2f"),
+    "n_discarded_per_token": ("N_d/N", ".2f"),
+    "draft_ms": ("draft ms", ".1f"),
+    "verify_ms": ("verify ms", ".1f"),
+    "other_ms": ("other ms", ".1f"),
+    "identical_to_greedy": ("= greedy", ""),
+}
 
 
 # ----------------------------------------------------------------------------------- figures
@@ -67,23 +40,13 @@ COUNTS = ("tokens", "forwards", "drafted", "accepted")  # sums that the JSON giv
 
 def header(args, target, prompts: int) -> dict:
     """Where, when and how a result was made."""
-    if target.device.type == "cuda":
-        name = torch.cuda.get_device_name()
-    else:
-        name = platform.processor() or platform.machine()
-        with contextlib.suppress(OSError, IndexError):
-            info = Path("/proc/cpuinfo").read_text()
-            name = info.split("model name")[1].split("\n")[0].strip("\t: ")
-    describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = None
-    with contextlib.suppress(OSError):  # no git
-        git = subprocess.run(describe, capture_output=True, text=True)
-        commit = git.stdout.strip() or None
+    cuda = target.device.type == "cuda"
+    name = torch.cuda.get_device_name() if cuda else processor()
     return {
         "target": args.target or default_target.NAME,
         "device": f"{target.device.type} ({name}, {torch.get_num_threads()} threads)",
         "dtype": str(target.dtype).removeprefix("torch."),
-        "commit": commit,
+        "commit": commit(),
         "command": "python bench.py " + shlex.join(args.argv),
         "prompts": prompts,
         "max_new_tokens": args.max_new_tokens,
@@ -98,11 +61,28 @@ def header(args, target, prompts: int) -> dict:
     }
 
 
+def processor() -> str:
+    """The name of the CPU."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.is_file() else ""
+    found = re.search(r"model name\s*: (.+)", text)
+    return found[1] if found else platform.machine()
+
+
+def commit() -> str | None:
+    """The commit that is measured, with "-dirty" if it was edited; None outside git."""
+    describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        git = subprocess.run(describe, capture_output=True, text=True)
+    except OSError:  # no git
+        return None
+    return git.stdout.strip() or None
+
+
 def total(answers: list) -> dict:
     """The sums over answers (arms.Answer) of one arm that its figures are quotients of."""
-    sums = {"tokens": 0, "seconds": 0.0, "forwards": 0, "drafted": 0, "accepted": 0}
-    sums |= {"drafts": 0, "copies_offered": 0, "copies_accepted": 0}
-    clock = {"prefill": 0.0, "draft": 0.0, "verify": 0.0}
+    names = ("tokens", "seconds", "forwards", "drafts", "drafted", "accepted")
+    sums = dict.fromkeys((*names, "prefill", "draft", "verify"), 0)
     for answer in answers:
         sums["seconds"] += answer.seconds
         for row, stats in zip(answer.rows, answer.stats):
@@ -112,28 +92,28 @@ def total(answers: list) -> dict:
             sums["drafted"] += stats.drafted
             # Transformers' loops do not tell. Each of their forwards ends with a bonus token.
             sums["accepted"] += sum(stats.accepted or [len(row) - stats.target_forwards])
-            sums["copies_offered"] += sum(offered > 0 for offered, _ in stats.copies)
-            sums["copies_accepted"] += sum(accepted > 0 for _, accepted in stats.copies)
             for phase, seconds in stats.seconds.items():
-                clock[phase] += seconds
-    sums["discarded"] = sums["drafted"] - sums["accepted"]
-    sums["draft"] = clock["draft"]
-    sums["verify"] = clock["verify"]
-    sums["other"] = sums["seconds"] - sum(clock.values())
+                sums[phase] += seconds
     return sums
 
 
 def quotients(sums: dict) -> dict:
     """The figures that come from an arm's sums alone; None where one does not apply."""
-    found = {column.name: column.source(sums) for column in COLUMNS if column.source}
-    needs = {
-        "drafted": ("accepted_per_round", "n_discarded_per_token", "draft_ms"),
-        "verify": ("draft_ms", "verify_ms", "other_ms"),  # transformers' loops are not timed
-        "copies_offered": ("copies_offered", "copies_accepted"),
-    }
-    for what, names in needs.items():
-        if not sums[what]:
-            found |= dict.fromkeys(names)
+    found = dict.fromkeys(COLUMNS)
+    tokens = sums["tokens"]
+    forwards = sums["forwards"]
+    found["tokens_per_s"] = tokens / sums["seconds"]
+    found["tau"] = tokens / forwards
+    found["n_target_per_token"] = forwards / tokens
+    if sums["drafted"]:
+        found["accepted_per_round"] = sums["accepted"] / forwards
+        found["n_discarded_per_token"] = (sums["drafted"] - sums["accepted"]) / tokens
+    if sums["verify"]:  # transformers' loops are not timed in parts
+        rest = sums["seconds"] - sums["prefill"] - sums["draft"] - sums["verify"]
+        found["verify_ms"] = 1000 * sums["verify"] / forwards
+        found["other_ms"] = 1000 * rest / forwards
+        if sums["drafted"] and sums["drafts"]:
+            found["draft_ms"] = 1000 * sums["draft"] / sums["drafts"]
     return found
 
 
@@ -150,20 +130,18 @@ def figures(arm, baseline: str, turns: list, greedy: bool) -> dict:
     ours = by_prompt(arm.name, turns)
     speedup, *bounds = paired(ours, by_prompt(baseline, turns))
     left = [gone for turn in turns for gone in turn.diverged[arm.name]]
-    numbers = quotients(sums) | {
+    return quotients(sums) | {
         "speedup": speedup,
         "speedup_ci": None if bounds[0] is None else bounds,
-        "alpha": None,
         "acceptance_by_position": by_position(answers),
         "identical_to_greedy": not left if greedy else None,
         "diverged": len(left) if greedy else None,
         "first_divergence": left[0] if left else None,
         "settings": settings(arm),
-        "by_category": by_category(arm.name, baseline, turns),
+        **{name: sums[name] for name in ("tokens", "forwards", "drafted", "accepted")},
         "by_prompt": ours,
         "answers": raw(arm.name, turns),
     }
-    return numbers | {name: sums[name] for name in COUNTS}
 
 
 def by_position(answers: list) -> list[float]:
@@ -179,18 +157,6 @@ def by_position(answers: list) -> list[float]:
     return shares
 
 
-def by_category(name: str, baseline: str, turns: list) -> dict:
-    """{category: {"speedup", "tau"}} of one arm."""
-    found = {}
-    for category in dict.fromkeys(turn.category for turn in turns):
-        some = [turn for turn in turns if turn.category == category]
-        ours = quotients(total([turn.answers[name] for turn in some]))
-        plain = quotients(total([turn.answers[baseline] for turn in some]))
-        speedup = ours["tokens_per_s"] / plain["tokens_per_s"]
-        found[category] = {"speedup": speedup, "tau": ours["tau"]}
-    return found
-
-
 def by_prompt(name: str, turns: list) -> dict[str, list]:
     """An arm's sums for each prompt (or batch), all its turns together."""
     prompts = dict.fromkeys(turn.prompt for turn in turns)
@@ -198,38 +164,28 @@ def by_prompt(name: str, turns: list) -> dict[str, list]:
     return {key: [each[key] for each in sums] for key in ("tokens", "seconds", "forwards")}
 
 
-RATES = {
-    "speed": ("tokens", "seconds"),
-    "tau": ("tokens", "forwards"),
-    "alpha": ("alpha_sum", "alpha_count"),
-}
-
-
-def paired(ours: dict, theirs: dict, rate: str = "speed", resamples: int = 2000) -> list:
-    """How many times another arm's tokens a second, tau or alpha one arm's is.
+def paired(ours: dict, theirs: dict, resamples: int = 2000) -> list:
+    """How many times another arm's tokens a second one arm's are.
 
     The bootstrap redraws prompts with all their turns, the same ones for both arms.
 
-    Args:
-        ours, theirs: `by_prompt` of the two, of a run or of its JSON. rate: of RATES.
-    Returns:
-        [ratio, lower, upper], the bounds of a 95% interval; None for fewer than five prompts.
+    Args: ours, theirs: `by_prompt` of the two.
+    Returns: [ratio, lower, upper], the bounds of a 95% interval; None for fewer than five prompts.
     """
-    over, under = RATES[rate]
-    columns = [ours[over], ours[under], theirs[over], theirs[under]]
+    columns = [ours["tokens"], ours["seconds"], theirs["tokens"], theirs["seconds"]]
     sums = torch.tensor(columns, dtype=torch.float64).T  # (prompts, 4)
 
-    def quotient(parts):  # (..., 4)
-        up, down, other_up, other_down = parts.unbind(-1)
-        return up / down * other_down / other_up
+    def ratio(parts):  # (..., 4)
+        tokens, seconds, their_tokens, their_seconds = parts.unbind(-1)
+        return tokens / seconds * their_seconds / their_tokens
 
-    whole = float(quotient(sums.sum(0)))
+    whole = float(ratio(sums.sum(0)))
     if len(sums) < FEWEST:
         return [whole, None, None]
     generator = torch.Generator().manual_seed(0)
     picks = torch.randint(len(sums), (resamples, len(sums)), generator=generator)
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return [whole, *quotient(sums[picks].sum(1)).quantile(ends).tolist()]
+    return [whole, *ratio(sums[picks].sum(1)).quantile(ends).tolist()]
 
 
 def settings(arm) -> dict:
@@ -254,13 +210,15 @@ def raw(name: str, turns: list) -> list[dict]:
     return found
 
 
-def rounded(value):
-    """Floats to four decimals, all the way down."""
+def rounded(value, digits: int = 4):
+    """The same data with floats of so many decimals; NaN becomes None."""
     if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return round(value, 4) if isinstance(value, float) else value
+        return {key: rounded(item, digits) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item, digits) for item in value]
+    if isinstance(value, float):
+        return None if value != value else round(value, digits)
+    return value
 
 
 # ------------------------------------------------------------------------------------ tables
@@ -293,22 +251,16 @@ def arm_table(arms: dict, names=None, columns=None) -> tuple[list[str], list[lis
 
     Args:
         arms: {name: figures}. names: some of them; None: all.
-        columns: names of figures; None: those of COLUMNS that any arm has.
+        columns: names of figures; None: those that any arm has.
     """
-    names = list(arms) if names is None else names
     if columns is None:
-        columns = []
-        for column in COLUMNS:
-            if any(a.get(column.name) is not None for a in arms.values()):
-                columns.append(column.name)
-    known = {column.name: column for column in COLUMNS}
-    chosen = [known.get(name, Column(name, name, ".2f")) for name in columns]
+        columns = [c for c in COLUMNS if any(a.get(c) is not None for a in arms.values())]
     rows = []
-    for name in names:
+    for name in names or arms:
         loop = arms[name].get("loop")
-        shown = [cell(arms[name].get(column.name), column.format) for column in chosen]
+        shown = [cell(arms[name].get(column), COLUMNS[column][1]) for column in columns]
         rows.append([f"{name} ({loop})" if loop else name, *shown])
-    return ["arm", *(column.header for column in chosen)], rows
+    return ["arm", *(COLUMNS[column][0] for column in columns)], rows
 
 
 def arms_of(result: dict) -> dict:
@@ -318,8 +270,8 @@ def arms_of(result: dict) -> dict:
 
 def tables(result: dict) -> str:
     """All tables of a result, as printed after a run and by `bench.py --table`."""
-    about = f"**{result['target']}**, {result['dtype']}, {result['device']}, commit "
-    about += str(result["commit"])
+    about = f"**{result['target']}**, {result['dtype']}, {result['device']}, "
+    about += f"commit {result['commit']}"
     parts = []
     if arms := arms_of(result):
         about += f"; {result['prompts']} prompts, up to {result['max_new_tokens']} tokens a turn"
@@ -328,105 +280,66 @@ def tables(result: dict) -> str:
             about += f", {batch['batches']} batches of {batch['size']}"
         if result.get("interrupted"):
             about += "; interrupted"
-        parts += _arm_tables(arms)
+        parts += [markdown(*arm_table(arms)), LEGEND, *departures(arms)]
     if curve := result.get("cost_curve"):
-        parts += _cost_tables(curve)
+        counts = curve["by_tokens"]
+        parts += [
+            f"Milliseconds of a target forward by tokens, at {curve['context']} tokens of context",
+            markdown(["tokens", *counts], [["ms", *(cell(ms, ".1f") for ms in counts.values())]]),
+        ]
     if sweep := result.get("sweep"):
-        parts += _sweep_tables(sweep)
+        rows = []
+        for rule, points in sweep["points"].items():
+            for setting, (n_target, n_discarded, speed) in points.items():
+                rows.append([rule, setting, cell(n_target), cell(n_discarded), cell(speed, ".1f")])
+        parts += [
+            f"Stop rules, replayed; modelled tokens/s from T = {sweep['t_draft_ms']:.1f} ms "
+            f"N_draft + {sweep['t_target_ms']:.1f} ms N_target",
+            markdown(["rule", "setting", "N_t/N", "N_d/N", "tokens/s"], rows),
+        ]
     return "\n\n".join([about, *parts])
 
 
-def _arm_tables(arms: dict) -> list[str]:
-    parts = [markdown(*arm_table(arms)), LEGEND]
-    for name, a in arms.items():
-        if gone := a.get("first_divergence"):
-            parts.append(
-                f"{name} leaves greedy decoding in {a['diverged']} answers, first in prompt "
+def departures(arms: dict) -> list[str]:
+    """A sentence for each arm that leaves greedy decoding."""
+    said = []
+    for name, numbers in arms.items():
+        if gone := numbers.get("first_divergence"):
+            said.append(
+                f"{name} leaves greedy decoding in {numbers['diverged']} answers, first in prompt "
                 f"{gone['question_id']} at new token {gone['position'] + 1}, where the target's "
                 f"top-2 margin is {gone['top2_margin']:.2g}"
             )
-    # The rows of three more tables.
-    positions = []
-    categories = []
-    ratios = []
-    for name, a in arms.items():
-        if shares := a.get("acceptance_by_position"):
-            positions.append([name, *map(cell, shares[:MOST_POSITIONS])])
-        kinds = a.get("by_category") or {}
-        if name != "baseline" and len(kinds) > 1:
-            both = [f"{each['speedup']:.2f} ({each['tau']:.2f})" for each in kinds.values()]
-            categories.append([name, *both])
-        for other, (ratio, *bounds) in (a.get("against") or {}).items():
-            ratios.append([name, other, cell(ratio), cell(None if None in bounds else bounds)])
-    if positions:
-        width = max(map(len, positions))
-        rows = [row + [None] * (width - len(row)) for row in positions]
-        heads = ["arm", *map(str, range(1, width))]
-        parts += ["Acceptance by draft position", markdown(heads, rows)]
-    if categories:
-        parts += ["Speedup (tau) by category", markdown(["arm", *kinds], categories)]
-    if ratios:
-        heads = ["arm", "against", "ratio", "95%"]
-        parts += ["Tokens/s against another arm of the same method", markdown(heads, ratios)]
-    return parts
-
-
-def _cost_tables(curve: dict) -> list[str]:
-    counts, lengths = curve["by_tokens"], curve["by_context"]
-    rows = []
-    for count in next(iter(lengths.values()), {}):
-        rows.append([f"{count} tokens", *(cell(ms[count], ".1f") for ms in lengths.values())])
-    return [
-        f"Milliseconds of a target forward by tokens, at {curve['context']} tokens of context",
-        markdown(["tokens", *counts], [["ms", *(cell(ms, ".1f") for ms in counts.values())]]),
-        "and by tokens of context",
-        markdown(["ms", *lengths], rows),
-    ]
-
-
-def _sweep_tables(sweep: dict) -> list[str]:
-    rows = []
-    for rule, points in sweep["points"].items():
-        for setting, (n_target, n_discarded, speed) in points.items():
-            rows.append([rule, setting, cell(n_target), cell(n_discarded), cell(speed, ".1f")])
-    errors = []
-    for name, error in (sweep.get("calibration") or {}).items():
-        figures = [cell(error.get(key)) for key in ("ece", "ece_reweighted")]
-        errors.append([name, str(error.get("w_rej")), str(error.get("head_depth")), *figures])
-    parts = [
-        f"Stop rules, replayed; modelled tokens/s from T = {sweep['t_draft_ms']:.1f} ms N_draft + "
-        f"{sweep['t_target_ms']:.1f} ms N_target",
-        markdown(["rule", "setting", "N_t/N", "N_d/N", "tokens/s"], rows),
-    ]
-    if errors:
-        heads = ["head", "w_rej", "D", "ECE", "ECE, w_rej undone"]
-        parts += ["Calibration error of the acceptance heads", markdown(heads, errors)]
-    return parts
+    return said
 
 
 # ------------------------------------------------------------------------------------- files
 
 
-def write_result(result: dict, path: str) -> None:
-    """Write a result as JSON; the file appears whole or not at all."""
-    text = json.dumps(result, indent=1)
-    text = re.sub(r"(?<=\[)\n *(?=-?\d)|(?<=\d)\n *(?=\])", "", text)
-    text = re.sub(r"\n *(?=-?\d)", " ", text)  # the numbers of a list stay on one line
-    part = Path(f"{path}.{os.getpid()}")
+def write_whole(text: str, path: Path) -> None:
+    """Write a file that appears whole or not at all."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        part.write_text(text + "\n")
+        part.write_text(text, encoding="utf-8")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
 
+def write_result(result: dict, path: str) -> None:
+    """Write a result as JSON, the numbers of a list on one line."""
+    text = json.dumps(result, indent=1)
+    text = re.sub(r"(?<=\[)\n *(?=-?\d)|(?<=\d)\n *(?=\])", "", text)
+    text = re.sub(r"\n *(?=-?\d)", " ", text)
+    write_whole(text + "\n", Path(path))
+
+
 def read_result(path: str) -> dict:
     """A result written by `bench.py --json`; a Mistake if it is something else."""
+    text = Path(path).read_bytes()
     try:
-        result = json.loads(Path(path).read_bytes())
-        tables(result).encode()
+        result = json.loads(text)
+        tables(result)
         return result
-    except OSError:
-        raise
     except Exception as error:  # whatever another file makes the tables raise
         raise Mistake(f"{path} is not a result of bench.py --json") from error

@@ -41,43 +41,41 @@ class Round:
     tokens: list[int]
     confidence: list[float]  # (m,) the largest probability of q_draft
     entropy: list[float]  # (m,) of q_draft, in nats
-    chances: dict[str, list[float]] = field(default_factory=dict)  # {head: sigmoids (m - 1,)}
+    chances: list[float] = field(default_factory=list)  # (m - 1,) of acceptance, by the head
     agreed: int = 0  # how many of the tokens the target would accept
 
 
-def round_of(steps: list, heads: dict) -> Round:
+def round_of(steps: list, head=None) -> Round:
     """The Round of a proposer's (token (1,), q_draft (V,), hidden (D,)) steps."""
     if not steps:
-        return Round([], [], [], {name: [] for name in heads})
+        return Round([], [], [])
     q_draft = torch.stack([q for _, q, _ in steps]).float()  # (m, V)
     hidden = torch.stack([state for _, _, state in steps])  # (m, D) of the tokens before
     return Round(
         tokens=[int(token) for token, _, _ in steps],
         confidence=q_draft.amax(-1).tolist(),
-        entropy=(-torch.xlogy(q_draft, q_draft)).sum(-1).tolist(),
-        chances={
-            name: drafter.head(hidden[1:]).sigmoid().tolist() for name, drafter in heads.items()
-        },
+        entropy=torch.special.entr(q_draft).sum(-1).tolist(),
+        chances=head(hidden[1:]).sigmoid().tolist() if head else [],
     )
 
 
 @torch.no_grad()
-def record(chains, source, heads: dict, target, turn: dict) -> list[Round]:
+def record(chains, source, head, target, turn: dict) -> list[Round]:
     """Draft up to LONGEST tokens at every place of the greedy answer to a prompt.
 
     Args:
-        chains: a module with Memory and propose. source: what drafts with it.
+        chains, source, head: as `chain_of` returns them.
         turn: arguments of target.generate, such as input_ids (1, T) and max_new_tokens.
     Returns:
         A Round for each token of the answer.
     """
-    decoding = common.open_decoding(target, **turn, do_sample=False)
+    decoding = common.open_decoding(target, **turn)
     memory = chains.Memory(source, target)
     rounds = []
     while not decoding.done:
         steps = chains.propose(source, decoding, memory)
         steps = itertools.islice(steps, min(LONGEST, decoding.room))
-        rounds.append(round_of(list(steps), heads))
+        rounds.append(round_of(list(steps), head))
         decoding.verify(common.chain([], decoding.ids))  # commits one token
     answer = decoding.ids[0, -len(rounds) :].tolist()
     for place, each in enumerate(rounds):
@@ -86,39 +84,25 @@ def record(chains, source, heads: dict, target, turn: dict) -> list[Round]:
     return rounds
 
 
-def chain_of(module, kwargs: dict, heads: dict) -> tuple:
-    """What drafts in an arm of bench.py: the module of the chain proposer, and its drafter.
+def chain_of(arm) -> tuple:
+    """What drafts in an arm of support/arms.py.
 
-    Args: module, kwargs, heads: as for `sweep`.
-    Raises: Mistake: the arm drafts no chains, or a head was not trained on what it drafts with.
+    Returns: the module of the chain proposer, what it drafts with, and the acceptance head that
+        was trained on it, or None.
+    Raises: Mistake: the arm drafts no chains.
     """
-    chains = kwargs.get("base", module)
-    source = kwargs.get("draft_model") or kwargs.get("base_drafter") or kwargs.get("drafter")
-    if chains.__name__ not in cli.CHAINS:
-        chain_methods = " or ".join(cli.CHAINS)
-        raise common.Mistake(f"--sweep: {chains.__name__} drafts no chains: take {chain_methods}")
-    for name, head in heads.items():
-        if not (chains is specdecpp and fits(head, source)):
-            raise common.Mistake(
-                f"--sweep: {name} is no acceptance head trained on the draft model of the first "
-                "arm: train it with --stage head and --init that drafter"
-            )
-    return chains, source
-
-
-def fits(head: specdecpp.Drafter, source) -> bool:
-    """Whether this is a trained head, on the draft model `source`."""
-    if head.config.stage != "head":
-        return False
-    if not isinstance(source, specdecpp.Drafter):
-        return head.config.model == specdecpp.identity(source)
-    if source.config.draft_model:
-        return head.config.model == source.config.model
-    ours = source.state_dict()
-    theirs = head.state_dict()
-    drafting = [name for name in {**ours, **theirs} if not name.startswith("head.")]
-    both = all(name in ours and name in theirs for name in drafting)
-    return both and all(torch.equal(ours[name], theirs[name]) for name in drafting)
+    chains = arm.kwargs.get("base", arm.module)
+    if chains.__name__ not in cli.CHAINS or arm.copies:
+        methods = " or ".join(cli.CHAINS)
+        raise common.Mistake(f"--sweep: {arm.name} drafts no chains: take {methods} first")
+    drafter = arm.kwargs.get("drafter")
+    draft_model = arm.kwargs.get("draft_model")
+    source = draft_model or drafter or arm.kwargs["base_drafter"]
+    head = None
+    if isinstance(drafter, specdecpp.Drafter) and drafter.config.stage == "head":
+        if draft_model is None or drafter.config.model == specdecpp.identity(draft_model):
+            head = drafter.head
+    return chains, source, head
 
 
 # ----------------------------------------------------------------------------------- the rules
@@ -139,10 +123,9 @@ def lengths(each: Round) -> dict[tuple[str, str], int]:
         found["confidence", str(level)] = first(c < level for c in each.confidence)
     for most in ENTROPIES:
         found["entropy", str(most)] = first(e > most for e in each.entropy)
-    for name, chances in each.chances.items():
-        products = list(itertools.accumulate(chances, operator.mul))
-        for h in LEVELS:  # the newest token is not judged: one more is drafted
-            found[name, str(h)] = 1 + first(1 - product > h for product in products)
+    products = list(itertools.accumulate(each.chances, operator.mul))
+    for h in LEVELS:  # the newest token is not judged: one more is drafted
+        found["head", str(h)] = 1 + first(1 - product > h for product in products)
     return found
 
 
@@ -169,11 +152,12 @@ def points(recordings: list[list[Round]]) -> dict[str, dict[str, tuple[float, fl
     tables = [[lengths(each) for each in rounds] for rounds in recordings]
     found = {}
     for rule, setting in tables[0][0]:
-        counts = [
-            replay(rounds, [row[rule, setting] for row in table])
-            for rounds, table in zip(recordings, tables)
-        ]
-        n_target, n_discarded = (sum(column) for column in zip(*counts))
+        n_target = 0
+        n_discarded = 0
+        for rounds, table in zip(recordings, tables):
+            forwards, discarded = replay(rounds, [row[rule, setting] for row in table])
+            n_target += forwards
+            n_discarded += discarded
         found.setdefault(rule, {})[setting] = (n_target / tokens, n_discarded / tokens)
     n_target = 0
     for rounds in recordings:
@@ -181,69 +165,95 @@ def points(recordings: list[list[Round]]) -> dict[str, dict[str, tuple[float, fl
     return found | {"oracle": {"": (n_target / tokens, 0.0)}}
 
 
-# ----------------------------------------------------------------------------------- the times
+# ----------------------------------------------------------------------------------- the sweep
 
 
-def fit_times(n_draft, n_target, seconds) -> tuple[float, float, float]:
-    """(t_draft, t_target, R^2) of T = t_draft N_draft + t_target N_target (Eq. 2.1) in answers."""
-    counts = torch.tensor([n_draft, n_target], dtype=torch.float64).T  # (n, 2)
-    seconds = torch.tensor(seconds, dtype=torch.float64)  # (n,)
-    times = torch.linalg.lstsq(counts, seconds[:, None]).solution[:, 0]  # (2,)
-    spread = (seconds - seconds.mean()).square().sum()
-    residual = (counts @ times - seconds).square().sum()
-    return *times.tolist(), float(1 - residual / spread)
+def forward_times(answers: list[common.Stats]) -> tuple[float, float, float | None]:
+    """(t_draft, t_target, R^2): seconds of a forward by the clock, and how well Eq. 2.1 holds.
 
-
-def forward_times(answers) -> tuple[float, float, float | None]:
-    """(t_draft, t_target, R^2) in seconds, fitted (Eq. 2.1), or from the clock with R^2 None.
-
-    The clock decides where the counts cannot: with one fixed K, N_draft is K N_target in every
-    answer, and any split of the time fits.
-
-    Args: answers: (N_draft, N_target, seconds, seconds of drafting) each. The first draft of an
-        answer counts neither in N_draft nor in the seconds, because it is timed with the prefill.
+    Eq. 2.1 says T = t_draft N_draft + t_target N_target. R^2 is the share of the variance of T over
+    the answers that it explains. The paper fits both times to such answers; with one fixed K, where
+    N_draft is nearly K N_target, any split of T would fit. An answer's first draft is timed with
+    the prefill, and counts neither in N_draft nor in T.
     """
-    n_draft, n_target, seconds, drafting = zip(*answers)
-    counts = torch.tensor([n_draft, n_target], dtype=torch.float64).T  # (n, 2)
-    alike = torch.linalg.cond(counts / counts.norm(dim=0).clamp(min=1)) >= 30
-    if len(answers) > 2 and not alike:
-        fitted = fit_times(n_draft, n_target, seconds)
-        if min(fitted[:2]) > 0:
-            return fitted
-    t_draft = sum(drafting) / max(1, sum(n_draft))
-    t_target = (sum(seconds) - sum(drafting)) / max(1, sum(n_target))
-    return t_draft, t_target, None
+    n_draft = torch.tensor([sum(stats.offered[1:]) for stats in answers]).double()  # (n,)
+    n_target = torch.tensor([stats.target_forwards for stats in answers]).double()
+    drafting = torch.tensor([stats.seconds.get("draft", 0.0) for stats in answers]).double()
+    verifying = torch.tensor([stats.seconds["verify"] for stats in answers]).double()
+    t_draft = drafting.sum() / n_draft.sum().clamp(min=1)
+    t_target = verifying.sum() / n_target.sum()
+    seconds = drafting + verifying  # T
+    residual = (t_draft * n_draft + t_target * n_target - seconds).square().sum()
+    spread = (seconds - seconds.mean()).square().sum()
+    r2 = float(1 - residual / spread) if spread > 0 else None
+    return float(t_draft), float(t_target), r2
+
+
+def sweep(arm, target, turns: list[dict], answers: list[common.Stats]) -> dict:
+    """Figure 4, and Eq. 2.3; Ctrl-C ends it early.
+
+    Args:
+        arm: of support/arms.py; its chains are recorded.
+        turns: arguments of target.generate for each prompt: input_ids, max_new_tokens, ...
+        answers: of the arm to these turns, timed.
+    Returns:
+        {"t_draft_ms", "t_target_ms", "r2",
+        "points": {rule: {setting: [N_target / N, N_discarded / N, tokens per second]}}}
+    """
+    chains, source, head = chain_of(arm)
+    recordings = []
+    try:
+        for turn in tqdm(turns, desc="recording", disable=None):
+            recordings.append(record(chains, source, head, target, turn))
+    except KeyboardInterrupt:
+        print(f"the sweep is of {len(recordings)} answers, interrupted", file=sys.stderr)
+    if not recordings:
+        return {}
+    t_draft, t_target, r2 = forward_times(answers)
+    found = {}
+    for rule, settings in points(recordings).items():
+        if rule == "head" and head is None:
+            continue
+        found[rule] = {}
+        for setting, rates in settings.items():
+            speed = specdecpp.throughput(*rates, t_draft, t_target)
+            found[rule][setting] = [*rates, speed]
+    return {"t_draft_ms": 1000 * t_draft, "t_target_ms": 1000 * t_target, "r2": r2, "points": found}
 
 
 # ------------------------------------------------------------------------- how well a head predicts
 
 
-def unbiased(logits: Tensor, w_rej: float) -> Tensor:
-    """The true probability that a head trained with w_rej estimates: log w_rej is added.
+def head_quality(logits: Tensor, labels: Tensor, w_rej: float) -> dict[str, float]:
+    """How well logits (M,) of a head predict labels (M,), on the scale of true probabilities.
 
-    Its sigmoid tends to P / (P + w_rej (1 - P)), so its logit to log(P / (1 - P)) - log w_rej.
+    The sigmoid of a head trained with w_rej tends to P / (P + w_rej (1 - P)), so its logit to
+    log(P / (1 - P)) - log w_rej.
+
+    Returns: {"auc", "ece": calibration error, "bce": cross-entropy in nats, unweighted, "kl": the
+        part of it that the labels themselves do not explain}.
     """
-    return (logits + math.log(w_rej)).sigmoid()
+    predicted = (logits.double() + math.log(w_rej)).sigmoid()
+    labels = labels.double()
+    inside = predicted.clamp(1e-9, 1 - 1e-9)
+    bce = -(torch.xlogy(labels, inside) + torch.xlogy(1 - labels, 1 - inside)).mean()
+    entropy = (torch.special.entr(labels) + torch.special.entr(1 - labels)).mean()
+    return {
+        "auc": auc(predicted, labels),
+        "ece": calibration_error(predicted, labels),
+        "bce": float(bce),
+        "kl": float(bce - entropy),
+    }
 
 
-def calibration(predicted: Tensor, actual: Tensor, bins: int = 10) -> tuple[list, float]:
-    """Reliability bins, and the expected calibration error.
+def calibration_error(predicted: Tensor, actual: Tensor, bins: int = 10) -> float:
+    """|mean prediction - mean label| of each bin of predictions, weighted by its size.
 
     Args: predicted, actual: (M,) acceptance probabilities in [0, 1]; 1 belongs to the last bin.
-    Returns: ([[mean prediction, mean label, count]] of the bins that are not empty, the mean of
-        |mean prediction - mean label| weighted by count).
     """
     bin_of = (predicted * bins).long().clamp(max=bins - 1)  # (M,)
-    rows = []
-    error = 0.0
-    for number in bin_of.unique().tolist():
-        inside = bin_of == number
-        said = float(predicted[inside].mean())
-        true = float(actual[inside].mean())
-        count = int(inside.sum())
-        rows.append([said, true, count])
-        error += count * abs(said - true)
-    return rows, error / max(1, len(predicted))
+    gaps = predicted.new_zeros(bins).index_add(0, bin_of, predicted - actual)
+    return float(gaps.abs().sum() / len(predicted))
 
 
 def auc(predicted: Tensor, actual: Tensor) -> float:
@@ -260,96 +270,3 @@ def auc(predicted: Tensor, actual: Tensor) -> float:
     lower = refused.cumsum(0) - refused  # refused tokens of a lower prediction
     pairs = accepted.sum() * refused.sum()
     return float((accepted * (lower + refused / 2)).sum() / pairs)
-
-
-def head_quality(logits: Tensor, labels: Tensor, w_rej: float) -> dict[str, float]:
-    """How well logits (M,) of a head predict labels (M,), on the scale of true probabilities.
-
-    Returns: {"auc", "ece": calibration error, "bce": cross-entropy in nats, unweighted, "kl": the
-        part of it that the labels themselves do not explain}.
-    """
-    predicted = unbiased(logits.double(), w_rej)
-    labels = labels.double()
-    inside = predicted.clamp(1e-9, 1 - 1e-9)
-    bce = -(torch.xlogy(labels, inside) + torch.xlogy(1 - labels, 1 - inside)).mean()
-    entropy = -(torch.xlogy(labels, labels) + torch.xlogy(1 - labels, 1 - labels)).mean()
-    return {
-        "auc": auc(predicted, labels),
-        "ece": calibration(predicted, labels)[1],
-        "bce": float(bce),
-        "kl": float(bce - entropy),
-    }
-
-
-def judged(recordings: list[list[Round]], values_of) -> tuple[Tensor, Tensor]:
-    """(value, accepted) (M,) of each drafted token whose predecessors were all accepted.
-
-    Args: values_of: a function of a Round that gives a value for each of its first tokens.
-    """
-    values = []
-    accepted = []
-    for each in itertools.chain(*recordings):
-        reached = values_of(each)[: each.agreed + 1]
-        values += reached
-        accepted += [float(i < each.agreed) for i in range(len(reached))]
-    return torch.tensor(values), torch.tensor(accepted)
-
-
-# ----------------------------------------------------------------------------------- the sweep
-
-
-def sweep(module, kwargs: dict, heads: dict, target, turns: list[dict], answers) -> dict:
-    """Figure 4, Eq. 2.1 and 2.3, and how well acceptance is predicted; Ctrl-C ends it early.
-
-    Args:
-        module, kwargs: of an arm of bench.py: a method, and the arguments of its `drafts`.
-        heads: {name: specdecpp.Drafter} whose heads are compared, on the arm's draft model.
-        turns: arguments of target.generate for each prompt: input_ids, max_new_tokens, ...
-        answers: timed ones, as for `forward_times`.
-    Returns:
-        {"t_draft_ms", "t_target_ms", "r2",
-        "points": {rule: {setting: [N_target / N, N_discarded / N, tokens per second]}},
-        "calibration": {head: {"ece", "bins" of its sigmoid, "ece_reweighted", "bins_reweighted"
-            of the true probability it estimates, "w_rej", "head_depth"}},
-        "acceptance_by_confidence": bins}; bins as of `calibration`.
-    """
-    chains, source = chain_of(module, kwargs, heads)
-    recordings = []
-    try:
-        for turn in tqdm(turns, desc="recording", disable=None):
-            recordings.append(record(chains, source, heads, target, turn))
-    except KeyboardInterrupt:
-        print(f"the sweep is of {len(recordings)} answers, interrupted", file=sys.stderr)
-    if not recordings:
-        return {}
-
-    t_draft, t_target, r2 = forward_times(answers)
-    found = {}
-    for rule, settings in points(recordings).items():
-        found[rule] = {}
-        for setting, rates in settings.items():
-            speed = specdecpp.throughput(*rates, t_draft, t_target)
-            found[rule][setting] = [*rates, speed]
-    errors = {}
-    for name, drafter in heads.items():
-        chances, accepted = judged(recordings, lambda each, name=name: each.chances[name])
-        logits = torch.logit(chances.double().clamp(1e-6, 1 - 1e-6))
-        bins, ece = calibration(chances, accepted)
-        true_bins, true_ece = calibration(unbiased(logits, drafter.config.w_rej), accepted)
-        errors[name] = {
-            "ece": ece,
-            "ece_reweighted": true_ece,
-            "bins": bins,
-            "bins_reweighted": true_bins,
-            "w_rej": drafter.config.w_rej,
-            "head_depth": drafter.config.head_depth,
-        }
-    by_confidence = judged(recordings, lambda each: each.confidence)
-    return {
-        "t_draft_ms": 1000 * t_draft,
-        "t_target_ms": 1000 * t_target,
-        "r2": r2,
-        "calibration": errors,
-        "points": found,
-        "acceptance_by_confidence": calibration(*by_confidence)[0],
-    }

@@ -7,7 +7,6 @@ plausible request, and then answers it (Xu et al. 2024, arXiv:2406.08464).
 import json
 import os
 import random
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,6 +15,8 @@ from tqdm import tqdm
 import common
 from support import data
 
+BATCH = 64  # conversations held at a time
+MOST = 320  # tokens of an answer
 SECOND_REQUESTS = (  # how second requests begin; "" leaves it to the target
     *("Rewrite your previous answer", "Make it shorter", "Summarise", "Translate your answer"),
     *("Explain why", "Give me an example of", "Now write", "What if", "List the", "Using the"),
@@ -23,83 +24,18 @@ SECOND_REQUESTS = (  # how second requests begin; "" leaves it to the target
 )
 
 
-@torch.no_grad()
-def say(target, prompts: list[list[int]], temperatures: list[float], most: list[int]) -> list:
-    """The target's answers to prompts, all at once: a list of ids of each.
-
-    An answer ends with an end token, after `most` tokens, or where the context does.
-
-    Args: temperatures: of each row; 0 is greedy.
-    """
-    config = target.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or 2**31
-    ends = end_tokens(target)
-    device = target.device
-    width = max(map(len, prompts), default=0)
-    # 1. Prompts end in the same column; what is left of them is masked.
-    fed = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])  # (B, T)
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
-    fed, mask = fed.to(device), mask.to(device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # (B, T)
-    heat = torch.tensor(temperatures, device=device)[:, None]  # (B, 1)
-    cache = common.GrowingCache(config.num_hidden_layers)
-    answers = [[] for _ in prompts]
-    going = set(range(len(prompts)))
-    while True:
-        # 2. See which answers have ended.
-        for row in list(going):
-            said = answers[row]
-            full = len(said) >= most[row] or len(prompts[row]) + len(said) >= limit
-            if full or (said and said[-1] in ends):
-                going.discard(row)
-        if not going:
-            return answers
-        # 3. A token more of each.
-        hidden = target.get_decoder()(
-            fed, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        )[0][:, -1]  # (B, D)
-        logits = common.target_logits(target, hidden)  # (B, V)
-        drawn = common.sample((logits / heat.clamp(min=1e-3)).softmax(-1))  # (B, 1)
-        fed = torch.where(heat > 0, drawn, logits.argmax(-1, keepdim=True))
-        mask = torch.cat([mask, torch.ones_like(fed)], dim=1)
-        positions = positions[:, -1:] + 1
-        for row, token in enumerate(fed[:, 0].tolist()):
-            if row in going:
-                answers[row].append(token)
-
-
-def end_tokens(target) -> set[int]:
-    """The tokens that end an answer of the target; none where its generation config names none."""
-    ends = target.generation_config.eos_token_id
-    return set(ends if isinstance(ends, list) else [ends]) - {None}
-
-
-@dataclass
-class Talk:
-    """A conversation that is being held."""
-
-    turns: list[str]  # the user's words as far as they are given
-    temperature: float  # of the answers
-    two: bool  # whether a second turn is wanted
-    context: list[int] = field(default_factory=list)  # ids of all that was said
-    lines: list[dict] = field(default_factory=list)  # a record for each answer that is kept
-
-
 class Maker:
-    """Writes conversations with a target.
+    """Writes conversations with a chat target.
 
-    Requests that the target thinks up, at temperature 1, must end by themselves, be new and have 4
-    to 100 words. Answers are greedy or at temperature 0.8. A greedy answer is kept as it is, loops
-    included, for that is what users get; a sampled one that mostly repeats itself (under 30%
-    distinct 4-grams) is dropped.
+    Requests that the target thinks up, at temperature 1, must end by themselves and have 4 to 100
+    words. Answers are greedy or at temperature 0.8. A greedy answer is kept as it is, loops
+    included, for that is what users get; a sampled one that mostly repeats itself is dropped.
 
     Args:
-        second_turns: share of conversations with a second turn. Their first answer is cut at 40 to
-            140 tokens, as an evaluation cuts it, and each turn is a line.
+        second_turns: share of conversations with a second turn.
         greedy: share of conversations that are answered greedily.
     Raises:
-        Mistake: the target names no end token, or its tokenizer has no chat template, or one that
-            does not show where the user's words begin.
+        Mistake: the target does not chat.
     """
 
     def __init__(self, target, tokenizer, second_turns: float = 0.0, greedy: float = 0.5):
@@ -107,183 +43,171 @@ class Maker:
         self.tokenizer = tokenizer
         self.second_turns = second_turns
         self.greedy = greedy
-        self.most = 320  # tokens of an answer
-        self.opening, self.between, self.closing = _around_requests(tokenizer, second_turns > 0)
-        self.ends = end_tokens(target)
-        if not self.ends:
+        ends = target.generation_config.eos_token_id  # one id, several or None
+        self.ends = [ends] if isinstance(ends, int) else ends
+        if not (tokenizer.chat_template and self.ends):
             raise common.Mistake(
-                "this target's generation config names no eos_token_id, so its answers would "
-                "never end"
+                "this target has no chat template or no eos_token_id: take another"
             )
+        # What the template puts before a request, after it, and between an answer and the next.
+        mark = "SOMEBODY'S-WORDS"
+        chat = data.chat([mark] * 3)
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        pieces = [self.ids(piece) for piece in text.split(mark)]
+        if len(pieces) != 4 or (second_turns and pieces[1] != pieces[3]):
+            raise common.Mistake(
+                "the chat template rewrites what was said; leave out --second-turns, or take "
+                "another target"
+            )
+        self.opening, _, self.between, self.closing = pieces
 
-    def fill(self, path: str, count: int, requests=(), batch_size: int = 64, seed: int = 0):
-        """Append conversations to `path` until it holds `count`.
+    def fill(self, path: str, count: int, requests=(), seed: int = 0) -> None:
+        """Append records to `path` until it holds `count`; an interrupted run goes on.
 
-        The given requests are asked first. An interrupted run goes on where it stopped, and a
-        half-written last line is cut off.
-
-        Args:
-            requests: turns of each, from `data.read_requests`.
-            batch_size: how many conversations are held at a time.
+        Args: requests: asked first, once each.
         """
         kept = whole_lines(path)
         self.seen = {record["prompt"] for record in kept}
         self.chance = random.Random(seed * 1_000_003 + len(kept))
         torch.manual_seed(self.chance.getrandbits(32))
-        waiting = [turns for turns in requests if turns[0] not in self.seen]
+        waiting = [text for text in dict.fromkeys(requests) if text not in self.seen]
         done = len(kept)
         in_vain = 0
         bar = tqdm(total=count, initial=done, desc="conversations", disable=None)
         with bar, open(path, "ab") as file:
             while done < count:
-                size = min(batch_size, count - done)
+                size = min(BATCH, count - done)
                 given, waiting = waiting[:size], waiting[size:]
-                given += [[]] * (size - len(given))  # the target thinks up the others
-                lines = self.hold(given)[: count - done]
-                file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+                records = self.hold(given, size)[: count - done]
+                file.write("".join(json.dumps(record) + "\n" for record in records).encode())
                 file.flush()
-                os.fsync(file.fileno())
-                done += len(lines)
-                bar.update(len(lines))
-                in_vain = 0 if lines else in_vain + size
+                done += len(records)
+                bar.update(len(records))
+                in_vain = 0 if records else in_vain + size
                 if in_vain >= 500:
                     raise common.Mistake(
                         f"the last {in_vain} conversations were of no use (requests without an "
                         "end, answers that repeat themselves): give --requests FILE"
                     )
 
-    def hold(self, given: list[list[str]]) -> list[dict]:
-        """Hold a conversation for each list of turns; returns the records, turns in order."""
-        talks = []
-        for turns in given:
-            temperature = 0.8 * (self.chance.random() >= self.greedy)
-            two = self.chance.random() < self.second_turns
-            talks.append(Talk(turns, temperature, two))
-        self.answer(self.ask(talks, 0), 0)
-        self.answer(self.ask([talk for talk in talks if talk.two and talk.lines], 1), 1)
-        return [line for talk in talks for line in talk.lines]
+    def hold(self, given: list[str], size: int) -> list[dict]:
+        """Hold `size` conversations, the first with requests that are `given`.
 
-    def ask(self, talks: list[Talk], turn: int) -> list[tuple[Talk, str]]:
-        """The talks that get a request, and its text; it is then in their context."""
-        # 1. Where the user's words begin. An answer that has ended has its end token already.
-        head = self.between if turn else self.opening
-        for talk in talks:
-            talk.context += head[1:] if talk.context[-1:] == head[:1] else head
-        asked = []
-        for talk in talks:
-            if turn < len(talk.turns):
-                talk.context += self._ids(talk.turns[turn])
-                asked.append((talk, talk.turns[turn]))
+        Returns: a record for each turn of use, those of a conversation side by side.
+        """
+        # 1. First requests must be new.
+        thought = self.think_up([self.opening] * (size - len(given)), [""])
+        texts = given + [text for text in dict.fromkeys(thought) if text and text not in self.seen]
+        self.seen.update(texts)
 
-        # 2. The target thinks up the other requests.
-        others = [talk for talk in talks if turn >= len(talk.turns)]
-        starts = [self._ids(self.chance.choice(SECOND_REQUESTS) if turn else "") for _ in others]
-        prompts = [talk.context + start for talk, start in zip(others, starts)]
-        said = say(self.target, prompts, [1.0] * len(others), [128] * len(others))
-        for talk, start, more in zip(others, starts, said):
-            words = start + more[:-1]
-            text = self._text(words)
-            ended = bool(more) and more[-1] in self.ends
-            new = turn > 0 or text not in self.seen
-            if ended and new and 4 <= len(text.split()) <= 100:
-                talk.context += words
-                asked.append((talk, text))
-                self.seen.add(text)
-        for talk, _ in asked:
-            talk.context += self.closing
-        return asked
+        # 2. First turns. An answer that another turn follows is cut, as an evaluation cuts it.
+        heats = [0.8 * (self.chance.random() >= self.greedy) for _ in texts]
+        two = [self.chance.random() < self.second_turns for _ in texts]
+        most = [self.chance.randint(40, 140) if second else MOST for second in two]
+        firsts = self.answer([self.opening] * len(texts), texts, heats, most)
 
-    def answer(self, asked: list[tuple[Talk, str]], turn: int) -> None:
-        """Let the target answer; each talk gets the line, if the answer is of use."""
-        most = []
-        for talk, _ in asked:
-            cut = talk.two and not turn
-            most.append(min(self.most, self.chance.randint(40, 140)) if cut else self.most)
-        prompts = [talk.context for talk, _ in asked]
-        answers = say(self.target, prompts, [talk.temperature for talk, _ in asked], most)
-        for (talk, text), said in zip(asked, answers):
-            grams = [tuple(said[i : i + 4]) for i in range(len(said) - 3)]
-            loops = talk.temperature > 0 and len(set(grams)) < 0.3 * len(grams)
-            if len(said) < 2 or loops:
-                continue
-            record = {
-                "prompt": text,
-                "response": self._text(said),
-                "temperature": talk.temperature,
-                "finished": said[-1] in self.ends,
-                "prompt_ids": list(talk.context),
-                "response_ids": said,
-            }
-            talk.lines.append(record)
-            talk.context += said
+        # 3. Second turns.
+        chosen = [n for n, first in enumerate(firsts) if first and two[n]]
+        contexts = []
+        for n in chosen:
+            said = firsts[n]["prompt_ids"] + firsts[n]["response_ids"]
+            ended = said[-1:] == self.between[:1]  # the end token is there already
+            contexts.append(said + self.between[ended:])
+        texts = self.think_up(contexts, SECOND_REQUESTS)
+        heats = [heats[n] for n in chosen]
+        seconds = self.answer(contexts, texts, heats, [MOST] * len(chosen))
+        for n, second in zip(reversed(chosen), reversed(seconds)):
+            firsts.insert(n + 1, second)
+        return [record for record in firsts if record]
 
-    def _ids(self, text: str) -> list[int]:
+    def think_up(self, contexts: list[list[int]], beginnings) -> list[str]:
+        """A request for each context, with one of the beginnings; "" if it is of no use."""
+        starts = [self.ids(self.chance.choice(beginnings)) for _ in contexts]
+        prompts = [context + start for context, start in zip(contexts, starts)]
+        texts = []
+        for start, said in zip(starts, self.say(prompts, 128, 1.0)):
+            text = self.text(start + said[:-1])
+            ended = bool(said) and said[-1] in self.ends
+            texts.append(text if ended and 4 <= len(text.split()) <= 100 else "")
+        return texts
+
+    def answer(self, contexts, texts, heats, most: list[int]) -> list[dict | None]:
+        """A record of the answer to each text; None without a text, or an answer of use.
+
+        Args: contexts: what comes before each text. heats: temperatures. most: tokens to keep.
+        """
+        records = [None] * len(texts)
+        for heat in (0.0, 0.8):
+            rows = [n for n, text in enumerate(texts) if text and heats[n] == heat]
+            prompts = [contexts[n] + self.ids(texts[n]) + self.closing for n in rows]
+            for n, prompt, said in zip(rows, prompts, self.say(prompts, MOST, heat)):
+                said = said[: most[n]]
+                grams = [tuple(said[i : i + 4]) for i in range(len(said) - 3)]
+                loops = heat > 0 and len(set(grams)) < 0.3 * len(grams)
+                if len(said) >= 2 and not loops:
+                    records[n] = {
+                        "prompt": texts[n],
+                        "response": self.text(said),
+                        "temperature": heat,
+                        "finished": said[-1] in self.ends,
+                        "prompt_ids": prompt,
+                        "response_ids": said,
+                    }
+        return records
+
+    def say(self, prompts: list[list[int]], most: int, temperature: float) -> list[list[int]]:
+        """What the target says to prompts, all at once; temperature 0 is greedy.
+
+        It ends with an end token, after `most` tokens, or where the context does.
+        """
+        width = max(map(len, prompts), default=0)
+        config = self.target.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None) or 2**31
+        most = min(most, limit - width)
+        if not prompts or most < 1:
+            return [[] for _ in prompts]
+        # Prompts end in the same column; the padding before them is masked.
+        fed = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])  # (B, T)
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+        how = {"do_sample": False}
+        if temperature:
+            how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        whole = self.target.generate(
+            fed.to(self.target.device),
+            attention_mask=mask.to(self.target.device),
+            max_new_tokens=most,
+            pad_token_id=0,
+            **how,
+        )  # (B, T + n)
+        answers = []
+        for said in whole[:, width:].tolist():  # what follows an end token is padding
+            length = next((n + 1 for n, token in enumerate(said) if token in self.ends), most)
+            answers.append(said[:length])
+        return answers
+
+    def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _text(self, ids: list[int]) -> str:
+    def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
 
-def _around_requests(tokenizer, second: bool) -> tuple[list[int], list[int], list[int]]:
-    """What the chat template puts before a request, between an answer and the next, and after."""
-    if not tokenizer.chat_template:
-        raise common.Mistake(
-            "this target's tokenizer has no chat template; self-distilled data needs a chat model"
-        )
-    marks = ["USER-WORDS", "MODEL-WORDS", "MORE-WORDS"]
-    pieces = _split_at(tokenizer, marks[:1])
-    if pieces is None:
-        raise common.Mistake(
-            "the chat template does not hold the user's words exactly once, so none can be sampled"
-        )
-    opening, closing = pieces
-    if not second:
-        return opening, [], closing
-    longer = _split_at(tokenizer, marks)
-    if longer is None or [longer[0], longer[1], longer[3]] != [opening, closing, closing]:
-        raise common.Mistake("the chat template rewrites earlier turns; leave out --second-turns")
-    return opening, longer[2], closing
-
-
-def _split_at(tokenizer, marks: list[str]) -> list[list[int]] | None:
-    """Ids of what the template puts around the texts of a conversation; None if it changes them."""
-    chat = data.chat(marks)
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    pieces = []
-    for mark in marks:
-        if text.count(mark) != 1:
-            return None
-        before, _, text = text.partition(mark)
-        pieces.append(before)
-    pieces.append(text)
-    return [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
-
-
 def whole_lines(path: str) -> list[dict]:
-    """The records of `path`, which is cut after its last complete line; none if it is missing.
-
-    Raises: Mistake: something else is in the file, which is left as it is.
-    """
-    if path.endswith(".gz") or Path(path).is_dir() or not Path(path).resolve().parent.is_dir():
-        raise common.Mistake(
-            f"cannot append to {path}; give --out a plain .jsonl file in a folder that exists"
-        )
+    """The records of `path`, which is cut after its last complete line; none if it is missing."""
+    if path.endswith(".gz"):
+        raise common.Mistake(f"cannot append to {path}; give --out a plain .jsonl file")
     if not Path(path).is_file():
         return []
     text = Path(path).read_bytes()
-    end = text.rfind(b"\n") + 1
-    whole, half = text[:end], text[end:]
+    whole = text[: text.rfind(b"\n") + 1]
+    half = text[len(whole) :]
+    start = b'{"prompt": "'
     try:
         records = [json.loads(line) for line in whole.splitlines()]
         ours = all(isinstance(record["prompt"], str) for record in records)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         ours = False
-    start = b'{"prompt": "'
     if not ours or half[: len(start)] != start[: len(half)]:
-        raise common.Mistake(
-            f"{path} holds something else than our conversations; give another --out"
-        )
-    if half:
-        with open(path, "r+b") as file:
-            file.truncate(len(whole))
+        raise common.Mistake(f"{path} holds something else than conversations; give another --out")
+    os.truncate(path, len(whole))
     return records

@@ -270,8 +270,9 @@ def test_layers_that_cache_nothing_ordinary_are_a_mistake():
     )
     gemma = transformers.Gemma3nForCausalLM(shared).double().eval()
     with pytest.raises(common.Mistake, match="target layer 3 caches no keys"):
-        make_drafter(gemma)
-    assert make_drafter(gemma, kv_layer=1).kv_layers == [1]
+        common.target_features(gemma, torch.tensor([[1, 2]]), [3])
+    with pytest.raises(common.Mistake, match="do not follow from its last hidden states"):
+        make_drafter(gemma, kv_layer=1)  # its hidden states have four axes
 
     deepseek = family(
         "DeepseekV3",

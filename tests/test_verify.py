@@ -26,6 +26,7 @@ from transformers import DynamicCache, LogitsProcessorList, RepetitionPenaltyLog
 import common
 import falcon
 import glide
+from support.rivals.lookup import Lookup
 
 FAMILIES = {
     "Llama": {},
@@ -464,7 +465,7 @@ def copied_draft():
     """Two tokens drawn from Q and, below or beside them, the copy 4 1 2."""
     drafted = torch.multinomial(Q, 2, replacement=True).tolist()
     draft = draft_of(drafted, [-1, 0], torch.stack([Q, Q]))
-    return common.Lookup(6).merge(draft, PROMPT, 3)
+    return Lookup(6).merge(draft, PROMPT, 3)
 
 
 DRAFTS = {  # kind: what makes a draft
@@ -568,7 +569,7 @@ def test_copies_are_found_as_by_a_search():
     for _ in range(200):
         text = random_text(chance)
         most = chance.randint(0, 9)
-        lookup = common.Lookup(most)
+        lookup = Lookup(most)
         for end in range(1, len(text) + 1, chance.randint(1, 5)):
             expected = found_by_search(text[:end], most) if most else []
             assert lookup.find(torch.tensor([text[:end]])) == expected, (text[:end], most)
@@ -583,7 +584,7 @@ def test_copies_by_hand():
         (5, [7, 8, 9, 7, 8, 9, 7], [8, 9, 7, 8, 9]),
         (0, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4], []),
     ):
-        assert common.Lookup(most).find(torch.tensor([text])) == copy
+        assert Lookup(most).find(torch.tensor([text])) == copy
 
 
 def test_a_merged_tree_holds_the_drafts_paths_and_the_copys():
@@ -598,7 +599,7 @@ def test_a_merged_tree_holds_the_drafts_paths_and_the_copys():
         if nodes % 2:
             draft.probs = torch.rand(nodes, 9)
             draft.q = torch.rand(nodes)
-        merged = common.Lookup(6).merge(draft, torch.tensor([text]), room)
+        merged = Lookup(6).merge(draft, torch.tensor([text]), room)
         copy = found_by_search(text, 6)[:room]
         before, after = paths(draft), paths(merged)
         assert after[:nodes] == before
@@ -607,6 +608,14 @@ def test_a_merged_tree_holds_the_drafts_paths_and_the_copys():
         assert merged.copied == len(after) - nodes
         assert merged.probs is draft.probs, "a copy was not sampled"
         assert draft.q is None or len(merged.q) == len(after)
+
+
+def test_a_copy_shares_all_that_it_begins_with():
+    """The draft is 5 6 9 and the copy 5 6 7 1, so it branches off after 6."""
+    text = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]])
+    merged = Lookup(4).merge(draft_of([5, 6, 9], [-1, 0, 1]), text, 9)
+    assert merged.tokens.tolist() == [5, 6, 9, 7, 1]
+    assert merged.parents.tolist() == [-1, 0, 1, 1, 3]
 
 
 # ------------------------------------------------------------------------------- Decoding
@@ -757,7 +766,7 @@ MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
 @pytest.mark.parametrize(
     "message, options",
     [
-        ("one sequence, without padding", {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}),
+        ("attention_mask has zeros", {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}),
         ("one sequence", {"num_return_sequences": 2, "do_sample": True}),
         ("context of 512: lower max_new_tokens", {"max_new_tokens": 508}),
         ("return_dict_in_generate .* leave it out", {"return_dict_in_generate": True}),
@@ -821,7 +830,7 @@ def make_other(name, options):
     "message, name, options",
     [
         ("no position_ids", "Mpt", MPT),
-        ("ALiBi", "Falcon", ALIBI),
+        ("alibi", "Falcon", ALIBI),
         ("other than attention", "Lfm2", CONVOLUTION),
         ("attention chunk of 16", "Llama4Text", CHUNKS),
     ],
@@ -847,7 +856,7 @@ def test_longrope_is_refused_where_an_answer_crosses_its_border():
     for prompt, new, crosses in ((27, 6, False), (27, 7, True), (33, 1, True), (34, 9, False)):
         asked = {"max_new_tokens": new, "do_sample": False}
         if crosses:
-            with refused("short longrope factors of 33"):
+            with refused("long RoPE factors of 33"):
                 decoding_of(target, ids[:, :prompt], **asked)
         else:
             decoding_of(target, ids[:, :prompt], **asked)
@@ -930,22 +939,14 @@ def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
     weights.write_bytes(saved[weights])
     for damage in (b"{", b"[]"):
         config.write_bytes(damage)
-        with refused("config.json is damaged"):
+        with refused("no drafter in .* make one"):
             load()
     other = json.loads(saved[config]) | {"num_layers": 2}
     config.write_text(json.dumps(other))
     with refused("cannot read .* as a glide drafter"):
         load()
     config.write_bytes(saved[config])
-    drafter.draft_ids[0] = 48
-    drafter.save_pretrained(tmp_path)
-    with refused("draft_ids holds values out of range"):
-        load()
-    drafter.draft_ids[0] = 0
-    drafter.norm.weight.data[0] = float("nan")
-    drafter.save_pretrained(tmp_path)
-    with refused("norm.weight holds values out of range"):
-        load()
+
 
 
 def test_a_bug_in_a_students_drafter_shows_itself(llama, tmp_path):

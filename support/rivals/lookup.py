@@ -1,7 +1,8 @@
 """Copies from the context as the only draft: prompt lookup decoding (Saxena, 2023).
 
-There is no drafter. The last tokens are looked up where they stood before, and what followed them
-there is the draft (common.Lookup).
+There is no drafter: what followed the last tokens where they occurred before is the draft. The
+same class adds copies to the drafts of any method (`copies` of common.Decoding, `+copies` in
+bench.py).
 
 Licence: Apache-2.0.
 """
@@ -9,6 +10,7 @@ Licence: Apache-2.0.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 import common
 from common import option
@@ -25,10 +27,63 @@ class Config:
 VARIANTS = {}
 
 
+class Lookup:
+    """Prompt lookup (Saxena 2023): if the last tokens occurred before, copy what followed there.
+
+    Args: most: tokens to copy per round if the last four tokens occurred before, fewer if only
+        three or two did; 0 copies nothing.
+    """
+
+    def __init__(self, most: int):
+        self.lengths = {4: most, 3: most // 2, 2: most // 3}  # {n: tokens to copy}
+        self.text: list[int] = []
+        self.follows: dict[tuple, int] = {}  # n-gram: where its last occurrence ended
+
+    def find(self, input_ids: Tensor) -> list[int]:
+        """Tokens to copy after `input_ids` (1, T), which begin with those of the last call."""
+        if not self.lengths[4]:
+            return []
+        # 1. Register the new n-grams. The text's own end is not among them yet.
+        for token in input_ids[0, len(self.text) :].tolist():
+            for n in self.lengths:
+                self.follows[tuple(self.text[-n:])] = len(self.text)
+            self.text.append(token)
+        # 2. Look up the longest n-gram first. A copy that reaches the end of the text repeats.
+        for n, length in self.lengths.items():
+            start = self.follows.get(tuple(self.text[-n:]))
+            if start is not None and length:
+                found = self.text[start : start + length]
+                return [found[i % len(found)] for i in range(length)]
+        return []
+
+    def merge(self, draft: common.Draft, input_ids: Tensor, room: int) -> common.Draft:
+        """The draft and, as deterministic nodes, the copied tokens that it does not have."""
+        found = self.find(input_ids)[:room]
+        if not found:
+            return draft
+        # Share the nodes that the draft has already.
+        child = draft.children()
+        node = -1
+        while found and (node, found[0]) in child:
+            node = child[node, found.pop(0)]
+        if not found:
+            return draft
+        # Append the others, each below the one before.
+        count = len(draft.tokens)
+        tokens = torch.cat([draft.tokens, input_ids.new_tensor(found)])
+        below = torch.arange(count - 1, count - 1 + len(found))
+        below[0] = node
+        parents = torch.cat([draft.parents, below])
+        q = None
+        if draft.q is not None:
+            q = torch.cat([draft.q, draft.q.new_full((len(found),), float("nan"))])
+        return common.Draft(tokens, parents, draft.probs, q, len(found), draft.notes)
+
+
 @torch.no_grad()
 def drafts(decoding, config: Config):
     """Yield one draft per round; the caller verifies it before it asks for the next one."""
-    lookup = common.Lookup(config.most)
+    lookup = Lookup(config.most)
     while not decoding.done:
         nothing = common.chain([], decoding.ids)
         yield lookup.merge(nothing, decoding.ids, decoding.room)

@@ -244,8 +244,8 @@ GLIDE = [
         "a position that may read nothing reads all",
     ),
     (
-        "(query > cached)[None, None]",
-        "(query >= cached)[None, None]",
+        "cross_mask = query > cached",
+        "cross_mask = query >= cached",
         "while drafting a token reads its own row of the target",
     ),
     (
@@ -336,13 +336,13 @@ FALCON = [
         "the relaxed mask is plain causal",
     ),
     (
-        "return torch.cat([mask[rows], own",
-        "return torch.cat([torch.ones_like(mask[rows]), own",
+        "return torch.cat([mask[continues], own",
+        "return torch.cat([torch.ones_like(mask[continues]), own",
         "a branch sees other branches",
     ),
     (
-        "mask = block[-rows:, None] >= block",
-        "mask = slots[-rows:, None] >= slots",
+        "mask = block[-length:, None] >= block",
+        "mask = slots[-length:, None] >= slots",
         "drafting is plain causal",
     ),
     (
