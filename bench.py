@@ -373,7 +373,8 @@ def measure(args) -> dict:
         if args.replay:
             text = prompts[0]["turns"][0]
             encoded = encode(tokenizer, [text], target.device)
-            return replay.write(args.replay, target, tokenizer, arms, text, encoded, options)
+            replay.write(args.replay, target, tokenizer, arms, text, encoded, options)
+            return {"replay": args.replay}
         compare(args, target, tokenizer, arms, prompts, options, result)
     if args.cost_curve:
         result["cost_curve"] = cost_curve(target, args.context)

@@ -667,8 +667,11 @@ class Decoding:
         self.streamer = token_streamer
         self.lookup = None
         if copies:  # no paper's idea, so not in this file
-            from support.rivals.lookup import Lookup
-
+            try:
+                from support.rivals.lookup import Lookup
+            except ImportError as error:
+                text = "copies need support/rivals/lookup.py: copy it as well"
+                raise Mistake(text) from error
             self.lookup = Lookup(copies)
         self.clock_start = time.perf_counter()
         self.phase = "prefill"  # until the first draft is ready, then "draft"

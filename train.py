@@ -66,10 +66,9 @@ def start_drafter(args, module, target, counts: Tensor, overrides: dict, state: 
     except RuntimeError as error:  # weights of other shapes
         reason = " ".join(str(error).split())[:160]
         raise common.Mistake(f"--init {args.init} does not fit the options: {reason}") from error
-    other = sorted({*missing, *surplus})
-    if other:
-        words = f"{args.init} has no weights for these options, or more: {', '.join(other)}"
-        print(f"train.py: {words}", file=sys.stderr)
+    if missing or surplus:
+        names = ", ".join(missing + surplus)
+        print(f"train.py: {args.init} lacks these weights, or has more: {names}", file=sys.stderr)
     return drafter
 
 
@@ -119,10 +118,10 @@ def backward(accelerator, model, parts: list) -> float:
     return total / weight
 
 
-def check_finite(args, step: int, **numbers: float | None) -> None:
+def check_finite(args, step: int, **numbers: float) -> None:
     """Raise a Mistake if a number is nan or infinite."""
     for name, value in numbers.items():
-        if value is not None and not math.isfinite(value):
+        if not math.isfinite(value):
             raise common.Mistake(
                 f"{name} is {value} at step {step}: train anew with a lower --lr than {args.lr} "
                 f"(what {args.out} holds stays as it is)"
@@ -176,9 +175,7 @@ def check(args) -> None:
 
 
 def launch(args) -> Accelerator:
-    """What knows the processes; also makes `args.bf16` and `args.device` definite."""
-    if args.bf16 is None:
-        args.bf16 = args.device.startswith(("cuda", "auto")) and torch.cuda.is_available()
+    """What knows the processes; `args.device` becomes that of this one."""
     accelerator = Accelerator(
         cpu=args.device == "cpu",
         device_placement=False,  # all is put where the target is
@@ -191,8 +188,6 @@ def launch(args) -> Accelerator:
             f"--batch-size {args.batch_size} must be a multiple of {count} processes x "
             f"--accumulate {args.accumulate}"
         )
-    if count > 1 and args.device == "auto":
-        raise common.Mistake("--device auto spreads one target: leave torchrun out")
     if count > 1:
         args.device = str(accelerator.device)
     return accelerator
@@ -204,7 +199,6 @@ class Run:
     def __init__(self, args, module, overrides: dict):
         self.args = args
         self.out = Path(args.out)
-        self.length = {"steps": args.steps, "minutes": args.minutes}
         self.accelerator = launch(args)
         # 1. The frozen target and the conversations.
         dtype = getattr(torch, args.dtype)
@@ -217,12 +211,11 @@ class Run:
         state, self.at = None, checkpoints.Progress()
         if args.resume:
             state, self.at = checkpoints.read(self.out, module, self.identity, overrides)
-            self.check_length(state["length"])
         counts = data.token_counts(self.sequences, common.target_shape(target)["vocab_size"])
         torch.manual_seed(args.seed)
         drafter = start_drafter(args, module, target, counts, overrides, state)
         self.drafter = drafter.to(target.device).float().train()
-        self.finished = self.at.share(self.length) >= 1
+        self.finished = self.at.share(args) >= 1
         if self.finished:
             return
         self.out.mkdir(parents=True, exist_ok=True)  # better to fail now than when all is done
@@ -230,8 +223,7 @@ class Run:
         # 3. The target's view of all sequences.
         measured = {}
         for name, part in zip(("alpha", "eval_alpha"), other):
-            own = Features(target, part, drafter.kv_layers, args.features)
-            measured[name] = own.batches(name)
+            measured[name] = Features(target, part, drafter.kv_layers, args.features).batches(name)
         self.measure = partial(measure, module, drafter, target, measured)
         self.features = Features(target, self.sequences, drafter.kv_layers, args.features)
         self.features.compute_all()
@@ -245,19 +237,6 @@ class Run:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         lengths = [len(ids) for ids, _ in self.sequences]
         self.order = data.Order(lengths, args.batch_size, args.seed)
-
-    def check_length(self, begun: dict) -> None:
-        """Raise a Mistake if steps or minutes have changed and the learning rate would jump."""
-        lengths = (begun, self.length)
-        warmup = self.args.warmup
-        constant = all(learning_rate(self.at.share(x), warmup) == 1 for x in lengths)
-        if begun != self.length and not constant:
-            given = [f"--{name} {value}" for name, value in begun.items() if value]
-            raise common.Mistake(
-                f"{self.out} is at step {self.at.step}, and a run can be made longer or shorter "
-                f"only while its learning rate is constant; resume with {' '.join(given)}, or give "
-                f"another --out with --init {self.out}"
-            )
 
     def step(self, share: float) -> None:
         """One optimizer step; `share` of the run is over."""
@@ -291,7 +270,8 @@ class Run:
         at = self.at
         row = {"step": at.step, "tokens": at.tokens, "minutes": round(at.seconds / 60, 2)}
         row |= self.measure()
-        check_finite(self.args, at.step, alpha=row["alpha"], eval_alpha=row["eval_alpha"])
+        alphas = {name: row[name] for name in ("alpha", "eval_alpha") if row[name] is not None}
+        check_finite(self.args, at.step, **alphas)
         row["loss"] = at.average and round(at.average, 4)
         at.curve.append(row)
         if self.accelerator.is_main_process and not sys.stderr.isatty():
@@ -300,11 +280,13 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint."""
-        state = {"identity": self.identity, "length": self.length}
-        state["config"] = dataclasses.asdict(self.drafter.config)
-        state["model"] = self.drafter.state_dict()
-        state["optimizer"] = self.optimizer.state_dict()
-        state["progress"] = dataclasses.asdict(self.at)
+        state = {
+            "identity": self.identity,
+            "config": dataclasses.asdict(self.drafter.config),
+            "model": self.drafter.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": dataclasses.asdict(self.at),
+        }
         checkpoints.save(self.drafter, self.out, state)
 
     def agree(self, *numbers: float) -> list[float]:
@@ -328,7 +310,7 @@ class Run:
         ):
             while True:
                 at.seconds = time.monotonic() - begin
-                share, stop = self.agree(at.share(self.length), float(bool(caught)))
+                share, stop = self.agree(at.share(args), float(bool(caught)))
                 ends = share >= 1 or stop > 0
                 known = bool(at.curve) and at.curve[-1]["step"] == at.step
                 if not known and (ends or (at.step and at.step % args.eval_every == 0)):
@@ -378,7 +360,8 @@ def parse(argv: list[str]):
     add("--out", help="checkpoint folder, or the file that --make-data appends to")
     add("--target", type=cli.target, help=cli.TARGET_HELP)
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the target")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpu = torch.cuda.is_available()
+    device = "cuda" if gpu else "cpu"
     add("--device", type=cli.device, default=device, help="of torch; auto: a target over several")
     add("--seed", type=number(int, 0), default=0, help="of everything drawn")
 
@@ -396,7 +379,7 @@ def parse(argv: list[str]):
     add("--warmup", type=share, default=0.02, help="share of the run that warms up")
     add("--clip", type=number(float, 0), default=1.0, help="largest gradient norm")
     add("--max-length", type=number(int, 2), default=512, help="tokens kept of a conversation")
-    add("--bf16", action=argparse.BooleanOptionalAction, help="autocast (default: on a GPU)")
+    add("--bf16", action=argparse.BooleanOptionalAction, default=gpu, help="autocast")
     add("--held-out", type=number(int, 0), default=32, help="last conversations, kept for alpha")
     add("--eval-every", type=number(int, 1), default=100, help="steps between measurements")
     add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
@@ -405,7 +388,6 @@ def parse(argv: list[str]):
     add("--requests", metavar="FILE", help="asked first: one a line, or FastChat's .jsonl")
     add("--second-turns", type=share, default=0.0, help="share of conversations with a second turn")
     add("--greedy", type=share, default=0.5, help="share answered greedily, the rest at T = 0.8")
-    add("--data-batch", type=number(int, 1), default=64, help="conversations at a time")
 
     module = None
     for name in cli.method_named(argv)[:1]:
@@ -424,7 +406,7 @@ def make_data(args) -> None:
     requests = data.read_requests(args.requests) if args.requests else []
     target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
     maker = talks.Maker(target, tokenizer, args.second_turns, args.greedy)
-    maker.fill(args.out, args.make_data, requests, args.data_batch, args.seed)
+    maker.fill(args.out, args.make_data, requests, args.seed)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,7 +2,7 @@
 # Make every drafter of this folder:   bash checkpoints/train.sh OUT [NAME...]
 #
 # On a CPU the conversations of the repository are the data. A drafter takes many hours on one core,
-# and the target's features 10 GB in OUT. On a GPU the target writes more data first (CONVERSATIONS,
+# and the target's features 14 GB in OUT. On a GPU the target writes more data first (CONVERSATIONS,
 # 60000 by default), and a step has 32 conversations. STEPS are those of a drafter, 24500 by default.
 #
 # Run it again after an interruption: what is done stays, what was begun goes on.
@@ -14,11 +14,11 @@ cd "$(dirname "$0")/.."
 
 if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     python train.py --make-data "${CONVERSATIONS:-60000}" --out "$out/conversations.jsonl" \
-        --second-turns 0.5 --greedy 0.7 --dtype bfloat16 --data-batch 256
+        --second-turns 0.5 --greedy 0.7 --dtype bfloat16
     options=(--data "$out/conversations.jsonl" --dtype bfloat16 --batch-size 32)
 else
     # the last 32 conversations of the last file are held out
-    options=(--data conversations/smollm2_{wide,turns,more,self,third}.jsonl.gz)
+    options=(--data conversations/smollm2_{new,wide,turns,more,self,third}.jsonl.gz)
     options+=(--features "$out/features" --dtype bfloat16 --bf16)
 fi
 

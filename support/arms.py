@@ -134,10 +134,10 @@ class Loader:
         if args.draft_model:
             model = specdecpp.load_draft_model(args.draft_model, target.dtype, target.device)
             specdecpp.DraftModel(model, target)  # checks the vocabulary
-            self.draft_model = self.packed(model)
+            self.draft_model = self.faster(model)
 
-    def packed(self, model):
-        """The model with faster layers, unless --no-pack asks for torch's own."""
+    def faster(self, model):
+        """The model with packed layers, unless --no-pack was given."""
         return packed.pack(model) if self.args.pack else model
 
     def drafter(self, name: str, folder: str | None = None):
@@ -146,7 +146,7 @@ class Loader:
         if path not in self.drafters:
             with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
                 drafter = common.load_drafter(cli.import_method(name).Drafter, path, self.target)
-            self.drafters[path] = self.packed(drafter)
+            self.drafters[path] = self.faster(drafter)
         return self.drafters[path]
 
     def arm(self, text: str) -> Arm:

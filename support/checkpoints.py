@@ -15,8 +15,9 @@ from support import cli
 from support.features import fingerprint
 
 # Options that decide the course of a run; one that is resumed must have the same.
-DECIDING = ("method", "dtype", "bf16", "seed", "batch_size", "lr", "warmup", "clip")
-DECIDING += ("max_length", "held_out")
+DECIDING = ("method", "dtype", "bf16", "seed", "steps", "minutes", "batch_size", "lr", "warmup")
+DECIDING += ("clip", "max_length", "held_out")
+PARTS = ("identity", "config", "model", "optimizer", "progress")  # of training_state.pt
 
 
 @dataclass
@@ -29,15 +30,13 @@ class Progress:
     average: float | None = None  # running mean of the loss
     curve: list[dict] = field(default_factory=list)  # a row for every measurement
 
-    def share(self, length: dict) -> float:
-        """Which part of a run is over; `length` has its steps, or its minutes."""
-        if length["steps"]:
-            return self.step / length["steps"]
-        return self.seconds / 60 / length["minutes"]
+    def share(self, args) -> float:
+        """Which part of a run of args.steps or args.minutes is over."""
+        return self.step / args.steps if args.steps else self.seconds / 60 / args.minutes
 
 
 def identity(args, target, sequences) -> dict:
-    """What decides a run, beside its length and the options of its method."""
+    """What decides a run, beside the options of its method."""
     content = hashlib.sha256()
     for ids, mask in sequences:
         content.update(f"{len(ids)} ".encode() + ids.numpy().tobytes() + mask.numpy().tobytes())
@@ -59,11 +58,9 @@ def read(out: Path, module, identity: dict, overrides: dict) -> tuple[dict, Prog
     path = out / "training_state.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+        state = {name: state[name] for name in PARTS}
         begun = state["config"] | state["identity"]
         at = Progress(**state["progress"])
-        missing = {"length", "model", "optimizer"} - state.keys()
-        if missing:
-            raise KeyError(*missing)
     except Exception as error:  # torch raises many kinds on a damaged file
         reason = str(error).strip().split("\n")[0]
         raise common.Mistake(

@@ -23,13 +23,8 @@ TARGET_HELP = f"Hugging Face id, folder or .gguf (default: {DEFAULT_TARGET})"
 # ----------------------------------------------------------------------------------- methods
 
 
-def _dotted(name: str) -> str:
-    """What Python imports for a method or rival."""
-    return f"support.rivals.{name}" if name in RIVALS else name
-
-
 def _file(name: str) -> Path:
-    return ROOT / (_dotted(name).replace(".", "/") + ".py")
+    return ROOT / ("support/rivals" if name in RIVALS else "") / f"{name}.py"
 
 
 def present() -> list[str]:
@@ -43,7 +38,7 @@ def import_method(name: str):
         raise common.Mistake(f"unknown method {name!r}: take {', '.join(present())}")
     if not _file(name).is_file():
         raise common.Mistake(f"no {name}.py here: put it at {_file(name)}")
-    return importlib.import_module(_dotted(name))
+    return importlib.import_module(f"support.rivals.{name}" if name in RIVALS else name)
 
 
 def trainable() -> list[str]:
@@ -79,43 +74,19 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        if "(default" in text or action.default is argparse.SUPPRESS or action.required:
+        if "(default" in text or str(action.default) in ("None", "False", argparse.SUPPRESS):
             return text
-        default = action.default
-        if default is None or isinstance(default, bool):
-            default = {None: "none", False: "off", True: "on"}[default]
-        return f"{text} (default: {default})".replace("%", "%%").strip()
+        return f"{text} (default: {action.default})".replace("%", "%%")
 
 
 class OneLineParser(argparse.ArgumentParser):
     """Options without abbreviations; a wrong one raises a Mistake."""
 
     def __init__(self, **options):
-        options.setdefault("formatter_class", HelpFormatter)
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def error(self, message: str):
         raise common.Mistake(f"{message}; see --help")
-
-    def parse_args(self, args=None, namespace=None):
-        """As in argparse, but an option of another method is reported with its owners."""
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            flags = [word for word in unknown if word.startswith("-")] or unknown
-            words = [flag + _owners(flag) for flag in flags]
-            self.error(f"unrecognized arguments: {' '.join(words)}")
-        return parsed
-
-
-def _owners(flag: str) -> str:
-    """Which methods have an option of this name, in parentheses; "" if none has."""
-    name = flag.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
-    owners = []
-    for method in present():
-        fields = {option.name for option in dataclasses.fields(import_method(method).Config)}
-        if name in fields - {"target"}:
-            owners.append(method)
-    return f" (an option of {', '.join(owners)})" if owners else ""
 
 
 def number(kind: type, low: float, high: float = LARGEST):
@@ -154,20 +125,17 @@ def target(name: str) -> str | None:
 def json_like(default: list):
     """A reader for `type=`: JSON whose types are those of `default`."""
 
-    def fits(value, default) -> bool:
-        if isinstance(default, list):
-            items = value if default else []
-            return isinstance(value, list) and all(fits(item, default[0]) for item in items)
-        if isinstance(value, bool):
-            return False
-        return isinstance(value, int) or type(value) is type(default) is float
+    def alike(value, default) -> bool:
+        if not isinstance(default, list):
+            return type(value) in (type(default), int)
+        return isinstance(value, list) and all(alike(item, default[0]) for item in value)
 
     def read(text: str):
         try:
             value = json.loads(text)
-        except (ValueError, RecursionError):
+        except ValueError:
             value = None
-        if not fits(value, default):
+        if not alike(value, default):
             raise argparse.ArgumentTypeError(f"give JSON like {json.dumps(default)}")
         return value
 

@@ -64,58 +64,40 @@ def curves(paths: list[str], folder: Path) -> list[Path]:
     """
     if not paths:
         raise common.Mistake("name the curves to draw after the folder")
-    drawn = {}
-    for path in map(Path, paths):
-        try:
-            rows = json.loads(path.read_text())
-            tokens = [row["tokens"] / 1e6 for row in rows]
-            points = {"": (tokens, [row["alpha"] for row in rows])}
-            if rows[-1].get("eval_alpha") is not None:
-                points[", prompts"] = (tokens, [row["eval_alpha"] for row in rows])
-        except (OSError, ValueError, TypeError, KeyError, IndexError):
-            raise common.Mistake(f"{path} is not a training curve of train.py") from None
-        name = path.parent.name if path.stem == "curve" else path.stem
-        drawn[name] = points
     folder.mkdir(parents=True, exist_ok=True)
     file, x, y = folder / "curves.svg", "million token-steps", "alpha"
     with picture(file, 8, "Acceptance rate while training", x, y) as axes:
-        for (name, points), colour in zip(drawn.items(), itertools.cycle(COLOURS)):
-            for kind, line in points.items():
-                dashes = "--" if kind else "-"
-                axes.plot(*line, dashes, label=name + kind, color=colour, marker=".", markersize=5)
+        for path, colour in zip(map(Path, paths), itertools.cycle(COLOURS)):
+            name = path.parent.name if path.stem == "curve" else path.stem
+            style = {"color": colour, "marker": ".", "markersize": 5}
+            try:
+                rows = json.loads(path.read_text())
+                tokens = [row["tokens"] / 1e6 for row in rows]
+                axes.plot(tokens, [row["alpha"] for row in rows], "-", label=name, **style)
+                if rows[-1].get("eval_alpha") is not None:
+                    prompts = [row["eval_alpha"] for row in rows]
+                    axes.plot(tokens, prompts, "--", label=f"{name}, prompts", **style)
+            except (ValueError, TypeError, KeyError, IndexError):
+                raise common.Mistake(f"{path} is not a training curve of train.py") from None
         axes.set_ylim(bottom=0)
     return [file]
 
 
-def arm_pictures(arms: dict[str, dict], folder: Path) -> list[Path]:
-    """Speedups with their intervals, where a round's time goes, acceptance by draft position."""
-    names = list(arms)[::-1]  # bars are stacked from below
-    files = [folder / f"{name}.svg" for name in ("speedup", "time", "acceptance")]
-    title = "Speedup over plain decoding"
-    with picture(files[0], len(arms), title, "ratio of tokens/s, 95% interval", "") as axes:
-        values = [arms[name]["speedup"] for name in names]
-        bounds = [arms[name]["speedup_ci"] or [arms[name]["speedup"]] * 2 for name in names]
-        below = [max(0, value - low) for value, (low, _) in zip(values, bounds)]
-        above = [max(0, high - value) for value, (_, high) in zip(values, bounds)]
-        error = {"ecolor": GREY, "capsize": 3}
-        bars = axes.barh(names, values, xerr=[below, above], error_kw=error, height=0.7)
-        axes.bar_label(bars, fmt="%.2f", label_type="center", color="white")
+def speedup_picture(arms: dict[str, dict], folder: Path) -> list[Path]:
+    """Speedups with their intervals."""
+    title, x = "Speedup over plain decoding", "ratio of tokens/s, 95% interval"
+    with picture(folder / "speedup.svg", len(arms), title, x, "") as axes:
+        for name, arm in reversed(arms.items()):  # bars are stacked from below
+            value = arm["speedup"]
+            low, high = arm["speedup_ci"] or (value, value)
+            error = {"ecolor": GREY, "capsize": 3}
+            interval = [[max(0, value - low)], [max(0, high - value)]]
+            bar = axes.barh(
+                name, value, xerr=interval, error_kw=error, height=0.7, color=COLOURS[0]
+            )
+            axes.bar_label(bar, fmt="%.2f", label_type="center", color="white")
         axes.axvline(1, color=GREY, linewidth=1)
-    title = "Where a round's time goes"
-    with picture(files[1], len(arms) + 1, title, "milliseconds a round", "") as axes:
-        left = [0.0] * len(names)
-        for part in ("draft", "verify", "other"):
-            widths = [arms[name][f"{part}_ms"] or 0.0 for name in names]
-            axes.barh(names, widths, left=left, label=part, height=0.7)
-            left = [a + b for a, b in zip(left, widths)]
-    title = "Acceptance by draft position"
-    with picture(files[2], 8, title, "draft position", "share of rounds") as axes:
-        for name, a in arms.items():
-            if rates := a["acceptance_by_position"]:
-                axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, label=name)
-        axes.set_ylim(0, 1)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    return files
+    return [folder / "speedup.svg"]
 
 
 def cost_picture(curve: dict, folder: Path) -> list[Path]:
@@ -143,14 +125,14 @@ def sweep_picture(sweep: dict, folder: Path) -> list[Path]:
 def plot(results: list[dict], folder: Path) -> list[Path]:
     """Draw what the results of bench.py hold into `folder`; returns the files.
 
-    Speedups, acceptance and a round's time of all arms; the first cost curve and sweep there is.
+    Speedups of all arms; the first cost curve and the first sweep.
     """
     folder.mkdir(parents=True, exist_ok=True)
     arms: dict[str, dict] = {}
     for number, result in enumerate(results, 1):
         for name, a in (result.get("arms") or {}).items():
             arms[f"{name} [{number}]" if len(results) > 1 else name] = a
-    drawn = arm_pictures(arms, folder) if arms else []
+    drawn = speedup_picture(arms, folder) if arms else []
     for key, draw in (("cost_curve", cost_picture), ("sweep", sweep_picture)):
         found = [result[key] for result in results if result.get(key)]
         if found:

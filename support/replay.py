@@ -60,34 +60,30 @@ def record(decoding: common.Decoding, drafts) -> list[dict]:
         told["room"] = room
         told["seconds"] = {name: after[name] - before.get(name, 0.0) for name in after}
         rounds.append(told)
-        decoding.since = time.perf_counter()
+        decoding.clock_start = time.perf_counter()
     return rounds
 
 
 def describe(draft: common.Draft, verified: common.Verified) -> dict:
     """What a draft was and what became of it.
 
-    Returns: of every node its `tokens`, `parents`, `kinds` and `q`; of the round its `path`, what
-        was `committed` and the `notes` of the method.
+    Returns: of every node its `tokens`, `parents`, `kinds` ("draft", CAPE's "extra", or a "copy"
+        from the context) and `q`; of the round its `path`, what was `committed` and the `notes` of
+        the method.
     """
     count = len(draft.tokens)
-    q = [None] * count if draft.q is None else draft.q.tolist()
+    own = count - draft.copied
+    drafted = own if draft.probs is None else len(draft.probs)  # a tree has no probs, nor extras
+    kinds = ["draft"] * drafted + ["extra"] * (own - drafted) + ["copy"] * draft.copied
     return {
         "tokens": draft.tokens.tolist(),
         "parents": draft.parents.tolist(),
-        "kinds": node_kinds(draft),
-        "q": q,
+        "kinds": kinds,
+        "q": [None] * count if draft.q is None else draft.q.tolist(),
         "path": list(verified.path),
         "committed": verified.tokens[0].tolist(),
         "notes": plain_notes(draft.notes),
     }
-
-
-def node_kinds(draft: common.Draft) -> list[str]:
-    """Where each node is from: "draft", CAPE's "extra", or a "copy" from the context."""
-    count = len(draft.tokens) - draft.copied
-    drafted = count if draft.probs is None else len(draft.probs)
-    return ["draft"] * drafted + ["extra"] * (count - drafted) + ["copy"] * draft.copied
 
 
 def target_probs(ids: Tensor, draft: common.Draft, logits: Tensor, processor) -> list[float]:
@@ -216,46 +212,41 @@ def page(methods: list[dict], tokenizer, prompt_ids: list[int], about: dict) -> 
     return re.sub("|".join(parts), lambda mark: parts[mark[0]], template)
 
 
-def write(path: str, target, tokenizer, arms: list, text: str, encoded: dict, options: dict) -> dict:
+def write(
+    path: str, target, tokenizer, arms: list, text: str, encoded: dict, options: dict
+) -> None:
     """Answer one prompt with every arm that is a method, and write the page.
 
     Args:
-        arms: of support/arms.py; those without a module are left out.
+        arms: of support/arms.py.
         text: the prompt as the user wrote it.
         encoded: input_ids (1, T) and attention_mask of the prompt.
         options: of `target.generate`, among them max_new_tokens.
-    Returns:
-        {"replay": path, "arms": {name: {"tokens", "rounds", "tau"}}}
     """
-    arms = [arm for arm in arms if arm.module is not None]
-
     # 1. Decode without a method and with each. A few tokens before that are warm-up.
     short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
     for given in (short, options):
         decoding = opened(target, encoded, given)
         plain_rounds = record(decoding, arms_of.plain_drafts(decoding))
     methods = []
-    counts = {}
     for arm in arms:
+        if arm.module is None:  # transformers decodes
+            continue
         play(arm, target, encoded, short)
         told = play(arm, target, encoded, options)
         methods.append(told)
         tokens = sum(each["kept"] for each in told["rounds"])
-        rounds = len(told["rounds"])
-        tau = round(tokens / rounds, 4)
-        counts[arm.name] = {"tokens": tokens, "rounds": rounds, "tau": tau}
-        print(f"{arm.name}: {tokens} tokens in {rounds} rounds, {tau:.2f} each")
+        print(f"{arm.name}: {tokens} tokens in {len(told['rounds'])} rounds")
 
     # 2. Write the page, whole or not at all.
     seconds = [sum(told["seconds"].values()) for told in plain_rounds]
     about = {
         "prompt": text,
-        "target": Path(str(target.config._name_or_path)).name or type(target).__name__,
+        "target": Path(target.config.name_or_path).name,
         "device": target.device.type,
         "sampled": bool(options.get("do_sample")),
         "plain": list(itertools.accumulate(seconds)),
     }
     whole = page(methods, tokenizer, encoded["input_ids"][0].tolist(), about)
-    report.write_whole(whole, path)
+    report.write_whole(whole, Path(path))
     print(f"{path}: {len(whole) // 1024} KB, open it in a browser")
-    return {"replay": str(path), "arms": counts}

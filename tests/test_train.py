@@ -4,7 +4,6 @@ import json
 import math
 import multiprocessing
 import os
-import pickle
 import resource
 import signal
 import socket
@@ -22,7 +21,7 @@ from safetensors.torch import load_file
 import common
 import glide
 import train
-from support import checkpoints, cli, data, pictures
+from support import cli, data, pictures
 from support.features import Features, check_target, fingerprint
 
 TRAINED = ["glide", "specdecpp", "falcon", "ctc_drafter", "medusa"]
@@ -141,14 +140,6 @@ def test_a_run_is_that_of_a_plain_loop(folder, tmp_path, monkeypatch):
         torch.testing.assert_close(weights(tmp_path / "out")[name], value, atol=1e-6, rtol=1e-6)
 
 
-def test_the_schedule_rises_stays_and_falls_to_zero():
-    rate = [train.learning_rate(step / 1000, 0.02) for step in range(1001)]
-    assert 0 < rate[0] < 0.1 and rate[9] == pytest.approx(0.5)
-    assert set(rate[20:800]) == {1.0}
-    assert rate[900] == pytest.approx(0.5) and rate[1000] == 0
-    assert train.learning_rate(0.0, 0.0) == 1 and train.learning_rate(1.5, 0.02) == 0
-
-
 def loss_and_gradient(out):
     """The mean loss of a run, and the optimizer's running mean of its gradients, as one vector.
 
@@ -166,7 +157,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("method", TRAINED)
-def test_parts_of_a_step_change_nothing(folder, tmp_path, method):
+def test_parts_of_a_step_change_nothing_and_chance_is_the_seed_s(folder, tmp_path, method):
     """Of sequences with unequal lengths, whose losses have unequal weights."""
     generator = torch.Generator().manual_seed(3)
     with open(tmp_path / "data.jsonl", "w") as file:
@@ -174,15 +165,19 @@ def test_parts_of_a_step_change_nothing(folder, tmp_path, method):
             ids = torch.randint(5, 48, (12 + 3 * index,), generator=generator).tolist()
             file.write(json.dumps({"prompt_ids": ids[:3], "response_ids": ids[3:]}) + "\n")
     argv = f"--method {method} --target {folder} --data {tmp_path}/data.jsonl --device cpu"
-    argv += " --steps 3 --held-out 2 --draft-vocab 32 --clip 1000 --out"
-    found = []
-    for parts in (1, 2, 4):
-        out = tmp_path / str(parts)
-        own = ["--layers", "[1]"] if method == "specdecpp" else []
-        train.main([*argv.split(), str(out), "--accumulate", str(parts), *own])
-        found.append(loss_and_gradient(out))
-    for other in found[1:]:
-        assert_same(other, found[0])
+    argv += " --steps 3 --held-out 2 --draft-vocab 32 --clip 1000"
+    argv += " --layers [1]" if method == "specdecpp" else ""
+    found, files = {}, {}
+    for more in ("", "--accumulate 2", "--accumulate 4", "--seed 0", "--seed 1"):
+        out = tmp_path / more
+        train.main([*argv.split(), *more.split(), "--out", str(out / "drafter")])
+        found[more] = loss_and_gradient(out / "drafter")
+        files[more] = (out / "drafter" / "model.safetensors").read_bytes()
+    assert_same(found["--accumulate 2"], found[""])
+    assert_same(found["--accumulate 4"], found[""])
+    assert files["--seed 0"] == files[""] != files["--seed 1"]
+    target, _ = common.load_target(str(folder))
+    common.load_drafter(cli.import_method(method).Drafter, out / "drafter", target)
 
 
 def test_two_processes_have_the_loss_of_one(folder, tmp_path):
@@ -206,8 +201,7 @@ def test_two_processes_have_the_loss_of_one(folder, tmp_path):
     assert_same(loss_and_gradient(tmp_path / "two"), loss_and_gradient(tmp_path / "one"))
 
 
-@pytest.mark.parametrize("more, half", [([], False), (["--bf16"], True), (["--no-bf16"], False)])
-def test_half_precision_is_asked_for(folder, tmp_path, monkeypatch, more, half):
+def test_half_precision_is_asked_for(folder, tmp_path, monkeypatch):
     seen = []
     loss = glide.loss
 
@@ -216,24 +210,32 @@ def test_half_precision_is_asked_for(folder, tmp_path, monkeypatch, more, half):
         return loss(*given)
 
     monkeypatch.setattr(glide, "loss", noted)
-    train.main(options(folder, tmp_path / "out", "--steps", 1, *more))
-    assert seen == [half]
+    for name in ("no-bf16", "bf16"):
+        train.main(options(folder, tmp_path / name, "--steps", 1, f"--{name}"))
+        reset_accelerate()
+    assert seen == [False, True]
 
 
-def test_training_lowers_the_loss_and_never_overwrites_a_drafter(folder, tmp_path, capsys):
+def test_training_lowers_the_loss_and_a_finished_drafter_is_never_overwritten(
+    folder, tmp_path, capsys
+):
     out = tmp_path / "out"
-    train.main(options(folder, out, "--steps", 18, "--lr", "1e-2"))
+    argv = options(folder, out, "--steps", 18, "--lr", "1e-2")
+    train.main(argv)
     first, *_, last = curve_of(out)
-    assert last["step"] == 18
+    assert [row["step"] for row in curve_of(out)] == [4, 8, 12, 16, 18]
     assert last["loss"] < first["loss"] and last["alpha"] > first["alpha"]
-    assert last["eval_alpha"] is None
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said == {"method": "glide", "out": str(out), "interrupted": False} | last
+    said = capsys.readouterr().out.splitlines()[-1]
+    told = {"method": "glide", "out": str(out), "interrupted": False}
+    assert json.loads(said) == told | last
     assert load_file(out / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
-    target, _ = common.load_target(str(folder))
-    common.load_drafter(glide.Drafter, out, target)
+    before = {path: path.read_bytes() for path in out.iterdir()}
     with pytest.raises(common.Mistake, match="already holds a drafter"):
-        train.main(options(folder, out, "--steps", 18))
+        train.main(argv)
+    train.main([*argv, "--resume"])
+    again = capsys.readouterr()
+    assert "is finished" in again.err and again.out.splitlines()[-1] == said
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 
 # -------------------------------------------------------------------------- what is measured
@@ -284,12 +286,10 @@ def test_eval_alpha_is_that_of_a_file(folder, tmp_path, monkeypatch):
 
 def test_the_default_target_is_measured_on_its_answers(folder, tmp_path, monkeypatch):
     (tmp_path / "conversations").mkdir()
-    answers = tmp_path / "conversations" / "answers.jsonl.gz"
-    answers.write_bytes(b"damaged")
+    (tmp_path / "conversations" / "answers.jsonl.gz").write_bytes(b"damaged")
     target, tokenizer = common.load_target(str(folder))
     args, _ = train.parse(options(folder, tmp_path / "out", "--steps", 1))
     monkeypatch.setattr(cli, "ROOT", tmp_path)
-    assert train.read_data(args, target, tokenizer)[2] == []
     args.target = None
     with pytest.raises(common.Mistake, match="answers.jsonl.gz is damaged"):
         train.read_data(args, target, tokenizer)
@@ -310,33 +310,6 @@ def test_an_acceptance_rate_is_a_mean_over_positions():
     row = train.measure(Method, drafter, None, {"alpha": [1, 9], "eval_alpha": []})
     assert row == {"alpha": 0.2, "eval_alpha": None, "auc": 0.1235, "count": 2}
     assert drafter.training
-
-
-def test_draft_tokens_are_those_of_answers_not_of_prompts(folder, tmp_path):
-    """Token 5 fills all prompts and stands in no answer; it cannot be drafted."""
-    generator = torch.Generator().manual_seed(2)
-    with open(tmp_path / "data.jsonl", "w") as file:
-        for _ in range(12):
-            answer = (6 + torch.randperm(32, generator=generator)).tolist()
-            file.write(json.dumps({"prompt_ids": [5] * 30, "response_ids": answer}) + "\n")
-    more = ["--steps", 1, "--data", tmp_path / "data.jsonl"]
-    train.main(options(folder, tmp_path / "out", *more))
-    assert weights(tmp_path / "out")["draft_ids"].tolist() == list(range(6, 38))
-
-
-def test_measurements_and_checkpoints_come_each_in_its_own_steps(folder, tmp_path, monkeypatch):
-    saved = []
-    save = checkpoints.save
-
-    def noted(drafter, out, state):
-        saved.append(state["progress"]["step"])
-        save(drafter, out, state)
-
-    monkeypatch.setattr(checkpoints, "save", noted)
-    more = ["--steps", 7, "--eval-every", 2, "--save-every", 3]
-    train.main(options(folder, tmp_path / "out", *more))
-    assert saved == [3, 6, 7]
-    assert [row["step"] for row in curve_of(tmp_path / "out")] == [2, 4, 6, 7]
 
 
 # ----------------------------------------------------------------------------------- --resume
@@ -381,8 +354,9 @@ def test_killed_between_two_renames_a_run_goes_on(folder, tmp_path, monkeypatch,
         train.main(argv)
     monkeypatch.undo()
     assert common.load_drafter(glide.Drafter, tmp_path / "out", common.load_target(str(folder))[0])
-    train.main([*argv, "--resume"])
+    train.main([*argv, "--resume", "--gamma", "3", "--accumulate", "2"])  # these may change
     assert curve_of(tmp_path / "out")[-1]["step"] == 3
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["gamma"] == 3
     assert not list((tmp_path / "out").glob(".part*"))
 
 
@@ -397,52 +371,18 @@ def test_an_interrupt_saves_and_exits_cleanly(folder, tmp_path):
     assert last["interrupted"] is True and last["step"] >= 4
 
 
-@pytest.mark.parametrize("problem", [None, common.Mistake("full"), RuntimeError("a bug")])
-def test_ctrl_c_means_what_it_did_before_once_training_is_over(
-    folder, tmp_path, monkeypatch, problem
-):
-    def save(*_):
-        if problem:
-            raise problem
-
-    monkeypatch.setattr(checkpoints, "save", save)
-    before = signal.getsignal(signal.SIGINT)
-    argv = options(folder, tmp_path / "out", "--steps", 1)
-    if problem:
-        with pytest.raises(type(problem)):
-            train.main(argv)
-    else:
-        train.main(argv)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_a_finished_run_says_so(folder, tmp_path, capsys):
-    argv = options(folder, tmp_path / "out", "--steps", 3)
-    train.main(argv)
-    first = capsys.readouterr().out
-    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    train.main([*argv, "--resume"])
-    again = capsys.readouterr()
-    assert "is finished" in again.err
-    assert again.out.splitlines()[-1] == first.splitlines()[-1]
-    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-
-
 @pytest.mark.parametrize(
-    "more, said",
+    "words, said",
     [
-        (["--seed", 1], "--seed 0, which is now 1"),
-        (["--batch-size", 2], "--batch-size 4, which is now 2"),
-        (["--lr", 1e-4], "--lr 0.002, which is now 0.0001"),
-        (["--max-length", 15], "--max-length 512, which is now 15"),
-        (["--data", "{other}"], "--data of content"),
-        (["--block-size", 3], "--block-size 5, which is now 3"),
-        (["--intermediate-size", 8], "--intermediate-size 16, which is now 8"),
-        (["--target", "{tmp}/target"], "--target of content"),
-        (["--steps", 5], "resume with --steps 4"),
+        ("--seed 1", "--seed 0, which is now 1"),
+        ("--steps 5", "--steps 4, which is now 5"),
+        ("--lr 1e-4", "--lr 0.002, which is now 0.0001"),
+        ("--data {tmp}/other", "--data of content"),
+        ("--target {tmp}/target", "--target of content"),
+        ("--block-size 3", "--block-size 5, which is now 3"),
     ],
 )
-def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, more, said):
+def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, words, said):
     train.main(options(folder, tmp_path / "out", "--steps", 4))
     lines = (folder / "data.jsonl").read_text().splitlines()
     (tmp_path / "other").write_text("\n".join(lines[1:]) + "\n")
@@ -450,31 +390,10 @@ def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, more, said):
     target.model.norm.weight[0] += 1
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
-    more = [str(word).format(other=tmp_path / "other", tmp=tmp_path) for word in more]
+    more = words.format(tmp=tmp_path).split()
     with pytest.raises(common.Mistake) as caught:
         train.main(options(folder, tmp_path / "out", "--steps", 4, *more, "--resume"))
-    assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_while_its_rate_is_constant_a_run_can_be_made_longer(folder, tmp_path, monkeypatch):
-    """Interrupted in its middle; it then is the longer run. Settings of decoding may change."""
-    step = train.Run.step
-
-    def interrupted(self, share):
-        step(self, share)
-        if self.at.step == 8:
-            signal.raise_signal(signal.SIGINT)
-
-    train.main(options(folder, tmp_path / "long", "--steps", 14))
-    monkeypatch.setattr(train.Run, "step", interrupted)
-    train.main(options(folder, tmp_path / "cut", "--steps", 12))
-    monkeypatch.undo()
-    more = ["--accumulate", 2, "--gamma", 3, "--resume"]
-    train.main(options(folder, tmp_path / "cut", "--steps", 14, *more))
-    assert json.loads((tmp_path / "cut" / "config.json").read_text())["gamma"] == 3
-    long, cut = weights(tmp_path / "long"), weights(tmp_path / "cut")
-    for name in long:
-        torch.testing.assert_close(cut[name], long[name], atol=1e-5, rtol=1e-5)
+    assert said in str(caught.value)
 
 
 def test_minutes_count_over_all_sittings(folder, tmp_path, monkeypatch):
@@ -514,8 +433,10 @@ def test_a_loss_that_is_no_number_ends_the_run(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(glide, "loss", diverging)
     argv = options(folder, tmp_path / "out", "--steps", 8)
+    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(common.Mistake, match="loss is nan at step 5"):
         train.main(argv)
+    assert signal.getsignal(signal.SIGINT) is before  # Ctrl-C means what it did
     assert all(x.isfinite().all() for x in weights(tmp_path / "out").values())
     assert torch.load(tmp_path / "out" / "training_state.pt")["progress"]["step"] == 4
     train.main([*argv, "--resume"])
@@ -532,11 +453,10 @@ def test_init_starts_from_a_drafter_and_says_what_it_lacks(folder, tmp_path, cap
     capsys.readouterr()
     init = ["--init", tmp_path / "one"]
     train.main(options(folder, tmp_path / "same", *more, *init))
-    assert "has no weights" not in capsys.readouterr().err
+    assert "lacks" not in capsys.readouterr().err
     train.main(options(folder, tmp_path / "two", *more, *init, "--num-layers", 2))
-    assert f"{tmp_path}/one has no weights for these options, or more: layers.1." in (
-        capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/one lacks these weights, or has more: layers.1." in said
     new, two = (load_file(tmp_path / name / "model.safetensors") for name in ("new", "two"))
     copied = [name for name in new if name.startswith("layers.1.self_attn.")]
     assert copied
@@ -550,14 +470,15 @@ def test_init_starts_from_a_drafter_and_says_what_it_lacks(folder, tmp_path, cap
 
 
 def test_stored_features_are_those_of_the_target(folder, tmp_path):
-    """Forty sequences of unequal length, in two files, in any order; other layers are added."""
+    """Forty sequences of unequal length, in two files, in any order."""
     target, _ = common.load_target(str(folder), dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(4)
     sequences = []
     for length in torch.randint(2, 30, (40,), generator=generator).tolist():
         ids = torch.randint(5, 48, (length,), generator=generator)
         sequences.append((ids, torch.ones(length, dtype=torch.bool)))
-    for layers in ([1], [0, 1], [1]):
+
+    def check(layers):
         stored = Features(target, sequences, layers, str(tmp_path))
         stored.compute_all()
         for indices in ([39, 3], [17], [0, 21, 5]):
@@ -570,45 +491,31 @@ def test_stored_features_are_those_of_the_target(folder, tmp_path):
                 for a, b in zip(ours.kv[layer], fresh.kv[layer]):
                     a, b = a.transpose(1, 2)[real], b.transpose(1, 2)[real]
                     torch.testing.assert_close(a, b, atol=0.05, rtol=0.05)
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+
+    for layers in ([1], [0, 1], [1]):
+        check(layers)
+    files = list(tmp_path.rglob("*.safetensors"))
+    assert len(files) == 2
+    for file in files:
+        file.write_bytes(file.read_bytes()[:100])  # damaged
+    check([1])
+    target.model.layers[0].mlp.up_proj.weight += 0.5  # another target
+    check([1])
+    sequences.reverse()
+    check([1])
 
 
-def test_features_are_made_anew_if_damaged_or_of_another_target_or_text(folder, tmp_path):
-    target, _ = common.load_target(str(folder))
-    sequences = [(torch.arange(5, 11), torch.ones(6, dtype=torch.bool))]
-
-    def check():
-        hidden = Features(target, sequences, [], str(tmp_path)).batch([0], torch.zeros(1), 0).hidden
-        fresh, _ = common.target_features(target, sequences[0][0][None])
-        torch.testing.assert_close(hidden.float(), fresh, atol=0.05, rtol=0.05)
-
-    check()
-    target.model.layers[0].mlp.up_proj.weight += 0.5  # the head stays as it was
-    check()
-    sequences = [(torch.arange(20, 26), torch.ones(6, dtype=torch.bool))]
-    check()
-    for file in tmp_path.rglob("*.safetensors"):
-        file.write_bytes(file.read_bytes()[:100])
-    check()
-
-
-def test_any_weight_changes_the_fingerprint(folder):
+def test_the_fingerprint_changes_with_every_tensor_the_dtype_and_the_configuration(folder):
     target, _ = common.load_target(str(folder))
     again, _ = common.load_target(str(folder))
     mark = fingerprint(target)
     assert fingerprint(again) == mark
-    for name, weight in target.state_dict().items():
-        flat = weight.view(-1)
-        kept = flat[-1].item()
-        flat[-1] = kept + 1e-3
-        assert fingerprint(target) != mark, name
-        flat[-1] = kept
-        if weight.dim() == 2:  # rows in another order have the same sum
-            weight[[0, 1]] = weight[[1, 0]]
-            assert fingerprint(target) != mark, name
-            weight[[0, 1]] = weight[[1, 0]]
-    assert fingerprint(target) == mark
     assert fingerprint(again.to(torch.bfloat16)) != mark
+    for name, weight in target.state_dict().items():
+        weight += 1e-3
+        changed = fingerprint(target)
+        assert changed != mark, name
+        mark = changed
     target.config.rms_norm_eps = 1e-3
     assert fingerprint(target) != mark
 
@@ -625,35 +532,20 @@ def test_a_target_with_logits_of_its_own_is_refused(folder):
 # ------------------------------------------------------------------------------ damaged files
 
 
-class Attack:
-    """Unpickling it writes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (open, (str(self.path), "w"))
-
-
 def test_a_damaged_or_hostile_state_is_refused_and_left(folder, tmp_path):
     out = tmp_path / "out"
     train.main(options(folder, out, "--steps", 2))
     state = (out / "training_state.pt").read_bytes()
     torch.save({"model": 3}, tmp_path / "strange.pt")
-    attack = Attack(tmp_path / "hit")
-    torch.save({"model": attack}, tmp_path / "attack.pt")
-    pickle.loads(pickle.dumps(attack))  # it does work
-    (tmp_path / "hit").unlink()
-    cases = [b"", b"junk", state[: len(state) // 2], pickle.dumps(attack)]
-    cases += [(tmp_path / f"{name}.pt").read_bytes() for name in ("strange", "attack")]
+    torch.save({"model": Path("pickled")}, tmp_path / "object.pt")  # runs code when it is read
+    cases = [b"", b"junk", state[: len(state) // 2]]
+    cases += [(tmp_path / f"{name}.pt").read_bytes() for name in ("strange", "object")]
     for content in cases:
         (out / "training_state.pt").write_bytes(content)
         before = {path.name: path.read_bytes() for path in out.iterdir()}
-        with pytest.raises(common.Mistake, match="is damaged or of another version") as caught:
+        with pytest.raises(common.Mistake, match="is damaged or of another version"):
             train.main(options(folder, out, "--steps", 2, "--resume"))
-        assert "\n" not in str(caught.value)
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    assert not (tmp_path / "hit").exists()
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(folder, tmp_path):
@@ -678,7 +570,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(folder, tmp_path):
 # -------------------------------------------------------------------------------------- curves
 
 
-def test_training_curves_are_drawn(tmp_path, capsys, monkeypatch):
+def test_training_curves_are_drawn(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     rows = [{"tokens": 1000000, "alpha": 0.1}, {"tokens": 2000000, "alpha": 0.2}]
     both = [row | {"eval_alpha": row["alpha"] / 2} for row in rows]
@@ -687,29 +579,12 @@ def test_training_curves_are_drawn(tmp_path, capsys, monkeypatch):
     (tmp_path / "glide.json").write_text(json.dumps(both))
     paths = [str(tmp_path / "falcon_k3" / "curve.json"), str(tmp_path / "glide.json")]
     train.main(["--plot", str(tmp_path / "drawn"), *paths])
-    [drawn] = capsys.readouterr().out.split()
-    text = Path(drawn).read_text()
+    text = (tmp_path / "drawn" / "curves.svg").read_text()
     assert ">falcon_k3<" in text and ">glide<" in text
     assert ">glide, prompts<" in text and ">falcon_k3, prompts<" not in text
-    for content in ("[]", '{"arms": {}}', "{"):
-        (tmp_path / "other.json").write_text(content)
-        with pytest.raises(common.Mistake, match="other.json is not a training curve"):
-            pictures.curves([str(tmp_path / "other.json")], tmp_path / "drawn")
+    (tmp_path / "other.json").write_text('{"arms": {}}')
+    with pytest.raises(common.Mistake, match="other.json is not a training curve"):
+        pictures.curves([str(tmp_path / "other.json")], tmp_path / "drawn")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(common.Mistake, match="pip install matplotlib"):
         pictures.curves(paths, tmp_path / "drawn")
-
-
-@pytest.mark.parametrize("method", TRAINED)
-def test_the_same_seed_gives_the_same_drafter(folder, tmp_path, method):
-    argv = f"--method {method} --target {folder} --data {folder}/data.jsonl --device cpu"
-    argv += " --steps 2 --held-out 4 --draft-vocab 32"
-    argv = argv.split() + (["--layers", "[1]"] if method == "specdecpp" else [])
-    module = cli.import_method(method)
-    made = []
-    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
-        train.main([*argv, "--out", str(tmp_path / name), "--seed", seed])
-        made.append((tmp_path / name / "model.safetensors").read_bytes())
-    assert made[0] == made[1] != made[2]
-    target, _ = common.load_target(str(folder))
-    common.load_drafter(module.Drafter, tmp_path / "a", target)

@@ -768,6 +768,9 @@ MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
     [
         ("attention_mask has zeros", {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}),
         ("one sequence", {"num_return_sequences": 2, "do_sample": True}),
+        ("one sequence, without beams", {"num_beams": 2}),
+        ("assisted_generation .* leave it out", {"prompt_lookup_num_tokens": 3}),
+        ("position_ids are counted from 0", {"position_ids": torch.arange(1, 6)[None]}),
         ("context of 512: lower max_new_tokens", {"max_new_tokens": 508}),
         ("return_dict_in_generate .* leave it out", {"return_dict_in_generate": True}),
         ("guidance_scale .* leave it out", {"guidance_scale": 1.5}),
@@ -908,6 +911,17 @@ def test_norms_around_zero_are_left_alone(name):
     assert torch.equal(layer.self_attn.q_proj.weight, theirs.q_proj.weight.float())
 
 
+def test_a_target_whose_logits_are_computed_otherwise_gets_no_drafter(tmp_path):
+    """Here its LM head doubles them, which no field of its config tells."""
+    target = make_llama()
+    make_glide(target).save_pretrained(tmp_path)
+    target.lm_head.register_forward_hook(lambda module, given, logits: 2 * logits)
+    with refused("logits do not follow from its last hidden states"):
+        make_glide(target)
+    with refused("logits do not follow from its last hidden states"):
+        common.load_drafter(glide.Drafter, tmp_path, target)
+
+
 def test_the_acceptance_rate_in_parts_is_that_of_the_whole(llama):
     torch.manual_seed(0)
     hidden = torch.randn(600, 32, dtype=torch.float64)
@@ -946,7 +960,6 @@ def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
     with refused("cannot read .* as a glide drafter"):
         load()
     config.write_bytes(saved[config])
-
 
 
 def test_a_bug_in_a_students_drafter_shows_itself(llama, tmp_path):

@@ -17,8 +17,8 @@ COMMON = [
         "every node sees every other one",
     ),
     (
-        "positions = (prefix + depth)",
-        "positions = (prefix + torch.arange(len(depth)))",
+        "positions = prefix + depths[None]",
+        "positions = prefix + torch.arange(len(depths))[None]",
         "positions count rows, not levels",
     ),
     (
@@ -37,8 +37,8 @@ COMMON = [
         "keep leaves a row too many",
     ),
     (
-        "larger[:, :, :start] = old",
-        "larger[:, :, : start - 1] = old[:, :, :-1]",
+        "F.pad(x[:, :, :start], (0, 0, 0, spare))",
+        "F.pad(x[:, :, : start - 1], (0, 0, 0, spare + 1))",
         "a cache that doubles loses its newest row",
     ),
     (
@@ -122,32 +122,6 @@ COMMON = [
         "uniform, right=True)",
         "weights that do not sum to 1 are drawn wrongly",
     ),
-    # copies
-    (
-        "self.follows[tuple(self.text[-n:])] = len(self.text)",
-        "self.follows.setdefault(tuple(self.text[-n:]), len(self.text))",
-        "copies follow the first occurrence, not the last one",
-    ),
-    (
-        "self.lengths = {4: most, 3: most // 2, 2: most // 3}",
-        "self.lengths = {2: most // 3, 3: most // 2, 4: most}",
-        "the shorter match is taken first",
-    ),
-    (
-        "below[0] = node",
-        "below[0] = -1",
-        "a copy always starts at the root",
-    ),
-    (
-        "while copy and (node, copy[0]) in child:",
-        "if copy and (node, copy[0]) in child:",
-        "a copy shares no more than the draft's first token",
-    ),
-    (
-        "return Draft(tokens, parents, draft.probs, q, len(copy), draft.notes)",
-        "return Draft(tokens, parents, None, q, len(copy), draft.notes)",
-        "with copies, sampled nodes count as certain and are accepted less often",
-    ),
     # decoding
     (
         "for count in range(1, tokens.shape[1] + 1):",
@@ -201,8 +175,8 @@ COMMON = [
         "Gemma-2's logits are not capped",
     ),
     (
-        "    turned = turned * cos + rotate_half(turned) * sin\n",
-        "    turned = turned * cos - rotate_half(turned) * sin\n",
+        "rotated = rotated * cos + rotate_half(rotated) * sin",
+        "rotated = rotated * cos - rotate_half(rotated) * sin",
         "queries turn the other way than keys",
     ),
     (
@@ -216,14 +190,52 @@ COMMON = [
         "an answer that fills the target's context is refused",
     ),
     (
-        'getattr(config, "layer_types", None) or ["sliding_attention"]',
-        'getattr(config, "layer_types", None) or ["full_attention"]',
+        'slides = kinds is None or "sliding_attention" in kinds',
+        'slides = kinds is not None and "sliding_attention" in kinds',
         "Mistral is decoded beyond its window",
+    ),
+    (
+        "    check_states(target)\n    most_frequent",
+        "    most_frequent",
+        "drafters are built for targets whose logits are misread",
+    ),
+    (
+        "mode: mode not in",
+        "mode: False and mode not in",
+        "beam search is decoded greedily",
     ),
     (
         "if not isinstance(drafter, Drafter):",
         "if False:",
         "a drafter of another method is taken",
+    ),
+]
+
+LOOKUP = [
+    (
+        "self.follows[tuple(self.text[-n:])] = len(self.text)",
+        "self.follows.setdefault(tuple(self.text[-n:]), len(self.text))",
+        "copies follow the first occurrence, not the last one",
+    ),
+    (
+        "self.lengths = {4: most, 3: most // 2, 2: most // 3}",
+        "self.lengths = {2: most // 3, 3: most // 2, 4: most}",
+        "the shorter match is taken first",
+    ),
+    (
+        "below[0] = node",
+        "below[0] = -1",
+        "a copy always starts at the root",
+    ),
+    (
+        "while found and (node, found[0]) in child:",
+        "if found and (node, found[0]) in child:",
+        "a copy shares no more than the draft's first token",
+    ),
+    (
+        "return common.Draft(tokens, parents, draft.probs, q, len(found), draft.notes)",
+        "return common.Draft(tokens, parents, None, q, len(found), draft.notes)",
+        "with copies, sampled nodes count as certain and are accepted less often",
     ),
 ]
 
@@ -417,6 +429,7 @@ CTC_DRAFTER = [
 
 MUTANTS = {
     "common.py": (("test_verify.py", "test_lossless.py"), COMMON),
+    "support/rivals/lookup.py": (("test_verify.py",), LOOKUP),
     "glide.py": (("test_glide.py",), GLIDE),
     "cape.py": (("test_cape.py",), CAPE),
     "specdecpp.py": (("test_specdecpp.py",), SPECDECPP),

@@ -4,12 +4,10 @@
 
 A test fails where a table is not what this would write. A comment above a table says what is in it:
 
-    <!-- table: run.json -->                     the first one that bench.py --table prints
-    <!-- table: run.json; after: Acceptance -->  the one after the paragraph that begins so
     <!-- table: run.json; glide cape; speedup tau; paper's: 1.96 2.5 -->
-                                                 some arms and figures, and figures to compare
+            some arms of a run, some of their figures, and figures to compare
     <!-- curves: GLIDE: glide more; CAPE: cape -->
-                                                 training runs, stage after stage
+            training runs, stage after stage
 """
 
 import argparse
@@ -35,19 +33,10 @@ TABLE = re.compile(r"(<!-- (table|curves): ((?:(?!-->).)*) -->\n\n)((?:\|[^\n]*\
 
 def table(words: str) -> str:
     """The table that a comment asks for."""
-    file, *parts = [part.strip() for part in words.split(";")]
-    result = json.loads((RESULTS / file).read_text())
-    if not parts or parts[0].startswith("after: "):
-        printed = report.tables(result).split("\n\n")
-        begin = parts[0].removeprefix("after: ") if parts else "**"
-        places = [i for i, part in enumerate(printed) if part.startswith(begin)]
-        if len(places) != 1:
-            raise ValueError(f"{file}: {len(places)} paragraphs begin with {begin!r}")
-        [place] = places
-        return next(part for part in printed[place + 1 :] if part.startswith("|"))
-
-    heads, rows = report.arm_table(report.arms_of(result), parts[0].split(), parts[1].split())
-    for part in parts[2:]:
+    file, names, columns, *more = [part.strip() for part in words.split(";")]
+    arms = report.arms_of(json.loads((RESULTS / file).read_text()))
+    heads, rows = report.arm_table(arms, names.split(), columns.split())
+    for part in more:
         head, _, values = part.partition(": ")
         heads.append(head)
         for row, value in zip(rows, values.split(), strict=True):
