@@ -26,6 +26,7 @@ the baseline's answers. The milliseconds are those of a round: drafting, verifyi
 import argparse
 import importlib.util
 import json
+import os
 import random
 import statistics
 import sys
@@ -356,6 +357,9 @@ def measure(args) -> dict:
         else:
             paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
             prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
+    if prompts and load > (os.cpu_count() or 1):
+        print(f"bench.py: other programs keep this machine busy (load {load:.1f})", file=sys.stderr)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)

@@ -14,9 +14,10 @@ import common
 from support import cli
 from support.features import fingerprint
 
-# Options that decide the course of a run; one that is resumed must have the same.
-DECIDING = ("method", "dtype", "bf16", "seed", "steps", "minutes", "batch_size", "lr", "warmup")
-DECIDING += ("clip", "max_length", "held_out")
+# Options that decide the course of a run; one that is resumed must have the same. Its length is not
+# among them: a run may be made longer while its learning rate is constant.
+DECIDING = ("method", "dtype", "bf16", "seed", "batch_size", "lr", "warmup", "clip")
+DECIDING += ("max_length", "held_out")
 PARTS = ("identity", "config", "model", "optimizer", "progress")  # of training_state.pt
 
 

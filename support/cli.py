@@ -105,9 +105,7 @@ def number(kind: type, low: float, high: float = LARGEST):
 
 
 def device(name: str) -> str:
-    """A reader for `type=`: a device that this machine has, or "auto" for all of them."""
-    if name == "auto":
-        return name
+    """A reader for `type=`: a device that this machine has."""
     try:
         torch.zeros(1, device=name).tolist()
     except (RuntimeError, AssertionError):

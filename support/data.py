@@ -81,13 +81,16 @@ def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
                 "this target with train.py --make-data"
             )
         return prompt + response, [False] * len(prompt) + [True] * len(response)
-    if "text" in record:
-        _check_text(record["text"])
+    if isinstance(record.get("text"), str):
         ids = tokenizer(record["text"])["input_ids"]
         return ids, [True] * len(ids)
+    try:
+        messages = _messages(record)
+    except (KeyError, TypeError):
+        raise common.Mistake(f"no conversation; give {FORMS}") from None
     pieces = _templated if tokenizer.chat_template else _joined
     ids, mask = [], []
-    for message, piece in pieces(_messages(record), tokenizer):
+    for message, piece in pieces(messages, tokenizer):
         learned = message["role"] == "assistant" and bool(message["content"].strip())
         ids += piece
         mask += [learned] * len(piece)
@@ -97,28 +100,14 @@ def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
 def _messages(record: dict) -> list[dict]:
     """What was said, as the chat templates of transformers want it."""
     if {"prompt", "response"} <= record.keys():
-        messages = chat([record["prompt"], record["response"]])
-    elif "messages" in record or "conversations" in record:
-        keys = ("role", "content") if "messages" in record else ("from", "value")
-        messages = []
-        try:
-            for turn in record.get("messages") or record["conversations"]:
-                role, content = (turn[key] for key in keys)
-                messages.append({"role": ROLES.get(role, role), "content": content})
-        except (KeyError, TypeError):
-            raise common.Mistake(
-                f"every message must be an object with {' and '.join(keys)}"
-            ) from None
+        said = [("user", record["prompt"]), ("assistant", record["response"])]
+    elif "messages" in record:
+        said = [(turn["role"], turn["content"]) for turn in record["messages"]]
     else:
-        raise common.Mistake(f"no conversation, but {', '.join(record)}; give {FORMS}")
-    for message in messages:
-        _check_text(message["content"])
-    return messages
-
-
-def _check_text(text) -> None:
-    if not isinstance(text, str):
-        raise common.Mistake(f"{json.dumps(text)[:40]} instead of a text")
+        said = [(turn["from"], turn["value"]) for turn in record["conversations"]]
+    if not all(isinstance(text, str) for _, text in said):
+        raise TypeError
+    return [{"role": ROLES.get(role, role), "content": text} for role, text in said]
 
 
 def _joined(messages: list[dict], tokenizer):

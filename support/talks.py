@@ -101,10 +101,10 @@ class Maker:
         self.seen.update(texts)
 
         # 2. First turns. An answer that another turn follows is cut, as an evaluation cuts it.
-        heats = [0.8 * (self.chance.random() >= self.greedy) for _ in texts]
+        temperatures = [0.8 * (self.chance.random() >= self.greedy) for _ in texts]
         two = [self.chance.random() < self.second_turns for _ in texts]
         most = [self.chance.randint(40, 140) if second else MOST for second in two]
-        firsts = self.answer([self.opening] * len(texts), texts, heats, most)
+        firsts = self.answer([self.opening] * len(texts), texts, temperatures, most)
 
         # 3. Second turns.
         chosen = [n for n, first in enumerate(firsts) if first and two[n]]
@@ -114,8 +114,8 @@ class Maker:
             ended = said[-1:] == self.between[:1]  # the end token is there already
             contexts.append(said + self.between[ended:])
         texts = self.think_up(contexts, SECOND_REQUESTS)
-        heats = [heats[n] for n in chosen]
-        seconds = self.answer(contexts, texts, heats, [MOST] * len(chosen))
+        temperatures = [temperatures[n] for n in chosen]
+        seconds = self.answer(contexts, texts, temperatures, [MOST] * len(chosen))
         for n, second in zip(reversed(chosen), reversed(seconds)):
             firsts.insert(n + 1, second)
         return [record for record in firsts if record]
@@ -131,24 +131,24 @@ class Maker:
             texts.append(text if ended and 4 <= len(text.split()) <= 100 else "")
         return texts
 
-    def answer(self, contexts, texts, heats, most: list[int]) -> list[dict | None]:
+    def answer(self, contexts, texts, temperatures, most: list[int]) -> list[dict | None]:
         """A record of the answer to each text; None without a text, or an answer of use.
 
-        Args: contexts: what comes before each text. heats: temperatures. most: tokens to keep.
+        Args: contexts: what comes before each text. most: tokens to keep of each answer.
         """
         records = [None] * len(texts)
-        for heat in (0.0, 0.8):
-            rows = [n for n, text in enumerate(texts) if text and heats[n] == heat]
+        for temperature in (0.0, 0.8):
+            rows = [n for n, text in enumerate(texts) if text and temperatures[n] == temperature]
             prompts = [contexts[n] + self.ids(texts[n]) + self.closing for n in rows]
-            for n, prompt, said in zip(rows, prompts, self.say(prompts, MOST, heat)):
+            for n, prompt, said in zip(rows, prompts, self.say(prompts, MOST, temperature)):
                 said = said[: most[n]]
                 grams = [tuple(said[i : i + 4]) for i in range(len(said) - 3)]
-                loops = heat > 0 and len(set(grams)) < 0.3 * len(grams)
+                loops = temperature > 0 and len(set(grams)) < 0.3 * len(grams)
                 if len(said) >= 2 and not loops:
                     records[n] = {
                         "prompt": texts[n],
                         "response": self.text(said),
-                        "temperature": heat,
+                        "temperature": temperature,
                         "finished": said[-1] in self.ends,
                         "prompt_ids": prompt,
                         "response_ids": said,

@@ -84,7 +84,7 @@ MISTAKES = [
     ("--target {tmp}/mamba", "cannot load target"),
     ("--data missing.jsonl", "no data file missing.jsonl; train.py --make-data"),
     ("--data {tmp}/file", "file, line 1: no JSON"),
-    ("--data {tmp}/foo", "foo, line 1: no conversation, but foo; give prompt and response, mess"),
+    ("--data {tmp}/foo", "foo, line 1: no conversation; give prompt and response, mess"),
     ("--data {tmp}/empty", "empty holds no conversation with a response"),
     ("--data {tmp}/same --held-out 2", "every conversation is among the 2 held out"),
     ("--out {tmp}/file", "file is a file; name a folder"),

@@ -4,13 +4,11 @@ import collections
 import copy
 import dataclasses
 import itertools
-import json
 
 import pytest
 import torch
 from tiny import (
     chi_square_p_value,
-    decoding_of,
     enumerate_joint,
     family,
     make_batch,
@@ -23,7 +21,6 @@ import specdecpp
 from support import arms
 
 FIXED = {"stop": "fixed", "gamma": 4}
-RULES = [{}, {"threshold": 0.2}, FIXED]
 PROMPT = torch.tensor([[9, 8, 7]])
 
 
@@ -37,13 +34,12 @@ def make_drafter(target, **options):
 def decode(target, ids, drafter=None, draft_model=None, max_new_tokens=40, eos=None, **changes):
     """(greedy output, Stats, drafts) with the changed fields of Config."""
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, "eos_token_id": eos}
-    decoding = decoding_of(target, ids, **options)
+    decoding = common.open_decoding(target, ids, **options)
     config = dataclasses.replace(drafter.config if drafter else specdecpp.Config(), **changes)
     made = []
-    with torch.no_grad():
-        for draft in specdecpp.drafts(decoding, drafter, config, draft_model):
-            decoding.verify(draft)
-            made.append(draft)
+    for draft in specdecpp.drafts(decoding, drafter, config, draft_model):
+        decoding.verify(draft)
+        made.append(draft)
     return decoding.ids, decoding.stats, made
 
 
@@ -66,12 +62,13 @@ def answers(target, rows=4, length=40):
 
 def row_of(batch, row, length):
     """One sequence of a batch, without its padding."""
+    one = slice(row, row + 1)
     return dataclasses.replace(
         batch,
-        input_ids=batch.input_ids[row : row + 1, :length],
-        loss_mask=batch.loss_mask[row : row + 1, :length],
-        hidden=batch.hidden[row : row + 1, :length],
-        seed=batch.seed[row : row + 1],
+        input_ids=batch.input_ids[one, :length],
+        loss_mask=batch.loss_mask[one, :length],
+        hidden=batch.hidden[one, :length],
+        seed=batch.seed[one],
     )
 
 
@@ -101,95 +98,57 @@ def trained(both_stages):
     return both_stages[0]
 
 
-# ------------------------------------------------------------------------------------ lossless
-
-
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("length", [1, 13])
-def test_greedy_output_is_the_targets(llama, trained, rule, length):
-    ids = torch.randint(1, 48, (1, length), generator=torch.Generator().manual_seed(length))
-    options = {"max_new_tokens": 24, "do_sample": False}
-    truth = llama.generate(ids, **options)
-    for drafter in (trained, make_drafter(llama, layers=[1], draft_vocab=9)):
-        options["config"] = dataclasses.replace(drafter.config, **rule)
-        given = {"custom_generate": specdecpp.generate, "drafter": drafter}
-        assert torch.equal(llama.generate(ids, **given, **options), truth)
+# ------------------------------------------------------------------------------------ drafting
 
 
 @pytest.mark.parametrize("rule", [{}, {"stop": "fixed", "gamma": 9}], ids=str)
-@pytest.mark.parametrize("several", [False, True])
-def test_nothing_is_drafted_after_an_end_of_sequence(llama, rule, several):
+def test_nothing_is_drafted_after_an_end_of_sequence(llama, rule):
     """All layers are copied: the end is drafted, and a pass of the draft model after it is lost."""
     drafter = constant_head(make_drafter(llama, layers=[0, 1, 2]), 8.0)
     truth = llama.generate(PROMPT, max_new_tokens=20, do_sample=False)[0, 3:].tolist()
     eos = truth[6]
-    length = truth.index(eos) + 1
     passes = []
     drafter.body.register_forward_hook(lambda *_: passes.append(1))
-    ends = [47, eos] if several else eos
-    output, stats, drafts = decode(llama, PROMPT, drafter, None, 30, ends, **rule)
-    assert output.shape[1] == 3 + length
+    output, stats, drafts = decode(llama, PROMPT, drafter, None, 30, [47, eos], **rule)
+    assert output[0, 3:].tolist() == truth[: truth.index(eos) + 1]
     assert len(passes) == stats.drafted == sum(stats.accepted)
     assert drafts[-1].tokens[-1] == eos
-    assert not any(eos in draft.tokens[:-1] for draft in drafts)
 
 
-@pytest.fixture(scope="module")
-def five():
-    """Five tokens: joint distributions can be enumerated, and 120 answers show a mistake."""
-    return make_llama(vocab=5, layers=1, seed=3)
+def picky(steps, head, threshold, chances):
+    """A rule that submits a token, or not, because of what it is."""
+    return itertools.takewhile(lambda step: step[0] == step[1].argmax(), steps)
 
 
-def sampled(target, noise, rounds=120, **changes):
-    """Counts of the three tokens after a prompt; the drafter is the target's layer, disturbed."""
+@pytest.mark.parametrize("rule", [specdecpp.until_stop, picky])
+def test_a_rule_that_withholds_tokens_is_noticed_in_the_sampled_output(rule, monkeypatch):
+    """What the head sees must not show in what comes out; the second rule is the control."""
+    monkeypatch.setattr(specdecpp, "until_stop", rule)
+    target = make_llama(vocab=5, layers=1, seed=3)  # all answers can be enumerated
     drafter = make_drafter(target, layers=[0])
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in drafter.body.parameters():
-            weight.add_(noise * torch.randn(weight.shape, generator=generator))
-    config = dataclasses.replace(drafter.config, **changes)
-    counts = collections.Counter()
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 3}
+    options |= {"custom_generate": specdecpp.generate, "drafter": drafter}
+    options["config"] = dataclasses.replace(drafter.config, threshold=0.55)
+    prompt = torch.tensor([[1, 2, 3]])
     torch.manual_seed(0)
-    for _ in range(rounds):
-        output = target.generate(
-            torch.tensor([[1, 2, 3]]),
-            custom_generate=specdecpp.generate,
-            drafter=drafter,
-            config=config,
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=3,
-        )
+    counts = collections.Counter()
+    for _ in range(120):
+        output = target.generate(prompt, **options)
         counts[tuple(output[0, 3:].tolist())] += 1
-    return chi_square_p_value(counts, enumerate_joint(target, torch.tensor([[1, 2, 3]]), 3))
+    p_value = chi_square_p_value(counts, enumerate_joint(target, prompt, 3))
+    assert p_value < 1e-5 if rule is picky else p_value > 1e-3
 
 
-def test_sampled_output_follows_the_target(five):
-    """What the head sees of a draft must not show in what comes out."""
-    assert sampled(five, 0.3, threshold=0.55) > 0.001
-
-
-@pytest.mark.slow
-def test_a_rule_that_withholds_tokens_is_noticed(five, monkeypatch):
-    """Negative control: not to submit a token because of what it is, as stop rules invite to."""
-
-    def picky(steps, head, threshold, chances):
-        return itertools.takewhile(lambda step: step[0] == step[1].argmax(), steps)
-
-    monkeypatch.setattr(specdecpp, "until_stop", picky)
-    assert sampled(five, 0.0, threshold=0.9) < 1e-5
-
-
+@torch.no_grad()
 def test_drafting_with_a_cache_equals_drafting_from_scratch(llama, trained):
     """After refusals, too: the cache then holds tokens that were not committed."""
-    decoding = decoding_of(llama, PROMPT, do_sample=False, max_new_tokens=40)
+    decoding = common.open_decoding(llama, PROMPT, do_sample=False, max_new_tokens=40)
     config = dataclasses.replace(trained.config, stop="fixed")
     refused = 0
-    with torch.no_grad():
-        for draft in specdecpp.drafts(decoding, trained, config):
-            steps = specdecpp.propose(trained, decoding, specdecpp.Memory(trained, llama))
-            assert [int(next(steps)[0]) for _ in draft.tokens] == draft.tokens.tolist()
-            refused += len(draft.tokens) - len(decoding.verify(draft).path)
+    for draft in specdecpp.drafts(decoding, trained, config):
+        steps = specdecpp.propose(trained, decoding, specdecpp.Memory(trained, llama))
+        assert [int(next(steps)[0]) for _ in draft.tokens] == draft.tokens.tolist()
+        refused += len(draft.tokens) - len(decoding.verify(draft).path)
     assert refused > 0
 
 
@@ -202,12 +161,12 @@ def head_saying(chances):
 
 
 def run_rule(h, chances, most=5):
-    """(number of submitted tokens or None without a round, p^); token i comes with e_(i-1)."""
+    """(number of submitted tokens, p^); token i comes with e_(i-1)."""
     q_draft = torch.full((30,), 1 / 30)
     steps = [(torch.tensor([i]), q_draft, torch.tensor([float(i - 1)])) for i in range(most)]
     noted = []
     submitted = specdecpp.until_stop(iter(steps), head_saying(chances), h, noted)
-    return None if submitted is None else len(list(submitted)), noted
+    return len(list(submitted)), noted
 
 
 @pytest.mark.parametrize(
@@ -217,16 +176,13 @@ def test_algorithm_2_by_hand(h, expected):
     """1 - 0.9 = 0.1, 1 - 0.72 = 0.28, 1 - 0.36 = 0.64: each known once the next is drafted."""
     chances = [0.9, 0.8, 0.5, 0.9, 0.9]
     got, _ = run_rule(h, chances)
-    assert got == expected, (
-        f"h = {h} and a head that says {chances}: expected {expected} tokens, got {got}"
-    )
+    given = f"h = {h} and a head that says {chances}"
+    assert got == expected, f"{given}: expected {expected} tokens, got {got}"
 
 
 def test_the_probability_that_all_are_accepted_is_noted():
     _, noted = run_rule(0.6, [0.9, 0.8, 0.5, 0.9, 0.9])
     assert noted == pytest.approx([0.9, 0.72, 0.36])
-    _, noted = run_rule(0.7, [1.0] * 5)
-    assert noted == [1.0] * 4
 
 
 def test_a_round_holds_two_tokens_to_max_draft(llama, trained):
@@ -237,19 +193,6 @@ def test_a_round_holds_two_tokens_to_max_draft(llama, trained):
         assert stats.offered[0] == max(stats.offered) == length
     _, stats, _ = decode(llama, PROMPT, trained, stop="fixed", gamma=3, max_draft=2)
     assert max(stats.offered) == 3
-
-
-def test_a_round_ends_at_the_first_chance_below_the_line(llama, trained):
-    _, stats, drafts = decode(llama, PROMPT, trained, max_new_tokens=100, max_draft=6)
-    by_the_head = 0
-    for draft in drafts:
-        chances = draft.notes["chances"]
-        assert len(chances) == max(0, len(draft.tokens) - 1)
-        over = [1 - chance > 0.7 for chance in chances]
-        assert not any(over[:-1])
-        by_the_head += any(over)
-    assert 0 < by_the_head < len(drafts)
-    assert 0 < sum(stats.accepted) < stats.drafted
 
 
 def test_the_head_reads_the_same_in_training_and_in_decoding(llama):
@@ -263,15 +206,6 @@ def test_the_head_reads_the_same_in_training_and_in_decoding(llama):
     decode(llama, PROMPT, drafter, max_new_tokens=10, threshold=1.0)
     assert len(seen) == 8 and labels.min() == 1  # of nine drafts, the newest is not judged
     torch.testing.assert_close(torch.stack(seen), states[:8], atol=1e-5, rtol=1e-5)
-
-
-def test_variants_are_the_papers_grids(llama, trained):
-    truth = llama.generate(PROMPT, max_new_tokens=8, do_sample=False)
-    for name, rule in specdecpp.VARIANTS.items():
-        fixed = {"stop": "fixed", "gamma": int(name[1:])} if name[0] == "K" else None
-        assert rule == (fixed or {"stop": "head", "threshold": float(name[1:])})
-        assert torch.equal(decode(llama, PROMPT, trained, max_new_tokens=8, **rule)[0], truth)
-    assert len(specdecpp.VARIANTS) == 7 + 5
 
 
 # ------------------------------------------------------------------------------ labels and losses
@@ -311,22 +245,16 @@ def test_labels_against_brute_force(llama, temperature, keep):
     options = {"temperature": temperature, "keep": keep, "draft_vocab": 40}
     drafter, batch = make_drafter(llama, **options), random_batch(llama)
     mixed, expected = brute_force_labels(drafter, llama, batch)
-    states = arms.causal_lm(drafter, llama).base_model(mixed)[0]
-    wanted = {
-        "hidden states": [states[row, place].tolist() for row, place, _ in expected],
-        "labels": [label for *_, label in expected],
-    }
-    got = specdecpp.labelled(drafter, llama, batch)
-    for index, (name, values) in enumerate(wanted.items()):
-        result = None if got is None else got[index].tolist()
-        right = got is not None and torch.allclose(
-            torch.tensor(result), torch.tensor(values), atol=1e-5
-        )
-        assert right, (
-            f"{options}, tokens {batch.input_ids.tolist()}: expected {name} {values}, got {result}"
-        )
     assert len(expected) < 19 if keep else len(expected) == 19
-    assert len(set(wanted["labels"])) > 1
+    labels = [label for *_, label in expected]
+    assert len(set(labels)) > 1
+    states = arms.causal_lm(drafter, llama).base_model(mixed)[0]
+    states = torch.stack([states[row, place] for row, place, _ in expected])
+    got_states, got_labels = specdecpp.labelled(drafter, llama, batch)
+    given = f"given {options}, tokens {batch.input_ids.tolist()}"
+    told = f"{given}: expected labels {labels}, got {got_labels.tolist()}"
+    assert got_labels.tolist() == pytest.approx(labels, abs=1e-5), told
+    torch.testing.assert_close(got_states, states, atol=1e-5, rtol=1e-5)
 
 
 def test_the_mixture_by_hand():
@@ -352,18 +280,17 @@ def test_chance_comes_from_the_seed_and_nothing_else(llama):
 
 @pytest.mark.parametrize("stage", ["draft", "head"])
 @pytest.mark.parametrize("lengths", [(9, 12, 7), (180, 140)])
+@torch.no_grad()
 def test_the_loss_of_a_batch_is_the_sum_over_its_sequences(llama, stage, lengths):
     """So that neither padding nor a split changes a step; 300 positions are more than one part."""
     drafter = make_drafter(llama, stage=stage, temperature=1.0)
     batch = random_batch(llama, lengths)
-    with torch.no_grad():
-        together = specdecpp.loss(drafter, llama, batch)
-    alone = []
+    total, weight = specdecpp.loss(drafter, llama, batch)
     for row, length in enumerate(lengths):
-        with torch.no_grad():
-            alone.append(specdecpp.loss(drafter, llama, row_of(batch, row, length)))
-    for whole, parts in zip(together, zip(*alone)):
-        assert float(whole) == pytest.approx(sum(float(part) for part in parts), rel=1e-6)
+        alone = specdecpp.loss(drafter, llama, row_of(batch, row, length))
+        total, weight = total - alone[0], weight - alone[1]
+    assert float(total) == pytest.approx(0, abs=1e-3)
+    assert float(weight) == pytest.approx(0, abs=1e-3)
 
 
 def test_the_mean_label_is_the_acceptance_rate(llama):
@@ -378,22 +305,21 @@ def test_the_mean_label_is_the_acceptance_rate(llama):
     assert sum(means) / len(means) == pytest.approx(float(total) / count, abs=0.02)
 
 
+@torch.no_grad()
 def test_weighted_bce_by_hand(llama, monkeypatch):
-    drafter, batch = make_drafter(llama, w_rej=3.0, head_depth=0), random_batch(llama)
-    hidden = torch.zeros(3, 32)
-    hidden[:, 0] = torch.logit(torch.tensor([0.9, 0.6, 0.5]))  # what the head says
+    drafter, batch = make_drafter(llama, w_rej=3.0), random_batch(llama)
+    said = torch.logit(torch.tensor([0.9, 0.6, 0.5]))
     labels = torch.tensor([1.0, 0.0, 0.25])
-    monkeypatch.setattr(specdecpp, "labelled", lambda *_: (hidden, labels))
-    torch.nn.init.zeros_(drafter.head.out.bias)
-    drafter.head.out.weight.data = torch.eye(32)[:1].double()
+    monkeypatch.setattr(specdecpp, "labelled", lambda *_: (said, labels))
+    monkeypatch.setattr(drafter.head, "forward", lambda hidden: hidden)
     terms = -torch.tensor([0.9, 0.4, 0.5, 0.5]).log()
     weights = torch.tensor([1.0, 3.0, 0.25, 2.25])  # w_acc P, w_rej (1 - P)
-    with torch.no_grad():
-        total, weight = specdecpp.loss(drafter, llama, batch)
+    total, weight = specdecpp.loss(drafter, llama, batch)
     assert float(total) == pytest.approx(float((weights * terms).sum()), rel=1e-5)
     assert float(weight) == pytest.approx(6.5)
 
 
+@torch.no_grad()
 def test_distillation_by_hand(llama):
     drafter, batch = make_drafter(llama, stage="draft", draft_vocab=30), random_batch(llama)
     model = arms.causal_lm(drafter, llama)
@@ -403,8 +329,7 @@ def test_distillation_by_hand(llama):
         p_target = llama(ids).logits[0, -1, drafter.draft_ids].softmax(-1)
         q_draft = model(ids).logits[0, -1, drafter.draft_ids].softmax(-1)
         expected -= float((p_target * q_draft.log()).sum())
-    with torch.no_grad():
-        total, weight = specdecpp.loss(drafter, llama, batch)
+    total, weight = specdecpp.loss(drafter, llama, batch)
     assert float(total) == pytest.approx(expected, rel=1e-5) and weight == 19
 
 
@@ -422,10 +347,8 @@ def test_a_trained_head_tells_accepted_from_refused(llama, trained):
     predicted = trained.head(hidden).sigmoid()
     assert predicted[labels == 1].mean() > predicted[labels == 0].mean() + 0.2
     figures = specdecpp.metrics(trained, llama, [answers(llama), answers(llama, 2, 20)])
-    assert figures.keys() == {"auc", "ece", "bce", "kl"}
     assert figures["auc"] > 0.6 and 0 <= figures["ece"] < 0.5
     assert figures["kl"] == pytest.approx(figures["bce"])  # the labels are 0 or 1
-    assert specdecpp.metrics(trained, llama, []) == {}
     draft = make_drafter(llama, stage="draft")
     assert specdecpp.metrics(draft, llama, [answers(llama)]) == {}
 
@@ -445,43 +368,20 @@ def test_the_head_is_residual():
     assert len(list(specdecpp.AcceptanceHead(8, 0).parameters())) == 2  # D = 0 is a linear layer
 
 
-def test_copied_layers_start_as_the_targets(llama):
-    drafter = make_drafter(llama, layers=[2, -3])
-    assert drafter.config.layers == [2, 0]
-    for layer, number in zip(drafter.body.layers, (2, 0)):
-        for name, weight in layer.named_parameters():
-            assert torch.equal(weight, dict(llama.model.layers[number].named_parameters())[name])
-    assert torch.equal(drafter.body.norm.weight, llama.model.norm.weight)
-    counts = torch.zeros(48)
-    counts[[40, 3, 17]] = torch.tensor([5.0, 9.0, 7.0])
-    config = specdecpp.Config(layers=[0], draft_vocab=3)
-    assert specdecpp.build(config, llama, counts).draft_ids.tolist() == [3, 17, 40]
-
-
-def layers_of(model):
-    decoder = model.get_decoder()
-    return decoder.h if hasattr(decoder, "h") else decoder.layers
-
-
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma2", "Gemma3", "GPT2", "OPT"])
-def test_layers_of_other_families_are_copied(name, tmp_path):
-    """With every layer copied the draft model is the target; with some it still fits together."""
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Gemma3", "GPT2", "OPT"])
+def test_layers_of_every_family_are_copied(name):
+    """With every layer copied the draft model is the target; with two it has their weights."""
     opt = {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3}
     target = family(name, **opt if name == "OPT" else {}).requires_grad_(False)
-    ids = torch.randint(1, 40, (1, 5), generator=torch.Generator().manual_seed(0))
-    truth = target.generate(ids, max_new_tokens=20, do_sample=False)
-    every = list(range(target.config.num_hidden_layers))
-    whole = make_drafter(target, layers=every)
-    torch.testing.assert_close(arms.causal_lm(whole, target)(truth).logits, target(truth).logits)
-    output, stats, _ = decode(target, ids, whole, max_new_tokens=20, stop="fixed")
-    assert torch.equal(output, truth) and stats.accepted == stats.offered
+    ids = torch.arange(1, 9)[None]
+    whole = make_drafter(target, layers=list(range(target.config.num_hidden_layers)))
+    torch.testing.assert_close(arms.causal_lm(whole, target)(ids).logits, target(ids).logits)
     half = make_drafter(target, layers=[1, -1])
-    for layer, theirs in zip(layers_of(half.body), [layers_of(target)[1], layers_of(target)[-1]]):
-        for mine, weight in zip(layer.parameters(), theirs.parameters(), strict=True):
+    theirs, ours = (model.get_decoder() for model in (target, half.body))
+    kept = theirs.h if name == "GPT2" else theirs.layers
+    for layer, copied in zip((kept[1], kept[-1]), ours.h if name == "GPT2" else ours.layers):
+        for weight, mine in zip(layer.parameters(), copied.parameters(), strict=True):
             assert torch.equal(mine, weight)
-    half.save_pretrained(tmp_path)
-    loaded = common.load_drafter(specdecpp.Drafter, tmp_path, target)
-    assert torch.equal(decode(target, ids, loaded, max_new_tokens=20)[0], truth)
     if name == "Gemma2":  # sliding, full, sliding, full
         assert half.config.model["layer_types"] == ["full_attention"] * 2
 
@@ -493,10 +393,6 @@ def test_the_causal_lm_is_the_draft_model(llama, trained):
     torch.testing.assert_close(model(ids).logits.float(), own.logits(own.states(ids)))
     assert model.lm_head is llama.lm_head and model.model.embed_tokens is llama.model.embed_tokens
     assert model.model.layers[0] is trained.body.layers[0]
-    assert not any("embed" in name or "lm_head" in name for name in trained.state_dict())
-    truth = llama.generate(ids, max_new_tokens=20, do_sample=False)
-    assisted = llama.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=model)
-    assert torch.equal(assisted, truth)
 
 
 def test_any_causal_lm_drafts_without_a_drafter(llama):
@@ -541,49 +437,30 @@ def test_a_head_on_a_causal_lm_is_trained_and_decodes(llama, small):
 def test_a_head_refuses_another_draft_model_of_the_same_width(llama, small, trained):
     drafter = make_drafter(llama, draft_model="small")
     moved = named(make_llama(layers=1, seed=4), "elsewhere/small")
-    decode(llama, PROMPT, drafter, moved)
-    others = {
-        "other": make_llama(layers=1, seed=5),  # of the same shape
-        "there/small": make_llama(layers=2, seed=4),
-    }
-    for name, other in others.items():
-        with pytest.raises(common.Mistake, match=f"trained on small, not on {name}"):
-            decode(llama, PROMPT, drafter, named(other, name))
-        decode(llama, PROMPT, drafter, other, **FIXED)  # needs no head
+    decode(llama, PROMPT, drafter, moved, 4)
+    other = named(make_llama(layers=1, seed=5), "other")  # of the same shape
+    with pytest.raises(common.Mistake, match="trained on small, not on other"):
+        decode(llama, PROMPT, drafter, other)
+    decode(llama, PROMPT, drafter, other, 4, **FIXED)  # needs no head
+    deeper = named(make_llama(layers=2, seed=4), "there/small")
+    with pytest.raises(common.Mistake, match="trained on small, not on there/small"):
+        decode(llama, PROMPT, drafter, deeper)
     with pytest.raises(common.Mistake, match="trained on its own layers, not on there/small"):
         decode(llama, PROMPT, trained, small)
 
 
-def test_saved_and_loaded_drafts_are_the_same(llama, trained, tmp_path):
-    """With keys that are not known any more in config.json, as older checkpoints have them."""
-    trained.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"top_p": 1.0, "base": ""}))
-    loaded = common.load_drafter(specdecpp.Drafter, tmp_path, llama)
-    assert loaded.config == trained.config
-    assert loaded.state_dict().keys() == trained.state_dict().keys()
-    for name, weight in trained.state_dict().items():
-        torch.testing.assert_close(loaded.state_dict()[name], weight, atol=1e-6, rtol=1e-6)
-
-
-def test_mistakes_get_one_clear_line(llama, monkeypatch):
+def test_mistakes_get_one_clear_line(llama):
     draft = make_drafter(llama, stage="draft")
     wide = make_llama(vocab=20)
-    monkeypatch.setattr(common, "load_target", lambda name, **_: (wide, None))
-    specdecpp.load_draft_model.cache_clear()
     mistakes = {
         "no acceptance head has been trained": lambda: decode(llama, PROMPT, draft),
         "nothing to draft with": lambda: decode(llama, PROMPT, **FIXED),
         "20 tokens and the target 48": lambda: decode(llama, PROMPT, None, wide, **FIXED),
-        "tokens and the target": lambda: make_drafter(llama, draft_model="wide"),
         "take stage head": lambda: specdecpp.Config(draft_model="small"),
         "stop 'never': take head or fixed": lambda: specdecpp.Config(stop="never"),
-        "stage 'both'": lambda: specdecpp.Config(stage="both"),
         "w_rej 0: take a weight above 0": lambda: specdecpp.Config(w_rej=0),
         "keep 1: take a share": lambda: specdecpp.Config(keep=1),
-        "gamma -1": lambda: specdecpp.Config(gamma=-1),
         "name some of the target's": lambda: make_drafter(llama, layers=[3]),
-        "layers \\[\\]": lambda: make_drafter(llama, layers=[]),
     }
     for message, call in mistakes.items():
         with pytest.raises(common.Mistake, match=message):

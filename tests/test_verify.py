@@ -6,15 +6,15 @@ import itertools
 import json
 import random
 import sys
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
 import transformers
 from tiny import (
     chi_square_p_value,
-    decoding_of,
     enumerate_joint,
     family,
     make_llama,
@@ -99,26 +99,21 @@ def test_mask_against_brute_force(dtype):
         nodes, prefix = torch.randint(0, 12, (2,), generator=generator).tolist()
         draft = random_tree(generator, nodes, 30)
         parents = draft.parents.tolist()
+        ways = [[]]  # of the root and each node, the nodes down to it
+        for node, parent in enumerate(parents):
+            ways.append([*ways[parent + 1], node])
         expected = []
-        depths = []
-        for node in range(-1, nodes):
-            above = []
-            at = node
-            while at >= 0:
-                above.append(at)
-                at = parents[at]
-            row = "".join("x" if n in above else "." for n in range(nodes))
+        for way in ways:
+            row = "".join("x" if node in way else "." for node in range(nodes))
             expected.append("x" * (prefix + 1) + row)
-            depths.append(len(above))
-        mask = common.ancestor_mask(draft.parents, prefix, dtype)
+        ids = torch.arange(prefix + 1)[None]
+        fed, mask, positions = common.tree_inputs(ids, draft, prefix, dtype)
         got = drawn(mask)
         told = [f"given parents {parents}, prefix {prefix}", "expected", *expected, "got", *got]
         assert got == expected, "\n".join(told)
         assert set(mask.flatten().tolist()) <= {0.0, torch.finfo(dtype).min}
-        ids = torch.arange(prefix + 1)[None]
-        fed, _, positions = common.tree_inputs(ids, draft, prefix, dtype)
         assert fed[0].tolist() == [prefix, *draft.tokens.tolist()]
-        assert positions[0].tolist() == [prefix + depth for depth in depths]
+        assert positions[0].tolist() == [prefix + len(way) for way in ways]
 
 
 # -------------------------------------------------------------------------------------- caches
@@ -136,7 +131,7 @@ def test_a_growing_layer_holds_what_a_list_would():
         keys, values = layer.update(rows, -rows)
         truth += new
         assert keys.flatten().tolist() == truth
-        assert values.flatten().tolist() == [-x for x in truth]
+        assert torch.equal(values, -keys)
         addresses.add(keys.data_ptr())
         if step % 3 == 0:
             truth = truth[: chance.randint(len(truth) - 3, len(truth))]
@@ -146,7 +141,6 @@ def test_a_growing_layer_holds_what_a_list_would():
         layer.keep(begin, torch.tensor(kept, dtype=torch.long))
         truth = truth[:begin] + [truth[n] for n in kept]
         assert layer.keys.flatten().tolist() == truth
-        assert layer.get_seq_length() == len(truth)
     assert len(addresses) < 6, "the buffer moves only when it doubles"
 
 
@@ -212,8 +206,6 @@ def test_a_target_shape_is_that_of_its_weights(llama):
         assert shape["head_dim"] == width
         assert len(attention.q_proj.weight) == shape["num_heads"] * width
         assert len(attention.k_proj.weight) == shape["num_kv_heads"] * width
-        assert target.lm_head.weight.shape == (shape["vocab_size"], shape["hidden_size"])
-        assert len(target.model.layers) == shape["num_layers"]
 
 
 @pytest.mark.parametrize("name", ["Llama", "Phi3", "Gemma3"])
@@ -248,20 +240,15 @@ def test_widened_tables_by_hand():
     assert sin.flatten() == pytest.approx([0.1, 0.2, 0, 0, 0.1, 0.2, 0, 0])
 
 
-def test_a_target_without_rotary_embedding_rotates_nothing():
-    target = make_family("GPT2")
-    tables = common.rotary(target, torch.arange(4)[None], 0)
-    x = torch.randn(1, 4, 4, 8, dtype=torch.float64)
-    assert torch.equal(common.rotate(x, tables), x)
-
-
-def test_rotary_tables_are_found_beside_a_vision_tower():
+def test_rotary_tables_of_targets_that_keep_them_elsewhere_or_have_none():
+    """Gemma-3 with images has them beside its vision tower; GPT-2 learns its positions."""
     places = torch.arange(4)[None]
     seeing = common.rotary(sighted(), places, 0)
     blind = common.rotary(make_family("Gemma3"), places, 0)
-    for ours, theirs in zip(seeing, blind):
-        assert torch.equal(ours, theirs)
-        assert ours.std() > 0.1
+    assert torch.equal(torch.stack(seeing), torch.stack(blind))
+    x = torch.randn(1, 4, 4, 8, dtype=torch.float64)
+    assert not torch.equal(common.rotate(x, seeing), x)
+    assert torch.equal(common.rotate(x, common.rotary(make_family("GPT2"), places, 0)), x)
 
 
 # ---------------------------------------------------------------------------------- the greedy walk
@@ -418,11 +405,6 @@ def test_negative_control_a_drafter_that_lies_shifts_the_draws():
     assert (law - P_TARGET).abs().max() > 0.05
 
 
-def test_where_no_token_is_allowed_none_is_drawn():
-    with pytest.raises(AssertionError, match="forbid every token"):
-        common._draw(torch.full((5,), float("-inf")), [], draft_of([3], [-1]))
-
-
 def test_a_sample_is_where_the_running_sum_passes_a_uniform_number():
     probs = torch.tensor([0.5, 0.3, 0.2]).expand(6, -1)
     uniform = torch.tensor([0.0, 0.49, 0.51, 0.6, 0.79, 0.999])[:, None]
@@ -437,25 +419,22 @@ def test_a_sample_is_where_the_running_sum_passes_a_uniform_number():
     assert 400_000 < int(common.sample(rare, half)) < 600_000
 
 
+def test_negative_control_a_drafter_that_lies_shifts_the_draws():
+    """It draws from other probabilities than it tells."""
+    law = law_of_draw(P_TARGET, without_repetition(Q_DRAFT), without_repetition(Q_DRAFT.flip(0)))
+    assert (law - P_TARGET).abs().max() > 0.05
+
+
 Q = torch.tensor([0.3, 0.05, 0.05, 0.2, 0.1, 0.25, 0.05])
 
 
-def sibling_draft(honest=True, extras=False):
-    """Two siblings drawn from Q without replacement, and a child of the first.
-
-    Args:
-        honest: False claims another distribution than the one drawn from.
-        extras: adds two deterministic siblings and a deterministic child.
-    """
+def sampled_and_deterministic():
+    """Two siblings drawn from Q without replacement, 4 and 5 beside them, children below."""
     first = torch.multinomial(Q, 1)
     rest = without_repetition(Q)(first)
-    tokens = torch.cat([first, torch.multinomial(rest, 1), torch.multinomial(Q, 1)]).tolist()
-    probs = [Q, rest, Q] if honest else [Q.flip(0)] * 3
-    parents = [-1, -1, 0]
-    if extras:
-        tokens += [4, 5, 2]
-        parents += [-1, -1, 0]
-    return draft_of(tokens, parents, torch.stack(probs))
+    drawn = torch.cat([first, torch.multinomial(rest, 1), torch.multinomial(Q, 1)]).tolist()
+    parents = [-1, -1, 0, -1, -1, 0]
+    return draft_of([*drawn, 4, 5, 2], parents, torch.stack([Q, rest, Q]))
 
 
 PROMPT = torch.tensor([[1, 2, 3, 4, 1, 2, 3]])
@@ -469,22 +448,21 @@ def copied_draft():
 
 
 DRAFTS = {  # kind: what makes a draft
-    "sampled siblings": sibling_draft,
-    "sampled and deterministic": lambda: sibling_draft(extras=True),
+    "sampled and deterministic": sampled_and_deterministic,
     "deterministic": lambda: draft_of([1, 3, 5, 0], [-1, -1, 1, 1]),
     "copies": copied_draft,
 }
 
 
+def residual(p, q):
+    left = (p - q).clamp(min=0)
+    return left / left.sum()
+
+
 def chance_of_acceptance(p_target, kind):
     """The probability that a child of the root is accepted, from the definition."""
     if kind == "deterministic":
-        return float(p_target[1] + p_target[3])  # the target's draw is one of the two
-
-    def residual(p, q):
-        left = (p - q).clamp(min=0)
-        return left / left.sum()
-
+        return float(p_target[[1, 3]].sum())  # the target's draw is one of the two
     accepted = float(torch.minimum(p_target, Q).sum())
     left = residual(p_target, Q)
     if kind == "copies":  # 4 stands beside the first token
@@ -492,8 +470,7 @@ def chance_of_acceptance(p_target, kind):
     for token, refused in enumerate((Q - p_target).clamp(min=0).tolist()):
         rest = without_repetition(Q)([token])
         hit = float(torch.minimum(left, rest).sum())
-        if kind == "sampled and deterministic":  # 4 and 5 stand there as well
-            hit += (1 - hit) * float(residual(left, rest)[[4, 5]].sum())
+        hit += (1 - hit) * float(residual(left, rest)[[4, 5]].sum())
         accepted += refused * hit
     return accepted
 
@@ -538,13 +515,7 @@ def test_sampled_output_follows_the_target(small_llama, kind):
     )
 
 
-def test_negative_control_a_lying_drafter_is_noticed(small_llama):
-    torch.manual_seed(0)
-    counts, _ = verify_often(small_llama, PROMPT, lambda: sibling_draft(honest=False), 800)
-    assert chi_square_p_value(counts, enumerate_joint(small_llama, PROMPT, 2)) < 1e-6
-
-
-# ------------------------------------------------------------------------------ copies
+# -------------------------------------------------------------------------------------- copies
 
 
 def found_by_search(text, most):
@@ -565,6 +536,8 @@ def random_text(chance):
 
 def test_copies_are_found_as_by_a_search():
     """The text grows by a few tokens from call to call, as while decoding."""
+    looping = Lookup(5).find(torch.tensor([[7, 8, 9, 7, 8, 9, 7]]))
+    assert looping == [8, 9, 7, 8, 9]
     chance = random.Random(0)
     for _ in range(200):
         text = random_text(chance)
@@ -575,16 +548,12 @@ def test_copies_are_found_as_by_a_search():
             assert lookup.find(torch.tensor([text[:end]])) == expected, (text[:end], most)
 
 
-def test_copies_by_hand():
-    """Six tokens after four that stood before, three after three, two after two; loops go on."""
-    for most, text, copy in (
-        (6, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4], [5, 6, 1, 2, 3, 4]),
-        (6, [1, 2, 3, 4, 5, 6, 1, 2, 3], [4, 5, 6]),
-        (6, [1, 2, 3, 4, 9, 2, 3], [4, 9]),
-        (5, [7, 8, 9, 7, 8, 9, 7], [8, 9, 7, 8, 9]),
-        (0, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4], []),
-    ):
-        assert Lookup(most).find(torch.tensor([text])) == copy
+def test_a_copy_shares_all_that_it_begins_with():
+    """The draft is 5 6 9 and the copy 5 6 7 1, so it branches off after 6."""
+    text = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]])
+    merged = Lookup(4).merge(draft_of([5, 6, 9], [-1, 0, 1]), text, 9)
+    assert merged.tokens.tolist() == [5, 6, 9, 7, 1]
+    assert merged.parents.tolist() == [-1, 0, 1, 1, 3]
 
 
 def test_a_merged_tree_holds_the_drafts_paths_and_the_copys():
@@ -596,29 +565,19 @@ def test_a_merged_tree_holds_the_drafts_paths_and_the_copys():
         nodes = chance.randint(0, 8)
         room = chance.randint(0, 6)
         draft = random_tree(generator, nodes, 9)
-        if nodes % 2:
-            draft.probs = torch.rand(nodes, 9)
-            draft.q = torch.rand(nodes)
+        draft.probs = torch.rand(nodes, 9)
+        draft.q = torch.rand(nodes)
         merged = Lookup(6).merge(draft, torch.tensor([text]), room)
         copy = found_by_search(text, 6)[:room]
         before, after = paths(draft), paths(merged)
         assert after[:nodes] == before
-        assert len(set(after)) == len(after)
+        assert len(set(after)) == len(after) == len(merged.q)
         assert set(after) == set(before) | {tuple(copy[:n]) for n in range(1, len(copy) + 1)}
         assert merged.copied == len(after) - nodes
         assert merged.probs is draft.probs, "a copy was not sampled"
-        assert draft.q is None or len(merged.q) == len(after)
 
 
-def test_a_copy_shares_all_that_it_begins_with():
-    """The draft is 5 6 9 and the copy 5 6 7 1, so it branches off after 6."""
-    text = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]])
-    merged = Lookup(4).merge(draft_of([5, 6, 9], [-1, 0, 1]), text, 9)
-    assert merged.tokens.tolist() == [5, 6, 9, 7, 1]
-    assert merged.parents.tolist() == [-1, 0, 1, 1, 3]
-
-
-# ------------------------------------------------------------------------------- Decoding
+# ------------------------------------------------------------------------------------ Decoding
 
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
@@ -642,7 +601,7 @@ def test_an_answer_ends_inside_the_accepted_tokens(llama):
     truth = llama.generate(IDS, max_new_tokens=4, do_sample=False)[0, 5:].tolist()
     assert len(set(truth)) == 4
     for options in ({"eos_token_id": truth[1], "max_new_tokens": 9}, {"max_new_tokens": 2}):
-        decoding = decoding_of(llama, IDS, do_sample=False, **options)
+        decoding = common.open_decoding(llama, IDS, do_sample=False, **options)
         decoding.streamer = Streamer()
         verified = decoding.verify(draft_of([*truth[:3], 9], [-1, 0, 1, -1], copied=3))
         assert verified.tokens.tolist() == [truth]
@@ -656,43 +615,41 @@ def test_an_answer_ends_inside_the_accepted_tokens(llama):
         assert stats.copies == [(3, 1)], "the second copy lies beyond the end"
 
 
-def test_an_answer_goes_on_until_a_criterion_holds(llama):
-    decoding = decoding_of(llama, IDS, max_new_tokens=6, do_sample=False)
-    assert decoding.room == 5
-    truth = llama.generate(IDS, max_new_tokens=6, do_sample=False)[0, 5:].tolist()
-    decoding.verify(draft_of([truth[0], truth[1], 0], [-1, 0, 0]))
-    assert not decoding.done
-    assert decoding.room == 2
-    decoding.verify(draft_of([], []))
-    decoding.verify(draft_of([truth[4]], [-1]))
+def test_every_round_leaves_a_place_for_the_bonus_token_and_the_states_of_its_rows(llama):
+    whole = llama.generate(IDS, max_new_tokens=6, do_sample=False)
+    truth = whole[0, 5:].tolist()
+    states, _ = common.target_features(llama, whole)
+    decoding = common.open_decoding(llama, IDS, max_new_tokens=6, do_sample=False)
+    before = 0
+    for draft, cached in (
+        (draft_of([truth[0], truth[1], 0], [-1, 0, 0]), 4),
+        (draft_of([], []), 7),
+        (draft_of([truth[4]], [-1]), 8),
+    ):
+        assert not decoding.done
+        assert decoding.room == 11 - (cached + 1) - 1
+        torch.testing.assert_close(decoding.hidden, states[:, before:cached])
+        decoding.verify(draft)
+        before = cached
     assert decoding.done
-    assert decoding.ids[0, 5:].tolist() == truth
+    assert torch.equal(decoding.ids, whole)
     stats = decoding.stats
     assert (stats.offered, stats.accepted) == ([2, 0, 1], [2, 0, 1])
     assert (stats.drafted, stats.emitted, stats.target_forwards) == (4, 6, 3)
 
 
-def test_hidden_states_are_those_of_what_the_last_round_cached(llama):
-    decoding = decoding_of(llama, IDS, max_new_tokens=9, do_sample=False)
-    whole, _ = common.target_features(llama, IDS)
-    torch.testing.assert_close(decoding.hidden, whole[:, :-1])
-    decoding.verify(draft_of([], []))
-    torch.testing.assert_close(decoding.hidden, whole[:, -1:])
-    one = decoding_of(llama, IDS[:, :1], max_new_tokens=9, do_sample=False)
-    assert one.hidden.shape == (1, 0, 32)
-
-
 def test_the_clock_books_prefill_drafting_and_verification(llama, monkeypatch):
     moments = iter([0, 5, 7, 10, 14, 20, 21])
     monkeypatch.setattr(common, "time", types.SimpleNamespace(perf_counter=lambda: next(moments)))
-    decoding = decoding_of(llama, IDS, max_new_tokens=9, do_sample=False)
+    decoding = common.open_decoding(llama, IDS, max_new_tokens=9, do_sample=False)
     for _ in range(3):
         decoding.verify(draft_of([], []))
     assert decoding.stats.seconds == {"prefill": 5, "verify": 2 + 4 + 1, "draft": 3 + 6}
 
 
 def test_pick_takes_the_argmax_of_what_can_be_drafted(llama):
-    decoding = decoding_of(llama, IDS, max_new_tokens=9, do_sample=False, repetition_penalty=4.0)
+    options = {"do_sample": False, "repetition_penalty": 4.0}
+    decoding = common.open_decoding(llama, IDS, max_new_tokens=9, **options)
     draft_ids = torch.tensor([4, 7, 30])
     logits = torch.tensor([[3.0, 2.0, 1.0]])
     token, q_draft = decoding.pick(logits, draft_ids, IDS)
@@ -702,13 +659,11 @@ def test_pick_takes_the_argmax_of_what_can_be_drafted(llama):
     assert q_draft.sum() == pytest.approx(1)
     token, _ = decoding.pick(logits, draft_ids, torch.tensor([[9]]))
     assert token.tolist() == [4]
-    whole = torch.arange(48.0)[None]
-    assert decoding.pick(whole, None, IDS)[0].tolist() == [47]
 
 
 def test_pick_draws_from_the_distribution_that_it_returns(small_llama):
     options = {"do_sample": True, "temperature": 0.5, "top_k": 0}
-    decoding = decoding_of(small_llama, torch.tensor([[1, 2]]), max_new_tokens=9, **options)
+    decoding = common.open_decoding(small_llama, torch.tensor([[1, 2]]), **options)
     logits = torch.tensor([[0.0, 0.5, 1.0]])
     draft_ids = torch.tensor([1, 4, 6])
     torch.manual_seed(0)
@@ -723,30 +678,25 @@ def test_pick_draws_from_the_distribution_that_it_returns(small_llama):
 
 @pytest.mark.parametrize("scores", [float("-inf"), float("nan")])
 def test_pick_gives_nothing_where_the_processors_allow_nothing(llama, scores):
-    decoding = decoding_of(llama, IDS, max_new_tokens=9, do_sample=False)
+    decoding = common.open_decoding(llama, IDS, max_new_tokens=9, do_sample=False)
     decoding.logits_processor = lambda ids, given: torch.full_like(given, scores)
     assert decoding.pick(torch.zeros(1, 48), None, IDS) is None
 
 
 def test_two_threads_may_decode_with_one_target():
-    target = make_llama(layers=2).requires_grad_(False)
+    target = make_llama(layers=2)
     shape = common.target_shape(target)
     config = falcon.Config(target=shape, intermediate_size=16, draft_vocab=0)
     drafter = falcon.build(config, target, torch.ones(48)).double()
+    given = {"custom_generate": falcon.generate, "drafter": drafter}
+
+    def answer(ids):
+        return target.generate(ids, do_sample=False, max_new_tokens=40, **given)
+
     prompts = [torch.tensor([[5, 6, 7]]), torch.tensor([[9, 8, 7, 6, 5, 4]])]
-    options = {"custom_generate": falcon.generate, "drafter": drafter, "do_sample": False}
-    alone = [target.generate(ids, max_new_tokens=40, **options) for ids in prompts]
-    together = [None, None]
-
-    def decode(place):
-        ids = prompts[place]
-        together[place] = target.generate(ids, max_new_tokens=40, **options)
-
-    threads = [threading.Thread(target=decode, args=(place,)) for place in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    alone = list(map(answer, prompts))
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(answer, prompts))
     for ours, theirs in zip(together, alone):
         assert torch.equal(ours, theirs)
 
@@ -781,7 +731,7 @@ MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
 )
 def test_a_request_that_trees_cannot_decode_is_refused(llama, message, options):
     with refused(message):
-        decoding_of(llama, IDS, **{"max_new_tokens": 4, "do_sample": False} | options)
+        common.open_decoding(llama, IDS, **{"max_new_tokens": 4, "do_sample": False} | options)
 
 
 def test_a_prompt_on_another_device_is_told_where_to_go(llama):
@@ -799,48 +749,30 @@ def test_flash_attention_is_told_what_to_load(llama, monkeypatch):
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
 def test_a_window_is_used_up_to_its_end_and_not_beyond(name):
     target = family(name, sliding_window=16)
-    decoding_of(target, IDS, max_new_tokens=11, do_sample=False)
+    common.open_decoding(target, IDS, max_new_tokens=11, do_sample=False)
     with refused("17 exceed the target's sliding window of 16"):
-        decoding_of(target, IDS, max_new_tokens=12, do_sample=False)
+        common.open_decoding(target, IDS, max_new_tokens=12, do_sample=False)
 
 
-SMALL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 40,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-MPT = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 40}
-ALIBI = {name: SMALL[name] for name in list(SMALL)[:3]} | {"vocab_size": 40, "alibi": True}
-CONVOLUTION = SMALL | {"layer_types": ["conv", "full_attention"]}
 CHUNKS = {"attention_chunk_size": 16, "num_local_experts": 2, "head_dim": 8}
-CHUNKS = SMALL | CHUNKS | {"intermediate_size_mlp": 48}
 
 
-def make_other(name, options):
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{name}Config")(**options)
-    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
-    return model.double().eval().requires_grad_(False)
+CHUNKS = {"layer_types": ["chunked_attention"] * 4, "attention_chunk_size": 16}
 
 
 @pytest.mark.parametrize(
     "message, name, options",
     [
-        ("no position_ids", "Mpt", MPT),
-        ("alibi", "Falcon", ALIBI),
-        ("other than attention", "Lfm2", CONVOLUTION),
-        ("attention chunk of 16", "Llama4Text", CHUNKS),
+        ("no position_ids", "Mpt", {}),
+        ("alibi", "Bloom", {"alibi": True}),
+        ("other than attention", "Lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+        ("attention chunk of 16", "Llama", CHUNKS),
     ],
 )
 def test_a_target_that_would_misread_a_tree_is_refused(message, name, options):
+    target = family(name, **options)
     with refused(message):
-        decoding_of(make_other(name, options), IDS, max_new_tokens=20, do_sample=False)
+        common.open_decoding(target, IDS, max_new_tokens=20, do_sample=False)
 
 
 def test_longrope_is_refused_where_an_answer_crosses_its_border():
@@ -853,16 +785,12 @@ def test_longrope_is_refused_where_an_answer_crosses_its_border():
         "long_factor": [1.0, 2.0, 4.0, 8.0],
         "original_max_position_embeddings": 32,
     }
-    long = {"max_position_embeddings": 256, "original_max_position_embeddings": 32}
-    target = make_other("Phi3", SMALL | long | {"rope_parameters": rope})
+    target = family("Phi3", original_max_position_embeddings=32, rope_parameters=rope)
     ids = torch.arange(40)[None] % 39 + 1
     for prompt, new, crosses in ((27, 6, False), (27, 7, True), (33, 1, True), (34, 9, False)):
-        asked = {"max_new_tokens": new, "do_sample": False}
-        if crosses:
-            with refused("long RoPE factors of 33"):
-                decoding_of(target, ids[:, :prompt], **asked)
-        else:
-            decoding_of(target, ids[:, :prompt], **asked)
+        expected = refused("long RoPE factors of 33") if crosses else nullcontext()
+        with expected:
+            common.open_decoding(target, ids[:, :prompt], max_new_tokens=new, do_sample=False)
 
 
 # ----------------------------------------------------------------------------------- the drafter
@@ -874,25 +802,20 @@ def make_glide(target, **options):
     return glide.build(config, target, torch.arange(config.target["vocab_size"]))
 
 
-def test_start_from_copies_what_fits_and_the_most_frequent_tokens(llama):
-    ours = torch.nn.Module()
-    ours.fits = torch.nn.Linear(32, 32, bias=False)
-    ours.other = torch.nn.Linear(5, 5)
-    theirs = torch.nn.Module()
-    theirs.fits = torch.nn.Linear(32, 32, bias=False)
-    theirs.other = torch.nn.Linear(6, 6)
-    drafter = torch.nn.Module()
-    drafter.norm = torch.nn.RMSNorm(32)
-    drafter.draft_ids = torch.arange(3)
-    before = ours.other.weight.clone()
+def test_start_from_copies_what_fits_and_the_most_frequent_tokens():
     target = make_llama()
     target.model.norm.weight.copy_(torch.rand(32))
+    theirs = torch.nn.ModuleDict({"fits": torch.nn.Linear(8, 8), "other": torch.nn.Linear(6, 6)})
+    drafter = torch.nn.ModuleDict({"fits": torch.nn.Linear(8, 8), "other": torch.nn.Linear(5, 5)})
+    drafter.norm = torch.nn.RMSNorm(32)
+    drafter.draft_ids = torch.arange(3)
+    before = drafter.other.weight.clone()
     counts = torch.zeros(48)
     counts[[40, 7, 20]] = torch.tensor([1.0, 5.0, 3.0])
-    common.start_from(drafter, target, counts, [(ours, theirs)])
+    common.start_from(drafter, target, counts, [(drafter, theirs)])
     assert drafter.draft_ids.tolist() == [7, 20, 40]
-    assert torch.equal(ours.fits.weight, theirs.fits.weight)
-    assert torch.equal(ours.other.weight, before)
+    assert torch.equal(drafter.fits.weight, theirs.fits.weight)
+    assert torch.equal(drafter.other.weight, before)
     assert torch.equal(drafter.norm.weight, target.model.norm.weight.float())
 
 
@@ -939,27 +862,24 @@ def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
 
     with refused("no drafter in .* make one with train.py --out"):
         load()
-    drafter = make_glide(llama)
-    drafter.save_pretrained(tmp_path)
+    make_glide(llama).save_pretrained(tmp_path)
     load()
-    config = tmp_path / "config.json"
-    weights = tmp_path / "model.safetensors"
-    saved = {path: path.read_bytes() for path in (config, weights)}
     with refused("another target .*vocab_size 48 != 40.*; train with train.py"):
         load(make_family("Llama"))
-    weights.write_bytes(saved[weights][:-100])
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
     with refused("cannot read .* as a glide drafter"):
         load()
-    weights.write_bytes(saved[weights])
-    for damage in (b"{", b"[]"):
-        config.write_bytes(damage)
-        with refused("no drafter in .* make one"):
-            load()
-    other = json.loads(saved[config]) | {"num_layers": 2}
-    config.write_text(json.dumps(other))
+    weights.write_bytes(whole)
+    config = tmp_path / "config.json"
+    wider = json.loads(config.read_text()) | {"num_layers": 2}
+    config.write_text(json.dumps(wider))
     with refused("cannot read .* as a glide drafter"):
         load()
-    config.write_bytes(saved[config])
+    config.write_text("[]")
+    with refused("no drafter in .* make one"):
+        load()
 
 
 def test_a_bug_in_a_students_drafter_shows_itself(llama, tmp_path):
@@ -985,9 +905,8 @@ def test_a_drafter_of_another_method_or_dtype_is_refused(llama):
 
 def test_a_target_that_cannot_be_read_is_one_line(tmp_path):
     for name in (str(tmp_path), str(tmp_path / "missing.gguf"), "no/such-model"):
-        with refused("cannot load target .*; give a Hugging Face id, a folder") as caught:
+        with refused(f"cannot load target '{name}'.*; give a Hugging Face id, a folder") as caught:
             common.load_target(name)
-        assert name in str(caught.value)
         assert "\n" not in str(caught.value)
 
 
@@ -995,7 +914,7 @@ def test_the_demo_says_how_many_tokens_a_forward_gave(llama, monkeypatch, capsys
     class Tokenizer:
         def apply_chat_template(self, turns, **options):
             assert turns == [{"role": "user", "content": "why?"}]
-            return {"input_ids": torch.tensor([[9, 8, 7]])}
+            return {"input_ids": IDS}
 
         def decode(self, ids, **options):
             return f"said {ids.tolist()}"
