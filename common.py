@@ -37,12 +37,9 @@ class Mistake(ValueError):
 
 
 def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "cpu"):
-    """Load a target model, frozen and in eval mode, and its tokenizer.
+    """A target, frozen and in eval mode, and its tokenizer.
 
-    Args:
-        name: Hugging Face id, folder of safetensors, or .gguf file; None is the default target.
-    Raises:
-        Mistake: the target cannot be read.
+    name: a Hugging Face id, folder of safetensors, or .gguf file; None is the default target.
     """
     if name is None:
         try:
@@ -95,16 +92,15 @@ def target_shape(target) -> dict:
 
 
 def _logit_scale(target) -> float:
-    """The factor that some families put on their logits: Granite divides, Cohere multiplies."""
+    """The factor by which some families scale their logits (Granite, Cohere)."""
     config = target.config.get_text_config()
-    return getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", 0) or 1)
+    if getattr(config, "logit_scale", None):
+        return config.logit_scale
+    return 1 / (getattr(config, "logits_scaling", None) or 1)
 
 
 def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """The target's own logits, (..., V), or (..., Vd) of `token_ids`, from its last hidden states.
-
-    In bfloat16 logits tie often; argmax then takes the lowest id.
-    """
+    """The target's logits from its last hidden states: (..., V), or (..., Vd) of `token_ids`."""
     head = target.get_output_embeddings()
     weight, bias = head.weight, getattr(head, "bias", None)
     if token_ids is not None and len(token_ids) < len(weight):
@@ -117,10 +113,7 @@ def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Te
 
 
 def draft_head(target, token_ids: Tensor) -> nn.Linear:
-    """The rows `token_ids` (Vd,) of the target's LM head, scaled as its logits are; frozen.
-
-    Bias and soft cap are left out: they cost a draft some acceptance, and nothing else.
-    """
+    """The rows `token_ids` (Vd,) of the target's LM head, frozen, without bias and soft cap."""
     head = target.get_output_embeddings()
     scale = _logit_scale(target)
     if hasattr(head, "select") and scale == 1:  # support/packed.py packs once for each drafter
@@ -149,11 +142,7 @@ def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first R of Dh numbers of x (B, H, T, Dh), as the families of Llama do.
-
-    Some others (Cohere, GLM) pair neighbouring numbers. Drafters for them work, but GLIDE's queries
-    have to learn to match such keys.
-    """
+    """Rotate the first R of Dh dimensions of x (B, H, T, Dh), paired as in Llama, not as in GLM."""
     cos, sin = (table[:, None].to(x.dtype) for table in tables)  # (B, 1, T, R)
     rotated, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     rotated = rotated * cos + rotate_half(rotated) * sin
@@ -188,12 +177,7 @@ def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]
 
 
 def option(default, help: str, decode: bool = False):
-    """A field of a Config.
-
-    Args:
-        default: a value, or a function that makes one.
-        decode: True if the field may change after training (bench.py offers it as an option).
-    """
+    """A field of a Config; with `decode` it may change after training, and bench.py offers it."""
     kind = "default_factory" if callable(default) else "default"
     return field(**{kind: default}, metadata={"help": help, "decode": decode})
 
@@ -237,13 +221,9 @@ def target_layers(target) -> list[nn.Module]:
 
 @torch.no_grad()
 def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
-    """Give a new drafter its draft vocabulary and, where they fit, weights of the target.
+    """Set `drafter.draft_ids` to the most frequent tokens and copy the weights that fit.
 
-    Args:
-        token_counts: (V,) how often each token occurs in the training responses. The most
-            frequent ones become `drafter.draft_ids`, in ascending order.
-        pairs: (module of the drafter, module of the target) to copy between. If the drafter has a
-            final `norm`, it comes from the target's.
+    token_counts: (V,) in the training responses. pairs: (module of the drafter, of the target).
     """
     check_states(target)
     most_frequent = token_counts.topk(len(drafter.draft_ids)).indices
@@ -256,11 +236,7 @@ def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
 
 
 def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
-    """Copy the parameters that have the same name and shape, but no norms that scale by 1 + weight.
-
-    An RMS norm turns ones into its weight, or into 1 + weight (Gemma). A drafter's norms scale by
-    weight, so those of the second kind stay as they are.
-    """
+    """Copy parameters of equal name and shape, but no norm that scales by 1 + weight (Gemma)."""
     source = dict(theirs.named_parameters())
     for name, weight in ours.named_parameters():
         other = source.get(name)
@@ -275,10 +251,7 @@ def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def overlap(target, hidden: Tensor, q_draft: Tensor, draft_ids: Tensor) -> Tensor:
-    """The acceptance rate sum_x min(p_target(x), q_draft(x)), summed over M positions.
-
-    Args: hidden: (M, D) the target's last hidden states. q_draft: (M, Vd) probabilities.
-    """
+    """sum_x min(p_target, q_draft) of hidden (M, D) and q_draft (M, Vd), summed over M."""
     total = torch.zeros((), device=q_draft.device)
     for part, q in zip(hidden.split(256), q_draft.split(256)):  # in parts, to save memory
         p_target = target_logits(target, part).softmax(-1)[:, draft_ids]  # (m, Vd)
@@ -287,11 +260,7 @@ def overlap(target, hidden: Tensor, q_draft: Tensor, draft_ids: Tensor) -> Tenso
 
 
 def load_drafter(Drafter, path, target):
-    """Read a drafter's config.json and model.safetensors; it takes the target's device and dtype.
-
-    Raises:
-        Mistake: nothing there, damaged, of another method, or made for another target.
-    """
+    """Read a drafter's config.json and model.safetensors; it takes the target's device and dtype."""
     path = Path(path)
     try:
         made_for = json.loads((path / "config.json").read_bytes())["target"]
@@ -396,10 +365,7 @@ class DraftCache(GrowingCache):
     fed: Tensor | None = None  # (1, P) the tokens whose rows are in the cache
 
     def rewind(self, input_ids: Tensor) -> Tensor:
-        """Drop the rows that differ from `input_ids` (1, T); returns the tokens without a row.
-
-        The newest token is always among them, because the drafter predicts the next one from it.
-        """
+        """Drop rows that differ from `input_ids` (1, T); returns the tokens without one, >= 1."""
         if self.fed is None:
             return input_ids
         end = min(self.fed.shape[1], input_ids.shape[1] - 1)
@@ -423,8 +389,7 @@ class DraftCache(GrowingCache):
 class Draft:
     """A tree of N candidate tokens below the newest committed token, the root.
 
-    The first M nodes were drawn from `probs`; the others were chosen deterministically. Copies
-    from the context, if any, come last.
+    The first M nodes were drawn from `probs`; the others were chosen deterministically.
     """
 
     tokens: Tensor  # (N,) ids
@@ -523,11 +488,8 @@ def verify(
     Greedy: descend while a child holds the argmax. Sampling: recursive rejection sampling over the
     sampled children (Leviathan et al. 2023; with siblings, SpecInfer 2024), see `_draw`.
 
-    Args:
-        input_ids: (1, P + 1) committed tokens; the last one is the root.
-        cache: the target's, of P rows before and P + 1 + A after.
-        logits_processor: a function of ids and scores; it sees each visited node's own prefix.
-        scored: logits and hidden states of the tree, if a joint forward has computed them.
+    input_ids: (1, P + 1), the last is the root. cache: P rows before, P + 1 + A after. Each visited
+    node's logits are processed with its own prefix.
     """
     in_order = draft.parents < torch.arange(len(draft.parents))
     assert in_order.all(), "a child before its parent would not see it"
@@ -596,12 +558,8 @@ def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
 
 
 def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
-    """Ids (..., 1) drawn from probs (..., V): the first one whose cumulative probability exceeds
-    `uniform` (..., 1).
-
-    Probabilities .5 .3 .2 have the sums .5 .8 1, so .6 gives id 1. torch.multinomial takes ten
-    times as long on a CPU.
-    """
+    """Ids (..., 1) from probs (..., V): the first with a cumulative probability above `uniform`."""
+    # torch.multinomial takes ten times as long on a CPU.
     exact = probs if probs.device.type == "mps" else probs.double()  # MPS has no float64
     sums = exact.cumsum(-1)  # (..., V)
     if uniform is None:
@@ -629,26 +587,16 @@ class Stats:
 class Decoding:
     """The state of one answer: committed tokens, the target's cache, and the stopping rules.
 
-    `given` is what transformers hands to a `custom_generate` function: logits_processor,
-    stopping_criteria, generation_config and the model's arguments, which are only checked.
-
-        target                the model
         ids     (1, P + 1)    committed tokens; the newest is not cached yet
         cache                 the target's keys and values of the first P
-        hidden  (1, n, D)     the target's last hidden states of what the last round cached, at
-                              first those of the prompt; they end one token before `ids` does:
+        hidden  (1, n, D)     the target's last hidden states of what the last round (at first the
+                              prompt) cached; they end one token before `ids` does:
 
                                   ids     x_1  x_2  x_3  x_4  x_5     x_5 is not cached yet
                                   hidden            h_3  h_4          two were cached last
 
-        done                  True when the answer has ended
-
-    Args:
-        input_ids: (1, T) the prompt.
-        copies: most tokens to copy from the context each round (support/rivals/lookup.py).
-        stats: a Stats to fill. token_streamer: a streamer of transformers.
-    Raises:
-        Mistake: something that decoding by token trees cannot do.
+    `given` is what transformers hands to a `custom_generate` function. copies: most tokens to copy
+    from the context each round (support/rivals/lookup.py).
     """
 
     def __init__(
@@ -700,14 +648,10 @@ class Decoding:
         return self.generation_config.max_length - self.ids.shape[1] - 1
 
     def pick(self, logits: Tensor, draft_ids: Tensor | None, ids: Tensor):
-        """Choose a draft token: the argmax in greedy decoding, else a draw.
+        """A draft token (1,), the argmax or a draw, and the processed q_draft (V,) it comes from.
 
-        Args:
-            logits: (1, Vd) of the tokens `draft_ids` (Vd,); None means of all V.
-            ids: (1, T) all tokens before, for the logits processors.
-        Returns:
-            (token (1,), q_draft (V,), the processed distribution it comes from), or None if the
-            processors allow no token that can be drafted.
+        logits: (1, Vd) of `draft_ids` (Vd,), or of all V. Returns None if the processors, which see
+        the tokens before, ids (1, T), allow no token that can be drafted.
         """
         scores = logits.float()  # (1, V)
         if draft_ids is not None:
@@ -808,10 +752,7 @@ def check_target(target) -> None:
 
 @torch.no_grad()
 def check_states(target) -> None:
-    """Raise a Mistake unless `target_logits` turns the decoder's states into the target's logits.
-
-    A few families compute their logits otherwise; teachers and drafters would be wrong there.
-    """
+    """Raise a Mistake unless `target_logits` of the decoder's states are the target's logits."""
     ids = torch.arange(1, 3, device=target.device)[None]
     output = target(ids, output_hidden_states=True)
     last = output.hidden_states[-1]
@@ -846,8 +787,9 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
         raise Mistake("only text is decoded here: pass no images, and nothing beside token ids")
 
     mode = generation_config.get_generation_mode().value
+    if mode not in ("greedy_search", "sample"):
+        raise Mistake(f"{mode} is not supported by token trees: decode greedily, or sample")
     unsupported = {
-        mode: mode not in ("greedy_search", "sample"),
         "guidance_scale": generation_config.guidance_scale not in (None, 1),
         "return_dict_in_generate": generation_config.return_dict_in_generate,
         "SynthID": "SynthID" in type(generation_config.watermarking_config).__name__,
@@ -877,11 +819,7 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
 
 
 def open_decoding(target, input_ids: Tensor, copies=0, stats=None, **options) -> Decoding:
-    """The Decoding that `target.generate(input_ids, **options)` sets up, before its first round.
-
-    `generate` prepares the arguments; the Decoding is kept, and nothing is generated. So a caller
-    can drive a method's `drafts` itself, for example for several sequences in turn.
-    """
+    """The Decoding that `target.generate(input_ids, **options)` sets up, before its first round."""
     created = []
 
     def opened(target, input_ids, copies=0, stats=None, **given):

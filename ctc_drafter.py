@@ -8,10 +8,10 @@ slots give the same sequence; the CTC loss sums over all of them. a, b, c are to
     slots   a  a  e  b  e  c  c  e    ->  a b c
             a  e  a  b  e  e  e  e    ->  a a b    a true repeat has a blank in between
 
-The newest token x_(i+1) is known, but the target has not read it yet; its newest hidden state is
-h_i. A row joins the two, and the slots after it write x_(i+2) and on. In training this is done
-after many rows of a sequence, the anchors. The window of an anchor is the U labels that its slots
-should write; y_t is the target's argmax over the draft vocabulary, given x_0 to x_(t-1). U = 3:
+The newest token x_(i+1) is chosen, but the target has not read it: its newest hidden state is h_i.
+A row combines the two, and the slots after it write x_(i+2) and what follows. Training puts slots
+after many rows of a sequence, the anchors. An anchor's window is the U labels that its slots should
+write; y_t is the target's argmax over the draft vocabulary, given x_0 to x_(t-1). U = 3:
 
     place          0    1    2    3    4    5
     data          x_0  x_1  x_2  x_3  x_4  x_5
@@ -19,18 +19,17 @@ should write; y_t is the target's argmax over the draft vocabulary, given x_0 to
     anchor 1           h_1  x_2 [y_3  y_4  y_5]
 
 Names that differ from the paper's: F is `hidden`, F^ `states`, P^ `q_slots`, epsilon the blank
-(index Vd), beta^-1 `collapse`, top k `symbols`; raw candidates are combinations.
+(index Vd), beta^-1 `collapse`, k `symbols`; raw candidates are combinations.
 
 Deviations from the paper:
-    1. The authors' code drafts in EAGLE's loop and adds a little CTC loss to two others; this is
-       the paper's parallel drafter, trained by CTC. S, U and the row are the code's.
-    2. It trains at 64 random anchors of each sequence; the sum of logarithms is Eq. 1's, not 2's.
-    3. Slots see the rows up to their anchor and one another, and start as the row plus a vector of
-       their own. The blank has its own logit. Only frequent tokens are drafted (`draft_vocab`).
-    4. The paper verifies the most probable combinations, in a tree built before the transform. Here
-       it is a tree of `nodes` prefixes, built after it and ranked by all their alignments.
-    5. `first_token` adds a loss on the first token's distribution (the shipped drafter: weight 1;
-       it has also learned from windows that were cut at the end of an answer).
+    1. The paper's module reads hidden states only. The row adds the next token, as the authors'
+       code does, from which S = 6 and U = 3 come too; it drafts autoregressively, like EAGLE.
+    2. It trains at random anchors, and sums log P (Eq. 1), where Eq. 2 sums P.
+    3. The paper does not say how slots start (the row plus a learned vector) or what they see (rows
+       up to the anchor, one another). The blank has its own logit; `draft_vocab` limits the rest.
+    4. The paper's tree holds the likeliest combinations and is masked by the transform. Here it is
+       built after the transform, of the prefixes with the highest summed probability.
+    5. `first_token` adds a loss on the first token's distribution (the shipped drafter: 1).
 
 Licence: Apache-2.0.
 """
@@ -81,10 +80,7 @@ VARIANTS = {
 
 
 class SlotAttention(nn.Module):
-    """Slots attend to rows and to one another.
-
-    Rows have keys and values but no query, because no layer above would read their output.
-    """
+    """Slots attend to rows and to one another; no layer above needs the output of rows."""
 
     def __init__(self, shape: dict):
         super().__init__()
@@ -102,12 +98,9 @@ class SlotAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, rows: Tensor, slots: Tensor, tables, mask: Tensor | None, cache) -> Tensor:
-        """Attention output (B, m, D) of m slots over n rows (B, n, D) and the slots themselves.
+        """Output (B, m, D) of m slots over P cached rows, n rows (B, n, D) and the slots.
 
-        Args:
-            tables: cos and sin at the positions of rows and slots, each (B, n + m, R).
-            mask: (B, 1, m, n + m) bool, True = may attend; None: to all.
-            cache: of P rows before; rows and slots are added.
+        tables: cos and sin at rows and slots, (B, n + m, R). mask: (B, 1, m, n + m) bool.
         """
         x = torch.cat([rows, slots], dim=1)  # (B, n + m, D)
         of_slots = [table[:, -slots.shape[1] :] for table in tables]
@@ -121,10 +114,7 @@ class SlotAttention(nn.Module):
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The Attention Draft Module (3.1). Embedding and LM head are the target's.
-
-    The layer's parts are named as in the target's layers, so that they can be copied from there.
-    """
+    """The Attention Draft Module (3.1), its parts named as in the target's layers to be copied."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -146,12 +136,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
     def forward(self, target, hidden, next_ids, anchors, mask=None, cache=None) -> Tensor:
         """States (B, A, S, D) of the slots after A of n rows (Eq. 9).
 
-        Args:
-            hidden: (B, n, D) the target's last hidden states.
-            next_ids: (B, n) the token after each of them.
-            anchors: (B, A) which of the n rows slots are put after.
-            mask: (B, 1, A S, n + A S) bool, see `slot_mask`; None: every slot sees everything.
-            cache: the drafter's own, of P rows; rows and slots are added.
+        Row i joins hidden[:, i] (B, n, D) and next_ids[:, i] (B, n). anchors: (B, A) rows.
+        mask: see `slot_mask`; None: every slot sees everything. cache: rows and slots are added.
         """
         # 1. A row joins a hidden state with the embedding of the next token.
         dtype = self.norm.weight.dtype
@@ -178,18 +164,12 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         return self.norm(x).unflatten(1, (anchors.shape[1], len(self.slots)))
 
     def logits(self, states: Tensor, head: nn.Module) -> Tensor:
-        """Logits (..., Vd + 1) of the symbols, the blank last (Eq. 10).
-
-        Args: states: (..., D) of slots. head: the target's, D -> Vd.
-        """
+        """Logits (..., Vd + 1) of the symbols, the blank last (Eq. 10); head maps D to Vd."""
         return torch.cat([head(states), self.blank(states)], dim=-1).float()
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start training from, its layer copied from the target's top one where it fits.
-
-    Args: token_counts: (V,) how often each token occurs in the training responses.
-    """
+    """A drafter to start training from, copied from the target's top layer where it fits."""
     config.target = common.target_shape(target)
     drafter = Drafter(config)
     sum_of_both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2D)
@@ -203,23 +183,15 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 
 def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
-    """What the slots after each anchor may attend to: the rows up to it, and one another.
+    """What slots after anchors (B, A) see of n rows and the slots, (B, 1, A S, n + A S) bool.
 
-    Later rows do not exist when a draft is made, and the slots of other anchors belong to other
-    drafts. Anchors 0 and 2, S = 2:
+    The rows up to their anchor, and the slots of the same anchor. Anchors 0 and 2, S = 2:
 
                      rows  0 1 2 3    slots s1 s2 t1 t2
         after 0, s1        x . . .          x  x  .  .
                  s2        x . . .          x  x  .  .
         after 2, t1        x x x .          .  .  x  x
                  t2        x x x .          .  .  x  x
-
-    Args:
-        anchors: (B, A) rows.
-        length: number of rows n.
-        slots: S after each anchor.
-    Returns:
-        (B, 1, A S, n + A S) bool.
     """
     rows = torch.arange(length, device=anchors.device)
     anchor = anchors.repeat_interleave(slots, dim=1)  # (B, A S) each slot's
@@ -230,13 +202,9 @@ def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
 
 
 def windows(drafter, target, batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Random anchors, and the labels that should follow them (Eq. 3 to 5); see the drawing on top.
+    """Random anchors (B, A), labels (B, A, U), indices into draft_ids (Eq. 3 to 5), used (B, A).
 
-    A row can be an anchor if all U labels after it belong to the response.
-
-    Returns:
-        anchors (B, A) rows, labels (B, A, U) as indices into draft_ids, and used (B, A) bool:
-        False where a sequence has fewer than A such rows.
+    used is False where a sequence has fewer than A rows with U response tokens after them.
     """
     U = drafter.config.window
     # 1. best[t] is the target's choice after x_t, so y_(t+1).
@@ -246,8 +214,7 @@ def windows(drafter, target, batch) -> tuple[Tensor, Tensor, Tensor]:
     labels = F.pad(best[:, 1:-1], (0, U)).unfold(1, U, 1)  # (B, T - 1, U)
     whole = F.pad(batch.loss_mask[:, 2:], (0, U)).unfold(1, U, 1).all(-1)  # (B, T - 1)
 
-    # 3. Draw anchors. Each sequence has its own generator, so that its anchors do not depend on
-    #    the rest of the batch.
+    # 3. Draw anchors, each sequence by its own seed, whatever else is in the batch.
     anchors = torch.full((len(best), drafter.config.anchors), -1)
     for sequence, seed in enumerate(batch.seed.tolist()):
         rows = whole[sequence].nonzero()[:, 0].cpu()
@@ -275,11 +242,9 @@ def teacher_hidden(batch, anchors: Tensor, used: Tensor) -> Tensor:
 
 
 def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
-    """Minus the log-probability that slots give their window (Eq. 6), summed over W windows.
+    """Minus the log-probability of the windows (W, U) (Eq. 6), summed; log_q is (W, S, Vd + 1).
 
-    A window with r equal neighbours needs U + r slots. One that does not fit adds zero.
-
-    Args: log_q: (W, S, Vd + 1), the blank last. labels: (W, U).
+    A window with r pairs of equal neighbours needs U + r slots; one that does not fit adds zero.
     """
     W, S, symbols = log_q.shape
     return F.ctc_loss(
@@ -294,24 +259,13 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
 
 
 def first_token_log_q(log_q: Tensor) -> Tensor:
-    """Log-probability (W, Vd) of the sequence's first token, over all alignments.
-
-    The token stands in some slot, and every slot before that one is blank.
-
-    Args: log_q: (W, S, Vd + 1), the blank last.
-    """
+    """Log-probability (W, Vd) of the sequence's first token: every slot before its own is blank."""
     blank_before = F.pad(log_q[:, :-1, -1].cumsum(-1), (1, 0))  # (W, S)
     return (blank_before[..., None] + log_q[..., :-1]).logsumexp(1)
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """The CTC loss, summed over windows, and the number of windows.
-
-    `Config.first_token` adds the cross-entropy between the first token and the target's
-    distribution over the draft vocabulary.
-
-    Args: batch: common.Batch.
-    """
+    """CTC loss, plus `first_token` times the first token's, summed; the number of windows."""
     anchors, labels, used = windows(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors, used)  # (W, S, Vd + 1)
     if not len(log_q):  # F.ctc_loss takes no empty batch
@@ -356,16 +310,8 @@ def top_symbols(q_slots: Tensor, symbols: int) -> list[list[tuple[int, float]]]:
 def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = True) -> dict:
     """The paper's transform: collapse the most probable combinations of top symbols (3.3).
 
-    Unlike `prefix_search` it sums over the kept combinations only.
-
-    Args:
-        q_slots: (S, Vd + 1) probabilities, the blank last.
-        symbols: likeliest tokens considered in each slot, beside the blank.
-        candidates: combinations kept (Eq. 8).
-        merge: False takes a combination as it is, up to its first blank (Medusa verify).
-    Returns:
-        {prefix, a tuple of indices into draft_ids: summed probability of the kept combinations
-        whose sequence begins with it}.
+    Unlike `prefix_search` it sums over the `candidates` kept combinations only. merge=False takes a
+    combination as it is, up to its first blank (Medusa verify). Returns as `prefix_search`.
     """
     blank = q_slots.shape[-1] - 1
     # 1. Slots are independent (Eq. 7), so pruning to the best after each slot loses nothing.
@@ -390,22 +336,19 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = Tru
 
 
 def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
-    """CTC prefix beam search: the probability that the collapsed sequence begins with each prefix.
+    """CTC prefix beam search: {prefix of indices into draft_ids: its probability}.
 
-    This is Eq. 6, summed over all sequences that begin with the prefix, slot by slot. For each
-    prefix the alignments that end in a blank are summed apart from those that end in its last
-    token, because the same token makes the prefix longer only after a blank. A prefix's
-    probability is the sum of what enters it, over all slots. Pruning by `symbols` and `candidates`
-    can only lower it. By hand, slots a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, e being the blank:
+    This is Eq. 6, summed over all sequences that begin with the prefix, slot by slot. Alignments of
+    a prefix that end in a blank are kept apart from those that end in its last token, because the
+    same token makes the prefix longer only after a blank. A prefix's probability is the sum of what
+    enters it, over all slots. `candidates` prefixes are kept after each slot, which can only lower
+    it. Slots a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, where e is the blank:
 
         prefix   entered in slot 1   entered in slot 2    sum
         a        a    0.6            e a   0.4 x 0.2      0.68    a a merges: it is in already
         b                            e b   0.4 x 0.5      0.20
         a b                          a b   0.6 x 0.5      0.30
         a a                                               0       needs three slots: a e a
-
-    Args: as for `alignments`, but `candidates` prefixes are kept after each slot.
-    Returns: {prefix, a tuple of indices into draft_ids: probability}.
     """
     prefixes = defaultdict(float)
     in_blank = {(): 1.0}  # {prefix: sum of its alignments that end in a blank}
@@ -438,18 +381,9 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
 
 
 def token_tree(prefixes: dict, draft_ids: Tensor, nodes: int, depth: int) -> common.Draft:
-    """A trie of the likeliest prefixes.
+    """A trie of the `nodes` likeliest prefixes of at most `depth` tokens, with their q.
 
-    It is built after the collapse: a blank is no token, and a repeat left in would be read by the
-    target and move everything after it by one place.
-
-    Args:
-        prefixes: {prefix, a tuple of indices into draft_ids: probability}.
-        nodes: most nodes of the tree.
-        depth: most levels.
-    Returns:
-        A common.Draft of deterministic nodes. A node's q is the probability that the slots'
-        sequence begins with the tokens from the root to the node, less what the search has cut.
+    Built after the collapse: the target would read a repeat, and everything after it would shift.
     """
     places = {(): -1}  # {prefix: its node}
     parents = []
@@ -479,26 +413,20 @@ class Memory:
 
 def propose(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     """Fill the slots after the newest token in one pass: probabilities q_slots (S, Vd + 1)."""
-    # 1. The new rows are of the tokens that the target read in the last round and kept, each
-    #    with the token after it.
+    # 1. One new row for each token that the target read and kept, with the token after it.
     hidden = decoding.hidden  # (1, n, D)
     count = hidden.shape[1]  # n
     next_ids = decoding.ids[:, -count:]  # (1, n) the newest token last
     newest_row = next_ids.new_full((1, 1), count - 1)
     states = drafter(decoding.target, hidden, next_ids, newest_row, cache=memory.cache)
-    # 2. Cut off the slots. One row is left for each committed token but the newest. A refused
-    #    draft token never had a row, so nothing needs to be taken back.
+    # 2. Cut off the slots. Refused draft tokens never had a row.
     memory.cache.cut(decoding.ids.shape[1] - 1)
     return drafter.logits(states[0, 0], memory.head).softmax(-1)
 
 
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft per round; the caller verifies it before it asks for the next one.
-
-    Nodes are deterministic: the target draws each token from its own distribution and goes on if a
-    node holds it. So sampling is lossless.
-    """
+    """Yield one draft per round; its nodes are deterministic, see `common._draw`."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         # A prompt of one token has no row yet, and a last token needs no draft.
@@ -519,13 +447,9 @@ def drafts(decoding, drafter: Drafter, config: Config):
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):
-    """Lossless: `target.generate(**inputs, custom_generate=ctc_drafter.generate, drafter=...)`.
+    """`target.generate(**inputs, custom_generate=ctc_drafter.generate, drafter=...)`, lossless.
 
-    Args:
-        config: a Config to decode with; by default the drafter's.
-        copies, stats, token_streamer: as for common.Decoding.
-    Returns:
-        (1, T') prompt and new tokens.
+    `config` replaces the drafter's; copies, stats and token_streamer are those of common.Decoding.
     """
     common.check_drafter(drafter, Drafter, target)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)

@@ -10,8 +10,8 @@ token x_4, predicted features f_draft:
     pass 2   (f_draft_4, x_5) (f_draft_5, x_6)  ->  x_7, x_8     for each branch x_5 x_6
 
 Coupled sequential glancing distillation (CSGD) trains the slots of a block to agree: it reveals
-the answers of some of them. Section 3.3 argues that the loss then contains the mutual information
-of the tokens in a block, which brings it closer to the loss of an autoregressive drafter.
+the answers of some of them. Section 3.3 argues that conventional training neglects the mutual
+information within a block; with CSGD the second token is learned given the first one.
 
 The shipped drafter has a linear fusion instead of the LSTM (half the drafting time), omega_dist 1,
 and a tree of six nodes in one pass, since a CPU verifies more nodes slowly (results/README.md).
@@ -21,14 +21,14 @@ f_i^draft is `f_draft`, p and p^draft are `p_target` and `q_draft`, omega_dist i
 
 Deviations, and choices where the paper is silent:
     1. Eq. 1 predicts one place ahead; the code follows 3.1, which predicts k places ahead.
-    2. Training cuts the first block short at random. In decoding, cached rows before the newest
-       block keep what they saw under the borders of their own round.
-    3. The runs that CSGD reveals are parts of blocks, hold the text's own tokens, and bear no loss.
-    4. Features and embeddings are normed before the fusion, because their scales differ by a factor
-       of 20. Layers and norm start as copies of the target's, the linear fusion as a sum.
+    2. Training shifts the block borders at random. In decoding they move every round, and an older
+       cached row keeps what it saw when it last attended.
+    3. The runs that CSGD reveals are parts of blocks, hold the text's own tokens, and do not
+       contribute to the loss. lambda falls with the steps, not the epochs.
+    4. Features and embeddings are normed before the fusion, because their scales differ.
     5. Losses and drafts are over the most frequent tokens (`draft_vocab`). PAPER_TREE has Figure
        5's number of nodes at each depth, chosen by `layered_tree`.
-    6. Nodes are the likeliest tokens even under sampling; the output's distribution stays exact.
+    6. Nodes are the likeliest tokens even under sampling, where the paper samples them (App. A).
 
 Licence: Apache-2.0.
 """
@@ -91,7 +91,7 @@ class Config:
 
 
 VARIANTS = {
-    "chain": {"tree": layered_tree([1, 1, 1, 1])},  # Table 4: as deep as the default tree
+    "chain": {"tree": layered_tree([1, 1])},  # Table 4: as deep as the shipped tree
     "two_pass": {"tree": layered_tree([4, 2, 2, 2])},  # ten nodes; with k = 2, two passes
     "paper": {"tree": PAPER_TREE},
 }
@@ -125,7 +125,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.kv_layers = []  # the target's keys and values are not read
+        self.kv_layers = []  # nothing is read from the target's cache
         width = config.target["hidden_size"]
         self.feature_norm = nn.RMSNorm(width, eps=1e-5)
         self.embed_norm = nn.RMSNorm(width, eps=1e-5)
@@ -205,11 +205,8 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
              3   x  x  x  x  x
              4   x  x  x  x  x
 
-    Args:
-        length: S slots.
-        phase: (B,) by how many slots the first block of each sequence is cut short, 0 to k - 1.
-    Returns:
-        (B, 1, S, S) bool.
+    Args: length: S slots. phase: (B,) how many slots the first block lacks, 0 to k - 1.
+    Returns: (B, 1, S, S) bool.
     """
     slots = torch.arange(length, device=phase.device)
     block = (slots + phase[:, None]) // k  # (B, S)
@@ -223,7 +220,7 @@ class Slots(NamedTuple):
     token_ids: Tensor  # (B, S) x_(i+1)
     answers: Tensor  # (B, S, D) h_(i+k)
     answer_ids: Tensor  # (B, S) x_(i+k+1)
-    learns: Tensor  # (B, S) bool, True where the slot bears a loss
+    learns: Tensor  # (B, S) bool, True where the slot contributes to the loss
 
 
 def training_slots(batch, k: int, dtype: torch.dtype) -> Slots:
@@ -253,22 +250,18 @@ def generators(seed: Tensor, use: int) -> list[torch.Generator]:
 def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
     """Choose the slots whose answers CSGD reveals (3.2): N = rate * d in each sequence.
 
-    d is the Hamming distance, the number of slots that predict a wrong token; N is rounded.
+    d is the number of slots that predict a wrong token (Hamming distance); N is rounded.
 
     Visit the blocks in random order. In each, reveal the answers of the first r slots, with r
-    uniform in 1..k-1, until N slots are revealed.
-
-    Only a prefix of a block is revealed, and never its last slot: each remaining slot then learns
-    from answers before its own, and at least one remains. So r is always 1 for k = 2, and nothing
-    is revealed for k = 1.
+    uniform in 1..k-1, until N slots are revealed or no block is left. The later slots of the block
+    learn from these answers. So r is always 1 for k = 2, and nothing is revealed for k = 1.
 
     Blocks are those of `relaxed_mask` with phase seed % k: slot i begins one if (i + seed) % k
-    is 0. If seed % k is not 0, the first block is incomplete and is not visited, nor is a block
-    without a slot that learns. A slot that does not learn keeps its input, though it may be one of
-    the r.
+    is 0. An incomplete first block is not visited, nor is a block without a slot that learns. A
+    slot that does not learn keeps its input, though it may be one of the r.
 
-    k = 3, seed % 3 = 1, N = 3. Block 5 6 7 is visited first with r = 2, then block 2 3 4 with
-    r = 2, of which one slot is left:
+    k = 3, seed % 3 = 1, N = 3, the first slots of a longer text. Block 5 6 7 is visited first with
+    r = 2, then block 2 3 4 with r = 2, of which one slot is left:
 
         blocks       0 1 | 2 3 4 | 5 6 7
         revealed     . .   x . .   x x .
@@ -304,7 +297,7 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 
 
 def reveal(slots: Slots, revealed: Tensor) -> Slots:
-    """Replace the inputs of the revealed slots (B, S) by their answers; these bear no loss then."""
+    """Replace the inputs of the revealed slots (B, S) by their answers; these do not learn then."""
     return slots._replace(
         features=torch.where(revealed[..., None], slots.answers, slots.features),
         token_ids=torch.where(revealed, slots.answer_ids, slots.token_ids),
@@ -313,7 +306,7 @@ def reveal(slots: Slots, revealed: Tensor) -> Slots:
 
 
 def noisy(features: Tensor, width: float, seed: Tensor) -> Tensor:
-    """Features (B, S, D) plus noise from U(-width, width) (3.2), as predicted ones have errors.
+    """Features (B, S, D) plus noise from U(-width, width) (3.2): predicted ones are inexact.
 
     The noise is drawn on the CPU, separately for each sequence. So it does not depend on padding,
     on the rest of the batch, or on the device.
@@ -371,8 +364,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft), summed over the k slots of all blocks, and their number.
 
-    The paper's alpha (4.2) is another quantity, the share of the output that was drafted. In its
-    tables it is about tau / (tau + 1), where tau does not count the target's own token.
+    The paper's alpha (4.2) is another quantity, the share of the output that was drafted.
     """
     slots = training_slots(batch, drafter.config.k, drafter.norm.weight.dtype)
     _, logits = predict(drafter, target, slots, batch.seed % drafter.config.k)
@@ -391,11 +383,8 @@ class Memory:
         self.cache = common.GrowingCache(drafter.config.num_layers)  # its own keys and values
         self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
         width = drafter.config.target["hidden_size"]
-        # The last k - 1 slots, fused. After a round with one new token they still belong to the
-        # newest block; fusing them again would need an older LSTM state.
-        self.fused = drafter.norm.weight.new_empty(1, 0, width)
-        # The LSTM's state after the last committed slot. Later passes never change it.
-        self.state = None
+        self.fused = drafter.norm.weight.new_empty(1, 0, width)  # the last k - 1 slots, fused
+        self.state = None  # the LSTM's after the last committed slot
 
 
 class Pass(NamedTuple):
@@ -410,11 +399,10 @@ class Pass(NamedTuple):
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     """Feed the newly committed slots; None while there are fewer than k slots in all.
 
-    The newest block must be full: its k slots predict the k next tokens and were trained to see one
-    another. So blocks are counted back from the newest slot, and their borders move from round to
-    round. Up to k - 1 old slots then belong to the newest block and must see all of it. Always the
-    last k - 1 old slots attend again; their fusion is still valid. k = 3, five slots were fed
-    before, two are new:
+    Only a full block predicts k tokens, so blocks are counted back from the newest slot. Their
+    borders move every round, and the last k - 1 old slots always attend again. They stay fused,
+    because fusing them anew would need an older LSTM state. k = 3, five slots were fed before, two
+    are new:
 
         blocks before        0 1 | 2 3 4
         blocks now           0 | 1 2 3 | 4 5 6
@@ -456,11 +444,8 @@ def tree_mask(mask: Tensor, continues: Tensor, k: int) -> Tensor:
         pass 3  D   x x x   x x . . . .   x x . .
                 E   x x x   . . . . x x   . . x x
 
-    Args:
-        mask: (b, P_own) bool, of the pass before.
-        continues: (n,) which of its b branches each new branch continues.
-    Returns:
-        (n, P_own + n k) bool.
+    Args: mask: (b, P_own) bool, the last pass's. continues: (n,) a branch of it for each new one.
+    Returns: (n, P_own + n k) bool.
     """
     own = torch.eye(len(continues), dtype=torch.bool, device=mask.device)  # (n, n)
     return torch.cat([mask[continues], own.repeat_interleave(k, dim=1)], dim=1)
@@ -494,7 +479,7 @@ class Node(NamedTuple):
     token: int
     parent: int  # number of its parent node; -1 is the root
     q: float  # the drafter's probability of the token
-    branch: int  # of the pass that drafted it
+    branch: int  # number of its branch in the pass that drafted it
 
 
 def levels_of(tree) -> list[list[tuple[int, int]]]:
@@ -582,11 +567,7 @@ def generate(
 ):
     """Lossless decoding: `target.generate(**inputs, custom_generate=falcon.generate, drafter=...)`.
 
-    Args:
-        config: a Config to decode with; by default the drafter's.
-        copies, stats, token_streamer: as for common.Decoding.
-    Returns:
-        (1, T') prompt and new tokens.
+    `config` is by default the drafter's; the rest is as for common.Decoding. Returns ids (1, T').
     """
     common.check_drafter(drafter, Drafter, target)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)

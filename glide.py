@@ -1,32 +1,31 @@
 """GLIDE: a drafter that catches a glimpse of the target's KV cache (Du et al., ICML 2024).
 
-Paper: arXiv:2402.02082, section 4.1. The drafter is a small transformer. Each of its layers has a
-cross-attention sub-layer between self-attention and feed-forward. The keys and values of the
-cross-attention are not computed: they are the rows that the target cached while verifying the
-earlier tokens. The drafter thus reads for free what the target knows about the context.
+Paper: arXiv:2402.02082, section 4.1. The drafter is a small transformer whose layers have a
+cross-attention between self-attention and feed-forward. Its keys and values are not computed: they
+are the rows that the target cached while it verified the earlier tokens.
 
-The newest token x_t and the tokens drafted after it have no target rows yet. Training imitates
-this delay with a block-wise mask. x = readable, . = absent:
+The newest token x_t and the tokens drafted after it have no target rows yet (x readable, . absent):
 
               tokens      x_1 ... x_(t-1)     x_t     x_(t+1) ... x_(t+i-1)
         target's rows      x  x  x             .          .  .  .
         drafter's rows     x  x  x             x          x  x  x   ->  q_draft of x_(t+i)
+
+Training imitates this delay with `block_mask`.
 
 Names that differ from the paper's: M_T and M_D are `target` and `drafter`, N_D is
 `Config.num_layers`, L is `Config.block_size`, W_j and W^O are `q_proj` and `o_proj`, H^m is `x`,
 p_D is `q_draft`, c is `cost`.
 
 Deviations from the paper:
-    1. The drafter is as wide as the target, because it uses the target's frozen embedding and LM
-       head. Its weights start as copies of the target's where the shapes agree.
+    1. The drafter uses the target's frozen embedding and LM head, so it is as wide as the target.
+       It starts from copies of the target's weights where the shapes agree, not from scratch.
     2. Only the most frequent tokens of the training answers are drafted (`draft_vocab`).
-       Verification covers the whole vocabulary.
-    3. The loss, on answers only, is the cross-entropy with the target's distribution. With
-       `distill=False` it is the paper's cross-entropy with the data.
-    4. The prose of 4.1 assigns a block by the predicted token, its formula by the query, as here.
-       The first block is cut short at random, so that every position meets every delay.
-    5. The cross-attention is pre-normed with a residual, its queries are rotated as in the target
-       layer that it reads, and it gives zero if there is nothing to read (the paper is silent).
+    3. The loss, on answers only, is the cross-entropy with the target's distribution;
+       `distill=False` takes the data's tokens, as the paper does.
+    4. The prose of 4.1 puts a query in the block of the token it predicts; the formula, followed
+       here, in its own. The first block is shortened at random: every position meets every delay.
+    5. The paper does not describe pre-norm and residual of the cross-attention, the rotation of its
+       queries (as in the target layer they read), or what it gives with nothing to read (zero).
     6. The shipped drafter reads layer 18 (of 0 to 29), not the top one (checkpoints/README.md).
 
 Licence: Apache-2.0.
@@ -69,15 +68,12 @@ VARIANTS = {f"gamma{n}": {"gamma": n} for n in (1, 2, 3, 4, 5)}
 
 
 def attend_or_zero(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention (B, H, T, Dh) in which a query with no key to attend to yields zero.
-
-    Args: q: (B, H, T, Dh). k, v: (B, Hkv, P, Dh). mask: (B or 1, 1, T, P) bool; None: all.
-    """
+    """Attention of q (B, H, T, Dh) over P rows; zero for a query that may attend to none."""
     if k.shape[2] == 0:
         return torch.zeros_like(q)
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    # A softmax over no keys is NaN. Such a query attends to all, and its result is erased.
+    # A softmax over no keys is NaN: let such a query attend to everything, and zero its output.
     some = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | ~some, enable_gqa=True)
     return out * some
@@ -96,13 +92,7 @@ class CrossAttention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if config.query_norm else None
 
     def forward(self, x: Tensor, kv, tables, mask: Tensor | None) -> Tensor:
-        """What x (B, T, D) reads from P target rows, (B, T, D).
-
-        Args:
-            kv: keys and values (B, Hkv, P, Dh) as cached, so the keys are rotated already.
-            tables: cos and sin of that target layer at the positions of x.
-            mask: (B or 1, 1, T, P) bool; None: attend to all.
-        """
+        """What x (B, T, D) reads from the target; kv and mask are those of Drafter.forward."""
         # Q^(m,j) = H^m W_j, all heads j at once.
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, Dh)
         if self.q_norm is not None:
@@ -116,10 +106,7 @@ class CrossAttention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Self-attention, cross-attention, feed-forward (Figure 2), each pre-normed with a residual.
-
-    The sub-layers that are not GLIDE's own are Llama's, from transformers.
-    """
+    """Self-attention, cross-attention, feed-forward (Figure 2), each pre-normed with a residual."""
 
     def __init__(self, config: Config, index: int):
         super().__init__()
@@ -134,13 +121,7 @@ class Layer(nn.Module):
         self.mlp = LlamaMLP(llama)
 
     def forward(self, x: Tensor, rotary, glimpse, masks, cache) -> Tensor:
-        """x (B, T, D) to (B, T, D).
-
-        Args:
-            rotary: cos and sin for the self-attention, each (B or 1, T, Dh).
-            glimpse: (kv, tables) for the cross-attention; None without one.
-            masks: of self- and cross-attention, as for `Drafter.forward`.
-        """
+        """x (B, T, D) to (B, T, D); glimpse: kv and tables of the target layer, or None."""
         self_mask, cross_mask = masks
         normed = self.input_layernorm(x)
         x = x + self.self_attn(normed, rotary, self_mask, past_key_values=cache)[0]
@@ -197,13 +178,10 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start training from, its weights copied from the target where they fit.
+    """A drafter to start training from, with weights copied from the target where they fit.
 
-    Queries, output projection and norm of a cross-attention come from the target layer that it
+    A cross-attention's queries, output projection and norm come from the target layer that it
     reads, because that layer's keys were made for those queries.
-
-    Args: token_counts: (V,) how often each token occurs in the training responses.
-    Raises: Mistake: a target layer that is not there, or that caches no ordinary keys and values.
     """
     config.target = common.target_shape(target)
     depth = config.target["num_layers"]
@@ -229,11 +207,10 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 def norms_queries(target) -> bool:
     """True if the target norms each head's queries (Qwen3), not all heads at once (OLMo-2)."""
-    for layer in common.target_layers(target):
-        attention = getattr(layer, "self_attn", None)
-        weight = getattr(getattr(attention, "q_norm", None), "weight", None)
-        return weight is not None and len(weight) == common.target_shape(target)["head_dim"]
-    return False
+    layer = next(iter(common.target_layers(target)), None)
+    attention = getattr(layer, "self_attn", None)
+    weight = getattr(getattr(attention, "q_norm", None), "weight", None)
+    return weight is not None and len(weight) == common.target_shape(target)["head_dim"]
 
 
 def check_cache(drafter: Drafter, target) -> None:
@@ -256,11 +233,10 @@ def check_cache(drafter: Drafter, target) -> None:
 def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
     """Which target rows a training position may read (Mask_Block, 4.1): block(query) > block(key).
 
-    While drafting, the target's rows end where the last verification ended. The sequence is
-    therefore cut into blocks, and a query does not see the rows of its own block: its own row and
-    the 0 to L - 1 rows before it. The i-th draft token lacks i - 1 rows more than x_t, so L should
-    be at least gamma. A causal mask would show the target's rows of the newest tokens, which give
-    away much of the target's next choice and do not exist while drafting. L = 3, phase 1:
+    A query does not see the rows of its own block: its own row and the 0 to L - 1 rows before it. A
+    causal mask would show rows that do not exist while drafting and give away the next token.
+    The query that predicts the i-th draft token lacks i - 1 rows more than that of x_t, so L should
+    be at least gamma. L = 3, phase 1, which shortens the first block by one token:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
@@ -270,12 +246,7 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
               4    x  x  .  .  .  .
               5    x  x  x  x  x  .
 
-    Args:
-        length: T tokens.
-        block_size: L tokens.
-        phase: (B,) by how many tokens the first block of each sequence is cut short.
-    Returns:
-        (B, 1, T, T) bool.
+    phase: (B,). Returns (B, 1, T, T) bool.
     """
     places = torch.arange(length, device=phase.device)
     block = (places + phase[:, None]) // block_size  # (B, T)
@@ -283,11 +254,7 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
 
 def training_states(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """Final hidden states (M, D) of the positions that predict a token of the loss mask.
-
-    Returns: the states, and which positions they belong to, (B, T) bool. Position t predicts the
-        token at t + 1.
-    """
+    """States (M, D) of the positions whose next token is in the loss mask; those (B, T) bool."""
     length = batch.input_ids.shape[1]
     positions = torch.arange(length, device=batch.input_ids.device)[None]  # (1, T)
     cross_mask = None
@@ -311,8 +278,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 
     With `distill` against the target's distribution over the draft vocabulary, else against the
     next token of the data, if it can be drafted.
-
-    Args: batch: common.Batch with the keys and values of drafter.kv_layers.
+    `batch` holds the keys and values of drafter.kv_layers.
     """
     hidden, predicts = training_states(drafter, target, batch)
     logits = training_logits(drafter, target, hidden)  # (M, Vd)
@@ -362,9 +328,9 @@ class Memory:
 def consume(drafter: Drafter, decoding, memory: Memory, fed: Tensor) -> Tensor:
     """Feed tokens (1, n) to the drafter; returns the final hidden state (1, D) of the last one.
 
-    A round begins with the tokens that the drafter has no row for yet, in the first round the
-    whole prompt. Each of them may read only the target rows before it, like the first token of a
-    training block; the last one reads all P. P = 4, n = 2 (the last draft token, which was
+    A round begins with the tokens that have no drafter row yet, at first the whole prompt. Each
+    reads the target rows before it. P = 4, n = 2 (an accepted draft token that was never fed, and
+    the bonus token):
     accepted and never fed, and the bonus token):
 
                    target's rows   drafter's rows
@@ -393,14 +359,10 @@ def consume(drafter: Drafter, decoding, memory: Memory, fed: Tensor) -> Tensor:
 def propose(drafter: Drafter, decoding, memory: Memory):
     """Draft a chain after `decoding.ids`, one token at a time; take as many as you want.
 
-    Yields:
-        (token (1,), q_draft (V,) the processed distribution it was chosen from, hidden (D,) the
-        state that q_draft was computed from). The chain ends when the logits processors allow no
-        token that can be drafted.
+    Yields (token (1,), q_draft (V,), hidden (D,)) until no token is left that may be drafted.
     """
     ids = decoding.ids
-    # Rows of refused tokens are cut. If the second draft token was refused, the row of the first
-    # one stays, and only the bonus token is fed. `verify` has cut the target's cache likewise.
+    # Drops the rows of refused tokens; `verify` has cut the target's cache likewise.
     fed = memory.cache.rewind(ids)  # (1, n)
     while True:
         hidden = consume(drafter, decoding, memory, fed)  # (1, D)
@@ -427,13 +389,9 @@ def drafts(decoding, drafter: Drafter, config: Config):
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):
-    """Lossless decoding: `target.generate(**inputs, custom_generate=glide.generate, drafter=...)`.
+    """`target.generate(**inputs, custom_generate=glide.generate, drafter=...)`, lossless.
 
-    Args:
-        config: a Config to decode with; by default the drafter's.
-        copies, stats, token_streamer: as for common.Decoding.
-    Returns:
-        (1, T') prompt and new tokens.
+    `config` replaces the drafter's; copies, stats and token_streamer are those of common.Decoding.
     """
     common.check_drafter(drafter, Drafter, target)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)

@@ -1,21 +1,20 @@
 """SpecDec++: a trained head decides when to stop drafting (Huang et al., 2024).
 
-Paper: arXiv:2405.19715v1. With short drafts the target runs often. With long drafts many tokens are
-discarded after the first refusal. SpecDec++ adds an acceptance head to the draft model. The head
-reads the last hidden state of a draft token and predicts whether the target will accept it. The
-round ends when the predicted probability that at least one token is refused exceeds h.
+Paper: arXiv:2405.19715v1. SpecDec++ adds an acceptance head to the draft model. The head reads the
+last hidden state of a draft token and predicts whether the target will accept it. The round ends
+when the predicted probability that at least one token is rejected exceeds h.
 
-Why a threshold (3.1): let R be the probability that one of the tokens drafted so far is refused. If
-one is, drafting on wastes at least c1 = t_draft. If none is, stopping costs at most c2 + Delta,
+Why a threshold (3.1): let R be the probability that one of the tokens drafted so far is rejected.
+If one is, continuing wastes at least c1 = t_draft. If none is, stopping costs at most c2 + Delta,
 with c2 = t_target - t_draft. So stopping is better once R >= (c2 + Delta) / (c1 + c2 + Delta).
 
-This holds for true probabilities, and h is tuned (4.1). With w_rej > 1, used against class
-imbalance and over-confidence, the head at its optimum predicts P / (P + w_rej (1 - P)) where the
-truth is P. With w_rej = 6 and h = 0.7 a round stops after one judged token if P < 0.72.
+The theorem assumes true probabilities; in practice h is tuned (4.1). With w_rej > 1, used against
+class imbalance and over-confidence, the head at its optimum predicts P / (P + w_rej (1 - P)) where
+the truth is P. With w_rej = 6 and h = 0.7 a round stops after one judged token if P < 0.72.
 
 Algorithm 2 is `propose` (e_(i-1), q_i, y_i), `until_stop` (p^ and the break) and common.verify;
 Algorithm 1 is stop="fixed". Names that differ from the paper's: q is `DraftModel`, p^ is
-`all_accepted`, K is `gamma`, r is `keep`, P_i is `accept_prob`. M response tokens, J judged ones.
+`all_accepted`, K is `gamma`, r is `keep`, P_i is `accept_prob`.
 
 Deviations from the paper:
     1. The draft model consists of layers copied from the target and distilled (`stage="draft"`);
@@ -23,7 +22,7 @@ Deviations from the paper:
     2. The copied layers draft only the most frequent tokens of the training data (`draft_vocab`).
     3. Labels are greedy by default: P_i is 1 where both argmaxes agree, else 0. The paper's are
        those of `temperature=1`, which a head for sampling should be trained with.
-    4. Y and Z are drawn anew in each training step. r = 0.15 is the published code's.
+    4. Y and Z are drawn anew in each step. r = 0.15 is the published code's.
     5. The D blocks of the head are independent; the published code repeats one of them.
     6. Drafting ends after an end-of-sequence token, because nothing after it can be committed.
 
@@ -115,7 +114,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
                 )
             # The embedding is replaced below, so it has one row, and special ids would exceed it.
             no_tokens = dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"])
-            shape = AutoConfig.for_model(**config.model | no_tokens | {"vocab_size": 1})
+            settings = config.model | no_tokens | {"vocab_size": 1}
+            shape = AutoConfig.for_model(**settings)
             self.body = AutoModel.from_config(shape, dtype=torch.float32)
             self.body.set_input_embeddings(nn.Identity())  # the target's is used
             self.body.requires_grad_(config.stage == "draft")
@@ -226,10 +226,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 
 def response_states(model: DraftModel, batch) -> tuple[Tensor, Tensor]:
-    """Hidden states (M, D) of draft model and target that predict a token of the loss mask.
-
-    Position t - 1 predicts token t.
-    """
+    """Hidden states (M, D) of draft model and target where the next token is in the loss mask."""
     predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T)
     return model.states(batch.input_ids)[predicts], batch.hidden[predicts]
 
@@ -260,12 +257,13 @@ def draw(model: DraftModel, target, batch, to_draw: Tensor, temperature: float):
     Returns: Y (M,), and accept_prob (M,), the label P_t = min(1, p_target(Y_t) / q_draft(Y_t)).
     """
     uniform = to_draw[batch.loss_mask][:, None]  # (M, 1)
-    inputs = (*response_states(model, batch), uniform)
+    ours, theirs = response_states(model, batch)  # (M, D) each
     tokens = []
     accept_prob = []
-    for ours, theirs, numbers in zip(*(x.split(256) for x in inputs)):  # parts spare memory
-        q_draft = distribution(model.logits(ours), temperature)  # (m, Vd)
-        p_target = distribution(common.target_logits(target, theirs), temperature)  # (m, V)
+    parts = zip(ours.split(256), theirs.split(256), uniform.split(256))  # to save memory
+    for e, h, numbers in parts:
+        q_draft = distribution(model.logits(e), temperature)  # (m, Vd)
+        p_target = distribution(common.target_logits(target, h), temperature)  # (m, V)
         choice = common.sample(q_draft, numbers)  # (m, 1)
         token = model.draft_ids[choice]  # (m, 1)
         ratio = p_target.gather(1, token) / q_draft.gather(1, choice)
@@ -294,8 +292,8 @@ def mix(batch, drafted: Tensor, to_mix: Tensor, keep: float) -> tuple[Tensor, Te
 def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """Inputs and labels of the head for the J judged tokens (3.3).
 
-    Y is drawn after X, not after Z: the labels then assume that all earlier tokens were accepted,
-    and one pass of each model over X gives all of them. Mixing lets one pass judge most positions.
+    Y is drawn after X, not after Z: a label assumes that all earlier tokens were accepted. Mixing
+    lets one pass of the draft model judge most positions.
 
     Returns: e (J, D), the draft model's hidden states at the Y_t in Z, and accept_prob (J,).
     """
@@ -377,8 +375,8 @@ def throughput(verification: float, discard: float, t_draft: float, t_target: fl
 def oracle(agrees: list[bool]) -> int:
     """N_target in greedy decoding if every round stops at the best time (Lemma 2.1).
 
-    Each round stops before the next disagreement and discards nothing: |S| + 1 rounds, or |S| if
-    the last token is in S, because the round that commits it is the last one.
+    Each round stops before the next disagreement: |S| + 1 rounds, or |S| if the last token is in S
+    (where the lemma has |S| + 1), because the round that commits it is the last one.
 
     Args: agrees: agrees[i] is True if the draft model's argmax equals token i of the answer.
     """
@@ -416,8 +414,8 @@ def propose(drafter, decoding, memory: Memory):
         token, and when the logits processors allow no token that can be drafted.
     """
     ids = decoding.ids
-    # Rows of refused tokens are cut. If y2 of y1 y2 y3 was refused, the row of y1 stays, and only
-    # the bonus token is fed.
+    # Rows of rejected tokens are cut. If y2 of y1 y2 y3 was rejected, the row of y1 stays, and
+    # only the bonus token is fed.
     fed = memory.cache.rewind(ids)  # (1, n)
     while True:
         memory.cache.feed(fed)
@@ -436,11 +434,9 @@ def propose(drafter, decoding, memory: Memory):
 def until_stop(steps, head, threshold: float, chances: list):
     """The steps of one round until the head ends it (Algorithm 2).
 
-    The pass that gives q_i also gives e_(i-1), so y_i is drawn before y_(i-1) is judged. The newest
-    token is submitted unjudged, as in 3.1, where one more token is drawn after the decision to
-    stop. Sampling stays lossless: every drawn token is submitted with the distribution it came
-    from, and the head only decides whether the next one is drawn. The head predicts 0.9, 0.8, 0.5
-    for y1, y2, y3; h = 0.6:
+    y_i is drawn before y_(i-1) is judged, because one pass gives both q_i and e_(i-1) (3.1). So the
+    newest token is submitted unjudged. No drawn token is withheld, so sampling stays lossless. (At
+    i = 1 there is no e_0 to judge.) The head predicts 0.9, 0.8, 0.5 for y1, y2, y3; h = 0.6:
 
         drafted                      y1   y2   y3   y4
         p^ before y_i is judged      1    .9   .72  .36
@@ -448,7 +444,7 @@ def until_stop(steps, head, threshold: float, chances: list):
 
     Args:
         steps: of `propose`. head: a function of e (D,), an AcceptanceHead.
-        chances: a list that gets the p^ of y2, y3, ...
+        chances: a list that receives p^ after y1, y2, ... have been judged.
     """
     all_accepted = 1.0  # p^
     for i, (token, q_draft, hidden) in enumerate(steps, start=1):
@@ -461,7 +457,7 @@ def until_stop(steps, head, threshold: float, chances: list):
 
 
 def check_head(drafter, config: Config, draft_model) -> None:
-    """Raise a Mistake if there is nothing to draft with, or no head for what drafts."""
+    """Raise a Mistake if nothing can draft, or if the head does not belong to the draft model."""
     if drafter is None and draft_model is None:
         raise common.Mistake("nothing to draft with: pass drafter= or draft_model=")
     if config.stop == "fixed":
@@ -507,13 +503,8 @@ def generate(
 ):
     """Lossless: `target.generate(**inputs, custom_generate=specdecpp.generate, drafter=drafter)`.
 
-    Args:
-        drafter: a Drafter; None if a draft_model drafts without a head.
-        config: a Config to decode with; by default the drafter's, or fixed lengths without one.
-        draft_model: a causal LM to draft with; by default, what `drafter` was trained with.
-        copies, stats, token_streamer: as for common.Decoding.
-    Returns:
-        (1, T') prompt and new tokens.
+    `drafter` may be None if a `draft_model`, a causal LM, drafts without a head. `config` is by
+    default the drafter's; the rest is as for common.Decoding. Returns ids (1, T').
     """
     if drafter is not None:
         common.check_drafter(drafter, Drafter, target)

@@ -70,7 +70,8 @@ def test_sequences_of_different_lengths_equal_plain_decoding(method, target_name
         for ids, n, output, own in zip(PROMPTS, lengths, outputs, stats):
             assert torch.equal(output, plain(target, ids, max_new_tokens=n))
             assert own.emitted == n and own.target_forwards == len(own.accepted)
-        assert copies == 0 or any(offered for own in stats for offered, _ in own.copies)
+        if copies and method in ("glide", "falcon"):  # others may draft what is copied themselves
+            assert any(offered for own in stats for offered, _ in own.copies)
 
 
 def test_sequences_keep_their_own_pace(llama):

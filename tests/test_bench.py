@@ -472,7 +472,8 @@ def test_all_takes_what_has_a_drafter_for_this_target(files, capsys, monkeypatch
     target, _, args = load(files, method="all", checkpoint=False)
     monkeypatch.setattr(arms_of, "cli", SimpleNamespace(**{**vars(cli), "ROOT": tmp_path}))
     names = [arm.name for arm in arms_of.make_arms(target, args)]
-    assert names == ["glide", "cape", "cape:cpu", "lookup", "prompt-lookup"]
+    assert {"glide", "cape", "cape:cpu", "lookup", "prompt-lookup"} <= set(names)
+    assert not {"falcon", "medusa", "assisted"} & set(names)
     noted = capsys.readouterr().err
     assert "without falcon: no drafter in" in noted and "without assisted generation" in noted
 

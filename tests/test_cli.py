@@ -162,7 +162,8 @@ def test_a_bug_in_a_loss_shows_its_traceback(folder, tmp_path, monkeypatch):
 def test_methods_and_rivals_by_name(monkeypatch, tmp_path):
     assert cli.import_method("glide") is glide
     assert cli.import_method("medusa").__name__ == "support.rivals.medusa"
-    assert cli.trainable() == ["glide", "specdecpp", "falcon", "ctc_drafter", "medusa"]
+    assert {"glide", "specdecpp", "falcon", "ctc_drafter", "medusa"} <= set(cli.trainable())
+    assert not {"cape", "beam", "lookup"} & set(cli.trainable())
     for name in ("os", "../x", ""):
         with pytest.raises(common.Mistake, match=f"unknown method {name!r}: take glide, cape"):
             cli.import_method(name)

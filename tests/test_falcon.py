@@ -1,20 +1,15 @@
-"""falcon.py: greedy output, what a cached draft holds, masks, CSGD, the loss, trees."""
+"""falcon.py: what a cached draft holds, masks, CSGD, the loss, trees."""
 
 import collections
 import dataclasses
-import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import decoding_of, make_batch, make_llama, teach
+from tiny import make_llama, random_batch, row_of, teach
 
 import common
 import falcon
-
-# Every path of two ranks down to depth 4: 30 nodes.
-FULL = [list(path) for d in range(1, 5) for path in itertools.product(range(2), repeat=d)]
 
 
 def make_drafter(target, **options):
@@ -24,38 +19,8 @@ def make_drafter(target, **options):
     return falcon.build(config, target, torch.arange(target.config.vocab_size)).double().eval()
 
 
-def decode(target, drafter, ids, tree=None, **options):
-    stats = common.Stats()
-    config = drafter.config if tree is None else dataclasses.replace(drafter.config, tree=tree)
-    options = {"do_sample": False, "max_new_tokens": 20, "stats": stats} | options
-    options |= {"custom_generate": falcon.generate, "drafter": drafter, "config": config}
-    return target.generate(ids, **options), stats
-
-
 def random_ids(length, seed):
     return torch.randint(0, 48, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def training_batch(target, lengths=(9, 14, 7), progress=0.0):
-    """Sequences of random tokens, of which the first three are the prompt; seeds 7, 8, 9."""
-    sequences = []
-    for seed, length in enumerate(lengths):
-        sequences.append((random_ids(length, seed)[0], torch.arange(length) >= 3))
-    batch = make_batch(target, sequences, progress=progress)
-    batch.seed += 7
-    return batch
-
-
-def row_of(batch, row, length):
-    """The batch of one of its sequences, without padding."""
-    one = slice(row, row + 1)
-    return dataclasses.replace(
-        batch,
-        input_ids=batch.input_ids[one, :length],
-        loss_mask=batch.loss_mask[one, :length],
-        hidden=batch.hidden[one, :length],
-        seed=batch.seed[one],
-    )
 
 
 def drawn(mask):
@@ -71,45 +36,7 @@ def compare(call, expected, got):
     assert got == expected, "\n" + "\n".join(lines)
 
 
-@pytest.fixture(scope="module")
-def trained(llama):
-    """A drafter for each k that has seen a little of what the target says; some drafts fail."""
-    drafters = {k: make_drafter(llama, k=k) for k in (2, 3)}
-    for drafter in drafters.values():
-        teach(falcon, drafter, llama, 50, 5e-3)
-    return drafters
-
-
 # ------------------------------------------------------------------------------------ decoding
-
-
-@pytest.mark.parametrize("length", [1, 2, 13])
-def test_greedy_output_is_the_targets(llama, trained, length):
-    ids = random_ids(length, seed=length)
-    truth = llama.generate(ids, max_new_tokens=20, do_sample=False)
-    cases = [(trained[2], variant["tree"]) for variant in falcon.VARIANTS.values()]
-    cases += [(drafter, FULL) for drafter in trained.values()]
-    cases += [
-        (trained[3], []),
-        (make_drafter(llama, k=1), FULL),
-        (make_drafter(llama, k=2, fusion="linear", num_layers=2), FULL),
-        (make_drafter(llama, k=3, num_layers=2, draft_vocab=9), FULL),
-        (make_drafter(llama, k=4), falcon.VARIANTS["chain"]["tree"]),
-    ]
-    for drafter, tree in cases:
-        output, stats = decode(llama, drafter, ids, tree)
-        assert torch.equal(output, truth), (drafter.config, tree)
-        assert stats.emitted == 20 and sum(stats.accepted) + stats.target_forwards == 20
-
-
-def test_a_trained_drafter_is_partly_accepted_and_more_with_a_tree(llama, trained):
-    rounds = []
-    for tree in (falcon.VARIANTS["chain"]["tree"], None, falcon.PAPER_TREE):
-        _, stats = decode(llama, trained[2], torch.tensor([[3]]), tree, max_new_tokens=60)
-        assert 0 < sum(stats.accepted) < stats.drafted and len(set(stats.accepted)) > 2
-        assert stats.offered[-1] <= 60 - sum(n + 1 for n in stats.accepted[:-1]) - 1  # the room
-        rounds.append(stats.target_forwards)
-    assert rounds[1] < rounds[0] and rounds[2] < rounds[0], rounds
 
 
 def from_scratch(drafter, target, ids, branch):
@@ -143,7 +70,7 @@ def test_a_tree_holds_what_each_branch_alone_would_give(llama, k, fusion):
     config = dataclasses.replace(drafter.config, tree=list(tree))
     paths = [tuple(path) for path in config.tree]
     for length in range(k + 1, k + 5):
-        decoding = decoding_of(llama, random_ids(length, seed=length), max_new_tokens=20)
+        decoding = common.open_decoding(llama, random_ids(length, seed=length), max_new_tokens=20)
         memory = falcon.Memory(drafter, llama)
         draft = falcon.propose(drafter, decoding, memory, config)
         tokens = dict(zip(paths, draft.tokens.tolist()))
@@ -306,7 +233,7 @@ def test_noise_and_glancing_draw_from_generators_of_their_own(llama, monkeypatch
     uses = []
     real = falcon.generators
     monkeypatch.setattr(falcon, "generators", lambda seed, use: uses.append(use) or real(seed, use))
-    falcon.loss(make_drafter(llama), llama, training_batch(llama))
+    falcon.loss(make_drafter(llama), llama, random_batch(llama))
     assert sorted(uses) == [0, 1]
 
 
@@ -325,9 +252,10 @@ def test_noise_and_glancing_do_not_depend_on_padding_or_batch():
 
 
 @pytest.mark.parametrize("k, fusion", [(1, "linear"), (2, "lstm"), (3, "linear")])
+@torch.no_grad()
 def test_the_loss_of_a_sequence_does_not_depend_on_its_padding_or_batch(llama, k, fusion):
     drafter = make_drafter(llama, k=k, fusion=fusion)
-    batch = training_batch(llama, lengths=(12, 31))
+    batch = random_batch(llama, lengths=(12, 31))
     total, weight = falcon.loss(drafter, llama, batch)
     parts = [falcon.loss(drafter, llama, row_of(batch, n, t)) for n, t in ((0, 12), (1, 31))]
     assert float(total) == pytest.approx(sum(float(part) for part, _ in parts), rel=1e-6)
@@ -338,7 +266,8 @@ def test_the_loss_of_a_sequence_does_not_depend_on_its_padding_or_batch(llama, k
 @torch.no_grad()
 def test_loss_against_a_hand_worked_case(llama, k, csgd):
     """Every slot alone: a forward over the blocks up to its own, three losses."""
-    batch = training_batch(llama, progress=0.25)
+    batch = random_batch(llama)
+    batch.progress = 0.25
     drafter = make_drafter(llama, k=k, csgd=csgd, noise=0.0, distill_weight=0.3, draft_vocab=30)
     drafter.draft_ids.copy_(torch.arange(10, 40))
     head = common.draft_head(llama, drafter.draft_ids)
@@ -359,11 +288,11 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
         return head(feature), feature
 
     slots = []
-    for row, length in enumerate((9, 14, 7)):
+    for row, length in enumerate((9, 12, 7)):
         slots += [(row, slot) for slot in range(length - k - 1) if slot + k + 1 >= 3]
     revealed = set()
     if csgd:
-        learns = torch.zeros(3, 13, dtype=torch.bool)
+        learns = torch.zeros(3, 11, dtype=torch.bool)
         wrong = learns.clone()
         for row, slot in slots:
             learns[row, slot] = True
@@ -388,26 +317,33 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
 
 
 def test_a_sequence_shorter_than_a_block_gives_no_loss(llama):
-    total, weight = falcon.loss(make_drafter(llama, k=4), llama, training_batch(llama, (4, 5)))
+    total, weight = falcon.loss(make_drafter(llama, k=4), llama, random_batch(llama, (4, 5)))
     total.backward()
     assert float(total.detach()) == 0 == int(weight)
 
 
 @pytest.mark.parametrize("options", [{}, {"fusion": "linear", "csgd": False}, {"k": 3}])
-def test_training_lowers_the_loss_and_every_weight_learns(llama, options):
+def test_training_lowers_the_loss_and_a_tree_needs_fewer_rounds_than_a_chain(llama, options):
     drafter = make_drafter(llama, **options)
-    losses = teach(falcon, drafter, llama, 25, 3e-3)
+    losses = teach(falcon, drafter, llama, 50, 5e-3)
     assert losses[-1] < 0.7 * losses[0]
-    falcon.loss(drafter, llama, training_batch(llama))[0].backward()
+    rounds = []
+    for tree in (falcon.VARIANTS["chain"]["tree"], drafter.config.tree):
+        stats = common.Stats()
+        given = {"custom_generate": falcon.generate, "drafter": drafter, "stats": stats}
+        given["config"] = dataclasses.replace(drafter.config, tree=tree)
+        llama.generate(torch.tensor([[3]]), do_sample=False, max_new_tokens=60, **given)
+        assert 0 < sum(stats.accepted) < stats.drafted
+        rounds.append(stats.target_forwards)
+    assert rounds[1] < rounds[0], rounds
+    falcon.loss(drafter, llama, random_batch(llama))[0].backward()
     for name, weight in drafter.named_parameters():
-        assert weight.grad is not None and weight.grad.isfinite().all(), name
-        assert weight.grad.abs().sum() > 0, name
+        assert weight.grad.isfinite().all() and weight.grad.any(), name
 
 
 @torch.no_grad()
 def test_acceptance_is_the_overlap_at_every_slot(llama):
-    batch = training_batch(llama, lengths=(12,))
-    batch.seed = torch.tensor([6])
+    batch = random_batch(llama, lengths=(12,), seed=6)
     drafter = make_drafter(llama, draft_vocab=20)
     drafter.draft_ids.copy_(torch.arange(10, 30))
     total, count = falcon.acceptance(drafter, llama, batch)
@@ -427,17 +363,10 @@ def test_acceptance_is_the_overlap_at_every_slot(llama):
 def test_trees_have_their_counts_at_each_depth():
     sizes = collections.Counter(map(len, falcon.PAPER_TREE))
     assert [sizes[depth] for depth in range(1, 9)] == [20, 19, 19, 15, 16, 10, 10, 9]
-    assert len(set(map(tuple, falcon.PAPER_TREE))) == 118
     assert falcon.layered_tree([2, 3]) == [[0], [1], [0, 0], [0, 1], [1, 0]]
     five = [[0, 0], [0, 1], [1, 0], [0, 2], [2, 0]]  # 1 * 3 is less than the 2 * 2 of [1, 1]
     assert falcon.layered_tree([3, 5])[3:] == five
-    assert falcon.VARIANTS["chain"]["tree"] == [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]
-    for changed in falcon.VARIANTS.values():
-        assert falcon.Config(**changed).tree == sorted(changed["tree"], key=lambda p: (len(p), p))
-
-
-def test_a_tree_is_brought_in_levels_of_parents_and_ranks():
-    tree = falcon.Config(tree=[[0, 1], [1], [0], [1, 0], [0]]).tree
+    tree = falcon.Config(tree=[[0, 1], [1], [0], [1, 0], [0]]).tree  # parents come first
     assert tree == [[0], [1], [0, 1], [1, 0]]
     assert falcon.levels_of(tree) == [[(-1, 0), (-1, 1)], [(0, 1), (1, 0)]]
 
@@ -446,15 +375,13 @@ def test_a_tree_is_brought_in_levels_of_parents_and_ranks():
     "options, message",
     [
         ({"tree": [[0], [1, 0]]}, r"tree path \[1, 0\]: add its parent \[1\]"),
-        ({"tree": [[]]}, r"tree path \[\]: give a list of ranks"),
-        ({"tree": [[-1]]}, r"tree path \[-1\]"),
+        ({"tree": [[-1]]}, r"tree path \[-1\]: give a list of ranks"),
         ({"tree": [0, 1]}, "tree path 0: give a list"),
         ({"tree": 4}, "tree 4: give a list"),
         ({"tree": [[9]], "draft_vocab": 9}, "from 0 on, below 9"),
         ({"tree": [[48]]}, "from 0 on, below 48"),
         ({"fusion": "lsmt"}, "fusion 'lsmt': take lstm or linear"),
         ({"k": 0}, "k 0: take at least 1"),
-        ({"num_layers": 0}, "num_layers 0"),
     ],
 )
 def test_mistakes_in_settings_are_named(llama, options, message):
@@ -462,47 +389,14 @@ def test_mistakes_in_settings_are_named(llama, options, message):
         make_drafter(llama, **options)
 
 
-def test_a_drafter_starts_as_the_targets_top_layers_with_its_frequent_tokens():
+def test_a_drafter_starts_as_the_targets_top_layers():
     target = make_llama()
     for place, weight in enumerate(p for p in target.parameters() if p.dim() == 1):
         weight.fill_(0.5 + place)  # all norms differ
-    shape = {"num_layers": 2, "intermediate_size": 48, "draft_vocab": 3, "tree": [[0], [2]]}
-    config = falcon.Config(fusion="linear", **shape)
-    counts = torch.zeros(48)
-    counts[[40, 3, 17]] = torch.tensor([5.0, 9.0, 7.0])
-    drafter = falcon.build(config, target, counts).double()
-    assert drafter.draft_ids.tolist() == [3, 17, 40] and drafter.kv_layers == []
+    drafter = make_drafter(target, fusion="linear")
     for own, theirs in zip(drafter.layers, target.model.layers[1:], strict=True):
         for name, weight in own.named_parameters():
             torch.testing.assert_close(weight, theirs.get_parameter(name), atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(drafter.norm.weight, target.model.norm.weight, atol=1e-6, rtol=1e-6)
     pair = torch.randn(2, 64, dtype=torch.float64)
     drafter.fusion.bias.data.zero_()
     torch.testing.assert_close(drafter.fusion(pair), pair[:, :32] + pair[:, 32:])
-
-
-def test_the_lstm_remembers_earlier_slots_and_the_linear_layer_does_not(llama):
-    features = torch.randn(1, 4, 32, dtype=torch.float64)
-    token_ids = torch.tensor([[5, 6, 7, 8]])
-    for fusion, remembers in (("lstm", True), ("linear", False)):
-        drafter = make_drafter(llama, fusion=fusion)
-        before, _ = drafter.fuse(llama, features, token_ids)
-        changed = features.clone()
-        changed[0, 0] += torch.arange(32)
-        after, _ = drafter.fuse(llama, changed, token_ids)
-        assert ((before - after)[0].abs().amax(-1)[1:] > 1e-9).tolist() == [remembers] * 3
-
-
-def test_saved_and_loaded_drafts_are_the_same(llama, trained, tmp_path):
-    trained[3].save_pretrained(tmp_path)
-    loaded = common.load_drafter(falcon.Drafter, tmp_path, llama)
-    assert loaded.config == trained[3].config
-    ids = torch.tensor([[9, 8, 7]])
-    assert decode(llama, loaded, ids)[1].accepted == decode(llama, trained[3], ids)[1].accepted
-
-
-def test_the_shipped_checkpoint_has_the_parameters_of_this_file():
-    folder = Path(falcon.__file__).parent / "checkpoints" / "falcon"
-    drafter = falcon.Drafter.from_pretrained(str(folder), strict=True)
-    assert drafter.config.fusion == "linear" and drafter.config.num_layers == 2
-    assert len(drafter.config.tree) == 6 and drafter.config.distill_weight == 1

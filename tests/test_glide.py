@@ -1,15 +1,13 @@
 """glide.py: block mask, cross-attention, loss, what build copies, the drafter's own cache."""
 
 import copy
-import dataclasses
 import itertools
 import math
 import random
 
 import pytest
 import torch
-import transformers
-from tiny import decoding_of, family, make_batch, make_llama, teach
+from tiny import family, make_llama, random_batch, row_of, teach
 
 import common
 import glide
@@ -23,16 +21,10 @@ def make_drafter(target, counts=None, **options):
     return glide.build(glide.Config(**settings), target, counts).double().eval()
 
 
-def batch_of(target, lengths=(9, 12, 7), prompt=3):
-    """Random sequences, all their tokens but `prompt` to be predicted, and phases 4, 0, 3, ..."""
-    generator = torch.Generator().manual_seed(0)
-    vocab = target.config.get_text_config().vocab_size
-    sequences = []
-    for length in lengths:
-        ids = torch.randint(1, vocab, (length,), generator=generator)
-        sequences.append((ids, torch.arange(length) >= prompt))
-    batch = make_batch(target, sequences, range(target.config.num_hidden_layers))
-    return dataclasses.replace(batch, seed=torch.tensor([4, 5, 8])[: len(lengths)])
+def batch_of(target, **options):
+    """A random batch with all keys and values; 9, 12 and 7 tokens, phases 4, 0, 1."""
+    layers = range(target.config.num_hidden_layers)
+    return random_batch(target, layers=layers, **{"seed": 4} | options)
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +54,10 @@ def test_a_position_reads_the_rows_of_earlier_blocks_only():
     for row, query, key in itertools.product(range(5), range(17), range(17)):
         expected[row, 0, query, key] = (query + row) // 5 > (key + row) // 5
     got = glide.block_mask(17, 5, phases)
-    assert got is not None and torch.equal(got, expected), (
+    assert torch.equal(got, expected), (
         "input: length 17, block_size 5, phases 0 to 4; shown is phase 3\n"
         f"expected: {drawn(expected[3, 0])}\n"
-        f"got: {got if got is None or got.shape != expected.shape else drawn(got[3, 0])}"
+        f"got: {drawn(got[3, 0])}"
     )
 
 
@@ -156,7 +148,7 @@ def test_the_loss_is_the_cross_entropy_worked_by_hand(llama, distill):
     total, weight = glide.loss(drafter, llama, batch)
     expected = pytest.approx(sum(terms), rel=1e-5)
     assert (float(total.detach()), int(weight)) == (expected, len(terms)), (
-        "input: 9, 12 and 7 tokens, all but 3 to be predicted, phases 4, 0, 3\n"
+        "input: 9, 12 and 7 tokens, all but 3 to be predicted, phases 4, 0, 1\n"
         f"expected: {sum(terms):.6f} of {len(terms)} positions, {[round(x, 3) for x in terms]}\n"
         f"got: {total} of {weight}"
     )
@@ -167,13 +159,8 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_sequences(llama, distill):
     whole = batch_of(llama)
     drafter = make_drafter(llama, draft_vocab=30, distill=distill)
     total, weight = glide.loss(drafter, llama, whole)
-    parts = []
-    for row, length in enumerate((9, 12, 7)):  # without its padding
-        one = make_batch(
-            llama, [(whole.input_ids[row, :length], whole.loss_mask[row, :length])], [0, 1, 2]
-        )
-        one = dataclasses.replace(one, seed=whole.seed[row : row + 1])
-        parts.append(glide.loss(drafter, llama, one))
+    rows = (row_of(whole, row, length) for row, length in enumerate((9, 12, 7)))
+    parts = [glide.loss(drafter, llama, row) for row in rows]
     assert int(weight) == sum(int(count) for _, count in parts)
     torch.testing.assert_close(total, sum(part for part, _ in parts))
 
@@ -192,22 +179,16 @@ def test_acceptance_sums_the_overlap_of_both_distributions(llama):
     assert float(total.detach()) == pytest.approx(expected, rel=1e-5)
 
 
-def test_training_raises_acceptance(llama, trained):
-    """On answers that it was trained on. It is still refused now and then."""
-    prompts = torch.arange(1, 9)[:, None]
-    ids = llama.generate(prompts, max_new_tokens=30, do_sample=False)
-    batch = make_batch(llama, [(row, torch.arange(31) > 0) for row in ids], trained.kv_layers)
-    rates = []
-    stats = []
+def test_a_trained_drafter_is_accepted_more_often(llama, trained):
+    """In an answer that it was trained on; it is still refused now and then."""
+    forwards = []
     for drafter in (make_drafter(llama), trained):
-        total, count = glide.acceptance(drafter, llama, batch)
-        rates.append(float(total.detach()) / count)
-        stats.append(common.Stats())
-        options = {"drafter": drafter, "stats": stats[-1], "max_new_tokens": 100}
-        llama.generate(ids[:1, :1], custom_generate=glide.generate, do_sample=False, **options)
-    assert rates[1] > rates[0] + 0.05, rates
-    assert stats[1].target_forwards < stats[0].target_forwards
-    assert 0 < sum(stats[1].accepted) < stats[1].drafted
+        stats = common.Stats()
+        options = {"drafter": drafter, "stats": stats, "max_new_tokens": 100, "do_sample": False}
+        llama.generate(torch.tensor([[1]]), custom_generate=glide.generate, **options)
+        forwards.append(stats.target_forwards)
+    assert forwards[1] < 0.8 * forwards[0], forwards
+    assert 0 < sum(stats.accepted) < stats.drafted
 
 
 def test_the_expected_speedup_is_what_a_simulation_finds():
@@ -239,9 +220,6 @@ def test_drafter_layers_read_the_top_of_the_target_or_the_layer_named(llama):
         ({"num_layers": 0}, "num_layers 0: take at least 1"),
         ({"num_layers": 4}, "num_layers 4, kv_layer -1: the target has layers 0 to 2"),
         ({"kv_layer": 3}, "num_layers 1, kv_layer 3: the target has layers 0 to 2"),
-        ({"kv_layer": -2}, "kv_layer -2: take at least -1"),
-        ({"block_size": 0}, "block_size 0: take at least 1"),
-        ({"gamma": -1}, "gamma -1: take at least 0"),
     ],
 )
 def test_a_field_out_of_range_is_a_mistake(llama, options, said):
@@ -249,31 +227,8 @@ def test_a_field_out_of_range_is_a_mistake(llama, options, said):
         make_drafter(llama, **options)
 
 
-def test_layers_that_cache_nothing_ordinary_are_a_mistake():
-    """Gemma-3n's top layers read what lower ones cache; DeepSeek's values have another width."""
-    shared = transformers.Gemma3nTextConfig(
-        vocab_size=40,
-        vocab_size_per_layer_input=40,
-        hidden_size=32,
-        hidden_size_per_layer_input=8,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_kv_shared_layers=2,
-        layer_types=["full_attention"] * 4,
-        laurel_rank=4,
-        altup_num_inputs=2,
-        activation_sparsity_pattern=[0.0] * 4,
-        pad_token_id=0,
-    )
-    gemma = transformers.Gemma3nForCausalLM(shared).double().eval()
-    with pytest.raises(common.Mistake, match="target layer 3 caches no keys"):
-        common.target_features(gemma, torch.tensor([[1, 2]]), [3])
-    with pytest.raises(common.Mistake, match="do not follow from its last hidden states"):
-        make_drafter(gemma, kv_layer=1)  # its hidden states have four axes
-
+def test_layers_that_cache_nothing_ordinary_are_a_mistake(llama):
+    """DeepSeek's values have another width; Gemma-3n's top layers have no cache of their own."""
     deepseek = family(
         "DeepseekV3",
         num_key_value_heads=4,
@@ -287,15 +242,8 @@ def test_layers_that_cache_nothing_ordinary_are_a_mistake():
     with pytest.raises(common.Mistake, match="target layer 3 caches keys of shape"):
         make_drafter(deepseek)
     assert make_drafter(deepseek, cross_attention=False).kv_layers == []
-
-
-def with_random_norms(target):
-    """The target with other weights in every norm."""
-    torch.manual_seed(2)
-    for name, weight in target.named_parameters():
-        if "norm" in name and name.endswith("weight"):
-            torch.nn.init.uniform_(weight, 0.5, 2.0)
-    return target.requires_grad_(False)
+    with pytest.raises(common.Mistake, match="target layer 3 caches no keys"):
+        common.target_features(llama, torch.tensor([[1, 2]]), [3])  # it has 0 to 2
 
 
 def assert_copied(pairs):
@@ -305,51 +253,29 @@ def assert_copied(pairs):
 
 @pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
 def test_layers_start_as_the_top_and_cross_attention_as_the_layer_that_it_reads(name):
-    target = with_random_norms(family(name))
+    target = family(name).requires_grad_(False)
+    for name_of, weight in target.named_parameters():
+        if "norm" in name_of:
+            torch.nn.init.uniform_(weight, 0.5, 2.0)
     layers = target.model.layers
     for options, read in (({}, [3]), ({"num_layers": 2, "kv_layer": 0}, [0, 0])):
         drafter = make_drafter(target, **options)
-        assert_copied([(drafter.norm, target.model.norm)])
+        pairs = [(drafter.norm, target.model.norm)]
         for ours, top, index in zip(drafter.layers, layers[-len(read) :], read, strict=True):
-            assert_copied(
-                [
-                    (ours.input_layernorm, top.input_layernorm),
-                    (ours.self_attn.k_proj, top.self_attn.k_proj),
-                    (ours.mlp.down_proj, top.mlp.down_proj),
-                    (ours.cross_layernorm, layers[index].input_layernorm),
-                    (ours.cross_attn.q_proj, layers[index].self_attn.q_proj),
-                    (ours.cross_attn.o_proj, layers[index].self_attn.o_proj),
-                ]
-            )
+            glimpsed = layers[index]
+            pairs += [
+                (ours.input_layernorm, top.input_layernorm),
+                (ours.self_attn.k_proj, top.self_attn.k_proj),
+                (ours.mlp.down_proj, top.mlp.down_proj),
+                (ours.cross_layernorm, glimpsed.input_layernorm),
+                (ours.cross_attn.q_proj, glimpsed.self_attn.q_proj),
+                (ours.cross_attn.o_proj, glimpsed.self_attn.o_proj),
+            ]
             if name == "Qwen3":
-                assert_copied([(ours.cross_attn.q_norm, layers[index].self_attn.q_norm)])
+                pairs.append((ours.cross_attn.q_norm, glimpsed.self_attn.q_norm))
             else:
                 assert ours.cross_attn.q_norm is None
-
-
-@pytest.mark.parametrize("name", ["Gemma2", "Gemma3"])
-def test_norms_that_scale_by_one_plus_their_weight_are_left_alone(name):
-    target = with_random_norms(family(name))
-    drafter = make_drafter(target)
-    theirs = target.model.layers[-1].self_attn
-    assert_copied([(drafter.layers[0].cross_attn.q_proj, theirs.q_proj)])
-    norms = [weight for name, weight in drafter.named_parameters() if "norm" in name]
-    assert len(norms) == (5 if name == "Gemma3" else 4)
-    assert all(torch.equal(weight, torch.ones_like(weight)) for weight in norms)
-
-
-def test_families_whose_layers_differ_are_built_as_far_as_they_fit():
-    """OLMo's norms hold no weights, OLMo-2 norms behind; the others name their layers otherwise."""
-    for name in ("Olmo", "Olmo2"):
-        target = family(name).requires_grad_(False)
-        layer = make_drafter(target).layers[0]
-        assert_copied([(layer.cross_attn.q_proj, target.model.layers[-1].self_attn.q_proj)])
-        assert torch.equal(layer.cross_layernorm.weight, torch.ones(32, dtype=torch.float64))
-    for name in ("GPT2", "GPTNeoX"):
-        target = family(name).requires_grad_(False)
-        drafter = make_drafter(target, num_layers=2)
-        total, count = glide.loss(drafter, target, batch_of(target))
-        assert total.isfinite() and count == 19
+        assert_copied(pairs)
 
 
 def test_a_drafter_of_all_layers_without_cross_attention_is_the_target():
@@ -413,7 +339,9 @@ def test_training_with_the_block_mask_computes_the_states_of_drafting(target, op
     states = []
     for place in range(13):
         if place % 4 == 0:
-            decoding = decoding_of(target, batch.input_ids[:, : place + 1], max_new_tokens=1)
+            decoding = common.open_decoding(
+                target, batch.input_ids[:, : place + 1], max_new_tokens=1
+            )
         fed = batch.input_ids[:, place : place + 1]
         states.append(glide.consume(drafter, decoding, memory, fed))
     torch.testing.assert_close(torch.cat(states), expected)
@@ -426,7 +354,7 @@ def test_tokens_fed_at_once_read_as_if_fed_one_by_one(llama):
     ids = torch.tensor([[9, 8, 7, 6, 5, 4]])
     memory = glide.Memory(drafter, llama)
     for end in range(1, 7):
-        decoding = decoding_of(llama, ids[:, :end], max_new_tokens=1)
+        decoding = common.open_decoding(llama, ids[:, :end], max_new_tokens=1)
         one_by_one = glide.consume(drafter, decoding, memory, ids[:, end - 1 : end])
     at_once = glide.consume(drafter, decoding, glide.Memory(drafter, llama), ids)
     torch.testing.assert_close(at_once, one_by_one)
@@ -452,7 +380,7 @@ def test_rows_of_refused_tokens_are_dropped_and_others_kept(llama, trained, comm
     """
     ids = torch.tensor([[9, 8, 7]])
     memory = glide.Memory(trained, llama)
-    steps = glide.propose(trained, decoding_of(llama, ids, max_new_tokens=9), memory)
+    steps = glide.propose(trained, common.open_decoding(llama, ids, max_new_tokens=9), memory)
     drafted = [int(token) for token, _, _ in itertools.islice(steps, 4)]
     assert memory.cache.fed[0].tolist() == [9, 8, 7, *drafted[:3]]
     token_of = dict(zip("1234", drafted))
@@ -461,7 +389,7 @@ def test_rows_of_refused_tokens_are_dropped_and_others_kept(llama, trained, comm
     longer = torch.cat([ids, torch.tensor([[token_of[name] for name in committed]])], dim=1)
     again = copy.deepcopy(memory).cache.rewind(longer)
     assert again[0].tolist() == [token_of[name] for name in unfed]
-    decoding = decoding_of(llama, longer, max_new_tokens=9)
+    decoding = common.open_decoding(llama, longer, max_new_tokens=9)
     _, got, _ = next(glide.propose(trained, decoding, memory))
     _, expected, _ = next(glide.propose(trained, decoding, glide.Memory(trained, llama)))
     torch.testing.assert_close(got, expected)
@@ -469,7 +397,7 @@ def test_rows_of_refused_tokens_are_dropped_and_others_kept(llama, trained, comm
 
 def test_processors_see_the_tokens_drafted_before_and_may_end_the_draft(llama):
     drafter = make_drafter(llama, draft_vocab=9)
-    decoding = decoding_of(llama, torch.tensor([[9, 8, 7]]), max_new_tokens=9)
+    decoding = common.open_decoding(llama, torch.tensor([[9, 8, 7]]), max_new_tokens=9)
     seen = []
 
     def processor(ids, scores):
@@ -477,8 +405,7 @@ def test_processors_see_the_tokens_drafted_before_and_may_end_the_draft(llama):
         return scores if len(seen) < 4 else torch.full_like(scores, float("-inf"))
 
     decoding.logits_processor = processor
-    drafted = [
-        int(token) for token, _, _ in glide.propose(drafter, decoding, glide.Memory(drafter, llama))
-    ]
+    steps = glide.propose(drafter, decoding, glide.Memory(drafter, llama))
+    drafted = [int(token) for token, _, _ in steps]
     assert len(drafted) == 3 and set(drafted) <= set(drafter.draft_ids.tolist())
     assert seen == [[9, 8, 7, *drafted[:n]] for n in range(4)]

@@ -1,16 +1,29 @@
-"""support/rivals: the drafters that the methods are compared with."""
+"""support/rivals: Medusa's heads, beam search as a draft, copies from the context alone."""
 
 import dataclasses
 import math
 
 import pytest
 import torch
-from tiny import decoding_of, make_batch, teach
+from tiny import random_batch
 
 import common
-from support.rivals import medusa
+import glide
+from support.rivals import beam, lookup, medusa
 
-# ----------------------------------------------------------------------------------------- Medusa
+PROMPT = torch.tensor([[9, 8, 7]])
+
+
+def paths_of(draft):
+    """Every node as the tokens on its way from the root."""
+    paths = []
+    for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist()):
+        above = paths[parent] if parent >= 0 else ()
+        paths.append((*above, token))
+    return paths
+
+
+# -------------------------------------------------------------------------------------- Medusa
 
 
 def make_medusa(target, **options):
@@ -20,26 +33,17 @@ def make_medusa(target, **options):
     return medusa.build(medusa.Config(**settings | options), target, counts).double().eval()
 
 
-def some_batch(target, lengths=(9, 7), prompt=3):
-    generator = torch.Generator().manual_seed(0)
-    sequences = []
-    for length in lengths:
-        ids = torch.randint(1, target.config.vocab_size, (length,), generator=generator)
-        sequences.append((ids, torch.arange(length) >= prompt))
-    return make_batch(target, sequences)
-
-
 @torch.no_grad()
 def head_probs(target, drafter, ids):
     """q_heads (U, Vd) after the tokens ids (T,), the last of them the newest."""
-    decoding = decoding_of(target, ids[None], max_new_tokens=5, do_sample=False)
+    decoding = common.open_decoding(target, ids[None], max_new_tokens=5)
     return medusa.propose(drafter, decoding, medusa.Memory(drafter, target))
 
 
 def test_medusas_head_j_learns_token_j_and_weighs_less(llama):
     """Also that training and drafting agree: the loss is computed from what is drafted."""
     drafter = make_medusa(llama, draft_vocab=30)
-    batch = some_batch(llama)
+    batch = random_batch(llama, lengths=(9, 7))
     expected = 0.0
     overlap = 0.0
     for ids, length in zip(batch.input_ids, (9, 7)):
@@ -57,43 +61,109 @@ def test_medusas_head_j_learns_token_j_and_weighs_less(llama):
     assert count == 6 and float(total.detach()) == pytest.approx(overlap, rel=1e-4)
 
 
+def test_medusa_without_a_whole_window_gives_zeros(llama):
+    drafter = make_medusa(llama)
+    total, count = medusa.loss(drafter, llama, random_batch(llama, lengths=(5, 2)))
+    total.backward()
+    assert float(total.detach()) == 0 and int(count) == 0
+    assert all(weight.grad is not None for weight in drafter.parameters())
+
+
 def test_medusa_drafts_products_and_merges_no_repeats(llama, monkeypatch):
     """Heads that agree on a token draft it again; the blank, which they lack, is not drafted."""
     q_heads = torch.full((3, 48), 0.1 / 47)
     q_heads[:, 4] = 0.9
     monkeypatch.setattr(medusa, "propose", lambda *_: q_heads)
     drafter = make_medusa(llama)
-    decoding = decoding_of(llama, torch.tensor([[1, 2]]), max_new_tokens=9, do_sample=False)
+    decoding = common.open_decoding(llama, PROMPT, max_new_tokens=9)
     config = dataclasses.replace(drafter.config, nodes=3, symbols=1)
     draft = next(medusa.drafts(decoding, drafter, config))
-    assert draft.tokens.tolist() == [4, 4, 4] and draft.parents.tolist() == [-1, 0, 1]
+    assert paths_of(draft) == [(4,), (4, 4), (4, 4, 4)]
     assert draft.q.tolist() == pytest.approx([0.9**3] * 3)  # of one combination
 
 
-@pytest.mark.parametrize("length", [1, 5])
-def test_medusa_is_lossless_and_accepted_sometimes(llama, length):
-    drafter = make_medusa(llama)
-    losses = teach(medusa, drafter, llama, 40, 1e-2)
-    assert losses[-1] < 0.7 * losses[0], losses[::10]
-    ids = torch.arange(1, length + 1)[None]
-    truth = llama.generate(ids, max_new_tokens=30, do_sample=False)
-    for some in (drafter, make_medusa(llama, window=1, draft_vocab=9)):
+# ---------------------------------------------------------------------------------------- beams
+
+
+@pytest.fixture(scope="module")
+def drafter(llama):
+    torch.manual_seed(5)
+    config = glide.Config(intermediate_size=48, draft_vocab=20)
+    return glide.build(config, llama, torch.arange(48)).double().eval()
+
+
+def beams_by_hand(target, drafter, depth, width):
+    """{proposal: probability} of beam search (5.1), each scored by a drafter without memory."""
+    decoding = common.open_decoding(target, PROMPT, max_new_tokens=9)
+    beams = {(): 1.0}
+    for _ in range(depth):
+        grown = {}
+        for path, probability in beams.items():
+            # The target has cached the prompt only.
+            decoding.ids = torch.cat([PROMPT, torch.tensor([path], dtype=torch.long)], dim=1)
+            steps = glide.propose(drafter, decoding, glide.Memory(drafter, target))
+            _, q_draft, _ = next(steps)
+            for token, q in enumerate(q_draft.tolist()):
+                grown[(*path, token)] = probability * q
+        best = sorted(grown, key=grown.get, reverse=True)[:width]
+        beams = {path: grown[path] for path in best}
+    return beams
+
+
+@pytest.mark.parametrize("depth, width", [(0, 4), (1, 4), (3, 1), (3, 4), (2, 25)])
+@torch.no_grad()
+def test_the_tree_is_that_of_the_best_proposals(llama, drafter, depth, width):
+    options = {"do_sample": True, "suppress_tokens": list(range(28, 38))}
+    decoding = common.open_decoding(llama, PROMPT, max_new_tokens=9, **options)
+    memory = glide.Memory(drafter, llama)
+    draft = beam.propose(glide, drafter, decoding, memory, depth, width)
+    beams = beams_by_hand(llama, drafter, depth, width)
+    expected = {path[:end] for path in beams for end in range(1, depth + 1)}
+    paths = paths_of(draft)
+    assert len(paths) == len(set(paths)) and set(paths) == expected, (
+        f"input: width {width}, {depth} tokens; proposals left {sorted(beams)}\n"
+        f"expected: nodes {sorted(expected)}\ngot: {sorted(paths)}"
+    )
+    q_of = dict(zip(paths, draft.q.tolist()))
+    for path, probability in beams.items():  # q along a proposal multiplies to its score
+        product = math.prod(q_of[path[:end]] for end in range(1, depth + 1))
+        assert product == pytest.approx(probability, rel=1e-4)
+    # Only a copy of the decoding ranks greedily and without processors.
+    assert torch.equal(decoding.ids, PROMPT) and decoding.do_sample and decoding.logits_processor
+
+
+@torch.no_grad()
+def test_proposals_leave_the_bonus_token_a_place(llama, drafter):
+    decoding = common.open_decoding(llama, PROMPT, max_new_tokens=3)
+    draft = next(beam.drafts(decoding, glide, drafter, beam.Config(gamma=4)))
+    assert max(draft.depths()) == 2
+
+
+# --------------------------------------------------------------------------------------- copies
+
+
+def test_copies_alone_need_fewer_forwards_the_more_they_may_copy(small_llama):
+    """The greedy answer of a small model ends in a loop, which can be copied."""
+    ids = torch.tensor([[1, 2]])
+    forwards = []
+    for most in (0, 4, 16):
         stats = common.Stats()
-        options = dict(max_new_tokens=30, do_sample=False, drafter=some, stats=stats)
-        output = llama.generate(ids, custom_generate=medusa.generate, **options)
-        assert torch.equal(output, truth) and stats.emitted == 30
-        if some is drafter:
-            assert 0 < sum(stats.accepted) < stats.drafted
+        options = {"config": lookup.Config(most=most), "max_new_tokens": 80, "do_sample": False}
+        small_llama.generate(ids, custom_generate=lookup.generate, stats=stats, **options)
+        assert stats.copies == list(zip(stats.offered, stats.accepted))  # all drafts are copies
+        forwards.append(stats.target_forwards)
+    assert 80 == forwards[0] > forwards[1] > forwards[2], forwards
 
 
-def test_medusa_without_a_whole_window_gives_zeros(llama):
-    drafter = make_medusa(llama)
-    total, count = medusa.loss(drafter, llama, some_batch(llama, lengths=(5, 2)))
-    total.backward()
-    assert float(total.detach()) == 0 and int(count) == 0
-    assert all(weight.grad is not None for weight in drafter.parameters())
+def test_the_lookup_drafts_what_followed_before(llama):
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2, 3, 4]])
+    decoding = common.open_decoding(llama, ids, max_new_tokens=5)
+    draft = next(lookup.drafts(decoding, lookup.Config(most=16)))
+    longest = (5, 6, 1, 2)  # a fifth would leave the bonus token no place
+    assert paths_of(draft) == [longest[:end] for end in range(1, 5)]
 
 
-def test_a_bad_config_of_medusa_is_refused():
-    with pytest.raises(common.Mistake, match="window 0: take at least 1"):
-        medusa.Config(window=0)
+@pytest.mark.parametrize("make", [lambda: medusa.Config(window=0), lambda: beam.Config(width=0)])
+def test_a_field_of_zero_is_a_mistake(make):
+    with pytest.raises(common.Mistake, match=" 0: take at least 1"):
+        make()

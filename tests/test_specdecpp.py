@@ -13,6 +13,8 @@ from tiny import (
     family,
     make_batch,
     make_llama,
+    random_batch,
+    row_of,
     teach,
 )
 
@@ -43,33 +45,11 @@ def decode(target, ids, drafter=None, draft_model=None, max_new_tokens=40, eos=N
     return decoding.ids, decoding.stats, made
 
 
-def random_batch(target, lengths=(9, 12, 7), prompt=3):
-    generator = torch.Generator().manual_seed(0)
-    sequences = []
-    for length in lengths:
-        ids = torch.randint(1, target.config.vocab_size, (length,), generator=generator)
-        sequences.append((ids, torch.arange(length) >= prompt))
-    batch = make_batch(target, sequences)
-    return dataclasses.replace(batch, seed=batch.seed + 7)
-
-
 def answers(target, rows=4, length=40):
     """What the target says to prompts of a token, as a batch."""
     prompts = torch.arange(1, rows + 1)[:, None]
     ids = target.generate(prompts, max_new_tokens=length - 1, do_sample=False)
     return make_batch(target, [(row, torch.arange(length) > 0) for row in ids])
-
-
-def row_of(batch, row, length):
-    """One sequence of a batch, without its padding."""
-    one = slice(row, row + 1)
-    return dataclasses.replace(
-        batch,
-        input_ids=batch.input_ids[one, :length],
-        loss_mask=batch.loss_mask[one, :length],
-        hidden=batch.hidden[one, :length],
-        seed=batch.seed[one],
-    )
 
 
 def constant_head(drafter, logit):
@@ -285,12 +265,11 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_sequences(llama, stage, lengths
     """So that neither padding nor a split changes a step; 300 positions are more than one part."""
     drafter = make_drafter(llama, stage=stage, temperature=1.0)
     batch = random_batch(llama, lengths)
-    total, weight = specdecpp.loss(drafter, llama, batch)
-    for row, length in enumerate(lengths):
-        alone = specdecpp.loss(drafter, llama, row_of(batch, row, length))
-        total, weight = total - alone[0], weight - alone[1]
-    assert float(total) == pytest.approx(0, abs=1e-3)
-    assert float(weight) == pytest.approx(0, abs=1e-3)
+    together = specdecpp.loss(drafter, llama, batch)
+    rows = (row_of(batch, row, length) for row, length in enumerate(lengths))
+    alone = [specdecpp.loss(drafter, llama, row) for row in rows]
+    for whole, parts in zip(together, zip(*alone)):
+        assert float(whole) == pytest.approx(sum(map(float, parts)), rel=1e-6)
 
 
 def test_the_mean_label_is_the_acceptance_rate(llama):
@@ -384,15 +363,6 @@ def test_layers_of_every_family_are_copied(name):
             assert torch.equal(mine, weight)
     if name == "Gemma2":  # sliding, full, sliding, full
         assert half.config.model["layer_types"] == ["full_attention"] * 2
-
-
-def test_the_causal_lm_is_the_draft_model(llama, trained):
-    ids = torch.randint(0, 48, (1, 9), generator=torch.Generator().manual_seed(0))
-    model = arms.causal_lm(trained, llama)
-    own = specdecpp.DraftModel(trained, llama)
-    torch.testing.assert_close(model(ids).logits.float(), own.logits(own.states(ids)))
-    assert model.lm_head is llama.lm_head and model.model.embed_tokens is llama.model.embed_tokens
-    assert model.model.layers[0] is trained.body.layers[0]
 
 
 def test_any_causal_lm_drafts_without_a_drafter(llama):
@@ -492,34 +462,14 @@ def test_the_oracle_against_all_stopping_policies():
         assert best == len(refused) + 1 - (6 in refused)  # |S| + 1, but for the last token
 
 
-def test_throughput_by_hand_and_by_equation_2_1(llama, trained):
-    """100 tokens, 30 target forwards, 50 discarded: N_draft = 120; then a real answer."""
+def test_throughput_by_hand():
+    """100 tokens, 30 target forwards, 50 discarded: N_draft = 120."""
     expected = 100 / (120 * 0.02 + 30 * 0.1)
     assert specdecpp.throughput(0.3, 0.5, 0.02, 0.1) == pytest.approx(expected)
-    _, stats, _ = decode(llama, PROMPT, trained, max_new_tokens=60)
-    discarded = stats.drafted - sum(stats.accepted)
-    assert stats.drafted + stats.target_forwards == 60 + discarded
-    rates = (stats.target_forwards / 60, discarded / 60)
-    seconds = 0.02 * stats.drafted + 0.1 * stats.target_forwards
-    assert specdecpp.throughput(*rates, 0.02, 0.1) == pytest.approx(60 / seconds)
 
 
 def test_stop_threshold_by_hand():
     """At the threshold the wasted R c1 equals what may be saved, (1 - R)(c2 + Delta)."""
-    for c1, c2, delta in ((1.0, 4.0, 0.0), (0.0234, 0.112 - 0.0234, 0.05), (1.0, 0.0, 0.0)):
+    for c1, c2, delta in ((1.0, 4.0, 0.0), (0.02, 0.09, 0.05), (1.0, 0.0, 0.0)):
         refusal = specdecpp.stop_threshold(c1, c2, delta)
         assert refusal * c1 == pytest.approx((1 - refusal) * (c2 + delta))
-    assert specdecpp.stop_threshold(1, 4, 1) > specdecpp.stop_threshold(1, 4) == 0.8
-
-
-@pytest.mark.parametrize("rate", [0.5, 0.8, 0.95])
-@pytest.mark.parametrize("cost", [0.05, 0.2, 0.5])
-def test_no_best_fixed_length_drafts_beyond_the_threshold(rate, cost):
-    """With independent acceptances the best K of all stops before Theorem 3.1 makes it stop."""
-
-    def speed(k):
-        accepted = sum(rate**i for i in range(1, k + 1))
-        return specdecpp.throughput(1 / (accepted + 1), (k - accepted) / (accepted + 1), cost, 1)
-
-    best = max(range(1, 100), key=speed)
-    assert 1 - rate ** (best - 1) < specdecpp.stop_threshold(cost, 1 - cost)

@@ -48,6 +48,32 @@ def make_batch(target, sequences, layers=(), progress=0.0):
     return common.Batch(ids, mask, hidden, kv, torch.arange(len(sequences)), progress)
 
 
+def random_batch(target, lengths=(9, 12, 7), prompt=3, layers=(), seed=7):
+    """A batch of random tokens, all but the prompts to be predicted; seeds count from `seed`."""
+    generator = torch.Generator().manual_seed(0)
+    vocab = target.config.get_text_config().vocab_size
+    sequences = []
+    for length in lengths:
+        ids = torch.randint(1, vocab, (length,), generator=generator)
+        sequences.append((ids, torch.arange(length) >= prompt))
+    batch = make_batch(target, sequences, layers)
+    return dataclasses.replace(batch, seed=batch.seed + seed)
+
+
+def row_of(batch, row, length):
+    """A batch of one sequence of another batch, without its padding."""
+    one = slice(row, row + 1)
+    kv = {n: tuple(x[one, :, :length] for x in both) for n, both in batch.kv.items()}
+    return dataclasses.replace(
+        batch,
+        input_ids=batch.input_ids[one, :length],
+        loss_mask=batch.loss_mask[one, :length],
+        hidden=batch.hidden[one, :length],
+        kv=kv,
+        seed=batch.seed[one],
+    )
+
+
 def teach(method, drafter, target, steps, lr, rows=4, length=46):
     """Train on what the target says to `rows` prompts of a token; returns each step's loss."""
     prompts = torch.arange(1, rows + 1)[:, None]
