@@ -2,7 +2,8 @@
 
 A method proposes a `Draft`, a tree of candidate tokens. `verify` runs the target over the whole
 tree in one forward pass and keeps a path through it. `Decoding` holds one answer in the making and
-repeats this until the answer ends.
+repeats this until the answer ends. To follow a method, read `Draft`, `verify`, `_draw` and
+`Decoding`; the rest loads models and refuses what would go wrong.
 
 Shapes: B batch, T sequence, P cached prefix, K draft depth, N tree nodes, A accepted nodes,
 V vocabulary, Vd draft vocabulary, D hidden size, H heads, Hkv key-value heads, Dh head size.
@@ -260,7 +261,7 @@ def overlap(target, hidden: Tensor, q_draft: Tensor, draft_ids: Tensor) -> Tenso
 
 
 def load_drafter(Drafter, path, target):
-    """Read a drafter's config.json and model.safetensors; it takes the target's device and dtype."""
+    """Read a drafter (config.json, model.safetensors) to the target's device and dtype."""
     path = Path(path)
     try:
         made_for = json.loads((path / "config.json").read_bytes())["target"]

@@ -655,7 +655,7 @@ MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
     [
         ("attention_mask has zeros", {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}),
         ("one sequence, without beams", {"num_beams": 2}),
-        ("assisted_generation .* leave it out", {"prompt_lookup_num_tokens": 3}),
+        ("assisted_generation is not supported", {"prompt_lookup_num_tokens": 3}),
         ("position_ids are counted from 0", {"position_ids": torch.arange(1, 6)[None]}),
         ("return_dict_in_generate .* leave it out", {"return_dict_in_generate": True}),
         ("guidance_scale .* leave it out", {"guidance_scale": 1.5}),

@@ -200,8 +200,8 @@ COMMON = [
         "drafters are built for targets whose logits are misread",
     ),
     (
-        "mode: mode not in",
-        "mode: False and mode not in",
+        'if mode not in ("greedy_search", "sample"):',
+        "if False:",
         "beam search is decoded greedily",
     ),
     (
