@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from tiny import chi_square_p_value, decoding_of, enumerate_joint
+from tiny import chi_square_p_value, enumerate_joint
 
 import cape
 import common
@@ -176,7 +176,9 @@ def test_an_accepted_extra_keeps_its_row_and_drafting_goes_on_from_it(llama, mon
     rounds = spy_on_drafts(monkeypatch)
     drafter = make_drafter(llama)
     extras_accepted = 0
-    decoding = decoding_of(llama, torch.tensor([[9, 8, 7]]), max_new_tokens=60, do_sample=False)
+    decoding = common.open_decoding(
+        llama, torch.tensor([[9, 8, 7]]), max_new_tokens=60, do_sample=False
+    )
     for draft in cape.drafts(decoding, glide, drafter, cape.Config(**WIDE)):
         verified = decoding.verify(draft)
         extras_accepted += any(node >= len(draft.probs) for node in verified.path)
@@ -189,7 +191,9 @@ def test_an_accepted_extra_keeps_its_row_and_drafting_goes_on_from_it(llama, mon
 
     for _, ids, draft, _ in rounds:  # what a drafter without memory would have drafted
         mask = torch.ones_like(ids)  # token 0 is a token like any other
-        fresh = decoding_of(llama, ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
+        fresh = common.open_decoding(
+            llama, ids, attention_mask=mask, max_new_tokens=9, do_sample=False
+        )
         steps = glide.propose(drafter, fresh, glide.Memory(drafter, llama))
         trajectory = draft.tokens[: len(draft.probs)] if draft.probs is not None else []
         assert [int(next(steps)[0]) for _ in trajectory] == list(trajectory)

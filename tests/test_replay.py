@@ -11,7 +11,7 @@ import types
 
 import pytest
 import torch
-from tiny import decoding_of, make_llama
+from tiny import, make_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -71,7 +71,7 @@ def test_a_round_by_hand_tells_what_was_drafted_and_what_became_of_it(llama):
     probs[1, b] = 0.5
     q = torch.tensor([0.6, 0.5, 0.25, float("nan")])
     draft = tree([a, b, x, y], [-1, 0, 0, 2], probs=probs, q=q, copied=1, notes={"k": 2})
-    decoding = decoding_of(llama, PROMPT, max_new_tokens=8, do_sample=False)
+    decoding = common.open_decoding(llama, PROMPT, max_new_tokens=8, do_sample=False)
     [told] = replay.record(decoding, [draft])
     assert told["tokens"] == [a, b, x, y] and told["parents"] == [-1, 0, 0, 2]
     assert told["kinds"] == ["draft", "draft", "extra", "copy"]
@@ -91,7 +91,7 @@ def test_a_round_by_hand_tells_what_was_drafted_and_what_became_of_it(llama):
 def test_p_is_the_targets_probability_after_the_parents_text(llama, options):
     """Each node's own text is fed to the target alone, and processed as in decoding."""
     draft = tree([5, 6, 7, 8, 5], [-1, -1, 0, 2, 1])
-    decoding = decoding_of(llama, PROMPT, max_new_tokens=20, **options)
+    decoding = common.open_decoding(llama, PROMPT, max_new_tokens=20, **options)
     [told] = replay.record(decoding, [draft])
     texts = {-1: PROMPT}
     for node, (token, parent) in enumerate(zip(told["tokens"], told["parents"])):
@@ -105,7 +105,7 @@ def test_p_is_the_targets_probability_after_the_parents_text(llama, options):
 def test_copies_are_part_of_the_record(llama):
     """The context repeats itself: what is merged into empty drafts is a copy."""
     stats = common.Stats()
-    decoding = decoding_of(llama, PROMPT, copies=6, stats=stats, **GREEDY)
+    decoding = common.open_decoding(llama, PROMPT, copies=6, stats=stats, **GREEDY)
     rounds = replay.record(decoding, arms_of.plain_drafts(decoding))
     assert [told["kinds"].count("copy") for told in rounds] == [n for n, _ in stats.copies]
     assert [len(told["tokens"]) for told in rounds] == [n for n, _ in stats.copies]
@@ -120,7 +120,7 @@ def test_recording_is_not_counted_as_drafting(llama, monkeypatch):
         return describe(*args)
 
     monkeypatch.setattr(replay, "describe", slowly)
-    decoding = decoding_of(llama, PROMPT, max_new_tokens=4, do_sample=False)
+    decoding = common.open_decoding(llama, PROMPT, max_new_tokens=4, do_sample=False)
     rounds = replay.record(decoding, arms_of.plain_drafts(decoding))
     booked = [sum(told["seconds"].values()) for told in rounds]
     assert sum(booked) == pytest.approx(sum(decoding.stats.seconds.values()))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tiny import decoding_of, make_llama, slow, teach
+from tiny import, make_llama, slow, teach
 
 import cape
 import common
@@ -60,7 +60,7 @@ def test_replayed_rates_are_those_of_decoding(llama, drafter, name, place):
     rule = {"threshold": float(value)}
     if kind == "K":
         rule = {"stop": "fixed", "gamma": int(value)}
-    decoding = decoding_of(llama, **turn)
+    decoding = common.open_decoding(llama, **turn)
     with torch.no_grad():
         config = dataclasses.replace(drafter.config, **rule)
         for draft in specdecpp.drafts(decoding, drafter, config):
@@ -79,7 +79,7 @@ def test_what_is_recorded_at_a_place(llama, drafter, recorded):
     for place in (0, 7, 20, 28, 29):
         each = recorded[place]
         prefix = ids[:, : 3 + place]
-        given = decoding_of(llama, prefix, do_sample=False, max_new_tokens=90)
+        given = common.open_decoding(llama, prefix, do_sample=False, max_new_tokens=90)
         with torch.no_grad():
             steps = specdecpp.propose(drafter, given, specdecpp.Memory(drafter, llama))
             drafted = [next(steps) for _ in range(min(20, 29 - place))]

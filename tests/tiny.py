@@ -10,8 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
 
-decoding_of = common.open_decoding
-
 
 def slow(*values):
     """A case of a parametrized test that waits for `-m slow`."""
