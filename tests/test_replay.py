@@ -11,7 +11,7 @@ import types
 
 import pytest
 import torch
-from tiny import, make_llama
+from tiny import make_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tiny import, make_llama, slow, teach
+from tiny import make_llama, slow, teach
 
 import cape
 import common
