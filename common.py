@@ -224,7 +224,9 @@ def target_layers(target) -> list[nn.Module]:
 def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
     """Set `drafter.draft_ids` to the most frequent tokens and copy the weights that fit.
 
-    token_counts: (V,) in the training responses. pairs: (module of the drafter, of the target).
+    Args:
+        token_counts: (V,) how often each token occurs in the training responses.
+        pairs: (module of the drafter, module of the target) to copy between.
     """
     check_states(target)
     most_frequent = token_counts.topk(len(drafter.draft_ids)).indices
@@ -261,7 +263,10 @@ def overlap(target, hidden: Tensor, q_draft: Tensor, draft_ids: Tensor) -> Tenso
 
 
 def load_drafter(Drafter, path, target):
-    """Read a drafter (config.json, model.safetensors) to the target's device and dtype."""
+    """Load a drafter from config.json and model.safetensors, with the target's device and dtype.
+
+    Raises: Mistake: nothing there, damaged, of another method, or made for another target.
+    """
     path = Path(path)
     try:
         made_for = json.loads((path / "config.json").read_bytes())["target"]
@@ -489,8 +494,11 @@ def verify(
     Greedy: descend while a child holds the argmax. Sampling: recursive rejection sampling over the
     sampled children (Leviathan et al. 2023; with siblings, SpecInfer 2024), see `_draw`.
 
-    input_ids: (1, P + 1), the last is the root. cache: P rows before, P + 1 + A after. Each visited
-    node's logits are processed with its own prefix.
+    Args:
+        input_ids: (1, P + 1) committed tokens; the last one is the root.
+        cache: the target's, of P rows before and P + 1 + A after.
+        logits_processor: a function of ids and scores; it sees each visited node's own prefix.
+        scored: logits and hidden states of the tree, if a joint forward has computed them.
     """
     in_order = draft.parents < torch.arange(len(draft.parents))
     assert in_order.all(), "a child before its parent would not see it"
