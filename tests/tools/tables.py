@@ -8,6 +8,8 @@ A test fails where a table is not what this would write. A comment above a table
             some arms of a run, some of their figures, and figures to compare
     <!-- curves: GLIDE: glide more; CAPE: cape -->
             training runs, stage after stage
+    <!-- claims: GLIDE -->
+            a paper's claims (claims.py)
 """
 
 import argparse
@@ -19,16 +21,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))  # where this is run as a script
 
+import claims  # noqa: E402
+
 from support import report  # noqa: E402
 
 RESULTS = ROOT / "results"
 FILES = (
     "README.md",
     "results/README.md",
+    "results/claims.md",
     "checkpoints/README.md",
     "tests/README.md",
 )
-TABLE = re.compile(r"(<!-- (table|curves): ((?:(?!-->).)*) -->\n\n)((?:\|[^\n]*\n)*\n?)", re.DOTALL)
+COMMENT = r"<!-- (table|curves|claims): ((?:(?!-->).)*) -->\n\n"
+TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 
 
 def table(words: str) -> str:
@@ -70,7 +76,7 @@ def curves(words: str) -> str:
 
 def written(text: str) -> str:
     """A README with its tables made anew."""
-    makers = {"table": table, "curves": curves}
+    makers = {"table": table, "curves": curves, "claims": claims.table}
     return TABLE.sub(lambda match: match[1] + makers[match[2]](match[3]) + "\n\n", text)
 
 
