@@ -1,35 +1,35 @@
-"""CTC-drafter: all draft tokens in one pass, trained by a loss on sequences (Wen et al., 2024).
+"""CTC-drafter: all draft tokens in one pass (Wen et al., 2024).
 
-Paper: arXiv:2412.00061. One transformer layer fills S slots after the newest token in one pass. A
-slot is not tied to a place in the text: it holds a token or a blank. Equal neighbours are merged
-and blanks are dropped (the CTC transform), and what is left is the draft. Many alignments of the
-slots give the same sequence; the CTC loss sums over all of them. a, b, c are tokens, e the blank:
+Paper: arXiv:2412.00061. One transformer layer fills S slots after the
+newest token. A slot holds a token or a blank. The CTC transform merges
+equal neighbours and drops blanks; the rest is the draft. The CTC loss sums
+over all alignments that give a sequence (a, b, c tokens, e the blank):
 
     slots   a  a  e  b  e  c  c  e    ->  a b c
             a  e  a  b  e  e  e  e    ->  a a b    a true repeat has a blank in between
 
-The newest token x_(i+1) is chosen, but the target has not read it: its newest hidden state is h_i.
-A row combines the two, and the slots after it write x_(i+2) and what follows. Training puts slots
-after many rows of a sequence, the anchors. An anchor's window is the U labels that its slots should
-write; y_t is the target's argmax over the draft vocabulary, given x_0 to x_(t-1). U = 3:
+The target has not read the newest token x_(i+1), so its newest hidden
+state is h_i. A row joins the two; the slots after it write x_(i+2), ....
+In training, slots follow many rows (anchors) and learn a window of U labels:
+y_t is the target's argmax over the draft vocabulary after x_(t-1). U = 3:
 
     place          0    1    2    3    4    5
     data          x_0  x_1  x_2  x_3  x_4  x_5
     anchor 0      h_0  x_1 [y_2  y_3  y_4]
     anchor 1           h_1  x_2 [y_3  y_4  y_5]
 
-Names that differ from the paper's: F is `hidden`, F^ `states`, P^ `q_slots`, epsilon the blank
-(index Vd), beta^-1 `collapse`, k `symbols`; raw candidates are combinations.
+Names that differ from the paper's: F_distill is `hidden`, F^ `states`,
+P^ `q_slots`, epsilon the blank (index Vd), beta^-1 `collapse`, k `symbols`.
 
 Deviations from the paper:
-    1. The paper's module reads hidden states only. The row adds the next token, as the authors'
-       code does, from which S = 6 and U = 3 come too; it drafts autoregressively, like EAGLE.
-    2. It trains at random anchors, and sums log P (Eq. 1), where Eq. 2 sums P.
-    3. The paper does not say how slots start (the row plus a learned vector) or what they see (rows
-       up to the anchor, one another). The blank has its own logit; `draft_vocab` limits the rest.
-    4. The paper's tree holds the likeliest combinations and is masked by the transform. Here it is
-       built after the transform, of the prefixes with the highest summed probability.
-    5. `first_token` adds a loss on the first token's distribution (the shipped drafter: 1).
+    1. The row adds the next token, as in the authors' code (S = 6, U = 3).
+    2. It trains at random anchors and sums log P (Eq. 1); Eq. 2 sums P.
+    3. Not described there: how slots start (the row plus a learned vector),
+       what they see (rows up to the anchor, each other), the blank's logit.
+    4. The tree holds the prefixes of highest probability over alignments;
+       the paper takes the likeliest combinations and masks removed symbols.
+    5. `first_token` adds a loss on the first token (shipped drafter: 1).
+    6. Only the most frequent tokens are drafted (`draft_vocab`).
 
 Licence: Apache-2.0.
 """
@@ -69,7 +69,7 @@ class Config:
         common.one_of(self, transform=("prefixes", "alignments", "none"))
 
 
-# The columns of Table 2's CTC row: `alignments` is CTC verify, `none` is Medusa verify.
+# Table 2: `alignments` is CTC verify, `none` is Medusa verify.
 VARIANTS = {
     "alignments": {"transform": "alignments"},
     "none": {"transform": "none"},
@@ -80,7 +80,7 @@ VARIANTS = {
 
 
 class SlotAttention(nn.Module):
-    """Slots attend to rows and to one another; no layer above needs the output of rows."""
+    """Slots attend to rows and each other; rows give keys and values."""
 
     def __init__(self, shape: dict):
         super().__init__()
@@ -98,9 +98,9 @@ class SlotAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, rows: Tensor, slots: Tensor, tables, mask: Tensor | None, cache) -> Tensor:
-        """Output (B, m, D) of m slots over P cached rows, n rows (B, n, D) and the slots.
+        """Output (B, m, D) of m slots over P cached rows, n rows and slots.
 
-        tables: cos and sin at rows and slots, (B, n + m, R). mask: (B, 1, m, n + m) bool.
+        tables: cos and sin (B, n + m, R). mask: (B, 1, m, n + m) bool.
         """
         x = torch.cat([rows, slots], dim=1)  # (B, n + m, D)
         of_slots = [table[:, -slots.shape[1] :] for table in tables]
@@ -114,12 +114,12 @@ class SlotAttention(nn.Module):
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The Attention Draft Module (3.1), its parts named as in the target's layers to be copied."""
+    """The Attention Draft Module (3.1), parts named as in a target layer."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.kv_layers = []  # it reads hidden states, no keys and values of the target
+        self.kv_layers = []  # no K and V are read
         width = config.target["hidden_size"]
         self.feature_norm = nn.RMSNorm(width, eps=1e-5)
         self.embed_norm = nn.RMSNorm(width, eps=1e-5)
@@ -136,10 +136,11 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
     def forward(self, target, hidden, next_ids, anchors, mask=None, cache=None) -> Tensor:
         """States (B, A, S, D) of the slots after A of n rows (Eq. 9).
 
-        Row i joins hidden[:, i] (B, n, D) and next_ids[:, i] (B, n). anchors: (B, A) rows.
-        mask: see `slot_mask`; None: every slot sees everything. cache: rows and slots are added.
+        hidden: (B, n, D); next_ids: (B, n); anchors: (B, A), indices of rows.
+        mask: see `slot_mask`; None lets slots see everything.
+        cache: keys and values of rows and slots are added to it.
         """
-        # 1. A row joins a hidden state with the embedding of the next token.
+        # 1. A row joins a hidden state and the embedding of the next token.
         dtype = self.norm.weight.dtype
         embeds = target.get_input_embeddings()(next_ids).to(dtype)
         both = [self.feature_norm(hidden.to(dtype)), self.embed_norm(embeds)]
@@ -149,7 +150,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         chosen = rows.take_along_dim(anchors[..., None], dim=1)  # (B, A, D)
         x = (chosen[:, :, None] + self.slots).flatten(1, 2)  # (B, A S, D)
 
-        # 3. Row i has rotary position i. Slot j = 1, 2, ... after it stands where row i + j would.
+        # 3. Row i has rotary position i, slot j = 1, 2, ... after it i + j.
         start = 0 if cache is None else cache.get_seq_length()  # P
         places = torch.arange(rows.shape[1], device=anchors.device).expand(len(anchors), -1)
         steps = torch.arange(1, len(self.slots) + 1, device=anchors.device)
@@ -164,12 +165,12 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         return self.norm(x).unflatten(1, (anchors.shape[1], len(self.slots)))
 
     def logits(self, states: Tensor, head: nn.Module) -> Tensor:
-        """Logits (..., Vd + 1) of the symbols, the blank last (Eq. 10); head maps D to Vd."""
+        """Logits (..., Vd + 1), the blank last (Eq. 10); head: D -> Vd."""
         return torch.cat([head(states), self.blank(states)], dim=-1).float()
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start training from, copied from the target's top layer where it fits."""
+    """A drafter before training, with the top layer's weights that fit."""
     config.target = common.target_shape(target)
     drafter = Drafter(config)
     sum_of_both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2D)
@@ -183,9 +184,9 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 
 def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
-    """What slots after anchors (B, A) see of n rows and the slots, (B, 1, A S, n + A S) bool.
+    """What slots after anchors (B, A) see, (B, 1, A S, n + A S) bool.
 
-    The rows up to their anchor, and the slots of the same anchor. Anchors 0 and 2, S = 2:
+    Rows up to their anchor and slots of the same anchor. Anchors 0, 2; S = 2:
 
                      rows  0 1 2 3    slots s1 s2 t1 t2
         after 0, s1        x . . .          x  x  .  .
@@ -194,7 +195,7 @@ def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
                  t2        x x x .          .  .  x  x
     """
     rows = torch.arange(length, device=anchors.device)
-    anchor = anchors.repeat_interleave(slots, dim=1)  # (B, A S) each slot's
+    anchor = anchors.repeat_interleave(slots, dim=1)  # (B, A S)
     up_to = rows <= anchor[..., None]  # (B, A S, n)
     group = torch.arange(anchor.shape[1], device=anchors.device) // slots  # (A S,)
     same = (group[:, None] == group).expand(len(anchors), -1, -1)  # (B, A S, A S)
@@ -202,19 +203,19 @@ def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
 
 
 def windows(drafter, target, batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Random anchors (B, A), labels (B, A, U), indices into draft_ids (Eq. 3 to 5), used (B, A).
+    """Random anchors (B, A), labels (B, A, U) and used (B, A) (Eq. 3 to 5).
 
-    used is False where a sequence has fewer than A rows with U response tokens after them.
+    Labels index draft_ids. used is False if too few windows fit the answer.
     """
     U = drafter.config.window
-    # 1. best[t] is the target's choice after x_t, so y_(t+1).
+    # 1. best[t], the target's choice after x_t, is y_(t+1).
     best = common.target_logits(target, batch.hidden, drafter.draft_ids).argmax(-1)  # (B, T)
 
-    # 2. Row i: its labels are best[i + 1], ..., best[i + U], those of places i + 2 to i + 1 + U.
+    # 2. The labels of row i are best[i + 1], ..., best[i + U].
     labels = F.pad(best[:, 1:-1], (0, U)).unfold(1, U, 1)  # (B, T - 1, U)
     whole = F.pad(batch.loss_mask[:, 2:], (0, U)).unfold(1, U, 1).all(-1)  # (B, T - 1)
 
-    # 3. Draw anchors, each sequence by its own seed, whatever else is in the batch.
+    # 3. Draw the anchors of each sequence by its own seed.
     anchors = torch.full((len(best), drafter.config.anchors), -1)
     for sequence, seed in enumerate(batch.seed.tolist()):
         rows = whole[sequence].nonzero()[:, 0].cpu()
@@ -228,7 +229,7 @@ def windows(drafter, target, batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def training_log_q(drafter: Drafter, target, batch, anchors: Tensor, used: Tensor) -> Tensor:
-    """Log-probabilities (W, S, Vd + 1) of the symbols of each slot, after the W anchors in use."""
+    """Log-probabilities (W, S, Vd + 1) of the slots of W used anchors."""
     next_ids = batch.input_ids[:, 1:]  # (B, n)
     mask = slot_mask(anchors, next_ids.shape[1], drafter.config.slots)
     states = drafter(target, batch.hidden[:, :-1], next_ids, anchors, mask)  # (B, A, S, D)
@@ -237,14 +238,15 @@ def training_log_q(drafter: Drafter, target, batch, anchors: Tensor, used: Tenso
 
 
 def teacher_hidden(batch, anchors: Tensor, used: Tensor) -> Tensor:
-    """h_(i+1) (W, D), from which the target predicts the first label; known in training only."""
+    """h_(i+1) (W, D), from which the target predicts the first label."""
     return batch.hidden[:, 1:].take_along_dim(anchors[..., None], dim=1)[used]
 
 
 def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
-    """Minus the log-probability of the windows (W, U) (Eq. 6), summed; log_q is (W, S, Vd + 1).
+    """Minus log P of Eq. 6, summed over W windows.
 
-    A window with r pairs of equal neighbours needs U + r slots; one that does not fit adds zero.
+    log_q: (W, S, Vd + 1). labels: (W, U). A window with r pairs of equal
+    neighbours needs U + r slots; one that does not fit adds zero.
     """
     W, S, symbols = log_q.shape
     return F.ctc_loss(
@@ -259,17 +261,17 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
 
 
 def first_token_log_q(log_q: Tensor) -> Tensor:
-    """Log-probability (W, Vd) of the sequence's first token: every slot before its own is blank."""
+    """Log-probability (W, Vd) of the first token, in whichever slot."""
     blank_before = F.pad(log_q[:, :-1, -1].cumsum(-1), (1, 0))  # (W, S)
     return (blank_before[..., None] + log_q[..., :-1]).logsumexp(1)
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """CTC loss, plus `first_token` times the first token's, summed; the number of windows."""
+    """CTC loss plus that of the first token, summed; the number of windows."""
     anchors, labels, used = windows(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors, used)  # (W, S, Vd + 1)
     if not len(log_q):  # F.ctc_loss takes no empty batch
-        return log_q.sum(), used.sum()  # zero, and every parameter has a gradient
+        return log_q.sum(), used.sum()  # zero, with a gradient for all weights
     total = ctc_loss(log_q, labels[used])
     if drafter.config.first_token:
         hidden = teacher_hidden(batch, anchors, used)  # (W, D)
@@ -280,7 +282,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """sum_x min(p_target, q_draft) of the first draft token, summed over anchors; their number."""
+    """sum_x min(p_target, q_draft) of the first token, over W anchors; W."""
     anchors, _, used = windows(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors, used)
     q_draft = first_token_log_q(log_q).exp()  # (W, Vd)
@@ -292,12 +294,12 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 
 def collapse(alignment, blank: int) -> tuple:
-    """beta^-1 (2.3): merge equal neighbours, then drop blanks. With blank e, a a e a gives a a."""
+    """beta^-1 (2.3): merge equal neighbours, drop blanks; a a e a -> a a."""
     return tuple(symbol for symbol, _ in itertools.groupby(alignment) if symbol != blank)
 
 
 def top_symbols(q_slots: Tensor, symbols: int) -> list[list[tuple[int, float]]]:
-    """For each slot, its likeliest tokens as (symbol, probability) pairs, then the blank."""
+    """(symbol, probability) of each slot's likeliest tokens, then blank."""
     blank = q_slots.shape[-1] - 1
     top = q_slots[:, :-1].topk(min(symbols, blank))  # (S, k) each
     slots = []
@@ -308,13 +310,13 @@ def top_symbols(q_slots: Tensor, symbols: int) -> list[list[tuple[int, float]]]:
 
 
 def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = True) -> dict:
-    """The paper's transform: collapse the most probable combinations of top symbols (3.3).
+    """The paper's transform: collapse the likeliest combinations (3.3).
 
-    Unlike `prefix_search` it sums over the `candidates` kept combinations only. merge=False takes a
-    combination as it is, up to its first blank (Medusa verify). Returns as `prefix_search`.
+    Returns {prefix: probability}, summed over `candidates` combinations.
+    merge=False cuts each at its first blank instead (Medusa verify).
     """
     blank = q_slots.shape[-1] - 1
-    # 1. Slots are independent (Eq. 7), so pruning to the best after each slot loses nothing.
+    # 1. Slots are independent (Eq. 7): pruning after each slot is exact.
     kept = [(1.0, ())]
     for slot in top_symbols(q_slots, symbols):
         longer = []
@@ -323,7 +325,7 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = Tru
                 longer.append((probability * q, (*combination, symbol)))
         kept = heapq.nlargest(candidates, longer)
 
-    # 2. Each combination adds to all prefixes of its sequence.
+    # 2. A combination adds to every prefix of its sequence.
     prefixes = defaultdict(float)
     for probability, combination in kept:
         sequence = collapse(combination, blank)
@@ -336,13 +338,13 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = Tru
 
 
 def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
-    """CTC prefix beam search: {prefix of indices into draft_ids: its probability}.
+    """CTC prefix beam search: {prefix of indices into draft_ids: probability}.
 
-    This is Eq. 6, summed over all sequences that begin with the prefix, slot by slot. Alignments of
-    a prefix that end in a blank are kept apart from those that end in its last token, because the
-    same token makes the prefix longer only after a blank. A prefix's probability is the sum of what
-    enters it, over all slots. `candidates` prefixes are kept after each slot, which can only lower
-    it. Slots a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, where e is the blank:
+    This is Eq. 6, summed over all sequences that begin with the prefix: the
+    sum, over slots, of the probability that the slot completes it. A repeat
+    lengthens the prefix only after a blank, so alignments that end in a
+    blank are kept apart. Keeping `candidates` prefixes can lower the sums.
+    Slots a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, where e is the blank:
 
         prefix   entered in slot 1   entered in slot 2    sum
         a        a    0.6            e a   0.4 x 0.2      0.68    a a merges: it is in already
@@ -351,8 +353,8 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
         a a                                               0       needs three slots: a e a
     """
     prefixes = defaultdict(float)
-    in_blank = {(): 1.0}  # {prefix: sum of its alignments that end in a blank}
-    in_token = {(): 0.0}  # and of those that end in its last token
+    in_blank = {(): 1.0}  # {prefix: sum over alignments ending in blank}
+    in_token = {(): 0.0}  # and over those ending in its last token
     for slot in top_symbols(q_slots, symbols):
         *tokens, (_, q_blank) = slot
         new_blank = defaultdict(float)
@@ -363,7 +365,7 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
             new_blank[prefix] += either * q_blank
             for token, q in tokens:
                 entering = either * q
-                # 2. The last token again: it merges, unless a blank is in between.
+                # 2. The last token again: it merges, unless after a blank.
                 if prefix and token == prefix[-1]:
                     new_token[prefix] += in_token[prefix] * q
                     entering = in_blank[prefix] * q
@@ -381,16 +383,16 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
 
 
 def token_tree(prefixes: dict, draft_ids: Tensor, nodes: int, depth: int) -> common.Draft:
-    """A trie of the `nodes` likeliest prefixes of at most `depth` tokens, with their q.
+    """A trie of the `nodes` likeliest prefixes of at most `depth` tokens.
 
-    Built after the collapse: the target would read a repeat, and everything after it would shift.
+    A node's q is its prefix's probability.
     """
     places = {(): -1}  # {prefix: its node}
     parents = []
     for prefix in sorted(prefixes, key=prefixes.get, reverse=True):
         if len(parents) >= nodes:
             break
-        # Rounding can put a prefix ahead of its parent; it is then left out.
+        # Skip a prefix that rounding put ahead of its parent.
         if len(prefix) <= depth and prefix[:-1] in places:
             places[prefix] = len(parents)
             parents.append(places[prefix[:-1]])
@@ -412,24 +414,24 @@ class Memory:
 
 
 def propose(drafter: Drafter, decoding, memory: Memory) -> Tensor:
-    """Fill the slots after the newest token in one pass: probabilities q_slots (S, Vd + 1)."""
-    # 1. One new row for each token that the target read and kept, with the token after it.
+    """Fill the slots after the newest token: q_slots (S, Vd + 1)."""
+    # 1. Add a row for each token just read and kept, with the next token.
     hidden = decoding.hidden  # (1, n, D)
     count = hidden.shape[1]  # n
     next_ids = decoding.ids[:, -count:]  # (1, n) the newest token last
     newest_row = next_ids.new_full((1, 1), count - 1)
     states = drafter(decoding.target, hidden, next_ids, newest_row, cache=memory.cache)
-    # 2. Cut off the slots. Refused draft tokens never had a row.
+    # 2. Cut off the slots. Rejected draft tokens never had a row.
     memory.cache.cut(decoding.ids.shape[1] - 1)
     return drafter.logits(states[0, 0], memory.head).softmax(-1)
 
 
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft per round; its nodes are deterministic, see `common._draw`."""
+    """Yield one draft per round, of deterministic nodes (`common._draw`)."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
-        # A prompt of one token has no row yet, and a last token needs no draft.
+        # A prompt of one token has no row; a last token needs no draft.
         if decoding.hidden.shape[1] == 0 or decoding.room == 0:
             yield common.chain([], decoding.ids)
             continue
@@ -447,9 +449,10 @@ def drafts(decoding, drafter: Drafter, config: Config):
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):
-    """`target.generate(**inputs, custom_generate=ctc_drafter.generate, drafter=...)`, lossless.
+    """For `target.generate(..., custom_generate=generate, drafter=...)`.
 
-    `config` replaces the drafter's; copies, stats and token_streamer are those of common.Decoding.
+    Lossless. `config` replaces the drafter's Config. The arguments after it are
+    those of `common.Decoding`.
     """
     common.check_drafter(drafter, Drafter, target)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)

@@ -1,10 +1,10 @@
-"""GLIDE: a drafter that catches a glimpse of the target's KV cache (Du et al., ICML 2024).
+"""GLIDE: a drafter that reads the target's KV cache (Du et al., ICML 2024).
 
-Paper: arXiv:2402.02082, section 4.1. The drafter is a small transformer whose layers have a
-cross-attention between self-attention and feed-forward. Its keys and values are not computed: they
-are the rows that the target cached while it verified the earlier tokens.
-
-The newest token x_t and the tokens drafted after it have no target rows yet (x readable, . absent):
+Paper: arXiv:2402.02082, section 4.1. The drafter is a small transformer
+with a cross-attention in each layer. Only its queries are computed. Keys
+and values are the rows that the target cached while it verified earlier
+tokens. The newest token x_t and the tokens drafted after it have no target
+rows yet (x readable, . absent):
 
               tokens      x_1 ... x_(t-1)     x_t     x_(t+1) ... x_(t+i-1)
         target's rows      x  x  x             .          .  .  .
@@ -12,21 +12,21 @@ The newest token x_t and the tokens drafted after it have no target rows yet (x 
 
 Training imitates this delay with `block_mask`.
 
-Names that differ from the paper's: M_T and M_D are `target` and `drafter`, N_D is
-`Config.num_layers`, L is `Config.block_size`, W_j and W^O are `q_proj` and `o_proj`, H^m is `x`,
-p_D is `q_draft`, c is `cost`.
+Names that differ from the paper's: M_T and M_D are `target` and `drafter`,
+N_D is `num_layers`, L is `block_size`, W_j and W^O are `q_proj` and
+`o_proj`, H^m is `x`, p_D is `q_draft`, c is `cost`.
 
 Deviations from the paper:
-    1. The drafter uses the target's frozen embedding and LM head, so it is as wide as the target.
-       It starts from copies of the target's weights where the shapes agree, not from scratch.
-    2. Only the most frequent tokens of the training answers are drafted (`draft_vocab`).
-    3. The loss, on answers only, is the cross-entropy with the target's distribution;
+    1. The drafter uses the target's frozen embedding and LM head. It starts
+       from the target's weights where they fit, not from scratch.
+    2. It drafts only the most frequent tokens of the answers (`draft_vocab`).
+    3. The loss, on answers only, takes the target's distribution as label;
        `distill=False` takes the data's tokens, as the paper does.
-    4. The prose of 4.1 puts a query in the block of the token it predicts; the formula, followed
-       here, in its own. The first block is shortened at random: every position meets every delay.
-    5. The paper does not describe pre-norm and residual of the cross-attention, the rotation of its
-       queries (as in the target layer they read), or what it gives with nothing to read (zero).
-    6. The shipped drafter reads layer 18 (of 0 to 29), not the top one (checkpoints/README.md).
+    4. A query's block is that of its own token, as in the formula of 4.1;
+       the text takes the predicted token. The first block's length is random.
+    5. Not described there: pre-norm and residual of the cross-attention,
+       rotated queries (as in the target), zero where no row is readable.
+    6. The shipped drafter reads layer 18 of 0 to 29, not the top one.
 
 Licence: Apache-2.0.
 """
@@ -68,19 +68,19 @@ VARIANTS = {f"gamma{n}": {"gamma": n} for n in (1, 2, 3, 4, 5)}
 
 
 def attend_or_zero(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of q (B, H, T, Dh) over P rows; zero for a query that may attend to none."""
+    """Attention of q (B, H, T, Dh) over P rows; zero where all are masked."""
     if k.shape[2] == 0:
         return torch.zeros_like(q)
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    # A softmax over no keys is NaN: let such a query attend to everything, and zero its output.
+    # A softmax over no keys is NaN. Such a query reads all, and gets zero.
     some = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | ~some, enable_gqa=True)
     return out * some
 
 
 class CrossAttention(nn.Module):
-    """Queries from the drafter, keys and values from the target's cache (equations of 4.1)."""
+    """The drafter's queries read the target's keys and values (4.1)."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -92,7 +92,7 @@ class CrossAttention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if config.query_norm else None
 
     def forward(self, x: Tensor, kv, tables, mask: Tensor | None) -> Tensor:
-        """What x (B, T, D) reads from the target; kv and mask are those of Drafter.forward."""
+        """x (B, T, D) to (B, T, D); kv and mask as in Drafter.forward."""
         # Q^(m,j) = H^m W_j, all heads j at once.
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, Dh)
         if self.q_norm is not None:
@@ -106,7 +106,7 @@ class CrossAttention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Self-attention, cross-attention, feed-forward (Figure 2), each pre-normed with a residual."""
+    """Self-attention, cross-attention and feed-forward (Figure 2)."""
 
     def __init__(self, config: Config, index: int):
         super().__init__()
@@ -121,7 +121,7 @@ class Layer(nn.Module):
         self.mlp = LlamaMLP(llama)
 
     def forward(self, x: Tensor, rotary, glimpse, masks, cache) -> Tensor:
-        """x (B, T, D) to (B, T, D); glimpse: kv and tables of the target layer, or None."""
+        """x (B, T, D) to (B, T, D); glimpse: kv and rotary tables, or None."""
         self_mask, cross_mask = masks
         normed = self.input_layernorm(x)
         x = x + self.self_attn(normed, rotary, self_mask, past_key_values=cache)[0]
@@ -131,7 +131,7 @@ class Layer(nn.Module):
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The glimpse drafter. Embedding and LM head are the target's and are not held here."""
+    """The layers and the final norm; embedding and head are the target's."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -142,7 +142,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
     @property
     def kv_layers(self) -> list[int]:
-        """The target layer that each drafter layer m reads: N_T - N_D + m (4.1), counted from 0."""
+        """Layer m = 0, 1, ... reads target layer N_T - N_D + m (4.1)."""
         config = self.config
         if not config.cross_attention:
             return []
@@ -152,17 +152,17 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         return list(range(depth - config.num_layers, depth))
 
     def forward(self, target, ids, positions, kv: dict, masks=(None, None), cache=None) -> Tensor:
-        """Final hidden states (B, T, D) of tokens `ids` (B, T) at `positions` (B or 1, T).
+        """Final hidden states (B, T, D) of `ids` (B, T).
 
-        Args:
-            kv: {target layer: (K, V)}, each (B, Hkv, P, Dh).
-            masks: two of bool, True = may attend. For the self-attention (B or 1, 1, T, P_own + T);
-                None: causal, if T is 1 or the cache is empty. For the cross-attention
-                (B or 1, 1, T, P); None: attend to all.
-            cache: the drafter's own, of P_own rows; T more are added.
+        positions: (B or 1, T). kv: {target layer: (K, V)}, (B, Hkv, P, Dh).
+        cache: the drafter's own, of P_own rows; T rows are added.
+        masks: two of bool, True = may attend. For the self-attention,
+            (B or 1, 1, T, P_own + T); None is causal, and needs T = 1 or an
+            empty cache. For the cross-attention, (B or 1, 1, T, P); None
+            lets every token read all rows.
         """
         dtype = self.norm.weight.dtype
-        # LlamaAttention rotates all Dh numbers of a head; the target may rotate fewer.
+        # LlamaAttention rotates all Dh dimensions, the target perhaps fewer.
         last = self.config.target["num_layers"] - 1
         rotary = common.rotary(target, positions, last)
         rotary = common.whole_rotary(rotary, self.config.target["head_dim"])
@@ -178,10 +178,10 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start training from, with weights copied from the target where they fit.
+    """A drafter before training, with the target's weights where they fit.
 
-    A cross-attention's queries, output projection and norm come from the target layer that it
-    reads, because that layer's keys were made for those queries.
+    A cross-attention copies its weights from the target layer that it reads,
+    because the keys there match that layer's queries.
     """
     config.target = common.target_shape(target)
     depth = config.target["num_layers"]
@@ -206,7 +206,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 
 def norms_queries(target) -> bool:
-    """True if the target norms each head's queries (Qwen3), not all heads at once (OLMo-2)."""
+    """True if the target norms the queries of each head alone (Qwen3)."""
     layer = next(iter(common.target_layers(target)), None)
     attention = getattr(layer, "self_attn", None)
     weight = getattr(getattr(attention, "q_norm", None), "weight", None)
@@ -214,7 +214,7 @@ def norms_queries(target) -> bool:
 
 
 def check_cache(drafter: Drafter, target) -> None:
-    """Raise a Mistake if the layers to read cache anything other than ordinary keys and values."""
+    """Raise a Mistake if a layer to read does not cache ordinary K, V."""
     token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     _, kv = common.target_features(target, token, drafter.kv_layers)
     shape = drafter.config.target
@@ -231,12 +231,13 @@ def check_cache(drafter: Drafter, target) -> None:
 
 
 def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
-    """Which target rows a training position may read (Mask_Block, 4.1): block(query) > block(key).
+    """Mask_Block (4.1): a query may read keys of earlier blocks only.
 
-    A query does not see the rows of its own block: its own row and the 0 to L - 1 rows before it. A
-    causal mask would show rows that do not exist while drafting and give away the next token.
-    The query that predicts the i-th draft token lacks i - 1 rows more than that of x_t, so L should
-    be at least gamma. L = 3, phase 1, which shortens the first block by one token:
+    While drafting, the last target rows do not exist: a query that predicts
+    the i-th draft token lacks i of them, its own included. In training they
+    exist, and would give away the next token. The mask hides the last 1 to L
+    rows, so L should be at least gamma. L = 3 and phase 1, which shortens the
+    first block by one token:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
@@ -254,7 +255,7 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
 
 def training_states(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """States (M, D) of the positions whose next token is in the loss mask; those (B, T) bool."""
+    """States (M, D) whose next token has a loss; their places (B, T)."""
     length = batch.input_ids.shape[1]
     positions = torch.arange(length, device=batch.input_ids.device)[None]  # (1, T)
     cross_mask = None
@@ -274,11 +275,11 @@ def training_logits(drafter: Drafter, target, hidden: Tensor) -> Tensor:
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """Cross-entropy (5.1), summed over positions, and the number of positions.
+    """Cross-entropy (5.1), summed over positions; the number of positions.
 
-    With `distill` against the target's distribution over the draft vocabulary, else against the
-    next token of the data, if it can be drafted.
-    `batch` holds the keys and values of drafter.kv_layers.
+    The label is the target's distribution over the draft vocabulary.
+    Without `distill` it is the data's next token, and positions whose next
+    token cannot be drafted are left out.
     """
     hidden, predicts = training_states(drafter, target, batch)
     logits = training_logits(drafter, target, hidden)  # (M, Vd)
@@ -286,7 +287,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
         teacher = common.target_logits(target, batch.hidden[predicts], drafter.draft_ids)
         total = F.cross_entropy(logits, teacher.softmax(-1), reduction="sum")
         return total, predicts.sum()
-    # The place of each token in the draft vocabulary; -100, which is ignored, if it has none.
+    # Each token's place in the draft vocabulary; -100 (ignored) if none.
     vocab = drafter.config.target["vocab_size"]
     place = torch.full((vocab,), -100, device=logits.device)
     place[drafter.draft_ids] = torch.arange(len(drafter.draft_ids), device=logits.device)
@@ -297,10 +298,10 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """alpha of 5.1, summed over M positions, and M: sum_x min(p_target, q_draft).
+    """alpha of 5.1, sum_x min(p_target, q_draft) over M positions, and M.
 
-    The paper prints E_(x ~ p_D) min(p_T, p_D). The acceptance rate of rejection sampling is
-    E_(x ~ p_D) min(1, p_T / p_D) (Leviathan et al.), which equals this sum.
+    The paper prints E_(x ~ p_D) min(p_T, p_D). The acceptance rate is
+    E_(x ~ p_D) min(1, p_T / p_D), which equals this sum.
     """
     hidden, predicts = training_states(drafter, target, batch)
     q_draft = training_logits(drafter, target, hidden).softmax(-1)  # (M, Vd)
@@ -309,7 +310,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 
 def expected_speedup(alpha: float, gamma: int, cost: float) -> float:
-    """E(Spd.) of 5.1: tokens of a round over its time; cost is c, drafter time over target time."""
+    """E(Spd.) of 5.1; cost: drafter pass time over target pass time."""
     tokens = gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
     return tokens / (gamma * cost + 1)
 
@@ -326,12 +327,11 @@ class Memory:
 
 
 def consume(drafter: Drafter, decoding, memory: Memory, fed: Tensor) -> Tensor:
-    """Feed tokens (1, n) to the drafter; returns the final hidden state (1, D) of the last one.
+    """Feed tokens (1, n) to the drafter; returns the last hidden state (1, D).
 
-    A round begins with the tokens that have no drafter row yet, at first the whole prompt. Each
-    reads the target rows before it. P = 4, n = 2 (an accepted draft token that was never fed, and
-    the bonus token):
-    accepted and never fed, and the bonus token):
+    A round begins with the tokens that have no drafter row yet, at first the
+    whole prompt. Each reads the target rows before its own. P = 4, n = 2
+    (an accepted draft token that was never fed, and the bonus token):
 
                    target's rows   drafter's rows
                       0 1 2 3        0 1 2 3 4
@@ -342,7 +342,7 @@ def consume(drafter: Drafter, decoding, memory: Memory, fed: Tensor) -> Tensor:
     kv = {}
     for layer in drafter.kv_layers:
         rows = decoding.cache.layers[layer]
-        empty = fed.new_empty(1, 1, 0, 1)  # a prompt of one token: nothing is cached yet
+        empty = fed.new_empty(1, 1, 0, 1)  # prompt of one token
         kv[layer] = (rows.keys, rows.values) if rows.is_initialized else (empty, empty)
     masks = (None, None)
     if fed.shape[1] > 1:
@@ -357,12 +357,13 @@ def consume(drafter: Drafter, decoding, memory: Memory, fed: Tensor) -> Tensor:
 
 
 def propose(drafter: Drafter, decoding, memory: Memory):
-    """Draft a chain after `decoding.ids`, one token at a time; take as many as you want.
+    """Draft a chain after `decoding.ids`; the caller decides when to stop.
 
-    Yields (token (1,), q_draft (V,), hidden (D,)) until no token is left that may be drafted.
+    Yields (token (1,), q_draft (V,), hidden (D,)). Ends by itself if the
+    logits processors allow no token of the draft vocabulary.
     """
     ids = decoding.ids
-    # Drops the rows of refused tokens; `verify` has cut the target's cache likewise.
+    # Drop the rows of rejected tokens.
     fed = memory.cache.rewind(ids)  # (1, n)
     while True:
         hidden = consume(drafter, decoding, memory, fed)  # (1, D)
@@ -377,11 +378,11 @@ def propose(drafter: Drafter, decoding, memory: Memory):
 
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft per round; the caller verifies it before it asks for the next one."""
+    """Yield one draft per round; the caller verifies it before the next."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         steps = propose(drafter, decoding, memory)
-        # islice stops before the generator goes on, so the last draft token is never fed.
+        # islice stops at its last token, which is thus never fed.
         steps = itertools.islice(steps, min(config.gamma, decoding.room))
         yield common.chain(steps, decoding.ids)
 
@@ -389,9 +390,10 @@ def drafts(decoding, drafter: Drafter, config: Config):
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):
-    """`target.generate(**inputs, custom_generate=glide.generate, drafter=...)`, lossless.
+    """`target.generate(..., custom_generate=glide.generate, drafter=...)`.
 
-    `config` replaces the drafter's; copies, stats and token_streamer are those of common.Decoding.
+    Lossless. `config` replaces the drafter's Config. The arguments after it are
+    those of `common.Decoding`.
     """
     common.check_drafter(drafter, Drafter, target)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
