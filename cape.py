@@ -1,30 +1,32 @@
-"""CAPE: confidence-aware expansion of a chain draft (Du et al., ICML 2024, section 4.2).
+"""CAPE: confidence-aware expansion of a chain draft (Du et al., ICML 2024).
 
-Paper: arXiv:2402.02082, section 4.2 and appendix A. A chain drafter computes a whole distribution
-at every step and uses one token of it. CAPE also submits the next best tokens of the same
-distribution: many where the drafter was unsure, few where it was sure. These extras are leaves.
-Nothing is drafted after them, so they cost no pass of the drafter, only rows in the verification.
+Paper: arXiv:2402.02082, section 4.2 and appendix A. A chain drafter computes a
+whole distribution at every step and uses one token of it. CAPE also submits
+the next best tokens of this distribution: many where the drafter was unsure,
+few where it was sure. These extras are leaves. They cost no pass of the
+drafter, only rows in the verification.
 
         root -+- x_(t+1) -+- x_(t+2) -+- x_(t+3)     the trajectory, gamma = 3
               |           |           |
-              +- a1       +- a2       +- a3          X_1 = {a1, b1}: the drafter was unsure
-              +- b1                                  X_2 = {a2}, X_3 = {a3}: it was sure
+              +- a1       +- a2       +- a3          X_1 = {a1, b1}: unsure
+              +- b1                                  X_2 = {a2}, X_3 = {a3}: sure
 
-CAPE has no weights. It works on any method that drafts a chain: `base` is that method's module
-and `base_drafter` its drafter. GLIDE is the paper's.
+CAPE has no weights. It works on any method that drafts a chain: `base` is that
+method's module and `base_drafter` its drafter. GLIDE is the paper's.
 
-Names that differ from the paper's: p_D is `q_draft`, the proposal before its expansion is
-`trajectory`, p_i is `confidences[i]`, K_i is `counts[i]`, S is `set_size`.
+Names that differ from the paper's: p_D is `q_draft`, the proposal before its
+expansion is `trajectory`, p_i is `confidences[i]`, K_i is `counts[i]`, S is
+`set_size`.
 
 Deviations from the paper:
-    1. Where 4.2 and Algorithm 1 differ, the code follows 4.2: a set does not hold the trajectory's
-       token, and a range of S(p) includes its upper bound.
-    2. The paper names no gamma for CAPE; it is 4 here, so that at most 4 x (1 + 7) = 32 tokens are
-       verified, the limit of 5.3.
-    3. The paper decodes greedily. Under sampling the trajectory is drawn here, X_i leaves out the
-       drawn token, and the output still follows the target's distribution.
-    4. p_i is the largest probability, not the drawn token's, over the tokens that the base can
-       draft, after the logits processors.
+    1. Where 4.2 and Algorithm 1 differ, the code follows 4.2: a set excludes
+       the trajectory's token, and a range of S(p) includes its upper bound.
+    2. The paper names no gamma for CAPE; it is 4 here, so that 4 x (1 + 7)
+       = 32 tokens are verified at most, the limit of 5.3.
+    3. The paper decodes greedily. Under sampling the trajectory is drawn,
+       and X_i excludes the drawn token; the output follows the target.
+    4. p_i is the largest processed probability of a token that the base can
+       draft, even if another token was drawn.
     5. Tokens of probability 0 are never extras.
 
 Licence: Apache-2.0.
@@ -83,7 +85,7 @@ def set_size(confidence: float, sizes: list[int], bounds: list[float]) -> int:
 
 
 def expand(trajectory: common.Draft, config: Config) -> common.Draft:
-    """Append the expansion sets to a trajectory: the linearised proposal P (4.2, Algorithm 1).
+    """Append the expansion sets to a trajectory (4.2, Algorithm 1).
 
     Two steps over the tokens 0 to 3, with sizes [2, 1] and bounds [.55]:
 
@@ -91,15 +93,15 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
         1      .10 .50 .25 .15    1         .50          2, 3
         2      .60 .30 .06 .04    0         .60          1
 
-    The tokens are 1, 0, then 2, 3, then 1. Their parents are -1 (the root), 0, then -1, -1, then 0.
+    The tokens are 1, 0, then 2, 3, then 1. Their parents are -1 (the root), 0,
+    then -1, -1, then 0.
 
-    Args:
-        trajectory: a chain with its `probs`, as common.chain makes it.
-    Returns:
-        Draft. Its `probs` are the trajectory's, because the extras are not drawn. Verification
-        ignores the extras while it chooses a token: it accepts the trajectory's token or draws
-        from the residual distribution. Only then it looks whether an extra equals this token. If
-        so, the extra is accepted, and the target adds one token more.
+    Verification chooses a token by the trajectory alone: it accepts the
+    trajectory's token or draws from the residual distribution. An extra that
+    equals the chosen token is accepted, and the target adds one token more.
+
+    Args: trajectory: a chain with its `probs`, as common.chain makes it.
+    Returns: Draft with the trajectory's `probs`, as the extras are not drawn.
     """
     gamma = len(trajectory.tokens)
     if gamma == 0:
@@ -110,13 +112,13 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     confidences = q_draft.max(-1).values.tolist()
     counts = [set_size(p, config.sizes, config.bounds) for p in confidences]
 
-    # 2. The most probable tokens apart from the trajectory's own, for all steps at once.
+    # 2. The most probable tokens apart from the trajectory's, for all steps.
     others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)  # (gamma, V)
     best = others.topk(min(max(counts), others.shape[1]), dim=-1)
     best_probs = best.values.tolist()  # (gamma, K)
     best_ids = best.indices.tolist()  # (gamma, K)
 
-    # 3. The sets in order. An extra has the parent of its step's trajectory token.
+    # 3. The sets in order. An extra is a sibling of its step's drafted token.
     tokens = []
     parents = []
     q = []
@@ -136,10 +138,11 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
 
 
 def cape_mask(gamma: int, counts: list[int]) -> Tensor:
-    """Which tokens of the linearised proposal a token may attend to (Mask_CAPE, 4.2).
+    """The mask over the linearised proposal (Mask_CAPE, 4.2).
 
-    Token i attends to the trajectory tokens before its own position, and to itself:
-    j <= gamma and pos(i) > j, or i = j. For gamma 3 and the counts 2, 1, 1:
+    Token i attends to the trajectory tokens before its own position, and to
+    itself: j <= gamma and pos(i) > j, or i = j. For gamma 3 and counts
+    (2, 1, 1):
 
                      x1 x2 x3  a1 b1  a2  a3
         pos 1   x1    x  .  .   .  .   .   .
@@ -150,14 +153,11 @@ def cape_mask(gamma: int, counts: list[int]) -> Tensor:
             2   a2    x  .  .   .  .   x   .
             3   a3    x  x  .   .  .   .   x
 
-    Decoding does not call this function. The parents that `expand` returns say the same.
-    Algorithm 2 is common.tree_inputs: the ids, the position of each token's step, and this mask,
-    made from the parents, with the prefix and the root added.
+    Decoding computes the same mask from the parents that `expand` returns,
+    with prefix and root added: Algorithm 2 is common.tree_inputs.
 
-    Args:
-        counts: K_i, the size of each of the gamma sets.
-    Returns:
-        (beta, beta) bool, beta = gamma + sum(counts).
+    Args: counts: K_i, the size of each of the gamma sets.
+    Returns: (beta, beta) bool, beta = gamma + sum(counts).
     """
     positions = list(range(1, gamma + 1))
     for step, count in enumerate(counts):
@@ -173,7 +173,7 @@ def cape_mask(gamma: int, counts: list[int]) -> Tensor:
 
 @torch.no_grad()
 def drafts(decoding, base, base_drafter, config: Config):
-    """Yield one draft per round; the caller verifies it before it asks for the next one."""
+    """Yield one draft per round, which the caller verifies before the next."""
     memory = base.Memory(base_drafter, decoding.target)
     while not decoding.done:
         steps = base.propose(base_drafter, decoding, memory)
@@ -192,15 +192,14 @@ def generate(
     token_streamer=None,
     **given,
 ):
-    """Lossless decoding: target.generate(**inputs, custom_generate=cape.generate, base=glide, ...).
+    """Lossless; call target.generate(..., custom_generate=cape.generate).
 
     Args:
         base: module of the method whose chains are expanded, such as `glide`.
         base_drafter: a drafter of that method.
-        config: a Config to decode with; by default the paper's S(p) and a gamma of 4.
+        config: by default the paper's S(p) and a gamma of 4.
         copies, stats, token_streamer: as for common.Decoding.
-    Returns:
-        (1, T') prompt and new tokens.
+    Returns: (1, T') prompt and new tokens.
     """
     if isinstance(base, str):
         raise common.Mistake(f"base {base!r} is a name: import {base}, then base={base}")

@@ -1,34 +1,32 @@
-"""Falcon: a semi-autoregressive drafter and a tree made for it (Gao et al., AAAI 2025).
+"""Falcon: a drafter that predicts k tokens per pass (Gao et al., AAAI 2025).
 
-Paper: arXiv:2412.12639. Slot i of the drafter's input pairs the target's last hidden state h_i
-(a "feature") with the token one step ahead, x_(i+1). It predicts h_(i+k), which the target's LM
-head turns into x_(i+k+1). Every k consecutive slots form a block and attend to each other, so that
-one pass predicts k tokens. A draft is a token tree that grows by k levels a pass. k = 2, newest
-token x_4, predicted features f_draft:
+Paper: arXiv:2412.12639. The drafter reads a row of slots. Slot i pairs the
+target's last hidden state h_i (a "feature") with the next token x_(i+1). It
+predicts the feature h_(i+k), which the target's LM head turns into token
+x_(i+k+1). Every k consecutive slots form a block and attend to each other, so
+one pass predicts k tokens. The next pass reads these predictions as its block.
+A draft is a token tree that grows by k levels per pass. k = 2, newest token
+x_4, f_draft_i predicts h_i:
 
     pass 1   (h_2, x_3) (h_3, x_4)  ->  f_draft_4, f_draft_5  ->  x_5, x_6
-    pass 2   (f_draft_4, x_5) (f_draft_5, x_6)  ->  x_7, x_8     for each branch x_5 x_6
+    pass 2   (f_draft_4, x_5) (f_draft_5, x_6)  ->  x_7, x_8
 
-Coupled sequential glancing distillation (CSGD) trains the slots of a block to agree: it reveals
-the answers of some of them. Section 3.3 argues that conventional training neglects the mutual
-information within a block; with CSGD the second token is learned given the first one.
+In training, coupled sequential glancing distillation (CSGD) reveals the
+answers of some slots. The later slots of the block learn to depend on them.
 
-The shipped drafter has a linear fusion instead of the LSTM (half the drafting time), omega_dist 1,
-and a tree of six nodes in one pass, since a CPU verifies more nodes slowly (results/README.md).
-
-Names that differ from the paper's: its t_i is x_i here, f_i is h_i (`features`, `answers`),
-f_i^draft is `f_draft`, p and p^draft are `p_target` and `q_draft`, omega_dist is `distill_weight`.
+Names that differ from the paper's: t_i is x_i, f_i is h_i (`features`,
+`answers`), f_i^draft is `f_draft`, p and p^draft are `p_target` and `q_draft`,
+omega_dist is `distill_weight` (1 in the shipped drafter).
 
 Deviations, and choices where the paper is silent:
-    1. Eq. 1 predicts one place ahead; the code follows 3.1, which predicts k places ahead.
-    2. Training shifts the block borders at random. In decoding they move every round, and an older
-       cached row keeps what it saw when it last attended.
-    3. The runs that CSGD reveals are parts of blocks, hold the text's own tokens, and do not
-       contribute to the loss. lambda falls with the steps, not the epochs.
-    4. Features and embeddings are normed before the fusion, because their scales differ.
-    5. Losses and drafts are over the most frequent tokens (`draft_vocab`). PAPER_TREE has Figure
-       5's number of nodes at each depth, chosen by `layered_tree`.
-    6. Nodes are the likeliest tokens even under sampling, where the paper samples them (App. A).
+    1. Eq. 1 predicts one place ahead; the code predicts k, as 3.1 does.
+    2. The first block of a training text has a random length. In decoding,
+       borders move every round and older cached rows stay as they are.
+    3. CSGD reveals the first slots of a block and gives them no loss;
+       lambda falls with the steps, not the epochs.
+    4. Features and embeddings are normed, because their scales differ.
+    5. Losses and drafts cover only frequent tokens (`draft_vocab`).
+    6. Nodes are the likeliest tokens; under sampling the paper draws them.
 
 Licence: Apache-2.0.
 """
@@ -48,10 +46,11 @@ from common import option
 
 
 def layered_tree(counts: list[int]) -> list[list[int]]:
-    """A tree of counts[d] nodes at depth d + 1, wider and deeper below likely tokens (App. A).
+    """A tree with counts[d] nodes at depth d + 1 (App. A).
 
-    A node is the path of ranks that leads to it: [0, 2] is the third choice after the first. Kept
-    are the smallest products of (rank + 1): [2, 3] gives [0] [1], [0, 0] [0, 1] [1, 0].
+    A node is the path of ranks to it: [0, 2] is the third choice after the
+    first. A level keeps the smallest products of (rank + 1), so likely tokens
+    get more children. [2, 3] gives [0] [1], [0, 0] [0, 1] [1, 0].
     """
     tree = []
     level = [[]]
@@ -65,7 +64,7 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
     return tree
 
 
-PAPER_TREE = layered_tree([20, 19, 19, 15, 16, 10, 10, 9])
+PAPER_TREE = layered_tree([20, 19, 19, 15, 16, 10, 10, 9])  # sizes of Figure 5
 
 
 @dataclass
@@ -98,9 +97,9 @@ VARIANTS = {
 
 
 def in_levels(tree, most: float) -> list[list[int]]:
-    """The rank paths of a tree, the upper levels first.
+    """The rank paths of a tree, sorted by depth.
 
-    Raises: Mistake: not a path, a rank that is not below `most`, or a path without its parent.
+    Raises: Mistake: not a path, a rank not below `most`, or no parent.
     """
     if not isinstance(tree, (list, tuple)):
         raise common.Mistake(f"tree {tree!r}: give a list of rank paths, such as [[0], [0, 1]]")
@@ -120,7 +119,7 @@ def in_levels(tree, most: float) -> list[list[int]]:
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The relaxed causal SAR head (3.2). Embedding and LM head are the target's, not stored."""
+    """The SAR head (3.2), between the target's embedding and its LM head."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -139,13 +138,13 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.register_buffer("draft_ids", common.draft_vocab(config.target, config.draft_vocab))
 
     def fuse(self, target, features: Tensor, token_ids: Tensor, state=None):
-        """Fuse each feature with the embedding of the token one step ahead.
+        """Fuse the feature and the token of each slot into one vector.
 
         Args:
-            features: (n, t, D) of t slots in n sequences or branches. token_ids: (n, t).
-            state: the LSTM's state after the slots before, a pair of (2, n, D); None to begin.
-        Returns:
-            fused slots (n, t, D) and the state after them, None with linear fusion.
+            features: (n, t, D) of t slots in n sequences or branches.
+            token_ids: (n, t), each one step ahead of its feature.
+            state: the LSTM's after the slots before, a pair of (2, n, D).
+        Returns: fused slots (n, t, D), and the new state (None if linear).
         """
         embeds = target.get_input_embeddings()(token_ids).to(features.dtype)  # (n, t, D)
         pairs = torch.cat([self.feature_norm(features), self.embed_norm(embeds)], dim=-1)
@@ -155,12 +154,12 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             return self.fusion(pairs, state)
 
     def attend(self, target, fused: Tensor, positions: Tensor, mask: Tensor, cache=None) -> Tensor:
-        """f_draft (B, r, D): what r fused slots (B, r, D) predict k places ahead (Eq. 1, 3.1).
+        """Predict f_draft (B, r, D) from r fused slots (B, r, D) (Eq. 1, 3.1).
 
         Args:
             positions: (1, r) the slots' numbers.
             mask: (B, 1, r, P_own + r) bool, True = may attend.
-            cache: the drafter's own, of P_own rows; r more are added.
+            cache: the drafter's own, of P_own rows; r rows are added.
         """
         tables = common.rotary(target, positions, -1)  # of the top layer
         tables = common.whole_rotary(tables, self.config.target["head_dim"])
@@ -172,9 +171,9 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start training from, its layers copied from the target's top ones.
+    """A drafter to start training from; its layers copy the target's top ones.
 
-    Args: token_counts: (V,) how often each token occurs in the training responses.
+    Args: token_counts: (V,) how often each token occurs in the responses.
     """
     config.target = common.target_shape(target)
     config.__post_init__()  # the tree's ranks must fit the target's vocabulary
@@ -192,11 +191,11 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 
 def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
-    """Relaxed causal mask (3.2): a slot attends to all earlier blocks and to its whole own block.
+    """Relaxed causal mask (3.2): a slot attends to its own and earlier blocks.
 
-    The answers of a block are the inputs of the next one, (h_(i+k), x_(i+k+1)). So hiding the later
-    blocks hides every answer, and a block sees only what is known when it is drafted. k = 2,
-    phase 1:
+    The answer of slot i is the input of slot i + k in the next block. The mask
+    hides the next block, so no slot can read its answer, and a block sees only
+    what is known when it is drafted. k = 2, phase 1:
 
            key   0  1  2  3  4        blocks: 0 | 1 2 | 3 4
         slot 0   x  .  .  .  .
@@ -205,7 +204,7 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
              3   x  x  x  x  x
              4   x  x  x  x  x
 
-    Args: length: S slots. phase: (B,) how many slots the first block lacks, 0 to k - 1.
+    Args: length: S. phase: (B,) how many slots the first block lacks (< k).
     Returns: (B, 1, S, S) bool.
     """
     slots = torch.arange(length, device=phase.device)
@@ -214,23 +213,24 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
 
 
 class Slots(NamedTuple):
-    """The inputs of S = T - 1 slots in each training sequence, and what they are to predict."""
+    """The S = T - 1 slots of each training sequence, and their answers."""
 
     features: Tensor  # (B, S, D) h_i
     token_ids: Tensor  # (B, S) x_(i+1)
     answers: Tensor  # (B, S, D) h_(i+k)
     answer_ids: Tensor  # (B, S) x_(i+k+1)
-    learns: Tensor  # (B, S) bool, True where the slot contributes to the loss
+    learns: Tensor  # (B, S) bool, True where it contributes to the loss
 
 
 def training_slots(batch, k: int, dtype: torch.dtype) -> Slots:
-    """The slots of a batch. A slot learns if the loss mask is True at x_(i+k+1).
-
-    k = 2, T = 6. The last k slots learn nothing, because x_(i+k+1) lies beyond the text:
+    """The slots of a batch. k = 2, T = 6:
 
         slot      0        1        2        3        4
         input   h_0 x_1  h_1 x_2  h_2 x_3  h_3 x_4  h_4 x_5
         answer  h_2 x_3  h_3 x_4  h_4 x_5     -        -
+
+    A slot learns if the loss mask is True at x_(i+k+1). The last k slots do
+    not learn, because this token lies beyond the text.
     """
     hidden = batch.hidden.to(dtype)  # (B, T, D)
     return Slots(
@@ -243,38 +243,32 @@ def training_slots(batch, k: int, dtype: torch.dtype) -> Slots:
 
 
 def generators(seed: Tensor, use: int) -> list[torch.Generator]:
-    """A generator for each sequence, from its seed; another one for each `use`, 0 or 1."""
+    """A generator per sequence, from its seed and from `use`, 0 or 1."""
     return [torch.Generator().manual_seed(2 * number + use) for number in seed.tolist()]
 
 
 def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
-    """Choose the slots whose answers CSGD reveals (3.2): N = rate * d in each sequence.
+    """Choose the slots whose answers CSGD reveals (3.2): N = rate * d.
 
-    d is the number of slots that predict a wrong token (Hamming distance); N is rounded.
+    d is the number of slots in a sequence that predict a wrong token (the
+    Hamming distance), and N is rounded. Visit the blocks of `relaxed_mask`
+    with phase seed % k in random order. In each, reveal the first r slots,
+    with r uniform in 1..k-1, until N slots are revealed or no block is left.
+    The later slots of the block see these answers and learn from them.
 
-    Visit the blocks in random order. In each, reveal the answers of the first r slots, with r
-    uniform in 1..k-1, until N slots are revealed or no block is left. The later slots of the block
-    learn from these answers. So r is always 1 for k = 2, and nothing is revealed for k = 1.
+    An incomplete first block is skipped, and so is a block in which no slot
+    learns. Among the r slots, only those that learn are revealed.
 
-    Blocks are those of `relaxed_mask` with phase seed % k: slot i begins one if (i + seed) % k
-    is 0. An incomplete first block is not visited, nor is a block without a slot that learns. A
-    slot that does not learn keeps its input, though it may be one of the r.
-
-    k = 3, seed % 3 = 1, N = 3, the first slots of a longer text. Block 5 6 7 is visited first with
-    r = 2, then block 2 3 4 with r = 2, of which one slot is left:
+    For example, k = 3, phase 1, N = 3. Block 5 6 7 is visited first with
+    r = 2, then block 2 3 4 with r = 2, of which one slot is left to reveal:
 
         blocks       0 1 | 2 3 4 | 5 6 7
         revealed     . .   x . .   x x .
 
-    Slot 5 then reads its own answer (h_8, x_9) instead of (h_5, x_6).
+    Slot 5 now reads its own answer (h_8, x_9) instead of (h_5, x_6).
 
-    Args:
-        wrong: (B, S) bool, slots that learn and predict another token than the target.
-        learns: (B, S) bool.
-        rate: lambda.
-        seed: (B,) of each sequence.
-    Returns:
-        (B, S) bool.
+    Args: wrong, learns: (B, S) bool. rate: lambda. seed: (B,).
+    Returns: (B, S) bool, True where revealed.
     """
     revealed = torch.zeros(learns.shape, dtype=torch.bool)  # on the CPU
     if k == 1:
@@ -297,7 +291,7 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 
 
 def reveal(slots: Slots, revealed: Tensor) -> Slots:
-    """Replace the inputs of the revealed slots (B, S) by their answers; these do not learn then."""
+    """Give revealed slots (B, S) their answers as inputs, and no loss."""
     return slots._replace(
         features=torch.where(revealed[..., None], slots.answers, slots.features),
         token_ids=torch.where(revealed, slots.answer_ids, slots.token_ids),
@@ -306,10 +300,9 @@ def reveal(slots: Slots, revealed: Tensor) -> Slots:
 
 
 def noisy(features: Tensor, width: float, seed: Tensor) -> Tensor:
-    """Features (B, S, D) plus noise from U(-width, width) (3.2): predicted ones are inexact.
+    """Features (B, S, D) plus noise from U(-width, width) (3.2).
 
-    The noise is drawn on the CPU, separately for each sequence. So it does not depend on padding,
-    on the rest of the batch, or on the device.
+    The noise of a sequence depends on its seed alone, not on batch or device.
     """
     shape = features.shape[1:]
     noise = [torch.rand(shape, generator=generator) for generator in generators(seed, 1)]
@@ -318,7 +311,7 @@ def noisy(features: Tensor, width: float, seed: Tensor) -> Tensor:
 
 
 def predict(drafter: Drafter, target, slots: Slots, phase: Tensor) -> tuple[Tensor, Tensor]:
-    """f_draft (M, D) and draft logits (M, Vd) of the M slots that learn; `phase` (B,) of blocks."""
+    """f_draft (M, D) and draft logits (M, Vd) of the M slots that learn."""
     length = slots.features.shape[1]
     positions = torch.arange(length, device=phase.device)[None]  # (1, S)
     mask = relaxed_mask(length, drafter.config.k, phase)  # (B, 1, S, S)
@@ -329,13 +322,13 @@ def predict(drafter: Drafter, target, slots: Slots, phase: Tensor) -> tuple[Tens
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """L_reg + omega_dist (0.9 L_soft + 0.1 L_hard), Eq. 2 to 8, summed over M slots, and M."""
+    """The loss (Eq. 8), summed over the M slots that learn, and M."""
     config = drafter.config
     draft_ids = drafter.draft_ids
     phase = batch.seed % config.k
     slots = training_slots(batch, config.k, drafter.norm.weight.dtype)
 
-    # 1. Predict once to see which slots are wrong, and reveal the answers of some slots.
+    # 1. Predict once to count wrong slots, and reveal some answers.
     if config.csgd and config.k > 1:
         with torch.no_grad():
             _, logits = predict(drafter, target, slots, phase)
@@ -345,27 +338,24 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
         rate = 0.4 * (1 - batch.progress)  # lambda, from 0.4 down to 0
         slots = reveal(slots, glance(wrong, slots.learns, rate, config.k, batch.seed))
 
-    # 2. Predict again, now with noise. Compare features (L_reg, a mean over D) and tokens.
+    # 2. Predict again, now with noise.
     slots = slots._replace(features=noisy(slots.features, config.noise, batch.seed))
     f_draft, logits = predict(drafter, target, slots, phase)  # (M, D), (M, Vd)
     answers = slots.answers[slots.learns].float()  # (M, D)
-    # Eq. 6 and 7: the distributions of target and drafter.
+    # 3. The distributions of target and drafter (Eq. 6 and 7).
     log_p_target = common.target_logits(target, answers, draft_ids).log_softmax(-1)
     log_q_draft = logits.log_softmax(-1)  # (M, Vd)
-    # Eq. 2, 3 and 4: L_reg, L_soft and L_hard.
+    # 4. L_reg (a mean over D), L_soft and L_hard (Eq. 2, 3 and 4).
     regression = F.smooth_l1_loss(f_draft, answers, reduction="sum") / answers.shape[-1]
     soft = F.kl_div(log_q_draft, log_p_target, log_target=True, reduction="sum")
     hard = F.nll_loss(log_q_draft, log_p_target.argmax(-1), reduction="sum")
-    # Eq. 5 with alpha = 0.9, and Eq. 8.
+    # 5. L_dist with alpha = 0.9, and L (Eq. 5 and 8).
     distillation = 0.9 * soft + 0.1 * hard
     return regression + config.distill_weight * distillation, slots.learns.sum()
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """sum_x min(p_target, q_draft), summed over the k slots of all blocks, and their number.
-
-    The paper's alpha (4.2) is another quantity, the share of the output that was drafted.
-    """
+    """sum_x min(p_target, q_draft), summed over M slots that learn, and M."""
     slots = training_slots(batch, drafter.config.k, drafter.norm.weight.dtype)
     _, logits = predict(drafter, target, slots, batch.seed % drafter.config.k)
     q_draft = logits.softmax(-1)  # (M, Vd)
@@ -388,26 +378,27 @@ class Memory:
 
 
 class Pass(NamedTuple):
-    """What a pass leaves for the next one: a block of k slots in each of b branches."""
+    """The result of a pass over one block in each of b branches."""
 
     f_draft: Tensor  # (b, k, D) predicted features
-    slots: Tensor  # (k,) numbers of the block's slots, the same in all branches
-    mask: Tensor  # (b, rows) bool, which cache rows a branch may attend to
+    slots: Tensor  # (k,) the slots' numbers, equal in all branches
+    mask: Tensor  # (b, P_own) bool, cache rows a branch may attend to
     state: tuple | None  # the LSTM's after each branch, a pair of (2, b, D)
 
 
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
-    """Feed the newly committed slots; None while there are fewer than k slots in all.
+    """Feed the newly committed slots; None while fewer than k slots exist.
 
-    Only a full block predicts k tokens, so blocks are counted back from the newest slot. Their
-    borders move every round, and the last k - 1 old slots always attend again. They stay fused,
-    because fusing them anew would need an older LSTM state. k = 3, five slots were fed before, two
-    are new:
+    Only a full block predicts k tokens, so blocks are counted back from the
+    newest slot, and their borders move every round. The newest block can
+    contain up to k - 1 old slots, so the last k - 1 old slots attend again.
+    Memory keeps them fused, because fusing them anew would need an older LSTM
+    state. k = 3, slots 5 and 6 are new:
 
         blocks before        0 1 | 2 3 4
         blocks now           0 | 1 2 3 | 4 5 6
         fused                              5 6
-        attend                       3   4 5 6      3 sees 0 to 3; 4, 5 and 6 see all
+        attend                       3   4 5 6   3 sees 0 to 3; the others all
     """
     k = drafter.config.k
     total = decoding.ids.shape[1] - 1  # P
@@ -421,7 +412,7 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     memory.fused = fused[:, max(0, length - (k - 1)) :]
     if total < k:
         return None
-    # Drop the rows that attend again, and the drafted rows of the last round.
+    # Drop the rows of slots that attend again, and those of the last draft.
     memory.cache.cut(total - length)
     slots = torch.arange(total, device=fused.device)
     block = (slots - total) // k  # (P,) ..., -2, -1
@@ -432,10 +423,11 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
 
 
 def tree_mask(mask: Tensor, continues: Tensor, k: int) -> Tensor:
-    """What the branches of a pass may attend to (Figure 3): as their parents, and their own block.
+    """What each branch of a pass may attend to (Figure 3).
 
-    Both slots of a branch attend to the same rows. k = 2; "stable" are the slots of committed
-    tokens, D continues A, and E continues C:
+    A branch attends to its own block and to all that the branch it continues
+    attended to. Its k slots share one row of the mask. k = 2; "stable" are the
+    slots of committed tokens, D continues A, and E continues C:
 
                    stable   A A B B C C   D D E E
         pass 2  A   x x x   x x . . . .
@@ -444,7 +436,8 @@ def tree_mask(mask: Tensor, continues: Tensor, k: int) -> Tensor:
         pass 3  D   x x x   x x . . . .   x x . .
                 E   x x x   . . . . x x   . . x x
 
-    Args: mask: (b, P_own) bool, the last pass's. continues: (n,) a branch of it for each new one.
+    Args: mask: (b, P_own) bool, of the pass before. continues: (n,) which of
+    its b branches each new branch continues.
     Returns: (n, P_own + n k) bool.
     """
     own = torch.eye(len(continues), dtype=torch.bool, device=mask.device)  # (n, n)
@@ -452,7 +445,7 @@ def tree_mask(mask: Tensor, continues: Tensor, k: int) -> Tensor:
 
 
 def later_pass(drafter: Drafter, decoding, memory: Memory, before: Pass, continues, tokens) -> Pass:
-    """Feed n branches side by side: the features that were predicted, and the tokens drafted.
+    """Feed n branches, each a block of predicted features and drafted tokens.
 
     Args:
         continues: n numbers, which branch of `before` each one continues.
@@ -477,13 +470,13 @@ class Node(NamedTuple):
     """A node of the draft."""
 
     token: int
-    parent: int  # number of its parent node; -1 is the root
+    parent: int  # number of the parent node; -1 is the root
     q: float  # the drafter's probability of the token
     branch: int  # number of its branch in the pass that drafted it
 
 
 def levels_of(tree) -> list[list[tuple[int, int]]]:
-    """The (parent, rank) of each node, level by level; nodes are numbered in this order.
+    """The (parent, rank) of each node, by level; nodes are numbered in order.
 
     [0] [1], [0, 0] [1, 0] gives (-1, 0) (-1, 1), (0, 0) (1, 0).
     """
@@ -498,15 +491,22 @@ def levels_of(tree) -> list[list[tuple[int, int]]]:
 
 
 def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> common.Draft:
-    """Draft a token tree, k levels a pass (3.4).
+    """Draft a token tree, k levels per pass (3.4).
 
-    All nodes at one depth of a branch come from one slot: its most likely tokens, by rank. k = 2,
-    first pass: slot 0 drafts a and b; slot 1 drafts c and d. Its ranking is the same after a and
-    after b, because it has not seen which of them was chosen.
+    Each slot of a block drafts one level: its most likely tokens, by rank. The
+    next pass has one block for each node of the last level that has children.
+    It holds the last k tokens up to this node. k = 2, two passes:
 
-        root --- a --- c      pass 2 feeds a block for each branch that goes on,
-             |     +-- d      here (a, c) and (b, c)
-             +-- b --- c
+        root -+- a -+- c --- e --- f
+              |     +- d
+              +- b --- c --- g --- h
+
+        pass     1     1     2     2
+        slot     0     1     0     1     of its block
+
+    Slot 1 of pass 1 ranks c before d. It does not know whether a or b was
+    chosen, so c is the first choice after both. Pass 2 has the blocks a c and
+    b c, with equal features but different tokens.
     """
     k = drafter.config.k
     levels = levels_of(config.tree)[: decoding.room]
@@ -515,15 +515,15 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
         return common.chain([], decoding.ids, k=k)
     ranks = 1 + max(map(max, config.tree))
     nodes = []
-    branches = [-1]  # the nodes that the blocks of a pass continue
+    roots = [-1]  # the nodes that the blocks of this pass follow
     for depth, level in enumerate(levels):
         place = depth % k  # of the level's slot in its block
         if place == 0:
-            # 1. Run another pass over the branches that go on.
+            # 1. Run another pass, over the nodes that have children.
             if depth > 0:
-                branches = sorted({parent for parent, _ in level})
-                continues = [nodes[node].branch for node in branches]
-                tokens = [last_tokens(nodes, node, k) for node in branches]
+                roots = sorted({parent for parent, _ in level})
+                continues = [nodes[node].branch for node in roots]
+                tokens = [last_tokens(nodes, node, k) for node in roots]
                 latest = later_pass(drafter, decoding, memory, latest, continues, tokens)
             # 2. Rank the tokens of its n k slots.
             q_draft = memory.head(latest.f_draft).softmax(-1, dtype=torch.float32)  # (n, k, Vd)
@@ -532,11 +532,11 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
             ids = drafter.draft_ids[top.indices].tolist()
         # 3. Add the nodes of this level.
         for parent, rank in level:
-            branch = branches.index(parent) if place == 0 else nodes[parent].branch
+            branch = roots.index(parent) if place == 0 else nodes[parent].branch
             token = ids[branch][place][rank]
             nodes.append(Node(token, parent, q[branch][place][rank], branch))
-    # Without `probs`, `verify` draws each token from the target itself and accepts the node that
-    # holds it. So how the nodes were chosen cannot bias the output.
+    # Without `probs`, `verify` takes each token from the target itself and
+    # accepts the node that holds it, so the output follows the target.
     return common.Draft(
         tokens=decoding.ids.new_tensor([node.token for node in nodes]),
         parents=torch.tensor([node.parent for node in nodes]),
@@ -546,7 +546,7 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
 
 
 def last_tokens(nodes: list[Node], node: int, count: int) -> list[int]:
-    """The last `count` tokens of the branch that ends at a node."""
+    """The last `count` tokens on the path to a node."""
     tokens = []
     while len(tokens) < count:
         tokens.append(nodes[node].token)
@@ -556,7 +556,7 @@ def last_tokens(nodes: list[Node], node: int, count: int) -> list[int]:
 
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft per round; the caller verifies it before it asks for the next one."""
+    """Yield one draft per round, which the caller verifies before the next."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         yield propose(drafter, decoding, memory, config)
@@ -565,9 +565,9 @@ def drafts(decoding, drafter: Drafter, config: Config):
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):
-    """Lossless decoding: `target.generate(**inputs, custom_generate=falcon.generate, drafter=...)`.
+    """Lossless; call target.generate(..., custom_generate=falcon.generate).
 
-    `config` is by default the drafter's; the rest is as for common.Decoding. Returns ids (1, T').
+    All else is as for common.Decoding. Returns prompt and new tokens (1, T').
     """
     common.check_drafter(drafter, Drafter, target)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)

@@ -1,30 +1,32 @@
-"""SpecDec++: a trained head decides when to stop drafting (Huang et al., 2024).
+"""SpecDec++: a trained head decides when to stop drafting (Huang et al. 2024).
 
-Paper: arXiv:2405.19715v1. SpecDec++ adds an acceptance head to the draft model. The head reads the
-last hidden state of a draft token and predicts whether the target will accept it. The round ends
-when the predicted probability that at least one token is rejected exceeds h.
+Paper: arXiv:2405.19715v1. SpecDec++ adds an acceptance head to the draft
+model. From the last hidden state of a draft token, the head predicts the
+probability that the target accepts it. A round ends when the predicted
+probability of at least one rejection exceeds h.
 
-Why a threshold (3.1): let R be the probability that one of the tokens drafted so far is rejected.
-If one is, continuing wastes at least c1 = t_draft. If none is, stopping costs at most c2 + Delta,
-with c2 = t_target - t_draft. So stopping is better once R >= (c2 + Delta) / (c1 + c2 + Delta).
+Why a threshold (3.1): let R be the probability that a token drafted so far is
+rejected. If one is, continuing wastes at least c1 = t_draft. If none is,
+stopping costs at most c2 + Delta, with c2 = t_target - t_draft. So stopping is
+better once R >= (c2 + Delta) / (c1 + c2 + Delta).
 
-The theorem assumes true probabilities; in practice h is tuned (4.1). With w_rej > 1, used against
-class imbalance and over-confidence, the head at its optimum predicts P / (P + w_rej (1 - P)) where
-the truth is P. With w_rej = 6 and h = 0.7 a round stops after one judged token if P < 0.72.
+In practice h is tuned (4.1). A head trained with w_rej > 1 is biased: where
+the probability is P, its optimum is P / (P + w_rej (1 - P)). With w_rej = 6
+and h = 0.7, a round stops after one judged token if P < 0.72.
 
-Algorithm 2 is `propose` (e_(i-1), q_i, y_i), `until_stop` (p^ and the break) and common.verify;
-Algorithm 1 is stop="fixed". Names that differ from the paper's: q is `DraftModel`, p^ is
+Algorithm 2 is `propose`, `until_stop` and common.verify; Algorithm 1 is
+stop="fixed". Names that differ from the paper's: q is `DraftModel`, p^ is
 `all_accepted`, K is `gamma`, r is `keep`, P_i is `accept_prob`.
 
 Deviations from the paper:
-    1. The draft model consists of layers copied from the target and distilled (`stage="draft"`);
-       the paper's is another causal LM (`draft_model`). The head follows (`stage="head"`).
-    2. The copied layers draft only the most frequent tokens of the training data (`draft_vocab`).
-    3. Labels are greedy by default: P_i is 1 where both argmaxes agree, else 0. The paper's are
-       those of `temperature=1`, which a head for sampling should be trained with.
-    4. Y and Z are drawn anew in each step. r = 0.15 is the published code's.
-    5. The D blocks of the head are independent; the published code repeats one of them.
-    6. Drafting ends after an end-of-sequence token, because nothing after it can be committed.
+    1. The draft model is a copy of some target layers, distilled in stage
+       "draft"; the paper's is another causal LM (`draft_model`).
+    2. The copied layers draft only frequent tokens (`draft_vocab`).
+    3. Labels are greedy by default: P_i is 1 where both argmaxes agree, else
+       0. With `temperature=1` they are the paper's; use it for sampling.
+    4. Y and Z are drawn anew in each step; r is the published code's.
+    5. The head's D blocks are independent; the published code repeats one.
+    6. Drafting also ends after an end-of-sequence token.
 
 Licence: Apache-2.0.
 """
@@ -91,7 +93,7 @@ class AcceptanceHead(nn.Module):
         self.out = nn.Linear(width, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits (...,) of the draft tokens' acceptance (Eq. 3.1), from their e_i (..., D)."""
+        """Acceptance logits (...,) from states e_i (..., D) (Eq. 3.1)."""
         x = hidden.to(self.out.weight.dtype)
         for block in self.blocks:
             x = x + F.silu(block(x))
@@ -99,7 +101,7 @@ class AcceptanceHead(nn.Module):
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """What is trained: the copied layers `body`, unless a causal LM drafts, and the head."""
+    """What is trained: the head, and copied layers if they draft."""
 
     kv_layers: tuple = ()  # nothing is read from the target's cache
 
@@ -112,7 +114,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
                 raise common.Mistake(
                     "the config names no draft model: is this a specdecpp drafter?"
                 )
-            # The embedding is replaced below, so it has one row, and special ids would exceed it.
+            # The one-row embedding is replaced below. Special ids would exceed it.
             no_tokens = dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"])
             settings = config.model | no_tokens | {"vocab_size": 1}
             shape = AutoConfig.for_model(**settings)
@@ -125,12 +127,12 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 class DraftModel:
-    """What drafts, q: the copied layers of a Drafter, or a causal LM.
+    """The draft model q: the copied layers of a Drafter, or a causal LM.
 
-    The copied layers work with the target's embedding and a part of its LM head.
+    The copied layers use the target's embedding and rows of its LM head.
 
     Args: drafter: a Drafter, or a causal LM with the target's vocabulary.
-    Raises: Mistake: another vocabulary.
+    Raises: Mistake: the vocabularies differ.
     """
 
     def __init__(self, drafter, target):
@@ -157,7 +159,7 @@ class DraftModel:
             self.lm_head = functools.partial(common.target_logits, drafter)
 
     def states(self, ids: Tensor, cache=None) -> Tensor:
-        """Last hidden states e (B, T, D) of tokens (B, T), which follow those in the cache."""
+        """Hidden states e (B, T, D) of tokens (B, T) that follow `cache`."""
         embeds = self.embed(ids).to(self.body.dtype)  # (B, T, D)
         cached = cache is not None
         return self.body(inputs_embeds=embeds, past_key_values=cache, use_cache=cached)[0]
@@ -169,7 +171,7 @@ class DraftModel:
 
 @functools.lru_cache(maxsize=1)
 def load_draft_model(name: str, dtype, device):
-    """The causal LM of Config.draft_model; the checkpoint stores only its name."""
+    """The causal LM Config.draft_model; a checkpoint stores only its name."""
     return common.load_target(name, dtype=dtype, device=str(device))[0]
 
 
@@ -182,8 +184,8 @@ def identity(draft_model) -> dict:
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """A drafter to start training from, its layers copied from the target.
 
-    Args: token_counts: (V,) how often each token occurs in the training responses.
-    Raises: Mistake: a layer does not exist or cannot be copied, or the vocabularies differ.
+    Args: token_counts: (V,) how often each token occurs in the responses.
+    Raises: Mistake: a layer is missing or differs, or the vocabularies differ.
     """
     config.target = common.target_shape(target)
     if config.draft_model:
@@ -226,22 +228,22 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 
 def response_states(model: DraftModel, batch) -> tuple[Tensor, Tensor]:
-    """Hidden states (M, D) of draft model and target where the next token is in the loss mask."""
+    """States (M, D) of both models where the next token is to be predicted."""
     predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T)
     return model.states(batch.input_ids)[predicts], batch.hidden[predicts]
 
 
 def distribution(logits: Tensor, temperature: float) -> Tensor:
-    """Probabilities (M, V) of logits (M, V); one-hot at the argmax if the temperature is 0."""
+    """Probabilities (M, V) of logits (M, V); one-hot at temperature 0."""
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
     return (logits / temperature).softmax(-1)
 
 
 def chance(batch) -> tuple[Tensor, Tensor]:
-    """Two uniform numbers for each token, (B, T) each: to draw Y_t, and to choose X_t or Y_t.
+    """Two uniform numbers (B, T) for each token: to draw Y_t, and to mix.
 
-    They depend only on the sequence's seed and on t, neither on padding nor on the other sequences.
+    They depend only on t and on the seed of the sequence.
     """
     numbers = []
     for seed in batch.seed.tolist():
@@ -254,7 +256,7 @@ def draw(model: DraftModel, target, batch, to_draw: Tensor, temperature: float):
     """Draw a token Y_t after X_<t for each of M response tokens X_t (3.3).
 
     Args: to_draw: (B, T) uniform numbers.
-    Returns: Y (M,), and accept_prob (M,), the label P_t = min(1, p_target(Y_t) / q_draft(Y_t)).
+    Returns: Y (M,) and accept_prob (M,), the min(1, p_target / q_draft) of Y.
     """
     uniform = to_draw[batch.loss_mask][:, None]  # (M, 1)
     ours, theirs = response_states(model, batch)  # (M, D) each
@@ -273,14 +275,14 @@ def draw(model: DraftModel, target, batch, to_draw: Tensor, temperature: float):
 
 
 def mix(batch, drafted: Tensor, to_mix: Tensor, keep: float) -> tuple[Tensor, Tensor]:
-    """The sequence Z (3.3): X_t with probability `keep`, else Y_t. Only the Y_t are judged.
+    """The sequence Z (3.3): X_t with probability `keep`, else a judged Y_t.
 
         X        x1 x2 x3 x4
         Y        y1 y2 y3 y4      y3 was drawn after x1 x2
         Z        y1 x2 y3 y4      the head reads it after y1 x2
         judged   1  .  1  1
 
-    Args: drafted: (M,) the Y_t of all response tokens. to_mix: (B, T) uniform numbers.
+    Args: drafted: (M,) the Y_t of all response tokens. to_mix: (B, T).
     Returns: Z (B, T), and where it took Y_t, (B, T) bool.
     """
     judged = batch.loss_mask & (to_mix >= keep)
@@ -292,28 +294,28 @@ def mix(batch, drafted: Tensor, to_mix: Tensor, keep: float) -> tuple[Tensor, Te
 def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """Inputs and labels of the head for the J judged tokens (3.3).
 
-    Y is drawn after X, not after Z: a label assumes that all earlier tokens were accepted. Mixing
-    lets one pass of the draft model judge most positions.
+    Y_t is drawn after X_<t, because its label assumes that all earlier tokens
+    were accepted. One pass over Z then gives the states of all J tokens.
 
-    Returns: e (J, D), the draft model's hidden states at the Y_t in Z, and accept_prob (J,).
+    Returns: states e (J, D) of the Y_t in Z, and accept_prob (J,).
     """
     config = drafter.config
     model = DraftModel(drafter, target)
     to_draw, to_mix = chance(batch)
-    # 1. Draw Y from the true text X, and compare both models there.
+    # 1. Draw Y after the true text X, and compare both models there.
     drafted, accept_prob = draw(model, target, batch, to_draw, config.temperature)  # (M,) each
-    # 2. Let the draft model read the mixture of X and Y, as it reads its own drafts in decoding.
+    # 2. Let the draft model read Z, as it reads its own drafts in decoding.
     mixed, judged = mix(batch, drafted, to_mix, config.keep)  # (B, T) each
     hidden = model.states(mixed)[judged]  # (J, D)
     return hidden, accept_prob[judged[batch.loss_mask]]
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
-    """The summed loss and its normaliser.
+    """The summed loss and the weight to divide it by.
 
-    Stage draft: cross-entropy with the target's distribution over the draft vocabulary, and M.
-    Stage head: weighted binary cross-entropy (3.3), -(P log s + w_rej (1 - P) log(1 - s)) where s
-    is the head's sigmoid, and the sum of the weights.
+    Stage draft: cross-entropy with the target's distribution over the draft
+    vocabulary, and M. Stage head: -(P log s + w_rej (1 - P) log(1 - s)) with s
+    the head's sigmoid (weighted cross-entropy, 3.3), and the sum of weights.
     """
     if drafter.config.stage == "draft":
         model = DraftModel(drafter, target)
@@ -331,7 +333,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """The acceptance rate sum_x min(p_target, q_draft), summed over M positions, and M."""
+    """sum_x min(p_target, q_draft), summed over M positions, and M."""
     model = DraftModel(drafter, target)
     ours, theirs = response_states(model, batch)
     q_draft = model.logits(ours).softmax(-1)  # (M, Vd)
@@ -340,7 +342,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def metrics(drafter: Drafter, target, batches: list) -> dict[str, float]:
-    """How well the head predicts the labels of held-out batches; empty in stage draft."""
+    """How well the head predicts held-out labels; empty in stage draft."""
     if drafter.config.stage == "draft" or not batches:
         return {}
     from support import stopping  # decoding does not need it
@@ -360,35 +362,33 @@ def metrics(drafter: Drafter, target, batches: list) -> dict[str, float]:
 def throughput(verification: float, discard: float, t_draft: float, t_target: float) -> float:
     """Tokens per second, the inverse of Eq. 2.3.
 
-    A round drafts its accepted and its discarded tokens, and the target adds one token a round:
-    N_draft + N_target = N + N_discarded. With this, T = t_draft N_draft + t_target N_target (2.1)
-    becomes T = t_draft (N + N_discarded) + (t_target - t_draft) N_target (2.2). Divide by N.
+    Each target pass adds one token, so N_draft + N_target = N + N_discarded.
+    Insert this in T = t_draft N_draft + t_target N_target (2.1); divide by N.
 
-    Args:
-        verification: N_target / N. discard: N_discarded / N.
-        t_draft, t_target: seconds of a forward pass.
+    Args: verification: N_target / N. discard: N_discarded / N. t_draft,
+    t_target: seconds of a pass.
     """
     latency = t_draft + t_draft * discard + (t_target - t_draft) * verification
     return 1 / latency
 
 
 def oracle(agrees: list[bool]) -> int:
-    """N_target in greedy decoding if every round stops at the best time (Lemma 2.1).
+    """N_target in greedy decoding with the best stopping times (Lemma 2.1).
 
-    Each round stops before the next disagreement: |S| + 1 rounds, or |S| if the last token is in S
-    (where the lemma has |S| + 1), because the round that commits it is the last one.
+    Each round stops before the next disagreement: |S| + 1 rounds, or |S| if
+    the last token is in S, as its round is the last (the lemma has |S| + 1).
 
-    Args: agrees: agrees[i] is True if the draft model's argmax equals token i of the answer.
+    Args: agrees[i]: True if the draft model's argmax is token i of the answer.
     """
     return 1 + sum(not agree for agree in agrees[:-1])
 
 
 def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
-    """Stopping is better once the true probability of a refusal reaches this (Theorem 3.1).
+    """The true R from which on stopping is better (Theorem 3.1).
 
-    The condition is sufficient, not necessary, and h is on the scale of a head with w_rej > 1.
+    This bound is sufficient only, and h is on the scale of a biased head.
 
-    Args: c1: t_draft. c2: t_target - t_draft. delta: the problem-specific constant Delta.
+    Args: c1: t_draft. c2: t_target - t_draft. delta: the constant Delta.
     """
     return (c2 + delta) / (c1 + c2 + delta)
 
@@ -405,17 +405,16 @@ class Memory:
 
 
 def propose(drafter, decoding, memory: Memory):
-    """Draft a chain after `decoding.ids`, one token at a time; take as many as you want.
+    """Draft tokens after `decoding.ids`, as many as the caller takes.
 
     Args: drafter: what `memory` was made of; `memory.model` drafts.
-    Yields:
-        (token y_i (1,), q_draft (V,) the processed distribution it was chosen from, hidden e_(i-1)
-        (D,) the state that q_draft was computed from). The chain ends after an end-of-sequence
-        token, and when the logits processors allow no token that can be drafted.
+    Yields: (token y_i (1,), the processed q_draft (V,) it was chosen from, the
+    state e_(i-1) (D,) behind q_draft). Ends after an end-of-sequence token, or
+    where the logits processors allow no token that can be drafted.
     """
     ids = decoding.ids
-    # Rows of rejected tokens are cut. If y2 of y1 y2 y3 was rejected, the row of y1 stays, and
-    # only the bonus token is fed.
+    # Cut the rows of rejected tokens. If y2 of y1 y2 y3 was rejected, the row
+    # of y1 stays, and only the bonus token is fed.
     fed = memory.cache.rewind(ids)  # (1, n)
     while True:
         memory.cache.feed(fed)
@@ -434,17 +433,17 @@ def propose(drafter, decoding, memory: Memory):
 def until_stop(steps, head, threshold: float, chances: list):
     """The steps of one round until the head ends it (Algorithm 2).
 
-    y_i is drawn before y_(i-1) is judged, because one pass gives both q_i and e_(i-1) (3.1). So the
-    newest token is submitted unjudged. No drawn token is withheld, so sampling stays lossless. (At
-    i = 1 there is no e_0 to judge.) The head predicts 0.9, 0.8, 0.5 for y1, y2, y3; h = 0.6:
+    One pass gives both e_(i-1) and q_i, so y_i is drawn before y_(i-1) is
+    judged. All drawn tokens are submitted, the newest unjudged, so that
+    sampling is lossless. The head predicts 0.9, 0.8, 0.5 for y1, y2, y3;
+    h = 0.6:
 
         drafted                      y1   y2   y3   y4
         p^ before y_i is judged      1    .9   .72  .36
-        stop, 1 - p^ > h?            0    .1   .28  .64 yes: y1 to y4 are submitted
+        stop, 1 - p^ > h?            0    .1   .28  .64 yes: submit y1 to y4
 
-    Args:
-        steps: of `propose`. head: a function of e (D,), an AcceptanceHead.
-        chances: a list that receives p^ after y1, y2, ... have been judged.
+    Args: steps: of `propose`. head: a function of e (D,). chances: a list that
+    receives p^ after each judged token.
     """
     all_accepted = 1.0  # p^
     for i, (token, q_draft, hidden) in enumerate(steps, start=1):
@@ -457,7 +456,7 @@ def until_stop(steps, head, threshold: float, chances: list):
 
 
 def check_head(drafter, config: Config, draft_model) -> None:
-    """Raise a Mistake if nothing can draft, or if the head does not belong to the draft model."""
+    """Raise a Mistake if nothing drafts, or the head is of another model."""
     if drafter is None and draft_model is None:
         raise common.Mistake("nothing to draft with: pass drafter= or draft_model=")
     if config.stop == "fixed":
@@ -473,9 +472,9 @@ def check_head(drafter, config: Config, draft_model) -> None:
 
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter | None, config: Config, draft_model=None):
-    """Yield one draft per round; the caller verifies it before it asks for the next one.
+    """Yield one draft per round, which the caller verifies before the next.
 
-    Args: draft_model: a causal LM to draft with; by default, what `drafter` was trained with.
+    Args: draft_model: a causal LM to draft with, instead of the drafter's.
     """
     check_head(drafter, config, draft_model)
     source = drafter if draft_model is None else draft_model
@@ -501,10 +500,10 @@ def generate(
     token_streamer=None,
     **given,
 ):
-    """Lossless: `target.generate(**inputs, custom_generate=specdecpp.generate, drafter=drafter)`.
+    """Lossless; call target.generate(..., custom_generate=specdecpp.generate).
 
-    `drafter` may be None if a `draft_model`, a causal LM, drafts without a head. `config` is by
-    default the drafter's; the rest is as for common.Decoding. Returns ids (1, T').
+    Without a drafter, `draft_model`, a causal LM, drafts without a head. All
+    else is as for common.Decoding. Returns prompt and new tokens (1, T').
     """
     if drafter is not None:
         common.check_drafter(drafter, Drafter, target)
