@@ -530,7 +530,8 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
             top = q_draft.topk(ranks)
             q = top.values.tolist()
             ids = drafter.draft_ids[top.indices].tolist()
-        # 3. Add the nodes of this level.
+        # 3. Add the nodes of this level. The first level of a pass follows its
+        #    branch's root, and a later one stays in its parent's branch.
         for parent, rank in level:
             branch = roots.index(parent) if place == 0 else nodes[parent].branch
             token = ids[branch][place][rank]
