@@ -6,8 +6,10 @@ import os
 # A name that is not there fails at once, and no test depends on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import chat
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from tiny import make_llama
 
 
@@ -28,3 +30,21 @@ def llama():
 def small_llama():
     """Seven tokens, so that joint distributions can be enumerated."""
     return make_llama(vocab=7, layers=1, seed=3)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A saved chat target and data.jsonl, see chat.py."""
+    return chat.make_chat(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """Accelerate keeps its settings for the rest of a process; this makes it forget them."""
+
+    def forget():
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+    yield forget
+    forget()

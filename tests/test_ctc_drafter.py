@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from tiny import make_llama, random_batch, row_of, teach
+from tiny import make_llama, random_batch
 
 import common
 import ctc_drafter
@@ -105,16 +105,6 @@ def test_alignments_are_the_most_probable_combinations(merge):
     assert found == pytest.approx(expected)
 
 
-def test_symbols_are_the_tokens_of_a_slot_and_the_blank_is_always_considered():
-    q_slots = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.1, 0.6, 0.2, 0.1]])  # a, b, c, blank
-    searched = ctc_drafter.prefix_search(q_slots, symbols=1, candidates=9)
-    combined = ctc_drafter.alignments(q_slots, symbols=1, candidates=9)
-    expected = {(0,): 0.5 * 0.7, (0, 1): 0.5 * 0.6, (1,): 0.05 * 0.6}
-    assert combined == pytest.approx(expected)
-    expected[(0,)] = 0.5  # what the second slot says may be cut, but not that it says something
-    assert searched == pytest.approx(expected)
-
-
 def test_the_tree_is_a_trie_of_the_likeliest_prefixes():
     prefixes = {(3,): 0.6, (3, 5): 0.4, (3, 5, 5): 0.1, (4,): 0.3, (4, 5): 0.25, (6,): 0.05}
     draft = ctc_drafter.token_tree(prefixes, torch.arange(10) * 10, nodes=4, depth=9)
@@ -198,12 +188,6 @@ def test_a_batch_without_a_whole_window_gives_zeros(llama):
     assert ctc_drafter.acceptance(drafter, llama, random_batch(llama, (6, 2)))[1] == 0
 
 
-def test_training_lowers_the_loss(llama):
-    drafter = make_drafter(llama, anchors=16, first_token=1.0)
-    losses = teach(ctc_drafter, drafter, llama, 60, 1e-2)
-    assert losses[-1] < 0.5 * losses[0], losses[::10]
-
-
 # ---------------------------------------------------------------------------------------- windows
 
 
@@ -226,37 +210,6 @@ def test_windows_of_a_second_turn_do_not_cross_what_the_user_says(llama):
     batch.loss_mask[0, 8:10] = False
     anchors, _, used = ctc_drafter.windows(make_drafter(llama, anchors=20), llama, batch)
     assert sorted(anchors[used].tolist()) == [0, 1, 2, 8, 9, 10]  # labels 2-5 ... 4-7, 10-13 ...
-
-
-def test_padding_and_splitting_change_nothing(llama):
-    drafter = make_drafter(llama, anchors=3, first_token=0.5)
-    batch = random_batch(llama)
-    anchors, labels, used = ctc_drafter.windows(drafter, llama, batch)
-    total, weight = ctc_drafter.loss(drafter, llama, batch)
-    parts = []
-    for row, length in enumerate((9, 12, 7)):
-        one = row_of(batch, row, length)
-        its_anchors, its_labels, its_used = ctc_drafter.windows(drafter, llama, one)
-        assert torch.equal(anchors[row], its_anchors[0])
-        assert torch.equal(used[row], its_used[0])
-        assert torch.equal(labels[row][used[row]], its_labels[its_used])
-        parts.append(ctc_drafter.loss(drafter, llama, one))
-    assert int(weight) == sum(int(w) for _, w in parts) == 3 + 3 + 1
-    torch.testing.assert_close(total, sum(t for t, _ in parts), rtol=1e-5, atol=0.0)
-
-
-def test_each_seed_draws_other_anchors(llama):
-    """Equal seeds give equal anchors; in the long run every row is drawn equally often."""
-    drafter = make_drafter(llama, anchors=3, window=2)
-    batch = random_batch(llama, lengths=(12, 12), prompt=1)
-    often = torch.zeros(9)  # labels at places 2 to 11, so that rows 0 to 8 can be drawn
-    for step in range(150):
-        batch.seed = torch.tensor([step, step + 1000])
-        anchors, _, used = ctc_drafter.windows(drafter, llama, batch)
-        assert torch.equal(anchors, ctc_drafter.windows(drafter, llama, batch)[0])
-        assert used.all() and all(len(set(row)) == 3 for row in anchors.tolist())
-        often += anchors.flatten().bincount(minlength=9)
-    assert ((often - 100).abs() < 40).all(), often  # 900 draws of 9 rows
 
 
 # ----------------------------------------------------------------------------------- architecture
@@ -304,18 +257,6 @@ def test_the_layer_and_the_final_norm_start_as_the_targets():
     a, b = torch.randn(2, 32, dtype=torch.double)
     torch.testing.assert_close(drafter.fusion(torch.cat([a, b])), a + b)
     assert drafter.config.target == common.target_shape(target)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"transform": "merge"}, "transform 'merge': take prefixes or alignments or none"),
-        ({"slots": 3, "window": 4}, "slots 3: take at least 4"),
-    ],
-)
-def test_a_bad_config_is_refused(options, message):
-    with pytest.raises(common.Mistake, match=message):
-        ctc_drafter.Config(**options)
 
 
 # --------------------------------------------------------------------------------------- decoding

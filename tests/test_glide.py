@@ -1,38 +1,20 @@
 """glide.py: block mask, cross-attention, loss, what build copies, the drafter's own cache."""
 
-import copy
 import itertools
 import math
-import random
 
 import pytest
 import torch
-from tiny import family, make_llama, random_batch, row_of, teach
+from tiny import family, make_glide, make_llama, random_batch, row_of
 
 import common
 import glide
-
-
-def make_drafter(target, counts=None, **options):
-    settings = {"intermediate_size": 48, "draft_vocab": 0} | options
-    torch.manual_seed(5)
-    if counts is None:
-        counts = torch.arange(target.config.get_text_config().vocab_size)
-    return glide.build(glide.Config(**settings), target, counts).double().eval()
 
 
 def batch_of(target, **options):
     """A random batch with all keys and values; 9, 12 and 7 tokens, phases 4, 0, 1."""
     layers = range(target.config.num_hidden_layers)
     return random_batch(target, layers=layers, **{"seed": 4} | options)
-
-
-@pytest.fixture(scope="module")
-def trained(llama):
-    """A drafter that has seen a little of what the target says."""
-    drafter = make_drafter(llama)
-    teach(glide, drafter, llama, 60, 5e-3, rows=8, length=61)
-    return drafter
 
 
 # ---------------------------------------------------------------------------------- block mask
@@ -133,7 +115,7 @@ def predicting(batch):
 def test_the_loss_is_the_cross_entropy_worked_by_hand(llama, distill):
     """Position by position, with the draft vocabulary 10 to 39."""
     batch = batch_of(llama)
-    drafter = make_drafter(llama, draft_vocab=30, distill=distill)
+    drafter = make_glide(llama, draft_vocab=30, distill=distill)
     drafter.draft_ids.copy_(torch.arange(10, 40))
     terms = []
     for row, place in predicting(batch):
@@ -157,7 +139,7 @@ def test_the_loss_is_the_cross_entropy_worked_by_hand(llama, distill):
 @pytest.mark.parametrize("distill", [True, False])
 def test_the_loss_of_a_batch_is_the_sum_over_its_sequences(llama, distill):
     whole = batch_of(llama)
-    drafter = make_drafter(llama, draft_vocab=30, distill=distill)
+    drafter = make_glide(llama, draft_vocab=30, distill=distill)
     total, weight = glide.loss(drafter, llama, whole)
     rows = (row_of(whole, row, length) for row, length in enumerate((9, 12, 7)))
     parts = [glide.loss(drafter, llama, row) for row in rows]
@@ -167,7 +149,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_sequences(llama, distill):
 
 def test_acceptance_sums_the_overlap_of_both_distributions(llama):
     batch = batch_of(llama)
-    drafter = make_drafter(llama, draft_vocab=30)
+    drafter = make_glide(llama, draft_vocab=30)
     expected = 0.0
     for row, place in predicting(batch):
         q_draft = draft_log_probs(drafter, llama, batch, row, place).exp()
@@ -179,87 +161,30 @@ def test_acceptance_sums_the_overlap_of_both_distributions(llama):
     assert float(total.detach()) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_trained_drafter_is_accepted_more_often(llama, trained):
-    """In an answer that it was trained on; it is still refused now and then."""
-    forwards = []
-    for drafter in (make_drafter(llama), trained):
-        stats = common.Stats()
-        options = {"drafter": drafter, "stats": stats, "max_new_tokens": 100, "do_sample": False}
-        llama.generate(torch.tensor([[1]]), custom_generate=glide.generate, **options)
-        forwards.append(stats.target_forwards)
-    assert forwards[1] < 0.8 * forwards[0], forwards
-    assert 0 < sum(stats.accepted) < stats.drafted
-
-
-def test_the_expected_speedup_is_what_a_simulation_finds():
-    random.seed(0)
-    for alpha, gamma, cost in ((0.6, 5, 0.07), (0.9, 3, 0.2), (0.0, 2, 0.1), (1.0, 4, 0.0)):
-        tokens = 0
-        for _ in range(20_000):
-            draws = [random.random() < alpha for _ in range(gamma)]
-            tokens += 1 + (draws + [False]).index(False)
-        simulated = tokens / 20_000 / (gamma * cost + 1)
-        assert glide.expected_speedup(alpha, gamma, cost) == pytest.approx(simulated, rel=0.02)
-    of_table_1 = glide.expected_speedup(0.648, 5, 0.067)  # Vicuna-7B, GSM8K
-    assert of_table_1 == pytest.approx(1.97, abs=0.005)
+def test_the_expected_speedup_is_that_of_table_1():
+    """Vicuna-7B on GSM8K; and a drafter that is always right and costs nothing."""
+    assert glide.expected_speedup(0.648, 5, 0.067) == pytest.approx(1.97, abs=0.005)
+    assert glide.expected_speedup(1.0, 4, 0.0) == 5
 
 
 # --------------------------------------------------------------------------------------- build
 
 
 def test_drafter_layers_read_the_top_of_the_target_or_the_layer_named(llama):
-    assert make_drafter(llama).kv_layers == [2]
-    assert make_drafter(llama, num_layers=2).kv_layers == [1, 2]
-    assert make_drafter(llama, num_layers=2, kv_layer=0).kv_layers == [0, 0]
-    assert make_drafter(llama, cross_attention=False).kv_layers == []
+    assert make_glide(llama).kv_layers == [2]
+    assert make_glide(llama, num_layers=2).kv_layers == [1, 2]
+    assert make_glide(llama, num_layers=2, kv_layer=0).kv_layers == [0, 0]
+    assert make_glide(llama, cross_attention=False).kv_layers == []
 
 
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        ({"num_layers": 0}, "num_layers 0: take at least 1"),
-        ({"num_layers": 4}, "num_layers 4, kv_layer -1: the target has layers 0 to 2"),
-        ({"kv_layer": 3}, "num_layers 1, kv_layer 3: the target has layers 0 to 2"),
-    ],
-)
-def test_a_field_out_of_range_is_a_mistake(llama, options, said):
-    with pytest.raises(common.Mistake, match=said):
-        make_drafter(llama, **options)
-
-
-def test_layers_that_cache_nothing_ordinary_are_a_mistake(llama):
-    """DeepSeek's values have another width; Gemma-3n's top layers have no cache of their own."""
-    deepseek = family(
-        "DeepseekV3",
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=8,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-        first_k_dense_replace=4,
-    )
-    with pytest.raises(common.Mistake, match="target layer 3 caches keys of shape"):
-        make_drafter(deepseek)
-    assert make_drafter(deepseek, cross_attention=False).kv_layers == []
-    with pytest.raises(common.Mistake, match="target layer 3 caches no keys"):
-        common.target_features(llama, torch.tensor([[1, 2]]), [3])  # it has 0 to 2
-
-
-def assert_copied(pairs):
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours.weight.double(), theirs.weight, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
-def test_layers_start_as_the_top_and_cross_attention_as_the_layer_that_it_reads(name):
-    target = family(name).requires_grad_(False)
+def test_layers_start_as_the_top_and_cross_attention_as_the_layer_that_it_reads():
+    target = family("Qwen3").requires_grad_(False)
     for name_of, weight in target.named_parameters():
         if "norm" in name_of:
             torch.nn.init.uniform_(weight, 0.5, 2.0)
     layers = target.model.layers
     for options, read in (({}, [3]), ({"num_layers": 2, "kv_layer": 0}, [0, 0])):
-        drafter = make_drafter(target, **options)
+        drafter = make_glide(target, **options)
         pairs = [(drafter.norm, target.model.norm)]
         for ours, top, index in zip(drafter.layers, layers[-len(read) :], read, strict=True):
             glimpsed = layers[index]
@@ -270,17 +195,15 @@ def test_layers_start_as_the_top_and_cross_attention_as_the_layer_that_it_reads(
                 (ours.cross_layernorm, glimpsed.input_layernorm),
                 (ours.cross_attn.q_proj, glimpsed.self_attn.q_proj),
                 (ours.cross_attn.o_proj, glimpsed.self_attn.o_proj),
+                (ours.cross_attn.q_norm, glimpsed.self_attn.q_norm),
             ]
-            if name == "Qwen3":
-                pairs.append((ours.cross_attn.q_norm, glimpsed.self_attn.q_norm))
-            else:
-                assert ours.cross_attn.q_norm is None
-        assert_copied(pairs)
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours.weight.double(), theirs.weight, atol=1e-6, rtol=1e-6)
 
 
 def test_a_drafter_of_all_layers_without_cross_attention_is_the_target():
     target = make_llama(rms_norm_eps=1e-5)  # as the drafter's
-    drafter = make_drafter(target, num_layers=3, cross_attention=False)
+    drafter = make_glide(target, num_layers=3, cross_attention=False)
     ids = torch.tensor([[5, 6, 7, 8]])
     hidden = drafter(target, ids, torch.arange(4)[None], {})
     expected, _ = common.target_features(target, ids)
@@ -306,7 +229,7 @@ def mixed_gemma():
 def test_queries_are_rotated_as_the_keys_that_they_meet(monkeypatch, options, read):
     """By the tables of the layer that is read: in this Gemma-3 the layers differ."""
     target = mixed_gemma()
-    drafter = make_drafter(target, **options)
+    drafter = make_glide(target, **options)
     seen = []
     real = glide.CrossAttention.forward
 
@@ -332,7 +255,7 @@ def test_queries_are_rotated_as_the_keys_that_they_meet(monkeypatch, options, re
 @torch.no_grad()
 def test_training_with_the_block_mask_computes_the_states_of_drafting(target, options):
     """Every block is a round: its tokens are fed one by one, and the target has the ones before."""
-    drafter = make_drafter(target, block_size=4, **options)
+    drafter = make_glide(target, block_size=4, **options)
     batch = batch_of(target, lengths=(14,), prompt=1)  # phase 0
     expected, _ = glide.training_states(drafter, target, batch)
     memory = glide.Memory(drafter, target)
@@ -350,7 +273,7 @@ def test_training_with_the_block_mask_computes_the_states_of_drafting(target, op
 @torch.no_grad()
 def test_tokens_fed_at_once_read_as_if_fed_one_by_one(llama):
     """The target's rows end before each of them."""
-    drafter = make_drafter(llama, num_layers=2)
+    drafter = make_glide(llama, num_layers=2)
     ids = torch.tensor([[9, 8, 7, 6, 5, 4]])
     memory = glide.Memory(drafter, llama)
     for end in range(1, 7):
@@ -358,54 +281,3 @@ def test_tokens_fed_at_once_read_as_if_fed_one_by_one(llama):
         one_by_one = glide.consume(drafter, decoding, memory, ids[:, end - 1 : end])
     at_once = glide.consume(drafter, decoding, glide.Memory(drafter, llama), ids)
     torch.testing.assert_close(at_once, one_by_one)
-
-
-@pytest.mark.parametrize(
-    "committed, unfed",
-    [
-        ("x", "x"),  # the first draft token was refused
-        ("1x", "x"),
-        ("12x", "x"),
-        ("123x", "x"),
-        ("1234x", "4x"),  # the last draft token was never fed
-        ("x23x", "x23x"),  # rows behind another token are of no use
-        ("12", "2"),  # the newest token is fed again, for its state
-    ],
-)
-@torch.no_grad()
-def test_rows_of_refused_tokens_are_dropped_and_others_kept(llama, trained, committed, unfed):
-    """1 to 4 are the tokens of a draft, x is another one.
-
-    The next draft is that of a drafter that never saw the refused tokens.
-    """
-    ids = torch.tensor([[9, 8, 7]])
-    memory = glide.Memory(trained, llama)
-    steps = glide.propose(trained, common.open_decoding(llama, ids, max_new_tokens=9), memory)
-    drafted = [int(token) for token, _, _ in itertools.islice(steps, 4)]
-    assert memory.cache.fed[0].tolist() == [9, 8, 7, *drafted[:3]]
-    token_of = dict(zip("1234", drafted))
-    token_of["x"] = min(set(range(1, 48)) - set(drafted))
-
-    longer = torch.cat([ids, torch.tensor([[token_of[name] for name in committed]])], dim=1)
-    again = copy.deepcopy(memory).cache.rewind(longer)
-    assert again[0].tolist() == [token_of[name] for name in unfed]
-    decoding = common.open_decoding(llama, longer, max_new_tokens=9)
-    _, got, _ = next(glide.propose(trained, decoding, memory))
-    _, expected, _ = next(glide.propose(trained, decoding, glide.Memory(trained, llama)))
-    torch.testing.assert_close(got, expected)
-
-
-def test_processors_see_the_tokens_drafted_before_and_may_end_the_draft(llama):
-    drafter = make_drafter(llama, draft_vocab=9)
-    decoding = common.open_decoding(llama, torch.tensor([[9, 8, 7]]), max_new_tokens=9)
-    seen = []
-
-    def processor(ids, scores):
-        seen.append(ids[0].tolist())
-        return scores if len(seen) < 4 else torch.full_like(scores, float("-inf"))
-
-    decoding.logits_processor = processor
-    steps = glide.propose(drafter, decoding, glide.Memory(drafter, llama))
-    drafted = [int(token) for token, _, _ in steps]
-    assert len(drafted) == 3 and set(drafted) <= set(drafter.draft_ids.tolist())
-    assert seen == [[9, 8, 7, *drafted[:n]] for n in range(4)]

@@ -1,41 +1,34 @@
 """Tiny random targets, drafters that have seen a little of them, and statistics, for all tests."""
 
+import collections
 import dataclasses
 
 import pytest
 import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
+from support import cli
+
+FAMILIES = {  # name: options of a tiny model
+    "Llama": {},
+    "Mistral": {"sliding_window": 27},  # prompt and answer of test_lossless.py fill it
+    "Qwen3": {},
+    "Gemma2": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
+    "Gemma3": {},
+    "Phi3": {"partial_rotary_factor": 0.5},
+    "GPT2": {},
+    "Olmo2": {},
+    "Granite": {"logits_scaling": 4.0},
+    "GPTNeoX": {},
+    "Cohere": {"logit_scale": 0.25},
+}
 
 
 def slow(*values):
     """A case of a parametrized test that waits for `-m slow`."""
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def make_llama(vocab=48, layers=3, seed=0, **options):
-    """A random Llama in float64 whose distributions are neither flat nor certain."""
-    torch.manual_seed(seed)
-    settings = (
-        dict(
-            vocab_size=vocab,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            initializer_range=0.3,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        | options
-    )
-    return LlamaForCausalLM(LlamaConfig(**settings)).double().eval().requires_grad_(False)
 
 
 def make_batch(target, sequences, layers=(), progress=0.0):
@@ -94,9 +87,9 @@ def teach(method, drafter, target, steps, lr, rows=4, length=46):
     return losses
 
 
-def family(name, **more):
-    """A tiny random model of a family, in float64."""
-    torch.manual_seed(1)
+def family(name, seed=1, **more):
+    """A tiny random model of a family, in float64; distributions are neither flat nor certain."""
+    torch.manual_seed(seed)
     shape = dict(
         vocab_size=40,
         hidden_size=32,
@@ -111,18 +104,7 @@ def family(name, **more):
         bos_token_id=None,
         eos_token_id=None,
     )
-    if name == "GPT2":
-        shape = dict(
-            vocab_size=40,
-            n_embd=32,
-            n_layer=3,
-            n_head=4,
-            n_positions=128,
-            initializer_range=0.3,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    if name == "GPTNeoX":
+    if name in ("GPT2", "GPTNeoX"):
         shape.pop("num_key_value_heads"), shape.pop("head_dim")
     if name == "Phi3":
         shape |= {"original_max_position_embeddings": 128}
@@ -133,6 +115,12 @@ def family(name, **more):
     return getattr(transformers, kind)(config).double().eval()
 
 
+def make_llama(vocab=48, layers=3, seed=0, **more):
+    """A tiny Llama, frozen."""
+    shape = {"vocab_size": vocab, "num_hidden_layers": layers, "max_position_embeddings": 512}
+    return family("Llama", seed, **shape | more).requires_grad_(False)
+
+
 def sighted(**more):
     """A tiny random Gemma-3 that takes images, too."""
     sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -141,6 +129,33 @@ def sighted(**more):
     config = transformers.Gemma3Config(text_config=text, vision_config=sight)
     model = transformers.AutoModelForCausalLM.from_config(config)
     return model.double().eval().requires_grad_(False)
+
+
+def make_arm(name, target):
+    """Module and keyword arguments of a method's `drafts`, its drafter untrained."""
+    module = cli.import_method(name)
+    if not hasattr(module, "Drafter"):
+        kwargs = {"config": module.Config()}
+        if hasattr(kwargs["config"], "base"):
+            base, given = make_arm(kwargs["config"].base, target)
+            kwargs |= {"base": base, "base_drafter": given["drafter"]}
+        return module, kwargs
+    fields = {field.name for field in dataclasses.fields(module.Config)}
+    small = {"intermediate_size": 48, "draft_vocab": 0, "stage": "head"}
+    config = module.Config(**{name: small[name] for name in small if name in fields})
+    torch.manual_seed(0)
+    counts = torch.arange(target.config.vocab_size)
+    drafter = module.build(config, target, counts).to(target.dtype).eval()
+    return module, {"drafter": drafter, "config": drafter.config}
+
+
+def make_glide(target, **options):
+    """An untrained drafter of GLIDE for a target, in its dtype; by default of all its tokens."""
+    glide = cli.import_method("glide")  # not on top: a student's file may not be importable
+    torch.manual_seed(5)
+    config = glide.Config(**{"intermediate_size": 48, "draft_vocab": 0} | options)
+    counts = torch.arange(target.config.get_text_config().vocab_size)
+    return glide.build(config, target, counts).to(target.dtype).eval()
 
 
 def enumerate_joint(target, prompt, length):
@@ -157,23 +172,31 @@ def enumerate_joint(target, prompt, length):
 
 
 def chi_square_p_value(counts, expected):
-    """P-value of observed counts {outcome: n} against probabilities {outcome: p}; rare outcomes are
-    pooled."""
+    """P-value of counts {outcome: n} against probabilities {outcome: p}; rare ones are pooled."""
     total = sum(counts.values())
     assert set(counts) <= set(expected), "an outcome of probability zero was drawn"
     statistic, bins, rare_seen, rare_expected = 0.0, 0, 0, 0.0
     for outcome, probability in expected.items():
         if total * probability < 5:
-            rare_seen, rare_expected = (
-                rare_seen + counts.get(outcome, 0),
-                rare_expected + total * probability,
-            )
+            rare_seen += counts.get(outcome, 0)
+            rare_expected += total * probability
         else:
             statistic += (counts.get(outcome, 0) - total * probability) ** 2 / (total * probability)
             bins += 1
     if rare_expected > 1:
         statistic, bins = statistic + (rare_seen - rare_expected) ** 2 / rare_expected, bins + 1
     return float(torch.special.gammaincc(torch.tensor((bins - 1) / 2), torch.tensor(statistic / 2)))
+
+
+def sampled_p_value(target, prompt, length, draws, **options):
+    """How well `draws` sampled answers follow the target's own distribution."""
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": length} | options
+    torch.manual_seed(0)
+    counts = collections.Counter()
+    for _ in range(draws):
+        output = target.generate(prompt, **options)
+        counts[tuple(output[0, prompt.shape[1] :].tolist())] += 1
+    return chi_square_p_value(counts, enumerate_joint(target, prompt, length))
 
 
 def random_tree(generator, nodes, vocab):
@@ -189,3 +212,12 @@ def random_tree(generator, nodes, vocab):
     return common.Draft(
         torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long)
     )
+
+
+def paths(draft):
+    """Each node as the tokens from the root down to it."""
+    found = []
+    for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist()):
+        above = found[parent] if parent >= 0 else ()
+        found.append((*above, token))
+    return found

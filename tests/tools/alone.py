@@ -57,16 +57,6 @@ def decode(method: str) -> dict:
     return {"same": same, "drafted": stats.drafted}
 
 
-def example(lines: str) -> bool:
-    """Run the README's lines with the tiny target and the saved drafter."""
-    for theirs, ours in (("your/model", "../target"), ("checkpoints/mine", "drafter")):
-        assert theirs in lines, theirs
-        lines = lines.replace(theirs, ours)
-    names = {}
-    exec(lines.replace("max_new_tokens=256", "max_new_tokens=16"), names)
-    return "target" in names
-
-
 def start(script: str) -> tuple:
     """The exit code and stderr of `python SCRIPT` in this folder."""
     sys.argv = [script]
@@ -80,8 +70,6 @@ def start(script: str) -> tuple:
 
 
 def main() -> None:
-    readme = Path(__file__).resolve().parents[2] / "README.md"
-    lines = readme.read_text().split("```python\n")[1].split("```")[0]
     told = {}
     for folder in map(Path, sys.argv[1:]):
         os.chdir(folder)
@@ -92,8 +80,6 @@ def main() -> None:
             here["script"] = start(f"{method}.py")
             if folder.parent.name != "incomplete":
                 here |= decode(method)
-            if f"import common, {method}\n" in lines:
-                here["example"] = example(lines)
         told[f"{folder.parent.name}/{method}"] = here
         sys.path.remove(str(folder))
         forget(folder)

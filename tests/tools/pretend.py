@@ -12,6 +12,7 @@ import contextlib
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("pretend")
@@ -43,24 +44,6 @@ class Remote(torch.Tensor):
     def tolist(self):
         return self.cpu().tolist()
 
-    def __repr__(self, **_):
-        return f"Remote({self.inner!r})"
-
-
-def change(tree, what):
-    """The same arguments or results with `what` done to each tensor."""
-    if isinstance(tree, torch.Tensor):
-        return what(tree)
-    if isinstance(tree, dict):
-        return {key: change(x, what) for key, x in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(change(x, what) for x in tree)
-    return tree
-
-
-def local(tree):
-    return change(tree, lambda x: x.inner if isinstance(x, Remote) else x)
-
 
 def check(operator, tensors: list, ours: list[bool]) -> None:
     """Fail if an operator mixes devices. Indices on the CPU are copied, as on a GPU."""
@@ -71,8 +54,7 @@ def check(operator, tensors: list, ours: list[bool]) -> None:
 
 def run(operator, args: tuple, kwargs: dict):
     """One operator of ATen, under the rules."""
-    tensors = []
-    change((args, kwargs), tensors.append)
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     ours = [isinstance(x, Remote) for x in tensors]
     device = kwargs.get("device")
     to_device = any(ours)
@@ -84,10 +66,13 @@ def run(operator, args: tuple, kwargs: dict):
         to_device = ours[0]
     elif operator is not aten._to_copy.default and any(ours):
         check(operator, tensors, ours)
-    out = operator(*local(args), **local(kwargs))
+    args_here, kwargs_here = tree_map_only(Remote, lambda x: x.inner, (args, kwargs))
+    out = operator(*args_here, **kwargs_here)
     if not to_device:
         return out
-    return return_and_correct_aliasing(operator, args, kwargs, change(out, Remote))
+    return return_and_correct_aliasing(
+        operator, args, kwargs, tree_map_only(torch.Tensor, Remote, out)
+    )
 
 
 class Rules(TorchDispatchMode):
