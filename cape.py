@@ -11,8 +11,9 @@ drafter, only rows in the verification.
               +- a1       +- a2       +- a3          X_1 = {a1, b1}: unsure
               +- b1                                  X_2 = {a2}, X_3 = {a3}: sure
 
-CAPE has no weights. It works on any method that drafts a chain: `base` is that
-method's module and `base_drafter` its drafter. GLIDE is the paper's.
+CAPE has no weights. It works with any method that drafts a chain: `base` is
+that method's module (with Drafter, Memory and propose) and `base_drafter` its
+drafter. GLIDE is the paper's.
 
 Names that differ from the paper's: p_D is `q_draft`, the proposal before its
 expansion is `trajectory`, p_i is `confidences[i]`, K_i is `counts[i]`, S is
@@ -23,10 +24,10 @@ Deviations from the paper:
        the trajectory's token, and a range of S(p) includes its upper bound.
     2. The paper names no gamma for CAPE; it is 4 here, so that 4 x (1 + 7)
        = 32 tokens are verified at most, the limit of 5.3.
-    3. The paper decodes greedily. Under sampling the trajectory is drawn,
-       and X_i excludes the drawn token; the output follows the target.
-    4. p_i is the largest processed probability of a token that the base can
-       draft, even if another token was drawn.
+    3. The paper decodes greedily. Under sampling the trajectory is drawn and
+       X_i excludes the drawn token; the output has the target's distribution.
+    4. p_i is the largest probability of q_draft, after the logits processors,
+       even if another token was drawn.
     5. Tokens of probability 0 are never extras.
 
 Licence: Apache-2.0.
@@ -90,15 +91,15 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     Two steps over the tokens 0 to 3, with sizes [2, 1] and bounds [.55]:
 
         step   q_draft            drafted   confidence   extras
-        1      .10 .50 .25 .15    1         .50          2, 3
-        2      .60 .30 .06 .04    0         .60          1
+        0      .10 .50 .25 .15    1         .50          2, 3
+        1      .60 .30 .06 .04    0         .60          1
 
     The tokens are 1, 0, then 2, 3, then 1. Their parents are -1 (the root), 0,
     then -1, -1, then 0.
 
-    Verification chooses a token by the trajectory alone: it accepts the
-    trajectory's token or draws from the residual distribution. An extra that
+    Verification chooses each token as it does without extras. An extra that
     equals the chosen token is accepted, and the target adds one token more.
+    It has no drafter row yet, so the next round feeds it.
 
     Args: trajectory: a chain with its `probs`, as common.chain makes it.
     Returns: Draft with the trajectory's `probs`, as the extras are not drawn.
@@ -138,7 +139,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
 
 
 def cape_mask(gamma: int, counts: list[int]) -> Tensor:
-    """The mask over the linearised proposal (Mask_CAPE, 4.2).
+    """Mask_CAPE (4.2) over the linearised proposal, for reading and tests.
 
     Token i attends to the trajectory tokens before its own position, and to
     itself: j <= gamma and pos(i) > j, or i = j. For gamma 3 and counts

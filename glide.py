@@ -1,10 +1,10 @@
 """GLIDE: a drafter that reads the target's KV cache (Du et al., ICML 2024).
 
 Paper: arXiv:2402.02082, section 4.1. The drafter is a small transformer
-with a cross-attention in each layer. Only its queries are computed. Keys
-and values are the rows that the target cached while it verified earlier
-tokens. The newest token x_t and the tokens drafted after it have no target
-rows yet (x readable, . absent):
+with a cross-attention sub-layer in each layer, which computes only queries.
+Its keys and values are the rows that the target cached while it verified
+earlier tokens. The newest token x_t and the tokens drafted after it have no
+target rows yet (x readable, . absent):
 
               tokens      x_1 ... x_(t-1)     x_t     x_(t+1) ... x_(t+i-1)
         target's rows      x  x  x             .          .  .  .
@@ -13,20 +13,21 @@ rows yet (x readable, . absent):
 Training imitates this delay with `block_mask`.
 
 Names that differ from the paper's: M_T and M_D are `target` and `drafter`,
-N_D is `num_layers`, L is `block_size`, W_j and W^O are `q_proj` and
-`o_proj`, H^m is `x`, p_D is `q_draft`, c is `cost`.
+N_D is `Config.num_layers`, L is `block_size`, W_j and W^O are `q_proj` and
+`o_proj`, H^m is the `x` of CrossAttention, p_D is `q_draft`, c is `cost`.
 
 Deviations from the paper:
-    1. The drafter uses the target's frozen embedding and LM head. It starts
-       from the target's weights where they fit, not from scratch.
-    2. It drafts only the most frequent tokens of the answers (`draft_vocab`).
+    1. The drafter uses the target's frozen embedding and LM head, so it is
+       as wide as the target, and starts from the target's weights.
+    2. It drafts only frequent tokens of the training data (`draft_vocab`).
     3. The loss, on answers only, takes the target's distribution as label;
        `distill=False` takes the data's tokens, as the paper does.
-    4. A query's block is that of its own token, as in the formula of 4.1;
-       the text takes the predicted token. The first block's length is random.
-    5. Not described there: pre-norm and residual of the cross-attention,
-       rotated queries (as in the target), zero where no row is readable.
-    6. The shipped drafter reads layer 18 of 0 to 29, not the top one.
+    4. A query's block is that of its own token, as in the formula of 4.1.
+       The first block has a random length.
+    5. Not in the paper: pre-norm and residual of the cross-attention, rotated
+       queries (as in the target), zero output where no row is readable.
+    6. The shipped drafter reads layer 18 of 0 to 29, which copies from the
+       context; the top layer does not (checkpoints/README.md).
 
 Licence: Apache-2.0.
 """
@@ -73,7 +74,8 @@ def attend_or_zero(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tens
         return torch.zeros_like(q)
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    # A softmax over no keys is NaN. Such a query reads all, and gets zero.
+    # A softmax over no keys is NaN. Such a query reads all rows, and its output
+    # is set to zero.
     some = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | ~some, enable_gqa=True)
     return out * some
@@ -92,7 +94,10 @@ class CrossAttention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if config.query_norm else None
 
     def forward(self, x: Tensor, kv, tables, mask: Tensor | None) -> Tensor:
-        """x (B, T, D) to (B, T, D); kv and mask as in Drafter.forward."""
+        """x (B, T, D) to (B, T, D); kv: (K, V), each (B, Hkv, P, Dh).
+
+        mask: (B or 1, 1, T, P) bool, True = may attend; None: attend to all.
+        """
         # Q^(m,j) = H^m W_j, all heads j at once.
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, Dh)
         if self.q_norm is not None:
@@ -117,6 +122,7 @@ class Layer(nn.Module):
         if config.cross_attention:
             self.cross_layernorm = nn.RMSNorm(width, eps=1e-5)
             self.cross_attn = CrossAttention(config)
+        # Named as in the target's layers, so that weights can be copied.
         self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
         self.mlp = LlamaMLP(llama)
 
@@ -142,7 +148,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
     @property
     def kv_layers(self) -> list[int]:
-        """Layer m = 0, 1, ... reads target layer N_T - N_D + m (4.1)."""
+        """Layer m = 0, 1, ... reads target layer N_T - N_D + m, or `kv_layer`."""
         config = self.config
         if not config.cross_attention:
             return []
@@ -235,9 +241,9 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
     While drafting, the last target rows do not exist: a query that predicts
     the i-th draft token lacks i of them, its own included. In training they
-    exist, and would give away the next token. The mask hides the last 1 to L
-    rows, so L should be at least gamma. L = 3 and phase 1, which shortens the
-    first block by one token:
+    exist, and the drafter would learn to rely on them. The mask hides the last
+    1 to L rows, so L should be at least gamma. L = 3 and phase 1, which
+    shortens the first block by one token:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
@@ -255,7 +261,7 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
 
 def training_states(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """States (M, D) whose next token has a loss; their places (B, T)."""
+    """States (M, D) whose next token has a loss, and where they are, (B, T)."""
     length = batch.input_ids.shape[1]
     positions = torch.arange(length, device=batch.input_ids.device)[None]  # (1, T)
     cross_mask = None
@@ -263,6 +269,7 @@ def training_states(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
         block_size = drafter.config.block_size
         cross_mask = block_mask(length, block_size, batch.seed % block_size)
     masks = (None, cross_mask)
+    # Sequences are padded on the right, where no earlier token looks.
     hidden = drafter(target, batch.input_ids, positions, batch.kv, masks)  # (B, T, D)
     predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T)
     return hidden[predicts], predicts
@@ -277,8 +284,8 @@ def training_logits(drafter: Drafter, target, hidden: Tensor) -> Tensor:
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """Cross-entropy (5.1), summed over positions; the number of positions.
 
-    The label is the target's distribution over the draft vocabulary.
-    Without `distill` it is the data's next token, and positions whose next
+    The label is the target's distribution, renormalised over the draft
+    vocabulary. Without `distill` it is the data's next token, and positions whose next
     token cannot be drafted are left out.
     """
     hidden, predicts = training_states(drafter, target, batch)
@@ -298,7 +305,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """alpha of 5.1, sum_x min(p_target, q_draft) over M positions, and M.
+    """alpha of 5.1: sum_x min(p_target, q_draft), summed over M positions; M.
 
     The paper prints E_(x ~ p_D) min(p_T, p_D). The acceptance rate is
     E_(x ~ p_D) min(1, p_T / p_D), which equals this sum.
@@ -327,10 +334,11 @@ class Memory:
 
 
 def consume(drafter: Drafter, decoding, memory: Memory, fed: Tensor) -> Tensor:
-    """Feed tokens (1, n) to the drafter; returns the last hidden state (1, D).
+    """Feed tokens (1, n) to the drafter; returns the last one's state (1, D).
 
     A round begins with the tokens that have no drafter row yet, at first the
-    whole prompt. Each reads the target rows before its own. P = 4, n = 2
+    whole prompt. Rows of accepted draft tokens stay as they are. Each fed
+    token reads the target rows before its own. P = 4, n = 2
     (an accepted draft token that was never fed, and the bonus token):
 
                    target's rows   drafter's rows
