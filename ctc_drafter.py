@@ -2,16 +2,18 @@
 
 Paper: arXiv:2412.00061. One transformer layer fills S slots after the
 newest token. A slot holds a token or a blank. The CTC transform merges
-equal neighbours and drops blanks; the rest is the draft. The CTC loss sums
-over all alignments that give a sequence (a, b, c tokens, e the blank):
+equal neighbours, then drops blanks. The likeliest results form the draft, a
+tree. The CTC loss sums over all ways to fill the slots that give the same
+sequence, its alignments (a, b, c are tokens, e is the blank):
 
-    slots   a  a  e  b  e  c  c  e    ->  a b c
-            a  e  a  b  e  e  e  e    ->  a a b    a true repeat has a blank in between
+    slots   a  a  e  b  c  c    ->  a b c
+            a  e  a  b  e  e    ->  a a b    a true repeat has a blank in between
 
-The target has not read the newest token x_(i+1), so its newest hidden
-state is h_i. A row joins the two; the slots after it write x_(i+2), ....
-In training, slots follow many rows (anchors) and learn a window of U labels:
-y_t is the target's argmax over the draft vocabulary after x_(t-1). U = 3:
+The target has not read the newest token x_(i+1): its newest hidden state is
+h_i. Row i joins both. In training, S slots follow each of many rows, the
+anchors, and learn the U labels after it in order; S > U leaves room for
+blanks. Label y_t is the target's argmax over the draft vocabulary, given
+x_0 to x_(t-1). U = 3:
 
     place          0    1    2    3    4    5
     data          x_0  x_1  x_2  x_3  x_4  x_5
@@ -22,12 +24,13 @@ Names that differ from the paper's: F_distill is `hidden`, F^ `states`,
 P^ `q_slots`, epsilon the blank (index Vd), beta^-1 `collapse`, k `symbols`.
 
 Deviations from the paper:
-    1. The row adds the next token, as in the authors' code (S = 6, U = 3).
-    2. It trains at random anchors and sums log P (Eq. 1); Eq. 2 sums P.
-    3. Not described there: how slots start (the row plus a learned vector),
-       what they see (rows up to the anchor, each other), the blank's logit.
-    4. The tree holds the prefixes of highest probability over alignments;
-       the paper takes the likeliest combinations and masks removed symbols.
+    1. A row also holds the next token, as in the authors' code, which has
+       S = 6 and U = 3 as well.
+    2. Training uses random anchors and sums log P (Eq. 1); Eq. 2 sums P.
+    3. Not in the paper: how slots start (the row plus a learned vector), what
+       they see (rows up to the anchor, each other), the blank's logit.
+    4. The tree holds the likeliest prefixes after the transform. The paper's
+       holds combinations, with what the transform removes masked.
     5. `first_token` adds a loss on the first token (shipped drafter: 1).
     6. Only the most frequent tokens are drafted (`draft_vocab`).
 
@@ -114,17 +117,17 @@ class SlotAttention(nn.Module):
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The Attention Draft Module (3.1), parts named as in a target layer."""
+    """The Attention Draft Module (3.1); names match a target layer's, to copy it."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.kv_layers = []  # no K and V are read
+        self.kv_layers = []  # it reads no K and V of the target
         width = config.target["hidden_size"]
         self.feature_norm = nn.RMSNorm(width, eps=1e-5)
         self.embed_norm = nn.RMSNorm(width, eps=1e-5)
         self.fusion = nn.Linear(2 * width, width, bias=False)
-        self.slots = nn.Parameter(0.02 * torch.randn(config.slots, width))
+        self.slots = nn.Parameter(0.02 * torch.randn(config.slots, width))  # (S, D)
         self.input_layernorm = nn.RMSNorm(width, eps=1e-5)
         self.self_attn = SlotAttention(config.target)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
@@ -137,7 +140,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         """States (B, A, S, D) of the slots after A of n rows (Eq. 9).
 
         hidden: (B, n, D); next_ids: (B, n); anchors: (B, A), indices of rows.
-        mask: see `slot_mask`; None lets slots see everything.
+        mask: see `slot_mask`; None lets slots see everything, as in decoding,
+            where the only anchor is the newest row.
         cache: keys and values of rows and slots are added to it.
         """
         # 1. A row joins a hidden state and the embedding of the next token.
@@ -205,10 +209,11 @@ def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
 def windows(drafter, target, batch) -> tuple[Tensor, Tensor, Tensor]:
     """Random anchors (B, A), labels (B, A, U) and used (B, A) (Eq. 3 to 5).
 
-    Labels index draft_ids. used is False if too few windows fit the answer.
+    Labels index draft_ids. used is False for the spare places of a sequence
+    in which fewer than A windows fit the answer.
     """
     U = drafter.config.window
-    # 1. best[t], the target's choice after x_t, is y_(t+1).
+    # 1. best[t], the target's choice of a draft token after x_t, is y_(t+1).
     best = common.target_logits(target, batch.hidden, drafter.draft_ids).argmax(-1)  # (B, T)
 
     # 2. The labels of row i are best[i + 1], ..., best[i + U].
@@ -312,8 +317,9 @@ def top_symbols(q_slots: Tensor, symbols: int) -> list[list[tuple[int, float]]]:
 def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = True) -> dict:
     """The paper's transform: collapse the likeliest combinations (3.3).
 
-    Returns {prefix: probability}, summed over `candidates` combinations.
-    merge=False cuts each at its first blank instead (Medusa verify).
+    A combination is one symbol per slot. Returns {prefix: probability}, summed
+    over `candidates` combinations. merge=False takes a combination as it is,
+    up to its first blank, which no target writes (Medusa verify).
     """
     blank = q_slots.shape[-1] - 1
     # 1. Slots are independent (Eq. 7): pruning after each slot is exact.
@@ -343,7 +349,8 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     This is Eq. 6, summed over all sequences that begin with the prefix: the
     sum, over slots, of the probability that the slot completes it. A repeat
     lengthens the prefix only after a blank, so alignments that end in a
-    blank are kept apart. Keeping `candidates` prefixes can lower the sums.
+    blank are kept apart. The newest token is not part of it: the same token in
+    slot 1 is a true repeat. Few `symbols` or `candidates` can lower the sums.
     Slots a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, where e is the blank:
 
         prefix   entered in slot 1   entered in slot 2    sum
@@ -428,10 +435,10 @@ def propose(drafter: Drafter, decoding, memory: Memory) -> Tensor:
 
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft per round, of deterministic nodes (`common._draw`)."""
+    """Yield one draft per round; its nodes are chosen, not sampled."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
-        # A prompt of one token has no row; a last token needs no draft.
+        # There is no row after a prompt of one token, or no room for a draft.
         if decoding.hidden.shape[1] == 0 or decoding.room == 0:
             yield common.chain([], decoding.ids)
             continue

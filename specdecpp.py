@@ -5,20 +5,21 @@ model. From the last hidden state of a draft token, the head predicts the
 probability that the target accepts it. A round ends when the predicted
 probability of at least one rejection exceeds h.
 
-Why a threshold (3.1): let R be the probability that a token drafted so far is
-rejected. If one is, continuing wastes at least c1 = t_draft. If none is,
-stopping costs at most c2 + Delta, with c2 = t_target - t_draft. So stopping is
-better once R >= (c2 + Delta) / (c1 + c2 + Delta).
+Why a threshold (section 3.1): let R be the probability that at least one token
+drafted so far is rejected. If one is, continuing wastes at least c1 = t_draft.
+If none is, stopping costs at most c2 + Delta, with c2 = t_target - t_draft. So
+stopping is better once R >= (c2 + Delta) / (c1 + c2 + Delta).
 
-In practice h is tuned (4.1). A head trained with w_rej > 1 is biased: where
-the probability is P, its optimum is P / (P + w_rej (1 - P)). With w_rej = 6
-and h = 0.7, a round stops after one judged token if P < 0.72.
+In practice h is tuned (section 4.1). A head trained with w_rej > 1 is biased:
+where the probability is P, its optimal output is P / (P + w_rej (1 - P)). With
+w_rej = 6 and h = 0.7, a round stops once y_1 is judged if P < 0.72.
 
 Algorithm 2 is `propose`, `until_stop` and common.verify; Algorithm 1 is
-stop="fixed". Names that differ from the paper's: q is `DraftModel`, p^ is
-`all_accepted`, K is `gamma`, r is `keep`, P_i is `accept_prob`.
+stop="fixed". Names that differ from the paper's: q is `DraftModel`, e_i is
+`hidden`, p^ is `all_accepted`, h is `threshold`, K is `gamma`, r is `keep`,
+P_i is `accept_prob`, D is `head_depth`.
 
-Deviations from the paper:
+Deviations from the paper and its code:
     1. The draft model is a copy of some target layers, distilled in stage
        "draft"; the paper's is another causal LM (`draft_model`).
     2. The copied layers draft only frequent tokens (`draft_vocab`).
@@ -56,11 +57,11 @@ class Config:
     draft_model: str = option("", "causal LM to draft with, instead of copied layers")
     stage: str = option("draft", "what to train: draft, then head")
     head_depth: int = option(3, "residual blocks of the head, D")
-    w_rej: float = option(6.0, "weight of refusals in the head's loss; that of acceptances is 1")
+    w_rej: float = option(6.0, "weight of rejections in the head's loss; that of acceptances is 1")
     keep: float = option(0.15, "r, share of X in the mixed sequence Z, below 1")
     temperature: float = option(0.0, "of the head's labels; 0: greedy")
     stop: str = option("head", "what ends a round: head, or fixed (gamma tokens)", decode=True)
-    threshold: float = option(0.7, "h: end when P(a refusal) exceeds it", decode=True)
+    threshold: float = option(0.7, "h: end when P(a rejection) exceeds it", decode=True)
     max_draft: int = option(20, "stop head: at most this many tokens per round", decode=True)
     gamma: int = option(5, "stop fixed: tokens per round, K", decode=True)
 
@@ -85,7 +86,7 @@ VARIANTS = {
 
 
 class AcceptanceHead(nn.Module):
-    """f_theta: D residual SiLU blocks and a linear layer (4.1)."""
+    """f_theta: `depth` residual SiLU blocks and a linear layer (section 4.1)."""
 
     def __init__(self, width: int, depth: int):
         super().__init__()
@@ -101,7 +102,7 @@ class AcceptanceHead(nn.Module):
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """What is trained: the head, and copied layers if they draft."""
+    """The head and the copied layers; the stage decides which are trained."""
 
     kv_layers: tuple = ()  # nothing is read from the target's cache
 
@@ -114,7 +115,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
                 raise common.Mistake(
                     "the config names no draft model: is this a specdecpp drafter?"
                 )
-            # The one-row embedding is replaced below. Special ids would exceed it.
+            # The embedding is replaced below. Special ids would lie outside it.
             no_tokens = dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"])
             settings = config.model | no_tokens | {"vocab_size": 1}
             shape = AutoConfig.for_model(**settings)
@@ -182,10 +183,10 @@ def identity(draft_model) -> dict:
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start training from, its layers copied from the target.
+    """A drafter to start stage draft from; stage head goes on from its result.
 
     Args: token_counts: (V,) how often each token occurs in the responses.
-    Raises: Mistake: a layer is missing or differs, or the vocabularies differ.
+    Raises: Mistake: layers cannot be copied, or the vocabularies differ.
     """
     config.target = common.target_shape(target)
     if config.draft_model:
@@ -243,7 +244,7 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
 def chance(batch) -> tuple[Tensor, Tensor]:
     """Two uniform numbers (B, T) for each token: to draw Y_t, and to mix.
 
-    They depend only on t and on the seed of the sequence.
+    They depend only on t and on the seed of the sequence, new in each step.
     """
     numbers = []
     for seed in batch.seed.tolist():
@@ -263,9 +264,9 @@ def draw(model: DraftModel, target, batch, to_draw: Tensor, temperature: float):
     tokens = []
     accept_prob = []
     parts = zip(ours.split(256), theirs.split(256), uniform.split(256))  # to save memory
-    for e, h, numbers in parts:
+    for e, theirs_part, numbers in parts:
         q_draft = distribution(model.logits(e), temperature)  # (m, Vd)
-        p_target = distribution(common.target_logits(target, h), temperature)  # (m, V)
+        p_target = distribution(common.target_logits(target, theirs_part), temperature)  # (m, V)
         choice = common.sample(q_draft, numbers)  # (m, 1)
         token = model.draft_ids[choice]  # (m, 1)
         ratio = p_target.gather(1, token) / q_draft.gather(1, choice)
@@ -279,7 +280,7 @@ def mix(batch, drafted: Tensor, to_mix: Tensor, keep: float) -> tuple[Tensor, Te
 
         X        x1 x2 x3 x4
         Y        y1 y2 y3 y4      y3 was drawn after x1 x2
-        Z        y1 x2 y3 y4      the head reads it after y1 x2
+        Z        y1 x2 y3 y4      e_3 is the state after y1 x2 y3
         judged   1  .  1  1
 
     Args: drafted: (M,) the Y_t of all response tokens. to_mix: (B, T).
@@ -313,9 +314,10 @@ def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     """The summed loss and the weight to divide it by.
 
-    Stage draft: cross-entropy with the target's distribution over the draft
-    vocabulary, and M. Stage head: -(P log s + w_rej (1 - P) log(1 - s)) with s
-    the head's sigmoid (weighted cross-entropy, 3.3), and the sum of weights.
+    Stage draft: cross-entropy with the target's distribution, renormalised
+    over the draft vocabulary; divided by M. Stage head: weighted binary
+    cross-entropy -(P log s + w_rej (1 - P) log(1 - s)), where s is the head's
+    sigmoid (section 3.3); divided by the sum of the weights.
     """
     if drafter.config.stage == "draft":
         model = DraftModel(drafter, target)
@@ -360,10 +362,11 @@ def metrics(drafter: Drafter, target, batches: list) -> dict[str, float]:
 
 
 def throughput(verification: float, discard: float, t_draft: float, t_target: float) -> float:
-    """Tokens per second, the inverse of Eq. 2.3.
+    """Tokens per second: 1 / latency, with the latency of Eq. 2.3.
 
     Each target pass adds one token, so N_draft + N_target = N + N_discarded.
-    Insert this in T = t_draft N_draft + t_target N_target (2.1); divide by N.
+    Substitute it into T = t_draft N_draft + t_target N_target (Eq. 2.1) and
+    divide by N.
 
     Args: verification: N_target / N. discard: N_discarded / N. t_draft,
     t_target: seconds of a pass.
@@ -375,8 +378,8 @@ def throughput(verification: float, discard: float, t_draft: float, t_target: fl
 def oracle(agrees: list[bool]) -> int:
     """N_target in greedy decoding with the best stopping times (Lemma 2.1).
 
-    Each round stops before the next disagreement: |S| + 1 rounds, or |S| if
-    the last token is in S, as its round is the last (the lemma has |S| + 1).
+    Each round stops before the next disagreement. That takes |S| + 1 rounds,
+    but |S| if the last token is in S, because its round is the last.
 
     Args: agrees[i]: True if the draft model's argmax is token i of the answer.
     """
@@ -386,9 +389,10 @@ def oracle(agrees: list[bool]) -> int:
 def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
     """The true R from which on stopping is better (Theorem 3.1).
 
-    This bound is sufficient only, and h is on the scale of a biased head.
+    The condition is sufficient, not necessary. h does not compare with it,
+    because h stands on the scale of a biased head.
 
-    Args: c1: t_draft. c2: t_target - t_draft. delta: the constant Delta.
+    Args: c1: t_draft. c2: t_target - t_draft. delta: Delta, unknown; 0 drops it.
     """
     return (c2 + delta) / (c1 + c2 + delta)
 
@@ -397,7 +401,7 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
 
 
 class Memory:
-    """What the draft model keeps from round to round of one answer."""
+    """What the draft model keeps between the rounds of one answer."""
 
     def __init__(self, drafter, target):
         self.model = DraftModel(drafter, target)
@@ -414,7 +418,8 @@ def propose(drafter, decoding, memory: Memory):
     """
     ids = decoding.ids
     # Cut the rows of rejected tokens. If y2 of y1 y2 y3 was rejected, the row
-    # of y1 stays, and only the bonus token is fed.
+    # of y1 stays, and only the bonus token is fed. If all were accepted, y3,
+    # which was never fed, and the bonus token are fed.
     fed = memory.cache.rewind(ids)  # (1, n)
     while True:
         memory.cache.feed(fed)
@@ -433,10 +438,10 @@ def propose(drafter, decoding, memory: Memory):
 def until_stop(steps, head, threshold: float, chances: list):
     """The steps of one round until the head ends it (Algorithm 2).
 
-    One pass gives both e_(i-1) and q_i, so y_i is drawn before y_(i-1) is
-    judged. All drawn tokens are submitted, the newest unjudged, so that
-    sampling is lossless. The head predicts 0.9, 0.8, 0.5 for y1, y2, y3;
-    h = 0.6:
+    The pass that gives e_(i-1) also gives q_i, so y_i costs no pass of its own
+    and is drawn before y_(i-1) is judged. No drawn token is dropped, not even
+    the unjudged newest one, so sampling stays lossless. There is no e_0, so y1
+    is always drawn. The head predicts 0.9, 0.8, 0.5 for y1, y2, y3; h = 0.6:
 
         drafted                      y1   y2   y3   y4
         p^ before y_i is judged      1    .9   .72  .36
