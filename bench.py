@@ -358,8 +358,12 @@ def measure(args) -> dict:
             paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
             prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
-    if prompts and load > (os.cpu_count() or 1):
-        print(f"bench.py: other programs keep this machine busy (load {load:.1f})", file=sys.stderr)
+    if prompts and load > (os.cpu_count() or 1) / 2:
+        print(
+            f"bench.py: other programs use this machine (load {load:.1f}): stop them, or set "
+            "OMP_WAIT_POLICY=passive, with which threads do not spin for one another",
+            file=sys.stderr,
+        )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)

@@ -589,7 +589,6 @@ class Stats:
     emitted: int = 0  # tokens committed, bonus tokens included
     offered: list[int] = field(default_factory=list)  # depth of the draft, one entry per round
     accepted: list[int] = field(default_factory=list)  # draft tokens accepted, one per round
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (offered, accepted)
     seconds: dict[str, float] = field(default_factory=dict)  # of prefill, draft and verify
 
 
@@ -726,7 +725,6 @@ class Decoding:
         stats.emitted += emitted
         stats.offered.append(max(draft.depths()))
         stats.accepted.append(len(path))
-        stats.copies.append((draft.copied, sum(n >= nodes - draft.copied for n in path)))
 
     def _clock(self, phase: str) -> None:
         """Book the time since the last call on `phase`."""
