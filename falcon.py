@@ -6,26 +6,29 @@ predicts the feature h_(i+k), which the target's LM head turns into token
 x_(i+k+1). Every k consecutive slots form a block and attend to each other, so
 one pass predicts k tokens. The next pass reads these predictions as its block.
 A draft is a token tree that grows by k levels per pass. k = 2, newest token
-x_4, f_draft_i predicts h_i:
+x_3, f_draft_i predicts h_i (the example of 3.1):
 
-    pass 1   (h_2, x_3) (h_3, x_4)  ->  f_draft_4, f_draft_5  ->  x_5, x_6
-    pass 2   (f_draft_4, x_5) (f_draft_5, x_6)  ->  x_7, x_8
+    pass 1   (h_1, x_2) (h_2, x_3)  ->  f_draft_3, f_draft_4  ->  x_4, x_5
+    pass 2   (f_draft_3, x_4) (f_draft_4, x_5)  ->  x_6, x_7
 
 In training, coupled sequential glancing distillation (CSGD) reveals the
-answers of some slots. The later slots of the block learn to depend on them.
+answers of some slots, the feature and the token that they should predict. The
+later slots of the block learn to depend on them.
 
-Names that differ from the paper's: t_i is x_i, f_i is h_i (`features`,
+Names that differ: the paper's t_i is x_i here, f_i is h_i (`features`,
 `answers`), f_i^draft is `f_draft`, p and p^draft are `p_target` and `q_draft`,
 omega_dist is `distill_weight` (1 in the shipped drafter).
 
 Deviations, and choices where the paper is silent:
     1. Eq. 1 predicts one place ahead; the code predicts k, as 3.1 does.
-    2. The first block of a training text has a random length. In decoding,
-       borders move every round and older cached rows stay as they are.
+    2. The first block of a training text has a random length, so that a token
+       learns at every place of a block. In decoding, borders move from round
+       to round, and older cached rows stay as they are.
     3. CSGD reveals the first slots of a block and gives them no loss;
        lambda falls with the steps, not the epochs.
-    4. Features and embeddings are normed, because their scales differ.
-    5. Losses and drafts cover only frequent tokens (`draft_vocab`).
+    4. Features and embeddings are normed, because their scales differ. The
+       layers start from the target's; `fusion="linear"` is not the paper's.
+    5. Token losses and drafts cover only frequent tokens (`draft_vocab`).
     6. Nodes are the likeliest tokens; under sampling the paper draws them.
 
 Licence: Apache-2.0.
@@ -90,7 +93,7 @@ class Config:
 
 
 VARIANTS = {
-    "chain": {"tree": layered_tree([1, 1])},  # Table 4: as deep as the shipped tree
+    "chain": {"tree": layered_tree([1, 1])},  # Table 4; one pass with k = 2
     "two_pass": {"tree": layered_tree([4, 2, 2, 2])},  # ten nodes; with k = 2, two passes
     "paper": {"tree": PAPER_TREE},
 }
@@ -99,7 +102,8 @@ VARIANTS = {
 def in_levels(tree, most: float) -> list[list[int]]:
     """The rank paths of a tree, sorted by depth.
 
-    Raises: Mistake: not a path, a rank not below `most`, or no parent.
+    Raises: Mistake: an entry is no path, has a rank of `most` or more, or lacks
+        its parent.
     """
     if not isinstance(tree, (list, tuple)):
         raise common.Mistake(f"tree {tree!r}: give a list of rank paths, such as [[0], [0, 1]]")
@@ -140,6 +144,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
     def fuse(self, target, features: Tensor, token_ids: Tensor, state=None):
         """Fuse the feature and the token of each slot into one vector.
 
+        The LSTM reads slots in order; only `attend` looks ahead in a block.
+
         Args:
             features: (n, t, D) of t slots in n sequences or branches.
             token_ids: (n, t), each one step ahead of its feature.
@@ -159,7 +165,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         Args:
             positions: (1, r) the slots' numbers.
             mask: (B, 1, r, P_own + r) bool, True = may attend.
-            cache: the drafter's own, of P_own rows; r rows are added.
+            cache: the drafter's own, of P_own rows (0 without one); r are added.
         """
         tables = common.rotary(target, positions, -1)  # of the top layer
         tables = common.whole_rotary(tables, self.config.target["head_dim"])
@@ -191,7 +197,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 
 def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
-    """Relaxed causal mask (3.2): a slot attends to its own and earlier blocks.
+    """Relaxed causal mask (3.4): a slot attends to its own and earlier blocks.
 
     The answer of slot i is the input of slot i + k in the next block. The mask
     hides the next block, so no slot can read its answer, and a block sees only
@@ -227,7 +233,7 @@ def training_slots(batch, k: int, dtype: torch.dtype) -> Slots:
 
         slot      0        1        2        3        4
         input   h_0 x_1  h_1 x_2  h_2 x_3  h_3 x_4  h_4 x_5
-        answer  h_2 x_3  h_3 x_4  h_4 x_5     -        -
+        answer  h_2 x_3  h_3 x_4  h_4 x_5  h_5 -      -
 
     A slot learns if the loss mask is True at x_(i+k+1). The last k slots do
     not learn, because this token lies beyond the text.
@@ -243,18 +249,18 @@ def training_slots(batch, k: int, dtype: torch.dtype) -> Slots:
 
 
 def generators(seed: Tensor, use: int) -> list[torch.Generator]:
-    """A generator per sequence, from its seed and from `use`, 0 or 1."""
+    """A generator per sequence; `use` is 0 for `glance`, 1 for noise."""
     return [torch.Generator().manual_seed(2 * number + use) for number in seed.tolist()]
 
 
 def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
     """Choose the slots whose answers CSGD reveals (3.2): N = rate * d.
 
-    d is the number of slots in a sequence that predict a wrong token (the
-    Hamming distance), and N is rounded. Visit the blocks of `relaxed_mask`
-    with phase seed % k in random order. In each, reveal the first r slots,
-    with r uniform in 1..k-1, until N slots are revealed or no block is left.
-    The later slots of the block see these answers and learn from them.
+    d is the number of slots in a sequence whose likeliest token is not the
+    target's (the Hamming distance), and N is rounded. In random order, visit
+    the blocks of `relaxed_mask` (phase = seed % k). In each, reveal the first
+    r slots, with r uniform in 1..k-1, until N slots are revealed or no block
+    is left. The later slots of the block see these answers and learn from them.
 
     An incomplete first block is skipped, and so is a block in which no slot
     learns. Among the r slots, only those that learn are revealed.
@@ -291,7 +297,7 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 
 
 def reveal(slots: Slots, revealed: Tensor) -> Slots:
-    """Give revealed slots (B, S) their answers as inputs, and no loss."""
+    """Give revealed slots (B, S) their answers, feature and token, and no loss."""
     return slots._replace(
         features=torch.where(revealed[..., None], slots.answers, slots.features),
         token_ids=torch.where(revealed, slots.answer_ids, slots.token_ids),
@@ -374,7 +380,7 @@ class Memory:
         self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
         width = drafter.config.target["hidden_size"]
         self.fused = drafter.norm.weight.new_empty(1, 0, width)  # the last k - 1 slots, fused
-        self.state = None  # the LSTM's after the last committed slot
+        self.state = None  # the LSTM's after the last committed slot; drafts leave it alone
 
 
 class Pass(NamedTuple):
@@ -389,8 +395,8 @@ class Pass(NamedTuple):
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     """Feed the newly committed slots; None while fewer than k slots exist.
 
-    Only a full block predicts k tokens, so blocks are counted back from the
-    newest slot, and their borders move every round. The newest block can
+    Only a full block predicts k tokens, so blocks are counted backwards from
+    the newest slot, and their borders move with it. The newest block can
     contain up to k - 1 old slots, so the last k - 1 old slots attend again.
     Memory keeps them fused, because fusing them anew would need an older LSTM
     state. k = 3, slots 5 and 6 are new:
@@ -412,7 +418,8 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     memory.fused = fused[:, max(0, length - (k - 1)) :]
     if total < k:
         return None
-    # Drop the rows of slots that attend again, and those of the last draft.
+    # Drop the rows of slots that attend again, and all of the last draft: even
+    # accepted ones were computed from predicted features.
     memory.cache.cut(total - length)
     slots = torch.arange(total, device=fused.device)
     block = (slots - total) // k  # (P,) ..., -2, -1
@@ -426,10 +433,10 @@ def tree_mask(mask: Tensor, continues: Tensor, k: int) -> Tensor:
     """What each branch of a pass may attend to (Figure 3).
 
     A branch attends to its own block and to all that the branch it continues
-    attended to. Its k slots share one row of the mask. k = 2; "stable" are the
-    slots of committed tokens, D continues A, and E continues C:
+    attended to. Its k slots share one row of the mask. k = 2; D continues A, and
+    E continues C:
 
-                   stable   A A B B C C   D D E E
+                  committed A A B B C C   D D E E
         pass 2  A   x x x   x x . . . .
                 B   x x x   . . x x . .
                 C   x x x   . . . . x x
@@ -493,9 +500,9 @@ def levels_of(tree) -> list[list[tuple[int, int]]]:
 def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> common.Draft:
     """Draft a token tree, k levels per pass (3.4).
 
-    Each slot of a block drafts one level: its most likely tokens, by rank. The
-    next pass has one block for each node of the last level that has children.
-    It holds the last k tokens up to this node. k = 2, two passes:
+    Slot j of a block drafts level j of the pass: the slot's likeliest tokens, by
+    rank. The next pass has one block for each node of the last level that has
+    children. The block holds the last k tokens up to this node. k = 2:
 
         root -+- a -+- c --- e --- f
               |     +- d
@@ -515,7 +522,7 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
         return common.chain([], decoding.ids, k=k)
     ranks = 1 + max(map(max, config.tree))
     nodes = []
-    roots = [-1]  # the nodes that the blocks of this pass follow
+    roots = [-1]  # the nodes that the branches of this pass grow from
     for depth, level in enumerate(levels):
         place = depth % k  # of the level's slot in its block
         if place == 0:
@@ -530,8 +537,8 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
             top = q_draft.topk(ranks)
             q = top.values.tolist()
             ids = drafter.draft_ids[top.indices].tolist()
-        # 3. Add the nodes of this level. The first level of a pass follows its
-        #    branch's root, and a later one stays in its parent's branch.
+        # 3. Add the nodes of this level. The first level of a pass grows from
+        #    the roots, root n in branch n; a later one stays in its parent's.
         for parent, rank in level:
             branch = roots.index(parent) if place == 0 else nodes[parent].branch
             token = ids[branch][place][rank]
