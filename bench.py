@@ -8,19 +8,20 @@
     python bench.py --table results/*.json              # tables of earlier runs
     python bench.py --method falcon --help              # with the options of that method
 
-An arm is NAME[:VARIANT[+VARIANT]][+copies][@DIR]. NAME is a method or a rival (medusa, beam,
-lookup), VARIANT a name in its VARIANTS, +copies adds tokens copied from the context, and DIR holds
-another drafter than checkpoints/NAME.
+An arm is NAME[:VARIANT[+VARIANT]][+copies][@DIR]. NAME is a method or a
+rival (medusa, beam, lookup), VARIANT is one of its VARIANTS, DIR holds a
+drafter to use instead of checkpoints/NAME.
 
-Protocol: every turn of every prompt is answered by every arm before the next turn begins, in an
-order that is drawn anew for each turn, because machines drift. The earlier turns of a conversation
-are the baseline's for all arms. A warm-up is discarded. The baseline is the faster of
-transformers' greedy `generate` and a plain loop over our cache.
+Protocol: all arms answer a turn before the next turn begins. Their order
+is drawn anew for each turn, because a machine's speed drifts. All arms see
+the same earlier answers, those of transformers' `generate`. A warm-up is
+discarded. The baseline is the fastest plain loop, transformers' or ours.
 
-Figures: tokens/s counts the prefill. speedup is the ratio to the baseline's tokens/s, with a 95%
-bootstrap interval over five or more prompts. tau is tokens per target forward, without the
-prompt's forward; `accepted` leaves out the bonus token. alpha is the method's acceptance rate on
-the baseline's answers. The milliseconds are those of a round: drafting, verifying and the rest.
+Figures: tokens/s includes the prefill. speedup is relative to the
+baseline, with a 95% bootstrap interval over five or more prompts. tau is
+tokens per target forward, without the prefill; `accepted` leaves out bonus
+tokens. alpha is the method's acceptance rate on the baseline's answers.
+Times are milliseconds per round: drafting, verifying and the rest.
 """
 
 import argparse
@@ -45,9 +46,9 @@ from support import batching, cli, data, packed, pictures, replay, report, stopp
 from support.arms import Answer, Arm, decode, make_arms, method_of, plain_loops
 from support.prompts import check_lengths, encode
 
-ALPHA_ANSWERS = 32  # alpha is measured on so many of the baseline's answers
+ALPHA_ANSWERS = 32  # most answers of the baseline to measure alpha on
 WARM_UP_TOKENS = 12
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens fed, on the cost curve
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the cost curve
 
 # ------------------------------------------------------------------------------ answering
 
@@ -63,7 +64,7 @@ class Turn:
 
 
 def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
-    """Let an arm answer one prompt; `asked` holds its input_ids (1, T) and attention_mask."""
+    """Let an arm answer a prompt: input_ids (1, T) and attention_mask."""
     [encoded] = asked
     cuda = target.device.type == "cuda"
     stats = common.Stats(sync=cuda)
@@ -71,7 +72,7 @@ def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
     if arm.module is not None:
         given = {"custom_generate": decode, "arm": arm, "stats": stats}
 
-    # Transformers' own loops do not fill `stats`: a hook notes what each target forward is fed.
+    # A hook counts the tokens of each target forward, for transformers' loops.
     fed = []
 
     def note(_module, args, kwargs):
@@ -92,7 +93,7 @@ def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
     length = encoded["input_ids"].shape[1]
     tokens = output[0, length:].tolist()
     if arm.module is None:
-        # The first forward reads the prompt. All others read the newest token and a draft.
+        # The first forward reads the prompt, the others a token and a draft.
         stats.target_forwards = len(fed)
         stats.drafted = sum(fed) - (length - 1) - len(fed)
         stats.emitted = len(tokens)
@@ -107,11 +108,11 @@ def run(
 
     Args:
         arms: the first one's answers are the reference and the earlier turns.
-        groups: prompts that are answered at once, a list each.
+        groups: lists of prompts that are answered at once.
         options: of target.generate.
         play: answers the turns of a group with one arm.
     Returns:
-        The turns that every arm has answered: fewer than there are if Ctrl-C ended it.
+        The turns that every arm has answered; Ctrl-C ends the run early.
     """
     rounds = [max(len(prompt["turns"]) for prompt in group) for group in groups]
     often = 0.5 if sys.stderr.isatty() else 20  # a log gets few lines
@@ -126,7 +127,7 @@ def run(
         for number, group in enumerate(groups):
             said: list[list[str]] = [[] for _ in group]
             for place in range(rounds[number]):
-                # 1. Ask those of the group that have another turn.
+                # 1. Ask the prompts of the group that have another turn.
                 rows = [row for row, each in enumerate(group) if place < len(each["turns"])]
                 for row in rows:
                     said[row].append(group[row]["turns"][place])
@@ -158,11 +159,10 @@ def run(
 
 @torch.no_grad()
 def divergence(target, question_id, ids: Tensor, reference: list[int], tokens: list[int]) -> list:
-    """Where two answers part, and by how little the target preferred its choice there.
+    """Find the first token where an answer differs from the reference.
 
-    Returns:
-        [] if they are the same, else one {"question_id", "position", "top2_margin"} of the first
-        token that differs: the difference of the target's two best logits for it.
+    Returns: [] if none differs, else [{"question_id", "position",
+        "top2_margin"}], with the gap of the target's two best logits there.
     """
     if tokens == reference:
         return []
@@ -178,9 +178,9 @@ def divergence(target, question_id, ids: Tensor, reference: list[int], tokens: l
 
 @torch.no_grad()
 def acceptance_rate(arm: Arm, target, turns: list[Turn], reference: str) -> float | None:
-    """alpha by the method's own definition, over the tokens of the baseline's answers.
+    """alpha as the method defines it, on the baseline's answers.
 
-    None where the method has no alpha, or another model than its drafter drafts.
+    None for an arm without a drafter, or whose draft model drafts instead.
     """
     drafter = arm.kwargs.get("drafter")
     if drafter is None or arm.kwargs.get("draft_model") is not None:
@@ -202,7 +202,7 @@ def acceptance_rate(arm: Arm, target, turns: list[Turn], reference: str) -> floa
 
 
 def summary(arms: list[Arm], loops: list[Arm], target, turns: list[Turn], greedy: bool) -> dict:
-    """{NAME: figures} of all arms; the baseline is the fastest of the plain `loops`."""
+    """{NAME: figures} of all arms; the baseline is the fastest of `loops`."""
     speeds = {}
     for loop in loops:
         sums = report.total([turn.answers[loop.name] for turn in turns])
@@ -223,10 +223,10 @@ def summary(arms: list[Arm], loops: list[Arm], target, turns: list[Turn], greedy
 
 @torch.no_grad()
 def cost_curve(target, context: int, repeats: int = 5) -> dict:
-    """Milliseconds of a target forward over a chain, as verification runs it.
+    """Time the target forward over chains of several lengths.
 
     Returns:
-        {"context", "by_tokens": {n: ms}}, medians without the first, which warms up.
+        {"context", "by_tokens": {n: ms}}, medians after one warm-up.
     """
     config = target.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
@@ -235,14 +235,14 @@ def cost_curve(target, context: int, repeats: int = 5) -> dict:
             f"--context {context} + {COUNTS[-1]} tokens exceed the target's context of {limit}; "
             "lower --context"
         )
-    # 1. Cache random tokens. The rest of them are root and draft.
+    # 1. Cache random tokens; the last ones serve as root and draft.
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (1, context + COUNTS[-1]), generator=generator)
     ids = ids.to(target.device)
     cache = common.GrowingCache(config.num_hidden_layers)
     target.get_decoder()(ids[:, :context], past_key_values=cache, use_cache=True)
 
-    # 2. Feed more and more tokens.
+    # 2. Feed a growing number of tokens.
     by_tokens = {}
     for count in tqdm(COUNTS, desc="cost curve", disable=None):
         root, draft_ids = ids[:, context : context + count].split([1, count - 1], dim=1)
@@ -264,7 +264,7 @@ def cost_curve(target, context: int, repeats: int = 5) -> dict:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the options, among them the named methods' that matter while decoding."""
+    """Read the options, with the decoding options of the named methods."""
     parser = cli.OneLineParser(description=__doc__)
     _what_to_decode(parser)
     _what_to_measure(parser)
@@ -326,7 +326,7 @@ def _where_results_go(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise a Mistake for options that do not go together, before anything is loaded."""
+    """Raise a Mistake if options do not go together; nothing is loaded yet."""
     if not (args.method or args.peers or args.cost_curve or args.table):
         methods = ", ".join(cli.METHODS)
         raise Mistake(f"nothing to do: give --method ({methods}, all), --cost-curve or --table")
@@ -349,7 +349,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(args) -> dict:
-    """Everything that was asked for; prints the tables, writes --json, returns the result."""
+    """Measure, print the tables and write --json; returns the result."""
     prompts = []
     if args.method or args.peers:
         if args.prompt is not None:

@@ -1,15 +1,15 @@
-"""What the methods share: load a target, describe a draft, verify it without loss, decode.
+"""Code that all methods share: load a target, verify a draft, decode.
 
-A method proposes a `Draft`, a tree of candidate tokens. `verify` runs the target over the whole
-tree in one forward pass and keeps a path through it. `Decoding` holds one answer in the making and
-repeats this until the answer ends. To follow a method, read `Draft`, `verify`, `_draw` and
-`Decoding`; the rest loads models and refuses what would go wrong.
+A method proposes a `Draft`, a tree of candidate tokens. `verify` runs
+the target once over the tree and accepts a path through it. `Decoding`
+holds the state of one answer and verifies a draft per round. Read these
+three and `_draw` to follow a method; the rest loads and checks models.
 
-Shapes: B batch, T sequence, P cached prefix, K draft depth, N tree nodes, A accepted nodes,
-V vocabulary, Vd draft vocabulary, D hidden size, H heads, Hkv key-value heads, Dh head size.
-`p_target` and `q_draft` are the distributions of target and drafter.
+Shapes: B batch, T sequence, P cached prefix, K draft depth, N nodes, A
+accepted nodes, V vocabulary, Vd draft vocabulary, D hidden size, H heads,
+Hkv key-value heads, Dh head size. Distributions: `p_target`, `q_draft`.
 
-Apache-2.0.
+Licence: Apache-2.0.
 """
 
 import argparse
@@ -31,16 +31,16 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 
 class Mistake(ValueError):
-    """A user's mistake; the message states the problem and the remedy in one line."""
+    """A mistake of the user; the message names problem and remedy."""
 
 
 # ----------------------------------------------------------------------------------- the target
 
 
 def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "cpu"):
-    """A target, frozen and in eval mode, and its tokenizer.
+    """Load a target, frozen and in eval mode, and its tokenizer.
 
-    name: a Hugging Face id, folder of safetensors, or .gguf file; None is the default target.
+    name: Hugging Face id, folder or .gguf file; None: the default target.
     """
     if name is None:
         try:
@@ -79,7 +79,7 @@ def _read_target(name, dtype, device):
 
 
 def target_shape(target) -> dict:
-    """The numbers a drafter depends on; stored in its config and compared when it is loaded."""
+    """The sizes that a drafter and its target must share."""
     config = target.config.get_text_config()
     heads = config.num_attention_heads
     return {
@@ -93,7 +93,7 @@ def target_shape(target) -> dict:
 
 
 def _logit_scale(target) -> float:
-    """The factor by which some families scale their logits (Granite, Cohere)."""
+    """The factor on a target's logits (Granite, Cohere), else 1."""
     config = target.config.get_text_config()
     if getattr(config, "logit_scale", None):
         return config.logit_scale
@@ -101,7 +101,7 @@ def _logit_scale(target) -> float:
 
 
 def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """The target's logits from its last hidden states: (..., V), or (..., Vd) of `token_ids`."""
+    """Logits (..., V), or (..., Vd) of `token_ids`, of hidden (..., D)."""
     head = target.get_output_embeddings()
     weight, bias = head.weight, getattr(head, "bias", None)
     if token_ids is not None and len(token_ids) < len(weight):
@@ -114,10 +114,10 @@ def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Te
 
 
 def draft_head(target, token_ids: Tensor) -> nn.Linear:
-    """The rows `token_ids` (Vd,) of the target's LM head, frozen, without bias and soft cap."""
+    """Rows `token_ids` (Vd,) of the LM head; frozen, no bias, no soft cap."""
     head = target.get_output_embeddings()
     scale = _logit_scale(target)
-    if hasattr(head, "select") and scale == 1:  # support/packed.py packs once for each drafter
+    if hasattr(head, "select") and scale == 1:  # as in support/packed.py
         return head.select(token_ids)
     weight = head.weight
     if len(token_ids) < len(weight):
@@ -130,10 +130,10 @@ def draft_head(target, token_ids: Tensor) -> nn.Linear:
 
 
 def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Rotary cos and sin of one target layer, each (B, T, R), R <= Dh, at `position_ids` (B, T)."""
+    """A layer's rotary cos and sin (B, T, R), R <= Dh, at positions (B, T)."""
     like = torch.empty(0, dtype=target.dtype, device=position_ids.device)
     module = getattr(target.get_decoder(), "rotary_emb", None)
-    if module is None:  # GPT-2 and OPT learn their positions: tables of no rotation
+    if module is None:  # learned positions (GPT-2, OPT): rotate by zero
         one = torch.ones(*position_ids.shape, 2, dtype=like.dtype, device=like.device)
         return one, torch.zeros_like(one)
     if "layer_type" in inspect.signature(module.forward).parameters:  # Gemma-3
@@ -143,7 +143,7 @@ def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first R of Dh dimensions of x (B, H, T, Dh), paired as in Llama, not as in GLM."""
+    """Rotate the first R dimensions of x (B, H, T, Dh) in Llama's pairs."""
     cos, sin = (table[:, None].to(x.dtype) for table in tables)  # (B, 1, T, R)
     rotated, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     rotated = rotated * cos + rotate_half(rotated) * sin
@@ -151,10 +151,10 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Tables of R numbers (B, T, R) widened to Dh, for layers of transformers in a drafter.
+    """Widen tables (B, T, R) to (B, T, Dh), for Llama layers in a drafter.
 
-    Numbers j and j + Dh/2 rotate by one angle. Those that do not rotate have cos 1 and sin 0.
-    R = 4, Dh = 8: cos `a b a b` becomes `a b 1 1 a b 1 1`.
+    Dimensions j and j + Dh/2 share an angle, which is 0 from j = R/2 on.
+    R = 4 and Dh = 8: cos `a b a b` becomes `a b 1 1 a b 1 1`.
     """
     widened = []
     for table, fill in zip(tables, (1.0, 0.0)):
@@ -166,10 +166,10 @@ def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, 
 
 @torch.no_grad()
 def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]:
-    """Last hidden states (B, T, D) and {layer: (K, V)} of right-padded `input_ids` (B, T)."""
-    cache = DynamicCache()  # without a config, sliding layers keep all their rows
+    """Last hidden states (B, T, D) and {layer: (K, V)} of right-padded ids."""
+    cache = DynamicCache()  # without a config: sliding layers keep all rows
     hidden = target.get_decoder()(input_ids, past_key_values=cache, use_cache=True)[0]
-    if layers and max(layers) >= len(cache.layers):  # Gemma-3n: top layers share what others cache
+    if layers and max(layers) >= len(cache.layers):  # as Gemma-3n's top layers
         raise Mistake(f"target layer {max(layers)} caches no keys and values: name a lower one")
     return hidden, {n: (cache.layers[n].keys, cache.layers[n].values) for n in layers}
 
@@ -178,7 +178,7 @@ def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]
 
 
 def option(default, help: str, decode: bool = False):
-    """A field of a Config; with `decode` it may change after training, and bench.py offers it."""
+    """A Config field; with `decode` it may change after training."""
     kind = "default_factory" if callable(default) else "default"
     return field(**{kind: default}, metadata={"help": help, "decode": decode})
 
@@ -198,7 +198,7 @@ def one_of(config, **choices) -> None:
 
 
 def llama_config(shape: dict, intermediate_size: int) -> LlamaConfig:
-    """The configuration of a Llama layer in a drafter; `shape` is that of the target."""
+    """Config of a drafter's Llama layer; `shape` is a `target_shape`."""
     return LlamaConfig(
         hidden_size=shape["hidden_size"],
         intermediate_size=intermediate_size,
@@ -211,22 +211,21 @@ def llama_config(shape: dict, intermediate_size: int) -> LlamaConfig:
 
 
 def draft_vocab(shape: dict, size: int) -> Tensor:
-    """A placeholder for the draft vocabulary (Vd,), filled by start_from; size 0: all tokens."""
+    """Placeholder ids (Vd,), set by `start_from`; size 0: all tokens."""
     return torch.arange(min(size or shape["vocab_size"], shape["vocab_size"]))
 
 
 def target_layers(target) -> list[nn.Module]:
-    """The target's layers, bottom up; none if its decoder keeps them under another name."""
+    """The target's layers, bottom up; [] if it has no `layers`."""
     return list(getattr(target.get_decoder(), "layers", []))
 
 
 @torch.no_grad()
 def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
-    """Set `drafter.draft_ids` to the most frequent tokens and copy the weights that fit.
+    """Set `drafter.draft_ids` to the most frequent tokens; copy weights.
 
-    Args:
-        token_counts: (V,) how often each token occurs in the training responses.
-        pairs: (module of the drafter, module of the target) to copy between.
+    token_counts: (V,) how often each token occurs in the responses.
+    pairs: (drafter's module, target's module to copy from).
     """
     check_states(target)
     most_frequent = token_counts.topk(len(drafter.draft_ids)).indices
@@ -239,7 +238,7 @@ def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
 
 
 def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
-    """Copy parameters of equal name and shape, but no norm that scales by 1 + weight (Gemma)."""
+    """Copy weights of equal name and shape, but no norms of 1 + w (Gemma)."""
     source = dict(theirs.named_parameters())
     for name, weight in ours.named_parameters():
         other = source.get(name)
@@ -254,18 +253,18 @@ def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def overlap(target, hidden: Tensor, q_draft: Tensor, draft_ids: Tensor) -> Tensor:
-    """sum_x min(p_target, q_draft) of hidden (M, D) and q_draft (M, Vd), summed over M."""
+    """sum_x min(p_target, q_draft) of hidden (M, D), q_draft (M, Vd), over M."""
     total = torch.zeros((), device=q_draft.device)
-    for part, q in zip(hidden.split(256), q_draft.split(256)):  # in parts, to save memory
+    for part, q in zip(hidden.split(256), q_draft.split(256)):  # saves memory
         p_target = target_logits(target, part).softmax(-1)[:, draft_ids]  # (m, Vd)
         total += torch.minimum(p_target, q.float()).sum()
     return total
 
 
 def load_drafter(Drafter, path, target):
-    """Load a drafter from config.json and model.safetensors, with the target's device and dtype.
+    """Load a drafter to the target's device and dtype.
 
-    Raises: Mistake: nothing there, damaged, of another method, or made for another target.
+    Raises: Mistake: missing, damaged, or of another method or target.
     """
     path = Path(path)
     try:
@@ -293,7 +292,7 @@ def load_drafter(Drafter, path, target):
 
 
 def check_drafter(drafter, Drafter, target) -> None:
-    """Raise a Mistake if the drafter is of another method, device or dtype than it should be."""
+    """Raise a Mistake for a drafter of wrong method, device or dtype."""
     if not isinstance(drafter, Drafter):
         kind = type(drafter).__module__
         raise Mistake(f"the drafter is one of {kind}, not of {Drafter.__module__}")
@@ -307,24 +306,24 @@ def check_drafter(drafter, Drafter, target) -> None:
 
 @dataclass
 class Batch:
-    """What `loss` and `acceptance` take: right-padded sequences and the target's view of them."""
+    """What `loss` takes: right-padded sequences and the target's view of them."""
 
     input_ids: Tensor  # (B, T)
-    loss_mask: Tensor  # (B, T) bool, True where the token is to be predicted, never at t = 0
+    loss_mask: Tensor  # (B, T) bool, True for tokens to predict, not at t = 0
     hidden: Tensor  # (B, T, D) last hidden states, after the final norm
-    kv: dict[int, tuple[Tensor, Tensor]]  # {layer: (K, V)}, each (B, Hkv, T, Dh) as cached
-    seed: Tensor  # (B,) a new number per sequence and step; all randomness comes from it
-    progress: float  # fraction of the training run that is completed, in [0, 1)
+    kv: dict[int, tuple[Tensor, Tensor]]  # {layer: (K, V)}, (B, Hkv, T, Dh)
+    seed: Tensor  # (B,) new in each step; all random choices follow from it
+    progress: float  # completed fraction of the training run, in [0, 1)
 
 
 # ------------------------------------------------------------------------------------ KV caches
 
 
 class GrowingLayer(DynamicLayer):
-    """A cache layer in a buffer that doubles when it is full, so that a step copies no old rows."""
+    """A cache layer that copies old rows only when its buffer must double."""
 
     def update(self, key_states, value_states, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append rows (B, Hkv, n, Dh); returns all keys and values (B, Hkv, P + n, Dh)."""
+        """Append n rows; returns keys and values (B, Hkv, P + n, Dh)."""
         start = self.get_seq_length()
         end = start + key_states.shape[2]
         if not self.is_initialized:
@@ -344,7 +343,7 @@ class GrowingLayer(DynamicLayer):
             self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
 
     def keep(self, start: int, rows: Tensor) -> None:
-        """Move `rows` (n,), ascending places, to start, start + 1, ..., and cut off the rest."""
+        """Move `rows` (n,) to start, start + 1, ... and drop the rest."""
         if self.is_initialized:
             for buffer in self.buffers:
                 moved = buffer[:, :, rows.to(buffer.device)]
@@ -366,15 +365,15 @@ class GrowingCache(DynamicCache):
 
 
 class DraftCache(GrowingCache):
-    """A drafter's own KV cache. It records whose rows it holds, to drop those of refused tokens."""
+    """A drafter's KV cache, which drops the rows of rejected tokens."""
 
     fed: Tensor | None = None  # (1, P) the tokens whose rows are in the cache
 
     def rewind(self, input_ids: Tensor) -> Tensor:
-        """Drop rows that differ from `input_ids` (1, T); returns the tokens without one, >= 1."""
+        """Keep rows as far as `input_ids` agree; returns the ids to feed."""
         if self.fed is None:
             return input_ids
-        end = min(self.fed.shape[1], input_ids.shape[1] - 1)
+        end = min(self.fed.shape[1], input_ids.shape[1] - 1)  # feed at least 1
         same = self.fed[0, :end] == input_ids[0, :end]
         agreed = int(same.cumprod(0).sum())
         self.cut(agreed)
@@ -382,7 +381,7 @@ class DraftCache(GrowingCache):
         return input_ids[:, agreed:]
 
     def feed(self, token_ids: Tensor) -> Tensor:
-        """Record that the drafter consumes `token_ids` (1, n); returns their positions (1, n)."""
+        """Record that `token_ids` (1, n) are fed; returns positions (1, n)."""
         start = 0 if self.fed is None else self.fed.shape[1]
         self.fed = token_ids if self.fed is None else torch.cat([self.fed, token_ids], dim=1)
         return torch.arange(start, self.fed.shape[1], device=token_ids.device)[None]
@@ -395,18 +394,18 @@ class DraftCache(GrowingCache):
 class Draft:
     """A tree of N candidate tokens below the newest committed token, the root.
 
-    The first M nodes were drawn from `probs`; the others were chosen deterministically.
+    The first M nodes were sampled; the rest were chosen deterministically.
     """
 
     tokens: Tensor  # (N,) ids
     parents: Tensor  # (N,) on the CPU, parents before children; -1 is the root
-    probs: Tensor | None = None  # (M, V) the processed distribution each node was drawn from
-    q: Tensor | None = None  # (N,) the drafter's probability of each node, for display
-    copied: int = 0  # how many of the last nodes are copies from the context
-    notes: dict = field(default_factory=dict)  # more facts about the round, for display
+    probs: Tensor | None = None  # (M, V) processed q_draft of sampled nodes
+    q: Tensor | None = None  # (N,) the drafter's probabilities, for display
+    copied: int = 0  # number of last nodes that are copies from the context
+    notes: dict = field(default_factory=dict)  # on the round, for display
 
     def children(self) -> dict[tuple[int, int], int]:
-        """{(parent, token): node}; of equal siblings the first."""
+        """{(parent, token): node}, with the first of equal siblings."""
         places = list(zip(self.parents.tolist(), self.tokens.tolist()))
         return {place: node for node, place in reversed(list(enumerate(places)))}
 
@@ -419,7 +418,7 @@ class Draft:
 
 
 def chain(steps, input_ids: Tensor, **notes) -> Draft:
-    """A draft without branches from a proposer's (token (1,), q_draft (V,), hidden) steps."""
+    """A chain from a proposer's steps (token (1,), q_draft (V,), hidden)."""
     steps = list(steps)
     if not steps:
         empty = torch.zeros(0, dtype=torch.long)
@@ -432,9 +431,11 @@ def chain(steps, input_ids: Tensor, **notes) -> Draft:
 
 
 def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
-    """Additive attention mask (1, 1, N + 1, P + N + 1) of root and nodes over P cached rows.
+    """Additive attention mask (1, 1, N + 1, P + N + 1) of root and nodes.
 
-    A row attends to the prefix, the root, its ancestors and itself. Parents -1, 0, 0, 1, P = 2:
+    A row attends to the prefix, the root, its ancestors and itself.
+    Parents -1, 0, 0, 1 and P = 2 (x is 0, . the dtype's lowest number; a
+    boolean mask would be added to the scores by eager attention):
 
                  prefix  root  n0 n1 n2 n3
            root   x  x    x    .  .  .  .
@@ -442,8 +443,6 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
            n1     x  x    x    x  x  .  .
            n2     x  x    x    x  .  x  .
            n3     x  x    x    x  x  .  x
-
-    It is not boolean, because eager attention adds its mask and would add 1 for True.
     """
     may_attend = torch.eye(len(parents) + 1, dtype=torch.bool)  # (N + 1, N + 1)
     for node, parent in enumerate(parents.tolist()):
@@ -455,7 +454,7 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
 
 
 def tree_inputs(input_ids: Tensor, draft: Draft, prefix: int, dtype) -> tuple:
-    """What the target reads to verify a draft: ids (1, N + 1), mask and positions (1, N + 1)."""
+    """What the target reads: ids, mask and positions of root and nodes."""
     fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
     mask = ancestor_mask(draft.parents, prefix, dtype)  # (1, 1, N + 1, P + N + 1)
     depths = torch.tensor(draft.depths(), device=fed.device)
@@ -464,12 +463,12 @@ def tree_inputs(input_ids: Tensor, draft: Draft, prefix: int, dtype) -> tuple:
 
 
 def forward(target, fed: Tensor, cache, mask=None, positions=None) -> tuple[Tensor, Tensor]:
-    """One target forward over `fed` (1, n): logits (1, n, V) and last hidden states (1, n, D)."""
+    """Feed ids (1, n): logits (1, n, V) and last hidden states (1, n, D)."""
     output = target(
         fed,
         past_key_values=cache,
         use_cache=True,
-        attention_mask=mask if fed.shape[1] > 1 else None,  # one row attends to everything
+        attention_mask=mask if fed.shape[1] > 1 else None,  # one row: sees all
         position_ids=positions,
         output_hidden_states=True,
     )
@@ -479,26 +478,25 @@ def forward(target, fed: Tensor, cache, mask=None, positions=None) -> tuple[Tens
 class Verified(NamedTuple):
     """Outcome of a round."""
 
-    tokens: Tensor  # (1, A + 1) to commit; the last one is the target's own (bonus token)
+    tokens: Tensor  # (1, A + 1) accepted tokens and the target's bonus token
     path: list[int]  # the A accepted nodes, root to leaf
-    hidden: Tensor  # (1, A + 1, D) the target's last hidden states of the root and these nodes
-    logits: Tensor  # (1, N + 1, V) the target's, of the root and all nodes, unprocessed
+    hidden: Tensor  # (1, A + 1, D) last hidden states, root and accepted nodes
+    logits: Tensor  # (1, N + 1, V) unprocessed, root and all nodes
 
 
 @torch.no_grad()
 def verify(
     target, input_ids, draft: Draft, cache, logits_processor=None, do_sample=False, scored=None
 ) -> Verified:
-    """Check a token tree with one target forward; the result is distributed as plain decoding is.
+    """Verify a token tree with one target forward, without loss.
 
-    Greedy: descend while a child holds the argmax. Sampling: recursive rejection sampling over the
-    sampled children (Leviathan et al. 2023; with siblings, SpecInfer 2024), see `_draw`.
+    Greedy: descend while a child holds the argmax. Sampling: rejection
+    sampling, see `_draw` (Leviathan et al. 2023; siblings: SpecInfer 2024).
 
-    Args:
-        input_ids: (1, P + 1) committed tokens; the last one is the root.
-        cache: the target's, of P rows before and P + 1 + A after.
-        logits_processor: a function of ids and scores; it sees each visited node's own prefix.
-        scored: logits and hidden states of the tree, if a joint forward has computed them.
+    input_ids: (1, P + 1) committed tokens; the last one is the root.
+    cache: the target's; P rows before, P + A + 1 after.
+    logits_processor: called with each visited node's prefix and scores.
+    scored: logits and hidden states of the tree, if already computed.
     """
     in_order = draft.parents < torch.arange(len(draft.parents))
     assert in_order.all(), "a child before its parent would not see it"
@@ -510,12 +508,12 @@ def verify(
         scored = forward(target, fed, cache, mask, positions)
     logits, hidden = scored  # (1, N + 1, V), (1, N + 1, D)
 
-    # 2. Walk down from the root: choose the next token, and go on if a child holds it.
+    # 2. Walk down from the root: choose a token, descend if a child holds it.
     child = draft.children()
     sampled = len(draft.probs) if do_sample and draft.probs is not None else 0  # M
     plain_argmax = None
     if not (do_sample or logits_processor):
-        plain_argmax = logits[0].float().argmax(-1).tolist()  # of all nodes at once
+        plain_argmax = logits[0].float().argmax(-1).tolist()  # of all nodes
     path = []
     committed = []
     node = -1
@@ -534,7 +532,7 @@ def verify(
         if node is not None:
             path.append(node)
 
-    # 3. Keep the cache rows of the root and the accepted nodes: row 0 and rows n + 1 of nodes n.
+    # 3. Keep the cache rows of the root (row 0) and of accepted nodes (n + 1).
     kept = torch.tensor([-1, *path]) + 1  # (A + 1,)
     for layer in cache.layers:
         if path == list(range(len(path))):  # already in place
@@ -546,12 +544,13 @@ def verify(
 
 
 def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
-    """A token distributed as softmax(scores (V,)), preferably one of the sampled siblings.
+    """A token distributed as softmax(scores (V,)), by rejection sampling.
 
-    Each sibling is accepted with probability min(1, p_target / q_draft). If it is refused, the next
-    one is tested against the residual norm(max(p_target - q_draft, 0)). If all are refused, the
-    token is drawn from the last residual. A deterministic child that holds this token is then
-    accepted: the residual does not depend on which such children there are.
+    A sibling is accepted with probability min(1, p_target / q_draft). If it
+    is rejected, the residual norm(max(p_target - q_draft, 0)) takes the
+    place of p_target for the next one. If all are rejected, the token is
+    drawn from the last residual. `verify` then accepts a deterministic child
+    that holds it. This is exact: the draw ignores deterministic children.
     """
     p_target = scores.softmax(-1)  # (V,)
     assert not p_target.isnan().any(), "the logits processors forbid every token"
@@ -567,9 +566,9 @@ def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
 
 
 def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
-    """Ids (..., 1) from probs (..., V): the first with a cumulative probability above `uniform`."""
-    # torch.multinomial takes ten times as long on a CPU.
-    exact = probs if probs.device.type == "mps" else probs.double()  # MPS has no float64
+    """Draw ids (..., 1) from probs (..., V) with `uniform` in [0, 1)."""
+    # torch.multinomial takes ten times as long on a CPU. MPS has no float64.
+    exact = probs if probs.device.type == "mps" else probs.double()
     sums = exact.cumsum(-1)  # (..., V)
     if uniform is None:
         uniform = torch.rand_like(sums[..., :1])
@@ -581,30 +580,32 @@ def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
 
 @dataclass
 class Stats:
-    """What happened while decoding. The forward over the prompt is not counted."""
+    """Counts of one decoding; seconds of prefill, draft and verify."""
 
     sync: bool = False  # wait for the GPU before the clock is read
-    target_forwards: int = 0
+    target_forwards: int = 0  # without the one over the prompt
     drafted: int = 0  # draft tokens submitted for verification
     emitted: int = 0  # tokens committed, bonus tokens included
-    offered: list[int] = field(default_factory=list)  # depth of the draft, one entry per round
-    accepted: list[int] = field(default_factory=list)  # draft tokens accepted, one per round
-    seconds: dict[str, float] = field(default_factory=dict)  # of prefill, draft and verify
+    offered: list[int] = field(default_factory=list)  # draft depth per round
+    accepted: list[int] = field(default_factory=list)  # draft tokens per round
+    seconds: dict[str, float] = field(default_factory=dict)  # {phase: time}
 
 
 class Decoding:
-    """The state of one answer: committed tokens, the target's cache, and the stopping rules.
+    """The state of one answer.
 
-        ids     (1, P + 1)    committed tokens; the newest is not cached yet
-        cache                 the target's keys and values of the first P
-        hidden  (1, n, D)     the target's last hidden states of what the last round (at first the
-                              prompt) cached; they end one token before `ids` does:
+        ids     (1, P + 1)  committed tokens; the newest is not cached yet
+        cache               the target's keys and values of the first P
+        hidden  (1, n, D)   last hidden states of the n tokens cached last,
+                            by the newest round or, at first, the prefill
 
-                                  ids     x_1  x_2  x_3  x_4  x_5     x_5 is not cached yet
-                                  hidden            h_3  h_4          two were cached last
+    After a round that accepted x_4 and added the bonus token x_5:
 
-    `given` is what transformers hands to a `custom_generate` function. copies: most tokens to copy
-    from the context each round (support/rivals/lookup.py).
+        ids     x_1  x_2  x_3  x_4  x_5
+        hidden            h_3  h_4
+
+    `copies` is the most tokens to copy from the context per round. `given`
+    is what transformers passes to a `custom_generate` function.
     """
 
     def __init__(
@@ -622,7 +623,7 @@ class Decoding:
         self.stats = stats or Stats()
         self.streamer = token_streamer
         self.lookup = None
-        if copies:  # no paper's idea, so not in this file
+        if copies:  # part of no method
             try:
                 from support.rivals.lookup import Lookup
             except ImportError as error:
@@ -637,7 +638,7 @@ class Decoding:
 
     @torch.no_grad()
     def _prefill(self) -> None:
-        """Cache all prompt tokens but the last, which is the root of the first draft."""
+        """Cache all prompt tokens but the last, the first draft's root."""
         if self.streamer is not None:
             self.streamer.put(self.ids.cpu())
         config = self.target.config.get_text_config()
@@ -652,14 +653,14 @@ class Decoding:
 
     @property
     def room(self) -> int:
-        """The most levels a draft may have; one place is the bonus token's."""
+        """Most levels of a draft that leave room for the bonus token."""
         return self.generation_config.max_length - self.ids.shape[1] - 1
 
     def pick(self, logits: Tensor, draft_ids: Tensor | None, ids: Tensor):
-        """A draft token (1,), the argmax or a draw, and the processed q_draft (V,) it comes from.
+        """Choose a draft token (1,); returns it and processed q_draft (V,).
 
-        logits: (1, Vd) of `draft_ids` (Vd,), or of all V. Returns None if the processors, which see
-        the tokens before, ids (1, T), allow no token that can be drafted.
+        logits: (1, Vd) of `draft_ids` (Vd,), or (1, V). ids: (1, T) before
+        it. Returns None if the processors forbid all of the draft vocabulary.
         """
         scores = logits.float()  # (1, V)
         if draft_ids is not None:
@@ -668,20 +669,20 @@ class Decoding:
             scores[:, draft_ids] = logits.float()
         if self.logits_processor:
             scores = self.logits_processor(ids, scores)
-            if not scores.max() > float("-inf"):  # -inf everywhere, or NaN once normalised
+            if not scores.max() > float("-inf"):  # all -inf, or NaN
                 return None
         q_draft = scores.softmax(-1)[0]  # (V,)
         token = sample(q_draft) if self.do_sample else q_draft.argmax(keepdim=True)
         return token, q_draft
 
     def with_copies(self, draft: Draft) -> Draft:
-        """The draft, with what can be copied from the context if `copies` asks for it."""
+        """The draft, with copies from the context if `copies` is set."""
         if self.lookup is None:
             return draft
         return self.lookup.merge(draft, self.ids, self.room)
 
     def verify(self, draft: Draft, scored=None) -> Verified:
-        """Check a draft and commit what holds; `scored` as for the function `verify`."""
+        """Verify a draft; commit its accepted tokens and the bonus token."""
         self._clock(self.phase)
         self.phase = "draft"
         if scored is None:
@@ -702,7 +703,7 @@ class Decoding:
         return verified
 
     def _commit(self, tokens: Tensor) -> int:
-        """Append tokens (1, n) up to where decoding stops; returns how many."""
+        """Append tokens (1, n) until decoding stops; returns the count."""
         before = self.ids
         for count in range(1, tokens.shape[1] + 1):
             self.ids = torch.cat([before, tokens[:, :count]], dim=1)
@@ -716,7 +717,7 @@ class Decoding:
         return count
 
     def _count(self, draft: Draft, path: list[int], emitted: int) -> None:
-        """Add the round to the statistics; accepted nodes beyond the end do not count."""
+        """Count the round; accepted nodes after the end are left out."""
         stats = self.stats
         nodes = len(draft.tokens)
         path = path[:emitted]
@@ -727,7 +728,7 @@ class Decoding:
         stats.accepted.append(len(path))
 
     def _clock(self, phase: str) -> None:
-        """Book the time since the last call on `phase`."""
+        """Add the time since the last call to `phase`."""
         if self.stats.sync:
             torch.cuda.synchronize(self.target.device)
         now = time.perf_counter()
@@ -737,7 +738,7 @@ class Decoding:
 
 
 def check_target(target) -> None:
-    """Raise a Mistake if decoding by token trees would differ from this target's own decoding."""
+    """Raise a Mistake if token trees would change what the target decodes."""
     config = target.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or [])
     plain = "leave custom_generate out, or take another target"
@@ -745,7 +746,7 @@ def check_target(target) -> None:
     missing = needed - inspect.signature(target.forward).parameters.keys()
     if missing:
         raise Mistake(f"the target takes no {min(missing)}, which a token tree needs: {plain}")
-    # ALiBi, GPT-Neo's and Doge's attention count cache rows where a token tree counts levels.
+    # ALiBi, GPT-Neo and Doge count cache rows; trees count levels.
     for name in ("alibi", "attention_layers", "keep_window_size"):
         if getattr(config, name, None):
             raise Mistake(f"{name}: attention that counts rows, not positions: {plain}")
@@ -759,7 +760,7 @@ def check_target(target) -> None:
 
 @torch.no_grad()
 def check_states(target) -> None:
-    """Raise a Mistake unless `target_logits` of the decoder's states are the target's logits."""
+    """Raise a Mistake unless `target_logits` gives the target's logits."""
     ids = torch.arange(1, 3, device=target.device)[None]
     output = target(ids, output_hidden_states=True)
     last = output.hidden_states[-1]
@@ -805,17 +806,17 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
         if asked:
             raise Mistake(f"{name} is not supported by token trees: leave it out")
 
-    # What lies beyond these reaches would be attended to here, but not by the target.
+    # Decoding here equals the target's own only up to these lengths.
     limit = generation_config.max_length
     kinds = getattr(config, "layer_types", None)
-    slides = kinds is None or "sliding_attention" in kinds  # Mistral lists no types
+    slides = kinds is None or "sliding_attention" in kinds  # Mistral: none
     reaches = {"context": getattr(config, "max_position_embeddings", None)}
     if slides:
         reaches["sliding window"] = getattr(config, "sliding_window", None)
     if kinds is not None and "chunked_attention" in kinds:
         reaches["attention chunk"] = getattr(config, "attention_chunk_size", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # takes other factors for longer texts
+    if rope.get("rope_type") == "longrope":  # long texts: other factors
         border = rope.get("original_max_position_embeddings") or limit
         if input_ids.shape[1] - 1 <= border:
             reaches["positions before its long RoPE factors"] = border + 1
@@ -826,7 +827,7 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
 
 
 def open_decoding(target, input_ids: Tensor, copies=0, stats=None, **options) -> Decoding:
-    """The Decoding that `target.generate(input_ids, **options)` sets up, before its first round."""
+    """The Decoding of `target.generate(input_ids, **options)` at its start."""
     created = []
 
     def opened(target, input_ids, copies=0, stats=None, **given):
@@ -839,7 +840,7 @@ def open_decoding(target, input_ids: Tensor, copies=0, stats=None, **options) ->
 
 
 def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -> None:
-    """Answer one prompt with the drafter in checkpoints/folder; for `python METHOD.py`."""
+    """Answer a prompt with a shipped drafter, for `python METHOD.py`."""
     parser = argparse.ArgumentParser(description="Answer a prompt with the shipped drafter.")
     default = "Explain photosynthesis to a child in five sentences."
     parser.add_argument("prompt", nargs="?", default=default)

@@ -1,13 +1,13 @@
-"""Train the drafter of any method against a frozen target, or let the target write the data.
+"""Train a drafter against a frozen target, or let the target write data.
 
     python train.py --make-data 2000 --out conversations.jsonl
     python train.py --method glide --data conversations.jsonl --minutes 30 --out checkpoints/mine
     torchrun --nproc-per-node 2 train.py --method glide --data FILES --steps 1000 --out DIR
 
-The method's module supplies Config, build, loss and acceptance. This file supplies data,
-optimizer, resume and checkpoints, and knows nothing about any method. Processes, devices and
-mixed precision are the business of accelerate, so that `accelerate launch` works as well as
-torchrun. `--method NAME --help` lists the options of a method.
+A method's module supplies Config, build, loss and acceptance. This file
+supplies data, optimizer, checkpoints and resuming for all methods.
+accelerate handles processes, devices and mixed precision, so `accelerate
+launch` works like torchrun. `--method NAME --help` lists a method's options.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def read_data(args, target, tokenizer) -> tuple[list, list, list]:
 
 
 def start_drafter(args, module, target, counts: Tensor, overrides: dict, state: dict | None):
-    """The drafter to train: a new one, or with the weights of `--resume` or `--init`."""
+    """The drafter to train: new, resumed, or with weights of `--init`."""
     if state:
         drafter = module.Drafter(module.Config(**{**state["config"], **overrides}))
         drafter.load_state_dict(state["model"])
@@ -76,13 +76,13 @@ def start_drafter(args, module, target, counts: Tensor, overrides: dict, state: 
 
 
 def learning_rate(progress: float, warmup: float) -> float:
-    """Share of the peak: linear warm-up, constant, and down to zero in the last fifth."""
+    """Share of the peak: linear rise, flat, linear fall in the last fifth."""
     rise = (progress + 1e-3) / warmup if warmup else 1.0
     return max(0.0, min(rise, 1.0, (1 - progress) / 0.2))
 
 
 class LossStep(nn.Module):
-    """The method's loss as the forward of a module, which DistributedDataParallel needs."""
+    """The method's loss as a module's forward, for DistributedDataParallel."""
 
     def __init__(self, module, drafter, target):
         super().__init__()
@@ -95,23 +95,23 @@ class LossStep(nn.Module):
 
 
 def backward(accelerator, model, parts: list) -> float:
-    """The gradient of one step, of all its parts and all processes; returns the mean loss.
+    """Compute the gradient of one step; returns the mean loss.
 
-    The losses are summed and the gradient is divided once, by the weight of the whole step. So how
-    the step is split changes nothing.
+    The losses of all parts and processes are summed. The gradient is divided
+    once, by the step's total weight, and so does not depend on the split.
 
-    Args: parts: functions that make the batches of this process.
+    parts: functions that make the batches of this process.
     """
     sums = torch.zeros(2, device=next(model.parameters()).device)  # loss and weight
     for part in parts:
-        # DistributedDataParallel averages the gradients of all processes in the last part.
+        # DistributedDataParallel averages over the processes in the last part.
         last = part is parts[-1]
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
             total, weight = model(part())
             accelerator.backward(total)
         sums += torch.stack([total.detach(), weight]).float()
     total, weight = accelerator.reduce(sums, "sum").tolist()
-    weight = weight or 1.0  # of a step without anything to learn
+    weight = weight or 1.0  # the step may have nothing to learn
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad *= accelerator.num_processes / weight
@@ -129,7 +129,7 @@ def check_finite(args, step: int, **numbers: float) -> None:
 
 
 def measure(module, drafter, target, measured: dict) -> dict:
-    """The acceptance rate over all positions of each set of batches; None of an empty one."""
+    """The acceptance rate on each set of batches; None for an empty one."""
     row = {}
     drafter.eval()
     with torch.no_grad():
@@ -140,7 +140,7 @@ def measure(module, drafter, target, measured: dict) -> dict:
             row[name] = round(accepted / max(1, count), 4) if batches else None
         if hasattr(module, "metrics") and measured["alpha"]:
             figures = module.metrics(drafter, target, measured["alpha"])
-            for name, value in figures.items():  # an undefined one is no reason to stop
+            for name, value in figures.items():  # None if undefined
                 row[name] = round(float(value), 4) if math.isfinite(value) else None
     drafter.train()
     return row
@@ -148,7 +148,7 @@ def measure(module, drafter, target, measured: dict) -> dict:
 
 @contextlib.contextmanager
 def interrupts():
-    """A list to which Ctrl-C adds, instead of ending the program."""
+    """Yield a list that Ctrl-C adds to, instead of ending the program."""
     caught = []
     before = signal.signal(signal.SIGINT, lambda *_: caught.append(True))
     try:
@@ -175,10 +175,10 @@ def check(args) -> None:
 
 
 def launch(args) -> Accelerator:
-    """What knows the processes; `args.device` becomes that of this one."""
+    """The Accelerator; sets `args.device` if there are several processes."""
     accelerator = Accelerator(
         cpu=args.device == "cpu",
-        device_placement=False,  # all is put where the target is
+        device_placement=False,  # tensors go where the target is
         mixed_precision="bf16" if args.bf16 else "no",
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
@@ -194,7 +194,7 @@ def launch(args) -> Accelerator:
 
 
 class Run:
-    """One run of training: what it works with, and how far it has come."""
+    """One training run: its drafter, data, optimizer and progress."""
 
     def __init__(self, args, module, overrides: dict):
         self.args = args
@@ -207,7 +207,7 @@ class Run:
         self.sequences, *other = read_data(args, target, tokenizer)
         self.identity = checkpoints.identity(args, target, self.sequences)
 
-        # 2. The drafter and how far it has come.
+        # 2. The drafter, and the progress of a resumed run.
         state, self.at = None, checkpoints.Progress()
         if args.resume:
             state, self.at = checkpoints.read(self.out, module, self.identity, overrides)
@@ -218,9 +218,9 @@ class Run:
         self.finished = self.at.share(args) >= 1
         if self.finished:
             return
-        self.out.mkdir(parents=True, exist_ok=True)  # better to fail now than when all is done
+        self.out.mkdir(parents=True, exist_ok=True)  # fails early
 
-        # 3. The target's view of all sequences.
+        # 3. The target's features of all sequences.
         measured = {}
         for name, part in zip(("alpha", "eval_alpha"), other):
             measured[name] = Features(target, part, drafter.kv_layers, args.features).batches(name)
@@ -228,7 +228,7 @@ class Run:
         self.features = Features(target, self.sequences, drafter.kv_layers, args.features)
         self.features.compute_all()
 
-        # 4. The optimizer; accelerate wraps it and the loss for several processes.
+        # 4. The optimizer, which accelerate wraps together with the loss.
         weights = [p for p in drafter.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(weights, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
         if state:
@@ -239,10 +239,10 @@ class Run:
         self.order = data.Order(lengths, args.batch_size, args.seed)
 
     def step(self, share: float) -> None:
-        """One optimizer step; `share` of the run is over."""
+        """One optimizer step; `share` is the completed part of the run."""
         args = self.args
         at = self.at
-        # 1. This process takes its part of the step's sequences, in `--accumulate` parts.
+        # 1. Take this process's sequences, in `--accumulate` parts.
         chosen, seeds = self.order.step(at.step)
         size = args.batch_size // self.accelerator.num_processes // args.accumulate
         first = self.accelerator.process_index * args.accumulate * size
@@ -251,12 +251,12 @@ class Run:
             mine = slice(start, start + size)
             parts.append(partial(self.features.batch, chosen[mine], seeds[mine], share))
 
-        # 2. The gradient of the whole step.
+        # 2. Compute the gradient of the whole step.
         loss = backward(self.accelerator, self.model, parts)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), args.clip)
         check_finite(args, at.step, loss=loss, gradient=float(norm))
 
-        # 3. The step.
+        # 3. Update the weights.
         for group in self.optimizer.param_groups:
             group["lr"] = args.lr * learning_rate(share, args.warmup)
         self.optimizer.step()
@@ -275,7 +275,7 @@ class Run:
         row["loss"] = at.average and round(at.average, 4)
         at.curve.append(row)
         if self.accelerator.is_main_process and not sys.stderr.isatty():
-            print(row, file=sys.stderr, flush=True)  # a log gets lines instead of a bar
+            print(row, file=sys.stderr, flush=True)  # in place of the bar
         return row
 
     def save(self) -> None:
@@ -290,18 +290,18 @@ class Run:
         checkpoints.save(self.drafter, self.out, state)
 
     def agree(self, *numbers: float) -> list[float]:
-        """The mean of each number over all processes, which may have different clocks."""
+        """The mean of each number over processes, whose clocks may differ."""
         if self.accelerator.num_processes == 1:
             return list(numbers)
         ours = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
         return self.accelerator.reduce(ours, "mean").tolist()
 
     def go(self) -> bool:
-        """Train to the end; True if Ctrl-C was pressed before."""
+        """Train to the end; returns True if Ctrl-C ended it early."""
         args = self.args
         at = self.at
         main = self.accelerator.is_main_process
-        begin = time.monotonic() - at.seconds  # as if the run had never been away
+        begin = time.monotonic() - at.seconds  # earlier sittings count
         with (
             interrupts() as caught,
             tqdm(
@@ -326,7 +326,7 @@ class Run:
 
 
 def train(args, module, overrides: dict) -> None:
-    """Train a drafter; `args.out` has it after every `--save-every` steps and at the end."""
+    """Train a drafter; save it every `--save-every` steps and at the end."""
     check(args)
     run = Run(args, module, overrides)
     interrupted = False
@@ -338,7 +338,7 @@ def train(args, module, overrides: dict) -> None:
     if accelerator.is_main_process:
         last = {"method": args.method, "out": args.out, "interrupted": interrupted}
         print(json.dumps(last | run.at.curve[-1]))
-    # The wrapped model goes before the processes part: it could wait for the others for ever.
+    # Free the wrapped model while all processes live; later it could hang.
     del run
     accelerator.free_memory()
     accelerator.end_training()
@@ -348,7 +348,7 @@ def train(args, module, overrides: dict) -> None:
 
 
 def parse(argv: list[str]):
-    """The options, those of the `--method` in argv among them, and the method's module or None."""
+    """The options, with those of `--method`, and its module or None."""
     number = cli.number
     share = number(float, 0, 1)
     parser = cli.OneLineParser(description=__doc__)

@@ -1,10 +1,10 @@
 """The arms of bench.py: how they are written, and what they decode with.
 
 falcon                a method or a rival with the drafter in checkpoints/NAME
-glide:gamma2          one of its VARIANTS; NAME:ONE+OTHER takes the settings of both
-falcon+copies         beside its draft, up to 16 tokens a round copied from the context
+glide:gamma2          one of its VARIANTS; NAME:ONE+OTHER combines two
+falcon+copies         with up to 16 tokens per round copied from the context
 falcon@runs/mine      another drafter
-all                   everything with a drafter for this target, and transformers' own methods
+all                   all that fits this target, and transformers' own methods
 """
 
 import contextlib
@@ -34,14 +34,14 @@ class Arm:
 
     name: str
     module: object = None  # of the method; None: transformers decodes
-    kwargs: dict = field(default_factory=dict)  # of module.drafts, config included
+    kwargs: dict = field(default_factory=dict)  # of module.drafts, with config
     copies: int = 0
-    peer: dict = field(default_factory=dict)  # arguments of target.generate, without a module
+    peer: dict = field(default_factory=dict)  # of generate, if no module
 
 
 @dataclass
 class Answer:
-    """What an arm made of a turn: of one sequence, or of all in a batch."""
+    """An arm's answer to a turn, for one sequence or a whole batch."""
 
     rows: list[list[int]]  # the new tokens of each sequence
     seconds: float  # wall time, prefill included
@@ -55,7 +55,7 @@ def plain_drafts(decoding):
 
 
 def plain_loops() -> list[Arm]:
-    """The two candidates for the baseline: transformers' loop, and ours without drafts."""
+    """The candidates for the baseline: transformers' loop, and a plain one."""
     ours = SimpleNamespace(__name__="plain", drafts=plain_drafts)
     return [Arm("transformers"), Arm("plain", ours)]
 
@@ -70,16 +70,16 @@ def decode(target, input_ids, arm: Arm, stats, **given):
 
 
 def causal_lm(drafter, target):
-    """SpecDec++'s copied layers as an ordinary causal LM, for `assistant_model=`.
+    """SpecDec++'s copied layers as a causal LM, for `assistant_model=`.
 
-    Unlike the drafter it drafts from the whole vocabulary.
+    It drafts from the whole vocabulary.
     """
     if drafter.body is None:
         raise Mistake(f"the drafter holds only a head: load {drafter.config.draft_model}")
     config = AutoConfig.for_model(**drafter.config.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
-    # The layers are shared. Only the module around them is copied, to take an embedding.
+    # Share the layers. Copy only the module around them, to set its embedding.
     shared = {id(part): part for part in drafter.body.children()}
     body = copy.deepcopy(drafter.body, shared)
     body.set_input_embeddings(target.get_input_embeddings())
@@ -97,7 +97,7 @@ def method_of(text: str) -> str:
 def make_arms(target, args) -> list[Arm]:
     """The arms that the command line asks for, each once.
 
-    Raises: Mistake: an arm that cannot be, or two different ones of the same name.
+    Raises: Mistake: an impossible arm, or two different ones of one name.
     """
     loader = Loader(target, args)
     arms = []
@@ -124,7 +124,7 @@ def make_arms(target, args) -> list[Arm]:
 
 
 class Loader:
-    """Finds out what an arm decodes with; a drafter that several arms use is read once."""
+    """Loads what an arm decodes with; arms share a drafter of one folder."""
 
     def __init__(self, target, args):
         self.target = target
@@ -141,7 +141,7 @@ class Loader:
         return packed.pack(model) if self.args.pack else model
 
     def drafter(self, name: str, folder: str | None = None):
-        """The trained drafter of a method, from `folder` or from checkpoints/NAME."""
+        """A method's trained drafter, from `folder` or checkpoints/NAME."""
         path = Path(folder or cli.ROOT / "checkpoints" / name)
         if path not in self.drafters:
             with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
@@ -180,7 +180,7 @@ class Loader:
 
     def kwargs(self, name: str, module, folder: str | None, changes: dict) -> dict:
         """The arguments of module.drafts."""
-        # 1. A method without weights has none, or those of the chain that it expands.
+        # 1. A method without weights may expand the chains of another method.
         if not hasattr(module, "Drafter"):
             config = module.Config(**changes)
             base = getattr(config, "base", None)
@@ -190,7 +190,7 @@ class Loader:
             drafter = self.drafter(base, folder)
             return {"base": proposer, "base_drafter": drafter, "config": config}
 
-        # 2. A drafter of its own. Where it can draft with a draft model, it may have none.
+        # 2. A drafter of its own, which may be missing beside a draft model.
         kwargs = {}
         if self.draft_model and "draft_model" in inspect.signature(module.drafts).parameters:
             kwargs["draft_model"] = self.draft_model
@@ -205,7 +205,7 @@ class Loader:
         return kwargs | {"config": dataclasses.replace(config, **changes)}
 
     def peers(self) -> list[Arm]:
-        """Prompt lookup and assisted generation, as transformers has them."""
+        """Transformers' prompt lookup and assisted generation."""
         arms = [Arm("prompt-lookup", peer={"prompt_lookup_num_tokens": 10})]
         try:
             assistant = self.draft_model

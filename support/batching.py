@@ -1,8 +1,8 @@
 """Several sequences at once with any method: GLIDE's appendix E and Table 4.
 
-Each sequence has a Decoding and a generator of drafts of its own, and goes at its own pace. A round
-takes a draft from each and runs the target once over all of them, side by side in one row. The mask
-keeps the sequences apart:
+Each sequence has its own Decoding and draft generator. A round takes one
+draft from each and runs the target once over all drafts, side by side in
+one row. The mask keeps the sequences apart:
 
                          sequence 0          sequence 1
                       prefix  root n0   prefix  root n0 n1
@@ -12,8 +12,8 @@ keeps the sequences apart:
            n0          .  .    .   .     x  x    x   x  .
            n1          .  .    .   .     x  x    x   x  x
 
-There is no padding, and a sequence that has ended is no longer there. The drafters run one sequence
-after another.
+There is no padding, and a finished sequence leaves the row. The drafters
+run one sequence after another.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from support.arms import Answer, Arm
 
 
 class JointLayer(DynamicLayer):
-    """Layer `index` of several caches as one: each gets its new rows, all rows are attended to."""
+    """Layer `index` of several caches, joined; each gets its new rows."""
 
     def __init__(self, caches: list, sizes: list[int], index: int):
         super().__init__()
@@ -38,7 +38,7 @@ class JointLayer(DynamicLayer):
         self.sizes = sizes  # new rows of each
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        """Rows (1, Hkv, sum of n, Dh) of all; returns keys, values (1, Hkv, sum of P + n, Dh)."""
+        """Append (1, Hkv, sum(n), Dh); returns (1, Hkv, sum(P + n), Dh)."""
         new = zip(self.parts, key_states.split(self.sizes, 2), value_states.split(self.sizes, 2))
         keys, values = zip(*(part.update(k, v) for part, k, v in new))
         return torch.cat(keys, 2), torch.cat(values, 2)
@@ -47,7 +47,7 @@ class JointLayer(DynamicLayer):
 def joint_forward(target, decodings: list, drafts: list) -> list[tuple[Tensor, Tensor]]:
     """One target forward over the drafts of several sequences.
 
-    Returns: of each logits (1, N + 1, V) and hidden states (1, N + 1, D), as `verify` takes them.
+    Returns: logits (1, N + 1, V), hidden states (1, N + 1, D) of each.
     """
     # 1. Lay the trees side by side.
     caches = [decoding.cache for decoding in decodings]
@@ -89,7 +89,7 @@ def generate(target, module, kwargs: dict, decodings: list[common.Decoding]) -> 
     """
     generators = [module.drafts(decoding, **kwargs) for decoding in decodings]
     while True:
-        # 1. Draft. A generator that ends here has seen that its answer is complete.
+        # 1. Draft. A generator ends when its answer is complete.
         live = []
         drafts = []
         for decoding, generator in zip(decodings, generators):
@@ -112,7 +112,7 @@ PADDED = Arm("padded")  # transformers' own batches
 
 
 def groups(prompts: list, size: int) -> list[list]:
-    """Batches of `size` prompts; fewer are repeated, and an incomplete last batch is left out."""
+    """Full batches of `size` prompts; too few prompts for one are repeated."""
     if len(prompts) < size:
         prompts = list(itertools.islice(itertools.cycle(prompts), size))
     starts = range(0, len(prompts) - size + 1, size)
@@ -120,7 +120,7 @@ def groups(prompts: list, size: int) -> list[list]:
 
 
 def padded_generate(target, prompts: list[Tensor], **options) -> list[Tensor]:
-    """Plain decoding of a batch by transformers, padded on the left; returned without padding."""
+    """Let transformers decode a left-padded batch; returns unpadded rows."""
     pad = target.generation_config.pad_token_id or 0
     flat = [row[0] for row in prompts]
     left = {"batch_first": True, "padding_side": "left"}
@@ -138,7 +138,7 @@ def padded_generate(target, prompts: list[Tensor], **options) -> list[Tensor]:
 
 
 def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
-    """Let an arm answer a batch; `asked` holds input_ids (1, T) of each sequence.
+    """Let an arm answer a batch; `asked` holds each one's input_ids (1, T).
 
     The times of drafting and verifying overlap and are left out.
     """

@@ -1,4 +1,4 @@
-"""The folder of a drafter in training: what is written, and when a run may go on from it."""
+"""A drafter's training folder: how it is written, and when it may resume."""
 
 import copy
 import hashlib
@@ -14,8 +14,8 @@ import common
 from support import cli
 from support.features import fingerprint
 
-# Options that decide the course of a run; one that is resumed must have the same. Its length is not
-# among them: a run may be made longer while its learning rate is constant.
+# Options that a resumed run must keep. The length may change: a run can be
+# made longer while its learning rate is constant.
 DECIDING = ("method", "dtype", "bf16", "seed", "batch_size", "lr", "warmup", "clip")
 DECIDING += ("max_length", "held_out")
 PARTS = ("identity", "config", "model", "optimizer", "progress")  # of training_state.pt
@@ -52,7 +52,7 @@ def read(out: Path, module, identity: dict, overrides: dict) -> tuple[dict, Prog
 
     Args:
         identity: what decides the run that is to go on.
-        overrides: {field: value} of the method's Config, as given on the command line.
+        overrides: {field: value} of the Config, from the command line.
     Raises:
         Mistake: it is damaged, or of a run that something else decided.
     """
@@ -79,9 +79,9 @@ def read(out: Path, module, identity: dict, overrides: dict) -> tuple[dict, Prog
 
 
 def save(drafter, out: Path, state: dict) -> None:
-    """Write the training state, the curve, the weights (bfloat16) and config.json.
+    """Write training state, curve, bfloat16 weights and config.json.
 
-    Each file appears by one rename; config.json, by which a drafter is known, comes last.
+    Each file appears by one rename, config.json, which marks a drafter, last.
 
     Raises: Mistake: it cannot be written; what was in `out` is as before.
     """
@@ -91,7 +91,7 @@ def save(drafter, out: Path, state: dict) -> None:
         copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(part)
         torch.save(state, part / "training_state.pt")
         (part / "curve.json").write_text(json.dumps(state["progress"]["curve"]) + "\n")
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk may raise any of these
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk
         shutil.rmtree(part, ignore_errors=True)
         reason = str(error).strip().split("\n")[0]
         raise common.Mistake(

@@ -1,4 +1,4 @@
-"""Command lines: the methods by name, options from a method's Config, and how a mistake ends."""
+"""Command lines: methods by name, options from a Config, exit codes."""
 
 import argparse
 import dataclasses
@@ -11,9 +11,9 @@ import torch
 
 import common
 
-METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")  # a new one adds its name here
+METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")  # add yours
 RIVALS = ("medusa", "beam", "lookup")  # in support/rivals/
-CHAINS = ("glide", "specdecpp")  # those that draft chains, which CAPE and the beam expand
+CHAINS = ("glide", "specdecpp")  # expanded by CAPE and the beam
 ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 2**31 - 1
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
@@ -33,7 +33,7 @@ def present() -> list[str]:
 
 
 def import_method(name: str):
-    """The module of a method or rival; a Mistake if it is unknown or its file is not here."""
+    """The module of a method or rival; a Mistake if there is none."""
     if name not in (*METHODS, *RIVALS):
         raise common.Mistake(f"unknown method {name!r}: take {', '.join(present())}")
     if not _file(name).is_file():
@@ -47,7 +47,7 @@ def trainable() -> list[str]:
 
 
 def chain_proposer(name: str):
-    """The module of a method whose chains another one can expand; a Mistake for the rest."""
+    """The module of a method that drafts chains; a Mistake for others."""
     if name not in CHAINS:
         raise common.Mistake(f"base {name!r} drafts no chains: take {' or '.join(CHAINS)}")
     return import_method(name)
@@ -70,7 +70,7 @@ def method_named(argv: list[str]) -> list[str]:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the description as it is, and ends the help of an option with its default."""
+    """Keeps the description as it is and shows an option's default."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -90,7 +90,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def number(kind: type, low: float, high: float = LARGEST):
-    """A reader for `type=`: an int or float from `low` to `high`, never nan."""
+    """A reader for `type=`: an int or float in [low, high], never nan."""
 
     def read(text: str):
         value = kind(text)
@@ -116,7 +116,7 @@ def device(name: str) -> str:
 
 
 def target(name: str) -> str | None:
-    """A reader for `type=`: a target; None for the default one by the name in its help."""
+    """A reader for `type=`: a target; None for the default one by name."""
     return None if name == DEFAULT_TARGET and not Path(name).exists() else name
 
 
@@ -141,11 +141,11 @@ def json_like(default: list):
 
 
 def add_config_options(parser: argparse.ArgumentParser, config_class, decode: bool = False) -> None:
-    """An option for every field of a method's Config that the parser does not have yet.
+    """Add an option per field of a Config, unless the parser has it.
 
     An option that is not given is None.
 
-    Args: decode: take only the fields that may change after training.
+    decode: take only the fields that may change after training.
     """
     module = sys.modules[config_class.__module__]
     group = parser.add_argument_group(f"{module.__name__.rpartition('.')[2]} options")
@@ -176,7 +176,7 @@ def add_config_options(parser: argparse.ArgumentParser, config_class, decode: bo
 
 
 def run(main) -> None:
-    """Call `main`. A mistake of the user ends with one line and code 2, Ctrl-C with code 130."""
+    """Call `main`. A user's mistake: one line and code 2. Ctrl-C: code 130."""
     name = Path(sys.argv[0]).name
     try:
         main()

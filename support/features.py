@@ -1,4 +1,4 @@
-"""The frozen target's view of the training sequences: computed when needed, or kept in a folder."""
+"""The target's states of training sequences, computed or kept in files."""
 
 import hashlib
 import json
@@ -30,9 +30,9 @@ def check_target(target, tokenizer) -> None:
 
 
 def fingerprint(target) -> str:
-    """A mark of the target: its configuration, and a thousand numbers of every tensor."""
+    """A hash of the target: its config and 1000 numbers of every tensor."""
     config = target.config.to_dict()
-    for key in ("_name_or_path", "transformers_version"):  # the same target from another place
+    for key in ("_name_or_path", "transformers_version"):  # not content
         config.pop(key, None)
     mark = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, x in target.state_dict().items():
@@ -43,11 +43,11 @@ def fingerprint(target) -> str:
 
 
 class Features:
-    """Sequences, and the target's hidden states, keys and values of them.
+    """Sequences with the target's hidden states, keys and values.
 
-    With a folder, sequences are taken in order of length, 32 to a file of bfloat16 tensors. A file
-    is written whole or not at all, serves every later run with the same data and target, and is
-    written anew when the keys and values of other layers are wanted.
+    A folder holds bfloat16 tensors, 32 sequences of similar length per file.
+    Later runs with the same data and target read the files. A file is
+    rewritten if the keys and values of other layers are wanted.
 
     Args:
         sequences: of (token ids (T,), loss mask (T,)).
@@ -85,12 +85,12 @@ class Features:
             stored = partial(self._stored, indices=indices, length=ids.shape[1])
             hidden = stored("hidden")
             kv = {layer: (stored(f"k{layer}"), stored(f"v{layer}")) for layer in self.layers}
-        hidden = hidden.to(device)  # a target on several devices leaves it on the last one
+        hidden = hidden.to(device)  # from the last of several devices
         kv = {layer: (k.to(device), v.to(device)) for layer, (k, v) in kv.items()}
         return common.Batch(ids, mask, hidden, kv, seed.to(device), progress)
 
     def batches(self, name: str) -> list[common.Batch]:
-        """All sequences in order, eight at a time, to measure an acceptance rate on."""
+        """All sequences in order, eight per batch, for acceptance rates."""
         parts = torch.arange(len(self.sequences)).split(8) if self.sequences else []
         parts = tqdm(parts, desc=f"batches for {name}", leave=False, disable=None)
         return [self.batch(indices.tolist(), indices, 0.0) for indices in parts]
@@ -103,7 +103,7 @@ class Features:
                 self._open(number)
 
     def _open(self, number: int):
-        """A file of features; written first if it is missing, damaged or lacks a layer."""
+        """A file of features, rewritten if missing, damaged or incomplete."""
         if number in self.files:
             return self.files[number]
         path = self.folder / f"{number:05d}.safetensors"
@@ -136,7 +136,7 @@ class Features:
             part.unlink(missing_ok=True)
 
     def _stored(self, name: str, indices: list[int], length: int) -> Tensor:
-        """A stored tensor of sequences, cut or padded to `length` in its last dimension but one."""
+        """A stored tensor, cut or padded to `length` in dimension -2."""
         rows = []
         for index in indices:
             number, row = divmod(self.place[index], self.GROUP)

@@ -1,15 +1,15 @@
-"""Linear layers whose weights are packed once for oneDNN: two to three times faster on a CPU.
+"""Linear layers packed once for oneDNN: two to three times faster on a CPU.
 
-The arithmetic is float32 as before. PyTorch's `F.linear` packs the weight again on every call. For
-one row that hardly matters, for the 2 to 32 rows of a verification it costs more than the
-multiplication, and would hide what speculative decoding is about: on a machine that reads weights
-more slowly than it multiplies, a few tokens cost about as much as one. The two operators are those
-that torch.compile emits for frozen CPU models. The packed copy is kept beside the weight, which
-embeddings may share.
+The arithmetic stays float32. `F.linear` packs its weight on every call. For
+the 2 to 32 rows of a verification, packing costs more than multiplying and
+would hide why speculative decoding works: where reading weights is slower
+than multiplying, a few tokens cost about as much as one. The two operators
+are those that torch.compile emits for frozen CPU models. The packed copy
+is kept beside the weight, which embeddings may share.
 
-In a forward with a mask, transformers also copies the cached keys and values for every query head
-of a group. A packed model has an attention function of its own that does not: the same numbers,
-and a verification is a tenth faster or more.
+With a mask, transformers' attention copies the cached keys and values for
+every query head of a group. The attention function of a packed model gives
+the same numbers without copies; a verification is a tenth faster or more.
 """
 
 import torch
@@ -24,7 +24,7 @@ ATTENTION = "grouped_sdpa"  # its name among transformers' attention functions
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
-    """Attention of query (B, H, T, Dh) to key and value (B, Hkv, P, Dh), as in transformers."""
+    """Attention of query (B, H, T, Dh) to key and value (B, Hkv, P, Dh)."""
     if attention_mask is None or options.get("position_bias") is not None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
@@ -32,7 +32,7 @@ def grouped_attention(module, query, key, value, attention_mask, scaling=None, *
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
     )
-    return out.transpose(1, 2).contiguous(), None  # (B, T, H, Dh), and no weights
+    return out.transpose(1, 2).contiguous(), None  # (B, T, H, Dh)
 
 
 AttentionInterface.register(ATTENTION, grouped_attention)
@@ -40,10 +40,10 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 class PackedLinear(nn.Linear):
-    """A frozen float32 linear layer on the CPU with a packed copy of its weight (O, D).
+    """A frozen float32 CPU layer with a packed copy of its weight (O, D).
 
-    Args: layer: whose weight and bias to share. rows: how many to choose the layout for; any number
-        works.
+    layer: whose weight and bias to share.
+    rows: number of rows that the layout is chosen for; any number works.
     """
 
     def __init__(self, layer: nn.Linear, rows: int = 8):
@@ -52,19 +52,17 @@ class PackedLinear(nn.Linear):
         self.bias = layer.bias
         self.rows = rows
         self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows)
-        self.selected = WeakIdKeyDictionary()  # {token_ids: their rows as a layer}, as they live
+        self.selected = WeakIdKeyDictionary()  # {token_ids: layer}
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., D) times the weight, plus bias: (..., O). One to three rows are padded to four,
-        which is faster.
-        """
+        """Map x (..., D) to (..., O); pads one to three rows, for speed."""
         rows = x.reshape(-1, self.in_features)  # (n, D)
         padded = F.pad(rows, (0, 0, 0, 4 - len(rows))) if len(rows) < 4 else rows
         out = torch.ops.mkldnn._linear_pointwise(padded, self.packed, self.bias, "none", [], "")
         return out[: len(rows)].view(*x.shape[:-1], self.out_features)
 
     def select(self, token_ids: Tensor) -> "PackedLinear":
-        """The rows `token_ids` (Vd,) as a packed layer D -> Vd, made once for each such tensor."""
+        """Rows `token_ids` (Vd,) as a packed layer, made once per tensor."""
         if token_ids not in self.selected:
             head = nn.Linear(self.in_features, len(token_ids), bias=False, device="meta")
             head.weight = nn.Parameter(self.weight[token_ids], requires_grad=False)
@@ -73,7 +71,7 @@ class PackedLinear(nn.Linear):
 
 
 def pack(model: nn.Module) -> nn.Module:
-    """The model with a PackedLinear in place of every float32 nn.Linear on the CPU."""
+    """The model with every float32 nn.Linear on the CPU packed."""
 
     def packs(module: nn.Module) -> bool:
         if type(module) is not nn.Linear:
@@ -83,7 +81,7 @@ def pack(model: nn.Module) -> nn.Module:
     if packs(model):
         return PackedLinear(model)
     modules = list(model.modules())
-    if any(map(packs, modules)):  # on a GPU, grouped attention would choose a slower kernel
+    if any(map(packs, modules)):  # not on a GPU: slower there
         for module in modules:
             config = getattr(module, "config", None)
             if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":

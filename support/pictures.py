@@ -1,9 +1,9 @@
-"""Pictures of results and training curves, as SVG that can be read on white and on black.
+"""SVG pictures of results and training curves, for white or black pages.
 
     python bench.py --table results/run.json --plot pictures/
     python train.py --plot pictures/ results/curves/*.json
 
-The background is transparent, text and axes are mid-grey, colours neither pale nor dark.
+The background is transparent, text and axes are grey, colours of medium tone.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ STYLE = {
 
 @contextlib.contextmanager
 def picture(path: Path, rows: int, title: str, x: str, y: str):
-    """Axes to draw on, of a height for `rows` lines of text; written to `path` at the end."""
+    """Axes, high enough for `rows` lines of text; saved to `path`."""
     try:
         import matplotlib
     except ImportError:
@@ -56,9 +56,9 @@ def picture(path: Path, rows: int, title: str, x: str, y: str):
 
 
 def curves(paths: list[str], folder: Path) -> list[Path]:
-    """Draw alpha by loss tokens of training curves (curve.json of a checkpoint, results/curves/).
+    """Draw alpha by trained tokens (curve.json files, results/curves/).
 
-    Held-out alpha as a line; that of answers to prompts (`eval_alpha`), if any, as a dashed one.
+    The solid line is held-out alpha, the dashed one `eval_alpha`, if any.
 
     Raises: Mistake: a file that is no curve, or none.
     """
@@ -116,7 +116,7 @@ def sweep_picture(sweep: dict, folder: Path) -> list[Path]:
     with picture(folder / "stopping.svg", 10, "Stop rules", x, y) as axes:
         for number, (rule, points) in enumerate(sweep["points"].items()):
             line = sorted((point[1], point[0]) for point in points.values())
-            dashes = "--" if number >= len(COLOURS) else "-"  # the colours begin again
+            dashes = "--" if number >= len(COLOURS) else "-"  # colour repeats
             marker, size = ("*", 12) if rule == "oracle" else ("o", 4)
             axes.plot(*zip(*line), dashes, label=rule, marker=marker, markersize=size)
     return [folder / "stopping.svg"]

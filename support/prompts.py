@@ -1,11 +1,11 @@
-"""Conversations as model inputs, with the target's chat template or without one."""
+"""Conversations as model inputs, with or without a chat template."""
 
 import common
 from support import data
 
 
 def encode(tokenizer, messages: list[str], device) -> dict:
-    """Model inputs of messages by user and assistant in turn, the user's first.
+    """Model inputs of messages by user, assistant, user and so on.
 
     Returns: {"input_ids", "attention_mask"}, each (1, T).
     """

@@ -1,9 +1,9 @@
-"""The replay page: one answer, round by round, as a single HTML file that needs no network.
+"""The replay page: one answer, round by round, as a single HTML file.
 
     python bench.py --method glide falcon --prompt "Why is the sky blue?" --replay page.html
 
-`record` runs the drafts of a method and describes each round by plain lists. `page` puts all
-rounds as JSON into replay.html, together with replay.css and with replay.js, which draws them.
+`record` runs a method and describes its rounds by plain lists. `page` puts
+them as JSON into replay.html, with replay.css and replay.js, which draws.
 """
 
 import html
@@ -45,9 +45,9 @@ def record(decoding: common.Decoding, drafts) -> list[dict]:
     """
     rounds = []
     for draft in drafts:
-        # 1. `verify` would add the same copies again, but would not return the larger draft.
+        # 1. Add copies here, since `verify` does not return the larger draft.
         draft = decoding.with_copies(draft)
-        # 2. Verify the draft. What the clock books meanwhile belongs to this round.
+        # 2. Verify the draft. The clock's differences are this round's times.
         before = dict(decoding.stats.seconds)
         ids = decoding.ids
         room = decoding.room
@@ -65,15 +65,15 @@ def record(decoding: common.Decoding, drafts) -> list[dict]:
 
 
 def describe(draft: common.Draft, verified: common.Verified) -> dict:
-    """What a draft was and what became of it.
+    """Describe a draft and its outcome.
 
-    Returns: of every node its `tokens`, `parents`, `kinds` ("draft", CAPE's "extra", or a "copy"
-        from the context) and `q`; of the round its `path`, what was `committed` and the `notes` of
-        the method.
+    Returns: per node `tokens`, `parents`, `kinds` ("draft", CAPE's "extra"
+        or "copy") and `q`; per round `path`, `committed` and the method's
+        `notes`.
     """
     count = len(draft.tokens)
     own = count - draft.copied
-    drafted = own if draft.probs is None else len(draft.probs)  # a tree has no probs, nor extras
+    drafted = own if draft.probs is None else len(draft.probs)  # no probs: no extras
     kinds = ["draft"] * drafted + ["extra"] * (own - drafted) + ["copy"] * draft.copied
     return {
         "tokens": draft.tokens.tolist(),
@@ -87,7 +87,7 @@ def describe(draft: common.Draft, verified: common.Verified) -> dict:
 
 
 def target_probs(ids: Tensor, draft: common.Draft, logits: Tensor, processor) -> list[float]:
-    """The target's probability of each node after its parent, processed as in decoding.
+    """The target's processed probability of each node after its parent.
 
     Args:
         ids: (1, T) committed tokens before the round.
@@ -107,7 +107,7 @@ def target_probs(ids: Tensor, draft: common.Draft, logits: Tensor, processor) ->
 
 
 def plain_notes(notes: dict) -> dict:
-    """The notes of a method as lists and numbers; of CTC's slots only the likeliest symbols."""
+    """A method's notes as lists and numbers; of CTC slots the top symbols."""
     told = {}
     for name, value in notes.items():
         if name == "q_slots":
@@ -118,7 +118,7 @@ def plain_notes(notes: dict) -> dict:
 
 
 def top_symbols(q_slots: Tensor, draft_ids: Tensor) -> list[list]:
-    """The likeliest symbols of each slot, best first, as [token id or BLANK, probability].
+    """Each slot's likeliest symbols, as [token id or BLANK, probability].
 
     Args:
         q_slots: (S, Vd + 1) probabilities; the last column is the blank's.
@@ -133,7 +133,7 @@ def top_symbols(q_slots: Tensor, draft_ids: Tensor) -> list[list]:
 
 
 def play(arm, target, encoded: dict, options: dict) -> dict:
-    """Answer a prompt with an arm (support/arms.py): its part of the page's data."""
+    """Answer a prompt with an arm; returns its part of the page's data."""
     decoding = opened(target, encoded, options, arm.copies)
     rounds = record(decoding, arm.module.drafts(decoding, **arm.kwargs))
     config = arm.kwargs["config"]
@@ -150,7 +150,7 @@ def play(arm, target, encoded: dict, options: dict) -> dict:
 
 
 def token_text(tokenizer, token: int) -> str:
-    """The text of one token; if it is a part of a letter, the tokenizer's name for it."""
+    """The text of a token, or its name if it is a part of a letter."""
     text = tokenizer.decode([token])
     if not text or "\ufffd" in text:
         return str(tokenizer.convert_ids_to_tokens(token))
@@ -169,7 +169,7 @@ def shown_tokens(methods: list[dict], prompt_ids: list[int]) -> set[int]:
 
 
 def as_json(value) -> str:
-    """JSON for a <script> element. Without < > & it can neither end it nor open another one."""
+    """JSON that is safe in a <script> element, without < > &."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -193,8 +193,8 @@ def page(methods: list[dict], tokenizer, prompt_ids: list[int], about: dict) -> 
     Args:
         methods: as `play` returns them.
         prompt_ids: of the whole prompt, with the chat template.
-        about: "prompt", the question; "target", "device", "sampled" of the run; "plain", the
-            seconds from the start to each token of decoding without a method.
+        about: "prompt"; "target", "device" and "sampled" of the run;
+            "plain": seconds from the start to each token of plain decoding.
     """
     shown = sorted(shown_tokens(methods, prompt_ids))
     texts = {token: token_text(tokenizer, token) for token in shown}
@@ -208,7 +208,7 @@ def page(methods: list[dict], tokenizer, prompt_ids: list[int], about: dict) -> 
         "{{data}}": as_json(report.rounded(data, digits=5)),
     }
     template = (HERE / "replay.html").read_text(encoding="utf-8")
-    # All marks are replaced in one pass, so that a token that spells a mark stays text.
+    # One pass replaces all marks, so a token that spells a mark stays text.
     return re.sub("|".join(parts), lambda mark: parts[mark[0]], template)
 
 
@@ -223,7 +223,7 @@ def write(
         encoded: input_ids (1, T) and attention_mask of the prompt.
         options: of `target.generate`, among them max_new_tokens.
     """
-    # 1. Decode without a method and with each. A few tokens before that are warm-up.
+    # 1. Decode without a method and with each, both after a short warm-up.
     short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
     for given in (short, options):
         decoding = opened(target, encoded, given)

@@ -70,7 +70,7 @@ def processor() -> str:
 
 
 def commit() -> str | None:
-    """The commit that is measured, with "-dirty" if it was edited; None outside git."""
+    """The measured commit, "-dirty" if edited; None outside git."""
     describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         git = subprocess.run(describe, capture_output=True, text=True)
@@ -80,7 +80,7 @@ def commit() -> str | None:
 
 
 def total(answers: list) -> dict:
-    """The sums over answers (arms.Answer) of one arm that its figures are quotients of."""
+    """Sums over an arm's answers (arms.Answer), for its figures."""
     names = ("tokens", "seconds", "forwards", "drafts", "drafted", "accepted")
     sums = dict.fromkeys((*names, "prefill", "draft", "verify"), 0)
     for answer in answers:
@@ -88,9 +88,9 @@ def total(answers: list) -> dict:
         for row, stats in zip(answer.rows, answer.stats):
             sums["tokens"] += len(row)
             sums["forwards"] += stats.target_forwards
-            sums["drafts"] += stats.target_forwards - 1  # the first one is timed with the prefill
+            sums["drafts"] += stats.target_forwards - 1  # the first: in prefill
             sums["drafted"] += stats.drafted
-            # Transformers' loops do not tell. Each of their forwards ends with a bonus token.
+            # In transformers' loops, each forward ends with a bonus token.
             sums["accepted"] += sum(stats.accepted or [len(row) - stats.target_forwards])
             for phase, seconds in stats.seconds.items():
                 sums[phase] += seconds
@@ -98,7 +98,7 @@ def total(answers: list) -> dict:
 
 
 def quotients(sums: dict) -> dict:
-    """The figures that come from an arm's sums alone; None where one does not apply."""
+    """The figures that follow from an arm's sums; None if not applicable."""
     found = dict.fromkeys(COLUMNS)
     tokens = sums["tokens"]
     forwards = sums["forwards"]
@@ -145,7 +145,7 @@ def figures(arm, baseline: str, turns: list, greedy: bool) -> dict:
 
 
 def by_position(answers: list) -> list[float]:
-    """Of the rounds that offered i or more levels of draft, the share that accepted i or more."""
+    """Per level, the share of the rounds offering it that accept it."""
     rounds = []
     for answer in answers:
         for stats in answer.stats:
@@ -165,12 +165,12 @@ def by_prompt(name: str, turns: list) -> dict[str, list]:
 
 
 def paired(ours: dict, theirs: dict, resamples: int = 2000) -> list:
-    """How many times another arm's tokens a second one arm's are.
+    """The ratio of two arms' tokens per second.
 
-    The bootstrap redraws prompts with all their turns, the same ones for both arms.
+    The bootstrap redraws prompts with all turns, the same for both arms.
 
     Args: ours, theirs: `by_prompt` of the two.
-    Returns: [ratio, lower, upper], the bounds of a 95% interval; None for fewer than five prompts.
+    Returns: [ratio, lower, upper]; the 95% bounds are None below five prompts.
     """
     columns = [ours["tokens"], ours["seconds"], theirs["tokens"], theirs["seconds"]]
     sums = torch.tensor(columns, dtype=torch.float64).T  # (prompts, 4)
@@ -189,7 +189,7 @@ def paired(ours: dict, theirs: dict, resamples: int = 2000) -> list:
 
 
 def settings(arm) -> dict:
-    """What an arm decodes with: its Config, without the target's shape and without paths."""
+    """An arm's Config, without the target's shape and without paths."""
     found = {"copies": arm.copies}
     config = arm.kwargs.get("config")
     for name, value in vars(config).items() if config else ():
@@ -199,7 +199,7 @@ def settings(arm) -> dict:
 
 
 def raw(name: str, turns: list) -> list[dict]:
-    """Every answer of an arm with its token ids and counts, to compute the figures again."""
+    """An arm's answers with token ids and counts, to recompute its figures."""
     found = []
     for turn in turns:
         answer = turn.answers[name]
@@ -211,7 +211,7 @@ def raw(name: str, turns: list) -> list[dict]:
 
 
 def rounded(value, digits: int = 4):
-    """The same data with floats of so many decimals; NaN becomes None."""
+    """The same data with floats rounded to `digits`; NaN becomes None."""
     if isinstance(value, dict):
         return {key: rounded(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -225,7 +225,7 @@ def rounded(value, digits: int = 4):
 
 
 def markdown(heads: list[str], rows: list[list]) -> str:
-    """A Markdown table, also aligned for reading as text; None is a dash."""
+    """A Markdown table, aligned to be read as text; None is a dash."""
     text = [["-" if cell is None else str(cell) for cell in row] for row in [heads, *rows]]
     width = [max(map(len, column)) for column in zip(*text)]
     lines = []
@@ -264,12 +264,12 @@ def arm_table(arms: dict, names=None, columns=None) -> tuple[list[str], list[lis
 
 
 def arms_of(result: dict) -> dict:
-    """{NAME: figures} of a result, measured one by one or in batches; {} without arms."""
+    """{NAME: figures} of a result, batched or not; {} without arms."""
     return result.get("arms") or result.get("batch", {}).get("arms") or {}
 
 
 def tables(result: dict) -> str:
-    """All tables of a result, as printed after a run and by `bench.py --table`."""
+    """All tables of a result, for the end of a run and `bench.py --table`."""
     about = f"**{result['target']}**, {result['dtype']}, {result['device']}, "
     about += f"commit {result['commit']}"
     parts = []
@@ -335,7 +335,7 @@ def write_result(result: dict, path: str) -> None:
 
 
 def read_result(path: str) -> dict:
-    """A result written by `bench.py --json`; a Mistake if it is something else."""
+    """A result of `bench.py --json`; a Mistake if it is something else."""
     text = Path(path).read_bytes()
     try:
         result = json.loads(text)

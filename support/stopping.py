@@ -1,14 +1,14 @@
-"""Stop rules compared after the fact (Figure 4 of SpecDec++), and how well a head predicts.
+"""Compare stop rules (SpecDec++, Figure 4), and measure how a head predicts.
 
-`sweep` records once what is drafted at every place of some greedy answers. From this record it
-computes for every stop rule, without drafting again, the two rates that no clock enters:
+`sweep` drafts once at every place of some greedy answers. From this record
+it computes two rates for every stop rule, without drafting again:
 
-    N_target / N       verification rate: target forwards per token of the answer
-    N_discarded / N    discard rate: draft tokens thrown away per token of the answer
+    N_target / N       verification rate: target forwards per answer token
+    N_discarded / N    discard rate: discarded draft tokens per answer token
 
-Eq. 2.3 turns them into tokens per second for measured times of a forward pass. Beside the paper's
-rules, fixed K and a head with every h, two rules without training are compared: stop after a token
-whose distribution has a small maximum (confidence) or a large entropy.
+Eq. 2.3 turns them into tokens per second, given the times of a forward.
+The paper's rules are fixed K and a head with threshold h. Two more stop
+after a token with a small maximum (confidence) or a large entropy of q_draft.
 """
 
 import itertools
@@ -41,16 +41,16 @@ class Round:
     tokens: list[int]
     confidence: list[float]  # (m,) the largest probability of q_draft
     entropy: list[float]  # (m,) of q_draft, in nats
-    chances: list[float] = field(default_factory=list)  # (m - 1,) of acceptance, by the head
+    chances: list[float] = field(default_factory=list)  # (m - 1,) acceptance
     agreed: int = 0  # how many of the tokens the target would accept
 
 
 def round_of(steps: list, head=None) -> Round:
-    """The Round of a proposer's (token (1,), q_draft (V,), hidden (D,)) steps."""
+    """The Round of a proposer's steps (token (1,), q_draft (V,), hidden)."""
     if not steps:
         return Round([], [], [])
     q_draft = torch.stack([q for _, q, _ in steps]).float()  # (m, V)
-    hidden = torch.stack([state for _, _, state in steps])  # (m, D) of the tokens before
+    hidden = torch.stack([state for _, _, state in steps])  # (m, D), one token earlier
     return Round(
         tokens=[int(token) for token, _, _ in steps],
         confidence=q_draft.amax(-1).tolist(),
@@ -61,11 +61,11 @@ def round_of(steps: list, head=None) -> Round:
 
 @torch.no_grad()
 def record(chains, source, head, target, turn: dict) -> list[Round]:
-    """Draft up to LONGEST tokens at every place of the greedy answer to a prompt.
+    """Draft up to LONGEST tokens at every place of a greedy answer.
 
     Args:
         chains, source, head: as `chain_of` returns them.
-        turn: arguments of target.generate, such as input_ids (1, T) and max_new_tokens.
+        turn: arguments of target.generate, such as input_ids (1, T).
     Returns:
         A Round for each token of the answer.
     """
@@ -87,8 +87,8 @@ def record(chains, source, head, target, turn: dict) -> list[Round]:
 def chain_of(arm) -> tuple:
     """What drafts in an arm of support/arms.py.
 
-    Returns: the module of the chain proposer, what it drafts with, and the acceptance head that
-        was trained on it, or None.
+    Returns: the chain proposer's module, what it drafts with, and the
+        acceptance head that was trained on it, or None.
     Raises: Mistake: the arm drafts no chains.
     """
     chains = arm.kwargs.get("base", arm.module)
@@ -109,7 +109,7 @@ def chain_of(arm) -> tuple:
 
 
 def first(flags) -> int:
-    """How many tokens are drafted by a rule that stops after the first True; many without one."""
+    """Draft length of a rule that stops after the first True, else 10**6."""
     for place, flag in enumerate(flags):
         if flag:
             return place + 1
@@ -117,22 +117,22 @@ def first(flags) -> int:
 
 
 def lengths(each: Round) -> dict[tuple[str, str], int]:
-    """How many tokens every rule would draft here, {(rule, setting): length}."""
+    """How many tokens every rule drafts here, {(rule, setting): length}."""
     found = {("K", str(k)): k for k in LENGTHS}
     for level in LEVELS:
         found["confidence", str(level)] = first(c < level for c in each.confidence)
     for most in ENTROPIES:
         found["entropy", str(most)] = first(e > most for e in each.entropy)
     products = list(itertools.accumulate(each.chances, operator.mul))
-    for h in LEVELS:  # the newest token is not judged: one more is drafted
+    for h in LEVELS:  # the newest token is unjudged: one more is drafted
         found["head", str(h)] = 1 + first(1 - product > h for product in products)
     return found
 
 
 def replay(rounds: list[Round], drafted: list[int]) -> tuple[int, int]:
-    """(N_target, N_discarded) of an answer if drafted[i] tokens are drafted at place i.
+    """(N_target, N_discarded) of an answer with drafted[i] tokens at place i.
 
-    Fewer are drafted where fewer are recorded: near the end of the answer.
+    Near the end of the answer fewer tokens are recorded and drafted.
     """
     place = 0
     n_target = 0
@@ -147,7 +147,7 @@ def replay(rounds: list[Round], drafted: list[int]) -> tuple[int, int]:
 
 
 def points(recordings: list[list[Round]]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Figure 4: {rule: {setting: (N_target / N, N_discarded / N)}}, and the oracle's point."""
+    """Figure 4: {rule: {setting: (N_target / N, N_discarded / N)}}."""
     tokens = sum(len(rounds) for rounds in recordings)  # N
     tables = [[lengths(each) for each in rounds] for rounds in recordings]
     found = {}
@@ -169,12 +169,12 @@ def points(recordings: list[list[Round]]) -> dict[str, dict[str, tuple[float, fl
 
 
 def forward_times(answers: list[common.Stats]) -> tuple[float, float, float | None]:
-    """(t_draft, t_target, R^2): seconds of a forward by the clock, and how well Eq. 2.1 holds.
+    """(t_draft, t_target, R^2): measured seconds of a forward, fit of Eq. 2.1.
 
-    Eq. 2.1 says T = t_draft N_draft + t_target N_target. R^2 is the share of the variance of T over
-    the answers that it explains. The paper fits both times to such answers; with one fixed K, where
-    N_draft is nearly K N_target, any split of T would fit. An answer's first draft is timed with
-    the prefill, and counts neither in N_draft nor in T.
+    Eq. 2.1 is T = t_draft N_draft + t_target N_target; R^2 is the share of
+    T's variance over answers that it explains. The times are measured, not
+    fitted as in the paper: with fixed K, N_draft is nearly K N_target and any
+    split of T fits. The first draft, timed with the prefill, is left out.
     """
     n_draft = torch.tensor([sum(stats.offered[1:]) for stats in answers]).double()  # (n,)
     n_target = torch.tensor([stats.target_forwards for stats in answers]).double()
@@ -194,11 +194,11 @@ def sweep(arm, target, turns: list[dict], answers: list[common.Stats]) -> dict:
 
     Args:
         arm: of support/arms.py; its chains are recorded.
-        turns: arguments of target.generate for each prompt: input_ids, max_new_tokens, ...
+        turns: arguments of target.generate for each prompt.
         answers: of the arm to these turns, timed.
     Returns:
         {"t_draft_ms", "t_target_ms", "r2",
-        "points": {rule: {setting: [N_target / N, N_discarded / N, tokens per second]}}}
+        "points": {rule: {setting: [N_target / N, N_discarded / N, tokens/s]}}}
     """
     chains, source, head = chain_of(arm)
     recordings = []
@@ -225,13 +225,13 @@ def sweep(arm, target, turns: list[dict], answers: list[common.Stats]) -> dict:
 
 
 def head_quality(logits: Tensor, labels: Tensor, w_rej: float) -> dict[str, float]:
-    """How well logits (M,) of a head predict labels (M,), on the scale of true probabilities.
+    """How well a head's logits (M,) predict labels (M,), corrected for w_rej.
 
-    The sigmoid of a head trained with w_rej tends to P / (P + w_rej (1 - P)), so its logit to
-    log(P / (1 - P)) - log w_rej.
+    Training with w_rej drives the sigmoid to P / (P + w_rej (1 - P)), and the
+    logit to log(P / (1 - P)) - log w_rej.
 
-    Returns: {"auc", "ece": calibration error, "bce": cross-entropy in nats, unweighted, "kl": the
-        part of it that the labels themselves do not explain}.
+    Returns: {"auc", "ece": calibration error, "bce": unweighted cross-entropy
+        in nats, "kl": bce less the entropy of the labels}.
     """
     predicted = (logits.double() + math.log(w_rej)).sigmoid()
     labels = labels.double()
@@ -247,9 +247,9 @@ def head_quality(logits: Tensor, labels: Tensor, w_rej: float) -> dict[str, floa
 
 
 def calibration_error(predicted: Tensor, actual: Tensor, bins: int = 10) -> float:
-    """|mean prediction - mean label| of each bin of predictions, weighted by its size.
+    """Per bin of predictions |mean prediction - mean label|, weighted by size.
 
-    Args: predicted, actual: (M,) acceptance probabilities in [0, 1]; 1 belongs to the last bin.
+    Args: predicted, actual: (M,) probabilities; 1 belongs to the last bin.
     """
     bin_of = (predicted * bins).long().clamp(max=bins - 1)  # (M,)
     gaps = predicted.new_zeros(bins).index_add(0, bin_of, predicted - actual)
@@ -257,16 +257,16 @@ def calibration_error(predicted: Tensor, actual: Tensor, bins: int = 10) -> floa
 
 
 def auc(predicted: Tensor, actual: Tensor) -> float:
-    """Probability that an accepted token has a higher prediction than a refused one; ties halve.
+    """Probability that an accepted token is scored above a rejected one.
 
-    Args: predicted: (M,) any score. actual: (M,) labels in [0, 1]; 0.7 counts as 0.7 of an
-        accepted token and 0.3 of a refused one.
-    Returns: nan where nothing was accepted, or nothing refused.
+    Args: predicted: (M,) any score; a tie counts half. actual: (M,) labels;
+        0.7 is 0.7 of an accepted and 0.3 of a rejected token.
+    Returns: nan where nothing was accepted, or nothing rejected.
     """
     values, place = predicted.double().unique(return_inverse=True)  # ascending
     nothing = torch.zeros_like(values)
     accepted = nothing.index_add(0, place, actual.double())
     refused = nothing.index_add(0, place, 1 - actual.double())
-    lower = refused.cumsum(0) - refused  # refused tokens of a lower prediction
+    lower = refused.cumsum(0) - refused  # rejected ones, scored lower
     pairs = accepted.sum() * refused.sum()
     return float((accepted * (lower + refused / 2)).sum() / pairs)

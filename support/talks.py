@@ -1,7 +1,7 @@
 """Training data that a chat target writes itself, in the manner of Magpie.
 
-Given its chat template up to where the user's words would begin, an instruct model writes a
-plausible request, and then answers it (Xu et al. 2024, arXiv:2406.08464).
+Given its chat template up to the user's words, an instruct model writes a
+plausible request and answers it (Xu et al. 2024, arXiv:2406.08464).
 """
 
 import json
@@ -27,9 +27,9 @@ SECOND_REQUESTS = (  # how second requests begin; "" leaves it to the target
 class Maker:
     """Writes conversations with a chat target.
 
-    Requests that the target thinks up, at temperature 1, must end by themselves and have 4 to 100
-    words. Answers are greedy or at temperature 0.8. A greedy answer is kept as it is, loops
-    included, for that is what users get; a sampled one that mostly repeats itself is dropped.
+    The target invents requests at temperature 1, which must end by themselves
+    and have 4 to 100 words. Answers are greedy, or drawn at temperature 0.8
+    and dropped if they mostly repeat themselves.
 
     Args:
         second_turns: share of conversations with a second turn.
@@ -49,7 +49,7 @@ class Maker:
             raise common.Mistake(
                 "this target has no chat template or no eos_token_id: take another"
             )
-        # What the template puts before a request, after it, and between an answer and the next.
+        # What the template writes before and after requests, between turns.
         mark = "SOMEBODY'S-WORDS"
         chat = data.chat([mark] * 3)
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -62,7 +62,7 @@ class Maker:
         self.opening, _, self.between, self.closing = pieces
 
     def fill(self, path: str, count: int, requests=(), seed: int = 0) -> None:
-        """Append records to `path` until it holds `count`; an interrupted run goes on.
+        """Append records to `path` until it holds `count`; resumes a run.
 
         Args: requests: asked first, once each.
         """
@@ -93,14 +93,14 @@ class Maker:
     def hold(self, given: list[str], size: int) -> list[dict]:
         """Hold `size` conversations, the first with requests that are `given`.
 
-        Returns: a record for each turn of use, those of a conversation side by side.
+        Returns: a record per usable turn, those of a conversation together.
         """
         # 1. First requests must be new.
         thought = self.think_up([self.opening] * (size - len(given)), [""])
         texts = given + [text for text in dict.fromkeys(thought) if text and text not in self.seen]
         self.seen.update(texts)
 
-        # 2. First turns. An answer that another turn follows is cut, as an evaluation cuts it.
+        # 2. First turns. Cut an answer before another turn to 40-140 tokens.
         temperatures = [0.8 * (self.chance.random() >= self.greedy) for _ in texts]
         two = [self.chance.random() < self.second_turns for _ in texts]
         most = [self.chance.randint(40, 140) if second else MOST for second in two]
@@ -111,7 +111,7 @@ class Maker:
         contexts = []
         for n in chosen:
             said = firsts[n]["prompt_ids"] + firsts[n]["response_ids"]
-            ended = said[-1:] == self.between[:1]  # the end token is there already
+            ended = said[-1:] == self.between[:1]  # it is there already
             contexts.append(said + self.between[ended:])
         texts = self.think_up(contexts, SECOND_REQUESTS)
         temperatures = [temperatures[n] for n in chosen]
@@ -121,7 +121,7 @@ class Maker:
         return [record for record in firsts if record]
 
     def think_up(self, contexts: list[list[int]], beginnings) -> list[str]:
-        """A request for each context, with one of the beginnings; "" if it is of no use."""
+        """A request per context with one of the beginnings; "" if unusable."""
         starts = [self.ids(self.chance.choice(beginnings)) for _ in contexts]
         prompts = [context + start for context, start in zip(contexts, starts)]
         texts = []
@@ -132,9 +132,9 @@ class Maker:
         return texts
 
     def answer(self, contexts, texts, temperatures, most: list[int]) -> list[dict | None]:
-        """A record of the answer to each text; None without a text, or an answer of use.
+        """A record of the answer to each text; None without a usable answer.
 
-        Args: contexts: what comes before each text. most: tokens to keep of each answer.
+        contexts: ids before each text. most: tokens to keep of each answer.
         """
         records = [None] * len(texts)
         for temperature in (0.0, 0.8):
@@ -156,9 +156,9 @@ class Maker:
         return records
 
     def say(self, prompts: list[list[int]], most: int, temperature: float) -> list[list[int]]:
-        """What the target says to prompts, all at once; temperature 0 is greedy.
+        """Answer all prompts at once; temperature 0 is greedy.
 
-        It ends with an end token, after `most` tokens, or where the context does.
+        Answers end with an end token, after `most` tokens or with the context.
         """
         width = max(map(len, prompts), default=0)
         config = self.target.config.get_text_config()
@@ -180,7 +180,7 @@ class Maker:
             **how,
         )  # (B, T + n)
         answers = []
-        for said in whole[:, width:].tolist():  # what follows an end token is padding
+        for said in whole[:, width:].tolist():  # padding follows an end
             length = next((n + 1 for n, token in enumerate(said) if token in self.ends), most)
             answers.append(said[:length])
         return answers
@@ -193,7 +193,7 @@ class Maker:
 
 
 def whole_lines(path: str) -> list[dict]:
-    """The records of `path`, which is cut after its last complete line; none if it is missing."""
+    """The records of `path`, which is cut after its last complete line."""
     if path.endswith(".gz"):
         raise common.Mistake(f"cannot append to {path}; give --out a plain .jsonl file")
     if not Path(path).is_file():

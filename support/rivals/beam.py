@@ -1,7 +1,7 @@
-"""Beam search as a draft: what CAPE is compared with (Du et al., ICML 2024, section 5.1, Table 3).
+"""Beam search as a draft, CAPE's rival (Du et al., ICML 2024, Table 3).
 
-Each level keeps the `width` continuations of highest probability. The draft is the tree of the
-proposals that are left at the end; they share their beginnings. Width 2, gamma 3:
+Section 5.1. Each level keeps the `width` most probable continuations. The
+proposals left at the end form the draft tree. Width 2, gamma 3:
 
         root -+- a -+- c --- f      proposals left: a c f, a d g
               |     +- d --- g
@@ -37,12 +37,12 @@ VARIANTS = {"width8": {"width": 8}}
 
 
 def propose(base, base_drafter, decoding, memory, depth: int, width: int) -> common.Draft:
-    """The tree of the best `width` proposals of `depth` tokens after `decoding.ids`.
+    """The tree of the best `width` proposals of `depth` tokens.
 
-    Each proposal costs a pass of the base, one after the other. Between two proposals the base
-    feeds again what they do not share. The logits processors do not shape the tree.
+    Each proposal costs a pass of the base, one after the other, which feeds
+    again the tokens that differ from the one before.
     """
-    # The base ranks tokens as in greedy decoding, and without processors.
+    # The base ranks tokens as in greedy decoding, without logits processors.
     ranking = copy.copy(decoding)
     ranking.do_sample = False
     ranking.logits_processor = None
@@ -62,7 +62,7 @@ def propose(base, base_drafter, decoding, memory, depth: int, width: int) -> com
 
 
 def tree(beams, input_ids) -> common.Draft:
-    """The proposals (score, tokens, probabilities) as a token tree, shared beginnings once."""
+    """A tree of (score, tokens, probabilities), shared beginnings once."""
     tokens = []
     parents = []
     node_q = []
@@ -84,7 +84,7 @@ def tree(beams, input_ids) -> common.Draft:
 
 @torch.no_grad()
 def drafts(decoding, base, base_drafter, config: Config):
-    """Yield one draft per round; the caller verifies it before it asks for the next one."""
+    """Yield one draft per round, which the caller verifies."""
     memory = base.Memory(base_drafter, decoding.target)
     while not decoding.done:
         depth = min(config.gamma, decoding.room)

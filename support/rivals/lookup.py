@@ -1,8 +1,8 @@
-"""Copies from the context as the only draft: prompt lookup decoding (Saxena, 2023).
+"""Prompt lookup decoding: copies from the context (Saxena, 2023).
 
-There is no drafter: what followed the last tokens where they occurred before is the draft. The
-same class adds copies to the drafts of any method (`copies` of common.Decoding, `+copies` in
-bench.py).
+The draft is what followed an earlier occurrence of the last tokens. The
+same class adds copies to any method's drafts (`copies` of common.Decoding,
+`+copies` in bench.py).
 
 Licence: Apache-2.0.
 """
@@ -28,10 +28,10 @@ VARIANTS = {}
 
 
 class Lookup:
-    """Prompt lookup (Saxena 2023): if the last tokens occurred before, copy what followed there.
+    """Prompt lookup: if the last tokens occurred before, copy what followed.
 
-    Args: most: tokens to copy per round if the last four tokens occurred before, fewer if only
-        three or two did; 0 copies nothing.
+    most: tokens to copy per round if the last four tokens occurred before,
+        fewer if only three or two did; 0 copies nothing.
     """
 
     def __init__(self, most: int):
@@ -40,15 +40,15 @@ class Lookup:
         self.follows: dict[tuple, int] = {}  # n-gram: where its last occurrence ended
 
     def find(self, input_ids: Tensor) -> list[int]:
-        """Tokens to copy after `input_ids` (1, T), which begin with those of the last call."""
+        """Tokens to copy after ids (1, T), which extend the last call's."""
         if not self.lengths[4]:
             return []
-        # 1. Register the new n-grams. The text's own end is not among them yet.
+        # 1. Register the new n-grams, except the one at the end of the text.
         for token in input_ids[0, len(self.text) :].tolist():
             for n in self.lengths:
                 self.follows[tuple(self.text[-n:])] = len(self.text)
             self.text.append(token)
-        # 2. Look up the longest n-gram first. A copy that reaches the end of the text repeats.
+        # 2. Look up the longest n-gram first. Past the end, copies repeat.
         for n, length in self.lengths.items():
             start = self.follows.get(tuple(self.text[-n:]))
             if start is not None and length:
@@ -57,7 +57,7 @@ class Lookup:
         return []
 
     def merge(self, draft: common.Draft, input_ids: Tensor, room: int) -> common.Draft:
-        """The draft and, as deterministic nodes, the copied tokens that it does not have."""
+        """The draft with the missing copies as deterministic nodes."""
         found = self.find(input_ids)[:room]
         if not found:
             return draft
@@ -82,7 +82,7 @@ class Lookup:
 
 @torch.no_grad()
 def drafts(decoding, config: Config):
-    """Yield one draft per round; the caller verifies it before it asks for the next one."""
+    """Yield one draft per round, which the caller verifies."""
     lookup = Lookup(config.most)
     while not decoding.done:
         nothing = common.chain([], decoding.ids)
@@ -90,7 +90,7 @@ def drafts(decoding, config: Config):
 
 
 def generate(target, input_ids, config=None, copies=0, stats=None, token_streamer=None, **given):
-    """Lossless decoding: target.generate(**inputs, custom_generate=lookup.generate)."""
+    """Lossless decoding, for target.generate(custom_generate=...)."""
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
     for draft in drafts(decoding, config or Config()):
         decoding.verify(draft)

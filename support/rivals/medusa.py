@@ -1,16 +1,17 @@
-"""Medusa: one head per future token (Cai et al., 2024), CTC-drafter's rival in Table 2.
+"""Medusa: one head per future token (Cai et al., 2024), CTC-drafter's rival.
 
-Paper: arXiv:2401.10774. Head j is one residual linear layer. All heads read the same row and do not
-know what the others choose. The draft is a tree of the most probable combinations of their tokens:
+Paper: arXiv:2401.10774; Table 2 of CTC-drafter. Head j is a residual linear
+layer. All heads read the same row and choose independently. The draft is a
+tree of the most probable combinations of their tokens:
 
     row (h_i, x_(i+1))  ->  head 0: x_(i+2)    head 1: x_(i+3)    head 2: x_(i+4)
 
 Deviations from the paper:
-    1. The heads read h_i together with the next token x_(i+1), as CTC-drafter does; there only h_i.
-    2. They share the target's LM head; there each has a copy that is trained.
-    3. The tree holds the most probable combinations of each round; there its shape is fixed.
+    1. The heads read h_i and the next token x_(i+1); the paper's only h_i.
+    2. They share the target's LM head; in the paper each trains a copy.
+    3. The tree's shape changes every round; the paper's is fixed.
 
-Windows of labels, the ranking and the tree are those of ctc_drafter.py.
+Label windows, ranking and tree are those of ctc_drafter.py.
 
 Licence: Apache-2.0.
 """
@@ -51,7 +52,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.kv_layers = []  # it reads hidden states, no keys and values of the target
+        self.kv_layers = []  # reads hidden states only
         width = config.target["hidden_size"]
         self.feature_norm = nn.RMSNorm(width, eps=1e-5)
         self.embed_norm = nn.RMSNorm(width, eps=1e-5)
@@ -61,9 +62,10 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.register_buffer("draft_ids", common.draft_vocab(config.target, config.draft_vocab))
 
     def forward(self, target, hidden: Tensor, next_ids: Tensor) -> Tensor:
-        """States (..., U, D) of the heads after rows.
+        """States (..., U, D) of the heads.
 
-        Args: hidden: (..., D) the target's last hidden states. next_ids: (...) the tokens after.
+        hidden: (..., D) the target's last hidden states.
+        next_ids: (...) the tokens after them.
         """
         dtype = self.norm.weight.dtype
         embeds = target.get_input_embeddings()(next_ids).to(dtype)
@@ -74,9 +76,9 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start training from; a row starts as the sum of what it joins.
+    """A drafter to train; its fusion starts as the sum of both inputs.
 
-    Args: token_counts: (V,) how often each token occurs in the training responses.
+    token_counts: (V,) how often each token occurs in the responses.
     """
     config.target = common.target_shape(target)
     drafter = Drafter(config)
@@ -96,10 +98,7 @@ def training_logits(drafter: Drafter, target, batch, anchors: Tensor, used: Tens
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of head j with label j, weighted by 0.8^j; summed, and the number of anchors.
-
-    Args: batch: common.Batch.
-    """
+    """Summed cross-entropy of head j, times 0.8^j, and number of anchors."""
     anchors, labels, used = ctc_drafter.windows(drafter, target, batch)
     logits = training_logits(drafter, target, batch, anchors, used)  # (W, U, Vd)
     labels = labels[used]  # (W, U)
@@ -109,7 +108,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """sum_x min(p_target, q_draft) of the first draft token, summed over anchors; their number."""
+    """Sum of min(p_target, q_draft) of the first draft token; anchor count."""
     anchors, _, used = ctc_drafter.windows(drafter, target, batch)
     q_draft = training_logits(drafter, target, batch, anchors, used)[:, 0].softmax(-1)  # (W, Vd)
     hidden = ctc_drafter.teacher_hidden(batch, anchors, used)
@@ -131,10 +130,10 @@ def propose(drafter: Drafter, decoding, memory: Memory) -> Tensor:
 
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft per round; the caller verifies it before it asks for the next one."""
+    """Yield one draft per round, which the caller verifies."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
-        if decoding.hidden.shape[1] == 0:  # a prompt of one token has no row yet
+        if decoding.hidden.shape[1] == 0:  # prompt of one token
             yield common.chain([], decoding.ids)
             continue
         q_heads = propose(drafter, decoding, memory)
@@ -146,7 +145,7 @@ def drafts(decoding, drafter: Drafter, config: Config):
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):
-    """Lossless decoding: `target.generate(**inputs, custom_generate=medusa.generate, drafter=...)`.
+    """Lossless decoding: pass it to target.generate as `custom_generate`.
 
     Args:
         config: a Config to decode with; by default the drafter's.

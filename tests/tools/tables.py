@@ -52,7 +52,7 @@ def table(words: str) -> str:
 
 def curves(words: str) -> str:
     """Training runs that went on from one another: what they came to, and how long they took."""
-    heads = ["drafter", "steps", "token-steps", "last loss", "held-out alpha after each"]
+    heads = ["drafter", "steps", "token-steps", "last loss", "held-out alpha after each stage"]
     heads += ["on answers", "minutes"]
     rows = []
     for part in words.split(";"):
