@@ -31,7 +31,6 @@ import os
 import random
 import statistics
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,8 +41,8 @@ from tqdm import tqdm
 
 import common
 from common import Mistake
-from support import batching, cli, data, packed, pictures, replay, report, stopping
-from support.arms import Answer, Arm, decode, make_arms, method_of, plain_loops
+from support import batching, cli, data, packed, pictures, replay, report
+from support.arms import Answer, Arm, clock, decode, make_arms, method_of, plain_loops
 from support.prompts import check_lengths, encode
 
 ALPHA_ANSWERS = 32  # most answers of the baseline to measure alpha on
@@ -66,8 +65,7 @@ class Turn:
 def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
     """Let an arm answer a prompt: input_ids (1, T) and attention_mask."""
     [encoded] = asked
-    cuda = target.device.type == "cuda"
-    stats = common.Stats(sync=cuda)
+    stats = common.Stats(sync=target.device.type == "cuda")
     given = arm.peer
     if arm.module is not None:
         given = {"custom_generate": decode, "arm": arm, "stats": stats}
@@ -79,16 +77,12 @@ def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
         fed.append((args[0] if args else kwargs["input_ids"]).shape[1])
 
     hook = target.register_forward_pre_hook(note, with_kwargs=True)
-    if cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = clock(target)
     try:
         output = target.generate(**encoded, **options, **given)
     finally:
         hook.remove()
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
+    seconds = clock(target) - start
 
     length = encoded["input_ids"].shape[1]
     tokens = output[0, length:].tolist()
@@ -249,12 +243,10 @@ def cost_curve(target, context: int, repeats: int = 5) -> dict:
         draft = common.Draft(draft_ids[0], torch.arange(count - 1) - 1)
         times = []
         for _ in range(repeats + 1):
-            start = time.perf_counter()
+            start = clock(target)
             fed, mask, positions = common.tree_inputs(root, draft, context, target.dtype)
             common.forward(target, fed, cache, mask, positions)
-            if target.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(1000 * (time.perf_counter() - start))
+            times.append(1000 * (clock(target) - start))
             cache.cut(context)
         by_tokens[str(count)] = round(statistics.median(times[1:]), 3)
     return {"context": context, "by_tokens": by_tokens}
@@ -358,7 +350,7 @@ def measure(args) -> dict:
             paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
             prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
-    if prompts and load > (os.cpu_count() or 1) / 2:
+    if prompts and load > (os.cpu_count() or 1):
         print(
             f"bench.py: other programs use this machine (load {load:.1f}): stop them, or set "
             "OMP_WAIT_POLICY=passive, with which threads do not spin for one another",
@@ -405,17 +397,20 @@ def compare(args, target, tokenizer, arms, prompts, options, result) -> None:
         groups = batching.groups(prompts, size)
         answering = batching.play
     if args.sweep:
+        from support import stopping  # needs specdecpp.py
+
         stopping.chain_of(arms[0])  # a Mistake comes before the long run
     turns = run(target, tokenizer, [*loops, *arms], groups, options, args.seed, answering)
     if not turns:
         sys.exit(130)
 
     figures = summary(arms, loops, target, turns, not args.temperature)
+    count = turns[-1].prompt + 1  # prompts or batches
+    result["prompts"] = min(count * size, len(prompts))
     if size > 1:
-        result["batch"] = {"size": size, "batches": turns[-1].prompt + 1, "arms": figures}
+        result["batch"] = {"size": size, "batches": count, "arms": figures}
     else:
         result["arms"] = figures
-        result["prompts"] = turns[-1].prompt + 1
     if len(turns) < sum(max(len(prompt["turns"]) for prompt in group) for group in groups):
         result["interrupted"] = True
     if args.sweep:

@@ -599,6 +599,10 @@ class Decoding:
         hidden  (1, n, D)   last hidden states of the n tokens cached last,
                             by the newest round or, at first, the prefill
 
+        room                most levels of a draft that leave room for the bonus token
+        done                True after the last token
+        do_sample, ends, stats; pick() chooses a draft token
+
     After a round that accepted x_4 and added the bonus token x_5:
 
         ids     x_1  x_2  x_3  x_4  x_5
@@ -849,19 +853,19 @@ def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -
         target, tokenizer = load_target()
         checkpoint = Path(__file__).with_name("checkpoints") / folder
         options[argument] = load_drafter(Drafter, checkpoint, target)
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        stats = Stats()
+        output = target.generate(
+            **inputs, custom_generate=generate, max_new_tokens=128, stats=stats, **options
+        )
     except Mistake as problem:
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
         sys.exit(2)
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    stats = Stats()
-    output = target.generate(
-        **inputs, custom_generate=generate, max_new_tokens=128, stats=stats, **options
-    )
     answer = output[0, inputs["input_ids"].shape[1] :]
     print(tokenizer.decode(answer, skip_special_tokens=True))
     tau = stats.emitted / stats.target_forwards

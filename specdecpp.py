@@ -202,10 +202,10 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     depth = small.num_hidden_layers
     if not config.layers or not all(-depth <= layer < depth for layer in config.layers):
         raise common.Mistake(f"layers {config.layers}: name some of the target's 0 to {depth - 1}")
-    config.layers = [layer % depth for layer in config.layers]
-    small.num_hidden_layers = len(config.layers)
+    layers = [layer % depth for layer in config.layers]
+    small.num_hidden_layers = len(layers)
     if getattr(small, "layer_types", None):  # sliding or full attention
-        small.layer_types = [small.layer_types[layer] for layer in config.layers]
+        small.layer_types = [small.layer_types[layer] for layer in layers]
     config.model = small.to_diff_dict() | {"hidden_size": small.hidden_size}
     config.model.pop("dtype", None)
 
@@ -217,7 +217,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     for name in drafter.body.get_decoder().state_dict():  # OPT wraps its decoder
         parts = name.split(".")
         if parts[0] in ("layers", "h"):  # "h" in GPT-2
-            parts[1] = str(config.layers[int(parts[1])])
+            parts[1] = str(layers[int(parts[1])])
         ours[name] = theirs.get(".".join(parts))
     if any(weight is None for weight in ours.values()):
         raise common.Mistake("cannot copy layers of this target: name a draft_model")

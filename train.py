@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import common
 from support import checkpoints, cli, data, pictures, talks
-from support.features import Features, check_target
+from support.features import Features, check_trainable
 
 # --------------------------------------------------------------------------- what a run needs
 
@@ -203,7 +203,7 @@ class Run:
         # 1. The frozen target and the conversations.
         dtype = getattr(torch, args.dtype)
         target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
-        check_target(target, tokenizer)
+        check_trainable(target, tokenizer)
         self.sequences, *other = read_data(args, target, tokenizer)
         self.identity = checkpoints.identity(args, target, self.sequences)
 
@@ -337,7 +337,8 @@ def train(args, module, overrides: dict) -> None:
     accelerator = run.accelerator
     if accelerator.is_main_process:
         last = {"method": args.method, "out": args.out, "interrupted": interrupted}
-        print(json.dumps(last | run.at.curve[-1]))
+        *_, row = [{}, *run.at.curve]
+        print(json.dumps(last | row))
     # Free the wrapped model while all processes live; later it could hang.
     del run
     accelerator.free_memory()

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import inspect
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import common
-import specdecpp
 from common import Mistake
 from support import cli, packed
 
@@ -46,6 +46,13 @@ class Answer:
     rows: list[list[int]]  # the new tokens of each sequence
     seconds: float  # wall time, prefill included
     stats: list[common.Stats]  # of each sequence
+
+
+def clock(target) -> float:
+    """The time in seconds, once the GPU has done what was asked of it."""
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return time.perf_counter()
 
 
 def plain_drafts(decoding):
@@ -132,6 +139,7 @@ class Loader:
         self.drafters: dict[Path, torch.nn.Module] = {}
         self.draft_model = None
         if args.draft_model:
+            specdecpp = cli.import_method("specdecpp")
             model = specdecpp.load_draft_model(args.draft_model, target.dtype, target.device)
             specdecpp.DraftModel(model, target)  # checks the vocabulary
             self.draft_model = self.faster(model)
@@ -201,7 +209,7 @@ class Loader:
             if folder or not kwargs:
                 raise
             kwargs["drafter"] = None
-            config = module.Config()
+            config = module.Config(stop="fixed")  # there is no head
         return kwargs | {"config": dataclasses.replace(config, **changes)}
 
     def peers(self) -> list[Arm]:

@@ -17,16 +17,15 @@ run one sequence after another.
 """
 
 import itertools
-import time
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import common
-from support.arms import Answer, Arm
+from support.arms import Answer, Arm, clock
+from support.prompts import answer_padded
 
 
 class JointLayer(DynamicLayer):
@@ -119,24 +118,6 @@ def groups(prompts: list, size: int) -> list[list]:
     return [prompts[start : start + size] for start in starts]
 
 
-def padded_generate(target, prompts: list[Tensor], **options) -> list[Tensor]:
-    """Let transformers decode a left-padded batch; returns unpadded rows."""
-    pad = target.generation_config.pad_token_id or 0
-    flat = [row[0] for row in prompts]
-    left = {"batch_first": True, "padding_side": "left"}
-    ids = pad_sequence(flat, padding_value=pad, **left)
-    mask = pad_sequence([torch.ones_like(row) for row in flat], **left)
-    ends = target.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
-    longest = ids.shape[1]
-    output = target.generate(ids, attention_mask=mask, pad_token_id=pad, **options)
-    rows = []
-    for row, prompt in zip(output.tolist(), flat):
-        end = next((i + 1 for i in range(longest, len(row)) if row[i] in ends), len(row))
-        rows.append(ids.new_tensor([row[longest - len(prompt) : end]]))
-    return rows
-
-
 def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
     """Let an arm answer a batch; `asked` holds each one's input_ids (1, T).
 
@@ -144,23 +125,19 @@ def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
     """
     prompts = [each["input_ids"] for each in asked]
     stats = [common.Stats() for _ in asked]
-    cuda = target.device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = clock(target)
     if arm is PADDED:
-        output = padded_generate(target, prompts, **options)
-    elif arm.module is None:  # one after another
-        output = [target.generate(**each, **options) for each in asked]
+        rows = answer_padded(target, [ids[0].tolist() for ids in prompts], **options)
     else:
-        decodings = []
-        for ids, own in zip(prompts, stats):
-            decodings.append(common.open_decoding(target, ids, arm.copies, own, **options))
-        output = generate(target, arm.module, arm.kwargs, decodings)
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    rows = [row[0, ids.shape[1] :].tolist() for row, ids in zip(output, prompts)]
+        if arm.module is None:  # one after another
+            output = [target.generate(**each, **options) for each in asked]
+        else:
+            decodings = []
+            for ids, own in zip(prompts, stats):
+                decodings.append(common.open_decoding(target, ids, arm.copies, own, **options))
+            output = generate(target, arm.module, arm.kwargs, decodings)
+        rows = [row[0, ids.shape[1] :].tolist() for row, ids in zip(output, prompts)]
+    seconds = clock(target) - start
     for row, own in zip(rows, stats):
         own.seconds = {}
         if arm.module is None:

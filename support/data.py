@@ -119,7 +119,7 @@ def _joined(messages: list[dict], tokenizer):
 
 def _templated(messages: list[dict], tokenizer):
     """Each message and the ids that it adds, by the chat template."""
-    done = 0
+    done = []  # ids of the turns before
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -127,14 +127,14 @@ def _templated(messages: list[dict], tokenizer):
             messages[:index], add_generation_prompt=True, return_dict=True
         )["input_ids"]
         ids = tokenizer.apply_chat_template(messages[: index + 1], return_dict=True)["input_ids"]
-        if ids[: len(asked)] != asked:
+        if asked[: len(done)] != done or ids[: len(asked)] != asked:
             raise common.Mistake(
                 "the chat template rewrites earlier turns, so answers cannot be located; give "
                 "prompt_ids and response_ids"
             )
-        yield {"role": "user"}, asked[done:]
+        yield {"role": "user"}, asked[len(done) :]
         yield message, ids[len(asked) :]
-        done = len(ids)
+        done = ids
 
 
 def chat(texts: list[str]) -> list[dict]:

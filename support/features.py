@@ -17,7 +17,7 @@ from tqdm import tqdm
 import common
 
 
-def check_target(target, tokenizer) -> None:
+def check_trainable(target, tokenizer) -> None:
     """Raise a Mistake if drafters cannot be trained for this target."""
     common.check_target(target)
     vocab_size = common.target_shape(target)["vocab_size"]
@@ -85,7 +85,7 @@ class Features:
             stored = partial(self._stored, indices=indices, length=ids.shape[1])
             hidden = stored("hidden")
             kv = {layer: (stored(f"k{layer}"), stored(f"v{layer}")) for layer in self.layers}
-        hidden = hidden.to(device)  # from the last of several devices
+        hidden = hidden.to(device)  # stored features lie on the CPU
         kv = {layer: (k.to(device), v.to(device)) for layer, (k, v) in kv.items()}
         return common.Batch(ids, mask, hidden, kv, seed.to(device), progress)
 

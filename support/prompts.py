@@ -1,4 +1,6 @@
-"""Conversations as model inputs, with or without a chat template."""
+"""Conversations as model inputs, and transformers' answers to a batch of them."""
+
+import torch
 
 import common
 from support import data
@@ -18,13 +20,29 @@ def encode(tokenizer, messages: list[str], device) -> dict:
     return {key: encoded[key].to(device) for key in ("input_ids", "attention_mask")}
 
 
-def check_lengths(target, tokenizer, prompts: list[dict], max_new_tokens: int) -> int:
-    """Most tokens of a conversation, all its answers included.
+def answer_padded(target, prompts: list[list[int]], **options) -> list[list[int]]:
+    """Let transformers answer prompts at once; each answer goes up to its end token.
 
-    Raises: Mistake: a conversation could outgrow the target's context.
+    Args: options: of target.generate.
     """
+    # Prompts end in the same column; the padding before them is masked.
+    width = max(map(len, prompts))
+    fed = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])  # (B, T)
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+    fed, mask = fed.to(target.device), mask.to(target.device)
+    ends = target.generation_config.eos_token_id  # one id, several or None
+    ends = [ends] if isinstance(ends, int) else ends or []
+    output = target.generate(fed, attention_mask=mask, pad_token_id=0, **options)  # (B, T + n)
+    answers = []
+    for row in output[:, width:].tolist():  # padding follows an end
+        length = next((n + 1 for n, token in enumerate(row) if token in ends), len(row))
+        answers.append(row[:length])
+    return answers
+
+
+def check_lengths(target, tokenizer, prompts: list[dict], max_new_tokens: int) -> None:
+    """Raise a Mistake if a conversation could outgrow the target's context."""
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    most = 0
     for prompt in prompts:
         messages = []
         for turn in prompt["turns"]:
@@ -36,5 +54,3 @@ def check_lengths(target, tokenizer, prompts: list[dict], max_new_tokens: int) -
                 f"prompt {prompt['question_id']} may take {longest} tokens and the target's "
                 f"context is {limit}; lower --max-new-tokens or leave the prompt out"
             )
-        most = max(most, longest)
-    return most

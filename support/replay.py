@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import common
-from support import arms as arms_of
 from support import cli, report
+from support.arms import plain_drafts
 
 HERE = Path(__file__).parent
 BLANK = -1  # the id of CTC's blank on the page
@@ -227,7 +227,7 @@ def write(
     short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
     for given in (short, options):
         decoding = opened(target, encoded, given)
-        plain_rounds = record(decoding, arms_of.plain_drafts(decoding))
+        plain_rounds = record(decoding, plain_drafts(decoding))
     methods = []
     for arm in arms:
         if arm.module is None:  # transformers decodes

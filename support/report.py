@@ -41,7 +41,7 @@ COLUMNS = {  # name in the JSON: heading of a table, and the format of a number
 def header(args, target, prompts: int) -> dict:
     """Where, when and how a result was made."""
     cuda = target.device.type == "cuda"
-    name = torch.cuda.get_device_name() if cuda else processor()
+    name = torch.cuda.get_device_name(target.device) if cuda else processor()
     return {
         "target": args.target or default_target.NAME,
         "device": f"{target.device.type} ({name}, {torch.get_num_threads()} threads)",

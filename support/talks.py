@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 import common
 from support import data
+from support.prompts import answer_padded
 
 BATCH = 64  # conversations held at a time
 MOST = 320  # tokens of an answer
@@ -166,24 +167,10 @@ class Maker:
         most = min(most, limit - width)
         if not prompts or most < 1:
             return [[] for _ in prompts]
-        # Prompts end in the same column; the padding before them is masked.
-        fed = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])  # (B, T)
-        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
         how = {"do_sample": False}
         if temperature:
             how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        whole = self.target.generate(
-            fed.to(self.target.device),
-            attention_mask=mask.to(self.target.device),
-            max_new_tokens=most,
-            pad_token_id=0,
-            **how,
-        )  # (B, T + n)
-        answers = []
-        for said in whole[:, width:].tolist():  # padding follows an end
-            length = next((n + 1 for n, token in enumerate(said) if token in self.ends), most)
-            answers.append(said[:length])
-        return answers
+        return answer_padded(self.target, prompts, max_new_tokens=most, **how)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -9,6 +9,7 @@ from tiny import chi_square_p_value, enumerate_joint, family, make_arm, make_lla
 import common
 from support import batching, cli
 from support.arms import plain_loops
+from support.prompts import answer_padded
 
 IDS = ([1, 5, 9, 2, 8, 3, 1], [4, 4], [7], [2, 10, 3, 6, 2, 10])  # the last one repeats itself
 PROMPTS = [torch.tensor([ids]) for ids in IDS]
@@ -130,8 +131,9 @@ def test_padded_sequences_are_cut_at_their_end():
     prompts = [torch.tensor([[end, 5, end, 9]]), *PROMPTS]
     truth = [plain(target, ids, max_new_tokens=24) for ids in prompts]
     assert len({row.shape[1] - ids.shape[1] for row, ids in zip(truth, prompts)}) > 1
-    padded = batching.padded_generate(target, prompts, max_new_tokens=24, **GREEDY)
-    assert all(map(torch.equal, padded, truth))
+    asked = [ids[0].tolist() for ids in prompts]
+    padded = answer_padded(target, asked, max_new_tokens=24, **GREEDY)
+    assert padded == [row[0, len(ids) :].tolist() for row, ids in zip(truth, asked)]
 
 
 def test_batches_are_filled_and_left_over_prompts_left_out():

@@ -404,7 +404,7 @@ def test_all_takes_what_has_a_drafter_for_this_target(files, capsys, monkeypatch
 
 def test_a_draft_model_drafts_for_specdecpp_and_the_peers(files):
     model = str(files / "target")
-    words = ("--peers", "--draft-model", model, "--stop", "fixed")
+    words = ("--peers", "--draft-model", model)
     target, _, args = load(files, *words, method="specdecpp", checkpoint=False)
     args.checkpoint = None
     ours, lookup, assisted = arms_of.make_arms(target, args)

@@ -69,6 +69,20 @@ def test_a_template_that_hides_where_an_answer_begins_is_refused(loaded, tmp_pat
         read(tmp_path / "d.jsonl", [{"prompt": "w1", "response": "w2"}], loaded[1])
 
 
+def test_a_template_that_rewrites_earlier_answers_is_refused(loaded, tmp_path):
+    """It adds a word to the last answer only, as thinking templates do."""
+    loaded[1].chat_template = (
+        "{% for m in messages %}"
+        "{% if m.role == 'assistant' and loop.last %}w9 {% endif %}{{ m.content }} "
+        "{% if m.role == 'assistant' %}<end> {% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}w9 {% endif %}"
+    )
+    turns = [{"role": ("user", "assistant")[n % 2], "content": f"w{n + 1}"} for n in range(4)]
+    assert len(read(tmp_path / "d.jsonl", [{"messages": turns[:2]}], loaded[1])) == 1
+    with pytest.raises(common.Mistake, match="line 1: .*answers cannot be located"):
+        read(tmp_path / "d.jsonl", [{"messages": turns}], loaded[1])
+
+
 BAD_LINES = [
     b"\xff\xfe",
     b"{",

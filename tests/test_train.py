@@ -344,6 +344,14 @@ def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, words, said):
     assert said in str(caught.value)
 
 
+def test_layers_counted_from_the_top_can_be_resumed(folder, tmp_path):
+    argv = f"--method specdecpp --layers [0,-1] --target {folder} --data {folder}/data.jsonl"
+    argv = [*argv.split(), "--device", "cpu", "--held-out", "4", "--out", str(tmp_path / "out")]
+    train.main([*argv, "--steps", "2"])
+    train.main([*argv, "--steps", "4", "--resume"])
+    assert curve_of(tmp_path / "out")[-1]["step"] == 4
+
+
 def test_a_loss_that_is_no_number_ends_the_run(folder, tmp_path, monkeypatch):
     """What was saved before stays, and can be gone on from."""
     loss = glide.loss
