@@ -9,9 +9,11 @@ The background is transparent, text and axes are grey, colours of medium tone.
 import contextlib
 import itertools
 import json
+import re
 from pathlib import Path
 
 import common
+from support import cli
 
 GREY = "#808080"  # 3.9 : 1 on white, 5.3 : 1 on black
 COLOURS = ["#2f81d6", "#d2691e", "#2e9a5b", "#a05bc0", "#c9971c", "#d0506c", "#2a9d9d", "#8a7a5c"]
@@ -84,7 +86,8 @@ def curves(paths: list[str], folder: Path) -> list[Path]:
 
 
 def speedup_picture(arms: dict[str, dict], folder: Path) -> list[Path]:
-    """Speedups with their intervals."""
+    """Speedups with their intervals; a method has one colour in all its arms."""
+    arms = {name: arm for name, arm in arms.items() if not name.startswith("baseline")}
     title, x = "Speedup over plain decoding", "ratio of tokens/s, 95% interval"
     with picture(folder / "speedup.svg", len(arms), title, x, "") as axes:
         for name, arm in reversed(arms.items()):  # bars are stacked from below
@@ -92,8 +95,10 @@ def speedup_picture(arms: dict[str, dict], folder: Path) -> list[Path]:
             low, high = arm["speedup_ci"] or (value, value)
             error = {"ecolor": GREY, "capsize": 3}
             interval = [[max(0, value - low)], [max(0, high - value)]]
+            method = re.split(r"[:+@ ]", name)[0]
+            place = cli.METHODS.index(method) if method in cli.METHODS else -1  # a rival's: last
             bar = axes.barh(
-                name, value, xerr=interval, error_kw=error, height=0.7, color=COLOURS[0]
+                name, value, xerr=interval, error_kw=error, height=0.7, color=COLOURS[place]
             )
             axes.bar_label(bar, fmt="%.2f", label_type="center", color="white")
         axes.axvline(1, color=GREY, linewidth=1)
@@ -118,7 +123,10 @@ def sweep_picture(sweep: dict, folder: Path) -> list[Path]:
             line = sorted((point[1], point[0]) for point in points.values())
             dashes = "--" if number >= len(COLOURS) else "-"  # colour repeats
             marker, size = ("*", 12) if rule == "oracle" else ("o", 4)
-            axes.plot(*zip(*line), dashes, label=rule, marker=marker, markersize=size)
+            drawn = axes.plot(*zip(*line), dashes, marker=marker, markersize=size)
+            axes.annotate(
+                f" {rule}", line[-1], va="center", color=drawn[0].get_color(), annotation_clip=False
+            )
     return [folder / "stopping.svg"]
 
 
