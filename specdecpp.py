@@ -342,22 +342,6 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     return common.overlap(target, theirs, q_draft, model.draft_ids), len(q_draft)
 
 
-@torch.no_grad()
-def metrics(drafter: Drafter, target, batches: list) -> dict[str, float]:
-    """How well the head predicts held-out labels; empty in stage draft."""
-    if drafter.config.stage == "draft" or not batches:
-        return {}
-    from support import stopping  # decoding does not need it
-
-    logits = []
-    labels = []
-    for batch in batches:
-        hidden, accept_prob = labelled(drafter, target, batch)
-        logits.append(drafter.head(hidden))
-        labels.append(accept_prob)
-    return stopping.head_quality(torch.cat(logits), torch.cat(labels), drafter.config.w_rej)
-
-
 # -------------------------------------------------------------------------------------- theory
 
 

@@ -138,10 +138,6 @@ def measure(module, drafter, target, measured: dict) -> dict:
             accepted = sum(float(total) for total, _ in totals)
             count = sum(int(count) for _, count in totals)
             row[name] = round(accepted / max(1, count), 4) if batches else None
-        if hasattr(module, "metrics") and measured["alpha"]:
-            figures = module.metrics(drafter, target, measured["alpha"])
-            for name, value in figures.items():  # None if undefined
-                row[name] = round(float(value), 4) if math.isfinite(value) else None
     drafter.train()
     return row
 

@@ -1,4 +1,4 @@
-"""Compare stop rules (SpecDec++, Figure 4), and measure how a head predicts.
+"""Compare stop rules (SpecDec++, Figure 4).
 
 `sweep` drafts once at every place of some greedy answers. From this record
 it computes two rates for every stop rule, without drafting again:
@@ -12,13 +12,11 @@ after a token with a small maximum (confidence) or a large entropy of q_draft.
 """
 
 import itertools
-import math
 import operator
 import sys
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 import common
@@ -219,54 +217,3 @@ def sweep(arm, target, turns: list[dict], answers: list[common.Stats]) -> dict:
             speed = specdecpp.throughput(*rates, t_draft, t_target)
             found[rule][setting] = [*rates, speed]
     return {"t_draft_ms": 1000 * t_draft, "t_target_ms": 1000 * t_target, "r2": r2, "points": found}
-
-
-# ------------------------------------------------------------------------- how well a head predicts
-
-
-def head_quality(logits: Tensor, labels: Tensor, w_rej: float) -> dict[str, float]:
-    """How well a head's logits (M,) predict labels (M,), corrected for w_rej.
-
-    Training with w_rej drives the sigmoid to P / (P + w_rej (1 - P)), and the
-    logit to log(P / (1 - P)) - log w_rej.
-
-    Returns: {"auc", "ece": calibration error, "bce": unweighted cross-entropy
-        in nats, "kl": bce less the entropy of the labels}.
-    """
-    predicted = (logits.double() + math.log(w_rej)).sigmoid()
-    labels = labels.double()
-    inside = predicted.clamp(1e-9, 1 - 1e-9)
-    bce = -(torch.xlogy(labels, inside) + torch.xlogy(1 - labels, 1 - inside)).mean()
-    entropy = (torch.special.entr(labels) + torch.special.entr(1 - labels)).mean()
-    return {
-        "auc": auc(predicted, labels),
-        "ece": calibration_error(predicted, labels),
-        "bce": float(bce),
-        "kl": float(bce - entropy),
-    }
-
-
-def calibration_error(predicted: Tensor, actual: Tensor, bins: int = 10) -> float:
-    """Per bin of predictions |mean prediction - mean label|, weighted by size.
-
-    Args: predicted, actual: (M,) probabilities; 1 belongs to the last bin.
-    """
-    bin_of = (predicted * bins).long().clamp(max=bins - 1)  # (M,)
-    gaps = predicted.new_zeros(bins).index_add(0, bin_of, predicted - actual)
-    return float(gaps.abs().sum() / len(predicted))
-
-
-def auc(predicted: Tensor, actual: Tensor) -> float:
-    """Probability that an accepted token is scored above a rejected one.
-
-    Args: predicted: (M,) any score; a tie counts half. actual: (M,) labels;
-        0.7 is 0.7 of an accepted and 0.3 of a rejected token.
-    Returns: nan where nothing was accepted, or nothing rejected.
-    """
-    values, place = predicted.double().unique(return_inverse=True)  # ascending
-    nothing = torch.zeros_like(values)
-    accepted = nothing.index_add(0, place, actual.double())
-    refused = nothing.index_add(0, place, 1 - actual.double())
-    lower = refused.cumsum(0) - refused  # rejected ones, scored lower
-    pairs = accepted.sum() * refused.sum()
-    return float((accepted * (lower + refused / 2)).sum() / pairs)

@@ -306,11 +306,6 @@ def test_a_trained_head_tells_accepted_from_rejected(llama, trained):
     hidden, labels = specdecpp.labelled(trained, llama, answers(llama))
     predicted = trained.head(hidden).sigmoid()
     assert predicted[labels == 1].mean() > predicted[labels == 0].mean() + 0.2
-    figures = specdecpp.metrics(trained, llama, [answers(llama), answers(llama, 2, 20)])
-    assert figures["auc"] > 0.6 and 0 <= figures["ece"] < 0.5
-    assert figures["kl"] == pytest.approx(figures["bce"])  # the labels are 0 or 1
-    draft = make_drafter(llama, stage="draft")
-    assert specdecpp.metrics(draft, llama, [answers(llama)]) == {}
 
 
 # ------------------------------------------------------------------------------ what drafts

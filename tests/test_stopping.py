@@ -1,7 +1,6 @@
 """stopping.py: replayed rates are those of decoding; times and figures of a head by hand."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -177,19 +176,3 @@ def test_what_drafts_in_an_arm_and_the_head_that_was_trained_on_it(llama, drafte
     assert stopping.chain_of(arm) == (glide, kwargs["base_drafter"], None)
     result = stopping.sweep(arm, llama, [TURN], [timed(4, 2, 0.5, 0.5)])
     assert set(result["points"]) == {"K", "confidence", "entropy", "oracle"}
-
-
-# ----------------------------------------------------------------------- how well a head predicts
-
-
-def test_head_quality_by_hand():
-    """w_rej = 3: sigmoids of 0.75, 0.25 and 0.75 mean probabilities of 0.9, 0.5 and 0.9."""
-    logits = torch.tensor([3.0, 1 / 3, 3.0]).log()
-    found = stopping.head_quality(logits, torch.tensor([1.0, 0.0, 0.5]), 3.0)
-    mixed = -0.5 * math.log(0.9) - 0.5 * math.log(0.1)
-    bce = (-math.log(0.9) - math.log(0.5) + mixed) / 3
-    assert found["bce"] == pytest.approx(bce, rel=1e-5)
-    assert found["kl"] == pytest.approx(bce - math.log(2) / 3, rel=1e-5)  # of the label 0.5
-    assert found["ece"] == pytest.approx((2 * (0.9 - 0.75) + 0.5) / 3, rel=1e-5)
-    # accepted 1 and 0.5 at 0.9, rejected 0.5 at 0.9 and 1 at 0.5: 1.5 * (1 + 0.25) of 1.5 * 1.5
-    assert found["auc"] == pytest.approx(1.25 / 1.5)
