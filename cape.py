@@ -205,6 +205,7 @@ def generate(
     if isinstance(base, str):
         raise common.Mistake(f"base {base!r} is a name: import {base}, then base={base}")
     common.check_drafter(base_drafter, base.Drafter, target)
+    common.check_config(config, Config)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
     for draft in drafts(decoding, base, base_drafter, config or Config()):
         decoding.verify(draft)

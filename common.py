@@ -63,6 +63,8 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
 
 def _read_target(name, dtype, device):
     path = Path(name)
+    if path.parent != Path(".") and path.parent.is_dir() and not path.exists():
+        raise FileNotFoundError("no such folder")  # rather than ask the hub for it
     gguf = path.name if path.suffix == ".gguf" else None
     if gguf and not path.is_file():
         raise FileNotFoundError("no such file")
@@ -184,10 +186,13 @@ def option(default, help: str, decode: bool = False):
 
 
 def at_least(config, **bounds: float) -> None:
-    """Raise a Mistake if a field of `config` is below its bound."""
+    """Raise a Mistake if a field is below its bound, or no int where one is due."""
     for name, bound in bounds.items():
-        if getattr(config, name) < bound:
-            raise Mistake(f"{name} {getattr(config, name)}: take at least {bound}")
+        value = getattr(config, name)
+        kinds = (int, type(getattr(config.__class__, name)))  # of the default
+        if not isinstance(value, kinds) or value < bound:
+            kind = "a number" if float in kinds else "an int"
+            raise Mistake(f"{name} {value!r}: take {kind} of at least {bound}")
 
 
 def one_of(config, **choices) -> None:
@@ -273,10 +278,7 @@ def load_drafter(Drafter, path, target):
         raise Mistake(
             f"no drafter in {path} ({error!r}); make one with train.py --out {path}"
         ) from error
-    shape = target_shape(target)
-    wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
-    if wrong:
-        raise Mistake(f"{path} is for another target ({', '.join(wrong)}); train with train.py")
+    _check_shape(path, made_for, target)
     try:
         drafter = Drafter.from_pretrained(str(path), strict=True)
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -291,17 +293,38 @@ def load_drafter(Drafter, path, target):
     return drafter.to(target.device, target.dtype).eval()
 
 
-def check_drafter(drafter, Drafter, target) -> None:
-    """Raise a Mistake for a drafter of wrong method, device or dtype."""
+def _check_shape(name, made_for: dict, target) -> None:
+    shape = target_shape(target)
+    wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
+    if wrong:
+        reason = ", ".join(wrong)
+        raise Mistake(f"{name} is for another target ({reason}); train one with train.py")
+
+
+def check_drafter(drafter, Drafter, target, config=None) -> None:
+    """Raise a Mistake if the drafter or its Config does not fit.
+
+    A drafter may be of another method, target, device or dtype.
+    """
     if not isinstance(drafter, Drafter):
-        kind = type(drafter).__module__
-        raise Mistake(f"the drafter is one of {kind}, not of {Drafter.__module__}")
+        kind = f"{type(drafter).__module__}.{type(drafter).__name__}"
+        name = f"{Drafter.__module__}.Drafter"
+        raise Mistake(f"the drafter is a {kind}, not a {name}: load one with load_drafter")
+    _check_shape("the drafter", drafter.config.target, target)
+    check_config(config, type(drafter.config))
     weight = next(drafter.parameters())
     if (weight.dtype, weight.device.type) != (target.dtype, target.device.type):
         raise Mistake(
             f"the drafter is {weight.dtype} on {weight.device} and the target {target.dtype} on "
             f"{target.device}; call drafter.to(target.device, target.dtype)"
         )
+
+
+def check_config(config, Config) -> None:
+    """Raise a Mistake if `config`, where given, is not of the class Config."""
+    if config is not None and not isinstance(config, Config):
+        kind = f"{type(config).__module__}.{type(config).__name__}"
+        raise Mistake(f"config is a {kind}: pass a {Config.__module__}.Config")
 
 
 @dataclass
@@ -608,8 +631,13 @@ class Decoding:
         ids     x_1  x_2  x_3  x_4  x_5
         hidden            h_3  h_4
 
-    `copies` is the most tokens to copy from the context per round. `given`
-    is what transformers passes to a `custom_generate` function.
+    Arguments that every `generate` of this repository shares:
+        copies: most tokens to copy from the context per round.
+        stats: a Stats that receives the counts and times.
+        token_streamer: a streamer of transformers, which does not hand on
+            its own argument `streamer`.
+        given: what transformers passes to a `custom_generate` function.
+            Stopping criteria receive the token ids, but no scores.
     """
 
     def __init__(
@@ -786,9 +814,11 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
     positions = model_kwargs.get("position_ids")
     if input_ids.device.type != target.device.type:
         raise Mistake(f"the prompt is on {input_ids.device}: move it with .to(target.device)")
-    if input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
+    if input_ids.shape[1] == 0:
+        raise Mistake("no token ids: pass input_ids, and no inputs_embeds")
+    if input_ids.shape[0] != 1:
         shape = tuple(input_ids.shape)
-        raise Mistake(f"ids of shape {shape}: pass one sequence, without beams")
+        raise Mistake(f"ids of shape {shape}: pass one prompt, without beams or several answers")
     if mask is not None and not mask.all():
         raise Mistake("attention_mask has zeros: pass no padding, and a mask of ones")
     if positions is not None and positions.tolist() != [list(range(input_ids.shape[1]))]:

@@ -456,12 +456,12 @@ def drafts(decoding, drafter: Drafter, config: Config):
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):
-    """For `target.generate(..., custom_generate=generate, drafter=...)`.
+    """`target.generate(..., custom_generate=ctc_drafter.generate, drafter=...)`.
 
     Lossless. `config` replaces the drafter's Config. The arguments after it are
-    those of `common.Decoding`.
+    those of `common.Decoding`. Returns prompt and new tokens (1, T').
     """
-    common.check_drafter(drafter, Drafter, target)
+    common.check_drafter(drafter, Drafter, target, config)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
     for draft in drafts(decoding, drafter, config or drafter.config):
         decoding.verify(draft)

@@ -573,11 +573,12 @@ def drafts(decoding, drafter: Drafter, config: Config):
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):
-    """Lossless; call target.generate(..., custom_generate=falcon.generate).
+    """`target.generate(..., custom_generate=falcon.generate, drafter=...)`.
 
-    All else is as for common.Decoding. Returns prompt and new tokens (1, T').
+    Lossless. `config` replaces the drafter's Config. The arguments after it are
+    those of `common.Decoding`. Returns prompt and new tokens (1, T').
     """
-    common.check_drafter(drafter, Drafter, target)
+    common.check_drafter(drafter, Drafter, target, config)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
     for draft in drafts(decoding, drafter, config or drafter.config):
         decoding.verify(draft)

@@ -489,13 +489,14 @@ def generate(
     token_streamer=None,
     **given,
 ):
-    """Lossless; call target.generate(..., custom_generate=specdecpp.generate).
+    """`target.generate(..., custom_generate=specdecpp.generate, drafter=...)`.
 
-    Without a drafter, `draft_model`, a causal LM, drafts without a head. All
-    else is as for common.Decoding. Returns prompt and new tokens (1, T').
+    Lossless. `config` replaces the drafter's Config. Without a drafter,
+    `draft_model`, a causal LM, drafts without a head. The arguments after it are
+    those of `common.Decoding`. Returns prompt and new tokens (1, T').
     """
     if drafter is not None:
-        common.check_drafter(drafter, Drafter, target)
+        common.check_drafter(drafter, Drafter, target, config)
         config = config or drafter.config
     config = config or Config(stop="fixed")
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)

@@ -377,7 +377,7 @@ def parse(argv: list[str]):
     add("--clip", type=number(float, 0), default=1.0, help="largest gradient norm")
     add("--max-length", type=number(int, 2), default=512, help="tokens kept of a conversation")
     add("--bf16", action=argparse.BooleanOptionalAction, default=gpu, help="autocast")
-    add("--held-out", type=number(int, 0), default=32, help="last conversations, kept for alpha")
+    add("--held-out", type=number(int, 0), default=32, help="kept for alpha, at most half")
     add("--eval-every", type=number(int, 1), default=100, help="steps between measurements")
     add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
 

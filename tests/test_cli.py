@@ -60,7 +60,7 @@ MISTAKES = [
     ("--lr nan", "argument --lr: nan is out of range"),
     ("--warmup 1.1", "argument --warmup: 1.1 is out of range"),
     ("--batch-size 3 --accumulate 2", "--batch-size 3 must be a multiple of 1 processes"),
-    ("--num-layers 0", "num_layers 0: take at least 1"),
+    ("--num-layers 0", "num_layers 0: take an int of at least 1"),
     ("--gamma x", "argument --gamma: invalid int value"),
     ("--target no/such-target", "cannot load target 'no/such-target'"),
     ("--data missing.jsonl", "no data file missing.jsonl; train.py --make-data"),
@@ -99,7 +99,9 @@ def test_a_mistake_of_train_py_is_told_in_a_line(folder, tmp_path, capsys, words
 
 CONFIG_MISTAKES = [
     ("glide", {"num_layers": 4}, "num_layers 4, kv_layer -1: the target has layers 0 to 2"),
-    ("cape", {"gamma": -1}, "gamma -1: take at least 0"),
+    ("cape", {"gamma": 2.5}, "gamma 2.5: take an int of at least 0"),
+    ("falcon", {"noise": "3"}, "noise '3': take a number of at least 0"),
+    ("cape", {"gamma": -1}, "gamma -1: take an int of at least 0"),
     ("cape", {"sizes": [1, 2]}, "one size more than bounds"),
     ("cape", {"sizes": [7, 5, 3, -1]}, "no negative size"),
     ("cape", {"bounds": [0.6, 0.3, 0.8]}, "ascending bounds"),
@@ -112,9 +114,9 @@ CONFIG_MISTAKES = [
     ("falcon", {"tree": [[-1]]}, r"tree path \[-1\]: give a list of ranks"),
     ("falcon", {"tree": 4}, "tree 4: give a list"),
     ("falcon", {"tree": [[9]], "draft_vocab": 9}, "from 0 on, below 9"),
-    ("ctc_drafter", {"slots": 3, "window": 4}, "slots 3: take at least 4"),
-    ("medusa", {"window": 0}, " 0: take at least 1"),
-    ("beam", {"width": 0}, " 0: take at least 1"),
+    ("ctc_drafter", {"slots": 3, "window": 4}, "slots 3: take an int of at least 4"),
+    ("medusa", {"window": 0}, " 0: take an int of at least 1"),
+    ("beam", {"width": 0}, " 0: take an int of at least 1"),
 ]
 
 

@@ -22,6 +22,7 @@ from tiny import (
 )
 from transformers import DynamicCache, RepetitionPenaltyLogitsProcessor
 
+import cape
 import common
 import falcon
 import glide
@@ -578,7 +579,7 @@ MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
     "message, options",
     [
         ("attention_mask has zeros", {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}),
-        ("one sequence, without beams", {"num_beams": 2}),
+        ("one prompt, without beams", {"num_beams": 2}),
         ("assisted_generation is not supported", {"prompt_lookup_num_tokens": 3}),
         ("position_ids are counted from 0", {"position_ids": torch.arange(1, 6)[None]}),
         ("return_dict_in_generate .* leave it out", {"return_dict_in_generate": True}),
@@ -674,7 +675,7 @@ def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
         load()
     make_glide(llama).save_pretrained(tmp_path)
     load()
-    with refused("another target .*vocab_size 48 != 40.*; train with train.py"):
+    with refused("another target .*vocab_size 48 != 40.*; train one with train.py"):
         load(make_family("Llama"))
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -690,8 +691,20 @@ def test_a_drafter_of_another_method_or_dtype_is_refused(llama):
     with refused(r"call drafter\.to\(target\.device, target\.dtype\)"):
         common.check_drafter(drafter, glide.Drafter, llama)
     common.check_drafter(drafter.double(), glide.Drafter, llama)
-    with refused("one of glide, not of falcon"):
+    with refused("the drafter is a glide.Drafter, not a falcon.Drafter"):
         common.check_drafter(drafter, falcon.Drafter, llama)
+    with refused("the drafter is for another target .*vocab_size 48 != 40"):
+        common.check_drafter(drafter, glide.Drafter, make_family("Llama"))
+
+
+def test_a_config_of_another_method_is_refused(llama):
+    drafter = make_glide(llama)
+    common.check_drafter(drafter, glide.Drafter, llama, drafter.config)
+    with refused("config is a builtins.dict: pass a glide.Config"):
+        common.check_drafter(drafter, glide.Drafter, llama, {"gamma": 1})
+    with refused("config is a glide.Config: pass a cape.Config"):
+        options = {"custom_generate": cape.generate, "base": glide, "base_drafter": drafter}
+        llama.generate(IDS, **options, config=drafter.config, max_new_tokens=4)
 
 
 def test_the_demo_says_how_many_tokens_a_forward_gave(llama, monkeypatch, capsys):

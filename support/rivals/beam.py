@@ -104,6 +104,7 @@ def generate(
 ):
     """Lossless decoding; the arguments are those of cape.generate."""
     common.check_drafter(base_drafter, base.Drafter, target)
+    common.check_config(config, Config)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
     for draft in drafts(decoding, base, base_drafter, config or Config()):
         decoding.verify(draft)

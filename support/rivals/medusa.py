@@ -153,7 +153,7 @@ def generate(
     Returns:
         (1, T') prompt and new tokens.
     """
-    common.check_drafter(drafter, Drafter, target)
+    common.check_drafter(drafter, Drafter, target, config)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
     for draft in drafts(decoding, drafter, config or drafter.config):
         decoding.verify(draft)
