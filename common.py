@@ -783,7 +783,7 @@ def check_target(target) -> None:
         if getattr(config, name, None):
             raise Mistake(f"{name}: attention that counts rows, not positions: {plain}")
     if kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
-        raise Mistake(f"layers other than attention cannot take back a refused token: {plain}")
+        raise Mistake(f"layers other than attention cannot take back a rejected token: {plain}")
     kind = str(config._attn_implementation)
     if "flash" in kind or "flex" in kind:
         remedy = "load the target with attn_implementation='sdpa'"

@@ -87,7 +87,7 @@ function fate(round, node) {
   if (node === OWN) return "own";
   if (round.taken.has(node)) return "accepted";
   const parent = round.parents[node];
-  if (parent === round.last) return "refused";
+  if (parent === round.last) return "rejected";
   return parent === ROOT || round.taken.has(parent) ? "passed" : "unreached";
 }
 
@@ -95,7 +95,7 @@ const VERDICTS = {
   root: "newest token",
   own: "target's own",
   accepted: "✓ accepted",
-  refused: "✗ refused",
+  rejected: "✗ rejected",
   passed: "another one taken",
   unreached: "not reached",
 };
@@ -294,7 +294,7 @@ function showLegend() {
   const meanings = {
     accepted: "accepted",
     own: "the target's own token, which every forward adds after the accepted ones",
-    refused: "refused: the target's own token takes its place",
+    rejected: "rejected: the target's own token takes its place",
     passed: "not taken: the target chose another branch",
     unreached: "not reached: it stands below a token that is not taken",
   };
@@ -315,7 +315,7 @@ function showLegend() {
     item.append(add(null, "span", `key ${name}`), `${meaning} `);
   }
   const rule = data.about.sampled
-    ? "Sampling: a drafted token is accepted with probability min(1, p/q). After a refusal the " +
+    ? "Sampling: a drafted token is accepted with probability min(1, p/q). After a rejection the " +
       "target draws from what is left, and an extra or a copy that holds this draw is accepted."
     : "Greedy decoding: a token is accepted if it is the target's first choice after its parent.";
   const q = rounds.some((round) => round.notes.slots)
