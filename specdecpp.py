@@ -126,6 +126,13 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.head.requires_grad_(config.stage == "head")
         self.register_buffer("draft_ids", common.draft_vocab(config.target, config.draft_vocab))
 
+    def train(self, mode: bool = True):
+        """As in any module, but the copied layers never drop out (GPT-2, OPT)."""
+        super().train(mode)
+        if self.body is not None:
+            self.body.eval()
+        return self
+
 
 class DraftModel:
     """The draft model q: the copied layers of a Drafter, or a causal LM.

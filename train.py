@@ -78,7 +78,7 @@ def start_drafter(args, module, target, counts: Tensor, overrides: dict, state: 
 def learning_rate(progress: float, warmup: float) -> float:
     """Share of the peak: linear rise, flat, linear fall in the last fifth."""
     rise = (progress + 1e-3) / warmup if warmup else 1.0
-    return max(0.0, min(rise, 1.0, (1 - progress) / 0.2))
+    return min(rise, 1.0, (1 - progress) / 0.2)
 
 
 class LossStep(nn.Module):

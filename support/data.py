@@ -164,20 +164,27 @@ def join_turns(sequences: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Ten
 
 
 def hold_out(sequences: list[tuple[Tensor, Tensor]], count: int) -> tuple[list, list]:
-    """The last `count` sequences, and the earlier ones that differ from them.
+    """The last `count` sequences, and the earlier ones that share no text.
+
+    Two share a text if one begins with the other, such as a first turn with
+    the same and a second one.
 
     Raises: Mistake: nothing is left to train on.
     """
     border = len(sequences) - count
-    held_out = sequences[border:]
-    unseen = {tuple(ids.tolist()) for ids, _ in held_out}
-    kept = [each for each in sequences[:border] if tuple(each[0].tolist()) not in unseen]
+    held_out = [ids.tolist() for ids, _ in sequences[border:]]
+    kept = []
+    for ids, mask in sequences[:border]:
+        ours = ids.tolist()
+        same = (ours[: len(theirs)] == theirs[: len(ours)] for theirs in held_out)
+        if not any(same):
+            kept.append((ids, mask))
     if not kept:
         raise common.Mistake(
             f"every conversation is among the {count} held out; give more data, or a smaller "
             "--held-out"
         )
-    return held_out, kept
+    return sequences[border:], kept
 
 
 def token_counts(sequences, vocab_size: int) -> Tensor:

@@ -1,6 +1,7 @@
 """bench.py on tiny random targets: protocol, figures, arms, the command line and its tables."""
 
 import copy
+import itertools
 import json
 import random
 from dataclasses import dataclass
@@ -137,6 +138,18 @@ def test_the_cost_of_a_forward_is_measured_and_the_json_left_out_on_a_terminal(
     assert "{" not in capsys.readouterr().out
 
 
+def test_the_cost_of_a_forward_is_the_median_after_a_warm_up(llama, monkeypatch):
+    seconds = (second for took in itertools.cycle([9, 1, 5, 2, 4, 3]) for second in (0, took))
+    moments = itertools.accumulate(seconds)
+    monkeypatch.setattr(bench, "clock", lambda _: next(moments))
+    fed = []
+    hook = llama.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[1]))
+    curve = bench.cost_curve(llama, 8)
+    hook.remove()
+    assert curve["by_tokens"] == {str(count): 3000 for count in bench.COUNTS}
+    assert fed == [count for count in bench.COUNTS for _ in range(6)]
+
+
 def test_sampling_has_no_greedy_verdict_and_is_cut_by_top_p_alone(files, capsys, monkeypatch):
     seen = []
     play = bench.play
@@ -163,6 +176,9 @@ def test_batches_are_measured_and_filled(files, capsys):
     assert ours["draft_ms"] is None and ours["speedup_ci"] is None
     assert set(batch["arms"]["baseline"]["loops"]) == {"transformers", "plain", "padded"}
     assert "1 batches of 2" in out
+    copying = command(files, "--batch-size", "2", method="glide+copies")
+    copies = run(capsys, copying)[0]["batch"]["arms"]["glide+copies"]
+    assert copies["identical_to_greedy"] and copies["drafted"] != ours["drafted"]
     options = ("--batch-size", "3", "--num-prompts", "1", "--temperature", "1")
     ours = run(capsys, command(files, *options))[0]["batch"]["arms"]["glide"]
     assert ours["identical_to_greedy"] is None  # one prompt, three times
@@ -221,6 +237,18 @@ def test_a_wrong_answer_is_reported_with_position_and_margin(files, fake, capsys
     gone = late["first_divergence"]
     assert (gone["question_id"], gone["position"]) == (1, 5) and gone["top2_margin"] > 0
     assert "first in prompt 1 at new token 6" in out and late["alpha"] is None
+
+
+def test_where_answers_part_and_the_margin_there(llama):
+    """By another token, by an early end, and by a late one."""
+    ids = ASKED[0]["input_ids"]
+    said = llama.generate(ids, max_new_tokens=5, **GREEDY)[0, 3:].tolist()
+    for answer, place in (([*said[:2], 47, *said[3:]], 2), (said[:3], 3), ([*said, 1], 5)):
+        [gone] = bench.divergence(llama, 8, ids, said, answer)
+        text = torch.cat([ids, ids.new_tensor([said[:place]])], dim=1)
+        best, second = llama(text).logits[0, -1].topk(2).values.tolist()
+        margin = pytest.approx(best - second, rel=1e-4)
+        assert gone == {"question_id": 8, "position": place, "top2_margin": margin}
 
 
 def test_the_loops_of_transformers_are_counted(llama):
@@ -381,8 +409,8 @@ def test_an_arm_is_a_method_with_variants_copies_and_a_folder(files, fake):
     assert (other.kwargs["config"].gamma, plain.kwargs["config"].gamma) == (2, 5)
     assert loader.arm("fake:late+copies").kwargs["config"].wrong == 5
     assert loader.arm("fake:late+never").kwargs["config"].wrong == -1  # the last one counts
-    args.gamma = 4  # as --gamma 4 would set it
-    assert loader.arm(f"glide@{folder}").kwargs["config"].gamma == 4
+    for args.gamma in (0, 4):  # as --gamma 4 would set it
+        assert loader.arm(f"glide@{folder}").kwargs["config"].gamma == args.gamma
     assert loader.arm(f"glide:gamma2@{folder}").kwargs["config"].gamma == 2
     ours = loader.arm(f"cape@{folder}")
     assert ours.kwargs["base"] is glide and ours.kwargs["base_drafter"] is plain.kwargs["drafter"]
@@ -424,7 +452,7 @@ def test_a_draft_model_drafts_for_specdecpp_and_the_peers(files):
         ("--method glide:nope", "glide has no variant 'nope'; its variants: gamma1"),
         ("--method glide@/nowhere", "no drafter in /nowhere"),
         ("--method glide@GLIDE glide@COPY", "two arms would be called glide@glide"),
-        ("--method glide@GLIDE --max-new-tokens 250", "prompt 1 may take .* context is 256"),
+        ("--method glide@GLIDE --max-new-tokens 130", "prompt 1 may take .* context is 256"),
         ("--method glide --prompts /nowhere.jsonl", "no prompt file /nowhere.jsonl"),
         ("--method glide --sweep --temperature 1", "leave out --temperature"),
         ("--method glide --peers --batch-size 2", "one sequence at a time"),
@@ -448,6 +476,15 @@ def test_a_mistake_is_explained(files, tmp_path, argv, message):
 
 
 # ------------------------------------------------------------------------------------- tables
+
+
+def test_the_table_of_a_sweep_by_hand():
+    about = dict.fromkeys(("target", "dtype", "device", "commit"), "x")
+    points = {"K": {"2": [0.5, 0.25, 30.0]}}
+    sweep = {"t_draft_ms": 1.0, "t_target_ms": 2.0, "points": points}
+    *_, head, _, row = report.tables({**about, "sweep": sweep}).splitlines()
+    assert head.split(" | ")[2:] == ["N_t/N", "N_d/N", "tokens/s |"]
+    assert row.split() == "| K | 2 | 0.50 | 0.25 | 30.0 |".split()
 
 
 @pytest.mark.parametrize(

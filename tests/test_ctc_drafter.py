@@ -85,6 +85,13 @@ def test_prefix_search_on_the_two_slots_of_its_docstring():
     q_slots = torch.tensor([[0.6, 0.0, 0.4], [0.2, 0.5, 0.3]], dtype=torch.double)  # a, b, blank
     found = ctc_drafter.prefix_search(q_slots, symbols=2, candidates=9)
     assert found == pytest.approx({(0,): 0.68, (1,): 0.20, (0, 1): 0.30})
+    # One prefix is kept after a slot: a, or with more blank the empty one, which has no a b.
+    for first, expected in (
+        ([0.6, 0.0, 0.4], {(0,): 0.60, (0, 1): 0.30}),
+        ([0.4, 0.0, 0.6], {(0,): 0.52, (1,): 0.30}),
+    ):
+        q_slots[0] = torch.tensor(first)
+        assert ctc_drafter.prefix_search(q_slots, 2, candidates=1) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("merge", [True, False])
@@ -203,6 +210,12 @@ def test_windows_hold_what_the_target_says_after_the_newest_token(llama, prompt)
         assert sorted(drawn) == list(range(max(prompt, 2) - 2, length - 5))
         for anchor, window in zip(drawn, labels[row][used[row]].tolist()):
             assert window == best[row, anchor + 1 : anchor + 5].tolist()
+    few = make_drafter(llama, anchors=1)  # one of several, drawn anew by a new seed
+    drawn = set()
+    for step in range(9):
+        again = dataclasses.replace(batch, seed=batch.seed + step)
+        drawn.add(tuple(ctc_drafter.windows(few, llama, again)[0][:, 0].tolist()))
+    assert len(drawn) > 1
 
 
 def test_windows_of_a_second_turn_do_not_cross_what_the_user_says(llama):

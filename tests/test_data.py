@@ -157,6 +157,14 @@ def test_a_first_turn_is_joined_with_its_second_wherever_the_two_stand():
     ]
 
 
+def test_no_turn_of_a_held_out_conversation_is_learned():
+    lists = ([1, 2], [1, 2, 3], [1, 2, 3, 4, 5], [1, 9], [1, 2, 3, 4])
+    sequences = [(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool)) for ids in lists]
+    held_out, kept = data.hold_out(sequences, 1)
+    assert [ids.tolist() for ids, _ in held_out] == [[1, 2, 3, 4]]
+    assert [ids.tolist() for ids, _ in kept] == [[1, 9]]
+
+
 @pytest.mark.parametrize("count, size", [(24, 4), (301, 4), (7, 16), (1, 2)])
 def test_each_epoch_is_a_permutation_and_no_two_are_equal(count, size):
     lengths = torch.randint(5, 300, (count,), generator=torch.Generator().manual_seed(3)).tolist()

@@ -123,6 +123,15 @@ def has_weights(name):
 # ------------------------------------------------------------------------------------- greedy
 
 
+def within(stats, left):
+    """Whether every draft left a place for the bonus token, in an answer of `left` tokens."""
+    for offered, accepted in zip(stats.offered, stats.accepted):
+        if offered >= left:
+            return False
+        left -= accepted + 1
+    return True
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("target_name", [*FAST, *map(slow, RARER)])
 def test_greedy_output_is_the_targets_own(target_name, method):
@@ -148,6 +157,7 @@ def test_greedy_output_is_the_targets_own(target_name, method):
     assert last == "end"
     assert stats.emitted == 20
     assert stats.target_forwards == len(stats.accepted) == len(rounds)
+    assert within(stats, 20)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -254,9 +264,10 @@ def test_copies_beside_any_draft_change_nothing(method, monkeypatch):
     ids = torch.tensor([[3, 4, 3, 5, 3, 4, 3, 5]])
     options = {"max_new_tokens": 40, "do_sample": False}
     expected = target.generate(ids, **options)
-    output = target.generate(ids, **options, **arm_of(method, "Llama"), copies=6)
+    stats = common.Stats()
+    output = target.generate(ids, **options, **arm_of(method, "Llama"), copies=6, stats=stats)
     assert torch.equal(output, expected)
-    assert sum(copied) > 0
+    assert sum(copied) > 0 and within(stats, 40)
 
 
 # ------------------------------------------------------------------------------------ sampled

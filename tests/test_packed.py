@@ -3,7 +3,7 @@
 import gc
 
 import torch
-from tiny import make_glide, make_llama
+from tiny import family, make_glide, make_llama
 
 import common
 import glide
@@ -43,6 +43,10 @@ def test_a_drafters_head_is_packed_once():
     assert heads[0] is heads[2] and heads[1].out_features == 30 and len(whole.selected) == 2
     x = torch.randn(3, target.config.hidden_size)
     torch.testing.assert_close(heads[0](x), x @ whole.weight[one.draft_ids].T)
+    granite = packed.pack(family("Granite", logits_scaling=4.0).float().requires_grad_(False))
+    few = torch.tensor([3, 30, 31])
+    logits = common.target_logits(granite, x, few)
+    torch.testing.assert_close(common.draft_head(granite, few)(x), logits)
     del one, heads
     gc.collect()
     assert len(whole.selected) == 1  # with the drafter its head is given up

@@ -3,6 +3,7 @@
 import html.parser
 import importlib
 import importlib.util
+import itertools
 import json
 import shutil
 import types
@@ -91,6 +92,19 @@ def test_copies_are_part_of_the_record(llama):
     rounds = replay.record(decoding, arms_of.plain_drafts(decoding))
     assert {kind for told in rounds for kind in told["kinds"]} == {"copy"}
     assert sum(len(told["tokens"]) for told in rounds) == decoding.stats.drafted
+
+
+def test_times_are_of_one_round_and_not_of_its_description(llama, monkeypatch):
+    """By a clock that shows one second more at each look, and nine for a description."""
+    seconds = itertools.count()
+    clock = types.SimpleNamespace(perf_counter=lambda: next(seconds))
+    for module in (common, replay):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(replay, "target_probs", lambda *_: [next(seconds) for _ in range(9)])
+    decoding = common.open_decoding(llama, PROMPT, **GREEDY)
+    first, *rounds = replay.record(decoding, arms_of.plain_drafts(decoding))
+    assert first["seconds"] == {"prefill": 1, "verify": 1}
+    assert all(told["seconds"] == {"prefill": 0, "draft": 1, "verify": 1} for told in rounds)
 
 
 @pytest.mark.parametrize("name", cli.METHODS)

@@ -160,8 +160,10 @@ def test_a_round_holds_two_tokens_to_max_draft(llama, trained):
     for most in (20, 7, 1, 0):
         assert run_rule(0.7, [1.0] * 30, most)[0] == most
     for logit, length in ((9.0, 7), (-9.0, 2)):
-        _, stats, _ = decode(llama, PROMPT, constant_head(trained, logit), max_draft=7)
+        _, stats, made = decode(llama, PROMPT, constant_head(trained, logit), max_draft=7)
         assert stats.offered[0] == max(stats.offered) == length
+        for draft in made:  # each round notes its own p^, all but that of the newest token
+            assert len(draft.notes["chances"]) == max(0, len(draft.tokens) - 1)
     _, stats, _ = decode(llama, PROMPT, trained, stop="fixed", gamma=3, max_draft=2)
     assert max(stats.offered) == 3
 
@@ -246,11 +248,11 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_sequences(llama, stage, lengths
     """So that neither padding nor a split changes a step; 300 positions are more than one part."""
     drafter = make_drafter(llama, stage=stage, temperature=1.0)
     batch = random_batch(llama, lengths)
-    together = specdecpp.loss(drafter, llama, batch)
-    rows = (row_of(batch, row, length) for row, length in enumerate(lengths))
-    alone = [specdecpp.loss(drafter, llama, row) for row in rows]
-    for whole, parts in zip(together, zip(*alone)):
-        assert float(whole) == pytest.approx(sum(map(float, parts)), rel=1e-6)
+    rows = [row_of(batch, row, length) for row, length in enumerate(lengths)]
+    for sums in (specdecpp.loss, specdecpp.acceptance):
+        alone = [sums(drafter, llama, row) for row in rows]
+        for whole, parts in zip(sums(drafter, llama, batch), zip(*alone)):
+            assert float(whole) == pytest.approx(sum(map(float, parts)), rel=1e-6)
 
 
 def test_the_mean_label_is_the_acceptance_rate(llama):
@@ -333,6 +335,7 @@ def test_layers_of_every_family_are_copied(name):
     torch.testing.assert_close(arms.causal_lm(whole, target)(ids).logits, target(ids).logits)
     half = make_drafter(target, layers=[1, -1])
     theirs, ours = (model.get_decoder() for model in (target, half.body))
+    assert half.train().head.training and not half.body.training  # GPT-2 would drop out
     kept = theirs.h if name == "GPT2" else theirs.layers
     for layer, copied in zip((kept[1], kept[-1]), ours.h if name == "GPT2" else ours.layers):
         for weight, mine in zip(layer.parameters(), copied.parameters(), strict=True):

@@ -333,6 +333,12 @@ def test_negative_control_a_drafter_that_lies_shifts_the_draws():
     assert (law - P_TARGET).abs().max() > 0.05
 
 
+def test_a_drafter_that_agrees_but_for_rounding_leaves_no_residual(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(1 - 2**-24))
+    draft = draft_of([1], [-1], P_TARGET[None] * (1 + 1e-6))  # so that the token is rejected
+    assert common._draw(P_TARGET.log(), [0], draft) in range(3)
+
+
 def test_a_sample_is_where_the_running_sum_passes_a_uniform_number():
     probs = torch.tensor([0.5, 0.3, 0.2]).expand(6, -1)
     uniform = torch.tensor([0.0, 0.49, 0.51, 0.6, 0.79, 0.999])[:, None]

@@ -41,8 +41,6 @@ class Lookup:
 
     def find(self, input_ids: Tensor) -> list[int]:
         """Tokens to copy after ids (1, T), which extend the last call's."""
-        if not self.lengths[4]:
-            return []
         # 1. Register the new n-grams, except the one at the end of the text.
         for token in input_ids[0, len(self.text) :].tolist():
             for n in self.lengths:
