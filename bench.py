@@ -350,12 +350,14 @@ def measure(args) -> dict:
             paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
             prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
+    busy = ""
     if prompts and load > (os.cpu_count() or 1):
-        print(
-            f"bench.py: other programs use this machine (load {load:.1f}): stop them, or set "
-            "OMP_WAIT_POLICY=passive, with which threads do not spin for one another",
-            file=sys.stderr,
+        busy = (
+            f"bench.py: other programs use this machine (load {load:.1f}), so speedups are not to "
+            "be trusted: stop them, or set OMP_WAIT_POLICY=passive, with which threads do not "
+            "spin for one another"
         )
+        print(busy, file=sys.stderr)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)
@@ -379,6 +381,8 @@ def measure(args) -> dict:
     if args.cost_curve:
         result["cost_curve"] = cost_curve(target, args.context)
     print(report.tables(result))
+    if busy:
+        print(f"\n{busy}")
     if args.json and args.json != "-":
         report.write_result(result, args.json)
     for numbers in report.arms_of(result).values():

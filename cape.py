@@ -88,7 +88,9 @@ def set_size(confidence: float, sizes: list[int], bounds: list[float]) -> int:
 def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     """Append the expansion sets to a trajectory (4.2, Algorithm 1).
 
-    Two steps over the tokens 0 to 3, with sizes [2, 1] and bounds [.55]:
+    The confidence of a step is the largest probability of its q_draft, even if
+    another token was drafted. Extras come by falling probability. Two steps
+    over the tokens 0 to 3, with sizes [2, 1] and bounds [.55]:
 
         step   q_draft            drafted   confidence   extras
         0      .10 .50 .25 .15    1         .50          2, 3
@@ -102,7 +104,8 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     It has no drafter row yet, so the next round feeds it.
 
     Args: trajectory: a chain with its `probs`, as common.chain makes it.
-    Returns: Draft with the trajectory's `probs`, as the extras are not drawn.
+    Returns: Draft with the trajectory's `probs`, as the extras are not drawn,
+    and the confidences and counts K_i of the steps in `notes`.
     """
     gamma = len(trajectory.tokens)
     if gamma == 0:

@@ -286,8 +286,8 @@ def load_drafter(Drafter, path, target):
             raise  # a bug in Drafter
         reason = " ".join(str(error).split())[:120]
         raise Mistake(
-            f"cannot read {path} as a {Drafter.__module__} drafter ({reason}); name another one, "
-            "or train it again"
+            f"{path} holds no {Drafter.__module__} drafter, or a damaged one ({reason}): name "
+            "another one, or train it again"
         ) from error
     check_states(target)
     return drafter.to(target.device, target.dtype).eval()
@@ -877,8 +877,8 @@ def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -
     """Answer a prompt with a shipped drafter, for `python METHOD.py`."""
     parser = argparse.ArgumentParser(description="Answer a prompt with the shipped drafter.")
     default = "Explain photosynthesis to a child in five sentences."
-    parser.add_argument("prompt", nargs="?", default=default)
-    prompt = parser.parse_args().prompt
+    parser.add_argument("prompt", nargs="*", default=[default])
+    prompt = " ".join(parser.parse_args().prompt)
     try:
         target, tokenizer = load_target()
         checkpoint = Path(__file__).with_name("checkpoints") / folder

@@ -263,7 +263,9 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     is left. The later slots of the block see these answers and learn from them.
 
     An incomplete first block is skipped, and so is a block in which no slot
-    learns. Among the r slots, only those that learn are revealed.
+    learns; an incomplete last one is not. Among the r slots, only those that
+    learn are revealed. Random numbers come from `generators(seed, 0)`, so that
+    padding and batch change nothing. With k = 1 nothing is revealed.
 
     For example, k = 3, phase 1, N = 3. Block 5 6 7 is visited first with
     r = 2, then block 2 3 4 with r = 2, of which one slot is left to reveal:

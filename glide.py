@@ -285,8 +285,9 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """Cross-entropy (5.1), summed over positions; the number of positions.
 
     The label is the target's distribution, renormalised over the draft
-    vocabulary. Without `distill` it is the data's next token, and positions whose next
-    token cannot be drafted are left out.
+    vocabulary (`common.target_logits`). Without `distill` it is the data's next
+    token, and positions whose next token cannot be drafted are left out.
+    Column i of the draft logits belongs to token draft_ids[i].
     """
     hidden, predicts = training_states(drafter, target, batch)
     logits = training_logits(drafter, target, hidden)  # (M, Vd)

@@ -438,8 +438,9 @@ def until_stop(steps, head, threshold: float, chances: list):
         p^ before y_i is judged      1    .9   .72  .36
         stop, 1 - p^ > h?            0    .1   .28  .64 yes: submit y1 to y4
 
-    Args: steps: of `propose`. head: a function of e (D,). chances: a list that
-    receives p^ after each judged token.
+    Args: steps: of `propose`. head: a function of e (D,) that returns a logit;
+    its sigmoid is the probability of acceptance. chances: a list that receives
+    p^, a float, after each judged token.
     """
     all_accepted = 1.0  # p^
     for i, (token, q_draft, hidden) in enumerate(steps, start=1):

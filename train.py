@@ -30,6 +30,8 @@ import common
 from support import checkpoints, cli, data, pictures, talks
 from support.features import Features, check_trainable
 
+ANSWERS = cli.ROOT / "conversations" / "answers.jsonl.gz"  # of the default target; see --eval
+
 # --------------------------------------------------------------------------- what a run needs
 
 
@@ -43,10 +45,9 @@ def read_data(args, target, tokenizer) -> tuple[list, list, list]:
     for path in args.data:
         sequences += data.read_conversations(path, tokenizer, min(args.max_length, context))
     held_out, sequences = data.hold_out(sequences, min(args.held_out, len(sequences) // 2))
-    answers = cli.ROOT / "conversations" / "answers.jsonl.gz"  # of the default target
     path = args.eval
-    if path is None and args.target is None and answers.is_file():
-        path = str(answers)
+    if path is None and args.target is None and ANSWERS.is_file():
+        path = str(ANSWERS)
     measured = data.read_conversations(path, tokenizer, context) if path else []
     return data.join_turns(sequences), held_out, measured
 
@@ -146,7 +147,13 @@ def measure(module, drafter, target, measured: dict) -> dict:
 def interrupts():
     """Yield a list that Ctrl-C adds to, instead of ending the program."""
     caught = []
-    before = signal.signal(signal.SIGINT, lambda *_: caught.append(True))
+
+    def note(*_):
+        caught.append(True)
+        text = "train.py: saving after this step; the same command with --resume goes on"
+        print(text, file=sys.stderr)
+
+    before = signal.signal(signal.SIGINT, note)
     try:
         yield caught
     finally:
@@ -158,8 +165,13 @@ def check(args) -> None:
     out = Path(args.out)
     if not args.data:
         raise common.Mistake("training needs --data, files of conversations (--make-data N)")
+    if ANSWERS.resolve() in (Path(path).resolve() for path in args.data):
+        raise common.Mistake(
+            f"{ANSWERS.name} is what eval_alpha is measured on: leave it out of --data, for "
+            "example by conversations/smollm2_*.jsonl.gz"
+        )
     if (args.steps is None) == (args.minutes is None):
-        raise common.Mistake("give either --steps or --minutes")
+        raise common.Mistake("give --steps or --minutes, one of the two")
     if args.resume and not (out / "training_state.pt").is_file():
         raise common.Mistake(f"nothing to resume in {out}: no training_state.pt")
     if out.is_file():
@@ -297,6 +309,10 @@ class Run:
         args = self.args
         at = self.at
         main = self.accelerator.is_main_process
+        if main:
+            tokens = sum(int(mask.sum()) for _, mask in self.sequences)
+            text = f"{len(self.sequences)} conversations with {tokens} tokens to learn"
+            print(f"train.py: {text}", file=sys.stderr, flush=True)
         begin = time.monotonic() - at.seconds  # earlier sittings count
         with (
             interrupts() as caught,
@@ -327,7 +343,8 @@ def train(args, module, overrides: dict) -> None:
     run = Run(args, module, overrides)
     interrupted = False
     if run.finished:
-        print(f"train.py: {args.out} is finished, nothing is left to do", file=sys.stderr)
+        text = f"train.py: {args.out} is finished; to go on give more --steps or --minutes"
+        print(text, file=sys.stderr)
     else:
         interrupted = run.go()
     accelerator = run.accelerator
@@ -366,7 +383,7 @@ def parse(argv: list[str]):
     add("--data", nargs="+", metavar="FILE", help="conversations, .jsonl or .jsonl.gz")
     add("--eval", metavar="FILE", help="conversations to measure eval_alpha on")
     add("--steps", type=number(int, 1), help="optimizer steps")
-    add("--minutes", type=number(float, 1e-3), help="train for this long instead")
+    add("--minutes", type=number(float, 1e-3), help="train for this long instead, in all sittings")
     add("--resume", action="store_true", help="go on with the run in --out")
     add("--init", metavar="DIR", help="start from this drafter")
     add("--features", metavar="DIR", help="keep the target's features here (2 kB a token)")

@@ -48,6 +48,8 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
 
 def _records(path: str) -> list[tuple[int, dict]]:
     """Line numbers and JSON objects of a file, without blank lines."""
+    if Path(path).is_dir():
+        raise common.Mistake(f"{path} is a folder: name its files")
     if not Path(path).is_file():
         raise common.Mistake(f"no data file {path}; train.py --make-data 2000 --out FILE makes one")
     try:
@@ -62,7 +64,7 @@ def _records(path: str) -> list[tuple[int, dict]]:
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise common.Mistake(f"{path}, line {number}: no JSON ({error})") from error
+            raise common.Mistake(f"{path}, line {number}: no JSON object ({error})") from error
         if not isinstance(record, dict):
             raise common.Mistake(f"{path}, line {number}: no JSON object")
         records.append((number, record))

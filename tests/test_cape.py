@@ -73,8 +73,9 @@ def test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest():
     q_draft = torch.tensor([0.1, 0.5, 0.25, 0.15])
     drawn = common.chain([(torch.tensor([2]), q_draft, None)], ROOT)
     draft = cape.expand(drawn, cape.Config(sizes=[0, 2, 0], bounds=[0.4, 0.5]))
+    got = draft.tokens.tolist()
+    assert got == [2, 1, 3], f"2 was drawn of .1 .5 .25 .15, S(.5) = 2: expected 2 1 3, got {got}"
     assert draft.notes == {"confidences": [0.5], "counts": [2]}  # of the largest, not of .25
-    assert draft.tokens.tolist() == [2, 1, 3]
 
 
 def test_a_set_is_no_larger_than_what_can_be_drafted():

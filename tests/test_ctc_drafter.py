@@ -71,9 +71,9 @@ def test_prefix_search_sums_over_all_alignments(seed):
     exact = beginnings(q_slots)
     found = ctc_drafter.prefix_search(q_slots, symbols=3, candidates=1000)
     wrong = {
-        prefix: (round(exact[prefix], 4), round(found[prefix], 4))
+        prefix: (round(exact[prefix], 4), round(found.get(prefix, 0.0), 4))
         for prefix in exact.keys() | found.keys()
-        if found[prefix] != pytest.approx(exact[prefix])
+        if found.get(prefix, 0.0) != pytest.approx(exact[prefix])
     }
     assert not wrong, f"{{prefix: (expected, got)}} of the slots, blank last\n{q_slots}\n{wrong}"
     pruned = ctc_drafter.prefix_search(q_slots, symbols=2, candidates=3)
@@ -84,14 +84,23 @@ def test_prefix_search_sums_over_all_alignments(seed):
 def test_prefix_search_on_the_two_slots_of_its_docstring():
     q_slots = torch.tensor([[0.6, 0.0, 0.4], [0.2, 0.5, 0.3]], dtype=torch.double)  # a, b, blank
     found = ctc_drafter.prefix_search(q_slots, symbols=2, candidates=9)
+    found = {prefix: q for prefix, q in found.items() if q}
     assert found == pytest.approx({(0,): 0.68, (1,): 0.20, (0, 1): 0.30})
-    # One prefix is kept after a slot: a, or with more blank the empty one, which has no a b.
-    for first, expected in (
-        ([0.6, 0.0, 0.4], {(0,): 0.60, (0, 1): 0.30}),
-        ([0.4, 0.0, 0.6], {(0,): 0.52, (1,): 0.30}),
+
+
+def test_prefix_search_keeps_the_likeliest_prefixes():
+    """After slot 1 the likeliest are a, .5, and the empty prefix, .4."""
+    q_slots = torch.tensor([[0.5, 0.1, 0.4], [0.3, 0.6, 0.1]], dtype=torch.double)  # a, b, blank
+    for symbols, candidates, expected in (
+        (2, 9, {"a": 0.5 + 0.4 * 0.3, "b": 0.1 + 0.4 * 0.6, "ab": 0.5 * 0.6, "ba": 0.1 * 0.3}),
+        (2, 2, {"a": 0.62, "b": 0.34, "ab": 0.3}),  # b is dropped after slot 1
+        (2, 1, {"a": 0.5, "b": 0.1, "ab": 0.3}),  # all but a are
+        (1, 9, {"a": 0.5, "b": 0.24, "ab": 0.3}),  # a in slot 1, b in slot 2
     ):
-        q_slots[0] = torch.tensor(first)
-        assert ctc_drafter.prefix_search(q_slots, 2, candidates=1) == pytest.approx(expected)
+        found = ctc_drafter.prefix_search(q_slots, symbols, candidates)
+        got = {"".join("ab"[i] for i in prefix): q for prefix, q in found.items() if q}
+        told = f"symbols {symbols}, candidates {candidates}: expected {expected}, got {got}"
+        assert got == pytest.approx(expected), told
 
 
 @pytest.mark.parametrize("merge", [True, False])

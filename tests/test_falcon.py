@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import make_llama, random_batch
+from tiny import drawn, make_llama, random_batch
 
 import common
 import falcon
@@ -21,13 +21,6 @@ def make_drafter(target, **options):
 
 def random_ids(length, seed):
     return torch.randint(0, 48, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def drawn(mask):
-    """The rows of a bool tensor as strings of x and dots; anything else as it prints."""
-    if not isinstance(mask, torch.Tensor):
-        return [repr(mask)]
-    return ["".join(".x"[int(value)] for value in row) for row in mask.flatten(0, -2)]
 
 
 def compare(call, expected, got):
@@ -213,17 +206,19 @@ def test_glancing_against_the_definition(k):
         wrong = learns & (torch.rand(3, 41, generator=generator) < 0.5)
         seed = torch.randint(1000, (3,), generator=generator)
         revealed = falcon.glance(wrong, learns, 0.4, k, seed)
-        assert not (revealed & ~learns).any()
+        assert not (revealed & ~learns).any(), "a slot that does not learn was revealed"
         for row in range(3):
-            assert abs(int(revealed[row].sum()) - 0.4 * int(wrong[row].sum())) <= 0.5
+            count, exact = int(revealed[row].sum()), 0.4 * int(wrong[row].sum())
+            assert abs(count - exact) <= 0.5, f"expected N = {exact} rounded, got {count} revealed"
             first = -int(seed[row]) % k
-            assert not revealed[row, :first].any()
+            assert not revealed[row, :first].any(), "a slot of an incomplete first block"
             for start in range(first, 41, k):
                 run = revealed[row, start : start + k].tolist()
                 if any(run):
                     last = max(i for i, hit in enumerate(run) if hit)
                     learning = learns[row, start : start + last + 1].tolist()
-                    assert last < k - 1 and run[: last + 1] == learning
+                    assert last < k - 1, "the last slot of a block was revealed"
+                    assert run[: last + 1] == learning, "a gap among the slots of a block"
 
 
 def test_noise_and_glancing_do_not_depend_on_padding_or_batch():

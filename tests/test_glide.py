@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tiny import family, make_glide, make_llama, random_batch, row_of
+from tiny import drawn, family, make_glide, make_llama, random_batch, row_of
 
 import common
 import glide
@@ -20,14 +20,11 @@ def batch_of(target, **options):
 # ---------------------------------------------------------------------------------- block mask
 
 
-def drawn(mask):
-    """A mask (T, T) as lines of x and dots."""
-    return ["".join(".x"[int(allowed)] for allowed in row) for row in mask]
-
-
 def test_the_block_mask_is_the_one_that_is_drawn():
-    mask = glide.block_mask(6, 3, torch.tensor([1]))[0, 0]
-    assert drawn(mask) == ["......", "......", "xx....", "xx....", "xx....", "xxxxx."]
+    got = glide.block_mask(6, 3, torch.tensor([1]))
+    expected = ["......", "......", "xx....", "xx....", "xx....", "xxxxx."]
+    assert drawn(got) == expected, f"expected {expected}\ngot {drawn(got)}"
+    assert got.shape == (1, 1, 6, 6), f"expected the shape (1, 1, 6, 6), got {tuple(got.shape)}"
 
 
 def test_a_position_reads_the_rows_of_earlier_blocks_only():
@@ -36,11 +33,10 @@ def test_a_position_reads_the_rows_of_earlier_blocks_only():
     for row, query, key in itertools.product(range(5), range(17), range(17)):
         expected[row, 0, query, key] = (query + row) // 5 > (key + row) // 5
     got = glide.block_mask(17, 5, phases)
-    assert torch.equal(got, expected), (
-        "input: length 17, block_size 5, phases 0 to 4; shown is phase 3\n"
-        f"expected: {drawn(expected[3, 0])}\n"
-        f"got: {drawn(got[3, 0])}"
-    )
+    for phase in range(5):
+        told = f"length 17, block_size 5, phase {phase}\nexpected {drawn(expected[phase, 0])}"
+        same = torch.equal(got[phase], expected[phase])
+        assert same, f"{told}\ngot {drawn(got[phase, 0])}"
 
 
 # ----------------------------------------------------------------------------- cross-attention
@@ -130,7 +126,7 @@ def test_the_loss_is_the_cross_entropy_worked_by_hand(llama, distill):
     total, weight = glide.loss(drafter, llama, batch)
     expected = pytest.approx(sum(terms), rel=1e-5)
     assert (float(total.detach()), int(weight)) == (expected, len(terms)), (
-        "input: 9, 12 and 7 tokens, all but 3 to be predicted, phases 4, 0, 1\n"
+        f"input: distill={distill}, 9, 12 and 7 tokens, all but 3 to be predicted, phases 4, 0, 1\n"
         f"expected: {sum(terms):.6f} of {len(terms)} positions, {[round(x, 3) for x in terms]}\n"
         f"got: {total} of {weight}"
     )
@@ -144,7 +140,10 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_sequences(llama, distill):
     rows = (row_of(whole, row, length) for row, length in enumerate((9, 12, 7)))
     parts = [glide.loss(drafter, llama, row) for row in rows]
     assert int(weight) == sum(int(count) for _, count in parts)
-    torch.testing.assert_close(total, sum(part for part, _ in parts))
+    expected = float(sum(part for part, _ in parts).detach())
+    got = float(total.detach())
+    told = f"expected the sum of its sequences' losses, {expected}, got {got}"
+    assert got == pytest.approx(expected), told
 
 
 def test_acceptance_sums_the_overlap_of_both_distributions(llama):

@@ -115,7 +115,8 @@ def test_every_method_can_be_played(llama, name):
     rounds = told["rounds"]
     kept = [token for each in rounds for token in each["committed"][: each["kept"]]]
     assert kept == answer
-    assert sum(len(each["path"]) for each in rounds) > 0
+    if hasattr(cli.import_method(name), "Drafter"):
+        assert sum(len(each["path"]) for each in rounds) > 0
     extras = any("extra" in each["kinds"] for each in rounds)
     for each in rounds:
         count = len(each["tokens"])

@@ -52,13 +52,14 @@ def draft_of(tokens, parents, probs=None):
 
 
 def drawn(mask):
+    assert mask.ndim == 4, f"expected a mask (1, 1, N + 1, P + N + 1), got {tuple(mask.shape)}"
     return ["".join("x" if x == 0 else "." for x in row) for row in mask[0, 0]]
 
 
 def test_the_mask_of_the_docstring():
     mask = common.ancestor_mask(torch.tensor([-1, 0, 0, 1]), 2, torch.float64)
     rows = ["xxx....", "xxxx...", "xxxxx..", "xxxx.x.", "xxxxx.x"]
-    assert drawn(mask) == rows
+    assert drawn(mask) == rows, f"expected {rows}\ngot {drawn(mask)}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,7 +82,9 @@ def test_mask_against_brute_force(dtype):
         got = drawn(mask)
         told = [f"given parents {parents}, prefix {prefix}", "expected", *expected, "got", *got]
         assert got == expected, "\n".join(told)
-        assert set(mask.flatten().tolist()) <= {0.0, torch.finfo(dtype).min}
+        lowest = torch.finfo(dtype).min
+        numbers = set(mask.flatten().tolist())
+        assert numbers <= {0.0, lowest}, f"expected the numbers 0 and {lowest}, got {numbers}"
         assert fed[0].tolist() == [prefix, *draft.tokens.tolist()]
         assert positions[0].tolist() == [prefix + len(way) for way in ways]
 
@@ -287,6 +290,7 @@ def law_of_draw(p_target, drawn_from, claimed, grid=50):
     distribution is added. drawn_from, claimed: q (V,), given the earlier siblings' tokens.
     """
     law = torch.zeros_like(p_target)
+    accepted = 0.0
     uniforms = iter(())
     left = []
     with pytest.MonkeyPatch.context() as patch:
@@ -301,11 +305,12 @@ def law_of_draw(p_target, drawn_from, claimed, grid=50):
                 token = common._draw(p_target.log(), [0, 1], draft)
                 here = left.pop() if token < 0 else torch.eye(len(p_target))[token]
                 law += weight * here / grid**2
-    return law
+                accepted += float(weight) * (token >= 0) / grid**2
+    return law, accepted
 
 
-P_TARGET = torch.tensor([0.5, 0.2, 0.3])
-Q_DRAFT = torch.tensor([0.1, 0.6, 0.3])
+P_TARGET = torch.tensor([0.35, 0.55, 0.1])
+Q_DRAFT = torch.tensor([0.2, 0.05, 0.75])
 
 
 def without_repetition(q_draft):
@@ -321,15 +326,20 @@ def without_repetition(q_draft):
 
 def test_draws_follow_the_target_exactly():
     honest = without_repetition(Q_DRAFT)
-    law = law_of_draw(P_TARGET, honest, honest)
+    law, accepted = law_of_draw(P_TARGET, honest, honest)
     given = f"given p_target {P_TARGET.tolist()}, q_draft {Q_DRAFT.tolist()}"
     expected, got = P_TARGET.tolist(), law.tolist()
     assert got == pytest.approx(expected, abs=0.015), f"{given}: expected {expected}, got {got}"
+    # .35 by the first sibling; .65 are left, all after token 2, with the residual .23 .77 0 and
+    # q .8 .2 0: the second sibling is accepted in .43 of these.
+    assert accepted == pytest.approx(0.35 + 0.65 * 0.431, abs=0.015), (
+        f"{given}: one of two siblings is to be accepted in 0.63 of the cases, got {accepted:.2f}"
+    )
 
 
 def test_negative_control_a_drafter_that_lies_shifts_the_draws():
     """It draws from other probabilities than it tells."""
-    law = law_of_draw(P_TARGET, without_repetition(Q_DRAFT), without_repetition(Q_DRAFT.flip(0)))
+    law, _ = law_of_draw(P_TARGET, without_repetition(Q_DRAFT), without_repetition(Q_DRAFT.flip(0)))
     assert (law - P_TARGET).abs().max() > 0.05
 
 
@@ -685,7 +695,7 @@ def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
         load(make_family("Llama"))
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with refused("cannot read .* as a glide drafter"):
+    with refused("holds no glide drafter, or a damaged one"):
         load()
     (tmp_path / "config.json").write_text("[]")
     with refused("no drafter in .* make one"):

@@ -65,6 +65,13 @@ def row_of(batch, row, length):
     )
 
 
+def drawn(mask):
+    """A bool mask (..., R, T) as lines of x and dots; anything else as it prints."""
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.ndim < 2:
+        return [f"no mask, {mask!r}"]
+    return ["".join(".x"[int(allowed)] for allowed in row) for row in mask.flatten(0, -2)]
+
+
 def teach(method, drafter, target, steps, lr, rows=4, length=46):
     """Train on what the target says to `rows` prompts of a token; returns each step's loss."""
     prompts = torch.arange(1, rows + 1)[:, None]
