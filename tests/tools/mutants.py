@@ -62,6 +62,12 @@ hidden states of rejected nodes
 sampling: tokens are tried that are no children
 - siblings = [n for n in range(sampled) if draft.parents[n] == node]
 + siblings = list(range(sampled))
+every sibling is tried with the first one's probabilities
+- q_draft = draft.probs[node].to
++ q_draft = draft.probs[siblings[0]].to
+only one sibling is tried
+- for node in siblings:
++ for node in siblings[:1]:
 sampling: too much is accepted
 - * q_draft[token] < p_target[token]
 + * q_draft[token] < 2 * p_target[token]
@@ -252,6 +258,9 @@ answers are revealed late, not early
 """
 
 CTC_DRAFTER = r"""
+the least likely prefixes are kept
+- kept = heapq.nlargest(candidates, total, key
++ kept = heapq.nsmallest(candidates, total, key
 slots do not see their anchor
 - up_to = rows <= anchor[..., None]
 + up_to = rows < anchor[..., None]
