@@ -35,6 +35,7 @@ Licence: Apache-2.0.
 
 import bisect
 import importlib
+import inspect
 import itertools
 import sys
 from dataclasses import dataclass
@@ -89,8 +90,9 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     """Append the expansion sets to a trajectory (4.2, Algorithm 1).
 
     The confidence of a step is the largest probability of its q_draft, even if
-    another token was drafted. Extras come by falling probability. Two steps
-    over the tokens 0 to 3, with sizes [2, 1] and bounds [.55]:
+    another token was drafted. Extras come by falling probability; one of
+    probability 0 is left out. Two steps over the tokens 0 to 3, with sizes
+    [2, 1] and bounds [.55]:
 
         step   q_draft            drafted   confidence   extras
         0      .10 .50 .25 .15    1         .50          2, 3
@@ -104,8 +106,9 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     It has no drafter row yet, so the next round feeds it.
 
     Args: trajectory: a chain with its `probs`, as common.chain makes it.
-    Returns: Draft with the trajectory's `probs`, as the extras are not drawn,
-    and the confidences and counts K_i of the steps in `notes`.
+    Returns: Draft with the trajectory's `probs`, as the extras are not drawn, `q`
+    of all nodes, and `notes` = {"confidences": [...], "counts": [...]}, lists
+    over the steps; a count is S(p). An empty trajectory is returned as it is.
     """
     gamma = len(trajectory.tokens)
     if gamma == 0:
@@ -205,8 +208,8 @@ def generate(
         copies, stats, token_streamer: as for common.Decoding.
     Returns: (1, T') prompt and new tokens.
     """
-    if isinstance(base, str):
-        raise common.Mistake(f"base {base!r} is a name: import {base}, then base={base}")
+    if not inspect.isgeneratorfunction(getattr(base, "propose", None)):
+        raise common.Mistake(f"base {base!r}: pass a module that drafts chains, such as glide")
     common.check_drafter(base_drafter, base.Drafter, target)
     common.check_config(config, Config)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)

@@ -284,7 +284,7 @@ def load_drafter(Drafter, path, target):
     except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
             raise  # a bug in Drafter
-        reason = " ".join(str(error).split())[:120]
+        reason = " ".join(str(error).split()[:12]) + " ..."
         raise Mistake(
             f"{path} holds no {Drafter.__module__} drafter, or a damaged one ({reason}): name "
             "another one, or train it again"
@@ -571,8 +571,8 @@ def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
 
     A sibling is accepted with probability min(1, p_target / q_draft). If it
     is rejected, the residual norm(max(p_target - q_draft, 0)) takes the
-    place of p_target for the next one. If all are rejected, the token is
-    drawn from the last residual. `verify` then accepts a deterministic child
+    place of p_target for the next one. If all are rejected, `sample` draws
+    the token from the last residual. `verify` then accepts a deterministic child
     that holds it. This is exact: the draw ignores deterministic children.
     """
     p_target = scores.softmax(-1)  # (V,)

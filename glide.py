@@ -401,8 +401,9 @@ def generate(
 ):
     """`target.generate(..., custom_generate=glide.generate, drafter=...)`.
 
-    Lossless. `config` replaces the drafter's Config. The arguments after it are
-    those of `common.Decoding`. Returns prompt and new tokens (1, T').
+    Lossless. `config` replaces the drafter's Config in its fields with
+    decode=True. The arguments after it are those of `common.Decoding`.
+    Returns prompt and new tokens (1, T').
     """
     common.check_drafter(drafter, Drafter, target, config)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)

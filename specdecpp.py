@@ -499,9 +499,10 @@ def generate(
 ):
     """`target.generate(..., custom_generate=specdecpp.generate, drafter=...)`.
 
-    Lossless. `config` replaces the drafter's Config. Without a drafter,
-    `draft_model`, a causal LM, drafts without a head. The arguments after it are
-    those of `common.Decoding`. Returns prompt and new tokens (1, T').
+    Lossless. `config` replaces the drafter's Config in its fields with
+    decode=True. Without a drafter, `draft_model`, a causal LM, drafts without a
+    head. The arguments after it are those of `common.Decoding`. Returns prompt
+    and new tokens (1, T').
     """
     if drafter is not None:
         common.check_drafter(drafter, Drafter, target, config)

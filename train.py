@@ -150,7 +150,7 @@ def interrupts():
 
     def note(*_):
         caught.append(True)
-        text = "train.py: saving after this step; the same command with --resume goes on"
+        text = "train.py: measuring and saving; the same command with --resume goes on"
         print(text, file=sys.stderr)
 
     before = signal.signal(signal.SIGINT, note)
@@ -173,7 +173,7 @@ def check(args) -> None:
     if (args.steps is None) == (args.minutes is None):
         raise common.Mistake("give --steps or --minutes, one of the two")
     if args.resume and not (out / "training_state.pt").is_file():
-        raise common.Mistake(f"nothing to resume in {out}: no training_state.pt")
+        raise common.Mistake(f"nothing to resume in {out}: leave out --resume to begin")
     if out.is_file():
         raise common.Mistake(f"--out {out} is a file; name a folder for the drafter")
     if (out / "config.json").is_file() and not args.resume:
@@ -227,6 +227,10 @@ class Run:
         if self.finished:
             return
         self.out.mkdir(parents=True, exist_ok=True)  # fails early
+        if self.accelerator.is_main_process:
+            tokens = sum(int(mask.sum()) for _, mask in self.sequences)
+            text = f"train.py: {len(self.sequences)} conversations, {tokens} tokens to learn"
+            print(text, file=sys.stderr, flush=True)
 
         # 3. The target's features of all sequences.
         measured = {}
@@ -309,10 +313,6 @@ class Run:
         args = self.args
         at = self.at
         main = self.accelerator.is_main_process
-        if main:
-            tokens = sum(int(mask.sum()) for _, mask in self.sequences)
-            text = f"{len(self.sequences)} conversations with {tokens} tokens to learn"
-            print(f"train.py: {text}", file=sys.stderr, flush=True)
         begin = time.monotonic() - at.seconds  # earlier sittings count
         with (
             interrupts() as caught,

@@ -64,7 +64,7 @@ def _records(path: str) -> list[tuple[int, dict]]:
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise common.Mistake(f"{path}, line {number}: no JSON object ({error})") from error
+            raise common.Mistake(f"{path}, line {number}: no JSON ({error})") from error
         if not isinstance(record, dict):
             raise common.Mistake(f"{path}, line {number}: no JSON object")
         records.append((number, record))

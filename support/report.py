@@ -16,8 +16,9 @@ from support import default_target
 
 FEWEST = 5  # prompts or batches for an interval
 LEGEND = (
-    "tau: tokens per target forward. accepted: draft tokens accepted per target forward. "
-    "N_t/N: target forwards per token. N_d/N: draft tokens discarded per token."
+    "tau: tokens per target forward. accepted: draft tokens accepted per target forward. alpha: "
+    "acceptance rate at temperature 1. N_t/N: target forwards per token. N_d/N: draft tokens "
+    "discarded per token. ms: per round."
 )
 COLUMNS = {  # name in the JSON: heading of a table, and the format of a number
     "tokens_per_s": ("tokens/s", ".1f"),

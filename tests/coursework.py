@@ -232,7 +232,7 @@ def outcomes(folder: Path, file: str, tests: tuple[str, ...], options=()) -> dic
     for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         test = case.get("name", "").partition("[")[0]
         found[test] = found.get(test) or wrong_with(case)
-    said = [line for line in done.stdout.splitlines() if line.startswith("E ")]
+    said = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("E ")]
     missing = said[-1][1:].strip() if said else "it did not run"
     return {test: found.get(test, missing) for test in tests or found}
 

@@ -160,7 +160,7 @@ def test_an_accepted_extra_keeps_its_row_and_drafting_goes_on_from_it(llama):
 def test_a_name_as_base_and_a_drafter_of_another_base_are_mistakes(llama):
     drafter = make_glide(llama)
     options = {"base_drafter": drafter, "custom_generate": cape.generate, "max_new_tokens": 4}
-    with pytest.raises(common.Mistake, match="import glide, then base=glide"):
+    with pytest.raises(common.Mistake, match="base 'glide': pass a module that drafts chains"):
         llama.generate(torch.tensor([[1, 2]]), base="glide", **options)
     with pytest.raises(common.Mistake, match="drafter is a "):
         llama.generate(torch.tensor([[1, 2]]), base=glide, **options | {"base_drafter": llama})

@@ -136,8 +136,11 @@ def run_rule(h, chances, most=5):
     q_draft = torch.full((30,), 1 / 30)
     steps = [(torch.tensor([i]), q_draft, torch.tensor([float(i - 1)])) for i in range(most)]
     noted = []
-    submitted = specdecpp.until_stop(iter(steps), head_saying(chances), h, noted)
-    return len(list(submitted)), noted
+    left = iter(steps)
+    submitted = len(list(specdecpp.until_stop(left, head_saying(chances), h, noted)))
+    drawn = most - len(list(left))
+    assert drawn == submitted, f"{drawn} tokens were drafted and {submitted} submitted"
+    return submitted, noted
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ def law_of_draw(p_target, drawn_from, claimed, grid=50):
     left = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "rand", lambda *_, **__: torch.tensor(next(uniforms)))
-        patch.setattr(common, "sample", lambda probs: left.append(probs) or torch.tensor(-1))
+        patch.setattr(common, "sample", lambda probs: left.append(probs) or torch.tensor([-1]))
         for first, second in itertools.permutations(range(len(p_target)), 2):
             weight = drawn_from([])[first] * drawn_from([first])[second]
             probs = torch.stack([claimed([]), claimed([first])])
@@ -370,9 +370,9 @@ def sampled_and_deterministic():
     """Two siblings drawn from Q without replacement and a child; 4 and 5 beside, 2 below them."""
     first = torch.multinomial(Q, 1)
     rest = without_repetition(Q)(first)
-    drawn = torch.cat([first, torch.multinomial(rest, 1), torch.multinomial(Q, 1)]).tolist()
+    drawn = torch.cat([first, torch.multinomial(rest, 1), torch.multinomial(Q.flip(0), 1)]).tolist()
     parents = [-1, -1, 0, -1, -1, 0]
-    return draft_of([*drawn, 4, 5, 2], parents, torch.stack([Q, rest, Q]))
+    return draft_of([*drawn, 4, 5, 2], parents, torch.stack([Q, rest, Q.flip(0)]))
 
 
 DRAFTS = {  # kind: what makes a draft
