@@ -66,7 +66,8 @@ def test_an_expanded_proposal_worked_by_hand(settings, tokens, parents, q):
         f"expected: tokens {tokens}, parents {parents}\ngot: {got}"
     )
     assert draft.q.tolist() == pytest.approx(q)
-    assert torch.equal(draft.probs, torch.tensor(q_drafts))  # a row for each drawn node, no more
+    same = torch.equal(draft.probs, torch.tensor(q_drafts))
+    assert same, "probs are to stay the trajectory's: a row for each drawn node, no more"
 
 
 def test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest():
@@ -75,7 +76,8 @@ def test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest():
     draft = cape.expand(drawn, cape.Config(sizes=[0, 2, 0], bounds=[0.4, 0.5]))
     got = draft.tokens.tolist()
     assert got == [2, 1, 3], f"2 was drawn of .1 .5 .25 .15, S(.5) = 2: expected 2 1 3, got {got}"
-    assert draft.notes == {"confidences": [0.5], "counts": [2]}  # of the largest, not of .25
+    told = "expected the confidence 0.5, of the largest, and the count 2"
+    assert draft.notes == {"confidences": [0.5], "counts": [2]}, f"{told}, got {draft.notes}"
 
 
 def test_a_set_is_no_larger_than_what_can_be_drafted():
@@ -114,7 +116,8 @@ def test_the_mask_is_the_papers_formula_and_the_ancestor_mask_of_the_tree(counts
     if gamma:
         draft = cape.expand(trajectory_of(q_drafts), cape.Config(sizes=counts, bounds=bounds))
         tree = common.ancestor_mask(draft.parents, 0, torch.float32)[0, 0] == 0
-        assert torch.equal(tree[1:, 1:], expected)
+        told = f"counts {counts}: the tree of the parents {draft.parents.tolist()} has another mask"
+        assert torch.equal(tree[1:, 1:], expected), told
         assert tree[:, 0].all() and not tree[0, 1:].any()
 
 

@@ -414,7 +414,8 @@ def test_sampled_output_follows_the_target(small_llama, kind):
         if not decoding.done:
             decoding.verify(draft_of([], []))
         counts[tuple(decoding.ids[0, -2:].tolist())] += 1
-    assert chi_square_p_value(counts, enumerate_joint(small_llama, IDS, 2)) > 0.001
+    p = chi_square_p_value(counts, enumerate_joint(small_llama, IDS, 2))
+    assert p > 0.001, f"the sampled texts do not follow the target: chi-square test, p = {p:.1e}"
     p_target = small_llama(IDS).logits[0, -1].float().softmax(-1)
     expected = chance_of_acceptance(p_target, kind)
     spread = 4 * (expected * (1 - expected) / rounds) ** 0.5
