@@ -205,9 +205,8 @@ def wrong_with(case: ElementTree.Element) -> str:
         message = f"expected {bare[2]}, got {bare[1]}"
     elif message.startswith("assert "):
         message = message.partition("\n")[0]
-    message = " ".join(message.split())
-    if len(message) > 500:
-        message = f"{message[:300]} ... {message[-200:]}"
+    parts = re.split(r"(?=\bexpected |\bgot )", " ".join(message.split()))
+    message = " ".join(textwrap.shorten(part, 300, placeholder=" ...") for part in parts)
     return message if "Assertion" in place else f"{message} ({place})"
 
 

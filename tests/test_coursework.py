@@ -76,7 +76,7 @@ def test_a_blank_turns_its_tests_red(name, copy):
     green = [test for test, what in told.items() if not what]
     assert not green
     first = told[exercise.tests[0]]
-    assert "expected" in first or "got" in first, first
+    assert "expected" in first and "got" in first, first
 
 
 @pytest.mark.slow

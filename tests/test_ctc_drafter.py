@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from tiny import make_llama, random_batch
+from tiny import drawn, make_llama, random_batch
 
 import common
 import ctc_drafter
@@ -215,16 +215,16 @@ def test_windows_hold_what_the_target_says_after_the_newest_token(llama, prompt)
     anchors, labels, used = ctc_drafter.windows(drafter, llama, batch)
     best = llama(batch.input_ids).logits.argmax(-1)  # best[t] follows x_t
     for row, length in enumerate((9, 12, 7)):
-        drawn = anchors[row][used[row]].tolist()
-        assert sorted(drawn) == list(range(max(prompt, 2) - 2, length - 5))
-        for anchor, window in zip(drawn, labels[row][used[row]].tolist()):
+        chosen = anchors[row][used[row]].tolist()
+        assert sorted(chosen) == list(range(max(prompt, 2) - 2, length - 5))
+        for anchor, window in zip(chosen, labels[row][used[row]].tolist()):
             assert window == best[row, anchor + 1 : anchor + 5].tolist()
     few = make_drafter(llama, anchors=1)  # one of several, drawn anew by a new seed
-    drawn = set()
+    seen = set()
     for step in range(9):
         again = dataclasses.replace(batch, seed=batch.seed + step)
-        drawn.add(tuple(ctc_drafter.windows(few, llama, again)[0][:, 0].tolist()))
-    assert len(drawn) > 1
+        seen.add(tuple(ctc_drafter.windows(few, llama, again)[0][:, 0].tolist()))
+    assert len(seen) > 1
 
 
 def test_windows_of_a_second_turn_do_not_cross_what_the_user_says(llama):
@@ -246,7 +246,12 @@ def test_the_mask_against_a_loop():
             expected[b, 0, query, key] = key <= int(anchors[b, query // slots])
         else:
             expected[b, 0, query, key] = (key - length) // slots == query // slots
-    assert torch.equal(got, expected), f"got\n{got.int()}\nexpected\n{expected.int()}"
+    assert got.shape == expected.shape, f"expected {expected.shape}, got {got.shape}"
+    for index, rows in enumerate(zip(drawn(expected), drawn(got))):
+        b, query = divmod(index, 9)
+        place = f"length 6, 3 slots, anchors {anchors[b].tolist()}: what slot {query} of 9 sees"
+        assert rows[0] == rows[1], f"{place}: expected {rows[0]}, got {rows[1]}"
+    assert torch.equal(got, expected)
 
 
 def test_drafting_round_by_round_equals_one_training_pass(llama):

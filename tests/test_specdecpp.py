@@ -227,21 +227,26 @@ def test_labels_against_brute_force(llama, temperature, keep):
     states = arms.causal_lm(drafter, llama).base_model(mixed)[0]
     states = torch.stack([states[row, place] for row, place, _ in expected])
     got_states, got_labels = specdecpp.labelled(drafter, llama, batch)
-    given = f"given {options}, tokens {batch.input_ids.tolist()}"
-    told = f"{given}: expected labels {labels}, got {got_labels.tolist()}"
-    assert got_labels.tolist() == pytest.approx(labels, abs=1e-5), told
+    got = got_labels.tolist()
+    assert len(got) == len(labels), f"expected {len(labels)} labels, got {len(got)}"
+    for (row, place, label), ours in zip(expected, got):
+        given = f"{options}, tokens {batch.input_ids[row].tolist()}, the draft at place {place}"
+        assert ours == pytest.approx(label, abs=1e-5), f"{given}: expected {label}, got {ours}"
     torch.testing.assert_close(got_states, states, atol=1e-5, rtol=1e-5)
 
 
 def test_the_mixture_by_hand():
-    """Two response tokens of four and three of three; 0.5 <= 0.7, so that x3 of row 1 stays."""
+    """Row 0 keeps its last token, as 0.1 < 0.5; 0.5 itself does not keep one."""
     ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]])
     mask = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]).bool()
     batch = common.Batch(ids, mask, None, {}, torch.zeros(2), 0.0)
     to_mix = torch.tensor([[0.0, 0.0, 0.9, 0.1], [0.9, 0.6, 0.5, 0.9]])
     mixed, judged = specdecpp.mix(batch, torch.tensor([11, 12, 13, 14]), to_mix, 0.5)
-    assert mixed.tolist() == [[1, 2, 11, 4], [5, 13, 14, 0]]
-    assert judged.tolist() == [[False, False, True, False], [False, True, True, False]]
+    wanted = [[1, 2, 11, 4], [5, 13, 14, 0]]
+    given = f"X {ids.tolist()}, Y 11 12 13 14, keep 0.5, to_mix 0 0 .9 .1 and .9 .6 .5 .9"
+    assert mixed.tolist() == wanted, f"{given}: expected mixed {wanted}, got {mixed.tolist()}"
+    wanted = [[False, False, True, False], [False, True, True, False]]
+    assert judged.tolist() == wanted, f"{given}: expected judged {wanted}, got {judged.tolist()}"
 
 
 @pytest.mark.parametrize("stage", ["draft", "head"])
