@@ -643,6 +643,8 @@ class Decoding:
     def __init__(
         self, target, input_ids: Tensor, copies=0, stats=None, token_streamer=None, **given
     ):
+        if "stopping_criteria" not in given:
+            raise Mistake("call target.generate(..., custom_generate=METHOD.generate) instead")
         self.logits_processor = given.pop("logits_processor", None)
         self.stopping_criteria = given.pop("stopping_criteria")
         self.generation_config = given.pop("generation_config")

@@ -257,7 +257,7 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
             raise common.Mistake(f"no prompt file {path}")
         for number, record in _records(str(path)):
             turns = record.get("turns")
-            if not (isinstance(turns, list) and turns and isinstance(turns[0], str)):
+            if not (isinstance(turns, list) and turns and all(isinstance(x, str) for x in turns)):
                 raise common.Mistake(f'{path}, line {number}: no "turns": ["...", ...]')
             prompts.append(
                 {

@@ -386,7 +386,7 @@ function showRace() {
     emitted: round.end,
     rounds: state.round,
     tau: (round.end / state.round).toFixed(2),
-    accepted: sum(past.map((each) => each.path.length)),
+    accepted: sum(past.map((each) => Math.min(each.path.length, each.kept))),
     drafted: sum(past.map((each) => each.tokens.length)),
   };
   const figure = (name) => {

@@ -182,7 +182,8 @@ def plain_table(method: dict, texts: dict[int, str]) -> str:
     lines.append("<tr><th>round<th>drafted<th>accepted<th>new text")
     for number, told in enumerate(method["rounds"], 1):
         new = "".join(texts[token] for token in told["committed"][: told["kept"]])
-        counts = f"<td>{number}<td>{len(told['tokens'])}<td>{len(told['path'])}"
+        accepted = min(len(told["path"]), told["kept"])  # the answer may end within the path
+        counts = f"<td>{number}<td>{len(told['tokens'])}<td>{accepted}"
         lines.append(f"<tr>{counts}<td>{html.escape(new)}")
     return "\n".join([*lines, "</table>"])
 

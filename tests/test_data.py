@@ -126,7 +126,7 @@ def test_prompts_are_spread_over_their_files(tmp_path):
         found = data.read_prompts([tmp_path / "p.jsonl"], count)
         assert "".join(prompt["turns"][0] for prompt in found) == expected
     assert found[0]["question_id"] == "p-1" and found[0]["category"] == "p"
-    for line in ("null", "{}", '{"turns": []}', '{"turns": [3]}'):
+    for line in ("null", "{}", '{"turns": []}', '{"turns": ["a", 3]}'):
         (tmp_path / "p.jsonl").write_text('{"turns": ["a"]}\n\n' + line + "\n")
         with pytest.raises(common.Mistake, match="p.jsonl, line 3: no "):
             data.read_prompts([tmp_path / "p.jsonl"], 0)

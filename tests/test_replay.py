@@ -132,6 +132,12 @@ def test_every_method_can_be_played(llama, name):
     json.dumps(report.rounded(told), allow_nan=False)
 
 
+def test_draft_tokens_beyond_the_end_of_the_answer_are_not_counted():
+    told = {"tokens": [11, 12], "path": [0, 1], "committed": [11, 12, 13], "kept": 1}
+    table = replay.plain_table({"name": "x", "rounds": [told]}, dict(enumerate(WORDS)))
+    assert "<td>1<td>2<td>1<td> word0\n" in table
+
+
 # ------------------------------------------------------------------------------------ the page
 
 
@@ -241,7 +247,7 @@ def test_stepping_through_the_rounds_in_a_browser(browser, written):
     for method in written.data["methods"]:
         browser.find_element(By.XPATH, f"//button[text()='{method['name']}']").click()
         body.send_keys(Keys.HOME)
-        emitted = drafted = 0
+        emitted = drafted = accepted = 0
         text = ""
         for number, told in enumerate(method["rounds"], 1):
             seen = browser.execute_script(LOOK)
@@ -251,6 +257,8 @@ def test_stepping_through_the_rounds_in_a_browser(browser, written):
             assert seen["text"] == text
             assert (seen["figures"]["rounds"], seen["figures"]["emitted"]) == (number, emitted)
             assert seen["figures"]["drafted"] == drafted
+            accepted += min(len(told["path"]), told["kept"])
+            assert seen["figures"]["accepted"] == accepted
             path = [str(node) for node in told["path"]]
             assert seen["nodes"][: len(path) + 2] == ["-1", *path, "own"]
             assert len(seen["nodes"]) == len(told["tokens"]) + 2

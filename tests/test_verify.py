@@ -611,6 +611,11 @@ def test_a_request_that_trees_cannot_decode_is_refused(llama, message, options):
         common.open_decoding(llama, IDS, **{"max_new_tokens": 4, "do_sample": False} | options)
 
 
+def test_a_call_without_the_targets_generate_is_told_of_it(llama):
+    with refused("call target.generate"):
+        common.Decoding(llama, IDS, max_new_tokens=4)
+
+
 def test_flash_attention_is_told_what_to_load(llama, monkeypatch):
     monkeypatch.setattr(llama.config, "_attn_implementation_internal", "flash_attention_2")
     with refused("attn_implementation='sdpa'"):
