@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 import subprocess
 
 import pytest
@@ -265,6 +266,17 @@ def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, monkeypatch):
         assert second["prompt_ids"] == [*whole, *ended, 1, *words, 0, 2]
         assert second["response_ids"] == plain(target, second["prompt_ids"], 45, {0})
     assert set(seen) == {False, True}
+
+
+def test_repeated_requests_and_looping_answers_are_left_out(loaded, monkeypatch):
+    maker = talks.Maker(*loaded, greedy=0.0)
+    maker.seen = {"w9 w1 w2 w3"}
+    maker.chance = random.Random(0)
+    asked = ["w1 w2 w3 w4", "w1 w2 w3 w4", "w9 w1 w2 w3", "w5 w6 w7 w8"]
+    said = [[3, 4] * 40, list(range(3, 43))]  # to the first and to the last
+    monkeypatch.setattr(maker, "think_up", lambda contexts, _: asked[: len(contexts)])
+    monkeypatch.setattr(maker, "say", lambda prompts, *_: said[: len(prompts)])
+    assert [record["prompt"] for record in maker.hold([], 4)] == ["w5 w6 w7 w8"]
 
 
 def test_given_requests_are_asked_first_once_and_as_they_are(folder, tmp_path):

@@ -1,6 +1,7 @@
 """common.py: mask, caches, verification, copies from the context, decoding, what is refused."""
 
 import collections
+import contextlib
 import itertools
 import random
 import sys
@@ -644,6 +645,15 @@ def test_what_a_target_attends_to_is_used_up_to_its_end_and_not_beyond(reach, na
     common.open_decoding(target, IDS, max_new_tokens=11)
     with refused(f"17 exceed the target's {reach} of 16: lower max_new_tokens"):
         common.open_decoding(target, IDS, max_new_tokens=12)
+
+
+def test_a_prompt_beyond_the_border_of_long_rope_stays_beyond_it():
+    """Four of its five tokens are cached at first: beyond a border of three, but not of four."""
+    for border in (3, 4):
+        original = {"original_max_position_embeddings": border}
+        target = family("Phi3", rope_parameters=ROPE | original, **original)
+        with refused("long RoPE") if border == 4 else contextlib.nullcontext():
+            common.open_decoding(target, IDS, max_new_tokens=4)
 
 
 @pytest.mark.parametrize(
