@@ -312,7 +312,11 @@ def _where_results_go(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     help = "write the result and all answers; -: print the last line on a terminal, too"
     add("--json", metavar="FILE", help=help)
-    add("--replay", metavar="FILE", help="only answer one prompt, and write a page that shows it")
+    add(
+        "--replay",
+        metavar="FILE",
+        help="only answer the first turn of one prompt, and write a page that shows it",
+    )
     add("--table", nargs="+", metavar="FILE", help="only print the tables of these results")
     add("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
 

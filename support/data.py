@@ -258,7 +258,7 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
         for number, record in _records(str(path)):
             turns = record.get("turns")
             if not (isinstance(turns, list) and turns and all(isinstance(x, str) for x in turns)):
-                raise common.Mistake(f'{path}, line {number}: no "turns": ["...", ...]')
+                raise common.Mistake(f'{path}, line {number}: no "turns", a list of texts')
             prompts.append(
                 {
                     "question_id": record.get("question_id", f"{path.stem}-{number}"),

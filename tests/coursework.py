@@ -84,6 +84,7 @@ EXERCISES = {
         (
             "test_an_expanded_proposal_worked_by_hand",
             "test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest",
+            "test_a_set_is_no_larger_than_what_can_be_drafted",
             "test_the_mask_is_the_papers_formula_and_the_ancestor_mask_of_the_tree",
         ),
     ),

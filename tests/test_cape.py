@@ -82,9 +82,11 @@ def test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest():
 
 def test_a_set_is_no_larger_than_what_can_be_drafted():
     fixed = cape.Config(sizes=[4], bounds=[])
-    assert cape.expand(trajectory_of([[0.0, 0.7, 0.3]]), fixed).tokens.tolist() == [1, 2]
+    got = cape.expand(trajectory_of([[0.0, 0.7, 0.3]]), fixed).tokens.tolist()
+    assert got == [1, 2], f"1 was drawn of 0 .7 .3, four extras: expected tokens 1 2, got {got}"
     nothing = common.chain([], ROOT)
-    assert len(cape.expand(nothing, fixed).tokens) == 0
+    got = cape.expand(nothing, fixed)
+    assert got is nothing, f"expected an empty trajectory as it was given, got {got}"
 
 
 # ---------------------------------------------------------------------------------------- mask

@@ -66,9 +66,11 @@ def row_of(batch, row, length):
 
 
 def drawn(mask):
-    """A bool mask (..., R, T) as lines of x and dots; anything else as it prints."""
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.ndim < 2:
-        return [f"no mask, {mask!r}"]
+    """A bool mask (..., R, T) as lines of x and dots; of anything else, what it is."""
+    if not isinstance(mask, torch.Tensor):
+        return [f"no tensor, {mask!r}"]
+    if mask.dtype != torch.bool or mask.ndim < 2:
+        return [f"no bool mask, {mask.dtype} of shape {tuple(mask.shape)}"]
     return ["".join(".x"[int(allowed)] for allowed in row) for row in mask.flatten(0, -2)]
 
 
