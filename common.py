@@ -110,7 +110,9 @@ def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Te
         weight = weight[token_ids]
         bias = None if bias is None else bias[token_ids]
     logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
-    logits = logits * _logit_scale(target)
+    scale = _logit_scale(target)
+    if scale != 1:  # saves a pass over all logits
+        logits = logits * scale
     cap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 

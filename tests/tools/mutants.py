@@ -109,7 +109,7 @@ a draft token is chosen among NaN
 - if not scores.max() > float("-inf"):
 + if scores.max() == float("-inf"):
 Granite's and Cohere's logits are not scaled
-- logits = logits * _logit_scale(target)
+- logits = logits * scale
 + pass
 the draft head does not scale as the target does
 - weight = weight * scale
