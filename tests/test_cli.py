@@ -39,7 +39,7 @@ def test_mistakes_are_one_line_and_bugs_are_tracebacks(capsys):
     assert end_of(capsys, raising(common.Mistake("two\n  lines"))) == (2, "train.py: two lines\n")
     assert end_of(capsys, raising(FileNotFoundError("no x"))) == (2, "train.py: no x\n")
     assert end_of(capsys, raising(KeyboardInterrupt())) == (130, "train.py: interrupted\n")
-    for bug in (ValueError, RuntimeError, KeyError, NotImplementedError):
+    for bug in (ValueError, RuntimeError, KeyError, AssertionError):
         with pytest.raises(bug):
             cli.run(raising(bug("a bug")))
 
