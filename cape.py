@@ -23,7 +23,8 @@ Deviations from the paper:
     1. Where 4.2 and Algorithm 1 differ, the code follows 4.2: a set excludes
        the trajectory's token, and a range of S(p) includes its upper bound.
     2. The paper names no gamma for CAPE; it is 4 here, so that 4 x (1 + 7)
-       = 32 tokens are verified at most, the limit of 5.3.
+       = 32 tokens are verified at most, the limit of 5.3. (The shipped GLIDE
+       was trained with L = 3, which its fourth step exceeds.)
     3. The paper decodes greedily. Under sampling the trajectory is drawn and
        X_i excludes the drawn token; the output has the target's distribution.
     4. p_i is the largest probability of q_draft, after the logits processors,
@@ -90,9 +91,9 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     """Append the expansion sets to a trajectory (4.2, Algorithm 1).
 
     The confidence of a step is the largest probability of its q_draft, even if
-    another token was drafted. Extras come by falling probability; one of
-    probability 0 is left out. Two steps over the tokens 0 to 3, with sizes
-    [2, 1] and bounds [.55]:
+    another token was drafted. Extras are taken in order of decreasing
+    probability; tokens of probability 0 are skipped. Two steps over the tokens
+    0 to 3, with sizes [2, 1] and bounds [.55]:
 
         step   q_draft            drafted   confidence   extras
         0      .10 .50 .25 .15    1         .50          2, 3
@@ -103,7 +104,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
 
     Verification chooses each token as it does without extras. An extra that
     equals the chosen token is accepted, and the target adds one token more.
-    It has no drafter row yet, so the next round feeds it.
+    The accepted extra has no drafter row yet, so the next round feeds it.
 
     Args: trajectory: a chain with its `probs`, as common.chain makes it.
     Returns: Draft with the trajectory's `probs`, as the extras are not drawn, `q`

@@ -1,10 +1,10 @@
 """GLIDE: a drafter that reads the target's KV cache (Du et al., ICML 2024).
 
-Paper: arXiv:2402.02082, section 4.1. The drafter is a small transformer
-with a cross-attention sub-layer in each layer, which computes only queries.
-Its keys and values are the rows that the target cached while it verified
-earlier tokens. The newest token x_t and the tokens drafted after it have no
-target rows yet (x readable, . absent):
+Paper: arXiv:2402.02082, section 4.1. The drafter is a small transformer.
+Each layer has a cross-attention sub-layer without keys and values of its own:
+it attends to the rows that the target cached while it verified earlier
+tokens. The newest token x_t and the tokens drafted after it have no target
+rows yet (x readable, . absent):
 
               tokens      x_1 ... x_(t-1)     x_t     x_(t+1) ... x_(t+i-1)
         target's rows      x  x  x             .          .  .  .
@@ -22,12 +22,15 @@ Deviations from the paper:
     2. It drafts only frequent tokens of the training data (`draft_vocab`).
     3. The loss, on answers only, takes the target's distribution as label;
        `distill=False` takes the data's tokens, as the paper does.
-    4. A query's block is that of its own token, as in the formula of 4.1.
-       The first block has a random length.
-    5. Not in the paper: pre-norm and residual of the cross-attention, rotated
-       queries (as in the target), zero output where no row is readable.
-    6. The shipped drafter reads layer 18 of 0 to 29, which copies from the
-       context; the top layer does not (checkpoints/README.md).
+    4. A query's block is that of its own token, as in the formula of 4.1; the
+       prose there takes the predicted token's. The first block has a random
+       length, new in each step.
+    5. Not in the paper: pre-norm and residual of the cross-attention, zero
+       output where no row is readable. Queries are rotated, because the
+       cached keys are.
+    6. The shipped drafter reads target layer 18 of 0 to 29: its attention
+       copies from the context, the top layer's does not
+       (checkpoints/README.md).
 
 Licence: Apache-2.0.
 """
@@ -51,7 +54,7 @@ class Config:
     num_layers: int = option(1, "drafter layers, N_D")
     intermediate_size: int = option(1536, "width of the feed-forward")
     cross_attention: bool = option(True, "read the target's cache; off is the Vanilla Drafter")
-    kv_layer: int = option(-1, "target layer that all drafter layers read; -1: the top ones")
+    kv_layer: int = option(-1, "target layer that every drafter layer reads; -1: the top ones")
     query_norm: bool = option(False, "norm the queries, as Qwen3 does (filled in by build)")
     block_size: int = option(5, "L, tokens in a block of the training mask")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
@@ -70,8 +73,6 @@ VARIANTS = {f"gamma{n}": {"gamma": n} for n in (1, 2, 3, 4, 5)}
 
 def attend_or_zero(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of q (B, H, T, Dh) over P rows; zero where all are masked."""
-    if k.shape[2] == 0:
-        return torch.zeros_like(q)
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     # A softmax over no keys is NaN. Such a query reads all rows, and its output
@@ -126,9 +127,11 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
         self.mlp = LlamaMLP(llama)
 
-    def forward(self, x: Tensor, rotary, glimpse, masks, cache) -> Tensor:
-        """x (B, T, D) to (B, T, D); glimpse: kv and rotary tables, or None."""
-        self_mask, cross_mask = masks
+    def forward(self, x: Tensor, rotary, glimpse, self_mask, cross_mask, cache) -> Tensor:
+        """x (B, T, D) to (B, T, D).
+
+        glimpse: the kv and rotary tables of CrossAttention; None: leave it out.
+        """
         normed = self.input_layernorm(x)
         x = x + self.self_attn(normed, rotary, self_mask, past_key_values=cache)[0]
         if glimpse is not None:
@@ -157,15 +160,21 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         depth = config.target["num_layers"]
         return list(range(depth - config.num_layers, depth))
 
-    def forward(self, target, ids, positions, kv: dict, masks=(None, None), cache=None) -> Tensor:
+    def forward(
+        self, target, ids, positions, kv: dict, self_mask=None, cross_mask=None, cache=None
+    ) -> Tensor:
         """Final hidden states (B, T, D) of `ids` (B, T).
 
-        positions: (B or 1, T). kv: {target layer: (K, V)}, (B, Hkv, P, Dh).
-        cache: the drafter's own, of P_own rows; T rows are added.
-        masks: two of bool, True = may attend. For the self-attention,
-            (B or 1, 1, T, P_own + T); None is causal, and needs T = 1 or an
-            empty cache. For the cross-attention, (B or 1, 1, T, P); None
-            lets every token read all rows.
+        Masks are bool, True = may attend.
+
+        Args:
+            positions: (B or 1, T).
+            kv: {target layer: (K, V)}, each (B, Hkv, P, Dh); empty without
+                cross-attention, or while the target has no rows.
+            self_mask: (B or 1, 1, T, P_own + T). None is causal, and needs
+                T = 1 or an empty cache.
+            cross_mask: (B or 1, 1, T, P). With None every token reads all rows.
+            cache: the drafter's own, of P_own rows; T rows are added.
         """
         dtype = self.norm.weight.dtype
         # LlamaAttention rotates all Dh dimensions, the target perhaps fewer.
@@ -176,10 +185,10 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         x = target.get_input_embeddings()(ids).to(dtype)  # (B, T, D)
         for index, layer in enumerate(self.layers):
             glimpse = None
-            if self.kv_layers:
+            if kv:
                 read = self.kv_layers[index]
                 glimpse = kv[read], common.rotary(target, positions, read)
-            x = layer(x, rotary, glimpse, masks, cache)
+            x = layer(x, rotary, glimpse, self_mask, cross_mask, cache)
         return self.norm(x)
 
 
@@ -239,7 +248,7 @@ def check_cache(drafter: Drafter, target) -> None:
 def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
     """Mask_Block (4.1): a query may read keys of earlier blocks only.
 
-    While drafting, the last target rows do not exist: a query that predicts
+    While drafting, the newest target rows do not exist yet: a query that predicts
     the i-th draft token lacks i of them, its own included. In training they
     exist, and the drafter would learn to rely on them. The mask hides the last
     1 to L rows, so L should be at least gamma. L = 3 and phase 1, which
@@ -268,9 +277,8 @@ def training_states(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     if drafter.kv_layers:
         block_size = drafter.config.block_size
         cross_mask = block_mask(length, block_size, batch.seed % block_size)
-    masks = (None, cross_mask)
     # Sequences are padded on the right, where no earlier token looks.
-    hidden = drafter(target, batch.input_ids, positions, batch.kv, masks)  # (B, T, D)
+    hidden = drafter(target, batch.input_ids, positions, batch.kv, cross_mask=cross_mask)
     predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T)
     return hidden[predicts], predicts
 
@@ -309,7 +317,8 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """alpha of 5.1: sum_x min(p_target, q_draft), summed over M positions; M.
 
     The paper prints E_(x ~ p_D) min(p_T, p_D). The acceptance rate is
-    E_(x ~ p_D) min(1, p_T / p_D), which equals this sum.
+    E_(x ~ p_D) min(1, p_T / p_D), which equals this sum. It is measured over a
+    given text with the training mask, so a query lacks 1 to L target rows.
     """
     hidden, predicts = training_states(drafter, target, batch)
     q_draft = training_logits(drafter, target, hidden).softmax(-1)  # (M, Vd)
@@ -351,17 +360,16 @@ def consume(drafter: Drafter, decoding, memory: Memory, fed: Tensor) -> Tensor:
     kv = {}
     for layer in drafter.kv_layers:
         rows = decoding.cache.layers[layer]
-        empty = fed.new_empty(1, 1, 0, 1)  # prompt of one token
-        kv[layer] = (rows.keys, rows.values) if rows.is_initialized else (empty, empty)
-    masks = (None, None)
+        if rows.is_initialized:  # not yet after a prompt of one token
+            kv[layer] = rows.keys, rows.values
+    self_mask = cross_mask = None
     if fed.shape[1] > 1:
         places = torch.arange(memory.cache.fed.shape[1], device=fed.device)
         cached = places[: decoding.cache.get_seq_length()]
         query = positions[0, :, None]  # (n, 1)
-        self_mask = query >= places  # (n, P_own + n)
-        cross_mask = query > cached  # (n, P)
-        masks = (self_mask[None, None], cross_mask[None, None])
-    hidden = drafter(decoding.target, fed, positions, kv, masks, memory.cache)  # (1, n, D)
+        self_mask = (query >= places)[None, None]  # (1, 1, n, P_own + n)
+        cross_mask = (query > cached)[None, None]  # (1, 1, n, P)
+    hidden = drafter(decoding.target, fed, positions, kv, self_mask, cross_mask, memory.cache)
     return hidden[:, -1]
 
 
@@ -372,7 +380,8 @@ def propose(drafter: Drafter, decoding, memory: Memory):
     logits processors allow no token of the draft vocabulary.
     """
     ids = decoding.ids
-    # Drop the rows of rejected tokens.
+    # Drop the rows of rejected tokens. If x_(t+2) was rejected, the row of
+    # x_(t+1) stays. `verify` has dropped the target's rows of rejected tokens.
     fed = memory.cache.rewind(ids)  # (1, n)
     while True:
         hidden = consume(drafter, decoding, memory, fed)  # (1, D)

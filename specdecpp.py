@@ -1,9 +1,10 @@
 """SpecDec++: a trained head decides when to stop drafting (Huang et al. 2024).
 
 Paper: arXiv:2405.19715v1. SpecDec++ adds an acceptance head to the draft
-model. From the last hidden state of a draft token, the head predicts the
-probability that the target accepts it. A round ends when the predicted
-probability of at least one rejection exceeds h.
+model. From the last hidden state e_i of draft token y_i, the head predicts the
+probability that the target accepts y_i, given that it accepted y_1 to y_(i-1)
+(Eq. 3.1). The product of these is p^, the probability that all are accepted.
+A round ends when 1 - p^ exceeds h.
 
 Why a threshold (section 3.1): let R be the probability that at least one token
 drafted so far is rejected. If one is, continuing wastes at least c1 = t_draft.
@@ -11,8 +12,9 @@ If none is, stopping costs at most c2 + Delta, with c2 = t_target - t_draft. So
 stopping is better once R >= (c2 + Delta) / (c1 + c2 + Delta).
 
 In practice h is tuned (section 4.1). A head trained with w_rej > 1 is biased:
-where the probability is P, its optimal output is P / (P + w_rej (1 - P)). With
-w_rej = 6 and h = 0.7, a round stops once y_1 is judged if P < 0.72.
+if the true probability is P, its loss is smallest at an output of
+P / (P + w_rej (1 - P)). With w_rej = 6 and h = 0.7, a round stops once y_1 is
+judged if P < 0.72.
 
 Algorithm 2 is `propose`, `until_stop` and common.verify; Algorithm 1 is
 stop="fixed". Names that differ from the paper's: q is `DraftModel`, e_i is
@@ -102,7 +104,7 @@ class AcceptanceHead(nn.Module):
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The head and the copied layers; the stage decides which are trained."""
+    """What is trained and saved: the head and, if copied, the draft model."""
 
     kv_layers: tuple = ()  # nothing is read from the target's cache
 
@@ -135,36 +137,36 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 class DraftModel:
-    """The draft model q: the copied layers of a Drafter, or a causal LM.
+    """The draft model q, ready to draft: copied layers, or another causal LM.
 
     The copied layers use the target's embedding and rows of its LM head.
 
-    Args: drafter: a Drafter, or a causal LM with the target's vocabulary.
+    Args: source: a Drafter, or a causal LM with the target's vocabulary.
     Raises: Mistake: the vocabularies differ.
     """
 
-    def __init__(self, drafter, target):
-        if isinstance(drafter, Drafter) and drafter.config.draft_model:
-            drafter = load_draft_model(drafter.config.draft_model, target.dtype, target.device)
-        if isinstance(drafter, Drafter):
-            self.body = drafter.body
-            self.num_layers = len(drafter.config.layers)
-            self.draft_ids = drafter.draft_ids  # (Vd,)
+    def __init__(self, source, target):
+        if isinstance(source, Drafter) and source.config.draft_model:
+            source = load_draft_model(source.config.draft_model, target.dtype, target.device)
+        if isinstance(source, Drafter):
+            self.body = source.body
+            self.num_layers = len(source.config.layers)
+            self.draft_ids = source.draft_ids  # (Vd,)
             self.embed = target.get_input_embeddings()
-            self.lm_head = common.draft_head(target, drafter.draft_ids).to(self.body.dtype)
+            self.lm_head = common.draft_head(target, source.draft_ids).to(self.body.dtype)
         else:
-            theirs = common.target_shape(drafter)
+            theirs = common.target_shape(source)
             vocab = common.target_shape(target)["vocab_size"]
             if theirs["vocab_size"] != vocab:
                 raise common.Mistake(
                     f"the draft model has {theirs['vocab_size']} tokens and the target {vocab}: "
                     "take one of the same vocabulary"
                 )
-            self.body = drafter.get_decoder()
+            self.body = source.get_decoder()
             self.num_layers = theirs["num_layers"]
             self.draft_ids = torch.arange(vocab, device=target.device)
-            self.embed = drafter.get_input_embeddings()
-            self.lm_head = functools.partial(common.target_logits, drafter)
+            self.embed = source.get_input_embeddings()
+            self.lm_head = functools.partial(common.target_logits, source)
 
     def states(self, ids: Tensor, cache=None) -> Tensor:
         """Hidden states e (B, T, D) of tokens (B, T) that follow `cache`."""
@@ -190,7 +192,7 @@ def identity(draft_model) -> dict:
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start stage draft from; stage head goes on from its result.
+    """A drafter to start stage draft from; stage head continues from its result.
 
     Args: token_counts: (V,) how often each token occurs in the responses.
     Raises: Mistake: layers cannot be copied, or the vocabularies differ.
@@ -248,7 +250,7 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
     return (logits / temperature).softmax(-1)
 
 
-def chance(batch) -> tuple[Tensor, Tensor]:
+def uniforms(batch) -> tuple[Tensor, Tensor]:
     """Two uniform numbers (B, T) for each token: to draw Y_t, and to mix.
 
     They depend only on t and on the seed of the sequence, new in each step.
@@ -309,7 +311,7 @@ def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """
     config = drafter.config
     model = DraftModel(drafter, target)
-    to_draw, to_mix = chance(batch)
+    to_draw, to_mix = uniforms(batch)
     # 1. Draw Y after the true text X, and compare both models there.
     drafted, accept_prob = draw(model, target, batch, to_draw, config.temperature)  # (M,) each
     # 2. Let the draft model read Z, as it reads its own drafts in decoding.
@@ -378,10 +380,10 @@ def oracle(agrees: list[bool]) -> int:
 
 
 def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
-    """The true R from which on stopping is better (Theorem 3.1).
+    """The true R above which stopping is better (Theorem 3.1).
 
-    The condition is sufficient, not necessary. h does not compare with it,
-    because h stands on the scale of a biased head.
+    The condition is sufficient, not necessary. It is not h, which applies to
+    the output of a biased head.
 
     Args: c1: t_draft. c2: t_target - t_draft. delta: Delta, unknown; 0 drops it.
     """
@@ -430,13 +432,15 @@ def until_stop(steps, head, threshold: float, chances: list):
     """The steps of one round until the head ends it (Algorithm 2).
 
     The pass that gives e_(i-1) also gives q_i, so y_i costs no pass of its own
-    and is drawn before y_(i-1) is judged. No drawn token is dropped, not even
-    the unjudged newest one, so sampling stays lossless. There is no e_0, so y1
-    is always drawn. The head predicts 0.9, 0.8, 0.5 for y1, y2, y3; h = 0.6:
+    and is drawn before y_(i-1) is judged. A judged token must not be dropped:
+    the judgement depends on it, so its distribution would no longer be q. The
+    newest token is not judged, but costs nothing, so it is submitted too. There
+    is no e_0, so y1 is always drawn. The head predicts 0.9, 0.8, 0.5 for y1, y2,
+    y3; h = 0.6:
 
-        drafted                      y1   y2   y3   y4
-        p^ before y_i is judged      1    .9   .72  .36
-        stop, 1 - p^ > h?            0    .1   .28  .64 yes: submit y1 to y4
+        drafted y_i               y1   y2   y3   y4
+        p^ of the tokens before   1    .9   .72  .36
+        stop, 1 - p^ > h?         0    .1   .28  .64 yes: submit y1 to y4
 
     Args: steps: of `propose`. head: a function of e (D,) that returns a logit;
     its sigmoid is the probability of acceptance. chances: a list that receives

@@ -97,7 +97,7 @@ def draft_log_probs(drafter, target, batch, row, place):
     for layer, (keys, values) in batch.kv.items():
         kv[layer] = tuple(rows[row : row + 1, :, : place + 1] for rows in (keys, values))
     ids = batch.input_ids[row : row + 1, : place + 1]
-    hidden = drafter(target, ids, torch.arange(place + 1)[None], kv, (None, mask))
+    hidden = drafter(target, ids, torch.arange(place + 1)[None], kv, cross_mask=mask)
     head = target.get_output_embeddings().weight[drafter.draft_ids]
     return (hidden[0, -1] @ head.T).log_softmax(-1)
 
