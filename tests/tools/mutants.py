@@ -170,8 +170,8 @@ a position that may read nothing reads all
 - return out * some
 + return out
 while drafting a token reads its own row of the target
-- cross_mask = query > cached
-+ cross_mask = query >= cached
+- cross_mask = (query > cached)
++ cross_mask = (query >= cached)
 the loss is off by one position
 - predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))
 + predicts = batch.loss_mask
