@@ -350,8 +350,9 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     sum, over slots, of the probability that the slot completes it. A repeat
     lengthens the prefix only after a blank, so alignments that end in a
     blank are kept apart. The newest token is not part of it: the same token in
-    slot 1 is a true repeat. After a slot only the `candidates` likeliest prefixes
-    go on; what was found before stays in the result. This can lower the sums.
+    slot 1 is a true repeat. After a slot only `candidates` prefixes go on, those
+    that the alignments so far make most often, the empty one included. What was
+    found before stays in the result. This can lower the sums.
     Slots a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, where e is the blank:
 
         prefix   entered in slot 1   entered in slot 2    sum

@@ -50,6 +50,7 @@ EXERCISES = {
         (
             "test_greedy_walk_takes_the_longest_accepted_path",
             "test_verify_sees_every_node_as_plain_decoding_would",
+            "test_each_draw_is_given_all_sampled_siblings",
             "test_sampled_output_follows_the_target",
             "test_an_answer_ends_inside_the_accepted_tokens",
         ),

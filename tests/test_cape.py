@@ -65,7 +65,7 @@ def test_an_expanded_proposal_worked_by_hand(settings, tokens, parents, q):
         f"input: q_draft {q_drafts}, sizes {sizes}, bounds {bounds}\n"
         f"expected: tokens {tokens}, parents {parents}\ngot: {got}"
     )
-    assert draft.q.tolist() == pytest.approx(q)
+    assert draft.q.tolist() == pytest.approx(q), f"expected q {q}, got {draft.q.tolist()}"
     same = torch.equal(draft.probs, torch.tensor(q_drafts))
     assert same, "probs are to stay the trajectory's: a row for each drawn node, no more"
 

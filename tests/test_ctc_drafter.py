@@ -85,22 +85,27 @@ def test_prefix_search_on_the_two_slots_of_its_docstring():
     q_slots = torch.tensor([[0.6, 0.0, 0.4], [0.2, 0.5, 0.3]], dtype=torch.double)  # a, b, blank
     found = ctc_drafter.prefix_search(q_slots, symbols=2, candidates=9)
     found = {prefix: q for prefix, q in found.items() if q}
-    assert found == pytest.approx({(0,): 0.68, (1,): 0.20, (0, 1): 0.30})
+    expected = {(0,): 0.68, (1,): 0.20, (0, 1): 0.30}
+    assert found == pytest.approx(expected), f"expected {expected}, got {found}"
 
 
 def test_prefix_search_keeps_the_likeliest_prefixes():
     """After slot 1 the likeliest are a, .5, and the empty prefix, .4."""
-    q_slots = torch.tensor([[0.5, 0.1, 0.4], [0.3, 0.6, 0.1]], dtype=torch.double)  # a, b, blank
-    for symbols, candidates, expected in (
-        (2, 9, {"a": 0.5 + 0.4 * 0.3, "b": 0.1 + 0.4 * 0.6, "ab": 0.5 * 0.6, "ba": 0.1 * 0.3}),
-        (2, 2, {"a": 0.62, "b": 0.34, "ab": 0.3}),  # b is dropped after slot 1
-        (2, 1, {"a": 0.5, "b": 0.1, "ab": 0.3}),  # all but a are
-        (1, 9, {"a": 0.5, "b": 0.24, "ab": 0.3}),  # a in slot 1, b in slot 2
+    two = [[0.5, 0.1, 0.4], [0.3, 0.6, 0.1]]  # a, b, blank
+    three = [[0.5, 0.1, 0.4], [0.3, 0.4, 0.3], [0.2, 0.2, 0.6]]
+    for slots, symbols, candidates, expected in (
+        (two, 2, 9, {"a": 0.5 + 0.4 * 0.3, "b": 0.1 + 0.4 * 0.6, "ab": 0.5 * 0.6, "ba": 0.1 * 0.3}),
+        (two, 2, 2, {"a": 0.62, "b": 0.34, "ab": 0.3}),  # b is dropped after slot 1
+        (two, 2, 1, {"a": 0.5, "b": 0.1, "ab": 0.3}),  # all but a are
+        (two, 1, 9, {"a": 0.5, "b": 0.24, "ab": 0.3}),  # a in slot 1, b in slot 2
+        # after slot 2: a .42, ab .2, b .16, and the empty prefix .12
+        (three, 2, 2, {"a": 0.62, "b": 0.26, "ab": 0.284, "aa": 0.03, "aba": 0.04}),
     ):
+        q_slots = torch.tensor(slots, dtype=torch.double)
         found = ctc_drafter.prefix_search(q_slots, symbols, candidates)
         got = {"".join("ab"[i] for i in prefix): q for prefix, q in found.items() if q}
-        told = f"symbols {symbols}, candidates {candidates}: expected {expected}, got {got}"
-        assert got == pytest.approx(expected), told
+        told = f"slots {slots}, symbols {symbols}, candidates {candidates}: expected {expected}"
+        assert got == pytest.approx(expected), f"{told}, got {got}"
 
 
 @pytest.mark.parametrize("merge", [True, False])

@@ -144,7 +144,7 @@ def run_rule(h, chances, most=5):
 
 
 @pytest.mark.parametrize(
-    "h, expected", [(0.05, 2), (0.101, 3), (0.2, 3), (0.3, 4), (0.6, 4), (0.65, 5)]
+    "h, expected", [(0.0, 2), (0.05, 2), (0.101, 3), (0.2, 3), (0.3, 4), (0.6, 4), (0.65, 5)]
 )
 def test_algorithm_2_by_hand(h, expected):
     """1 - 0.9 = 0.1, 1 - 0.72 = 0.28, 1 - 0.36 = 0.64: each known once the next is drafted."""
@@ -155,8 +155,11 @@ def test_algorithm_2_by_hand(h, expected):
 
 
 def test_the_probability_that_all_are_accepted_is_noted():
-    _, noted = run_rule(0.6, [0.9, 0.8, 0.5, 0.9, 0.9])
-    assert noted == pytest.approx([0.9, 0.72, 0.36])
+    said = [0.9, 0.8, 0.5, 0.9, 0.9]
+    _, noted = run_rule(0.6, said)
+    expected = [0.9, 0.72, 0.36]
+    told = f"h = 0.6 and a head that says {said}: expected chances {expected}, got {noted}"
+    assert noted == pytest.approx(expected), told
 
 
 def test_a_round_holds_two_tokens_to_max_draft(llama, trained):

@@ -427,6 +427,23 @@ def test_sampled_output_follows_the_target(small_llama, kind):
     )
 
 
+def test_each_draw_is_given_all_sampled_siblings(llama, monkeypatch):
+    """The first node is accepted, and no child of it."""
+    answers = iter([1, 7])
+    offered = []
+
+    def draw(scores, siblings, draft):
+        offered.append(siblings)
+        return next(answers)
+
+    monkeypatch.setattr(common, "_draw", draw)
+    tokens, parents = [1, 2, 3, 4, 5], [-1, -1, 0, -1, 0]
+    draft = draft_of(tokens, parents, torch.stack([Q, Q, Q]))  # nodes 3 and 4 are not sampled
+    common.verify(llama, IDS, draft, start(llama, IDS), do_sample=True)
+    given = f"given tokens {tokens}, parents {parents}, of which nodes 0 to 2 were sampled"
+    assert offered == [[0, 1], [2]], f"{given}: expected siblings [[0, 1], [2]], got {offered}"
+
+
 # -------------------------------------------------------------------------------------- copies
 
 

@@ -62,6 +62,9 @@ hidden states of rejected nodes
 sampling: tokens are tried that are no children
 - siblings = [n for n in range(sampled) if draft.parents[n] == node]
 + siblings = list(range(sampled))
+only one of several sampled siblings is tried
+- siblings = [n for n in range(sampled) if draft.parents[n] == node]
++ siblings = [n for n in range(sampled) if draft.parents[n] == node][:1]
 every sibling is tried with the first one's probabilities
 - q_draft = draft.probs[node].to
 + q_draft = draft.probs[siblings[0]].to
