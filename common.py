@@ -52,18 +52,23 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
             ) from error
         return default_target.load(lambda folder: _read_target(folder, dtype, device))
     try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise Mistake(f"this machine or build of torch has no device {device!r}") from error
+    try:
         return _read_target(name, dtype, device)
     except Exception as error:  # the readers of transformers raise many kinds
         reason = str(error).strip().split("\n")[0]
         raise Mistake(
-            f"cannot load target {name!r} ({reason}); give a Hugging Face id, a folder with "
+            f"cannot load model {name!r} ({reason}); give a Hugging Face id, a folder with "
             "config.json, tokenizer files and *.safetensors, or a .gguf file"
         ) from error
 
 
 def _read_target(name, dtype, device):
     path = Path(name)
-    if path.parent != Path(".") and path.parent.is_dir() and not path.exists():
+    folder_named = path.parent != Path(".") or str(name).startswith(".")
+    if folder_named and path.parent.is_dir() and not path.exists():
         raise FileNotFoundError("no such folder")  # rather than ask the hub for it
     gguf = path.name if path.suffix == ".gguf" else None
     if gguf and not path.is_file():
@@ -819,7 +824,9 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
     if input_ids.device.type != target.device.type:
         raise Mistake(f"the prompt is on {input_ids.device}: move it with .to(target.device)")
     if input_ids.shape[1] == 0:
-        raise Mistake("no token ids: pass input_ids, and no inputs_embeds")
+        raise Mistake(
+            "no token ids: pass a prompt of at least one token as input_ids, and no inputs_embeds"
+        )
     if input_ids.shape[0] != 1:
         shape = tuple(input_ids.shape)
         raise Mistake(f"ids of shape {shape}: pass one prompt, without beams or several answers")

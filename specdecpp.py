@@ -44,7 +44,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 import common
 from common import option
@@ -457,9 +457,12 @@ def until_stop(steps, head, threshold: float, chances: list):
 
 
 def check_head(drafter, config: Config, draft_model) -> None:
-    """Raise a Mistake if nothing drafts, or the head is of another model."""
+    """Raise a Mistake if nothing can draft, or the head is of another model."""
     if drafter is None and draft_model is None:
         raise common.Mistake("nothing to draft with: pass drafter= or draft_model=")
+    if draft_model is not None and not isinstance(draft_model, PreTrainedModel):
+        kind = type(draft_model).__name__
+        raise common.Mistake(f"draft_model is a {kind}: pass a causal LM, load_target(NAME)[0]")
     if config.stop == "fixed":
         return
     remedy = "train one (stage head), or take stop fixed"
@@ -508,10 +511,11 @@ def generate(
     head. The arguments after it are those of `common.Decoding`. Returns prompt
     and new tokens (1, T').
     """
+    common.check_config(config, Config)
     if drafter is not None:
-        common.check_drafter(drafter, Drafter, target, config)
-        config = config or drafter.config
-    config = config or Config(stop="fixed")
+        common.check_drafter(drafter, Drafter, target)
+    if config is None:
+        config = drafter.config if drafter is not None else Config(stop="fixed")
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
     for draft in drafts(decoding, drafter, config, draft_model):
         decoding.verify(draft)

@@ -62,7 +62,7 @@ MISTAKES = [
     ("--batch-size 3 --accumulate 2", "--batch-size 3 must be a multiple of 1 processes"),
     ("--num-layers 0", "num_layers 0: take an int of at least 1"),
     ("--gamma x", "argument --gamma: invalid int value"),
-    ("--target no/such-target", "cannot load target 'no/such-target'"),
+    ("--target no/such-target", "cannot load model 'no/such-target'"),
     ("--data missing.jsonl", "no data file missing.jsonl; train.py --make-data"),
     ("--data {tmp}/file", "file, line 1: no JSON"),
     ("--data {tmp}", " is a folder: name its files"),

@@ -405,6 +405,7 @@ def test_mistakes_get_one_clear_line(llama):
         "no acceptance head has been trained": lambda: decode(llama, PROMPT, draft),
         "nothing to draft with": lambda: decode(llama, PROMPT, **FIXED),
         "20 tokens and the target 48": lambda: decode(llama, PROMPT, None, wide, **FIXED),
+        "draft_model is a str": lambda: decode(llama, PROMPT, None, "small", **FIXED),
     }
     for message, call in mistakes.items():
         with pytest.raises(common.Mistake, match=message):

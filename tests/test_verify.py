@@ -716,6 +716,16 @@ def test_a_target_whose_logits_are_computed_otherwise_gets_no_drafter(tmp_path):
         common.load_drafter(glide.Drafter, tmp_path, target)
 
 
+def test_a_target_that_cannot_be_loaded_is_one_line(folder):
+    for message, name, options in (
+        ("no device 'gpu'", str(folder), {"device": "gpu"}),
+        ("cannot load model './nowhere' .no such folder.; give", "./nowhere", {}),
+        ("no attribute 'bf16'", str(folder), {"dtype": "bf16"}),
+    ):
+        with refused(message):
+            common.load_target(name, **options)
+
+
 def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
     def load(target=llama):
         common.load_drafter(glide.Drafter, tmp_path, target)
