@@ -10,10 +10,10 @@ sequence, its alignments (a, b, c are tokens, e is the blank):
             a  e  a  b  e  e    ->  a a b    a true repeat has a blank in between
 
 The target has not read the newest token x_(i+1): its newest hidden state is
-h_i. Row i joins both. In training, S slots follow each of many rows, the
-anchors, and learn the U labels after it in order; S > U leaves room for
-blanks. Label y_t is the target's argmax over the draft vocabulary, given
-x_0 to x_(t-1). U = 3:
+h_i. Row i combines h_i with the embedding of x_(i+1). In training, S slots
+follow each of many rows, the anchors, and learn the U labels after it in
+order; S > U leaves room for blanks. Label y_t is the target's argmax over the
+draft vocabulary, given x_0 to x_(t-1). U = 3:
 
     place          0    1    2    3    4    5
     data          x_0  x_1  x_2  x_3  x_4  x_5
@@ -28,9 +28,12 @@ Deviations from the paper:
        S = 6 and U = 3 as well.
     2. Training uses random anchors and sums log P (Eq. 1); Eq. 2 sums P.
     3. Not in the paper: how slots start (the row plus a learned vector), what
-       they see (rows up to the anchor, each other), the blank's logit.
-    4. The tree holds the likeliest prefixes after the transform. The paper's
-       holds combinations, with what the transform removes masked.
+       they see (rows up to the anchor, each other), the blank's logit, the
+       norms of a row's input, the start from the target's top layer.
+    4. The tree is a trie of the likeliest prefixes after the transform, so
+       nothing is left to mask. The paper verifies whole combinations and masks
+       what the transform removes. `transform="alignments"` starts from the
+       paper's combinations, but builds such a trie too.
     5. `first_token` adds a loss on the first token (shipped drafter: 1).
     6. Only the most frequent tokens are drafted (`draft_vocab`).
 
@@ -83,7 +86,7 @@ VARIANTS = {
 
 
 class SlotAttention(nn.Module):
-    """Slots attend to rows and each other; rows give keys and values."""
+    """Slots attend to rows and to each other; rows only supply keys and values."""
 
     def __init__(self, shape: dict):
         super().__init__()
@@ -97,11 +100,11 @@ class SlotAttention(nn.Module):
         self.o_proj = nn.Linear(heads, width, bias=False)
 
     def split(self, x: Tensor) -> Tensor:
-        """Heads apart: (B, T, H Dh) to (B, H, T, Dh)."""
+        """Split the heads: (B, T, H Dh) to (B, H, T, Dh)."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, rows: Tensor, slots: Tensor, tables, mask: Tensor | None, cache) -> Tensor:
-        """Output (B, m, D) of m slots over P cached rows, n rows and slots.
+        """Output (B, m, D) of m slots, over P cached rows, n new rows and the slots.
 
         tables: cos and sin (B, n + m, R). mask: (B, 1, m, n + m) bool.
         """
@@ -117,7 +120,7 @@ class SlotAttention(nn.Module):
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The Attention Draft Module (3.1); names match a target layer's, to copy it."""
+    """The Attention Draft Module (3.1); named as in a target layer, to copy one."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -209,8 +212,8 @@ def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
 def windows(drafter, target, batch) -> tuple[Tensor, Tensor, Tensor]:
     """Random anchors (B, A), labels (B, A, U) and used (B, A) (Eq. 3 to 5).
 
-    Labels index draft_ids. used is False for the spare places of a sequence
-    in which fewer than A windows fit the answer.
+    Labels index draft_ids. Where fewer than A windows fit the answer, `used` is
+    False for the rest.
     """
     U = drafter.config.window
     # 1. best[t], the target's choice of a draft token after x_t, is y_(t+1).
@@ -272,7 +275,7 @@ def first_token_log_q(log_q: Tensor) -> Tensor:
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """CTC loss plus that of the first token, summed; the number of windows."""
+    """CTC loss plus the first token's, summed over windows; their number."""
     anchors, labels, used = windows(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors, used)  # (W, S, Vd + 1)
     if not len(log_q):  # F.ctc_loss takes no empty batch
@@ -287,7 +290,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """sum_x min(p_target, q_draft) of the first token, over W anchors; W."""
+    """sum_x min(p_target, q_draft) of the first token, summed over W anchors; W."""
     anchors, _, used = windows(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors, used)
     q_draft = first_token_log_q(log_q).exp()  # (W, Vd)
@@ -319,7 +322,7 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = Tru
 
     A combination is one symbol per slot. Returns {prefix: probability}, summed
     over `candidates` combinations. merge=False takes a combination as it is,
-    up to its first blank, which no target writes (Medusa verify).
+    cut at its first blank, which no target writes (Medusa verify).
     """
     blank = q_slots.shape[-1] - 1
     # 1. Slots are independent (Eq. 7): pruning after each slot is exact.
@@ -334,10 +337,10 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = Tru
     # 2. A combination adds to every prefix of its sequence.
     prefixes = defaultdict(float)
     for probability, combination in kept:
-        sequence = collapse(combination, blank)
-        if not merge:
-            first_blank = (*combination, blank).index(blank)
-            sequence = combination[:first_blank]
+        if merge:
+            sequence = collapse(combination, blank)
+        else:
+            sequence = tuple(itertools.takewhile(lambda symbol: symbol != blank, combination))
         for end in range(1, len(sequence) + 1):
             prefixes[sequence[:end]] += probability
     return prefixes
@@ -352,7 +355,7 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     blank are kept apart. The newest token is not part of it: the same token in
     slot 1 is a true repeat. After a slot only `candidates` prefixes go on, those
     that the alignments so far make most often, the empty one included. What was
-    found before stays in the result. This can lower the sums.
+    found before stays in the result. This and `symbols` can lower the sums.
     Slots a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, where e is the blank:
 
         prefix   entered in slot 1   entered in slot 2    sum
@@ -422,9 +425,9 @@ class Memory:
         self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
 
 
-def propose(drafter: Drafter, decoding, memory: Memory) -> Tensor:
+def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     """Fill the slots after the newest token: q_slots (S, Vd + 1)."""
-    # 1. Add a row for each token just read and kept, with the next token.
+    # 1. Add a row for each token that the target has just read and kept.
     hidden = decoding.hidden  # (1, n, D)
     count = hidden.shape[1]  # n
     next_ids = decoding.ids[:, -count:]  # (1, n) the newest token last
@@ -440,11 +443,11 @@ def drafts(decoding, drafter: Drafter, config: Config):
     """Yield one draft per round; its nodes are chosen, not sampled."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
-        # There is no row after a prompt of one token, or no room for a draft.
+        # Draft nothing after a prompt of one token, or without room.
         if decoding.hidden.shape[1] == 0 or decoding.room == 0:
             yield common.chain([], decoding.ids)
             continue
-        q_slots = propose(drafter, decoding, memory)
+        q_slots = fill_slots(drafter, decoding, memory)
         if config.transform == "prefixes":
             prefixes = prefix_search(q_slots, config.symbols, config.candidates)
         else:

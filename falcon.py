@@ -5,14 +5,14 @@ target's last hidden state h_i (a "feature") with the next token x_(i+1). It
 predicts the feature h_(i+k), which the target's LM head turns into token
 x_(i+k+1). Every k consecutive slots form a block and attend to each other, so
 one pass predicts k tokens. The next pass reads these predictions as its block.
-A draft is a token tree that grows by k levels per pass. k = 2, newest token
-x_3, f_draft_i predicts h_i (the example of 3.1):
+A draft is a token tree that grows by k levels per pass. The example of 3.1,
+with k = 2 and newest token x_3; f_draft_i is the prediction of h_i:
 
     pass 1   (h_1, x_2) (h_2, x_3)  ->  f_draft_3, f_draft_4  ->  x_4, x_5
     pass 2   (f_draft_3, x_4) (f_draft_4, x_5)  ->  x_6, x_7
 
-In training, coupled sequential glancing distillation (CSGD) reveals the
-answers of some slots, the feature and the token that they should predict. The
+In training, coupled sequential glancing distillation (CSGD) feeds some slots
+their own answers, the feature and the token that follow k places later. The
 later slots of the block learn to depend on them.
 
 Names that differ: the paper's t_i is x_i here, f_i is h_i (`features`,
@@ -20,12 +20,14 @@ Names that differ: the paper's t_i is x_i here, f_i is h_i (`features`,
 omega_dist is `distill_weight` (1 in the shipped drafter).
 
 Deviations, and choices where the paper is silent:
-    1. Eq. 1 predicts one place ahead; the code predicts k, as 3.1 does.
+    1. Eq. 1 predicts one place ahead; the code predicts k places ahead, as
+       3.1 does.
     2. The first block of a training text has a random length, so that a token
-       learns at every place of a block. In decoding, borders move from round
-       to round, and older cached rows stay as they are.
-    3. CSGD reveals the first slots of a block and gives them no loss;
-       lambda falls with the steps, not the epochs.
+       is trained at every place in a block. In decoding, block borders move
+       from round to round, and cached rows of older slots are not recomputed.
+    3. CSGD reveals the first slots of a block and gives them no loss. The
+       revealed token is the text's; loss and d use the target's likeliest.
+       Lambda falls with the steps, not the epochs.
     4. Features and embeddings are normed, because their scales differ. The
        layers start from the target's; `fusion="linear"` is not the paper's.
     5. Token losses and drafts cover only frequent tokens (`draft_vocab`).
@@ -67,7 +69,8 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
     return tree
 
 
-PAPER_TREE = layered_tree([20, 19, 19, 15, 16, 10, 10, 9])  # sizes of Figure 5
+# The level sizes are those of Figure 5, the edges ours.
+PAPER_TREE = layered_tree([20, 19, 19, 15, 16, 10, 10, 9])
 
 
 @dataclass
@@ -93,7 +96,7 @@ class Config:
 
 
 VARIANTS = {
-    "chain": {"tree": layered_tree([1, 1])},  # Table 4; one pass with k = 2
+    "chain": {"tree": layered_tree([1, 1])},  # Table 4; as deep as the shipped tree
     "two_pass": {"tree": layered_tree([4, 2, 2, 2])},  # ten nodes; with k = 2, two passes
     "paper": {"tree": PAPER_TREE},
 }
@@ -102,7 +105,7 @@ VARIANTS = {
 def in_levels(tree, most: float) -> list[list[int]]:
     """The rank paths of a tree, sorted by depth.
 
-    Raises: Mistake: an entry is no path, has a rank of `most` or more, or lacks
+    Raises: Mistake: an entry is not a path, has a rank of `most` or more, or lacks
         its parent.
     """
     if not isinstance(tree, (list, tuple)):
@@ -156,7 +159,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         pairs = torch.cat([self.feature_norm(features), self.embed_norm(embeds)], dim=-1)
         if self.config.fusion == "linear":
             return self.fusion(pairs), None
-        with torch.autocast(pairs.device.type, enabled=False):  # bfloat16 takes 3 times as long
+        with torch.autocast(pairs.device.type, enabled=False):  # 3 times as fast as bfloat16
             return self.fusion(pairs, state)
 
     def attend(self, target, fused: Tensor, positions: Tensor, mask: Tensor, cache=None) -> Tensor:
@@ -167,7 +170,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             mask: (B, 1, r, P_own + r) bool, True = may attend.
             cache: the drafter's own, of P_own rows (0 without one); r are added.
         """
-        tables = common.rotary(target, positions, -1)  # of the top layer
+        tables = common.rotary(target, positions, -1)  # as in the target's top layer
         tables = common.whole_rotary(tables, self.config.target["head_dim"])
         tables = tuple(table.to(fused.dtype) for table in tables)
         x = fused
@@ -224,7 +227,7 @@ class Slots(NamedTuple):
     features: Tensor  # (B, S, D) h_i
     token_ids: Tensor  # (B, S) x_(i+1)
     answers: Tensor  # (B, S, D) h_(i+k)
-    answer_ids: Tensor  # (B, S) x_(i+k+1)
+    answer_ids: Tensor  # (B, S) x_(i+k+1) of the text, to reveal
     learns: Tensor  # (B, S) bool, True where it contributes to the loss
 
 
@@ -263,15 +266,16 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     is left. The later slots of the block see these answers and learn from them.
 
     An incomplete first block is skipped, and so is a block in which no slot
-    learns; an incomplete last one is not. Among the r slots, only those that
-    learn are revealed. Random numbers come from `generators(seed, 0)`, so that
-    padding and batch change nothing. With k = 1 nothing is revealed.
+    learns. Among the r slots, only those that learn are revealed. Random
+    numbers come from `generators(seed, 0)`, so that the choice depends neither
+    on padding nor on the rest of the batch.
 
-    For example, k = 3, phase 1, N = 3. Block 5 6 7 is visited first with
-    r = 2, then block 2 3 4 with r = 2, of which one slot is left to reveal:
+    For example, k = 3, phase 1, N = 3, slots 8 to 10 do not learn. Block 5 6 7
+    is visited first with r = 2, then block 2 3 4 with r = 2, of which one slot
+    is left to reveal:
 
-        blocks       0 1 | 2 3 4 | 5 6 7
-        revealed     . .   x . .   x x .
+        blocks       0 1 | 2 3 4 | 5 6 7 | 8 9 10
+        revealed     . .   x . .   x x .   . . .
 
     Slot 5 now reads its own answer (h_8, x_9) instead of (h_5, x_6).
 
@@ -279,22 +283,18 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     Returns: (B, S) bool, True where revealed.
     """
     revealed = torch.zeros(learns.shape, dtype=torch.bool)  # on the CPU
-    if k == 1:
-        return revealed.to(learns.device)
     counts = wrong.sum(1).tolist()
     phases = (seed % k).tolist()
     for row, generator in enumerate(generators(seed, 0)):
         learning = learns[row].tolist()
-        left = round(rate * counts[row])  # N
         borders = range(-phases[row] % k, len(learning), k)
         starts = [start for start in borders if any(learning[start : start + k])]
+        order = []  # slots to reveal, in the order of the visits
         for block in torch.randperm(len(starts), generator=generator).tolist():
             run = int(torch.randint(1, k, (), generator=generator))  # r
-            end = min(starts[block] + run, len(learning))
-            for slot in range(starts[block], end):
-                if learning[slot] and left > 0:
-                    revealed[row, slot] = True
-                    left -= 1
+            slots = range(starts[block], starts[block] + run)
+            order += [slot for slot in slots if slot < len(learning) and learning[slot]]
+        revealed[row, order[: round(rate * counts[row])]] = True  # the first N
     return revealed.to(learns.device)
 
 
@@ -525,26 +525,25 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
     ranks = 1 + max(map(max, config.tree))
     nodes = []
     roots = [-1]  # the nodes that the branches of this pass grow from
-    for depth, level in enumerate(levels):
-        place = depth % k  # of the level's slot in its block
-        if place == 0:
-            # 1. Run another pass, over the nodes that have children.
-            if depth > 0:
-                roots = sorted({parent for parent, _ in level})
-                continues = [nodes[node].branch for node in roots]
-                tokens = [last_tokens(nodes, node, k) for node in roots]
-                latest = later_pass(drafter, decoding, memory, latest, continues, tokens)
-            # 2. Rank the tokens of its n k slots.
-            q_draft = memory.head(latest.f_draft).softmax(-1, dtype=torch.float32)  # (n, k, Vd)
-            top = q_draft.topk(ranks)
-            q = top.values.tolist()
-            ids = drafter.draft_ids[top.indices].tolist()
-        # 3. Add the nodes of this level. The first level of a pass grows from
-        #    the roots, root n in branch n; a later one stays in its parent's.
-        for parent, rank in level:
-            branch = roots.index(parent) if place == 0 else nodes[parent].branch
-            token = ids[branch][place][rank]
-            nodes.append(Node(token, parent, q[branch][place][rank], branch))
+    for first in range(0, len(levels), k):
+        # 1. Run another pass, over the nodes that have children.
+        if first > 0:
+            roots = sorted({parent for parent, _ in levels[first]})
+            continues = [nodes[node].branch for node in roots]
+            tokens = [last_tokens(nodes, node, k) for node in roots]
+            latest = later_pass(drafter, decoding, memory, latest, continues, tokens)
+        # 2. Rank the tokens of its n k slots.
+        q_draft = memory.head(latest.f_draft).softmax(-1, dtype=torch.float32)  # (n, k, Vd)
+        top = q_draft.topk(ranks)
+        q = top.values.tolist()
+        ids = drafter.draft_ids[top.indices].tolist()
+        # 3. Add the levels of this pass, one per slot. The first grows from the
+        #    roots, root n in branch n; a later node stays in its parent's branch.
+        for slot, level in enumerate(levels[first : first + k]):
+            for parent, rank in level:
+                branch = roots.index(parent) if slot == 0 else nodes[parent].branch
+                token = ids[branch][slot][rank]
+                nodes.append(Node(token, parent, q[branch][slot][rank], branch))
     # Without `probs`, `verify` takes each token from the target itself and
     # accepts the node that holds it, so the output follows the target.
     return common.Draft(

@@ -272,7 +272,7 @@ def test_drafting_round_by_round_equals_one_training_pass(llama):
     for end in (3, 4, 8, 12):  # tokens committed
         decoding.ids = batch.input_ids[:, :end]
         decoding.hidden = batch.hidden[:, start : end - 1]
-        q_slots = ctc_drafter.propose(drafter, decoding, memory)
+        q_slots = ctc_drafter.fill_slots(drafter, decoding, memory)
         torch.testing.assert_close(q_slots.log(), log_q[end - 2], atol=1e-4, rtol=1e-4)
         start = end - 1
         assert memory.cache.get_seq_length() == start
@@ -310,7 +310,7 @@ def test_a_repeat_merged_in_the_middle_keeps_positions_and_cache_right(llama, mo
         q_slots[torch.arange(8), said] = 0.95
         return q_slots
 
-    monkeypatch.setattr(ctc_drafter, "propose", sure_slots)
+    monkeypatch.setattr(ctc_drafter, "fill_slots", sure_slots)
     drafter = make_drafter(llama)
     pace = {}
     for transform in ("prefixes", "alignments", "none"):

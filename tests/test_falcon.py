@@ -181,7 +181,6 @@ def test_glancing_worked_by_hand():
         ("xxxxxxxx", "xxxxxxxx", 0.0, 2, 4, "........"),  # the end of training
         ("........", "xxxxxxxx", 0.5, 2, 4, "........"),  # nothing was wrong
         ("...xxxxx", "...xxxxx", 0.6, 2, 4, "....x.x."),  # N = 3, but slot 2 is of the prompt
-        ("xxxxxx", "xxxxxx", 0.5, 1, 4, "......"),  # a block of one slot
     ]
     for *inputs, expected in cases:
         call = "glance(wrong={}, learns={}, rate={}, k={}, seed=[{}])".format(*inputs)
@@ -195,8 +194,8 @@ def test_glancing_worked_by_hand():
         call = f"glance(wrong=xxxxxx, learns=xxxxxx, rate={rate}, k=3, seed=[0], [3], ... [177])"
         compare(call, sorted(expected), sorted(got))
     # The docstring's case is one of the outcomes.
-    got = {glance("xxxxxx..", "xxxxxxxx", 0.5, 3, 3 * n + 1) for n in range(60)}
-    assert {"..x..xx.", "..xx.x.."} <= got, f"the docstring's case is not among {sorted(got)}"
+    got = {glance("xxxxxx.....", "xxxxxxxx...", 0.5, 3, 3 * n + 1) for n in range(60)}
+    assert {"..x..xx....", "..xx.x....."} <= got, f"the docstring's case is not among {sorted(got)}"
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])

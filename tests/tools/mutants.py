@@ -244,8 +244,8 @@ drafting is plain causal
 - mask = block[-length:, None] >= block
 + mask = slots[-length:, None] >= slots
 as many answers are revealed as there are slots, not misses
-- left = round(rate * counts[row])
-+ left = round(rate * len(learning))
+- order[: round(rate * counts[row])]
++ order[: round(rate * len(learning))]
 slots learn the answer that they hold
 - learns=slots.learns & ~revealed
 + learns=slots.learns
