@@ -51,24 +51,23 @@ def table(words: str) -> str:
 
 
 def curves(words: str) -> str:
-    """Training runs that went on from one another: what they came to, and how long they took."""
-    heads = ["drafter", "steps", "token-steps", "last loss", "held-out alpha after each stage"]
-    heads += ["on answers", "minutes"]
+    """Runs that went on from one another: their sums, and the last one's loss and alphas."""
+    heads = ["drafter", "steps", "token-steps", "minutes", "loss", "held-out alpha", "on answers"]
     rows = []
     for part in words.split(";"):
         label, _, names = part.strip().partition(": ")
         files = [RESULTS / "curves" / f"{name}.json" for name in names.split()]
         ends = [json.loads(file.read_text())[-1] for file in files]
-        tokens = sum(end["tokens"] for end in ends) / 1e6
+        last = ends[-1]
         rows.append(
             [
                 label,
-                ", ".join(str(end["step"]) for end in ends),
-                f"{tokens:.2f}M",
-                report.cell(ends[-1]["loss"]),
-                ", ".join(f"{end['alpha']:.3f}" for end in ends),
-                report.cell(ends[-1].get("eval_alpha"), ".3f"),
-                " + ".join(f"{end['minutes']:.0f}" for end in ends),
+                str(sum(end["step"] for end in ends)),
+                f"{sum(end['tokens'] for end in ends) / 1e6:.2f}M",
+                f"{sum(end['minutes'] for end in ends):.0f}",
+                report.cell(last["loss"]),
+                report.cell(last["alpha"], ".3f"),
+                report.cell(last.get("eval_alpha"), ".3f"),
             ]
         )
     return report.markdown(heads, rows)
