@@ -32,6 +32,9 @@ Deviations, and choices where the paper is silent:
        layers start from the target's; `fusion="linear"` is not the paper's.
     5. Token losses and drafts cover only frequent tokens (`draft_vocab`).
     6. Nodes are the likeliest tokens; under sampling the paper draws them.
+    7. The shipped drafter has linear fusion and a tree of two levels, so one
+       pass a round; `falcon:two_pass` runs the second. Its last stage had no
+       CSGD, which gained nothing here (checkpoints/README.md).
 
 Licence: Apache-2.0.
 """
