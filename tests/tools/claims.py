@@ -98,6 +98,7 @@ def linear_time(file: str) -> tuple[str, str, str]:
 
 
 MAIN = "cpu_main.json"
+README = "cpu_readme.json"  # with the Falcon that is shipped
 VARIANTS = "cpu_variants.json"
 LAYERS = "cpu_rivals_glide.json"
 CSGD = "cpu_rivals_falcon.json"
@@ -206,7 +207,7 @@ CLAIMS = {
         (
             "Falcon is faster than plain decoding (abstract)",
             "2.91 to 3.51",
-            partial(speedup, MAIN, "falcon"),
+            partial(speedup, README, "falcon"),
         ),
     ],
     "CTC-drafter": [
