@@ -257,25 +257,10 @@ def cost_curve(target, context: int, repeats: int = 5) -> dict:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the options, with the decoding options of the named methods."""
+    number = cli.number
     parser = cli.OneLineParser(description=__doc__)
-    _what_to_decode(parser)
-    _what_to_measure(parser)
-    _where_results_go(parser)
-    names = [method_of(text) for text in cli.method_named(argv)]
-    if "all" in names:
-        names += cli.present()
-    for name in dict.fromkeys(names):
-        if name != "all":
-            cli.add_config_options(parser, cli.import_method(name).Config, decode=True)
-    args = parser.parse_args(argv)
-    args.argv = argv
-    check(args)
-    return args
 
-
-def _what_to_decode(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to decode, and how")
-    add = group.add_argument
+    add = parser.add_argument_group("what to decode, and how").add_argument
     methods = ", ".join((*cli.METHODS, *cli.RIVALS))
     cuda = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = ("float32", "bfloat16", "float16", "float64")
@@ -289,11 +274,7 @@ def _what_to_decode(parser: argparse.ArgumentParser) -> None:
     packing = argparse.BooleanOptionalAction
     add("--pack", action=packing, default=True, help="faster layers on a CPU (support/packed.py)")
 
-
-def _what_to_measure(parser: argparse.ArgumentParser) -> None:
-    number = cli.number
-    group = parser.add_argument_group("what to measure")
-    add = group.add_argument
+    add = parser.add_argument_group("what to measure").add_argument
     add("--prompts", nargs="+", metavar="FILE", help="FastChat JSONL (default: all of prompts/)")
     add("--prompt", metavar="TEXT", help="ask this instead of a prompt file")
     add("--num-prompts", type=number(int, 0), default=6, help="spread over all files; 0: all")
@@ -306,19 +287,24 @@ def _what_to_measure(parser: argparse.ArgumentParser) -> None:
     add("--context", type=number(int, 1), default=256, help="of the cost curve, in tokens")
     add("--sweep", action="store_true", help="replay every stop rule on the first arm's chains")
 
-
-def _where_results_go(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to print and write")
-    add = group.add_argument
+    add = parser.add_argument_group("what to print and write").add_argument
     help = "write the result and all answers; -: print the last line on a terminal, too"
     add("--json", metavar="FILE", help=help)
-    add(
-        "--replay",
-        metavar="FILE",
-        help="only answer the first turn of one prompt, and write a page that shows it",
-    )
+    help = "only answer the first turn of one prompt, and write a page that shows it"
+    add("--replay", metavar="FILE", help=help)
     add("--table", nargs="+", metavar="FILE", help="only print the tables of these results")
     add("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
+
+    names = [method_of(text) for text in cli.method_named(argv)]
+    if "all" in names:
+        names += cli.present()
+    for name in dict.fromkeys(names):
+        if name != "all":
+            cli.add_config_options(parser, cli.import_method(name).Config, decode=True)
+    args = parser.parse_args(argv)
+    args.argv = argv
+    check(args)
+    return args
 
 
 def check(args: argparse.Namespace) -> None:
@@ -332,6 +318,8 @@ def check(args: argparse.Namespace) -> None:
         raise Mistake("--sweep and --peers take one sequence at a time; leave out --batch-size")
     if args.checkpoint and (len(set(args.method)) != 1 or "all" in args.method):
         raise Mistake("--checkpoint goes with exactly one --method")
+    if args.table and (args.method or args.peers or args.cost_curve or args.json):
+        raise Mistake("--table measures nothing: leave out everything but --plot")
     if args.replay and not args.method:
         raise Mistake("--replay shows how a method decodes: give --method NAME")
     if args.replay and (args.json or args.plot or args.sweep or args.cost_curve):

@@ -69,7 +69,7 @@ def _read_target(name, dtype, device):
     path = Path(name)
     folder_named = path.parent != Path(".") or str(name).startswith(".")
     if folder_named and path.parent.is_dir() and not path.exists():
-        raise FileNotFoundError("no such folder")  # rather than ask the hub for it
+        raise FileNotFoundError("no such file or folder")  # rather than ask the hub for it
     gguf = path.name if path.suffix == ".gguf" else None
     if gguf and not path.is_file():
         raise FileNotFoundError("no such file")
@@ -193,7 +193,7 @@ def option(default, help: str, decode: bool = False):
 
 
 def at_least(config, **bounds: float) -> None:
-    """Raise a Mistake if a field is below its bound, or no int where one is due."""
+    """Raise a Mistake if a field is below its bound or of the wrong type."""
     for name, bound in bounds.items():
         value = getattr(config, name)
         kinds = (int, type(getattr(config.__class__, name)))  # of the default
@@ -203,7 +203,7 @@ def at_least(config, **bounds: float) -> None:
 
 
 def one_of(config, **choices) -> None:
-    """Raise a Mistake if a field of `config` is none of its choices."""
+    """Raise a Mistake if a field is not one of its choices."""
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
             raise Mistake(f"{name} {getattr(config, name)!r}: take {' or '.join(allowed)}")
@@ -222,8 +222,8 @@ def llama_config(shape: dict, intermediate_size: int) -> LlamaConfig:
     )
 
 
-def draft_vocab(shape: dict, size: int) -> Tensor:
-    """Placeholder ids (Vd,), set by `start_from`; size 0: all tokens."""
+def placeholder_ids(shape: dict, size: int) -> Tensor:
+    """Draft vocabulary (Vd,) until `start_from` sets it; size 0: all tokens."""
     return torch.arange(min(size or shape["vocab_size"], shape["vocab_size"]))
 
 
@@ -250,7 +250,7 @@ def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
 
 
 def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
-    """Copy weights of equal name and shape, but no norms of 1 + w (Gemma)."""
+    """Copy weights of equal name and shape, except norms that scale by 1 + w (Gemma)."""
     source = dict(theirs.named_parameters())
     for name, weight in ours.named_parameters():
         other = source.get(name)
@@ -265,7 +265,10 @@ def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def overlap(target, hidden: Tensor, q_draft: Tensor, draft_ids: Tensor) -> Tensor:
-    """sum_x min(p_target, q_draft) of hidden (M, D), q_draft (M, Vd), over M."""
+    """sum_x min(p_target, q_draft), summed over M rows.
+
+    hidden: (M, D) of the target, for p_target. q_draft: (M, Vd).
+    """
     total = torch.zeros((), device=q_draft.device)
     for part, q in zip(hidden.split(256), q_draft.split(256)):  # saves memory
         p_target = target_logits(target, part).softmax(-1)[:, draft_ids]  # (m, Vd)
@@ -280,7 +283,7 @@ def load_drafter(Drafter, path, target):
     """
     path = Path(path)
     try:
-        made_for = json.loads((path / "config.json").read_bytes())["target"]
+        made_for = dict(json.loads((path / "config.json").read_bytes())["target"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Mistake(
             f"no drafter in {path} ({error!r}); make one with train.py --out {path}"
@@ -410,8 +413,8 @@ class DraftCache(GrowingCache):
         self.fed = self.fed[:, :agreed]
         return input_ids[:, agreed:]
 
-    def feed(self, token_ids: Tensor) -> Tensor:
-        """Record that `token_ids` (1, n) are fed; returns positions (1, n)."""
+    def record(self, token_ids: Tensor) -> Tensor:
+        """Note that `token_ids` (1, n) are fed now; returns their positions (1, n)."""
         start = 0 if self.fed is None else self.fed.shape[1]
         self.fed = token_ids if self.fed is None else torch.cat([self.fed, token_ids], dim=1)
         return torch.arange(start, self.fed.shape[1], device=token_ids.device)[None]
@@ -668,8 +671,7 @@ class Decoding:
             try:
                 from support.rivals.lookup import Lookup
             except ImportError as error:
-                text = "copies need support/rivals/lookup.py: copy it as well"
-                raise Mistake(text) from error
+                raise Mistake("copies need support/rivals/lookup.py: copy it as well") from error
             self.lookup = Lookup(copies)
         self.clock_start = time.perf_counter()
         self.phase = "prefill"  # until the first draft is ready, then "draft"
@@ -685,8 +687,7 @@ class Decoding:
         config = self.target.config.get_text_config()
         self.cache = GrowingCache(config.num_hidden_layers)
         if self.ids.shape[1] == 1:
-            empty = (1, 0, config.hidden_size)
-            self.hidden = self.ids.new_empty(empty, dtype=self.target.dtype)
+            self.hidden = self.ids.new_empty((1, 0, config.hidden_size), dtype=self.target.dtype)
         else:
             decoder = self.target.get_decoder()  # no logits are needed here
             prompt = self.ids[:, :-1]
@@ -724,10 +725,10 @@ class Decoding:
 
     def verify(self, draft: Draft, scored=None) -> Verified:
         """Verify a draft; commit its accepted tokens and the bonus token."""
-        self._clock(self.phase)
-        self.phase = "draft"
         if scored is None:
             draft = self.with_copies(draft)
+        self._clock(self.phase)
+        self.phase = "draft"
         verified = verify(
             self.target,
             self.ids,
@@ -759,11 +760,10 @@ class Decoding:
 
     def _count(self, draft: Draft, path: list[int], emitted: int) -> None:
         """Count the round; accepted nodes after the end are left out."""
-        stats = self.stats
-        nodes = len(draft.tokens)
         path = path[:emitted]
+        stats = self.stats
         stats.target_forwards += 1
-        stats.drafted += nodes
+        stats.drafted += len(draft.tokens)
         stats.emitted += emitted
         stats.offered.append(max(draft.depths()))
         stats.accepted.append(len(path))
@@ -781,7 +781,6 @@ class Decoding:
 def check_target(target) -> None:
     """Raise a Mistake if token trees would change what the target decodes."""
     config = target.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or [])
     plain = "leave custom_generate out, or take another target"
     needed = {"position_ids", "past_key_values"}
     missing = needed - inspect.signature(target.forward).parameters.keys()
@@ -791,12 +790,12 @@ def check_target(target) -> None:
     for name in ("alibi", "attention_layers", "keep_window_size"):
         if getattr(config, name, None):
             raise Mistake(f"{name}: attention that counts rows, not positions: {plain}")
+    kinds = set(getattr(config, "layer_types", None) or [])
     if kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
         raise Mistake(f"layers other than attention cannot take back a rejected token: {plain}")
     kind = str(config._attn_implementation)
     if "flash" in kind or "flex" in kind:
-        remedy = "load the target with attn_implementation='sdpa'"
-        raise Mistake(f"{kind} takes no tree mask: {remedy}")
+        raise Mistake(f"{kind} takes no tree mask: load the target with attn_implementation='sdpa'")
 
 
 @torch.no_grad()
@@ -805,13 +804,12 @@ def check_states(target) -> None:
     ids = torch.arange(1, 3, device=target.device)[None]
     output = target(ids, output_hidden_states=True)
     last = output.hidden_states[-1]
-    hidden = target.get_decoder()(ids)[0]  # (1, 2, D)
+    logits = output.logits.float()
+    hidden = target.get_decoder()(ids)[0]
     close = {"atol": 0.05, "rtol": 0.05}  # bfloat16 rounds
-    same = last.shape == hidden.shape and torch.allclose(last, hidden, **close)
-    same = same and hidden.shape[-1] == target.config.get_text_config().hidden_size
-    if not same or not torch.allclose(
-        target_logits(target, hidden), output.logits.float(), **close
-    ):
+    same = last.shape == hidden.shape == (1, 2, target_shape(target)["hidden_size"])
+    same = same and torch.allclose(last, hidden, **close)
+    if not (same and torch.allclose(target_logits(target, hidden), logits, **close)):
         raise Mistake("the target's logits do not follow from its last hidden states: take another")
 
 
@@ -875,12 +873,12 @@ def open_decoding(target, input_ids: Tensor, copies=0, stats=None, **options) ->
     """The Decoding of `target.generate(input_ids, **options)` at its start."""
     created = []
 
-    def opened(target, input_ids, copies=0, stats=None, **given):
+    def opened(target, input_ids, **given):
         created.append(Decoding(target, input_ids, copies, stats, **given))
         return input_ids
 
     options.setdefault("attention_mask", torch.ones_like(input_ids))
-    target.generate(input_ids, custom_generate=opened, copies=copies, stats=stats, **options)
+    target.generate(input_ids, custom_generate=opened, **options)
     return created[0]
 
 

@@ -137,7 +137,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.mlp = LlamaMLP(common.llama_config(config.target, config.intermediate_size))
         self.blank = nn.Linear(width, 1)
         self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.register_buffer("draft_ids", common.draft_vocab(config.target, config.draft_vocab))
+        self.register_buffer("draft_ids", common.placeholder_ids(config.target, config.draft_vocab))
 
     def forward(self, target, hidden, next_ids, anchors, mask=None, cache=None) -> Tensor:
         """States (B, A, S, D) of the slots after A of n rows (Eq. 9).

@@ -145,7 +145,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         llama = common.llama_config(config.target, config.intermediate_size)
         self.layers = nn.ModuleList(LlamaDecoderLayer(llama, n) for n in range(config.num_layers))
         self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.register_buffer("draft_ids", common.draft_vocab(config.target, config.draft_vocab))
+        self.register_buffer("draft_ids", common.placeholder_ids(config.target, config.draft_vocab))
 
     def fuse(self, target, features: Tensor, token_ids: Tensor, state=None):
         """Fuse the feature and the token of each slot into one vector.

@@ -147,7 +147,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.config = config
         self.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_layers))
         self.norm = nn.RMSNorm(config.target["hidden_size"], eps=1e-5)
-        self.register_buffer("draft_ids", common.draft_vocab(config.target, config.draft_vocab))
+        self.register_buffer("draft_ids", common.placeholder_ids(config.target, config.draft_vocab))
 
     @property
     def kv_layers(self) -> list[int]:
@@ -356,7 +356,7 @@ def consume(drafter: Drafter, decoding, memory: Memory, fed: Tensor) -> Tensor:
         token 3       x x x .        x x x x .
         token 4       x x x x        x x x x x
     """
-    positions = memory.cache.feed(fed)  # (1, n)
+    positions = memory.cache.record(fed)  # (1, n)
     kv = {}
     for layer in drafter.kv_layers:
         rows = decoding.cache.layers[layer]

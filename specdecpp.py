@@ -126,7 +126,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             self.body.requires_grad_(config.stage == "draft")
         self.head = AcceptanceHead(config.model["hidden_size"], config.head_depth)
         self.head.requires_grad_(config.stage == "head")
-        self.register_buffer("draft_ids", common.draft_vocab(config.target, config.draft_vocab))
+        self.register_buffer("draft_ids", common.placeholder_ids(config.target, config.draft_vocab))
 
     def train(self, mode: bool = True):
         """As in any module, but the copied layers never drop out (GPT-2, OPT)."""
@@ -415,7 +415,7 @@ def propose(drafter, decoding, memory: Memory):
     # which was never fed, and the bonus token are fed.
     fed = memory.cache.rewind(ids)  # (1, n)
     while True:
-        memory.cache.feed(fed)
+        memory.cache.record(fed)
         hidden = memory.model.states(fed, memory.cache)[:, -1]  # (1, D)
         picked = decoding.pick(memory.model.logits(hidden), memory.model.draft_ids, ids)
         if picked is None:

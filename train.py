@@ -172,6 +172,8 @@ def check(args) -> None:
         )
     if (args.steps is None) == (args.minutes is None):
         raise common.Mistake("give --steps or --minutes, one of the two")
+    if args.resume and args.init:
+        raise common.Mistake("--resume goes on with the weights in --out: leave out --init")
     if args.resume and not (out / "training_state.pt").is_file():
         raise common.Mistake(f"nothing to resume in {out}: leave out --resume to begin")
     if out.is_file():
@@ -314,12 +316,9 @@ class Run:
         at = self.at
         main = self.accelerator.is_main_process
         begin = time.monotonic() - at.seconds  # earlier sittings count
-        with (
-            interrupts() as caught,
-            tqdm(
-                total=args.steps, initial=at.step, desc=args.method, disable=None if main else True
-            ) as bar,
-        ):
+        hide = None if main else True  # None: unless on a terminal
+        bar = tqdm(total=args.steps, initial=at.step, desc=args.method, disable=hide)
+        with interrupts() as caught, bar:
             while True:
                 at.seconds = time.monotonic() - begin
                 share, stop = self.agree(at.share(args), float(bool(caught)))
@@ -350,8 +349,9 @@ def train(args, module, overrides: dict) -> None:
     accelerator = run.accelerator
     if accelerator.is_main_process:
         last = {"method": args.method, "out": args.out, "interrupted": interrupted}
-        *_, row = [{}, *run.at.curve]
-        print(json.dumps(last | row))
+        if run.at.curve:
+            last |= run.at.curve[-1]
+        print(json.dumps(last))
     # Free the wrapped model while all processes live; later it could hang.
     del run
     accelerator.free_memory()

@@ -193,6 +193,8 @@ class Loader:
             config = module.Config(**changes)
             base = getattr(config, "base", None)
             if base is None:
+                if folder:
+                    raise Mistake(f"{name} has no weights to load from {folder}")
                 return {"config": config}
             proposer = cli.chain_proposer(base)
             drafter = self.drafter(base, folder)

@@ -12,10 +12,6 @@ from tqdm import tqdm
 
 import common
 
-FORMS = (
-    "prompt and response, messages, conversations (ShareGPT's), text, or prompt_ids and "
-    "response_ids"
-)
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 # ----------------------------------------------------------------------------- conversations
@@ -89,7 +85,10 @@ def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
     try:
         messages = _messages(record)
     except (KeyError, TypeError):
-        raise common.Mistake(f"no conversation; give {FORMS}") from None
+        raise common.Mistake(
+            "no conversation; give prompt and response, messages, conversations (ShareGPT's), "
+            "text, or prompt_ids and response_ids"
+        ) from None
     pieces = _templated if tokenizer.chat_template else _joined
     ids, mask = [], []
     for message, piece in pieces(messages, tokenizer):

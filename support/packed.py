@@ -43,15 +43,14 @@ class PackedLinear(nn.Linear):
     """A frozen float32 CPU layer with a packed copy of its weight (O, D).
 
     layer: whose weight and bias to share.
-    rows: number of rows that the layout is chosen for; any number works.
     """
 
-    def __init__(self, layer: nn.Linear, rows: int = 8):
+    def __init__(self, layer: nn.Linear):
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight = layer.weight
         self.bias = layer.bias
-        self.rows = rows
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows)
+        # The layout is chosen for 8 rows, and any number of rows works.
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), 8)
         self.selected = WeakIdKeyDictionary()  # {token_ids: layer}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ class PackedLinear(nn.Linear):
         if token_ids not in self.selected:
             head = nn.Linear(self.in_features, len(token_ids), bias=False, device="meta")
             head.weight = nn.Parameter(self.weight[token_ids], requires_grad=False)
-            self.selected[token_ids] = PackedLinear(head, self.rows)
+            self.selected[token_ids] = PackedLinear(head)
         return self.selected[token_ids]
 
 

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 import common
-from support import cli
+from support import cli, report
 
 GREY = "#808080"  # 3.9 : 1 on white, 5.3 : 1 on black
 COLOURS = ["#2f81d6", "#d2691e", "#2e9a5b", "#a05bc0", "#c9971c", "#d0506c", "#2a9d9d", "#8a7a5c"]
@@ -138,8 +138,8 @@ def plot(results: list[dict], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     arms: dict[str, dict] = {}
     for number, result in enumerate(results, 1):
-        for name, a in (result.get("arms") or {}).items():
-            arms[f"{name} [{number}]" if len(results) > 1 else name] = a
+        for name, arm in report.arms_of(result).items():
+            arms[f"{name} [{number}]" if len(results) > 1 else name] = arm
     drawn = speedup_picture(arms, folder) if arms else []
     for key, draw in (("cost_curve", cost_picture), ("sweep", sweep_picture)):
         found = [result[key] for result in results if result.get(key)]

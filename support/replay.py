@@ -80,7 +80,7 @@ def describe(draft: common.Draft, verified: common.Verified) -> dict:
         "parents": draft.parents.tolist(),
         "kinds": kinds,
         "q": [None] * count if draft.q is None else draft.q.tolist(),
-        "path": list(verified.path),
+        "path": verified.path,
         "committed": verified.tokens[0].tolist(),
         "notes": plain_notes(draft.notes),
     }

@@ -6,6 +6,7 @@ import platform
 import re
 import shlex
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -14,7 +15,6 @@ import transformers
 from common import Mistake
 from support import default_target
 
-FEWEST = 5  # prompts or batches for an interval
 LEGEND = (
     "tau: tokens per target forward. accepted: draft tokens accepted per target forward. alpha: "
     "acceptance rate at temperature 1. N_t/N: target forwards per token. N_d/N: draft tokens "
@@ -80,10 +80,9 @@ def commit() -> str | None:
     return git.stdout.strip() or None
 
 
-def total(answers: list) -> dict:
+def total(answers: list) -> Counter:
     """Sums over an arm's answers (arms.Answer), for its figures."""
-    names = ("tokens", "seconds", "forwards", "drafts", "drafted", "accepted")
-    sums = dict.fromkeys((*names, "prefill", "draft", "verify"), 0)
+    sums = Counter()  # what is not counted is 0
     for answer in answers:
         sums["seconds"] += answer.seconds
         for row, stats in zip(answer.rows, answer.stats):
@@ -93,8 +92,7 @@ def total(answers: list) -> dict:
             sums["drafted"] += stats.drafted
             # In transformers' loops, each forward ends with a bonus token.
             sums["accepted"] += sum(stats.accepted or [len(row) - stats.target_forwards])
-            for phase, seconds in stats.seconds.items():
-                sums[phase] += seconds
+            sums.update(stats.seconds)  # by phase
     return sums
 
 
@@ -171,7 +169,7 @@ def paired(ours: dict, theirs: dict, resamples: int = 2000) -> list:
     The bootstrap redraws prompts with all turns, the same for both arms.
 
     Args: ours, theirs: `by_prompt` of the two.
-    Returns: [ratio, lower, upper]; the 95% bounds are None below five prompts.
+    Returns: [ratio, lower, upper]; the 95% bounds are None below five prompts or batches.
     """
     columns = [ours["tokens"], ours["seconds"], theirs["tokens"], theirs["seconds"]]
     sums = torch.tensor(columns, dtype=torch.float64).T  # (prompts, 4)
@@ -181,7 +179,7 @@ def paired(ours: dict, theirs: dict, resamples: int = 2000) -> list:
         return tokens / seconds * their_seconds / their_tokens
 
     whole = float(ratio(sums.sum(0)))
-    if len(sums) < FEWEST:
+    if len(sums) < 5:
         return [whole, None, None]
     generator = torch.Generator().manual_seed(0)
     picks = torch.randint(len(sums), (resamples, len(sums)), generator=generator)

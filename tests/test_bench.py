@@ -457,6 +457,8 @@ def test_a_draft_model_drafts_for_specdecpp_and_the_peers(files):
         ("--method glide --sweep --temperature 1", "leave out --temperature"),
         ("--method glide --peers --batch-size 2", "one sequence at a time"),
         ("--cost-curve --context 250", "--context 250 .* exceed the target's context"),
+        ("--table PROMPTS --json run.json", "--table measures nothing"),
+        ("--method lookup@/nowhere", "lookup has no weights to load from /nowhere"),
         ("--table PROMPTS", "is not a result of bench.py --json"),
         ("", "nothing to do"),
     ],

@@ -73,6 +73,7 @@ MISTAKES = [
     ("--out {tmp}/file", "file is a file; name a folder"),
     ("--init {tmp}", "no drafter in"),
     ("--resume", "nothing to resume in"),
+    ("--resume --init {tmp}", "leave out --init"),
     ("--make-data 4 --out {tmp}", "Is a directory"),
     ("--make-data 4 --out {tmp}/a/b.jsonl", "No such file or directory"),
     ("--make-data 4 --out {tmp}/x.jsonl.gz", "give --out a plain .jsonl file"),

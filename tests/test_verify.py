@@ -127,7 +127,7 @@ def test_a_draft_cache_forgets_rejected_tokens():
     def consume(*tokens):
         rows = torch.zeros(1, 1, len(tokens), 1)
         cache.layers[0].update(rows, rows)
-        return cache.feed(torch.tensor([tokens]))[0].tolist()
+        return cache.record(torch.tensor([tokens]))[0].tolist()
 
     assert rewind(3, 4, 5) == [3, 4, 5]
     assert consume(3, 4, 5) == [0, 1, 2]
@@ -719,7 +719,7 @@ def test_a_target_whose_logits_are_computed_otherwise_gets_no_drafter(tmp_path):
 def test_a_target_that_cannot_be_loaded_is_one_line(folder):
     for message, name, options in (
         ("no device 'gpu'", str(folder), {"device": "gpu"}),
-        ("cannot load model './nowhere' .no such folder.; give", "./nowhere", {}),
+        ("cannot load model './nowhere' .no such file or folder.; give", "./nowhere", {}),
         ("no attribute 'bf16'", str(folder), {"dtype": "bf16"}),
     ):
         with refused(message):
@@ -740,9 +740,10 @@ def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     with refused("holds no glide drafter, or a damaged one"):
         load()
-    (tmp_path / "config.json").write_text("[]")
-    with refused("no drafter in .* make one"):
-        load()
+    for damaged in ("[]", '{"target": "x"}'):
+        (tmp_path / "config.json").write_text(damaged)
+        with refused("no drafter in .* make one"):
+            load()
 
 
 def test_a_drafter_of_another_method_or_dtype_is_refused(llama):

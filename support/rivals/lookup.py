@@ -58,8 +58,6 @@ class Lookup:
     def merge(self, draft: common.Draft, input_ids: Tensor, room: int) -> common.Draft:
         """The draft with the missing copies as deterministic nodes."""
         found = self.find(input_ids)[:room]
-        if not found:
-            return draft
         # Share the nodes that the draft has already.
         child = draft.children()
         node = -1

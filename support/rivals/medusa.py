@@ -59,7 +59,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.fusion = nn.Linear(2 * width, width, bias=False)
         self.heads = nn.ModuleList(nn.Linear(width, width) for _ in range(config.window))
         self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.register_buffer("draft_ids", common.draft_vocab(config.target, config.draft_vocab))
+        self.register_buffer("draft_ids", common.placeholder_ids(config.target, config.draft_vocab))
 
     def forward(self, target, hidden: Tensor, next_ids: Tensor) -> Tensor:
         """States (..., U, D) of the heads.
