@@ -13,7 +13,7 @@ drafter, only rows in the verification.
 
 CAPE has no weights. It works with any method that drafts a chain: `base` is
 that method's module (with Drafter, Memory and propose) and `base_drafter` its
-drafter. GLIDE is the paper's.
+drafter. GLIDE is the paper's. SpecDec++'s head does not stop a trajectory.
 
 Names that differ from the paper's: p_D is `q_draft`, the proposal before its
 expansion is `trajectory`, p_i is `confidences[i]`, K_i is `counts[i]`, S is
@@ -24,23 +24,19 @@ Deviations from the paper:
        the trajectory's token, and a range of S(p) includes its upper bound.
     2. The paper names no gamma for CAPE; it is 4 here, so that 4 x (1 + 7)
        = 32 tokens are verified at most, the limit of 5.3. (The shipped GLIDE
-       was trained with L = 3, which its fourth step exceeds.)
+       was trained with L = 3, one less than a trajectory has.)
     3. The paper decodes greedily. Under sampling the trajectory is drawn and
-       X_i excludes the drawn token; the output has the target's distribution.
-    4. p_i is the largest probability of q_draft, after the logits processors,
-       even if another token was drawn.
-    5. Tokens of probability 0 are never extras.
+       X_i excludes the drawn token, but p_i is still the largest probability
+       of q_draft. The output has the target's distribution.
+    4. Tokens of probability 0 are never extras.
 
 Licence: Apache-2.0.
 """
 
 import bisect
-import importlib
 import inspect
 import itertools
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -51,7 +47,7 @@ from common import option
 
 @dataclass
 class Config:
-    base: str = option("glide", "chain proposer to expand, for bench.py", decode=True)
+    base: str = option("glide", "the method whose chains bench.py expands", decode=True)
     gamma: int = option(4, "length of the trajectory", decode=True)
     sizes: list[int] = option(lambda: [7, 5, 3, 1], "S(p): extras in each range", decode=True)
     bounds: list[float] = option(
@@ -90,10 +86,9 @@ def set_size(confidence: float, sizes: list[int], bounds: list[float]) -> int:
 def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     """Append the expansion sets to a trajectory (4.2, Algorithm 1).
 
-    The confidence of a step is the largest probability of its q_draft, even if
-    another token was drafted. Extras are taken in order of decreasing
-    probability; tokens of probability 0 are skipped. Two steps over the tokens
-    0 to 3, with sizes [2, 1] and bounds [.55]:
+    The confidence of a step is the largest probability of its q_draft. Extras
+    are taken in order of decreasing probability. Two steps over the tokens 0 to
+    3, with sizes [2, 1] and bounds [.55]:
 
         step   q_draft            drafted   confidence   extras
         0      .10 .50 .25 .15    1         .50          2, 3
@@ -107,9 +102,10 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     The accepted extra has no drafter row yet, so the next round feeds it.
 
     Args: trajectory: a chain with its `probs`, as common.chain makes it.
-    Returns: Draft with the trajectory's `probs`, as the extras are not drawn, `q`
-    of all nodes, and `notes` = {"confidences": [...], "counts": [...]}, lists
-    over the steps; a count is S(p). An empty trajectory is returned as it is.
+    Returns: a Draft. `probs` stays the trajectory's, because extras are not
+    drawn; `q` covers all nodes; `notes` = {"confidences": [...], "counts":
+    [...]} has an entry per step, a count being S(p). An empty trajectory is
+    returned as it is.
     """
     gamma = len(trajectory.tokens)
     if gamma == 0:
@@ -145,7 +141,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     )
 
 
-def cape_mask(gamma: int, counts: list[int]) -> Tensor:
+def cape_mask(counts: list[int]) -> Tensor:
     """Mask_CAPE (4.2) over the linearised proposal, for reading and tests.
 
     Token i attends to the trajectory tokens before its own position, and to
@@ -167,9 +163,10 @@ def cape_mask(gamma: int, counts: list[int]) -> Tensor:
     Args: counts: K_i, the size of each of the gamma sets.
     Returns: (beta, beta) bool, beta = gamma + sum(counts).
     """
+    gamma = len(counts)
     positions = list(range(1, gamma + 1))
-    for step, count in enumerate(counts):
-        positions += [step + 1] * count
+    for position, count in enumerate(counts, start=1):
+        positions += [position] * count
     pos = torch.tensor(positions)[:, None]  # (beta, 1)
     j = torch.arange(1, len(positions) + 1)  # (beta,)
     before = (j <= gamma) & (pos > j)  # (beta, beta)
@@ -200,7 +197,9 @@ def generate(
     token_streamer=None,
     **given,
 ):
-    """Lossless; call target.generate(..., custom_generate=cape.generate).
+    """`target.generate(..., custom_generate=cape.generate, base=glide, base_drafter=...)`.
+
+    Lossless.
 
     Args:
         base: module of the method whose chains are expanded, such as `glide`.
@@ -220,9 +219,6 @@ def generate(
 
 
 if __name__ == "__main__":
-    name = Config().base
-    if not Path(__file__).with_name(f"{name}.py").is_file():
-        print(f"cape.py: {name}.py, whose drafts it expands, is not here: copy it", file=sys.stderr)
-        sys.exit(2)
-    base = importlib.import_module(name)
-    common.demo(generate, base.Drafter, name, "base_drafter", base=base)
+    import glide
+
+    common.demo(generate, glide.Drafter, "glide", "base_drafter", base=glide)

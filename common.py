@@ -433,7 +433,7 @@ class Draft:
     tokens: Tensor  # (N,) ids
     parents: Tensor  # (N,) on the CPU, parents before children; -1 is the root
     probs: Tensor | None = None  # (M, V) processed q_draft of sampled nodes
-    q: Tensor | None = None  # (N,) the drafter's probabilities, for display
+    q: Tensor | None = None  # (N,) for display, of a token (CTC-drafter: its path)
     copied: int = 0  # number of last nodes that are copies from the context
     notes: dict = field(default_factory=dict)  # on the round, for display
 
@@ -632,7 +632,8 @@ class Decoding:
         hidden  (1, n, D)   last hidden states of the n tokens cached last,
                             by the newest round or, at first, the prefill
 
-        room                most levels of a draft that leave room for the bonus token
+        room                levels that a draft may have, to leave room for the
+                            bonus token
         done                True after the last token
         do_sample, ends, stats; pick() chooses a draft token
 
@@ -695,7 +696,7 @@ class Decoding:
 
     @property
     def room(self) -> int:
-        """Most levels of a draft that leave room for the bonus token."""
+        """Levels that a draft may have, to leave room for the bonus token."""
         return self.generation_config.max_length - self.ids.shape[1] - 1
 
     def pick(self, logits: Tensor, draft_ids: Tensor | None, ids: Tensor):

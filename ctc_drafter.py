@@ -3,16 +3,16 @@
 Paper: arXiv:2412.00061. One transformer layer fills S slots after the
 newest token. A slot holds a token or a blank. The CTC transform merges
 equal neighbours, then drops blanks. The likeliest results form the draft, a
-tree. The CTC loss sums over all ways to fill the slots that give the same
-sequence, its alignments (a, b, c are tokens, e is the blank):
+tree. The CTC loss of a sequence sums over its alignments, all ways to fill the
+slots that the transform turns into it (a, b, c are tokens, e is the blank):
 
     slots   a  a  e  b  c  c    ->  a b c
             a  e  a  b  e  e    ->  a a b    a true repeat has a blank in between
 
-The target has not read the newest token x_(i+1): its newest hidden state is
-h_i. Row i combines h_i with the embedding of x_(i+1). In training, S slots
-follow each of many rows, the anchors, and learn the U labels after it in
-order; S > U leaves room for blanks. Label y_t is the target's argmax over the
+The target has not read the newest token x_(i+1), so the newest hidden state is
+h_i. Row i combines h_i with the embedding of x_(i+1). In training, many rows
+are anchors. S slots follow each anchor and learn, in order, the U labels after
+it; S > U leaves room for blanks. Label y_t is the target's argmax over the
 draft vocabulary, given x_0 to x_(t-1). U = 3:
 
     place          0    1    2    3    4    5
@@ -21,21 +21,24 @@ draft vocabulary, given x_0 to x_(t-1). U = 3:
     anchor 1           h_1  x_2 [y_3  y_4  y_5]
 
 Names that differ from the paper's: F_distill is `hidden`, F^ `states`,
-P^ `q_slots`, epsilon the blank (index Vd), beta^-1 `collapse`, k `symbols`.
+P^ `q_slots` (in training its logarithm, `log_q`), epsilon the blank (index
+Vd), beta^-1 `collapse`, k `symbols`. Shapes: A anchors of a sequence, W anchors
+used in a batch, n rows, m slots.
 
 Deviations from the paper:
     1. A row also holds the next token, as in the authors' code, which has
        S = 6 and U = 3 as well.
     2. Training uses random anchors and sums log P (Eq. 1); Eq. 2 sums P.
-    3. Not in the paper: how slots start (the row plus a learned vector), what
-       they see (rows up to the anchor, each other), the blank's logit, the
-       norms of a row's input, the start from the target's top layer.
+    3. Not in the paper: how slots start (the row plus a learned vector), where
+       they stand, what they see (rows up to the anchor, each other), the
+       blank's logit, the norms of a row's input, the start from the target's
+       top layer.
     4. The tree is a trie of the likeliest prefixes after the transform, so
        nothing is left to mask. The paper verifies whole combinations and masks
        what the transform removes. `transform="alignments"` starts from the
        paper's combinations, but builds such a trie too.
     5. `first_token` adds a loss on the first token (shipped drafter: 1).
-    6. Only the most frequent tokens are drafted (`draft_vocab`).
+    6. Labels, losses and drafts cover only frequent tokens (`draft_vocab`).
 
 Licence: Apache-2.0.
 """
@@ -60,14 +63,14 @@ class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     slots: int = option(6, "slots that a pass fills, S")
     window: int = option(3, "tokens ahead to learn, U")
-    anchors: int = option(64, "places of a sequence to train at")
+    anchors: int = option(64, "places to train at, drawn from each sequence")
     first_token: float = option(0.0, "weight of the first token's own loss")
     intermediate_size: int = option(1536, "width of the feed-forward")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     transform: str = option("prefixes", "prefixes, alignments (the paper's) or none", decode=True)
-    symbols: int = option(10, "likeliest tokens of a slot to consider, beside blank", decode=True)
-    candidates: int = option(16, "prefixes or combinations kept after a slot", decode=True)
-    nodes: int = option(10, "most nodes of the tree", decode=True)
+    symbols: int = option(10, "likeliest tokens considered in a slot, beside blank", decode=True)
+    candidates: int = option(16, "prefixes or combinations kept after each slot", decode=True)
+    nodes: int = option(10, "maximum number of nodes in the tree", decode=True)
 
     def __post_init__(self):
         common.at_least(self, window=1, anchors=1, first_token=0, draft_vocab=0)
@@ -75,7 +78,7 @@ class Config:
         common.one_of(self, transform=("prefixes", "alignments", "none"))
 
 
-# Table 2: `alignments` is CTC verify, `none` is Medusa verify.
+# Nearest to Table 2's CTC verify and Medusa verify (deviation 4).
 VARIANTS = {
     "alignments": {"transform": "alignments"},
     "none": {"transform": "none"},
@@ -120,7 +123,10 @@ class SlotAttention(nn.Module):
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The Attention Draft Module (3.1); named as in a target layer, to copy one."""
+    """The Attention Draft Module (3.1).
+
+    Its parts have the names of a target layer's, to copy weights by name.
+    """
 
     def __init__(self, config: Config):
         super().__init__()
@@ -177,13 +183,13 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter before training, with the top layer's weights that fit."""
+    """An untrained drafter, with those weights of the target's top layer that fit."""
     config.target = common.target_shape(target)
     drafter = Drafter(config)
     sum_of_both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2D)
     drafter.fusion.weight.data.copy_(sum_of_both)
-    top = common.target_layers(target)[-1:]
-    common.start_from(drafter, target, token_counts, [(drafter, layer) for layer in top])
+    top = zip([drafter], common.target_layers(target)[-1:])  # nothing without layers
+    common.start_from(drafter, target, token_counts, top)
     return drafter
 
 
@@ -223,7 +229,7 @@ def windows(drafter, target, batch) -> tuple[Tensor, Tensor, Tensor]:
     labels = F.pad(best[:, 1:-1], (0, U)).unfold(1, U, 1)  # (B, T - 1, U)
     whole = F.pad(batch.loss_mask[:, 2:], (0, U)).unfold(1, U, 1).all(-1)  # (B, T - 1)
 
-    # 3. Draw the anchors of each sequence by its own seed.
+    # 3. Draw the anchors of each sequence from its own seed.
     anchors = torch.full((len(best), drafter.config.anchors), -1)
     for sequence, seed in enumerate(batch.seed.tolist()):
         rows = whole[sequence].nonzero()[:, 0].cpu()
@@ -256,26 +262,26 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
     log_q: (W, S, Vd + 1). labels: (W, U). A window with r pairs of equal
     neighbours needs U + r slots; one that does not fit adds zero.
     """
-    W, S, symbols = log_q.shape
+    W, S, _ = log_q.shape
     return F.ctc_loss(
         log_q.transpose(0, 1),  # (S, W, Vd + 1)
         labels,
         torch.full((W,), S),
         torch.full((W,), labels.shape[1]),
-        blank=symbols - 1,
+        blank=log_q.shape[-1] - 1,
         reduction="sum",
         zero_infinity=True,
     )
 
 
 def first_token_log_q(log_q: Tensor) -> Tensor:
-    """Log-probability (W, Vd) of the first token, in whichever slot."""
+    """Log-probability (W, Vd) of the first token, whichever slot it falls in."""
     blank_before = F.pad(log_q[:, :-1, -1].cumsum(-1), (1, 0))  # (W, S)
     return (blank_before[..., None] + log_q[..., :-1]).logsumexp(1)
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """CTC loss plus the first token's, summed over windows; their number."""
+    """CTC loss plus the first token's loss, summed over W windows, and W."""
     anchors, labels, used = windows(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors, used)  # (W, S, Vd + 1)
     if not len(log_q):  # F.ctc_loss takes no empty batch
@@ -290,7 +296,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """sum_x min(p_target, q_draft) of the first token, summed over W anchors; W."""
+    """sum_x min(p_target, q_draft) of the first token, summed over W anchors, and W."""
     anchors, _, used = windows(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors, used)
     q_draft = first_token_log_q(log_q).exp()  # (W, Vd)
@@ -309,12 +315,9 @@ def collapse(alignment, blank: int) -> tuple:
 def top_symbols(q_slots: Tensor, symbols: int) -> list[list[tuple[int, float]]]:
     """(symbol, probability) of each slot's likeliest tokens, then blank."""
     blank = q_slots.shape[-1] - 1
-    top = q_slots[:, :-1].topk(min(symbols, blank))  # (S, k) each
-    slots = []
-    q_blanks = q_slots[:, -1].tolist()
-    for tokens, q_tokens, q_blank in zip(top.indices.tolist(), top.values.tolist(), q_blanks):
-        slots.append([*zip(tokens, q_tokens), (blank, q_blank)])
-    return slots
+    q, tokens = q_slots[:, :-1].topk(min(symbols, blank))  # (S, k) each
+    slots = zip(tokens.tolist(), q.tolist(), q_slots[:, -1].tolist())
+    return [[*zip(ids, q_ids), (blank, q_blank)] for ids, q_ids, q_blank in slots]
 
 
 def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = True) -> dict:
@@ -352,26 +355,27 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     This is Eq. 6, summed over all sequences that begin with the prefix: the
     sum, over slots, of the probability that the slot completes it. A repeat
     lengthens the prefix only after a blank, so alignments that end in a
-    blank are kept apart. The newest token is not part of it: the same token in
-    slot 1 is a true repeat. After a slot only `candidates` prefixes go on, those
-    that the alignments so far make most often, the empty one included. What was
-    found before stays in the result. This and `symbols` can lower the sums.
+    blank are kept apart. The newest token is not part of the prefix, so the same
+    token in slot 1 is a true repeat. After each slot only the `candidates`
+    likeliest prefixes grow on, the empty one among them. The others stay in the
+    result. Both limits, `candidates` and `symbols`, can make a sum too small.
     Slots a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, where e is the blank:
 
         prefix   entered in slot 1   entered in slot 2    sum
-        a        a    0.6            e a   0.4 x 0.2      0.68    a a merges: it is in already
+        a        a    0.6            e a   0.4 x 0.2      0.68    a a adds nothing: slot 1 made a
         b                            e b   0.4 x 0.5      0.20
         a b                          a b   0.6 x 0.5      0.30
         a a                                               0       needs three slots: a e a
     """
     prefixes = defaultdict(float)
-    in_blank = {(): 1.0}  # {prefix: sum over alignments ending in blank}
-    in_token = {(): 0.0}  # and over those ending in its last token
+    kept = [()]  # the prefixes that grow on
+    in_blank = defaultdict(float, {(): 1.0})  # {prefix: sum over alignments ending in blank}
+    in_token = defaultdict(float)  # and over those ending in its last token
     for slot in top_symbols(q_slots, symbols):
         *tokens, (_, q_blank) = slot
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
-        for prefix in in_blank:
+        for prefix in kept:
             either = in_blank[prefix] + in_token[prefix]
             # 1. A blank leaves the prefix as it is.
             new_blank[prefix] += either * q_blank
@@ -389,8 +393,7 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
         # 4. Keep the likeliest prefixes.
         total = {prefix: new_blank[prefix] + new_token[prefix] for prefix in new_blank | new_token}
         kept = heapq.nlargest(candidates, total, key=total.get)
-        in_blank = {prefix: new_blank[prefix] for prefix in kept}
-        in_token = {prefix: new_token[prefix] for prefix in kept}
+        in_blank, in_token = new_blank, new_token
     return prefixes
 
 
@@ -399,16 +402,16 @@ def token_tree(prefixes: dict, draft_ids: Tensor, nodes: int, depth: int) -> com
 
     A node's q is its prefix's probability.
     """
-    places = {(): -1}  # {prefix: its node}
+    node_of = {(): -1}  # {prefix: its node}
     parents = []
     for prefix in sorted(prefixes, key=prefixes.get, reverse=True):
         if len(parents) >= nodes:
             break
         # Skip a prefix that rounding put ahead of its parent.
-        if len(prefix) <= depth and prefix[:-1] in places:
-            places[prefix] = len(parents)
-            parents.append(places[prefix[:-1]])
-    drafted = list(places)[1:]
+        if len(prefix) <= depth and prefix[:-1] in node_of:
+            node_of[prefix] = len(parents)
+            parents.append(node_of[prefix[:-1]])
+    drafted = list(node_of)[1:]
     index = draft_ids.new_tensor([prefix[-1] for prefix in drafted])
     q = torch.tensor([prefixes[prefix] for prefix in drafted])
     return common.Draft(draft_ids[index], torch.tensor(parents, dtype=torch.long), q=q)
@@ -463,8 +466,9 @@ def generate(
 ):
     """`target.generate(..., custom_generate=ctc_drafter.generate, drafter=...)`.
 
-    Lossless. `config` replaces the drafter's Config in its fields with
-    decode=True. The arguments after it are those of `common.Decoding`.
+    Lossless. `config` replaces the drafter's Config in all fields with
+    decode=True: start from `dataclasses.replace(drafter.config, ...)`. The
+    arguments after it are those of `common.Decoding`.
     Returns prompt and new tokens (1, T').
     """
     common.check_drafter(drafter, Drafter, target, config)

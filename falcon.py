@@ -3,17 +3,18 @@
 Paper: arXiv:2412.12639. The drafter reads a row of slots. Slot i pairs the
 target's last hidden state h_i (a "feature") with the next token x_(i+1). It
 predicts the feature h_(i+k), which the target's LM head turns into token
-x_(i+k+1). Every k consecutive slots form a block and attend to each other, so
-one pass predicts k tokens. The next pass reads these predictions as its block.
-A draft is a token tree that grows by k levels per pass. The example of 3.1,
-with k = 2 and newest token x_3; f_draft_i is the prediction of h_i:
+x_(i+k+1). So the newest k slots of a pass give k new tokens. They form a
+block: they attend to each other and to all earlier blocks. The next pass
+reads the predictions as its block. A draft is a token tree that grows by k
+levels per pass. The paper's example (3.1) has k = 2 and newest token x_3;
+f_draft_i is the prediction of h_i:
 
     pass 1   (h_1, x_2) (h_2, x_3)  ->  f_draft_3, f_draft_4  ->  x_4, x_5
     pass 2   (f_draft_3, x_4) (f_draft_4, x_5)  ->  x_6, x_7
 
 In training, coupled sequential glancing distillation (CSGD) feeds some slots
-their own answers, the feature and the token that follow k places later. The
-later slots of the block learn to depend on them.
+their own answers, the feature and the token k places on. The later slots of
+the block learn to depend on them.
 
 Names that differ: the paper's t_i is x_i here, f_i is h_i (`features`,
 `answers`), f_i^draft is `f_draft`, p and p^draft are `p_target` and `q_draft`,
@@ -22,19 +23,23 @@ omega_dist is `distill_weight` (1 in the shipped drafter).
 Deviations, and choices where the paper is silent:
     1. Eq. 1 predicts one place ahead; the code predicts k places ahead, as
        3.1 does.
-    2. The first block of a training text has a random length, so that a token
-       is trained at every place in a block. In decoding, block borders move
-       from round to round, and cached rows of older slots are not recomputed.
-    3. CSGD reveals the first slots of a block and gives them no loss. The
-       revealed token is the text's; loss and d use the target's likeliest.
+    2. The first block of a training text has a random length, so that over the
+       steps a token is trained at every place in a block. In decoding, block
+       borders move from round to round, and cached rows of older slots are not
+       recomputed.
+    3. CSGD visits the blocks in random order and reveals a random number of
+       first slots in each. Revealed slots have no loss. The revealed token is
+       the text's; L_hard and the Hamming distance use the target's likeliest.
        Lambda falls with the steps, not the epochs.
     4. Features and embeddings are normed, because their scales differ. The
        layers start from the target's; `fusion="linear"` is not the paper's.
-    5. Token losses and drafts cover only frequent tokens (`draft_vocab`).
+    5. Token losses, the Hamming distance and drafts cover only frequent tokens
+       (`draft_vocab`).
     6. Nodes are the likeliest tokens; under sampling the paper draws them.
     7. The shipped drafter has linear fusion and a tree of two levels, so one
-       pass a round; `falcon:two_pass` runs the second. Its last stage had no
-       CSGD, which gained nothing here (checkpoints/README.md).
+       pass a round; `bench.py --method falcon:two_pass` runs two. The last
+       stage of its training left out CSGD, which gained nothing here
+       (checkpoints/README.md).
 
 Licence: Apache-2.0.
 """
@@ -54,11 +59,12 @@ from common import option
 
 
 def layered_tree(counts: list[int]) -> list[list[int]]:
-    """A tree with counts[d] nodes at depth d + 1 (App. A).
+    """A tree with counts[d] nodes at depth d + 1.
 
     A node is the path of ranks to it: [0, 2] is the third choice after the
-    first. A level keeps the smallest products of (rank + 1), so likely tokens
-    get more children. [2, 3] gives [0] [1], [0, 0] [0, 1] [1, 0].
+    first. Likely tokens get more children (App. A), by a rule of ours: a level
+    keeps the paths with the smallest products of (rank + 1). [2, 3] gives
+    [0] [1], [0, 0] [0, 1] [1, 0].
     """
     tree = []
     level = [[]]
@@ -72,7 +78,7 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
     return tree
 
 
-# The level sizes are those of Figure 5, the edges ours.
+# The level sizes of Figure 5; which node has children is `layered_tree`'s choice.
 PAPER_TREE = layered_tree([20, 19, 19, 15, 16, 10, 10, 9])
 
 
@@ -95,7 +101,7 @@ class Config:
         vocab = self.target.get("vocab_size", math.inf)
         if self.draft_vocab:
             vocab = min(vocab, self.draft_vocab)
-        self.tree = in_levels(self.tree, vocab)
+        self.tree = checked_tree(self.tree, vocab)
 
 
 VARIANTS = {
@@ -105,19 +111,19 @@ VARIANTS = {
 }
 
 
-def in_levels(tree, most: float) -> list[list[int]]:
-    """The rank paths of a tree, sorted by depth.
+def checked_tree(tree, vocab: float) -> list[list[int]]:
+    """Check the rank paths of a tree, and sort them by depth.
 
-    Raises: Mistake: an entry is not a path, has a rank of `most` or more, or lacks
-        its parent.
+    Raises: Mistake: an entry is not a path, has a rank that the vocabulary does not
+        have, or lacks its parent.
     """
     if not isinstance(tree, (list, tuple)):
         raise common.Mistake(f"tree {tree!r}: give a list of rank paths, such as [[0], [0, 1]]")
     paths = set()
     for path in tree:
         good = isinstance(path, (list, tuple)) and len(path) > 0
-        if not good or not all(isinstance(rank, int) and 0 <= rank < most for rank in path):
-            raise common.Mistake(f"tree path {path}: give a list of ranks from 0 on, below {most}")
+        if not good or not all(isinstance(rank, int) and 0 <= rank < vocab for rank in path):
+            raise common.Mistake(f"tree path {path}: give a list of ranks from 0 on, below {vocab}")
         paths.add(tuple(path))
     for path in paths:
         if len(path) > 1 and path[:-1] not in paths:
@@ -155,14 +161,14 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         Args:
             features: (n, t, D) of t slots in n sequences or branches.
             token_ids: (n, t), each one step ahead of its feature.
-            state: the LSTM's after the slots before, a pair of (2, n, D).
+            state: the LSTM's state after the earlier slots, a pair of (2, n, D).
         Returns: fused slots (n, t, D), and the new state (None if linear).
         """
         embeds = target.get_input_embeddings()(token_ids).to(features.dtype)  # (n, t, D)
         pairs = torch.cat([self.feature_norm(features), self.embed_norm(embeds)], dim=-1)
         if self.config.fusion == "linear":
             return self.fusion(pairs), None
-        with torch.autocast(pairs.device.type, enabled=False):  # 3 times as fast as bfloat16
+        with torch.autocast(pairs.device.type, enabled=False):  # an LSTM is slow in bfloat16
             return self.fusion(pairs, state)
 
     def attend(self, target, fused: Tensor, positions: Tensor, mask: Tensor, cache=None) -> Tensor:
@@ -190,10 +196,9 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     config.target = common.target_shape(target)
     config.__post_init__()  # the tree's ranks must fit the target's vocabulary
     drafter = Drafter(config)
-    if config.fusion == "linear":  # starts as the sum of feature and embedding
-        identity = torch.eye(config.target["hidden_size"])
-        with torch.no_grad():
-            drafter.fusion.weight.copy_(identity.repeat(1, 2))
+    if config.fusion == "linear":  # starts as the sum of normed feature and embedding
+        drafter.fusion.weight.data.copy_(torch.eye(config.target["hidden_size"]).repeat(1, 2))
+        nn.init.zeros_(drafter.fusion.bias)
     layers = common.target_layers(target)[-config.num_layers :]
     common.start_from(drafter, target, token_counts, zip(drafter.layers, layers))
     return drafter
@@ -262,8 +267,8 @@ def generators(seed: Tensor, use: int) -> list[torch.Generator]:
 def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
     """Choose the slots whose answers CSGD reveals (3.2): N = rate * d.
 
-    d is the number of slots in a sequence whose likeliest token is not the
-    target's (the Hamming distance), and N is rounded. In random order, visit
+    In each sequence, d counts the slots that learn and whose likeliest token is
+    not the target's (the Hamming distance). N is rounded. In random order, visit
     the blocks of `relaxed_mask` (phase = seed % k). In each, reveal the first
     r slots, with r uniform in 1..k-1, until N slots are revealed or no block
     is left. The later slots of the block see these answers and learn from them.
@@ -274,8 +279,8 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     on padding nor on the rest of the batch.
 
     For example, k = 3, phase 1, N = 3, slots 8 to 10 do not learn. Block 5 6 7
-    is visited first with r = 2, then block 2 3 4 with r = 2, of which one slot
-    is left to reveal:
+    is visited first with r = 2, then block 2 3 4 with r = 2, but after one more
+    slot N is reached:
 
         blocks       0 1 | 2 3 4 | 5 6 7 | 8 9 10
         revealed     . .   x . .   x x .   . . .
@@ -310,15 +315,16 @@ def reveal(slots: Slots, revealed: Tensor) -> Slots:
     )
 
 
-def noisy(features: Tensor, width: float, seed: Tensor) -> Tensor:
-    """Features (B, S, D) plus noise from U(-width, width) (3.2).
+def noisy(features: Tensor, amplitude: float, seed: Tensor) -> Tensor:
+    """Features (B, S, D) plus noise from U(-amplitude, amplitude) (3.2).
 
-    The noise of a sequence depends on its seed alone, not on batch or device.
+    It stands in for the errors of predicted features, which later passes read
+    and training does not. It depends on a sequence's seed alone, not on batch or
+    device.
     """
     shape = features.shape[1:]
-    noise = [torch.rand(shape, generator=generator) for generator in generators(seed, 1)]
-    noise = torch.stack(noise).to(features)  # (B, S, D) in [0, 1)
-    return features + width * (2 * noise - 1)
+    noise = [torch.empty(shape).uniform_(-1, 1, generator=each) for each in generators(seed, 1)]
+    return features + amplitude * torch.stack(noise).to(features)
 
 
 def predict(drafter: Drafter, target, slots: Slots, phase: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,7 +350,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             _, logits = predict(drafter, target, slots, phase)
         truth = common.target_logits(target, slots.answers[slots.learns], draft_ids)  # (M, Vd)
-        wrong = slots.learns.clone()  # (B, S)
+        wrong = torch.zeros_like(slots.learns)  # (B, S)
         wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
         rate = 0.4 * (1 - batch.progress)  # lambda, from 0.4 down to 0
         slots = reveal(slots, glance(wrong, slots.learns, rate, config.k, batch.seed))
@@ -385,7 +391,7 @@ class Memory:
         self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
         width = drafter.config.target["hidden_size"]
         self.fused = drafter.norm.weight.new_empty(1, 0, width)  # the last k - 1 slots, fused
-        self.state = None  # the LSTM's after the last committed slot; drafts leave it alone
+        self.state = None  # the LSTM's state after the last committed slot
 
 
 class Pass(NamedTuple):
@@ -394,7 +400,7 @@ class Pass(NamedTuple):
     f_draft: Tensor  # (b, k, D) predicted features
     slots: Tensor  # (k,) the slots' numbers, equal in all branches
     mask: Tensor  # (b, P_own) bool, cache rows a branch may attend to
-    state: tuple | None  # the LSTM's after each branch, a pair of (2, b, D)
+    state: tuple | None  # the LSTM's state after each branch, a pair of (2, b, D)
 
 
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
@@ -409,7 +415,7 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
         blocks before        0 1 | 2 3 4
         blocks now           0 | 1 2 3 | 4 5 6
         fused                              5 6
-        attend                       3   4 5 6   3 sees 0 to 3; the others all
+        attend                       3   4 5 6   3 sees 0 to 3, 4 to 6 see all
     """
     k = drafter.config.k
     total = decoding.ids.shape[1] - 1  # P
@@ -423,8 +429,8 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     memory.fused = fused[:, max(0, length - (k - 1)) :]
     if total < k:
         return None
-    # Drop the rows of slots that attend again, and all of the last draft: even
-    # accepted ones were computed from predicted features.
+    # Drop the rows of slots that attend again, and all rows of the last draft,
+    # even those of accepted tokens: they came from predicted features.
     memory.cache.cut(total - length)
     slots = torch.arange(total, device=fused.device)
     block = (slots - total) // k  # (P,) ..., -2, -1
@@ -434,12 +440,12 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     return Pass(f_draft[:, -k:], slots[-k:], mask[-1:], memory.state)
 
 
-def tree_mask(mask: Tensor, continues: Tensor, k: int) -> Tensor:
+def tree_mask(mask: Tensor, origins: Tensor, k: int) -> Tensor:
     """What each branch of a pass may attend to (Figure 3).
 
     A branch attends to its own block and to all that the branch it continues
-    attended to. Its k slots share one row of the mask. k = 2; D continues A, and
-    E continues C:
+    attended to. Its k slots share one row of the mask. k = 2; of the branches of
+    pass 3, D continues A, and E continues C. The columns are cache rows:
 
                   committed A A B B C C   D D E E
         pass 2  A   x x x   x x . . . .
@@ -448,30 +454,30 @@ def tree_mask(mask: Tensor, continues: Tensor, k: int) -> Tensor:
         pass 3  D   x x x   x x . . . .   x x . .
                 E   x x x   . . . . x x   . . x x
 
-    Args: mask: (b, P_own) bool, of the pass before. continues: (n,) which of
-    its b branches each new branch continues.
+    Args: mask: (b, P_own) bool, of the pass before. origins: (n,) the number of
+    the branch that each new branch continues.
     Returns: (n, P_own + n k) bool.
     """
-    own = torch.eye(len(continues), dtype=torch.bool, device=mask.device)  # (n, n)
-    return torch.cat([mask[continues], own.repeat_interleave(k, dim=1)], dim=1)
+    own = torch.eye(len(origins), dtype=torch.bool, device=mask.device)  # (n, n)
+    return torch.cat([mask[origins], own.repeat_interleave(k, dim=1)], dim=1)
 
 
-def later_pass(drafter: Drafter, decoding, memory: Memory, before: Pass, continues, tokens) -> Pass:
+def later_pass(drafter: Drafter, decoding, memory: Memory, before: Pass, origins, tokens) -> Pass:
     """Feed n branches, each a block of predicted features and drafted tokens.
 
     Args:
-        continues: n numbers, which branch of `before` each one continues.
+        origins: n numbers of the branches of `before` that they continue.
         tokens: n lists of k ids.
     """
     k = drafter.config.k
-    continues = torch.tensor(continues, device=before.f_draft.device)  # (n,)
-    features = before.f_draft[continues]  # (n, k, D)
+    origins = torch.tensor(origins, device=before.f_draft.device)  # (n,)
+    features = before.f_draft[origins]  # (n, k, D)
     tokens = decoding.ids.new_tensor(tokens)  # (n, k)
-    state = before.state and tuple(x[:, continues] for x in before.state)  # (2, n, D) each
+    state = before.state and tuple(x[:, origins] for x in before.state)  # (2, n, D) each
     fused, state = drafter.fuse(decoding.target, features, tokens, state)  # (n, k, D)
     slots = before.slots + k
-    positions = slots.repeat(len(continues))[None]  # (1, n k)
-    mask = tree_mask(before.mask, continues, k)  # (n, P_own + n k)
+    positions = slots.repeat(len(origins))[None]  # (1, n k)
+    mask = tree_mask(before.mask, origins, k)  # (n, P_own + n k)
     by_slot = mask.repeat_interleave(k, dim=0)[None, None]  # (1, 1, n k, P_own + n k)
     fused = fused.flatten(0, 1)[None]  # (1, n k, D)
     f_draft = drafter.attend(decoding.target, fused, positions, by_slot, memory.cache)
@@ -506,8 +512,8 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
     """Draft a token tree, k levels per pass (3.4).
 
     Slot j of a block drafts level j of the pass: the slot's likeliest tokens, by
-    rank. The next pass has one block for each node of the last level that has
-    children. The block holds the last k tokens up to this node. k = 2:
+    rank. The next pass has one block for each node with children in the last
+    level. The block holds the last k tokens on the path to this node. k = 2:
 
         root -+- a -+- c --- e --- f
               |     +- d
@@ -532,9 +538,9 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
         # 1. Run another pass, over the nodes that have children.
         if first > 0:
             roots = sorted({parent for parent, _ in levels[first]})
-            continues = [nodes[node].branch for node in roots]
+            origins = [nodes[node].branch for node in roots]
             tokens = [last_tokens(nodes, node, k) for node in roots]
-            latest = later_pass(drafter, decoding, memory, latest, continues, tokens)
+            latest = later_pass(drafter, decoding, memory, latest, origins, tokens)
         # 2. Rank the tokens of its n k slots.
         q_draft = memory.head(latest.f_draft).softmax(-1, dtype=torch.float32)  # (n, k, Vd)
         top = q_draft.topk(ranks)
@@ -552,7 +558,7 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
     return common.Draft(
         tokens=decoding.ids.new_tensor([node.token for node in nodes]),
         parents=torch.tensor([node.parent for node in nodes]),
-        q=torch.tensor([node.q for node in nodes], device=decoding.ids.device),
+        q=torch.tensor([node.q for node in nodes]),
         notes={"k": k},
     )
 
@@ -579,8 +585,9 @@ def generate(
 ):
     """`target.generate(..., custom_generate=falcon.generate, drafter=...)`.
 
-    Lossless. `config` replaces the drafter's Config in its fields with
-    decode=True. The arguments after it are those of `common.Decoding`.
+    Lossless. `config` replaces the drafter's Config in all fields with
+    decode=True: start from `dataclasses.replace(drafter.config, ...)`. The
+    arguments after it are those of `common.Decoding`.
     Returns prompt and new tokens (1, T').
     """
     common.check_drafter(drafter, Drafter, target, config)

@@ -2,9 +2,9 @@
 
 Paper: arXiv:2402.02082, section 4.1. The drafter is a small transformer.
 Each layer has a cross-attention sub-layer without keys and values of its own:
-it attends to the rows that the target cached while it verified earlier
-tokens. The newest token x_t and the tokens drafted after it have no target
-rows yet (x readable, . absent):
+it attends to the keys and values that the target has cached, a row for each
+earlier token. The newest token x_t and the tokens drafted after it have no
+target rows yet (x readable, . absent):
 
               tokens      x_1 ... x_(t-1)     x_t     x_(t+1) ... x_(t+i-1)
         target's rows      x  x  x             .          .  .  .
@@ -20,17 +20,17 @@ Deviations from the paper:
     1. The drafter uses the target's frozen embedding and LM head, so it is
        as wide as the target, and starts from the target's weights.
     2. It drafts only frequent tokens of the training data (`draft_vocab`).
-    3. The loss, on answers only, takes the target's distribution as label;
-       `distill=False` takes the data's tokens, as the paper does.
+    3. The loss takes the target's distribution as its label, over answers
+       only. `distill=False` takes the data's tokens, as the paper does, but
+       here the target wrote the data (the paper's appendix C).
     4. A query's block is that of its own token, as in the formula of 4.1; the
        prose there takes the predicted token's. The first block has a random
-       length, new in each step.
+       length, new in each training step.
     5. Not in the paper: pre-norm and residual of the cross-attention, zero
        output where no row is readable. Queries are rotated, because the
        cached keys are.
-    6. The shipped drafter reads target layer 18 of 0 to 29: its attention
-       copies from the context, the top layer's does not
-       (checkpoints/README.md).
+    6. The shipped drafter reads target layer 18 of 0 to 29, because that layer
+       copies from the context and the top layer does not (results/README.md).
 
 Licence: Apache-2.0.
 """
@@ -52,10 +52,10 @@ from common import option
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     num_layers: int = option(1, "drafter layers, N_D")
-    intermediate_size: int = option(1536, "width of the feed-forward")
+    intermediate_size: int = option(1536, "width of the feed-forward layer")
     cross_attention: bool = option(True, "read the target's cache; off is the Vanilla Drafter")
     kv_layer: int = option(-1, "target layer that every drafter layer reads; -1: the top ones")
-    query_norm: bool = option(False, "norm the queries, as Qwen3 does (filled in by build)")
+    query_norm: bool = option(False, "normalise the queries, as Qwen3 does (filled in by build)")
     block_size: int = option(5, "L, tokens in a block of the training mask")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     distill: bool = option(True, "train on the target's distribution, not on the data")
@@ -75,7 +75,7 @@ def attend_or_zero(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tens
     """Attention of q (B, H, T, Dh) over P rows; zero where all are masked."""
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    # A softmax over no keys is NaN. Such a query reads all rows, and its output
+    # A softmax over no keys can be NaN. Such a query reads all rows, and its output
     # is set to zero.
     some = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | ~some, enable_gqa=True)
@@ -250,8 +250,8 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
     While drafting, the newest target rows do not exist yet: a query that predicts
     the i-th draft token lacks i of them, its own included. In training they
-    exist, and the drafter would learn to rely on them. The mask hides the last
-    1 to L rows, so L should be at least gamma. L = 3 and phase 1, which
+    exist, and without the mask the drafter would learn to rely on them. It hides
+    the last 1 to L rows, so L should be at least gamma. L = 3 and phase 1, which
     shortens the first block by one token:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
@@ -262,7 +262,7 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
               4    x  x  .  .  .  .
               5    x  x  x  x  x  .
 
-    phase: (B,). Returns (B, 1, T, T) bool.
+    phase: (B,) what the first block lacks. Returns (B, 1, T, T) bool.
     """
     places = torch.arange(length, device=phase.device)
     block = (places + phase[:, None]) // block_size  # (B, T)
@@ -270,7 +270,7 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
 
 def training_states(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """States (M, D) whose next token has a loss, and where they are, (B, T)."""
+    """States (M, D) of drafter and target, where the next token has a loss."""
     length = batch.input_ids.shape[1]
     positions = torch.arange(length, device=batch.input_ids.device)[None]  # (1, T)
     cross_mask = None
@@ -280,7 +280,7 @@ def training_states(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     # Sequences are padded on the right, where no earlier token looks.
     hidden = drafter(target, batch.input_ids, positions, batch.kv, cross_mask=cross_mask)
     predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T)
-    return hidden[predicts], predicts
+    return hidden[predicts], batch.hidden[predicts]
 
 
 def training_logits(drafter: Drafter, target, hidden: Tensor) -> Tensor:
@@ -289,41 +289,39 @@ def training_logits(drafter: Drafter, target, hidden: Tensor) -> Tensor:
     return head(hidden).float()
 
 
-def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """Cross-entropy (5.1), summed over positions; the number of positions.
+def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
+    """Cross-entropy (5.1), summed over M positions, and M.
 
     The label is the target's distribution, renormalised over the draft
     vocabulary (`common.target_logits`). Without `distill` it is the data's next
     token, and positions whose next token cannot be drafted are left out.
     Column i of the draft logits belongs to token draft_ids[i].
     """
-    hidden, predicts = training_states(drafter, target, batch)
+    hidden, theirs = training_states(drafter, target, batch)
     logits = training_logits(drafter, target, hidden)  # (M, Vd)
     if drafter.config.distill:
-        teacher = common.target_logits(target, batch.hidden[predicts], drafter.draft_ids)
+        teacher = common.target_logits(target, theirs, drafter.draft_ids)
         total = F.cross_entropy(logits, teacher.softmax(-1), reduction="sum")
-        return total, predicts.sum()
+        return total, len(logits)
     # Each token's place in the draft vocabulary; -100 (ignored) if none.
     vocab = drafter.config.target["vocab_size"]
     place = torch.full((vocab,), -100, device=logits.device)
     place[drafter.draft_ids] = torch.arange(len(drafter.draft_ids), device=logits.device)
-    following = batch.input_ids[:, 1:][predicts[:, :-1]]  # (M,)
-    labels = place[following]
+    labels = place[batch.input_ids[batch.loss_mask]]  # (M,)
     total = F.cross_entropy(logits, labels, reduction="sum")
     return total, (labels >= 0).sum()
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """alpha of 5.1: sum_x min(p_target, q_draft), summed over M positions; M.
+    """alpha of 5.1: sum_x min(p_target, q_draft), summed over M positions, and M.
 
     The paper prints E_(x ~ p_D) min(p_T, p_D). The acceptance rate is
     E_(x ~ p_D) min(1, p_T / p_D), which equals this sum. It is measured over a
     given text with the training mask, so a query lacks 1 to L target rows.
     """
-    hidden, predicts = training_states(drafter, target, batch)
+    hidden, theirs = training_states(drafter, target, batch)
     q_draft = training_logits(drafter, target, hidden).softmax(-1)  # (M, Vd)
-    features = batch.hidden[predicts]
-    return common.overlap(target, features, q_draft, drafter.draft_ids), len(q_draft)
+    return common.overlap(target, theirs, q_draft, drafter.draft_ids), len(q_draft)
 
 
 def expected_speedup(alpha: float, gamma: int, cost: float) -> float:
@@ -336,14 +334,14 @@ def expected_speedup(alpha: float, gamma: int, cost: float) -> float:
 
 
 class Memory:
-    """What the drafter keeps from round to round of one answer."""
+    """What the drafter keeps between the rounds of one answer."""
 
     def __init__(self, drafter: Drafter, target):
         self.cache = common.DraftCache(drafter.config.num_layers)  # its own keys and values
         self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
 
 
-def consume(drafter: Drafter, decoding, memory: Memory, fed: Tensor) -> Tensor:
+def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
     """Feed tokens (1, n) to the drafter; returns the last one's state (1, D).
 
     A round begins with the tokens that have no drafter row yet, at first the
@@ -356,42 +354,41 @@ def consume(drafter: Drafter, decoding, memory: Memory, fed: Tensor) -> Tensor:
         token 3       x x x .        x x x x .
         token 4       x x x x        x x x x x
     """
-    positions = memory.cache.record(fed)  # (1, n)
-    kv = {}
-    for layer in drafter.kv_layers:
-        rows = decoding.cache.layers[layer]
-        if rows.is_initialized:  # not yet after a prompt of one token
-            kv[layer] = rows.keys, rows.values
+    positions = memory.cache.record(new)  # (1, n)
+    prefix = decoding.cache.get_seq_length()  # P; 0 after a prompt of one token
+    layers = decoding.cache.layers
+    kv = {n: (layers[n].keys, layers[n].values) for n in drafter.kv_layers if prefix}
     self_mask = cross_mask = None
-    if fed.shape[1] > 1:
-        places = torch.arange(memory.cache.fed.shape[1], device=fed.device)
-        cached = places[: decoding.cache.get_seq_length()]
+    if new.shape[1] > 1:
+        places = torch.arange(memory.cache.fed.shape[1], device=new.device)
         query = positions[0, :, None]  # (n, 1)
         self_mask = (query >= places)[None, None]  # (1, 1, n, P_own + n)
-        cross_mask = (query > cached)[None, None]  # (1, 1, n, P)
-    hidden = drafter(decoding.target, fed, positions, kv, self_mask, cross_mask, memory.cache)
+        cross_mask = (query > places[:prefix])[None, None]  # (1, 1, n, P)
+    hidden = drafter(decoding.target, new, positions, kv, self_mask, cross_mask, memory.cache)
     return hidden[:, -1]
 
 
 def propose(drafter: Drafter, decoding, memory: Memory):
     """Draft a chain after `decoding.ids`; the caller decides when to stop.
 
-    Yields (token (1,), q_draft (V,), hidden (D,)). Ends by itself if the
-    logits processors allow no token of the draft vocabulary.
+    Yields (token (1,), q_draft (V,), hidden (D,)); `hidden` is for SpecDec++'s
+    kind of stopping. Ends by itself if the logits processors allow no token of
+    the draft vocabulary.
     """
     ids = decoding.ids
     # Drop the rows of rejected tokens. If x_(t+2) was rejected, the row of
-    # x_(t+1) stays. `verify` has dropped the target's rows of rejected tokens.
-    fed = memory.cache.rewind(ids)  # (1, n)
+    # x_(t+1) stays, and only the bonus token is new. `verify` has dropped the
+    # target's rows of rejected tokens.
+    new = memory.cache.rewind(ids)  # (1, n)
     while True:
-        hidden = consume(drafter, decoding, memory, fed)  # (1, D)
+        hidden = feed(drafter, decoding, memory, new)  # (1, D)
         picked = decoding.pick(memory.head(hidden), drafter.draft_ids, ids)
         if picked is None:
             return
         token, q_draft = picked
         yield token, q_draft, hidden[0]
-        fed = token[None]  # (1, 1)
-        ids = torch.cat([ids, fed], dim=1)
+        new = token[None]  # (1, 1)
+        ids = torch.cat([ids, new], dim=1)
 
 
 @torch.no_grad()
@@ -410,8 +407,9 @@ def generate(
 ):
     """`target.generate(..., custom_generate=glide.generate, drafter=...)`.
 
-    Lossless. `config` replaces the drafter's Config in its fields with
-    decode=True. The arguments after it are those of `common.Decoding`.
+    Lossless. `config` replaces the drafter's Config in all fields with
+    decode=True: start from `dataclasses.replace(drafter.config, ...)`. The
+    arguments after it are those of `common.Decoding`.
     Returns prompt and new tokens (1, T').
     """
     common.check_drafter(drafter, Drafter, target, config)

@@ -27,8 +27,10 @@ Deviations from the paper and its code:
     2. The copied layers draft only frequent tokens (`draft_vocab`).
     3. Labels are greedy by default: P_i is 1 where both argmaxes agree, else
        0. With `temperature=1` they are the paper's; use it for sampling.
-    4. Y and Z are drawn anew in each step; r is the published code's.
-    5. The head's D blocks are independent; the published code repeats one.
+    4. Y and Z are drawn anew in each training step; r is that of the published
+       code.
+    5. The head's D blocks are independent; the published code applies one D
+       times.
     6. Drafting also ends after an end-of-sequence token.
 
 Licence: Apache-2.0.
@@ -155,15 +157,15 @@ class DraftModel:
             self.embed = target.get_input_embeddings()
             self.lm_head = common.draft_head(target, source.draft_ids).to(self.body.dtype)
         else:
-            theirs = common.target_shape(source)
+            shape = common.target_shape(source)
             vocab = common.target_shape(target)["vocab_size"]
-            if theirs["vocab_size"] != vocab:
+            if shape["vocab_size"] != vocab:
                 raise common.Mistake(
-                    f"the draft model has {theirs['vocab_size']} tokens and the target {vocab}: "
+                    f"the draft model has {shape['vocab_size']} tokens and the target {vocab}: "
                     "take one of the same vocabulary"
                 )
             self.body = source.get_decoder()
-            self.num_layers = theirs["num_layers"]
+            self.num_layers = shape["num_layers"]
             self.draft_ids = torch.arange(vocab, device=target.device)
             self.embed = source.get_input_embeddings()
             self.lm_head = functools.partial(common.target_logits, source)
@@ -192,7 +194,7 @@ def identity(draft_model) -> dict:
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start stage draft from; stage head continues from its result.
+    """A drafter before training, in stage draft or, with a draft_model, stage head.
 
     Args: token_counts: (V,) how often each token occurs in the responses.
     Raises: Mistake: layers cannot be copied, or the vocabularies differ.
@@ -253,7 +255,7 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
 def uniforms(batch) -> tuple[Tensor, Tensor]:
     """Two uniform numbers (B, T) for each token: to draw Y_t, and to mix.
 
-    They depend only on t and on the seed of the sequence, new in each step.
+    They depend only on t and on the sequence's seed, new in each training step.
     """
     numbers = []
     for seed in batch.seed.tolist():
@@ -263,7 +265,7 @@ def uniforms(batch) -> tuple[Tensor, Tensor]:
 
 
 def draw(model: DraftModel, target, batch, to_draw: Tensor, temperature: float):
-    """Draw a token Y_t after X_<t for each of M response tokens X_t (3.3).
+    """Draw a token Y_t after X_<t for each of the M response tokens X_t (3.3).
 
     Args: to_draw: (B, T) uniform numbers.
     Returns: Y (M,) and accept_prob (M,), the min(1, p_target / q_draft) of Y.
@@ -380,7 +382,7 @@ def oracle(agrees: list[bool]) -> int:
 
 
 def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
-    """The true R above which stopping is better (Theorem 3.1).
+    """R, the chance that a draft token is rejected, above which to stop (Theorem 3.1).
 
     The condition is sufficient, not necessary. It is not h, which applies to
     the output of a biased head.
@@ -413,10 +415,10 @@ def propose(drafter, decoding, memory: Memory):
     # Cut the rows of rejected tokens. If y2 of y1 y2 y3 was rejected, the row
     # of y1 stays, and only the bonus token is fed. If all were accepted, y3,
     # which was never fed, and the bonus token are fed.
-    fed = memory.cache.rewind(ids)  # (1, n)
+    new = memory.cache.rewind(ids)  # (1, n)
     while True:
-        memory.cache.record(fed)
-        hidden = memory.model.states(fed, memory.cache)[:, -1]  # (1, D)
+        memory.cache.record(new)
+        hidden = memory.model.states(new, memory.cache)[:, -1]  # (1, D)
         picked = decoding.pick(memory.model.logits(hidden), memory.model.draft_ids, ids)
         if picked is None:
             return
@@ -424,8 +426,8 @@ def propose(drafter, decoding, memory: Memory):
         yield token, q_draft, hidden[0]
         if int(token) in decoding.ends:
             return
-        fed = token[None]  # (1, 1)
-        ids = torch.cat([ids, fed], dim=1)
+        new = token[None]  # (1, 1)
+        ids = torch.cat([ids, new], dim=1)
 
 
 def until_stop(steps, head, threshold: float, chances: list):
@@ -434,9 +436,10 @@ def until_stop(steps, head, threshold: float, chances: list):
     The pass that gives e_(i-1) also gives q_i, so y_i costs no pass of its own
     and is drawn before y_(i-1) is judged. A judged token must not be dropped:
     the judgement depends on it, so its distribution would no longer be q. The
-    newest token is not judged, but costs nothing, so it is submitted too. There
-    is no e_0, so y1 is always drawn. The head predicts 0.9, 0.8, 0.5 for y1, y2,
-    y3; h = 0.6:
+    newest token is not judged; it has cost no pass, so it is submitted too. The
+    state before y1 is the root's, which is no draft token, so judging starts
+    with e_1. (Algorithm 2 as printed begins with f(e_0), but computes no e_0.)
+    The head predicts 0.9, 0.8, 0.5 for y1, y2, y3; h = 0.6:
 
         drafted y_i               y1   y2   y3   y4
         p^ of the tokens before   1    .9   .72  .36
@@ -506,10 +509,11 @@ def generate(
 ):
     """`target.generate(..., custom_generate=specdecpp.generate, drafter=...)`.
 
-    Lossless. `config` replaces the drafter's Config in its fields with
-    decode=True. Without a drafter, `draft_model`, a causal LM, drafts without a
-    head. The arguments after it are those of `common.Decoding`. Returns prompt
-    and new tokens (1, T').
+    Lossless. `config` replaces the drafter's Config in all fields with
+    decode=True: start from `dataclasses.replace(drafter.config, ...)`. Without
+    a drafter, `draft_model`, a causal LM, drafts without a head. The arguments
+    after it are those of `common.Decoding`.
+    Returns prompt and new tokens (1, T').
     """
     common.check_config(config, Config)
     if drafter is not None:

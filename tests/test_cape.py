@@ -106,7 +106,7 @@ def test_the_mask_is_the_papers_formula_and_the_ancestor_mask_of_the_tree(counts
     expected = torch.zeros(beta, beta, dtype=torch.bool)
     for i, j in itertools.product(range(1, beta + 1), repeat=2):
         expected[i - 1, j - 1] = (j <= gamma and pos[i] > j) or i == j
-    got = cape.cape_mask(gamma, counts)
+    got = cape.cape_mask(counts)
     assert got is not None and torch.equal(got, expected), (
         f"input: a trajectory of {gamma}, sets of {counts}\nexpected:\n{expected.int()}\n"
         f"got:\n{got if got is None else got.int()}"

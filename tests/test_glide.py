@@ -265,7 +265,7 @@ def test_training_with_the_block_mask_computes_the_states_of_drafting(target, op
                 target, batch.input_ids[:, : place + 1], max_new_tokens=1
             )
         fed = batch.input_ids[:, place : place + 1]
-        states.append(glide.consume(drafter, decoding, memory, fed))
+        states.append(glide.feed(drafter, decoding, memory, fed))
     torch.testing.assert_close(torch.cat(states), expected)
 
 
@@ -277,6 +277,6 @@ def test_tokens_fed_at_once_read_as_if_fed_one_by_one(llama):
     memory = glide.Memory(drafter, llama)
     for end in range(1, 7):
         decoding = common.open_decoding(llama, ids[:, :end], max_new_tokens=1)
-        one_by_one = glide.consume(drafter, decoding, memory, ids[:, end - 1 : end])
-    at_once = glide.consume(drafter, decoding, glide.Memory(drafter, llama), ids)
+        one_by_one = glide.feed(drafter, decoding, memory, ids[:, end - 1 : end])
+    at_once = glide.feed(drafter, decoding, glide.Memory(drafter, llama), ids)
     torch.testing.assert_close(at_once, one_by_one)

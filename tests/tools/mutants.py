@@ -173,14 +173,14 @@ a position that may read nothing reads all
 - return out * some
 + return out
 while drafting a token reads its own row of the target
-- cross_mask = (query > cached)
-+ cross_mask = (query >= cached)
+- cross_mask = (query > places
++ cross_mask = (query >= places
 the loss is off by one position
 - predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))
 + predicts = batch.loss_mask
 without distillation the drafter learns its input
-- following = batch.input_ids[:, 1:][predicts[:, :-1]]
-+ following = batch.input_ids[:, :-1][predicts[:, :-1]]
+- labels = place[batch.input_ids[batch.loss_mask]]
++ labels = place[batch.input_ids[batch.loss_mask.roll(-1, 1)]]
 distillation sharpens the labels
 - teacher.softmax(-1), reduction
 + teacher.mul(2).softmax(-1), reduction
@@ -238,8 +238,8 @@ the relaxed mask is plain causal
 - return (block[:, :, None] >= block[:, None, :])[:, None]
 + return (slots[:, None] >= slots).expand(len(phase), 1, -1, -1)
 a branch sees other branches
-- return torch.cat([mask[continues], own
-+ return torch.cat([torch.ones_like(mask[continues]), own
+- return torch.cat([mask[origins], own
++ return torch.cat([torch.ones_like(mask[origins]), own
 drafting is plain causal
 - mask = block[-length:, None] >= block
 + mask = slots[-length:, None] >= slots
