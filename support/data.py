@@ -124,6 +124,8 @@ def _templated(messages: list[dict], tokenizer):
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        if index == 0:  # transformers fills in no template without a message
+            raise common.Mistake("the conversation begins with an answer: leave the answer out")
         asked = tokenizer.apply_chat_template(
             messages[:index], add_generation_prompt=True, return_dict=True
         )["input_ids"]

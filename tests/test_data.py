@@ -91,6 +91,7 @@ BAD_LINES = [
     b'{"text": ["w1", "w2"]}',
     b'{"prompt": "w1", "response": null}',
     b'{"messages": [{"role": "assistant"}]}',
+    b'{"conversations": [{"from": "gpt", "value": "w1"}, {"from": "human", "value": "w2"}]}',
     b'{"prompt_ids": [5], "response_ids": "w7"}',
     b'{"prompt_ids": [5], "response_ids": [true]}',
     b'{"prompt_ids": [5], "response_ids": [48]}',
