@@ -254,7 +254,7 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
     """
     prompts = []
     for path in paths:
-        if not path.is_file():
+        if not path.exists():
             raise common.Mistake(f"no prompt file {path}")
         for number, record in _records(str(path)):
             turns = record.get("turns")
@@ -275,7 +275,7 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
 
 def read_requests(path: str) -> list[str]:
     """A file's requests: one per line, or first turns of FastChat's .jsonl."""
-    if path.endswith(".jsonl"):
+    if path.endswith((".jsonl", ".jsonl.gz")):
         return [prompt["turns"][0] for prompt in read_prompts([Path(path)], 0)]
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     return [line.strip() for line in lines if line.strip()]
