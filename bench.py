@@ -25,7 +25,6 @@ Times are milliseconds per round: drafting, verifying and the rest.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -328,8 +327,8 @@ def check(args: argparse.Namespace) -> None:
         path = getattr(args, option)
         if path and (Path(path).is_dir() or not Path(path).resolve().parent.is_dir()):
             raise Mistake(f"--{option} {path}: name a file in a folder that is there")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise Mistake("--plot needs matplotlib: pip install matplotlib")
+    if args.plot:
+        pictures.check(args.plot)
 
 
 def measure(args) -> dict:

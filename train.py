@@ -427,6 +427,7 @@ def main(argv: list[str] | None = None) -> None:
     args, module = parse(sys.argv[1:] if argv is None else argv)
     if args.plot:
         folder, *curves = args.plot
+        pictures.check(folder)
         print(*pictures.curves(curves, Path(folder)))
         return
     if not (args.method or args.make_data):

@@ -7,6 +7,7 @@ The background is transparent, text and axes are grey, colours of medium tone.
 """
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import re
@@ -35,13 +36,18 @@ STYLE = {
 }
 
 
+def check(folder: str) -> None:
+    """Raise a Mistake if no pictures can be drawn into `folder`."""
+    if Path(folder).is_file():
+        raise common.Mistake(f"--plot {folder} is a file; name a folder to draw in")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise common.Mistake("--plot needs matplotlib: pip install matplotlib")
+
+
 @contextlib.contextmanager
 def picture(path: Path, rows: int, title: str, x: str, y: str):
     """Axes, high enough for `rows` lines of text; saved to `path`."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise common.Mistake("pictures need matplotlib: pip install matplotlib") from None
+    import matplotlib
     from cycler import cycler
 
     matplotlib.use("Agg")

@@ -460,6 +460,7 @@ def test_a_draft_model_drafts_for_specdecpp_and_the_peers(files):
         ("--table PROMPTS --json run.json", "--table measures nothing"),
         ("--method lookup@/nowhere", "lookup has no weights to load from /nowhere"),
         ("--table PROMPTS", "is not a result of bench.py --json"),
+        ("--table PROMPTS --plot PROMPTS", "is a file; name a folder to draw in"),
         ("", "nothing to do"),
     ],
 )

@@ -80,6 +80,7 @@ MISTAKES = [
     ("--make-data 4 --out {tmp}/file", "holds something else than conversations"),
     ("--greedy 2", "argument --greedy: 2 is out of range"),
     ("--plot {tmp}", "name the curves"),
+    ("--plot {tmp}/file", "file is a file; name a folder"),
 ]
 
 
