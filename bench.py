@@ -311,18 +311,28 @@ def check(args: argparse.Namespace) -> None:
     if not (args.method or args.peers or args.cost_curve or args.table):
         methods = ", ".join(cli.METHODS)
         raise Mistake(f"nothing to do: give --method ({methods}, all), --cost-curve or --table")
-    if args.sweep and (not args.method or args.temperature):
-        raise Mistake("--sweep looks at greedy drafts of a --method; leave out --temperature")
-    if args.batch_size > 1 and (args.sweep or args.peers or "all" in args.method):
-        raise Mistake("--sweep and --peers take one sequence at a time; leave out --batch-size")
-    if args.checkpoint and (len(set(args.method)) != 1 or "all" in args.method):
-        raise Mistake("--checkpoint goes with exactly one --method")
-    if args.table and (args.method or args.peers or args.cost_curve or args.json):
+    if args.table and (args.method or args.peers or args.cost_curve or args.sweep or args.json):
         raise Mistake("--table measures nothing: leave out everything but --plot")
+    if args.sweep and (not args.method or args.temperature):
+        raise Mistake("--sweep replays greedy drafts: give a --method, leave out --temperature")
+    if args.top_p < 1 and not args.temperature:
+        raise Mistake("--top-p goes with --temperature: greedy decoding draws nothing")
+    if args.prompt is not None and args.prompts:
+        raise Mistake("--prompt is asked instead of --prompts: give one of the two")
+    if args.batch_size > 1 and (args.sweep or args.peers or "all" in args.method):
+        raise Mistake("--sweep, --peers and all take one sequence at a time: no --batch-size")
+    if args.checkpoint and (len(set(args.method)) != 1 or args.method[0] == "all"):
+        raise Mistake("--checkpoint goes with exactly one --method")
+    if args.checkpoint and "@" in args.method[0]:
+        raise Mistake("--checkpoint and @DIR both name the drafter: leave one out")
     if args.replay and not args.method:
         raise Mistake("--replay shows how a method decodes: give --method NAME")
-    if args.replay and (args.json or args.plot or args.sweep or args.cost_curve):
-        raise Mistake("--replay measures nothing: leave out --json, --plot, --sweep, --cost-curve")
+    measuring = args.json or args.plot or args.sweep or args.cost_curve or args.batch_size > 1
+    if args.replay and measuring:
+        raise Mistake(
+            "--replay measures nothing: leave out --json, --plot, --sweep, --cost-curve and "
+            "--batch-size"
+        )
     for option in ("json", "replay"):
         path = getattr(args, option)
         if path and (Path(path).is_dir() or not Path(path).resolve().parent.is_dir()):
