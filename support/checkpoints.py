@@ -60,6 +60,7 @@ def read(out: Path, module, identity: dict, overrides: dict) -> tuple[dict, Prog
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         state = {name: state[name] for name in PARTS}
+        module.Config(**state["config"])  # fails if a version had other fields
         begun = state["config"] | state["identity"]
         at = Progress(**state["progress"])
     except Exception as error:  # torch raises many kinds on a damaged file

@@ -497,7 +497,10 @@ def test_a_damaged_or_hostile_state_is_refused_and_left(folder, tmp_path):
     torch.save({"model": 3}, tmp_path / "strange.pt")
     torch.save({"model": Path("pickled")}, tmp_path / "object.pt")  # runs code when it is read
     cases = [b"", b"junk", state[: len(state) // 2]]
-    cases += [(tmp_path / f"{name}.pt").read_bytes() for name in ("strange", "object")]
+    other = torch.load(out / "training_state.pt", weights_only=True)
+    other["config"]["gone"] = 1  # a field of another version
+    torch.save(other, tmp_path / "other.pt")
+    cases += [(tmp_path / f"{name}.pt").read_bytes() for name in ("strange", "object", "other")]
     for content in cases:
         (out / "training_state.pt").write_bytes(content)
         before = {path.name: path.read_bytes() for path in out.iterdir()}
