@@ -42,6 +42,10 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
 
     name: Hugging Face id, folder or .gguf file; None: the default target.
     """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise Mistake(f"this machine or build of torch has no device {device!r}") from error
     if name is None:
         try:
             from support import default_target
@@ -51,10 +55,6 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
                 "is not here; copy it, or name a Hugging Face id or a folder"
             ) from error
         return default_target.load(lambda folder: _read_target(folder, dtype, device))
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise Mistake(f"this machine or build of torch has no device {device!r}") from error
     try:
         return _read_target(name, dtype, device)
     except Exception as error:  # the readers of transformers raise many kinds

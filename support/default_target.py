@@ -30,7 +30,7 @@ def load(read):
     path = folder()
     try:
         return read(path)
-    except (RuntimeError, AssertionError):  # out of memory, no GPU
+    except (RuntimeError, AttributeError):  # out of memory, no such dtype
         raise
     except Exception:  # whatever a damaged file makes the readers raise
         shutil.rmtree(path, ignore_errors=True)

@@ -719,6 +719,7 @@ def test_a_target_whose_logits_are_computed_otherwise_gets_no_drafter(tmp_path):
 def test_a_target_that_cannot_be_loaded_is_one_line(folder):
     for message, name, options in (
         ("no device 'gpu'", str(folder), {"device": "gpu"}),
+        ("no device 'gpu'", None, {"device": "gpu"}),
         ("cannot load model './nowhere' .no such file or folder.; give", "./nowhere", {}),
         ("no attribute 'bf16'", str(folder), {"dtype": "bf16"}),
     ):
