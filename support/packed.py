@@ -73,8 +73,8 @@ def pack(model: nn.Module) -> nn.Module:
     """The model with every float32 nn.Linear on the CPU packed."""
 
     def packs(module: nn.Module) -> bool:
-        if type(module) is not nn.Linear:
-            return False
+        if type(module) is not nn.Linear or not torch.backends.mkldnn.is_available():
+            return False  # macOS has no oneDNN
         return module.weight.device.type == "cpu" and module.weight.dtype == torch.float32
 
     if packs(model):

@@ -50,3 +50,9 @@ def test_a_drafters_head_is_packed_once():
     del one, heads
     gc.collect()
     assert len(whole.selected) == 1  # with the drafter its head is given up
+
+
+def test_without_onednn_nothing_is_packed(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    target = packed.pack(make_llama().float())
+    assert not any(isinstance(module, packed.PackedLinear) for module in target.modules())
