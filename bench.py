@@ -215,11 +215,11 @@ def summary(arms: list[Arm], loops: list[Arm], target, turns: list[Turn], greedy
 
 
 @torch.no_grad()
-def cost_curve(target, context: int, repeats: int = 5) -> dict:
+def cost_curve(target, context: int) -> dict:
     """Time the target forward over chains of several lengths.
 
     Returns:
-        {"context", "by_tokens": {n: ms}}, medians after one warm-up.
+        {"context", "by_tokens": {n: ms}}, medians of five after a warm-up.
     """
     config = target.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
@@ -241,7 +241,7 @@ def cost_curve(target, context: int, repeats: int = 5) -> dict:
         root, draft_ids = ids[:, context : context + count].split([1, count - 1], dim=1)
         draft = common.Draft(draft_ids[0], torch.arange(count - 1) - 1)
         times = []
-        for _ in range(repeats + 1):
+        for _ in range(6):
             start = clock(target)
             fed, mask, positions = common.tree_inputs(root, draft, context, target.dtype)
             common.forward(target, fed, cache, mask, positions)

@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 
 import common
+from support import default_target
 
 METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")  # add yours
 RIVALS = ("medusa", "beam", "lookup")  # in support/rivals/
 CHAINS = ("glide", "specdecpp")  # expanded by CAPE and the beam
 ROOT = Path(__file__).resolve().parent.parent
-LARGEST = 2**31 - 1
-DEFAULT_TARGET = "SmolLM2-135M-Instruct"
-TARGET_HELP = f"Hugging Face id, folder or .gguf (default: {DEFAULT_TARGET})"
+TARGET_HELP = f"Hugging Face id, folder or .gguf (default: {default_target.NAME})"
 
 
 # ----------------------------------------------------------------------------------- methods
@@ -89,7 +88,7 @@ class OneLineParser(argparse.ArgumentParser):
         raise common.Mistake(f"{message}; see --help")
 
 
-def number(kind: type, low: float, high: float = LARGEST):
+def number(kind: type, low: float, high: float = 2**31 - 1):
     """A reader for `type=`: an int or float in [low, high], never nan."""
 
     def read(text: str):
@@ -117,7 +116,7 @@ def device(name: str) -> str:
 
 def target(name: str) -> str | None:
     """A reader for `type=`: a target; None for the default one by name."""
-    return None if name == DEFAULT_TARGET and not Path(name).exists() else name
+    return None if name == default_target.NAME and not Path(name).exists() else name
 
 
 def json_like(default: list):
