@@ -287,8 +287,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--sweep", action="store_true", help="replay every stop rule on the first arm's chains")
 
     add = parser.add_argument_group("what to print and write").add_argument
-    help = "write the result and all answers; -: print the last line on a terminal, too"
-    add("--json", metavar="FILE", help=help)
+    add("--json", metavar="FILE", help="write the result and all answers")
     help = "only answer the first turn of one prompt, and write a page that shows it"
     add("--replay", metavar="FILE", help=help)
     add("--table", nargs="+", metavar="FILE", help="only print the tables of these results")
@@ -384,7 +383,7 @@ def measure(args) -> dict:
     print(report.tables(result))
     if busy:
         print(f"\n{busy}")
-    if args.json and args.json != "-":
+    if args.json:
         report.write_result(result, args.json)
     for numbers in report.arms_of(result).values():
         del numbers["answers"]  # too long for the last line of the output
@@ -433,7 +432,7 @@ def main(argv: list[str] | None = None) -> None:
         results = [measure(args)]
     if args.plot:
         print(*pictures.plot(results, Path(args.plot)), file=sys.stderr)
-    if not args.table and (args.json == "-" or not sys.stdout.isatty()):
+    if not args.table and not sys.stdout.isatty():
         print("\n" + json.dumps(results[0]))
 
 
