@@ -75,7 +75,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         text = action.help or ""
         if "(default" in text or str(action.default) in ("None", "False", argparse.SUPPRESS):
             return text
-        return f"{text} (default: {action.default})".replace("%", "%%")
+        return f"{text} (default: {action.default})"
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -68,7 +68,6 @@ MISTAKES = [
     ("--data {tmp}", " is a folder: name its files"),
     ("--data conversations/answers.jsonl.gz", "is what eval_alpha is measured on: leave it out"),
     ("--data {tmp}/foo", "foo, line 1: no conversation; give prompt and response, mess"),
-    ("--data {tmp}/empty", "empty holds no conversation with a response"),
     ("--data {tmp}/same --held-out 2", "every conversation is among the 2 held out"),
     ("--out {tmp}/file", "file is a file; name a folder"),
     ("--init {tmp}", "no drafter in"),
@@ -89,7 +88,6 @@ def test_a_mistake_of_train_py_is_told_in_a_line(folder, tmp_path, capsys, words
     """It names what is wrong, and nothing is written or lost."""
     (tmp_path / "file").write_bytes(b"notes\n\xff\n")
     (tmp_path / "foo").write_text('{"foo": 1}\n')
-    (tmp_path / "empty").write_text('{"prompt": "w1", "response": ""}\n' * 4)
     (tmp_path / "same").write_text('{"prompt": "w1", "response": "w2"}\n' * 4)
     before = snapshot(tmp_path)
     more = [word.format(tmp=tmp_path) for word in words.split()]
