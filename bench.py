@@ -365,6 +365,8 @@ def measure(args) -> dict:
     if args.pack:
         target = packed.pack(target)
     result = report.header(args, target, len(prompts))
+    if args.cost_curve:
+        result["cost_curve"] = cost_curve(target, args.context)
     if prompts:
         arms = make_arms(target, args)
         check_lengths(target, tokenizer, prompts, args.max_new_tokens)
@@ -378,8 +380,6 @@ def measure(args) -> dict:
             replay.write(args.replay, target, tokenizer, arms, text, encoded, options)
             return {"replay": args.replay}
         compare(args, target, tokenizer, arms, prompts, options, result)
-    if args.cost_curve:
-        result["cost_curve"] = cost_curve(target, args.context)
     print(report.tables(result))
     if busy:
         print(f"\n{busy}")
