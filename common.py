@@ -903,7 +903,7 @@ def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -
         output = target.generate(
             **inputs, custom_generate=generate, max_new_tokens=128, stats=stats, **options
         )
-    except Mistake as problem:
+    except (Mistake, OSError) as problem:
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
         sys.exit(2)
     answer = output[0, inputs["input_ids"].shape[1] :]
