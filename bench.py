@@ -269,7 +269,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--draft-model", metavar="NAME", help="causal LM of the target's vocabulary to draft with")
     add("--target", type=cli.target, help=cli.TARGET_HELP)
     add("--dtype", default="float32", choices=dtypes, help="of target and drafters")
-    add("--device", type=cli.device, default=cuda, help="of torch, such as cpu or cuda:1")
+    add("--device", default=cuda, help="of torch, such as cpu or cuda:1")
     packing = argparse.BooleanOptionalAction
     add("--pack", action=packing, default=True, help="faster layers on a CPU (support/packed.py)")
 

@@ -43,9 +43,11 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
     name: Hugging Face id, folder or .gguf file; None: the default target.
     """
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).tolist()
     except (RuntimeError, AssertionError) as error:
-        raise Mistake(f"this machine or build of torch has no device {device!r}") from error
+        raise Mistake(
+            f"this machine or build of torch has no device {device!r}: take another, such as cpu"
+        ) from error
     if name is None:
         try:
             from support import default_target

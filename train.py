@@ -375,7 +375,7 @@ def parse(argv: list[str]):
     add("--target", type=cli.target, help=cli.TARGET_HELP)
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the target")
     gpu = torch.cuda.is_available()
-    add("--device", type=cli.device, default="cuda" if gpu else "cpu", help="of torch")
+    add("--device", default="cuda" if gpu else "cpu", help="of torch")
     add("--seed", type=number(int, 0), default=0, help="of everything drawn")
 
     add = parser.add_argument_group("training").add_argument

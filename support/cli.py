@@ -103,17 +103,6 @@ def number(kind: type, low: float, high: float = 2**31 - 1):
     return read
 
 
-def device(name: str) -> str:
-    """A reader for `type=`: a device that this machine has."""
-    try:
-        torch.zeros(1, device=name).tolist()
-    except (RuntimeError, AssertionError):
-        raise argparse.ArgumentTypeError(
-            f"this machine or build of torch has no {name!r}; use --device cpu"
-        ) from None
-    return name
-
-
 def target(name: str) -> str | None:
     """A reader for `type=`: a target; None for the default one by name."""
     return None if name == default_target.NAME and not Path(name).exists() else name

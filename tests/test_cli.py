@@ -53,7 +53,7 @@ MISTAKES = [
     ("--method nonsense", "argument --method: invalid choice: 'nonsense'"),
     ("--method cape", "cape has nothing to train"),
     ("--nonsense", "unrecognized arguments: --nonsense; see --help"),
-    ("--device nonsense", "argument --device: "),
+    ("--device nonsense", "has no device 'nonsense': take another"),
     ("--dtype int8", "argument --dtype: invalid choice"),
     ("--steps 0", "argument --steps: must be at least 1"),
     ("--minutes 1", "give --steps or --minutes, one of the two"),
