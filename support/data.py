@@ -268,7 +268,7 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
                 }
             )
     if not prompts:
-        raise common.Mistake('no prompts; give --prompts FILE with lines {"turns": ["..."]}')
+        raise common.Mistake('no prompts: give a file with lines {"turns": ["..."]}')
     count = min(count or len(prompts), len(prompts))
     return [prompts[i * len(prompts) // count] for i in range(count)]
 
