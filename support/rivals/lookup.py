@@ -88,6 +88,7 @@ def drafts(decoding, config: Config):
 
 def generate(target, input_ids, config=None, copies=0, stats=None, token_streamer=None, **given):
     """Lossless decoding, for target.generate(custom_generate=...)."""
+    common.check_config(config, Config)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
     for draft in drafts(decoding, config or Config()):
         decoding.verify(draft)
