@@ -144,7 +144,7 @@ def run(
                     said[row].append(tokenizer.decode(tokens, skip_special_tokens=True))
                 turns.append(Turn(number, ids, answers, diverged))
     except KeyboardInterrupt:
-        print(f"bench.py: interrupted; the figures are of {len(turns)} turns", file=sys.stderr)
+        print(f"bench.py: interrupted; the figures cover {len(turns)} turns", file=sys.stderr)
     finally:
         bar.close()
     return turns
@@ -282,7 +282,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--top-p", type=number(float, 0.001, 1), default=1.0, help="share of the likeliest tokens")
     add("--seed", type=number(int, 0), default=0, help="of sampling, and of the order of arms")
     add("--batch-size", type=number(int, 1), default=1, help="prompts answered at once")
-    add("--cost-curve", action="store_true", help="time a target forward by the tokens it is fed")
+    add("--cost-curve", action="store_true", help="time target forwards over 1 to 64 tokens")
     add("--context", type=number(int, 1), default=256, help="of the cost curve, in tokens")
     add("--sweep", action="store_true", help="replay every stop rule on the first arm's chains")
 
@@ -345,7 +345,7 @@ def measure(args) -> dict:
     prompts = []
     if args.method or args.peers:
         if args.prompt is not None:
-            prompts = [{"question_id": "prompt", "turns": [args.prompt]}]
+            prompts = [{"question_id": 1, "turns": [args.prompt]}]
         else:
             paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
             prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
@@ -353,9 +353,9 @@ def measure(args) -> dict:
     busy = ""
     if prompts and load > (os.cpu_count() or 1):
         busy = (
-            f"bench.py: other programs use this machine (load {load:.1f}), so speedups are not to "
-            "be trusted: stop them, or set OMP_WAIT_POLICY=passive, with which threads do not "
-            "spin for one another"
+            f"bench.py: other programs are using this machine (load {load:.1f}), so speedups are "
+            "not to be trusted: stop them, or set OMP_WAIT_POLICY=passive, so that waiting threads "
+            "do not spin"
         )
         print(busy, file=sys.stderr)
     transformers.logging.set_verbosity_error()

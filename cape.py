@@ -13,7 +13,7 @@ drafter, only rows in the verification.
 
 CAPE has no weights. It works with any method that drafts a chain: `base` is
 that method's module (with Drafter, Memory and propose) and `base_drafter` its
-drafter. GLIDE is the paper's. SpecDec++'s head does not stop a trajectory.
+drafter. The paper's base is GLIDE. SpecDec++'s head does not stop a trajectory.
 
 Names that differ from the paper's: p_D is `q_draft`, the proposal before its
 expansion is `trajectory`, p_i is `confidences[i]`, K_i is `counts[i]`, S is
@@ -36,6 +36,7 @@ Licence: Apache-2.0.
 import bisect
 import inspect
 import itertools
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -87,8 +88,8 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     """Append the expansion sets to a trajectory (4.2, Algorithm 1).
 
     The confidence of a step is the largest probability of its q_draft. Extras
-    are taken in order of decreasing probability. Two steps over the tokens 0 to
-    3, with sizes [2, 1] and bounds [.55]:
+    are taken in order of decreasing probability. Two steps, a vocabulary of
+    0 to 3, sizes [2, 1] and bounds [.55]:
 
         step   q_draft            drafted   confidence   extras
         0      .10 .50 .25 .15    1         .50          2, 3
@@ -219,6 +220,9 @@ def generate(
 
 
 if __name__ == "__main__":
-    import glide
-
+    try:
+        import glide
+    except ImportError:
+        print("cape.py: glide.py, whose drafts it expands, is not here: copy it", file=sys.stderr)
+        sys.exit(2)
     common.demo(generate, glide.Drafter, "glide", "base_drafter", base=glide)

@@ -13,6 +13,7 @@ Licence: Apache-2.0.
 """
 
 import argparse
+import contextlib
 import inspect
 import json
 import sys
@@ -59,6 +60,8 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
         return default_target.load(lambda folder: _read_target(folder, dtype, device))
     try:
         return _read_target(name, dtype, device)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # the readers of transformers raise many kinds
         reason = str(error).strip().split("\n")[0]
         raise Mistake(
@@ -77,6 +80,8 @@ def _read_target(name, dtype, device):
         raise FileNotFoundError("no such file")
     folder = (path.parent if gguf else path).as_posix()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
+    if len(tokenizer) < 2:  # transformers makes an empty one
+        raise FileNotFoundError("no tokenizer files")
     target = AutoModelForCausalLM.from_pretrained(
         folder,
         gguf_file=gguf,
@@ -292,7 +297,8 @@ def load_drafter(Drafter, path, target):
         ) from error
     _check_shape(path, made_for, target)
     try:
-        drafter = Drafter.from_pretrained(str(path), strict=True)
+        with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
+            drafter = Drafter.from_pretrained(str(path), strict=True)
     except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
             raise  # a bug in Drafter
@@ -795,7 +801,7 @@ def check_target(target) -> None:
             raise Mistake(f"{name}: attention that counts rows, not positions: {plain}")
     kinds = set(getattr(config, "layer_types", None) or [])
     if kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
-        raise Mistake(f"layers other than attention cannot take back a rejected token: {plain}")
+        raise Mistake(f"layers other than attention cannot undo a rejected token: {plain}")
     kind = str(config._attn_implementation)
     if "flash" in kind or "flex" in kind:
         raise Mistake(f"{kind} takes no tree mask: load the target with attn_implementation='sdpa'")

@@ -25,12 +25,14 @@ Deviations from the paper:
        here the target wrote the data (the paper's appendix C).
     4. A query's block is that of its own token, as in the formula of 4.1; the
        prose there takes the predicted token's. The first block has a random
-       length, new in each training step.
+       length, new in each training step, so that every token is trained at
+       every delay.
     5. Not in the paper: pre-norm and residual of the cross-attention, zero
        output where no row is readable. Queries are rotated, because the
-       cached keys are.
-    6. The shipped drafter reads target layer 18 of 0 to 29, because that layer
-       copies from the context and the top layer does not (results/README.md).
+       cached keys are. Every token is a query, those before x_t too.
+    6. The shipped drafter has L = gamma = 3 (the paper: 5). It reads target
+       layer 18 of 0 to 29, because that layer copies from the context and the
+       top layer does not (results/README.md).
 
 Licence: Apache-2.0.
 """
@@ -212,7 +214,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     pairs = list(zip(drafter.layers, layers[-config.num_layers :]))
     for layer, read in zip(drafter.layers, drafter.kv_layers):
         theirs = layers[read] if layers else None
-        if hasattr(theirs, "self_attn"):  # GPT-NeoX lays its attention out otherwise
+        if hasattr(theirs, "self_attn"):  # GPT-NeoX lays out its attention differently
             pairs.append((layer.cross_attn, theirs.self_attn))
         if hasattr(theirs, "input_layernorm"):  # OLMo-2 has no norm there
             pairs.append((layer.cross_layernorm, theirs.input_layernorm))
@@ -221,7 +223,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 
 def norms_queries(target) -> bool:
-    """True if the target norms the queries of each head alone (Qwen3)."""
+    """True if the target normalises the queries of each head separately (Qwen3)."""
     layer = next(iter(common.target_layers(target)), None)
     attention = getattr(layer, "self_attn", None)
     weight = getattr(getattr(attention, "q_norm", None), "weight", None)
@@ -273,10 +275,8 @@ def training_states(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """States (M, D) of drafter and target, where the next token has a loss."""
     length = batch.input_ids.shape[1]
     positions = torch.arange(length, device=batch.input_ids.device)[None]  # (1, T)
-    cross_mask = None
-    if drafter.kv_layers:
-        block_size = drafter.config.block_size
-        cross_mask = block_mask(length, block_size, batch.seed % block_size)
+    block_size = drafter.config.block_size
+    cross_mask = block_mask(length, block_size, batch.seed % block_size)
     # Sequences are padded on the right, where no earlier token looks.
     hidden = drafter(target, batch.input_ids, positions, batch.kv, cross_mask=cross_mask)
     predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T)
@@ -315,8 +315,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """alpha of 5.1: sum_x min(p_target, q_draft), summed over M positions, and M.
 
-    The paper prints E_(x ~ p_D) min(p_T, p_D). The acceptance rate is
-    E_(x ~ p_D) min(1, p_T / p_D), which equals this sum. It is measured over a
+    The paper prints E_(x ~ p_D) min(p_T, p_D) and must mean E_(x ~ p_D)
+    min(1, p_T / p_D), which is this sum. It is measured over a
     given text with the training mask, so a query lacks 1 to L target rows.
     """
     hidden, theirs = training_states(drafter, target, batch)
@@ -397,7 +397,7 @@ def drafts(decoding, drafter: Drafter, config: Config):
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         steps = propose(drafter, decoding, memory)
-        # islice stops at its last token, which is thus never fed.
+        # islice does not resume `propose` after its last token, which is never fed.
         steps = itertools.islice(steps, min(config.gamma, decoding.room))
         yield common.chain(steps, decoding.ids)
 

@@ -8,13 +8,14 @@ A round ends when 1 - p^ exceeds h.
 
 Why a threshold (section 3.1): let R be the probability that at least one token
 drafted so far is rejected. If one is, continuing wastes at least c1 = t_draft.
-If none is, stopping costs at most c2 + Delta, with c2 = t_target - t_draft. So
-stopping is better once R >= (c2 + Delta) / (c1 + c2 + Delta).
+If none is, stopping costs at most c2 + Delta more than continuing, where c2 =
+t_target - t_draft and Delta is an unknown constant of the models and the
+prompt. So stopping is better once R >= (c2 + Delta) / (c1 + c2 + Delta).
 
-In practice h is tuned (section 4.1). A head trained with w_rej > 1 is biased:
-if the true probability is P, its loss is smallest at an output of
-P / (P + w_rej (1 - P)). With w_rej = 6 and h = 0.7, a round stops once y_1 is
-judged if P < 0.72.
+In practice h is tuned (section 4.1). Rejections weigh w_rej > 1 in the loss,
+because most draft tokens are accepted (3.3). That biases the head: if the true
+probability is P, the loss is smallest at an output of P / (P + w_rej (1 - P)).
+With w_rej = 6 and h = 0.7, a round stops once y_1 is judged if P < 0.72.
 
 Algorithm 2 is `propose`, `until_stop` and common.verify; Algorithm 1 is
 stop="fixed". Names that differ from the paper's: q is `DraftModel`, e_i is
@@ -131,7 +132,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.register_buffer("draft_ids", common.placeholder_ids(config.target, config.draft_vocab))
 
     def train(self, mode: bool = True):
-        """As in any module, but the copied layers never drop out (GPT-2, OPT)."""
+        """As in any module, but without dropout in the copied layers (GPT-2, OPT)."""
         super().train(mode)
         if self.body is not None:
             self.body.eval()
@@ -183,7 +184,7 @@ class DraftModel:
 
 @functools.lru_cache(maxsize=1)
 def load_draft_model(name: str, dtype, device):
-    """The causal LM Config.draft_model; a checkpoint stores only its name."""
+    """The causal LM Config.draft_model; a checkpoint does not hold its weights."""
     return common.load_target(name, dtype=dtype, device=str(device))[0]
 
 

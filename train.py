@@ -342,7 +342,7 @@ def train(args, module, overrides: dict) -> None:
     run = Run(args, module, overrides)
     interrupted = False
     if run.finished:
-        text = f"train.py: {args.out} is finished; to go on give more --steps or --minutes"
+        text = f"train.py: {args.out} is finished; to continue, give more --steps or --minutes"
         print(text, file=sys.stderr)
     else:
         interrupted = run.go()
@@ -369,36 +369,36 @@ def parse(argv: list[str]):
 
     add = parser.add_argument_group("what to do").add_argument
     add("--method", choices=cli.present(), help="whose drafter to train")
-    add("--make-data", type=number(int, 1), metavar="N", help="have N conversations in --out")
-    add("--plot", nargs="+", metavar="PATH", help="draw curves: a folder to draw in, curve files")
+    add("--make-data", type=number(int, 1), metavar="N", help="have the target write N of them")
+    add("--plot", nargs="+", metavar="PATH", help="draw curves: a folder to draw in, then files")
     add("--out", help="checkpoint folder, or the file that --make-data appends to")
     add("--target", type=cli.target, help=cli.TARGET_HELP)
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the target")
     gpu = torch.cuda.is_available()
     add("--device", default="cuda" if gpu else "cpu", help="of torch")
-    add("--seed", type=number(int, 0), default=0, help="of everything drawn")
+    add("--seed", type=number(int, 0), default=0, help="of all random choices")
 
     add = parser.add_argument_group("training").add_argument
     add("--data", nargs="+", metavar="FILE", help="conversations, .jsonl or .jsonl.gz")
     add("--eval", metavar="FILE", help="conversations to measure eval_alpha on")
     add("--steps", type=number(int, 1), help="optimizer steps")
-    add("--minutes", type=number(float, 1e-3), help="train for this long instead, in all sittings")
-    add("--resume", action="store_true", help="go on with the run in --out")
+    add("--minutes", type=number(float, 1e-3), help="train this long instead, in all sittings")
+    add("--resume", action="store_true", help="continue the run in --out")
     add("--init", metavar="DIR", help="start from this drafter")
     add("--features", metavar="DIR", help="keep the target's features here (2 kB a token)")
     add("--batch-size", type=number(int, 1), default=4, help="conversations a step, in all")
-    add("--accumulate", type=number(int, 1), default=1, help="parts of a process's share of a step")
+    add("--accumulate", type=number(int, 1), default=1, help="parts that a batch is split into")
     add("--lr", type=number(float, 0), default=2e-3, help="peak learning rate")
     add("--warmup", type=share, default=0.02, help="share of the run that warms up")
     add("--clip", type=number(float, 0), default=1.0, help="largest gradient norm")
     add("--max-length", type=number(int, 2), default=512, help="tokens kept of a conversation")
-    add("--bf16", action=argparse.BooleanOptionalAction, default=gpu, help="autocast")
-    add("--held-out", type=number(int, 0), default=32, help="kept for alpha, at most half")
+    add("--bf16", action=argparse.BooleanOptionalAction, default=gpu, help="autocast to bfloat16")
+    add("--held-out", type=number(int, 0), default=32, help="to measure alpha on, at most half")
     add("--eval-every", type=number(int, 1), default=100, help="steps between measurements")
     add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
 
     add = parser.add_argument_group("--make-data").add_argument
-    add("--requests", metavar="FILE", help="asked first: one a line, or FastChat's .jsonl")
+    add("--requests", metavar="FILE", help="ask these first: one a line, or FastChat's .jsonl")
     add("--second-turns", type=share, default=0.0, help="share of conversations with a second turn")
     add("--greedy", type=share, default=0.5, help="share answered greedily, the rest at T = 0.8")
 

@@ -7,7 +7,6 @@ falcon@runs/mine      another drafter
 all                   all that fits this target, and transformers' own methods
 """
 
-import contextlib
 import copy
 import dataclasses
 import inspect
@@ -121,7 +120,7 @@ def make_arms(target, args) -> list[Arm]:
     used = any("draft_model" in arm.kwargs or "assistant_model" in arm.peer for arm in arms)
     if args.draft_model and not used:
         methods = ", ".join(args.method)
-        raise Mistake(f"--draft-model: {methods} drafts with a network of its own; leave it out")
+        raise Mistake(f"--draft-model: {methods} cannot use a draft model; leave it out")
 
     found: dict[str, Arm] = {}
     for arm in arms:
@@ -152,8 +151,7 @@ class Loader:
         """A method's trained drafter, from `folder` or checkpoints/NAME."""
         path = Path(folder or cli.ROOT / "checkpoints" / name)
         if path not in self.drafters:
-            with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
-                drafter = common.load_drafter(cli.import_method(name).Drafter, path, self.target)
+            drafter = common.load_drafter(cli.import_method(name).Drafter, path, self.target)
             self.drafters[path] = self.faster(drafter)
         return self.drafters[path]
 

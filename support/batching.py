@@ -111,7 +111,7 @@ PADDED = Arm("padded")  # transformers' own batches
 
 
 def groups(prompts: list, size: int) -> list[list]:
-    """Full batches of `size` prompts; too few prompts for one are repeated."""
+    """Full batches of `size` prompts. Prompts left over are dropped, too few repeated."""
     if len(prompts) < size:
         prompts = list(itertools.islice(itertools.cycle(prompts), size))
     starts = range(0, len(prompts) - size + 1, size)

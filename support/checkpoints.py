@@ -32,7 +32,7 @@ class Progress:
     curve: list[dict] = field(default_factory=list)  # a row for every measurement
 
     def share(self, args) -> float:
-        """Which part of a run of args.steps or args.minutes is over."""
+        """The completed fraction of a run of args.steps or args.minutes."""
         return self.step / args.steps if args.steps else self.seconds / 60 / args.minutes
 
 
@@ -73,7 +73,7 @@ def read(out: Path, module, identity: dict, overrides: dict) -> tuple[dict, Prog
     for name, value in now.items():
         if value != begun.get(name):
             raise common.Mistake(
-                f"{out} was begun with --{name.replace('_', '-')} {begun.get(name)}, which is now "
+                f"{out} was started with --{name.replace('_', '-')} {begun.get(name)}, now "
                 f"{value}; resume with the same, or train anew with another --out"
             )
     return state, at

@@ -73,7 +73,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        if "(default" in text or str(action.default) in ("None", "False", argparse.SUPPRESS):
+        if "(default" in text or str(action.default) in ("None", "False", "[]", argparse.SUPPRESS):
             return text
         return f"{text} (default: {action.default})"
 

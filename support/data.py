@@ -132,8 +132,8 @@ def _templated(messages: list[dict], tokenizer):
         ids = tokenizer.apply_chat_template(messages[: index + 1], return_dict=True)["input_ids"]
         if asked[: len(done)] != done or ids[: len(asked)] != asked:
             raise common.Mistake(
-                "the chat template rewrites earlier turns, so answers cannot be located; give "
-                "prompt_ids and response_ids"
+                "the chat template rewrites earlier turns, or the tokenizer merges a request and "
+                "its answer, so answers cannot be located; give prompt_ids and response_ids"
             )
         yield {"role": "user"}, asked[len(done) :]
         yield message, ids[len(asked) :]

@@ -46,7 +46,7 @@ def check(folder: str) -> None:
 
 @contextlib.contextmanager
 def picture(path: Path, rows: int, title: str, x: str, y: str):
-    """Axes, high enough for `rows` lines of text; saved to `path`."""
+    """Axes, tall enough for `rows` lines of text; saved to `path`."""
     import matplotlib
     from cycler import cycler
 
@@ -112,7 +112,7 @@ def speedup_picture(arms: dict[str, dict], folder: Path) -> list[Path]:
 
 
 def cost_picture(curve: dict, folder: Path) -> list[Path]:
-    """Milliseconds of a target forward by the tokens it is fed."""
+    """Milliseconds of a target forward, by number of tokens."""
     title = f"Target forward at {curve['context']} tokens of context"
     with picture(folder / "cost.svg", 8, title, "tokens fed", "milliseconds") as axes:
         counts = [int(count) for count in curve["by_tokens"]]

@@ -204,7 +204,7 @@ def sweep(arm, target, turns: list[dict], answers: list[common.Stats]) -> dict:
         for turn in tqdm(turns, desc="recording", disable=None):
             recordings.append(record(chains, source, head, target, turn))
     except KeyboardInterrupt:
-        print(f"the sweep is of {len(recordings)} answers, interrupted", file=sys.stderr)
+        print(f"bench.py: interrupted; the sweep covers {len(recordings)} answers", file=sys.stderr)
     if not recordings:
         return {}
     t_draft, t_target, r2 = forward_times(answers)

@@ -195,6 +195,6 @@ def whole_lines(path: str) -> list[dict]:
     except (ValueError, KeyError, TypeError):
         ours = False
     if not ours or half[: len(start)] != start[: len(half)]:
-        raise common.Mistake(f"{path} holds something else than conversations; give another --out")
+        raise common.Mistake(f"{path} holds something other than conversations; give another --out")
     os.truncate(path, len(whole))
     return records

@@ -66,7 +66,7 @@ def test_an_expanded_proposal_worked_by_hand(settings, tokens, parents, q):
         f"expected: tokens {tokens}, parents {parents}\ngot: {got}"
     )
     assert draft.q.tolist() == pytest.approx(q), f"expected q {q}, got {draft.q.tolist()}"
-    same = torch.equal(draft.probs, torch.tensor(q_drafts))
+    same = draft.probs is not None and torch.equal(draft.probs, torch.tensor(q_drafts))
     assert same, "probs are to stay the trajectory's: a row for each drawn node, no more"
 
 
@@ -74,6 +74,7 @@ def test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest():
     q_draft = torch.tensor([0.1, 0.5, 0.25, 0.15])
     drawn = common.chain([(torch.tensor([2]), q_draft, None)], ROOT)
     draft = cape.expand(drawn, cape.Config(sizes=[0, 2, 0], bounds=[0.4, 0.5]))
+    assert draft.q.tolist() == pytest.approx([0.25, 0.5, 0.15]), "q of the tokens 2 1 3"
     got = draft.tokens.tolist()
     assert got == [2, 1, 3], f"2 was drawn of .1 .5 .25 .15, S(.5) = 2: expected 2 1 3, got {got}"
     told = "expected the confidence 0.5, of the largest, and the count 2"
@@ -82,7 +83,9 @@ def test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest():
 
 def test_a_set_is_no_larger_than_what_can_be_drafted():
     fixed = cape.Config(sizes=[4], bounds=[])
-    got = cape.expand(trajectory_of([[0.0, 0.7, 0.3]]), fixed).tokens.tolist()
+    draft = cape.expand(trajectory_of([[0.0, 0.7, 0.3]]), fixed)
+    assert draft.notes["counts"] == [4], "a count is S(p), not how many extras were left"
+    got = draft.tokens.tolist()
     assert got == [1, 2], f"1 was drawn of 0 .7 .3, four extras: expected tokens 1 2, got {got}"
     nothing = common.chain([], ROOT)
     got = cape.expand(nothing, fixed)

@@ -76,7 +76,7 @@ MISTAKES = [
     ("--make-data 4 --out {tmp}", "Is a directory"),
     ("--make-data 4 --out {tmp}/a/b.jsonl", "No such file or directory"),
     ("--make-data 4 --out {tmp}/x.jsonl.gz", "give --out a plain .jsonl file"),
-    ("--make-data 4 --out {tmp}/file", "holds something else than conversations"),
+    ("--make-data 4 --out {tmp}/file", "holds something other than conversations"),
     ("--greedy 2", "argument --greedy: 2 is out of range"),
     ("--plot {tmp}", "name the curves"),
     ("--plot {tmp}/file", "file is a file; name a folder"),

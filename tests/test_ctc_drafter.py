@@ -70,12 +70,10 @@ def test_prefix_search_sums_over_all_alignments(seed):
     q_slots = some_slots(seed=seed)
     exact = beginnings(q_slots)
     found = ctc_drafter.prefix_search(q_slots, symbols=3, candidates=1000)
-    wrong = {
-        prefix: (round(exact[prefix], 4), round(found.get(prefix, 0.0), 4))
-        for prefix in exact.keys() | found.keys()
-        if found.get(prefix, 0.0) != pytest.approx(exact[prefix])
-    }
-    assert not wrong, f"{{prefix: (expected, got)}} of the slots, blank last\n{q_slots}\n{wrong}"
+    for prefix in sorted(exact.keys() | found.keys()):
+        expected, got = exact[prefix], found.get(prefix, 0.0)
+        told = f"slots, blank last:\n{q_slots}\n{prefix}: expected {expected:.6f}, got {got:.6f}"
+        assert got == pytest.approx(expected), told
     pruned = ctc_drafter.prefix_search(q_slots, symbols=2, candidates=3)
     assert 0 < len(pruned) < len(exact)
     assert all(pruned[prefix] <= exact[prefix] + 1e-12 for prefix in pruned)
@@ -290,6 +288,19 @@ def test_the_layer_and_the_final_norm_start_as_the_targets():
     a, b = torch.randn(2, 32, dtype=torch.double)
     torch.testing.assert_close(drafter.fusion(torch.cat([a, b])), a + b)
     assert drafter.config.target == common.target_shape(target)
+
+
+@torch.no_grad()
+def test_slots_stand_after_their_anchor(llama, monkeypatch):
+    """Row i has position i, and the slots after it i + 1, i + 2, ..."""
+    drafter = make_drafter(llama, slots=2, window=2)
+    seen = []
+    real = common.rotary
+    monkeypatch.setattr(common, "rotary", lambda *args: seen.append(args[1:]) or real(*args))
+    hidden = torch.zeros(1, 3, 32, dtype=torch.double)
+    drafter(llama, hidden, torch.zeros(1, 3, dtype=torch.long), torch.tensor([[0, 2]]))
+    [(positions, layer)] = seen
+    assert positions.tolist() == [[0, 1, 2, 1, 2, 3, 4]] and layer == -1
 
 
 # --------------------------------------------------------------------------------------- decoding

@@ -302,7 +302,7 @@ def test_a_file_is_gone_on_with_wherever_it_ends(tmp_path):
         assert path.read_bytes() == whole[: whole[:end].rfind(b"\n") + 1]
     for other in (b"notes\n", b'{"prompt": "a"}\nnotes', b'{"text": "a"}\n', b"[3]\n"):
         path.write_bytes(other)
-        with pytest.raises(common.Mistake, match="holds something else than conversations"):
+        with pytest.raises(common.Mistake, match="holds something other than conversations"):
             talks.whole_lines(str(path))
         assert path.read_bytes() == other
 

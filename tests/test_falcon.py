@@ -349,3 +349,20 @@ def test_a_drafter_starts_as_the_targets_top_layers():
             torch.testing.assert_close(weight, theirs.get_parameter(name), atol=1e-6, rtol=1e-6)
     pair = torch.randn(2, 64, dtype=torch.float64)
     torch.testing.assert_close(drafter.fusion(pair), pair[:, :32] + pair[:, 32:])
+
+
+@torch.no_grad()
+def test_slots_are_rotated_as_in_the_targets_top_layer(llama, monkeypatch):
+    seen = []
+    real = common.rotary
+    monkeypatch.setattr(common, "rotary", lambda *args: seen.append(args[1:]) or real(*args))
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    fused = torch.zeros(1, 3, 32, dtype=torch.double)
+    make_drafter(llama).attend(llama, fused, torch.tensor([[4, 5, 6]]), mask)
+    [(positions, layer)] = seen
+    assert positions.tolist() == [[4, 5, 6]] and layer == -1
+
+
+def test_noise_and_glance_have_generators_of_their_own():
+    seeds = [falcon.generators(torch.tensor([3]), use)[0].initial_seed() for use in (0, 1)]
+    assert seeds[0] != seeds[1], "else the noise would depend on which slots are revealed"

@@ -361,11 +361,11 @@ def test_an_interrupt_saves_and_exits_cleanly(folder, tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--seed 1", "--seed 0, which is now 1"),
-        ("--lr 1", "--lr 0.002, which is now 1.0"),
+        ("--seed 1", "--seed 0, now 1"),
+        ("--lr 1", "--lr 0.002, now 1.0"),
         ("--data {tmp}/other", "--data of content"),
         ("--target {tmp}/target", "--target of content"),
-        ("--block-size 3", "--block-size 5, which is now 3"),
+        ("--block-size 3", "--block-size 5, now 3"),
     ],
 )
 def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, words, said):
