@@ -319,7 +319,7 @@ def check(args: argparse.Namespace) -> None:
     if args.prompt is not None and args.prompts:
         raise Mistake("--prompt is asked instead of --prompts: give one of the two")
     if args.batch_size > 1 and (args.sweep or args.peers or "all" in args.method):
-        raise Mistake("--sweep, --peers and all take one sequence at a time: no --batch-size")
+        raise Mistake("--sweep, --peers and all take one sequence at a time: drop --batch-size")
     if args.checkpoint and (len(set(args.method)) != 1 or args.method[0] == "all"):
         raise Mistake("--checkpoint goes with exactly one --method")
     if args.checkpoint and "@" in args.method[0]:

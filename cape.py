@@ -24,7 +24,7 @@ Deviations from the paper:
        the trajectory's token, and a range of S(p) includes its upper bound.
     2. The paper names no gamma for CAPE; it is 4 here, so that 4 x (1 + 7)
        = 32 tokens are verified at most, the limit of 5.3. (The shipped GLIDE
-       was trained with L = 3, one less than a trajectory has.)
+       was trained with L = 3, one less than this gamma.)
     3. The paper decodes greedily. Under sampling the trajectory is drawn and
        X_i excludes the drawn token, but p_i is still the largest probability
        of q_draft. The output has the target's distribution.
@@ -34,10 +34,12 @@ Licence: Apache-2.0.
 """
 
 import bisect
+import importlib
 import inspect
 import itertools
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -88,8 +90,8 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     """Append the expansion sets to a trajectory (4.2, Algorithm 1).
 
     The confidence of a step is the largest probability of its q_draft. Extras
-    are taken in order of decreasing probability. Two steps, a vocabulary of
-    0 to 3, sizes [2, 1] and bounds [.55]:
+    are taken in order of decreasing probability. Two steps over a vocabulary
+    of four tokens, with sizes [2, 1] and bounds [.55]:
 
         step   q_draft            drafted   confidence   extras
         0      .10 .50 .25 .15    1         .50          2, 3
@@ -220,9 +222,9 @@ def generate(
 
 
 if __name__ == "__main__":
-    try:
-        import glide
-    except ImportError:
-        print("cape.py: glide.py, whose drafts it expands, is not here: copy it", file=sys.stderr)
+    name = Config().base
+    if not Path(__file__).with_name(f"{name}.py").is_file():
+        print(f"cape.py: {name}.py, whose drafts it expands, is not here: copy it", file=sys.stderr)
         sys.exit(2)
-    common.demo(generate, glide.Drafter, "glide", "base_drafter", base=glide)
+    base = importlib.import_module(name)
+    common.demo(generate, base.Drafter, name, "base_drafter", base=base)

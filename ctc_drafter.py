@@ -29,14 +29,10 @@ Deviations from the paper:
     1. A row also holds the next token, as in the authors' code, which has
        S = 6 and U = 3 as well.
     2. Training uses random anchors and sums log P (Eq. 1); Eq. 2 sums P.
-    3. Not in the paper: how slots start (the row plus a learned vector), where
-       they stand, what they see (rows up to the anchor, each other), the
-       blank's logit, the norms of a row's input, the start from the target's
-       top layer.
-    4. The tree is a trie of the likeliest prefixes after the transform, so
-       nothing is left to mask. The paper verifies whole combinations and masks
-       what the transform removes. `transform="alignments"` starts from the
-       paper's combinations, but builds such a trie too.
+    3. Not in the paper: how slots start and what they see (`Drafter.forward`,
+       `slot_mask`), the norms of a row, the start from the target's top layer.
+    4. The tree is a trie of the likeliest prefixes after the transform. The
+       paper verifies whole combinations and masks what the transform removes.
     5. `first_token` adds a loss on the first token (shipped drafter: 1).
     6. Labels, losses and drafts cover only frequent tokens (`draft_vocab`).
 
@@ -324,7 +320,8 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = Tru
     """The paper's transform: collapse the likeliest combinations (3.3).
 
     A combination is one symbol per slot. Returns {prefix: probability}, summed
-    over `candidates` combinations. merge=False takes a combination as it is,
+    over `candidates` combinations; the tree is built from these prefixes, as from
+    those of `prefix_search`. merge=False takes a combination as it is,
     cut at its first blank, which no target writes (Medusa verify).
     """
     blank = q_slots.shape[-1] - 1

@@ -21,25 +21,16 @@ Names that differ: the paper's t_i is x_i here, f_i is h_i (`features`,
 omega_dist is `distill_weight` (1 in the shipped drafter).
 
 Deviations, and choices where the paper is silent:
-    1. Eq. 1 predicts one place ahead; the code predicts k places ahead, as
-       3.1 does.
-    2. The first block of a training text has a random length, so that over the
-       steps a token is trained at every place in a block. In decoding, block
-       borders move from round to round, and cached rows of older slots are not
-       recomputed.
-    3. CSGD visits the blocks in random order and reveals a random number of
-       first slots in each. Revealed slots have no loss. The revealed token is
-       the text's; L_hard and the Hamming distance use the target's likeliest.
-       Lambda falls with the steps, not the epochs.
-    4. Features and embeddings are normed, because their scales differ. The
-       layers start from the target's; `fusion="linear"` is not the paper's.
-    5. Token losses, the Hamming distance and drafts cover only frequent tokens
-       (`draft_vocab`).
+    1. Eq. 1 predicts one place ahead; the code predicts k, as 3.1 does.
+    2. Where blocks begin: at random in training (`relaxed_mask`), counted from
+       the newest slot in decoding (`first_pass`).
+    3. Which slots CSGD reveals (`glance`); lambda falls with the steps.
+    4. Features and embeddings are normed, because their scales differ. Layers
+       start from the target's. `fusion="linear"` is not the paper's.
+    5. Losses on tokens and drafts cover only frequent tokens (`draft_vocab`).
     6. Nodes are the likeliest tokens; under sampling the paper draws them.
-    7. The shipped drafter has linear fusion and a tree of nine nodes in four
-       levels, so two passes a round; the paper's has four passes. The last
-       stage of its training left out CSGD, which gained nothing here
-       (checkpoints/README.md).
+    7. The shipped drafter: linear fusion, nine nodes in two passes (the paper
+       has four), no CSGD in its last stage (checkpoints/README.md).
 
 Licence: Apache-2.0.
 """
@@ -221,7 +212,8 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
              3   x  x  x  x  x
              4   x  x  x  x  x
 
-    Args: length: S. phase: (B,) how many slots the first block lacks (< k).
+    Args: length: S. phase: (B,) how many slots the first block lacks (< k),
+    drawn anew so that a token is trained at every place in a block.
     Returns: (B, 1, S, S) bool.
     """
     slots = torch.arange(length, device=phase.device)
@@ -267,6 +259,9 @@ def generators(seed: Tensor, use: int) -> list[torch.Generator]:
 def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
     """Choose the slots whose answers CSGD reveals (3.2): N = rate * d.
 
+    The paper reveals consecutive slots before those to be predicted, but does
+    not say which; the order of blocks and the length of a run are ours.
+
     In each sequence, d counts the slots that learn and whose likeliest token is
     not the target's (the Hamming distance). N is rounded. In random order, visit
     the blocks of `relaxed_mask` (phase = seed % k). In each, reveal the first
@@ -307,7 +302,10 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 
 
 def reveal(slots: Slots, revealed: Tensor) -> Slots:
-    """Give revealed slots (B, S) their answers, feature and token, and no loss."""
+    """Give revealed slots (B, S) their answers, and no loss.
+
+    The revealed token is the text's, not the target's likeliest.
+    """
     return slots._replace(
         features=torch.where(revealed[..., None], slots.answers, slots.features),
         token_ids=torch.where(revealed, slots.answer_ids, slots.token_ids),
@@ -407,10 +405,10 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     """Feed the newly committed slots; None while fewer than k slots exist.
 
     Only a full block predicts k tokens, so blocks are counted backwards from
-    the newest slot, and their borders move with it. The newest block can
-    contain up to k - 1 old slots, so the last k - 1 old slots attend again.
-    Memory keeps them fused, because fusing them anew would need an older LSTM
-    state. k = 3, slots 5 and 6 are new:
+    the newest slot, and their borders move with it; rows of older blocks are
+    not recomputed. The newest block can contain up to k - 1 old slots, so the
+    last k - 1 old slots attend again. Memory keeps them fused, because fusing
+    them anew would need an older LSTM state. k = 3, slots 5 and 6 are new:
 
         blocks before        0 1 | 2 3 4
         blocks now           0 | 1 2 3 | 4 5 6

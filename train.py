@@ -369,7 +369,7 @@ def parse(argv: list[str]):
 
     add = parser.add_argument_group("what to do").add_argument
     add("--method", choices=cli.present(), help="whose drafter to train")
-    add("--make-data", type=number(int, 1), metavar="N", help="have the target write N of them")
+    add("--make-data", type=number(int, 1), metavar="N", help="conversations to be written")
     add("--plot", nargs="+", metavar="PATH", help="draw curves: a folder to draw in, then files")
     add("--out", help="checkpoint folder, or the file that --make-data appends to")
     add("--target", type=cli.target, help=cli.TARGET_HELP)
@@ -393,7 +393,7 @@ def parse(argv: list[str]):
     add("--clip", type=number(float, 0), default=1.0, help="largest gradient norm")
     add("--max-length", type=number(int, 2), default=512, help="tokens kept of a conversation")
     add("--bf16", action=argparse.BooleanOptionalAction, default=gpu, help="autocast to bfloat16")
-    add("--held-out", type=number(int, 0), default=32, help="to measure alpha on, at most half")
+    add("--held-out", type=number(int, 0), default=32, help="kept to measure alpha, at most half")
     add("--eval-every", type=number(int, 1), default=100, help="steps between measurements")
     add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
 
@@ -426,6 +426,8 @@ def main(argv: list[str] | None = None) -> None:
     args, module = parse(sys.argv[1:] if argv is None else argv)
     if args.plot:
         folder, *curves = args.plot
+        if not curves:
+            raise common.Mistake("--plot: name the curves to draw after the folder")
         pictures.check(folder)
         print(*pictures.curves(curves, Path(folder)))
         return

@@ -68,10 +68,8 @@ def curves(paths: list[str], folder: Path) -> list[Path]:
 
     The solid line is held-out alpha, the dashed one `eval_alpha`, if any.
 
-    Raises: Mistake: a file that is no curve, or none.
+    Raises: Mistake: a file that is no curve.
     """
-    if not paths:
-        raise common.Mistake("name the curves to draw after the folder")
     folder.mkdir(parents=True, exist_ok=True)
     file, x, y = folder / "curves.svg", "million token-steps", "alpha"
     with picture(file, 8, "Acceptance rate while training", x, y) as axes:

@@ -79,7 +79,7 @@ MISTAKES = [
     ("--make-data 4 --out {tmp}/file", "holds something other than conversations"),
     ("--greedy 2", "argument --greedy: 2 is out of range"),
     ("--plot {tmp}", "name the curves"),
-    ("--plot {tmp}/file", "file is a file; name a folder"),
+    ("--plot {tmp}/file curve.json", "file is a file; name a folder"),
 ]
 
 
