@@ -1,7 +1,7 @@
 """CAPE: confidence-aware expansion of a chain draft (Du et al., ICML 2024).
 
 Paper: arXiv:2402.02082, section 4.2 and appendix A. A chain drafter computes a
-whole distribution at every step and uses one token of it. CAPE also submits
+whole distribution at every step but uses only one token of it. CAPE also submits
 the next best tokens of this distribution: many where the drafter was unsure,
 few where it was sure. These extras are leaves. They cost no pass of the
 drafter, only rows in the verification.
@@ -13,7 +13,7 @@ drafter, only rows in the verification.
 
 CAPE has no weights. It works with any method that drafts a chain: `base` is
 that method's module (with Drafter, Memory and propose) and `base_drafter` its
-drafter. The paper's base is GLIDE. SpecDec++'s head does not stop a trajectory.
+drafter. The paper's base is GLIDE. With SpecDec++ as base, its head is not used.
 
 Names that differ from the paper's: p_D is `q_draft`, the proposal before its
 expansion is `trajectory`, p_i is `confidences[i]`, K_i is `counts[i]`, S is
@@ -21,12 +21,13 @@ expansion is `trajectory`, p_i is `confidences[i]`, K_i is `counts[i]`, S is
 
 Deviations from the paper:
     1. Where 4.2 and Algorithm 1 differ, the code follows 4.2: a set excludes
-       the trajectory's token, and a range of S(p) includes its upper bound.
+       the trajectory's token.
     2. The paper names no gamma for CAPE; it is 4 here, so that 4 x (1 + 7)
        = 32 tokens are verified at most, the limit of 5.3. (The shipped GLIDE
-       was trained with L = 3, one less than this gamma.)
-    3. The paper decodes greedily. Under sampling the trajectory is drawn and
-       X_i excludes the drawn token, but p_i is still the largest probability
+       was trained with L = 3, so its fourth token lacks one row more than any
+       did in training.)
+    3. The paper decodes greedily. Under sampling the trajectory is sampled and
+       X_i excludes the sampled token, but p_i is still the largest probability
        of q_draft. The output has the target's distribution.
     4. Tokens of probability 0 are never extras.
 
@@ -122,8 +123,8 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     # 2. The most probable tokens apart from the trajectory's, for all steps.
     others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)  # (gamma, V)
     best = others.topk(min(max(counts), others.shape[1]), dim=-1)
-    best_probs = best.values.tolist()  # (gamma, K)
-    best_ids = best.indices.tolist()  # (gamma, K)
+    best_probs = best.values.tolist()  # (gamma, max K_i)
+    best_ids = best.indices.tolist()  # (gamma, max K_i)
 
     # 3. The sets in order. An extra is a sibling of its step's drafted token.
     tokens = []

@@ -2,8 +2,8 @@
 
 A method proposes a `Draft`, a tree of candidate tokens. `verify` runs
 the target once over the tree and accepts a path through it. `Decoding`
-holds the state of one answer and verifies a draft per round. Read these
-three and `_draw` to follow a method; the rest loads and checks models.
+holds the state of one answer and verifies a draft per round. They come first,
+and are what a method is read with; the rest loads and checks models.
 
 Shapes: B batch, T sequence, P cached prefix, K draft depth, N nodes, A
 accepted nodes, V vocabulary, Vd draft vocabulary, D hidden size, H heads,
@@ -33,399 +33,6 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 class Mistake(ValueError):
     """A mistake of the user; the message names problem and remedy."""
-
-
-# ----------------------------------------------------------------------------------- the target
-
-
-def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "cpu"):
-    """Load a target, frozen and in eval mode, and its tokenizer.
-
-    name: Hugging Face id, folder or .gguf file; None: the default target.
-    """
-    try:
-        torch.zeros(1, device=device).tolist()
-    except (RuntimeError, AssertionError) as error:
-        raise Mistake(
-            f"this machine or build of torch has no device {device!r}: take another, such as cpu"
-        ) from error
-    if name is None:
-        try:
-            from support import default_target
-        except ImportError as error:
-            raise Mistake(
-                "no target named, and support/default_target.py, which fetches the default one, "
-                "is not here; copy it, or name a Hugging Face id or a folder"
-            ) from error
-        return default_target.load(lambda folder: _read_target(folder, dtype, device))
-    try:
-        return _read_target(name, dtype, device)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # the readers of transformers raise many kinds
-        reason = str(error).strip().split("\n")[0]
-        raise Mistake(
-            f"cannot load model {name!r} ({reason}); give a Hugging Face id, a folder with "
-            "config.json, tokenizer files and *.safetensors, or a .gguf file"
-        ) from error
-
-
-def _read_target(name, dtype, device):
-    path = Path(name)
-    folder_named = path.parent != Path(".") or str(name).startswith(".")
-    if folder_named and path.parent.is_dir() and not path.exists():
-        raise FileNotFoundError("no such file or folder")  # rather than ask the hub for it
-    gguf = path.name if path.suffix == ".gguf" else None
-    if gguf and not path.is_file():
-        raise FileNotFoundError("no such file")
-    folder = (path.parent if gguf else path).as_posix()
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
-    if len(tokenizer) < 2:  # transformers makes an empty one
-        raise FileNotFoundError("no tokenizer files")
-    target = AutoModelForCausalLM.from_pretrained(
-        folder,
-        gguf_file=gguf,
-        trust_remote_code=False,
-        dtype=dtype,
-        use_safetensors=None if gguf else True,
-    )
-    return target.to(device).eval().requires_grad_(False), tokenizer
-
-
-def target_shape(target) -> dict:
-    """The sizes that a drafter and its target must share."""
-    config = target.config.get_text_config()
-    heads = config.num_attention_heads
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-    }
-
-
-def _logit_scale(target) -> float:
-    """The factor on a target's logits (Granite, Cohere), else 1."""
-    config = target.config.get_text_config()
-    if getattr(config, "logit_scale", None):
-        return config.logit_scale
-    return 1 / (getattr(config, "logits_scaling", None) or 1)
-
-
-def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """Logits (..., V), or (..., Vd) of `token_ids`, of hidden (..., D)."""
-    head = target.get_output_embeddings()
-    weight, bias = head.weight, getattr(head, "bias", None)
-    if token_ids is not None and len(token_ids) < len(weight):
-        weight = weight[token_ids]
-        bias = None if bias is None else bias[token_ids]
-    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
-    scale = _logit_scale(target)
-    if scale != 1:  # saves a pass over all logits
-        logits = logits * scale
-    cap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
-    return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def draft_head(target, token_ids: Tensor) -> nn.Linear:
-    """Rows `token_ids` (Vd,) of the LM head; frozen, no bias, no soft cap."""
-    head = target.get_output_embeddings()
-    scale = _logit_scale(target)
-    if hasattr(head, "select") and scale == 1:  # as in support/packed.py
-        return head.select(token_ids)
-    weight = head.weight
-    if len(token_ids) < len(weight):
-        weight = weight[token_ids]
-    if scale != 1:
-        weight = weight * scale
-    rows = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    rows.weight = nn.Parameter(weight, requires_grad=False)
-    return rows
-
-
-def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """A layer's rotary cos and sin (B, T, R), R <= Dh, at positions (B, T)."""
-    like = torch.empty(0, dtype=target.dtype, device=position_ids.device)
-    module = getattr(target.get_decoder(), "rotary_emb", None)
-    if module is None:  # learned positions (GPT-2, OPT): rotate by zero
-        one = torch.ones(*position_ids.shape, 2, dtype=like.dtype, device=like.device)
-        return one, torch.zeros_like(one)
-    if "layer_type" in inspect.signature(module.forward).parameters:  # Gemma-3
-        kind = target.config.get_text_config().layer_types[layer]
-        return module(like, position_ids, kind)
-    return module(like, position_ids)
-
-
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first R dimensions of x (B, H, T, Dh) in Llama's pairs."""
-    cos, sin = (table[:, None].to(x.dtype) for table in tables)  # (B, 1, T, R)
-    rotated, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-    rotated = rotated * cos + rotate_half(rotated) * sin
-    return torch.cat([rotated, rest], dim=-1)
-
-
-def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Widen tables (B, T, R) to (B, T, Dh), for Llama layers in a drafter.
-
-    Dimensions j and j + Dh/2 share an angle, which is 0 from j = R/2 on.
-    R = 4 and Dh = 8: cos `a b a b` becomes `a b 1 1 a b 1 1`.
-    """
-    widened = []
-    for table, fill in zip(tables, (1.0, 0.0)):
-        half = table[..., : table.shape[-1] // 2]  # (B, T, R/2)
-        half = F.pad(half, (0, head_dim // 2 - half.shape[-1]), value=fill)  # (B, T, Dh/2)
-        widened.append(torch.cat([half, half], dim=-1))  # (B, T, Dh)
-    return tuple(widened)
-
-
-@torch.no_grad()
-def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]:
-    """Last hidden states (B, T, D) and {layer: (K, V)} of right-padded ids."""
-    cache = DynamicCache()  # without a config: sliding layers keep all rows
-    hidden = target.get_decoder()(input_ids, past_key_values=cache, use_cache=True)[0]
-    if layers and max(layers) >= len(cache.layers):  # as Gemma-3n's top layers
-        raise Mistake(f"target layer {max(layers)} caches no keys and values: name a lower one")
-    return hidden, {n: (cache.layers[n].keys, cache.layers[n].values) for n in layers}
-
-
-# ---------------------------------------------------------------------------------- the drafter
-
-
-def option(default, help: str, decode: bool = False):
-    """A Config field; with `decode` it may change after training."""
-    kind = "default_factory" if callable(default) else "default"
-    return field(**{kind: default}, metadata={"help": help, "decode": decode})
-
-
-def at_least(config, **bounds: float) -> None:
-    """Raise a Mistake if a field is below its bound or of the wrong type."""
-    for name, bound in bounds.items():
-        value = getattr(config, name)
-        kinds = (int, type(getattr(config.__class__, name)))  # of the default
-        if not isinstance(value, kinds) or value < bound:
-            kind = "a number" if float in kinds else "an int"
-            raise Mistake(f"{name} {value!r}: take {kind} of at least {bound}")
-
-
-def one_of(config, **choices) -> None:
-    """Raise a Mistake if a field is not one of its choices."""
-    for name, allowed in choices.items():
-        if getattr(config, name) not in allowed:
-            raise Mistake(f"{name} {getattr(config, name)!r}: take {' or '.join(allowed)}")
-
-
-def llama_config(shape: dict, intermediate_size: int) -> LlamaConfig:
-    """Config of a drafter's Llama layer; `shape` is a `target_shape`."""
-    return LlamaConfig(
-        hidden_size=shape["hidden_size"],
-        intermediate_size=intermediate_size,
-        num_attention_heads=shape["num_heads"],
-        num_key_value_heads=shape["num_kv_heads"],
-        head_dim=shape["head_dim"],
-        rms_norm_eps=1e-5,
-        attn_implementation="sdpa",
-    )
-
-
-def placeholder_ids(shape: dict, size: int) -> Tensor:
-    """Draft vocabulary (Vd,) until `start_from` sets it; size 0: all tokens."""
-    return torch.arange(min(size or shape["vocab_size"], shape["vocab_size"]))
-
-
-def target_layers(target) -> list[nn.Module]:
-    """The target's layers, bottom up; [] if it has no `layers`."""
-    return list(getattr(target.get_decoder(), "layers", []))
-
-
-@torch.no_grad()
-def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
-    """Set `drafter.draft_ids` to the most frequent tokens; copy weights.
-
-    token_counts: (V,) how often each token occurs in the responses.
-    pairs: (drafter's module, target's module to copy from).
-    """
-    check_states(target)
-    most_frequent = token_counts.topk(len(drafter.draft_ids)).indices
-    drafter.draft_ids.copy_(most_frequent.sort().values)
-    for ours, theirs in pairs:
-        _copy_weights(ours, theirs)
-    final_norm = getattr(target.get_decoder(), "norm", None)
-    if hasattr(drafter, "norm") and final_norm is not None:
-        _copy_weights(drafter.norm, final_norm)
-
-
-def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
-    """Copy weights of equal name and shape, except norms that scale by 1 + w (Gemma)."""
-    source = dict(theirs.named_parameters())
-    for name, weight in ours.named_parameters():
-        other = source.get(name)
-        if other is None or other.shape != weight.shape:
-            continue
-        parent = theirs.get_submodule(name.rpartition(".")[0])
-        if "Norm" in type(parent).__name__ and name.endswith("weight"):
-            scale = parent(torch.ones_like(other))
-            if not torch.allclose(scale, other, atol=1e-2, rtol=1e-2):
-                continue
-        weight.copy_(other)
-
-
-def overlap(target, hidden: Tensor, q_draft: Tensor, draft_ids: Tensor) -> Tensor:
-    """sum_x min(p_target, q_draft), summed over M rows.
-
-    hidden: (M, D) of the target, for p_target. q_draft: (M, Vd).
-    """
-    total = torch.zeros((), device=q_draft.device)
-    for part, q in zip(hidden.split(256), q_draft.split(256)):  # saves memory
-        p_target = target_logits(target, part).softmax(-1)[:, draft_ids]  # (m, Vd)
-        total += torch.minimum(p_target, q.float()).sum()
-    return total
-
-
-def load_drafter(Drafter, path, target):
-    """Load a drafter to the target's device and dtype.
-
-    Raises: Mistake: missing, damaged, or of another method or target.
-    """
-    path = Path(path)
-    try:
-        made_for = dict(json.loads((path / "config.json").read_bytes())["target"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Mistake(
-            f"no drafter in {path} ({error!r}); make one with train.py --out {path}"
-        ) from error
-    _check_shape(path, made_for, target)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
-            drafter = Drafter.from_pretrained(str(path), strict=True)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
-            raise  # a bug in Drafter
-        reason = " ".join(str(error).split()[:12]) + " ..."
-        raise Mistake(
-            f"{path} holds no {Drafter.__module__} drafter, or a damaged one ({reason}): name "
-            "another one, or train it again"
-        ) from error
-    check_states(target)
-    return drafter.to(target.device, target.dtype).eval()
-
-
-def _check_shape(name, made_for: dict, target) -> None:
-    shape = target_shape(target)
-    wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
-    if wrong:
-        reason = ", ".join(wrong)
-        raise Mistake(f"{name} is for another target ({reason}); train one with train.py")
-
-
-def check_drafter(drafter, Drafter, target, config=None) -> None:
-    """Raise a Mistake if the drafter or its Config does not fit.
-
-    A drafter may be of another method, target, device or dtype.
-    """
-    if not isinstance(drafter, Drafter):
-        kind = f"{type(drafter).__module__}.{type(drafter).__name__}"
-        name = f"{Drafter.__module__}.Drafter"
-        raise Mistake(f"the drafter is a {kind}, not a {name}: load one with load_drafter")
-    _check_shape("the drafter", drafter.config.target, target)
-    check_config(config, type(drafter.config))
-    weight = next(drafter.parameters())
-    if (weight.dtype, weight.device.type) != (target.dtype, target.device.type):
-        raise Mistake(
-            f"the drafter is {weight.dtype} on {weight.device} and the target {target.dtype} on "
-            f"{target.device}; call drafter.to(target.device, target.dtype)"
-        )
-
-
-def check_config(config, Config) -> None:
-    """Raise a Mistake if `config`, where given, is not of the class Config."""
-    if config is not None and not isinstance(config, Config):
-        kind = f"{type(config).__module__}.{type(config).__name__}"
-        raise Mistake(f"config is a {kind}: pass a {Config.__module__}.Config")
-
-
-@dataclass
-class Batch:
-    """What `loss` takes: right-padded sequences and the target's view of them."""
-
-    input_ids: Tensor  # (B, T)
-    loss_mask: Tensor  # (B, T) bool, True for tokens to predict, not at t = 0
-    hidden: Tensor  # (B, T, D) last hidden states, after the final norm
-    kv: dict[int, tuple[Tensor, Tensor]]  # {layer: (K, V)}, (B, Hkv, T, Dh)
-    seed: Tensor  # (B,) new in each step; all random choices follow from it
-    progress: float  # completed fraction of the training run, in [0, 1)
-
-
-# ------------------------------------------------------------------------------------ KV caches
-
-
-class GrowingLayer(DynamicLayer):
-    """A cache layer that copies old rows only when its buffer must double."""
-
-    def update(self, key_states, value_states, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append n rows; returns keys and values (B, Hkv, P + n, Dh)."""
-        start = self.get_seq_length()
-        end = start + key_states.shape[2]
-        if not self.is_initialized:
-            self.buffers = [key_states[:, :, :0], value_states[:, :, :0]]
-            self.is_initialized = True
-        if end > self.buffers[0].shape[2]:
-            spare = max(256, 2 * end) - start
-            self.buffers = [F.pad(x[:, :, :start], (0, 0, 0, spare)) for x in self.buffers]
-        self.buffers[0][:, :, start:end] = key_states
-        self.buffers[1][:, :, start:end] = value_states
-        self.cut(end)
-        return self.keys, self.values
-
-    def cut(self, length: int) -> None:
-        """Keep the first `length` rows."""
-        if self.is_initialized:
-            self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
-
-    def keep(self, start: int, rows: Tensor) -> None:
-        """Move `rows` (n,) to start, start + 1, ... and drop the rest."""
-        if self.is_initialized:
-            for buffer in self.buffers:
-                moved = buffer[:, :, rows.to(buffer.device)]
-                buffer[:, :, start : start + len(rows)] = moved
-            self.cut(start + len(rows))
-
-
-class GrowingCache(DynamicCache):
-    """An empty cache of `num_layers` growing layers."""
-
-    def __init__(self, num_layers: int):
-        super().__init__()
-        self.layers = [GrowingLayer() for _ in range(num_layers)]
-
-    def cut(self, length: int) -> None:
-        """Keep the first `length` rows of every layer."""
-        for layer in self.layers:
-            layer.cut(length)
-
-
-class DraftCache(GrowingCache):
-    """A drafter's KV cache, which drops the rows of rejected tokens."""
-
-    fed: Tensor | None = None  # (1, P) the tokens whose rows are in the cache
-
-    def rewind(self, input_ids: Tensor) -> Tensor:
-        """Keep rows as far as `input_ids` agree; returns the ids to feed."""
-        if self.fed is None:
-            return input_ids
-        end = min(self.fed.shape[1], input_ids.shape[1] - 1)  # feed at least 1
-        same = self.fed[0, :end] == input_ids[0, :end]
-        agreed = int(same.cumprod(0).sum())
-        self.cut(agreed)
-        self.fed = self.fed[:, :agreed]
-        return input_ids[:, agreed:]
-
-    def record(self, token_ids: Tensor) -> Tensor:
-        """Note that `token_ids` (1, n) are fed now; returns their positions (1, n)."""
-        start = 0 if self.fed is None else self.fed.shape[1]
-        self.fed = token_ids if self.fed is None else torch.cat([self.fed, token_ids], dim=1)
-        return torch.arange(start, self.fed.shape[1], device=token_ids.device)[None]
 
 
 # ------------------------------------------------------------------------------ drafts, verified
@@ -629,7 +236,7 @@ class Stats:
     emitted: int = 0  # tokens committed, bonus tokens included
     offered: list[int] = field(default_factory=list)  # draft depth per round
     accepted: list[int] = field(default_factory=list)  # draft tokens per round
-    seconds: dict[str, float] = field(default_factory=dict)  # {phase: time}
+    seconds: dict[str, float] = field(default_factory=dict)  # first draft: prefill
 
 
 class Decoding:
@@ -787,6 +394,418 @@ class Decoding:
         self.clock_start = now
 
 
+def open_decoding(target, input_ids: Tensor, copies=0, stats=None, **options) -> Decoding:
+    """The Decoding of `target.generate(input_ids, **options)` at its start."""
+    created = []
+
+    def opened(target, input_ids, **given):
+        created.append(Decoding(target, input_ids, copies, stats, **given))
+        return input_ids
+
+    options.setdefault("attention_mask", torch.ones_like(input_ids))
+    target.generate(input_ids, custom_generate=opened, **options)
+    return created[0]
+
+
+# ------------------------------------------------------------------------------------ KV caches
+
+
+class GrowingLayer(DynamicLayer):
+    """A cache layer that copies old rows only when its buffer must double."""
+
+    def update(self, key_states, value_states, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Append n rows; returns keys and values (B, Hkv, P + n, Dh)."""
+        start = self.get_seq_length()
+        end = start + key_states.shape[2]
+        if not self.is_initialized:
+            self.buffers = [key_states[:, :, :0], value_states[:, :, :0]]
+            self.is_initialized = True
+        if end > self.buffers[0].shape[2]:
+            spare = max(256, 2 * end) - start
+            self.buffers = [F.pad(x[:, :, :start], (0, 0, 0, spare)) for x in self.buffers]
+        self.buffers[0][:, :, start:end] = key_states
+        self.buffers[1][:, :, start:end] = value_states
+        self.cut(end)
+        return self.keys, self.values
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` rows."""
+        if self.is_initialized:
+            self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
+
+    def keep(self, start: int, rows: Tensor) -> None:
+        """Move `rows` (n,) to start, start + 1, ... and drop the rest."""
+        if self.is_initialized:
+            for buffer in self.buffers:
+                moved = buffer[:, :, rows.to(buffer.device)]
+                buffer[:, :, start : start + len(rows)] = moved
+            self.cut(start + len(rows))
+
+
+class GrowingCache(DynamicCache):
+    """An empty cache of `num_layers` growing layers."""
+
+    def __init__(self, num_layers: int):
+        super().__init__()
+        self.layers = [GrowingLayer() for _ in range(num_layers)]
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` rows of every layer."""
+        for layer in self.layers:
+            layer.cut(length)
+
+
+class DraftCache(GrowingCache):
+    """A drafter's KV cache, which drops the rows of rejected tokens."""
+
+    fed: Tensor | None = None  # (1, P) the tokens whose rows are in the cache
+
+    def rewind(self, input_ids: Tensor) -> Tensor:
+        """Keep rows as far as `input_ids` agree; returns the ids to feed."""
+        if self.fed is None:
+            return input_ids
+        end = min(self.fed.shape[1], input_ids.shape[1] - 1)  # feed at least 1
+        same = self.fed[0, :end] == input_ids[0, :end]
+        agreed = int(same.cumprod(0).sum())
+        self.cut(agreed)
+        self.fed = self.fed[:, :agreed]
+        return input_ids[:, agreed:]
+
+    def record(self, token_ids: Tensor) -> Tensor:
+        """Note that `token_ids` (1, n) are fed now; returns their positions (1, n)."""
+        start = 0 if self.fed is None else self.fed.shape[1]
+        self.fed = token_ids if self.fed is None else torch.cat([self.fed, token_ids], dim=1)
+        return torch.arange(start, self.fed.shape[1], device=token_ids.device)[None]
+
+
+# ----------------------------------------------------------------------------------- the target
+
+
+def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "cpu"):
+    """Load a target, frozen and in eval mode, and its tokenizer.
+
+    name: Hugging Face id, folder or .gguf file; None: the default target.
+    """
+    try:
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError) as error:
+        raise Mistake(
+            f"this machine or build of torch has no device {device!r}: take another, such as cpu"
+        ) from error
+    if name is None:
+        try:
+            from support import default_target
+        except ImportError as error:
+            raise Mistake(
+                "no target named, and support/default_target.py, which fetches the default one, "
+                "is not here; copy it, or name a Hugging Face id or a folder"
+            ) from error
+        name = default_target.folder()
+    try:
+        return _read_target(name, dtype, device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the readers of transformers raise many kinds
+        reason = str(error).strip().split("\n")[0]
+        raise Mistake(
+            f"cannot load model {str(name)!r} ({reason}); give a Hugging Face id, a folder with "
+            "config.json, tokenizer files and *.safetensors, or a .gguf file; delete a damaged one"
+        ) from error
+
+
+def _read_target(name, dtype, device):
+    path = Path(name)
+    folder_named = path.parent != Path(".") or str(name).startswith(".")
+    if folder_named and path.parent.is_dir() and not path.exists():
+        raise FileNotFoundError("no such file or folder")  # rather than ask the hub for it
+    gguf = path.name if path.suffix == ".gguf" else None
+    if gguf and not path.is_file():
+        raise FileNotFoundError("no such file")
+    folder = (path.parent if gguf else path).as_posix()
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
+    if len(tokenizer) < 2:  # transformers makes an empty one
+        raise FileNotFoundError("no tokenizer files")
+    target = AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=gguf,
+        trust_remote_code=False,
+        dtype=dtype,
+        use_safetensors=None if gguf else True,
+    )
+    return target.to(device).eval().requires_grad_(False), tokenizer
+
+
+def target_shape(target) -> dict:
+    """The sizes that a drafter and its target must share."""
+    config = target.config.get_text_config()
+    heads = config.num_attention_heads
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+    }
+
+
+def _logit_scale(target) -> float:
+    """The factor on a target's logits (Granite, Cohere), else 1."""
+    config = target.config.get_text_config()
+    if getattr(config, "logit_scale", None):
+        return config.logit_scale
+    return 1 / (getattr(config, "logits_scaling", None) or 1)
+
+
+def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    """Logits (..., V), or (..., Vd) of `token_ids`, of hidden (..., D)."""
+    head = target.get_output_embeddings()
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if token_ids is not None and len(token_ids) < len(weight):
+        weight = weight[token_ids]
+        bias = None if bias is None else bias[token_ids]
+    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
+    scale = _logit_scale(target)
+    if scale != 1:  # saves a pass over all logits
+        logits = logits * scale
+    cap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def draft_head(target, token_ids: Tensor) -> nn.Linear:
+    """Rows `token_ids` (Vd,) of the LM head, frozen, for a drafter.
+
+    No bias and no soft cap: a drafter learns without them.
+    """
+    head = target.get_output_embeddings()
+    scale = _logit_scale(target)
+    if hasattr(head, "select") and scale == 1:  # as in support/packed.py
+        return head.select(token_ids)
+    weight = head.weight
+    if len(token_ids) < len(weight):
+        weight = weight[token_ids]
+    if scale != 1:
+        weight = weight * scale
+    rows = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    rows.weight = nn.Parameter(weight, requires_grad=False)
+    return rows
+
+
+def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """A layer's rotary cos and sin (B, T, R), R <= Dh, at positions (B, T)."""
+    like = torch.empty(0, dtype=target.dtype, device=position_ids.device)
+    module = getattr(target.get_decoder(), "rotary_emb", None)
+    if module is None:  # learned positions (GPT-2, OPT): rotate by zero
+        one = torch.ones(*position_ids.shape, 2, dtype=like.dtype, device=like.device)
+        return one, torch.zeros_like(one)
+    if "layer_type" in inspect.signature(module.forward).parameters:  # Gemma-3
+        kind = target.config.get_text_config().layer_types[layer]
+        return module(like, position_ids, kind)
+    return module(like, position_ids)
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the first R dimensions of x (B, H, T, Dh) in Llama's pairs."""
+    cos, sin = (table[:, None].to(x.dtype) for table in tables)  # (B, 1, T, R)
+    rotated, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    rotated = rotated * cos + rotate_half(rotated) * sin
+    return torch.cat([rotated, rest], dim=-1)
+
+
+def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
+    """Widen tables (B, T, R) to (B, T, Dh), for Llama layers in a drafter.
+
+    Dimensions j and j + Dh/2 share an angle, which is 0 from j = R/2 on.
+    R = 4 and Dh = 8: cos `a b a b` becomes `a b 1 1 a b 1 1`.
+    """
+    widened = []
+    for table, fill in zip(tables, (1.0, 0.0)):
+        half = table[..., : table.shape[-1] // 2]  # (B, T, R/2)
+        half = F.pad(half, (0, head_dim // 2 - half.shape[-1]), value=fill)  # (B, T, Dh/2)
+        widened.append(torch.cat([half, half], dim=-1))  # (B, T, Dh)
+    return tuple(widened)
+
+
+@torch.no_grad()
+def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]:
+    """Last hidden states (B, T, D) and {layer: (K, V)} of right-padded ids."""
+    cache = DynamicCache()  # without a config: sliding layers keep all rows
+    hidden = target.get_decoder()(input_ids, past_key_values=cache, use_cache=True)[0]
+    if layers and max(layers) >= len(cache.layers):  # as Gemma-3n's top layers
+        raise Mistake(f"target layer {max(layers)} caches no keys and values: name a lower one")
+    return hidden, {n: (cache.layers[n].keys, cache.layers[n].values) for n in layers}
+
+
+# ---------------------------------------------------------------------------------- the drafter
+
+
+def option(default, help: str, decode: bool = False):
+    """A Config field; with `decode` it may change after training."""
+    kind = "default_factory" if callable(default) else "default"
+    return field(**{kind: default}, metadata={"help": help, "decode": decode})
+
+
+def at_least(config, **bounds: float) -> None:
+    """Raise a Mistake if a field is below its bound or of the wrong type."""
+    for name, bound in bounds.items():
+        value = getattr(config, name)
+        kinds = (int, type(getattr(config.__class__, name)))  # of the default
+        if not isinstance(value, kinds) or not value >= bound:  # nor nan
+            kind = "a number" if float in kinds else "an int"
+            raise Mistake(f"{name} {value!r}: take {kind} of at least {bound}")
+
+
+def one_of(config, **choices) -> None:
+    """Raise a Mistake if a field is not one of its choices."""
+    for name, allowed in choices.items():
+        if getattr(config, name) not in allowed:
+            raise Mistake(f"{name} {getattr(config, name)!r}: take {' or '.join(allowed)}")
+
+
+def llama_config(shape: dict, intermediate_size: int) -> LlamaConfig:
+    """Config of a drafter's Llama layer; `shape` is a `target_shape`."""
+    return LlamaConfig(
+        hidden_size=shape["hidden_size"],
+        intermediate_size=intermediate_size,
+        num_attention_heads=shape["num_heads"],
+        num_key_value_heads=shape["num_kv_heads"],
+        head_dim=shape["head_dim"],
+        rms_norm_eps=1e-5,
+        attn_implementation="sdpa",
+    )
+
+
+def placeholder_ids(shape: dict, size: int) -> Tensor:
+    """Draft vocabulary (Vd,) until `start_from` sets it; size 0: all tokens."""
+    return torch.arange(min(size or shape["vocab_size"], shape["vocab_size"]))
+
+
+def target_layers(target) -> list[nn.Module]:
+    """The target's layers, bottom up; [] if it has no `layers`."""
+    return list(getattr(target.get_decoder(), "layers", []))
+
+
+@torch.no_grad()
+def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
+    """Set `drafter.draft_ids` to the most frequent tokens; copy weights.
+
+    token_counts: (V,) how often each token occurs in the responses.
+    pairs: (drafter's module, target's module to copy from).
+    """
+    check_states(target)
+    most_frequent = token_counts.topk(len(drafter.draft_ids)).indices
+    drafter.draft_ids.copy_(most_frequent.sort().values)
+    for ours, theirs in pairs:
+        _copy_weights(ours, theirs)
+    final_norm = getattr(target.get_decoder(), "norm", None)
+    if hasattr(drafter, "norm") and final_norm is not None:
+        _copy_weights(drafter.norm, final_norm)
+
+
+def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
+    """Copy weights of equal name and shape, except norms that scale by 1 + w (Gemma)."""
+    source = dict(theirs.named_parameters())
+    for name, weight in ours.named_parameters():
+        other = source.get(name)
+        if other is None or other.shape != weight.shape:
+            continue
+        parent = theirs.get_submodule(name.rpartition(".")[0])
+        if "Norm" in type(parent).__name__ and name.endswith("weight"):
+            scale = parent(torch.ones_like(other))
+            if not torch.allclose(scale, other, atol=1e-2, rtol=1e-2):
+                continue
+        weight.copy_(other)
+
+
+def overlap(target, hidden: Tensor, q_draft: Tensor, draft_ids: Tensor) -> Tensor:
+    """sum_x min(p_target, q_draft), summed over M rows.
+
+    hidden: (M, D) of the target, for p_target. q_draft: (M, Vd).
+    """
+    total = torch.zeros((), device=q_draft.device)
+    for part, q in zip(hidden.split(256), q_draft.split(256)):  # saves memory
+        p_target = target_logits(target, part).softmax(-1)[:, draft_ids]  # (m, Vd)
+        total += torch.minimum(p_target, q.float()).sum()
+    return total
+
+
+def load_drafter(Drafter, path, target):
+    """Load a drafter to the target's device and dtype.
+
+    Raises: Mistake: missing, damaged, or of another method or target.
+    """
+    path = Path(path)
+    try:
+        made_for = dict(json.loads((path / "config.json").read_bytes())["target"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Mistake(
+            f"no drafter in {path} ({error!r}); make one with train.py --out {path}"
+        ) from error
+    _check_shape(path, made_for, target)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
+            drafter = Drafter.from_pretrained(str(path), strict=True)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
+            raise  # a bug in Drafter
+        reason = " ".join(str(error).split()[:12]) + " ..."
+        raise Mistake(
+            f"{path} holds no {Drafter.__module__} drafter, or a damaged one ({reason}): name "
+            "another one, or train it again"
+        ) from error
+    check_states(target)
+    return drafter.to(target.device, target.dtype).eval()
+
+
+@dataclass
+class Batch:
+    """What `loss` takes: right-padded sequences and the target's view of them."""
+
+    input_ids: Tensor  # (B, T)
+    loss_mask: Tensor  # (B, T) bool, True for tokens to predict, not at t = 0
+    hidden: Tensor  # (B, T, D) last hidden states, after the final norm
+    kv: dict[int, tuple[Tensor, Tensor]]  # {layer: (K, V)}, (B, Hkv, T, Dh)
+    seed: Tensor  # (B,) new in each step; all random choices follow from it
+    progress: float  # completed fraction of the training run, in [0, 1)
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+def _check_shape(name, made_for: dict, target) -> None:
+    shape = target_shape(target)
+    wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
+    if wrong:
+        reason = ", ".join(wrong)
+        raise Mistake(f"{name} is for another target ({reason}); train one with train.py")
+
+
+def check_drafter(drafter, Drafter, target, config=None) -> None:
+    """Raise a Mistake if the drafter or its Config does not fit.
+
+    A drafter may be of another method, target, device or dtype.
+    """
+    if not isinstance(drafter, Drafter):
+        kind = f"{type(drafter).__module__}.{type(drafter).__name__}"
+        name = f"{Drafter.__module__}.Drafter"
+        raise Mistake(f"the drafter is a {kind}, not a {name}: load one with load_drafter")
+    _check_shape("the drafter", drafter.config.target, target)
+    check_config(config, type(drafter.config))
+    weight = next(drafter.parameters())
+    if (weight.dtype, weight.device.type) != (target.dtype, target.device.type):
+        raise Mistake(
+            f"the drafter is {weight.dtype} on {weight.device} and the target {target.dtype} on "
+            f"{target.device}; call drafter.to(target.device, target.dtype)"
+        )
+
+
+def check_config(config, Config) -> None:
+    """Raise a Mistake if `config`, where given, is not of the class Config."""
+    if config is not None and not isinstance(config, Config):
+        kind = f"{type(config).__module__}.{type(config).__name__}"
+        raise Mistake(f"config is a {kind}: pass a {Config.__module__}.Config")
+
+
 def check_target(target) -> None:
     """Raise a Mistake if token trees would change what the target decodes."""
     config = target.config.get_text_config()
@@ -878,17 +897,7 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
             raise Mistake(f"{text}: lower max_new_tokens")
 
 
-def open_decoding(target, input_ids: Tensor, copies=0, stats=None, **options) -> Decoding:
-    """The Decoding of `target.generate(input_ids, **options)` at its start."""
-    created = []
-
-    def opened(target, input_ids, **given):
-        created.append(Decoding(target, input_ids, copies, stats, **given))
-        return input_ids
-
-    options.setdefault("attention_mask", torch.ones_like(input_ids))
-    target.generate(input_ids, custom_generate=opened, **options)
-    return created[0]
+# ---------------------------------------------------------------------------------- a first try
 
 
 def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -> None:

@@ -3,7 +3,7 @@
 Paper: arXiv:2412.00061. One transformer layer fills S slots after the
 newest token. A slot holds a token or a blank. The CTC transform merges
 equal neighbours, then drops blanks. The likeliest results form the draft, a
-tree. The CTC loss of a sequence sums over its alignments, all ways to fill the
+tree. The CTC loss of a sequence sums over its alignments: all fillings of the
 slots that the transform turns into it (a, b, c are tokens, e is the blank):
 
     slots   a  a  e  b  c  c    ->  a b c
@@ -22,17 +22,19 @@ draft vocabulary, given x_0 to x_(t-1). U = 3:
 
 Names that differ from the paper's: F_distill is `hidden`, F^ `states`,
 P^ `q_slots` (in training its logarithm, `log_q`), epsilon the blank (index
-Vd), beta^-1 `collapse`, k `symbols`. Shapes: A anchors of a sequence, W anchors
-used in a batch, n rows, m slots.
+Vd), beta^-1 `collapse`, k `symbols`, T of Eq. 7 S. Shapes: A anchors of a
+sequence, W anchors used in a batch, n rows, m slots.
 
 Deviations from the paper:
     1. A row also holds the next token, as in the authors' code, which has
        S = 6 and U = 3 as well.
     2. Training uses random anchors and sums log P (Eq. 1); Eq. 2 sums P.
     3. Not in the paper: how slots start and what they see (`Drafter.forward`,
-       `slot_mask`), the norms of a row, the start from the target's top layer.
-    4. The tree is a trie of the likeliest prefixes after the transform. The
-       paper verifies whole combinations and masks what the transform removes.
+       `slot_mask`), the norms of a row, the start from the target's top layer,
+       the blank's own row in the head.
+    4. The default transform, `prefix_search`, is not the paper's: it ranks
+       prefixes by all their alignments. `alignments` is. Both give a trie, so
+       nothing is left to mask; the paper masks what the transform removes.
     5. `first_token` adds a loss on the first token (shipped drafter: 1).
     6. Labels, losses and drafts cover only frequent tokens (`draft_vocab`).
 
@@ -121,7 +123,7 @@ class SlotAttention(nn.Module):
 class Drafter(nn.Module, PyTorchModelHubMixin):
     """The Attention Draft Module (3.1).
 
-    Its parts have the names of a target layer's, to copy weights by name.
+    Parts that a target layer has too bear the same names, to copy weights.
     """
 
     def __init__(self, config: Config):
@@ -349,16 +351,17 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = Tru
 def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     """CTC prefix beam search: {prefix of indices into draft_ids: probability}.
 
-    This is Eq. 6, summed over all sequences that begin with the prefix: the
-    sum, over slots, of the probability that the slot completes it. A repeat
-    lengthens the prefix only after a blank, so alignments that end in a
-    blank are kept apart. The newest token is not part of the prefix, so the same
-    token in slot 1 is a true repeat. After each slot only the `candidates`
-    likeliest prefixes grow on, the empty one among them. The others stay in the
-    result. Both limits, `candidates` and `symbols`, can make a sum too small.
-    Slots a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, where e is the blank:
+    A prefix's probability is that of all sequences that begin with it, each by
+    Eq. 6. It is summed slot by slot: each slot adds the probability that it
+    completes the prefix (`entering`). A repeat lengthens the prefix only after a
+    blank, so alignments that end in a blank are kept apart. The newest token is
+    not part of the prefix, so the same token in slot 1 is a true repeat. After
+    each slot only `candidates` prefixes grow on, those that are the likeliest
+    results of the slots so far; the empty prefix competes too. The others stay
+    in the dictionary. Both limits, `candidates` and `symbols`, can make a sum
+    too small. Slots a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, where e is the blank:
 
-        prefix   entered in slot 1   entered in slot 2    sum
+        prefix   by slot 1           by slot 2            sum
         a        a    0.6            e a   0.4 x 0.2      0.68    a a adds nothing: slot 1 made a
         b                            e b   0.4 x 0.5      0.20
         a b                          a b   0.6 x 0.5      0.30
@@ -387,7 +390,7 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
                     longer = (*prefix, token)
                     new_token[longer] += entering
                     prefixes[longer] += entering
-        # 4. Keep the likeliest prefixes.
+        # 4. Keep the likeliest results of the slots so far.
         total = {prefix: new_blank[prefix] + new_token[prefix] for prefix in new_blank | new_token}
         kept = heapq.nlargest(candidates, total, key=total.get)
         in_blank, in_token = new_blank, new_token
@@ -404,7 +407,7 @@ def token_tree(prefixes: dict, draft_ids: Tensor, nodes: int, depth: int) -> com
     for prefix in sorted(prefixes, key=prefixes.get, reverse=True):
         if len(parents) >= nodes:
             break
-        # Skip a prefix that rounding put ahead of its parent.
+        # Skip a prefix that is too deep, or that rounding put ahead of its parent.
         if len(prefix) <= depth and prefix[:-1] in node_of:
             node_of[prefix] = len(parents)
             parents.append(node_of[prefix[:-1]])
@@ -443,8 +446,7 @@ def drafts(decoding, drafter: Drafter, config: Config):
     """Yield one draft per round; its nodes are chosen, not sampled."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
-        # Draft nothing after a prompt of one token, or without room.
-        if decoding.hidden.shape[1] == 0 or decoding.room == 0:
+        if decoding.hidden.shape[1] == 0:  # after a prompt of one token
             yield common.chain([], decoding.ids)
             continue
         q_slots = fill_slots(drafter, decoding, memory)

@@ -1,13 +1,13 @@
-"""Falcon: a drafter that predicts k tokens per pass (Gao et al., AAAI 2025).
+"""Falcon: a semi-autoregressive (SAR) drafter (Gao et al., AAAI 2025).
 
-Paper: arXiv:2412.12639. The drafter reads a row of slots. Slot i pairs the
-target's last hidden state h_i (a "feature") with the next token x_(i+1). It
-predicts the feature h_(i+k), which the target's LM head turns into token
-x_(i+k+1). So the newest k slots of a pass give k new tokens. They form a
-block: they attend to each other and to all earlier blocks. The next pass
-reads the predictions as its block. A draft is a token tree that grows by k
-levels per pass. The paper's example (3.1) has k = 2 and newest token x_3;
-f_draft_i is the prediction of h_i:
+Paper: arXiv:2412.12639. A pass of the drafter predicts k tokens. It reads
+slots. Slot i pairs the target's last hidden state h_i (a "feature") with the
+next token x_(i+1). It predicts the feature h_(i+k), which the target's LM head
+turns into token x_(i+k+1). So the newest k slots of a pass give k new tokens.
+They form a block: they attend to each other and to all earlier blocks. The
+next pass reads the predictions as its block. A draft is a token tree that
+grows by k levels per pass. The paper's example (3.1) has k = 2 and newest
+token x_3; f_draft_i is the prediction of h_i:
 
     pass 1   (h_1, x_2) (h_2, x_3)  ->  f_draft_3, f_draft_4  ->  x_4, x_5
     pass 2   (f_draft_3, x_4) (f_draft_4, x_5)  ->  x_6, x_7
@@ -18,19 +18,22 @@ the block learn to depend on them.
 
 Names that differ: the paper's t_i is x_i here, f_i is h_i (`features`,
 `answers`), f_i^draft is `f_draft`, p and p^draft are `p_target` and `q_draft`,
-omega_dist is `distill_weight` (1 in the shipped drafter).
+omega_dist is `distill_weight`.
 
 Deviations, and choices where the paper is silent:
     1. Eq. 1 predicts one place ahead; the code predicts k, as 3.1 does.
     2. Where blocks begin: at random in training (`relaxed_mask`), counted from
        the newest slot in decoding (`first_pass`).
-    3. Which slots CSGD reveals (`glance`); lambda falls with the steps.
-    4. Features and embeddings are normed, because their scales differ. Layers
-       start from the target's. `fusion="linear"` is not the paper's.
-    5. Losses on tokens and drafts cover only frequent tokens (`draft_vocab`).
+    3. Which slots CSGD reveals (`glance`); they have no loss. Lambda falls with
+       the steps.
+    4. Features and embeddings are normalised, because their scales differ. The
+       layers start as the target's top ones. `fusion="linear"` is ours.
+    5. Token losses, the Hamming distance and drafts cover only frequent tokens
+       (`draft_vocab`).
     6. Nodes are the likeliest tokens; under sampling the paper draws them.
-    7. The shipped drafter: linear fusion, nine nodes in two passes (the paper
-       has four), no CSGD in its last stage (checkpoints/README.md).
+    7. The default tree takes two passes, the paper's four. The shipped drafter
+       has linear fusion, omega_dist = 1, nine nodes in two passes, and no CSGD
+       in its last stage (checkpoints/README.md).
 
 Licence: Apache-2.0.
 """
@@ -69,7 +72,7 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
     return tree
 
 
-# The level sizes of Figure 5; which node has children is `layered_tree`'s choice.
+# The level sizes of Figure 5, with the children that `layered_tree` chooses.
 PAPER_TREE = layered_tree([20, 19, 19, 15, 16, 10, 10, 9])
 
 
@@ -100,26 +103,6 @@ VARIANTS = {
     "one_pass": {"tree": layered_tree([3, 4])},  # with k = 2
     "paper": {"tree": PAPER_TREE},
 }
-
-
-def checked_tree(tree, vocab: float) -> list[list[int]]:
-    """Check the rank paths of a tree, and sort them by depth.
-
-    Raises: Mistake: an entry is not a path, has a rank that the vocabulary does not
-        have, or lacks its parent.
-    """
-    if not isinstance(tree, (list, tuple)):
-        raise common.Mistake(f"tree {tree!r}: give a list of rank paths, such as [[0], [0, 1]]")
-    paths = set()
-    for path in tree:
-        good = isinstance(path, (list, tuple)) and len(path) > 0
-        if not good or not all(isinstance(rank, int) and 0 <= rank < vocab for rank in path):
-            raise common.Mistake(f"tree path {path}: give a list of ranks from 0 on, below {vocab}")
-        paths.add(tuple(path))
-    for path in paths:
-        if len(path) > 1 and path[:-1] not in paths:
-            raise common.Mistake(f"tree path {list(path)}: add its parent {list(path[:-1])}")
-    return [list(path) for path in sorted(paths, key=lambda path: (len(path), path))]
 
 
 # -------------------------------------------------------------------------------- architecture
@@ -163,7 +146,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             return self.fusion(pairs, state)
 
     def attend(self, target, fused: Tensor, positions: Tensor, mask: Tensor, cache=None) -> Tensor:
-        """Predict f_draft (B, r, D) from r fused slots (B, r, D) (Eq. 1, 3.1).
+        """Predict f_draft (B, r, D) from r fused slots (B, r, D) (Eq. 1, section 3.1).
 
         Args:
             positions: (1, r) the slots' numbers.
@@ -259,8 +242,9 @@ def generators(seed: Tensor, use: int) -> list[torch.Generator]:
 def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
     """Choose the slots whose answers CSGD reveals (3.2): N = rate * d.
 
-    The paper reveals consecutive slots before those to be predicted, but does
-    not say which; the order of blocks and the length of a run are ours.
+    The paper does not say which slots. Random blocks and runs of random length
+    are as in the published code; that exactly N slots are revealed, and only
+    slots that learn, is ours.
 
     In each sequence, d counts the slots that learn and whose likeliest token is
     not the target's (the Hamming distance). N is rounded. In random order, visit
@@ -304,7 +288,7 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 def reveal(slots: Slots, revealed: Tensor) -> Slots:
     """Give revealed slots (B, S) their answers, and no loss.
 
-    The revealed token is the text's, not the target's likeliest.
+    They would only have to copy their input. The revealed token is the text's.
     """
     return slots._replace(
         features=torch.where(revealed[..., None], slots.answers, slots.features),
@@ -405,14 +389,15 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     """Feed the newly committed slots; None while fewer than k slots exist.
 
     Only a full block predicts k tokens, so blocks are counted backwards from
-    the newest slot, and their borders move with it; rows of older blocks are
-    not recomputed. The newest block can contain up to k - 1 old slots, so the
-    last k - 1 old slots attend again. Memory keeps them fused, because fusing
-    them anew would need an older LSTM state. k = 3, slots 5 and 6 are new:
+    the newest slot, and their borders move with it. The newest block can contain
+    up to k - 1 old slots, so the last k - 1 old slots attend again; earlier rows
+    stay as they are. Memory keeps these slots fused, because fusing them anew
+    would need an older LSTM state. k = 3, slots 5 and 6 are new:
 
         blocks before        0 1 | 2 3 4
         blocks now           0 | 1 2 3 | 4 5 6
-        fused                              5 6
+        memory.fused                 3   4
+        fused now                          5 6
         attend                       3   4 5 6   3 sees 0 to 3, 4 to 6 see all
     """
     k = drafter.config.k
@@ -463,6 +448,8 @@ def tree_mask(mask: Tensor, origins: Tensor, k: int) -> Tensor:
 def later_pass(drafter: Drafter, decoding, memory: Memory, before: Pass, origins, tokens) -> Pass:
     """Feed n branches, each a block of predicted features and drafted tokens.
 
+    `memory.state` follows committed slots only, so a rejection undoes nothing.
+
     Args:
         origins: n numbers of the branches of `before` that they continue.
         tokens: n lists of k ids.
@@ -471,7 +458,9 @@ def later_pass(drafter: Drafter, decoding, memory: Memory, before: Pass, origins
     origins = torch.tensor(origins, device=before.f_draft.device)  # (n,)
     features = before.f_draft[origins]  # (n, k, D)
     tokens = decoding.ids.new_tensor(tokens)  # (n, k)
-    state = before.state and tuple(x[:, origins] for x in before.state)  # (2, n, D) each
+    state = before.state  # None if linear
+    if state is not None:
+        state = tuple(x[:, origins] for x in state)  # (2, n, D) each
     fused, state = drafter.fuse(decoding.target, features, tokens, state)  # (n, k, D)
     slots = before.slots + k
     positions = slots.repeat(len(origins))[None]  # (1, n k)
@@ -506,12 +495,32 @@ def levels_of(tree) -> list[list[tuple[int, int]]]:
     return levels
 
 
+def checked_tree(tree, vocab: float) -> list[list[int]]:
+    """Check the rank paths of a tree, and sort them by depth.
+
+    Raises: Mistake: an entry is not a path, has a rank that the vocabulary does not
+        have, or lacks its parent.
+    """
+    if not isinstance(tree, (list, tuple)):
+        raise common.Mistake(f"tree {tree!r}: give a list of rank paths, such as [[0], [0, 1]]")
+    paths = set()
+    for path in tree:
+        good = isinstance(path, (list, tuple)) and len(path) > 0
+        if not good or not all(isinstance(rank, int) and 0 <= rank < vocab for rank in path):
+            raise common.Mistake(f"tree path {path}: give a list of ranks from 0 on, below {vocab}")
+        paths.add(tuple(path))
+    for path in paths:
+        if len(path) > 1 and path[:-1] not in paths:
+            raise common.Mistake(f"tree path {list(path)}: add its parent {list(path[:-1])}")
+    return [list(path) for path in sorted(paths, key=lambda path: (len(path), path))]
+
+
 def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> common.Draft:
     """Draft a token tree, k levels per pass (3.4).
 
     Slot j of a block drafts level j of the pass: the slot's likeliest tokens, by
-    rank. The next pass has one block for each node with children in the last
-    level. The block holds the last k tokens on the path to this node. k = 2:
+    rank. The next pass has one block for each node of the last level that has
+    children. The block holds the last k tokens on the path to this node. k = 2:
 
         root -+- a -+- c --- e --- f
               |     +- d
@@ -533,7 +542,7 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
     nodes = []
     roots = [-1]  # the nodes that the branches of this pass grow from
     for first in range(0, len(levels), k):
-        # 1. Run another pass, over the nodes that have children.
+        # 1. Run another pass, a branch for each node of the last level with children.
         if first > 0:
             roots = sorted({parent for parent, _ in levels[first]})
             origins = [nodes[node].branch for node in roots]

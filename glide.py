@@ -31,8 +31,8 @@ Deviations from the paper:
        output where no row is readable. Queries are rotated, because the
        cached keys are. Every token is a query, those before x_t too.
     6. The shipped drafter has L = gamma = 3 (the paper: 5). It reads target
-       layer 18 of 0 to 29, because that layer copies from the context and the
-       top layer does not (results/README.md).
+       layer 18 of 0 to 29, which copies from the context. The top layer, the
+       paper's choice (5.4), does not (results/README.md).
 
 Licence: Apache-2.0.
 """
@@ -61,7 +61,7 @@ class Config:
     block_size: int = option(5, "L, tokens in a block of the training mask")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     distill: bool = option(True, "train on the target's distribution, not on the data")
-    gamma: int = option(5, "draft tokens a round", decode=True)
+    gamma: int = option(5, "draft tokens per round", decode=True)
 
     def __post_init__(self):
         common.at_least(self, num_layers=1, kv_layer=-1, block_size=1, draft_vocab=0, gamma=0)
@@ -77,8 +77,8 @@ def attend_or_zero(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tens
     """Attention of q (B, H, T, Dh) over P rows; zero where all are masked."""
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    # A softmax over no keys can be NaN. Such a query reads all rows, and its output
-    # is set to zero.
+    # A softmax over no keys can be NaN. So a query without readable rows reads
+    # all of them, and its output is set to zero.
     some = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | ~some, enable_gqa=True)
     return out * some
@@ -252,8 +252,8 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
     While drafting, the newest target rows do not exist yet: a query that predicts
     the i-th draft token lacks i of them, its own included. In training they
-    exist, and without the mask the drafter would learn to rely on them. It hides
-    the last 1 to L rows, so L should be at least gamma. L = 3 and phase 1, which
+    exist, and without the mask the drafter would learn to rely on them. The mask
+    hides the last 1 to L rows, so L should be at least gamma. L = 3 and phase 1, which
     shortens the first block by one token:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
@@ -371,9 +371,9 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
 def propose(drafter: Drafter, decoding, memory: Memory):
     """Draft a chain after `decoding.ids`; the caller decides when to stop.
 
-    Yields (token (1,), q_draft (V,), hidden (D,)); `hidden` is for SpecDec++'s
-    kind of stopping. Ends by itself if the logits processors allow no token of
-    the draft vocabulary.
+    Yields (token (1,), q_draft (V,), hidden (D,)); `hidden` is for stop rules
+    (support/stopping.py). Ends by itself if the logits processors allow no
+    token of the draft vocabulary.
     """
     ids = decoding.ids
     # Drop the rows of rejected tokens. If x_(t+2) was rejected, the row of

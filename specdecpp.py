@@ -9,27 +9,29 @@ A round ends when 1 - p^ exceeds h.
 Why a threshold (section 3.1): let R be the probability that at least one token
 drafted so far is rejected. If one is, continuing wastes at least c1 = t_draft.
 If none is, stopping costs at most c2 + Delta more than continuing, where c2 =
-t_target - t_draft and Delta is an unknown constant of the models and the
-prompt. So stopping is better once R >= (c2 + Delta) / (c1 + c2 + Delta).
+t_target - t_draft and Delta is an unknown constant that depends on policy,
+prompt, models and costs. So stopping is better once
+R >= (c2 + Delta) / (c1 + c2 + Delta).
 
 In practice h is tuned (section 4.1). Rejections weigh w_rej > 1 in the loss,
-because most draft tokens are accepted (3.3). That biases the head: if the true
-probability is P, the loss is smallest at an output of P / (P + w_rej (1 - P)).
+because most draft tokens are accepted (section 3.3). That biases the head: if
+the true probability is P, the loss is smallest at P / (P + w_rej (1 - P)).
 With w_rej = 6 and h = 0.7, a round stops once y_1 is judged if P < 0.72.
 
 Algorithm 2 is `propose`, `until_stop` and common.verify; Algorithm 1 is
 stop="fixed". Names that differ from the paper's: q is `DraftModel`, e_i is
-`hidden`, p^ is `all_accepted`, h is `threshold`, K is `gamma`, r is `keep`,
-P_i is `accept_prob`, D is `head_depth`.
+`hidden` (in `propose` and `until_stop` e_(i-1)), p^ is `all_accepted`, h is
+`threshold`, K is `gamma`, r is `keep` (0.15, as in the published code), P_i is
+`accept_prob`, D is `head_depth`.
 
 Deviations from the paper and its code:
     1. The draft model is a copy of some target layers, distilled in stage
-       "draft"; the paper's is another causal LM (`draft_model`).
+       "draft" (shipped: the first and the last); the paper's is another causal
+       LM (`draft_model`).
     2. The copied layers draft only frequent tokens (`draft_vocab`).
     3. Labels are greedy by default: P_i is 1 where both argmaxes agree, else
        0. With `temperature=1` they are the paper's; use it for sampling.
-    4. Y and Z are drawn anew in each training step; r is that of the published
-       code.
+    4. Y and Z are drawn anew in each training step.
     5. The head's D blocks are independent; the published code applies one D
        times.
     6. Drafting also ends after an end-of-sequence token.
@@ -266,7 +268,7 @@ def uniforms(batch) -> tuple[Tensor, Tensor]:
 
 
 def draw(model: DraftModel, target, batch, to_draw: Tensor, temperature: float):
-    """Draw a token Y_t after X_<t for each of the M response tokens X_t (3.3).
+    """Draw a token Y_t after X_<t for each of the M response tokens X_t (section 3.3).
 
     Args: to_draw: (B, T) uniform numbers.
     Returns: Y (M,) and accept_prob (M,), the min(1, p_target / q_draft) of Y.
@@ -288,7 +290,7 @@ def draw(model: DraftModel, target, batch, to_draw: Tensor, temperature: float):
 
 
 def mix(batch, drafted: Tensor, to_mix: Tensor, keep: float) -> tuple[Tensor, Tensor]:
-    """The sequence Z (3.3): X_t with probability `keep`, else a judged Y_t.
+    """The sequence Z (section 3.3): X_t with probability `keep`, else a judged Y_t.
 
         X        x1 x2 x3 x4
         Y        y1 y2 y3 y4      y3 was drawn after x1 x2
@@ -305,7 +307,7 @@ def mix(batch, drafted: Tensor, to_mix: Tensor, keep: float) -> tuple[Tensor, Te
 
 @torch.no_grad()
 def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of the head for the J judged tokens (3.3).
+    """Inputs and labels of the head for the J judged tokens (section 3.3).
 
     Y_t is drawn after X_<t, because its label assumes that all earlier tokens
     were accepted. One pass over Z then gives the states of all J tokens.
@@ -360,9 +362,9 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 def throughput(verification: float, discard: float, t_draft: float, t_target: float) -> float:
     """Tokens per second: 1 / latency, with the latency of Eq. 2.3.
 
-    Each target pass adds one token, so N_draft + N_target = N + N_discarded.
-    Substitute it into T = t_draft N_draft + t_target N_target (Eq. 2.1) and
-    divide by N.
+    Each target pass yields one token of its own and each draft pass one that
+    is kept or discarded, so N_draft + N_target = N + N_discarded. Substitute
+    it into T = t_draft N_draft + t_target N_target (Eq. 2.1) and divide by N.
 
     Args: verification: N_target / N. discard: N_discarded / N. t_draft,
     t_target: seconds of a pass.
@@ -374,8 +376,8 @@ def throughput(verification: float, discard: float, t_draft: float, t_target: fl
 def oracle(agrees: list[bool]) -> int:
     """N_target in greedy decoding with the best stopping times (Lemma 2.1).
 
-    Each round stops before the next disagreement. That takes |S| + 1 rounds,
-    but |S| if the last token is in S, because its round is the last.
+    Each round stops before the next disagreement. That takes |S| + 1 rounds, as
+    the lemma says, but |S| if the last token is in S: its round is the last.
 
     Args: agrees[i]: True if the draft model's argmax is token i of the answer.
     """
@@ -383,7 +385,7 @@ def oracle(agrees: list[bool]) -> int:
 
 
 def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
-    """R, the chance that a draft token is rejected, above which to stop (Theorem 3.1).
+    """R, the chance that any draft token is rejected, above which to stop (Theorem 3.1).
 
     The condition is sufficient, not necessary. It is not h, which applies to
     the output of a biased head.
@@ -405,7 +407,7 @@ class Memory:
 
 
 def propose(drafter, decoding, memory: Memory):
-    """Draft tokens after `decoding.ids`, as many as the caller takes.
+    """Yield draft tokens that follow `decoding.ids`, as many as the caller takes.
 
     Args: drafter: what `memory` was made of; `memory.model` drafts.
     Yields: (token y_i (1,), the processed q_draft (V,) it was chosen from, the

@@ -390,7 +390,7 @@ def parse(argv: list[str]):
     add("--accumulate", type=number(int, 1), default=1, help="parts that a batch is split into")
     add("--lr", type=number(float, 0), default=2e-3, help="peak learning rate")
     add("--warmup", type=share, default=0.02, help="share of the run that warms up")
-    add("--clip", type=number(float, 0), default=1.0, help="largest gradient norm")
+    add("--clip", type=number(float, 1e-6), default=1.0, help="largest gradient norm")
     add("--max-length", type=number(int, 2), default=512, help="tokens kept of a conversation")
     add("--bf16", action=argparse.BooleanOptionalAction, default=gpu, help="autocast to bfloat16")
     add("--held-out", type=number(int, 0), default=32, help="kept to measure alpha, at most half")

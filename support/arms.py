@@ -159,6 +159,8 @@ class Loader:
         """The arm NAME[:VARIANT[+VARIANT]][+copies][@DIR]."""
         # 1. Take the text apart.
         spec, at, folder = text.partition("@")
+        if at and not folder:
+            raise Mistake(f"{text} names no folder after the @")
         first, *more = spec.split("+")
         name, _, variant = first.partition(":")
         copies = 0

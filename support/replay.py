@@ -176,18 +176,6 @@ def as_json(value) -> str:
     return text
 
 
-def plain_table(method: dict, texts: dict[int, str]) -> str:
-    """The rounds as an HTML table, for readers without scripts."""
-    lines = [f"<table><caption>{html.escape(method['name'])}</caption>"]
-    lines.append("<tr><th>round<th>drafted<th>accepted<th>new text")
-    for number, told in enumerate(method["rounds"], 1):
-        new = "".join(texts[token] for token in told["committed"][: told["kept"]])
-        accepted = min(len(told["path"]), told["kept"])  # the answer may end within the path
-        counts = f"<td>{number}<td>{len(told['tokens'])}<td>{accepted}"
-        lines.append(f"<tr>{counts}<td>{html.escape(new)}")
-    return "\n".join([*lines, "</table>"])
-
-
 def page(methods: list[dict], tokenizer, prompt_ids: list[int], about: dict) -> str:
     """The page as HTML text.
 
@@ -205,7 +193,6 @@ def page(methods: list[dict], tokenizer, prompt_ids: list[int], about: dict) -> 
         "{{title}}": html.escape(f"Replay: {names}"),
         "{{style}}": (HERE / "replay.css").read_text(encoding="utf-8"),
         "{{script}}": (HERE / "replay.js").read_text(encoding="utf-8"),
-        "{{tables}}": "\n".join(plain_table(method, texts) for method in methods),
         "{{data}}": as_json(report.rounded(data, digits=5)),
     }
     template = (HERE / "replay.html").read_text(encoding="utf-8")

@@ -85,22 +85,20 @@ def record(chains, source, head, target, turn: dict) -> list[Round]:
 def chain_of(arm) -> tuple:
     """What drafts in an arm of support/arms.py.
 
-    Returns: the chain proposer's module, what it drafts with, and the
-        acceptance head that was trained on it, or None.
-    Raises: Mistake: the arm drafts no chains.
+    Returns: the method's module, what it drafts with, and the acceptance head
+        that was trained on it, or None.
+    Raises: Mistake: the arm drafts more than chains, or none.
     """
-    chains = arm.kwargs.get("base", arm.module)
-    if chains.__name__ not in cli.CHAINS or arm.copies:
+    if arm.module.__name__ not in cli.CHAINS or arm.copies:
         methods = " or ".join(cli.CHAINS)
-        raise common.Mistake(f"--sweep: {arm.name} drafts no chains: take {methods} first")
-    drafter = arm.kwargs.get("drafter")
+        raise common.Mistake(f"--sweep: {arm.name} drafts no plain chains: take {methods} first")
+    drafter = arm.kwargs["drafter"]
     draft_model = arm.kwargs.get("draft_model")
-    source = draft_model or drafter or arm.kwargs["base_drafter"]
     head = None
     if isinstance(drafter, specdecpp.Drafter) and drafter.config.stage == "head":
         if draft_model is None or drafter.config.model == specdecpp.identity(draft_model):
             head = drafter.head
-    return chains, source, head
+    return arm.module, draft_model or drafter, head
 
 
 # ----------------------------------------------------------------------------------- the rules

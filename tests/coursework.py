@@ -28,7 +28,6 @@ SECONDS = 600  # a solution may run for ever
 
 class Exercise(NamedTuple):
     stand_in: str  # code in place of what is to be written
-    file: str  # where its tests are
     tests: tuple[str, ...]  # all of them must pass; the first one is a good start
     part: type | None = None  # only the first statement of this kind is to be written
 
@@ -37,7 +36,6 @@ EXERCISES = {
     "common.ancestor_mask": Exercise(
         "size = len(parents) + 1\n"
         "return torch.zeros(1, 1, size, prefix + size, dtype=dtype)  # all may attend to all",
-        "test_verify.py",
         (
             "test_the_mask_of_the_docstring",
             "test_mask_against_brute_force",
@@ -46,7 +44,6 @@ EXERCISES = {
     ),
     "common.verify": Exercise(
         "committed = [int(logits[0, 0].argmax())]  # the target's own token; accepts nothing",
-        "test_verify.py",
         (
             "test_greedy_walk_takes_the_longest_accepted_path",
             "test_verify_sees_every_node_as_plain_decoding_would",
@@ -58,13 +55,11 @@ EXERCISES = {
     ),
     "common._draw": Exercise(
         "if siblings:\n    return int(draft.tokens[siblings[0]])  # accepts whatever was drafted",
-        "test_verify.py",
         ("test_draws_follow_the_target_exactly", "test_sampled_output_follows_the_target"),
         ast.For,
     ),
     "glide.block_mask": Exercise(
         "return torch.zeros(len(phase), 1, length, length, dtype=torch.bool)  # nothing is read",
-        "test_glide.py",
         (
             "test_the_block_mask_is_the_one_that_is_drawn",
             "test_a_position_reads_the_rows_of_earlier_blocks_only",
@@ -73,7 +68,6 @@ EXERCISES = {
     ),
     "glide.loss": Exercise(
         "return torch.zeros(()), 1",
-        "test_glide.py",
         (
             "test_the_loss_is_the_cross_entropy_worked_by_hand",
             "test_the_loss_of_a_batch_is_the_sum_over_its_sequences",
@@ -81,7 +75,6 @@ EXERCISES = {
     ),
     "cape.expand": Exercise(
         "return trajectory  # without extras",
-        "test_cape.py",
         (
             "test_an_expanded_proposal_worked_by_hand",
             "test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest",
@@ -91,7 +84,6 @@ EXERCISES = {
     ),
     "specdecpp.until_stop": Exercise(
         "yield from ()  # drafts nothing",
-        "test_specdecpp.py",
         (
             "test_algorithm_2_by_hand",
             "test_the_probability_that_all_are_accepted_is_noted",
@@ -101,25 +93,19 @@ EXERCISES = {
     "specdecpp.draw": Exercise(
         "count = int(batch.loss_mask.sum())\n"
         "return model.draft_ids.new_zeros(count), torch.zeros(count)",
-        "test_specdecpp.py",
         ("test_labels_against_brute_force", "test_the_mean_label_is_the_acceptance_rate"),
     ),
     "specdecpp.mix": Exercise(
         "return batch.input_ids, batch.loss_mask  # nothing is mixed in",
-        "test_specdecpp.py",
         ("test_the_mixture_by_hand", "test_labels_against_brute_force"),
     ),
-    "specdecpp.oracle": Exercise(
-        "return 0", "test_specdecpp.py", ("test_the_oracle_against_all_stopping_policies",)
-    ),
+    "specdecpp.oracle": Exercise("return 0", ("test_the_oracle_against_all_stopping_policies",)),
     "falcon.relaxed_mask": Exercise(
         "return torch.zeros(len(phase), 1, length, length, dtype=torch.bool)  # nothing is read",
-        "test_falcon.py",
         ("test_relaxed_mask_drawing_and_definition",),
     ),
     "falcon.glance": Exercise(
         "return torch.zeros_like(learns)  # no answer is revealed",
-        "test_falcon.py",
         (
             "test_glancing_worked_by_hand",
             "test_glancing_against_the_definition",
@@ -129,7 +115,6 @@ EXERCISES = {
     "ctc_drafter.slot_mask": Exercise(
         "rows = anchors.shape[1] * slots\n"
         "return torch.zeros(len(anchors), 1, rows, length + rows, dtype=torch.bool)",
-        "test_ctc_drafter.py",
         (
             "test_the_mask_against_a_loop",
             "test_drafting_round_by_round_equals_one_training_pass",
@@ -137,7 +122,6 @@ EXERCISES = {
     ),
     "ctc_drafter.prefix_search": Exercise(
         "return defaultdict(float)",
-        "test_ctc_drafter.py",
         (
             "test_prefix_search_on_the_two_slots_of_its_docstring",
             "test_prefix_search_keeps_the_likeliest_prefixes",
@@ -150,6 +134,12 @@ EXERCISES = {
 def file_of(name: str) -> str:
     """The file that an exercise is in."""
     return f"{name.partition('.')[0]}.py"
+
+
+def tests_of(name: str) -> str:
+    """The file that its tests are in."""
+    file = file_of(name)
+    return "test_verify.py" if file == "common.py" else f"test_{file}"
 
 
 def blanked(source: str, name: str) -> str:
@@ -245,25 +235,25 @@ def sentence(test: str) -> str:
 
 def grade(name: str, solutions: Path) -> int:
     """Run all tests of an exercise on each solution; returns how many do not pass them."""
-    exercise = EXERCISES[name]
     file = file_of(name)
-    alone = solutions / file
-    paths = [alone] if alone.is_file() else sorted(solutions.glob(f"*/{file}"))
-    if not paths:
+    folders = [solutions]
+    if not (solutions / file).is_file():
+        folders = sorted(path for path in solutions.glob("*") if path.is_dir())
+    if not any((folder / file).is_file() for folder in folders):
         raise ValueError(f"no {file} in {solutions} or in its folders: give the students' copies")
     failed = 0
-    for folder in sorted(solutions.iterdir() if not alone.is_file() else ()):
-        if folder.is_dir() and not (folder / file).is_file():
-            print(f"{folder.name}: no {file}")
-            failed += 1
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "copy"
         copy_of(copy, "checkpoints", "conversations", "results")
-        for path in paths:
-            shutil.copy(path, copy / file)
-            told = outcomes(copy, exercise.file, exercise.tests)
+        for folder in folders:
+            if not (folder / file).is_file():
+                print(f"{folder.name}: no {file}")
+                failed += 1
+                continue
+            shutil.copy(folder / file, copy / file)
+            told = outcomes(copy, tests_of(name), EXERCISES[name].tests)
             wrong = {test: what for test, what in told.items() if what}
-            print(f"{path.parent.name}: {len(told) - len(wrong)} of {len(told)} tests pass")
+            print(f"{folder.name}: {len(told) - len(wrong)} of {len(told)} tests pass")
             for test, what in wrong.items():
                 print(f"    {sentence(test)}: {what}")
             failed += bool(wrong)
@@ -281,7 +271,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.name is None and args.grade is None:
         for name, exercise in EXERCISES.items():
-            print(f"{name:27} {len(exercise.tests)} tests in tests/{exercise.file}")
+            print(f"{name:27} {len(exercise.tests)} tests in tests/{tests_of(name)}")
         return 0
     try:
         if args.name not in EXERCISES:
@@ -294,9 +284,9 @@ def main() -> int:
     except (ValueError, OSError) as problem:
         print(f"coursework.py: {problem}", file=sys.stderr)
         return 2
-    exercise = EXERCISES[args.name]
+    test = f"tests/{tests_of(args.name)}::{EXERCISES[args.name].tests[0]}"
     print(f"Write {args.name} in {args.out / file_of(args.name)}. Begin with this test:")
-    print(f"cd {args.out} && python -m pytest -x tests/{exercise.file}::{exercise.tests[0]}")
+    print(f"cd {args.out} && python -m pytest -x {test}")
     return 0
 
 

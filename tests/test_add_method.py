@@ -45,8 +45,8 @@ def test_bigrams_by_hand():
 
 
 def test_an_added_method_is_held_to_the_target(copy):
-    """By the tests of losslessness, which find both in METHODS."""
-    assert run(copy, "tests/test_lossless.py", "-k", "Llama and (ngram or glimpse)") >= 6
+    """By the tests of losslessness, greedy and sampled, which find both in METHODS."""
+    assert run(copy, "tests/test_lossless.py", "-k", "Llama and (ngram or glimpse)") >= 4
 
 
 @pytest.mark.slow

@@ -1,22 +1,14 @@
 """cape.py: set sizes, the expanded proposal and its mask; lossless with extras accepted."""
 
-import itertools
-
 import pytest
 import torch
-from tiny import make_glide, sampled_p_value
+from tiny import drawn, make_glide, sampled_p_value
 
 import cape
 import common
 import glide
 
 ROOT = torch.tensor([[0]])
-
-
-def decode(target, drafter, ids, config, **options):
-    options = {"do_sample": False, "max_new_tokens": 24} | options
-    options |= {"base": glide, "base_drafter": drafter, "config": config}
-    return target.generate(ids, custom_generate=cape.generate, **options)
 
 
 def trajectory_of(q_drafts):
@@ -27,21 +19,11 @@ def trajectory_of(q_drafts):
     return common.chain(steps, ROOT)
 
 
-def random_trajectory(gamma, vocab, seed):
-    scores = torch.rand(gamma, vocab, generator=torch.Generator().manual_seed(seed))
-    return trajectory_of((4 * scores).softmax(-1).tolist())
-
-
-# ----------------------------------------------------------------------------------- expansion
-
-
 def test_the_set_size_at_the_borders_of_the_papers_ranges():
     config = cape.Config()
     sizes = {0.01: 7, 0.3: 7, 0.31: 5, 0.6: 5, 0.61: 3, 0.8: 3, 0.81: 1, 1.0: 1}
-    got = {p: cape.set_size(p, config.sizes, config.bounds) for p in sizes}
-    assert got == sizes
-    most = config.gamma * (1 + max(config.sizes))
-    assert most == 32  # the limit of 5.3
+    assert {p: cape.set_size(p, config.sizes, config.bounds) for p in sizes} == sizes
+    assert config.gamma * (1 + max(config.sizes)) == 32  # the limit of 5.3
 
 
 @pytest.mark.parametrize(
@@ -92,65 +74,31 @@ def test_a_set_is_no_larger_than_what_can_be_drafted():
     assert got is nothing, f"expected an empty trajectory as it was given, got {got}"
 
 
-# ---------------------------------------------------------------------------------------- mask
-
-
-@pytest.mark.parametrize(
-    "counts", [[], [0], [3], [2, 1, 1], [0, 4, 0], [5, 0, 2, 1, 3]], ids=lambda counts: str(counts)
-)
+@pytest.mark.parametrize("counts", [[0], [3], [2, 1, 1], [0, 4, 0], [5, 0, 2, 1, 3]], ids=str)
 def test_the_mask_is_the_papers_formula_and_the_ancestor_mask_of_the_tree(counts):
-    """Mask_CAPE(i, j): j <= gamma and pos(i) > j, or i = j. The root is seen by all."""
-    gamma = len(counts)
-    pos = {i: i for i in range(1, gamma + 1)}  # of the trajectory, then of the sets
-    for step, count in enumerate(counts, 1):
-        for _ in range(count):
-            pos[len(pos) + 1] = step
-    beta = len(pos)
-    expected = torch.zeros(beta, beta, dtype=torch.bool)
-    for i, j in itertools.product(range(1, beta + 1), repeat=2):
-        expected[i - 1, j - 1] = (j <= gamma and pos[i] > j) or i == j
-    got = cape.cape_mask(counts)
-    assert got is not None and torch.equal(got, expected), (
-        f"input: a trajectory of {gamma}, sets of {counts}\nexpected:\n{expected.int()}\n"
-        f"got:\n{got if got is None else got.int()}"
-    )
-
+    """The formula needs the sizes of the sets, the ancestor mask the parents of the tree."""
     # Confidences .1, .2, ... give each step the size that its set has here.
-    q_drafts = [[0.1 * (n + 1)] + [(0.9 - 0.1 * n) / 15] * 15 for n in range(gamma)]
-    bounds = [0.1 * n + 0.15 for n in range(gamma - 1)]
-    if gamma:
-        draft = cape.expand(trajectory_of(q_drafts), cape.Config(sizes=counts, bounds=bounds))
-        tree = common.ancestor_mask(draft.parents, 0, torch.float32)[0, 0] == 0
-        told = f"counts {counts}: the tree of the parents {draft.parents.tolist()} has another mask"
-        assert torch.equal(tree[1:, 1:], expected), told
-        assert tree[:, 0].all() and not tree[0, 1:].any()
-
-
-# ------------------------------------------------------------------------------------ decoding
-
-
-WIDE = {"sizes": [40], "bounds": []}  # nearly every token beside each of the trajectory's
-
-
-@pytest.mark.parametrize("options", [{"gamma": 1}, {"gamma": 0}, WIDE])
-def test_greedy_output_is_the_targets(llama, options):
-    """Its VARIANTS are in test_lossless.py."""
-    ids = torch.randint(1, 48, (1, 6), generator=torch.Generator().manual_seed(6))
-    drafter = make_glide(llama)
-    for more in ({}, {"repetition_penalty": 1.5}, {"suppress_tokens": list(range(24))}):
-        truth = llama.generate(ids, max_new_tokens=24, do_sample=False, **more)
-        assert torch.equal(decode(llama, drafter, ids, cape.Config(**options), **more), truth)
+    steps = range(len(counts))
+    q_drafts = [[0.1 * (n + 1)] + [(0.9 - 0.1 * n) / 15] * 15 for n in steps]
+    bounds = [0.1 * n + 0.05 for n in steps[1:]]
+    draft = cape.expand(trajectory_of(q_drafts), cape.Config(sizes=counts, bounds=bounds))
+    expected = drawn(cape.cape_mask(counts))
+    tree = common.ancestor_mask(draft.parents, 0, torch.float32)[0, 0] == 0
+    got = drawn(tree[1:, 1:])  # without the root, which all see
+    told = f"counts {counts}, parents {draft.parents.tolist()}"
+    assert got == expected, f"{told}: expected {expected}, got {got}"
 
 
 @torch.no_grad()
 def test_an_accepted_extra_keeps_its_row_and_drafting_goes_on_from_it(llama):
     """Its key and value are those of a plain forward over the text."""
     drafter = make_glide(llama)
+    ids = torch.tensor([[9, 8, 7]])
+    options = {"max_new_tokens": 60, "do_sample": False}
     extras_accepted = 0
-    decoding = common.open_decoding(
-        llama, torch.tensor([[9, 8, 7]]), max_new_tokens=60, do_sample=False
-    )
-    for draft in cape.drafts(decoding, glide, drafter, cape.Config(**WIDE)):
+    decoding = common.open_decoding(llama, ids, **options)
+    # Beside each token of the trajectory stands nearly every other one.
+    for draft in cape.drafts(decoding, glide, drafter, cape.Config(sizes=[40], bounds=[])):
         # A drafter without memory drafts the same.
         steps = glide.propose(drafter, decoding, glide.Memory(drafter, llama))
         trajectory = draft.tokens[: len(draft.probs)] if draft.probs is not None else []
@@ -163,30 +111,29 @@ def test_an_accepted_extra_keeps_its_row_and_drafting_goes_on_from_it(llama):
             torch.testing.assert_close(ours.keys, theirs.keys)
             torch.testing.assert_close(ours.values, theirs.values)
     assert extras_accepted > 5
+    assert torch.equal(decoding.ids, llama.generate(ids, **options))
 
 
 def test_a_name_as_base_and_a_drafter_of_another_base_are_mistakes(llama):
-    drafter = make_glide(llama)
-    options = {"base_drafter": drafter, "custom_generate": cape.generate, "max_new_tokens": 4}
-    with pytest.raises(common.Mistake, match="base 'glide': pass a module that drafts chains"):
-        llama.generate(torch.tensor([[1, 2]]), base="glide", **options)
-    with pytest.raises(common.Mistake, match="drafter is a "):
-        llama.generate(torch.tensor([[1, 2]]), base=glide, **options | {"base_drafter": llama})
+    for base, drafter, said in (
+        ("glide", make_glide(llama), "base 'glide': pass a module that drafts chains"),
+        (glide, llama, "drafter is a "),
+    ):
+        with pytest.raises(common.Mistake, match=said):
+            options = {"base": base, "base_drafter": drafter, "max_new_tokens": 4}
+            llama.generate(ROOT, custom_generate=cape.generate, **options)
 
 
-# ------------------------------------------------------------------------------------ sampling
-
-
-def p_value(target, sizes):
+def p_value(target):
+    """Of answers whose trajectories have two tokens; those of test_lossless.py have one."""
     prompt = torch.tensor([[1, 2, 3]])
-    config = cape.Config(gamma=2, sizes=sizes)
+    config = cape.Config(gamma=2, sizes=[3, 2, 2, 1])
     given = {"base": glide, "base_drafter": make_glide(target), "config": config}
     return sampled_p_value(target, prompt, 3, draws=400, custom_generate=cape.generate, **given)
 
 
-@pytest.mark.parametrize("sizes", [[3, 2, 2, 1], [6, 6, 6, 6]])
-def test_sampled_output_follows_the_target(small_llama, sizes):
-    assert p_value(small_llama, sizes) > 1e-3
+def test_sampled_output_follows_the_target(small_llama):
+    assert p_value(small_llama) > 1e-3
 
 
 def test_negative_control_extras_that_claim_to_be_drawn_are_noticed(small_llama, monkeypatch):
@@ -202,4 +149,4 @@ def test_negative_control_extras_that_claim_to_be_drawn_are_noticed(small_llama,
         return draft
 
     monkeypatch.setattr(cape, "expand", wrong)
-    assert p_value(small_llama, [3, 2, 2, 1]) < 1e-6
+    assert p_value(small_llama) < 1e-6

@@ -2,14 +2,13 @@
 
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
 from chat import options
+from tiny import snapshot
 
 import common
-import glide
 import train
 from common import option
 from support import cli
@@ -44,42 +43,29 @@ def test_mistakes_are_one_line_and_bugs_are_tracebacks(capsys):
             cli.run(raising(bug("a bug")))
 
 
-def snapshot(top):
-    """What is in a folder, to the byte."""
-    return {path: path.read_bytes() for path in Path(top).rglob("*") if path.is_file()}
-
-
 MISTAKES = [
     ("--method nonsense", "argument --method: invalid choice: 'nonsense'"),
     ("--method cape", "cape has nothing to train"),
     ("--nonsense", "unrecognized arguments: --nonsense; see --help"),
     ("--device nonsense", "has no device 'nonsense': take another"),
-    ("--dtype int8", "argument --dtype: invalid choice"),
     ("--steps 0", "argument --steps: must be at least 1"),
     ("--minutes 1", "give --steps or --minutes, one of the two"),
     ("--lr nan", "argument --lr: nan is out of range"),
-    ("--warmup 1.1", "argument --warmup: 1.1 is out of range"),
     ("--batch-size 3 --accumulate 2", "--batch-size 3 must be a multiple of 1 processes"),
     ("--num-layers 0", "num_layers 0: take an int of at least 1"),
     ("--gamma x", "argument --gamma: invalid int value"),
-    ("--target no/such-target", "cannot load model 'no/such-target'"),
+    ("--target ./no-such", "cannot load model './no-such' (no such file or folder); give"),
     ("--data missing.jsonl", "no data file missing.jsonl; train.py --make-data"),
-    ("--data {tmp}/file", "file, line 1: no JSON"),
     ("--data {tmp}", " is a folder: name its files"),
     ("--data conversations/answers.jsonl.gz", "is what eval_alpha is measured on: leave it out"),
-    ("--data {tmp}/foo", "foo, line 1: no conversation; give prompt and response, mess"),
     ("--data {tmp}/same --held-out 2", "every conversation is among the 2 held out"),
     ("--out {tmp}/file", "file is a file; name a folder"),
     ("--init {tmp}", "no drafter in"),
     ("--resume", "nothing to resume in"),
     ("--resume --init {tmp}", "leave out --init"),
     ("--make-data 4 --out {tmp}", "Is a directory"),
-    ("--make-data 4 --out {tmp}/a/b.jsonl", "No such file or directory"),
     ("--make-data 4 --out {tmp}/x.jsonl.gz", "give --out a plain .jsonl file"),
-    ("--make-data 4 --out {tmp}/file", "holds something other than conversations"),
-    ("--greedy 2", "argument --greedy: 2 is out of range"),
     ("--plot {tmp}", "name the curves"),
-    ("--plot {tmp}/file curve.json", "file is a file; name a folder"),
 ]
 
 
@@ -87,7 +73,6 @@ MISTAKES = [
 def test_a_mistake_of_train_py_is_told_in_a_line(folder, tmp_path, capsys, words, said):
     """It names what is wrong, and nothing is written or lost."""
     (tmp_path / "file").write_bytes(b"notes\n\xff\n")
-    (tmp_path / "foo").write_text('{"foo": 1}\n')
     (tmp_path / "same").write_text('{"prompt": "w1", "response": "w2"}\n' * 4)
     before = snapshot(tmp_path)
     more = [word.format(tmp=tmp_path) for word in words.split()]
@@ -103,7 +88,6 @@ CONFIG_MISTAKES = [
     ("glide", {"num_layers": 4}, "num_layers 4, kv_layer -1: the target has layers 0 to 2"),
     ("cape", {"gamma": 2.5}, "gamma 2.5: take an int of at least 0"),
     ("falcon", {"noise": "3"}, "noise '3': take a number of at least 0"),
-    ("cape", {"gamma": -1}, "gamma -1: take an int of at least 0"),
     ("cape", {"sizes": [1, 2]}, "one size more than bounds"),
     ("cape", {"sizes": [7, 5, 3, -1]}, "no negative size"),
     ("cape", {"bounds": [0.6, 0.3, 0.8]}, "ascending bounds"),
@@ -113,8 +97,8 @@ CONFIG_MISTAKES = [
     ("specdecpp", {"keep": 1}, "keep 1: take a share"),
     ("specdecpp", {"layers": [3]}, "name some of the target's"),
     ("falcon", {"tree": [[0], [1, 0]]}, r"tree path \[1, 0\]: add its parent \[1\]"),
-    ("falcon", {"tree": [[-1]]}, r"tree path \[-1\]: give a list of ranks"),
     ("falcon", {"tree": 4}, "tree 4: give a list"),
+    ("falcon", {"tree": [[-1]]}, r"tree path \[-1\]: give a list of ranks"),
     ("falcon", {"tree": [[9]], "draft_vocab": 9}, "from 0 on, below 9"),
     ("ctc_drafter", {"slots": 3, "window": 4}, "slots 3: take an int of at least 4"),
     ("medusa", {"window": 0}, " 0: take an int of at least 1"),
@@ -142,19 +126,6 @@ def test_a_config_checks_itself(llama, method, fields, said):
 def test_what_is_missing_is_named(capsys, words, said):
     code, text = end_of(capsys, train.main, *words.split())
     assert code == 2 and text.startswith("train.py: ") and said in text
-
-
-def test_a_bug_in_a_loss_shows_its_traceback(folder, tmp_path, monkeypatch):
-    def loss(drafter, target, batch):
-        raise ValueError("half-written")
-
-    monkeypatch.setattr(glide, "loss", loss)
-    monkeypatch.setattr(sys, "argv", ["train.py", *options(folder, tmp_path, "--steps", 1)])
-    with pytest.raises(ValueError, match="half-written"):
-        cli.run(train.main)
-
-
-# ----------------------------------------------------------------------------------- methods
 
 
 def test_methods_and_rivals_by_name(monkeypatch, tmp_path):
@@ -203,15 +174,6 @@ def test_every_field_of_a_config_is_an_option_of_its_type():
     assert vars(parser_of().parse_args(words)) == given | {"more": 2}
     decode = vars(parser_of(decode=True).parse_args([]))
     assert set(decode) == {"rate", "layer", "count", "word"}
-    for bad in (
-        "--layer -2",
-        "--count -1",
-        "--sizes 4",
-        "--sizes [1.5]",
-        "--sizes [true]",
-        "--count 1.5",
-        "--csg",
-        "--target {}",
-    ):
+    for bad in ("--layer -2", "--count -1", "--sizes 4", "--sizes [1.5]", "--csg", "--target {}"):
         with pytest.raises(common.Mistake, match="see --help"):
             parser_of().parse_args(bad.split())

@@ -54,18 +54,14 @@ def test_a_method_file_and_common_decode_alone(told, method):
     assert here["drafted"] > 0
 
 
-@pytest.mark.parametrize("method", WITH_DEMO)
-def test_a_lone_file_as_a_script_ends_with_one_line(told, method):
-    """support/default_target.py, which fetches the default target, is not there."""
-    code, errors = told[f"alone/{method}"]["script"]
-    assert code == 2
-    assert errors.count("\n") == 1
-    assert errors.startswith(f"{method}.py: no target named, and support/default_target.py")
+NO_TARGET = "no target named, and support/default_target.py"  # which fetches the default one
+ENDS = [(f"alone/{method}", NO_TARGET) for method in WITH_DEMO]
+ENDS += [(f"incomplete/{name}", f"{base_of(name)}.py, whose drafts") for name in EXPANDERS]
 
 
-@pytest.mark.parametrize("method", EXPANDERS)
-def test_a_file_that_expands_chains_says_whose(told, method):
-    code, errors = told[f"incomplete/{method}"]["script"]
+@pytest.mark.parametrize("folder, said", ENDS)
+def test_a_script_that_lacks_a_file_ends_with_one_line(told, folder, said):
+    code, errors = told[folder]["script"]
     assert code == 2
-    assert errors.startswith(f"{method}.py: {base_of(method)}.py, whose drafts it expands")
+    assert errors.startswith(f"{Path(folder).name}.py: {said}")
     assert errors.count("\n") == 1

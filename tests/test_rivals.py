@@ -14,9 +14,6 @@ from support.rivals import beam, medusa
 PROMPT = torch.tensor([[9, 8, 7]])
 
 
-# -------------------------------------------------------------------------------------- Medusa
-
-
 def make_medusa(target, **options):
     settings = dict(draft_vocab=0, anchors=16, window=3)
     torch.manual_seed(5)
@@ -65,14 +62,6 @@ def test_medusa_drafts_products_and_merges_no_repeats(llama, monkeypatch):
     assert draft.q.tolist() == pytest.approx([0.9**3] * 3)  # of one combination
 
 
-# ---------------------------------------------------------------------------------------- beams
-
-
-@pytest.fixture(scope="module")
-def drafter(llama):
-    return make_glide(llama, draft_vocab=20)
-
-
 def beams_by_hand(target, drafter, depth, width):
     """{proposal: probability} of beam search (5.1), each scored by a drafter without memory."""
     decoding = common.open_decoding(target, PROMPT, max_new_tokens=9)
@@ -93,7 +82,8 @@ def beams_by_hand(target, drafter, depth, width):
 
 @pytest.mark.parametrize("depth, width", [(0, 4), (1, 4), (3, 1), (3, 4), (2, 25)])
 @torch.no_grad()
-def test_the_tree_is_that_of_the_best_proposals(llama, drafter, depth, width):
+def test_the_tree_is_that_of_the_best_proposals(llama, depth, width):
+    drafter = make_glide(llama, draft_vocab=20)
     options = {"do_sample": True, "suppress_tokens": list(range(28, 38))}
     decoding = common.open_decoding(llama, PROMPT, max_new_tokens=9, **options)
     memory = glide.Memory(drafter, llama)
@@ -107,10 +97,3 @@ def test_the_tree_is_that_of_the_best_proposals(llama, drafter, depth, width):
         assert product == pytest.approx(probability, rel=1e-4)
     # Only a copy of the decoding ranks greedily and without processors.
     assert torch.equal(decoding.ids, PROMPT) and decoding.do_sample and decoding.logits_processor
-
-
-@torch.no_grad()
-def test_proposals_leave_the_bonus_token_a_place(llama, drafter):
-    decoding = common.open_decoding(llama, PROMPT, max_new_tokens=3)
-    draft = next(beam.drafts(decoding, glide, drafter, beam.Config(gamma=4)))
-    assert max(draft.depths()) == 2

@@ -6,15 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tiny import (
-    family,
-    make_batch,
-    make_llama,
-    random_batch,
-    row_of,
-    sampled_p_value,
-    teach,
-)
+from tiny import family, make_batch, make_llama, random_batch, row_of, sampled_p_value, teach
 
 import common
 import specdecpp
@@ -43,13 +35,6 @@ def decode(target, ids, drafter=None, draft_model=None, max_new_tokens=40, eos=N
     return decoding.ids, decoding.stats, made
 
 
-def answers(target, rows=4, length=40):
-    """What the target says to prompts of a token, as a batch."""
-    prompts = torch.arange(1, rows + 1)[:, None]
-    ids = target.generate(prompts, max_new_tokens=length - 1, do_sample=False)
-    return make_batch(target, [(row, torch.arange(length) > 0) for row in ids])
-
-
 def constant_head(drafter, logit):
     """The drafter with a head that always predicts the same."""
     changed = copy.deepcopy(drafter)
@@ -59,21 +44,15 @@ def constant_head(drafter, logit):
 
 
 @pytest.fixture(scope="module")
-def both_stages(llama):
-    """(drafter, losses of the draft stage, losses of the head stage), trained a little."""
+def trained(llama):
+    """A drafter that went through both stages, a little."""
     first = make_drafter(llama, stage="draft")
-    draft_losses = teach(specdecpp, first, llama, 60, 5e-3, rows=8, length=61)
+    losses = teach(specdecpp, first, llama, 60, 5e-3, rows=8, length=61)
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     second = specdecpp.Drafter(dataclasses.replace(first.config, stage="head")).double()
     second.load_state_dict(first.state_dict())  # as train.py --init does
-    head_losses = teach(specdecpp, second, llama, 60, 5e-3, rows=8, length=61)
-    for name, weight in first.body.state_dict().items():
-        assert torch.equal(second.body.state_dict()[name], weight), f"the head's stage moved {name}"
-    return second, draft_losses, head_losses
-
-
-@pytest.fixture(scope="module")
-def trained(both_stages):
-    return both_stages[0]
+    teach(specdecpp, second, llama, 60, 5e-3, rows=8, length=61)
+    return second
 
 
 # ------------------------------------------------------------------------------------ drafting
@@ -83,12 +62,10 @@ def trained(both_stages):
 def test_nothing_is_drafted_after_an_end_of_sequence(llama, rule):
     """All layers are copied: the end is drafted, and a pass of the draft model after it is lost."""
     drafter = constant_head(make_drafter(llama, layers=[0, 1, 2]), 8.0)
-    truth = llama.generate(PROMPT, max_new_tokens=20, do_sample=False)[0, 3:].tolist()
-    eos = truth[6]
+    eos = int(llama.generate(PROMPT, max_new_tokens=7, do_sample=False)[0, -1])
     passes = []
     drafter.body.register_forward_hook(lambda *_: passes.append(1))
-    output, stats, drafts = decode(llama, PROMPT, drafter, None, 30, [47, eos], **rule)
-    assert output[0, 3:].tolist() == truth[: truth.index(eos) + 1]
+    _, stats, drafts = decode(llama, PROMPT, drafter, None, 30, [47, eos], **rule)
     assert len(passes) == stats.drafted == sum(stats.accepted)
     assert drafts[-1].tokens[-1] == eos
 
@@ -170,8 +147,6 @@ def test_a_round_holds_two_tokens_to_max_draft(llama, trained):
         assert stats.offered[0] == max(stats.offered) == length
         for draft in made:  # each round notes its own p^, all but that of the newest token
             assert len(draft.notes["chances"]) == max(0, len(draft.tokens) - 1)
-    _, stats, _ = decode(llama, PROMPT, trained, stop="fixed", gamma=3, max_draft=2)
-    assert max(stats.offered) == 3
 
 
 def test_the_head_reads_the_same_in_training_and_in_decoding(llama):
@@ -253,18 +228,16 @@ def test_the_mixture_by_hand():
     assert judged.tolist() == wanted, f"{given}: expected judged {wanted}, got {judged.tolist()}"
 
 
-@pytest.mark.parametrize("stage", ["draft", "head"])
-@pytest.mark.parametrize("lengths", [(9, 12, 7), (180, 140)])
 @torch.no_grad()
-def test_the_loss_of_a_batch_is_the_sum_over_its_sequences(llama, stage, lengths):
-    """So that neither padding nor a split changes a step; 300 positions are more than one part."""
-    drafter = make_drafter(llama, stage=stage, temperature=1.0)
+def test_the_heads_loss_of_a_batch_is_the_sum_over_its_sequences(llama):
+    """So that neither padding nor a split changes a step; 314 positions are more than one part."""
+    drafter = make_drafter(llama, temperature=1.0)
+    lengths = (180, 140)
     batch = random_batch(llama, lengths)
     rows = [row_of(batch, row, length) for row, length in enumerate(lengths)]
-    for sums in (specdecpp.loss, specdecpp.acceptance):
-        alone = [sums(drafter, llama, row) for row in rows]
-        for whole, parts in zip(sums(drafter, llama, batch), zip(*alone)):
-            assert float(whole) == pytest.approx(sum(map(float, parts)), rel=1e-6)
+    alone = [specdecpp.loss(drafter, llama, row) for row in rows]
+    for whole, parts in zip(specdecpp.loss(drafter, llama, batch), zip(*alone)):
+        assert float(whole) == pytest.approx(sum(map(float, parts)), rel=1e-6)
 
 
 def test_the_mean_label_is_the_acceptance_rate(llama):
@@ -307,34 +280,19 @@ def test_distillation_by_hand(llama):
     assert float(total) == pytest.approx(expected, rel=1e-5) and weight == 19
 
 
-def test_each_stage_trains_its_own_part(llama, both_stages):
+def test_each_stage_trains_its_own_part(llama, trained):
     for stage, part in (("draft", "body"), ("head", "head")):
         drafter = make_drafter(llama, stage=stage)
         learns = [name for name, weight in drafter.named_parameters() if weight.requires_grad]
         assert {name.partition(".")[0] for name in learns} == {part}
-    _, draft, head = both_stages
-    assert sum(draft[-5:]) < 0.8 * sum(draft[:5]) and sum(head[-5:]) < 0.9 * sum(head[:5])
-
-
-def test_a_trained_head_tells_accepted_from_rejected(llama, trained):
-    hidden, labels = specdecpp.labelled(trained, llama, answers(llama))
+    answers = llama.generate(torch.arange(1, 5)[:, None], max_new_tokens=39, do_sample=False)
+    batch = make_batch(llama, [(ids, torch.arange(40) > 0) for ids in answers])
+    hidden, labels = specdecpp.labelled(trained, llama, batch)
     predicted = trained.head(hidden).sigmoid()
     assert predicted[labels == 1].mean() > predicted[labels == 0].mean() + 0.2
 
 
 # ------------------------------------------------------------------------------ what drafts
-
-
-def test_the_head_is_residual():
-    head = specdecpp.AcceptanceHead(8, 3)
-    x = torch.randn(5, 8)
-    expected = x
-    for block in head.blocks:
-        inner = expected @ block.weight.T + block.bias
-        expected = expected + inner * inner.sigmoid()
-    torch.testing.assert_close(head(x), (expected @ head.out.weight.T + head.out.bias)[:, 0])
-    assert len({id(block.weight) for block in head.blocks}) == 3
-    assert len(list(specdecpp.AcceptanceHead(8, 0).parameters())) == 2  # D = 0 is a linear layer
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Gemma3", "GPT2", "OPT"])
@@ -356,7 +314,8 @@ def test_layers_of_every_family_are_copied(name):
         assert half.config.model["layer_types"] == ["full_attention"] * 2
 
 
-def named(model, name):
+def causal_lm(name, **options):
+    model = make_llama(**options)
     model.config.name_or_path = name
     return model
 
@@ -364,7 +323,7 @@ def named(model, name):
 @pytest.fixture
 def small(monkeypatch):
     """A causal LM that load_target finds under any name."""
-    model = named(make_llama(layers=1, seed=4), "there/small")
+    model = causal_lm("there/small", layers=1, seed=4)
     monkeypatch.setattr(common, "load_target", lambda name, **_: (model, None))
     specdecpp.load_draft_model.cache_clear()
     return model
@@ -374,29 +333,27 @@ def test_a_head_on_a_causal_lm_is_trained_and_decodes(llama, small):
     drafter = make_drafter(llama, draft_model="small")
     losses = teach(specdecpp, drafter, llama, 20, 5e-3)
     assert sum(losses[-5:]) < sum(losses[:5])
-    assert {name.partition(".")[0] for name in drafter.state_dict()} == {"head", "draft_ids"}
+    assert drafter.body is None  # the causal LM is not saved with it
     truth = llama.generate(PROMPT, max_new_tokens=40, do_sample=False)
     for model in (None, small):
         assert torch.equal(decode(llama, PROMPT, drafter, model)[0], truth)
     with pytest.raises(common.Mistake, match="only a head"):
         arms.causal_lm(drafter, llama)
-    total, count = specdecpp.acceptance(drafter, llama, answers(llama))
-    assert 0 < float(total) / count < 1
 
 
 def test_a_head_refuses_another_draft_model_of_the_same_width(llama, small, trained):
     drafter = make_drafter(llama, draft_model="small")
-    moved = named(make_llama(layers=1, seed=4), "elsewhere/small")
-    decode(llama, PROMPT, drafter, moved, 4)
-    other = named(make_llama(layers=1, seed=5), "other")  # of the same shape
-    with pytest.raises(common.Mistake, match="trained on small, not on other"):
-        decode(llama, PROMPT, drafter, other)
+    decode(llama, PROMPT, drafter, causal_lm("elsewhere/small", layers=1, seed=4), 4)
+    other = causal_lm("other", layers=1, seed=5)
     decode(llama, PROMPT, drafter, other, 4, **FIXED)  # needs no head
-    deeper = named(make_llama(layers=2, seed=4), "there/small")
-    with pytest.raises(common.Mistake, match="trained on small, not on there/small"):
-        decode(llama, PROMPT, drafter, deeper)
-    with pytest.raises(common.Mistake, match="trained on its own layers, not on there/small"):
-        decode(llama, PROMPT, trained, small)
+    deeper = causal_lm("there/small", layers=2, seed=4)
+    for head, given, said in (
+        (drafter, other, "trained on small, not on other"),
+        (drafter, deeper, "trained on small, not on there/small"),
+        (trained, small, "trained on its own layers, not on there/small"),
+    ):
+        with pytest.raises(common.Mistake, match=said):
+            decode(llama, PROMPT, head, given)
 
 
 def test_mistakes_get_one_clear_line(llama):
@@ -438,14 +395,10 @@ def test_the_oracle_against_all_stopping_policies():
         assert best == len(rejected) + 1 - (6 in rejected)  # |S| + 1, but for the last token
 
 
-def test_throughput_by_hand():
-    """100 tokens, 30 target forwards, 50 discarded: N_draft = 120."""
+def test_throughput_and_stop_threshold_by_hand():
+    # 100 tokens, 30 target forwards, 50 discarded: N_draft = 120.
     expected = 100 / (120 * 0.02 + 30 * 0.1)
     assert specdecpp.throughput(0.3, 0.5, 0.02, 0.1) == pytest.approx(expected)
-
-
-def test_stop_threshold_by_hand():
-    """At the threshold the wasted R c1 equals what may be saved, (1 - R)(c2 + Delta)."""
-    for c1, c2, delta in ((1.0, 4.0, 0.0), (0.02, 0.09, 0.05), (1.0, 0.0, 0.0)):
-        rejection = specdecpp.stop_threshold(c1, c2, delta)
-        assert rejection * c1 == pytest.approx((1 - rejection) * (c2 + delta))
+    # At the threshold the wasted R c1 equals what may be saved, (1 - R)(c2 + Delta).
+    rejection = specdecpp.stop_threshold(0.02, 0.09, 0.05)
+    assert rejection * 0.02 == pytest.approx((1 - rejection) * (0.09 + 0.05))

@@ -4,13 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from tiny import make_arm, make_llama, slow, teach
+from tiny import make_llama, slow, teach
 
 import cape
 import common
-import glide
 import specdecpp
-from support import cli, stopping
+from support import stopping
 from support.arms import Arm
 from support.stopping import Round
 
@@ -29,11 +28,6 @@ def drafter(llama):
     second.load_state_dict(first.state_dict())
     teach(specdecpp, second, llama, 20, 5e-3)
     return second
-
-
-@pytest.fixture(scope="module")
-def recorded(llama, drafter):
-    return stopping.record(specdecpp, drafter, drafter.head, llama, TURN)
 
 
 def arm_of(module, **kwargs):
@@ -72,25 +66,17 @@ def test_replayed_rates_are_those_of_decoding(llama, drafter, name, place):
     assert len(rounds) == stats.emitted
 
 
-def test_what_is_recorded_at_a_place(llama, drafter, recorded):
-    ids = llama.generate(**TURN)
-    assert len(recorded) == 30
-    for place in (0, 7, 20, 28, 29):
-        each = recorded[place]
-        prefix = ids[:, : 3 + place]
-        given = common.open_decoding(llama, prefix, do_sample=False, max_new_tokens=90)
-        with torch.no_grad():
-            steps = specdecpp.propose(drafter, given, specdecpp.Memory(drafter, llama))
-            drafted = [next(steps) for _ in range(min(20, 29 - place))]
-            states = [hidden for _, _, hidden in drafted[1:]]
-            said = [float(drafter.head(hidden).sigmoid()) for hidden in states]
-        assert each.tokens == [int(token) for token, _, _ in drafted]
-        assert each.confidence == pytest.approx([float(q.max()) for _, q, _ in drafted], rel=1e-5)
-        entropy = [float(-(q * q.log()).nansum()) for _, q, _ in drafted]
-        assert each.entropy == pytest.approx(entropy, rel=1e-5)
-        assert each.chances == pytest.approx(said, rel=1e-4)
-        right = [token == int(ids[0, 3 + place + i]) for i, token in enumerate(each.tokens)]
-        assert each.agreed == (right.index(False) if False in right else len(right))
+def test_a_round_by_hand():
+    """The head judges a token by the state that comes with the next one."""
+    steps = [
+        (torch.tensor([1]), torch.tensor([0.5, 0.5]), torch.tensor([0.1])),
+        (torch.tensor([0]), torch.tensor([0.8, 0.2]), torch.tensor([0.9])),
+    ]
+    each = stopping.round_of(steps, head=lambda hidden: torch.logit(hidden[:, 0]))
+    assert each.tokens == [1, 0]
+    assert each.confidence == pytest.approx([0.5, 0.8])
+    assert each.entropy == pytest.approx([0.6931, 0.5004], abs=1e-4)
+    assert each.chances == pytest.approx([0.9])
 
 
 # ----------------------------------------------------------------------------------- the rules
@@ -114,17 +100,14 @@ def test_lengths_by_hand():
     each = Round([1] * 4, [0.8, 0.6, 0.2, 0.9], [0.2, 0.8, 1.7, 2.5], [0.95, 0.5, 0.9])
     found = stopping.lengths(each)
     many = stopping.first([])
-    assert many > 1000 and stopping.first([False, True, True]) == 2
+    assert many > 1000
     expected = {
         ("K", "3"): 3,
         ("confidence", "0.1"): many,
         ("confidence", "0.5"): 3,
         ("confidence", "0.7"): 2,
-        ("entropy", "0.5"): 2,
         ("entropy", "1.5"): 3,
-        ("entropy", "3.0"): many,
         ("head", "0.1"): 3,
-        ("head", "0.5"): 3,
         ("head", "0.7"): many + 1,
     }
     assert {rule: found[rule] for rule in expected} == expected
@@ -150,11 +133,12 @@ def test_forward_times_by_hand():
     assert stopping.forward_times([timed(0, 4, 0.0, 1.0)])[:2] == (0, 0.25)
 
 
-def test_the_sweep_of_a_run(llama, drafter, recorded):
+def test_the_sweep_of_a_run(llama, drafter):
     arm = arm_of(specdecpp, drafter=drafter, config=drafter.config)
     result = stopping.sweep(arm, llama, [TURN], [timed(10, 5, 0.2, 0.5)])
     assert (result["t_draft_ms"], result["t_target_ms"]) == pytest.approx((20, 100))
-    for rule, settings in stopping.points([recorded]).items():
+    rounds = stopping.record(specdecpp, drafter, drafter.head, llama, TURN)
+    for rule, settings in stopping.points([rounds]).items():
         for setting, rates in settings.items():
             *found, speed = result["points"][rule][setting]
             assert found == pytest.approx(rates)
@@ -167,12 +151,6 @@ def test_what_drafts_in_an_arm_and_the_head_that_was_trained_on_it(llama, drafte
     model = make_llama(layers=1, seed=4)  # the head was trained on the drafter's own layers
     found = stopping.chain_of(arm_of(specdecpp, **ours, draft_model=model))
     assert found == (specdecpp, model, None)
-    for arm in (arm_of(cli.import_method("falcon"), **ours), Arm("x", specdecpp, ours, copies=16)):
-        with pytest.raises(common.Mistake, match="drafts no chains: take glide or specdecpp"):
+    for arm in (arm_of(cape), Arm("x", specdecpp, ours, copies=16)):
+        with pytest.raises(common.Mistake, match="no plain chains: take glide or specdecpp"):
             stopping.chain_of(arm)
-
-    _, kwargs = make_arm("cape", llama)
-    arm = arm_of(cape, **kwargs)
-    assert stopping.chain_of(arm) == (glide, kwargs["base_drafter"], None)
-    result = stopping.sweep(arm, llama, [TURN], [timed(4, 2, 0.5, 0.5)])
-    assert set(result["points"]) == {"K", "confidence", "entropy", "oracle"}

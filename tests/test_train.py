@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from chat import options
 from safetensors.torch import load_file
-from tiny import family, make_arm, random_batch
+from tiny import family, make_arm, random_batch, snapshot
 
 import common
 import glide
@@ -27,9 +28,6 @@ from support import cli, data
 from support.features import Features
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
-TRAINED = ["glide", "specdecpp", "falcon", "ctc_drafter", "medusa"]
-
-
 PINNED = {  # mean loss, acceptance rate
     "glide": (3.76231, 0.17250),
     "specdecpp": (11.32331, 0.57779),
@@ -39,16 +37,31 @@ PINNED = {  # mean loss, acceptance rate
 }
 
 
-def weights(out):
-    return torch.load(out / "training_state.pt", weights_only=True)["model"]
+@pytest.fixture
+def trained(folder, tmp_path):
+    """train.py into a folder of tmp_path; returns the folder."""
+
+    def run(name, *more):
+        train.main(options(folder, tmp_path / name, *more))
+        return tmp_path / name
+
+    return run
+
+
+def state_of(out):
+    return torch.load(out / "training_state.pt", weights_only=True)
+
+
+def config_in(out):
+    return json.loads((out / "config.json").read_text())
 
 
 def curve_of(out):
     return json.loads((out / "curve.json").read_text())
 
 
-def forked(argv, said, limit=None, **environment):
-    """train.py in a fork, which writes what it says to `said`; no file may exceed `limit` bytes."""
+def forked(argv, said, **environment):
+    """train.py in a fork, which writes what it says to `said`."""
 
     def child():
         with open(said, "w", buffering=1) as file:
@@ -58,9 +71,6 @@ def forked(argv, said, limit=None, **environment):
             os.environ.update(environment)
             AcceleratorState._reset_state(True)
             GradientState._reset_state()
-            if limit:
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
             sys.argv = ["train.py", *argv]
             cli.run(train.main)
 
@@ -69,17 +79,10 @@ def forked(argv, said, limit=None, **environment):
     return process
 
 
-def wait_for(path, process):
-    begun = time.monotonic()
-    while not path.exists():
-        assert process.is_alive() and time.monotonic() - begun < 120
-        time.sleep(0.01)
-
-
 # ---------------------------------------------------------------------------- what a step is
 
 
-def test_a_run_is_that_of_a_plain_loop(folder, tmp_path, monkeypatch):
+def test_a_run_is_that_of_a_plain_loop(folder, trained, monkeypatch):
     """Order, seeds, progress, learning rate, clip and normalisation, all written out once more."""
     steps, clip, peak, rise = 15, 1.9, 0.0018, 0.2
     seen = []
@@ -91,9 +94,9 @@ def test_a_run_is_that_of_a_plain_loop(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(glide, "loss", noted)
     more = ["--steps", steps, "--clip", clip, "--lr", peak, "--seed", 5, "--warmup", rise]
-    train.main(options(folder, tmp_path / "out", *more))
+    out = trained("out", *more)
     assert seen == [step / steps for step in range(steps)]
-    assert curve_of(tmp_path / "out")[-1]["tokens"] == steps * 4 * 14  # without the prompts
+    assert curve_of(out)[-1]["tokens"] == steps * 4 * 14  # without the prompts
 
     target, tokenizer = common.load_target(str(folder))
     sequences = data.read_conversations(str(folder / "data.jsonl"), tokenizer, 512)[:20]
@@ -129,12 +132,12 @@ def test_a_run_is_that_of_a_plain_loop(folder, tmp_path, monkeypatch):
         optimizer.step()
         optimizer.zero_grad()
     assert 0 < clipped < steps
-    assert curve_of(tmp_path / "out")[-1]["loss"] == pytest.approx(average, abs=1e-3)
-    for name, value in drafter.state_dict().items():
-        torch.testing.assert_close(weights(tmp_path / "out")[name], value, atol=1e-6, rtol=1e-6)
+    assert curve_of(out)[-1]["loss"] == pytest.approx(average, abs=1e-3)
+    ours = state_of(out)["model"]
+    torch.testing.assert_close(ours, dict(drafter.state_dict()), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.parametrize("method", PINNED)
 @torch.no_grad()
 def test_weights_mean_what_they_meant_when_the_shipped_ones_were_trained(method):
     """Given weights, of a Gemma-3 whose layers rotate in two ways, give given numbers."""
@@ -158,7 +161,7 @@ def random_weights(module):
 
 def loss_and_gradient(out):
     """The mean loss of a run, and the optimizer's running mean of its unclipped gradients."""
-    state = torch.load(out / "training_state.pt", weights_only=True)
+    state = state_of(out)
     moments = state["optimizer"]["state"]
     gradient = torch.cat([moments[index]["exp_avg"].flatten() for index in sorted(moments)])
     return state["progress"]["average"], gradient
@@ -169,7 +172,7 @@ def assert_same(ours, theirs):
     assert (ours[1] - theirs[1]).norm() < 1e-4 * theirs[1].norm()
 
 
-@pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.parametrize("method", PINNED)
 def test_parts_of_a_step_change_nothing_and_chance_is_the_seed_s(folder, tmp_path, method):
     """Of sequences with unequal lengths, whose losses have unequal weights."""
     generator = torch.Generator().manual_seed(3)
@@ -193,10 +196,10 @@ def test_parts_of_a_step_change_nothing_and_chance_is_the_seed_s(folder, tmp_pat
     common.load_drafter(cli.import_method(method).Drafter, out / "drafter", target)
 
 
-def test_two_processes_have_the_loss_of_one(folder, tmp_path):
+def test_two_processes_have_the_loss_of_one(folder, tmp_path, trained):
     """With gloo, as torchrun starts them; each takes its share in two parts."""
     argv = ["--steps", 4, "--clip", 1000]
-    train.main(options(folder, tmp_path / "one", *argv))
+    one = trained("one", *argv)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -211,15 +214,12 @@ def test_two_processes_have_the_loss_of_one(folder, tmp_path):
     said = [(tmp_path / rank).read_text() for rank in ("0", "1")]
     assert [process.exitcode for process in processes] == [0, 0], said
     assert [text.count('"method": "glide"') for text in said] == [1, 0]  # one of them reports
-    assert_same(loss_and_gradient(tmp_path / "two"), loss_and_gradient(tmp_path / "one"))
+    assert_same(loss_and_gradient(tmp_path / "two"), loss_and_gradient(one))
 
 
-def test_training_lowers_the_loss_and_a_finished_drafter_is_never_overwritten(
-    folder, tmp_path, capsys
-):
-    out = tmp_path / "out"
-    argv = options(folder, out, "--steps", 18, "--lr", "1e-2")
-    train.main(argv)
+def test_training_lowers_the_loss_and_a_finished_drafter_is_never_overwritten(trained, capsys):
+    run = partial(trained, "out", "--steps", 18, "--lr", "1e-2")
+    out = run()
     first, *_, last = curve_of(out)
     assert [row["step"] for row in curve_of(out)] == [4, 8, 12, 16, 18]
     assert last["loss"] < first["loss"] and last["alpha"] > first["alpha"]
@@ -227,13 +227,13 @@ def test_training_lowers_the_loss_and_a_finished_drafter_is_never_overwritten(
     told = {"method": "glide", "out": str(out), "interrupted": False}
     assert json.loads(said) == told | last
     assert load_file(out / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
-    before = {path: path.read_bytes() for path in out.iterdir()}
+    before = snapshot(out)
     with pytest.raises(common.Mistake, match="already holds a drafter"):
-        train.main(argv)
-    train.main([*argv, "--resume"])
+        run()
+    run("--resume")
     again = capsys.readouterr()
     assert "is finished" in again.err and again.out.splitlines()[-1] == said
-    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    assert snapshot(out) == before
 
 
 # -------------------------------------------------------------------------- what is measured
@@ -254,14 +254,13 @@ def spy(monkeypatch, *names):
     return [seen[name] for name in names]
 
 
-def test_held_out_conversations_are_measured_and_never_learned(folder, tmp_path, monkeypatch):
+def test_held_out_conversations_are_measured_not_learned(folder, tmp_path, trained, monkeypatch):
     """Of two files that end with the same four."""
     lines = (folder / "data.jsonl").read_text().splitlines()
     for name, part in {"a": [*lines[:6], *lines[20:]], "b": lines[6:]}.items():
         (tmp_path / name).write_text("\n".join(part) + "\n")
     learned, measured = spy(monkeypatch, "loss", "acceptance")
-    more = ["--data", tmp_path / "a", tmp_path / "b", "--steps", 5]
-    train.main(options(folder, tmp_path / "out", *more))
+    trained("out", "--data", tmp_path / "a", tmp_path / "b", "--steps", 5)
     rows = []
     for line in lines:
         record = json.loads(line)
@@ -270,15 +269,14 @@ def test_held_out_conversations_are_measured_and_never_learned(folder, tmp_path,
     assert sorted(set(measured)) == sorted(rows[20:])
 
 
-def test_eval_alpha_is_that_of_a_file(folder, tmp_path, monkeypatch):
+def test_eval_alpha_is_that_of_a_file(tmp_path, trained, monkeypatch):
     """Its conversations are whole, whatever is kept of those that are learned."""
     record = {"prompt_ids": [5] * 8, "response_ids": list(range(6, 36))}
     (tmp_path / "answers.jsonl").write_text(json.dumps(record) + "\n")
     [measured] = spy(monkeypatch, "acceptance")
     more = ["--eval", tmp_path / "answers.jsonl", "--max-length", 10, "--held-out", 0]
-    train.main(options(folder, tmp_path / "out", "--steps", 1, *more))
+    [row] = curve_of(trained("out", "--steps", 1, *more))
     assert measured == [tuple(record["prompt_ids"] + record["response_ids"])]
-    [row] = curve_of(tmp_path / "out")
     assert row["alpha"] is None and 0 < row["eval_alpha"] < 1
 
 
@@ -300,62 +298,66 @@ def test_an_acceptance_rate_is_a_mean_over_positions():
 
 
 @pytest.mark.parametrize("features", [False, True])
-def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(folder, tmp_path, features):
+def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(folder, tmp_path, trained, features):
     more = ["--features", tmp_path / "features"] if features else []
     more += ["--steps", 40, "--save-every", 1]
-    train.main(options(folder, tmp_path / "whole", *more))
+    whole = trained("whole", *more)
     killed = forked(options(folder, tmp_path / "cut", *more), tmp_path / "said")
-    wait_for(tmp_path / "cut" / "config.json", killed)
+    begun = time.monotonic()
+    while not (tmp_path / "cut" / "config.json").exists():
+        assert killed.is_alive() and time.monotonic() - begun < 120
+        time.sleep(0.01)
     killed.kill()
     killed.join()
-    assert weights(tmp_path / "cut")
-    train.main(options(folder, tmp_path / "cut", *more, "--resume"))
-    whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
-    assert all(torch.equal(whole[name], cut[name]) for name in whole)
-    curves = [curve_of(tmp_path / name) for name in ("whole", "cut")]
+    assert state_of(tmp_path / "cut")["progress"]["step"] > 0
+    cut = trained("cut", *more, "--resume")
+    torch.testing.assert_close(state_of(cut)["model"], state_of(whole)["model"], atol=0, rtol=0)
+    curves = [curve_of(whole), curve_of(cut)]
     for row in [*curves[0], *curves[1]]:
         row.pop("minutes")
     assert curves[0] == curves[1]
 
 
 @pytest.mark.parametrize("renames", range(8))  # four of each checkpoint
-def test_killed_between_two_renames_a_run_goes_on(folder, tmp_path, monkeypatch, renames):
+def test_killed_between_two_renames_a_run_goes_on(folder, tmp_path, trained, monkeypatch, renames):
     class Killed(BaseException):
         pass
 
-    done = []
+    left = iter(range(renames))
     replace = Path.replace
 
     def dying(self, other):
-        done.append(other)
-        if len(done) > renames:
+        if next(left, None) is None:
             raise Killed
         return replace(self, other)
 
     monkeypatch.setattr(Path, "replace", dying)
-    argv = options(folder, tmp_path / "out", "--steps", 3, "--save-every", 1)
+    run = partial(trained, "out", "--steps", 3, "--save-every", 1)
     with pytest.raises(Killed):
-        train.main(argv)
+        run()
     monkeypatch.undo()
     if renames > 3 or (tmp_path / "out" / "config.json").exists():
         target, _ = common.load_target(str(folder))
         assert common.load_drafter(glide.Drafter, tmp_path / "out", target)
     again = ["--resume"] if renames else []  # nothing was saved yet
-    train.main([*argv, *again, "--gamma", "3", "--accumulate", "2"])  # these may change
-    assert curve_of(tmp_path / "out")[-1]["step"] == 3
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["gamma"] == 3
-    assert not list((tmp_path / "out").glob(".part*"))
+    out = run(*again, "--gamma", 3, "--accumulate", 2)  # these may change
+    assert curve_of(out)[-1]["step"] == 3
+    assert config_in(out)["gamma"] == 3
+    assert not list(out.glob(".part*"))
 
 
-def test_an_interrupt_saves_and_exits_cleanly(folder, tmp_path):
-    run = forked(options(folder, tmp_path / "out", "--steps", 100000), tmp_path / "said")
-    wait_for(tmp_path / "out" / "config.json", run)
-    os.kill(run.pid, signal.SIGINT)
-    run.join(120)
-    said = (tmp_path / "said").read_text()
-    assert run.exitcode == 0 and "Traceback" not in said
-    last = json.loads(said.splitlines()[-1])
-    assert last["interrupted"] is True and last["step"] >= 4
+def test_an_interrupt_saves_and_ends_the_run(trained, monkeypatch, capsys):
+    loss = glide.loss
+
+    def interrupted(*given):
+        signal.raise_signal(signal.SIGINT)
+        return loss(*given)
+
+    monkeypatch.setattr(glide, "loss", interrupted)
+    out = trained("out", "--steps", 100000)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["interrupted"] is True and last["step"] == 1
+    assert state_of(out)["progress"]["step"] == 1 and config_in(out)
 
 
 @pytest.mark.parametrize(
@@ -368,8 +370,8 @@ def test_an_interrupt_saves_and_exits_cleanly(folder, tmp_path):
         ("--block-size 3", "--block-size 5, now 3"),
     ],
 )
-def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, words, said):
-    train.main(options(folder, tmp_path / "out", "--steps", 4))
+def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, trained, words, said):
+    trained("out", "--steps", 4)
     lines = (folder / "data.jsonl").read_text().splitlines()
     (tmp_path / "other").write_text("\n".join(lines[1:]) + "\n")
     target, tokenizer = common.load_target(str(folder))
@@ -377,20 +379,17 @@ def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, words, said):
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     more = words.format(tmp=tmp_path).split()
-    with pytest.raises(common.Mistake) as caught:
-        train.main(options(folder, tmp_path / "out", "--steps", 4, *more, "--resume"))
-    assert said in str(caught.value)
+    with pytest.raises(common.Mistake, match=said):
+        trained("out", "--steps", 4, *more, "--resume")
 
 
-def test_minutes_are_those_of_all_sittings(folder, tmp_path, monkeypatch):
+def test_minutes_are_those_of_all_sittings(trained, monkeypatch):
     """By a clock that shows one second more at each look: six of them are 0.1 minutes."""
     seconds = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(seconds))
     monkeypatch.setattr(train, "time", clock)
-    for minutes, steps in ((0.1, 5), (0.2, 10)):
-        more = ["--resume"] if minutes > 0.1 else []
-        train.main(options(folder, tmp_path / "out", "--minutes", minutes, *more))
-        last = curve_of(tmp_path / "out")[-1]
+    for minutes, steps, more in ((0.1, 5, []), (0.2, 10, ["--resume"])):
+        last = curve_of(trained("out", "--minutes", minutes, *more))[-1]
         assert (last["step"], last["minutes"]) == (steps, minutes)
 
 
@@ -402,7 +401,7 @@ def test_layers_counted_from_the_top_can_be_resumed(folder, tmp_path):
     assert curve_of(tmp_path / "out")[-1]["step"] == 4
 
 
-def test_a_loss_that_is_no_number_ends_the_run(folder, tmp_path, monkeypatch):
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path, trained, monkeypatch):
     """What was saved before stays, and can be gone on from."""
     loss = glide.loss
     calls = []
@@ -413,42 +412,36 @@ def test_a_loss_that_is_no_number_ends_the_run(folder, tmp_path, monkeypatch):
         return (total * math.nan if len(calls) == 6 else total), weight
 
     monkeypatch.setattr(glide, "loss", diverging)
-    argv = options(folder, tmp_path / "out", "--steps", 8)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(common.Mistake, match="loss is nan at step 5"):
-        train.main(argv)
+        trained("out", "--steps", 8)
     assert signal.getsignal(signal.SIGINT) is before  # Ctrl-C means what it did
-    assert all(x.isfinite().all() for x in weights(tmp_path / "out").values())
-    assert torch.load(tmp_path / "out" / "training_state.pt")["progress"]["step"] == 4
-    train.main([*argv, "--resume"])
+    state = state_of(tmp_path / "out")
+    assert all(x.isfinite().all() for x in state["model"].values())
+    assert state["progress"]["step"] == 4
+    trained("out", "--steps", 8, "--resume")
 
 
-# ------------------------------------------------------------------------------------- --init
-
-
-def test_init_starts_from_a_drafter_and_says_what_it_lacks(folder, tmp_path, capsys):
+def test_init_starts_from_a_drafter_and_says_what_it_lacks(trained, capsys):
     """A second layer's weights are those that `build` copies from the target, not random ones."""
     more = ["--steps", 1, "--lr", 0]  # a step that moves nothing
-    train.main(options(folder, tmp_path / "one", *more, "--kv-layer", 0))
-    train.main(options(folder, tmp_path / "new", *more, "--num-layers", 2))
+    one = trained("one", *more, "--kv-layer", 0)
+    new = trained("new", *more, "--num-layers", 2)
     capsys.readouterr()
-    init = ["--init", tmp_path / "one"]
-    train.main(options(folder, tmp_path / "same", *more, *init))
+    init = ["--init", one]
+    same = trained("same", *more, *init)
     assert "lacks" not in capsys.readouterr().err
-    assert json.loads((tmp_path / "same" / "config.json").read_text())["kv_layer"] == 0
-    train.main(options(folder, tmp_path / "two", *more, *init, "--num-layers", 2))
+    assert config_in(same)["kv_layer"] == 0
+    two = trained("two", *more, *init, "--num-layers", 2)
     said = capsys.readouterr().err
-    assert f"{tmp_path}/one lacks these weights, or has more: layers.1." in said
-    new, two = (load_file(tmp_path / name / "model.safetensors") for name in ("new", "two"))
+    assert f"{one} lacks these weights, or has more: layers.1." in said
+    new, two = (load_file(out / "model.safetensors") for out in (new, two))
     copied = [name for name in new if name.startswith("layers.1.self_attn.")]
     assert copied
     for name in copied:
         torch.testing.assert_close(two[name], new[name])
     with pytest.raises(common.Mistake, match="does not fit the options"):
-        train.main(options(folder, tmp_path / "x", *more, *init, "--intermediate-size", 8))
-
-
-# ------------------------------------------------------------------------------------ features
+        trained("other", *more, *init, "--intermediate-size", 8)
 
 
 def test_stored_features_are_those_of_the_target(folder, tmp_path):
@@ -490,45 +483,37 @@ def test_stored_features_are_those_of_the_target(folder, tmp_path):
 # ------------------------------------------------------------------------------ damaged files
 
 
-def test_a_damaged_or_hostile_state_is_refused_and_left(folder, tmp_path):
-    out = tmp_path / "out"
-    train.main(options(folder, out, "--steps", 2))
-    state = (out / "training_state.pt").read_bytes()
-    torch.save({"model": 3}, tmp_path / "strange.pt")
-    torch.save({"model": Path("pickled")}, tmp_path / "object.pt")  # runs code when it is read
-    cases = [b"", b"junk", state[: len(state) // 2]]
-    other = torch.load(out / "training_state.pt", weights_only=True)
+def test_a_damaged_or_hostile_state_is_refused_and_left(trained):
+    out = trained("out", "--steps", 2)
+    path = out / "training_state.pt"
+    whole = path.read_bytes()
+    other = state_of(out)
     other["config"]["gone"] = 1  # a field of another version
-    torch.save(other, tmp_path / "other.pt")
-    cases += [(tmp_path / f"{name}.pt").read_bytes() for name in ("strange", "object", "other")]
-    for content in cases:
-        (out / "training_state.pt").write_bytes(content)
-        before = {path.name: path.read_bytes() for path in out.iterdir()}
+    hostile = {"model": Path("pickled")}  # runs code when it is read
+    for content in (b"", b"junk", whole[: len(whole) // 2], {"model": 3}, hostile, other):
+        if isinstance(content, dict):
+            torch.save(content, path)
+        else:
+            path.write_bytes(content)
+        before = snapshot(out)
         with pytest.raises(common.Mistake, match="is damaged or of another version"):
-            train.main(options(folder, out, "--steps", 2, "--resume"))
-        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+            trained("out", "--steps", 2, "--resume")
+        assert snapshot(out) == before
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(folder, tmp_path):
-    """A file's size is limited: one line is said, and what was there is there, byte for byte."""
-    out = tmp_path / "out"
-    argv = options(folder, out, "--steps", 10000, "--save-every", 1)
-    run = forked(argv, tmp_path / "said")
-    wait_for(out / "config.json", run)
-    run.kill()
-    run.join()
-    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
-    limit = len(before["model.safetensors"]) // 2
-    run = forked([*argv, "--resume"], tmp_path / "said", limit)
-    run.join(120)
-    said = (tmp_path / "said").read_text()
-    assert run.exitcode == 2 and "Traceback" not in said, said
-    assert said.splitlines()[-1].startswith(f"train.py: cannot save to {out} (")
-    assert said.splitlines()[-1].endswith("make room, then go on with --resume")
-    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
-
-
-# -------------------------------------------------------------------------------------- curves
+def test_a_full_disk_leaves_the_old_checkpoint(trained):
+    """A file's size is limited; what was there before is there, byte for byte."""
+    out = trained("out", "--steps", 2)
+    before = snapshot(out)
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    half = len(before[out / "model.safetensors"]) // 2
+    resource.setrlimit(resource.RLIMIT_FSIZE, (half, most))
+    try:
+        with pytest.raises(common.Mistake, match="cannot save to .*make room, then go on with"):
+            trained("out", "--steps", 4, "--resume")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    assert snapshot(out) == before
 
 
 def test_training_curves_are_drawn(tmp_path):

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,12 @@ FAMILIES = {  # name: options of a tiny model
     "GPTNeoX": {},
     "Cohere": {"logit_scale": 0.25},
 }
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3}
+
+
+def snapshot(top):
+    """What is in a folder, to the byte."""
+    return {path: path.read_bytes() for path in Path(top).rglob("*") if path.is_file()}
 
 
 def slow(*values):
@@ -97,7 +104,7 @@ def teach(method, drafter, target, steps, lr, rows=4, length=46):
 
 
 def family(name, seed=1, **more):
-    """A tiny random model of a family, in float64; distributions are neither flat nor certain."""
+    """A tiny random model, float64 and frozen; its distributions are neither flat nor certain."""
     torch.manual_seed(seed)
     shape = dict(
         vocab_size=40,
@@ -113,21 +120,19 @@ def family(name, seed=1, **more):
         bos_token_id=None,
         eos_token_id=None,
     )
-    if name in ("GPT2", "GPTNeoX"):
+    if name in ("GPT2", "GPTNeoX", "OPT"):
         shape.pop("num_key_value_heads"), shape.pop("head_dim")
     if name == "Phi3":
-        shape |= {"original_max_position_embeddings": 128}
-    config = getattr(transformers, ("Gemma3Text" if name == "Gemma3" else name) + "Config")(
-        **shape | more
-    )
+        shape["original_max_position_embeddings"] = 128
+    kind = "Gemma3TextConfig" if name == "Gemma3" else name + "Config"
+    config = getattr(transformers, kind)(**shape | more)
     kind = "GPT2LMHeadModel" if name == "GPT2" else name + "ForCausalLM"
-    return getattr(transformers, kind)(config).double().eval()
+    return getattr(transformers, kind)(config).double().eval().requires_grad_(False)
 
 
 def make_llama(vocab=48, layers=3, seed=0, **more):
-    """A tiny Llama, frozen."""
     shape = {"vocab_size": vocab, "num_hidden_layers": layers, "max_position_embeddings": 512}
-    return family("Llama", seed, **shape | more).requires_grad_(False)
+    return family("Llama", seed, **shape | more)
 
 
 def sighted(**more):
@@ -140,6 +145,12 @@ def sighted(**more):
     return model.double().eval().requires_grad_(False)
 
 
+def config_of(module, **fields):
+    """A method's Config with those of the fields that it has."""
+    known = {field.name for field in dataclasses.fields(module.Config)}
+    return module.Config(**{name: fields[name] for name in fields if name in known})
+
+
 def make_arm(name, target):
     """Module and keyword arguments of a method's `drafts`, its drafter untrained."""
     module = cli.import_method(name)
@@ -149,9 +160,7 @@ def make_arm(name, target):
             base, given = make_arm(kwargs["config"].base, target)
             kwargs |= {"base": base, "base_drafter": given["drafter"]}
         return module, kwargs
-    fields = {field.name for field in dataclasses.fields(module.Config)}
-    small = {"intermediate_size": 48, "draft_vocab": 0, "stage": "head"}
-    config = module.Config(**{name: small[name] for name in small if name in fields})
+    config = config_of(module, intermediate_size=48, draft_vocab=0, stage="head")
     torch.manual_seed(0)
     counts = torch.arange(target.config.vocab_size)
     drafter = module.build(config, target, counts).to(target.dtype).eval()
@@ -173,7 +182,7 @@ def enumerate_joint(target, prompt, length):
     for _ in range(length):
         grown = {}
         for tokens, probability in joint.items():
-            ids = torch.cat([prompt, torch.tensor([tokens], dtype=torch.long)], dim=1)
+            ids = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1)
             next_probs = target(ids).logits[0, -1].float().softmax(-1)
             grown |= {(*tokens, i): probability * float(p) for i, p in enumerate(next_probs)}
         joint = grown
@@ -208,6 +217,11 @@ def sampled_p_value(target, prompt, length, draws, **options):
     return chi_square_p_value(counts, enumerate_joint(target, prompt, length))
 
 
+def draft_of(tokens, parents, probs=None):
+    tokens = torch.tensor(tokens, dtype=torch.long)
+    return common.Draft(tokens, torch.tensor(parents, dtype=torch.long), probs)
+
+
 def random_tree(generator, nodes, vocab):
     """A Draft of `nodes` nodes with random parents; siblings hold different tokens."""
     parents, tokens, used = [], [], {}
@@ -218,9 +232,7 @@ def random_tree(generator, nodes, vocab):
         taken.add(choices[0])
         parents.append(parent)
         tokens.append(choices[0])
-    return common.Draft(
-        torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long)
-    )
+    return draft_of(tokens, parents)
 
 
 def paths(draft):

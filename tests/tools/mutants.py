@@ -23,21 +23,12 @@ the first rows are kept, not the accepted ones
 rejected rows stay in the cache
 - layer.cut(prefix + len(kept))
 + pass
-keep leaves a row too many
-- self.cut(start + len(rows))
-+ self.cut(start + len(rows) + 1)
 a cache that doubles loses its newest row
 - F.pad(x[:, :, :start], (0, 0, 0, spare))
 + F.pad(x[:, :, : start - 1], (0, 0, 0, spare + 1))
-every step copies the whole cache
-- max(256, 2 * end)
-+ end
 a drafter keeps the rows of rejected tokens
 - agreed = int(same.cumprod(0).sum())
 + agreed = end
-a drafter's rejected rows stay in its cache
-- self.cut(agreed)
-+ pass
 nothing may be left to feed
 - end = min(self.fed.shape[1], input_ids.shape[1] - 1)
 + end = min(self.fed.shape[1], input_ids.shape[1])
@@ -50,21 +41,12 @@ greedy: any child is accepted
 processors do not see the path to a node
 - scores = logits_processor(ids, scores)
 + scores = logits_processor(input_ids, scores)
-greedy: processors are ignored
-- if not (do_sample or logits_processor):
-+ if not do_sample:
-greedy: float64 where transformers compares in float32
-- logits[0].float().argmax(-1)
-+ logits[0].argmax(-1)
 hidden states of rejected nodes
 - return Verified(tokens, path, hidden[:, kept.to(hidden.device)], logits)
 + return Verified(tokens, path, hidden[:, : len(kept)], logits)
 sampling: tokens are tried that are no children
 - siblings = [n for n in range(sampled) if draft.parents[n] == node]
 + siblings = list(range(sampled))
-only one of several sampled siblings is tried
-- siblings = [n for n in range(sampled) if draft.parents[n] == node]
-+ siblings = [n for n in range(sampled) if draft.parents[n] == node][:1]
 every sibling is tried with the first one's probabilities
 - q_draft = draft.probs[node].to
 + q_draft = draft.probs[siblings[0]].to
@@ -83,21 +65,12 @@ sampling: the argmax in place of a draw
 a draw of 0 takes the first token, even one of probability 0
 - uniform * sums[..., -1:], right=True)
 + uniform * sums[..., -1:])
-weights that do not sum to 1 are drawn wrongly
-- uniform * sums[..., -1:], right=True)
-+ uniform, right=True)
 an answer runs past its end
 - for count in range(1, tokens.shape[1] + 1):
 + for count in [tokens.shape[1]]:
-accepted nodes beyond the end are counted
-- path = path[:emitted]
-+ pass
 drafters get the last hidden state of a round only
 - self.hidden = verified.hidden[:, :count]
 + self.hidden = verified.hidden[:, -1:]
-the streamer gets tokens beyond the end
-- self.streamer.put(tokens[:, :count].cpu())
-+ self.streamer.put(tokens.cpu())
 no place is left for the bonus token
 - self.ids.shape[1] - 1
 -
@@ -108,9 +81,6 @@ no place is left for the bonus token
 a draft token is drawn from another distribution than is told
 - token = sample(q_draft) if self.do_sample
 + token = sample(q_draft.sqrt()) if self.do_sample
-a draft token is chosen among NaN
-- if not scores.max() > float("-inf"):
-+ if scores.max() == float("-inf"):
 Granite's and Cohere's logits are not scaled
 - logits = logits * scale
 + pass
@@ -123,43 +93,9 @@ Gemma-2's logits are not capped
 queries turn the other way than keys
 - rotated = rotated * cos + rotate_half(rotated) * sin
 + rotated = rotated * cos - rotate_half(rotated) * sin
-norms around zero are copied into norms around one
-- if not torch.allclose(scale, other, atol=1e-2, rtol=1e-2):
-+ if False:
-an answer that fills the target's context is refused
-- if reach and limit > reach:
-+ if reach and limit >= reach:
 Mistral is decoded beyond its window
 - slides = kinds is None or "sliding_attention" in kinds
 + slides = kinds is not None and "sliding_attention" in kinds
-drafters are built for targets whose logits are misread
--     check_states(target)
--     most_frequent
-+     most_frequent
-beam search is decoded greedily
-- if mode not in ("greedy_search", "sample"):
-+ if False:
-a drafter of another method is taken
-- if not isinstance(drafter, Drafter):
-+ if False:
-"""
-
-LOOKUP = r"""
-copies follow the first occurrence, not the last one
-- self.follows[tuple(self.text[-n:])] = len(self.text)
-+ self.follows.setdefault(tuple(self.text[-n:]), len(self.text))
-the shorter match is taken first
-- self.lengths = {4: most, 3: most // 2, 2: most // 3}
-+ self.lengths = {2: most // 3, 3: most // 2, 4: most}
-a copy always starts at the root
-- below[0] = node
-+ below[0] = -1
-a copy shares no more than the draft's first token
-- while found and (node, found[0]) in child:
-+ if found and (node, found[0]) in child:
-with copies, sampled nodes count as certain and are accepted less often
-- return common.Draft(tokens, parents, draft.probs, q, len(found), draft.notes)
-+ return common.Draft(tokens, parents, None, q, len(found), draft.notes)
 """
 
 GLIDE = r"""
@@ -184,9 +120,6 @@ without distillation the drafter learns its input
 distillation sharpens the labels
 - teacher.softmax(-1), reduction
 + teacher.mul(2).softmax(-1), reduction
-the expected speedup has a drafter pass too many
-- return tokens / (gamma * cost + 1)
-+ return tokens / ((gamma + 1) * cost + 1)
 """
 
 CAPE = r"""
@@ -225,12 +158,6 @@ labels belong to other tokens
 w_rej is ignored
 - weight_rej = drafter.config.w_rej * (1 - accept_prob)
 + weight_rej = 1 - accept_prob
-the oracle counts the last token
-- sum(not agree for agree in agrees[:-1])
-+ sum(not agree for agree in agrees)
-Theorem 3.1 without Delta
-- return (c2 + delta) / (c1 + c2 + delta)
-+ return c2 / (c1 + c2 + delta)
 """
 
 FALCON = r"""
@@ -261,9 +188,6 @@ answers are revealed late, not early
 """
 
 CTC_DRAFTER = r"""
-the least likely prefixes are kept
-- kept = heapq.nlargest(candidates, total, key
-+ kept = heapq.nsmallest(candidates, total, key
 slots do not see their anchor
 - up_to = rows <= anchor[..., None]
 + up_to = rows < anchor[..., None]
@@ -304,7 +228,6 @@ def parsed(text: str) -> list[tuple[str, str, str]]:
 
 MUTANTS = {
     "common.py": (("test_verify.py", "test_lossless.py"), parsed(COMMON)),
-    "support/rivals/lookup.py": (("test_verify.py",), parsed(LOOKUP)),
     "glide.py": (("test_glide.py",), parsed(GLIDE)),
     "cape.py": (("test_cape.py",), parsed(CAPE)),
     "specdecpp.py": (("test_specdecpp.py",), parsed(SPECDECPP)),
