@@ -24,8 +24,8 @@ Deviations from the paper:
        the trajectory's token.
     2. The paper names no gamma for CAPE; it is 4 here, so that 4 x (1 + 7)
        = 32 tokens are verified at most, the limit of 5.3. (The shipped GLIDE
-       was trained with L = 3, so its fourth token lacks one row more than any
-       did in training.)
+       was trained with L = 3, so its fourth token is missing one more target
+       row than any token was in training.)
     3. The paper decodes greedily. Under sampling the trajectory is sampled and
        X_i excludes the sampled token, but p_i is still the largest probability
        of q_draft. The output has the target's distribution.

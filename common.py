@@ -2,8 +2,9 @@
 
 A method proposes a `Draft`, a tree of candidate tokens. `verify` runs
 the target once over the tree and accepts a path through it. `Decoding`
-holds the state of one answer and verifies a draft per round. They come first,
-and are what a method is read with; the rest loads and checks models.
+holds the state of one answer and verifies a draft per round. Read these
+first. Below them are the KV caches, what methods use of a target and its
+drafter, and checks.
 
 Shapes: B batch, T sequence, P cached prefix, K draft depth, N nodes, A
 accepted nodes, V vocabulary, Vd draft vocabulary, D hidden size, H heads,
@@ -42,12 +43,14 @@ class Mistake(ValueError):
 class Draft:
     """A tree of N candidate tokens below the newest committed token, the root.
 
-    The first M nodes were sampled; the rest were chosen deterministically.
+    The first M nodes were picked from `probs`: sampled, or its argmax in greedy
+    decoding, where `verify` ignores `probs`. The rest were chosen
+    deterministically.
     """
 
     tokens: Tensor  # (N,) ids
     parents: Tensor  # (N,) on the CPU, parents before children; -1 is the root
-    probs: Tensor | None = None  # (M, V) processed q_draft of sampled nodes
+    probs: Tensor | None = None  # (M, V) processed q_draft of the first M
     q: Tensor | None = None  # (N,) for display, of a token (CTC-drafter: its path)
     copied: int = 0  # number of last nodes that are copies from the context
     notes: dict = field(default_factory=dict)  # on the round, for display
@@ -127,7 +130,7 @@ class Verified(NamedTuple):
     """Outcome of a round."""
 
     tokens: Tensor  # (1, A + 1) accepted tokens and the target's bonus token
-    path: list[int]  # the A accepted nodes, root to leaf
+    path: list[int]  # the A accepted nodes, from the root down
     hidden: Tensor  # (1, A + 1, D) last hidden states, root and accepted nodes
     logits: Tensor  # (1, N + 1, V) unprocessed, root and all nodes
 
@@ -244,8 +247,8 @@ class Decoding:
 
         ids     (1, P + 1)  committed tokens; the newest is not cached yet
         cache               the target's keys and values of the first P
-        hidden  (1, n, D)   last hidden states of the n tokens cached last,
-                            by the newest round or, at first, the prefill
+        hidden  (1, n, D)   last hidden states of the n tokens that the newest
+                            round (at first: the prefill) has cached
 
         room                levels that a draft may have, to leave room for the
                             bonus token

@@ -22,16 +22,14 @@ draft vocabulary, given x_0 to x_(t-1). U = 3:
 
 Names that differ from the paper's: F_distill is `hidden`, F^ `states`,
 P^ `q_slots` (in training its logarithm, `log_q`), epsilon the blank (index
-Vd), beta^-1 `collapse`, k `symbols`, T of Eq. 7 S. Shapes: A anchors of a
-sequence, W anchors used in a batch, n rows, m slots.
+Vd), beta^-1 `collapse`, k `symbols`, T of Eq. 7 is S. A counts the anchors of
+a sequence here (not alignments), W those of a batch, n rows, m slots.
 
 Deviations from the paper:
-    1. A row also holds the next token, as in the authors' code, which has
-       S = 6 and U = 3 as well.
+    1. A row also holds the next token. This, S and U are as in the authors' code.
     2. Training uses random anchors and sums log P (Eq. 1); Eq. 2 sums P.
     3. Not in the paper: how slots start and what they see (`Drafter.forward`,
-       `slot_mask`), the norms of a row, the start from the target's top layer,
-       the blank's own row in the head.
+       `slot_mask`), norms, the weights at the start, the blank's own logit.
     4. The default transform, `prefix_search`, is not the paper's: it ranks
        prefixes by all their alignments. `alignments` is. Both give a trie, so
        nothing is left to mask; the paper masks what the transform removes.
@@ -123,7 +121,7 @@ class SlotAttention(nn.Module):
 class Drafter(nn.Module, PyTorchModelHubMixin):
     """The Attention Draft Module (3.1).
 
-    Parts that a target layer has too bear the same names, to copy weights.
+    Parts that a target layer also has keep its names, to copy weights.
     """
 
     def __init__(self, config: Config):
@@ -181,7 +179,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """An untrained drafter, with those weights of the target's top layer that fit."""
+    """An untrained drafter; weights of the target's top layer are copied if they fit."""
     config.target = common.target_shape(target)
     drafter = Drafter(config)
     sum_of_both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2D)
@@ -323,8 +321,8 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = Tru
 
     A combination is one symbol per slot. Returns {prefix: probability}, summed
     over `candidates` combinations; the tree is built from these prefixes, as from
-    those of `prefix_search`. merge=False takes a combination as it is,
-    cut at its first blank, which no target writes (Medusa verify).
+    those of `prefix_search`. merge=False leaves a combination
+    unmerged and cuts it at its first blank, which no target writes (Medusa verify).
     """
     blank = q_slots.shape[-1] - 1
     # 1. Slots are independent (Eq. 7): pruning after each slot is exact.

@@ -4,17 +4,18 @@ Paper: arXiv:2412.12639. A pass of the drafter predicts k tokens. It reads
 slots. Slot i pairs the target's last hidden state h_i (a "feature") with the
 next token x_(i+1). It predicts the feature h_(i+k), which the target's LM head
 turns into token x_(i+k+1). So the newest k slots of a pass give k new tokens.
-They form a block: they attend to each other and to all earlier blocks. The
-next pass reads the predictions as its block. A draft is a token tree that
+These slots form a block: they attend to each other and to all earlier blocks.
+The next pass reads the predictions as its block. A draft is a token tree that
 grows by k levels per pass. The paper's example (3.1) has k = 2 and newest
 token x_3; f_draft_i is the prediction of h_i:
 
     pass 1   (h_1, x_2) (h_2, x_3)  ->  f_draft_3, f_draft_4  ->  x_4, x_5
     pass 2   (f_draft_3, x_4) (f_draft_4, x_5)  ->  x_6, x_7
 
-In training, coupled sequential glancing distillation (CSGD) feeds some slots
-their own answers, the feature and the token k places on. The later slots of
-the block learn to depend on them.
+In training, coupled sequential glancing distillation (CSGD) replaces some
+slots' inputs by their answers, what they are to predict. With k = 2, slot 1
+gets (h_3, x_4) instead of (h_1, x_2) and has no loss. Slot 2, which predicts
+x_5, now sees x_4.
 
 Names that differ: the paper's t_i is x_i here, f_i is h_i (`features`,
 `answers`), f_i^draft is `f_draft`, p and p^draft are `p_target` and `q_draft`,
@@ -24,8 +25,8 @@ Deviations, and choices where the paper is silent:
     1. Eq. 1 predicts one place ahead; the code predicts k, as 3.1 does.
     2. Where blocks begin: at random in training (`relaxed_mask`), counted from
        the newest slot in decoding (`first_pass`).
-    3. Which slots CSGD reveals (`glance`); they have no loss. Lambda falls with
-       the steps.
+    3. Which slots CSGD reveals (`glance`), with the text's tokens (the paper:
+       the target's) and no loss. Lambda falls with the steps.
     4. Features and embeddings are normalised, because their scales differ. The
        layers start as the target's top ones. `fusion="linear"` is ours.
     5. Token losses, the Hamming distance and drafts cover only frequent tokens
@@ -390,9 +391,10 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
 
     Only a full block predicts k tokens, so blocks are counted backwards from
     the newest slot, and their borders move with it. The newest block can contain
-    up to k - 1 old slots, so the last k - 1 old slots attend again; earlier rows
-    stay as they are. Memory keeps these slots fused, because fusing them anew
-    would need an older LSTM state. k = 3, slots 5 and 6 are new:
+    up to k - 1 old slots. So the last k - 1 old slots always attend again, even
+    one that is not in it, such as slot 3 below; earlier rows stay as they are.
+    Memory keeps these slots fused, because fusing them anew would need an older
+    LSTM state. k = 3, slots 5 and 6 are new:
 
         blocks before        0 1 | 2 3 4
         blocks now           0 | 1 2 3 | 4 5 6
@@ -448,7 +450,8 @@ def tree_mask(mask: Tensor, origins: Tensor, k: int) -> Tensor:
 def later_pass(drafter: Drafter, decoding, memory: Memory, before: Pass, origins, tokens) -> Pass:
     """Feed n branches, each a block of predicted features and drafted tokens.
 
-    `memory.state` follows committed slots only, so a rejection undoes nothing.
+    `memory.state` covers committed slots only, so a rejection leaves nothing to
+    undo.
 
     Args:
         origins: n numbers of the branches of `before` that they continue.

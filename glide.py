@@ -31,8 +31,8 @@ Deviations from the paper:
        output where no row is readable. Queries are rotated, because the
        cached keys are. Every token is a query, those before x_t too.
     6. The shipped drafter has L = gamma = 3 (the paper: 5). It reads target
-       layer 18 of 0 to 29, which copies from the context. The top layer, the
-       paper's choice (5.4), does not (results/README.md).
+       layer 18 of 0 to 29, which holds induction heads; the paper reads the top
+       layers. Trained alike, tau and speed are level (results/README.md).
 
 Licence: Apache-2.0.
 """

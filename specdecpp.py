@@ -385,10 +385,11 @@ def oracle(agrees: list[bool]) -> int:
 
 
 def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
-    """R, the chance that any draft token is rejected, above which to stop (Theorem 3.1).
+    """The bound of Theorem 3.1: stop once R reaches it.
 
-    The condition is sufficient, not necessary. It is not h, which applies to
-    the output of a biased head.
+    R is the probability that at least one drafted token is rejected. The
+    condition is sufficient, not necessary. It is not h, which applies to the
+    output of a biased head.
 
     Args: c1: t_draft. c2: t_target - t_draft. delta: Delta, unknown; 0 drops it.
     """
@@ -409,7 +410,7 @@ class Memory:
 def propose(drafter, decoding, memory: Memory):
     """Yield draft tokens that follow `decoding.ids`, as many as the caller takes.
 
-    Args: drafter: what `memory` was made of; `memory.model` drafts.
+    Args: drafter: unused here; every chain method has the same `propose`.
     Yields: (token y_i (1,), the processed q_draft (V,) it was chosen from, the
     state e_(i-1) (D,) behind q_draft). Ends after an end-of-sequence token, or
     where the logits processors allow no token that can be drafted.
@@ -513,9 +514,10 @@ def generate(
     """`target.generate(..., custom_generate=specdecpp.generate, drafter=...)`.
 
     Lossless. `config` replaces the drafter's Config in all fields with
-    decode=True: start from `dataclasses.replace(drafter.config, ...)`. Without
-    a drafter, `draft_model`, a causal LM, drafts without a head. The arguments
-    after it are those of `common.Decoding`.
+    decode=True: start from `dataclasses.replace(drafter.config, ...)`. `draft_model`,
+    a causal LM, drafts instead of the drafter's own model; the drafter then
+    supplies only the head. Without a drafter the default is stop="fixed". The
+    arguments after it are those of `common.Decoding`.
     Returns prompt and new tokens (1, T').
     """
     common.check_config(config, Config)
