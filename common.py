@@ -239,7 +239,7 @@ class Stats:
     emitted: int = 0  # tokens committed, bonus tokens included
     offered: list[int] = field(default_factory=list)  # draft depth per round
     accepted: list[int] = field(default_factory=list)  # draft tokens per round
-    seconds: dict[str, float] = field(default_factory=dict)  # first draft: prefill
+    seconds: dict[str, float] = field(default_factory=dict)  # {phase: s}; the first draft: prefill
 
 
 class Decoding:
@@ -495,6 +495,10 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
         raise Mistake(
             f"this machine or build of torch has no device {device!r}: take another, such as cpu"
         ) from error
+    remedy = (
+        "give a Hugging Face id, a folder with config.json, tokenizer files and *.safetensors, or "
+        "a .gguf file"
+    )
     if name is None:
         try:
             from support import default_target
@@ -504,16 +508,14 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
                 "is not here; copy it, or name a Hugging Face id or a folder"
             ) from error
         name = default_target.folder()
+        remedy = "delete this folder to fetch the model again"
     try:
         return _read_target(name, dtype, device)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the readers of transformers raise many kinds
         reason = str(error).strip().split("\n")[0]
-        raise Mistake(
-            f"cannot load model {str(name)!r} ({reason}); give a Hugging Face id, a folder with "
-            "config.json, tokenizer files and *.safetensors, or a .gguf file; delete a damaged one"
-        ) from error
+        raise Mistake(f"cannot load model {str(name)!r} ({reason}); {remedy}") from error
 
 
 def _read_target(name, dtype, device):

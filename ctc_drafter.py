@@ -444,7 +444,8 @@ def drafts(decoding, drafter: Drafter, config: Config):
     """Yield one draft per round; its nodes are chosen, not sampled."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
-        if decoding.hidden.shape[1] == 0:  # after a prompt of one token
+        # Draft nothing after a prompt of one token, or without room.
+        if decoding.hidden.shape[1] == 0 or decoding.room == 0:
             yield common.chain([], decoding.ids)
             continue
         q_slots = fill_slots(drafter, decoding, memory)

@@ -75,7 +75,7 @@ class Config:
     def __post_init__(self):
         common.one_of(self, stage=("draft", "head"), stop=("head", "fixed"))
         common.at_least(self, draft_vocab=0, head_depth=0, temperature=0, max_draft=0, gamma=0)
-        if self.w_rej <= 0:
+        if not self.w_rej > 0:
             raise common.Mistake(f"w_rej {self.w_rej}: take a weight above 0")
         if not 0 <= self.keep < 1:
             raise common.Mistake(f"keep {self.keep}: take a share from 0 to below 1")

@@ -163,7 +163,7 @@ def by_prompt(name: str, turns: list) -> dict[str, list]:
     return {key: [each[key] for each in sums] for key in ("tokens", "seconds", "forwards")}
 
 
-def paired(ours: dict, theirs: dict, resamples: int = 2000) -> list:
+def paired(ours: dict, theirs: dict) -> list:
     """The ratio of two arms' tokens per second.
 
     The bootstrap redraws prompts with all turns, the same for both arms.
@@ -182,7 +182,7 @@ def paired(ours: dict, theirs: dict, resamples: int = 2000) -> list:
     if len(sums) < 5:
         return [whole, None, None]
     generator = torch.Generator().manual_seed(0)
-    picks = torch.randint(len(sums), (resamples, len(sums)), generator=generator)
+    picks = torch.randint(len(sums), (2000, len(sums)), generator=generator)
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
     return [whole, *ratio(sums[picks].sum(1)).quantile(ends).tolist()]
 

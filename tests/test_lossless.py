@@ -222,6 +222,15 @@ def test_an_answer_ends_where_plain_decoding_ends(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_may_be_one_token(method):
+    target, ids, _ = make_target("GPT2")
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = target.generate(ids[:, :1], **options)
+    output = target.generate(ids[:, :1], **options, **arm_of(method, "GPT2"))
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_copies_that_are_right_are_accepted_beside_any_draft(method, monkeypatch):
     target, ids, truth = make_target("Llama")
 

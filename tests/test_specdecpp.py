@@ -147,6 +147,8 @@ def test_a_round_holds_two_tokens_to_max_draft(llama, trained):
         assert stats.offered[0] == max(stats.offered) == length
         for draft in made:  # each round notes its own p^, all but that of the newest token
             assert len(draft.notes["chances"]) == max(0, len(draft.tokens) - 1)
+    _, stats, _ = decode(llama, PROMPT, trained, stop="fixed", gamma=3, max_draft=2)
+    assert max(stats.offered) == 3
 
 
 def test_the_head_reads_the_same_in_training_and_in_decoding(llama):
@@ -229,15 +231,16 @@ def test_the_mixture_by_hand():
 
 
 @torch.no_grad()
-def test_the_heads_loss_of_a_batch_is_the_sum_over_its_sequences(llama):
+def test_the_sums_of_a_batch_are_those_of_its_sequences(llama):
     """So that neither padding nor a split changes a step; 314 positions are more than one part."""
     drafter = make_drafter(llama, temperature=1.0)
     lengths = (180, 140)
     batch = random_batch(llama, lengths)
     rows = [row_of(batch, row, length) for row, length in enumerate(lengths)]
-    alone = [specdecpp.loss(drafter, llama, row) for row in rows]
-    for whole, parts in zip(specdecpp.loss(drafter, llama, batch), zip(*alone)):
-        assert float(whole) == pytest.approx(sum(map(float, parts)), rel=1e-6)
+    for sums in (specdecpp.loss, specdecpp.acceptance):
+        alone = [sums(drafter, llama, row) for row in rows]
+        for whole, parts in zip(sums(drafter, llama, batch), zip(*alone)):
+            assert float(whole) == pytest.approx(sum(map(float, parts)), rel=1e-6)
 
 
 def test_the_mean_label_is_the_acceptance_rate(llama):

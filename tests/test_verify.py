@@ -29,6 +29,7 @@ import cape
 import common
 import falcon
 import glide
+from support import default_target
 from support.rivals.lookup import Lookup
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
@@ -639,6 +640,14 @@ def test_a_prompt_beyond_the_border_of_long_rope_stays_beyond_it():
         target = family("Phi3", rope_parameters=ROPE | original, **original)
         with refused("long RoPE") if border == 4 else contextlib.nullcontext():
             common.open_decoding(target, IDS, max_new_tokens=4)
+
+
+def test_the_default_target_is_read_from_its_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(default_target, "folder", lambda: folder)
+    assert common.load_target()[0].config.vocab_size == 48
+    monkeypatch.setattr(default_target, "folder", lambda: tmp_path)
+    with refused("delete this folder"):
+        common.load_target()
 
 
 @pytest.mark.parametrize(
