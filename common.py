@@ -508,7 +508,7 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
                 "is not here; copy it, or name a Hugging Face id or a folder"
             ) from error
         name = default_target.folder()
-        remedy = "delete this folder to fetch the model again"
+        remedy = "if this folder is damaged, delete it, and the model is fetched again"
     try:
         return _read_target(name, dtype, device)
     except torch.OutOfMemoryError:

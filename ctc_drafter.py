@@ -30,9 +30,9 @@ Deviations from the paper:
     2. Training uses random anchors and sums log P (Eq. 1); Eq. 2 sums P.
     3. Not in the paper: how slots start and what they see (`Drafter.forward`,
        `slot_mask`), norms, the weights at the start, the blank's own logit.
-    4. The default transform, `prefix_search`, is not the paper's: it ranks
-       prefixes by all their alignments. `alignments` is. Both give a trie, so
-       nothing is left to mask; the paper masks what the transform removes.
+    4. The default transform, `prefix_search`, ranks prefixes by all their
+       alignments; the paper's is `alignments`. Both give a trie here, so nothing
+       is left to mask; the paper masks what the transform removes.
     5. `first_token` adds a loss on the first token (shipped drafter: 1).
     6. Labels, losses and drafts cover only frequent tokens (`draft_vocab`).
 
@@ -320,9 +320,9 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = Tru
     """The paper's transform: collapse the likeliest combinations (3.3).
 
     A combination is one symbol per slot. Returns {prefix: probability}, summed
-    over `candidates` combinations; the tree is built from these prefixes, as from
-    those of `prefix_search`. merge=False leaves a combination
-    unmerged and cuts it at its first blank, which no target writes (Medusa verify).
+    over `candidates` combinations; the tree is built from these prefixes, as
+    from those of `prefix_search`. merge=False leaves a combination unmerged
+    and cuts it at its first blank, which no target writes (Medusa verify).
     """
     blank = q_slots.shape[-1] - 1
     # 1. Slots are independent (Eq. 7): pruning after each slot is exact.

@@ -646,7 +646,7 @@ def test_the_default_target_is_read_from_its_folder(folder, tmp_path, monkeypatc
     monkeypatch.setattr(default_target, "folder", lambda: folder)
     assert common.load_target()[0].config.vocab_size == 48
     monkeypatch.setattr(default_target, "folder", lambda: tmp_path)
-    with refused("delete this folder"):
+    with refused("if this folder is damaged, delete it"):
         common.load_target()
 
 
