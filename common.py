@@ -1,14 +1,15 @@
 """Code that all methods share: load a target, verify a draft, decode.
 
 A method proposes a `Draft`, a tree of candidate tokens. `verify` runs
-the target once over the tree and accepts a path through it. `Decoding`
-holds the state of one answer and verifies a draft per round. Read these
-first. Below them are the KV caches, what methods use of a target and its
+the target once over the tree and accepts a path through it.
+`Decoding` holds the state of one answer. Read these three first.
+Below them are KV caches, what methods use of a target and of a
 drafter, and checks.
 
-Shapes: B batch, T sequence, P cached prefix, K draft depth, N nodes, A
-accepted nodes, V vocabulary, Vd draft vocabulary, D hidden size, H heads,
-Hkv key-value heads, Dh head size. Distributions: `p_target`, `q_draft`.
+Shapes: B batch, T sequence, P cached prefix, K draft depth, N nodes,
+A accepted nodes, V vocabulary, Vd draft vocabulary, D hidden size,
+H heads, Hkv key-value heads, Dh head size.
+Distributions: `p_target`, `q_draft`.
 
 Licence: Apache-2.0.
 """
@@ -16,8 +17,8 @@ Licence: Apache-2.0.
 import argparse
 import contextlib
 import inspect
-import json
 import sys
+import textwrap
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,11 +42,11 @@ class Mistake(ValueError):
 
 @dataclass
 class Draft:
-    """A tree of N candidate tokens below the newest committed token, the root.
+    """A tree of N candidate tokens below the newest committed token.
 
-    The first M nodes were picked from `probs`: sampled, or its argmax in greedy
-    decoding, where `verify` ignores `probs`. The rest were chosen
-    deterministically.
+    That token is the root. The first M nodes were picked from `probs`:
+    sampled, or its argmax in greedy decoding, where `verify` ignores
+    `probs`. The other nodes were chosen deterministically.
     """
 
     tokens: Tensor  # (N,) ids
@@ -57,8 +58,10 @@ class Draft:
 
     def children(self) -> dict[tuple[int, int], int]:
         """{(parent, token): node}, with the first of equal siblings."""
-        places = list(zip(self.parents.tolist(), self.tokens.tolist()))
-        return {place: node for node, place in reversed(list(enumerate(places)))}
+        child = {}
+        for node, place in enumerate(zip(self.parents.tolist(), self.tokens.tolist())):
+            child.setdefault(place, node)
+        return child
 
     def depths(self) -> list[int]:
         """The depth of the root, 0, and of each node."""
@@ -82,11 +85,10 @@ def chain(steps, input_ids: Tensor, **notes) -> Draft:
 
 
 def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
-    """Additive attention mask (1, 1, N + 1, P + N + 1) of root and nodes.
+    """Additive mask (1, 1, N + 1, P + N + 1) of root and nodes.
 
     A row attends to the prefix, the root, its ancestors and itself.
-    Parents -1, 0, 0, 1 and P = 2 (x is 0, . the dtype's lowest number; a
-    boolean mask would be added to the scores by eager attention):
+    For parents -1, 0, 0, 1 and P = 2:
 
                  prefix  root  n0 n1 n2 n3
            root   x  x    x    .  .  .  .
@@ -94,6 +96,9 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
            n1     x  x    x    x  x  .  .
            n2     x  x    x    x  .  x  .
            n3     x  x    x    x  x  .  x
+
+    x is 0 and . the dtype's lowest number. Eager attention would add a
+    boolean mask to the scores.
     """
     may_attend = torch.eye(len(parents) + 1, dtype=torch.bool)  # (N + 1, N + 1)
     for node, parent in enumerate(parents.tolist()):
@@ -114,7 +119,7 @@ def tree_inputs(input_ids: Tensor, draft: Draft, prefix: int, dtype) -> tuple:
 
 
 def forward(target, fed: Tensor, cache, mask=None, positions=None) -> tuple[Tensor, Tensor]:
-    """Feed ids (1, n): logits (1, n, V) and last hidden states (1, n, D)."""
+    """Feed ids (1, n): logits (1, n, V), last hidden states (1, n, D)."""
     output = target(
         fed,
         past_key_values=cache,
@@ -141,12 +146,13 @@ def verify(
 ) -> Verified:
     """Verify a token tree with one target forward, without loss.
 
-    Greedy: descend while a child holds the argmax. Sampling: rejection
-    sampling, see `_draw` (Leviathan et al. 2023; siblings: SpecInfer 2024).
+    At each node the target chooses a token: the argmax, or a draw by
+    rejection sampling, see `_draw`. The walk descends while a child
+    holds this token (Leviathan et al. 2023; trees: SpecInfer 2024).
 
     input_ids: (1, P + 1) committed tokens; the last one is the root.
     cache: the target's; P rows before, P + A + 1 after.
-    logits_processor: called with each visited node's prefix and scores.
+    logits_processor: receives each visited node's prefix and scores.
     scored: logits and hidden states of the tree, if already computed.
     """
     in_order = draft.parents < torch.arange(len(draft.parents))
@@ -161,23 +167,20 @@ def verify(
 
     # 2. Walk down from the root: choose a token, descend if a child holds it.
     child = draft.children()
-    sampled = len(draft.probs) if do_sample and draft.probs is not None else 0  # M
-    plain_argmax = None
-    if not (do_sample or logits_processor):
-        plain_argmax = logits[0].float().argmax(-1).tolist()  # of all nodes
+    sampled = 0 if draft.probs is None else len(draft.probs)  # M
     path = []
     committed = []
     node = -1
     while node is not None:
-        if plain_argmax is not None:
-            token = plain_argmax[node + 1]
-        else:
-            scores = logits[:, node + 1].to(copy=True, dtype=torch.float32)  # (1, V)
-            if logits_processor:
-                ids = torch.cat([input_ids, input_ids.new_tensor([committed])], dim=1)
-                scores = logits_processor(ids, scores)
+        scores = logits[:, node + 1].to(copy=True, dtype=torch.float32)  # (1, V)
+        if logits_processor:
+            ids = torch.cat([input_ids, input_ids.new_tensor([committed])], dim=1)
+            scores = logits_processor(ids, scores)
+        if do_sample:
             siblings = [n for n in range(sampled) if draft.parents[n] == node]
-            token = _draw(scores[0], siblings, draft) if do_sample else int(scores.argmax())
+            token = _draw(scores[0], siblings, draft)
+        else:
+            token = int(scores.argmax())
         committed.append(token)
         node = child.get((node, token))
         if node is not None:
@@ -185,11 +188,10 @@ def verify(
 
     # 3. Keep the cache rows of the root (row 0) and of accepted nodes (n + 1).
     kept = torch.tensor([-1, *path]) + 1  # (A + 1,)
-    for layer in cache.layers:
-        if path == list(range(len(path))):  # already in place
-            layer.cut(prefix + len(kept))
-        else:
-            layer.keep(prefix, prefix + kept)
+    if path != list(range(len(path))):  # else they are in place
+        for layer in cache.layers:
+            layer.move(prefix + kept, prefix)
+    cache.cut(prefix + len(kept))
     tokens = input_ids.new_tensor([committed])
     return Verified(tokens, path, hidden[:, kept.to(hidden.device)], logits)
 
@@ -197,11 +199,12 @@ def verify(
 def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
     """A token distributed as softmax(scores (V,)), by rejection sampling.
 
-    A sibling is accepted with probability min(1, p_target / q_draft). If it
-    is rejected, the residual norm(max(p_target - q_draft, 0)) takes the
-    place of p_target for the next one. If all are rejected, `sample` draws
-    the token from the last residual. `verify` then accepts a deterministic child
-    that holds it. This is exact: the draw ignores deterministic children.
+    Each sibling in turn is accepted with probability
+    min(1, p_target / q_draft). If it is rejected, the residual
+    norm(max(p_target - q_draft, 0)) takes the place of p_target. If all
+    are rejected, the token is drawn from the last residual. `verify`
+    then accepts a deterministic child that holds it. This is exact:
+    the draw ignores deterministic children.
     """
     p_target = scores.softmax(-1)  # (V,)
     assert not p_target.isnan().any(), "the logits processors forbid every token"
@@ -231,7 +234,7 @@ def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
 
 @dataclass
 class Stats:
-    """Counts of one decoding; seconds of prefill, draft and verify."""
+    """Counts and times of one decoding."""
 
     sync: bool = False  # wait for the GPU before the clock is read
     target_forwards: int = 0  # without the one over the prompt
@@ -239,34 +242,31 @@ class Stats:
     emitted: int = 0  # tokens committed, bonus tokens included
     offered: list[int] = field(default_factory=list)  # draft depth per round
     accepted: list[int] = field(default_factory=list)  # draft tokens per round
-    seconds: dict[str, float] = field(default_factory=dict)  # {phase: s}; the first draft: prefill
+    # Seconds of "prefill", which includes the first draft, "draft" and "verify".
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Decoding:
     """The state of one answer.
 
-        ids     (1, P + 1)  committed tokens; the newest is not cached yet
+        ids     (1, P + 1)  committed tokens; the newest is not cached
         cache               the target's keys and values of the first P
-        hidden  (1, n, D)   last hidden states of the n tokens that the newest
-                            round (at first: the prefill) has cached
-
-        room                levels that a draft may have, to leave room for the
-                            bonus token
+        hidden  (1, n, D)   last hidden states of the n tokens that the
+                            newest round (at first: the prefill) cached
         done                True after the last token
-        do_sample, ends, stats; pick() chooses a draft token
+        do_sample, ends (end-of-sequence ids), stats
 
     After a round that accepted x_4 and added the bonus token x_5:
 
         ids     x_1  x_2  x_3  x_4  x_5
         hidden            h_3  h_4
 
-    Arguments that every `generate` of this repository shares:
-        copies: most tokens to copy from the context per round.
-        stats: a Stats that receives the counts and times.
-        token_streamer: a streamer of transformers, which does not hand on
-            its own argument `streamer`.
-        given: what transformers passes to a `custom_generate` function.
-            Stopping criteria receive the token ids, but no scores.
+    copies: most tokens to copy from the context per round.
+    stats: a Stats that receives the counts and times.
+    token_streamer: a streamer of transformers, which does not hand on
+        its own argument `streamer`.
+    given: what transformers passes to a `custom_generate` function.
+        Stopping criteria receive the token ids, but no scores.
     """
 
     def __init__(
@@ -283,19 +283,17 @@ class Decoding:
         self.ids = input_ids
         self.do_sample = self.generation_config.do_sample
         self.done = False
+        ends = self.generation_config.eos_token_id  # one id, several or None
+        self.ends = {ends} if isinstance(ends, int) else set(ends or [])
         self.stats = stats or Stats()
         self.streamer = token_streamer
         self.lookup = None
         if copies:  # part of no method
-            try:
-                from support.rivals.lookup import Lookup
-            except ImportError as error:
-                raise Mistake("copies need support/rivals/lookup.py: copy it as well") from error
+            from support.rivals.lookup import Lookup
+
             self.lookup = Lookup(copies)
         self.clock_start = time.perf_counter()
         self.phase = "prefill"  # until the first draft is ready, then "draft"
-        ends = self.generation_config.eos_token_id  # one id, several or None
-        self.ends = {ends} if isinstance(ends, int) else set(ends or [])
         self._prefill()
 
     @torch.no_grad()
@@ -318,10 +316,11 @@ class Decoding:
         return self.generation_config.max_length - self.ids.shape[1] - 1
 
     def pick(self, logits: Tensor, draft_ids: Tensor | None, ids: Tensor):
-        """Choose a draft token (1,); returns it and processed q_draft (V,).
+        """Choose a draft token (1,); also returns its q_draft (V,).
 
-        logits: (1, Vd) of `draft_ids` (Vd,), or (1, V). ids: (1, T) before
-        it. Returns None if the processors forbid all of the draft vocabulary.
+        logits: (1, Vd) of `draft_ids` (Vd,), or (1, V).
+        ids: (1, T) before the token, for the logits processors. Returns
+        None if these allow no token of the draft vocabulary.
         """
         scores = logits.float()  # (1, V)
         if draft_ids is not None:
@@ -344,22 +343,24 @@ class Decoding:
 
     def verify(self, draft: Draft, scored=None) -> Verified:
         """Verify a draft; commit its accepted tokens and the bonus token."""
+        # 1. Verify it. What passed since the last round was drafting.
         if scored is None:
             draft = self.with_copies(draft)
         self._clock(self.phase)
         self.phase = "draft"
         verified = verify(
-            self.target,
-            self.ids,
-            draft,
-            self.cache,
-            self.logits_processor,
-            self.do_sample,
-            scored,
+            self.target, self.ids, draft, self.cache, self.logits_processor, self.do_sample, scored
         )
+        # 2. Commit tokens until the answer ends.
         count = self._commit(verified.tokens)
         self.hidden = verified.hidden[:, :count]
-        self._count(draft, verified.path, count)
+        # 3. Count the round.
+        stats = self.stats
+        stats.target_forwards += 1
+        stats.drafted += len(draft.tokens)
+        stats.emitted += count
+        stats.offered.append(max(draft.depths()))
+        stats.accepted.append(min(len(verified.path), count))
         self._clock("verify")
         return verified
 
@@ -377,16 +378,6 @@ class Decoding:
                 self.streamer.end()
         return count
 
-    def _count(self, draft: Draft, path: list[int], emitted: int) -> None:
-        """Count the round; accepted nodes after the end are left out."""
-        path = path[:emitted]
-        stats = self.stats
-        stats.target_forwards += 1
-        stats.drafted += len(draft.tokens)
-        stats.emitted += emitted
-        stats.offered.append(max(draft.depths()))
-        stats.accepted.append(len(path))
-
     def _clock(self, phase: str) -> None:
         """Add the time since the last call to `phase`."""
         if self.stats.sync:
@@ -398,7 +389,7 @@ class Decoding:
 
 
 def open_decoding(target, input_ids: Tensor, copies=0, stats=None, **options) -> Decoding:
-    """The Decoding of `target.generate(input_ids, **options)` at its start."""
+    """The Decoding of `target.generate(input_ids, **options)`."""
     created = []
 
     def opened(target, input_ids, **given):
@@ -414,7 +405,7 @@ def open_decoding(target, input_ids: Tensor, copies=0, stats=None, **options) ->
 
 
 class GrowingLayer(DynamicLayer):
-    """A cache layer that copies old rows only when its buffer must double."""
+    """A cache layer that copies old rows only to double its buffers."""
 
     def update(self, key_states, value_states, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append n rows; returns keys and values (B, Hkv, P + n, Dh)."""
@@ -434,15 +425,13 @@ class GrowingLayer(DynamicLayer):
     def cut(self, length: int) -> None:
         """Keep the first `length` rows."""
         if self.is_initialized:
-            self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
+            self.keys, self.values = (x[:, :, :length] for x in self.buffers)
 
-    def keep(self, start: int, rows: Tensor) -> None:
-        """Move `rows` (n,) to start, start + 1, ... and drop the rest."""
+    def move(self, rows: Tensor, start: int) -> None:
+        """Copy `rows` (n,) to start, start + 1, ..."""
         if self.is_initialized:
-            for buffer in self.buffers:
-                moved = buffer[:, :, rows.to(buffer.device)]
-                buffer[:, :, start : start + len(rows)] = moved
-            self.cut(start + len(rows))
+            for x in self.buffers:
+                x[:, :, start : start + len(rows)] = x[:, :, rows.to(x.device)]
 
 
 class GrowingCache(DynamicCache):
@@ -461,24 +450,23 @@ class GrowingCache(DynamicCache):
 class DraftCache(GrowingCache):
     """A drafter's KV cache, which drops the rows of rejected tokens."""
 
-    fed: Tensor | None = None  # (1, P) the tokens whose rows are in the cache
+    fed = torch.zeros(1, 0, dtype=torch.long)  # (1, P) the tokens of its rows
 
     def rewind(self, input_ids: Tensor) -> Tensor:
-        """Keep rows as far as `input_ids` agree; returns the ids to feed."""
-        if self.fed is None:
-            return input_ids
-        end = min(self.fed.shape[1], input_ids.shape[1] - 1)  # feed at least 1
-        same = self.fed[0, :end] == input_ids[0, :end]
+        """Keep the rows that agree with `input_ids`; returns the ids to feed."""
+        fed = self.fed.to(input_ids.device)
+        end = min(fed.shape[1], input_ids.shape[1] - 1)  # feed at least one
+        same = fed[0, :end] == input_ids[0, :end]
         agreed = int(same.cumprod(0).sum())
         self.cut(agreed)
-        self.fed = self.fed[:, :agreed]
+        self.fed = input_ids[:, :agreed]
         return input_ids[:, agreed:]
 
     def record(self, token_ids: Tensor) -> Tensor:
-        """Note that `token_ids` (1, n) are fed now; returns their positions (1, n)."""
-        start = 0 if self.fed is None else self.fed.shape[1]
-        self.fed = token_ids if self.fed is None else torch.cat([self.fed, token_ids], dim=1)
-        return torch.arange(start, self.fed.shape[1], device=token_ids.device)[None]
+        """Note that `token_ids` (1, n) are fed; returns their positions."""
+        start = self.fed.shape[1]
+        self.fed = torch.cat([self.fed, token_ids], dim=1)
+        return torch.arange(start, self.fed.shape[1], device=token_ids.device)[None]  # (1, n)
 
 
 # ----------------------------------------------------------------------------------- the target
@@ -487,56 +475,43 @@ class DraftCache(GrowingCache):
 def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "cpu"):
     """Load a target, frozen and in eval mode, and its tokenizer.
 
-    name: Hugging Face id, folder or .gguf file; None: the default target.
+    name: Hugging Face id, folder or .gguf file; None: the default one.
     """
     try:
-        torch.zeros(1, device=device).tolist()
+        torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise Mistake(
-            f"this machine or build of torch has no device {device!r}: take another, such as cpu"
-        ) from error
-    remedy = (
-        "give a Hugging Face id, a folder with config.json, tokenizer files and *.safetensors, or "
-        "a .gguf file"
-    )
+        raise Mistake(f"this torch has no device {device!r}: take another, such as cpu") from error
     if name is None:
         try:
             from support import default_target
         except ImportError as error:
-            raise Mistake(
-                "no target named, and support/default_target.py, which fetches the default one, "
-                "is not here; copy it, or name a Hugging Face id or a folder"
-            ) from error
+            missing = "support/default_target.py, which fetches the default one, is not here"
+            raise Mistake(f"no target named, and {missing}: name one, or copy it") from error
         name = default_target.folder()
-        remedy = "if this folder is damaged, delete it, and the model is fetched again"
     try:
         return _read_target(name, dtype, device)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # the readers of transformers raise many kinds
         reason = str(error).strip().split("\n")[0]
+        remedy = (
+            "give a Hugging Face id, a folder with tokenizer and *.safetensors, or a .gguf file"
+        )
         raise Mistake(f"cannot load model {str(name)!r} ({reason}); {remedy}") from error
 
 
 def _read_target(name, dtype, device):
     path = Path(name)
-    folder_named = path.parent != Path(".") or str(name).startswith(".")
-    if folder_named and path.parent.is_dir() and not path.exists():
-        raise FileNotFoundError("no such file or folder")  # rather than ask the hub for it
     gguf = path.name if path.suffix == ".gguf" else None
-    if gguf and not path.is_file():
-        raise FileNotFoundError("no such file")
+    local = gguf or str(name).startswith((".", "/"))
+    if local and not path.exists():
+        raise FileNotFoundError("no such file or folder")  # rather than ask the hub for it
     folder = (path.parent if gguf else path).as_posix()
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
+    options = {"gguf_file": gguf, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     if len(tokenizer) < 2:  # transformers makes an empty one
         raise FileNotFoundError("no tokenizer files")
-    target = AutoModelForCausalLM.from_pretrained(
-        folder,
-        gguf_file=gguf,
-        trust_remote_code=False,
-        dtype=dtype,
-        use_safetensors=None if gguf else True,
-    )
+    if not gguf:
+        options["use_safetensors"] = True
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     return target.to(device).eval().requires_grad_(False), tokenizer
 
 
@@ -618,7 +593,7 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Widen tables (B, T, R) to (B, T, Dh), for Llama layers in a drafter.
+    """Widen tables (B, T, R) to (B, T, Dh), for a drafter's Llama layers.
 
     Dimensions j and j + Dh/2 share an angle, which is 0 from j = R/2 on.
     R = 4 and Dh = 8: cos `a b a b` becomes `a b 1 1 a b 1 1`.
@@ -633,7 +608,7 @@ def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, 
 
 @torch.no_grad()
 def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]:
-    """Last hidden states (B, T, D) and {layer: (K, V)} of right-padded ids."""
+    """Last hidden states (B, T, D), {layer: (K, V)} of right-padded ids."""
     cache = DynamicCache()  # without a config: sliding layers keep all rows
     hidden = target.get_decoder()(input_ids, past_key_values=cache, use_cache=True)[0]
     if layers and max(layers) >= len(cache.layers):  # as Gemma-3n's top layers
@@ -646,12 +621,14 @@ def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]
 
 def option(default, help: str, decode: bool = False):
     """A Config field; with `decode` it may change after training."""
-    kind = "default_factory" if callable(default) else "default"
-    return field(**{kind: default}, metadata={"help": help, "decode": decode})
+    metadata = {"help": help, "decode": decode}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def at_least(config, **bounds: float) -> None:
-    """Raise a Mistake if a field is below its bound or of the wrong type."""
+    """Raise a Mistake if a field is below its bound or of a wrong type."""
     for name, bound in bounds.items():
         value = getattr(config, name)
         kinds = (int, type(getattr(config.__class__, name)))  # of the default
@@ -681,7 +658,7 @@ def llama_config(shape: dict, intermediate_size: int) -> LlamaConfig:
 
 
 def placeholder_ids(shape: dict, size: int) -> Tensor:
-    """Draft vocabulary (Vd,) until `start_from` sets it; size 0: all tokens."""
+    """Draft vocabulary (Vd,) before `start_from`; size 0: all tokens."""
     return torch.arange(min(size or shape["vocab_size"], shape["vocab_size"]))
 
 
@@ -708,7 +685,7 @@ def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
 
 
 def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
-    """Copy weights of equal name and shape, except norms that scale by 1 + w (Gemma)."""
+    """Copy weights of equal name and shape, but no norm that scales by 1 + w (Gemma)."""
     source = dict(theirs.named_parameters())
     for name, weight in ours.named_parameters():
         other = source.get(name)
@@ -735,29 +712,18 @@ def overlap(target, hidden: Tensor, q_draft: Tensor, draft_ids: Tensor) -> Tenso
 
 
 def load_drafter(Drafter, path, target):
-    """Load a drafter to the target's device and dtype.
-
-    Raises: Mistake: missing, damaged, or of another method or target.
-    """
+    """Load a drafter to the target's device and dtype."""
     path = Path(path)
-    try:
-        made_for = dict(json.loads((path / "config.json").read_bytes())["target"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Mistake(
-            f"no drafter in {path} ({error!r}); make one with train.py --out {path}"
-        ) from error
-    _check_shape(path, made_for, target)
+    if not (path / "config.json").is_file():
+        raise Mistake(f"no drafter in {path}; make one with train.py --out {path}")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
             drafter = Drafter.from_pretrained(str(path), strict=True)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
-            raise  # a bug in Drafter
-        reason = " ".join(str(error).split()[:12]) + " ..."
-        raise Mistake(
-            f"{path} holds no {Drafter.__module__} drafter, or a damaged one ({reason}): name "
-            "another one, or train it again"
-        ) from error
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+        kind = Drafter.__module__
+        reason = textwrap.shorten(str(error), 100)
+        raise Mistake(f"{path} holds no {kind} drafter, or a damaged one ({reason})") from error
+    check_drafter(drafter, Drafter, target)
     check_states(target)
     return drafter.to(target.device, target.dtype).eval()
 
@@ -777,58 +743,30 @@ class Batch:
 # ------------------------------------------------------------------------------ what is refused
 
 
-def _check_shape(name, made_for: dict, target) -> None:
+def _refuse(*checks: tuple[object, str]) -> None:
+    """Raise a Mistake with the message of the first condition that holds."""
+    for condition, message in checks:
+        if condition:
+            raise Mistake(message)
+
+
+def check_drafter(drafter, Drafter, target, config=None) -> None:
+    """Raise a Mistake if the drafter or its Config does not fit."""
+    if not isinstance(drafter, Drafter):
+        raise Mistake(f"drafter {type(drafter)}: load one with load_drafter({Drafter}, ...)")
+    made_for = drafter.config.target
     shape = target_shape(target)
     wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
     if wrong:
         reason = ", ".join(wrong)
-        raise Mistake(f"{name} is for another target ({reason}); train one with train.py")
-
-
-def check_drafter(drafter, Drafter, target, config=None) -> None:
-    """Raise a Mistake if the drafter or its Config does not fit.
-
-    A drafter may be of another method, target, device or dtype.
-    """
-    if not isinstance(drafter, Drafter):
-        kind = f"{type(drafter).__module__}.{type(drafter).__name__}"
-        name = f"{Drafter.__module__}.Drafter"
-        raise Mistake(f"the drafter is a {kind}, not a {name}: load one with load_drafter")
-    _check_shape("the drafter", drafter.config.target, target)
+        raise Mistake(f"the drafter is for another target ({reason}): train one with train.py")
     check_config(config, type(drafter.config))
-    weight = next(drafter.parameters())
-    if (weight.dtype, weight.device.type) != (target.dtype, target.device.type):
-        raise Mistake(
-            f"the drafter is {weight.dtype} on {weight.device} and the target {target.dtype} on "
-            f"{target.device}; call drafter.to(target.device, target.dtype)"
-        )
 
 
 def check_config(config, Config) -> None:
-    """Raise a Mistake if `config`, where given, is not of the class Config."""
+    """Raise a Mistake if `config`, where given, is not a Config."""
     if config is not None and not isinstance(config, Config):
-        kind = f"{type(config).__module__}.{type(config).__name__}"
-        raise Mistake(f"config is a {kind}: pass a {Config.__module__}.Config")
-
-
-def check_target(target) -> None:
-    """Raise a Mistake if token trees would change what the target decodes."""
-    config = target.config.get_text_config()
-    plain = "leave custom_generate out, or take another target"
-    needed = {"position_ids", "past_key_values"}
-    missing = needed - inspect.signature(target.forward).parameters.keys()
-    if missing:
-        raise Mistake(f"the target takes no {min(missing)}, which a token tree needs: {plain}")
-    # ALiBi, GPT-Neo and Doge count cache rows; trees count levels.
-    for name in ("alibi", "attention_layers", "keep_window_size"):
-        if getattr(config, name, None):
-            raise Mistake(f"{name}: attention that counts rows, not positions: {plain}")
-    kinds = set(getattr(config, "layer_types", None) or [])
-    if kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
-        raise Mistake(f"layers other than attention cannot undo a rejected token: {plain}")
-    kind = str(config._attn_implementation)
-    if "flash" in kind or "flex" in kind:
-        raise Mistake(f"{kind} takes no tree mask: load the target with attn_implementation='sdpa'")
+        raise Mistake(f"config {type(config)}: pass a {Config}")
 
 
 @torch.no_grad()
@@ -836,69 +774,80 @@ def check_states(target) -> None:
     """Raise a Mistake unless `target_logits` gives the target's logits."""
     ids = torch.arange(1, 3, device=target.device)[None]
     output = target(ids, output_hidden_states=True)
-    last = output.hidden_states[-1]
-    logits = output.logits.float()
     hidden = target.get_decoder()(ids)[0]
+    logits = target_logits(target, hidden)
     close = {"atol": 0.05, "rtol": 0.05}  # bfloat16 rounds
-    same = last.shape == hidden.shape == (1, 2, target_shape(target)["hidden_size"])
-    same = same and torch.allclose(last, hidden, **close)
-    if not (same and torch.allclose(target_logits(target, hidden), logits, **close)):
+    same = torch.allclose(output.hidden_states[-1], hidden, **close)
+    if not same or not torch.allclose(output.logits.float(), logits, **close):
         raise Mistake("the target's logits do not follow from its last hidden states: take another")
+
+
+def check_target(target) -> None:
+    """Raise a Mistake if token trees would change what the target decodes."""
+    config = target.config.get_text_config()
+    parameters = inspect.signature(target.forward).parameters
+    missing = {"position_ids", "past_key_values"} - parameters.keys()
+    # ALiBi, GPT-Neo and Doge count cache rows; trees count levels.
+    row_counters = ("alibi", "attention_layers", "keep_window_size")
+    counting = [name for name in row_counters if getattr(config, name, None)]
+    kinds = set(getattr(config, "layer_types", None) or [])
+    others = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+    kernel = str(config._attn_implementation)
+    no_mask = "flash" in kernel or "flex" in kernel
+    plain = "leave custom_generate out, or take another target"
+    _refuse(
+        (missing, f"the target takes no {missing}, which token trees need: {plain}"),
+        (counting, f"{counting}: attention that counts rows, not positions: {plain}"),
+        (others, f"{others} layers cannot undo a rejected token: {plain}"),
+        (no_mask, f"{kernel} takes no tree mask: load the target with attn_implementation='sdpa'"),
+    )
 
 
 def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: dict) -> None:
     """Raise a Mistake if this request cannot be decoded by token trees."""
-    config = target.config.get_text_config()
+    rows, length = input_ids.shape
     mask = model_kwargs.get("attention_mask")
     past = model_kwargs.get("past_key_values")
     positions = model_kwargs.get("position_ids")
-    if input_ids.device.type != target.device.type:
-        raise Mistake(f"the prompt is on {input_ids.device}: move it with .to(target.device)")
-    if input_ids.shape[1] == 0:
-        raise Mistake(
-            "no token ids: pass a prompt of at least one token as input_ids, and no inputs_embeds"
-        )
-    if input_ids.shape[0] != 1:
-        shape = tuple(input_ids.shape)
-        raise Mistake(f"ids of shape {shape}: pass one prompt, without beams or several answers")
-    if mask is not None and not mask.all():
-        raise Mistake("attention_mask has zeros: pass no padding, and a mask of ones")
-    if positions is not None and positions.tolist() != [list(range(input_ids.shape[1]))]:
-        raise Mistake("position_ids are counted from 0 here: leave them out")
-    if past is not None and past.get_seq_length() > 0:
-        raise Mistake("past_key_values already holds tokens: pass all tokens, and no cache")
-    if any(getattr(x, "ndim", 0) > 2 for x in model_kwargs.values()):
-        raise Mistake("only text is decoded here: pass no images, and nothing beside token ids")
-
+    padded = mask is not None and not mask.all()
+    cached = past is not None and past.get_seq_length() > 0
+    shifted = positions is not None and positions.tolist() != [list(range(length))]
+    more = any(getattr(x, "ndim", 0) > 2 for x in model_kwargs.values())
     mode = generation_config.get_generation_mode().value
-    if mode not in ("greedy_search", "sample"):
-        raise Mistake(f"{mode} is not supported by token trees: decode greedily, or sample")
-    unsupported = {
-        "guidance_scale": generation_config.guidance_scale not in (None, 1),
-        "return_dict_in_generate": generation_config.return_dict_in_generate,
-        "SynthID": "SynthID" in type(generation_config.watermarking_config).__name__,
-    }
-    for name, asked in unsupported.items():
-        if asked:
-            raise Mistake(f"{name} is not supported by token trees: leave it out")
+    other_mode = mode not in ("greedy_search", "sample")
+    guided = generation_config.guidance_scale not in (None, 1)
+    marked = "SynthID" in type(generation_config.watermarking_config).__name__
+    _refuse(
+        (rows != 1, f"{rows} rows of ids: pass one prompt, without beams or several answers"),
+        (padded, "attention_mask has zeros: pass no padding, and a mask of ones"),
+        (shifted, "position_ids are counted from 0 here: leave them out"),
+        (cached, "past_key_values already holds tokens: pass all tokens, and no cache"),
+        (more, "only text is decoded here: pass no images, and nothing beside token ids"),
+        (other_mode, f"{mode} is not supported by token trees: decode greedily, or sample"),
+        (guided, "guidance_scale is not supported by token trees: leave it out"),
+        (marked, "SynthID is not supported by token trees: leave it out"),
+    )
+    config = target.config.get_text_config()
+    _check_length(config, length - 1, generation_config.max_length)
 
-    # Decoding here equals the target's own only up to these lengths.
-    limit = generation_config.max_length
-    kinds = getattr(config, "layer_types", None)
-    slides = kinds is None or "sliding_attention" in kinds  # Mistral: none
+
+def _check_length(config, prefix: int, length: int) -> None:
+    """Raise a Mistake beyond the length up to which token trees are exact."""
+    # Mistral names no kinds; its layers slide if it has a window.
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     reaches = {"context": getattr(config, "max_position_embeddings", None)}
-    if slides:
+    if "sliding_attention" in kinds:
         reaches["sliding window"] = getattr(config, "sliding_window", None)
-    if kinds is not None and "chunked_attention" in kinds:
+    if "chunked_attention" in kinds:
         reaches["attention chunk"] = getattr(config, "attention_chunk_size", None)
+    # Long RoPE takes other factors beyond its border. A prompt there keeps them.
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # long texts: other factors
-        border = rope.get("original_max_position_embeddings") or limit
-        if input_ids.shape[1] - 1 <= border:
-            reaches["positions before its long RoPE factors"] = border + 1
+    border = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "longrope" and border and prefix <= border:
+        reaches["positions before its long RoPE factors"] = border + 1
     for name, reach in reaches.items():
-        if reach and limit > reach:
-            text = f"prompt + new tokens = {limit} exceed the target's {name} of {reach}"
+        if reach and length > reach:
+            text = f"prompt + new tokens = {length} exceed the target's {name} of {reach}"
             raise Mistake(f"{text}: lower max_new_tokens")
 
 
@@ -908,26 +857,22 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
 def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -> None:
     """Answer a prompt with a shipped drafter, for `python METHOD.py`."""
     parser = argparse.ArgumentParser(description="Answer a prompt with the shipped drafter.")
-    default = "Explain photosynthesis to a child in five sentences."
-    parser.add_argument("prompt", nargs="*", default=[default])
-    prompt = " ".join(parser.parse_args().prompt)
+    prompt = "Explain photosynthesis to a child in five sentences."
+    parser.add_argument("prompt", nargs="?", default=prompt)
+    message = {"role": "user", "content": parser.parse_args().prompt}
+    stats = Stats()
     try:
         target, tokenizer = load_target()
         checkpoint = Path(__file__).with_name("checkpoints") / folder
         options[argument] = load_drafter(Drafter, checkpoint, target)
         inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
+            [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        stats = Stats()
         output = target.generate(
-            **inputs, custom_generate=generate, max_new_tokens=128, stats=stats, **options
+            **inputs, **options, custom_generate=generate, max_new_tokens=128, stats=stats
         )
     except (Mistake, OSError) as problem:
-        print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"{parser.prog}: {problem}\n")
     answer = output[0, inputs["input_ids"].shape[1] :]
     print(tokenizer.decode(answer, skip_special_tokens=True))
     tau = stats.emitted / stats.target_forwards

@@ -18,10 +18,10 @@ positions count rows, not levels
 - positions = prefix + depths[None]
 + positions = prefix + torch.arange(len(depths))[None]
 the first rows are kept, not the accepted ones
-- layer.keep(prefix, prefix + kept)
-+ layer.cut(prefix + len(kept))
+- layer.move(prefix + kept, prefix)
++ pass
 rejected rows stay in the cache
-- layer.cut(prefix + len(kept))
+- cache.cut(prefix + len(kept))
 + pass
 a cache that doubles loses its newest row
 - F.pad(x[:, :, :start], (0, 0, 0, spare))
@@ -30,8 +30,8 @@ a drafter keeps the rows of rejected tokens
 - agreed = int(same.cumprod(0).sum())
 + agreed = end
 nothing may be left to feed
-- end = min(self.fed.shape[1], input_ids.shape[1] - 1)
-+ end = min(self.fed.shape[1], input_ids.shape[1])
+- end = min(fed.shape[1], input_ids.shape[1] - 1)
++ end = min(fed.shape[1], input_ids.shape[1])
 a drafter's positions are one too high
 - return torch.arange(start, self.fed.shape[1], device
 + return torch.arange(start + 1, self.fed.shape[1] + 1, device
@@ -94,8 +94,8 @@ queries turn the other way than keys
 - rotated = rotated * cos + rotate_half(rotated) * sin
 + rotated = rotated * cos - rotate_half(rotated) * sin
 Mistral is decoded beyond its window
-- slides = kinds is None or "sliding_attention" in kinds
-+ slides = kinds is not None and "sliding_attention" in kinds
+- kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
++ kinds = getattr(config, "layer_types", None) or []
 """
 
 GLIDE = r"""
