@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import inspect
 import sys
-import textwrap
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -492,18 +491,16 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
         return _read_target(name, dtype, device)
     except Exception as error:  # the readers of transformers raise many kinds
         reason = str(error).strip().split("\n")[0]
-        remedy = (
-            "give a Hugging Face id, a folder with tokenizer and *.safetensors, or a .gguf file"
-        )
+        remedy = "give a Hugging Face id, a folder of tokenizer and *.safetensors, or a .gguf file"
         raise Mistake(f"cannot load model {str(name)!r} ({reason}); {remedy}") from error
 
 
 def _read_target(name, dtype, device):
     path = Path(name)
     gguf = path.name if path.suffix == ".gguf" else None
-    local = gguf or str(name).startswith((".", "/"))
+    local = gguf or str(name).startswith((".", "/"))  # else the hub may have it
     if local and not path.exists():
-        raise FileNotFoundError("no such file or folder")  # rather than ask the hub for it
+        raise FileNotFoundError("no such file or folder")
     folder = (path.parent if gguf else path).as_posix()
     options = {"gguf_file": gguf, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
@@ -721,7 +718,7 @@ def load_drafter(Drafter, path, target):
             drafter = Drafter.from_pretrained(str(path), strict=True)
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         kind = Drafter.__module__
-        reason = textwrap.shorten(str(error), 100)
+        reason = str(error).strip().split("\n")[0]
         raise Mistake(f"{path} holds no {kind} drafter, or a damaged one ({reason})") from error
     check_drafter(drafter, Drafter, target)
     check_states(target)
