@@ -389,15 +389,12 @@ class Decoding:
 
 def open_decoding(target, input_ids: Tensor, copies=0, stats=None, **options) -> Decoding:
     """The Decoding of `target.generate(input_ids, **options)`."""
-    created = []
 
     def opened(target, input_ids, **given):
-        created.append(Decoding(target, input_ids, copies, stats, **given))
-        return input_ids
+        return Decoding(target, input_ids, copies, stats, **given)
 
     options.setdefault("attention_mask", torch.ones_like(input_ids))
-    target.generate(input_ids, custom_generate=opened, **options)
-    return created[0]
+    return target.generate(input_ids, custom_generate=opened, **options)
 
 
 # ------------------------------------------------------------------------------------ KV caches
@@ -803,6 +800,7 @@ def check_target(target) -> None:
 def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: dict) -> None:
     """Raise a Mistake if this request cannot be decoded by token trees."""
     rows, length = input_ids.shape
+    elsewhere = input_ids.device.type != target.device.type
     mask = model_kwargs.get("attention_mask")
     past = model_kwargs.get("past_key_values")
     positions = model_kwargs.get("position_ids")
@@ -815,6 +813,7 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
     guided = generation_config.guidance_scale not in (None, 1)
     marked = "SynthID" in type(generation_config.watermarking_config).__name__
     _refuse(
+        (elsewhere, f"the prompt is on {input_ids.device}: move it with .to(target.device)"),
         (rows != 1, f"{rows} rows of ids: pass one prompt, without beams or several answers"),
         (padded, "attention_mask has zeros: pass no padding, and a mask of ones"),
         (shifted, "position_ids are counted from 0 here: leave them out"),

@@ -39,6 +39,11 @@ def make_family(name):
     return family(name, **FAMILIES[name])
 
 
+def opened(target, **options):
+    """A Decoding of IDS, by default a greedy one of at most nine tokens."""
+    return common.open_decoding(target, IDS, **{"max_new_tokens": 9, "do_sample": False} | options)
+
+
 def start(target, ids):
     """A cache that holds all of ids (1, T) but the newest token."""
     cache = common.GrowingCache(target.config.get_text_config().num_hidden_layers)
@@ -483,8 +488,8 @@ def test_an_answer_ends_inside_the_accepted_tokens(llama):
     """Three tokens are accepted; the answer ends at the second one."""
     truth = llama.generate(IDS, max_new_tokens=4, do_sample=False)[0, 5:].tolist()
     assert len(set(truth)) == 4
-    for options in ({"eos_token_id": truth[1], "max_new_tokens": 9}, {"max_new_tokens": 2}):
-        decoding = common.open_decoding(llama, IDS, do_sample=False, **options)
+    for options in ({"eos_token_id": truth[1]}, {"max_new_tokens": 2}):
+        decoding = opened(llama, **options)
         told = []
         decoding.streamer = types.SimpleNamespace(put=told.append, end=partial(told.append, "end"))
         verified = decoding.verify(draft_of([*truth[:3], 9], [-1, 0, 1, -1]))
@@ -504,7 +509,7 @@ def test_every_round_leaves_a_place_for_the_bonus_token_and_the_states_of_its_ro
     whole = llama.generate(IDS, max_new_tokens=6, do_sample=False)
     truth = whole[0, 5:].tolist()
     states, _ = common.target_features(llama, whole)
-    decoding = common.open_decoding(llama, IDS, max_new_tokens=6, do_sample=False)
+    decoding = opened(llama, max_new_tokens=6)
     before = 0
     for draft, cached in (
         (draft_of([truth[0], truth[1], 0], [-1, 0, 0]), 4),
@@ -526,15 +531,14 @@ def test_every_round_leaves_a_place_for_the_bonus_token_and_the_states_of_its_ro
 def test_the_clock_books_prefill_drafting_and_verification(llama, monkeypatch):
     moments = iter([0, 5, 7, 10, 14, 20, 21])
     monkeypatch.setattr(common, "time", types.SimpleNamespace(perf_counter=lambda: next(moments)))
-    decoding = common.open_decoding(llama, IDS, max_new_tokens=9, do_sample=False)
+    decoding = opened(llama)
     for _ in range(3):
         decoding.verify(draft_of([], []))
     assert decoding.stats.seconds == {"prefill": 5, "verify": 2 + 4 + 1, "draft": 3 + 6}
 
 
 def test_pick_takes_the_argmax_of_what_can_be_drafted(llama):
-    options = {"do_sample": False, "repetition_penalty": 4.0}
-    decoding = common.open_decoding(llama, IDS, max_new_tokens=9, **options)
+    decoding = opened(llama, repetition_penalty=4.0)
     draft_ids = torch.tensor([4, 7, 30])
     logits = torch.tensor([[3.0, 2.0, 1.0]])
     token, q_draft = decoding.pick(logits, draft_ids, IDS)
@@ -547,8 +551,7 @@ def test_pick_takes_the_argmax_of_what_can_be_drafted(llama):
 
 
 def test_pick_draws_from_the_distribution_that_it_returns(small_llama):
-    options = {"do_sample": True, "temperature": 0.5, "top_k": 0}
-    decoding = common.open_decoding(small_llama, IDS, max_new_tokens=9, **options)
+    decoding = opened(small_llama, do_sample=True, temperature=0.5, top_k=0)
     logits = torch.tensor([[0.0, 0.5, 1.0]])
     draft_ids = torch.tensor([1, 4, 6])
     torch.manual_seed(0)
@@ -563,7 +566,7 @@ def test_pick_draws_from_the_distribution_that_it_returns(small_llama):
 
 @pytest.mark.parametrize("scores", [float("-inf"), float("nan")])
 def test_pick_gives_nothing_where_the_processors_allow_nothing(llama, scores):
-    decoding = common.open_decoding(llama, IDS, max_new_tokens=9, do_sample=False)
+    decoding = opened(llama)
     decoding.logits_processor = lambda ids, given: torch.full_like(given, scores)
     assert decoding.pick(torch.zeros(1, 48), None, IDS) is None
 
@@ -595,7 +598,7 @@ MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
 )
 def test_a_request_that_trees_cannot_decode_is_refused(llama, message, options):
     with refused(message):
-        common.open_decoding(llama, IDS, **{"max_new_tokens": 4, "do_sample": False} | options)
+        opened(llama, **options)
 
 
 def test_a_call_without_the_targets_generate_is_told_of_it(llama):
@@ -628,9 +631,9 @@ LONG_ROPE = {"rope_parameters": ROPE | BORDER} | BORDER
 )
 def test_what_a_target_attends_to_is_used_up_to_its_end_and_not_beyond(reach, name, options):
     target = family(name, **options)
-    common.open_decoding(target, IDS, max_new_tokens=11)
+    opened(target, max_new_tokens=11)
     with refused(f"17 exceed the target's {reach} of 16: lower max_new_tokens"):
-        common.open_decoding(target, IDS, max_new_tokens=12)
+        opened(target, max_new_tokens=12)
 
 
 def test_a_prompt_beyond_the_border_of_long_rope_stays_beyond_it():
@@ -639,7 +642,7 @@ def test_a_prompt_beyond_the_border_of_long_rope_stays_beyond_it():
         original = {"original_max_position_embeddings": border}
         target = family("Phi3", rope_parameters=ROPE | original, **original)
         with refused("long RoPE") if border == 4 else contextlib.nullcontext():
-            common.open_decoding(target, IDS, max_new_tokens=4)
+            opened(target)
 
 
 def test_the_default_target_is_read_from_its_folder(folder, monkeypatch):
@@ -658,7 +661,7 @@ def test_the_default_target_is_read_from_its_folder(folder, monkeypatch):
 def test_a_target_that_would_misread_a_tree_is_refused(message, name, options):
     target = family(name, **options)
     with refused(message):
-        common.open_decoding(target, IDS, max_new_tokens=20, do_sample=False)
+        opened(target)
 
 
 # ----------------------------------------------------------------------------------- the drafter
@@ -688,11 +691,6 @@ def test_a_target_whose_logits_are_computed_otherwise_gets_no_drafter(tmp_path):
         make_glide(target)
     with refused("logits do not follow from its last hidden states"):
         common.load_drafter(glide.Drafter, tmp_path, target)
-
-
-def test_a_missing_device_is_told_before_the_default_target_is_fetched():
-    with refused("no device 'gpu'"):
-        common.load_target(device="gpu")
 
 
 def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
