@@ -71,7 +71,7 @@ class Draft:
 
 
 def chain(steps, input_ids: Tensor, **notes) -> Draft:
-    """A chain from a proposer's steps (token (1,), q_draft (V,), hidden)."""
+    """A chain of a proposer's steps: token (1,), q_draft (V,), hidden."""
     steps = list(steps)
     if not steps:
         empty = torch.zeros(0, dtype=torch.long)
@@ -311,7 +311,7 @@ class Decoding:
 
     @property
     def room(self) -> int:
-        """Levels that a draft may have, to leave room for the bonus token."""
+        """Levels that a draft may have: one place is the bonus token's."""
         return self.generation_config.max_length - self.ids.shape[1] - 1
 
     def pick(self, logits: Tensor, draft_ids: Tensor | None, ids: Tensor):
@@ -341,7 +341,7 @@ class Decoding:
         return self.lookup.merge(draft, self.ids, self.room)
 
     def verify(self, draft: Draft, scored=None) -> Verified:
-        """Verify a draft; commit its accepted tokens and the bonus token."""
+        """Verify a draft; commit accepted tokens and the bonus token."""
         # 1. Verify it. What passed since the last round was drafting.
         if scored is None:
             draft = self.with_copies(draft)
@@ -449,7 +449,7 @@ class DraftCache(GrowingCache):
     fed = torch.zeros(1, 0, dtype=torch.long)  # (1, P) the tokens of its rows
 
     def rewind(self, input_ids: Tensor) -> Tensor:
-        """Keep the rows that agree with `input_ids`; returns the ids to feed."""
+        """Keep the rows that agree with the ids; returns the ids to feed."""
         fed = self.fed.to(input_ids.device)
         end = min(fed.shape[1], input_ids.shape[1] - 1)  # feed at least one
         same = fed[0, :end] == input_ids[0, :end]
@@ -566,7 +566,7 @@ def draft_head(target, token_ids: Tensor) -> nn.Linear:
 
 
 def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """A layer's rotary cos and sin (B, T, R), R <= Dh, at positions (B, T)."""
+    """A layer's cos and sin (B, T, R), R <= Dh, at positions (B, T)."""
     like = torch.empty(0, dtype=target.dtype, device=position_ids.device)
     module = getattr(target.get_decoder(), "rotary_emb", None)
     if module is None:  # learned positions (GPT-2, OPT): rotate by zero
@@ -679,13 +679,14 @@ def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
 
 
 def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
-    """Copy weights of equal name and shape, but no norm that scales by 1 + w (Gemma)."""
+    """Copy weights of equal name and shape."""
     source = dict(theirs.named_parameters())
     for name, weight in ours.named_parameters():
         other = source.get(name)
         if other is None or other.shape != weight.shape:
             continue
         parent = theirs.get_submodule(name.rpartition(".")[0])
+        # Leave out norms that scale by 1 + w (Gemma): ours scale by w.
         if "Norm" in type(parent).__name__ and name.endswith("weight"):
             scale = parent(torch.ones_like(other))
             if not torch.allclose(scale, other, atol=1e-2, rtol=1e-2):
@@ -724,7 +725,7 @@ def load_drafter(Drafter, path, target):
 
 @dataclass
 class Batch:
-    """What `loss` takes: right-padded sequences and the target's view of them."""
+    """What `loss` takes: right-padded sequences and the target's states."""
 
     input_ids: Tensor  # (B, T)
     loss_mask: Tensor  # (B, T) bool, True for tokens to predict, not at t = 0
@@ -738,7 +739,7 @@ class Batch:
 
 
 def _refuse(*checks: tuple[object, str]) -> None:
-    """Raise a Mistake with the message of the first condition that holds."""
+    """Raise a Mistake for the first condition that holds."""
     for condition, message in checks:
         if condition:
             raise Mistake(message)
@@ -777,7 +778,7 @@ def check_states(target) -> None:
 
 
 def check_target(target) -> None:
-    """Raise a Mistake if token trees would change what the target decodes."""
+    """Raise a Mistake if token trees would change the target's output."""
     config = target.config.get_text_config()
     parameters = inspect.signature(target.forward).parameters
     missing = {"position_ids", "past_key_values"} - parameters.keys()
@@ -828,7 +829,7 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
 
 
 def _check_length(config, prefix: int, length: int) -> None:
-    """Raise a Mistake beyond the length up to which token trees are exact."""
+    """Raise a Mistake beyond the length where token trees are exact."""
     # Mistral names no kinds; its layers slide if it has a window.
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     reaches = {"context": getattr(config, "max_position_embeddings", None)}
@@ -836,7 +837,7 @@ def _check_length(config, prefix: int, length: int) -> None:
         reaches["sliding window"] = getattr(config, "sliding_window", None)
     if "chunked_attention" in kinds:
         reaches["attention chunk"] = getattr(config, "attention_chunk_size", None)
-    # Long RoPE takes other factors beyond its border. A prompt there keeps them.
+    # Long RoPE changes its factors at a border. A prompt beyond it stays there.
     rope = getattr(config, "rope_parameters", None) or {}
     border = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and border and prefix <= border:
