@@ -314,18 +314,16 @@ class Decoding:
         """Levels that a draft may have: one place is the bonus token's."""
         return self.generation_config.max_length - self.ids.shape[1] - 1
 
-    def pick(self, logits: Tensor, draft_ids: Tensor | None, ids: Tensor):
+    def pick(self, logits: Tensor, draft_ids: Tensor, ids: Tensor):
         """Choose a draft token (1,); also returns its q_draft (V,).
 
-        logits: (1, Vd) of `draft_ids` (Vd,), or (1, V).
+        logits: (1, Vd) of `draft_ids` (Vd,).
         ids: (1, T) before the token, for the logits processors. Returns
         None if these allow no token of the draft vocabulary.
         """
-        scores = logits.float()  # (1, V)
-        if draft_ids is not None:
-            vocab = self.target.config.get_text_config().vocab_size
-            scores = scores.new_full((1, vocab), float("-inf"))
-            scores[:, draft_ids] = logits.float()
+        vocab = self.target.config.get_text_config().vocab_size
+        scores = logits.new_full((1, vocab), float("-inf"), dtype=torch.float32)
+        scores[:, draft_ids] = logits.float()
         if self.logits_processor:
             scores = self.logits_processor(ids, scores)
             if not scores.max() > float("-inf"):  # all -inf, or NaN
@@ -495,7 +493,7 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
 def _read_target(name, dtype, device):
     path = Path(name)
     gguf = path.name if path.suffix == ".gguf" else None
-    local = gguf or str(name).startswith((".", "/"))  # else the hub may have it
+    local = gguf or ("/" in str(name) and path.parent.is_dir())  # else ask the hub
     if local and not path.exists():
         raise FileNotFoundError("no such file or folder")
     folder = (path.parent if gguf else path).as_posix()

@@ -568,7 +568,7 @@ def test_pick_draws_from_the_distribution_that_it_returns(small_llama):
 def test_pick_gives_nothing_where_the_processors_allow_nothing(llama, scores):
     decoding = opened(llama)
     decoding.logits_processor = lambda ids, given: torch.full_like(given, scores)
-    assert decoding.pick(torch.zeros(1, 48), None, IDS) is None
+    assert decoding.pick(torch.zeros(1, 48), torch.arange(48), IDS) is None
 
 
 # ------------------------------------------------------------------------------ what is refused
