@@ -273,11 +273,13 @@ class Decoding:
     ):
         if "stopping_criteria" not in given:
             raise Mistake("call target.generate(..., custom_generate=METHOD.generate) instead")
+        # 1. Take what transformers passes; refuse what trees cannot decode.
         self.logits_processor = given.pop("logits_processor", None)
         self.stopping_criteria = given.pop("stopping_criteria")
         self.generation_config = given.pop("generation_config")
         check_target(target)
         _check_request(target, input_ids, self.generation_config, given)
+        # 2. Set up the state, and read the prompt.
         self.target = target
         self.ids = input_ids
         self.do_sample = self.generation_config.do_sample

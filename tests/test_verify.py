@@ -33,6 +33,7 @@ from support import default_target
 from support.rivals.lookup import Lookup
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
+assert_close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
 
 
 def make_family(name):
@@ -163,13 +164,10 @@ def test_target_logits_are_the_targets_own(name):
         plain = hidden @ target.get_output_embeddings().weight.T
         assert not torch.allclose(plain, target(ids).logits, atol=0.1)
     few = torch.tensor([3, 30, 31])
-    close = {"atol": 1e-5, "rtol": 1e-5}
-    torch.testing.assert_close(common.target_logits(target, hidden), truth, **close)
-    logits = common.target_logits(target, hidden, few)
-    torch.testing.assert_close(logits, truth[..., few], **close)
+    assert_close(common.target_logits(target, hidden), truth)
+    assert_close(common.target_logits(target, hidden, few), truth[..., few])
     if name not in ("Llama", "Gemma2"):  # a draft head has no bias and no cap
-        logits = common.draft_head(target, few)(hidden).float()
-        torch.testing.assert_close(logits, truth[..., few], **close)
+        assert_close(common.draft_head(target, few)(hidden).float(), truth[..., few])
 
 
 @pytest.mark.parametrize("name", ["Llama", "Phi3", "Gemma3"])
@@ -239,11 +237,11 @@ def test_verify_sees_every_node_as_plain_decoding_would(name):
         assert (last, int(ids[0, -1])) not in draft.children()
         assert [int(draft.tokens[n]) for n in verified.path] == verified.tokens[0, :-1].tolist()
         for ours, fresh in zip(cache.layers, start(target, ids).layers):
-            torch.testing.assert_close(ours.keys, fresh.keys, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(ours.values, fresh.values, atol=1e-5, rtol=1e-5)
+            assert_close(ours.keys, fresh.keys)
+            assert_close(ours.values, fresh.values)
         whole, _ = common.target_features(target, ids[:, :-1])
         rows = verified.hidden.shape[1]
-        torch.testing.assert_close(verified.hidden, whole[:, -rows:], atol=1e-5, rtol=1e-5)
+        assert_close(verified.hidden, whole[:, -rows:])
         for node, path in enumerate(paths(draft)):
             text = torch.cat([ids[:, :-rows], torch.tensor([path])], dim=1)
             truth = target(text).logits[:, -1]
