@@ -748,7 +748,7 @@ def _refuse(*checks: tuple[object, str]) -> None:
 def check_drafter(drafter, Drafter, target, config=None) -> None:
     """Raise a Mistake if the drafter or its Config does not fit."""
     if not isinstance(drafter, Drafter):
-        raise Mistake(f"drafter {type(drafter)}: load one with load_drafter({Drafter}, ...)")
+        raise Mistake(f"the drafter is a {type(drafter)}, not a {Drafter}: load one of these")
     made_for = drafter.config.target
     shape = target_shape(target)
     wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
@@ -761,7 +761,7 @@ def check_drafter(drafter, Drafter, target, config=None) -> None:
 def check_config(config, Config) -> None:
     """Raise a Mistake if `config`, where given, is not a Config."""
     if config is not None and not isinstance(config, Config):
-        raise Mistake(f"config {type(config)}: pass a {Config}")
+        raise Mistake(f"config is a {type(config)}: pass a {Config}")
 
 
 @torch.no_grad()

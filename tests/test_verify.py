@@ -708,13 +708,13 @@ def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
 def test_a_drafter_or_config_of_another_kind_is_refused(llama):
     drafter = make_glide(llama)
     common.check_drafter(drafter, glide.Drafter, llama, drafter.config)
-    with refused("drafter <class 'glide.Drafter'>: load one with .*falcon"):
+    with refused("the drafter is a <class 'glide.Drafter'>, not a <class 'falcon.Drafter'>"):
         common.check_drafter(drafter, falcon.Drafter, llama)
     with refused("the drafter is for another target .*vocab_size 48 != 40"):
         common.check_drafter(drafter, glide.Drafter, make_family("Llama"))
-    with refused("config <class 'dict'>: pass a <class 'glide.Config'>"):
+    with refused("config is a <class 'dict'>: pass a <class 'glide.Config'>"):
         common.check_drafter(drafter, glide.Drafter, llama, {"gamma": 1})
-    with refused("config <class 'glide.Config'>: pass a <class 'cape.Config'>"):
+    with refused("config is a <class 'glide.Config'>: pass a <class 'cape.Config'>"):
         options = {"custom_generate": cape.generate, "base": glide, "base_drafter": drafter}
         llama.generate(IDS, **options, config=drafter.config, max_new_tokens=4)
 
