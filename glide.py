@@ -1,38 +1,36 @@
-"""GLIDE: a drafter that reads the target's KV cache (Du et al., ICML 2024).
+"""GLIDE: a drafter that reads the target's KV cache.
 
-Paper: arXiv:2402.02082, section 4.1. The drafter is a small transformer.
-Each layer has a cross-attention sub-layer without keys and values of its own:
-it attends to the keys and values that the target has cached, a row for each
-earlier token. The newest token x_t and the tokens drafted after it have no
-target rows yet (x readable, . absent):
+Paper: Du et al., ICML 2024, arXiv:2402.02082, section 4.1.
+Each layer of a small transformer has a cross-attention that
+reads the keys and values that the target has cached, a row
+for each earlier token. The newest token x_t and the tokens
+drafted after it have no target rows yet (x readable):
 
-              tokens      x_1 ... x_(t-1)     x_t     x_(t+1) ... x_(t+i-1)
-        target's rows      x  x  x             .          .  .  .
-        drafter's rows     x  x  x             x          x  x  x   ->  q_draft of x_(t+i)
+         tokens   x_1 .. x_(t-1)  x_t  x_(t+1)..x_(t+i-1)
+    target rows    x  x  x         .      .  .  .
+    drafter rows   x  x  x         x      x  x  x
+                                      q_draft of x_(t+i)
 
 Training imitates this delay with `block_mask`.
 
-Names that differ from the paper's: M_T and M_D are `target` and `drafter`,
-N_D is `Config.num_layers`, L is `block_size`, W_j and W^O are `q_proj` and
-`o_proj`, H^m is the `x` of CrossAttention, p_D is `q_draft`, c is `cost`.
+Names that differ from the paper's: M_T and M_D are `target`
+and `drafter`, N_D is `num_layers`, L is `block_size`, p_D
+is `q_draft`, c is `cost`.
 
 Deviations from the paper:
-    1. The drafter uses the target's frozen embedding and LM head, so it is
-       as wide as the target, and starts from the target's weights.
-    2. It drafts only frequent tokens of the training data (`draft_vocab`).
-    3. The loss takes the target's distribution as its label, over answers
-       only. `distill=False` takes the data's tokens, as the paper does, but
-       here the target wrote the data (the paper's appendix C).
-    4. A query's block is that of its own token, as in the formula of 4.1; the
-       prose there takes the predicted token's. The first block has a random
-       length, new in each training step, so that every token is trained at
-       every delay.
-    5. Not in the paper: pre-norm and residual of the cross-attention, zero
-       output where no row is readable. Queries are rotated, because the
-       cached keys are. Every token is a query, those before x_t too.
-    6. The shipped drafter has L = gamma = 3 (the paper: 5). It reads target
-       layer 18 of 0 to 29, which holds induction heads; the paper reads the top
-       layers. Trained alike, tau and speed are level (results/README.md).
+    1. Width, embedding and LM head are the target's, and
+       the drafter starts from the target's weights.
+    2. It drafts frequent tokens only (`draft_vocab`).
+    3. Labels are the target's distributions on its own
+       answers; without `distill`, the answers' tokens.
+    4. A query's block is its own token's (formula of 4.1),
+       not the predicted token's (prose). The first block's
+       length is random, so that all delays are trained.
+    5. Not in the paper: pre-norm, residual and rotation in
+       cross-attention, zero output if no row is readable,
+       queries before x_t.
+    6. The shipped drafter has L = gamma = 3 and reads target
+       layer 18 of 0 to 29, not the top one.
 
 Licence: Apache-2.0.
 """
@@ -73,17 +71,6 @@ VARIANTS = {f"gamma{n}": {"gamma": n} for n in (1, 2, 3, 4, 5)}
 # -------------------------------------------------------------------------------- architecture
 
 
-def attend_or_zero(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of q (B, H, T, Dh) over P rows; zero where all are masked."""
-    if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    # A softmax over no keys can be NaN. So a query without readable rows reads
-    # all of them, and its output is set to zero.
-    some = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | ~some, enable_gqa=True)
-    return out * some
-
-
 class CrossAttention(nn.Module):
     """The drafter's queries read the target's keys and values (4.1)."""
 
@@ -94,23 +81,32 @@ class CrossAttention(nn.Module):
         width = shape["num_heads"] * self.head_dim
         self.q_proj = nn.Linear(shape["hidden_size"], width, bias=False)
         self.o_proj = nn.Linear(width, shape["hidden_size"], bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if config.query_norm else None
+        self.q_norm = nn.Identity()
+        if config.query_norm:
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6)
 
     def forward(self, x: Tensor, kv, tables, mask: Tensor | None) -> Tensor:
-        """x (B, T, D) to (B, T, D); kv: (K, V), each (B, Hkv, P, Dh).
+        """x (B, T, D) to (B, T, D).
 
-        mask: (B or 1, 1, T, P) bool, True = may attend; None: attend to all.
+        kv: (K, V), each (B, Hkv, P, Dh).
+        mask: (B or 1, 1, T, P) bool, True = reads.
         """
-        # Q^(m,j) = H^m W_j, all heads j at once.
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, Dh)
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        q = common.rotate(q.transpose(1, 2), tables)  # (B, H, T, Dh)
-        # hd_j = softmax(Q K^T / sqrt(d_k)) V
+        # 1. Q^(m,j) = H^m W_j, all heads j at once.
+        q = self.q_proj(x)
+        q = q.unflatten(-1, (-1, self.head_dim))  # (B, T, H, Dh)
+        q = self.q_norm(q).transpose(1, 2)
+        q = common.rotate(q, tables)  # (B, H, T, Dh)
+        # 2. hd_j = SoftMax(Q K^T / sqrt(d_k)) V. Without rows
+        #    this can be NaN: read all, and set the output to 0.
         k, v = (rows.to(q.dtype) for rows in kv)
-        out = attend_or_zero(q, k, v, mask)
-        # Concat(hd_1, ..., hd_h) W^O
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        some = 1
+        if mask is not None:
+            some = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1)
+            mask = mask | ~some
+        heads = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        heads = heads * some  # (B, H, T, Dh)
+        # 3. Concat(hd_1, ..., hd_h) W^O
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
@@ -125,35 +121,37 @@ class Layer(nn.Module):
         if config.cross_attention:
             self.cross_layernorm = nn.RMSNorm(width, eps=1e-5)
             self.cross_attn = CrossAttention(config)
-        # Named as in the target's layers, so that weights can be copied.
+        # Named as in the target, so that weights can be copied.
         self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
         self.mlp = LlamaMLP(llama)
 
-    def forward(self, x: Tensor, rotary, glimpse, self_mask, cross_mask, cache) -> Tensor:
+    def forward(self, x: Tensor, tables, glimpse, self_mask, cross_mask, cache) -> Tensor:
         """x (B, T, D) to (B, T, D).
 
-        glimpse: the kv and rotary tables of CrossAttention; None: leave it out.
+        glimpse: kv and tables of the cross-attention, or None.
         """
         normed = self.input_layernorm(x)
-        x = x + self.self_attn(normed, rotary, self_mask, past_key_values=cache)[0]
+        x = x + self.self_attn(normed, tables, self_mask, past_key_values=cache)[0]
         if glimpse is not None:
-            x = x + self.cross_attn(self.cross_layernorm(x), *glimpse, cross_mask)
+            normed = self.cross_layernorm(x)
+            x = x + self.cross_attn(normed, *glimpse, cross_mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The layers and the final norm; embedding and head are the target's."""
+    """The layers and the final norm. The rest is the target's."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
+        shape = config.target
         self.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.target["hidden_size"], eps=1e-5)
-        self.register_buffer("draft_ids", common.placeholder_ids(config.target, config.draft_vocab))
+        self.norm = nn.RMSNorm(shape["hidden_size"], eps=1e-5)
+        self.register_buffer("draft_ids", common.placeholder_ids(shape, config.draft_vocab))
 
     @property
     def kv_layers(self) -> list[int]:
-        """Layer m = 0, 1, ... reads target layer N_T - N_D + m, or `kv_layer`."""
+        """Layer m reads target layer N_T - N_D + m, or `kv_layer`."""
         config = self.config
         if not config.cross_attention:
             return []
@@ -162,86 +160,71 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         depth = config.target["num_layers"]
         return list(range(depth - config.num_layers, depth))
 
-    def forward(
-        self, target, ids, positions, kv: dict, self_mask=None, cross_mask=None, cache=None
-    ) -> Tensor:
-        """Final hidden states (B, T, D) of `ids` (B, T).
+    def forward(self, target, ids, positions, kv, self_mask=None, cross_mask=None, cache=None):
+        """Hidden states (B, T, D) of ids (B, T).
 
-        Masks are bool, True = may attend.
-
-        Args:
-            positions: (B or 1, T).
-            kv: {target layer: (K, V)}, each (B, Hkv, P, Dh); empty without
-                cross-attention, or while the target has no rows.
-            self_mask: (B or 1, 1, T, P_own + T). None is causal, and needs
-                T = 1 or an empty cache.
-            cross_mask: (B or 1, 1, T, P). With None every token reads all rows.
-            cache: the drafter's own, of P_own rows; T rows are added.
+        kv: {target layer: (K, V)}, each (B, Hkv, P, Dh).
+        self_mask: (B or 1, 1, T, P_own + T) bool; None is
+            causal, for T = 1 or an empty cache.
+        cross_mask: (B or 1, 1, T, P) bool; None: all rows.
+        cache: the drafter's own, to which T rows are added.
         """
-        dtype = self.norm.weight.dtype
-        # LlamaAttention rotates all Dh dimensions, the target perhaps fewer.
-        last = self.config.target["num_layers"] - 1
-        rotary = common.rotary(target, positions, last)
-        rotary = common.whole_rotary(rotary, self.config.target["head_dim"])
-        rotary = tuple(table.to(dtype) for table in rotary)
-        x = target.get_input_embeddings()(ids).to(dtype)  # (B, T, D)
+        shape = self.config.target
+        x = target.get_input_embeddings()(ids)  # (B, T, D)
+        x = x.to(self.norm.weight.dtype)
+        # LlamaAttention rotates all Dh dimensions.
+        tables = common.rotary(target, positions, shape["num_layers"] - 1)
+        tables = common.whole_rotary(tables, shape["head_dim"])
+        tables = tuple(table.to(x.dtype) for table in tables)
         for index, layer in enumerate(self.layers):
             glimpse = None
             if kv:
                 read = self.kv_layers[index]
                 glimpse = kv[read], common.rotary(target, positions, read)
-            x = layer(x, rotary, glimpse, self_mask, cross_mask, cache)
+            x = layer(x, tables, glimpse, self_mask, cross_mask, cache)
         return self.norm(x)
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter before training, with the target's weights where they fit.
+    """A drafter before training, with weights of the target.
 
-    A cross-attention copies its weights from the target layer that it reads,
-    because the keys there match that layer's queries.
+    A cross-attention copies the layer that it reads:
+    its queries match the keys there.
     """
-    config.target = common.target_shape(target)
-    depth = config.target["num_layers"]
+    # 1. Complete the Config. Qwen3 normalises each head's query.
+    shape = common.target_shape(target)
+    depth = shape["num_layers"]
     if max(config.num_layers - 1, config.kv_layer) >= depth:
         raise common.Mistake(
             f"num_layers {config.num_layers}, kv_layer {config.kv_layer}: the target has layers 0 "
             f"to {depth - 1}"
         )
-    layers = common.target_layers(target)
-    config.query_norm = norms_queries(target)
+    weights = dict(target.get_decoder().named_parameters())
+    q_norm = weights.get("layers.0.self_attn.q_norm.weight", [])
+    config.target = shape
+    config.query_norm = len(q_norm) == shape["head_dim"]
     drafter = Drafter(config)
-    check_cache(drafter, target)
-    pairs = list(zip(drafter.layers, layers[-config.num_layers :]))
-    for layer, read in zip(drafter.layers, drafter.kv_layers):
-        theirs = layers[read] if layers else None
-        if hasattr(theirs, "self_attn"):  # GPT-NeoX lays out its attention differently
-            pairs.append((layer.cross_attn, theirs.self_attn))
-        if hasattr(theirs, "input_layernorm"):  # OLMo-2 has no norm there
-            pairs.append((layer.cross_layernorm, theirs.input_layernorm))
-    common.start_from(drafter, target, token_counts, pairs)
-    return drafter
-
-
-def norms_queries(target) -> bool:
-    """True if the target normalises the queries of each head separately (Qwen3)."""
-    layer = next(iter(common.target_layers(target)), None)
-    attention = getattr(layer, "self_attn", None)
-    weight = getattr(getattr(attention, "q_norm", None), "weight", None)
-    return weight is not None and len(weight) == common.target_shape(target)["head_dim"]
-
-
-def check_cache(drafter: Drafter, target) -> None:
-    """Raise a Mistake if a layer to read does not cache ordinary K, V."""
+    # 2. Some layers cache no keys and values of this shape.
     token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     _, kv = common.target_features(target, token, drafter.kv_layers)
-    shape = drafter.config.target
     ordinary = (1, shape["num_kv_heads"], 1, shape["head_dim"])
     for layer, (keys, values) in kv.items():
-        if not tuple(keys.shape) == tuple(values.shape) == ordinary:
+        if not keys.shape == values.shape == ordinary:
             raise common.Mistake(
                 f"target layer {layer} caches keys of shape {tuple(keys.shape)}, not {ordinary}: "
                 "take another layer, another method, or --no-cross-attention"
             )
+    # 3. Copy weights of equal name and shape.
+    layers = common.target_layers(target)
+    pairs = list(zip(drafter.layers, layers[-config.num_layers :]))
+    for layer, read in zip(drafter.layers, drafter.kv_layers):
+        theirs = layers[read] if layers else None
+        if hasattr(theirs, "self_attn"):  # not in GPT-NeoX
+            pairs.append((layer.cross_attn, theirs.self_attn))
+        if hasattr(theirs, "input_layernorm"):  # not in OLMo-2
+            pairs.append((layer.cross_layernorm, theirs.input_layernorm))
+    common.start_from(drafter, target, token_counts, pairs)
+    return drafter
 
 
 # -------------------------------------------------------------------------- training objective
@@ -250,11 +233,11 @@ def check_cache(drafter: Drafter, target) -> None:
 def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
     """Mask_Block (4.1): a query may read keys of earlier blocks only.
 
-    While drafting, the newest target rows do not exist yet: a query that predicts
-    the i-th draft token lacks i of them, its own included. In training they
-    exist, and without the mask the drafter would learn to rely on them. The mask
-    hides the last 1 to L rows, so L should be at least gamma. L = 3 and phase 1, which
-    shortens the first block by one token:
+    While drafting, the query that predicts the i-th draft
+    token lacks i target rows, its own included. In training
+    they exist, and the drafter would learn to rely on them.
+    So the mask hides the last 1 to L; L should be at least
+    gamma. L = 3; phase 1 cuts one token off the first block:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
@@ -264,69 +247,73 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
               4    x  x  .  .  .  .
               5    x  x  x  x  x  .
 
-    phase: (B,) what the first block lacks. Returns (B, 1, T, T) bool.
+    phase: (B,) what the first block lacks.
+    Returns (B, 1, T, T) bool.
     """
     places = torch.arange(length, device=phase.device)
     block = (places + phase[:, None]) // block_size  # (B, T)
     return (block[:, :, None] > block[:, None, :])[:, None]
 
 
-def training_states(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """States (M, D) of drafter and target, where the next token has a loss."""
-    length = batch.input_ids.shape[1]
-    positions = torch.arange(length, device=batch.input_ids.device)[None]  # (1, T)
-    block_size = drafter.config.block_size
-    cross_mask = block_mask(length, block_size, batch.seed % block_size)
-    # Sequences are padded on the right, where no earlier token looks.
-    hidden = drafter(target, batch.input_ids, positions, batch.kv, cross_mask=cross_mask)
+def training_pass(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
+    """Draft logits (M, Vd), target states (M, D).
+
+    The M positions are those before a token to learn.
+    """
+    # 1. Padding is on the right, where no earlier token looks.
+    ids = batch.input_ids  # (B, T)
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, T)
+    size = drafter.config.block_size
+    mask = block_mask(ids.shape[1], size, batch.seed % size)
+    hidden = drafter(target, ids, positions, batch.kv, cross_mask=mask)
+    # 2. Place t predicts token t + 1.
     predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T)
-    return hidden[predicts], batch.hidden[predicts]
-
-
-def training_logits(drafter: Drafter, target, hidden: Tensor) -> Tensor:
-    """Draft logits (M, Vd) of hidden states (M, D)."""
     head = common.draft_head(target, drafter.draft_ids).to(hidden.dtype)
-    return head(hidden).float()
+    logits = head(hidden[predicts]).float()
+    return logits, batch.hidden[predicts]
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     """Cross-entropy (5.1), summed over M positions, and M.
 
-    The label is the target's distribution, renormalised over the draft
-    vocabulary (`common.target_logits`). Without `distill` it is the data's next
-    token, and positions whose next token cannot be drafted are left out.
-    Column i of the draft logits belongs to token draft_ids[i].
+    The label is the target's distribution, renormalised over
+    the draft vocabulary (`common.target_logits`). Without
+    `distill` it is the data's next token; positions whose
+    next token cannot be drafted are left out. Column n of
+    the draft logits belongs to token draft_ids[n].
     """
-    hidden, theirs = training_states(drafter, target, batch)
-    logits = training_logits(drafter, target, hidden)  # (M, Vd)
+    logits, hidden = training_pass(drafter, target, batch)
+    draft_ids = drafter.draft_ids  # (Vd,)
     if drafter.config.distill:
-        teacher = common.target_logits(target, theirs, drafter.draft_ids)
-        total = F.cross_entropy(logits, teacher.softmax(-1), reduction="sum")
-        return total, len(logits)
-    # Each token's place in the draft vocabulary; -100 (ignored) if none.
-    vocab = drafter.config.target["vocab_size"]
-    place = torch.full((vocab,), -100, device=logits.device)
-    place[drafter.draft_ids] = torch.arange(len(drafter.draft_ids), device=logits.device)
-    labels = place[batch.input_ids[batch.loss_mask]]  # (M,)
-    total = F.cross_entropy(logits, labels, reduction="sum")
-    return total, (labels >= 0).sum()
+        teacher = common.target_logits(target, hidden, draft_ids)
+        labels = teacher.softmax(-1)  # (M, Vd)
+        count = len(labels)
+    else:
+        # Each token's place in draft_ids; -100 (ignored) if none.
+        vocab = drafter.config.target["vocab_size"]
+        place = torch.full((vocab,), -100, device=logits.device)
+        place[draft_ids] = torch.arange(len(draft_ids), device=logits.device)
+        labels = place[batch.input_ids[batch.loss_mask]]  # (M,)
+        count = (labels >= 0).sum()
+    return F.cross_entropy(logits, labels, reduction="sum"), count
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """alpha of 5.1: sum_x min(p_target, q_draft), summed over M positions, and M.
+    """alpha (5.1), summed over M positions, and M.
 
-    The paper prints E_(x ~ p_D) min(p_T, p_D) and must mean E_(x ~ p_D)
-    min(1, p_T / p_D), which is this sum. It is measured over a
-    given text with the training mask, so a query lacks 1 to L target rows.
+    The paper prints E_(x ~ p_D) min(p_T, p_D) and must mean
+    E_(x ~ p_D) min(1, p_T / p_D) = sum_x min(p_T, p_D).
     """
-    hidden, theirs = training_states(drafter, target, batch)
-    q_draft = training_logits(drafter, target, hidden).softmax(-1)  # (M, Vd)
-    return common.overlap(target, theirs, q_draft, drafter.draft_ids), len(q_draft)
+    logits, hidden = training_pass(drafter, target, batch)
+    q_draft = logits.softmax(-1)  # (M, Vd)
+    total = common.overlap(target, hidden, q_draft, drafter.draft_ids)
+    return total, len(logits)
 
 
 def expected_speedup(alpha: float, gamma: int, cost: float) -> float:
     """E(Spd.) of 5.1; cost: drafter pass time over target pass time."""
-    tokens = gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    # (1 - alpha^(gamma+1)) / (1 - alpha) as a sum.
+    tokens = sum(alpha**n for n in range(gamma + 1))
     return tokens / (gamma * cost + 1)
 
 
@@ -337,27 +324,25 @@ class Memory:
     """What the drafter keeps between the rounds of one answer."""
 
     def __init__(self, drafter: Drafter, target):
-        self.cache = common.DraftCache(drafter.config.num_layers)  # its own keys and values
+        self.cache = common.DraftCache(drafter.config.num_layers)
         self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
 
 
 def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
-    """Feed tokens (1, n) to the drafter; returns the last one's state (1, D).
+    """Feed tokens (1, n); returns the last one's hidden state (1, D).
 
-    A round begins with the tokens that have no drafter row yet, at first the
-    whole prompt. Rows of accepted draft tokens stay as they are. Each fed
-    token reads the target rows before its own. P = 4, n = 2
-    (an accepted draft token that was never fed, and the bonus token):
+    Each reads the target rows before its own. P = 4,
+    n = 2 (an accepted token, never fed, and the bonus):
 
-                   target's rows   drafter's rows
-                      0 1 2 3        0 1 2 3 4
-        token 3       x x x .        x x x x .
-        token 4       x x x x        x x x x x
+                   target rows    drafter rows
+                     0 1 2 3       0 1 2 3 4
+        token 3      x x x .       x x x x .
+        token 4      x x x x       x x x x x
     """
     positions = memory.cache.record(new)  # (1, n)
-    prefix = decoding.cache.get_seq_length()  # P; 0 after a prompt of one token
-    layers = decoding.cache.layers
-    kv = {n: (layers[n].keys, layers[n].values) for n in drafter.kv_layers if prefix}
+    prefix = decoding.cache.get_seq_length()  # P
+    rows = decoding.cache.layers
+    kv = {n: (rows[n].keys, rows[n].values) for n in drafter.kv_layers if prefix}
     self_mask = cross_mask = None
     if new.shape[1] > 1:
         places = torch.arange(memory.cache.fed.shape[1], device=new.device)
@@ -369,37 +354,36 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
 
 
 def propose(drafter: Drafter, decoding, memory: Memory):
-    """Draft a chain after `decoding.ids`; the caller decides when to stop.
+    """Draft a chain after `decoding.ids`, until the caller stops.
 
-    Yields (token (1,), q_draft (V,), hidden (D,)); `hidden` is for stop rules
-    (support/stopping.py). Ends by itself if the logits processors allow no
-    token of the draft vocabulary.
+    Yields (token (1,), q_draft (V,), hidden (D,));
+    `hidden` is for support/stopping.py. Ends if the
+    logits processors allow no token of `draft_ids`.
     """
     ids = decoding.ids
-    # Drop the rows of rejected tokens. If x_(t+2) was rejected, the row of
-    # x_(t+1) stays, and only the bonus token is new. `verify` has dropped the
-    # target's rows of rejected tokens.
+    # 1. Drop the drafter's rows of rejected tokens.
     new = memory.cache.rewind(ids)  # (1, n)
     while True:
+        # 2. Feed the tokens without a row, and choose one.
         hidden = feed(drafter, decoding, memory, new)  # (1, D)
         picked = decoding.pick(memory.head(hidden), drafter.draft_ids, ids)
         if picked is None:
             return
         token, q_draft = picked
         yield token, q_draft, hidden[0]
+        # 3. It is fed only if the caller wants another one.
         new = token[None]  # (1, 1)
         ids = torch.cat([ids, new], dim=1)
 
 
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft per round; the caller verifies it before the next."""
+    """Yield one draft per round, which the caller verifies."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
+        length = min(config.gamma, decoding.room)
         steps = propose(drafter, decoding, memory)
-        # islice does not resume `propose` after its last token, which is never fed.
-        steps = itertools.islice(steps, min(config.gamma, decoding.room))
-        yield common.chain(steps, decoding.ids)
+        yield common.chain(itertools.islice(steps, length), decoding.ids)
 
 
 def generate(
@@ -407,9 +391,8 @@ def generate(
 ):
     """`target.generate(..., custom_generate=glide.generate, drafter=...)`.
 
-    Lossless. `config` replaces the drafter's Config in all fields with
-    decode=True: start from `dataclasses.replace(drafter.config, ...)`. The
-    arguments after it are those of `common.Decoding`.
+    config: the drafter's, where only the fields with
+    decode=True may differ. Others: common.Decoding.
     Returns prompt and new tokens (1, T').
     """
     common.check_drafter(drafter, Drafter, target, config)

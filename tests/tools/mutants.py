@@ -106,8 +106,8 @@ the block mask has no phase
 - (places + phase[:, None]) // block_size
 + (places + 0 * phase[:, None]) // block_size
 a position that may read nothing reads all
-- return out * some
-+ return out
+- heads = heads * some
++ heads = heads
 while drafting a token reads its own row of the target
 - cross_mask = (query > places
 + cross_mask = (query >= places
@@ -118,8 +118,8 @@ without distillation the drafter learns its input
 - labels = place[batch.input_ids[batch.loss_mask]]
 + labels = place[batch.input_ids[batch.loss_mask.roll(-1, 1)]]
 distillation sharpens the labels
-- teacher.softmax(-1), reduction
-+ teacher.mul(2).softmax(-1), reduction
+- labels = teacher.softmax(-1)
++ labels = teacher.mul(2).softmax(-1)
 """
 
 CAPE = r"""
