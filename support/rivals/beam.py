@@ -1,13 +1,13 @@
 """Beam search as a draft, CAPE's rival (Du et al., ICML 2024, Table 3).
 
-Section 5.1. Each level keeps the `width` most probable continuations. The
-proposals left at the end form the draft tree. Width 2, gamma 3:
+Section 5.1. Each level keeps the `width` most probable continuations.
+The proposals left at the end form the draft tree. Width 2, gamma 3:
 
         root -+- a -+- c --- f      proposals left: a c f, a d g
               |     +- d --- g
               (b fell out when a c and a d became more probable)
 
-Like cape.py, it has no weights and works on any method that drafts a chain.
+Like cape.py, it works on any method that drafts a chain.
 
 Licence: Apache-2.0.
 """
@@ -39,46 +39,39 @@ VARIANTS = {"width8": {"width": 8}}
 def propose(base, base_drafter, decoding, memory, depth: int, width: int) -> common.Draft:
     """The tree of the best `width` proposals of `depth` tokens.
 
-    Each proposal costs a pass of the base, one after the other, which feeds
-    again the tokens that differ from the one before.
+    Each proposal costs a pass of the base. It feeds again the tokens
+    that differ from the proposal before.
     """
-    # The base ranks tokens as in greedy decoding, without logits processors.
+    # 1. Rank tokens as in greedy decoding, without logits processors.
     ranking = copy.copy(decoding)
     ranking.do_sample = False
     ranking.logits_processor = None
 
-    beams = [(0.0, [], [])]  # log-probability, tokens and their probabilities
+    # 2. Search. A proposal is a tuple of tokens.
+    beams = [(0.0, ())]  # log-probability, proposal
+    q_of = {}  # {proposal: probability of its last token}
     for _ in range(depth):
         grown = []
-        for score, path, path_q in beams:
+        for score, path in beams:
             ranking.ids = torch.cat([decoding.ids, decoding.ids.new_tensor([path])], dim=1)
             _, q_draft, _ = next(base.propose(base_drafter, ranking, memory))
             best = q_draft.topk(min(width, len(q_draft)))
             for token, q in zip(best.indices.tolist(), best.values.tolist()):
                 if q > 0:
-                    grown.append((score + math.log(q), [*path, token], [*path_q, q]))
+                    q_of[(*path, token)] = q
+                    grown.append((score + math.log(q), (*path, token)))
         beams = heapq.nlargest(width, grown)
-    return tree(beams, decoding.ids)
 
-
-def tree(beams, input_ids) -> common.Draft:
-    """A tree of (score, tokens, probabilities), shared beginnings once."""
-    tokens = []
-    parents = []
-    node_q = []
-    node_of = {(): -1}  # path: its last node
-    for _, path, path_q in beams:
-        for depth, (token, q) in enumerate(zip(path, path_q)):
-            above = tuple(path[:depth])
-            if (*above, token) not in node_of:
-                node_of[(*above, token)] = len(tokens)
-                tokens.append(token)
-                parents.append(node_of[above])
-                node_q.append(q)
+    # 3. Every beginning of a proposal is a node of the tree.
+    node_of = {}
+    for _, path in beams:
+        for end in range(1, depth + 1):
+            node_of.setdefault(path[:end], len(node_of))
+    parents = [node_of.get(path[:-1], -1) for path in node_of]
     return common.Draft(
-        input_ids.new_tensor(tokens),
+        decoding.ids.new_tensor([path[-1] for path in node_of]),
         torch.tensor(parents, dtype=torch.long),
-        q=torch.tensor(node_q, device=input_ids.device),
+        q=torch.tensor([q_of[path] for path in node_of], device=decoding.ids.device),
     )
 
 
