@@ -55,9 +55,12 @@ class Config:
 
     def __post_init__(self):
         common.at_least(self, gamma=0)
-        if len(self.sizes) != len(self.bounds) + 1:
-            both = f"sizes {self.sizes}, bounds {self.bounds}"
-            raise common.Mistake(f"{both}: take one size more than bounds")
+        fits = len(self.sizes) == len(self.bounds) + 1
+        if not fits or min(self.sizes) < 0 or self.bounds != sorted(self.bounds):
+            raise common.Mistake(
+                f"sizes {self.sizes}, bounds {self.bounds}: take one size more than bounds, no "
+                "negative size, and ascending bounds"
+            )
 
 
 VARIANTS = {

@@ -1,15 +1,18 @@
 """Prompt lookup decoding: copies from the context (Saxena, 2023).
 
-The draft is what followed an earlier occurrence of the last tokens. The
-same class adds copies to any method's drafts (`copies` of common.Decoding,
-`+copies` in bench.py).
+The draft is what followed an earlier occurrence of the last tokens.
+`Lookup` also adds copies to any method's drafts (`copies` of
+common.Decoding, `+copies` in bench.py).
 
 Licence: Apache-2.0.
 """
 
+import itertools
+import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import common
@@ -28,14 +31,12 @@ VARIANTS = {}
 
 
 class Lookup:
-    """Prompt lookup: if the last tokens occurred before, copy what followed.
+    """Copies up to `most` tokens if the last four occurred before.
 
-    most: tokens to copy per round if the last four tokens occurred before,
-        fewer if only three or two did; 0 copies nothing.
+    It copies fewer if only the last three or two did.
     """
 
     def __init__(self, most: int):
-        Config(most)  # checks it
         self.lengths = {4: most, 3: most // 2, 2: most // 3}  # {n: tokens to copy}
         self.text: list[int] = []
         self.follows: dict[tuple, int] = {}  # n-gram: where its last occurrence ended
@@ -50,30 +51,27 @@ class Lookup:
         # 2. Look up the longest n-gram first. Past the end, copies repeat.
         for n, length in self.lengths.items():
             start = self.follows.get(tuple(self.text[-n:]))
-            if start is not None and length:
+            if start is not None:
                 found = self.text[start : start + length]
-                return [found[i % len(found)] for i in range(length)]
+                return list(itertools.islice(itertools.cycle(found), length))
         return []
 
     def merge(self, draft: common.Draft, input_ids: Tensor, room: int) -> common.Draft:
         """The draft with the missing copies as deterministic nodes."""
         found = self.find(input_ids)[:room]
-        # Share the nodes that the draft has already.
+        # 1. Share the nodes that the draft has already.
         child = draft.children()
         node = -1
         while found and (node, found[0]) in child:
             node = child[node, found.pop(0)]
         if not found:
             return draft
-        # Append the others, each below the one before.
-        count = len(draft.tokens)
+        # 2. Append the others, each below the one before.
         tokens = torch.cat([draft.tokens, input_ids.new_tensor(found)])
-        below = torch.arange(count - 1, count - 1 + len(found))
+        below = torch.arange(len(draft.tokens) - 1, len(tokens) - 1)
         below[0] = node
         parents = torch.cat([draft.parents, below])
-        q = None
-        if draft.q is not None:
-            q = torch.cat([draft.q, draft.q.new_full((len(found),), float("nan"))])
+        q = None if draft.q is None else F.pad(draft.q, (0, len(found)), value=math.nan)
         return common.Draft(tokens, parents, draft.probs, q, len(found), draft.notes)
 
 
