@@ -1,5 +1,7 @@
 """cape.py: set sizes, the expanded proposal and its mask; lossless with extras accepted."""
 
+import itertools
+
 import pytest
 import torch
 from tiny import drawn, make_glide, sampled_p_value
@@ -42,13 +44,11 @@ def test_an_expanded_proposal_worked_by_hand(settings, tokens, parents, q):
     q_drafts = [[0.1, 0.5, 0.25, 0.15], [0.6, 0.3, 0.06, 0.04]]
     sizes, bounds = settings
     draft = cape.expand(trajectory_of(q_drafts), cape.Config(sizes=sizes, bounds=bounds))
-    got = None if draft is None else (draft.tokens.tolist(), draft.parents.tolist())
-    assert got == (tokens, parents), (
-        f"input: q_draft {q_drafts}, sizes {sizes}, bounds {bounds}\n"
-        f"expected: tokens {tokens}, parents {parents}\ngot: {got}"
-    )
+    got = (draft.tokens.tolist(), draft.parents.tolist())
+    told = f"input: q_draft {q_drafts}, sizes {sizes}, bounds {bounds}"
+    assert got == (tokens, parents), f"{told}\nexpected: {(tokens, parents)}\ngot: {got}"
     assert draft.q.tolist() == pytest.approx(q), f"expected q {q}, got {draft.q.tolist()}"
-    same = draft.probs is not None and torch.equal(draft.probs, torch.tensor(q_drafts))
+    same = torch.equal(draft.probs, torch.tensor(q_drafts))
     assert same, "probs are to stay the trajectory's: a row for each drawn node, no more"
 
 
@@ -70,13 +70,11 @@ def test_a_set_is_no_larger_than_what_can_be_drafted():
     got = draft.tokens.tolist()
     assert got == [1, 2], f"1 was drawn of 0 .7 .3, four extras: expected tokens 1 2, got {got}"
     nothing = common.chain([], ROOT)
-    got = cape.expand(nothing, fixed)
-    assert got is nothing, f"expected an empty trajectory as it was given, got {got}"
+    assert cape.expand(nothing, fixed) is nothing, "an empty trajectory is returned as it is"
 
 
 @pytest.mark.parametrize("counts", [[0], [3], [2, 1, 1], [0, 4, 0], [5, 0, 2, 1, 3]], ids=str)
 def test_the_mask_is_the_papers_formula_and_the_ancestor_mask_of_the_tree(counts):
-    """The formula needs the sizes of the sets, the ancestor mask the parents of the tree."""
     # Confidences .1, .2, ... give each step the size that its set has here.
     steps = range(len(counts))
     q_drafts = [[0.1 * (n + 1)] + [(0.9 - 0.1 * n) / 15] * 15 for n in steps]
@@ -101,10 +99,11 @@ def test_an_accepted_extra_keeps_its_row_and_drafting_goes_on_from_it(llama):
     for draft in cape.drafts(decoding, glide, drafter, cape.Config(sizes=[40], bounds=[])):
         # A drafter without memory drafts the same.
         steps = glide.propose(drafter, decoding, glide.Memory(drafter, llama))
-        trajectory = draft.tokens[: len(draft.probs)] if draft.probs is not None else []
-        assert [int(next(steps)[0]) for _ in trajectory] == list(trajectory)
+        drafted = 0 if draft.probs is None else len(draft.probs)
+        tokens = [token for token, _, _ in itertools.islice(steps, drafted)]
+        assert tokens == list(draft.tokens[:drafted])
         verified = decoding.verify(draft)
-        extras_accepted += any(node >= len(draft.probs) for node in verified.path)
+        extras_accepted += any(node >= drafted for node in verified.path)
         plain = common.GrowingCache(3)
         common.forward(llama, decoding.ids[:, :-1], plain)
         for ours, theirs in zip(decoding.cache.layers, plain.layers, strict=True):
@@ -115,13 +114,11 @@ def test_an_accepted_extra_keeps_its_row_and_drafting_goes_on_from_it(llama):
 
 
 def test_a_name_as_base_and_a_drafter_of_another_base_are_mistakes(llama):
-    for base, drafter, said in (
-        ("glide", make_glide(llama), "base 'glide': pass a module that drafts chains"),
-        (glide, llama, "drafter is a "),
-    ):
-        with pytest.raises(common.Mistake, match=said):
-            options = {"base": base, "base_drafter": drafter, "max_new_tokens": 4}
-            llama.generate(ROOT, custom_generate=cape.generate, **options)
+    options = {"custom_generate": cape.generate, "base_drafter": llama, "max_new_tokens": 4}
+    with pytest.raises(common.Mistake, match="base 'glide': pass a module that drafts chains"):
+        llama.generate(ROOT, base="glide", **options)
+    with pytest.raises(common.Mistake, match="drafter is a "):
+        llama.generate(ROOT, base=glide, **options)
 
 
 def p_value(target):
@@ -143,9 +140,9 @@ def test_negative_control_extras_that_claim_to_be_drawn_are_noticed(small_llama,
     def wrong(trajectory, config):
         draft = real(trajectory, config)
         if draft.probs is not None:
-            extras = len(draft.tokens) - len(draft.probs)
-            claimed = draft.probs.new_full((extras, 7), 1e-9)
-            draft.probs = torch.cat([draft.probs, claimed])
+            claimed = torch.full((len(draft.tokens), 7), 1e-9)
+            claimed[: len(draft.probs)] = draft.probs
+            draft.probs = claimed
         return draft
 
     monkeypatch.setattr(cape, "expand", wrong)
