@@ -4,7 +4,7 @@ Paper: Du et al., ICML 2024, arXiv:2402.02082, section 4.1.
 Each layer of a small transformer has a cross-attention that
 reads the keys and values that the target has cached, a row
 for each earlier token. The newest token x_t and the tokens
-drafted after it have no target rows yet (x readable):
+drafted after it have none yet (x is readable):
 
          tokens   x_1 .. x_(t-1)  x_t  x_(t+1)..x_(t+i-1)
     target rows    x  x  x         .      .  .  .
@@ -18,17 +18,17 @@ and `drafter`, N_D is `num_layers`, L is `block_size`, p_D
 is `q_draft`, c is `cost`.
 
 Deviations from the paper:
-    1. Width, embedding and LM head are the target's, and
-       the drafter starts from the target's weights.
+    1. It has the target's width, embedding and LM head
+       (frozen), and starts from the target's weights.
     2. It drafts frequent tokens only (`draft_vocab`).
-    3. Labels are the target's distributions on its own
-       answers; without `distill`, the answers' tokens.
-    4. A query's block is its own token's (formula of 4.1),
-       not the predicted token's (prose). The first block's
-       length is random, so that all delays are trained.
-    5. Not in the paper: pre-norm, residual and rotation in
-       cross-attention, zero output if no row is readable,
-       queries before x_t.
+    3. Labels are the target's distributions, not the data's
+       tokens (`distill`); the target wrote the data.
+    4. A query's block is its own token's (formula of 4.1; the
+       prose takes the predicted token's). The first block has
+       a random length, so that all delays are trained.
+    5. Not in the paper: pre-norm and residual of the cross-
+       attention, rotated queries (the cached keys are),
+       zero output without readable rows, queries before x_t.
     6. The shipped drafter has L = gamma = 3 and reads target
        layer 18 of 0 to 29, not the top one.
 
@@ -94,10 +94,11 @@ class CrossAttention(nn.Module):
         # 1. Q^(m,j) = H^m W_j, all heads j at once.
         q = self.q_proj(x)
         q = q.unflatten(-1, (-1, self.head_dim))  # (B, T, H, Dh)
-        q = self.q_norm(q).transpose(1, 2)
-        q = common.rotate(q, tables)  # (B, H, T, Dh)
-        # 2. hd_j = SoftMax(Q K^T / sqrt(d_k)) V. Without rows
-        #    this can be NaN: read all, and set the output to 0.
+        q = self.q_norm(q).transpose(1, 2)  # (B, H, T, Dh)
+        q = common.rotate(q, tables)
+        # 2. hd_j = SoftMax(Q K^T / sqrt(d_k)) V. A softmax over
+        #    no rows can be NaN. Such a query reads all rows, and
+        #    its output is set to zero.
         k, v = (rows.to(q.dtype) for rows in kv)
         some = 1
         if mask is not None:
@@ -156,13 +157,14 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         if not config.cross_attention:
             return []
         if config.kv_layer >= 0:
-            return [config.kv_layer] * config.num_layers
+            return [config.kv_layer] * config.num_layers  # Figure 7
         depth = config.target["num_layers"]
         return list(range(depth - config.num_layers, depth))
 
     def forward(self, target, ids, positions, kv, self_mask=None, cross_mask=None, cache=None):
         """Hidden states (B, T, D) of ids (B, T).
 
+        positions: (B or 1, T).
         kv: {target layer: (K, V)}, each (B, Hkv, P, Dh).
         self_mask: (B or 1, 1, T, P_own + T) bool; None is
             causal, for T = 1 or an empty cache.
@@ -188,8 +190,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """A drafter before training, with weights of the target.
 
-    A cross-attention copies the layer that it reads:
-    its queries match the keys there.
+    A cross-attention copies the layer that it reads,
+    because that layer's queries match its keys.
     """
     # 1. Complete the Config. Qwen3 normalises each head's query.
     shape = common.target_shape(target)
@@ -204,7 +206,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     config.target = shape
     config.query_norm = len(q_norm) == shape["head_dim"]
     drafter = Drafter(config)
-    # 2. Some layers cache no keys and values of this shape.
+    # 2. Check the rows that it will read.
     token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     _, kv = common.target_features(target, token, drafter.kv_layers)
     ordinary = (1, shape["num_kv_heads"], 1, shape["head_dim"])
@@ -247,7 +249,7 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
               4    x  x  .  .  .  .
               5    x  x  x  x  x  .
 
-    phase: (B,) what the first block lacks.
+    phase: (B,) tokens that the first block lacks.
     Returns (B, 1, T, T) bool.
     """
     places = torch.arange(length, device=phase.device)
@@ -258,7 +260,7 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 def training_pass(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """Draft logits (M, Vd), target states (M, D).
 
-    The M positions are those before a token to learn.
+    M positions stand before a token to learn.
     """
     # 1. Padding is on the right, where no earlier token looks.
     ids = batch.input_ids  # (B, T)
@@ -361,10 +363,11 @@ def propose(drafter: Drafter, decoding, memory: Memory):
     logits processors allow no token of `draft_ids`.
     """
     ids = decoding.ids
-    # 1. Drop the drafter's rows of rejected tokens.
+    # 1. Drop the drafter's rows of rejected tokens. What
+    #    is left has no row: at first the whole prompt.
     new = memory.cache.rewind(ids)  # (1, n)
     while True:
-        # 2. Feed the tokens without a row, and choose one.
+        # 2. Feed them, and choose the next one.
         hidden = feed(drafter, decoding, memory, new)  # (1, D)
         picked = decoding.pick(memory.head(hidden), drafter.draft_ids, ids)
         if picked is None:
@@ -391,8 +394,8 @@ def generate(
 ):
     """`target.generate(..., custom_generate=glide.generate, drafter=...)`.
 
-    config: the drafter's, where only the fields with
-    decode=True may differ. Others: common.Decoding.
+    Lossless. config: the drafter's, where only fields
+    with decode=True may differ. Others: common.Decoding.
     Returns prompt and new tokens (1, T').
     """
     common.check_drafter(drafter, Drafter, target, config)
