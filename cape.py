@@ -22,8 +22,8 @@ Names that differ from the paper's: p_D is `q_draft`, p_i is
 proposal before its expansion is `trajectory`.
 
 Deviations from the paper:
-    1. Where 4.2 and Algorithm 1 differ, this is 4.2: a set
-       excludes the trajectory's token.
+    1. Where 4.2 and Algorithm 1 differ, the code follows 4.2: a
+       set excludes the trajectory's token.
     2. gamma is 4 (the paper names none for CAPE): at most
        4 x (1 + 7) = 32 tokens are verified, as in 5.3.
     3. The paper decodes greedily. If x_(t+i) is sampled, X_i
@@ -85,10 +85,10 @@ def set_size(confidence: float, sizes: list[int], bounds: list[float]) -> int:
 def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     """Append the expansion sets to a chain (4.2, Algorithm 1).
 
-    A set holds the next best tokens after the drafted one, the
-    most probable first, none of probability 0. The confidence of a
-    step is the largest probability of its q_draft. Two steps over
-    four tokens, with sizes [2, 1] and bounds [.55]:
+    A set holds the most probable tokens of a step, in decreasing
+    order, without the drafted one and those of probability 0. The
+    confidence is the largest probability of its q_draft. Two steps
+    over four tokens, with sizes [2, 1] and bounds [.55]:
 
         step   q_draft            drafted   confidence   extras
         0      .10 .50 .25 .15    1         .50          2, 3
@@ -196,8 +196,8 @@ def generate(
 ):
     """`target.generate(..., custom_generate=cape.generate)`.
 
-    base: module of the method to expand; base_drafter: its drafter.
-    config: a Config. Others: common.Decoding.
+    Lossless. base: module of the method to expand, such as glide;
+    base_drafter: its drafter. Others: common.Decoding.
     Returns prompt and new tokens (1, T').
     """
     if not inspect.isgeneratorfunction(getattr(base, "propose", None)):
