@@ -1,40 +1,35 @@
 """CTC-drafter: all draft tokens in one pass (Wen et al., 2024).
 
-Paper: arXiv:2412.00061. One transformer layer fills S slots after the
-newest token. A slot holds a token or a blank. The CTC transform merges
-equal neighbours, then drops blanks. The likeliest results form the draft, a
-tree. The CTC loss of a sequence sums over its alignments: all fillings of the
-slots that the transform turns into it (a, b, c are tokens, e is the blank):
+Paper: arXiv:2412.00061. A transformer layer fills the S slots after
+the newest token, each with a token or a blank (e). The transform
+merges equal neighbours, then drops blanks. The likeliest results
+form the draft, a tree. The CTC loss of a sequence sums over its
+alignments, the fillings that become it:
 
-    slots   a  a  e  b  c  c    ->  a b c
-            a  e  a  b  e  e    ->  a a b    a true repeat has a blank in between
+    a a e b c c  ->  a b c
+    a e a b e e  ->  a a b   a blank splits a repeat
 
-The target has not read the newest token x_(i+1), so the newest hidden state is
-h_i. Row i combines h_i with the embedding of x_(i+1). In training, many rows
-are anchors. S slots follow each anchor and learn, in order, the U labels after
-it; S > U leaves room for blanks. Label y_t is the target's argmax over the
-draft vocabulary, given x_0 to x_(t-1). U = 3:
+The target has not read the newest token x_(i+1), so its newest
+hidden state is h_i. Row i combines both. In training, many rows are
+anchors. S slots follow each and learn the next U labels, in order;
+S > U leaves room for blanks. Label y_t is the target's argmax over
+the draft vocabulary, given x_0 to x_(t-1). U = 3:
 
-    place          0    1    2    3    4    5
-    data          x_0  x_1  x_2  x_3  x_4  x_5
-    anchor 0      h_0  x_1 [y_2  y_3  y_4]
-    anchor 1           h_1  x_2 [y_3  y_4  y_5]
+    anchor 0    h_0  x_1 [y_2  y_3  y_4]
+    anchor 1         h_1  x_2 [y_3  y_4  y_5]
 
-Names that differ from the paper's: F_distill is `hidden`, F^ `states`,
-P^ `q_slots` (in training its logarithm, `log_q`), epsilon the blank (index
-Vd), beta^-1 `collapse`, k `symbols`, T of Eq. 7 is S. A counts the anchors of
-a sequence here (not alignments), W those of a batch, n rows, m slots.
-
-Deviations from the paper:
-    1. A row also holds the next token. This, S and U are as in the authors' code.
-    2. Training uses random anchors and sums log P (Eq. 1); Eq. 2 sums P.
-    3. Not in the paper: how slots start and what they see (`Drafter.forward`,
-       `slot_mask`), norms, the weights at the start, the blank's own logit.
-    4. The default transform, `prefix_search`, ranks prefixes by all their
-       alignments; the paper's is `alignments`. Both give a trie here, so nothing
-       is left to mask; the paper masks what the transform removes.
-    5. `first_token` adds a loss on the first token (shipped drafter: 1).
-    6. Labels, losses and drafts cover only frequent tokens (`draft_vocab`).
+F_distill is `hidden`, F^ `states`, P^ `q_slots`, beta^-1 `collapse`,
+the T of Eq. 7 S; the blank has index Vd. A sequence has A anchors
+(not alignments), a batch W. Deviations from the paper:
+    1. The next token in a row, S and U are from the authors' code.
+    2. Anchors are random; log P is summed (Eq. 1), not P (Eq. 2).
+    3. How slots start and what they see, the norms, the initial
+       weights and the blank's own logit are not in the paper.
+    4. The default transform, `prefix_search`, ranks prefixes by all
+       their alignments; the paper's is `alignments`. Both give a
+       trie here; the paper masks what it removes.
+    5. `first_token` adds a loss on the first token.
+    6. Only frequent tokens are drafted (`draft_vocab`).
 
 Licence: Apache-2.0.
 """
@@ -48,7 +43,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 import common
 from common import option
@@ -57,16 +52,16 @@ from common import option
 @dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
-    slots: int = option(6, "slots that a pass fills, S")
-    window: int = option(3, "tokens ahead to learn, U")
-    anchors: int = option(64, "places to train at, drawn from each sequence")
+    slots: int = option(6, "slots per pass, S")
+    window: int = option(3, "labels per anchor, U")
+    anchors: int = option(64, "places to train at, per sequence")
     first_token: float = option(0.0, "weight of the first token's own loss")
     intermediate_size: int = option(1536, "width of the feed-forward")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     transform: str = option("prefixes", "prefixes, alignments (the paper's) or none", decode=True)
-    symbols: int = option(10, "likeliest tokens considered in a slot, beside blank", decode=True)
-    candidates: int = option(16, "prefixes or combinations kept after each slot", decode=True)
-    nodes: int = option(10, "maximum number of nodes in the tree", decode=True)
+    symbols: int = option(10, "likeliest tokens per slot, k", decode=True)
+    candidates: int = option(16, "prefixes kept per slot", decode=True)
+    nodes: int = option(10, "most nodes in the tree", decode=True)
 
     def __post_init__(self):
         common.at_least(self, window=1, anchors=1, first_token=0, draft_vocab=0)
@@ -74,7 +69,7 @@ class Config:
         common.one_of(self, transform=("prefixes", "alignments", "none"))
 
 
-# Nearest to Table 2's CTC verify and Medusa verify (deviation 4).
+# Nearest to CTC and Medusa verify of Table 2.
 VARIANTS = {
     "alignments": {"transform": "alignments"},
     "none": {"transform": "none"},
@@ -84,108 +79,97 @@ VARIANTS = {
 # -------------------------------------------------------------------------------- architecture
 
 
-class SlotAttention(nn.Module):
-    """Slots attend to rows and to each other; rows only supply keys and values."""
-
-    def __init__(self, shape: dict):
-        super().__init__()
-        width = shape["hidden_size"]
-        self.head_dim = shape["head_dim"]
-        heads = shape["num_heads"] * self.head_dim
-        kv_heads = shape["num_kv_heads"] * self.head_dim
-        self.q_proj = nn.Linear(width, heads, bias=False)
-        self.k_proj = nn.Linear(width, kv_heads, bias=False)
-        self.v_proj = nn.Linear(width, kv_heads, bias=False)
-        self.o_proj = nn.Linear(heads, width, bias=False)
+class SlotAttention(LlamaAttention):
+    """Slots see rows and slots; rows see nothing."""
 
     def split(self, x: Tensor) -> Tensor:
-        """Split the heads: (B, T, H Dh) to (B, H, T, Dh)."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads = x.unflatten(-1, (-1, self.head_dim))
+        return heads.transpose(1, 2)
 
-    def forward(self, rows: Tensor, slots: Tensor, tables, mask: Tensor | None, cache) -> Tensor:
-        """Output (B, m, D) of m slots, over P cached rows, n new rows and the slots.
-
-        tables: cos and sin (B, n + m, R). mask: (B, 1, m, n + m) bool.
-        """
-        x = torch.cat([rows, slots], dim=1)  # (B, n + m, D)
-        of_slots = [table[:, -slots.shape[1] :] for table in tables]
-        q = common.rotate(self.split(self.q_proj(slots)), of_slots)  # (B, H, m, Dh)
-        k = common.rotate(self.split(self.k_proj(x)), tables)  # (B, Hkv, n + m, Dh)
+    def forward(self, rows, slots, tables, mask, cache) -> Tensor:
+        """Output (B, m, D) of m slots; tables: (B, n + m, R)."""
+        x = torch.cat([rows, slots], dim=1)
+        k = self.split(self.k_proj(x))
         v = self.split(self.v_proj(x))
+        k = common.rotate(k, tables)  # (B, Hkv, n + m, Dh)
         if cache is not None:
-            k, v = cache.update(k, v, 0)  # (B, Hkv, P + n + m, Dh)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+            k, v = cache.update(k, v, 0)  # P rows more
+        q = self.split(self.q_proj(slots))  # (B, H, m, Dh)
+        tables = [table[:, rows.shape[1] :] for table in tables]
+        q = common.rotate(q, tables)
+        out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The Attention Draft Module (3.1).
-
-    Parts that a target layer also has keep its names, to copy weights.
-    """
+    """The Attention Draft Module (3.1)."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
         self.kv_layers = []  # it reads no K and V of the target
-        width = config.target["hidden_size"]
+        shape = config.target
+        width = shape["hidden_size"]
+        llama = common.llama_config(shape, config.intermediate_size)
         self.feature_norm = nn.RMSNorm(width, eps=1e-5)
         self.embed_norm = nn.RMSNorm(width, eps=1e-5)
         self.fusion = nn.Linear(2 * width, width, bias=False)
-        self.slots = nn.Parameter(0.02 * torch.randn(config.slots, width))  # (S, D)
+        self.slots = nn.Parameter(0.02 * torch.randn(config.slots, width))
+        # Named as in the target, to be copied.
         self.input_layernorm = nn.RMSNorm(width, eps=1e-5)
-        self.self_attn = SlotAttention(config.target)
+        self.self_attn = SlotAttention(llama, 0)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
-        self.mlp = LlamaMLP(common.llama_config(config.target, config.intermediate_size))
+        self.mlp = LlamaMLP(llama)
         self.blank = nn.Linear(width, 1)
         self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.register_buffer("draft_ids", common.placeholder_ids(config.target, config.draft_vocab))
+        self.register_buffer("draft_ids", common.placeholder_ids(shape, config.draft_vocab))
 
     def forward(self, target, hidden, next_ids, anchors, mask=None, cache=None) -> Tensor:
         """States (B, A, S, D) of the slots after A of n rows (Eq. 9).
 
-        hidden: (B, n, D); next_ids: (B, n); anchors: (B, A), indices of rows.
-        mask: see `slot_mask`; None lets slots see everything, as in decoding,
-            where the only anchor is the newest row.
-        cache: keys and values of rows and slots are added to it.
+        hidden: (B, n, D); next_ids: (B, n); anchors: (B, A), rows.
+        mask: see `slot_mask`; None: slots see everything.
         """
-        # 1. A row joins a hidden state and the embedding of the next token.
+        # 1. Rows: a hidden state and the next token.
         dtype = self.norm.weight.dtype
         embeds = target.get_input_embeddings()(next_ids).to(dtype)
         both = [self.feature_norm(hidden.to(dtype)), self.embed_norm(embeds)]
         rows = self.fusion(torch.cat(both, dim=-1))  # (B, n, D)
 
-        # 2. A slot starts as its anchor's row plus a vector of its own.
-        chosen = rows.take_along_dim(anchors[..., None], dim=1)  # (B, A, D)
-        x = (chosen[:, :, None] + self.slots).flatten(1, 2)  # (B, A S, D)
+        # 2. Slots: their anchor's row, and a vector each.
+        chosen = rows.take_along_dim(anchors[..., None], dim=1)
+        x = chosen[:, :, None] + self.slots  # (B, A, S, D)
+        x = x.flatten(1, 2)
 
-        # 3. Row i has rotary position i, slot j = 1, 2, ... after it i + j.
+        # 3. Slot j = 1, 2, ... after row i has rotary position i + j.
         start = 0 if cache is None else cache.get_seq_length()  # P
-        places = torch.arange(rows.shape[1], device=anchors.device).expand(len(anchors), -1)
-        steps = torch.arange(1, len(self.slots) + 1, device=anchors.device)
+        B, n = next_ids.shape
+        places = torch.arange(n, device=x.device).expand(B, n)
+        steps = 1 + torch.arange(len(self.slots), device=x.device)
         ahead = anchors[..., None] + steps  # (B, A, S)
-        positions = start + torch.cat([places, ahead.flatten(1)], dim=1)  # (B, n + A S)
-        tables = common.rotary(target, positions, -1)
+        places = torch.cat([places, ahead.flatten(1)], dim=1)
+        tables = common.rotary(target, start + places, -1)
 
         # 4. The transformer layer.
+        rows = self.input_layernorm(rows)
         normed = self.input_layernorm(x)
-        x = x + self.self_attn(self.input_layernorm(rows), normed, tables, mask, cache)
+        x = x + self.self_attn(rows, normed, tables, mask, cache)
         x = x + self.mlp(self.post_attention_layernorm(x))
-        return self.norm(x).unflatten(1, (anchors.shape[1], len(self.slots)))
+        return self.norm(x).unflatten(1, ahead.shape[1:])
 
     def logits(self, states: Tensor, head: nn.Module) -> Tensor:
-        """Logits (..., Vd + 1), the blank last (Eq. 10); head: D -> Vd."""
+        """Logits (..., Vd + 1), the blank's last (Eq. 10)."""
         return torch.cat([head(states), self.blank(states)], dim=-1).float()
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """An untrained drafter; weights of the target's top layer are copied if they fit."""
+    """An untrained drafter with the target's top layer where it fits."""
     config.target = common.target_shape(target)
     drafter = Drafter(config)
-    sum_of_both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2D)
-    drafter.fusion.weight.data.copy_(sum_of_both)
-    top = zip([drafter], common.target_layers(target)[-1:])  # nothing without layers
-    common.start_from(drafter, target, token_counts, top)
+    both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2D)
+    drafter.fusion.weight.data.copy_(both)  # a sum
+    pairs = [(drafter, layer) for layer in common.target_layers(target)[-1:]]
+    common.start_from(drafter, target, token_counts, pairs)
     return drafter
 
 
@@ -195,260 +179,266 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
     """What slots after anchors (B, A) see, (B, 1, A S, n + A S) bool.
 
-    Rows up to their anchor and slots of the same anchor. Anchors 0, 2; S = 2:
+    Rows up to their anchor, and all slots of it. Anchors 0 and 2,
+    n = `length` = 4, S = `slots` = 2:
 
-                     rows  0 1 2 3    slots s1 s2 t1 t2
-        after 0, s1        x . . .          x  x  .  .
-                 s2        x . . .          x  x  .  .
-        after 2, t1        x x x .          .  .  x  x
-                 t2        x x x .          .  .  x  x
+                    rows  0 1 2 3   slots s1 s2 t1 t2
+        after 0, s1       x . . .         x  x  .  .
+                 s2       x . . .         x  x  .  .
+        after 2, t1       x x x .         .  .  x  x
+                 t2       x x x .         .  .  x  x
     """
+    B, A = anchors.shape
     rows = torch.arange(length, device=anchors.device)
-    anchor = anchors.repeat_interleave(slots, dim=1)  # (B, A S)
-    up_to = rows <= anchor[..., None]  # (B, A S, n)
-    group = torch.arange(anchor.shape[1], device=anchors.device) // slots  # (A S,)
-    same = (group[:, None] == group).expand(len(anchors), -1, -1)  # (B, A S, A S)
-    return torch.cat([up_to, same], dim=-1)[:, None]
+    up_to = rows <= anchors[..., None]  # (B, A, n)
+    own = torch.eye(A, dtype=torch.bool, device=anchors.device)
+    own = own.repeat_interleave(slots, dim=1)  # (A, A S)
+    # The slots of an anchor all see the same.
+    mask = torch.cat([up_to, own.expand(B, -1, -1)], dim=-1)
+    return mask.repeat_interleave(slots, dim=1)[:, None]
 
 
-def windows(drafter, target, batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Random anchors (B, A), labels (B, A, U) and used (B, A) (Eq. 3 to 5).
+def windows(drafter, target, batch) -> tuple[Tensor, Tensor]:
+    """Anchors (B, A) and labels (W, U) of W anchors (Eq. 3 to 5).
 
-    Labels index draft_ids. Where fewer than A windows fit the answer, `used` is
-    False for the rest.
+    Anchors are random rows with all labels in the answer, or -1 if
+    there are fewer. Labels index draft_ids.
     """
     U = drafter.config.window
-    # 1. best[t], the target's choice of a draft token after x_t, is y_(t+1).
-    best = common.target_logits(target, batch.hidden, drafter.draft_ids).argmax(-1)  # (B, T)
+    # 1. y_t is the target's choice of x_t; -1 outside the answer.
+    logits = common.target_logits(target, batch.hidden, drafter.draft_ids)
+    y = F.pad(logits.argmax(-1)[:, :-1], (1, 0))
+    y = y.where(batch.loss_mask, -1)  # (B, T)
 
-    # 2. The labels of row i are best[i + 1], ..., best[i + U].
-    labels = F.pad(best[:, 1:-1], (0, U)).unfold(1, U, 1)  # (B, T - 1, U)
-    whole = F.pad(batch.loss_mask[:, 2:], (0, U)).unfold(1, U, 1).all(-1)  # (B, T - 1)
+    # 2. Row i learns y_(i+2), ..., y_(i+1+U).
+    y = F.pad(y[:, 2:], (0, U), value=-1)
+    labels = y.unfold(1, U, 1)  # (B, T - 1, U)
+    whole = (labels >= 0).all(-1).cpu()
 
-    # 3. Draw the anchors of each sequence from its own seed.
-    anchors = torch.full((len(best), drafter.config.anchors), -1)
+    # 3. Draw anchors by each sequence's own seed.
+    anchors = torch.full((len(y), drafter.config.anchors), -1)
     for sequence, seed in enumerate(batch.seed.tolist()):
-        rows = whole[sequence].nonzero()[:, 0].cpu()
+        rows = whole[sequence].nonzero()[:, 0]
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randperm(len(rows), generator=generator)[: anchors.shape[1]]
-        anchors[sequence, : len(drawn)] = rows[drawn]
-    anchors = anchors.to(best.device)
-    used = anchors >= 0
-    anchors = anchors.clamp(min=0)
-    return anchors, labels.take_along_dim(anchors[..., None], dim=1), used
+        order = torch.randperm(len(rows), generator=generator)
+        drawn = rows[order][: anchors.shape[1]]
+        anchors[sequence, : len(drawn)] = drawn
+    anchors = anchors.to(y.device)
+    return anchors, at_anchors(labels, anchors)
 
 
-def training_log_q(drafter: Drafter, target, batch, anchors: Tensor, used: Tensor) -> Tensor:
-    """Log-probabilities (W, S, Vd + 1) of the slots of W used anchors."""
+def at_anchors(x: Tensor, anchors: Tensor) -> Tensor:
+    """Rows (W, ...) of x (B, n, ...) at the anchors."""
+    sequence, place = (anchors >= 0).nonzero(as_tuple=True)
+    return x[sequence, anchors[sequence, place]]
+
+
+def training_log_q(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
+    """Log-probabilities (W, S, Vd + 1) of the slots after W anchors."""
+    hidden = batch.hidden[:, :-1]  # (B, n, D)
     next_ids = batch.input_ids[:, 1:]  # (B, n)
-    mask = slot_mask(anchors, next_ids.shape[1], drafter.config.slots)
-    states = drafter(target, batch.hidden[:, :-1], next_ids, anchors, mask)  # (B, A, S, D)
+    rows = anchors.clamp(min=0)
+    mask = slot_mask(rows, next_ids.shape[1], drafter.config.slots)
+    states = drafter(target, hidden, next_ids, rows, mask)  # (B, A, S, D)
+    states = states[anchors >= 0]  # (W, S, D)
     head = common.draft_head(target, drafter.draft_ids).to(states.dtype)
-    return drafter.logits(states[used], head).log_softmax(-1)
-
-
-def teacher_hidden(batch, anchors: Tensor, used: Tensor) -> Tensor:
-    """h_(i+1) (W, D), from which the target predicts the first label."""
-    return batch.hidden[:, 1:].take_along_dim(anchors[..., None], dim=1)[used]
+    return drafter.logits(states, head).log_softmax(-1)
 
 
 def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
     """Minus log P of Eq. 6, summed over W windows.
 
-    log_q: (W, S, Vd + 1). labels: (W, U). A window with r pairs of equal
-    neighbours needs U + r slots; one that does not fit adds zero.
+    log_q: (W, S, Vd + 1). labels: (W, U). A window with r pairs of
+    equal neighbours needs U + r slots, and adds zero with fewer.
     """
-    W, S, _ = log_q.shape
+    W, S, symbols = log_q.shape
     return F.ctc_loss(
         log_q.transpose(0, 1),  # (S, W, Vd + 1)
         labels,
         torch.full((W,), S),
         torch.full((W,), labels.shape[1]),
-        blank=log_q.shape[-1] - 1,
+        blank=symbols - 1,
         reduction="sum",
         zero_infinity=True,
     )
 
 
 def first_token_log_q(log_q: Tensor) -> Tensor:
-    """Log-probability (W, Vd) of the first token, whichever slot it falls in."""
-    blank_before = F.pad(log_q[:, :-1, -1].cumsum(-1), (1, 0))  # (W, S)
-    return (blank_before[..., None] + log_q[..., :-1]).logsumexp(1)
+    """Log-probability (W, Vd) of the first token, in whichever slot."""
+    blanks = log_q[:, :-1, -1].cumsum(-1)
+    before = F.pad(blanks, (1, 0))[..., None]  # (W, S, 1)
+    return (before + log_q[..., :-1]).logsumexp(1)
 
 
-def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
+def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """CTC loss plus the first token's loss, summed over W windows, and W."""
-    anchors, labels, used = windows(drafter, target, batch)
-    log_q = training_log_q(drafter, target, batch, anchors, used)  # (W, S, Vd + 1)
-    if not len(log_q):  # F.ctc_loss takes no empty batch
-        return log_q.sum(), used.sum()  # zero, with a gradient for all weights
-    total = ctc_loss(log_q, labels[used])
+    anchors, labels = windows(drafter, target, batch)
+    log_q = training_log_q(drafter, target, batch, anchors)
+    if len(labels) == 0:  # F.ctc_loss takes no empty batch
+        return log_q.sum(), 0  # zero, with a gradient for all weights
+    total = ctc_loss(log_q, labels)
     if drafter.config.first_token:
-        hidden = teacher_hidden(batch, anchors, used)  # (W, D)
-        teacher = common.target_logits(target, hidden, drafter.draft_ids).softmax(-1)
+        # h_(i+1) predicts the first label.
+        hidden = at_anchors(batch.hidden[:, 1:], anchors)
+        logits = common.target_logits(target, hidden, drafter.draft_ids)
+        teacher = logits.softmax(-1)  # (W, Vd)
         cross_entropy = -(teacher * first_token_log_q(log_q)).sum()
         total = total + drafter.config.first_token * cross_entropy
-    return total, used.sum()
+    return total, len(labels)
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """sum_x min(p_target, q_draft) of the first token, summed over W anchors, and W."""
-    anchors, _, used = windows(drafter, target, batch)
-    log_q = training_log_q(drafter, target, batch, anchors, used)
+    """sum_x min(p_target, q_draft) of the first token, over W anchors, and W."""
+    anchors, _ = windows(drafter, target, batch)
+    log_q = training_log_q(drafter, target, batch, anchors)
     q_draft = first_token_log_q(log_q).exp()  # (W, Vd)
-    hidden = teacher_hidden(batch, anchors, used)
-    return common.overlap(target, hidden, q_draft, drafter.draft_ids), len(q_draft)
+    hidden = at_anchors(batch.hidden[:, 1:], anchors)
+    total = common.overlap(target, hidden, q_draft, drafter.draft_ids)
+    return total, len(hidden)
 
 
 # ------------------------------------------------------------------------------- CTC transform
 
 
 def collapse(alignment, blank: int) -> tuple:
-    """beta^-1 (2.3): merge equal neighbours, drop blanks; a a e a -> a a."""
-    return tuple(symbol for symbol, _ in itertools.groupby(alignment) if symbol != blank)
+    """beta^-1 (2.3): merge equal neighbours, then drop blanks."""
+    merged = [symbol for symbol, _ in itertools.groupby(alignment)]
+    return tuple(symbol for symbol in merged if symbol != blank)
 
 
-def top_symbols(q_slots: Tensor, symbols: int) -> list[list[tuple[int, float]]]:
+def top_symbols(q_slots: Tensor, symbols: int) -> list[list[tuple]]:
     """(symbol, probability) of each slot's likeliest tokens, then blank."""
     blank = q_slots.shape[-1] - 1
-    q, tokens = q_slots[:, :-1].topk(min(symbols, blank))  # (S, k) each
-    slots = zip(tokens.tolist(), q.tolist(), q_slots[:, -1].tolist())
-    return [[*zip(ids, q_ids), (blank, q_blank)] for ids, q_ids, q_blank in slots]
+    tokens = q_slots[:, :-1].topk(min(symbols, blank)).indices  # (S, k)
+    ids = F.pad(tokens, (0, 1), value=blank)  # (S, k + 1)
+    q = q_slots.gather(1, ids)
+    return [list(zip(*slot)) for slot in zip(ids.tolist(), q.tolist())]
 
 
-def alignments(q_slots: Tensor, symbols: int, candidates: int, merge: bool = True) -> dict:
-    """The paper's transform: collapse the likeliest combinations (3.3).
+def alignments(q_slots: Tensor, symbols: int, candidates: int, merge=True) -> dict:
+    """The paper's transform (3.3): collapse the likeliest combinations.
 
-    A combination is one symbol per slot. Returns {prefix: probability}, summed
-    over `candidates` combinations; the tree is built from these prefixes, as
-    from those of `prefix_search`. merge=False leaves a combination unmerged
-    and cuts it at its first blank, which no target writes (Medusa verify).
+    A combination is a symbol per slot. Returns {prefix: sum of the
+    probabilities} over `candidates` combinations. merge=False cuts
+    them at the first blank instead (Medusa verify).
     """
     blank = q_slots.shape[-1] - 1
-    # 1. Slots are independent (Eq. 7): pruning after each slot is exact.
+    # 1. By Eq. 7, pruning after each slot is exact.
     kept = [(1.0, ())]
     for slot in top_symbols(q_slots, symbols):
         longer = []
-        for probability, combination in kept:
-            for symbol, q in slot:
-                longer.append((probability * q, (*combination, symbol)))
+        for (p, combination), (symbol, q) in itertools.product(kept, slot):
+            longer.append((p * q, (*combination, symbol)))
         kept = heapq.nlargest(candidates, longer)
 
-    # 2. A combination adds to every prefix of its sequence.
+    # 2. Add each to all prefixes of its sequence.
     prefixes = defaultdict(float)
     for probability, combination in kept:
         if merge:
             sequence = collapse(combination, blank)
         else:
-            sequence = tuple(itertools.takewhile(lambda symbol: symbol != blank, combination))
+            first_blank = (*combination, blank).index(blank)
+            sequence = combination[:first_blank]
         for end in range(1, len(sequence) + 1):
             prefixes[sequence[:end]] += probability
     return prefixes
 
 
 def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
-    """CTC prefix beam search: {prefix of indices into draft_ids: probability}.
+    """CTC prefix beam search: {prefix: probability}.
 
-    A prefix's probability is that of all sequences that begin with it, each by
-    Eq. 6. It is summed slot by slot: each slot adds the probability that it
-    completes the prefix (`entering`). A repeat lengthens the prefix only after a
-    blank, so alignments that end in a blank are kept apart. The newest token is
-    not part of the prefix, so the same token in slot 1 is a true repeat. After
-    each slot only `candidates` prefixes grow on, those that are the likeliest
-    results of the slots so far; the empty prefix competes too. The others stay
-    in the dictionary. Both limits, `candidates` and `symbols`, can make a sum
-    too small. Slots a 0.6, e 0.4 and a 0.2, b 0.5, e 0.3, where e is the blank:
+    A prefix, a tuple of indices into draft_ids, has the probability
+    of all sequences that begin with it, each by Eq. 6. Each slot adds
+    the probability that it completes the prefix (`entering`). Only
+    after a blank does a repeat lengthen a prefix, so alignments that
+    end in a blank are summed apart. The newest token is no part of a
+    prefix; slot 1 may repeat it.
 
-        prefix   by slot 1           by slot 2            sum
-        a        a    0.6            e a   0.4 x 0.2      0.68    a a adds nothing: slot 1 made a
-        b                            e b   0.4 x 0.5      0.20
-        a b                          a b   0.6 x 0.5      0.30
-        a a                                               0       needs three slots: a e a
+    After each slot only `candidates` prefixes grow on, the likeliest
+    results of the slots so far; the empty prefix competes too. The
+    others stay in the dictionary. Both limits can make a sum too
+    small. Slots a .6, e .4 and a .2, b .5, e .3 (e is the blank):
+
+        prefix  slot 1  slot 2        sum
+        a       a   .6  e a  .4 x .2  .68  a a merges
+        b               e b  .4 x .5  .20
+        a b             a b  .6 x .5  .30
+        a a                           0    needs a e a
     """
     prefixes = defaultdict(float)
-    kept = [()]  # the prefixes that grow on
-    in_blank = defaultdict(float, {(): 1.0})  # {prefix: sum over alignments ending in blank}
-    in_token = defaultdict(float)  # and over those ending in its last token
+    kept = {(): (1.0, 0.0)}  # {prefix: (in_blank, in_token)}
     for slot in top_symbols(q_slots, symbols):
         *tokens, (_, q_blank) = slot
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
-        for prefix in kept:
-            either = in_blank[prefix] + in_token[prefix]
+        for prefix, (in_blank, in_token) in kept.items():
+            either = in_blank + in_token
             # 1. A blank leaves the prefix as it is.
-            new_blank[prefix] += either * q_blank
+            new_blank[prefix] = either * q_blank
             for token, q in tokens:
                 entering = either * q
-                # 2. The last token again: it merges, unless after a blank.
-                if prefix and token == prefix[-1]:
-                    new_token[prefix] += in_token[prefix] * q
-                    entering = in_blank[prefix] * q
-                # 3. The token makes the prefix longer.
+                # 2. The last token again merges, unless after a blank.
+                if prefix[-1:] == (token,):
+                    new_token[prefix] += in_token * q
+                    entering = in_blank * q
+                # 3. The prefix grows by the token.
                 if entering > 0:
                     longer = (*prefix, token)
                     new_token[longer] += entering
                     prefixes[longer] += entering
-        # 4. Keep the likeliest results of the slots so far.
-        total = {prefix: new_blank[prefix] + new_token[prefix] for prefix in new_blank | new_token}
-        kept = heapq.nlargest(candidates, total, key=total.get)
-        in_blank, in_token = new_blank, new_token
+        # 4. Keep the likeliest results so far.
+        total = {p: new_blank[p] + new_token[p] for p in new_blank | new_token}
+        likeliest = heapq.nlargest(candidates, total, key=total.get)
+        kept = {p: (new_blank[p], new_token[p]) for p in likeliest}
     return prefixes
 
 
 def token_tree(prefixes: dict, draft_ids: Tensor, nodes: int, depth: int) -> common.Draft:
-    """A trie of the `nodes` likeliest prefixes of at most `depth` tokens.
-
-    A node's q is its prefix's probability.
-    """
+    """A trie of the `nodes` likeliest prefixes up to `depth` tokens."""
     node_of = {(): -1}  # {prefix: its node}
     parents = []
     for prefix in sorted(prefixes, key=prefixes.get, reverse=True):
-        if len(parents) >= nodes:
+        if len(parents) == nodes:
             break
-        # Skip a prefix that is too deep, or that rounding put ahead of its parent.
-        if len(prefix) <= depth and prefix[:-1] in node_of:
+        # Skip a prefix that rounding ranks above its parent.
+        parent = node_of.get(prefix[:-1])
+        if parent is not None and len(prefix) <= depth:
             node_of[prefix] = len(parents)
-            parents.append(node_of[prefix[:-1]])
+            parents.append(parent)
     drafted = list(node_of)[1:]
     index = draft_ids.new_tensor([prefix[-1] for prefix in drafted])
     q = torch.tensor([prefixes[prefix] for prefix in drafted])
-    return common.Draft(draft_ids[index], torch.tensor(parents, dtype=torch.long), q=q)
+    parents = torch.tensor(parents, dtype=torch.long)
+    return common.Draft(draft_ids[index], parents, q=q)
 
 
 # ------------------------------------------------------------------------------------ decoding
 
 
-class Memory:
-    """What the drafter keeps from round to round of one answer."""
-
-    def __init__(self, drafter: Drafter, target):
-        self.cache = common.GrowingCache(1)  # keys and values of the rows
-        self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
-
-
-def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
+def fill_slots(drafter: Drafter, decoding, cache, head) -> Tensor:
     """Fill the slots after the newest token: q_slots (S, Vd + 1)."""
-    # 1. Add a row for each token that the target has just read and kept.
+    # 1. Add a row for each token that the target has just cached.
     hidden = decoding.hidden  # (1, n, D)
-    count = hidden.shape[1]  # n
-    next_ids = decoding.ids[:, -count:]  # (1, n) the newest token last
-    newest_row = next_ids.new_full((1, 1), count - 1)
-    states = drafter(decoding.target, hidden, next_ids, newest_row, cache=memory.cache)
-    # 2. Cut off the slots. Rejected draft tokens never had a row.
-    memory.cache.cut(decoding.ids.shape[1] - 1)
-    return drafter.logits(states[0, 0], memory.head).softmax(-1)
+    n = hidden.shape[1]
+    next_ids = decoding.ids[:, -n:]  # (1, n)
+    anchor = next_ids.new_full((1, 1), n - 1)
+    states = drafter(decoding.target, hidden, next_ids, anchor, cache=cache)
+    # 2. Cut off the slots. Only rows stay.
+    cache.cut(decoding.ids.shape[1] - 1)
+    return drafter.logits(states[0, 0], head).softmax(-1)
 
 
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
     """Yield one draft per round; its nodes are chosen, not sampled."""
-    memory = Memory(drafter, decoding.target)
+    cache = common.GrowingCache(1)  # keys and values of the rows
+    head = common.draft_head(decoding.target, drafter.draft_ids)  # D -> Vd
     while not decoding.done:
-        # Draft nothing after a prompt of one token, or without room.
+        # No row (prompt of one token) or no room.
         if decoding.hidden.shape[1] == 0 or decoding.room == 0:
             yield common.chain([], decoding.ids)
             continue
-        q_slots = fill_slots(drafter, decoding, memory)
+        q_slots = fill_slots(drafter, decoding, cache, head)
         if config.transform == "prefixes":
             prefixes = prefix_search(q_slots, config.symbols, config.candidates)
         else:
@@ -464,10 +454,8 @@ def generate(
 ):
     """`target.generate(..., custom_generate=ctc_drafter.generate, drafter=...)`.
 
-    Lossless. `config` replaces the drafter's Config in all fields with
-    decode=True: start from `dataclasses.replace(drafter.config, ...)`. The
-    arguments after it are those of `common.Decoding`.
-    Returns prompt and new tokens (1, T').
+    Lossless. `config` replaces the drafter's in decode=True fields.
+    Other arguments: `common.Decoding`. Returns all ids (1, T').
     """
     common.check_drafter(drafter, Drafter, target, config)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)

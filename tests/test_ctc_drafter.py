@@ -154,7 +154,7 @@ def test_slots_are_merged_before_the_tree_is_built(llama, monkeypatch, transform
     assert paths(draft) == [likeliest[:end] for end in range(1, count + 1)]
 
 
-# ------------------------------------------------------------------------------------------- loss
+# ------------------------------------------------------------------------------- loss and windows
 
 
 @pytest.mark.parametrize("slots", [3, 4, 5])
@@ -176,11 +176,12 @@ def test_loss_and_acceptance_of_a_batch_by_hand(small_llama, weight):
     options = dict(slots=4, window=2, draft_vocab=5)
     drafter = make_drafter(small_llama, first_token=weight, **options)
     batch = random_batch(small_llama, lengths=(8, 6))
-    anchors, labels, used = ctc_drafter.windows(drafter, small_llama, batch)
-    log_q = ctc_drafter.training_log_q(drafter, small_llama, batch, anchors, used).detach()
+    anchors, labels = ctc_drafter.windows(drafter, small_llama, batch)
+    log_q = ctc_drafter.training_log_q(drafter, small_llama, batch, anchors).detach()
     expected = 0.0
     overlap = 0.0
-    for q_slots, window, (row, n) in zip(log_q.exp(), labels[used], used.nonzero().tolist()):
+    used = (anchors >= 0).nonzero().tolist()
+    for q_slots, window, (row, n) in zip(log_q.exp(), labels, used):
         expected -= math.log(by_collapsing(q_slots)[tuple(window.tolist())])
         starts = beginnings(q_slots)
         ids = batch.input_ids[row, : anchors[row, n] + 2]  # up to x_(i+1)
@@ -207,21 +208,19 @@ def test_a_batch_without_a_whole_window_gives_zeros(llama):
     assert ctc_drafter.acceptance(drafter, llama, random_batch(llama, (6, 2)))[1] == 0
 
 
-# ---------------------------------------------------------------------------------------- windows
-
-
 @pytest.mark.parametrize("prompt", [1, 3])
 def test_windows_hold_what_the_target_says_after_the_newest_token(llama, prompt):
     """Each row whose four labels are all of the response is an anchor, once."""
     drafter = make_drafter(llama, anchors=20)
     batch = random_batch(llama, prompt=prompt)
-    anchors, labels, used = ctc_drafter.windows(drafter, llama, batch)
+    anchors, labels = ctc_drafter.windows(drafter, llama, batch)
     best = llama(batch.input_ids).logits.argmax(-1)  # best[t] follows x_t
+    labels = iter(labels.tolist())
     for row, length in enumerate((9, 12, 7)):
-        chosen = anchors[row][used[row]].tolist()
+        chosen = [anchor for anchor in anchors[row].tolist() if anchor >= 0]
         assert sorted(chosen) == list(range(max(prompt, 2) - 2, length - 5))
-        for anchor, window in zip(chosen, labels[row][used[row]].tolist()):
-            assert window == best[row, anchor + 1 : anchor + 5].tolist()
+        for anchor in chosen:
+            assert next(labels) == best[row, anchor + 1 : anchor + 5].tolist()
     few = make_drafter(llama, anchors=1)  # one of several, drawn anew by a new seed
     seen = set()
     for step in range(9):
@@ -233,8 +232,9 @@ def test_windows_hold_what_the_target_says_after_the_newest_token(llama, prompt)
 def test_windows_of_a_second_turn_do_not_cross_what_the_user_says(llama):
     batch = random_batch(llama, lengths=(16,), prompt=2)
     batch.loss_mask[0, 8:10] = False
-    anchors, _, used = ctc_drafter.windows(make_drafter(llama, anchors=20), llama, batch)
-    assert sorted(anchors[used].tolist()) == [0, 1, 2, 8, 9, 10]  # labels 2-5 ... 4-7, 10-13 ...
+    anchors, _ = ctc_drafter.windows(make_drafter(llama, anchors=20), llama, batch)
+    chosen = anchors[anchors >= 0].tolist()
+    assert sorted(chosen) == [0, 1, 2, 8, 9, 10]  # labels 2-5 ... 4-7, 10-13 ...
 
 
 # ----------------------------------------------------------------------------------- architecture
@@ -254,8 +254,8 @@ def test_the_mask_against_a_loop():
         b, query = divmod(index, 9)
         place = f"{given}: what slot {query} of 9 of sequence {b} sees"
         assert rows[0] == rows[1], f"{place}: expected {rows[0]}, got {rows[1]}"
-    shapes = [tuple(mask.shape) for mask in (expected, got)]
-    assert shapes[0] == shapes[1], f"{given}: expected shape {shapes[0]}, got {shapes[1]}"
+    shape = tuple(got.shape)
+    assert shape == expected.shape, f"{given}: expected shape (2, 1, 9, 15), got {shape}"
 
 
 def test_drafting_round_by_round_equals_one_training_pass(llama):
@@ -263,17 +263,18 @@ def test_drafting_round_by_round_equals_one_training_pass(llama):
     drafter = make_drafter(llama)
     batch = random_batch(llama, lengths=(12,), prompt=1)
     anchors = torch.arange(11)[None]
-    log_q = ctc_drafter.training_log_q(drafter, llama, batch, anchors, anchors >= 0)
+    log_q = ctc_drafter.training_log_q(drafter, llama, batch, anchors)
     decoding = common.open_decoding(llama, batch.input_ids[:, :1], max_new_tokens=20)
-    memory = ctc_drafter.Memory(drafter, llama)
+    cache = common.GrowingCache(1)
+    head = common.draft_head(llama, drafter.draft_ids)
     start = 0
     for end in (3, 4, 8, 12):  # tokens committed
         decoding.ids = batch.input_ids[:, :end]
         decoding.hidden = batch.hidden[:, start : end - 1]
-        q_slots = ctc_drafter.fill_slots(drafter, decoding, memory)
+        q_slots = ctc_drafter.fill_slots(drafter, decoding, cache, head)
         torch.testing.assert_close(q_slots.log(), log_q[end - 2], atol=1e-4, rtol=1e-4)
         start = end - 1
-        assert memory.cache.get_seq_length() == start
+        assert cache.get_seq_length() == start
 
 
 def test_the_layer_and_the_final_norm_start_as_the_targets():

@@ -1,18 +1,17 @@
-"""Medusa: one head per future token (Cai et al., 2024), CTC-drafter's rival.
+"""Medusa: a head per future token (Cai et al., 2024), CTC-drafter's rival.
 
-Paper: arXiv:2401.10774; Table 2 of CTC-drafter. Head j is a residual linear
-layer. All heads read the same row and choose independently. The draft is a
-tree of the most probable combinations of their tokens:
+Paper: arXiv:2401.10774; Table 2 of CTC-drafter. Head j is a residual
+linear layer. All heads read the same row and choose independently.
+The draft is a tree of their likeliest combinations:
 
-    row (h_i, x_(i+1))  ->  head 0: x_(i+2)    head 1: x_(i+3)    head 2: x_(i+4)
+    row (h_i, x_(i+1))  ->  x_(i+2) | x_(i+3) | x_(i+4)
 
 Deviations from the paper:
-    1. The heads read h_i and the next token x_(i+1); the paper's only h_i.
-    2. They share the target's LM head; in the paper each trains a copy.
+    1. Heads read h_i and the next token; the paper's only h_i.
+    2. They share the target's LM head; the paper's train a copy each.
     3. The tree's shape changes every round; the paper's is fixed.
 
 Label windows, ranking and tree are those of ctc_drafter.py.
-
 Licence: Apache-2.0.
 """
 
@@ -31,11 +30,11 @@ from common import option
 @dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
-    window: int = option(3, "tokens ahead, a head for each, U")
-    anchors: int = option(64, "places of a sequence to train at")
+    window: int = option(3, "number of heads, U")
+    anchors: int = option(64, "places to train at, per sequence")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
-    symbols: int = option(10, "likeliest tokens of a head to consider", decode=True)
-    candidates: int = option(16, "combinations kept after a head", decode=True)
+    symbols: int = option(10, "likeliest tokens per head", decode=True)
+    candidates: int = option(16, "combinations kept per head", decode=True)
     nodes: int = option(10, "most nodes of the tree", decode=True)
 
     def __post_init__(self):
@@ -52,7 +51,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.kv_layers = []  # reads hidden states only
+        self.kv_layers = []  # it reads no K and V of the target
         width = config.target["hidden_size"]
         self.feature_norm = nn.RMSNorm(width, eps=1e-5)
         self.embed_norm = nn.RMSNorm(width, eps=1e-5)
@@ -62,11 +61,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.register_buffer("draft_ids", common.placeholder_ids(config.target, config.draft_vocab))
 
     def forward(self, target, hidden: Tensor, next_ids: Tensor) -> Tensor:
-        """States (..., U, D) of the heads.
-
-        hidden: (..., D) the target's last hidden states.
-        next_ids: (...) the tokens after them.
-        """
+        """States (..., U, D) of the heads; hidden (..., D), next_ids (...)."""
         dtype = self.norm.weight.dtype
         embeds = target.get_input_embeddings()(next_ids).to(dtype)
         both = [self.feature_norm(hidden.to(dtype)), self.embed_norm(embeds)]
@@ -76,43 +71,42 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to train; its fusion starts as the sum of both inputs.
-
-    token_counts: (V,) how often each token occurs in the responses.
-    """
+    """An untrained drafter, whose rows are the sum of both inputs."""
     config.target = common.target_shape(target)
     drafter = Drafter(config)
-    sum_of_both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2D)
-    drafter.fusion.weight.data.copy_(sum_of_both)
+    both = torch.eye(config.target["hidden_size"]).repeat(1, 2)
+    drafter.fusion.weight.data.copy_(both)  # (D, 2D)
     common.start_from(drafter, target, token_counts)
     return drafter
 
 
-def training_logits(drafter: Drafter, target, batch, anchors: Tensor, used: Tensor) -> Tensor:
-    """Logits (W, U, Vd) of the heads after the W anchors in use."""
-    hidden = batch.hidden.take_along_dim(anchors[..., None], dim=1)[used]  # (W, D)
-    next_ids = batch.input_ids[:, 1:].take_along_dim(anchors, dim=1)[used]  # (W,)
+def training_logits(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
+    """Logits (W, U, Vd) of the heads at W anchors."""
+    hidden = ctc_drafter.at_anchors(batch.hidden, anchors)  # (W, D)
+    next_ids = ctc_drafter.at_anchors(batch.input_ids[:, 1:], anchors)
     states = drafter(target, hidden, next_ids)  # (W, U, D)
     head = common.draft_head(target, drafter.draft_ids).to(states.dtype)
     return head(states).float()
 
 
-def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy of head j, times 0.8^j, and number of anchors."""
-    anchors, labels, used = ctc_drafter.windows(drafter, target, batch)
-    logits = training_logits(drafter, target, batch, anchors, used)  # (W, U, Vd)
-    labels = labels[used]  # (W, U)
-    surprise = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    weights = 0.8 ** torch.arange(labels.shape[1], device=labels.device)  # (U,)
-    return (surprise.view_as(labels) * weights).sum(), used.sum()
+def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
+    """Cross-entropy of head j times 0.8^j, summed over W anchors, and W."""
+    anchors, labels = ctc_drafter.windows(drafter, target, batch)
+    logits = training_logits(drafter, target, batch, anchors)
+    logits = logits.flatten(0, 1)  # (W U, Vd)
+    losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
+    weights = 0.8 ** torch.arange(labels.shape[1], device=labels.device)
+    return (losses.view_as(labels) * weights).sum(), len(labels)
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """Sum of min(p_target, q_draft) of the first draft token; anchor count."""
-    anchors, _, used = ctc_drafter.windows(drafter, target, batch)
-    q_draft = training_logits(drafter, target, batch, anchors, used)[:, 0].softmax(-1)  # (W, Vd)
-    hidden = ctc_drafter.teacher_hidden(batch, anchors, used)
-    return common.overlap(target, hidden, q_draft, drafter.draft_ids), len(q_draft)
+    """sum_x min(p_target, q_draft) of the first token, over W anchors, and W."""
+    anchors, _ = ctc_drafter.windows(drafter, target, batch)
+    logits = training_logits(drafter, target, batch, anchors)
+    q_draft = logits[:, 0].softmax(-1)  # (W, Vd)
+    hidden = ctc_drafter.at_anchors(batch.hidden[:, 1:], anchors)
+    total = common.overlap(target, hidden, q_draft, drafter.draft_ids)
+    return total, len(hidden)
 
 
 class Memory:
@@ -123,21 +117,21 @@ class Memory:
 
 
 def propose(drafter: Drafter, decoding, memory: Memory) -> Tensor:
-    """The heads' probabilities q_heads (U, Vd) after the newest token."""
-    states = drafter(decoding.target, decoding.hidden[0, -1], decoding.ids[0, -1])  # (U, D)
+    """The heads' probabilities (U, Vd) after the newest token."""
+    states = drafter(decoding.target, decoding.hidden[0, -1], decoding.ids[0, -1])
     return memory.head(states).float().softmax(-1)
 
 
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft per round, which the caller verifies."""
+    """Yield one draft per round; its nodes are chosen, not sampled."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         if decoding.hidden.shape[1] == 0:  # prompt of one token
             yield common.chain([], decoding.ids)
             continue
         q_heads = propose(drafter, decoding, memory)
-        q_slots = F.pad(q_heads, (0, 1))  # with a blank that never comes
+        q_slots = F.pad(q_heads, (0, 1))  # a blank of probability 0
         prefixes = ctc_drafter.alignments(q_slots, config.symbols, config.candidates, merge=False)
         yield ctc_drafter.token_tree(prefixes, drafter.draft_ids, config.nodes, decoding.room)
 
@@ -145,14 +139,7 @@ def drafts(decoding, drafter: Drafter, config: Config):
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):
-    """Lossless decoding: pass it to target.generate as `custom_generate`.
-
-    Args:
-        config: a Config to decode with; by default the drafter's.
-        copies, stats, token_streamer: as for common.Decoding.
-    Returns:
-        (1, T') prompt and new tokens.
-    """
+    """Lossless decoding; see `ctc_drafter.generate`."""
     common.check_drafter(drafter, Drafter, target, config)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
     for draft in drafts(decoding, drafter, config or drafter.config):

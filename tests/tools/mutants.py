@@ -189,28 +189,28 @@ answers are revealed late, not early
 
 CTC_DRAFTER = r"""
 slots do not see their anchor
-- up_to = rows <= anchor[..., None]
-+ up_to = rows < anchor[..., None]
+- up_to = rows <= anchors[..., None]
++ up_to = rows < anchors[..., None]
 slots see those of earlier anchors
-- (group[:, None] == group)
-+ (group[:, None] >= group)
+- own = own.repeat_interleave(slots, dim=1)
++ own = own.cumsum(0).bool().repeat_interleave(slots, dim=1)
 repeats are not merged
-- symbol, _ in itertools.groupby(alignment) if
-+ symbol in alignment if
+- merged = [symbol for symbol, _ in itertools.groupby(alignment)]
++ merged = alignment
 a repeat needs no blank in between
-- entering = in_blank[prefix] * q
+- entering = in_blank * q
 + pass
 a second blank in a row is lost
-- new_blank[prefix] += either * q_blank
-+ new_blank[prefix] += in_token[prefix] * q_blank
+- new_blank[prefix] = either * q_blank
++ new_blank[prefix] = in_token * q_blank
 the first token needs only one blank before it
-- log_q[:, :-1, -1].cumsum(-1), (1, 0)
-+ log_q[:, :-1, -1], (1, 0)
+- log_q[:, :-1, -1].cumsum(-1)
++ log_q[:, :-1, -1]
 windows begin with the newest token
-- F.pad(best[:, 1:-1], (0, U)).unfold
-+ F.pad(best[:, :-2], (0, U)).unfold
+- F.pad(y[:, 2:], (0, U), value=-1)
++ F.pad(y[:, 1:-1], (0, U), value=-1)
 the slots of earlier rounds stay in the cache
-- memory.cache.cut(decoding.ids.shape[1] - 1)
+- cache.cut(decoding.ids.shape[1] - 1)
 + pass
 """
 
