@@ -87,13 +87,16 @@ class SlotAttention(LlamaAttention):
         return heads.transpose(1, 2)
 
     def forward(self, rows, slots, tables, mask, cache) -> Tensor:
-        """Output (B, m, D) of m slots; tables: (B, n + m, R)."""
+        """Output (B, m, D) of m slots after n rows.
+
+        tables: cos, sin (B, n + m, R); mask: (B, 1, m, n + m).
+        """
         x = torch.cat([rows, slots], dim=1)
         k = self.split(self.k_proj(x))
         v = self.split(self.v_proj(x))
         k = common.rotate(k, tables)  # (B, Hkv, n + m, Dh)
         if cache is not None:
-            k, v = cache.update(k, v, 0)  # P rows more
+            k, v = cache.update(k, v, 0)  # + P rows
         q = self.split(self.q_proj(slots))  # (B, H, m, Dh)
         tables = [table[:, rows.shape[1] :] for table in tables]
         q = common.rotate(q, tables)
@@ -163,7 +166,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """An untrained drafter with the target's top layer where it fits."""
+    """An untrained drafter; the target's top layer where it fits."""
     config.target = common.target_shape(target)
     drafter = Drafter(config)
     both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2D)
@@ -217,20 +220,20 @@ def windows(drafter, target, batch) -> tuple[Tensor, Tensor]:
 
     # 3. Draw anchors by each sequence's own seed.
     anchors = torch.full((len(y), drafter.config.anchors), -1)
-    for sequence, seed in enumerate(batch.seed.tolist()):
-        rows = whole[sequence].nonzero()[:, 0]
+    for b, seed in enumerate(batch.seed.tolist()):
+        rows = whole[b].nonzero()[:, 0]
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(rows), generator=generator)
         drawn = rows[order][: anchors.shape[1]]
-        anchors[sequence, : len(drawn)] = drawn
+        anchors[b, : len(drawn)] = drawn
     anchors = anchors.to(y.device)
-    return anchors, at_anchors(labels, anchors)
+    return anchors, rows_at(labels, anchors)
 
 
-def at_anchors(x: Tensor, anchors: Tensor) -> Tensor:
+def rows_at(x: Tensor, anchors: Tensor) -> Tensor:
     """Rows (W, ...) of x (B, n, ...) at the anchors."""
-    sequence, place = (anchors >= 0).nonzero(as_tuple=True)
-    return x[sequence, anchors[sequence, place]]
+    b, a = (anchors >= 0).nonzero(as_tuple=True)
+    return x[b, anchors[b, a]]
 
 
 def training_log_q(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
@@ -271,15 +274,15 @@ def first_token_log_q(log_q: Tensor) -> Tensor:
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """CTC loss plus the first token's loss, summed over W windows, and W."""
+    """CTC and first-token loss, summed over W anchors, and W."""
     anchors, labels = windows(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)
-    if len(labels) == 0:  # F.ctc_loss takes no empty batch
+    if len(labels) == 0:  # too few for F.ctc_loss
         return log_q.sum(), 0  # zero, with a gradient for all weights
     total = ctc_loss(log_q, labels)
     if drafter.config.first_token:
         # h_(i+1) predicts the first label.
-        hidden = at_anchors(batch.hidden[:, 1:], anchors)
+        hidden = rows_at(batch.hidden[:, 1:], anchors)
         logits = common.target_logits(target, hidden, drafter.draft_ids)
         teacher = logits.softmax(-1)  # (W, Vd)
         cross_entropy = -(teacher * first_token_log_q(log_q)).sum()
@@ -288,11 +291,11 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """sum_x min(p_target, q_draft) of the first token, over W anchors, and W."""
+    """sum_x min(p_target, q_draft) of W first tokens, and W."""
     anchors, _ = windows(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)
     q_draft = first_token_log_q(log_q).exp()  # (W, Vd)
-    hidden = at_anchors(batch.hidden[:, 1:], anchors)
+    hidden = rows_at(batch.hidden[:, 1:], anchors)
     total = common.overlap(target, hidden, q_draft, drafter.draft_ids)
     return total, len(hidden)
 
@@ -316,11 +319,10 @@ def top_symbols(q_slots: Tensor, symbols: int) -> list[list[tuple]]:
 
 
 def alignments(q_slots: Tensor, symbols: int, candidates: int, merge=True) -> dict:
-    """The paper's transform (3.3): collapse the likeliest combinations.
+    """The paper's transform (3.3): {prefix: probability}.
 
-    A combination is a symbol per slot. Returns {prefix: sum of the
-    probabilities} over `candidates` combinations. merge=False cuts
-    them at the first blank instead (Medusa verify).
+    Collapses the likeliest combinations of a symbol per slot, or cuts
+    them at the first blank without `merge` (Medusa verify).
     """
     blank = q_slots.shape[-1] - 1
     # 1. By Eq. 7, pruning after each slot is exact.
@@ -345,7 +347,7 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge=True) -> di
 
 
 def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
-    """CTC prefix beam search: {prefix: probability}.
+    """CTC prefix search: {prefix: probability}.
 
     A prefix, a tuple of indices into draft_ids, has the probability
     of all sequences that begin with it, each by Eq. 6. Each slot adds
@@ -377,7 +379,7 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
             new_blank[prefix] = either * q_blank
             for token, q in tokens:
                 entering = either * q
-                # 2. The last token again merges, unless after a blank.
+                # 2. A repeat merges, unless after a blank.
                 if prefix[-1:] == (token,):
                     new_token[prefix] += in_token * q
                     entering = in_blank * q

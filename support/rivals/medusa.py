@@ -4,7 +4,7 @@ Paper: arXiv:2401.10774; Table 2 of CTC-drafter. Head j is a residual
 linear layer. All heads read the same row and choose independently.
 The draft is a tree of their likeliest combinations:
 
-    row (h_i, x_(i+1))  ->  x_(i+2) | x_(i+3) | x_(i+4)
+    row (h_i, x_(i+1)), heads 0, 1, 2 -> x_(i+2), x_(i+3), x_(i+4)
 
 Deviations from the paper:
     1. Heads read h_i and the next token; the paper's only h_i.
@@ -82,8 +82,8 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 def training_logits(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
     """Logits (W, U, Vd) of the heads at W anchors."""
-    hidden = ctc_drafter.at_anchors(batch.hidden, anchors)  # (W, D)
-    next_ids = ctc_drafter.at_anchors(batch.input_ids[:, 1:], anchors)
+    hidden = ctc_drafter.rows_at(batch.hidden, anchors)  # (W, D)
+    next_ids = ctc_drafter.rows_at(batch.input_ids[:, 1:], anchors)
     states = drafter(target, hidden, next_ids)  # (W, U, D)
     head = common.draft_head(target, drafter.draft_ids).to(states.dtype)
     return head(states).float()
@@ -104,7 +104,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     anchors, _ = ctc_drafter.windows(drafter, target, batch)
     logits = training_logits(drafter, target, batch, anchors)
     q_draft = logits[:, 0].softmax(-1)  # (W, Vd)
-    hidden = ctc_drafter.at_anchors(batch.hidden[:, 1:], anchors)
+    hidden = ctc_drafter.rows_at(batch.hidden[:, 1:], anchors)
     total = common.overlap(target, hidden, q_draft, drafter.draft_ids)
     return total, len(hidden)
 
