@@ -39,6 +39,7 @@ Deviations, and choices where the paper is silent:
 Licence: Apache-2.0.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -54,27 +55,38 @@ from common import option
 
 
 def layered_tree(counts: list[int]) -> list[list[int]]:
-    """A tree with counts[d] nodes at depth d + 1.
+    """Rank paths of a tree with counts[d] nodes at depth d + 1.
 
-    A node is the path of ranks to it: [0, 2] is the third choice after the
-    first. Likely tokens get more children (App. A), by a rule of ours: a level
-    keeps the paths with the smallest products of (rank + 1). [2, 3] gives
+    Path [0, 2] is the third choice after the first. Likely tokens
+    get more children (App. A), by a rule of ours: a level keeps the
+    paths with the smallest products of (rank + 1). [2, 3] gives
     [0] [1], [0, 0] [0, 1] [1, 0].
     """
     tree = []
     level = [[]]
     for count in counts:
-        grown = []
-        for path in level:
-            grown += [[*path, rank] for rank in range(count)]
+        pairs = itertools.product(level, range(count))
+        grown = [[*path, rank] for path, rank in pairs]
         grown.sort(key=lambda path: (math.prod(rank + 1 for rank in path), path))
         level = grown[:count]
         tree += level
     return tree
 
 
-# The level sizes of Figure 5, with the children that `layered_tree` chooses.
-PAPER_TREE = layered_tree([20, 19, 19, 15, 16, 10, 10, 9])
+def checked_tree(tree, vocab: float) -> list[list[int]]:
+    """Sort rank paths by depth; a Mistake if one cannot be drafted."""
+    try:
+        paths = {tuple(path) for path in tree}
+    except TypeError:
+        example = "give a list of rank paths, such as [[0], [0, 1]]"
+        raise common.Mistake(f"tree {tree!r}: {example}") from None
+    for path in paths:
+        name = f"tree path {list(path)}"
+        if not all(0 <= rank < vocab for rank in path):
+            raise common.Mistake(f"{name}: give a list of ranks from 0 on, below {vocab}")
+        if path[:-1] not in {(), *paths}:
+            raise common.Mistake(f"{name}: add its parent {list(path[:-1])}")
+    return [list(path) for path in sorted(paths, key=lambda path: (len(path), path))]
 
 
 @dataclass
@@ -93,16 +105,14 @@ class Config:
     def __post_init__(self):
         common.at_least(self, k=1, num_layers=1, noise=0, distill_weight=0, draft_vocab=0)
         common.one_of(self, fusion=("lstm", "linear"))
-        vocab = self.target.get("vocab_size", math.inf)
-        if self.draft_vocab:
-            vocab = min(vocab, self.draft_vocab)
-        self.tree = checked_tree(self.tree, vocab)
+        self.tree = checked_tree(self.tree, self.draft_vocab or math.inf)
 
 
 VARIANTS = {
     "chain": {"tree": layered_tree([1, 1, 1, 1])},  # Table 4; as deep as the shipped tree
     "one_pass": {"tree": layered_tree([3, 4])},  # with k = 2
-    "paper": {"tree": PAPER_TREE},
+    # The level sizes of Figure 5.
+    "paper": {"tree": layered_tree([20, 19, 19, 15, 16, 10, 10, 9])},
 }
 
 
@@ -169,7 +179,6 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     Args: token_counts: (V,) how often each token occurs in the responses.
     """
     config.target = common.target_shape(target)
-    config.__post_init__()  # the tree's ranks must fit the target's vocabulary
     drafter = Drafter(config)
     if config.fusion == "linear":  # starts as the sum of normed feature and embedding
         drafter.fusion.weight.data.copy_(torch.eye(config.target["hidden_size"]).repeat(1, 2))
@@ -474,50 +483,6 @@ def later_pass(drafter: Drafter, decoding, memory: Memory, before: Pass, origins
     return Pass(f_draft[0].unflatten(0, (-1, k)), slots, mask, state)
 
 
-class Node(NamedTuple):
-    """A node of the draft."""
-
-    token: int
-    parent: int  # number of the parent node; -1 is the root
-    q: float  # the drafter's probability of the token
-    branch: int  # number of its branch in the pass that drafted it
-
-
-def levels_of(tree) -> list[list[tuple[int, int]]]:
-    """The (parent, rank) of each node, by level; nodes are numbered in order.
-
-    [0] [1], [0, 0] [1, 0] gives (-1, 0) (-1, 1), (0, 0) (1, 0).
-    """
-    number = {(): -1}
-    levels = []
-    for path in tree:
-        if len(path) > len(levels):
-            levels.append([])
-        levels[-1].append((number[tuple(path[:-1])], path[-1]))
-        number[tuple(path)] = len(number) - 1
-    return levels
-
-
-def checked_tree(tree, vocab: float) -> list[list[int]]:
-    """Check the rank paths of a tree, and sort them by depth.
-
-    Raises: Mistake: an entry is not a path, has a rank that the vocabulary does not
-        have, or lacks its parent.
-    """
-    if not isinstance(tree, (list, tuple)):
-        raise common.Mistake(f"tree {tree!r}: give a list of rank paths, such as [[0], [0, 1]]")
-    paths = set()
-    for path in tree:
-        good = isinstance(path, (list, tuple)) and len(path) > 0
-        if not good or not all(isinstance(rank, int) and 0 <= rank < vocab for rank in path):
-            raise common.Mistake(f"tree path {path}: give a list of ranks from 0 on, below {vocab}")
-        paths.add(tuple(path))
-    for path in paths:
-        if len(path) > 1 and path[:-1] not in paths:
-            raise common.Mistake(f"tree path {list(path)}: add its parent {list(path[:-1])}")
-    return [list(path) for path in sorted(paths, key=lambda path: (len(path), path))]
-
-
 def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> common.Draft:
     """Draft a token tree, k levels per pass (3.4).
 
@@ -537,49 +502,47 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
     b c, with equal features but different tokens.
     """
     k = drafter.config.k
-    levels = levels_of(config.tree)[: decoding.room]
+    paths = [tuple(path) for path in config.tree]
+    levels = [list(level) for _, level in itertools.groupby(paths, len)]
+    levels = levels[: decoding.room]
     latest = first_pass(drafter, decoding, memory) if levels else None
     if latest is None:
         return common.chain([], decoding.ids, k=k)
-    ranks = 1 + max(map(max, config.tree))
-    nodes = []
-    roots = [-1]  # the nodes that the branches of this pass grow from
+    ranks = 1 + max(map(max, paths))
+    tokens = {}  # of the node at a path
+    q = {}
+    tips = [()]  # the node that each branch continues; () is the root
     for first in range(0, len(levels), k):
         # 1. Run another pass, a branch for each node of the last level with children.
         if first > 0:
-            roots = sorted({parent for parent, _ in levels[first]})
-            origins = [nodes[node].branch for node in roots]
-            tokens = [last_tokens(nodes, node, k) for node in roots]
-            latest = later_pass(drafter, decoding, memory, latest, origins, tokens)
+            before = tips
+            tips = sorted({path[:-1] for path in levels[first]})
+            origins = [before.index(tip[: first - k]) for tip in tips]
+            blocks = []
+            for tip in tips:
+                ends = range(first - k + 1, first + 1)
+                blocks.append([tokens[tip[:end]] for end in ends])
+            latest = later_pass(drafter, decoding, memory, latest, origins, blocks)
         # 2. Rank the tokens of its n k slots.
-        q_draft = memory.head(latest.f_draft).softmax(-1, dtype=torch.float32)  # (n, k, Vd)
-        top = q_draft.topk(ranks)
-        q = top.values.tolist()
-        ids = drafter.draft_ids[top.indices].tolist()
-        # 3. Add the levels of this pass, one per slot. The first grows from the
-        #    roots, root n in branch n; a later node stays in its parent's branch.
+        q_draft = memory.head(latest.f_draft).softmax(-1, dtype=torch.float32)
+        top = q_draft.topk(ranks)  # of (n, k, Vd)
+        top_q = top.values.tolist()
+        top_ids = drafter.draft_ids[top.indices].tolist()
+        # 3. Add the levels of this pass, one per slot.
         for slot, level in enumerate(levels[first : first + k]):
-            for parent, rank in level:
-                branch = roots.index(parent) if slot == 0 else nodes[parent].branch
-                token = ids[branch][slot][rank]
-                nodes.append(Node(token, parent, q[branch][slot][rank], branch))
+            for path in level:
+                branch = tips.index(path[:first])
+                tokens[path] = top_ids[branch][slot][path[-1]]
+                q[path] = top_q[branch][slot][path[-1]]
     # Without `probs`, `verify` takes each token from the target itself and
     # accepts the node that holds it, so the output follows the target.
+    numbers = {(): -1} | {path: node for node, path in enumerate(paths)}
     return common.Draft(
-        tokens=decoding.ids.new_tensor([node.token for node in nodes]),
-        parents=torch.tensor([node.parent for node in nodes]),
-        q=torch.tensor([node.q for node in nodes]),
+        tokens=decoding.ids.new_tensor(list(tokens.values())),
+        parents=torch.tensor([numbers[path[:-1]] for path in tokens]),
+        q=torch.tensor(list(q.values())),
         notes={"k": k},
     )
-
-
-def last_tokens(nodes: list[Node], node: int, count: int) -> list[int]:
-    """The last `count` tokens on the path to a node."""
-    tokens = []
-    while len(tokens) < count:
-        tokens.append(nodes[node].token)
-        node = nodes[node].parent
-    return tokens[::-1]
 
 
 @torch.no_grad()

@@ -319,7 +319,7 @@ def test_acceptance_is_the_overlap_at_every_slot(llama):
 
 
 def test_trees_have_their_counts_at_each_depth():
-    sizes = collections.Counter(map(len, falcon.PAPER_TREE))
+    sizes = collections.Counter(map(len, falcon.VARIANTS["paper"]["tree"]))
     assert [sizes[depth] for depth in range(1, 9)] == [20, 19, 19, 15, 16, 10, 10, 9]
     assert falcon.layered_tree([2, 3]) == [[0], [1], [0, 0], [0, 1], [1, 0]]
     five = [[0, 0], [0, 1], [1, 0], [0, 2], [2, 0]]  # 1 * 3 is less than the 2 * 2 of [1, 1]
