@@ -171,8 +171,8 @@ drafting is plain causal
 - mask = block[-length:, None] >= block
 + mask = slots[-length:, None] >= slots
 as many answers are revealed as there are slots, not misses
-- order[: round(rate * counts[row])]
-+ order[: round(rate * len(learning))]
+- round(rate * counts[row])
++ round(rate * len(learning))
 slots learn the answer that they hold
 - learns=slots.learns & ~revealed
 + learns=slots.learns
@@ -180,8 +180,8 @@ a slot learns the state before its answer
 - answers=F.pad(hidden, (0, 0, 0, k))[:, k:-1]
 + answers=F.pad(hidden, (0, 0, 0, k))[:, k - 1 : -2]
 soft and hard losses exchange their weights
-- distillation = 0.9 * soft + 0.1 * hard
-+ distillation = 0.1 * soft + 0.9 * hard
+- l_dist = 0.9 * l_soft + 0.1 * l_hard
++ l_dist = 0.1 * l_soft + 0.9 * l_hard
 answers are revealed late, not early
 - rate = 0.4 * (1 - batch.progress)
 + rate = 0.4 * batch.progress
