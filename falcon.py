@@ -1,34 +1,36 @@
 """Falcon: a semi-autoregressive (SAR) drafter (Gao et al., AAAI 2025).
 
-Paper: arXiv:2412.12639. Slot i pairs the target's last hidden state
-h_i (a "feature") with the next token x_(i+1). It predicts h_(i+k),
-which the LM head turns into token x_(i+k+1). So the newest k slots
-of a pass give k tokens. They form a block: they attend to each other
-and to all earlier blocks. The next pass reads the predictions as its
-block. A draft is a token tree that grows by k levels per pass. The
-paper's example (3.1), k = 2; f_draft_i is the prediction of h_i:
+Paper: arXiv:2412.12639. Slot i pairs the target's last hidden
+state h_i (a "feature") with the next token x_(i+1). It predicts
+h_(i+k), which the LM head turns into token x_(i+k+1). The newest
+k slots form a block: they attend to each other and to all earlier
+blocks. So a pass gives k tokens. The next pass reads these
+predictions as its block. A draft is a token tree that grows by k
+levels per pass. The paper's example (3.1) has k = 2 and newest
+token x_3; f_draft_i is the prediction of h_i:
 
-    (h_1, x_2) (h_2, x_3)  ->  f_draft_3, f_draft_4  ->  x_4, x_5
-    (f_draft_3, x_4) (f_draft_4, x_5)  ->  x_6, x_7
+    (h_1, x_2) (h_2, x_3) -> f_draft_3, f_draft_4 -> x_4, x_5
+    (f_draft_3, x_4) (f_draft_4, x_5) -> x_6, x_7
 
-In training, coupled sequential glancing distillation (CSGD) replaces
-some inputs by answers. In the first line, slot 1 gets (h_3, x_4) and
-no loss. Slot 2, which predicts x_5, now sees x_4.
+In training, coupled sequential glancing distillation (CSGD) gives
+some slots their answers. In the first line, slot 1 gets (h_3, x_4)
+and no loss. Slot 2, which predicts x_5, now sees x_4.
 
-Names that differ: t_i is x_i here, f_i is h_i (`features`, `answers`),
-omega_dist is `distill_weight`.
+Names that differ: t_i is x_i here, f_i is h_i (`features` and
+`answers`), omega_dist is `distill_weight`.
 
 Deviations, and choices where the paper is silent:
     1. Eq. 1 predicts one place ahead; the code k, as 3.1 does.
-    2. Blocks begin at random in training (`relaxed_mask`); decoding
-       counts them from the newest slot (`first_pass`).
-    3. CSGD reveals the text's tokens (the paper: the target's) in the
+    2. Blocks begin at random in training (`relaxed_mask`), and
+       are counted from the newest slot in decoding (`first_pass`).
+    3. CSGD reveals the text's tokens (the paper: the target's) in
        slots that `glance` chooses; lambda falls with the steps.
-    4. Features and embeddings are normalised; the layers start as the
-       target's top ones; `fusion="linear"` is ours.
+    4. Features and embeddings are normalised; layers start as the
+       target's top ones; `fusion="linear"`, as shipped, is ours.
     5. Drafts, losses on tokens and the Hamming distance cover only
        frequent tokens (`draft_vocab`).
-    6. Nodes are the likeliest tokens; under sampling the paper draws.
+    6. The default tree takes two passes (the paper: four), and its
+       nodes are never sampled (the paper: when decoding samples).
 
 Licence: Apache-2.0.
 """
@@ -52,9 +54,9 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
     """A tree with counts[d] nodes at depth d + 1.
 
     A node is the path of ranks to it: [0, 2] is the third choice
-    after the first. Likely tokens get more children (App. A), by a
-    rule of ours: a level keeps the paths with the smallest products
-    of (rank + 1). [2, 3] gives [0] [1], [0, 0] [0, 1] [1, 0].
+    after the first. Likely tokens get more children (App. A). Our
+    rule: a level keeps the paths with the smallest products of
+    (rank + 1). [2, 3] gives [0] [1], [0, 0] [0, 1] [1, 0].
     """
     tree = []
     level = [[]]
@@ -69,7 +71,7 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
 
 
 def checked_tree(tree, vocab: float) -> list[list[int]]:
-    """Sort paths by depth; a Mistake if one cannot be drafted."""
+    """Sort paths by depth; a Mistake if one is impossible."""
     try:
         paths = {tuple(path) for path in tree}
     except TypeError:
@@ -81,7 +83,8 @@ def checked_tree(tree, vocab: float) -> list[list[int]]:
             raise common.Mistake(f"{name}: give a list of ranks from 0 on, below {vocab}")
         if path[:-1] not in {(), *paths}:
             raise common.Mistake(f"{name}: add its parent {list(path[:-1])}")
-    return [list(path) for path in sorted(paths, key=lambda path: (len(path), path))]
+    ordered = sorted(paths, key=lambda path: (len(path), path))
+    return [list(path) for path in ordered]
 
 
 @dataclass
@@ -114,12 +117,12 @@ VARIANTS = {
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The SAR head (3.2), between embedding and LM head."""
+    """The SAR head (3.2), before the target's LM head."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.kv_layers = []  # needs none of the target's
+        self.kv_layers = []  # reads no keys and values
         shape = config.target
         width = shape["hidden_size"]
         self.feature_norm = nn.RMSNorm(width, eps=1e-5)
@@ -136,19 +139,19 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.register_buffer("draft_ids", draft_ids)
 
     def fuse(self, target, features: Tensor, token_ids: Tensor, state=None):
-        """Fuse the feature and the token of each slot.
+        """Fuse the feature and token of each slot.
 
         The LSTM reads slots in order; only `attend` looks ahead.
 
-        features: (n, t, D) of t slots in n sequences or branches.
+        features: (n, t, D), in n sequences or branches.
         token_ids: (n, t), each one step ahead of its feature.
-        state: the LSTM's after the earlier slots, a pair (2, n, D).
+        state: the LSTM's after earlier slots, two (2, n, D).
         Returns fused slots (n, t, D), new state (None if linear).
         """
         embeds = target.get_input_embeddings()(token_ids)
-        embeds = embeds.to(features.dtype)  # (n, t, D)
-        pairs = [self.feature_norm(features), self.embed_norm(embeds)]
-        pairs = torch.cat(pairs, dim=-1)  # (n, t, 2 D)
+        embeds = self.embed_norm(embeds.to(features.dtype))
+        features = self.feature_norm(features)
+        pairs = torch.cat([features, embeds], dim=-1)
         if self.config.fusion == "linear":
             return self.fusion(pairs), None
         # An LSTM is slow in bfloat16.
@@ -159,12 +162,12 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self,
         target,
         fused: Tensor,  # (B, r, D)
-        positions: Tensor,  # (1, r) the slots' numbers
-        mask: Tensor,  # (B, 1, r, P_own + r), True = may attend
-        cache=None,  # the drafter's own, of P_own rows
+        positions: Tensor,  # (1, r) slot numbers
+        mask: Tensor,  # (B, 1, r, P_own + r) bool
+        cache=None,  # the drafter's, of P_own rows
     ) -> Tensor:
-        """Predict f_draft (B, r, D) (Eq. 1, 3.1); adds r rows to the cache."""
-        # Positions are rotated as in the target's top layer.
+        """Predict f_draft (B, r, D) (Eq. 1, section 3.1)."""
+        # Rotate as the target's top layer does.
         tables = common.rotary(target, positions, -1)
         head_dim = self.config.target["head_dim"]
         tables = common.whole_rotary(tables, head_dim)
@@ -178,7 +181,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """A drafter to start training from.
 
-    token_counts: (V,) how often tokens occur in the responses.
+    token_counts: (V,) of the tokens in the responses.
     """
     config.target = common.target_shape(target)
     drafter = Drafter(config)
@@ -197,10 +200,11 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 
 def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
-    """Relaxed causal mask (3.4): see one's own and earlier blocks.
+    """Relaxed causal mask (3.4): see own and earlier blocks.
 
-    The answer of slot i is the input of slot i + k, in the next block.
-    This block is hidden, so no slot can read its answer. k = 2, phase 1:
+    The answer of slot i is the input of slot i + k, in the next
+    block, which is hidden. So no slot can read its answer.
+    k = 2, phase 1:
 
            key   0  1  2  3  4        blocks: 0 | 1 2 | 3 4
         slot 0   x  .  .  .  .
@@ -209,8 +213,8 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
              3   x  x  x  x  x
              4   x  x  x  x  x
 
-    phase: (B,) how many slots the first block lacks, 0 to k - 1. It
-    varies, so that a token is trained at every place in a block.
+    phase: (B,) how many slots the first block lacks, 0 to k - 1.
+    It varies, so that tokens are trained at all places in a block.
     Returns (B, 1, S, S) bool, True = may attend; S is `length`.
     """
     slots = torch.arange(length, device=phase.device)
@@ -219,17 +223,17 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
 
 
 class Slots(NamedTuple):
-    """The S = T - 1 slots of each training sequence."""
+    """The S = T - 1 slots of each sequence."""
 
     features: Tensor  # (B, S, D) h_i
     token_ids: Tensor  # (B, S) x_(i+1)
     answers: Tensor  # (B, S, D) h_(i+k)
-    answer_ids: Tensor  # (B, S) x_(i+k+1), the text's
-    learns: Tensor  # (B, S) bool, True if it has a loss
-    phase: Tensor  # (B,) where blocks begin
+    answer_ids: Tensor  # (B, S) x_(i+k+1)
+    learns: Tensor  # (B, S) bool, True: has a loss
+    phase: Tensor  # (B,) of `relaxed_mask`
 
 
-def training_slots(drafter: Drafter, batch) -> Slots:
+def training_slots(drafter, batch) -> Slots:
     """The slots of a batch. k = 2, T = 6:
 
         slot      0        1        2        3        4
@@ -237,7 +241,7 @@ def training_slots(drafter: Drafter, batch) -> Slots:
         answer  h_2 x_3  h_3 x_4  h_4 x_5  h_5 -      -
 
     A slot learns if the loss mask is True at x_(i+k+1). The last k
-    slots do not learn, because this token lies beyond the text.
+    do not: for them this token lies beyond the text.
     """
     k = drafter.config.k
     hidden = batch.hidden.to(drafter.norm.weight.dtype)  # (B, T, D)
@@ -253,36 +257,36 @@ def training_slots(drafter: Drafter, batch) -> Slots:
 
 def generators(seed: Tensor, use: int) -> list[torch.Generator]:
     """One per sequence; `use` is 0 for `glance`, 1 for noise."""
-    seeds = [2 * number + use for number in seed.tolist()]
-    return [torch.Generator().manual_seed(each) for each in seeds]
+    seeds = [2 * n + use for n in seed.tolist()]
+    return [torch.Generator().manual_seed(n) for n in seeds]
 
 
 def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
     """Choose the slots whose answers CSGD reveals (3.2).
 
-    In each sequence, N = rate * d, rounded. d is the Hamming distance:
-    how many slots learn and have a likeliest token that is not the
-    target's (`wrong`). The paper does not say which slots. Random
-    blocks and runs of random length are as in the published code; that
-    exactly N slots are revealed, and only slots that learn, is ours.
+    In each sequence, N = rate * d (rounded), where the Hamming
+    distance d is the number of wrong slots. Visit the blocks of
+    `relaxed_mask` (phase = seed % k) in random order, without an
+    incomplete first block and blocks in which no slot learns. In
+    each, draw r uniformly from 1..k-1 and reveal those of its first
+    r slots that learn, until N slots are revealed or no block is
+    left. The later slots of the block see these answers.
 
-    Visit the blocks of `relaxed_mask` (phase = seed % k) in random
-    order. Skip an incomplete first block, and blocks in which no slot
-    learns. In each, draw r uniformly from 1..k-1 and reveal those of
-    its first r slots that learn, until N slots are revealed or no block
-    is left. The later slots of the block see these answers.
+    The paper does not say which slots. Random blocks and runs of
+    random length are as in the published code. Ours is that exactly
+    N slots are revealed, and only slots that learn. Random numbers
+    come from `generators(seed, 0)`, so that the choice depends
+    neither on padding nor on the rest of the batch.
 
-    Take random numbers from `generators(seed, 0)`, so that the choice
-    depends neither on padding nor on the other sequences.
-
-    Example: k = 3, phase 1, N = 3; slots 8 to 10 do not learn. Block
-    5 6 7 is visited first with r = 2, then block 2 3 4 with r = 2, but
-    after one more slot N is reached:
+    For example, k = 3, phase 1, N = 3; slots 8 to 10 do not learn.
+    Block 5 6 7 is visited first, with r = 2, then block 2 3 4, also
+    with r = 2, but after one more slot N is reached:
 
         blocks       0 1 | 2 3 4 | 5 6 7 | 8 9 10
         revealed     . .   x . .   x x .   . . .
 
-    wrong, learns: (B, S) bool. rate: lambda. seed: (B,).
+    wrong: (B, S) bool, True where a slot learns and its likeliest
+    token is not the target's. learns: (B, S) bool. rate: lambda.
     Returns (B, S) bool, True where revealed.
     """
     revealed = torch.zeros(learns.shape, dtype=torch.bool)
@@ -293,7 +297,7 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
         borders = range(-phases[row] % k, len(learning), k)
         starts = [n for n in borders if any(learning[n : n + k])]
         visits = torch.randperm(len(starts), generator=generator)
-        order = []  # slots, in the order of the visits
+        order = []  # slots, as they are visited
         for block in visits.tolist():
             run = torch.randint(1, k, (), generator=generator)  # r
             end = min(starts[block] + int(run), len(learning))
@@ -305,34 +309,32 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 
 
 def noisy(features: Tensor, amplitude: float, seed: Tensor) -> Tensor:
-    """Add noise from U(-amplitude, amplitude) to (B, S, D) (3.2).
+    """Features (B, S, D) plus U(-amplitude, amplitude) (3.2).
 
-    It stands in for the errors of predicted features, which later
-    passes read and training does not. It depends on a sequence's
-    seed alone, not on batch or device.
+    The noise stands in for the errors of predicted features, which
+    later passes read. It depends on a sequence's seed alone.
     """
     noise = []
     for generator in generators(seed, 1):
-        row = torch.empty(features.shape[1:])  # (S, D)
+        row = torch.empty(features.shape[1:])
         noise.append(row.uniform_(-1, 1, generator=generator))
     return features + amplitude * torch.stack(noise).to(features)
 
 
 def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor]:
-    """f_draft (M, D) and logits (M, Vd) of the M slots that learn."""
+    """f_draft (M, D) and logits (M, Vd) of slots that learn."""
     length = slots.features.shape[1]
     positions = torch.arange(length, device=slots.phase.device)[None]
     mask = relaxed_mask(length, drafter.config.k, slots.phase)
     fused, _ = drafter.fuse(target, slots.features, slots.token_ids)
-    f_draft = drafter.attend(target, fused, positions, mask)
-    f_draft = f_draft[slots.learns]  # (M, D)
+    f_draft = drafter.attend(target, fused, positions, mask)[slots.learns]
     head = common.draft_head(target, drafter.draft_ids)
-    logits = head.to(f_draft.dtype)(f_draft)  # (M, Vd)
+    logits = head.to(f_draft.dtype)(f_draft)
     return f_draft.float(), logits.float()
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """The loss (Eq. 8), summed over M slots that learn, and M."""
+    """The loss (Eq. 8), summed over M slots, and M."""
     config = drafter.config
     draft_ids = drafter.draft_ids
     slots = training_slots(drafter, batch)
@@ -343,11 +345,11 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
             _, logits = predict(drafter, target, slots)
         answers = slots.answers[slots.learns]  # (M, D)
         truth = common.target_logits(target, answers, draft_ids)
-        wrong = torch.zeros_like(slots.learns)  # (B, S)
+        wrong = torch.zeros_like(slots.learns)
         wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
         rate = 0.4 * (1 - batch.progress)  # lambda
         revealed = glance(wrong, slots.learns, rate, config.k, batch.seed)
-        # A revealed slot would only copy its input: it has no loss.
+        # They get no loss: they would only copy.
         slots = slots._replace(
             features=torch.where(revealed[..., None], slots.answers, slots.features),
             token_ids=torch.where(revealed, slots.answer_ids, slots.token_ids),
@@ -387,43 +389,43 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 
 class Memory:
-    """What the drafter keeps from round to round of one answer."""
+    """What the drafter keeps between rounds of one answer."""
 
     def __init__(self, drafter: Drafter, target):
         config = drafter.config
-        self.cache = common.GrowingCache(config.num_layers)  # its own
+        # Its own keys and values.
+        self.cache = common.GrowingCache(config.num_layers)
         self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
+        # The last k - 1 slots, fused, and the LSTM's state after them.
         width = config.target["hidden_size"]
-        self.fused = drafter.norm.weight.new_empty(1, 0, width)  # the last k - 1 slots
-        self.state = None  # the LSTM's after the last committed slot
+        self.fused = drafter.norm.weight.new_empty(1, 0, width)
+        self.state = None
 
 
 class Pass(NamedTuple):
-    """A pass over one block in each of b branches."""
+    """A pass over a block in each of b branches."""
 
-    f_draft: Tensor  # (b, k, D) predicted features
-    slots: Tensor  # (k,) numbers, equal in all branches
-    mask: Tensor  # (b, P_own) rows a branch attends to
-    state: tuple | None  # the LSTM's, a pair of (2, b, D)
+    f_draft: Tensor  # (b, k, D)
+    slots: Tensor  # (k,) their numbers
+    mask: Tensor  # (b, P_own) rows it attends to
+    state: tuple | None  # of the LSTM, two (2, b, D)
 
 
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
-    """Feed the newly committed slots; None if fewer than k exist.
+    """Feed the new committed slots; None if fewer than k exist.
 
-    Only a full block predicts k tokens. So blocks are counted backwards
-    from the newest slot, and their borders move. The newest block can
-    contain up to k - 1 old slots. The last k - 1 old slots always attend
-    again, even one that is not in it, such as slot 3 below. Memory keeps
-    them fused, because fusing them anew would need an older LSTM state.
+    Only a full block predicts k tokens. So blocks are counted back
+    from the newest slot, and their borders move with it. The newest
+    block can contain up to k - 1 old slots. The last k - 1 old slots
+    always attend again, even one outside it, as slot 3 below. Memory
+    keeps them fused: fusing them anew would need an older LSTM state.
     k = 3, slots 5 and 6 are new:
 
-        blocks before        0 1 | 2 3 4
-        blocks now           0 | 1 2 3 | 4 5 6
-        memory.fused                 3   4
-        fused now                          5 6
-        attend                       3   4 5 6
-
-    Slot 3 attends to slots 0 to 3, slots 4 to 6 to all.
+        blocks before    0 1 | 2 3 4
+        blocks now       0 | 1 2 3 | 4 5 6
+        memory.fused             3   4
+        fused now                      5 6
+        attend                   3   4 5 6   (3 sees 0 to 3)
     """
     k = drafter.config.k
     target = decoding.target
@@ -440,7 +442,7 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     if total < k:
         return None
     # 2. Drop the rows of slots that attend again and of the last
-    #    draft, also of accepted tokens: they came from f_draft.
+    #    draft, accepted or not: its features were predicted.
     memory.cache.cut(total - length)
     # 3. Attend.
     slots = torch.arange(total, device=fused.device)
@@ -452,11 +454,12 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
 
 
 def tree_mask(mask: Tensor, origins: Tensor, k: int) -> Tensor:
-    """What each branch of a pass may attend to (Figure 3).
+    """What each branch may attend to (Figure 3).
 
     A branch attends to its own block and to all that the branch it
-    continues attended to. Its k slots share a row of the mask. k = 2;
-    in pass 3, D continues A, and E continues C. Columns: cache rows.
+    continues attended to. Its k slots share a row of the mask.
+    k = 2; in pass 3, D continues A, and E continues C. The columns
+    are cache rows:
 
                   committed A A B B C C   D D E E
         pass 2  A   x x x   x x . . . .
@@ -470,26 +473,26 @@ def tree_mask(mask: Tensor, origins: Tensor, k: int) -> Tensor:
     Returns (n, P_own + n k) bool.
     """
     own = torch.eye(len(origins), dtype=torch.bool, device=mask.device)
-    own = own.repeat_interleave(k, dim=1)  # (n, n k)
+    own = own.repeat_interleave(k, 1)  # (n, n k)
     return torch.cat([mask[origins], own], dim=1)
 
 
-def later_pass(drafter: Drafter, decoding, memory: Memory, before: Pass, origins, blocks) -> Pass:
-    """Feed n branches, each a block of features and drafted tokens.
+def later_pass(drafter, decoding, memory, before: Pass, origins, blocks) -> Pass:
+    """Feed n branches, each a block of k predictions.
 
     origins: the n branches of `before` that they continue.
-    blocks: n lists of k ids.
+    blocks: n lists of k drafted ids.
     """
     k = drafter.config.k
     origins = torch.tensor(origins, device=before.slots.device)  # (n,)
-    # 1. Fuse. The state in `memory` stays that of committed slots.
+    # 1. Fuse. `memory` keeps the state of committed slots.
     features = before.f_draft[origins]  # (n, k, D)
     token_ids = decoding.ids.new_tensor(blocks)  # (n, k)
     state = before.state  # None if linear
     if state is not None:
         state = tuple(x[:, origins] for x in state)  # (2, n, D) each
     fused, state = drafter.fuse(decoding.target, features, token_ids, state)
-    # 2. Attend, with all blocks in one row of n k slots.
+    # 2. Attend, all blocks in one row.
     slots = before.slots + k
     positions = slots.repeat(len(origins))[None]  # (1, n k)
     mask = tree_mask(before.mask, origins, k)  # (n, P_own + n k)
@@ -499,28 +502,27 @@ def later_pass(drafter: Drafter, decoding, memory: Memory, before: Pass, origins
     return Pass(f_draft[0].unflatten(0, (-1, k)), slots, mask, state)
 
 
-def propose(drafter: Drafter, decoding, memory: Memory, config: Config):
+def propose(drafter, decoding, memory: Memory, config: Config) -> common.Draft:
     """Draft a token tree, k levels per pass (3.4).
 
-    Slot j of a block drafts level j of the pass: the slot's likeliest
-    tokens, by rank. The next pass has one block for each node of the
-    last level that has children: the last k tokens on the path to this
-    node. k = 2:
+    Slot j of a block drafts level j of the pass: the likeliest
+    tokens of the slot, by rank. The next pass has one block for
+    each node of the last level that has children: the last k
+    tokens on the path to this node. k = 2:
 
         root -+- a -+- c --- e --- f
               |     +- d
               +- b --- c --- g --- h
 
         pass     1     1     2     2
-        slot     0     1     0     1     of its block
+        slot     0     1     0     1
 
-    Slot 1 of pass 1 ranks c before d. It does not know whether a or b
-    was chosen, so c is the first choice after both. Pass 2 has the
+    Slot 1 of pass 1 ranks c before d. It does not know whether a
+    or b was chosen, so c is the first choice after both. Pass 2 has
     blocks a c and b c, with equal features but different tokens.
     """
     k = drafter.config.k
-    room = decoding.room
-    paths = [tuple(path) for path in config.tree if len(path) <= room]
+    paths = [tuple(path) for path in config.tree if len(path) <= decoding.room]
     levels = [list(level) for _, level in itertools.groupby(paths, len)]
     latest = first_pass(drafter, decoding, memory) if levels else None
     if latest is None:
@@ -528,9 +530,9 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config):
     ranks = 1 + max(map(max, config.tree))
     drafted = {(): []}  # the tokens on each path
     q = []
-    tips = [()]  # the nodes that the branches continue
+    tips = [()]  # nodes that the branches continue
     for first in range(0, len(levels), k):
-        # 1. Run another pass, a branch for each node with children.
+        # 1. Run another pass, with a branch for each parent.
         if first > 0:
             before = tips
             tips = sorted({path[:-1] for path in levels[first]})
@@ -546,10 +548,11 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config):
         for slot, level in enumerate(levels[first : first + k]):
             for path in level:
                 branch = tips.index(path[:first])
-                token = top_ids[branch][slot][path[-1]]
+                rank = path[-1]
+                token = top_ids[branch][slot][rank]
                 drafted[path] = [*drafted[path[:-1]], token]
-                q.append(top_q[branch][slot][path[-1]])
-    # Without `probs`, `verify` draws each token from the target and
+                q.append(top_q[branch][slot][rank])
+    # Without `probs`, `verify` takes each token from the target and
     # accepts the node that holds it: the output follows the target.
     numbers = {(): -1} | {path: n for n, path in enumerate(paths)}
     tokens = [drafted[path][-1] for path in paths]
@@ -562,7 +565,7 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config):
 
 
 @torch.no_grad()
-def drafts(decoding, drafter: Drafter, config: Config):
+def drafts(decoding, drafter, config: Config):
     """Yield one draft per round; the caller verifies each."""
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
