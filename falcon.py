@@ -2,12 +2,12 @@
 
 Paper: arXiv:2412.12639. Slot i pairs the target's last hidden
 state h_i (a "feature") with the next token x_(i+1). It predicts
-h_(i+k), which the LM head turns into token x_(i+k+1). The newest
-k slots form a block: they attend to each other and to all earlier
-blocks. So a pass gives k tokens. The next pass reads these
-predictions as its block. A draft is a token tree that grows by k
-levels per pass. The paper's example (3.1) has k = 2 and newest
-token x_3; f_draft_i is the prediction of h_i:
+h_(i+k), which the LM head turns into token x_(i+k+1). A pass
+drafts k tokens, in the newest k slots. These form a block: they
+attend to each other and to all earlier blocks. The next pass
+reads the predictions as its block. A draft is a token tree that
+grows by k levels per pass. The paper's example (3.1) has k = 2
+and newest token x_3; f_draft_i is the prediction of h_i:
 
     (h_1, x_2) (h_2, x_3) -> f_draft_3, f_draft_4 -> x_4, x_5
     (f_draft_3, x_4) (f_draft_4, x_5) -> x_6, x_7
@@ -16,15 +16,16 @@ In training, coupled sequential glancing distillation (CSGD) gives
 some slots their answers. In the first line, slot 1 gets (h_3, x_4)
 and no loss. Slot 2, which predicts x_5, now sees x_4.
 
-Names that differ: t_i is x_i here, f_i is h_i (`features` and
-`answers`), omega_dist is `distill_weight`.
+Names that differ: t_i is x_i here, f_i is h_i (`features`,
+`answers`), p and p^draft are `p_target` and `q_draft`, omega_dist
+is `distill_weight`.
 
 Deviations, and choices where the paper is silent:
     1. Eq. 1 predicts one place ahead; the code k, as 3.1 does.
-    2. Blocks begin at random in training (`relaxed_mask`), and
-       are counted from the newest slot in decoding (`first_pass`).
+    2. Blocks begin at random in training (`relaxed_mask`); in
+       decoding they are counted from the newest slot.
     3. CSGD reveals the text's tokens (the paper: the target's) in
-       slots that `glance` chooses; lambda falls with the steps.
+       slots that `glance` chooses, and gives them no loss.
     4. Features and embeddings are normalised; layers start as the
        target's top ones; `fusion="linear"`, as shipped, is ours.
     5. Drafts, losses on tokens and the Hamming distance cover only
@@ -73,18 +74,16 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
 def checked_tree(tree, vocab: float) -> list[list[int]]:
     """Sort paths by depth; a Mistake if one is impossible."""
     try:
-        paths = {tuple(path) for path in tree}
+        paths = sorted({tuple(path) for path in tree})
     except TypeError:
-        example = "give a list of rank paths, such as [[0], [0, 1]]"
-        raise common.Mistake(f"tree {tree!r}: {example}") from None
+        raise common.Mistake(f"tree {tree!r}: give a list of paths, as [[0], [0, 1]]") from None
     for path in paths:
         name = f"tree path {list(path)}"
         if not all(0 <= rank < vocab for rank in path):
             raise common.Mistake(f"{name}: give a list of ranks from 0 on, below {vocab}")
-        if path[:-1] not in {(), *paths}:
+        if path[:-1] not in [(), *paths]:
             raise common.Mistake(f"{name}: add its parent {list(path[:-1])}")
-    ordered = sorted(paths, key=lambda path: (len(path), path))
-    return [list(path) for path in ordered]
+    return [list(path) for path in sorted(paths, key=len)]
 
 
 @dataclass
@@ -203,7 +202,7 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
     """Relaxed causal mask (3.4): see own and earlier blocks.
 
     The answer of slot i is the input of slot i + k, in the next
-    block, which is hidden. So no slot can read its answer.
+    block. This block is hidden, so no slot can read its answer.
     k = 2, phase 1:
 
            key   0  1  2  3  4        blocks: 0 | 1 2 | 3 4
@@ -229,7 +228,7 @@ class Slots(NamedTuple):
     token_ids: Tensor  # (B, S) x_(i+1)
     answers: Tensor  # (B, S, D) h_(i+k)
     answer_ids: Tensor  # (B, S) x_(i+k+1)
-    learns: Tensor  # (B, S) bool, True: has a loss
+    learns: Tensor  # (B, S) bool, has a loss
     phase: Tensor  # (B,) of `relaxed_mask`
 
 
@@ -262,7 +261,7 @@ def generators(seed: Tensor, use: int) -> list[torch.Generator]:
 
 
 def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
-    """Choose the slots whose answers CSGD reveals (3.2).
+    """Choose slots whose answers are revealed (3.2).
 
     In each sequence, N = rate * d (rounded), where the Hamming
     distance d is the number of wrong slots. Visit the blocks of
@@ -339,7 +338,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     draft_ids = drafter.draft_ids
     slots = training_slots(drafter, batch)
 
-    # 1. Predict once, count wrong slots, reveal some answers.
+    # 1. Predict, count wrong slots, reveal answers.
     if config.csgd and config.k > 1:
         with torch.no_grad():
             _, logits = predict(drafter, target, slots)
@@ -349,7 +348,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
         wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
         rate = 0.4 * (1 - batch.progress)  # lambda
         revealed = glance(wrong, slots.learns, rate, config.k, batch.seed)
-        # They get no loss: they would only copy.
+        # Revealed slots would only copy: no loss.
         slots = slots._replace(
             features=torch.where(revealed[..., None], slots.answers, slots.features),
             token_ids=torch.where(revealed, slots.answer_ids, slots.token_ids),
@@ -381,8 +380,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     _, logits = predict(drafter, target, slots)
     q_draft = logits.softmax(-1)  # (M, Vd)
     answers = slots.answers[slots.learns]  # (M, D)
-    total = common.overlap(target, answers, q_draft, drafter.draft_ids)
-    return total, len(q_draft)
+    return common.overlap(target, answers, q_draft, drafter.draft_ids), len(q_draft)
 
 
 # ------------------------------------------------------------------------------------ decoding
@@ -405,14 +403,14 @@ class Memory:
 class Pass(NamedTuple):
     """A pass over a block in each of b branches."""
 
-    f_draft: Tensor  # (b, k, D)
+    f_draft: Tensor  # (b, k, D) predictions
     slots: Tensor  # (k,) their numbers
     mask: Tensor  # (b, P_own) rows it attends to
     state: tuple | None  # of the LSTM, two (2, b, D)
 
 
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
-    """Feed the new committed slots; None if fewer than k exist.
+    """Feed newly committed slots; None if fewer than k exist.
 
     Only a full block predicts k tokens. So blocks are counted back
     from the newest slot, and their borders move with it. The newest
