@@ -1,6 +1,5 @@
 """falcon.py: what a cached draft holds, masks, CSGD, the loss, trees."""
 
-import collections
 import dataclasses
 from types import SimpleNamespace
 
@@ -33,11 +32,7 @@ def compare(call, expected, got):
 
 
 def from_scratch(drafter, target, ids, branch):
-    """Logits (k, Vd) after the committed ids and the drafted tokens, in plain forwards.
-
-    The features of drafted tokens are predicted block by block; blocks are counted back from the
-    newest committed token.
-    """
+    """Logits (k, Vd) after committed ids and drafted tokens, by plain forwards block by block."""
     k = drafter.config.k
     total = ids.shape[1] - 1
     features = common.target_features(target, ids)[0][:, :-1]
@@ -56,11 +51,10 @@ def from_scratch(drafter, target, ids, branch):
 def test_a_tree_holds_what_each_branch_alone_would_give(llama, k, fusion):
     """Every node of a tree of three passes, from forwards of its own over its branch."""
     drafter = make_drafter(llama, k=k, fusion=fusion, num_layers=2, draft_vocab=20)
-    drafter.draft_ids.copy_(torch.arange(10, 30))
-    tree = set()
+    tree = []
     for path in ([1, 0, 2] * 3, [0] * 9, [1, 0, 2, 0, 1, 0, 0, 2, 1], [0, 2, 1] * 3):
-        tree |= {tuple(path[:end]) for end in range(1, 3 * k + 1)}
-    config = dataclasses.replace(drafter.config, tree=list(tree))
+        tree += [path[:end] for end in range(1, 3 * k + 1)]
+    config = dataclasses.replace(drafter.config, tree=tree)
     paths = [tuple(path) for path in config.tree]
     for length in range(k + 1, k + 5):
         decoding = common.open_decoding(llama, random_ids(length, seed=length), max_new_tokens=20)
@@ -102,9 +96,8 @@ def test_rounds_of_any_length_leave_what_an_uncached_forward_computes(llama, k, 
             new = hidden[:, total : total + step]
             before = total
             total += step
-            decoding = SimpleNamespace(
-                ids=ids[:, : total + 1], hidden=new, target=llama, room=2 * k
-            )
+            decoding = SimpleNamespace(target=llama, hidden=new, room=2 * k)
+            decoding.ids = ids[:, : total + 1]
             draft = falcon.propose(drafter, decoding, memory, config)
             if total < k:
                 assert len(draft.tokens) == 0
@@ -238,7 +231,6 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
     batch = random_batch(llama)
     batch.progress = 0.25
     drafter = make_drafter(llama, k=k, csgd=csgd, noise=0.0, distill_weight=0.3, draft_vocab=30)
-    drafter.draft_ids.copy_(torch.arange(10, 40))
     head = common.draft_head(llama, drafter.draft_ids)
 
     def forward(row, slot, revealed):
@@ -303,15 +295,14 @@ def test_every_weight_learns(llama, options):
 def test_acceptance_is_the_overlap_at_every_slot(llama):
     batch = random_batch(llama, lengths=(12,), seed=6)
     drafter = make_drafter(llama, draft_vocab=20)
-    drafter.draft_ids.copy_(torch.arange(10, 30))
-    total, count = falcon.acceptance(drafter, llama, batch)
     expected = 0.0
     for slot in range(9):  # phase 0: the slot's block ends at slot // 2 * 2 + 1
         end = slot // 2 * 2 + 2
         ids = batch.input_ids[:, : end + 1]
         q_draft = from_scratch(drafter, llama, ids, [])[slot - end].softmax(-1)
         p_target = llama(batch.input_ids).logits[0, slot + 2].softmax(-1)
-        expected += float(torch.minimum(p_target[10:30], q_draft).sum())
+        expected += float(torch.minimum(p_target[drafter.draft_ids], q_draft).sum())
+    total, count = falcon.acceptance(drafter, llama, batch)
     assert count == 9 and float(total) == pytest.approx(expected, rel=1e-5)
 
 
@@ -319,8 +310,9 @@ def test_acceptance_is_the_overlap_at_every_slot(llama):
 
 
 def test_trees_have_their_counts_at_each_depth():
-    sizes = collections.Counter(map(len, falcon.VARIANTS["paper"]["tree"]))
-    assert [sizes[depth] for depth in range(1, 9)] == [20, 19, 19, 15, 16, 10, 10, 9]
+    depths = [len(path) for path in falcon.VARIANTS["paper"]["tree"]]
+    counts = [depths.count(depth) for depth in range(1, 9)]
+    assert counts == [20, 19, 19, 15, 16, 10, 10, 9]
     assert falcon.layered_tree([2, 3]) == [[0], [1], [0, 0], [0, 1], [1, 0]]
     five = [[0, 0], [0, 1], [1, 0], [0, 2], [2, 0]]  # 1 * 3 is less than the 2 * 2 of [1, 1]
     assert falcon.layered_tree([3, 5])[3:] == five
