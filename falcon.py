@@ -166,7 +166,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         cache=None,  # the drafter's, of P_own rows
     ) -> Tensor:
         """Predict f_draft (B, r, D) (Eq. 1, section 3.1)."""
-        # Rotate as the target's top layer does.
+        # Rotary tables of the target's top layer.
         tables = common.rotary(target, positions, -1)
         head_dim = self.config.target["head_dim"]
         tables = common.whole_rotary(tables, head_dim)
@@ -180,7 +180,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """A drafter to start training from.
 
-    token_counts: (V,) of the tokens in the responses.
+    token_counts: (V,) occurrences in the responses.
     """
     config.target = common.target_shape(target)
     drafter = Drafter(config)
@@ -261,7 +261,7 @@ def generators(seed: Tensor, use: int) -> list[torch.Generator]:
 
 
 def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
-    """Choose slots whose answers are revealed (3.2).
+    """Choose the slots to reveal answers in (3.2).
 
     In each sequence, N = rate * d (rounded), where the Hamming
     distance d is the number of wrong slots. Visit the blocks of
@@ -348,7 +348,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
         wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
         rate = 0.4 * (1 - batch.progress)  # lambda
         revealed = glance(wrong, slots.learns, rate, config.k, batch.seed)
-        # Revealed slots would only copy: no loss.
+        # A revealed slot would only copy: no loss.
         slots = slots._replace(
             features=torch.where(revealed[..., None], slots.answers, slots.features),
             token_ids=torch.where(revealed, slots.answer_ids, slots.token_ids),
@@ -369,7 +369,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     l_reg = l_reg / answers.shape[-1]
     l_soft = F.kl_div(log_q_draft, log_p_target, log_target=True, reduction="sum")
     l_hard = F.nll_loss(log_q_draft, log_p_target.argmax(-1), reduction="sum")
-    # 5. L_dist with alpha = 0.9, and L (Eq. 5 and 8).
+    # 5. L_dist with alpha = 0.9; L (Eq. 5 and 8).
     l_dist = 0.9 * l_soft + 0.1 * l_hard
     return l_reg + config.distill_weight * l_dist, slots.learns.sum()
 
@@ -406,7 +406,7 @@ class Pass(NamedTuple):
     f_draft: Tensor  # (b, k, D) predictions
     slots: Tensor  # (k,) their numbers
     mask: Tensor  # (b, P_own) rows it attends to
-    state: tuple | None  # of the LSTM, two (2, b, D)
+    state: tuple | None  # LSTM's, two (2, b, D)
 
 
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
