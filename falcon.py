@@ -346,7 +346,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
         truth = common.target_logits(target, answers, draft_ids)
         wrong = torch.zeros_like(slots.learns)
         wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
-        rate = 0.4 * (1 - batch.progress)  # lambda
+        rate = 0.4 * (1 - batch.progress)  # lambda, by steps
         revealed = glance(wrong, slots.learns, rate, config.k, batch.seed)
         # A revealed slot would only copy: no loss.
         slots = slots._replace(
