@@ -477,9 +477,9 @@ def generate(
 ):
     """`target.generate(..., custom_generate=specdecpp.generate)`.
 
-    Lossless; returns ids (1, T'). `draft_model`, a causal LM,
-    drafts instead of the drafter's own; a drafter then serves
-    as the head only. Others: see `common.Decoding`.
+    Lossless; returns ids (1, T'). `config` replaces the drafter's.
+    `draft_model`, a causal LM, drafts instead of the drafter's
+    own; a drafter is then only the head. More: `common.Decoding`.
     """
     common.check_config(config, Config)
     if drafter is not None:
