@@ -23,16 +23,57 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import common
 from support import checkpoints, cli, data, pictures, talks
-from support.features import Features, check_trainable
+from support.features import Features
 
 ANSWERS = cli.ROOT / "conversations" / "answers.jsonl.gz"  # of the default target; see --eval
 
 # --------------------------------------------------------------------------- what a run needs
+
+
+def check(args) -> None:
+    """Refuse options that do not go together, before anything is loaded."""
+    out = Path(args.out)
+    begun = (out / "training_state.pt").is_file()
+    holds = not args.resume and (out / "config.json").is_file()
+    measured = ANSWERS in [Path(path).resolve() for path in args.data or []]
+    lengths = (args.steps is not None) + (args.minutes is not None)
+    mistakes = [
+        (not args.data, "training needs --data, files of conversations (--make-data N)"),
+        (measured, f"{ANSWERS.name} is what eval_alpha is measured on: leave it out of --data"),
+        (lengths != 1, "give --steps or --minutes, one of the two"),
+        (args.resume and args.init, "--resume goes on with the weights in --out: leave out --init"),
+        (args.resume and not begun, f"nothing to resume in {out}: leave out --resume to begin"),
+        (holds, f"{out} already holds a drafter: go on with --resume, or give another --out"),
+        (out.is_file(), f"--out {out} is a file; name a folder for the drafter"),
+    ]
+    for wrong, message in mistakes:
+        if wrong:
+            raise common.Mistake(message)
+
+
+def launch(args) -> Accelerator:
+    """The Accelerator; sets `args.device` if there are several processes."""
+    accelerator = Accelerator(
+        cpu=args.device == "cpu",
+        device_placement=False,  # tensors go where the target is
+        mixed_precision="bf16" if args.bf16 else "no",
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+    )
+    count = accelerator.num_processes
+    if args.batch_size % (count * args.accumulate):
+        raise common.Mistake(
+            f"--batch-size {args.batch_size} must be a multiple of {count} processes x "
+            f"--accumulate {args.accumulate}"
+        )
+    if count > 1:
+        args.device = str(accelerator.device)
+    return accelerator
 
 
 def read_data(args, target, tokenizer) -> tuple[list, list, list]:
@@ -44,12 +85,18 @@ def read_data(args, target, tokenizer) -> tuple[list, list, list]:
     sequences = []
     for path in args.data:
         sequences += data.read_conversations(path, tokenizer, min(args.max_length, context))
-    held_out, sequences = data.hold_out(sequences, min(args.held_out, len(sequences) // 2))
+    sequences = data.join_turns(sequences)
+    border = len(sequences) - args.held_out
+    if border < 1:
+        raise common.Mistake(
+            f"every conversation is among the {args.held_out} held out; give more data, or a "
+            "smaller --held-out"
+        )
     path = args.eval
     if path is None and args.target is None and ANSWERS.is_file():
         path = str(ANSWERS)
-    measured = data.read_conversations(path, tokenizer, context) if path else []
-    return data.join_turns(sequences), held_out, measured
+    answers = data.read_conversations(path, tokenizer, context) if path else []
+    return sequences[:border], sequences[border:], answers
 
 
 def start_drafter(args, module, target, counts: Tensor, overrides: dict, state: dict | None):
@@ -73,15 +120,6 @@ def start_drafter(args, module, target, counts: Tensor, overrides: dict, state: 
     return drafter
 
 
-# --------------------------------------------------------------------------- a step of training
-
-
-def learning_rate(progress: float, warmup: float) -> float:
-    """Share of the peak: linear rise, flat, linear fall in the last fifth."""
-    rise = (progress + 1e-3) / warmup if warmup else 1.0
-    return min(rise, 1.0, (1 - progress) / 0.2)
-
-
 class LossStep(nn.Module):
     """The method's loss as a module's forward, for DistributedDataParallel."""
 
@@ -95,38 +133,10 @@ class LossStep(nn.Module):
         return total, torch.as_tensor(weight, dtype=total.dtype, device=total.device)
 
 
-def backward(accelerator, model, parts: list) -> float:
-    """Compute the gradient of one step; returns the mean loss.
-
-    The losses of all parts and processes are summed. The gradient is divided
-    once, by the step's total weight, and so does not depend on the split.
-
-    parts: functions that make the batches of this process.
-    """
-    sums = torch.zeros(2, device=next(model.parameters()).device)  # loss and weight
-    for part in parts:
-        # DistributedDataParallel averages over the processes in the last part.
-        last = part is parts[-1]
-        with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            total, weight = model(part())
-            accelerator.backward(total)
-        sums += torch.stack([total.detach(), weight]).float()
-    total, weight = accelerator.reduce(sums, "sum").tolist()
-    weight = weight or 1.0  # the step may have nothing to learn
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad *= accelerator.num_processes / weight
-    return total / weight
-
-
-def check_finite(args, step: int, **numbers: float) -> None:
-    """Raise a Mistake if a number is nan or infinite."""
-    for name, value in numbers.items():
-        if not math.isfinite(value):
-            raise common.Mistake(
-                f"{name} is {value} at step {step}: train anew with a lower --lr than {args.lr} "
-                f"(what {args.out} holds stays as it is)"
-            )
+def learning_rate(progress: float, warmup: float) -> float:
+    """Share of the peak: linear rise, flat, linear fall in the last fifth."""
+    rise = (progress + 1e-3) / warmup if warmup else 1.0
+    return min(rise, 1.0, (1 - progress) / 0.2)
 
 
 def measure(module, drafter, target, measured: dict) -> dict:
@@ -160,51 +170,11 @@ def interrupts():
         signal.signal(signal.SIGINT, before)
 
 
-def check(args) -> None:
-    """Refuse options that do not go together, before anything is loaded."""
-    out = Path(args.out)
-    if not args.data:
-        raise common.Mistake("training needs --data, files of conversations (--make-data N)")
-    if ANSWERS.resolve() in (Path(path).resolve() for path in args.data):
-        raise common.Mistake(
-            f"{ANSWERS.name} is what eval_alpha is measured on: leave it out of --data, for "
-            "example by conversations/smollm2_*.jsonl.gz"
-        )
-    if (args.steps is None) == (args.minutes is None):
-        raise common.Mistake("give --steps or --minutes, one of the two")
-    if args.resume and args.init:
-        raise common.Mistake("--resume goes on with the weights in --out: leave out --init")
-    if args.resume and not (out / "training_state.pt").is_file():
-        raise common.Mistake(f"nothing to resume in {out}: leave out --resume to begin")
-    if out.is_file():
-        raise common.Mistake(f"--out {out} is a file; name a folder for the drafter")
-    if (out / "config.json").is_file() and not args.resume:
-        begun = (out / "training_state.pt").is_file()
-        remedy = "pass --resume to go on with it" if begun else f"start from it with --init {out}"
-        raise common.Mistake(f"{out} already holds a drafter; {remedy}, or give another --out")
-
-
-def launch(args) -> Accelerator:
-    """The Accelerator; sets `args.device` if there are several processes."""
-    accelerator = Accelerator(
-        cpu=args.device == "cpu",
-        device_placement=False,  # tensors go where the target is
-        mixed_precision="bf16" if args.bf16 else "no",
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
-    )
-    count = accelerator.num_processes
-    if args.batch_size % (count * args.accumulate):
-        raise common.Mistake(
-            f"--batch-size {args.batch_size} must be a multiple of {count} processes x "
-            f"--accumulate {args.accumulate}"
-        )
-    if count > 1:
-        args.device = str(accelerator.device)
-    return accelerator
+# ----------------------------------------------------------------------------- training
 
 
 class Run:
-    """One training run: its drafter, data, optimizer and progress."""
+    """One training run: its data, drafter, optimizer and progress."""
 
     def __init__(self, args, module, overrides: dict):
         self.args = args
@@ -213,62 +183,112 @@ class Run:
         # 1. The frozen target and the conversations.
         dtype = getattr(torch, args.dtype)
         target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
-        check_trainable(target, tokenizer)
-        self.sequences, *other = read_data(args, target, tokenizer)
+        common.check_target(target)
+        self.sequences, held_out, answers = read_data(args, target, tokenizer)
         self.identity = checkpoints.identity(args, target, self.sequences)
 
-        # 2. The drafter, and the progress of a resumed run.
-        state, self.at = None, checkpoints.Progress()
+        # 2. The drafter: new, or as far as an earlier run has trained it.
+        state = None
+        self.at = checkpoints.Progress()
         if args.resume:
-            state, self.at = checkpoints.read(self.out, module, self.identity, overrides)
-        counts = data.token_counts(self.sequences, common.target_shape(target)["vocab_size"])
+            state = checkpoints.read(self.out, module, self.identity, overrides)
+            self.at = state["progress"]
+        learned = torch.cat([ids[mask] for ids, mask in self.sequences])
+        counts = torch.bincount(learned, minlength=common.target_shape(target)["vocab_size"])
         torch.manual_seed(args.seed)
         drafter = start_drafter(args, module, target, counts, overrides, state)
         self.drafter = drafter.to(target.device).float().train()
-        self.finished = self.at.share(args) >= 1
-        if self.finished:
-            return
         self.out.mkdir(parents=True, exist_ok=True)  # fails early
-        if self.accelerator.is_main_process:
-            tokens = sum(int(mask.sum()) for _, mask in self.sequences)
-            text = f"train.py: {len(self.sequences)} conversations, {tokens} tokens to learn"
-            print(text, file=sys.stderr, flush=True)
+        self.say(f"{len(self.sequences)} conversations, {len(learned)} tokens to learn")
 
-        # 3. The target's features of all sequences.
-        measured = {}
-        for name, part in zip(("alpha", "eval_alpha"), other):
-            measured[name] = Features(target, part, drafter.kv_layers, args.features).batches(name)
-        self.measure = partial(measure, module, drafter, target, measured)
-        self.features = Features(target, self.sequences, drafter.kv_layers, args.features)
-        self.features.compute_all()
-
-        # 4. The optimizer, which accelerate wraps together with the loss.
+        # 3. The optimizer, which accelerate wraps together with the loss.
         weights = [p for p in drafter.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(weights, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
         if state:
             optimizer.load_state_dict(state["optimizer"])
         model = LossStep(module, drafter, target)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        lengths = [len(ids) for ids, _ in self.sequences]
-        self.order = data.Order(lengths, args.batch_size, args.seed)
 
-    def step(self, share: float) -> None:
-        """One optimizer step; `share` is the completed part of the run."""
+        # 4. What is fed in each step, and what is measured.
+        self.features = Features(target, drafter.kv_layers, args.features)
+        lengths = [len(ids) for ids, _ in self.sequences]
+        self.order = data.steps(lengths, args.batch_size, args.seed, self.at.step)
+        measured = {"alpha": held_out, "eval_alpha": answers}
+        measured = {name: self.features.batches(part, name) for name, part in measured.items()}
+        self.measure = partial(measure, module, drafter, target, measured)
+
+    def say(self, text: str) -> None:
+        if self.accelerator.is_main_process:
+            tqdm.write(f"train.py: {text}", file=sys.stderr)
+
+    def loop(self) -> bool:
+        """Train, measure and save to the end; returns True if Ctrl-C ended it early."""
         args = self.args
         at = self.at
-        # 1. Take this process's sequences, in `--accumulate` parts.
-        chosen, seeds = self.order.step(at.step)
-        size = args.batch_size // self.accelerator.num_processes // args.accumulate
-        first = self.accelerator.process_index * args.accumulate * size
-        parts = []
-        for start in range(first, first + args.accumulate * size, size):
-            mine = slice(start, start + size)
-            parts.append(partial(self.features.batch, chosen[mine], seeds[mine], share))
+        main = self.accelerator.is_main_process
+        begin = time.monotonic() - at.seconds  # earlier sittings count
+        measured = saved = at.step
+        hide = None if main else True  # None: unless on a terminal
+        bar = tqdm(total=args.steps, initial=at.step, desc=args.method, disable=hide)
+        with interrupts() as caught, bar:
+            while True:
+                # 1. Clocks and signals of several processes differ: the first one decides.
+                at.seconds = time.monotonic() - begin
+                share, stop = broadcast_object_list([at.share(args), bool(caught)])
+                ends = share >= 1 or stop
 
-        # 2. Compute the gradient of the whole step.
-        loss = backward(self.accelerator, self.model, parts)
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), args.clip)
-        check_finite(args, at.step, loss=loss, gradient=float(norm))
+                # 2. Measure and save.
+                if at.step != measured and (ends or at.step % args.eval_every == 0):
+                    self.record()
+                    measured = at.step
+                if at.step != saved and (ends or at.step % args.save_every == 0):
+                    self.save()
+                    saved = at.step
+                if ends:
+                    return share < 1
+
+                # 3. Train.
+                self.step(share)
+                bar.update(1)
+
+    def step(self, share: float) -> None:
+        """One optimizer step; `share` is the completed part of the run.
+
+        The losses of all parts and processes are summed. The gradient is
+        divided once, by the step's total weight, and so does not depend on the
+        split.
+        """
+        args = self.args
+        at = self.at
+        # 1. Sum the gradients of this process's parts.
+        chosen, seeds = next(self.order)
+        processes = self.accelerator.num_processes
+        size = args.batch_size // (processes * args.accumulate)
+        parts = list(zip(chosen.split(size), seeds.split(size)))
+        parts = parts[self.accelerator.process_index :: processes]
+        sums = 0.0
+        for number, (rows, row_seeds) in enumerate(parts, 1):
+            batch = self.features.batch([self.sequences[i] for i in rows], row_seeds, share)
+            # DistributedDataParallel averages over the processes in the last part.
+            last = number == len(parts)
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+                total, weight = self.model(batch)
+                self.accelerator.backward(total)
+            sums += torch.stack([total.detach(), weight]).float()  # (2,)
+
+        # 2. Divide by the weight of all parts and processes.
+        total, weight = self.accelerator.reduce(sums, "sum").tolist()
+        weight = weight or 1.0  # the step may have nothing to learn
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= processes / weight
+        loss = total / weight
+        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), args.clip))
+        if not math.isfinite(loss + norm):
+            raise common.Mistake(
+                f"loss is {loss} and its gradient {norm} at step {at.step}: train anew with a "
+                f"lower --lr than {args.lr} (what {args.out} holds stays as it is)"
+            )
 
         # 3. Update the weights.
         for group in self.optimizer.param_groups:
@@ -279,79 +299,40 @@ class Run:
         at.tokens += sum(int(self.sequences[i][1].sum()) for i in chosen)
         at.average = loss if at.average is None else 0.95 * at.average + 0.05 * loss
 
-    def record(self) -> dict:
+    def record(self) -> None:
         """Add a row to the curve."""
         at = self.at
         row = {"step": at.step, "tokens": at.tokens, "minutes": round(at.seconds / 60, 2)}
         row |= self.measure()
-        alphas = {name: row[name] for name in ("alpha", "eval_alpha") if row[name] is not None}
-        check_finite(self.args, at.step, **alphas)
-        row["loss"] = at.average and round(at.average, 4)
+        row["loss"] = round(at.average, 4)
         at.curve.append(row)
-        if self.accelerator.is_main_process and not sys.stderr.isatty():
-            print(row, file=sys.stderr, flush=True)  # in place of the bar
-        return row
+        self.say(str(row))
 
     def save(self) -> None:
         """Write a checkpoint."""
-        state = {
-            "identity": self.identity,
-            "config": dataclasses.asdict(self.drafter.config),
-            "model": self.drafter.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "progress": dataclasses.asdict(self.at),
-        }
-        checkpoints.save(self.drafter, self.out, state)
-
-    def agree(self, *numbers: float) -> list[float]:
-        """The mean of each number over processes, whose clocks may differ."""
-        if self.accelerator.num_processes == 1:
-            return list(numbers)
-        ours = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
-        return self.accelerator.reduce(ours, "mean").tolist()
-
-    def go(self) -> bool:
-        """Train to the end; returns True if Ctrl-C ended it early."""
-        args = self.args
-        at = self.at
-        main = self.accelerator.is_main_process
-        begin = time.monotonic() - at.seconds  # earlier sittings count
-        hide = None if main else True  # None: unless on a terminal
-        bar = tqdm(total=args.steps, initial=at.step, desc=args.method, disable=hide)
-        with interrupts() as caught, bar:
-            while True:
-                at.seconds = time.monotonic() - begin
-                share, stop = self.agree(at.share(args), float(bool(caught)))
-                ends = share >= 1 or stop > 0
-                known = bool(at.curve) and at.curve[-1]["step"] == at.step
-                if not known and (ends or (at.step and at.step % args.eval_every == 0)):
-                    row = self.record()
-                    shown = {name: row[name] for name in ("loss", "alpha", "eval_alpha")}
-                    bar.set_postfix(shown, tok_s=int(at.tokens / max(at.seconds, 1e-9)))
-                if main and (ends or (at.step and at.step % args.save_every == 0)):
-                    self.save()
-                if ends:
-                    return share < 1
-                self.step(share)
-                bar.update(1)
+        if self.accelerator.is_main_process:
+            state = {
+                "identity": self.identity,
+                "config": dataclasses.asdict(self.drafter.config),
+                "model": self.drafter.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "progress": dataclasses.asdict(self.at),
+            }
+            checkpoints.save(self.drafter, self.out, state)
 
 
 def train(args, module, overrides: dict) -> None:
     """Train a drafter; save it every `--save-every` steps and at the end."""
     check(args)
     run = Run(args, module, overrides)
-    interrupted = False
-    if run.finished:
-        text = f"train.py: {args.out} is finished; to continue, give more --steps or --minutes"
-        print(text, file=sys.stderr)
-    else:
-        interrupted = run.go()
+    if run.at.share(args) >= 1:
+        run.say(f"{args.out} is finished; to continue, give more --steps or --minutes")
+    interrupted = run.loop()
     accelerator = run.accelerator
     if accelerator.is_main_process:
-        last = {"method": args.method, "out": args.out, "interrupted": interrupted}
-        if run.at.curve:
-            last |= run.at.curve[-1]
-        print(json.dumps(last))
+        last = run.at.curve[-1] if run.at.curve else {}
+        told = {"method": args.method, "out": args.out, "interrupted": interrupted}
+        print(json.dumps(told | last))
     # Free the wrapped model while all processes live; later it could hang.
     del run
     accelerator.free_memory()
@@ -393,12 +374,12 @@ def parse(argv: list[str]):
     add("--clip", type=number(float, 1e-6), default=1.0, help="largest gradient norm")
     add("--max-length", type=number(int, 2), default=512, help="tokens kept of a conversation")
     add("--bf16", action=argparse.BooleanOptionalAction, default=gpu, help="autocast to bfloat16")
-    add("--held-out", type=number(int, 0), default=32, help="kept to measure alpha, at most half")
+    add("--held-out", type=number(int, 0), default=32, help="kept to measure alpha")
     add("--eval-every", type=number(int, 1), default=100, help="steps between measurements")
     add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
 
     add = parser.add_argument_group("--make-data").add_argument
-    add("--requests", metavar="FILE", help="ask these first: one a line, or FastChat's .jsonl")
+    add("--requests", metavar="FILE", help="prompts to ask first, as those of bench.py")
     add("--second-turns", type=share, default=0.0, help="share of conversations with a second turn")
     add("--greedy", type=share, default=0.5, help="share answered greedily, the rest at T = 0.8")
 
@@ -416,7 +397,10 @@ def parse(argv: list[str]):
 def make_data(args) -> None:
     """Let the target write conversations."""
     dtype = getattr(torch, args.dtype)
-    requests = data.read_requests(args.requests) if args.requests else []
+    requests = []
+    if args.requests:
+        prompts = data.read_prompts([Path(args.requests)], 0)
+        requests = [prompt["turns"][0] for prompt in prompts]
     target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
     maker = talks.Maker(target, tokenizer, args.second_turns, args.greedy)
     maker.fill(args.out, args.make_data, requests, args.seed)

@@ -16,9 +16,7 @@ from support.features import fingerprint
 
 # Options that a resumed run must keep. The length may change: a run can be
 # made longer while its learning rate is constant.
-DECIDING = ("method", "dtype", "bf16", "seed", "batch_size", "lr", "warmup", "clip")
-DECIDING += ("max_length", "held_out")
-PARTS = ("identity", "config", "model", "optimizer", "progress")  # of training_state.pt
+DECIDING = "method dtype bf16 seed batch_size lr warmup clip max_length held_out".split()
 
 
 @dataclass
@@ -40,15 +38,15 @@ def identity(args, target, sequences) -> dict:
     """What decides a run, beside the options of its method."""
     content = hashlib.sha256()
     for ids, mask in sequences:
-        content.update(f"{len(ids)} ".encode() + ids.numpy().tobytes() + mask.numpy().tobytes())
+        content.update(ids.numpy().tobytes() + mask.numpy().tobytes())
     decides = {name: getattr(args, name) for name in DECIDING}
     decides["target"] = f"of content {fingerprint(target)}"
     decides["data"] = f"of content {content.hexdigest()[:16]}"
     return decides
 
 
-def read(out: Path, module, identity: dict, overrides: dict) -> tuple[dict, Progress]:
-    """The training state in the folder `out`, and how far the run has come.
+def read(out: Path, module, identity: dict, overrides: dict) -> dict:
+    """The training state in the folder `out`.
 
     Args:
         identity: what decides the run that is to go on.
@@ -59,10 +57,9 @@ def read(out: Path, module, identity: dict, overrides: dict) -> tuple[dict, Prog
     path = out / "training_state.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        state = {name: state[name] for name in PARTS}
         module.Config(**state["config"])  # fails if a version had other fields
         begun = state["config"] | state["identity"]
-        at = Progress(**state["progress"])
+        state["progress"] = Progress(**state["progress"])
     except Exception as error:  # torch raises many kinds on a damaged file
         reason = str(error).strip().split("\n")[0]
         raise common.Mistake(
@@ -76,7 +73,7 @@ def read(out: Path, module, identity: dict, overrides: dict) -> tuple[dict, Prog
                 f"{out} was started with --{name.replace('_', '-')} {begun.get(name)}, now "
                 f"{value}; resume with the same, or train anew with another --out"
             )
-    return state, at
+    return state
 
 
 def save(drafter, out: Path, state: dict) -> None:

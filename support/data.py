@@ -1,6 +1,7 @@
-"""Conversations and prompts: read, check, hold out, order for training."""
+"""Conversations and prompts: read, check, order for training."""
 
 import gzip
+import itertools
 import json
 import zlib
 from pathlib import Path
@@ -21,8 +22,8 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
     """Token ids and loss masks, each (T,), of a .jsonl or .jsonl.gz file.
 
     A line is {"prompt_ids", "response_ids"}, {"prompt", "response"},
-    {"messages"}, ShareGPT's {"conversations"} or {"text"}. The loss is on
-    the assistant's tokens, and on all tokens of a plain text.
+    {"messages"} or ShareGPT's {"conversations"}. The loss is on the
+    assistant's tokens.
 
     Raises:
         Mistake: missing or empty file, or a line of none of these forms.
@@ -59,8 +60,8 @@ def _records(path: str) -> list[tuple[int, dict]]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
-            raise common.Mistake(f"{path}, line {number}: no JSON ({error})") from error
+        except ValueError:
+            record = None
         if not isinstance(record, dict):
             raise common.Mistake(f"{path}, line {number}: no JSON object")
         records.append((number, record))
@@ -79,22 +80,18 @@ def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
                 "this target with train.py --make-data"
             )
         return prompt + response, [False] * len(prompt) + [True] * len(response)
-    if isinstance(record.get("text"), str):
-        ids = tokenizer(record["text"])["input_ids"]
-        return ids, [True] * len(ids)
     try:
         messages = _messages(record)
     except (KeyError, TypeError):
         raise common.Mistake(
-            "no conversation; give prompt and response, messages, conversations (ShareGPT's), "
-            "text, or prompt_ids and response_ids"
+            "no conversation; give prompt and response, messages, conversations (ShareGPT's), or "
+            "prompt_ids and response_ids"
         ) from None
-    pieces = _templated if tokenizer.chat_template else _joined
     ids, mask = [], []
-    for message, piece in pieces(messages, tokenizer):
-        learned = message["role"] == "assistant" and bool(message["content"].strip())
+    pieces = _templated if tokenizer.chat_template else _plain
+    for role, piece in pieces(messages, tokenizer):
         ids += piece
-        mask += [learned] * len(piece)
+        mask += [role == "assistant"] * len(piece)
     return ids, mask
 
 
@@ -111,15 +108,15 @@ def _messages(record: dict) -> list[dict]:
     return [{"role": ROLES.get(role, role), "content": text} for role, text in said]
 
 
-def _joined(messages: list[dict], tokenizer):
-    """Each message and its ids, as one text without a chat template."""
+def _plain(messages: list[dict], tokenizer):
+    """Yield the role and ids of each message, without a chat template."""
     for index, message in enumerate(messages):
         text = message["content"] + "\n"
-        yield message, tokenizer(text, add_special_tokens=index == 0)["input_ids"]
+        yield message["role"], tokenizer(text, add_special_tokens=index == 0)["input_ids"]
 
 
 def _templated(messages: list[dict], tokenizer):
-    """Each message and the ids that it adds, by the chat template."""
+    """Yield ids that the chat template makes of each request and each answer, with its role."""
     done = []  # ids of the turns before
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -135,8 +132,8 @@ def _templated(messages: list[dict], tokenizer):
                 "the chat template rewrites earlier turns, or the tokenizer merges a request and "
                 "its answer, so answers cannot be located; give prompt_ids and response_ids"
             )
-        yield {"role": "user"}, asked[len(done) :]
-        yield message, ids[len(asked) :]
+        yield "user", asked[len(done) :]
+        yield "assistant", ids[len(asked) :]
         done = ids
 
 
@@ -152,7 +149,8 @@ def chat(texts: list[str]) -> list[dict]:
 def join_turns(sequences: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Drop a sequence that another one begins with, which learns its tokens.
 
-    A first turn is then computed once, within the two-turn sequence.
+    A first turn is then computed once, within the two-turn sequence, and what
+    is held out later has no turn in common with the rest.
     """
     ids = [each.tolist() for each, _ in sequences]
     masks = [mask.clone() for _, mask in sequences]
@@ -166,82 +164,31 @@ def join_turns(sequences: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Ten
     return [(sequences[i][0], masks[i]) for i in range(len(ids)) if i not in begins]
 
 
-def hold_out(sequences: list[tuple[Tensor, Tensor]], count: int) -> tuple[list, list]:
-    """The last `count` sequences, and the earlier ones that share no text.
+def steps(lengths: list[int], batch_size: int, seed: int, start: int = 0):
+    """Yield the sequences (batch_size,) of each step, and fresh seeds (batch_size,).
 
-    Two share a text if one begins with the other, such as a first turn with
-    the same and a second one.
+    They depend on the step's number and `seed` alone. Every epoch is a new
+    permutation, without what is left over from full batches. To save padding,
+    32 batches at a time are sorted by length.
 
-    Raises: Mistake: nothing is left to train on.
+    Args: lengths: tokens of each sequence. start: the first step.
     """
-    border = len(sequences) - count
-    held_out = [ids.tolist() for ids, _ in sequences[border:]]
-    kept = []
-    for ids, mask in sequences[:border]:
-        ours = ids.tolist()
-        same = (ours[: len(theirs)] == theirs[: len(ours)] for theirs in held_out)
-        if not any(same):
-            kept.append((ids, mask))
-    if not kept:
-        raise common.Mistake(
-            f"every conversation is among the {count} held out; give more data, or a smaller "
-            "--held-out"
-        )
-    return sequences[border:], kept
-
-
-def token_counts(sequences, vocab_size: int) -> Tensor:
-    """How often each token (V,) is to be predicted; prompts do not count."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for ids, mask in sequences:
-        counts += torch.bincount(ids[mask], minlength=vocab_size)
-    return counts
-
-
-class Order:
-    """Which sequences a step trains on, as a function of its number.
-
-    Every epoch is a new permutation. To save padding, WINDOW batches at a
-    time are sorted by length, cut into batches, and shuffled as batches.
-
-    Args: lengths: tokens of each sequence.
-    """
-
-    WINDOW = 32
-
-    def __init__(self, lengths: list[int], batch_size: int, seed: int):
-        self.lengths = torch.tensor(lengths)
-        self.batch_size = batch_size
-        self.seed = seed
-        self.epochs: dict[int, list[int]] = {}
-
-    def epoch(self, number: int) -> list[int]:
-        """An epoch's permutation; it first completes the batch before."""
-        if number in self.epochs:
-            return self.epochs[number]
-        count = len(self.lengths)
-        size = self.batch_size
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        order = torch.randperm(count, generator=generator)
-        begun = -number * count % size
-        parts = [order[:begun]]
-        for window in order[begun:].split(self.WINDOW * size):
-            window = window[self.lengths[window].argsort(stable=True)]
-            whole = len(window) // size
-            shuffled = torch.randperm(whole, generator=generator).tolist()
-            parts += [window[i * size : (i + 1) * size] for i in shuffled]
-            parts.append(window[whole * size :])
-        self.epochs[number] = torch.cat(parts).tolist()
-        return self.epochs[number]
-
-    def step(self, step: int) -> tuple[list[int], Tensor]:
-        """A step's sequences (batch_size,), with fresh seeds (batch_size,)."""
-        size = self.batch_size
-        count = len(self.lengths)
-        places = range(step * size, (step + 1) * size)
-        chosen = [self.epoch(place // count)[place % count] for place in places]
-        generator = torch.Generator().manual_seed(self.seed * 7_368_787 + step)
-        return chosen, torch.randint(2**31, (size,), generator=generator)
+    lengths = torch.tensor(lengths)
+    count = len(lengths)
+    indices = torch.arange(count).repeat(-(-batch_size // count))  # a batch at least
+    per_epoch = len(indices) // batch_size
+    for epoch in itertools.count(start // per_epoch):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        order = indices[torch.randperm(len(indices), generator=generator)]
+        batches = []
+        for window in order[: per_epoch * batch_size].split(32 * batch_size):
+            window = window[lengths[window].argsort(stable=True)]
+            batches += window.split(batch_size)
+        shuffled = torch.randperm(per_epoch, generator=generator).tolist()
+        for step, place in enumerate(shuffled, epoch * per_epoch):
+            if step >= start:
+                generator = torch.Generator().manual_seed(seed * 7_368_787 + step)
+                yield batches[place], torch.randint(2**31, (batch_size,), generator=generator)
 
 
 # ----------------------------------------------------------------------------------- prompts
@@ -271,11 +218,3 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
         raise common.Mistake('no prompts: give a file with lines {"turns": ["..."]}')
     count = min(count or len(prompts), len(prompts))
     return [prompts[i * len(prompts) // count] for i in range(count)]
-
-
-def read_requests(path: str) -> list[str]:
-    """A file's requests: one per line, or first turns of FastChat's .jsonl."""
-    if path.endswith((".jsonl", ".jsonl.gz")):
-        return [prompt["turns"][0] for prompt in read_prompts([Path(path)], 0)]
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line.strip() for line in lines if line.strip()]

@@ -1,32 +1,19 @@
-"""The target's states of training sequences, computed or kept in files."""
+"""Batches for training, with the target's hidden states, keys and values."""
 
 import hashlib
 import json
 import os
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import common
-
-
-def check_trainable(target, tokenizer) -> None:
-    """Raise a Mistake if drafters cannot be trained for this target."""
-    common.check_target(target)
-    vocab_size = common.target_shape(target)["vocab_size"]
-    if len(tokenizer) > vocab_size:
-        raise common.Mistake(
-            f"the tokenizer has {len(tokenizer)} tokens and the model only {vocab_size}: give a "
-            "--target whose files belong together"
-        )
-    common.check_states(target)
 
 
 def fingerprint(target) -> str:
@@ -43,103 +30,79 @@ def fingerprint(target) -> str:
 
 
 class Features:
-    """Sequences with the target's hidden states, keys and values.
+    """Makes batches of sequences, which are (token ids (T,), loss mask (T,)).
 
-    A folder holds bfloat16 tensors, 32 sequences of similar length per file.
-    Later runs with the same data and target read the files. A file is
-    rewritten if the keys and values of other layers are wanted.
+    With a folder, what the target computes is kept there in bfloat16, one
+    file for each sequence, for later epochs and runs on the same target.
 
-    Args:
-        sequences: of (token ids (T,), loss mask (T,)).
-        layers: whose keys and values are wanted.
-        folder: where to keep them; None computes them for each batch.
+    Args: layers: of the target, whose keys and values are wanted.
     """
 
-    GROUP = 32
-
-    def __init__(self, target, sequences, layers: list[int], folder: str | None):
+    def __init__(self, target, layers: list[int], folder: str | None):
         self.target = target
-        self.sequences = sequences
         self.layers = sorted(set(layers))
+        self.names = ["hidden"]
+        for layer in self.layers:
+            self.names += [f"k{layer}", f"v{layer}"]
         self.folder = None
-        if not folder:
-            return
-        content = hashlib.sha256(fingerprint(target).encode())
-        for ids, _ in sequences:
-            content.update(f"{len(ids)} ".encode() + ids.numpy().tobytes())
-        self.folder = Path(folder) / content.hexdigest()[:16]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i][0]), i))
-        self.place = {index: place for place, index in enumerate(self.order)}
-        self.files = {}
+        if folder:
+            self.folder = Path(folder) / fingerprint(target)
+            self.folder.mkdir(parents=True, exist_ok=True)
 
-    def batch(self, indices: list[int], seed: Tensor, progress: float) -> common.Batch:
-        """The sequences `indices`, right-padded, on the target's device."""
+    def batch(self, sequences: list, seed: Tensor, progress: float) -> common.Batch:
+        """The sequences, right-padded, on the target's device."""
         device = self.target.device
-        ids, mask = zip(*(self.sequences[index] for index in indices))
-        ids = pad_sequence(ids, batch_first=True).to(device)  # (B, T)
-        mask = pad_sequence(mask, batch_first=True).to(device)  # (B, T)
+        ids, masks = zip(*sequences)
+        input_ids = pad_sequence(ids, batch_first=True).to(device)  # (B, T)
+        loss_mask = pad_sequence(masks, batch_first=True).to(device)  # (B, T)
         if self.folder is None:
-            hidden, kv = common.target_features(self.target, ids, self.layers)
+            found = self._compute(input_ids)
         else:
-            stored = partial(self._stored, indices=indices, length=ids.shape[1])
-            hidden = stored("hidden")
-            kv = {layer: (stored(f"k{layer}"), stored(f"v{layer}")) for layer in self.layers}
-        hidden = hidden.to(device)  # stored features lie on the CPU
-        kv = {layer: (k.to(device), v.to(device)) for layer, (k, v) in kv.items()}
-        return common.Batch(ids, mask, hidden, kv, seed.to(device), progress)
+            rows = [self._stored(each) for each in ids]
+            found = {}
+            for name in self.names:
+                tensors = [row[name] for row in rows]  # each (T, D) or (Hkv, T, Dh)
+                found[name] = _stack(tensors, input_ids.shape[1]).to(device)
+        kv = {layer: (found[f"k{layer}"], found[f"v{layer}"]) for layer in self.layers}
+        return common.Batch(input_ids, loss_mask, found["hidden"], kv, seed.to(device), progress)
 
-    def batches(self, name: str) -> list[common.Batch]:
+    def batches(self, sequences: list, name: str) -> list[common.Batch]:
         """All sequences in order, eight per batch, for acceptance rates."""
-        parts = torch.arange(len(self.sequences)).split(8) if self.sequences else []
-        parts = tqdm(parts, desc=f"batches for {name}", leave=False, disable=None)
-        return [self.batch(indices.tolist(), indices, 0.0) for indices in parts]
+        found = []
+        for start in tqdm(range(0, len(sequences), 8), f"batches for {name}", disable=None):
+            part = sequences[start : start + 8]
+            found.append(self.batch(part, torch.arange(start, start + len(part)), 0.0))
+        return found
 
-    def compute_all(self) -> None:
-        """Write the files that are missing, with a progress bar."""
-        if self.folder:
-            numbers = range(-(-len(self.order) // self.GROUP))
-            for number in tqdm(numbers, desc="features for training", disable=None):
-                self._open(number)
+    def _compute(self, ids: Tensor) -> dict[str, Tensor]:
+        hidden, kv = common.target_features(self.target, ids, self.layers)
+        found = {"hidden": hidden}
+        for layer in self.layers:
+            found[f"k{layer}"], found[f"v{layer}"] = kv[layer]
+        return found
 
-    def _open(self, number: int):
-        """A file of features, rewritten if missing, damaged or incomplete."""
-        if number in self.files:
-            return self.files[number]
-        path = self.folder / f"{number:05d}.safetensors"
-        wanted = set(self.layers)
+    def _stored(self, ids: Tensor) -> dict[str, Tensor]:
+        """The tensors of a sequence, from its file, which is written if need be."""
+        path = self.folder / hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:32]
         try:
-            names = safe_open(path, "pt").keys()
-            there = {int(name[1:]) for name in names if name != "hidden"}
-        except (FileNotFoundError, SafetensorError):
-            there = None
-        if there is None or wanted - there:
-            group = self.order[number * self.GROUP :][: self.GROUP]
-            self._write(path, group, sorted(wanted | (there or set())))
-        self.files[number] = safe_open(path, "pt")
-        return self.files[number]
-
-    def _write(self, path: Path, group: list[int], layers: list[int]) -> None:
-        ids = pad_sequence([self.sequences[i][0] for i in group], batch_first=True)
-        hidden, kv = common.target_features(self.target, ids.to(self.target.device), layers)
-        tensors = {"hidden": hidden}
-        for layer in layers:
-            tensors[f"k{layer}"], tensors[f"v{layer}"] = kv[layer]
-        stored = {name: x.to("cpu", torch.bfloat16).contiguous() for name, x in tensors.items()}
+            found = load_file(path)
+            if found.keys() >= set(self.names):
+                return found
+        except (FileNotFoundError, SafetensorError):  # missing or damaged
+            pass
+        found = self._compute(ids[None].to(self.target.device))
+        found = {name: x[0].to("cpu", torch.bfloat16).contiguous() for name, x in found.items()}
         part = path.with_suffix(f".{os.getpid()}")
         try:
-            save_file(stored, part)
+            save_file(found, part)
             part.replace(path)
         except SafetensorError as error:
             raise common.Mistake(f"cannot write {path} ({error}); make room") from error
         finally:
             part.unlink(missing_ok=True)
+        return found
 
-    def _stored(self, name: str, indices: list[int], length: int) -> Tensor:
-        """A stored tensor, cut or padded to `length` in dimension -2."""
-        rows = []
-        for index in indices:
-            number, row = divmod(self.place[index], self.GROUP)
-            x = self._open(number).get_slice(name)[row][..., :length, :]  # (T, D), (Hkv, T, Dh)
-            rows.append(F.pad(x, (0, 0, 0, length - x.shape[-2])))
-        return torch.stack(rows)
+
+def _stack(rows: list[Tensor], length: int) -> Tensor:
+    """Tensors padded to `length` in dimension -2, as one batch."""
+    return torch.stack([F.pad(x, (0, 0, 0, length - x.shape[-2])) for x in rows])

@@ -16,21 +16,17 @@ import common
 from support import data
 from support.prompts import answer_padded
 
-BATCH = 64  # conversations held at a time
+BATCH = 32  # conversations held at a time
 MOST = 320  # tokens of an answer
-SECOND_REQUESTS = (  # how second requests begin; "" leaves it to the target
-    *("Rewrite your previous answer", "Make it shorter", "Summarise", "Translate your answer"),
-    *("Explain why", "Give me an example of", "Now write", "What if", "List the", "Using the"),
-    *("Which of these", "", "", "", "", ""),
-)
+# How second requests begin; after "" the target goes on freely.
+SECOND_REQUESTS = ("Rewrite your previous answer", "Make it shorter", "Explain why", "", "")
 
 
 class Maker:
     """Writes conversations with a chat target.
 
-    The target invents requests at temperature 1, which must end by themselves
-    and have 4 to 100 words. Answers are greedy, or drawn at temperature 0.8
-    and dropped if they mostly repeat themselves.
+    The target invents requests at temperature 1. It answers them greedily or
+    at temperature 0.8.
 
     Args:
         second_turns: share of conversations with a second turn.
@@ -68,10 +64,10 @@ class Maker:
         Args: requests: asked first, once each.
         """
         kept = whole_lines(path)
-        self.seen = {record["prompt"] for record in kept}
+        asked = {record["prompt"] for record in kept}
+        waiting = [text for text in dict.fromkeys(requests) if text not in asked]
         self.chance = random.Random(seed * 1_000_003 + len(kept))
         torch.manual_seed(self.chance.getrandbits(32))
-        waiting = [text for text in dict.fromkeys(requests) if text not in self.seen]
         done = len(kept)
         in_vain = 0
         bar = tqdm(total=count, initial=done, desc="conversations", disable=None)
@@ -87,86 +83,70 @@ class Maker:
                 in_vain = 0 if records else in_vain + size
                 if in_vain >= 500:
                     raise common.Mistake(
-                        f"the last {in_vain} conversations were of no use (requests without an "
-                        "end, answers that repeat themselves): give --requests FILE"
+                        f"the last {in_vain} requests did not end: give --requests FILE"
                     )
 
     def hold(self, given: list[str], size: int) -> list[dict]:
         """Hold `size` conversations, the first with requests that are `given`.
 
-        Returns: a record per usable turn, those of a conversation together.
+        Returns: a record of each turn, without requests that did not end.
         """
-        # 1. First requests must be new.
+        # 1. The kind of these conversations.
+        temperature = 0.0 if self.chance.random() < self.greedy else 0.8
+        second = self.chance.random() < self.second_turns
+
+        # 2. First turns. An answer before a second turn is cut early.
         thought = self.think_up([self.opening] * (size - len(given)), [""])
-        texts = given + [text for text in dict.fromkeys(thought) if text and text not in self.seen]
-        self.seen.update(texts)
+        texts = given + [text for text in thought if text]
+        most = self.chance.randint(40, 140) if second else MOST
+        contexts = [self.opening] * len(texts)
+        records = self.answer(contexts, texts, temperature, most)
+        if not second:
+            return records
 
-        # 2. First turns. Cut an answer before another turn to 40-140 tokens.
-        temperatures = [0.8 * (self.chance.random() >= self.greedy) for _ in texts]
-        two = [self.chance.random() < self.second_turns for _ in texts]
-        most = [self.chance.randint(40, 140) if second else MOST for second in two]
-        firsts = self.answer([self.opening] * len(texts), texts, temperatures, most)
-
-        # 3. Second turns.
-        chosen = [n for n, first in enumerate(firsts) if first and two[n]]
+        # 3. Second turns, after all that was said.
         contexts = []
-        for n in chosen:
-            said = firsts[n]["prompt_ids"] + firsts[n]["response_ids"]
+        for first in records:
+            said = first["prompt_ids"] + first["response_ids"]
             ended = said[-1:] == self.between[:1]  # it is there already
             contexts.append(said + self.between[ended:])
         texts = self.think_up(contexts, SECOND_REQUESTS)
-        temperatures = [temperatures[n] for n in chosen]
-        seconds = self.answer(contexts, texts, temperatures, [MOST] * len(chosen))
-        for n, second in zip(reversed(chosen), reversed(seconds)):
-            firsts.insert(n + 1, second)
-        return [record for record in firsts if record]
+        contexts = [context for context, text in zip(contexts, texts) if text]
+        texts = [text for text in texts if text]
+        return records + self.answer(contexts, texts, temperature, MOST)
 
     def think_up(self, contexts: list[list[int]], beginnings) -> list[str]:
-        """A request per context with one of the beginnings; "" if unusable."""
+        """A request per context with one of the beginnings; "" without an end."""
         starts = [self.ids(self.chance.choice(beginnings)) for _ in contexts]
         prompts = [context + start for context, start in zip(contexts, starts)]
         texts = []
         for start, said in zip(starts, self.say(prompts, 128, 1.0)):
-            text = self.text(start + said[:-1])
-            ended = bool(said) and said[-1] in self.ends
-            texts.append(text if ended and 4 <= len(text.split()) <= 100 else "")
+            ended = said[-1] in self.ends
+            texts.append(self.text(start + said[:-1]) if ended else "")
         return texts
 
-    def answer(self, contexts, texts, temperatures, most: list[int]) -> list[dict | None]:
-        """A record of the answer to each text; None without a usable answer.
-
-        contexts: ids before each text. most: tokens to keep of each answer.
-        """
-        records = [None] * len(texts)
-        for temperature in (0.0, 0.8):
-            rows = [n for n, text in enumerate(texts) if text and temperatures[n] == temperature]
-            prompts = [contexts[n] + self.ids(texts[n]) + self.closing for n in rows]
-            for n, prompt, said in zip(rows, prompts, self.say(prompts, MOST, temperature)):
-                said = said[: most[n]]
-                grams = [tuple(said[i : i + 4]) for i in range(len(said) - 3)]
-                loops = temperature > 0 and len(set(grams)) < 0.3 * len(grams)
-                if len(said) >= 2 and not loops:
-                    records[n] = {
-                        "prompt": texts[n],
-                        "response": self.text(said),
-                        "temperature": temperature,
-                        "finished": said[-1] in self.ends,
-                        "prompt_ids": prompt,
-                        "response_ids": said,
-                    }
+    def answer(self, contexts, texts: list[str], temperature: float, most: int) -> list[dict]:
+        """A record of the answer to each text, which follows the ids of its context."""
+        prompts = []
+        for context, text in zip(contexts, texts):
+            prompts.append(context + self.ids(text) + self.closing)
+        records = []
+        for text, prompt, said in zip(texts, prompts, self.say(prompts, most, temperature)):
+            record = {
+                "prompt": text,
+                "response": self.text(said),
+                "temperature": temperature,
+                "finished": said[-1] in self.ends,
+                "prompt_ids": prompt,
+                "response_ids": said,
+            }
+            records.append(record)
         return records
 
     def say(self, prompts: list[list[int]], most: int, temperature: float) -> list[list[int]]:
-        """Answer all prompts at once; temperature 0 is greedy.
-
-        Answers end with an end token, after `most` tokens or with the context.
-        """
-        width = max(map(len, prompts), default=0)
-        config = self.target.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None) or 2**31
-        most = min(most, limit - width)
-        if not prompts or most < 1:
-            return [[] for _ in prompts]
+        """What follows each prompt, up to an end token or `most` tokens; 0 is greedy."""
+        if not prompts:
+            return []
         how = {"do_sample": False}
         if temperature:
             how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -185,16 +165,15 @@ def whole_lines(path: str) -> list[dict]:
         raise common.Mistake(f"cannot append to {path}; give --out a plain .jsonl file")
     if not Path(path).is_file():
         return []
-    text = Path(path).read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    half = text[len(whole) :]
+    content = Path(path).read_bytes()
+    *lines, half = content.split(b"\n")
     start = b'{"prompt": "'
     try:
-        records = [json.loads(line) for line in whole.splitlines()]
+        records = [json.loads(line) for line in lines]
         ours = all(isinstance(record["prompt"], str) for record in records)
     except (ValueError, KeyError, TypeError):
         ours = False
     if not ours or half[: len(start)] != start[: len(half)]:
         raise common.Mistake(f"{path} holds something other than conversations; give another --out")
-    os.truncate(path, len(whole))
+    os.truncate(path, len(content) - len(half))
     return records

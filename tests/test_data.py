@@ -1,8 +1,9 @@
 """Conversations read, held out, put in order and made; prompts; the default target's package."""
 
 import gzip
+import itertools
 import json
-import random
+import math
 import subprocess
 from types import SimpleNamespace
 
@@ -38,11 +39,10 @@ def test_every_form_is_read_and_answers_are_learned(loaded, tmp_path):
         {"prompt": "w1 w2", "response": "w3"},
         {"messages": data.chat(["w1", "w2", "w3", "w4"])},
         {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]},
-        {"text": "w1 w2 w3"},
     ]
     found = read(tmp_path / "forms.jsonl", records, tokenizer)
     learned = [tokenizer.convert_ids_to_tokens(ids[mask].tolist()) for ids, mask in found]
-    expected = ["w2 w3", "w3 <end>", "w2 <end> w4 <end>", "w2 <end>", "w2 w3"]
+    expected = ["w2 w3", "w3 <end>", "w2 <end> w4 <end>", "w2 <end>"]
     assert learned == [words.split() for words in expected]
     with gzip.open(tmp_path / "forms.jsonl.gz", "wb") as file:
         file.write((tmp_path / "forms.jsonl").read_bytes())
@@ -82,7 +82,6 @@ BAD_LINES = [
     b"\xff\xfe",
     b"{",
     b'{"foo": 1}',
-    b'{"text": ["w1", "w2"]}',
     b'{"prompt": "w1", "response": null}',
     b'{"messages": [{"role": "assistant"}]}',
     b'{"conversations": [{"from": "gpt", "value": "w1"}, {"from": "human", "value": "w2"}]}',
@@ -107,7 +106,7 @@ def test_files_that_are_damaged_or_hold_nothing_are_named(loaded, tmp_path):
         "plain.jsonl.gz": b"{}\n",
         "cut.jsonl.gz": good[:-9],
         "flipped.jsonl.gz": good[:14] + b"\xff\xff\xff" + good[17:],
-        "empty.jsonl": b'{"prompt": "w1", "response": ""}\n',
+        "empty.jsonl": b'{"prompt_ids": [5], "response_ids": []}\n',
     }
     for name, content in cases.items():
         (tmp_path / name).write_bytes(content)
@@ -149,30 +148,36 @@ def test_a_first_turn_is_joined_with_its_second_wherever_the_two_stand():
     ]
 
 
-def test_no_turn_of_a_held_out_conversation_is_learned():
-    lists = ([1, 2], [1, 2, 3], [1, 2, 3, 4, 5], [1, 9], [1, 2, 3, 4])
-    sequences = [(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool)) for ids in lists]
-    held_out, kept = data.hold_out(sequences, 1)
-    assert [ids.tolist() for ids, _ in held_out] == [[1, 2, 3, 4]]
-    assert [ids.tolist() for ids, _ in kept] == [[1, 9]]
-
-
 @pytest.mark.parametrize("count, size", [(24, 4), (301, 4), (7, 16), (1, 2)])
-def test_each_epoch_is_a_permutation_and_no_two_are_equal(count, size):
+def test_epochs_are_new_permutations_and_steps_depend_on_their_number(count, size):
+    """In full batches; with fewer sequences than a batch has, each is taken several times."""
     lengths = torch.randint(5, 300, (count,), generator=torch.Generator().manual_seed(3)).tolist()
 
-    def epochs_of(seed, number=6):
-        order = data.Order(lengths, size, seed)
-        stream = []
-        for step in range(number * count // size + 1):
-            stream += order.step(step)[0]
-        return [stream[i * count : (i + 1) * count] for i in range(number)]
+    def first(number, seed=0, start=0):
+        return list(itertools.islice(data.steps(lengths, size, seed, start), number))
 
-    epochs = epochs_of(0)
-    assert epochs == epochs_of(0)
-    assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
+    repeats = max(1, math.ceil(size / count))
+    per_epoch = count * repeats // size
+    steps = first(6 * per_epoch)
+    epochs = []
+    for number in range(6):
+        part = steps[number * per_epoch : (number + 1) * per_epoch]
+        epochs.append(torch.cat([chosen for chosen, _ in part]).tolist())
+    for epoch in epochs:
+        assert len(epoch) == per_epoch * size > count * repeats - size
+        assert max(epoch.count(index) for index in range(count)) <= repeats
     assert count == 1 or len({tuple(epoch) for epoch in epochs}) == 6
-    assert count < 20 or not any(epoch in epochs for epoch in epochs_of(1))
+    assert len({tuple(seeds.tolist()) for _, seeds in steps}) == len(steps)
+    for start in range(len(steps)):
+        for ours, theirs in zip(first(1, start=start)[0], steps[start]):
+            assert torch.equal(ours, theirs)
+    assert not any(torch.equal(ours[1], theirs[1]) for ours, theirs in zip(first(6, seed=1), steps))
+
+
+def test_sequences_of_a_batch_have_similar_lengths():
+    lengths = torch.arange(320)[torch.randperm(320)].tolist()
+    for chosen, _ in itertools.islice(data.steps(lengths, 10, 0), 32):
+        assert sorted(lengths[i] // 10 for i in chosen.tolist()) == [lengths[chosen[0]] // 10] * 10
 
 
 # ------------------------------------------------------------------------------- made by a target
@@ -188,18 +193,17 @@ def plain(target, ids, most, ends=()):
 
 
 def test_answers_in_a_batch_are_those_of_each_prompt_alone(loaded):
-    """Each up to an end token of the answer, the limit, or the context, which holds 128 tokens."""
+    """Each up to an end token of the answer, or the limit."""
     maker = talks.Maker(*loaded)
     target = loaded[0]
     prompts = [[30, 10, 40], [10], [5, 9, 47, 6, 5, 47, 5], [8, 9]]
     whole = plain(target, prompts[0], 25)
     for ends in ([47], [47, whole[9]]):
-        maker.ends = target.generation_config.eos_token_id = ends
+        target.generation_config.eos_token_id = ends
         said = maker.say(prompts, 25, 0.0)
         assert said == [plain(target, ids, 25, ends) for ids in prompts]
     assert len(said[0]) <= 10
-    assert [len(ids) for ids in maker.say([[8] * 120, [30, 10, 40]], 25, 0.0)] == [8, 8]
-    assert maker.say([[8] * 128], 25, 0.0) == [[]] and maker.say([], 25, 0.0) == []
+    assert maker.say([], 25, 0.0) == []
 
 
 def make(folder, path, count, *more):
@@ -209,14 +213,13 @@ def make(folder, path, count, *more):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_made_conversations_are_what_the_target_says(folder, tmp_path):
+def test_made_conversations_are_what_the_target_says(folder, tmp_path, monkeypatch):
     """Template, request, answer: greedy lines are the target's own greedy answers."""
-    records = make(folder, tmp_path / "d.jsonl", 4)
+    monkeypatch.setattr(talks, "BATCH", 2)
+    records = make(folder, tmp_path / "d.jsonl", 6)
     target, tokenizer = common.load_target(str(folder))
-    assert len({record["prompt"] for record in records}) == 4
     assert {record["temperature"] for record in records} == {0.0, 0.8}
     for record in records:
-        assert 4 <= len(record["prompt"].split()) <= 100
         assert record["prompt_ids"][0] == 1 and record["prompt_ids"][-1] == 2  # <user>, <assistant>
         words = tokenizer.decode(record["prompt_ids"][1:-2], skip_special_tokens=True)
         assert record["prompt"] == words
@@ -224,9 +227,9 @@ def test_made_conversations_are_what_the_target_says(folder, tmp_path):
         if not record["temperature"]:
             said = record["response_ids"]
             assert said == plain(target, record["prompt_ids"], len(said), {0})
-    assert len(data.read_conversations(str(tmp_path / "d.jsonl"), tokenizer, 512)) == 4
-    again = make(folder, tmp_path / "e.jsonl", 4)
-    assert again == records != make(folder, tmp_path / "f.jsonl", 4, "--seed", 1)
+    assert len(data.read_conversations(str(tmp_path / "d.jsonl"), tokenizer, 512)) == 6
+    again = make(folder, tmp_path / "e.jsonl", 6)
+    assert again == records != make(folder, tmp_path / "f.jsonl", 6, "--seed", 1)
 
 
 def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, monkeypatch):
@@ -234,13 +237,13 @@ def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, monkeypatch):
     target, tokenizer = loaded
     target.config.max_position_embeddings = 2000
     target.lm_head.bias = torch.nn.Parameter(torch.zeros(48), requires_grad=False)
-    target.lm_head.bias[0] = 1.7  # it is quick to end
+    target.lm_head.bias[0] = 1.0  # it is quick to end
     monkeypatch.setattr(talks, "MOST", 45)
     maker = talks.Maker(target, tokenizer, second_turns=1.0, greedy=1.0)
-    maker.fill(str(tmp_path / "d.jsonl"), 20, [f"w{i} w1 w5" for i in range(8)])
+    maker.fill(str(tmp_path / "d.jsonl"), 40, [f"w{i} w1 w5" for i in range(16)])
     records = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
     seen = []  # whether the first answer ended by itself
-    for first, second in zip(records, records[1:]):  # the lines of a conversation stand together
+    for first, second in itertools.product(records, records):
         whole = first["prompt_ids"] + first["response_ids"]
         if second["prompt_ids"][: len(whole)] != whole:
             continue
@@ -254,26 +257,15 @@ def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, monkeypatch):
     assert set(seen) == {False, True}
 
 
-def test_repeated_requests_and_looping_answers_are_left_out(loaded, monkeypatch):
-    maker = talks.Maker(*loaded, greedy=0.0)
-    maker.seen = {"w9 w1 w2 w3"}
-    maker.chance = random.Random(0)
-    asked = ["w1 w2 w3 w4", "w1 w2 w3 w4", "w9 w1 w2 w3", "w5 w6 w7 w8"]
-    said = [[3, 4] * 40, list(range(3, 43))]  # to the first and to the last
-    monkeypatch.setattr(maker, "think_up", lambda contexts, _: asked[: len(contexts)])
-    monkeypatch.setattr(maker, "say", lambda prompts, *_: said[: len(prompts)])
-    assert [record["prompt"] for record in maker.hold([], 4)] == ["w5 w6 w7 w8"]
-
-
 def test_given_requests_are_asked_first_once_and_as_they_are(folder, tmp_path):
-    (tmp_path / "r.txt").write_text("w1 w2\n\n  w3 w4 w5 \nw6\n")
+    turns = (["w1 w2", "w9"], ["w3 w4 w5"], ["w6"])
+    requests = "".join(json.dumps({"turns": texts}) + "\n" for texts in turns)
+    (tmp_path / "r.jsonl").write_text(requests)
     for count in range(1, 4):  # interrupted after every line
-        more = ["--requests", tmp_path / "r.txt", "--greedy", "1"]
+        more = ["--requests", tmp_path / "r.jsonl", "--greedy", "1"]
         records = make(folder, tmp_path / "d.jsonl", count, *more)
         assert len(records) == count
     assert [record["prompt"] for record in records] == ["w1 w2", "w3 w4 w5", "w6"]
-    (tmp_path / "r.jsonl").write_text('{"turns": ["w7 w8", "w9"]}\n{"turns": ["w10"]}\n')
-    assert data.read_requests(str(tmp_path / "r.jsonl")) == ["w7 w8", "w10"]
 
 
 def test_a_file_is_gone_on_with_wherever_it_ends(tmp_path):
