@@ -128,9 +128,8 @@ class LossStep(nn.Module):
         self.drafter = drafter
         self.loss = partial(module.loss, drafter, target)
 
-    def forward(self, batch: common.Batch) -> tuple[Tensor, Tensor]:
-        total, weight = self.loss(batch)
-        return total, torch.as_tensor(weight, dtype=total.dtype, device=total.device)
+    def forward(self, batch: common.Batch):
+        return self.loss(batch)  # (sum, weight)
 
 
 def learning_rate(progress: float, warmup: float) -> float:
@@ -213,8 +212,10 @@ class Run:
         self.features = Features(target, drafter.kv_layers, args.features)
         lengths = [len(ids) for ids, _ in self.sequences]
         self.order = data.steps(lengths, args.batch_size, args.seed, self.at.step)
-        measured = {"alpha": held_out, "eval_alpha": answers}
-        measured = {name: self.features.batches(part, name) for name, part in measured.items()}
+        measured = {
+            "alpha": self.features.batches(held_out),
+            "eval_alpha": self.features.batches(answers),
+        }
         self.measure = partial(measure, module, drafter, target, measured)
 
     def say(self, text: str) -> None:
@@ -225,31 +226,24 @@ class Run:
         """Train, measure and save to the end; returns True if Ctrl-C ended it early."""
         args = self.args
         at = self.at
-        main = self.accelerator.is_main_process
         begin = time.monotonic() - at.seconds  # earlier sittings count
-        measured = saved = at.step
-        hide = None if main else True  # None: unless on a terminal
+        share = at.share(args)
+        stop = False
+        hide = None if self.accelerator.is_main_process else True  # None: unless on a terminal
         bar = tqdm(total=args.steps, initial=at.step, desc=args.method, disable=hide)
         with interrupts() as caught, bar:
-            while True:
-                # 1. Clocks and signals of several processes differ: the first one decides.
+            while share < 1 and not stop:
+                self.step(share)
+                bar.update(1)
+                # Clocks and signals of several processes differ: the first one decides.
                 at.seconds = time.monotonic() - begin
                 share, stop = broadcast_object_list([at.share(args), bool(caught)])
                 ends = share >= 1 or stop
-
-                # 2. Measure and save.
-                if at.step != measured and (ends or at.step % args.eval_every == 0):
+                if ends or at.step % args.eval_every == 0:
                     self.record()
-                    measured = at.step
-                if at.step != saved and (ends or at.step % args.save_every == 0):
+                if ends or at.step % args.save_every == 0:
                     self.save()
-                    saved = at.step
-                if ends:
-                    return share < 1
-
-                # 3. Train.
-                self.step(share)
-                bar.update(1)
+        return share < 1
 
     def step(self, share: float) -> None:
         """One optimizer step; `share` is the completed part of the run.
@@ -266,7 +260,7 @@ class Run:
         size = args.batch_size // (processes * args.accumulate)
         parts = list(zip(chosen.split(size), seeds.split(size)))
         parts = parts[self.accelerator.process_index :: processes]
-        sums = 0.0
+        sums = torch.zeros(2)  # loss and weight
         for number, (rows, row_seeds) in enumerate(parts, 1):
             batch = self.features.batch([self.sequences[i] for i in rows], row_seeds, share)
             # DistributedDataParallel averages over the processes in the last part.
@@ -274,10 +268,10 @@ class Run:
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
                 total, weight = self.model(batch)
                 self.accelerator.backward(total)
-            sums += torch.stack([total.detach(), weight]).float()  # (2,)
+            sums += torch.tensor([total.item(), float(weight)])
 
         # 2. Divide by the weight of all parts and processes.
-        total, weight = self.accelerator.reduce(sums, "sum").tolist()
+        total, weight = self.accelerator.reduce(sums.to(total.device), "sum").tolist()
         weight = weight or 1.0  # the step may have nothing to learn
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -383,14 +377,14 @@ def parse(argv: list[str]):
     add("--second-turns", type=share, default=0.0, help="share of conversations with a second turn")
     add("--greedy", type=share, default=0.5, help="share answered greedily, the rest at T = 0.8")
 
-    module = None
-    for name in cli.method_named(argv)[:1]:
-        if name in cli.present():
-            module = cli.import_method(name)
-            if not hasattr(module, "Drafter"):
-                ours = ", ".join(cli.trainable())
-                raise common.Mistake(f"{name} has nothing to train: take {ours}")
-            cli.add_config_options(parser, module.Config)
+    named = cli.method_named(argv)
+    if not named or named[0] not in cli.present():
+        return parser.parse_args(argv), None
+    module = cli.import_method(named[0])
+    if not hasattr(module, "Drafter"):
+        ours = ", ".join(cli.trainable())
+        raise common.Mistake(f"{named[0]} has nothing to train: take {ours}")
+    cli.add_config_options(parser, module.Config)
     return parser.parse_args(argv), module
 
 

@@ -56,53 +56,56 @@ class Features:
         input_ids = pad_sequence(ids, batch_first=True).to(device)  # (B, T)
         loss_mask = pad_sequence(masks, batch_first=True).to(device)  # (B, T)
         if self.folder is None:
-            found = self._compute(input_ids)
+            states = self._compute(input_ids)
         else:
             rows = [self._stored(each) for each in ids]
-            found = {}
+            states = {}
             for name in self.names:
-                tensors = [row[name] for row in rows]  # each (T, D) or (Hkv, T, Dh)
-                found[name] = _stack(tensors, input_ids.shape[1]).to(device)
-        kv = {layer: (found[f"k{layer}"], found[f"v{layer}"]) for layer in self.layers}
-        return common.Batch(input_ids, loss_mask, found["hidden"], kv, seed.to(device), progress)
+                x = _stack([row[name] for row in rows], input_ids.shape[1])
+                states[name] = x.to(device)
+        kv = {layer: (states[f"k{layer}"], states[f"v{layer}"]) for layer in self.layers}
+        return common.Batch(input_ids, loss_mask, states["hidden"], kv, seed.to(device), progress)
 
-    def batches(self, sequences: list, name: str) -> list[common.Batch]:
+    def batches(self, sequences: list) -> list[common.Batch]:
         """All sequences in order, eight per batch, for acceptance rates."""
         found = []
-        for start in tqdm(range(0, len(sequences), 8), f"batches for {name}", disable=None):
+        for start in tqdm(range(0, len(sequences), 8), "sequences to measure", disable=None):
             part = sequences[start : start + 8]
             found.append(self.batch(part, torch.arange(start, start + len(part)), 0.0))
         return found
 
     def _compute(self, ids: Tensor) -> dict[str, Tensor]:
+        """Hidden states (B, T, D), keys and values (B, Hkv, T, Dh) of ids (B, T), by name."""
         hidden, kv = common.target_features(self.target, ids, self.layers)
-        found = {"hidden": hidden}
+        states = {"hidden": hidden}
         for layer in self.layers:
-            found[f"k{layer}"], found[f"v{layer}"] = kv[layer]
-        return found
+            states[f"k{layer}"], states[f"v{layer}"] = kv[layer]
+        return states
 
     def _stored(self, ids: Tensor) -> dict[str, Tensor]:
-        """The tensors of a sequence, from its file, which is written if need be."""
-        path = self.folder / hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:32]
+        """The same of one sequence, without B, from its file, which is written if need be."""
+        name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:32]
+        path = self.folder / f"{name}.safetensors"
         try:
-            found = load_file(path)
-            if found.keys() >= set(self.names):
-                return found
+            states = load_file(path)
+            if states.keys() >= set(self.names):
+                return states
         except (FileNotFoundError, SafetensorError):  # missing or damaged
             pass
-        found = self._compute(ids[None].to(self.target.device))
-        found = {name: x[0].to("cpu", torch.bfloat16).contiguous() for name, x in found.items()}
+        states = {}
+        for name, x in self._compute(ids[None].to(self.target.device)).items():
+            states[name] = x[0].to("cpu", torch.bfloat16).contiguous()
         part = path.with_suffix(f".{os.getpid()}")
         try:
-            save_file(found, part)
+            save_file(states, part)
             part.replace(path)
         except SafetensorError as error:
             raise common.Mistake(f"cannot write {path} ({error}); make room") from error
         finally:
             part.unlink(missing_ok=True)
-        return found
+        return states
 
 
 def _stack(rows: list[Tensor], length: int) -> Tensor:
-    """Tensors padded to `length` in dimension -2, as one batch."""
+    """One tensor of all rows, each padded to `length` in dimension -2."""
     return torch.stack([F.pad(x, (0, 0, 0, length - x.shape[-2])) for x in rows])

@@ -96,11 +96,10 @@ class Maker:
         second = self.chance.random() < self.second_turns
 
         # 2. First turns. An answer before a second turn is cut early.
-        thought = self.think_up([self.opening] * (size - len(given)), [""])
-        texts = given + [text for text in thought if text]
+        asked = [(self.opening, text) for text in given]
+        asked += self.think_up([self.opening] * (size - len(given)), [""])
         most = self.chance.randint(40, 140) if second else MOST
-        contexts = [self.opening] * len(texts)
-        records = self.answer(contexts, texts, temperature, most)
+        records = self.answer(asked, temperature, most)
         if not second:
             return records
 
@@ -110,28 +109,26 @@ class Maker:
             said = first["prompt_ids"] + first["response_ids"]
             ended = said[-1:] == self.between[:1]  # it is there already
             contexts.append(said + self.between[ended:])
-        texts = self.think_up(contexts, SECOND_REQUESTS)
-        contexts = [context for context, text in zip(contexts, texts) if text]
-        texts = [text for text in texts if text]
-        return records + self.answer(contexts, texts, temperature, MOST)
+        asked = self.think_up(contexts, SECOND_REQUESTS)
+        return records + self.answer(asked, temperature, MOST)
 
-    def think_up(self, contexts: list[list[int]], beginnings) -> list[str]:
-        """A request per context with one of the beginnings; "" without an end."""
+    def think_up(self, contexts: list[list[int]], beginnings) -> list[tuple[list[int], str]]:
+        """Contexts with requests that follow them; only requests that ended by themselves."""
         starts = [self.ids(self.chance.choice(beginnings)) for _ in contexts]
         prompts = [context + start for context, start in zip(contexts, starts)]
-        texts = []
-        for start, said in zip(starts, self.say(prompts, 128, 1.0)):
-            ended = said[-1] in self.ends
-            texts.append(self.text(start + said[:-1]) if ended else "")
-        return texts
+        asked = []
+        for context, start, said in zip(contexts, starts, self.say(prompts, 128, 1.0)):
+            text = self.text(start + said[:-1])
+            if text and said[-1] in self.ends:
+                asked.append((context, text))
+        return asked
 
-    def answer(self, contexts, texts: list[str], temperature: float, most: int) -> list[dict]:
-        """A record of the answer to each text, which follows the ids of its context."""
-        prompts = []
-        for context, text in zip(contexts, texts):
-            prompts.append(context + self.ids(text) + self.closing)
+    def answer(self, asked: list[tuple], temperature: float, most: int) -> list[dict]:
+        """Records of the answers to (ids of the context, request)."""
+        prompts = [context + self.ids(text) + self.closing for context, text in asked]
         records = []
-        for text, prompt, said in zip(texts, prompts, self.say(prompts, most, temperature)):
+        answers = self.say(prompts, most, temperature)
+        for (_, text), prompt, said in zip(asked, prompts, answers):
             record = {
                 "prompt": text,
                 "response": self.text(said),

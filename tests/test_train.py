@@ -391,7 +391,7 @@ def test_minutes_are_those_of_all_sittings(trained, monkeypatch):
     seconds = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(seconds))
     monkeypatch.setattr(train, "time", clock)
-    for minutes, steps, more in ((0.1, 5, []), (0.2, 10, ["--resume"])):
+    for minutes, steps, more in ((0.1, 6, []), (0.2, 12, ["--resume"])):
         last = curve_of(trained("out", "--minutes", minutes, *more))[-1]
         assert (last["step"], last["minutes"]) == (steps, minutes)
 
