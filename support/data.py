@@ -70,17 +70,16 @@ def _records(path: str) -> list[tuple[int, dict]]:
 
 def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
     """Token ids of a record, and which of them are to be learned."""
-    if {"prompt_ids", "response_ids"} <= record.keys():
-        prompt, response = record["prompt_ids"], record["response_ids"]
-        size = len(tokenizer)
-        lists = isinstance(prompt, list) and isinstance(response, list)
-        if not (lists and all(type(x) is int and 0 <= x < size for x in prompt + response)):
-            raise common.Mistake(
-                f"prompt_ids and response_ids must be lists of ids below {size}; make data for "
-                "this target with train.py --make-data"
-            )
-        return prompt + response, [False] * len(prompt) + [True] * len(response)
     try:
+        if "prompt_ids" in record:
+            prompt, response = record["prompt_ids"], record["response_ids"]
+            ids = prompt + response
+            if max(ids, default=0) >= len(tokenizer):
+                raise common.Mistake(
+                    f"token ids must be below {len(tokenizer)}; make data for this target with "
+                    "train.py --make-data"
+                )
+            return ids, [False] * len(prompt) + [True] * len(response)
         messages = _messages(record)
     except (KeyError, TypeError):
         raise common.Mistake(

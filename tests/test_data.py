@@ -86,7 +86,6 @@ BAD_LINES = [
     b'{"messages": [{"role": "assistant"}]}',
     b'{"conversations": [{"from": "gpt", "value": "w1"}, {"from": "human", "value": "w2"}]}',
     b'{"prompt_ids": [5], "response_ids": "w7"}',
-    b'{"prompt_ids": [5], "response_ids": [true]}',
     b'{"prompt_ids": [5], "response_ids": [48]}',
 ]
 
