@@ -214,7 +214,8 @@ def make(folder, path, count, *more):
 
 def test_made_conversations_are_what_the_target_says(folder, tmp_path, monkeypatch):
     """Template, request, answer: greedy lines are the target's own greedy answers."""
-    monkeypatch.setattr(talks, "BATCH", 2)
+    monkeypatch.setattr(talks, "BATCH", 3)
+    monkeypatch.setattr(talks, "MOST", 40)
     records = make(folder, tmp_path / "d.jsonl", 6)
     target, tokenizer = common.load_target(str(folder))
     assert {record["temperature"] for record in records} == {0.0, 0.8}
