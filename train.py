@@ -179,6 +179,7 @@ class Run:
         self.args = args
         self.out = Path(args.out)
         self.accelerator = launch(args)
+
         # 1. The frozen target and the conversations.
         dtype = getattr(torch, args.dtype)
         target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
@@ -254,6 +255,7 @@ class Run:
         """
         args = self.args
         at = self.at
+
         # 1. Sum the gradients of this process's parts.
         chosen, seeds = next(self.order)
         processes = self.accelerator.num_processes

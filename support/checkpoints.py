@@ -46,7 +46,7 @@ def identity(args, target, sequences) -> dict:
 
 
 def read(out: Path, module, identity: dict, overrides: dict) -> dict:
-    """The training state in the folder `out`.
+    """The training state in the folder `out`, its "progress" as a Progress.
 
     Args:
         identity: what decides the run that is to go on.

@@ -115,7 +115,7 @@ def _plain(messages: list[dict], tokenizer):
 
 
 def _templated(messages: list[dict], tokenizer):
-    """Yield ids that the chat template makes of each request and each answer, with its role."""
+    """Yield the role and ids of what the chat template adds for each answer, and before it."""
     done = []  # ids of the turns before
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -148,8 +148,8 @@ def chat(texts: list[str]) -> list[dict]:
 def join_turns(sequences: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Drop a sequence that another one begins with, which learns its tokens.
 
-    A first turn is then computed once, within the two-turn sequence, and what
-    is held out later has no turn in common with the rest.
+    A first turn is then computed once, within the two-turn sequence. No two
+    sequences learn the same turn, so some of them can be held out.
     """
     ids = [each.tolist() for each, _ in sequences]
     masks = [mask.clone() for _, mask in sequences]
