@@ -148,8 +148,8 @@ def chat(texts: list[str]) -> list[dict]:
 def join_turns(sequences: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Drop a sequence that another one begins with, which learns its tokens.
 
-    A first turn is then computed once, within the two-turn sequence. No two
-    sequences learn the same turn, so some of them can be held out.
+    A first turn is then computed once and learned in one two-turn sequence
+    only. If that one is held out, so is its first turn.
     """
     ids = [each.tolist() for each, _ in sequences]
     masks = [mask.clone() for _, mask in sequences]

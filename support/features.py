@@ -86,13 +86,13 @@ class Features:
         """The same of one sequence, without B, from its file, which is written if need be."""
         name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:32]
         path = self.folder / f"{name}.safetensors"
+        states = {}
         try:
             states = load_file(path)
-            if states.keys() >= set(self.names):
-                return states
         except (FileNotFoundError, SafetensorError):  # missing or damaged
             pass
-        states = {}
+        if states.keys() >= set(self.names):
+            return states
         for name, x in self._compute(ids[None].to(self.target.device)).items():
             states[name] = x[0].to("cpu", torch.bfloat16).contiguous()
         part = path.with_suffix(f".{os.getpid()}")
