@@ -59,25 +59,6 @@ def curve_of(out):
     return json.loads((out / "curve.json").read_text())
 
 
-def forked(argv, said, **environment):
-    """train.py in a fork, which writes what it says to `said`."""
-
-    def child():
-        with open(said, "w", buffering=1) as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            sys.stdout = sys.stderr = file
-            os.environ.update(environment)
-            AcceleratorState._reset_state(True)
-            GradientState._reset_state()
-            sys.argv = ["train.py", *argv]
-            cli.run(train.main)
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    return process
-
-
 # ---------------------------------------------------------------------------- what a step is
 
 
@@ -199,15 +180,26 @@ def test_two_processes_have_the_loss_of_one(folder, tmp_path, trained):
     """With gloo, as torchrun starts them; each takes its share in two parts."""
     argv = ["--steps", 4, "--clip", 1000]
     one = trained("one", *argv)
+    argv = options(folder, tmp_path / "two", *argv, "--accumulate", 2)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    argv = options(folder, tmp_path / "two", *argv, "--accumulate", 2)
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = []
-    for rank in ("0", "1"):
-        own = {"RANK": rank, "LOCAL_RANK": rank}
-        processes.append(forked(argv, tmp_path / rank, **own, **place))
+
+    def child(rank):
+        with open(tmp_path / rank, "w", buffering=1) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            sys.stdout = sys.stderr = file
+            os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            AcceleratorState._reset_state(True)
+            GradientState._reset_state()
+            train.main(argv)
+
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=child, args=(rank,)) for rank in ("0", "1")]
+    for process in processes:
+        process.start()
     for process in processes:
         process.join(120)
     said = [(tmp_path / rank).read_text() for rank in ("0", "1")]
