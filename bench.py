@@ -8,7 +8,7 @@
     python bench.py --table results/*.json              # tables of earlier runs
     python bench.py --method falcon --help              # with the options of that method
 
-An arm is NAME[:VARIANT[+VARIANT]][+copies][@DIR]. NAME is a method or a
+An arm is NAME[:VARIANT][+copies][@DIR]. NAME is a method or a
 rival (medusa, beam, lookup), VARIANT is one of its VARIANTS, DIR holds a
 drafter to use instead of checkpoints/NAME.
 
@@ -28,27 +28,38 @@ import argparse
 import json
 import os
 import random
+import re
 import statistics
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor
 from tqdm import tqdm
 
 import common
 from common import Mistake
 from support import batching, cli, data, packed, pictures, replay, report
-from support.arms import Answer, Arm, clock, decode, make_arms, method_of, plain_loops
-from support.prompts import check_lengths, encode
+from support.arms import PADDED, PLAIN, TRANSFORMERS, Arm, make_arms
+from support.prompts import answer_padded, encode
 
 ALPHA_ANSWERS = 32  # most answers of the baseline to measure alpha on
 WARM_UP_TOKENS = 12
+CONTEXT = 256  # of the cost curve, in tokens
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the cost curve
 
 # ------------------------------------------------------------------------------ answering
+
+
+@dataclass
+class Answer:
+    """An arm's answer to a turn, for one sequence or a whole batch."""
+
+    rows: list[list[int]]  # the new tokens of each sequence
+    seconds: float  # wall time, prefill included
+    stats: list[common.Stats]  # of each sequence
 
 
 @dataclass
@@ -56,199 +67,212 @@ class Turn:
     """What was asked, and every arm's answer."""
 
     prompt: int  # number of the prompt, or of the batch
-    asked: list[Tensor]  # token ids (1, T) of each sequence
+    question_ids: list  # of each sequence
+    asked: list[dict]  # of each sequence input_ids (1, T) and attention_mask
     answers: dict[str, Answer]  # by name of the arm
-    diverged: dict[str, list[dict]]  # where answers leave the greedy ones
 
 
+def clock(target) -> float:
+    """The time in seconds, once the GPU has done what was asked of it."""
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return time.perf_counter()
+
+
+@torch.no_grad()
 def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
-    """Let an arm answer a prompt: input_ids (1, T) and attention_mask."""
-    [encoded] = asked
-    stats = common.Stats(sync=target.device.type == "cuda")
-    given = arm.peer
-    if arm.module is not None:
-        given = {"custom_generate": decode, "arm": arm, "stats": stats}
+    """Let an arm answer one prompt, or a batch of them.
 
-    # A hook counts the tokens of each target forward, for transformers' loops.
-    fed = []
-
-    def note(_module, args, kwargs):
-        fed.append((args[0] if args else kwargs["input_ids"]).shape[1])
-
-    hook = target.register_forward_pre_hook(note, with_kwargs=True)
+    Args:
+        asked: of each prompt input_ids (1, T) and attention_mask.
+        options: of target.generate.
+    """
+    stats = [common.Stats(sync=target.device.type == "cuda") for _ in asked]
+    pairs = list(zip(asked, stats))
     start = clock(target)
-    try:
-        output = target.generate(**encoded, **options, **given)
-    finally:
-        hook.remove()
-    seconds = clock(target) - start
+    if arm is PADDED:
+        rows = answer_padded(target, [each["input_ids"][0].tolist() for each in asked], **options)
+        for row, own in zip(rows, stats):
+            own.target_forwards = len(row)
+    elif arm.module is None:  # one after another
+        rows = [transformers_row(arm, target, each, options, own) for each, own in pairs]
+    else:
+        decodings = []
+        for each, own in pairs:
+            given = {**each, **options, "copies": arm.copies, "stats": own}
+            decodings.append(common.open_decoding(target, **given))
+        answers = batching.generate(target, arm.module, arm.kwargs, decodings)
+        rows = [ids[0, -own.emitted :].tolist() for ids, own in zip(answers, stats)]
+    return Answer(rows, clock(target) - start, stats)
 
+
+def transformers_row(arm: Arm, target, encoded: dict, options: dict, stats) -> list[int]:
+    """The new tokens of a loop of transformers; counts what the target reads."""
+    fed = []  # tokens of each target forward
+
+    def note(_module, _args, kwargs):
+        fed.append(kwargs["input_ids"].shape[1])
+
+    with target.register_forward_pre_hook(note, with_kwargs=True):
+        output = target.generate(**encoded, **options, **arm.peer)
+    # The first forward reads the prompt, the others a token and a draft.
     length = encoded["input_ids"].shape[1]
-    tokens = output[0, length:].tolist()
-    if arm.module is None:
-        # The first forward reads the prompt, the others a token and a draft.
-        stats.target_forwards = len(fed)
-        stats.drafted = sum(fed) - (length - 1) - len(fed)
-        stats.emitted = len(tokens)
-    assert stats.emitted == len(tokens), f"{arm.name} counts {stats.emitted} of {len(tokens)}"
-    return Answer([tokens], seconds, [stats])
+    stats.target_forwards = len(fed)
+    stats.drafted = sum(fed) - (length - 1) - len(fed)
+    return output[0, length:].tolist()
 
 
-def run(
-    target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: int, play=play
-) -> list[Turn]:
+def rounds(group: list[dict]) -> int:
+    """How many turns the longest conversation of a group has."""
+    return max(len(prompt["turns"]) for prompt in group)
+
+
+def run(target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> list[Turn]:
     """Let every arm answer every turn of every prompt.
 
     Args:
-        arms: the first one's answers are the reference and the earlier turns.
+        arms: the first one's answers are the earlier turns for all.
         groups: lists of prompts that are answered at once.
         options: of target.generate.
-        play: answers the turns of a group with one arm.
     Returns:
         The turns that every arm has answered; Ctrl-C ends the run early.
     """
-    rounds = [max(len(prompt["turns"]) for prompt in group) for group in groups]
-    often = 0.5 if sys.stderr.isatty() else 20  # a log gets few lines
-    bar = tqdm(total=len(arms) * sum(rounds), desc="answers", mininterval=often)
     turns = []
     shuffle = random.Random(seed)
+    bar = tqdm(total=len(arms) * sum(map(rounds, groups)), desc="answers", disable=None)
     try:
+        # 1. Warm up.
         opening = [encode(tokenizer, each["turns"][:1], target.device) for each in groups[0]]
-        short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
         for arm in arms:
-            play(arm, target, opening, short)
+            play(arm, target, opening, options | {"max_new_tokens": WARM_UP_TOKENS})
+
         for number, group in enumerate(groups):
-            said: list[list[str]] = [[] for _ in group]
-            for place in range(rounds[number]):
-                # 1. Ask the prompts of the group that have another turn.
-                rows = [row for row, each in enumerate(group) if place < len(each["turns"])]
-                for row in rows:
-                    said[row].append(group[row]["turns"][place])
-                asked = [encode(tokenizer, said[row], target.device) for row in rows]
+            talks = [(prompt, []) for prompt in group]  # with the messages so far
+            for place in range(rounds(group)):
+                # 2. Ask the prompts that have another turn.
+                talks = [(prompt, said) for prompt, said in talks if place < len(prompt["turns"])]
+                for prompt, said in talks:
+                    said.append(prompt["turns"][place])
+                asked = [encode(tokenizer, said, target.device) for _, said in talks]
+
+                # 3. Let all arms answer, in an order of this turn's own.
                 answers = {}
                 for arm in shuffle.sample(arms, len(arms)):
                     bar.set_postfix_str(arm.name)
                     answers[arm.name] = play(arm, target, asked, options)
                     bar.update(1)
 
-                # 2. Compare, and go on with the reference's answers.
-                ids = [each["input_ids"] for each in asked]
-                reference = answers[arms[0].name].rows
-                diverged: dict[str, list[dict]] = {name: [] for name in answers}
-                if not options["do_sample"]:
-                    names = [group[row]["question_id"] for row in rows]
-                    for name, answer in answers.items():
-                        for pair in zip(names, ids, reference, answer.rows):
-                            diverged[name] += divergence(target, *pair)
-                for row, tokens in zip(rows, reference):
-                    said[row].append(tokenizer.decode(tokens, skip_special_tokens=True))
-                turns.append(Turn(number, ids, answers, diverged))
+                # 4. Go on with the first arm's answers.
+                for (_, said), tokens in zip(talks, answers[arms[0].name].rows):
+                    said.append(tokenizer.decode(tokens, skip_special_tokens=True))
+                question_ids = [prompt["question_id"] for prompt, _ in talks]
+                turns.append(Turn(number, question_ids, asked, answers))
     except KeyboardInterrupt:
         print(f"bench.py: interrupted; the figures cover {len(turns)} turns", file=sys.stderr)
-    finally:
-        bar.close()
+    bar.close()
     return turns
-
-
-@torch.no_grad()
-def divergence(target, question_id, ids: Tensor, reference: list[int], tokens: list[int]) -> list:
-    """Find the first token where an answer differs from the reference.
-
-    Returns: [] if none differs, else [{"question_id", "position",
-        "top2_margin"}], with the gap of the target's two best logits there.
-    """
-    if tokens == reference:
-        return []
-    same = [a == b for a, b in zip(tokens, reference)]
-    place = same.index(False) if False in same else len(same)
-    ids = torch.cat([ids, ids.new_tensor([reference[:place]])], dim=1)
-    best = target(ids).logits[0, -1].float().topk(2).values.tolist()
-    return [{"question_id": question_id, "position": place, "top2_margin": best[0] - best[1]}]
 
 
 # -------------------------------------------------------------------------------- figures
 
 
-@torch.no_grad()
-def acceptance_rate(arm: Arm, target, turns: list[Turn], reference: str) -> float | None:
-    """alpha as the method defines it, on the baseline's answers.
+def summary(arms: list[Arm], loops: list[Arm], target, turns: list[Turn], greedy: bool) -> dict:
+    """{NAME: figures} of all arms; the baseline is the fastest of `loops`.
 
-    None for an arm without a drafter, or whose draft model drafts instead.
+    Args: greedy: whether the answers should equal those of the first loop.
     """
-    drafter = arm.kwargs.get("drafter")
-    if drafter is None or arm.kwargs.get("draft_model") is not None:
-        return None
+    found = {arm.name: report.figures(arm, turns) for arm in [*loops, *arms]}
+    speeds = {loop.name: found[loop.name]["tokens_per_s"] for loop in loops}
+    baseline = max(speeds, key=speeds.get)
+    result = {"baseline": found[baseline] | {"loop": baseline, "loops": speeds}}
+    alphas = {}  # by drafter: many variants share one
+    for arm in arms:
+        result[arm.name] = found[arm.name]
+        drafter = arm.kwargs.get("drafter")
+        if drafter is not None and drafter not in alphas:
+            alphas[drafter] = acceptance_rate(arm.module, drafter, target, turns, baseline)
+        result[arm.name]["alpha"] = alphas.get(drafter)
+    theirs = found[baseline]["by_prompt"]
+    for name, numbers in result.items():
+        numbers["speedup"], numbers["speedup_ci"] = report.paired(numbers["by_prompt"], theirs)
+        if greedy:
+            played = baseline if name == "baseline" else name
+            numbers.update(divergence(played, loops[0].name, target, turns))
+    return report.rounded(result)
+
+
+@torch.no_grad()
+def acceptance_rate(module, drafter, target, turns: list[Turn], baseline: str) -> float | None:
+    """alpha as the method defines it, on the baseline's answers."""
     pairs = []
     for turn in turns:
-        pairs += zip(turn.asked, turn.answers[reference].rows)
+        pairs += zip(turn.asked, turn.answers[baseline].rows)
     total = 0.0
     count = 0
-    for number, (prompt, answer) in enumerate(pairs[:ALPHA_ANSWERS]):
+    for number, (asked, answer) in enumerate(pairs[:ALPHA_ANSWERS]):
+        prompt = asked["input_ids"]
         ids = torch.cat([prompt, prompt.new_tensor([answer])], dim=1)  # (1, T)
         answered = (torch.arange(ids.shape[1], device=ids.device) >= prompt.shape[1])[None]
         hidden, kv = common.target_features(target, ids, drafter.kv_layers)
         batch = common.Batch(ids, answered, hidden, kv, ids.new_tensor([number]), progress=0.0)
-        accepted, positions = arm.module.acceptance(drafter, target, batch)
+        accepted, positions = module.acceptance(drafter, target, batch)
         total += float(accepted)
         count += int(positions)
     return total / count if count else None
 
 
-def summary(arms: list[Arm], loops: list[Arm], target, turns: list[Turn], greedy: bool) -> dict:
-    """{NAME: figures} of all arms; the baseline is the fastest of `loops`."""
-    speeds = {}
-    for loop in loops:
-        sums = report.total([turn.answers[loop.name] for turn in turns])
-        speeds[loop.name] = sums["tokens"] / sums["seconds"]
-    baseline = max(speeds, key=speeds.get)
-    result = {}
-    alphas = {}  # by drafter: many variants share one
-    for arm in [loop for loop in loops if loop.name == baseline] + arms:
-        numbers = report.figures(arm, baseline, turns, greedy)
-        key = id(arm.kwargs.get("drafter"))
-        if key not in alphas:
-            alphas[key] = acceptance_rate(arm, target, turns, baseline)
-        numbers["alpha"] = alphas[key]
-        result[arm.name] = numbers
-    first = result.pop(baseline) | {"loop": baseline, "loops": speeds}
-    return report.rounded({"baseline": first, **result})
+@torch.no_grad()
+def divergence(name: str, reference: str, target, turns: list[Turn]) -> dict:
+    """How many answers of an arm differ from the reference's, and where the first one does.
+
+    "top2_margin" is the gap of the target's two best logits there; at a tie,
+    rounding decides.
+    """
+    count = 0
+    first = None
+    for turn in turns:
+        pairs = zip(turn.answers[name].rows, turn.answers[reference].rows)
+        for row, (ours, theirs) in enumerate(pairs):
+            if ours == theirs:
+                continue
+            count += 1
+            if first is None:
+                place = len(os.path.commonprefix([ours, theirs]))
+                prompt = turn.asked[row]["input_ids"]
+                ids = torch.cat([prompt, prompt.new_tensor([theirs[:place]])], dim=1)
+                best, second = target(ids).logits[0, -1].float().topk(2).values.tolist()
+                first = {"question_id": turn.question_ids[row], "position": place}
+                first["top2_margin"] = best - second
+    return {"identical_to_greedy": count == 0, "diverged": count, "first_divergence": first}
 
 
 @torch.no_grad()
-def cost_curve(target, context: int) -> dict:
+def cost_curve(target) -> dict:
     """Time the target forward over chains of several lengths.
 
     Returns:
         {"context", "by_tokens": {n: ms}}, medians of five after a warm-up.
     """
+    # 1. Cache some tokens. The next one is the root of the drafts.
     config = target.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit and context + COUNTS[-1] > limit:
-        raise Mistake(
-            f"--context {context} + {COUNTS[-1]} tokens exceed the target's context of {limit}; "
-            "lower --context"
-        )
-    # 1. Cache random tokens; the last ones serve as root and draft.
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (1, context + COUNTS[-1]), generator=generator)
-    ids = ids.to(target.device)
+    ids = torch.arange(CONTEXT + COUNTS[-1], device=target.device)[None] % config.vocab_size
     cache = common.GrowingCache(config.num_hidden_layers)
-    target.get_decoder()(ids[:, :context], past_key_values=cache, use_cache=True)
+    target.get_decoder()(ids[:, :CONTEXT], past_key_values=cache, use_cache=True)
+    root = ids[:, CONTEXT : CONTEXT + 1]
 
     # 2. Feed a growing number of tokens.
     by_tokens = {}
     for count in tqdm(COUNTS, desc="cost curve", disable=None):
-        root, draft_ids = ids[:, context : context + count].split([1, count - 1], dim=1)
-        draft = common.Draft(draft_ids[0], torch.arange(count - 1) - 1)
+        draft = common.Draft(ids[0, CONTEXT + 1 : CONTEXT + count], torch.arange(count - 1) - 1)
         times = []
         for _ in range(6):
             start = clock(target)
-            fed, mask, positions = common.tree_inputs(root, draft, context, target.dtype)
+            fed, mask, positions = common.tree_inputs(root, draft, CONTEXT, target.dtype)
             common.forward(target, fed, cache, mask, positions)
             times.append(1000 * (clock(target) - start))
-            cache.cut(context)
+            cache.cut(CONTEXT)
         by_tokens[str(count)] = round(statistics.median(times[1:]), 3)
-    return {"context": context, "by_tokens": by_tokens}
+    return {"context": CONTEXT, "by_tokens": by_tokens}
 
 
 # --------------------------------------------------------------------------- command line
@@ -266,12 +290,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--method", nargs="+", default=[], metavar="ARM", help=f"{methods}, or all; see above")
     add("--peers", action="store_true", help="also transformers' own methods")
     add("--checkpoint", metavar="DIR", help="drafter to measure (default: checkpoints/METHOD)")
-    add("--draft-model", metavar="NAME", help="causal LM of the target's vocabulary to draft with")
     add("--target", type=cli.target, help=cli.TARGET_HELP)
     add("--dtype", default="float32", choices=dtypes, help="of target and drafters")
     add("--device", default=cuda, help="of torch, such as cpu or cuda:1")
-    packing = argparse.BooleanOptionalAction
-    add("--pack", action=packing, default=True, help="faster layers on a CPU (support/packed.py)")
 
     add = parser.add_argument_group("what to measure").add_argument
     add("--prompts", nargs="+", metavar="FILE", help="FastChat JSONL (default: all of prompts/)")
@@ -283,7 +304,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=number(int, 0), default=0, help="of sampling, and of the order of arms")
     add("--batch-size", type=number(int, 1), default=1, help="prompts answered at once")
     add("--cost-curve", action="store_true", help="time target forwards over 1 to 64 tokens")
-    add("--context", type=number(int, 1), default=256, help="of the cost curve, in tokens")
     add("--sweep", action="store_true", help="replay every stop rule on the first arm's chains")
 
     add = parser.add_argument_group("what to print and write").add_argument
@@ -293,7 +313,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--table", nargs="+", metavar="FILE", help="only print the tables of these results")
     add("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
 
-    names = [method_of(text) for text in cli.method_named(argv)]
+    names = [re.split("[:+@]", text)[0] for text in cli.method_named(argv)]
     if "all" in names:
         names += cli.present()
     for name in dict.fromkeys(names):
@@ -301,75 +321,55 @@ def parse(argv: list[str]) -> argparse.Namespace:
             cli.add_config_options(parser, cli.import_method(name).Config, decode=True)
     args = parser.parse_args(argv)
     args.argv = argv
-    check(args)
     return args
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise a Mistake if options do not go together; nothing is loaded yet."""
-    if not (args.method or args.peers or args.cost_curve or args.table):
-        methods = ", ".join(cli.METHODS)
-        raise Mistake(f"nothing to do: give --method ({methods}, all), --cost-curve or --table")
-    if args.table and (args.method or args.peers or args.cost_curve or args.sweep or args.json):
-        raise Mistake("--table measures nothing: leave out everything but --plot")
-    if args.sweep and (not args.method or args.temperature):
-        raise Mistake("--sweep replays greedy drafts: give a --method, leave out --temperature")
-    if args.top_p < 1 and not args.temperature:
-        raise Mistake("--top-p goes with --temperature: greedy decoding draws nothing")
-    if args.prompt is not None and args.prompts:
-        raise Mistake("--prompt is asked instead of --prompts: give one of the two")
-    if args.batch_size > 1 and (args.sweep or args.peers or "all" in args.method):
-        raise Mistake("--sweep, --peers and all take one sequence at a time: drop --batch-size")
-    if args.checkpoint and (len(set(args.method)) != 1 or args.method[0] == "all"):
-        raise Mistake("--checkpoint goes with exactly one --method")
-    if args.checkpoint and "@" in args.method[0]:
-        raise Mistake("--checkpoint and @DIR both name the drafter: leave one out")
-    if args.replay and not args.method:
-        raise Mistake("--replay shows how a method decodes: give --method NAME")
-    measuring = args.json or args.plot or args.sweep or args.cost_curve or args.batch_size > 1
-    if args.replay and measuring:
-        raise Mistake(
-            "--replay measures nothing: leave out --json, --plot, --sweep, --cost-curve and "
-            "--batch-size"
-        )
-    for option in ("json", "replay"):
-        path = getattr(args, option)
-        if path and (Path(path).is_dir() or not Path(path).resolve().parent.is_dir()):
-            raise Mistake(f"--{option} {path}: name a file in a folder that is there")
+    asked = args.method or args.peers or args.cost_curve or args.table
+    methods = ", ".join(cli.METHODS)
+    one = len(set(args.method)) == 1 and args.method != ["all"] and "@" not in args.method[0]
+    together = args.sweep or args.peers or "all" in args.method
+    mistakes = [
+        (not asked, f"nothing to do: give --method ({methods}, all), --cost-curve or --table"),
+        (args.table and args.method, "--table measures nothing: leave out --method"),
+        (args.sweep and not args.method, "--sweep replays drafts: give a --method"),
+        (args.sweep and args.temperature, "--sweep is greedy: leave out --temperature"),
+        (args.top_p < 1 and not args.temperature, "--top-p needs a --temperature"),
+        (args.batch_size > 1 and together, "--sweep, --peers and all need --batch-size 1"),
+        (args.checkpoint and not one, "--checkpoint goes with one --method that has no @DIR"),
+    ]
+    for path in filter(None, (args.json, args.replay)):
+        there = Path(path).resolve().parent.is_dir() and not Path(path).is_dir()
+        mistakes.append((not there, f"cannot write {path}: name a file in a folder that is there"))
+    for wrong, message in mistakes:
+        if wrong:
+            raise Mistake(message)
     if args.plot:
         pictures.check(args.plot)
 
 
 def measure(args) -> dict:
     """Measure, print the tables and write --json; returns the result."""
+    # 1. Read the prompts and load the target.
     prompts = []
-    if args.method or args.peers:
-        if args.prompt is not None:
-            prompts = [{"question_id": 1, "turns": [args.prompt]}]
-        else:
-            paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
-            prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
-    busy = ""
-    if prompts and load > (os.cpu_count() or 1):
-        busy = (
-            f"bench.py: other programs are using this machine (load {load:.1f}), so speedups are "
-            "not to be trusted: stop them, or set OMP_WAIT_POLICY=passive, so that waiting threads "
-            "do not spin"
-        )
-        print(busy, file=sys.stderr)
+    if args.prompt is not None:
+        prompts = [{"question_id": 1, "turns": [args.prompt]}]
+    elif args.method or args.peers:
+        paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
+        prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)
     target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
-    if args.pack:
-        target = packed.pack(target)
-    result = report.header(args, target, len(prompts))
+    target = packed.pack(target)
+
+    # 2. Measure.
+    result = report.header(args, target)
     if args.cost_curve:
-        result["cost_curve"] = cost_curve(target, args.context)
+        result["cost_curve"] = cost_curve(target)
     if prompts:
         arms = make_arms(target, args)
-        check_lengths(target, tokenizer, prompts, args.max_new_tokens)
         options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
         if args.temperature:
             options |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
@@ -380,9 +380,9 @@ def measure(args) -> dict:
             replay.write(args.replay, target, tokenizer, arms, text, encoded, options)
             return {"replay": args.replay}
         compare(args, target, tokenizer, arms, prompts, options, result)
+
+    # 3. Print and write.
     print(report.tables(result))
-    if busy:
-        print(f"\n{busy}")
     if args.json:
         report.write_result(result, args.json)
     for numbers in report.arms_of(result).values():
@@ -392,39 +392,40 @@ def measure(args) -> dict:
 
 def compare(args, target, tokenizer, arms, prompts, options, result) -> None:
     """Let the arms answer, and add their figures to the result."""
+    # 1. Answer. Prompts that fill no batch are left out.
     size = args.batch_size
-    loops = plain_loops()
-    groups = [[prompt] for prompt in prompts]
-    answering = play
-    if size > 1:
-        loops.append(batching.PADDED)
-        groups = batching.groups(prompts, size)
-        answering = batching.play
+    starts = range(0, len(prompts) - size + 1, size)
+    groups = [prompts[start : start + size] for start in starts]
+    if not groups:
+        raise Mistake(f"{len(prompts)} prompts fill no batch: lower --batch-size")
     if args.sweep:
         from support import stopping  # needs specdecpp.py
 
         stopping.chain_of(arms[0])  # a Mistake comes before the long run
-    turns = run(target, tokenizer, [*loops, *arms], groups, options, args.seed, answering)
+    loops = [TRANSFORMERS, PLAIN] if size == 1 else [TRANSFORMERS, PLAIN, PADDED]
+    turns = run(target, tokenizer, [*loops, *arms], groups, options, args.seed)
     if not turns:
         sys.exit(130)
 
+    # 2. Summarize.
     figures = summary(arms, loops, target, turns, not args.temperature)
     count = turns[-1].prompt + 1  # prompts or batches
-    result["prompts"] = min(count * size, len(prompts))
+    result["prompts"] = count * size
     if size > 1:
         result["batch"] = {"size": size, "batches": count, "arms": figures}
     else:
         result["arms"] = figures
-    if len(turns) < sum(max(len(prompt["turns"]) for prompt in group) for group in groups):
+    if len(turns) < sum(map(rounds, groups)):
         result["interrupted"] = True
     if args.sweep:
         stats = [turn.answers[arms[0].name].stats[0] for turn in turns]
-        asked = [{"input_ids": turn.asked[0], **options} for turn in turns]
+        asked = [turn.asked[0] | options for turn in turns]
         result["sweep"] = report.rounded(stopping.sweep(arms[0], target, asked, stats))
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(sys.argv[1:] if argv is None else argv)
+    check(args)
     if args.table:
         results = [report.read_result(path) for path in args.table]
         print("\n\n".join(report.tables(result) for result in results))

@@ -16,16 +16,12 @@ There is no padding, and a finished sequence leaves the row. The drafters
 run one sequence after another.
 """
 
-import itertools
-
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import common
-from support.arms import Answer, Arm, clock
-from support.prompts import answer_padded
 
 
 class JointLayer(DynamicLayer):
@@ -58,14 +54,9 @@ def joint_forward(target, decodings: list, drafts: list) -> list[tuple[Tensor, T
     sizes = [ids.shape[1] for ids in fed]
 
     # 2. Each block of the mask is one sequence's own; all else is forbidden.
-    shape = (1, 1, sum(sizes), sum(sizes) + sum(prefixes))
-    mask = masks[0].new_full(shape, torch.finfo(target.dtype).min)
-    top = left = 0
-    for own in masks:
-        rows, columns = own.shape[2:]
-        mask[:, :, top : top + rows, left : left + columns] = own
-        top += rows
-        left += columns
+    may_attend = torch.block_diag(*[(own == 0)[0, 0] for own in masks])
+    mask = torch.zeros_like(may_attend, dtype=target.dtype)
+    mask = mask.masked_fill(~may_attend, torch.finfo(target.dtype).min)[None, None]
 
     # 3. The layers write each sequence's rows to its own cache.
     cache = DynamicCache()
@@ -87,6 +78,11 @@ def generate(target, module, kwargs: dict, decodings: list[common.Decoding]) -> 
         Of each (1, T') prompt and new tokens.
     """
     generators = [module.drafts(decoding, **kwargs) for decoding in decodings]
+    if len(decodings) == 1:  # its Decoding can tell drafting and verifying apart
+        [decoding] = decodings
+        for draft in generators[0]:
+            decoding.verify(draft)
+        return [decoding.ids]
     while True:
         # 1. Draft. A generator ends when its answer is complete.
         live = []
@@ -103,43 +99,3 @@ def generate(target, module, kwargs: dict, decodings: list[common.Decoding]) -> 
         scored = joint_forward(target, live, drafts)
         for decoding, draft, own in zip(live, drafts, scored):
             decoding.verify(draft, own)
-
-
-# -------------------------------------------------------------------------------- for bench.py
-
-PADDED = Arm("padded")  # transformers' own batches
-
-
-def groups(prompts: list, size: int) -> list[list]:
-    """Full batches of `size` prompts. Prompts left over are dropped, too few repeated."""
-    if len(prompts) < size:
-        prompts = list(itertools.islice(itertools.cycle(prompts), size))
-    starts = range(0, len(prompts) - size + 1, size)
-    return [prompts[start : start + size] for start in starts]
-
-
-def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
-    """Let an arm answer a batch; `asked` holds each one's input_ids (1, T).
-
-    The times of drafting and verifying overlap and are left out.
-    """
-    prompts = [each["input_ids"] for each in asked]
-    stats = [common.Stats() for _ in asked]
-    start = clock(target)
-    if arm is PADDED:
-        rows = answer_padded(target, [ids[0].tolist() for ids in prompts], **options)
-    else:
-        if arm.module is None:  # one after another
-            output = [target.generate(**each, **options) for each in asked]
-        else:
-            decodings = []
-            for ids, own in zip(prompts, stats):
-                decodings.append(common.open_decoding(target, ids, arm.copies, own, **options))
-            output = generate(target, arm.module, arm.kwargs, decodings)
-        rows = [row[0, ids.shape[1] :].tolist() for row, ids in zip(output, prompts)]
-    seconds = clock(target) - start
-    for row, own in zip(rows, stats):
-        own.seconds = {}
-        if arm.module is None:
-            own.target_forwards = own.emitted = len(row)
-    return Answer(rows, seconds, stats)

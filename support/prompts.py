@@ -2,7 +2,6 @@
 
 import torch
 
-import common
 from support import data
 
 
@@ -38,19 +37,3 @@ def answer_padded(target, prompts: list[list[int]], **options) -> list[list[int]
         length = next((n + 1 for n, token in enumerate(row) if token in ends), len(row))
         answers.append(row[:length])
     return answers
-
-
-def check_lengths(target, tokenizer, prompts: list[dict], max_new_tokens: int) -> None:
-    """Raise a Mistake if a conversation could outgrow the target's context."""
-    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    for prompt in prompts:
-        messages = []
-        for turn in prompt["turns"]:
-            messages += [turn, ""]
-        asked = encode(tokenizer, messages[:-1], "cpu")["input_ids"].shape[1]
-        longest = asked + max_new_tokens * len(prompt["turns"])
-        if limit and longest > limit:
-            raise common.Mistake(
-                f"prompt {prompt['question_id']} may take {longest} tokens and the target's "
-                f"context is {limit}; lower --max-new-tokens or leave the prompt out"
-            )

@@ -1,5 +1,6 @@
 """From timed answers to figures, and from figures to tables."""
 
+import itertools
 import json
 import os
 import platform
@@ -39,7 +40,7 @@ COLUMNS = {  # name in the JSON: heading of a table, and the format of a number
 # ----------------------------------------------------------------------------------- figures
 
 
-def header(args, target, prompts: int) -> dict:
+def header(args, target) -> dict:
     """Where, when and how a result was made."""
     cuda = target.device.type == "cuda"
     name = torch.cuda.get_device_name(target.device) if cuda else processor()
@@ -49,7 +50,7 @@ def header(args, target, prompts: int) -> dict:
         "dtype": str(target.dtype).removeprefix("torch."),
         "commit": commit(),
         "command": "python bench.py " + shlex.join(args.argv),
-        "prompts": prompts,
+        "prompts": 0,
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
         "top_p": args.top_p,
@@ -65,8 +66,7 @@ def header(args, target, prompts: int) -> dict:
 def processor() -> str:
     """The name of the CPU."""
     info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.is_file() else ""
-    found = re.search(r"model name\s*: (.+)", text)
+    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.is_file() else None
     return found[1] if found else platform.machine()
 
 
@@ -80,10 +80,13 @@ def commit() -> str | None:
     return git.stdout.strip() or None
 
 
-def total(answers: list) -> Counter:
-    """Sums over an arm's answers (arms.Answer), for its figures."""
-    sums = Counter()  # what is not counted is 0
-    for answer in answers:
+def collect(name: str, turns: list) -> tuple[list[Counter], list[dict]]:
+    """An arm's sums for each prompt (or batch), all its turns together, and its answers."""
+    prompts: dict[int, Counter] = {}
+    answers = []
+    for turn in turns:
+        answer = turn.answers[name]
+        sums = prompts.setdefault(turn.prompt, Counter())
         sums["seconds"] += answer.seconds
         for row, stats in zip(answer.rows, answer.stats):
             sums["tokens"] += len(row)
@@ -93,83 +96,73 @@ def total(answers: list) -> Counter:
             # In transformers' loops, each forward ends with a bonus token.
             sums["accepted"] += sum(stats.accepted or [len(row) - stats.target_forwards])
             sums.update(stats.seconds)  # by phase
-    return sums
+            counts = {"prompt": turn.prompt, "seconds": answer.seconds, "tokens": row}
+            counts |= {"forwards": stats.target_forwards, "drafted": stats.drafted}
+            answers.append(counts | {"offered": stats.offered, "accepted": stats.accepted})
+    return list(prompts.values()), answers
 
 
-def quotients(sums: dict) -> dict:
-    """The figures that follow from an arm's sums; None if not applicable."""
-    found = dict.fromkeys(COLUMNS)
+def figures(arm, turns: list) -> dict:
+    """The numbers of one arm, None where one does not apply or bench.py adds it.
+
+    Args:
+        arm: support.arms.Arm. turns: bench.Turn, each with an answer of every arm.
+    """
+    # 1. Per token, and per target forward.
+    prompts, answers = collect(arm.name, turns)
+    sums = sum(prompts, Counter())  # what is not counted is 0
     tokens = sums["tokens"]
     forwards = sums["forwards"]
+    found = dict.fromkeys((*COLUMNS, "diverged", "first_divergence"))
     found["tokens_per_s"] = tokens / sums["seconds"]
     found["tau"] = tokens / forwards
     found["n_target_per_token"] = forwards / tokens
     if sums["drafted"]:
         found["accepted_per_round"] = sums["accepted"] / forwards
         found["n_discarded_per_token"] = (sums["drafted"] - sums["accepted"]) / tokens
-    if sums["verify"]:  # transformers' loops are not timed in parts
+
+    # 2. Milliseconds. Transformers' loops are not timed in parts, and in batches the parts overlap.
+    alone = all(len(turn.question_ids) == 1 for turn in turns)
+    if alone and sums["verify"]:
         rest = sums["seconds"] - sums["prefill"] - sums["draft"] - sums["verify"]
         found["verify_ms"] = 1000 * sums["verify"] / forwards
         found["other_ms"] = 1000 * rest / forwards
         if sums["drafted"] and sums["drafts"]:
             found["draft_ms"] = 1000 * sums["draft"] / sums["drafts"]
+
+    # 3. What the figures come from, and the Config without the shapes of models.
+    for name in ("tokens", "forwards", "drafted", "accepted"):
+        found[name] = sums[name]
+    columns = ("tokens", "seconds", "forwards")
+    found["by_prompt"] = {name: [each[name] for each in prompts] for name in columns}
+    found["acceptance_by_position"] = by_position(answers)
+    config = vars(arm.kwargs["config"]) if arm.kwargs else {}
+    plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    found["settings"] = {"copies": arm.copies, **plain}
+    found["answers"] = answers
     return found
 
 
-def figures(arm, baseline: str, turns: list, greedy: bool) -> dict:
-    """The numbers of one arm, null where one does not apply.
-
-    Args:
-        arm: support.arms.Arm. baseline: name of the arm to compare with.
-        turns: bench.Turn, each with an answer of every arm.
-        greedy: whether the answers should equal plain greedy decoding.
-    """
-    answers = [turn.answers[arm.name] for turn in turns]
-    sums = total(answers)
-    ours = by_prompt(arm.name, turns)
-    speedup, *bounds = paired(ours, by_prompt(baseline, turns))
-    left = [gone for turn in turns for gone in turn.diverged[arm.name]]
-    return quotients(sums) | {
-        "speedup": speedup,
-        "speedup_ci": None if bounds[0] is None else bounds,
-        "acceptance_by_position": by_position(answers),
-        "identical_to_greedy": not left if greedy else None,
-        "diverged": len(left) if greedy else None,
-        "first_divergence": left[0] if left else None,
-        "settings": settings(arm),
-        **{name: sums[name] for name in ("tokens", "forwards", "drafted", "accepted")},
-        "by_prompt": ours,
-        "answers": raw(arm.name, turns),
-    }
-
-
-def by_position(answers: list) -> list[float]:
+def by_position(answers: list[dict]) -> list[float]:
     """Per level, the share of the rounds offering it that accept it."""
     rounds = []
     for answer in answers:
-        for stats in answer.stats:
-            rounds += zip(stats.offered, stats.accepted)
+        rounds += zip(answer["offered"], answer["accepted"])
     shares = []
-    for level in range(1, max((offered for offered, _ in rounds), default=0) + 1):
+    for level in itertools.count(1):
         reached = [accepted >= level for offered, accepted in rounds if offered >= level]
+        if not reached:
+            return shares
         shares.append(sum(reached) / len(reached))
-    return shares
 
 
-def by_prompt(name: str, turns: list) -> dict[str, list]:
-    """An arm's sums for each prompt (or batch), all its turns together."""
-    prompts = dict.fromkeys(turn.prompt for turn in turns)
-    sums = [total([t.answers[name] for t in turns if t.prompt == prompt]) for prompt in prompts]
-    return {key: [each[key] for each in sums] for key in ("tokens", "seconds", "forwards")}
-
-
-def paired(ours: dict, theirs: dict) -> list:
-    """The ratio of two arms' tokens per second.
+def paired(ours: dict, theirs: dict) -> tuple[float, list[float] | None]:
+    """The ratio of two arms' tokens per second, and its 95% interval.
 
     The bootstrap redraws prompts with all turns, the same for both arms.
 
-    Args: ours, theirs: `by_prompt` of the two.
-    Returns: [ratio, lower, upper]; the 95% bounds are None below five prompts or batches.
+    Args: ours, theirs: figure "by_prompt" of the two.
+    Returns: the ratio and [lower, upper], None below five prompts or batches.
     """
     columns = [ours["tokens"], ours["seconds"], theirs["tokens"], theirs["seconds"]]
     sums = torch.tensor(columns, dtype=torch.float64).T  # (prompts, 4)
@@ -180,44 +173,20 @@ def paired(ours: dict, theirs: dict) -> list:
 
     whole = float(ratio(sums.sum(0)))
     if len(sums) < 5:
-        return [whole, None, None]
+        return whole, None
     generator = torch.Generator().manual_seed(0)
     picks = torch.randint(len(sums), (2000, len(sums)), generator=generator)
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return [whole, *ratio(sums[picks].sum(1)).quantile(ends).tolist()]
-
-
-def settings(arm) -> dict:
-    """An arm's Config, without the target's shape and without paths."""
-    found = {"copies": arm.copies}
-    config = arm.kwargs.get("config")
-    for name, value in vars(config).items() if config else ():
-        if isinstance(value, bool | int | float | str | list) and "/" not in str(value):
-            found[name] = value
-    return found
-
-
-def raw(name: str, turns: list) -> list[dict]:
-    """An arm's answers with token ids and counts, to recompute its figures."""
-    found = []
-    for turn in turns:
-        answer = turn.answers[name]
-        for row, stats in zip(answer.rows, answer.stats):
-            counts = {"prompt": turn.prompt, "seconds": answer.seconds, "tokens": row}
-            counts |= {"forwards": stats.target_forwards, "drafted": stats.drafted}
-            found.append(counts | {"offered": stats.offered, "accepted": stats.accepted})
-    return found
+    return whole, ratio(sums[picks].sum(1)).quantile(ends).tolist()
 
 
 def rounded(value, digits: int = 4):
-    """The same data with floats rounded to `digits`; NaN becomes None."""
-    if isinstance(value, dict):
-        return {key: rounded(item, digits) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(item, digits) for item in value]
-    if isinstance(value, float):
-        return None if value != value else round(value, digits)
-    return value
+    """The same data as JSON holds it, with floats rounded; NaN becomes None."""
+    return json.loads(
+        json.dumps(value),
+        parse_float=lambda text: round(float(text), digits),
+        parse_constant=lambda name: None,
+    )
 
 
 # ------------------------------------------------------------------------------------ tables
@@ -279,7 +248,14 @@ def tables(result: dict) -> str:
             about += f", {batch['batches']} batches of {batch['size']}"
         if result.get("interrupted"):
             about += "; interrupted"
-        parts += [markdown(*arm_table(arms)), LEGEND, *departures(arms)]
+        parts += [markdown(*arm_table(arms)), LEGEND]
+        for name, numbers in arms.items():
+            if gone := numbers.get("first_divergence"):
+                parts.append(
+                    f"{name} leaves greedy decoding in {numbers['diverged']} answers, first in "
+                    f"prompt {gone['question_id']} at new token {gone['position'] + 1}, where the "
+                    f"target's top-2 margin is {gone['top2_margin']:.2g}"
+                )
     if curve := result.get("cost_curve"):
         counts = curve["by_tokens"]
         parts += [
@@ -297,19 +273,6 @@ def tables(result: dict) -> str:
             markdown(["rule", "setting", "N_t/N", "N_d/N", "tokens/s"], rows),
         ]
     return "\n\n".join([about, *parts])
-
-
-def departures(arms: dict) -> list[str]:
-    """A sentence for each arm that leaves greedy decoding."""
-    said = []
-    for name, numbers in arms.items():
-        if gone := numbers.get("first_divergence"):
-            said.append(
-                f"{name} leaves greedy decoding in {numbers['diverged']} answers, first in prompt "
-                f"{gone['question_id']} at new token {gone['position'] + 1}, where the target's "
-                f"top-2 margin is {gone['top2_margin']:.2g}"
-            )
-    return said
 
 
 # ------------------------------------------------------------------------------------- files

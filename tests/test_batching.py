@@ -82,8 +82,3 @@ def test_sampled_sequences_follow_the_target(small_llama, place):
         small_llama, prompt, 2, draws=300, custom_generate=decode_beside_another
     )
     assert p_value > 1e-3
-
-
-def test_batches_are_filled_and_left_over_prompts_left_out():
-    assert batching.groups([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4]]
-    assert batching.groups([1, 2], 5) == [[1, 2, 1, 2, 1]]

@@ -18,8 +18,8 @@ import common
 import glide
 from common import Mistake
 from support import arms as arms_of
-from support import cli, data, report
-from support.arms import Answer, Arm
+from support import cli, report
+from support.arms import PLAIN, TRANSFORMERS, Arm
 
 ROOT = Path(bench.__file__).parent
 TURNS = [
@@ -125,7 +125,7 @@ def test_a_run_ends_with_the_promised_json_and_its_tables_can_be_printed_again(
 def test_the_cost_of_a_forward_is_measured_and_the_json_left_out_on_a_terminal(
     files, capsys, monkeypatch
 ):
-    argv = ["--cost-curve", "--target", str(files / "target"), "--context", "8"]
+    argv = ["--cost-curve", "--target", str(files / "target")]
     result, out = run(capsys, argv)
     assert out.count('{"target"') == 1
     [curve] = [part for part in result.values() if "by_tokens" in str(part)]
@@ -141,7 +141,7 @@ def test_the_cost_of_a_forward_is_the_median_after_a_warm_up(llama, monkeypatch)
     monkeypatch.setattr(bench, "clock", lambda _: next(moments))
     fed = []
     hook = llama.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[1]))
-    curve = bench.cost_curve(llama, 8)
+    curve = bench.cost_curve(llama)
     hook.remove()
     assert curve["by_tokens"] == {str(count): 3000 for count in bench.COUNTS}
     assert fed == [count for count in bench.COUNTS for _ in range(6)]
@@ -185,9 +185,6 @@ def test_batches_are_measured_and_filled(files, capsys):
     copying = command(files, "--batch-size", "2", method="glide+copies")
     copies = run(capsys, copying)[0]["batch"]["arms"]["glide+copies"]
     assert copies["identical_to_greedy"] and copies["drafted"] != ours["drafted"]
-    options = ("--batch-size", "3", "--num-prompts", "1", "--temperature", "1")
-    ours = run(capsys, command(files, *options))[0]["batch"]["arms"]["glide"]
-    assert ours["identical_to_greedy"] is None  # one prompt, three times
 
 
 # ----------------------------------------------------------------------------------- protocol
@@ -197,20 +194,23 @@ def conversation(files, fake, seed=0, interrupt=None):
     """The turns of a run of five arms, and (arm, question) in the order in which they were played;
     after `interrupt` answers Ctrl-C is pressed."""
     target, tokenizer, _ = load(files)
+    play = bench.play
     order = []
 
     def spy(arm, target, asked, options):
         order.append((arm.name, tokenizer.decode(asked[0]["input_ids"][0])))
         if len(order) == interrupt:
             raise KeyboardInterrupt
-        return bench.play(arm, target, asked, options)
+        return play(arm, target, asked, options)
 
-    arms = arms_of.plain_loops()
+    arms = [TRANSFORMERS, PLAIN]
     for wrong in (-1, 0, 1):
         arms.append(Arm(f"fake{wrong}", fake, {"config": fake.Config(wrong=wrong)}))
-    groups = [[prompt] for prompt in data.read_prompts([files / "prompts.jsonl"], 0)]
     options = {**GREEDY, "max_new_tokens": 4}
-    return bench.run(target, tokenizer, arms, groups, options, seed, spy), order
+    groups = [[prompt] for prompt in TURNS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "play", spy)
+        return bench.run(target, tokenizer, arms, groups, options, seed), order
 
 
 def test_every_arm_answers_every_turn_in_an_order_of_its_own(files, fake):
@@ -229,7 +229,6 @@ def test_every_arm_answers_every_turn_in_an_order_of_its_own(files, fake):
     assert {text for _, text in order[15:]} == {"<user> w4 w5 w6 <end> <assistant>"}
     assert turns[0].answers["plain"].rows == turns[0].answers["transformers"].rows
     assert [turn.prompt for turn in turns] == [0, 0, 1]
-    assert not turns[0].diverged["fake-1"] and turns[0].diverged["fake0"][0]["position"] == 0
 
     kept, _ = conversation(files, fake, interrupt=5 + 5 + 2)  # in the second turn
     assert [turn.prompt for turn in kept] == [0] and len(kept[0].answers) == 5
@@ -249,29 +248,33 @@ def test_where_answers_part_and_the_margin_there(llama):
     """By another token, by an early end, and by a late one."""
     ids = ASKED[0]["input_ids"]
     said = llama.generate(ids, max_new_tokens=5, **GREEDY)[0, 3:].tolist()
-    for answer, place in (([*said[:2], 47, *said[3:]], 2), (said[:3], 3), ([*said, 1], 5)):
-        [gone] = bench.divergence(llama, 8, ids, said, answer)
+    for wrong, place in (([*said[:2], 47, *said[3:]], 2), (said[:3], 3), ([*said, 1], 5)):
+        answers = {"x": bench.Answer([said, wrong], 1, []), "y": bench.Answer([said, said], 1, [])}
+        turns = [bench.Turn(0, [7, 8], ASKED * 2, answers)]
+        found = bench.divergence("x", "y", llama, turns)
         text = torch.cat([ids, ids.new_tensor([said[:place]])], dim=1)
         best, second = llama(text).logits[0, -1].topk(2).values.tolist()
         margin = pytest.approx(best - second, rel=1e-4)
-        assert gone == {"question_id": 8, "position": place, "top2_margin": margin}
+        assert not found["identical_to_greedy"] and found["diverged"] == 1
+        first = {"question_id": 8, "position": place, "top2_margin": margin}
+        assert found["first_divergence"] == first
 
 
 def test_the_loops_of_transformers_are_counted(llama):
     """Assisted by a copy of the target, so that all drafts are right."""
     options = {**GREEDY, "max_new_tokens": 12}
-    plain = bench.play(Arm("transformers"), llama, ASKED, options)
+    plain = bench.play(TRANSFORMERS, llama, ASKED, options)
     assert plain.stats[0].target_forwards == 12 and plain.stats[0].drafted == 0
     arm = Arm("assisted", peer={"assistant_model": copy.deepcopy(llama)})
     helped = bench.play(arm, llama, ASKED, options)
-    sums = report.total([helped])
+    figures = report.figures(arm, turns_of(assisted=[helped]))
     assert helped.rows == plain.rows
-    assert sums["forwards"] < 12 and sums["accepted"] == 12 - sums["forwards"]
-    assert sums["drafted"] - sums["accepted"] <= 1, "the last forward may lack its bonus token"
-    figures = report.quotients(sums)
+    assert figures["forwards"] < 12 and figures["accepted"] == 12 - figures["forwards"]
+    missed = figures["drafted"] - figures["accepted"]
+    assert missed <= 1, "the last forward may lack its bonus token"
     assert figures["accepted_per_round"] == pytest.approx(figures["tau"] - 1)
     assert figures["draft_ms"] is figures["verify_ms"] is figures["other_ms"] is None
-    ours = bench.play(arms_of.plain_loops()[1], llama, ASKED, options)
+    ours = bench.play(PLAIN, llama, ASKED, options)
     assert ours.rows == plain.rows and ours.stats[0].target_forwards == 12
 
 
@@ -281,8 +284,8 @@ def test_alpha_is_that_of_the_answers_tokens_and_no_others(llama):
     prompts = [torch.tensor([[1, 3, 5]]), torch.tensor([[2, 2, 2, 2]])]
     turns = []
     for number, (prompt, row) in enumerate(zip(prompts, rows)):
-        answers = {"plain": Answer([row], 1.0, [])}
-        turns.append(bench.Turn(number, [prompt], answers, {}))
+        answers = {"plain": bench.Answer([row], 1.0, [])}
+        turns.append(bench.Turn(number, [number], [{"input_ids": prompt}], answers))
 
     def acceptance(drafter, target, batch):
         assert batch.hidden.shape[:2] == batch.input_ids.shape
@@ -290,11 +293,8 @@ def test_alpha_is_that_of_the_answers_tokens_and_no_others(llama):
         return (counted % 2 == 0).sum(), len(counted)
 
     module = SimpleNamespace(acceptance=acceptance)
-    kwargs = {"drafter": SimpleNamespace(kv_layers=[])}
-    found = bench.acceptance_rate(Arm("x", module, kwargs), llama, turns, "plain")
-    assert found == 7 / 9
-    for other in ({}, kwargs | {"draft_model": llama}):  # no drafter, another one
-        assert bench.acceptance_rate(Arm("x", module, other), llama, turns, "plain") is None
+    drafter = SimpleNamespace(kv_layers=[])
+    assert bench.acceptance_rate(module, drafter, llama, turns, "plain") == 7 / 9
 
 
 # ------------------------------------------------------------------------------------ figures
@@ -303,7 +303,7 @@ def test_alpha_is_that_of_the_answers_tokens_and_no_others(llama):
 def answer(tokens, wall, **counts):
     """An Answer of so many tokens; plain decoding unless told otherwise."""
     stats = common.Stats(**{"target_forwards": tokens, **counts})
-    return Answer([list(range(tokens))], wall, [stats])
+    return bench.Answer([list(range(tokens))], wall, [stats])
 
 
 def turns_of(prompts=None, **answers):
@@ -312,7 +312,7 @@ def turns_of(prompts=None, **answers):
     for number, row in enumerate(zip(*answers.values())):
         played = dict(zip(answers, row))
         prompt = prompts[number] if prompts else number
-        turns.append(bench.Turn(prompt, [], played, {name: [] for name in answers}))
+        turns.append(bench.Turn(prompt, [prompt], [], played))
     return turns
 
 
@@ -323,10 +323,9 @@ def test_figures_of_a_hand_worked_case():
     seconds = {"prefill": 0.8, "draft": 0.45, "verify": 0.5}
     rounds = {"target_forwards": 4, "offered": [3, 3, 3, 0], "accepted": [0, 1, 1, 0]}
     second = answer(6, 2.0, seconds=seconds, drafted=9, **rounds)
-    turns = turns_of(x=[first, second], plain=[answer(10, 2.0), answer(6, 2.0)])
-    turns[1].diverged["x"] = [{"question_id": 8, "position": 3, "top2_margin": 0.1}]
-    got = report.figures(Arm("x", copies=16), "plain", turns, greedy=True)
-    assert got["tokens_per_s"] == 16 / 3 and got["speedup"] == pytest.approx(4 / 3)
+    turns = turns_of(x=[first, second])
+    got = report.figures(Arm("x", copies=16), turns)
+    assert got["tokens_per_s"] == 16 / 3
     assert (got["tau"], got["accepted_per_round"], got["n_target_per_token"]) == (2.0, 1.0, 0.5)
     assert (got["drafted"], got["accepted"]) == (21, 8)
     assert got["n_discarded_per_token"] == (21 - 8) / 16
@@ -335,11 +334,8 @@ def test_figures_of_a_hand_worked_case():
     # 8 verifications and 6 drafts, as the first of an answer is part of the prefill
     assert got["draft_ms"] == pytest.approx(100) and got["verify_ms"] == pytest.approx(125)
     assert got["other_ms"] == pytest.approx(1000 * (3 - 2.6) / 8)
-    assert got["identical_to_greedy"] is False and got["diverged"] == 1
-    assert got["first_divergence"]["question_id"] == 8
     assert got["settings"] == {"copies": 16}
     assert got["by_prompt"] == {"tokens": [10, 6], "seconds": [1.0, 2.0], "forwards": [4, 4]}
-    assert got["speedup_ci"] is None  # two prompts are too few
 
 
 def test_the_baseline_is_the_faster_of_the_plain_loops(llama):
@@ -347,7 +343,7 @@ def test_the_baseline_is_the_faster_of_the_plain_loops(llama):
         turns = turns_of(
             transformers=[answer(10, theirs)], plain=[answer(10, ours)], x=[answer(10, 1.0)]
         )
-        found = bench.summary([Arm("x")], arms_of.plain_loops(), llama, turns, greedy=True)
+        found = bench.summary([Arm("x")], [TRANSFORMERS, PLAIN], llama, turns, greedy=True)
         assert list(found) == ["baseline", "x"] and found["baseline"]["loop"] == faster
         assert found["baseline"]["tokens_per_s"] == 5.0 and found["x"]["speedup"] == 2.0
         assert found["baseline"]["loops"] == {"transformers": 10 / theirs, "plain": 10 / ours}
@@ -360,46 +356,44 @@ def paired(ours, theirs, prompts=None):
     """The interval of answers of 10 tokens that took these seconds."""
     played = {"x": [answer(10, s) for s in ours], "plain": [answer(10, s) for s in theirs]}
     turns = turns_of(prompts=prompts, **played)
-    return report.paired(*(report.by_prompt(name, turns) for name in played))
+    figures = [report.figures(Arm(name), turns)["by_prompt"] for name in played]
+    return report.paired(*figures)
 
 
 def test_an_interval_by_hand():
-    assert paired([1, 2, 3, 4], [2, 2, 2, 2]) == [0.8, None, None]  # too few prompts
+    assert paired([1, 2, 3, 4], [2, 2, 2, 2]) == (0.8, None)  # too few prompts
     # All draws of five prompts out of five, of which 95% lie within.
     draws = sorted(3 * 5 / sum(draw) for draw in itertools.product([1, 2, 3, 4, 5], repeat=5))
-    within = [1, draws[len(draws) * 25 // 1000], draws[len(draws) * 975 // 1000]]
-    assert paired([1, 2, 3, 4, 5], [3] * 5) == pytest.approx(within, rel=0.03)
+    within = [draws[len(draws) * 25 // 1000], draws[len(draws) * 975 // 1000]]
+    assert paired([1, 2, 3, 4, 5], [3] * 5) == (1, pytest.approx(within, rel=0.03))
     # Five prompts of two unequal turns, which are redrawn together: always the same ratio.
     prompts = [n // 2 for n in range(10)]
-    assert paired([1.0, 4.0] * 5, [5.0] * 10, prompts) == pytest.approx([2, 2, 2])
+    assert paired([1.0, 4.0] * 5, [5.0] * 10, prompts) == (2, pytest.approx([2, 2]))
     # Prompts of very different speeds, one arm always 1.5 times the other.
     seconds = [0.1, 1.0, 3.0, 20.0, 7.0]
-    assert paired([s / 1.5 for s in seconds], seconds) == pytest.approx([1.5, 1.5, 1.5])
+    ratio, interval = paired([s / 1.5 for s in seconds], seconds)
+    assert [ratio, *interval] == pytest.approx([1.5, 1.5, 1.5])
 
 
 # --------------------------------------------------------------------------------------- arms
 
 
 def test_an_arm_is_a_method_with_variants_copies_and_a_folder(files, fake):
-    target, _, args = load(files, method="fake", checkpoint=False)
-    loader = arms_of.Loader(target, args)
     folder = files / "glide"
-    plain = loader.arm(f"glide@{folder}")
+    words = f"glide@{folder} glide:gamma2+copies@{folder} cape@{folder} fake:late lookup"
+    target, _, args = load(files, method=words, checkpoint=False)
+    plain, other, ours, late, lookup = arms_of.make_arms(target, args)
     assert plain.name == "glide@glide" and plain.module is glide and plain.copies == 0
     assert plain.kwargs["config"] == plain.kwargs["drafter"].config
-    other = loader.arm(f"glide:gamma2+copies@{folder}")
     assert (other.name, other.copies) == ("glide:gamma2+copies@glide", 16)
     assert other.kwargs["drafter"] is plain.kwargs["drafter"]  # read once
     assert (other.kwargs["config"].gamma, plain.kwargs["config"].gamma) == (2, 5)
-    assert loader.arm("fake:late+copies").kwargs["config"].wrong == 5
-    assert loader.arm("fake:late+never").kwargs["config"].wrong == -1  # the last one counts
-    for args.gamma in (0, 4):  # as --gamma 4 would set it
-        assert loader.arm(f"glide@{folder}").kwargs["config"].gamma == args.gamma
-    assert loader.arm(f"glide:gamma2@{folder}").kwargs["config"].gamma == 2
-    ours = loader.arm(f"cape@{folder}")
     assert ours.kwargs["base"] is glide and ours.kwargs["base_drafter"] is plain.kwargs["drafter"]
     assert isinstance(ours.kwargs["config"], cape.Config) and ours.kwargs["config"].gamma == 4
-    assert set(loader.arm("lookup").kwargs) == {"config"}
+    assert late.kwargs["config"].wrong == 5 and set(lookup.kwargs) == {"config"}
+    for args.gamma in (0, 4):  # as --gamma 4 would set it
+        plain, other, *_ = arms_of.make_arms(target, args)
+        assert (plain.kwargs["config"].gamma, other.kwargs["config"].gamma) == (args.gamma, 2)
 
 
 def test_all_takes_what_has_a_drafter_for_this_target(files, capsys, monkeypatch, tmp_path):
@@ -411,22 +405,7 @@ def test_all_takes_what_has_a_drafter_for_this_target(files, capsys, monkeypatch
     assert {"glide", "cape", "cape:cpu", "lookup", "prompt-lookup"} <= set(names)
     assert not {"falcon", "medusa", "assisted"} & set(names)
     noted = capsys.readouterr().err
-    assert "without falcon: no drafter in" in noted and "without assisted generation" in noted
-
-
-def test_a_draft_model_drafts_for_specdecpp_and_the_peers(files):
-    model = str(files / "target")
-    words = ("--peers", "--draft-model", model)
-    target, _, args = load(files, *words, method="specdecpp", checkpoint=False)
-    args.checkpoint = None
-    ours, lookup, assisted = arms_of.make_arms(target, args)
-    assert ours.kwargs["drafter"] is None and ours.kwargs["config"].stop == "fixed"
-    assert ours.kwargs["draft_model"] is assisted.peer["assistant_model"]
-    options = {**GREEDY, "max_new_tokens": 12}
-    plain = target.generate(**ASKED[0], **options)[0, 3:].tolist()
-    found = [bench.play(arm, target, ASKED, options) for arm in (ours, lookup, assisted)]
-    assert [each.rows for each in found] == [[plain]] * 3
-    assert found[0].stats[0].target_forwards == 2  # it drafts as the target does
+    assert "without falcon: no drafter in" in noted and "without assisted: " in noted
 
 
 @pytest.mark.parametrize(
@@ -435,20 +414,17 @@ def test_a_draft_model_drafts_for_specdecpp_and_the_peers(files):
         ("--method nope", "unknown method 'nope'"),
         ("--method glide:nope", "glide has no variant 'nope'; its variants: gamma1"),
         ("--method glide@/nowhere", "no drafter in /nowhere"),
-        ("--method glide@", "names no folder after the @"),
+        ("--method glide:gamma1+gamma2", r"write NAME\[:VARIANT\]\[\+copies\]\[@DIR\]"),
         ("--method glide@GLIDE glide@COPY", "two arms would be called glide@glide"),
-        ("--method glide@GLIDE --max-new-tokens 130", "prompt 1 may take .* context is 256"),
+        ("--method glide@GLIDE --max-new-tokens 130", "exceed the target's context of 256: lower"),
         ("--method glide --prompts /nowhere.jsonl", "no prompt file /nowhere.jsonl"),
         ("--method glide --sweep --temperature 1", "leave out --temperature"),
-        ("--method glide --peers --batch-size 2", "one sequence at a time"),
-        ("--method glide --top-p 0.5", "--top-p goes with --temperature"),
-        ("--method glide --prompt hi", "give one of the two"),
-        ("--method glide@GLIDE --checkpoint GLIDE", "both name the drafter"),
-        ("--method glide --batch-size 2 --replay page.html", "and --batch-size"),
-        ("--table PROMPTS --sweep", "--table measures nothing"),
-        ("--table PROMPTS --json run.json", "--table measures nothing"),
-        ("--cost-curve --context 250", "--context 250 .* exceed the target's context"),
-        ("--method lookup@/nowhere", "lookup has no weights to load from /nowhere"),
+        ("--method glide --peers --batch-size 2", "need --batch-size 1"),
+        ("--method glide --top-p 0.5", "--top-p needs a --temperature"),
+        ("--method glide@GLIDE --checkpoint GLIDE", "goes with one --method that has no @DIR"),
+        ("--method glide@GLIDE --batch-size 4", "2 prompts fill no batch"),
+        ("--table PROMPTS --method glide", "--table measures nothing"),
+        ("--method glide --json nowhere/run.json", "cannot write nowhere/run.json: name a file in"),
         ("--table PROMPTS", "is not a result of bench.py --json"),
         ("--table PROMPTS --plot PROMPTS", "is a file; name a folder to draw in"),
         ("", "nothing to do"),

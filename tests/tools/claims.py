@@ -40,7 +40,8 @@ def ratio(file: str, ours: str, theirs: str, unit: str = "tau") -> tuple[str, st
         sums = arms[name]["by_prompt"]
         per = sums["forwards"] if unit == "tau" else sums["seconds"]
         by_prompt.append({"tokens": sums["tokens"], "seconds": per})
-    text, verdict = judged(*report.paired(*by_prompt))
+    value, interval = report.paired(*by_prompt)
+    text, verdict = judged(value, *interval)
     return f"{ours} / {theirs}: {text} in {unit}", verdict, file
 
 
