@@ -179,25 +179,25 @@ def run(target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: i
 def summary(arms: list[Arm], loops: list[Arm], target, turns: list[Turn], greedy: bool) -> dict:
     """{NAME: figures} of all arms; the baseline is the fastest of `loops`.
 
-    Args: greedy: whether the answers should equal those of the first loop.
+    Args: greedy: the answers should equal those of the first loop.
     """
     found = {arm.name: report.figures(arm, turns) for arm in [*loops, *arms]}
     speeds = {loop.name: found[loop.name]["tokens_per_s"] for loop in loops}
-    baseline = max(speeds, key=speeds.get)
-    result = {"baseline": found[baseline] | {"loop": baseline, "loops": speeds}}
-    alphas = {}  # by drafter: many variants share one
-    for arm in arms:
-        result[arm.name] = found[arm.name]
-        drafter = arm.kwargs.get("drafter")
-        if drafter is not None and drafter not in alphas:
-            alphas[drafter] = acceptance_rate(arm.module, drafter, target, turns, baseline)
-        result[arm.name]["alpha"] = alphas.get(drafter)
-    theirs = found[baseline]["by_prompt"]
-    for name, numbers in result.items():
+    baseline = max(loops, key=lambda loop: speeds[loop.name])
+    theirs = found[baseline.name]["by_prompt"]
+    alphas = {None: None}  # by drafter: many variants share one
+    result = {}
+    for arm in [baseline, *arms]:
+        numbers = found[arm.name]
         numbers["speedup"], numbers["speedup_ci"] = report.paired(numbers["by_prompt"], theirs)
+        drafter = arm.kwargs.get("drafter")
+        if drafter not in alphas:
+            alphas[drafter] = acceptance_rate(arm.module, drafter, target, turns, baseline.name)
+        numbers["alpha"] = alphas[drafter]
         if greedy:
-            played = baseline if name == "baseline" else name
-            numbers.update(divergence(played, loops[0].name, target, turns))
+            numbers |= divergence(arm.name, loops[0].name, target, turns)
+        result["baseline" if arm is baseline else arm.name] = numbers
+    result["baseline"] |= {"loop": baseline.name, "loops": speeds}
     return report.rounded(result)
 
 
@@ -223,10 +223,10 @@ def acceptance_rate(module, drafter, target, turns: list[Turn], baseline: str) -
 
 @torch.no_grad()
 def divergence(name: str, reference: str, target, turns: list[Turn]) -> dict:
-    """How many answers of an arm differ from the reference's, and where the first one does.
+    """How many answers of an arm differ from the reference's, and where the first does.
 
-    "top2_margin" is the gap of the target's two best logits there; at a tie,
-    rounding decides.
+    "top2_margin" is the gap of the target's two best logits there. At a tie
+    it is 0, and rounding decides.
     """
     count = 0
     first = None
@@ -379,7 +379,7 @@ def measure(args) -> dict:
             encoded = encode(tokenizer, [text], target.device)
             replay.write(args.replay, target, tokenizer, arms, text, encoded, options)
             return {"replay": args.replay}
-        compare(args, target, tokenizer, arms, prompts, options, result)
+        result |= compare(args, target, tokenizer, arms, prompts, options)
 
     # 3. Print and write.
     print(report.tables(result))
@@ -390,8 +390,8 @@ def measure(args) -> dict:
     return result
 
 
-def compare(args, target, tokenizer, arms, prompts, options, result) -> None:
-    """Let the arms answer, and add their figures to the result."""
+def compare(args, target, tokenizer, arms, prompts, options) -> dict:
+    """Let the arms answer; returns their part of the result."""
     # 1. Answer. Prompts that fill no batch are left out.
     size = args.batch_size
     starts = range(0, len(prompts) - size + 1, size)
@@ -410,7 +410,7 @@ def compare(args, target, tokenizer, arms, prompts, options, result) -> None:
     # 2. Summarize.
     figures = summary(arms, loops, target, turns, not args.temperature)
     count = turns[-1].prompt + 1  # prompts or batches
-    result["prompts"] = count * size
+    result = {"prompts": count * size}
     if size > 1:
         result["batch"] = {"size": size, "batches": count, "arms": figures}
     else:
@@ -421,6 +421,7 @@ def compare(args, target, tokenizer, arms, prompts, options, result) -> None:
         stats = [turn.answers[arms[0].name].stats[0] for turn in turns]
         asked = [turn.asked[0] | options for turn in turns]
         result["sweep"] = report.rounded(stopping.sweep(arms[0], target, asked, stats))
+    return result
 
 
 def main(argv: list[str] | None = None) -> None:
