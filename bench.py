@@ -99,8 +99,8 @@ def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
     else:
         decodings = []
         for each, own in pairs:
-            given = {**each, **options, "copies": arm.copies, "stats": own}
-            decodings.append(common.open_decoding(target, **given))
+            opened = common.open_decoding(target, **each, **options, copies=arm.copies, stats=own)
+            decodings.append(opened)
         answers = batching.generate(target, arm.module, arm.kwargs, decodings)
         rows = [ids[0, -own.emitted :].tolist() for ids, own in zip(answers, stats)]
     return Answer(rows, clock(target) - start, stats)
@@ -114,7 +114,7 @@ def transformers_row(arm: Arm, target, encoded: dict, options: dict, stats) -> l
         fed.append(kwargs["input_ids"].shape[1])
 
     with target.register_forward_pre_hook(note, with_kwargs=True):
-        output = target.generate(**encoded, **options, **arm.peer)
+        output = target.generate(**encoded, **options, **arm.kwargs)
     # The first forward reads the prompt, the others a token and a draft.
     length = encoded["input_ids"].shape[1]
     stats.target_forwards = len(fed)
@@ -169,7 +169,8 @@ def run(target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: i
                 turns.append(Turn(number, question_ids, asked, answers))
     except KeyboardInterrupt:
         print(f"bench.py: interrupted; the figures cover {len(turns)} turns", file=sys.stderr)
-    bar.close()
+    finally:
+        bar.close()
     return turns
 
 
@@ -228,22 +229,20 @@ def divergence(name: str, reference: str, target, turns: list[Turn]) -> dict:
     "top2_margin" is the gap of the target's two best logits there. At a tie
     it is 0, and rounding decides.
     """
-    count = 0
-    first = None
+    gone = []
     for turn in turns:
-        pairs = zip(turn.answers[name].rows, turn.answers[reference].rows)
-        for row, (ours, theirs) in enumerate(pairs):
-            if ours == theirs:
-                continue
-            count += 1
-            if first is None:
-                place = len(os.path.commonprefix([ours, theirs]))
-                prompt = turn.asked[row]["input_ids"]
-                ids = torch.cat([prompt, prompt.new_tensor([theirs[:place]])], dim=1)
-                best, second = target(ids).logits[0, -1].float().topk(2).values.tolist()
-                first = {"question_id": turn.question_ids[row], "position": place}
-                first["top2_margin"] = best - second
-    return {"identical_to_greedy": count == 0, "diverged": count, "first_divergence": first}
+        rows = zip(turn.answers[name].rows, turn.answers[reference].rows)
+        for question_id, asked, (ours, theirs) in zip(turn.question_ids, turn.asked, rows):
+            if ours != theirs:
+                gone.append((question_id, asked["input_ids"], ours, theirs))
+    first = None
+    if gone:
+        question_id, prompt, ours, theirs = gone[0]
+        place = len(os.path.commonprefix([ours, theirs]))
+        ids = torch.cat([prompt, prompt.new_tensor([theirs[:place]])], dim=1)
+        best, second = target(ids).logits[0, -1].float().topk(2).values.tolist()
+        first = {"question_id": question_id, "position": place, "top2_margin": best - second}
+    return {"identical_to_greedy": not gone, "diverged": len(gone), "first_divergence": first}
 
 
 @torch.no_grad()

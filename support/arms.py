@@ -33,9 +33,8 @@ class Arm:
 
     name: str
     module: object = None  # of the method; None: transformers decodes
-    kwargs: dict = field(default_factory=dict)  # of module.drafts, with config
+    kwargs: dict = field(default_factory=dict)  # of module.drafts, or of generate
     copies: int = 0
-    peer: dict = field(default_factory=dict)  # of generate, if no module
 
 
 def plain_drafts(decoding):
@@ -62,18 +61,23 @@ def make_arms(target, args) -> list[Arm]:
         drafter = common.load_drafter(cli.import_method(method).Drafter, path, target)
         return packed.pack(drafter)
 
+    texts: list[str] = []
+    for text in args.method:
+        texts += ALL if text == "all" else [text]
+    if args.peers:
+        texts += PEERS
+    optional = ALL if "all" in args.method else PEERS
     arms: dict[str, Arm] = {}
-    for asked in (*args.method, *(PEERS if args.peers else ())):
-        for text in ALL if asked == "all" else (asked,):
-            try:
-                arm = peer(text, target, load) if text in PEERS else make_arm(text, args, load)
-            except Mistake as problem:
-                if asked != "all" and text not in PEERS:
-                    raise
-                print(f"bench.py: without {text}: {problem}", file=sys.stderr)
-                continue
-            if arms.setdefault(arm.name, arm).kwargs != arm.kwargs:
-                raise Mistake(f"two arms would be called {arm.name}; rename one of the folders")
+    for text in texts:
+        try:
+            arm = peer(text, target, load) if text in PEERS else make_arm(text, args, load)
+        except Mistake as problem:
+            if text not in optional:
+                raise
+            print(f"bench.py: without {text}: {problem}", file=sys.stderr)
+            continue
+        if arms.setdefault(arm.name, arm).kwargs != arm.kwargs:
+            raise Mistake(f"two arms would be called {arm.name}; rename one of the folders")
     return list(arms.values())
 
 
@@ -121,9 +125,9 @@ def make_arm(text: str, args, load) -> Arm:
 def peer(name: str, target, load) -> Arm:
     """Transformers' prompt lookup, or its assisted generation with SpecDec++'s layers."""
     if name == "prompt-lookup":
-        return Arm(name, peer={"prompt_lookup_num_tokens": 10})
+        return Arm(name, kwargs={"prompt_lookup_num_tokens": 10})
     assistant = packed.pack(causal_lm(load("specdecpp", None), target))
-    return Arm(name, peer={"assistant_model": assistant})
+    return Arm(name, kwargs={"assistant_model": assistant})
 
 
 def causal_lm(drafter, target):
@@ -140,4 +144,4 @@ def causal_lm(drafter, target):
     model.set_input_embeddings(target.get_input_embeddings())
     model.set_output_embeddings(target.get_output_embeddings())
     model.generation_config = copy.deepcopy(target.generation_config)
-    return model.eval()
+    return model.eval().requires_grad_(False)

@@ -81,7 +81,7 @@ def commit() -> str | None:
 
 
 def collect(name: str, turns: list) -> tuple[list[Counter], list[dict]]:
-    """An arm's sums for each prompt (or batch), all its turns together, and its answers."""
+    """An arm's sums for each prompt (or batch) over its turns, and its answers."""
     prompts: dict[int, Counter] = {}
     answers = []
     for turn in turns:
@@ -121,7 +121,7 @@ def figures(arm, turns: list) -> dict:
         found["accepted_per_round"] = sums["accepted"] / forwards
         found["n_discarded_per_token"] = (sums["drafted"] - sums["accepted"]) / tokens
 
-    # 2. Milliseconds. Transformers' loops are not timed in parts, and in batches the parts overlap.
+    # 2. Milliseconds. Transformers' loops tell no phases, and in batches they overlap.
     alone = all(len(turn.question_ids) == 1 for turn in turns)
     if alone and sums["verify"]:
         rest = sums["seconds"] - sums["prefill"] - sums["draft"] - sums["verify"]
@@ -136,9 +136,11 @@ def figures(arm, turns: list) -> dict:
     columns = ("tokens", "seconds", "forwards")
     found["by_prompt"] = {name: [each[name] for each in prompts] for name in columns}
     found["acceptance_by_position"] = by_position(answers)
-    config = vars(arm.kwargs["config"]) if arm.kwargs else {}
-    plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
-    found["settings"] = {"copies": arm.copies, **plain}
+    found["settings"] = {"copies": arm.copies}
+    if "config" in arm.kwargs:
+        fields = vars(arm.kwargs["config"])
+        plain = {name: value for name, value in fields.items() if not isinstance(value, dict)}
+        found["settings"] |= plain
     found["answers"] = answers
     return found
 
