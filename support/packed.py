@@ -6,17 +6,13 @@ would hide why speculative decoding works: where reading weights is slower
 than multiplying, a few tokens cost about as much as one. The two operators
 are those that torch.compile emits for frozen CPU models. The packed copy
 is kept beside the weight, which embeddings may share.
-
-With a mask, transformers' attention copies the cached keys and values for
-every query head of a group. The attention function of a packed model gives
-the same numbers without copies; a verification is a tenth faster or more.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -24,8 +20,12 @@ ATTENTION = "grouped_sdpa"  # its name among transformers' attention functions
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
-    """Attention of query (B, H, T, Dh) to key and value (B, Hkv, P, Dh)."""
-    if attention_mask is None or options.get("position_bias") is not None:
+    """Attention of query (B, H, T, Dh) to key and value (B, Hkv, P, Dh).
+
+    With a mask, transformers copies keys and values for every query head of a
+    group. This gives the same numbers without copies.
+    """
+    if attention_mask is None or "position_bias" in options:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
@@ -40,10 +40,7 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 class PackedLinear(nn.Linear):
-    """A frozen float32 CPU layer with a packed copy of its weight (O, D).
-
-    layer: whose weight and bias to share.
-    """
+    """A frozen float32 CPU layer with a packed copy of its weight (O, D)."""
 
     def __init__(self, layer: nn.Linear):
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -71,22 +68,16 @@ class PackedLinear(nn.Linear):
 
 def pack(model: nn.Module) -> nn.Module:
     """The model with every float32 nn.Linear on the CPU packed."""
-
-    def packs(module: nn.Module) -> bool:
-        if type(module) is not nn.Linear or not torch.backends.mkldnn.is_available():
-            return False  # macOS has no oneDNN
-        return module.weight.device.type == "cpu" and module.weight.dtype == torch.float32
-
-    if packs(model):
-        return PackedLinear(model)
-    modules = list(model.modules())
-    if any(map(packs, modules)):  # not on a GPU: slower there
-        for module in modules:
-            config = getattr(module, "config", None)
-            if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
-                config._attn_implementation = ATTENTION
-    for module in modules:
-        for name, child in module.named_children():
-            if packs(child):
-                setattr(module, name, PackedLinear(child))
+    if not torch.backends.mkldnn.is_available():  # as on macOS
+        return model
+    layers = {}
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and module.weight.device.type == "cpu":
+            if module.weight.dtype == torch.float32:
+                layers[name] = module
+    for name, layer in layers.items():
+        model.set_submodule(name, PackedLinear(layer))
+    if layers and isinstance(model, PreTrainedModel):
+        if model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(ATTENTION)
     return model

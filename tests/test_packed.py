@@ -16,7 +16,7 @@ def test_packed_layers_compute_the_same_for_any_number_of_rows():
         shapes = ((), (1,), (2,), (3,), (5,), (40,), (1, 1), (2, 3), (1, 7))
         inputs = [torch.randn(*shape, 33) for shape in shapes]
         expected = [layer(x) for x in inputs]
-        layer = packed.pack(layer)
+        layer = packed.PackedLinear(layer)
         for x, y in zip(inputs, expected):
             torch.testing.assert_close(layer(x), y, atol=1e-5, rtol=1e-5)
 
