@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -32,11 +33,9 @@ def present() -> list[str]:
 
 
 def import_method(name: str):
-    """The module of a method or rival; a Mistake if there is none."""
-    if name not in (*METHODS, *RIVALS):
+    """The module of a method or rival; a Mistake if it is not here."""
+    if name not in present():
         raise common.Mistake(f"unknown method {name!r}: take {', '.join(present())}")
-    if not _file(name).is_file():
-        raise common.Mistake(f"no {name}.py here: put it at {_file(name)}")
     return importlib.import_module(f"support.rivals.{name}" if name in RIVALS else name)
 
 
@@ -61,8 +60,7 @@ def method_named(argv: list[str]) -> list[str]:
     """The words after --method, whatever else is on the command line."""
     parser = OneLineParser(add_help=False)
     parser.add_argument("--method", nargs="+", default=[])
-    words = [word for word in argv if word not in ("-h", "--help")]
-    return parser.parse_known_args(words)[0].method
+    return parser.parse_known_args(argv)[0].method
 
 
 # ----------------------------------------------------------------------------------- options
@@ -88,15 +86,13 @@ class OneLineParser(argparse.ArgumentParser):
         raise common.Mistake(f"{message}; see --help")
 
 
-def number(kind: type, low: float, high: float = 2**31 - 1):
-    """A reader for `type=`: an int or float in [low, high], never nan."""
+def number(kind: type, low: float, high: float = math.inf):
+    """A reader for `type=`: an int or float from low to high, never nan."""
 
     def read(text: str):
         value = kind(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"must be at least {low}")
-        if not value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is out of range")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high}")
         return value
 
     read.__name__ = kind.__name__  # argparse says "invalid int value"
@@ -108,51 +104,33 @@ def target(name: str) -> str | None:
     return None if name == default_target.NAME and not Path(name).exists() else name
 
 
-def json_like(default: list):
-    """A reader for `type=`: JSON whose types are those of `default`."""
-
-    def alike(value, default) -> bool:
-        if not isinstance(default, list):
-            return type(value) in (type(default), int)
-        return isinstance(value, list) and all(alike(item, default[0]) for item in value)
-
-    def read(text: str):
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = None
-        if not alike(value, default):
-            raise argparse.ArgumentTypeError(f"give JSON like {json.dumps(default)}")
-        return value
-
-    return read
+def json_list(text: str) -> list:
+    """A reader for `type=`: a list, written as JSON."""
+    value = json.loads(text)
+    if not isinstance(value, list):
+        raise ValueError
+    return value
 
 
 def add_config_options(parser: argparse.ArgumentParser, config_class, decode: bool = False) -> None:
     """Add an option per field of a Config, unless the parser has it.
 
-    An option that is not given is None.
+    An option that is not given is None. The Config checks the values.
 
     decode: take only the fields that may change after training.
     """
     module = sys.modules[config_class.__module__]
+    options = decode_fields(module) if decode else dataclasses.fields(config_class)
     group = parser.add_argument_group(f"{module.__name__.rpartition('.')[2]} options")
     taken = {action.dest for action in parser._actions}
-    for option in dataclasses.fields(config_class):
-        default = option.default
-        if default is dataclasses.MISSING:
-            default = option.default_factory()
-        left_out = decode and not option.metadata.get("decode")
-        if option.name in taken or isinstance(default, dict) or left_out:
+    defaults = config_class()
+    for option in options:
+        default = getattr(defaults, option.name)
+        if option.name in taken or isinstance(default, dict):
             continue
+        kind = {"type": json_list if isinstance(default, list) else type(default)}
         if isinstance(default, bool):
             kind = {"action": argparse.BooleanOptionalAction}
-        elif isinstance(default, int | float):
-            kind = {"type": number(type(default), min(default, 0))}
-        elif isinstance(default, str):
-            kind = {"type": str}
-        else:
-            kind = {"type": json_like(default)}
         shown = default if isinstance(default, str) else json.dumps(default)
         if decode and hasattr(module, "Drafter"):
             shown = "what config.json of the drafter says"
