@@ -12,7 +12,6 @@ after a token with a small maximum (confidence) or a large entropy of q_draft.
 """
 
 import itertools
-import operator
 import sys
 from dataclasses import dataclass, field
 
@@ -23,9 +22,6 @@ import common
 import specdecpp
 from support import cli
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 14)  # K
-LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # of h, and of the confidence
-ENTROPIES = (0.5, 1.0, 1.5, 2.0, 3.0)  # nats
 LONGEST = 20  # tokens drafted at each place
 
 
@@ -36,58 +32,55 @@ LONGEST = 20  # tokens drafted at each place
 class Round:
     """What is drafted at one place of a greedy answer: m tokens."""
 
-    tokens: list[int]
-    confidence: list[float]  # (m,) the largest probability of q_draft
-    entropy: list[float]  # (m,) of q_draft, in nats
-    chances: list[float] = field(default_factory=list)  # (m - 1,) acceptance
+    tokens: list[int] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)  # (m,) the maximum of q_draft
+    entropy: list[float] = field(default_factory=list)  # (m,) of q_draft, in nats
+    chances: list[float] = field(default_factory=list)  # (m - 1,) p^ of Algorithm 2
     agreed: int = 0  # how many of the tokens the target would accept
 
 
-def round_of(steps: list, head=None) -> Round:
-    """The Round of a proposer's steps (token (1,), q_draft (V,), hidden)."""
-    if not steps:
-        return Round([], [], [])
-    q_draft = torch.stack([q for _, q, _ in steps]).float()  # (m, V)
-    hidden = torch.stack([state for _, _, state in steps])  # (m, D), one token earlier
-    return Round(
-        tokens=[int(token) for token, _, _ in steps],
-        confidence=q_draft.amax(-1).tolist(),
-        entropy=torch.special.entr(q_draft).sum(-1).tolist(),
-        chances=head(hidden[1:]).sigmoid().tolist() if head else [],
-    )
+def round_of(steps, head=None) -> Round:
+    """The Round of a proposer's steps (token (1,), q_draft (V,), hidden (D,))."""
+    each = Round()
+    all_accepted = 1.0  # p^
+    for token, q_draft, hidden in steps:
+        if head is not None and each.tokens:  # the state after the token before
+            all_accepted *= float(head(hidden).sigmoid())
+            each.chances.append(all_accepted)
+        each.tokens.append(int(token))
+        each.confidence.append(float(q_draft.max()))
+        each.entropy.append(float(torch.special.entr(q_draft).sum()))
+    return each
 
 
 @torch.no_grad()
 def record(chains, source, head, target, turn: dict) -> list[Round]:
-    """Draft up to LONGEST tokens at every place of a greedy answer.
+    """The Round at every place of a greedy answer, with up to LONGEST tokens.
 
     Args:
         chains, source, head: as `chain_of` returns them.
         turn: arguments of target.generate, such as input_ids (1, T).
-    Returns:
-        A Round for each token of the answer.
     """
+    # 1. Draft at each place, and commit one token of plain decoding.
     decoding = common.open_decoding(target, **turn)
     memory = chains.Memory(source, target)
     rounds = []
     while not decoding.done:
         steps = chains.propose(source, decoding, memory)
         steps = itertools.islice(steps, min(LONGEST, decoding.room))
-        rounds.append(round_of(list(steps), head))
-        decoding.verify(common.chain([], decoding.ids))  # commits one token
+        rounds.append(round_of(steps, head))
+        decoding.verify(common.chain([], decoding.ids))
+    # 2. Compare the drafts with the answer.
     answer = decoding.ids[0, -len(rounds) :].tolist()
     for place, each in enumerate(rounds):
-        same = itertools.starmap(operator.eq, zip(each.tokens, answer[place:]))
-        each.agreed = len(list(itertools.takewhile(bool, same)))
+        each.agreed = first(a != b for a, b in zip(each.tokens, answer[place:]))
     return rounds
 
 
 def chain_of(arm) -> tuple:
-    """What drafts in an arm of support/arms.py.
+    """The module of an arm, what it drafts with, and a head trained on it or None.
 
-    Returns: the method's module, what it drafts with, and the acceptance head
-        that was trained on it, or None.
-    Raises: Mistake: the arm drafts more than chains, or none.
+    Raises: Mistake: the arm drafts other trees than chains, or copies.
     """
     if arm.module.__name__ not in cli.CHAINS or arm.copies:
         methods = " or ".join(cli.CHAINS)
@@ -105,37 +98,38 @@ def chain_of(arm) -> tuple:
 
 
 def first(flags) -> int:
-    """Draft length of a rule that stops after the first True, else 10**6."""
-    for place, flag in enumerate(flags):
-        if flag:
-            return place + 1
-    return 10**6
+    """How many flags stand before the first True."""
+    return [*flags, True].index(True)
 
 
-def lengths(each: Round) -> dict[tuple[str, str], int]:
-    """How many tokens every rule drafts here, {(rule, setting): length}."""
-    found = {("K", str(k)): k for k in LENGTHS}
-    for level in LEVELS:
-        found["confidence", str(level)] = first(c < level for c in each.confidence)
-    for most in ENTROPIES:
-        found["entropy", str(most)] = first(e > most for e in each.entropy)
-    products = list(itertools.accumulate(each.chances, operator.mul))
-    for h in LEVELS:  # the newest token is unjudged: one more is drafted
-        found["head", str(h)] = 1 + first(1 - product > h for product in products)
-    return found
+# {rule: (function of a Round and a setting, settings)}. The function returns how
+# many tokens are drafted; where that is more than the Round holds, all of them are.
+RULES = {
+    "K": (lambda each, k: k, (1, 2, 3, 4, 6, 8, 10, 12, 14)),
+    "confidence": (
+        lambda each, level: 1 + first(c < level for c in each.confidence),
+        (0.1, 0.3, 0.5, 0.7, 0.9),
+    ),
+    "entropy": (
+        lambda each, most: 1 + first(e > most for e in each.entropy),
+        (0.5, 1.0, 1.5, 2.0, 3.0),
+    ),
+    "head": (  # the newest token is unjudged: one more is drafted
+        lambda each, h: 2 + first(1 - chance > h for chance in each.chances),
+        (0.1, 0.3, 0.5, 0.7, 0.9),
+    ),
+}
 
 
-def replay(rounds: list[Round], drafted: list[int]) -> tuple[int, int]:
-    """(N_target, N_discarded) of an answer with drafted[i] tokens at place i.
-
-    Near the end of the answer fewer tokens are recorded and drafted.
-    """
+def replay(rounds: list[Round], rule, setting) -> tuple[int, int]:
+    """(N_target, N_discarded) of an answer whose drafts a rule ends."""
     place = 0
     n_target = 0
     n_discarded = 0
     while place < len(rounds):
-        submitted = min(drafted[place], len(rounds[place].tokens))
-        accepted = min(submitted, rounds[place].agreed)
+        each = rounds[place]
+        submitted = min(rule(each, setting), len(each.tokens))
+        accepted = min(submitted, each.agreed)
         n_target += 1
         n_discarded += submitted - accepted
         place += accepted + 1
@@ -145,16 +139,14 @@ def replay(rounds: list[Round], drafted: list[int]) -> tuple[int, int]:
 def points(recordings: list[list[Round]]) -> dict[str, dict[str, tuple[float, float]]]:
     """Figure 4: {rule: {setting: (N_target / N, N_discarded / N)}}."""
     tokens = sum(len(rounds) for rounds in recordings)  # N
-    tables = [[lengths(each) for each in rounds] for rounds in recordings]
     found = {}
-    for rule, setting in tables[0][0]:
-        n_target = 0
-        n_discarded = 0
-        for rounds, table in zip(recordings, tables):
-            forwards, discarded = replay(rounds, [row[rule, setting] for row in table])
-            n_target += forwards
-            n_discarded += discarded
-        found.setdefault(rule, {})[setting] = (n_target / tokens, n_discarded / tokens)
+    for name, (rule, settings) in RULES.items():
+        found[name] = {}
+        for setting in settings:
+            counts = [replay(rounds, rule, setting) for rounds in recordings]
+            n_target = sum(forwards for forwards, _ in counts)
+            n_discarded = sum(discarded for _, discarded in counts)
+            found[name][str(setting)] = (n_target / tokens, n_discarded / tokens)
     n_target = 0
     for rounds in recordings:
         n_target += specdecpp.oracle([each.agreed > 0 for each in rounds])
@@ -186,10 +178,9 @@ def forward_times(answers: list[common.Stats]) -> tuple[float, float, float | No
 
 
 def sweep(arm, target, turns: list[dict], answers: list[common.Stats]) -> dict:
-    """Figure 4, and Eq. 2.3; Ctrl-C ends it early.
+    """Figure 4, and Eq. 2.3, of the chains of an arm; Ctrl-C ends it early.
 
     Args:
-        arm: of support/arms.py; its chains are recorded.
         turns: arguments of target.generate for each prompt.
         answers: of the arm to these turns, timed.
     Returns:
@@ -206,12 +197,10 @@ def sweep(arm, target, turns: list[dict], answers: list[common.Stats]) -> dict:
     if not recordings:
         return {}
     t_draft, t_target, r2 = forward_times(answers)
-    found = {}
-    for rule, settings in points(recordings).items():
-        if rule == "head" and head is None:
-            continue
-        found[rule] = {}
+    found = points(recordings)
+    if head is None:
+        del found["head"]
+    for settings in found.values():
         for setting, rates in settings.items():
-            speed = specdecpp.throughput(*rates, t_draft, t_target)
-            found[rule][setting] = [*rates, speed]
+            settings[setting] = [*rates, specdecpp.throughput(*rates, t_draft, t_target)]
     return {"t_draft_ms": 1000 * t_draft, "t_target_ms": 1000 * t_target, "r2": r2, "points": found}

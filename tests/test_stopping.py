@@ -36,7 +36,7 @@ def arm_of(module, **kwargs):
 
 def tokens(count, **more):
     """A Round of `count` tokens."""
-    return Round([1] * count, [0.5] * count, [1.0] * count, **more)
+    return Round([1] * count, **more)
 
 
 # ------------------------------------------------------------------------------- the recording
@@ -72,7 +72,7 @@ def test_a_round_by_hand():
         (torch.tensor([1]), torch.tensor([0.5, 0.5]), torch.tensor([0.1])),
         (torch.tensor([0]), torch.tensor([0.8, 0.2]), torch.tensor([0.9])),
     ]
-    each = stopping.round_of(steps, head=lambda hidden: torch.logit(hidden[:, 0]))
+    each = stopping.round_of(steps, head=torch.logit)
     assert each.tokens == [1, 0]
     assert each.confidence == pytest.approx([0.5, 0.8])
     assert each.entropy == pytest.approx([0.6931, 0.5004], abs=1e-4)
@@ -88,29 +88,30 @@ def test_replay_by_hand():
     Rates are of the tokens of all answers: another one has one token at one forward.
     """
     rounds = [tokens(m, agreed=n) for m, n in zip((4, 3, 2, 1, 0), (1, 0, 0, 0, 0))]
-    assert stopping.replay(rounds, [3] * 5) == (4, 2 + 2 + 1)
-    assert stopping.replay(rounds, [1] * 5) == (4, 0 + 1 + 1)
+    fixed, _ = stopping.RULES["K"]
+    assert stopping.replay(rounds, fixed, 3) == (4, 2 + 2 + 1)
+    assert stopping.replay(rounds, fixed, 1) == (4, 0 + 1 + 1)
     found = stopping.points([rounds, [tokens(0)]])
     assert found["K"]["3"] == pytest.approx((5 / 6, 5 / 6))
     assert found["oracle"][""] == pytest.approx((5 / 6, 0))  # disagreements at 1, 2, 3, not at 4
 
 
-def test_lengths_by_hand():
+@pytest.mark.parametrize(
+    "rule, setting, length",
+    [
+        ("K", 3, 3),
+        ("confidence", 0.1, 5),  # never: more than all tokens
+        ("confidence", 0.5, 3),
+        ("confidence", 0.7, 2),
+        ("entropy", 1.5, 3),
+        ("head", 0.1, 3),
+        ("head", 0.7, 5),
+    ],
+)
+def test_lengths_by_hand(rule, setting, length):
     """A head judges a token once the next one is drafted: 1 - 0.95 = 0.05, 1 - 0.475 = 0.525."""
-    each = Round([1] * 4, [0.8, 0.6, 0.2, 0.9], [0.2, 0.8, 1.7, 2.5], [0.95, 0.5, 0.9])
-    found = stopping.lengths(each)
-    many = stopping.first([])
-    assert many > 1000
-    expected = {
-        ("K", "3"): 3,
-        ("confidence", "0.1"): many,
-        ("confidence", "0.5"): 3,
-        ("confidence", "0.7"): 2,
-        ("entropy", "1.5"): 3,
-        ("head", "0.1"): 3,
-        ("head", "0.7"): many + 1,
-    }
-    assert {rule: found[rule] for rule in expected} == expected
+    each = Round([1] * 4, [0.8, 0.6, 0.2, 0.9], [0.2, 0.8, 1.7, 2.5], [0.95, 0.475, 0.4275])
+    assert stopping.RULES[rule][0](each, setting) == length
 
 
 # ----------------------------------------------------------------------------------- the sweep
