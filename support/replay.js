@@ -7,7 +7,6 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const ROOT = -1;
 const OWN = "own";
-const BLANK = -1; // CTC's blank among the symbols of a slot
 const PLAY_MS = 1500; // how long a round is shown
 
 const state = { method: 0, round: 1, timer: null };
@@ -29,10 +28,10 @@ function add(parent, tag, className, ...children) {
   return made;
 }
 
-/** The text of a token, with signs for spaces and line ends. */
+/** A token with signs for spaces and line ends; null is CTC's blank. */
 function word(token) {
-  if (token === BLANK) return "ε";
-  return data.texts[token].replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "⇥");
+  if (token === null) return "ε";
+  return token.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "⇥");
 }
 
 function short(text, most) {
@@ -42,7 +41,7 @@ function short(text, most) {
 
 /** Tokens in a sentence; with signs if nothing else would be left. */
 function quoted(...tokens) {
-  const text = tokens.map((token) => data.texts[token]).join("").trim().replaceAll("\n", "↵");
+  const text = tokens.join("").trim().replaceAll("\n", "↵");
   return `“${text || tokens.map(word).join("")}”`;
 }
 
@@ -155,7 +154,7 @@ function showText() {
       const kind = node === undefined ? "own" : copied ? "copied" : "accepted";
       const span = add($("text"), "span", `token ${kind}`);
       if (index === state.round - 1) span.classList.add("new");
-      data.texts[token].split("\n").forEach((part, n) => {
+      token.split("\n").forEach((part, n) => {
         if (n) span.append(add(null, "span", "sign", "↵"), "\n");
         span.append(part);
       });
@@ -340,7 +339,7 @@ function showSlots() {
         add(row, "td");
         continue;
       }
-      const kind = token === BLANK ? "blank" : "";
+      const kind = token === null ? "blank" : "";
       add(row, "td", "", add(null, "span", `chip ${kind}`, word(token)), ` ${chance(q)}`);
     }
   });
@@ -527,7 +526,7 @@ function start() {
   const { prompt, target, device, sampled } = data.about;
   const tokens = plural(data.prompt.length, "token");
   $("asked").firstElementChild.textContent = `Prompt (${tokens}): “${short(prompt, 90)}”`;
-  $("prompt").textContent = data.prompt.map((token) => data.texts[token]).join("");
+  $("prompt").textContent = data.prompt.join("");
   $("about").append(`${target} on ${device}, ${sampled ? "sampled" : "greedy"}. Keys: `);
   const keys = { "← →": "rounds", "Home End": "first and last", Space: "play" };
   for (const [key, does] of Object.entries(keys)) {

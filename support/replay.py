@@ -6,11 +6,9 @@
 them as JSON into replay.html, with replay.css and replay.js, which draws.
 """
 
-import html
 import inspect
 import itertools
 import json
-import re
 import time
 from pathlib import Path
 
@@ -19,10 +17,9 @@ from torch import Tensor
 
 import common
 from support import cli, report
-from support.arms import plain_drafts
+from support.arms import plain_loops
 
 HERE = Path(__file__).parent
-BLANK = -1  # the id of CTC's blank on the page
 SYMBOLS = 5  # shown of each CTC slot
 WARM_UP_TOKENS = 12
 
@@ -30,18 +27,13 @@ WARM_UP_TOKENS = 12
 # ---------------------------------------------------------------------------------- the record
 
 
-def opened(target, encoded: dict, options: dict, copies: int = 0) -> common.Decoding:
-    """A Decoding of the prompt, whose clock waits for a GPU."""
-    stats = common.Stats(sync=target.device.type == "cuda")
-    return common.open_decoding(target, **encoded, **options, copies=copies, stats=stats)
-
-
 @torch.no_grad()
-def record(decoding: common.Decoding, drafts) -> list[dict]:
+def record(decoding: common.Decoding, drafts, text) -> list[dict]:
     """Decode to the end and describe every round.
 
     Args:
         drafts: the generator of a method, made for `decoding`.
+        text: a function that returns the text of a token id.
     """
     rounds = []
     for draft in drafts:
@@ -54,36 +46,31 @@ def record(decoding: common.Decoding, drafts) -> list[dict]:
         verified = decoding.verify(draft)
         after = decoding.stats.seconds
         # 3. Describe the round, while the clock stands still.
-        told = describe(draft, verified)
-        told["p"] = target_probs(ids, draft, verified.logits[0], decoding.logits_processor)
-        told["kept"] = decoding.ids.shape[1] - ids.shape[1]
-        told["room"] = room
-        told["seconds"] = {name: after[name] - before.get(name, 0.0) for name in after}
-        rounds.append(told)
+        count = len(draft.tokens)
+        rounds.append(
+            {
+                "tokens": [text(token) for token in draft.tokens.tolist()],
+                "parents": draft.parents.tolist(),
+                "kinds": kinds(draft),
+                "q": [None] * count if draft.q is None else draft.q.tolist(),
+                "p": target_probs(ids, draft, verified.logits[0], decoding.logits_processor),
+                "notes": plain_notes(draft.notes, text),
+                "path": verified.path,
+                "committed": [text(token) for token in verified.tokens[0].tolist()],
+                "kept": decoding.ids.shape[1] - ids.shape[1],
+                "room": room,
+                "seconds": {name: after[name] - before.get(name, 0.0) for name in after},
+            }
+        )
         decoding.clock_start = time.perf_counter()
     return rounds
 
 
-def describe(draft: common.Draft, verified: common.Verified) -> dict:
-    """Describe a draft and its outcome.
-
-    Returns: per node `tokens`, `parents`, `kinds` ("draft", CAPE's "extra"
-        or "copy") and `q`; per round `path`, `committed` and the method's
-        `notes`.
-    """
-    count = len(draft.tokens)
-    own = count - draft.copied
+def kinds(draft: common.Draft) -> list[str]:
+    """Where each node comes from: "draft", CAPE's "extra" or "copy"."""
+    own = len(draft.tokens) - draft.copied
     drafted = own if draft.probs is None else len(draft.probs)  # no probs: no extras
-    kinds = ["draft"] * drafted + ["extra"] * (own - drafted) + ["copy"] * draft.copied
-    return {
-        "tokens": draft.tokens.tolist(),
-        "parents": draft.parents.tolist(),
-        "kinds": kinds,
-        "q": [None] * count if draft.q is None else draft.q.tolist(),
-        "path": verified.path,
-        "committed": verified.tokens[0].tolist(),
-        "notes": plain_notes(draft.notes),
-    }
+    return ["draft"] * drafted + ["extra"] * (own - drafted) + ["copy"] * draft.copied
 
 
 def target_probs(ids: Tensor, draft: common.Draft, logits: Tensor, processor) -> list[float]:
@@ -94,110 +81,56 @@ def target_probs(ids: Tensor, draft: common.Draft, logits: Tensor, processor) ->
         logits: (N + 1, V) of root and nodes.
         processor: the logits processors, or None.
     """
-    scores = logits.float()  # (N + 1, V)
-    if processor:
-        prefixes = [ids]  # of the root and each node
-        for token, parent in zip(draft.tokens, draft.parents.tolist()):
-            prefixes.append(torch.cat([prefixes[parent + 1], token.view(1, 1)], dim=1))
-        rows = [processor(prefix, row[None]) for prefix, row in zip(prefixes, scores)]
-        scores = torch.cat(rows)
-    p_target = scores.softmax(-1)
-    parents = draft.parents.to(scores.device)
-    return p_target[parents + 1, draft.tokens].tolist()
+    prefixes = [ids]  # of the root and each node
+    found = []
+    for token, parent in zip(draft.tokens, draft.parents.tolist()):
+        prefix = prefixes[parent + 1]
+        prefixes.append(torch.cat([prefix, token.view(1, 1)], dim=1))
+        scores = logits[[parent + 1]].float()  # (1, V), a copy
+        if processor:
+            scores = processor(prefix, scores)
+        found.append(float(scores.softmax(-1)[0, token]))
+    return found
 
 
-def plain_notes(notes: dict) -> dict:
-    """A method's notes as lists and numbers; of CTC slots the top symbols."""
-    told = {}
-    for name, value in notes.items():
-        if name == "q_slots":
-            told["slots"] = top_symbols(value, notes["draft_ids"])
-        elif name != "draft_ids":
-            told[name] = value.tolist() if isinstance(value, Tensor) else value
-    return told
+def plain_notes(notes: dict, text) -> dict:
+    """A method's notes; of CTC-drafter's slots the likeliest symbols.
 
-
-def top_symbols(q_slots: Tensor, draft_ids: Tensor) -> list[list]:
-    """Each slot's likeliest symbols, as [token id or BLANK, probability].
-
-    Args:
-        q_slots: (S, Vd + 1) probabilities; the last column is the blank's.
-        draft_ids: (Vd,) token ids of the other columns.
+    A symbol is [text of the token, or None for the blank, its probability].
     """
-    ids = [*draft_ids.tolist(), BLANK]
-    best = q_slots.topk(min(SYMBOLS, len(ids)), dim=-1)
+    if "q_slots" not in notes:
+        return notes
+    ids = notes["draft_ids"].tolist()
+    best = notes["q_slots"].topk(SYMBOLS, dim=-1)  # (S, 5)
     slots = []
     for columns, probabilities in zip(best.indices.tolist(), best.values.tolist()):
-        slots.append([[ids[i], q] for i, q in zip(columns, probabilities)])
-    return slots
+        names = [text(ids[i]) if i < len(ids) else None for i in columns]
+        slots.append(list(zip(names, probabilities)))
+    return {"slots": slots}
 
 
-def play(arm, target, encoded: dict, options: dict) -> dict:
-    """Answer a prompt with an arm; returns its part of the page's data."""
-    decoding = opened(target, encoded, options, arm.copies)
-    rounds = record(decoding, arm.module.drafts(decoding, **arm.kwargs))
-    config = arm.kwargs["config"]
-    settings = {field.name: getattr(config, field.name) for field in cli.decode_fields(arm.module)}
-    return {
-        "name": arm.name,
-        "idea": (inspect.getdoc(arm.module) or "").split("\n")[0],
-        "settings": settings,
-        "rounds": rounds,
-    }
+def play(arm, target, encoded: dict, options: dict, text) -> list[dict]:
+    """Answer a prompt with an arm, by a clock that waits for a GPU; returns the rounds."""
+    stats = common.Stats(sync=target.device.type == "cuda")
+    decoding = common.open_decoding(target, **encoded, **options, copies=arm.copies, stats=stats)
+    return record(decoding, arm.module.drafts(decoding, **arm.kwargs), text)
 
 
 # ------------------------------------------------------------------------------------ the page
 
 
-def token_text(tokenizer, token: int) -> str:
-    """The text of a token, or its name if it is a part of a letter."""
-    text = tokenizer.decode([token])
-    if not text or "\ufffd" in text:
-        return str(tokenizer.convert_ids_to_tokens(token))
-    return text
-
-
-def shown_tokens(methods: list[dict], prompt_ids: list[int]) -> set[int]:
-    """Every token id that is on the page."""
-    shown = set(prompt_ids)
-    for method in methods:
-        for told in method["rounds"]:
-            shown.update(told["tokens"], told["committed"])
-            for symbols in told["notes"].get("slots", []):
-                shown.update(token for token, _ in symbols)
-    return shown - {BLANK}
-
-
-def as_json(value) -> str:
-    """JSON that is safe in a <script> element, without < > &."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    for sign in "<>&":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return text
-
-
-def page(methods: list[dict], tokenizer, prompt_ids: list[int], about: dict) -> str:
+def page(data: dict) -> str:
     """The page as HTML text.
 
-    Args:
-        methods: as `play` returns them.
-        prompt_ids: of the whole prompt, with the chat template.
-        about: "prompt"; "target", "device" and "sampled" of the run;
-            "plain": seconds from the start to each token of plain decoding.
+    Args: data: "prompt", the texts of the whole prompt's tokens; "methods", each with
+    "name", "idea", "settings" and "rounds"; "about" the run, see `write`.
     """
-    shown = sorted(shown_tokens(methods, prompt_ids))
-    texts = {token: token_text(tokenizer, token) for token in shown}
-    data = {"about": about, "prompt": prompt_ids, "texts": texts, "methods": methods}
-    names = ", ".join(method["name"] for method in methods)
-    parts = {
-        "{{title}}": html.escape(f"Replay: {names}"),
-        "{{style}}": (HERE / "replay.css").read_text(encoding="utf-8"),
-        "{{script}}": (HERE / "replay.js").read_text(encoding="utf-8"),
-        "{{data}}": as_json(report.rounded(data, digits=5)),
-    }
-    template = (HERE / "replay.html").read_text(encoding="utf-8")
-    # One pass replaces all marks, so a token that spells a mark stays text.
-    return re.sub("|".join(parts), lambda mark: parts[mark[0]], template)
+    text = json.dumps(report.rounded(data, digits=5), separators=(",", ":"))
+    text = text.replace("<", "\\u003c")  # no token can end the <script> element
+    whole = (HERE / "replay.html").read_text(encoding="utf-8")
+    for mark, file in (("{{style}}", "replay.css"), ("{{script}}", "replay.js")):
+        whole = whole.replace(mark, (HERE / file).read_text(encoding="utf-8"))
+    return whole.replace("{{data}}", text)  # last: a token that spells a mark stays text
 
 
 def write(
@@ -211,30 +144,48 @@ def write(
         encoded: input_ids (1, T) and attention_mask of the prompt.
         options: of `target.generate`, among them max_new_tokens.
     """
-    # 1. Decode without a method and with each, both after a short warm-up.
-    short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
-    for given in (short, options):
-        decoding = opened(target, encoded, given)
-        plain_rounds = record(decoding, plain_drafts(decoding))
+
+    def token_text(token: int) -> str:
+        word = tokenizer.decode([token])
+        if not word or "\ufffd" in word:  # a part of a letter: its name
+            return str(tokenizer.convert_ids_to_tokens(token))
+        return word
+
+    def answered(arm) -> list[dict]:
+        """The rounds of the answer, after a short warm-up."""
+        short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
+        play(arm, target, encoded, short, token_text)
+        return play(arm, target, encoded, options, token_text)
+
+    # 1. Decode without a method and with each.
+    _, plain = plain_loops()
+    seconds = [sum(told["seconds"].values()) for told in answered(plain)]
     methods = []
     for arm in arms:
         if arm.module is None:  # transformers decodes
             continue
-        play(arm, target, encoded, short)
-        told = play(arm, target, encoded, options)
-        methods.append(told)
-        tokens = sum(each["kept"] for each in told["rounds"])
-        print(f"{arm.name}: {tokens} tokens in {len(told['rounds'])} rounds")
+        rounds = answered(arm)
+        names = [option.name for option in cli.decode_fields(arm.module)]
+        methods.append(
+            {
+                "name": arm.name,
+                "idea": (inspect.getdoc(arm.module) or "").split("\n")[0],
+                "settings": {name: getattr(arm.kwargs["config"], name) for name in names},
+                "rounds": rounds,
+            }
+        )
+        tokens = sum(told["kept"] for told in rounds)
+        print(f"{arm.name}: {tokens} tokens in {len(rounds)} rounds")
 
     # 2. Write the page, whole or not at all.
-    seconds = [sum(told["seconds"].values()) for told in plain_rounds]
     about = {
         "prompt": text,
         "target": Path(target.config.name_or_path).name,
         "device": target.device.type,
         "sampled": bool(options.get("do_sample")),
-        "plain": list(itertools.accumulate(seconds)),
+        "plain": list(itertools.accumulate(seconds)),  # up to each token, without a method
     }
-    whole = page(methods, tokenizer, encoded["input_ids"][0].tolist(), about)
+    prompt = [token_text(token) for token in encoded["input_ids"][0].tolist()]
+    whole = page({"about": about, "prompt": prompt, "methods": methods})
     report.write_whole(whole, Path(path))
     print(f"{path}: {len(whole) // 1024} KB, open it in a browser")

@@ -45,7 +45,7 @@ def test_a_round_by_hand_tells_what_was_drafted_and_what_became_of_it(llama):
     q = torch.tensor([0.6, 0.5, 0.25, float("nan")])
     draft = tree([a, b, x, y], [-1, 0, 0, 2], probs=probs, q=q, copied=1, notes={"k": 2})
     decoding = common.open_decoding(llama, PROMPT, max_new_tokens=8, do_sample=False)
-    [told] = replay.record(decoding, [draft])
+    [told] = replay.record(decoding, [draft], int)
     assert told["tokens"] == [a, b, x, y] and told["parents"] == [-1, 0, 0, 2]
     assert told["kinds"] == ["draft", "draft", "extra", "copy"]
     assert report.rounded(told["q"]) == [0.6, 0.5, 0.25, None]
@@ -65,7 +65,7 @@ def test_p_is_the_targets_probability_after_the_parents_text(llama, options):
     """Each node's own text is fed to the target alone, and processed as in decoding."""
     draft = tree([5, 6, 7, 8, 5], [-1, -1, 0, 2, 1])
     decoding = common.open_decoding(llama, PROMPT, max_new_tokens=20, **options)
-    [told] = replay.record(decoding, [draft])
+    [told] = replay.record(decoding, [draft], int)
     texts = {-1: PROMPT}
     for node, (token, parent) in enumerate(zip(told["tokens"], told["parents"])):
         scores = llama(texts[parent]).logits[:, -1].float()
@@ -83,7 +83,7 @@ def test_times_are_of_one_round_and_not_of_its_description(llama, monkeypatch):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(replay, "target_probs", lambda *_: [next(seconds) for _ in range(9)])
     decoding = common.open_decoding(llama, PROMPT, **GREEDY)
-    first, *rounds = replay.record(decoding, arms_of.plain_drafts(decoding))
+    first, *rounds = replay.record(decoding, arms_of.plain_drafts(decoding), int)
     assert first["seconds"] == {"prefill": 1, "verify": 1}
     assert all(told["seconds"] == {"prefill": 0, "draft": 1, "verify": 1} for told in rounds)
 
@@ -92,8 +92,7 @@ def test_times_are_of_one_round_and_not_of_its_description(llama, monkeypatch):
 def test_every_method_can_be_played(llama, name):
     """The answer is the greedy one; what the page relies on beside tokens and parents is there."""
     answer = llama.generate(PROMPT, **GREEDY)[0, PROMPT.shape[1] :].tolist()
-    told = replay.play(arm_of(name, llama), llama, ENCODED, GREEDY)
-    rounds = told["rounds"]
+    rounds = replay.play(arm_of(name, llama), llama, ENCODED, GREEDY, int)
     kept = [token for each in rounds for token in each["committed"][: each["kept"]]]
     assert kept == answer
     kinds = set()
@@ -110,7 +109,7 @@ def test_every_method_can_be_played(llama, name):
         for each in rounds:
             drafted = [q for q, kind in zip(each["q"], each["kinds"]) if kind != "copy"]
             assert None not in drafted
-    json.dumps(report.rounded(told), allow_nan=False)
+    json.dumps(report.rounded(rounds), allow_nan=False)
 
 
 # ------------------------------------------------------------------------------------ the page
@@ -154,7 +153,7 @@ def test_the_page_holds_the_methods_and_the_times_of_plain_decoding(written):
         assert sum(told["kept"] for told in method["rounds"]) == 24
     plain = written.data["about"]["plain"]
     assert len(plain) == 24 and 0 < plain[0] and plain == sorted(plain)
-    assert written.data["prompt"] == PROMPT[0].tolist()
+    assert written.data["prompt"] == [WORDS[token] for token in PROMPT[0]]
     assert written.data["about"]["prompt"] == EVIL
     assert Reader(written.text).tags.count("script") == 2 and "<b>x</b>" not in written.text
     for fetched in ("http:", "https:", "src=", "@import", "url("):
@@ -163,13 +162,9 @@ def test_the_page_holds_the_methods_and_the_times_of_plain_decoding(written):
 
 def test_every_character_survives_the_way_into_a_script():
     text = EVIL + "<!-- ]]> & \u2028 \x00 \U0001f600 {{data}} " + "".join(map(chr, range(32)))
-    told = {"tokens": [1], "path": [0], "committed": [1, 0], "kept": 2, "notes": {}}
-    method = {"name": EVIL, "rounds": [told]}
-    tokenizer = types.SimpleNamespace(decode=lambda ids: [text, "{{script}}</title>"][ids[0]])
-    read = Reader(replay.page([method], tokenizer, [0], {"prompt": text}))
-    data = json.loads(read.scripts[0])
-    assert data["texts"] == {"0": text, "1": "{{script}}</title>"}
-    assert data["about"]["prompt"] == text and read.tags.count("script") == 2
+    read = Reader(replay.page({"prompt": [text, "{{script}}</title>"]}))
+    assert json.loads(read.scripts[0]) == {"prompt": [text, "{{script}}</title>"]}
+    assert read.tags.count("script") == 2
 
 
 # ---------------------------------------------------------------------------------- a browser
@@ -228,7 +223,7 @@ def test_stepping_through_the_rounds_in_a_browser(browser, written):
             seen = browser.execute_script(LOOK)
             emitted += told["kept"]
             drafted += len(told["tokens"])
-            text += "".join(WORDS[token] for token in told["committed"][: told["kept"]])
+            text += "".join(told["committed"][: told["kept"]])
             assert seen["text"] == text
             assert (seen["figures"]["rounds"], seen["figures"]["emitted"]) == (number, emitted)
             assert seen["figures"]["drafted"] == drafted
