@@ -1,14 +1,13 @@
 """SVG pictures of results and training curves, for white or black pages.
 
     python bench.py --table results/run.json --plot pictures/
-    python train.py --plot pictures/ results/curves/*.json
+    python train.py --plot pictures/ results/curves/glide.json results/curves/falcon.json
 
-The background is transparent, text and axes are grey, colours of medium tone.
+The background is transparent, text and axes are grey.
 """
 
 import contextlib
 import importlib.util
-import itertools
 import json
 import re
 from pathlib import Path
@@ -17,22 +16,16 @@ import common
 from support import cli, report
 
 GREY = "#808080"  # 3.9 : 1 on white, 5.3 : 1 on black
-COLOURS = ["#2f81d6", "#d2691e", "#2e9a5b", "#a05bc0", "#c9971c", "#d0506c", "#2a9d9d", "#8a7a5c"]
 STYLE = {
     "svg.fonttype": "none",  # text stays text: smaller, and can be searched
     "svg.hashsalt": "the same file from the same numbers",
     "savefig.transparent": True,
-    "font.size": 11,
+    "legend.framealpha": 0,
     "text.color": GREY,
     "axes.labelcolor": GREY,
     "axes.edgecolor": GREY,
-    "axes.titlecolor": GREY,
     "xtick.color": GREY,
     "ytick.color": GREY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
 }
 
 
@@ -45,22 +38,20 @@ def check(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def picture(path: Path, rows: int, title: str, x: str, y: str):
-    """Axes, tall enough for `rows` lines of text; saved to `path`."""
-    import matplotlib
-    from cycler import cycler
+def picture(path: Path, title: str, x: str, y: str, height: float = 4):
+    """Axes to draw on, saved to `path`; height in inches."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with matplotlib.rc_context(STYLE | {"axes.prop_cycle": cycler(color=COLOURS)}):
-        figure, axes = plt.subplots(figsize=(7, 1.6 + 0.35 * rows), layout="constrained")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7, height), layout="constrained")
+        axes = figure.subplots()
         yield axes
         axes.set(title=title, xlabel=x, ylabel=y)
         if axes.get_legend_handles_labels()[1]:
             axes.legend()
         figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
 
 
 def curves(paths: list[str], folder: Path) -> list[Path]:
@@ -70,68 +61,61 @@ def curves(paths: list[str], folder: Path) -> list[Path]:
 
     Raises: Mistake: a file that is no curve.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file, x, y = folder / "curves.svg", "million token-steps", "alpha"
-    with picture(file, 8, "Acceptance rate while training", x, y) as axes:
-        for path, colour in zip(map(Path, paths), itertools.cycle(COLOURS)):
+    file = folder / "curves.svg"
+    with picture(file, "Acceptance rate while training", "million token-steps", "alpha") as axes:
+        for path in map(Path, paths):
             name = path.parent.name if path.stem == "curve" else path.stem
-            style = {"color": colour, "marker": ".", "markersize": 5}
             try:
                 rows = json.loads(path.read_text())
                 tokens = [row["tokens"] / 1e6 for row in rows]
-                axes.plot(tokens, [row["alpha"] for row in rows], "-", label=name, **style)
-                if rows[-1].get("eval_alpha") is not None:
-                    prompts = [row["eval_alpha"] for row in rows]
-                    axes.plot(tokens, prompts, "--", label=f"{name}, prompts", **style)
-            except (ValueError, TypeError, KeyError, IndexError):
+                [line] = axes.plot(tokens, [row["alpha"] for row in rows], ".-", label=name)
+            except (ValueError, TypeError, KeyError):
                 raise common.Mistake(f"{path} is not a training curve of train.py") from None
+            prompts = [row.get("eval_alpha") for row in rows]
+            if any(prompts):
+                label = f"{name}, prompts"
+                axes.plot(tokens, prompts, ".--", label=label, color=line.get_color())
         axes.set_ylim(bottom=0)
     return [file]
 
 
-def speedup_picture(arms: dict[str, dict], folder: Path) -> list[Path]:
-    """Speedups with their intervals; a method has one colour in all its arms."""
-    arms = {name: arm for name, arm in arms.items() if not name.startswith("baseline")}
+def speedups(arms: dict[str, dict], folder: Path) -> Path:
+    """Draw speedups with their intervals; a method has one colour in all its arms."""
+    file = folder / "speedup.svg"
     title, x = "Speedup over plain decoding", "ratio of tokens/s, 95% interval"
-    with picture(folder / "speedup.svg", len(arms), title, x, "") as axes:
+    with picture(file, title, x, "", height=1.6 + 0.35 * len(arms)) as axes:
         for name, arm in reversed(arms.items()):  # bars are stacked from below
             value = arm["speedup"]
             low, high = arm["speedup_ci"] or (value, value)
-            error = {"ecolor": GREY, "capsize": 3}
             interval = [[max(0, value - low)], [max(0, high - value)]]
             method = re.split(r"[:+@ ]", name)[0]
-            place = cli.METHODS.index(method) if method in cli.METHODS else -1  # a rival's: last
-            bar = axes.barh(
-                name, value, xerr=interval, error_kw=error, height=0.7, color=COLOURS[place]
-            )
-            axes.bar_label(bar, fmt="%.2f", label_type="center", color="white")
-        axes.axvline(1, color=GREY, linewidth=1)
-    return [folder / "speedup.svg"]
+            place = cli.METHODS.index(method) if method in cli.METHODS else 8  # a rival
+            bar = axes.barh(name, value, xerr=interval, ecolor=GREY, capsize=3, color=f"C{place}")
+            axes.bar_label(bar, fmt="%.2f", label_type="center", color="black")
+        axes.axvline(1, color=GREY, zorder=0)
+    return file
 
 
-def cost_picture(curve: dict, folder: Path) -> list[Path]:
-    """Milliseconds of a target forward, by number of tokens."""
+def costs(curve: dict, folder: Path) -> Path:
+    """Draw milliseconds of a target forward, by number of tokens."""
+    file = folder / "cost.svg"
     title = f"Target forward at {curve['context']} tokens of context"
-    with picture(folder / "cost.svg", 8, title, "tokens fed", "milliseconds") as axes:
+    with picture(file, title, "tokens fed", "milliseconds") as axes:
         counts = [int(count) for count in curve["by_tokens"]]
-        axes.plot(counts, list(curve["by_tokens"].values()), marker="o")
+        axes.plot(counts, list(curve["by_tokens"].values()), "o-")
         axes.set_ylim(bottom=0)
-    return [folder / "cost.svg"]
+    return file
 
 
-def sweep_picture(sweep: dict, folder: Path) -> list[Path]:
-    """Stop rules by what they cost."""
+def stop_rules(sweep: dict, folder: Path) -> Path:
+    """Draw stop rules by what they cost (SpecDec++, Figure 4)."""
+    file = folder / "stopping.svg"
     x, y = "draft tokens discarded per token", "target forwards per token"
-    with picture(folder / "stopping.svg", 10, "Stop rules", x, y) as axes:
-        for number, (rule, points) in enumerate(sweep["points"].items()):
-            line = sorted((point[1], point[0]) for point in points.values())
-            dashes = "--" if number >= len(COLOURS) else "-"  # colour repeats
-            marker, size = ("*", 12) if rule == "oracle" else ("o", 4)
-            drawn = axes.plot(*zip(*line), dashes, marker=marker, markersize=size)
-            axes.annotate(
-                f" {rule}", line[-1], va="center", color=drawn[0].get_color(), annotation_clip=False
-            )
-    return [folder / "stopping.svg"]
+    with picture(file, "Stop rules", x, y) as axes:
+        for rule, points in sweep["points"].items():
+            line = sorted((discarded, forwards) for forwards, discarded, _ in points.values())
+            axes.plot(*zip(*line), "*-" if rule == "oracle" else "o-", label=rule)
+    return file
 
 
 def plot(results: list[dict], folder: Path) -> list[Path]:
@@ -139,14 +123,14 @@ def plot(results: list[dict], folder: Path) -> list[Path]:
 
     Speedups of all arms; the first cost curve and the first sweep.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     arms: dict[str, dict] = {}
     for number, result in enumerate(results, 1):
         for name, arm in report.arms_of(result).items():
-            arms[f"{name} [{number}]" if len(results) > 1 else name] = arm
-    drawn = speedup_picture(arms, folder) if arms else []
-    for key, draw in (("cost_curve", cost_picture), ("sweep", sweep_picture)):
+            if name != "baseline":
+                arms[f"{name} [{number}]" if len(results) > 1 else name] = arm
+    drawn = [speedups(arms, folder)] if arms else []
+    for key, draw in (("cost_curve", costs), ("sweep", stop_rules)):
         found = [result[key] for result in results if result.get(key)]
         if found:
-            drawn += draw(found[0], folder)
+            drawn.append(draw(found[0], folder))
     return drawn
