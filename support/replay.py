@@ -110,7 +110,7 @@ def plain_notes(notes: dict, text) -> dict:
 
 
 def play(arm, target, encoded: dict, options: dict, text) -> list[dict]:
-    """Answer a prompt with an arm, by a clock that waits for a GPU; returns the rounds."""
+    """The rounds of an arm's answer to a prompt; the clock waits for a GPU."""
     stats = common.Stats(sync=target.device.type == "cuda")
     decoding = common.open_decoding(target, **encoded, **options, copies=arm.copies, stats=stats)
     return record(decoding, arm.module.drafts(decoding, **arm.kwargs), text)
@@ -122,8 +122,7 @@ def play(arm, target, encoded: dict, options: dict, text) -> list[dict]:
 def page(data: dict) -> str:
     """The page as HTML text.
 
-    Args: data: "prompt", the texts of the whole prompt's tokens; "methods", each with
-    "name", "idea", "settings" and "rounds"; "about" the run, see `write`.
+    data: "prompt" (the texts of its tokens), "methods" and "about", as in `write`.
     """
     text = json.dumps(report.rounded(data, digits=5), separators=(",", ":"))
     text = text.replace("<", "\\u003c")  # no token can end the <script> element
@@ -164,18 +163,15 @@ def write(
     for arm in arms:
         if arm.module is None:  # transformers decodes
             continue
-        rounds = answered(arm)
         names = [option.name for option in cli.decode_fields(arm.module)]
         methods.append(
             {
                 "name": arm.name,
                 "idea": (inspect.getdoc(arm.module) or "").split("\n")[0],
                 "settings": {name: getattr(arm.kwargs["config"], name) for name in names},
-                "rounds": rounds,
+                "rounds": answered(arm),
             }
         )
-        tokens = sum(told["kept"] for told in rounds)
-        print(f"{arm.name}: {tokens} tokens in {len(rounds)} rounds")
 
     # 2. Write the page, whole or not at all.
     about = {
