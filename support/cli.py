@@ -120,13 +120,13 @@ def add_config_options(parser: argparse.ArgumentParser, config_class, decode: bo
     decode: take only the fields that may change after training.
     """
     module = sys.modules[config_class.__module__]
-    options = decode_fields(module) if decode else dataclasses.fields(config_class)
     group = parser.add_argument_group(f"{module.__name__.rpartition('.')[2]} options")
     taken = {action.dest for action in parser._actions}
     defaults = config_class()
-    for option in options:
+    for option in dataclasses.fields(config_class):
         default = getattr(defaults, option.name)
-        if option.name in taken or isinstance(default, dict):
+        left_out = decode and not option.metadata["decode"]
+        if left_out or option.name in taken or isinstance(default, dict):
             continue
         kind = {"type": json_list if isinstance(default, list) else type(default)}
         if isinstance(default, bool):
