@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -77,7 +77,9 @@ def pack(model: nn.Module) -> nn.Module:
                 layers[name] = module
     for name, layer in layers.items():
         model.set_submodule(name, PackedLinear(layer))
-    if layers and isinstance(model, PreTrainedModel):
-        if model.config._attn_implementation == "sdpa":
-            model.set_attn_implementation(ATTENTION)
+    if layers:  # not on a GPU: slower there
+        for module in model.modules():  # those of a drafter as well
+            config = getattr(module, "config", None)
+            if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
+                config._attn_implementation = ATTENTION
     return model
