@@ -337,6 +337,8 @@ def check(args: argparse.Namespace) -> None:
         (args.top_p < 1 and not args.temperature, "--top-p needs a --temperature"),
         (args.batch_size > 1 and together, "--sweep, --peers and all need --batch-size 1"),
         (args.checkpoint and not one, "--checkpoint goes with one --method that has no @DIR"),
+        (args.replay and args.json, "--replay measures nothing: leave out --json"),
+        (args.replay and args.plot, "--replay measures nothing: leave out --plot"),
     ]
     for path in filter(None, (args.json, args.replay)):
         there = Path(path).resolve().parent.is_dir() and not Path(path).is_dir()
@@ -357,6 +359,13 @@ def measure(args) -> dict:
     elif args.method or args.peers:
         paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
         prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
+    if prompts and load > os.cpu_count():
+        print(
+            f"bench.py: other programs are using this machine (load {load:.1f}), so speedups are "
+            "not to be trusted: stop them, or set OMP_WAIT_POLICY=passive",
+            file=sys.stderr,
+        )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)

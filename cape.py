@@ -194,10 +194,15 @@ def generate(
     token_streamer=None,
     **given,
 ):
-    """`target.generate(..., custom_generate=cape.generate)`.
+    """Decode without loss, as a `custom_generate` of transformers.
 
-    Lossless. base: module of the method to expand, such as glide;
-    base_drafter: its drafter. Others: common.Decoding.
+    target.generate(
+        ..., custom_generate=cape.generate, base=glide, base_drafter=...)
+
+    base: the module of a method that drafts chains.
+    base_drafter: a drafter of this method.
+    config: a Config; by default the paper's sizes.
+    copies, stats, token_streamer: see `common.Decoding`.
     Returns prompt and new tokens (1, T').
     """
     if not inspect.isgeneratorfunction(getattr(base, "propose", None)):

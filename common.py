@@ -718,9 +718,10 @@ def load_drafter(Drafter, path, target):
         kind = Drafter.__module__
         reason = str(error).strip().split("\n")[0]
         raise Mistake(f"{path} holds no {kind} drafter, or a damaged one ({reason})") from error
+    drafter = drafter.to(target.device, target.dtype).eval()
     check_drafter(drafter, Drafter, target)
     check_states(target)
-    return drafter.to(target.device, target.dtype).eval()
+    return drafter
 
 
 @dataclass
@@ -752,9 +753,13 @@ def check_drafter(drafter, Drafter, target, config=None) -> None:
     made_for = drafter.config.target
     shape = target_shape(target)
     wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
-    if wrong:
-        reason = ", ".join(wrong)
-        raise Mistake(f"the drafter is for another target ({reason}): train one with train.py")
+    weight = next(drafter.parameters())
+    own = f"{weight.dtype} on {weight.device.type}"
+    theirs = f"{target.dtype} on {target.device.type}"
+    _refuse(
+        (wrong, f"the drafter is for another target ({', '.join(wrong)}): train one with train.py"),
+        (own != theirs, f"the drafter is {own}: move it with .to(target.device, target.dtype)"),
+    )
     check_config(config, type(drafter.config))
 
 

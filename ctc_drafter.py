@@ -454,10 +454,13 @@ def drafts(decoding, drafter: Drafter, config: Config):
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):
-    """`target.generate(..., custom_generate=ctc_drafter.generate, drafter=...)`.
+    """Decode without loss, as a `custom_generate` of transformers.
 
-    Lossless. `config` replaces the drafter's in decode=True fields.
-    Other arguments: `common.Decoding`. Returns all ids (1, T').
+    target.generate(..., custom_generate=ctc_drafter.generate, drafter=...)
+
+    config: the drafter's, with changes in fields of decode=True.
+    copies, stats, token_streamer: see `common.Decoding`.
+    Returns prompt and new tokens (1, T').
     """
     common.check_drafter(drafter, Drafter, target, config)
     decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)

@@ -392,10 +392,12 @@ def drafts(decoding, drafter: Drafter, config: Config):
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):
-    """`target.generate(..., custom_generate=glide.generate, drafter=...)`.
+    """Decode without loss, as a `custom_generate` of transformers.
 
-    Lossless. config: the drafter's, where only fields
-    with decode=True may differ. Others: common.Decoding.
+    target.generate(..., custom_generate=glide.generate, drafter=...)
+
+    config: the drafter's, with changes in fields of decode=True.
+    copies, stats, token_streamer: see `common.Decoding`.
     Returns prompt and new tokens (1, T').
     """
     common.check_drafter(drafter, Drafter, target, config)

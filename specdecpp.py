@@ -475,11 +475,15 @@ def generate(
     token_streamer=None,
     **given,
 ):
-    """`target.generate(..., custom_generate=specdecpp.generate)`.
+    """Decode without loss, as a `custom_generate` of transformers.
 
-    Lossless; returns ids (1, T'). `config` replaces the drafter's.
-    `draft_model`, a causal LM, drafts instead of the drafter's
-    own; a drafter is then only the head. More: `common.Decoding`.
+    target.generate(..., custom_generate=specdecpp.generate, drafter=...)
+
+    config: the drafter's, with changes in fields of decode=True.
+    draft_model: a causal LM to draft with. The drafter is then
+        only the head; without a drafter, `stop` is "fixed".
+    copies, stats, token_streamer: see `common.Decoding`.
+    Returns prompt and new tokens (1, T').
     """
     common.check_config(config, Config)
     if drafter is not None:

@@ -86,12 +86,7 @@ def read_data(args, target, tokenizer) -> tuple[list, list, list]:
     for path in args.data:
         sequences += data.read_conversations(path, tokenizer, min(args.max_length, context))
     sequences = data.join_turns(sequences)
-    border = len(sequences) - args.held_out
-    if border < 1:
-        raise common.Mistake(
-            f"every conversation is among the {args.held_out} held out; give more data, or a "
-            "smaller --held-out"
-        )
+    border = len(sequences) - min(args.held_out, len(sequences) // 2)
     path = args.eval
     if path is None and args.target is None and ANSWERS.is_file():
         path = str(ANSWERS)

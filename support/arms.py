@@ -87,12 +87,13 @@ def make_arm(text: str, args, load) -> Arm:
     Args: load: gives the drafter of a method and a folder (None: the shipped one).
     """
     # 1. Take the text apart.
-    spec, _, folder = text.partition("@")
-    parts = re.fullmatch(r"(\w+)(?::([^+]+))?(\+copies)?", spec)
+    parts = re.fullmatch(r"(\w+)(?::([^+@]+))?(\+copies)?(?:@(.+))?", text)
     if parts is None:
         raise Mistake(f"{text} is no arm: write NAME[:VARIANT][+copies][@DIR]")
-    name, variant, copies = parts.groups()
-    shown = f"{spec}@{Path(folder).name}" if folder else spec
+    name, variant, copies, folder = parts.groups()
+    shown = text
+    if folder:
+        shown = text.removesuffix(folder) + Path(folder).name
     folder = folder or args.checkpoint
 
     # 2. Collect what differs from the drafter's Config.

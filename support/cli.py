@@ -92,7 +92,8 @@ def number(kind: type, low: float, high: float = math.inf):
     def read(text: str):
         value = kind(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low} to {high}")
+            bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"must be {bounds}")
         return value
 
     read.__name__ = kind.__name__  # argparse says "invalid int value"

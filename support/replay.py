@@ -17,7 +17,7 @@ from torch import Tensor
 
 import common
 from support import cli, report
-from support.arms import plain_loops
+from support.arms import PLAIN
 
 HERE = Path(__file__).parent
 SYMBOLS = 5  # shown of each CTC slot
@@ -157,8 +157,7 @@ def write(
         return play(arm, target, encoded, options, token_text)
 
     # 1. Decode without a method and with each.
-    _, plain = plain_loops()
-    seconds = [sum(told["seconds"].values()) for told in answered(plain)]
+    seconds = [sum(told["seconds"].values()) for told in answered(PLAIN)]
     methods = []
     for arm in arms:
         if arm.module is None:  # transformers decodes

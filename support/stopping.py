@@ -78,7 +78,7 @@ def record(chains, source, head, target, turn: dict) -> list[Round]:
 
 
 def chain_of(arm) -> tuple:
-    """The module of an arm, what it drafts with, and a head trained on it or None.
+    """The module of an arm, what it drafts with, and its trained head or None.
 
     Raises: Mistake: the arm drafts other trees than chains, or copies.
     """
@@ -86,12 +86,8 @@ def chain_of(arm) -> tuple:
         methods = " or ".join(cli.CHAINS)
         raise common.Mistake(f"--sweep: {arm.name} drafts no plain chains: take {methods} first")
     drafter = arm.kwargs["drafter"]
-    draft_model = arm.kwargs.get("draft_model")
-    head = None
-    if isinstance(drafter, specdecpp.Drafter) and drafter.config.stage == "head":
-        if draft_model is None or drafter.config.model == specdecpp.identity(draft_model):
-            head = drafter.head
-    return arm.module, draft_model or drafter, head
+    trained = isinstance(drafter, specdecpp.Drafter) and drafter.config.stage == "head"
+    return arm.module, drafter, drafter.head if trained else None
 
 
 # ----------------------------------------------------------------------------------- the rules

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from tiny import make_llama, slow, teach
+from tiny import slow, teach
 
 import cape
 import common
@@ -149,9 +149,6 @@ def test_the_sweep_of_a_run(llama, drafter):
 def test_what_drafts_in_an_arm_and_the_head_that_was_trained_on_it(llama, drafter):
     ours = {"drafter": drafter, "config": drafter.config}
     assert stopping.chain_of(arm_of(specdecpp, **ours)) == (specdecpp, drafter, drafter.head)
-    model = make_llama(layers=1, seed=4)  # the head was trained on the drafter's own layers
-    found = stopping.chain_of(arm_of(specdecpp, **ours, draft_model=model))
-    assert found == (specdecpp, model, None)
     for arm in (arm_of(cape), Arm("x", specdecpp, ours, copies=16)):
         with pytest.raises(common.Mistake, match="no plain chains: take glide or specdecpp"):
             stopping.chain_of(arm)

@@ -717,6 +717,8 @@ def test_a_drafter_or_config_of_another_kind_is_refused(llama):
     with refused("config is a <class 'glide.Config'>: pass a <class 'cape.Config'>"):
         options = {"custom_generate": cape.generate, "base": glide, "base_drafter": drafter}
         llama.generate(IDS, **options, config=drafter.config, max_new_tokens=4)
+    with refused(r"the drafter is torch.float32 on cpu: move it with \.to\(target"):
+        common.check_drafter(drafter.float(), glide.Drafter, llama)
 
 
 def test_the_demo_says_how_many_tokens_a_forward_gave(folder, monkeypatch, capsys):
