@@ -37,6 +37,12 @@ def check(folder: str) -> None:
         raise common.Mistake("--plot needs matplotlib: pip install matplotlib")
 
 
+def colour(name: str) -> str | None:
+    """The colour of a method in all pictures; None for other names."""
+    method = re.split(r"[:+@ ]", name)[0]
+    return f"C{cli.METHODS.index(method)}" if method in cli.METHODS else None
+
+
 @contextlib.contextmanager
 def picture(path: Path, title: str, x: str, y: str, height: float = 4):
     """Axes to draw on, saved to `path`; height in inches."""
@@ -68,7 +74,8 @@ def curves(paths: list[str], folder: Path) -> list[Path]:
             try:
                 rows = json.loads(path.read_text())
                 tokens = [row["tokens"] / 1e6 for row in rows]
-                [line] = axes.plot(tokens, [row["alpha"] for row in rows], ".-", label=name)
+                alphas = [row["alpha"] for row in rows]
+                [line] = axes.plot(tokens, alphas, ".-", label=name, color=colour(name))
             except (ValueError, TypeError, KeyError):
                 raise common.Mistake(f"{path} is not a training curve of train.py") from None
             prompts = [row.get("eval_alpha") for row in rows]
@@ -80,7 +87,7 @@ def curves(paths: list[str], folder: Path) -> list[Path]:
 
 
 def speedups(arms: dict[str, dict], folder: Path) -> Path:
-    """Draw speedups with their intervals; a method has one colour in all its arms."""
+    """Draw speedups with their intervals."""
     file = folder / "speedup.svg"
     title, x = "Speedup over plain decoding", "ratio of tokens/s, 95% interval"
     with picture(file, title, x, "", height=1.6 + 0.35 * len(arms)) as axes:
@@ -88,9 +95,8 @@ def speedups(arms: dict[str, dict], folder: Path) -> Path:
             value = arm["speedup"]
             low, high = arm["speedup_ci"] or (value, value)
             interval = [[max(0, value - low)], [max(0, high - value)]]
-            method = re.split(r"[:+@ ]", name)[0]
-            place = cli.METHODS.index(method) if method in cli.METHODS else 8  # a rival
-            bar = axes.barh(name, value, xerr=interval, ecolor=GREY, capsize=3, color=f"C{place}")
+            fill = colour(name) or "C8"  # of all rivals
+            bar = axes.barh(name, value, xerr=interval, ecolor=GREY, capsize=3, color=fill)
             axes.bar_label(bar, fmt="%.2f", label_type="center", color="black")
         axes.axvline(1, color=GREY, zorder=0)
     return file
