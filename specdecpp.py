@@ -11,9 +11,10 @@ Algorithm 2 is `propose`, `until_stop` and common.verify;
 Algorithm 1 is stop="fixed". Names that differ here: q is
 `DraftModel`, e_i is `hidden` (while drafting e_(i-1)), p^ is
 `all_accepted`, h is `threshold`, K is `gamma`, r is `keep`,
-P_i is `accept_prob`, D is `head_depth`.
+P_i is `accept_prob`, D is `head_depth` (in shapes, D is
+the hidden size).
 
-Deviations from the paper and its code:
+Deviations from the paper or its code:
     1. The draft model copies target layers and is distilled in
        stage "draft". The paper's is another LM (`draft_model`).
     2. Copied layers draft only frequent tokens (`draft_vocab`).
@@ -23,7 +24,8 @@ Deviations from the paper and its code:
     4. Y and Z are drawn anew in each training step.
     5. The head's D blocks are independent. The published code
        applies one D times.
-    6. Drafting also ends after an end-of-sequence token.
+    6. Drafting also ends after an end-of-sequence token, as
+       in the published code.
 
 Licence: Apache-2.0.
 """
@@ -63,7 +65,8 @@ class Config:
 
     def __post_init__(self):
         common.one_of(self, stage=("draft", "head"), stop=("head", "fixed"))
-        common.at_least(self, draft_vocab=0, head_depth=0, temperature=0, max_draft=0, gamma=0)
+        common.at_least(self, draft_vocab=0, head_depth=0, temperature=0)
+        common.at_least(self, threshold=0, max_draft=0, gamma=0)
         if not self.w_rej > 0:
             raise common.Mistake(f"w_rej {self.w_rej}: take a weight above 0")
         if not 0 <= self.keep < 1:
@@ -122,7 +125,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 class DraftModel:
-    """The draft model q: of a Drafter, or a causal LM.
+    """The draft model q, made from a Drafter or a causal LM.
 
     Copied layers use the target's embedding and LM head.
     """
@@ -163,7 +166,7 @@ class DraftModel:
 
 @functools.lru_cache(maxsize=1)
 def load_draft_model(name: str, dtype, device):
-    """A causal LM, which no checkpoint holds."""
+    """The causal LM of Config.draft_model, in no checkpoint."""
     return common.load_target(name, dtype=dtype, device=str(device))[0]
 
 
@@ -212,7 +215,10 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 
 def response_states(model: DraftModel, batch) -> tuple[Tensor, Tensor]:
-    """Both models' states (M, D) that predict X_t."""
+    """States of the draft model and of the target, (M, D) each.
+
+    They are those that predict the M tokens X_t of the answers.
+    """
     predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T)
     states = model.states(batch.input_ids)
     return states[predicts], batch.hidden[predicts]
@@ -237,10 +243,10 @@ def draw(model: DraftModel, target, batch, to_draw: Tensor, temperature: float):
     drafted = []
     accept_prob = []
     parts = [x.split(256) for x in (ours, theirs, uniform)]
-    for e, hidden, numbers in zip(*parts):  # saves memory
+    for e, e_target, numbers in zip(*parts):  # saves memory
         logits = model.logits(e)
         q_draft = distribution(logits, temperature)  # (m, Vd)
-        logits = common.target_logits(target, hidden)
+        logits = common.target_logits(target, e_target)
         p_target = distribution(logits, temperature)  # (m, V)
         choice = common.sample(q_draft, numbers)  # (m, 1)
         token = model.draft_ids[choice]  # (m, 1)
@@ -251,7 +257,9 @@ def draw(model: DraftModel, target, batch, to_draw: Tensor, temperature: float):
 
 
 def mix(batch, drafted: Tensor, to_mix: Tensor, keep: float) -> tuple[Tensor, Tensor]:
-    """Z: X_t with probability `keep`, else Y_t, judged (3.3).
+    """Z takes X_t with probability `keep`, else Y_t (3.3).
+
+    Only these Y_t are judged:
 
         X        x1 x2 x3 x4
         Y        y1 y2 y3 y4   y3: drawn after x1 x2
@@ -271,12 +279,13 @@ def mix(batch, drafted: Tensor, to_mix: Tensor, keep: float) -> tuple[Tensor, Te
 def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """States e (J, D) and labels (J,) of judged tokens (3.3).
 
-    Y_t is drawn after X_<t, because its label assumes that
-    all earlier tokens were accepted.
+    A label assumes that all earlier tokens were accepted. So
+    Y_t is drawn after X_<t, a prefix that the target wrote.
+    The head reads e_t, the state after Z_<t and Y_t.
     """
     config = drafter.config
     model = DraftModel(drafter, target)
-    # 1. Two uniform numbers a token, by its sequence's seed.
+    # 1. Draw two uniform numbers per token, seeded per sequence.
     length = batch.input_ids.shape[1]
     numbers = []
     for seed in batch.seed.tolist():
@@ -284,7 +293,7 @@ def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
         numbers.append(torch.rand(length, 2, generator=generator))
     numbers = torch.stack(numbers).to(batch.input_ids.device)
     to_draw, to_mix = numbers.unbind(-1)  # (B, T)
-    # 2. Draw Y after the target's text X, and compare there.
+    # 2. Draw Y after the target's text X, and label it.
     drafted, accept_prob = draw(model, target, batch, to_draw, config.temperature)
     # 3. Let the draft model read Z, as it reads its drafts.
     mixed, judged = mix(batch, drafted, to_mix, config.keep)
@@ -299,10 +308,11 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     renormalised over the draft vocabulary; weight M.
 
     Stage head (3.3): -(P log s + w_rej (1 - P) log(1 - s)), where
-    s is the head's sigmoid; weight P + w_rej (1 - P). Most draft
-    tokens are accepted, so w_rej > 1. This biases the head: the
-    loss is smallest at s = P / (P + w_rej (1 - P)). With w_rej = 6
-    and h = 0.7, a round ends once y_1 is judged if P < 0.72.
+    s is the head's sigmoid; weight P + w_rej (1 - P). The paper
+    takes w_rej > 1 because most of its draft tokens are accepted.
+    This biases the head: the loss is smallest at
+    s = P / (P + w_rej (1 - P)). With w_rej = 6 and h = 0.7, a
+    round ends once y_1 is judged if P < 0.72.
     """
     if drafter.config.stage == "draft":
         model = DraftModel(drafter, target)
@@ -336,6 +346,10 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 def throughput(verification: float, discard: float, t_draft: float, t_target: float) -> float:
     """Tokens per second: 1 / latency (Eq. 2.3).
 
+    T = t_draft N_draft + t_target N_target (Eq. 2.1). Each pass
+    gives one token, so N_draft + N_target = N + N_discarded.
+    Substitute N_draft (Eq. 2.2) and divide by N.
+
     verification: N_target / N. discard: N_discarded / N.
     t_draft, t_target: seconds of a pass.
     """
@@ -344,11 +358,14 @@ def throughput(verification: float, discard: float, t_draft: float, t_target: fl
 
 
 def oracle(agrees: list[bool]) -> int:
-    """N_target of the best greedy stopping times (Lemma 2.1).
+    """N_target of the best stopping times, decoding greedily.
 
-    Each round stops before the next disagreement. These are
-    |S| + 1 rounds, but |S| if the answer's last token is in S.
-    agrees[i]: the draft model's argmax is token i.
+    Each round stops before the next disagreement. Lemma 2.1
+    counts |S| + 1 rounds. They are |S| if the answer's last
+    token is in S, because no round follows it.
+
+    agrees[i]: the draft model's argmax, after the answer's
+        tokens before i, is token i.
     """
     return 1 + sum(not agree for agree in agrees[:-1])
 
@@ -356,8 +373,8 @@ def oracle(agrees: list[bool]) -> int:
 def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
     """Theorem 3.1: stop once R reaches this bound.
 
-    R is the probability that a drafted token is rejected. If one
-    is, continuing wastes at least c1 = t_draft. If none is,
+    R is the probability that at least one token drafted so far
+    is rejected. If one is, continuing wastes at least c1 = t_draft. If none is,
     stopping costs at most c2 + Delta more than continuing, with
     c2 = t_target - t_draft and an unknown Delta. The condition
     is sufficient, not necessary. R is a true probability; h, for
@@ -410,11 +427,12 @@ def propose(drafter, decoding, memory: Memory):
 def until_stop(steps, head, threshold: float, chances: list):
     """The steps of a round until the head ends it (Algorithm 2).
 
-    One pass gives e_(i-1) and q_i, so y_i is drawn before y_(i-1)
-    is judged, and submitted unjudged. No judged token may be
-    dropped: the judgement depends on it, so the draws that are
-    kept would not follow q. Judging starts with e_1, as e_0 is of
-    no draft token. The head predicts 0.9, 0.8, 0.5; h = 0.6:
+    One pass gives e_(i-1) and q_i. First y_i is drawn, then
+    y_(i-1) is judged. So the newest token is submitted unjudged.
+    No judged token may be dropped: the judgement depends on it,
+    so the draws that are kept would not follow q. Judging starts
+    with e_1; the printed algorithm also takes e_0, which is of no
+    draft token. The head predicts 0.9, 0.8, 0.5; h = 0.6:
 
         drafted y_i          y1   y2   y3   y4
         p^ of those before   1    .9   .72  .36
@@ -434,7 +452,7 @@ def until_stop(steps, head, threshold: float, chances: list):
 
 
 def check_head(drafter, config: Config, draft_model) -> None:
-    """Raise a Mistake if no model or head fits."""
+    """Raise a Mistake if draft model or head is missing or wrong."""
     if drafter is None and draft_model is None:
         raise common.Mistake("nothing to draft with: pass drafter= or draft_model=")
     if config.stop == "fixed":

@@ -153,7 +153,7 @@ def points(recordings: list[list[Round]]) -> dict[str, dict[str, tuple[float, fl
 
 
 def forward_times(answers: list[common.Stats]) -> tuple[float, float, float | None]:
-    """(t_draft, t_target, R^2): measured seconds of a forward, fit of Eq. 2.1.
+    """(t_draft, t_target, R^2): seconds of a forward, and how well Eq. 2.1 gives T.
 
     Eq. 2.1 is T = t_draft N_draft + t_target N_target; R^2 is the share of
     T's variance over answers that it explains. The times are measured, not

@@ -169,7 +169,7 @@ CLAIMS = {
         ),
         (
             "Time is linear in draft and target forwards (Eq. 2.1)",
-            "R^2 above 0.98",
+            "R^2 at least 0.98",
             partial(linear_time, VARIANTS),
         ),
         (
