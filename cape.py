@@ -194,7 +194,7 @@ def generate(
     token_streamer=None,
     **given,
 ):
-    """Decode without loss, as a `custom_generate` of transformers.
+    """Lossless decoding, as a `custom_generate` of transformers.
 
     target.generate(
         ..., custom_generate=cape.generate, base=glide, base_drafter=...)

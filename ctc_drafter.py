@@ -18,10 +18,15 @@ the draft vocabulary, given x_0 to x_(t-1). U = 3:
     anchor 0    h_0  x_1 [y_2  y_3  y_4]
     anchor 1         h_1  x_2 [y_3  y_4  y_5]
 
-F_distill is `hidden`, F^ `states`, P^ `q_slots`, beta^-1 `collapse`,
-the T of Eq. 7 S; the blank has index Vd. A sequence has A anchors
-(not alignments), a batch W. Deviations from the paper:
-    1. The next token in a row, S and U are from the authors' code.
+Names that differ from the paper's: F_distill is `hidden`, F^ is
+`states`, P^ is `q_slots` (in training its logarithm, `log_q`),
+beta^-1 is `collapse`, the T of Eq. 7 is S. The blank has index Vd.
+A counts the anchors of a sequence (not alignments), W those of a
+batch.
+
+Deviations from the paper:
+    1. The next token in a row and the windows (S slots for U
+       labels) are from the authors' code.
     2. Anchors are random; log P is summed (Eq. 1), not P (Eq. 2).
     3. How slots start and what they see, the norms, the initial
        weights and the blank's own logit are not in the paper.
@@ -60,7 +65,7 @@ class Config:
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     transform: str = option("prefixes", "prefixes, alignments (the paper's) or none", decode=True)
     symbols: int = option(10, "likeliest tokens per slot, k", decode=True)
-    candidates: int = option(16, "prefixes kept per slot", decode=True)
+    candidates: int = option(16, "prefixes or combinations kept per slot", decode=True)
     nodes: int = option(10, "most nodes in the tree", decode=True)
 
     def __post_init__(self):
@@ -69,7 +74,7 @@ class Config:
         common.one_of(self, transform=("prefixes", "alignments", "none"))
 
 
-# Nearest to CTC and Medusa verify of Table 2.
+# Nearest to "CTC verify" and "Medusa verify" of Table 2.
 VARIANTS = {
     "alignments": {"transform": "alignments"},
     "none": {"transform": "none"},
@@ -89,7 +94,8 @@ class SlotAttention(LlamaAttention):
     def forward(self, rows, slots, tables, mask, cache) -> Tensor:
         """Output (B, m, D) of m slots after n rows.
 
-        tables: cos, sin (B, n + m, R); mask: (B, 1, m, n + m).
+        tables: cos, sin (B, n + m, R).
+        mask: (B, 1, m, n + m) bool, or None: see everything.
         """
         x = torch.cat([rows, slots], dim=1)
         k = self.split(self.k_proj(x))
@@ -131,7 +137,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         """States (B, A, S, D) of the slots after A of n rows (Eq. 9).
 
         hidden: (B, n, D); next_ids: (B, n); anchors: (B, A), rows.
-        mask: see `slot_mask`; None: slots see everything.
+        mask: of `slot_mask`. None while decoding: the only anchor
+            is the newest row, so its slots see everything.
         """
         # 1. Rows: a hidden state and the next token.
         dtype = self.norm.weight.dtype
@@ -204,8 +211,8 @@ def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
 def windows(drafter, target, batch) -> tuple[Tensor, Tensor]:
     """Anchors (B, A) and labels (W, U) of W anchors (Eq. 3 to 5).
 
-    Anchors are random rows with all labels in the answer, or -1 if
-    there are fewer. Labels index draft_ids.
+    Anchors are random rows whose U labels all lie in the answer;
+    -1 fills up where there are fewer. Labels index draft_ids.
     """
     U = drafter.config.window
     # 1. y_t is the target's choice of x_t; -1 outside the answer.
@@ -231,7 +238,7 @@ def windows(drafter, target, batch) -> tuple[Tensor, Tensor]:
 
 
 def rows_at(x: Tensor, anchors: Tensor) -> Tensor:
-    """Rows (W, ...) of x (B, n, ...) at the anchors."""
+    """Rows (W, ...) of x (B, n, ...) at anchors that are not -1."""
     b, a = (anchors >= 0).nonzero(as_tuple=True)
     return x[b, anchors[b, a]]
 
@@ -333,7 +340,7 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge=True) -> di
             longer.append((p * q, (*combination, symbol)))
         kept = heapq.nlargest(candidates, longer)
 
-    # 2. Add each to all prefixes of its sequence.
+    # 2. Add its probability to all prefixes of its sequence.
     prefixes = defaultdict(float)
     for probability, combination in kept:
         if merge:
@@ -356,9 +363,10 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     end in a blank are summed apart. The newest token is no part of a
     prefix; slot 1 may repeat it.
 
-    After each slot only `candidates` prefixes grow on, the likeliest
-    results of the slots so far; the empty prefix competes too. The
-    others stay in the dictionary. Both limits can make a sum too
+    Of each slot, the `symbols` likeliest tokens and the blank are
+    tried. After it, only the `candidates` likeliest results of the
+    slots so far grow on; the empty prefix may be one. Prefixes found
+    earlier stay in the dictionary. Both limits can make a sum too
     small. Slots a .6, e .4 and a .2, b .5, e .3 (e is the blank):
 
         prefix  slot 1  slot 2        sum
@@ -396,7 +404,7 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
 
 
 def token_tree(prefixes: dict, draft_ids: Tensor, nodes: int, depth: int) -> common.Draft:
-    """A trie of the `nodes` likeliest prefixes up to `depth` tokens."""
+    """A trie of the `nodes` likeliest prefixes of at most `depth` tokens."""
     node_of = {(): -1}  # {prefix: its node}
     parents = []
     for prefix in sorted(prefixes, key=prefixes.get, reverse=True):
@@ -454,11 +462,11 @@ def drafts(decoding, drafter: Drafter, config: Config):
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):
-    """Decode without loss, as a `custom_generate` of transformers.
+    """Lossless decoding, as a `custom_generate` of transformers.
 
     target.generate(..., custom_generate=ctc_drafter.generate, drafter=...)
 
-    config: the drafter's, with changes in fields of decode=True.
+    config: replaces the drafter's in fields with decode=True.
     copies, stats, token_streamer: see `common.Decoding`.
     Returns prompt and new tokens (1, T').
     """

@@ -392,11 +392,11 @@ def drafts(decoding, drafter: Drafter, config: Config):
 def generate(
     target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
 ):
-    """Decode without loss, as a `custom_generate` of transformers.
+    """Lossless decoding, as a `custom_generate` of transformers.
 
     target.generate(..., custom_generate=glide.generate, drafter=...)
 
-    config: the drafter's, with changes in fields of decode=True.
+    config: replaces the drafter's in fields with decode=True.
     copies, stats, token_streamer: see `common.Decoding`.
     Returns prompt and new tokens (1, T').
     """

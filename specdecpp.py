@@ -493,11 +493,11 @@ def generate(
     token_streamer=None,
     **given,
 ):
-    """Decode without loss, as a `custom_generate` of transformers.
+    """Lossless decoding, as a `custom_generate` of transformers.
 
     target.generate(..., custom_generate=specdecpp.generate, drafter=...)
 
-    config: the drafter's, with changes in fields of decode=True.
+    config: replaces the drafter's in fields with decode=True.
     draft_model: a causal LM to draft with. The drafter is then
         only the head; without a drafter, `stop` is "fixed".
     copies, stats, token_streamer: see `common.Decoding`.

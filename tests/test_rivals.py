@@ -25,7 +25,7 @@ def make_medusa(target, **options):
 def head_probs(target, drafter, ids):
     """q_heads (U, Vd) after the tokens ids (T,), the last of them the newest."""
     decoding = common.open_decoding(target, ids[None], max_new_tokens=5)
-    return medusa.propose(drafter, decoding, medusa.Memory(drafter, target))
+    return medusa.propose(drafter, decoding, common.draft_head(target, drafter.draft_ids))
 
 
 def test_medusas_head_j_learns_token_j_and_weighs_less(llama):

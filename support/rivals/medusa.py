@@ -1,8 +1,8 @@
 """Medusa: a head per future token (Cai et al., 2024), CTC-drafter's rival.
 
-Paper: arXiv:2401.10774; Table 2 of CTC-drafter. Head j is a residual
-linear layer. All heads read the same row and choose independently.
-The draft is a tree of their likeliest combinations:
+Paper: arXiv:2401.10774; Table 2 of CTC-drafter. Head j adds SiLU of a
+linear layer to its input. All heads read the same row and choose
+independently. The draft is a tree of their likeliest combinations:
 
     row (h_i, x_(i+1)), heads 0, 1, 2 -> x_(i+2), x_(i+3), x_(i+4)
 
@@ -10,6 +10,10 @@ Deviations from the paper:
     1. Heads read h_i and the next token; the paper's only h_i.
     2. They share the target's LM head; the paper's train a copy each.
     3. The tree's shape changes every round; the paper's is fixed.
+    4. Heads start at random; the paper's start as the identity.
+    5. Labels are the target's argmax over frequent tokens; the paper's
+       are the data's tokens.
+    6. Verification is lossless; the paper's typical acceptance is not.
 
 Label windows, ranking and tree are those of ctc_drafter.py.
 Licence: Apache-2.0.
@@ -35,7 +39,7 @@ class Config:
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     symbols: int = option(10, "likeliest tokens per head", decode=True)
     candidates: int = option(16, "combinations kept per head", decode=True)
-    nodes: int = option(10, "most nodes of the tree", decode=True)
+    nodes: int = option(10, "most nodes in the tree", decode=True)
 
     def __post_init__(self):
         common.at_least(self, window=1, anchors=1, draft_vocab=0)
@@ -109,28 +113,21 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     return total, len(hidden)
 
 
-class Memory:
-    """What the drafter keeps from round to round of one answer."""
-
-    def __init__(self, drafter: Drafter, target):
-        self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
-
-
-def propose(drafter: Drafter, decoding, memory: Memory) -> Tensor:
+def propose(drafter: Drafter, decoding, lm_head) -> Tensor:
     """The heads' probabilities (U, Vd) after the newest token."""
     states = drafter(decoding.target, decoding.hidden[0, -1], decoding.ids[0, -1])
-    return memory.head(states).float().softmax(-1)
+    return lm_head(states).float().softmax(-1)
 
 
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
     """Yield one draft per round; its nodes are chosen, not sampled."""
-    memory = Memory(drafter, decoding.target)
+    lm_head = common.draft_head(decoding.target, drafter.draft_ids)  # D -> Vd
     while not decoding.done:
         if decoding.hidden.shape[1] == 0:  # prompt of one token
             yield common.chain([], decoding.ids)
             continue
-        q_heads = propose(drafter, decoding, memory)
+        q_heads = propose(drafter, decoding, lm_head)
         q_slots = F.pad(q_heads, (0, 1))  # a blank of probability 0
         prefixes = ctc_drafter.alignments(q_slots, config.symbols, config.candidates, merge=False)
         yield ctc_drafter.token_tree(prefixes, drafter.draft_ids, config.nodes, decoding.room)
