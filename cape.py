@@ -18,16 +18,19 @@ CAPE has no weights. It expands any method that drafts a chain:
 SpecDec++ as base, its head is not used.
 
 Names that differ from the paper's: p_D is `q_draft`, p_i is
-`confidences[i]`, K_i is `counts[i]`, S is `set_size`, the
-proposal before its expansion is `trajectory`.
+`confidences[i - 1]`, K_i is `counts[i - 1]`, S is `set_size`,
+the proposal before its expansion is `trajectory`.
 
 Deviations from the paper:
     1. Where 4.2 and Algorithm 1 differ, the code follows 4.2: a
-       set excludes the trajectory's token.
+       set excludes the trajectory's token, and p = .3, .6 and .8
+       belong to the range below.
     2. gamma is 4 (the paper names none for CAPE): at most
-       4 x (1 + 7) = 32 tokens are verified, as in 5.3.
+       4 x (1 + 7) = 32 tokens are verified, as in 5.3. The
+       shipped GLIDE is trained for three.
     3. The paper decodes greedily. If x_(t+i) is sampled, X_i
-       excludes it; p_i is still the largest probability.
+       excludes it; p_i is still the largest probability of
+       q_draft, after temperature and filters.
     4. Tokens of probability 0 are never extras.
 
 Licence: Apache-2.0.
@@ -64,7 +67,7 @@ class Config:
 
 
 VARIANTS = {
-    "none": {"sizes": [0], "bounds": []},  # the base alone
+    "none": {"sizes": [0], "bounds": []},  # the base alone, at this gamma
     "fixed": {"sizes": [4], "bounds": []},  # 5.4
     "cpu": {"gamma": 3, "sizes": [2, 1, 1, 0]},  # fitted to the shipped GLIDE on two CPU cores
 }
@@ -111,14 +114,14 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     confidences = q_draft.max(-1).values.tolist()
     counts = [set_size(p, config.sizes, config.bounds) for p in confidences]
 
-    # 2. The best tokens of each step but the drafted one.
+    # 2. The best tokens of each step, except the drafted one.
     others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
     most = min(max(counts), others.shape[1])
     best = others.topk(most, dim=-1)  # (gamma, most)
     best_ids = best.indices.tolist()
     best_probs = best.values.tolist()
 
-    # 3. K_i of them, as siblings of the drafted token.
+    # 3. At most K_i of them, as siblings of the drafted token.
     tokens = []
     parents = []
     q = []
@@ -139,7 +142,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
 
 
 def cape_mask(counts: list[int]) -> Tensor:
-    """Mask_CAPE (4.2) of the linearised proposal, for reading.
+    """Mask_CAPE (4.2) of the linearised proposal.
 
     Token i attends to itself and to trajectory tokens before its
     position: i = j, or j <= gamma and pos(i) > j. For gamma 3 and
@@ -154,8 +157,9 @@ def cape_mask(counts: list[int]) -> Tensor:
             2   a2    x  .  .   .  .   x   .
             3   a3    x  x  .   .  .   .   x
 
-    Decoding computes it from the parents that `expand` returns:
-    Algorithm 2 is common.tree_inputs.
+    For readers and tests: decoding derives the same mask from
+    the parents that `expand` returns (Algorithm 2 is
+    common.tree_inputs).
 
     counts: K_i of each of the gamma sets.
     Returns (beta, beta) bool, beta = gamma + sum(counts).

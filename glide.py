@@ -18,17 +18,19 @@ and `drafter`, N_D is `num_layers`, L is `block_size`, p_D
 is `q_draft`, c is `cost`.
 
 Deviations from the paper:
-    1. It has the target's width, embedding and LM head
-       (frozen), and starts from the target's weights.
+    1. The drafter has the target's width, frozen embedding and
+       LM head, and starts from the target's weights.
     2. It drafts frequent tokens only (`draft_vocab`).
-    3. Labels are the target's distributions, not the data's
-       tokens (`distill`); the target wrote the data.
-    4. A query's block is its own token's (formula of 4.1; the
-       prose takes the predicted token's). The first block has
-       a random length, so that all delays are trained.
+    3. Labels are the target's distributions (`distill`); the
+       paper's are the data's tokens.
+    4. A query's block is its own token's, as in the formula of
+       4.1. In the prose, a block's first token has no query.
+       The first block has a random length, so that a position
+       meets every delay.
     5. Not in the paper: pre-norm and residual of the cross-
-       attention, rotated queries (the cached keys are),
-       zero output without readable rows, queries before x_t.
+       attention. Queries are rotated, as the cached keys are.
+       A query that may read no row gets zero. The tokens
+       before x_t query, too.
     6. The shipped drafter has L = gamma = 3 and reads target
        layer 18 of 0 to 29, not the top one.
 
@@ -167,14 +169,14 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         positions: (B or 1, T).
         kv: {target layer: (K, V)}, each (B, Hkv, P, Dh).
         self_mask: (B or 1, 1, T, P_own + T) bool; None is
-            causal, for T = 1 or an empty cache.
+            causal, for T = 1 or without a cache.
         cross_mask: (B or 1, 1, T, P) bool; None: all rows.
         cache: the drafter's own, to which T rows are added.
         """
         shape = self.config.target
         x = target.get_input_embeddings()(ids)  # (B, T, D)
         x = x.to(self.norm.weight.dtype)
-        # LlamaAttention rotates all Dh dimensions.
+        # Tables of the top layer; LlamaAttention rotates all Dh.
         tables = common.rotary(target, positions, shape["num_layers"] - 1)
         tables = common.whole_rotary(tables, shape["head_dim"])
         tables = tuple(table.to(x.dtype) for table in tables)
@@ -260,7 +262,7 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 def training_pass(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """Draft logits (M, Vd), target states (M, D).
 
-    M positions stand before a token to learn.
+    M positions are those whose next token is learned.
     """
     # 1. Padding is on the right, where no earlier token looks.
     ids = batch.input_ids  # (B, T)
@@ -303,6 +305,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """alpha (5.1), summed over M positions, and M.
 
+    It is measured on the batch's text, with `block_mask`.
     The paper prints E_(x ~ p_D) min(p_T, p_D) and must mean
     E_(x ~ p_D) min(1, p_T / p_D) = sum_x min(p_T, p_D).
     """
@@ -343,8 +346,10 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
     """
     positions = memory.cache.record(new)  # (1, n)
     prefix = decoding.cache.get_seq_length()  # P
-    rows = decoding.cache.layers
-    kv = {n: (rows[n].keys, rows[n].values) for n in drafter.kv_layers if prefix}
+    kv = {}  # stays empty after a prompt of one token
+    for layer in drafter.kv_layers if prefix else []:
+        rows = decoding.cache.layers[layer]
+        kv[layer] = rows.keys, rows.values
     self_mask = cross_mask = None
     if new.shape[1] > 1:
         places = torch.arange(memory.cache.fed.shape[1], device=new.device)
@@ -358,13 +363,13 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
 def propose(drafter: Drafter, decoding, memory: Memory):
     """Draft a chain after `decoding.ids`, until the caller stops.
 
-    Yields (token (1,), q_draft (V,), hidden (D,));
-    `hidden` is for support/stopping.py. Ends if the
-    logits processors allow no token of `draft_ids`.
+    Yields (token (1,), q_draft (V,), hidden (D,)). Only
+    SpecDec++'s head needs `hidden` of such steps. Ends if
+    the logits processors allow no token of `draft_ids`.
     """
     ids = decoding.ids
-    # 1. Drop the drafter's rows of rejected tokens. What
-    #    is left has no row: at first the whole prompt.
+    # 1. Drop the drafter's rows of rejected tokens. `new`
+    #    has no row yet: at first it is the whole prompt.
     new = memory.cache.rewind(ids)  # (1, n)
     while True:
         # 2. Feed them, and choose the next one.
