@@ -204,6 +204,9 @@ def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
     are rejected, the token is drawn from the last residual. `verify`
     then accepts a deterministic child that holds it. This is exact:
     the draw ignores deterministic children.
+
+    siblings: the sampled children of the current node, in the order of
+        sampling. If rounding leaves a residual of zero, p_target stays.
     """
     p_target = scores.softmax(-1)  # (V,)
     assert not p_target.isnan().any(), "the logits processors forbid every token"
@@ -716,7 +719,7 @@ def load_drafter(Drafter, path, target):
             drafter = Drafter.from_pretrained(str(path), strict=True)
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         kind = Drafter.__module__
-        reason = str(error).strip().split("\n")[0]
+        reason = " ".join(str(error).split())[:200]
         raise Mistake(f"{path} holds no {kind} drafter, or a damaged one ({reason})") from error
     drafter = drafter.to(target.device, target.dtype).eval()
     check_drafter(drafter, Drafter, target)
@@ -817,9 +820,11 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
     mode = generation_config.get_generation_mode().value
     other_mode = mode not in ("greedy_search", "sample")
     guided = generation_config.guidance_scale not in (None, 1)
+    as_dict = generation_config.return_dict_in_generate
     marked = "SynthID" in type(generation_config.watermarking_config).__name__
     _refuse(
         (elsewhere, f"the prompt is on {input_ids.device}: move it with .to(target.device)"),
+        (length == 0, "no token ids: pass input_ids, not inputs_embeds"),
         (rows != 1, f"{rows} rows of ids: pass one prompt, without beams or several answers"),
         (padded, "attention_mask has zeros: pass no padding, and a mask of ones"),
         (shifted, "position_ids are counted from 0 here: leave them out"),
@@ -827,6 +832,7 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
         (more, "only text is decoded here: pass no images, and nothing beside token ids"),
         (other_mode, f"{mode} is not supported by token trees: decode greedily, or sample"),
         (guided, "guidance_scale is not supported by token trees: leave it out"),
+        (as_dict, "return_dict_in_generate is not supported: leave it out, and pass stats="),
         (marked, "SynthID is not supported by token trees: leave it out"),
     )
     config = target.config.get_text_config()
@@ -850,7 +856,8 @@ def _check_length(config, prefix: int, length: int) -> None:
     for name, reach in reaches.items():
         if reach and length > reach:
             text = f"prompt + new tokens = {length} exceed the target's {name} of {reach}"
-            raise Mistake(f"{text}: lower max_new_tokens")
+            remedy = "lower max_new_tokens" if prefix + 1 < reach else "shorten the prompt"
+            raise Mistake(f"{text}: {remedy}")
 
 
 # ---------------------------------------------------------------------------------- a first try

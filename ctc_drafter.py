@@ -358,7 +358,7 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
 
     A prefix, a tuple of indices into draft_ids, has the probability
     of all sequences that begin with it, each by Eq. 6. Each slot adds
-    the probability that it completes the prefix (`entering`). Only
+    the probability that it completes the prefix. Only
     after a blank does a repeat lengthen a prefix, so alignments that
     end in a blank are summed apart. The newest token is no part of a
     prefix; slot 1 may repeat it.

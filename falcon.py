@@ -81,7 +81,7 @@ def checked_tree(tree, vocab: float) -> list[list[int]]:
         raise common.Mistake(f"tree {tree!r}: give a list of paths, as [[0], [0, 1]]") from None
     for path in paths:
         name = f"tree path {list(path)}"
-        if not all(0 <= rank < vocab for rank in path):
+        if not all(isinstance(rank, int) and 0 <= rank < vocab for rank in path):
             raise common.Mistake(f"{name}: give a list of ranks from 0 on, below {vocab}")
         if path[:-1] not in [(), *paths]:
             raise common.Mistake(f"{name}: add its parent {list(path[:-1])}")

@@ -55,7 +55,11 @@ EXERCISES = {
     ),
     "common._draw": Exercise(
         "if siblings:\n    return int(draft.tokens[siblings[0]])  # accepts whatever was drafted",
-        ("test_draws_follow_the_target_exactly", "test_sampled_output_follows_the_target"),
+        (
+            "test_draws_follow_the_target_exactly",
+            "test_sampled_output_follows_the_target",
+            "test_a_drafter_that_agrees_but_for_rounding_leaves_no_residual",
+        ),
         ast.For,
     ),
     "glide.block_mask": Exercise(
@@ -198,7 +202,7 @@ def wrong_with(case: ElementTree.Element) -> str:
     elif message.startswith("assert "):
         message = message.partition("\n")[0]
     parts = re.split(r"(?=\bexpected |\bgot )", " ".join(message.split()))
-    message = " ".join(textwrap.shorten(part, 300, placeholder=" ...") for part in parts)
+    message = " ".join(textwrap.shorten(part, 300, placeholder=" ...") for part in parts if part)
     return message if "Assertion" in place else f"{message} ({place})"
 
 
@@ -275,7 +279,8 @@ def main() -> int:
         return 0
     try:
         if args.name not in EXERCISES:
-            raise ValueError(f"no exercise {args.name!r}: take one of {', '.join(EXERCISES)}")
+            named = f"no exercise {args.name!r}" if args.name else "name the exercise"
+            raise ValueError(f"{named}: take one of {', '.join(EXERCISES)}")
         if args.grade:
             return int(grade(args.name, args.grade) > 0)
         if args.out is None:

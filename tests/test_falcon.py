@@ -172,10 +172,13 @@ def test_glancing_worked_by_hand():
     ):
         got = {glance("xxxxxx", "xxxxxx", rate, 3, 3 * n) for n in range(60)}
         call = f"glance(wrong=xxxxxx, learns=xxxxxx, rate={rate}, k=3, seed=[0], [3], ... [177])"
+        call += ": all outcomes"
         compare(call, sorted(expected), sorted(got))
     # The docstring's case is one of the outcomes.
     got = {glance("xxxxxx.....", "xxxxxxxx...", 0.5, 3, 3 * n + 1) for n in range(60)}
-    assert {"..x..xx....", "..xx.x....."} <= got, f"the docstring's case is not among {sorted(got)}"
+    call = "glance(wrong=xxxxxx....., learns=xxxxxxxx..., rate=0.5, k=3, seed=[1], [4], ... [178])"
+    expected = {"..x..xx....", "..xx.x.....", "..x..x....."}
+    compare(f"{call}: all outcomes", sorted(expected), sorted(got))
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])

@@ -295,10 +295,11 @@ def law_of_draw(p_target, q_draft, grid=50):
         for first, second in itertools.permutations(range(len(p_target)), 2):
             rest = without(q_draft, first)
             weight = q_draft[first] * rest[second]
-            draft = draft_of([first, second], [-1, -1], torch.stack([q_draft, rest]))
+            q = torch.stack([q_draft, q_draft.roll(-1), rest])
+            draft = draft_of([first, 0, second], [-1, 0, -1], q)  # node 1 is no sibling
             for u, v in itertools.product(range(grid), repeat=2):
                 uniforms = iter([(u + 0.5) / grid, (v + 0.5) / grid])
-                token = common._draw(p_target.log(), [0, 1], draft)
+                token = common._draw(p_target.log(), [0, 2], draft)
                 here = left.pop() if token < 0 else torch.eye(len(p_target))[token]
                 law += weight * here / grid**2
                 accepted += float(weight) * (token >= 0) / grid**2
@@ -318,9 +319,10 @@ def without(q_draft, token):
 
 def test_draws_follow_the_target_exactly():
     law, accepted = law_of_draw(P_TARGET, Q_DRAFT)
-    given = f"given p_target {P_TARGET.tolist()}, q_draft {Q_DRAFT.tolist()}"
-    expected, got = P_TARGET.tolist(), law.tolist()
-    assert got == pytest.approx(expected, abs=0.015), f"{given}: expected {expected}, got {got}"
+    expected, q, got = ([round(x, 3) for x in row.tolist()] for row in (P_TARGET, Q_DRAFT, law))
+    given = f"p_target {expected}, two siblings drawn from q_draft {q} without replacement"
+    told = f"{given}: returned tokens should have the shares of p_target: expected {expected}"
+    assert got == pytest.approx(expected, abs=0.015), f"{told}, got {got}"
     # .35 by the first sibling; .65 are left, all after token 2, with the residual .23 .77 0 and
     # q .8 .2 0: the second sibling is accepted in .43 of these.
     assert accepted == pytest.approx(0.35 + 0.65 * 0.431, abs=0.015), (
@@ -389,7 +391,8 @@ def test_sampled_output_follows_the_target(small_llama):
         return decoding.ids
 
     p = sampled_p_value(small_llama, IDS, 2, draws=600, custom_generate=decode)
-    assert p > 0.001, f"the sampled texts do not follow the target: chi-square test, p = {p:.1e}"
+    told = "the sampled texts do not follow the target: by a chi-square test"
+    assert p > 0.001, f"{told} p = {p:.1e}, expected above 0.001"
     p_target = small_llama(IDS).logits[0, -1].float().softmax(-1)
     expected = chance_of_acceptance(p_target)
     spread = 4 * (expected * (1 - expected) / len(accepted)) ** 0.5

@@ -37,6 +37,7 @@ class Lookup:
     """
 
     def __init__(self, most: int):
+        Config(most)  # checks it
         self.lengths = {4: most, 3: most // 2, 2: most // 3}  # {n: tokens to copy}
         self.text: list[int] = []
         self.follows: dict[tuple, int] = {}  # n-gram: where its last occurrence ended
