@@ -32,8 +32,8 @@ Deviations, and choices where the paper is silent:
        frequent tokens (`draft_vocab`).
     6. The default tree takes two passes (the paper: four), and its
        nodes are never sampled (the paper: when decoding samples).
-The shipped drafter has linear fusion, omega_dist = 1 and nine
-nodes in two passes (checkpoints/README.md).
+The shipped drafter has linear fusion, omega_dist = 1, nine nodes
+in two passes, and no CSGD in its last stage of training.
 
 Licence: Apache-2.0.
 """
@@ -81,7 +81,8 @@ def checked_tree(tree, vocab: float) -> list[list[int]]:
         raise common.Mistake(f"tree {tree!r}: give a list of paths, as [[0], [0, 1]]") from None
     for path in paths:
         name = f"tree path {list(path)}"
-        if not all(isinstance(rank, int) and 0 <= rank < vocab for rank in path):
+        good = all(isinstance(rank, int) and 0 <= rank < vocab for rank in path)
+        if not path or not good:
             raise common.Mistake(f"{name}: give a list of ranks from 0 on, below {vocab}")
         if path[:-1] not in [(), *paths]:
             raise common.Mistake(f"{name}: add its parent {list(path[:-1])}")
@@ -104,13 +105,15 @@ class Config:
     def __post_init__(self):
         common.at_least(self, k=1, num_layers=1, noise=0, distill_weight=0, draft_vocab=0)
         common.one_of(self, fusion=("lstm", "linear"))
-        self.tree = checked_tree(self.tree, self.draft_vocab or math.inf)
+        vocab = self.target.get("vocab_size", math.inf)
+        size = min(self.draft_vocab or vocab, vocab)
+        self.tree = checked_tree(self.tree, size)
 
 
 VARIANTS = {
     "chain": {"tree": layered_tree([1, 1, 1, 1])},  # Table 4
     "one_pass": {"tree": layered_tree([3, 4])},  # with k = 2
-    "paper": {"tree": layered_tree([20, 19, 19, 15, 16, 10, 10, 9])},  # Figure 5
+    "paper": {"tree": layered_tree([20, 19, 19, 15, 16, 10, 10, 9])},  # widths of Figure 5
 }
 
 
@@ -146,7 +149,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
         features: (n, t, D), in n sequences or branches.
         token_ids: (n, t), each one step ahead of its feature.
-        state: the LSTM's after earlier slots, two (2, n, D).
+        state: the LSTM's (h, c) after earlier slots, each (2, n, D),
+            for its two layers.
         Returns fused slots (n, t, D), new state (None if linear).
         """
         embeds = target.get_input_embeddings()(token_ids)
@@ -201,10 +205,11 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 
 def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
-    """Relaxed causal mask (3.4): see own and earlier blocks.
+    """Relaxed causal mask (3.4).
 
-    The answer of slot i is the input of slot i + k, in the next
-    block. This block is hidden, so no slot can read its answer.
+    A slot sees its own and earlier blocks. The answer of slot i is
+    the input of slot i + k, in the next block. Later blocks are
+    hidden, so no slot can read its answer.
     k = 2, phase 1:
 
            key   0  1  2  3  4        blocks: 0 | 1 2 | 3 4
@@ -273,9 +278,10 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     r slots that learn, until N slots are revealed or no block is
     left. The later slots of the block see these answers.
 
-    The paper does not say which slots. Random blocks and runs of
-    random length are as in the published code. Ours is that exactly
-    N slots are revealed, and only slots that learn. Random numbers
+    The paper asks for continuous runs before the slots to be
+    predicted (Figure 2), but not which. Random blocks and runs of
+    random length are as in the published code. For k > 2 that code
+    can miss N and reveal slots that do not learn. Random numbers
     come from `generators(seed, 0)`, so that the choice depends
     neither on padding nor on the rest of the batch.
 
@@ -357,7 +363,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
             learns=slots.learns & ~revealed,
         )
 
-    # 2. Predict again, now with noise.
+    # 2. Predict with noise.
     features = noisy(slots.features, config.noise, batch.seed)
     slots = slots._replace(features=features)
     f_draft, logits = predict(drafter, target, slots)
@@ -419,6 +425,7 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     block can contain up to k - 1 old slots. The last k - 1 old slots
     always attend again, even one outside it, as slot 3 below. Memory
     keeps them fused: fusing them anew would need an older LSTM state.
+    Older rows stay as they were computed, with earlier borders.
     k = 3, slots 5 and 6 are new:
 
         blocks before    0 1 | 2 3 4
@@ -517,8 +524,7 @@ def propose(drafter, decoding, memory: Memory, config: Config) -> common.Draft:
         pass     1     1     2     2
         slot     0     1     0     1
 
-    Slot 1 of pass 1 ranks c before d. It does not know whether a
-    or b was chosen, so c is the first choice after both. Pass 2 has
+    Slot 1 ranks c before d, whether a or b was chosen. Pass 2 has
     blocks a c and b c, with equal features but different tokens.
     """
     k = drafter.config.k
@@ -526,7 +532,7 @@ def propose(drafter, decoding, memory: Memory, config: Config) -> common.Draft:
     levels = [list(level) for _, level in itertools.groupby(paths, len)]
     latest = first_pass(drafter, decoding, memory) if levels else None
     if latest is None:
-        return common.chain([], decoding.ids, k=k)
+        return common.chain([], decoding.ids, k=k)  # no draft
     ranks = 1 + max(map(max, config.tree))
     drafted = {(): []}  # the tokens on each path
     q = []
@@ -534,9 +540,10 @@ def propose(drafter, decoding, memory: Memory, config: Config) -> common.Draft:
     for first in range(0, len(levels), k):
         # 1. Run another pass, with a branch for each parent.
         if first > 0:
-            before = tips
+            old_tips = tips
             tips = sorted({path[:-1] for path in levels[first]})
-            origins = [before.index(tip[: first - k]) for tip in tips]
+            # With k = 2 and first = 4, (0, 1, 0, 0) continues (0, 1).
+            origins = [old_tips.index(tip[: first - k]) for tip in tips]
             blocks = [drafted[tip][-k:] for tip in tips]
             latest = later_pass(drafter, decoding, memory, latest, origins, blocks)
         # 2. Rank the tokens of its n k slots.

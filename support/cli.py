@@ -113,6 +113,9 @@ def json_list(text: str) -> list:
     return value
 
 
+json_list.__name__ = "JSON list"  # argparse says "invalid JSON list value"
+
+
 def add_config_options(parser: argparse.ArgumentParser, config_class, decode: bool = False) -> None:
     """Add an option per field of a Config, unless the parser has it.
 
