@@ -29,7 +29,7 @@ Deviations from the paper:
        meets every delay.
     5. Not in the paper: pre-norm and residual of the cross-
        attention. Queries are rotated, as the cached keys are.
-       A query that may read no row gets zero. The tokens
+       A query that may read no row gets zero. Tokens
        before x_t query, too.
     6. The shipped drafter has L = gamma = 3 and reads target
        layer 18 of 0 to 29, not the top one.
@@ -346,7 +346,7 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
     """
     positions = memory.cache.record(new)  # (1, n)
     prefix = decoding.cache.get_seq_length()  # P
-    kv = {}  # stays empty after a prompt of one token
+    kv = {}  # for a prompt of one token
     for layer in drafter.kv_layers if prefix else []:
         rows = decoding.cache.layers[layer]
         kv[layer] = rows.keys, rows.values
@@ -363,13 +363,13 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
 def propose(drafter: Drafter, decoding, memory: Memory):
     """Draft a chain after `decoding.ids`, until the caller stops.
 
-    Yields (token (1,), q_draft (V,), hidden (D,)). Only
-    SpecDec++'s head needs `hidden` of such steps. Ends if
-    the logits processors allow no token of `draft_ids`.
+    Yields (token (1,), q_draft (V,), hidden (D,)).
+    Only SpecDec++'s head needs `hidden`. Ends if the
+    logits processors allow no token of `draft_ids`.
     """
     ids = decoding.ids
     # 1. Drop the drafter's rows of rejected tokens. `new`
-    #    has no row yet: at first it is the whole prompt.
+    #    has no row yet: at first, the whole prompt.
     new = memory.cache.rewind(ids)  # (1, n)
     while True:
         # 2. Feed them, and choose the next one.

@@ -293,7 +293,7 @@ def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
         numbers.append(torch.rand(length, 2, generator=generator))
     numbers = torch.stack(numbers).to(batch.input_ids.device)
     to_draw, to_mix = numbers.unbind(-1)  # (B, T)
-    # 2. Draw Y after the target's text X, and label it.
+    # 2. Draw Y after the text X, and label it.
     drafted, accept_prob = draw(model, target, batch, to_draw, config.temperature)
     # 3. Let the draft model read Z, as it reads its drafts.
     mixed, judged = mix(batch, drafted, to_mix, config.keep)
@@ -408,7 +408,7 @@ def propose(drafter, decoding, memory: Memory):
     # fed now, with the bonus token: it has no row yet.
     new = memory.cache.rewind(ids)  # (1, n)
     while True:
-        # 2. Feed the new tokens, and draw the next one.
+        # 2. Feed the new tokens, draw the next one.
         memory.cache.record(new)
         states = model.states(new, memory.cache)
         hidden = states[:, -1]  # (1, D)
