@@ -87,7 +87,8 @@ def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
         asked: of each prompt input_ids (1, T) and attention_mask.
         options: of target.generate.
     """
-    stats = [common.Stats(sync=target.device.type == "cuda") for _ in asked]
+    sync = len(asked) == 1 and target.device.type == "cuda"  # in a batch, phases overlap
+    stats = [common.Stats(sync=sync) for _ in asked]
     pairs = list(zip(asked, stats))
     start = clock(target)
     if arm is PADDED:
@@ -167,8 +168,11 @@ def run(target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: i
                     said.append(tokenizer.decode(tokens, skip_special_tokens=True))
                 question_ids = [prompt["question_id"] for prompt, _ in talks]
                 turns.append(Turn(number, question_ids, asked, answers))
-    except KeyboardInterrupt:
-        print(f"bench.py: interrupted; the figures cover {len(turns)} turns", file=sys.stderr)
+    except (KeyboardInterrupt, Mistake) as problem:
+        if isinstance(problem, Mistake) and not turns:
+            raise
+        why = str(problem) or "interrupted"  # or a prompt is too long
+        print(f"bench.py: {why}; the figures cover {len(turns)} turns", file=sys.stderr)
     finally:
         bar.close()
     return turns
@@ -300,7 +304,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--max-new-tokens", type=number(int, 1), default=64, help="per turn")
     add("--temperature", type=number(float, 0), default=0.0, help="0 is greedy")
     add("--top-p", type=number(float, 0.001, 1), default=1.0, help="share of the likeliest tokens")
-    add("--seed", type=number(int, 0), default=0, help="of sampling, and of the order of arms")
+    add(
+        "--seed",
+        type=number(int, 0, 2**31),
+        default=0,
+        help="of sampling, and of the order of arms",
+    )
     add("--batch-size", type=number(int, 1), default=1, help="prompts answered at once")
     add("--cost-curve", action="store_true", help="time target forwards over 1 to 64 tokens")
     add("--sweep", action="store_true", help="replay every stop rule on the first arm's chains")
@@ -329,16 +338,19 @@ def check(args: argparse.Namespace) -> None:
     methods = ", ".join(cli.METHODS)
     one = len(set(args.method)) == 1 and args.method != ["all"] and "@" not in args.method[0]
     together = args.sweep or args.peers or "all" in args.method
+    options = ("json", "plot", "sweep", "cost_curve")
+    measures = [f"--{name}" for name in options if getattr(args, name)]
     mistakes = [
         (not asked, f"nothing to do: give --method ({methods}, all), --cost-curve or --table"),
-        (args.table and args.method, "--table measures nothing: leave out --method"),
+        (args.table and (args.method or args.json), "--table takes no other option but --plot"),
+        (args.prompt is not None and args.prompts, "give --prompt or --prompts, one of the two"),
         (args.sweep and not args.method, "--sweep replays drafts: give a --method"),
         (args.sweep and args.temperature, "--sweep is greedy: leave out --temperature"),
         (args.top_p < 1 and not args.temperature, "--top-p needs a --temperature"),
         (args.batch_size > 1 and together, "--sweep, --peers and all need --batch-size 1"),
         (args.checkpoint and not one, "--checkpoint goes with one --method that has no @DIR"),
-        (args.replay and args.json, "--replay measures nothing: leave out --json"),
-        (args.replay and args.plot, "--replay measures nothing: leave out --plot"),
+        (args.replay and not args.method, "--replay shows how a method decodes: give --method"),
+        (args.replay and measures, f"--replay measures nothing: leave out {', '.join(measures)}"),
     ]
     for path in filter(None, (args.json, args.replay)):
         there = Path(path).resolve().parent.is_dir() and not Path(path).is_dir()

@@ -41,6 +41,7 @@ def check(args) -> None:
     out = Path(args.out)
     begun = (out / "training_state.pt").is_file()
     holds = not args.resume and (out / "config.json").is_file()
+    remedy = "go on with --resume" if begun else f"start from it with --init {out}"
     measured = ANSWERS in [Path(path).resolve() for path in args.data or []]
     lengths = (args.steps is not None) + (args.minutes is not None)
     mistakes = [
@@ -49,7 +50,7 @@ def check(args) -> None:
         (lengths != 1, "give --steps or --minutes, one of the two"),
         (args.resume and args.init, "--resume goes on with the weights in --out: leave out --init"),
         (args.resume and not begun, f"nothing to resume in {out}: leave out --resume to begin"),
-        (holds, f"{out} already holds a drafter: go on with --resume, or give another --out"),
+        (holds, f"{out} already holds a drafter: {remedy}, or give another --out"),
         (out.is_file(), f"--out {out} is a file; name a folder for the drafter"),
     ]
     for wrong, message in mistakes:
@@ -194,7 +195,8 @@ class Run:
         drafter = start_drafter(args, module, target, counts, overrides, state)
         self.drafter = drafter.to(target.device).float().train()
         self.out.mkdir(parents=True, exist_ok=True)  # fails early
-        self.say(f"{len(self.sequences)} conversations, {len(learned)} tokens to learn")
+        text = f"{len(self.sequences)} conversations, {len(learned)} tokens to learn"
+        self.say(f"{text}; {len(held_out)} held out")
 
         # 3. The optimizer, which accelerate wraps together with the loss.
         weights = [p for p in drafter.parameters() if p.requires_grad]
@@ -348,7 +350,7 @@ def parse(argv: list[str]):
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the target")
     gpu = torch.cuda.is_available()
     add("--device", default="cuda" if gpu else "cpu", help="of torch")
-    add("--seed", type=number(int, 0), default=0, help="of all random choices")
+    add("--seed", type=number(int, 0, 2**31), default=0, help="of all random choices")
 
     add = parser.add_argument_group("training").add_argument
     add("--data", nargs="+", metavar="FILE", help="conversations, .jsonl or .jsonl.gz")
@@ -395,6 +397,7 @@ def make_data(args) -> None:
     target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
     maker = talks.Maker(target, tokenizer, args.second_turns, args.greedy)
     maker.fill(args.out, args.make_data, requests, args.seed)
+    print(f"train.py: {args.out} holds {args.make_data} conversations", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> None:

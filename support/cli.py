@@ -108,7 +108,7 @@ def target(name: str) -> str | None:
 def json_list(text: str) -> list:
     """A reader for `type=`: a list, written as JSON."""
     value = json.loads(text)
-    if not isinstance(value, list):
+    if not isinstance(value, list) or any(isinstance(x, str) for x in value):
         raise ValueError
     return value
 

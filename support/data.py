@@ -74,10 +74,10 @@ def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
         if "prompt_ids" in record:
             prompt, response = record["prompt_ids"], record["response_ids"]
             ids = prompt + response
-            if max(ids, default=0) >= len(tokenizer):
+            if not all(type(x) is int and 0 <= x < len(tokenizer) for x in ids):
                 raise common.Mistake(
-                    f"token ids must be below {len(tokenizer)}; make data for this target with "
-                    "train.py --make-data"
+                    f"token ids must be from 0 to below {len(tokenizer)}; make data for this "
+                    "target with train.py --make-data"
                 )
             return ids, [False] * len(prompt) + [True] * len(response)
         messages = _messages(record)

@@ -91,19 +91,25 @@ class Maker:
 
         Returns: a record of each turn, without requests that did not end.
         """
-        # 1. The kind of these conversations.
-        temperature = 0.0 if self.chance.random() < self.greedy else 0.8
-        second = self.chance.random() < self.second_turns
-
-        # 2. First turns. An answer before a second turn is cut early.
         asked = [(self.opening, text) for text in given]
         asked += self.think_up([self.opening] * (size - len(given)), [""])
+        greedy = [pair for pair in asked if self.chance.random() < self.greedy]
+        sampled = [pair for pair in asked if pair not in greedy]
+        return self.talk(greedy, 0.0) + self.talk(sampled, 0.8)
+
+    def talk(self, asked: list[tuple], temperature: float) -> list[dict]:
+        """Records of the answers to requests, with a second turn by chance.
+
+        Args: asked: of (ids of the context, request).
+        """
+        # 1. First turns. An answer before a second turn is cut early.
+        second = self.chance.random() < self.second_turns
         most = self.chance.randint(40, 140) if second else MOST
         records = self.answer(asked, temperature, most)
         if not second:
             return records
 
-        # 3. Second turns, after all that was said.
+        # 2. Second turns, after all that was said.
         contexts = []
         for first in records:
             said = first["prompt_ids"] + first["response_ids"]

@@ -406,6 +406,23 @@ def test_all_takes_what_has_a_drafter_for_this_target(files, capsys, monkeypatch
     assert "without falcon: no drafter in" in noted and "without assisted: " in noted
 
 
+def test_an_interrupted_run_says_so(files, capsys, played):
+    played.interrupt = 3 + 3 + 3 + 1  # three arms: warm-up, two turns of a prompt
+    result, out = run(capsys, command(files))
+    assert result["interrupted"] is True and "; interrupted" in out
+
+
+def test_sampled_answers_follow_from_the_seed(files, capsys, tmp_path):
+    said = []
+    for name in ("a", "b"):
+        torch.rand(3)
+        argv = command(files, "--temperature", "1", "--num-prompts", "1")
+        run(capsys, [*argv, "--json", str(tmp_path / name)])
+        arms = json.loads((tmp_path / name).read_text())["arms"]
+        said.append([answer["tokens"] for answer in arms["glide"]["answers"]])
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize(
     "argv, message",
     [
@@ -413,14 +430,14 @@ def test_all_takes_what_has_a_drafter_for_this_target(files, capsys, monkeypatch
         ("--method glide@/nowhere", "no drafter in /nowhere"),
         ("--method glide:gamma1+gamma2", r"write NAME\[:VARIANT\]\[\+copies\]\[@DIR\]"),
         ("--method glide@GLIDE glide@COPY", "two arms would be called glide@glide"),
-        ("--method glide@GLIDE --max-new-tokens 130", "exceed the target's context of 256: lower"),
+        ("--method glide@GLIDE --max-new-tokens 300", "exceed the target's context of 256: lower"),
         ("--method glide --prompts /nowhere.jsonl", "no prompt file /nowhere.jsonl"),
         ("--method glide --sweep --temperature 1", "leave out --temperature"),
         ("--method glide --peers --batch-size 2", "need --batch-size 1"),
         ("--method glide --top-p 0.5", "--top-p needs a --temperature"),
         ("--method glide@GLIDE --checkpoint GLIDE", "goes with one --method that has no @DIR"),
         ("--method glide@GLIDE --batch-size 4", "2 prompts fill no batch"),
-        ("--table PROMPTS --method glide", "--table measures nothing"),
+        ("--table PROMPTS --method glide", "--table takes no other option"),
         ("--method glide --json nowhere/run.json", "cannot write nowhere/run.json: name a file in"),
         ("--table PROMPTS", "is not a result of bench.py --json"),
         ("--table PROMPTS --plot PROMPTS", "is a file; name a folder to draw in"),

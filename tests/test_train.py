@@ -484,6 +484,16 @@ def test_a_damaged_or_hostile_state_is_refused_and_left(trained):
         assert snapshot(out) == before
 
 
+def test_what_decides_a_run_must_stay(trained):
+    out = trained("out", "--steps", 1)
+    kept = state_of(out)
+    for name in "method dtype bf16 seed batch_size lr warmup clip max_length held_out".split():
+        identity = kept["identity"] | {name: "other"}
+        torch.save(kept | {"identity": identity}, out / "training_state.pt")
+        with pytest.raises(common.Mistake, match="started with --" + name.replace("_", "-")):
+            trained("out", "--steps", 2, "--resume")
+
+
 def test_a_full_disk_leaves_the_old_checkpoint(trained):
     """A file's size is limited; what was there before is there, byte for byte."""
     out = trained("out", "--steps", 2)

@@ -706,6 +706,9 @@ def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     with refused("holds no glide drafter, or a damaged one"):
         load(llama)
+    (tmp_path / "config.json").write_text("{")
+    with refused("holds no glide drafter, or a damaged one"):
+        load(llama)
 
 
 def test_a_drafter_or_config_of_another_kind_is_refused(llama):
@@ -722,6 +725,24 @@ def test_a_drafter_or_config_of_another_kind_is_refused(llama):
         llama.generate(IDS, **options, config=drafter.config, max_new_tokens=4)
     with refused(r"the drafter is torch.float32 on cpu: move it with \.to\(target"):
         common.check_drafter(drafter.float(), glide.Drafter, llama)
+
+
+def test_overlap_is_summed_over_all_rows(llama):
+    hidden = torch.randn(300, 32).double()  # more than are taken at a time
+    draft_ids = torch.arange(0, 48, 2)
+    q_draft = torch.rand(300, 24).double().softmax(-1)
+    p_target = common.target_logits(llama, hidden).softmax(-1)[:, draft_ids]
+    expected = torch.minimum(p_target, q_draft.float()).sum()
+    torch.testing.assert_close(common.overlap(llama, hidden, q_draft, draft_ids), expected)
+
+
+def test_the_gpu_is_waited_for_at_each_look_at_the_clock(llama, monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    stats = common.Stats(sync=True)
+    decoding = common.open_decoding(llama, IDS, stats=stats, max_new_tokens=4)
+    decoding.verify(common.chain([], decoding.ids))
+    assert waited == [llama.device] * 2
 
 
 def test_the_demo_says_how_many_tokens_a_forward_gave(folder, monkeypatch, capsys):
