@@ -182,6 +182,9 @@ a slot learns the state before its answer
 soft and hard losses exchange their weights
 - l_dist = 0.9 * l_soft + 0.1 * l_hard
 + l_dist = 0.1 * l_soft + 0.9 * l_hard
+each branch of a later pass continues the first one
+- old_tips.index(tip[: first - k])
++ 0
 answers are revealed late, not early
 - rate = 0.4 * (1 - batch.progress)
 + rate = 0.4 * batch.progress
