@@ -358,15 +358,15 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
 
     A prefix, a tuple of indices into draft_ids, has the probability
     of all sequences that begin with it, each by Eq. 6. Each slot adds
-    the probability that it completes the prefix. Only
-    after a blank does a repeat lengthen a prefix, so alignments that
-    end in a blank are summed apart. The newest token is no part of a
-    prefix; slot 1 may repeat it.
+    the probability that it completes the prefix. A repeat lengthens
+    a prefix only after a blank, so alignments that end in a blank
+    are summed apart. The newest token is no part of a prefix; slot 1
+    may repeat it.
 
-    Of each slot, the `symbols` likeliest tokens and the blank are
-    tried. After it, only the `candidates` likeliest results of the
-    slots so far grow on; the empty prefix may be one. Prefixes found
-    earlier stay in the dictionary. Both limits can make a sum too
+    In each slot, the `symbols` likeliest tokens and the blank are
+    tried. After each slot, only the `candidates` likeliest prefixes
+    so far are extended; the empty prefix may be one of them. The
+    others stay in the dictionary. Both limits can make a sum too
     small. Slots a .6, e .4 and a .2, b .5, e .3 (e is the blank):
 
         prefix  slot 1  slot 2        sum

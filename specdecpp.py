@@ -309,10 +309,11 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 
     Stage head (3.3): -(P log s + w_rej (1 - P) log(1 - s)), where
     s is the head's sigmoid; weight P + w_rej (1 - P). The paper
-    takes w_rej > 1 because most of its draft tokens are accepted.
-    This biases the head: the loss is smallest at
-    s = P / (P + w_rej (1 - P)). With w_rej = 6 and h = 0.7, a
-    round ends once y_1 is judged if P < 0.72.
+    weights rejections because they are rare, and because the
+    head may be over-confident. A w_rej above 1 biases the head:
+    the loss is smallest at s = P / (P + w_rej (1 - P)). With
+    w_rej = 6 and h = 0.7, a round ends once y_1 is judged if
+    P < 0.72.
     """
     if drafter.config.stage == "draft":
         model = DraftModel(drafter, target)
@@ -361,8 +362,8 @@ def oracle(agrees: list[bool]) -> int:
     """N_target of the best stopping times, decoding greedily.
 
     Each round stops before the next disagreement. Lemma 2.1
-    counts |S| + 1 rounds. They are |S| if the answer's last
-    token is in S, because no round follows it.
+    counts |S| + 1 rounds. There are only |S| if the answer's
+    last token is in S, because no round follows it.
 
     agrees[i]: the draft model's argmax, after the answer's
         tokens before i, is token i.
@@ -430,7 +431,7 @@ def until_stop(steps, head, threshold: float, chances: list):
     One pass gives e_(i-1) and q_i. First y_i is drawn, then
     y_(i-1) is judged. So the newest token is submitted unjudged.
     No judged token may be dropped: the judgement depends on it,
-    so the draws that are kept would not follow q. Judging starts
+    and otherwise the kept draws would not follow q. Judging starts
     with e_1; the printed algorithm also takes e_0, which is of no
     draft token. The head predicts 0.9, 0.8, 0.5; h = 0.6:
 

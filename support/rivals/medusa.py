@@ -7,7 +7,9 @@ independently. The draft is a tree of their likeliest combinations:
     row (h_i, x_(i+1)), heads 0, 1, 2 -> x_(i+2), x_(i+3), x_(i+4)
 
 Deviations from the paper:
-    1. Heads read h_i and the next token; the paper's only h_i.
+    1. Heads read h_i and the next token, normalised and fused by a
+       linear layer; the paper's read h_i alone. Their outputs are
+       normalised before the LM head.
     2. They share the target's LM head; the paper's train a copy each.
     3. The tree's shape changes every round; the paper's is fixed.
     4. Heads start at random; the paper's start as the identity.
