@@ -339,7 +339,7 @@ def check(args: argparse.Namespace) -> None:
     one = len(set(args.method)) == 1 and args.method != ["all"] and "@" not in args.method[0]
     together = args.sweep or args.peers or "all" in args.method
     options = ("json", "plot", "sweep", "cost_curve")
-    measures = [f"--{name}" for name in options if getattr(args, name)]
+    measures = [f"--{name.replace('_', '-')}" for name in options if getattr(args, name)]
     mistakes = [
         (not asked, f"nothing to do: give --method ({methods}, all), --cost-curve or --table"),
         (args.table and (args.method or args.json), "--table takes no other option but --plot"),

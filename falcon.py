@@ -278,8 +278,8 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     r slots that learn, until N slots are revealed or no block is
     left. The later slots of the block see these answers.
 
-    The paper asks for continuous runs before the slots to be
-    predicted (Figure 2), but not which. Random blocks and runs of
+    The paper reveals runs of slots before those to be predicted
+    (Figure 2), but does not say which runs. Random blocks and runs of
     random length are as in the published code. For k > 2 that code
     can miss N and reveal slots that do not learn. Random numbers
     come from `generators(seed, 0)`, so that the choice depends

@@ -24,9 +24,9 @@ Deviations from the paper:
     3. Labels are the target's distributions (`distill`); the
        paper's are the data's tokens.
     4. A query's block is its own token's, as in the formula of
-       4.1. In the prose, no query predicts a block's first.
-       The first block has a random length, so that a position
-       meets every delay.
+       4.1. In the prose, no query predicts the first token of
+       a block. The first block has a random length, so that
+       a position meets every delay.
     5. Not in the paper: pre-norm and residual of the cross-
        attention. Queries are rotated, as the cached keys are.
        A query that may read no row gets zero. Tokens

@@ -11,8 +11,8 @@ Algorithm 2 is `propose`, `until_stop` and common.verify;
 Algorithm 1 is stop="fixed". Names that differ here: q is
 `DraftModel`, e_i is `hidden` (while drafting e_(i-1)), p^ is
 `all_accepted`, h is `threshold`, K is `gamma`, r is `keep`,
-P_i is `accept_prob`, D is `head_depth` (in shapes, D is
-the hidden size).
+P_i is `accept_prob`, D is `head_depth` (in shapes, the
+hidden size).
 
 Deviations from the paper or its code:
     1. The draft model copies target layers and is distilled in
@@ -186,7 +186,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
         DraftModel(draft_model, target)  # checks the vocabulary
         return Drafter(config)
 
-    # 1. Make a model of as many layers as are chosen.
+    # 1. Make a model of as many layers as chosen.
     small = copy.deepcopy(target.config.get_text_config())
     depth = small.num_hidden_layers
     chosen = config.layers
@@ -304,8 +304,8 @@ def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     """Summed loss, and the weight to divide it by.
 
-    Stage draft: cross-entropy with the target's distribution,
-    renormalised over the draft vocabulary; weight M.
+    Stage draft: cross-entropy with the target's distribution
+    over the draft vocabulary; weight M.
 
     Stage head (3.3): -(P log s + w_rej (1 - P) log(1 - s)), where
     s is the head's sigmoid; weight P + w_rej (1 - P). The paper

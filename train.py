@@ -41,7 +41,7 @@ def check(args) -> None:
     out = Path(args.out)
     begun = (out / "training_state.pt").is_file()
     holds = not args.resume and (out / "config.json").is_file()
-    remedy = "go on with --resume" if begun else f"start from it with --init {out}"
+    remedy = "go on with --resume, or" if begun else f"start from it with --init {out} and"
     measured = ANSWERS in [Path(path).resolve() for path in args.data or []]
     lengths = (args.steps is not None) + (args.minutes is not None)
     mistakes = [
@@ -50,7 +50,7 @@ def check(args) -> None:
         (lengths != 1, "give --steps or --minutes, one of the two"),
         (args.resume and args.init, "--resume goes on with the weights in --out: leave out --init"),
         (args.resume and not begun, f"nothing to resume in {out}: leave out --resume to begin"),
-        (holds, f"{out} already holds a drafter: {remedy}, or give another --out"),
+        (holds, f"{out} already holds a drafter: {remedy} give another --out"),
         (out.is_file(), f"--out {out} is a file; name a folder for the drafter"),
     ]
     for wrong, message in mistakes:
@@ -396,8 +396,8 @@ def make_data(args) -> None:
         requests = [prompt["turns"][0] for prompt in prompts]
     target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
     maker = talks.Maker(target, tokenizer, args.second_turns, args.greedy)
-    maker.fill(args.out, args.make_data, requests, args.seed)
-    print(f"train.py: {args.out} holds {args.make_data} conversations", file=sys.stderr)
+    held = maker.fill(args.out, args.make_data, requests, args.seed)
+    print(f"train.py: {args.out} holds {held} answers", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> None:

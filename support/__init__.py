@@ -1,2 +1,2 @@
-"""What train.py and bench.py need besides the methods and common.py; a method file needs nothing of
-it."""
+"""What train.py and bench.py need besides the methods and common.py; a method file
+needs none of it."""

@@ -58,8 +58,8 @@ class Maker:
             )
         self.opening, _, self.between, self.closing = pieces
 
-    def fill(self, path: str, count: int, requests=(), seed: int = 0) -> None:
-        """Append records to `path` until it holds `count`; resumes a run.
+    def fill(self, path: str, count: int, requests=(), seed: int = 0) -> int:
+        """Append records to `path` until it holds `count`; returns how many it holds.
 
         Args: requests: asked first, once each.
         """
@@ -85,6 +85,7 @@ class Maker:
                     raise common.Mistake(
                         f"the last {in_vain} requests did not end: give --requests FILE"
                     )
+        return done
 
     def hold(self, given: list[str], size: int) -> list[dict]:
         """Hold `size` conversations, the first with requests that are `given`.
@@ -93,12 +94,17 @@ class Maker:
         """
         asked = [(self.opening, text) for text in given]
         asked += self.think_up([self.opening] * (size - len(given)), [""])
-        greedy = [pair for pair in asked if self.chance.random() < self.greedy]
-        sampled = [pair for pair in asked if pair not in greedy]
-        return self.talk(greedy, 0.0) + self.talk(sampled, 0.8)
+        greedy = []
+        sampled = []
+        for pair in asked:
+            kind = greedy if self.chance.random() < self.greedy else sampled
+            kind.append(pair)
+        firsts, seconds = self.talk(greedy, 0.0)
+        others, more = self.talk(sampled, 0.8)
+        return firsts + others + seconds + more
 
-    def talk(self, asked: list[tuple], temperature: float) -> list[dict]:
-        """Records of the answers to requests, with a second turn by chance.
+    def talk(self, asked: list[tuple], temperature: float) -> tuple[list[dict], list[dict]]:
+        """Records of first turns, and by chance of second turns after them.
 
         Args: asked: of (ids of the context, request).
         """
@@ -107,7 +113,7 @@ class Maker:
         most = self.chance.randint(40, 140) if second else MOST
         records = self.answer(asked, temperature, most)
         if not second:
-            return records
+            return records, []
 
         # 2. Second turns, after all that was said.
         contexts = []
@@ -116,7 +122,7 @@ class Maker:
             ended = said[-1:] == self.between[:1]  # it is there already
             contexts.append(said + self.between[ended:])
         asked = self.think_up(contexts, SECOND_REQUESTS)
-        return records + self.answer(asked, temperature, MOST)
+        return records, self.answer(asked, temperature, MOST)
 
     def think_up(self, contexts: list[list[int]], beginnings) -> list[tuple[list[int], str]]:
         """Contexts with requests that follow them; only requests that ended by themselves."""

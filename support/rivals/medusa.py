@@ -8,8 +8,8 @@ independently. The draft is a tree of their likeliest combinations:
 
 Deviations from the paper:
     1. Heads read h_i and the next token, normalised and fused by a
-       linear layer; the paper's read h_i alone. Their outputs are
-       normalised before the LM head.
+       linear layer; the paper's read h_i alone. Our heads'
+       outputs are normalised before the LM head.
     2. They share the target's LM head; the paper's train a copy each.
     3. The tree's shape changes every round; the paper's is fixed.
     4. Heads start at random; the paper's start as the identity.
