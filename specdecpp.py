@@ -375,11 +375,12 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
     """Theorem 3.1: stop once R reaches this bound.
 
     R is the probability that at least one token drafted so far
-    is rejected. If one is, continuing wastes at least c1 = t_draft. If none is,
-    stopping costs at most c2 + Delta more than continuing, with
-    c2 = t_target - t_draft and an unknown Delta. The condition
-    is sufficient, not necessary. R is a true probability; h, for
-    a biased head, is tuned (4.1, see `loss`).
+    is rejected. If one is, continuing wastes at least
+    c1 = t_draft. If none is, stopping costs at most c2 + Delta
+    more than continuing, with c2 = t_target - t_draft and an
+    unknown Delta. The condition is sufficient, not necessary. R
+    is a true probability; h, for a biased head, is tuned (4.1,
+    see `loss`).
     """
     return (c2 + delta) / (c1 + c2 + delta)
 
@@ -430,10 +431,11 @@ def until_stop(steps, head, threshold: float, chances: list):
 
     One pass gives e_(i-1) and q_i. First y_i is drawn, then
     y_(i-1) is judged. So the newest token is submitted unjudged.
-    No judged token may be dropped: the judgement depends on it,
-    and otherwise the kept draws would not follow q. Judging starts
-    with e_1; the printed algorithm also takes e_0, which is of no
-    draft token. The head predicts 0.9, 0.8, 0.5; h = 0.6:
+    No judged token may be dropped. The judgement depends on it:
+    if some were dropped, the kept draws would not follow q.
+    Judging starts with e_1; the printed algorithm also takes
+    e_0, which is of no draft token. The head predicts 0.9, 0.8,
+    0.5; h = 0.6:
 
         drafted y_i          y1   y2   y3   y4
         p^ of those before   1    .9   .72  .36

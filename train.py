@@ -343,7 +343,7 @@ def parse(argv: list[str]):
 
     add = parser.add_argument_group("what to do").add_argument
     add("--method", choices=cli.present(), help="whose drafter to train")
-    add("--make-data", type=number(int, 1), metavar="N", help="conversations to be written")
+    add("--make-data", type=number(int, 1), metavar="N", help="answers that --out is to hold")
     add("--plot", nargs="+", metavar="PATH", help="draw curves: a folder to draw in, then files")
     add("--out", help="checkpoint folder, or the file that --make-data appends to")
     add("--target", type=cli.target, help=cli.TARGET_HELP)

@@ -5,6 +5,7 @@ plausible request and answers it (Xu et al. 2024, arXiv:2406.08464).
 """
 
 import json
+import math
 import os
 import random
 from pathlib import Path
@@ -70,10 +71,11 @@ class Maker:
         torch.manual_seed(self.chance.getrandbits(32))
         done = len(kept)
         in_vain = 0
-        bar = tqdm(total=count, initial=done, desc="conversations", disable=None)
+        bar = tqdm(total=count, initial=done, desc="answers", disable=None)
         with bar, open(path, "ab") as file:
             while done < count:
-                size = min(BATCH, count - done)
+                # Leave places for second turns.
+                size = min(BATCH, math.ceil((count - done) / (1 + self.second_turns)))
                 given, waiting = waiting[:size], waiting[size:]
                 records = self.hold(given, size)[: count - done]
                 file.write("".join(json.dumps(record) + "\n" for record in records).encode())

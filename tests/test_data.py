@@ -240,7 +240,8 @@ def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, monkeypatch):
     target.lm_head.bias[0] = 1.0  # it is quick to end
     monkeypatch.setattr(talks, "MOST", 45)
     maker = talks.Maker(target, tokenizer, second_turns=1.0, greedy=1.0)
-    maker.fill(str(tmp_path / "d.jsonl"), 40, [f"w{i} w1 w5" for i in range(16)])
+    requests = [f"w{i} w1 w5" for i in range(16)]
+    maker.fill(str(tmp_path / "d.jsonl"), 40, requests)
     records = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
     seen = []  # whether the first answer ended by itself
     for first, second in itertools.product(records, records):
@@ -255,6 +256,10 @@ def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, monkeypatch):
         assert second["prompt_ids"] == [*whole, *ended, 1, *words, 0, 2]
         assert second["response_ids"] == plain(target, second["prompt_ids"], 45, {0})
     assert set(seen) == {False, True}
+    # Eight requests are asked for eight answers, unless second turns get places as well.
+    maker.fill(str(tmp_path / "few.jsonl"), 8, requests)
+    few = (tmp_path / "few.jsonl").read_text().splitlines()
+    assert sum(json.loads(line)["prompt"] in requests for line in few) == 4 < len(few) == 8
 
 
 def test_given_requests_are_asked_first_once_and_as_they_are(folder, tmp_path):
