@@ -37,6 +37,7 @@ Licence: Apache-2.0.
 """
 
 import bisect
+import importlib
 import inspect
 import itertools
 import sys
@@ -220,10 +221,10 @@ def generate(
 
 
 if __name__ == "__main__":
+    name = Config().base
     try:
-        import glide
+        base = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        missing = f"{error.name}.py, whose drafts it expands, is not here"
-        print(f"cape.py: {missing}: copy it", file=sys.stderr)
+        print(f"cape.py: {error}: copy the file of its base, {name}.py", file=sys.stderr)
         sys.exit(2)
-    common.demo(generate, glide.Drafter, "glide", "base_drafter", base=glide)
+    common.demo(generate, base.Drafter, name, "base_drafter", base=base)
