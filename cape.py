@@ -225,6 +225,7 @@ if __name__ == "__main__":
     try:
         base = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        print(f"cape.py: {error}: copy the file of its base, {name}.py", file=sys.stderr)
+        missing = f"{error.name}.py, whose drafts it expands, is not here"
+        print(f"cape.py: {missing}: copy it", file=sys.stderr)
         sys.exit(2)
     common.demo(generate, base.Drafter, name, "base_drafter", base=base)
