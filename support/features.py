@@ -41,9 +41,6 @@ class Features:
     def __init__(self, target, layers: list[int], folder: str | None):
         self.target = target
         self.layers = sorted(set(layers))
-        self.names = ["hidden"]
-        for layer in self.layers:
-            self.names += [f"k{layer}", f"v{layer}"]
         self.folder = None
         if folder:
             self.folder = Path(folder) / fingerprint(target)
@@ -56,15 +53,14 @@ class Features:
         input_ids = pad_sequence(ids, batch_first=True).to(device)  # (B, T)
         loss_mask = pad_sequence(masks, batch_first=True).to(device)  # (B, T)
         if self.folder is None:
-            states = self._compute(input_ids)
+            hidden, kv = common.target_features(self.target, input_ids, self.layers)
         else:
             rows = [self._stored(each) for each in ids]
-            states = {}
-            for name in self.names:
-                x = _stack([row[name] for row in rows], input_ids.shape[1])
-                states[name] = x.to(device)
-        kv = {layer: (states[f"k{layer}"], states[f"v{layer}"]) for layer in self.layers}
-        return common.Batch(input_ids, loss_mask, states["hidden"], kv, seed.to(device), progress)
+            hidden = _stack(rows, "hidden").to(device)
+            kv = {}
+            for layer in self.layers:
+                kv[layer] = tuple(_stack(rows, f"{x}{layer}").to(device) for x in "kv")
+        return common.Batch(input_ids, loss_mask, hidden, kv, seed.to(device), progress)
 
     def batches(self, sequences: list) -> list[common.Batch]:
         """All sequences in order, eight per batch, for acceptance rates."""
@@ -74,26 +70,22 @@ class Features:
             found.append(self.batch(part, torch.arange(start, start + len(part)), 0.0))
         return found
 
-    def _compute(self, ids: Tensor) -> dict[str, Tensor]:
-        """Hidden states (B, T, D), keys and values (B, Hkv, T, Dh) of ids (B, T), by name."""
-        hidden, kv = common.target_features(self.target, ids, self.layers)
-        states = {"hidden": hidden}
-        for layer in self.layers:
-            states[f"k{layer}"], states[f"v{layer}"] = kv[layer]
-        return states
-
     def _stored(self, ids: Tensor) -> dict[str, Tensor]:
-        """The same of one sequence, without B, from its file, which is written if need be."""
+        """The states of ids (T,) by name, "hidden" or "k3"; reads or makes their file."""
         name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:32]
         path = self.folder / f"{name}.safetensors"
-        states = {}
         try:
             states = load_file(path)
         except (FileNotFoundError, SafetensorError):  # missing or damaged
-            pass
-        if states.keys() >= set(self.names):
+            states = {}
+        if states.keys() >= {"hidden", *(f"k{layer}" for layer in self.layers)}:
             return states
-        for name, x in self._compute(ids[None].to(self.target.device)).items():
+        row = ids[None].to(self.target.device)
+        hidden, kv = common.target_features(self.target, row, self.layers)
+        computed = {"hidden": hidden}
+        for layer in self.layers:
+            computed[f"k{layer}"], computed[f"v{layer}"] = kv[layer]
+        for name, x in computed.items():
             states[name] = x[0].to("cpu", torch.bfloat16).contiguous()
         part = path.with_suffix(f".{os.getpid()}")
         try:
@@ -106,6 +98,8 @@ class Features:
         return states
 
 
-def _stack(rows: list[Tensor], length: int) -> Tensor:
-    """One tensor of all rows, each padded to `length` in dimension -2."""
-    return torch.stack([F.pad(x, (0, 0, 0, length - x.shape[-2])) for x in rows])
+def _stack(rows: list[dict], name: str) -> Tensor:
+    """One tensor of all rows' states of a name, padded in dimension -2."""
+    states = [row[name] for row in rows]
+    length = max(x.shape[-2] for x in states)
+    return torch.stack([F.pad(x, (0, 0, 0, length - x.shape[-2])) for x in states])
