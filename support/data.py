@@ -86,11 +86,14 @@ def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
             "no conversation; give prompt and response, messages, conversations (ShareGPT's), or "
             "prompt_ids and response_ids"
         ) from None
+    if tokenizer.chat_template:
+        return _templated(messages, tokenizer)
     ids, mask = [], []
-    pieces = _templated if tokenizer.chat_template else _plain
-    for role, piece in pieces(messages, tokenizer):
+    for message in messages:
+        text = message["content"] + "\n"
+        piece = tokenizer(text, add_special_tokens=not ids)["input_ids"]
         ids += piece
-        mask += [role == "assistant"] * len(piece)
+        mask += [message["role"] == "assistant"] * len(piece)
     return ids, mask
 
 
@@ -107,16 +110,9 @@ def _messages(record: dict) -> list[dict]:
     return [{"role": ROLES.get(role, role), "content": text} for role, text in said]
 
 
-def _plain(messages: list[dict], tokenizer):
-    """Yield the role and ids of each message, without a chat template."""
-    for index, message in enumerate(messages):
-        text = message["content"] + "\n"
-        yield message["role"], tokenizer(text, add_special_tokens=index == 0)["input_ids"]
-
-
-def _templated(messages: list[dict], tokenizer):
-    """Yield the role and ids of what the chat template adds for each answer, and before it."""
-    done = []  # ids of the turns before
+def _templated(messages: list[dict], tokenizer) -> tuple[list[int], list[bool]]:
+    """The same of messages in the chat template, up to the last answer."""
+    ids, mask = [], []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -125,15 +121,15 @@ def _templated(messages: list[dict], tokenizer):
         asked = tokenizer.apply_chat_template(
             messages[:index], add_generation_prompt=True, return_dict=True
         )["input_ids"]
-        ids = tokenizer.apply_chat_template(messages[: index + 1], return_dict=True)["input_ids"]
-        if asked[: len(done)] != done or ids[: len(asked)] != asked:
+        said = tokenizer.apply_chat_template(messages[: index + 1], return_dict=True)["input_ids"]
+        if asked[: len(ids)] != ids or said[: len(asked)] != asked:
             raise common.Mistake(
                 "the chat template rewrites earlier turns, or the tokenizer merges a request and "
                 "its answer, so answers cannot be located; give prompt_ids and response_ids"
             )
-        yield "user", asked[len(done) :]
-        yield "assistant", ids[len(asked) :]
-        done = ids
+        mask += [False] * (len(asked) - len(ids)) + [True] * (len(said) - len(asked))
+        ids = said
+    return ids, mask
 
 
 def chat(texts: list[str]) -> list[dict]:
