@@ -317,27 +317,29 @@ def test_an_interrupt_saves_and_ends_the_run(trained, monkeypatch, capsys):
     assert state_of(out)["progress"]["step"] == 1 and config_in(out)
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("--seed 1", "--seed 0, now 1"),
-        ("--lr 1", "--lr 0.002, now 1.0"),
-        ("--data {tmp}/other", "--data of content"),
-        ("--target {tmp}/target", "--target of content"),
-        ("--block-size 3", "--block-size 5, now 3"),
-    ],
-)
-def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, trained, words, said):
-    trained("out", "--steps", 4)
+def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, trained):
+    """Its method's options, the content of its files and the options of train.py decide it."""
+    out = trained("out", "--steps", 1)
     lines = (folder / "data.jsonl").read_text().splitlines()
     (tmp_path / "other").write_text("\n".join(lines[1:]) + "\n")
     target, tokenizer = common.load_target(str(folder))
     target.model.norm.weight[0] += 1
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
-    more = words.format(tmp=tmp_path).split()
-    with pytest.raises(common.Mistake, match=said):
-        trained("out", "--steps", 4, *more, "--resume")
+    for option, value, said in (
+        ("--block-size", 3, "5, now 3"),
+        ("--lr", 1, "0.002, now 1.0"),
+        ("--data", tmp_path / "other", "of content"),
+        ("--target", tmp_path / "target", "of content"),
+    ):
+        with pytest.raises(common.Mistake, match=f"started with {option} {said}"):
+            trained("out", "--steps", 4, option, value, "--resume")
+    kept = state_of(out)
+    for name in "method dtype bf16 seed batch_size lr warmup clip max_length held_out".split():
+        identity = kept["identity"] | {name: "other"}
+        torch.save(kept | {"identity": identity}, out / "training_state.pt")
+        with pytest.raises(common.Mistake, match="started with --" + name.replace("_", "-")):
+            trained("out", "--steps", 4, "--resume")
 
 
 def test_minutes_are_those_of_all_sittings(trained, monkeypatch):
@@ -456,16 +458,6 @@ def test_a_damaged_or_hostile_state_is_refused_and_left(trained):
         with pytest.raises(common.Mistake, match="is damaged or of another version"):
             trained("out", "--steps", 2, "--resume")
         assert snapshot(out) == before
-
-
-def test_what_decides_a_run_must_stay(trained):
-    out = trained("out", "--steps", 1)
-    kept = state_of(out)
-    for name in "method dtype bf16 seed batch_size lr warmup clip max_length held_out".split():
-        identity = kept["identity"] | {name: "other"}
-        torch.save(kept | {"identity": identity}, out / "training_state.pt")
-        with pytest.raises(common.Mistake, match="started with --" + name.replace("_", "-")):
-            trained("out", "--steps", 2, "--resume")
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(trained):
