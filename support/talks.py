@@ -96,35 +96,30 @@ class Maker:
         """
         asked = [(self.opening, text) for text in given]
         asked += self.think_up([self.opening] * (size - len(given)), [""])
-        greedy = []
-        sampled = []
+        groups = {0.0: [], 0.8: []}  # by temperature
         for pair in asked:
-            kind = greedy if self.chance.random() < self.greedy else sampled
-            kind.append(pair)
-        firsts, seconds = self.talk(greedy, 0.0)
-        others, more = self.talk(sampled, 0.8)
-        return firsts + others + seconds + more
+            greedy = self.chance.random() < self.greedy
+            groups[0.0 if greedy else 0.8].append(pair)
+        firsts = []
+        seconds = []
+        for temperature, group in groups.items():
+            # 1. First turns. An answer before a second turn is cut early.
+            second = self.chance.random() < self.second_turns
+            most = self.chance.randint(40, 140) if second else MOST
+            records = self.answer(group, temperature, most)
+            firsts += records
+            if not second:
+                continue
 
-    def talk(self, asked: list[tuple], temperature: float) -> tuple[list[dict], list[dict]]:
-        """Records of first turns, and by chance of second turns after them.
-
-        Args: asked: of (ids of the context, request).
-        """
-        # 1. First turns. An answer before a second turn is cut early.
-        second = self.chance.random() < self.second_turns
-        most = self.chance.randint(40, 140) if second else MOST
-        records = self.answer(asked, temperature, most)
-        if not second:
-            return records, []
-
-        # 2. Second turns, after all that was said.
-        contexts = []
-        for first in records:
-            said = first["prompt_ids"] + first["response_ids"]
-            ended = said[-1:] == self.between[:1]  # it is there already
-            contexts.append(said + self.between[ended:])
-        asked = self.think_up(contexts, SECOND_REQUESTS)
-        return records, self.answer(asked, temperature, MOST)
+            # 2. Second turns, after all that was said.
+            contexts = []
+            for first in records:
+                said = first["prompt_ids"] + first["response_ids"]
+                ended = said[-1:] == self.between[:1]  # it is there already
+                contexts.append(said + self.between[ended:])
+            more = self.think_up(contexts, SECOND_REQUESTS)
+            seconds += self.answer(more, temperature, MOST)
+        return firsts + seconds
 
     def think_up(self, contexts: list[list[int]], beginnings) -> list[tuple[list[int], str]]:
         """Contexts with requests that follow them; only requests that ended by themselves."""
