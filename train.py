@@ -43,11 +43,10 @@ def check(args) -> None:
     holds = not args.resume and (out / "config.json").is_file()
     remedy = "go on with --resume, or" if begun else f"start from it with --init {out} and"
     measured = ANSWERS in [Path(path).resolve() for path in args.data or []]
-    lengths = (args.steps is not None) + (args.minutes is not None)
     mistakes = [
         (not args.data, "training needs --data, files of conversations (--make-data N)"),
         (measured, f"{ANSWERS.name} is what eval_alpha is measured on: leave it out of --data"),
-        (lengths != 1, "give --steps or --minutes, one of the two"),
+        (bool(args.steps) == bool(args.minutes), "give --steps or --minutes, one of the two"),
         (args.resume and args.init, "--resume goes on with the weights in --out: leave out --init"),
         (args.resume and not begun, f"nothing to resume in {out}: leave out --resume to begin"),
         (holds, f"{out} already holds a drafter: {remedy} give another --out"),
@@ -284,8 +283,8 @@ class Run:
             )
 
         # 3. Update the weights.
-        for group in self.optimizer.param_groups:
-            group["lr"] = args.lr * learning_rate(share, args.warmup)
+        [group] = self.optimizer.param_groups
+        group["lr"] = args.lr * learning_rate(share, args.warmup)
         self.optimizer.step()
         self.optimizer.zero_grad()
         at.step += 1
