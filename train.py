@@ -283,8 +283,7 @@ class Run:
             )
 
         # 3. Update the weights.
-        [group] = self.optimizer.param_groups
-        group["lr"] = args.lr * learning_rate(share, args.warmup)
+        self.optimizer.param_groups[0]["lr"] = args.lr * learning_rate(share, args.warmup)
         self.optimizer.step()
         self.optimizer.zero_grad()
         at.step += 1
