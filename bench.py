@@ -355,9 +355,7 @@ def check(args: argparse.Namespace) -> None:
     for path in filter(None, (args.json, args.replay)):
         there = Path(path).resolve().parent.is_dir() and not Path(path).is_dir()
         mistakes.append((not there, f"cannot write {path}: name a file in a folder that is there"))
-    for wrong, message in mistakes:
-        if wrong:
-            raise Mistake(message)
+    common.refuse(*mistakes)
     if args.plot:
         pictures.check(args.plot)
 

@@ -746,7 +746,7 @@ class Batch:
 # ------------------------------------------------------------------------------ what is refused
 
 
-def _refuse(*checks: tuple[object, str]) -> None:
+def refuse(*checks: tuple[object, str]) -> None:
     """Raise a Mistake for the first condition that holds."""
     for condition, message in checks:
         if condition:
@@ -763,7 +763,7 @@ def check_drafter(drafter, Drafter, target, config=None) -> None:
     weight = next(drafter.parameters())
     own = f"{weight.dtype} on {weight.device.type}"
     theirs = f"{target.dtype} on {target.device.type}"
-    _refuse(
+    refuse(
         (wrong, f"the drafter is for another target ({', '.join(wrong)}): train one with train.py"),
         (own != theirs, f"the drafter is {own}: move it with .to(target.device, target.dtype)"),
     )
@@ -804,7 +804,7 @@ def check_target(target) -> None:
     kernel = str(config._attn_implementation)
     no_mask = "flash" in kernel or "flex" in kernel
     plain = "leave custom_generate out, or take another target"
-    _refuse(
+    refuse(
         (missing, f"the target takes no {missing}, which token trees need: {plain}"),
         (counting, f"{counting}: attention that counts rows, not positions: {plain}"),
         (others, f"{others} layers cannot undo a rejected token: {plain}"),
@@ -828,7 +828,7 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
     guided = generation_config.guidance_scale not in (None, 1)
     as_dict = generation_config.return_dict_in_generate
     marked = "SynthID" in type(generation_config.watermarking_config).__name__
-    _refuse(
+    refuse(
         (elsewhere, f"the prompt is on {input_ids.device}: move it with .to(target.device)"),
         (length == 0, "no token ids: pass input_ids, not inputs_embeds"),
         (rows != 1, f"{rows} rows of ids: pass one prompt, without beams or several answers"),

@@ -43,7 +43,7 @@ def check(args) -> None:
     holds = not args.resume and (out / "config.json").is_file()
     remedy = "go on with --resume, or" if begun else f"start from it with --init {out} and"
     measured = ANSWERS in [Path(path).resolve() for path in args.data or []]
-    mistakes = [
+    common.refuse(
         (not args.data, "training needs --data, files of conversations (--make-data N)"),
         (measured, f"{ANSWERS.name} is what eval_alpha is measured on: leave it out of --data"),
         (bool(args.steps) == bool(args.minutes), "give --steps or --minutes, one of the two"),
@@ -51,10 +51,7 @@ def check(args) -> None:
         (args.resume and not begun, f"nothing to resume in {out}: leave out --resume to begin"),
         (holds, f"{out} already holds a drafter: {remedy} give another --out"),
         (out.is_file(), f"--out {out} is a file; name a folder for the drafter"),
-    ]
-    for wrong, message in mistakes:
-        if wrong:
-            raise common.Mistake(message)
+    )
 
 
 def launch(args) -> Accelerator:
