@@ -41,13 +41,13 @@ def check(args) -> None:
     out = Path(args.out)
     begun = (out / "training_state.pt").is_file()
     holds = not args.resume and (out / "config.json").is_file()
-    remedy = "go on with --resume, or" if begun else f"start from it with --init {out} and"
+    remedy = "continue with --resume, or" if begun else f"start from it with --init {out} and"
     measured = ANSWERS in [Path(path).resolve() for path in args.data or []]
     common.refuse(
         (not args.data, "training needs --data, files of conversations (--make-data N)"),
         (measured, f"{ANSWERS.name} is what eval_alpha is measured on: leave it out of --data"),
         (bool(args.steps) == bool(args.minutes), "give --steps or --minutes, one of the two"),
-        (args.resume and args.init, "--resume goes on with the weights in --out: leave out --init"),
+        (args.resume and args.init, "--resume takes the weights in --out: leave out --init"),
         (args.resume and not begun, f"nothing to resume in {out}: leave out --resume to begin"),
         (holds, f"{out} already holds a drafter: {remedy} give another --out"),
         (out.is_file(), f"--out {out} is a file; name a folder for the drafter"),
@@ -151,7 +151,7 @@ def interrupts():
 
     def note(*_):
         caught.append(True)
-        text = "train.py: measuring and saving; the same command with --resume goes on"
+        text = "train.py: measuring and saving; the same command with --resume continues"
         print(text, file=sys.stderr)
 
     before = signal.signal(signal.SIGINT, note)

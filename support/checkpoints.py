@@ -49,10 +49,10 @@ def read(out: Path, module, identity: dict, overrides: dict) -> dict:
     """The training state in the folder `out`, its "progress" as a Progress.
 
     Args:
-        identity: what decides the run that is to go on.
+        identity: what decides the run that is to continue.
         overrides: {field: value} of the Config, from the command line.
     Raises:
-        Mistake: it is damaged, or of a run that something else decided.
+        Mistake: it is damaged, or of another run.
     """
     path = out / "training_state.pt"
     try:
@@ -93,7 +93,7 @@ def save(drafter, out: Path, state: dict) -> None:
         shutil.rmtree(part, ignore_errors=True)
         reason = str(error).strip().split("\n")[0]
         raise common.Mistake(
-            f"cannot save to {out} ({reason}); make room, then go on with --resume"
+            f"cannot save to {out} ({reason}); make room, then continue with --resume"
         ) from error
     for name in ("training_state.pt", "model.safetensors", "curve.json", "config.json"):
         (part / name).replace(out / name)

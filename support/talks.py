@@ -19,7 +19,7 @@ from support.prompts import answer_padded
 
 BATCH = 32  # conversations held at a time
 MOST = 320  # tokens of an answer
-# How second requests begin; after "" the target goes on freely.
+# How second requests begin; after "" the target continues freely.
 SECOND_REQUESTS = ("Rewrite your previous answer", "Make it shorter", "Explain why", "", "")
 
 

@@ -206,7 +206,7 @@ def test_answers_in_a_batch_are_those_of_each_prompt_alone(loaded):
 
 
 def make(folder, path, count, *more):
-    """Records of a file that train.py --make-data has made, or gone on with."""
+    """Records of a file that train.py --make-data has made or continued."""
     argv = f"--make-data {count} --target {folder} --out {path} --device cpu"
     train.main([*argv.split(), *map(str, more)])
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -274,7 +274,7 @@ def test_given_requests_are_asked_first_once_and_as_they_are(folder, tmp_path):
     assert [record["prompt"] for record in records] == ["w1 w2", "w3 w4 w5", "w6"]
 
 
-def test_a_file_is_gone_on_with_wherever_it_ends(tmp_path):
+def test_a_file_is_continued_wherever_it_ends(tmp_path):
     """Cut anywhere inside a record, it is cut back to whole records; other files are left."""
     records = [{"prompt": f"w{i}", "response": "w2"} for i in range(3)]
     whole = "".join(json.dumps(record) + "\n" for record in records).encode()

@@ -270,7 +270,7 @@ def test_an_acceptance_rate_is_a_mean_over_positions():
 def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(
     folder, tmp_path, trained, monkeypatch, renames, features
 ):
-    """It dies before a rename; what is then in its folder can be loaded and gone on from."""
+    """It dies before a rename; what is then in its folder can be loaded and resumed."""
 
     class Killed(BaseException):
         pass
@@ -361,7 +361,7 @@ def test_layers_counted_from_the_top_can_be_resumed(folder, tmp_path):
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path, trained, monkeypatch):
-    """What was saved before stays, and can be gone on from."""
+    """What was saved before stays, and can be resumed."""
     loss = glide.loss
     calls = []
 
@@ -468,7 +468,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(trained):
     half = len(before[out / "model.safetensors"]) // 2
     resource.setrlimit(resource.RLIMIT_FSIZE, (half, most))
     try:
-        with pytest.raises(common.Mistake, match="cannot save to .*make room, then go on with"):
+        with pytest.raises(common.Mistake, match="cannot save to .*make room, then continue with"):
             trained("out", "--steps", 4, "--resume")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
