@@ -148,13 +148,7 @@ def measure(module, drafter, target, measured: dict) -> dict:
 def interrupts():
     """Yield a list that Ctrl-C adds to, instead of ending the program."""
     caught = []
-
-    def note(*_):
-        caught.append(True)
-        text = "train.py: measuring and saving; the same command with --resume continues"
-        print(text, file=sys.stderr)
-
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, lambda *_: caught.append(True))
     try:
         yield caught
     finally:
@@ -233,6 +227,8 @@ class Run:
                 at.seconds = time.monotonic() - begin
                 share, stop = broadcast_object_list([at.share(args), bool(caught)])
                 ends = share >= 1 or stop
+                if stop:
+                    self.say("measuring and saving; the same command with --resume continues")
                 if ends or at.step % args.eval_every == 0:
                     self.record()
                 if ends or at.step % args.save_every == 0:
