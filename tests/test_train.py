@@ -271,22 +271,18 @@ def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(
     folder, tmp_path, trained, monkeypatch, renames, features
 ):
     """It dies before a rename; what is then in its folder can be loaded and resumed."""
-
-    class Killed(BaseException):
-        pass
-
     left = iter(range(renames))
     replace = Path.replace
 
     def dying(self, other):
         if self.parent.name == ".part" and next(left, None) is None:
-            raise Killed
+            raise SystemExit
         return replace(self, other)
 
     more = ["--features", tmp_path / "features"] if features else []
     more += ["--steps", 3, "--save-every", 1, "--eval-every", 1]
     whole = trained("whole", *more)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(Path, "replace", dying)
         trained("cut", *more)
     if renames > 3 or (tmp_path / "cut" / "config.json").exists():
