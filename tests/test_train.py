@@ -204,19 +204,18 @@ def test_training_lowers_the_loss_and_a_finished_drafter_is_never_overwritten(tr
 # -------------------------------------------------------------------------- what is measured
 
 
-def spy(monkeypatch, *names):
-    """Lists of the sequences that functions of glide.py were called with."""
-    seen = {name: [] for name in names}
-    for name, rows in seen.items():
-        plain = getattr(glide, name)
+def spy(monkeypatch, name):
+    """A list that receives the sequences that a function of glide.py is called with."""
+    rows = []
+    plain = getattr(glide, name)
 
-        def spied(drafter, target, batch, plain=plain, rows=rows):
-            for ids, mask in zip(batch.input_ids, batch.loss_mask):
-                rows.append(tuple(ids[: int(mask.nonzero().max()) + 1].tolist()))
-            return plain(drafter, target, batch)
+    def spied(drafter, target, batch):
+        for ids, mask in zip(batch.input_ids, batch.loss_mask):
+            rows.append(tuple(ids[: int(mask.nonzero().max()) + 1].tolist()))
+        return plain(drafter, target, batch)
 
-        monkeypatch.setattr(glide, name, spied)
-    return [seen[name] for name in names]
+    monkeypatch.setattr(glide, name, spied)
+    return rows
 
 
 def test_held_out_conversations_are_measured_not_learned(folder, tmp_path, trained, monkeypatch):
@@ -231,7 +230,8 @@ def test_held_out_conversations_are_measured_not_learned(folder, tmp_path, train
         firsts.append(json.dumps(record))
     for name, part in {"a": lines[:6] + lines[20:] + firsts[20:], "b": lines[6:]}.items():
         (tmp_path / name).write_text("\n".join(part) + "\n")
-    learned, measured = spy(monkeypatch, "loss", "acceptance")
+    learned = spy(monkeypatch, "loss")
+    measured = spy(monkeypatch, "acceptance")
     trained("out", "--data", tmp_path / "a", tmp_path / "b", "--steps", 5)
     assert sorted(learned) == sorted(rows[:20])  # an epoch
     assert sorted(set(measured)) == sorted(rows[20:])
@@ -241,7 +241,7 @@ def test_eval_alpha_is_that_of_a_file(tmp_path, trained, monkeypatch):
     """Its conversations are whole, whatever is kept of those that are learned."""
     record = {"prompt_ids": [5] * 8, "response_ids": list(range(6, 36))}
     (tmp_path / "answers.jsonl").write_text(json.dumps(record) + "\n")
-    [measured] = spy(monkeypatch, "acceptance")
+    measured = spy(monkeypatch, "acceptance")
     more = ["--eval", tmp_path / "answers.jsonl", "--max-length", 10, "--held-out", 0]
     [row] = curve_of(trained("out", "--steps", 1, *more))
     assert measured == [tuple(record["prompt_ids"] + record["response_ids"])]
