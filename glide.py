@@ -284,7 +284,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     the draft vocabulary (`common.target_logits`). Without
     `distill` it is the data's next token; positions whose
     next token cannot be drafted are left out. Column n of
-    the draft logits belongs to token draft_ids[n].
+    logits and labels belongs to token draft_ids[n].
     """
     logits, hidden = training_pass(drafter, target, batch)
     draft_ids = drafter.draft_ids  # (Vd,)
@@ -293,12 +293,10 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
         labels = teacher.softmax(-1)  # (M, Vd)
         count = len(labels)
     else:
-        # Each token's place in draft_ids; -100 (ignored) if none.
-        vocab = drafter.config.target["vocab_size"]
-        place = torch.full((vocab,), -100, device=logits.device)
-        place[draft_ids] = torch.arange(len(draft_ids), device=logits.device)
-        labels = place[batch.input_ids[batch.loss_mask]]  # (M,)
-        count = (labels >= 0).sum()
+        # A row is one-hot, or zero if draft_ids lacks its token.
+        token = batch.input_ids[batch.loss_mask]  # (M,)
+        labels = (token[:, None] == draft_ids).float()  # (M, Vd)
+        count = labels.sum()
     return F.cross_entropy(logits, labels, reduction="sum"), count
 
 

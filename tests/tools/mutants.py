@@ -115,8 +115,8 @@ the loss is off by one position
 - predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))
 + predicts = batch.loss_mask
 without distillation the drafter learns its input
-- labels = place[batch.input_ids[batch.loss_mask]]
-+ labels = place[batch.input_ids[batch.loss_mask.roll(-1, 1)]]
+- token = batch.input_ids[batch.loss_mask]
++ token = batch.input_ids[batch.loss_mask.roll(-1, 1)]
 distillation sharpens the labels
 - labels = teacher.softmax(-1)
 + labels = teacher.mul(2).softmax(-1)
