@@ -128,16 +128,16 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
         self.mlp = LlamaMLP(llama)
 
-    def forward(self, x: Tensor, tables, glimpse, self_mask, cross_mask, cache) -> Tensor:
+    def forward(self, x: Tensor, tables, self_mask, cache, glimpse) -> Tensor:
         """x (B, T, D) to (B, T, D).
 
-        glimpse: kv and tables of the cross-attention, or None.
+        glimpse: kv, tables, mask of the cross-attention, or None.
         """
         normed = self.input_layernorm(x)
         x = x + self.self_attn(normed, tables, self_mask, past_key_values=cache)[0]
         if glimpse is not None:
             normed = self.cross_layernorm(x)
-            x = x + self.cross_attn(normed, *glimpse, cross_mask)
+            x = x + self.cross_attn(normed, *glimpse)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -184,8 +184,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             glimpse = None
             if kv:
                 read = self.kv_layers[index]
-                glimpse = kv[read], common.rotary(target, positions, read)
-            x = layer(x, tables, glimpse, self_mask, cross_mask, cache)
+                glimpse = kv[read], common.rotary(target, positions, read), cross_mask
+            x = layer(x, tables, self_mask, cache, glimpse)
         return self.norm(x)
 
 
