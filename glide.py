@@ -31,8 +31,6 @@ Deviations from the paper:
        attention. Queries are rotated, as the cached keys are.
        A query that may read no row gets zero. Tokens
        before x_t query, too.
-    6. The shipped drafter has L = gamma = 3 and reads target
-       layer 18 of 0 to 29, not the top one.
 
 Licence: Apache-2.0.
 """
