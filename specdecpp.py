@@ -136,19 +136,16 @@ class DraftModel:
             source = load_draft_model(name, target.dtype, target.device)
         if isinstance(source, Drafter):
             self.body = source.body.eval()  # without dropout
-            self.num_layers = len(source.config.layers)
             self.draft_ids = source.draft_ids  # (Vd,)
             self.embed = target.get_input_embeddings()
             head = common.draft_head(target, self.draft_ids)
             self.lm_head = head.to(self.body.dtype)
             return
-        shape = common.target_shape(source)
-        size = shape["vocab_size"]
+        size = common.target_shape(source)["vocab_size"]
         vocab = common.target_shape(target)["vocab_size"]
         if size != vocab:
             raise common.Mistake(f"the draft model has {size} tokens, not {vocab}: take another")
         self.body = source.get_decoder()
-        self.num_layers = shape["num_layers"]
         self.draft_ids = torch.arange(vocab, device=target.device)
         self.embed = source.get_input_embeddings()
         self.lm_head = functools.partial(common.target_logits, source)
@@ -393,7 +390,8 @@ class Memory:
 
     def __init__(self, drafter, target):
         self.model = DraftModel(drafter, target)
-        self.cache = common.DraftCache(self.model.num_layers)
+        config = self.model.body.config
+        self.cache = common.DraftCache(config.num_hidden_layers)
 
 
 def propose(drafter, decoding, memory: Memory):
