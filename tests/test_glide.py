@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tiny import drawn, family, make_glide, make_llama, random_batch, row_of
+from tiny import drawn, family, make_glide, make_llama, random_batch
 
 import common
 import glide
@@ -114,19 +114,6 @@ def test_the_loss_is_the_cross_entropy_worked_by_hand(llama, distill):
         f"input: distill={distill}, 9, 12 and 7 tokens, all but 3 to be predicted, phases 4, 0, 1\n"
         f"expected: {[round(x, 3) for x in terms]}, their sum and number\ngot: {total}, {weight}"
     )
-
-
-@pytest.mark.parametrize("distill", [True, False])
-@torch.no_grad()
-def test_the_loss_of_a_batch_is_the_sum_over_its_sequences(llama, distill):
-    whole = batch_of(llama)
-    drafter = make_glide(llama, draft_vocab=30, distill=distill)
-    total, weight = glide.loss(drafter, llama, whole)
-    rows = (row_of(whole, row, length) for row, length in enumerate((9, 12, 7)))
-    parts = [glide.loss(drafter, llama, row) for row in rows]
-    expected = (float(sum(part for part, _ in parts)), sum(int(count) for _, count in parts))
-    got = (float(total), int(weight))
-    assert got == pytest.approx(expected), f"expected the sum of its parts, {expected}, got {got}"
 
 
 def test_acceptance_sums_the_overlap_of_both_distributions(llama):
