@@ -88,8 +88,8 @@ def test_the_mask_is_the_papers_formula_and_the_ancestor_mask_of_the_tree(counts
 
 
 @torch.no_grad()
-def test_an_accepted_extra_keeps_its_row_and_drafting_goes_on_from_it(llama):
-    """Its key and value are those of a plain forward over the text."""
+def test_drafting_goes_on_from_an_accepted_extra(llama):
+    """A drafter without memory drafts the same."""
     drafter = make_glide(llama)
     ids = torch.tensor([[9, 8, 7]])
     options = {"max_new_tokens": 60, "do_sample": False}
@@ -97,18 +97,12 @@ def test_an_accepted_extra_keeps_its_row_and_drafting_goes_on_from_it(llama):
     decoding = common.open_decoding(llama, ids, **options)
     # Beside each token of the trajectory stands nearly every other one.
     for draft in cape.drafts(decoding, glide, drafter, cape.Config(sizes=[40], bounds=[])):
-        # A drafter without memory drafts the same.
         steps = glide.propose(drafter, decoding, glide.Memory(drafter, llama))
         drafted = 0 if draft.probs is None else len(draft.probs)
         tokens = [token for token, _, _ in itertools.islice(steps, drafted)]
         assert tokens == list(draft.tokens[:drafted])
         verified = decoding.verify(draft)
         extras_accepted += any(node >= drafted for node in verified.path)
-        plain = common.GrowingCache(3)
-        common.forward(llama, decoding.ids[:, :-1], plain)
-        for ours, theirs in zip(decoding.cache.layers, plain.layers, strict=True):
-            torch.testing.assert_close(ours.keys, theirs.keys)
-            torch.testing.assert_close(ours.values, theirs.values)
     assert extras_accepted > 5
     assert torch.equal(decoding.ids, llama.generate(ids, **options))
 
