@@ -29,8 +29,8 @@ Deviations from the paper:
        a position meets every delay.
     5. Not in the paper: pre-norm and residual of the cross-
        attention. Queries are rotated, as the cached keys are.
-       A query that may read no row gets zero. Tokens
-       before x_t query, too.
+       A query that may read no row gets zero. All
+       tokens query, not only x_t and those after it.
 
 Licence: Apache-2.0.
 """
