@@ -42,11 +42,10 @@ class Round:
 def round_of(steps, head=None) -> Round:
     """The Round of a proposer's steps (token (1,), q_draft (V,), hidden (D,))."""
     each = Round()
-    all_accepted = 1.0  # p^
-    for token, q_draft, hidden in steps:
-        if head is not None and each.tokens:  # the state after the token before
-            all_accepted *= float(head(hidden).sigmoid())
-            each.chances.append(all_accepted)
+    if head is not None:
+        never = 1.0  # no probability exceeds it
+        steps = specdecpp.until_stop(steps, head, never, each.chances)
+    for token, q_draft, _ in steps:
         each.tokens.append(int(token))
         each.confidence.append(float(q_draft.max()))
         each.entropy.append(float(torch.special.entr(q_draft).sum()))
