@@ -139,8 +139,7 @@ def points(recordings: list[list[Round]]) -> dict[str, dict[str, tuple[float, fl
         found[name] = {}
         for setting in settings:
             counts = [replay(rounds, rule, setting) for rounds in recordings]
-            n_target = sum(forwards for forwards, _ in counts)
-            n_discarded = sum(discarded for _, discarded in counts)
+            n_target, n_discarded = map(sum, zip(*counts))
             found[name][str(setting)] = (n_target / tokens, n_discarded / tokens)
     n_target = 0
     for rounds in recordings:
