@@ -136,17 +136,18 @@ def run(target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: i
         groups: lists of prompts that are answered at once.
         options: of target.generate.
     Returns:
-        The turns that every arm has answered; Ctrl-C ends the run early.
+        The turns that every arm has answered. Ctrl-C ends the run early, and
+        is raised if there are none.
     """
+    # 1. Warm up.
+    opening = [encode(tokenizer, each["turns"][:1], target.device) for each in groups[0]]
+    for arm in arms:
+        play(arm, target, opening, options | {"max_new_tokens": WARM_UP_TOKENS})
+
     turns = []
     shuffle = random.Random(seed)
     bar = tqdm(total=len(arms) * sum(map(rounds, groups)), desc="answers", disable=None)
     try:
-        # 1. Warm up.
-        opening = [encode(tokenizer, each["turns"][:1], target.device) for each in groups[0]]
-        for arm in arms:
-            play(arm, target, opening, options | {"max_new_tokens": WARM_UP_TOKENS})
-
         for number, group in enumerate(groups):
             talks = [(prompt, []) for prompt in group]  # with the messages so far
             for place in range(rounds(group)):
@@ -169,10 +170,10 @@ def run(target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: i
                 question_ids = [prompt["question_id"] for prompt, _ in talks]
                 turns.append(Turn(number, question_ids, asked, answers))
     except (KeyboardInterrupt, Mistake) as problem:
-        if isinstance(problem, Mistake) and not turns:
+        if not turns:
             raise
         why = str(problem) or "interrupted"  # or a prompt is too long
-        print(f"bench.py: {why}; the figures cover {len(turns)} turns", file=sys.stderr)
+        bar.write(f"bench.py: {why}; the figures cover {len(turns)} turns", file=sys.stderr)
     finally:
         bar.close()
     return turns
@@ -422,8 +423,6 @@ def compare(args, target, tokenizer, arms, prompts, options) -> dict:
         stopping.chain_of(arms[0])  # a Mistake comes before the long run
     loops = [TRANSFORMERS, PLAIN] if size == 1 else [TRANSFORMERS, PLAIN, PADDED]
     turns = run(target, tokenizer, [*loops, *arms], groups, options, args.seed)
-    if not turns:
-        sys.exit(130)
 
     # 2. Summarize.
     figures = summary(arms, loops, target, turns, not args.temperature)
