@@ -322,12 +322,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--table", nargs="+", metavar="FILE", help="only print the tables of these results")
     add("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
 
-    names = [re.split("[:+@]", text)[0] for text in cli.method_named(argv)]
-    if "all" in names:
-        names += cli.present()
-    for name in dict.fromkeys(names):
-        if name != "all":
-            cli.add_config_options(parser, cli.import_method(name).Config, decode=True)
+    for text in cli.method_named(argv):
+        name = re.split("[:+@]", text)[0]
+        for each in cli.present() if name == "all" else [name]:
+            cli.add_config_options(parser, cli.import_method(each).Config, decode=True)
     args = parser.parse_args(argv)
     args.argv = argv
     return args
