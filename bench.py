@@ -305,20 +305,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--max-new-tokens", type=number(int, 1), default=64, help="per turn")
     add("--temperature", type=number(float, 0), default=0.0, help="0 is greedy")
     add("--top-p", type=number(float, 0.001, 1), default=1.0, help="share of the likeliest tokens")
-    add(
-        "--seed",
-        type=number(int, 0, 2**31),
-        default=0,
-        help="of sampling, and of the order of arms",
-    )
+    add("--seed", type=number(int, 0, 2**31), default=0, help="of sampling and the order of arms")
     add("--batch-size", type=number(int, 1), default=1, help="prompts answered at once")
     add("--cost-curve", action="store_true", help="time target forwards over 1 to 64 tokens")
     add("--sweep", action="store_true", help="replay every stop rule on the first arm's chains")
 
     add = parser.add_argument_group("what to print and write").add_argument
     add("--json", metavar="FILE", help="write the result and all answers")
-    help = "only answer the first turn of one prompt, and write a page that shows it"
-    add("--replay", metavar="FILE", help=help)
+    add("--replay", metavar="FILE", help="only write a page that replays a prompt's first answer")
     add("--table", nargs="+", metavar="FILE", help="only print the tables of these results")
     add("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
 
@@ -337,8 +331,7 @@ def check(args: argparse.Namespace) -> None:
     methods = ", ".join(cli.METHODS)
     one = len(set(args.method)) == 1 and args.method != ["all"] and "@" not in args.method[0]
     together = args.sweep or args.peers or "all" in args.method
-    options = ("json", "plot", "sweep", "cost_curve")
-    measures = [f"--{name.replace('_', '-')}" for name in options if getattr(args, name)]
+    others = args.json or args.plot or args.sweep or args.cost_curve
     mistakes = [
         (not asked, f"nothing to do: give --method ({methods}, all), --cost-curve or --table"),
         (args.table and (args.method or args.json), "--table takes no other option but --plot"),
@@ -349,7 +342,7 @@ def check(args: argparse.Namespace) -> None:
         (args.batch_size > 1 and together, "--sweep, --peers and all need --batch-size 1"),
         (args.checkpoint and not one, "--checkpoint goes with one --method that has no @DIR"),
         (args.replay and not args.method, "--replay shows how a method decodes: give --method"),
-        (args.replay and measures, f"--replay measures nothing: leave out {', '.join(measures)}"),
+        (args.replay and others, "with --replay leave out --json, --plot, --sweep, --cost-curve"),
     ]
     for path in filter(None, (args.json, args.replay)):
         there = Path(path).resolve().parent.is_dir() and not Path(path).is_dir()
