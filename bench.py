@@ -385,9 +385,7 @@ def measure(args) -> dict:
             options |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
         torch.manual_seed(args.seed)
         if args.replay:
-            text = prompts[0]["turns"][0]
-            encoded = encode(tokenizer, [text], target.device)
-            replay.write(args.replay, target, tokenizer, arms, text, encoded, options)
+            replay.write(args.replay, target, tokenizer, arms, prompts[0]["turns"][0], options)
             return {"replay": args.replay}
         result |= compare(args, target, tokenizer, arms, prompts, options)
 

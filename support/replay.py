@@ -18,6 +18,7 @@ from torch import Tensor
 import common
 from support import cli, report
 from support.arms import PLAIN
+from support.prompts import encode
 
 HERE = Path(__file__).parent
 SYMBOLS = 5  # shown of each CTC slot
@@ -110,10 +111,14 @@ def plain_notes(notes: dict, text) -> dict:
 
 
 def play(arm, target, encoded: dict, options: dict, text) -> list[dict]:
-    """The rounds of an arm's answer to a prompt; the clock waits for a GPU."""
-    stats = common.Stats(sync=target.device.type == "cuda")
-    decoding = common.open_decoding(target, **encoded, **options, copies=arm.copies, stats=stats)
-    return record(decoding, arm.module.drafts(decoding, **arm.kwargs), text)
+    """The rounds of an arm's answer to a prompt, after a short warm-up."""
+    most = options["max_new_tokens"]
+    for count in (min(WARM_UP_TOKENS, most), most):
+        given = options | {"max_new_tokens": count}
+        stats = common.Stats(sync=target.device.type == "cuda")
+        decoding = common.open_decoding(target, **encoded, **given, copies=arm.copies, stats=stats)
+        rounds = record(decoding, arm.module.drafts(decoding, **arm.kwargs), text)
+    return rounds
 
 
 # ------------------------------------------------------------------------------------ the page
@@ -132,15 +137,12 @@ def page(data: dict) -> str:
     return whole.replace("{{data}}", text)  # last: a token that spells a mark stays text
 
 
-def write(
-    path: str, target, tokenizer, arms: list, text: str, encoded: dict, options: dict
-) -> None:
+def write(path: str, target, tokenizer, arms: list, text: str, options: dict) -> None:
     """Answer one prompt with every arm that is a method, and write the page.
 
     Args:
         arms: of support/arms.py.
         text: the prompt as the user wrote it.
-        encoded: input_ids (1, T) and attention_mask of the prompt.
         options: of `target.generate`, among them max_new_tokens.
     """
 
@@ -150,14 +152,10 @@ def write(
             return str(tokenizer.convert_ids_to_tokens(token))
         return word
 
-    def answered(arm) -> list[dict]:
-        """The rounds of the answer, after a short warm-up."""
-        short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
-        play(arm, target, encoded, short, token_text)
-        return play(arm, target, encoded, options, token_text)
-
     # 1. Decode without a method and with each.
-    seconds = [sum(told["seconds"].values()) for told in answered(PLAIN)]
+    encoded = encode(tokenizer, [text], target.device)
+    plain = play(PLAIN, target, encoded, options, token_text)
+    seconds = [sum(told["seconds"].values()) for told in plain]
     methods = []
     for arm in arms:
         if arm.module is None:  # transformers decodes
@@ -168,7 +166,7 @@ def write(
                 "name": arm.name,
                 "idea": (inspect.getdoc(arm.module) or "").split("\n")[0],
                 "settings": {name: getattr(arm.kwargs["config"], name) for name in names},
-                "rounds": answered(arm),
+                "rounds": play(arm, target, encoded, options, token_text),
             }
         )
 

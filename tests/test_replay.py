@@ -122,7 +122,9 @@ def written(tmp_path_factory):
     path = tmp_path_factory.mktemp("replay") / "page.html"
     arms = [arm_of("cape", target), arms_of.Arm("a peer"), arm_of("falcon", target)]
     tokenizer = types.SimpleNamespace(decode=lambda ids: WORDS[ids[0]])
-    replay.write(path, target, tokenizer, arms, EVIL, ENCODED, GREEDY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "encode", lambda *_: ENCODED)
+        replay.write(path, target, tokenizer, arms, EVIL, GREEDY)
     assert [each.name for each in path.parent.iterdir()] == ["page.html"]
     text = path.read_text(encoding="utf-8")
     data = json.loads(Reader(text).scripts[0])
