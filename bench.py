@@ -439,7 +439,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         results = [measure(args)]
     if args.plot:
-        print(*pictures.plot(results, Path(args.plot)), file=sys.stderr)
+        pictures.plot(results, Path(args.plot))
     if not args.table and not sys.stdout.isatty():
         print("\n" + json.dumps(results[0]))
 

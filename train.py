@@ -398,7 +398,7 @@ def main(argv: list[str] | None = None) -> None:
         if not curves:
             raise common.Mistake("--plot: name the curves to draw after the folder")
         pictures.check(folder)
-        print(*pictures.curves(curves, Path(folder)))
+        pictures.curves(curves, Path(folder))
         return
     if not (args.method or args.make_data):
         raise common.Mistake(

@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
 import common
@@ -45,7 +46,7 @@ def colour(name: str) -> str | None:
 
 @contextlib.contextmanager
 def picture(path: Path, title: str, x: str, y: str, height: float = 4):
-    """Axes to draw on, saved to `path`; height in inches."""
+    """Axes to draw on, saved to `path`, which is printed; height in inches."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -58,17 +59,18 @@ def picture(path: Path, title: str, x: str, y: str, height: float = 4):
         if axes.get_legend_handles_labels()[1]:
             axes.legend()
         figure.savefig(path, metadata={"Date": None})
+    print(path, file=sys.stderr)
 
 
-def curves(paths: list[str], folder: Path) -> list[Path]:
+def curves(paths: list[str], folder: Path) -> None:
     """Draw alpha by trained tokens (curve.json files, results/curves/).
 
     The solid line is held-out alpha, the dashed one `eval_alpha`, if any.
 
     Raises: Mistake: a file that is no curve.
     """
-    file = folder / "curves.svg"
-    with picture(file, "Acceptance rate while training", "million token-steps", "alpha") as axes:
+    title, x = "Acceptance rate while training", "million token-steps"
+    with picture(folder / "curves.svg", title, x, "alpha") as axes:
         for path in map(Path, paths):
             name = path.parent.name if path.stem == "curve" else path.stem
             try:
@@ -83,14 +85,13 @@ def curves(paths: list[str], folder: Path) -> list[Path]:
                 label = f"{name}, prompts"
                 axes.plot(tokens, prompts, ".--", label=label, color=line.get_color())
         axes.set_ylim(bottom=0)
-    return [file]
 
 
-def speedups(arms: dict[str, dict], folder: Path) -> Path:
+def speedups(arms: dict[str, dict], folder: Path) -> None:
     """Draw speedups with their intervals."""
-    file = folder / "speedup.svg"
     title, x = "Speedup over plain decoding", "ratio of tokens/s, 95% interval"
-    with picture(file, title, x, "", height=1.6 + 0.35 * len(arms)) as axes:
+    height = 1.6 + 0.35 * len(arms)
+    with picture(folder / "speedup.svg", title, x, "", height) as axes:
         for name, arm in reversed(arms.items()):  # bars are stacked from below
             value = arm["speedup"]
             low, high = arm["speedup_ci"] or (value, value)
@@ -99,33 +100,28 @@ def speedups(arms: dict[str, dict], folder: Path) -> Path:
             bar = axes.barh(name, value, xerr=interval, ecolor=GREY, capsize=3, color=fill)
             axes.bar_label(bar, fmt="%.2f", label_type="center", color="black")
         axes.axvline(1, color=GREY, zorder=0)
-    return file
 
 
-def costs(curve: dict, folder: Path) -> Path:
+def costs(curve: dict, folder: Path) -> None:
     """Draw milliseconds of a target forward, by number of tokens."""
-    file = folder / "cost.svg"
     title = f"Target forward at {curve['context']} tokens of context"
-    with picture(file, title, "tokens fed", "milliseconds") as axes:
+    with picture(folder / "cost.svg", title, "tokens fed", "milliseconds") as axes:
         counts = [int(count) for count in curve["by_tokens"]]
         axes.plot(counts, list(curve["by_tokens"].values()), "o-")
         axes.set_ylim(bottom=0)
-    return file
 
 
-def stop_rules(sweep: dict, folder: Path) -> Path:
+def stop_rules(sweep: dict, folder: Path) -> None:
     """Draw stop rules by what they cost (SpecDec++, Figure 4)."""
-    file = folder / "stopping.svg"
     x, y = "draft tokens discarded per token", "target forwards per token"
-    with picture(file, "Stop rules", x, y) as axes:
+    with picture(folder / "stopping.svg", "Stop rules", x, y) as axes:
         for rule, points in sweep["points"].items():
             line = sorted((discarded, forwards) for forwards, discarded, _ in points.values())
             axes.plot(*zip(*line), "*-" if rule == "oracle" else "o-", label=rule)
-    return file
 
 
-def plot(results: list[dict], folder: Path) -> list[Path]:
-    """Draw what the results of bench.py hold into `folder`; returns the files.
+def plot(results: list[dict], folder: Path) -> None:
+    """Draw what the results of bench.py hold into `folder`.
 
     Speedups of all arms; the first cost curve and the first sweep.
     """
@@ -134,9 +130,9 @@ def plot(results: list[dict], folder: Path) -> list[Path]:
         for name, arm in report.arms_of(result).items():
             if name != "baseline":
                 arms[f"{name} [{number}]" if len(results) > 1 else name] = arm
-    drawn = [speedups(arms, folder)] if arms else []
+    if arms:
+        speedups(arms, folder)
     for key, draw in (("cost_curve", costs), ("sweep", stop_rules)):
         found = [result[key] for result in results if result.get(key)]
         if found:
-            drawn.append(draw(found[0], folder))
-    return drawn
+            draw(found[0], folder)
