@@ -98,11 +98,8 @@ def make_arm(text: str, args, load) -> Arm:
 
     # 2. Collect what differs from the drafter's Config.
     module = cli.import_method(name)
-    changes = {}
-    for option in cli.decode_fields(module):
-        value = getattr(args, option.name)
-        if value is not None:
-            changes[option.name] = value
+    given = {name: getattr(args, name) for name in cli.decode_fields(module)}
+    changes = {name: value for name, value in given.items() if value is not None}
     if variant:
         if variant not in module.VARIANTS:
             known = ", ".join(module.VARIANTS) or "none"

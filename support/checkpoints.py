@@ -65,7 +65,7 @@ def read(out: Path, module, identity: dict, overrides: dict) -> dict:
         raise common.Mistake(
             f"{path} is damaged or of another version ({reason}); train anew with another --out"
         ) from error
-    free = [option.name for option in cli.decode_fields(module)]
+    free = cli.decode_fields(module)
     now = identity | {name: value for name, value in overrides.items() if name not in free}
     for name, value in now.items():
         if value != begun.get(name):

@@ -51,9 +51,10 @@ def chain_proposer(name: str):
     return import_method(name)
 
 
-def decode_fields(module) -> list[dataclasses.Field]:
+def decode_fields(module) -> list[str]:
     """The fields of a method's Config that may change after training."""
-    return [option for option in dataclasses.fields(module.Config) if option.metadata["decode"]]
+    options = dataclasses.fields(module.Config)
+    return [option.name for option in options if option.metadata["decode"]]
 
 
 def method_named(argv: list[str]) -> list[str]:

@@ -160,7 +160,7 @@ def write(path: str, target, tokenizer, arms: list, text: str, options: dict) ->
     for arm in arms:
         if arm.module is None:  # transformers decodes
             continue
-        names = [option.name for option in cli.decode_fields(arm.module)]
+        names = cli.decode_fields(arm.module)
         methods.append(
             {
                 "name": arm.name,
