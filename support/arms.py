@@ -115,7 +115,10 @@ def make_arm(text: str, args, load) -> Arm:
         config = module.Config(**changes)
         kwargs = {"config": config}
         if hasattr(config, "base"):
-            kwargs["base"] = cli.chain_proposer(config.base)
+            if config.base not in cli.CHAINS:
+                chains = " or ".join(cli.CHAINS)
+                raise Mistake(f"base {config.base!r} drafts no chains: take {chains}")
+            kwargs["base"] = cli.import_method(config.base)
             kwargs["base_drafter"] = load(config.base, folder)
     return Arm(shown, module, kwargs, COPIES if copies else 0)
 

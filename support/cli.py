@@ -44,13 +44,6 @@ def trainable() -> list[str]:
     return [name for name in present() if hasattr(import_method(name), "Drafter")]
 
 
-def chain_proposer(name: str):
-    """The module of a method that drafts chains; a Mistake for others."""
-    if name not in CHAINS:
-        raise common.Mistake(f"base {name!r} drafts no chains: take {' or '.join(CHAINS)}")
-    return import_method(name)
-
-
 def decode_fields(module) -> list[str]:
     """The fields of a method's Config that may change after training."""
     options = dataclasses.fields(module.Config)

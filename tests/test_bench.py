@@ -428,6 +428,7 @@ def test_sampled_answers_follow_from_the_seed(files, capsys, tmp_path):
     [
         ("--method glide:nope", "glide has no variant 'nope'; its variants: gamma1"),
         ("--method glide@/nowhere", "no drafter in /nowhere"),
+        ("--method cape --base falcon", "base 'falcon' drafts no chains: take glide or specdecpp"),
         ("--method glide:gamma1+gamma2", r"write NAME\[:VARIANT\]\[\+copies\]\[@DIR\]"),
         ("--method glide@GLIDE glide@COPY", "two arms would be called glide@glide"),
         ("--method glide@GLIDE --max-new-tokens 300", "exceed the target's context of 256: lower"),

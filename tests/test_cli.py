@@ -134,8 +134,6 @@ def test_methods_and_rivals_by_name(monkeypatch, tmp_path):
     assert not {"cape", "beam", "lookup"} & set(cli.trainable())
     with pytest.raises(common.Mistake, match="unknown method '../x': take glide, cape"):
         cli.import_method("../x")
-    with pytest.raises(common.Mistake, match="drafts no chains: take glide or specdecpp"):
-        cli.chain_proposer("falcon")
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     (tmp_path / "glide.py").touch()
     assert cli.present() == ["glide"]
