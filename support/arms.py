@@ -1,11 +1,4 @@
-"""The arms of bench.py: how they are written, and what they decode with.
-
-falcon                a method or a rival with the drafter in checkpoints/NAME
-glide:gamma2          one of its VARIANTS
-falcon+copies         with up to 16 tokens per round copied from the context
-falcon@runs/mine      another drafter
-all                   all that fits this target, and transformers' own methods
-"""
+"""The arms of bench.py, whose docstring says how they are written."""
 
 import copy
 import dataclasses
@@ -24,7 +17,7 @@ from support import cli, packed
 
 COPIES = 16  # most tokens a round that `+copies` copies
 PEERS = ("prompt-lookup", "assisted")  # transformers' own methods
-ALL = (*cli.METHODS, "cape:cpu", "medusa", "lookup", *PEERS)
+ALL = (*cli.METHODS, "cape:cpu", "medusa", "lookup", *PEERS)  # of them, what fits the target
 
 
 @dataclass

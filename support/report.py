@@ -136,11 +136,9 @@ def figures(arm, turns: list) -> dict:
     columns = ("tokens", "seconds", "forwards")
     found["by_prompt"] = {name: [each[name] for each in prompts] for name in columns}
     found["acceptance_by_position"] = by_position(answers)
-    found["settings"] = {"copies": arm.copies}
-    if "config" in arm.kwargs:
-        fields = vars(arm.kwargs["config"])
-        plain = {name: value for name, value in fields.items() if not isinstance(value, dict)}
-        found["settings"] |= plain
+    fields = vars(arm.kwargs["config"]) if "config" in arm.kwargs else {}
+    plain = {name: value for name, value in fields.items() if not isinstance(value, dict)}
+    found["settings"] = {"copies": arm.copies, **plain}
     found["answers"] = answers
     return found
 
