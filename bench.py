@@ -17,11 +17,9 @@ is drawn anew for each turn, because a machine's speed drifts. All arms see
 the same earlier answers, those of transformers' `generate`. A warm-up is
 discarded. The baseline is the fastest plain loop, transformers' or ours.
 
-Figures: tokens/s includes the prefill. speedup is relative to the
-baseline, with a 95% bootstrap interval over five or more prompts. tau is
-tokens per target forward, without the prefill; `accepted` leaves out bonus
-tokens. alpha is the method's acceptance rate on the baseline's answers.
-Times are milliseconds per round: drafting, verifying and the rest.
+Figures: a legend stands below each table. tokens/s includes the prefill,
+tau does not. speedup is relative to the baseline, with a 95% bootstrap
+interval over five or more prompts. alpha is measured on the baseline's answers.
 """
 
 import argparse
@@ -81,12 +79,7 @@ def clock(target) -> float:
 
 @torch.no_grad()
 def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
-    """Let an arm answer one prompt, or a batch of them.
-
-    Args:
-        asked: of each prompt input_ids (1, T) and attention_mask.
-        options: of target.generate.
-    """
+    """Let an arm answer what is asked, see Turn; options are those of target.generate."""
     sync = len(asked) == 1 and target.device.type == "cuda"  # in a batch, phases overlap
     stats = [common.Stats(sync=sync) for _ in asked]
     pairs = list(zip(asked, stats))
@@ -134,7 +127,6 @@ def run(target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: i
     Args:
         arms: the first one's answers are the earlier turns for all.
         groups: lists of prompts that are answered at once.
-        options: of target.generate.
     Returns:
         The turns that every arm has answered. Ctrl-C ends the run early, and
         is raised if there are none.
