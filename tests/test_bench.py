@@ -192,9 +192,8 @@ def test_batches_are_measured_and_filled(files, capsys):
 # ----------------------------------------------------------------------------------- protocol
 
 
-def conversation(files, fake, played, seed=0, interrupt=None):
-    """The turns of a run of five arms, and (arm, question) in the order in which they were played;
-    after `interrupt` answers Ctrl-C is pressed."""
+def conversation(files, fake, played, seed=0):
+    """The turns of a run of five arms, and (arm, question) in the order of playing."""
     target, tokenizer, _ = load(files)
     arms = [TRANSFORMERS, PLAIN]
     for wrong in (-1, 0, 1):
@@ -202,7 +201,6 @@ def conversation(files, fake, played, seed=0, interrupt=None):
     options = {**GREEDY, "max_new_tokens": 4}
     groups = [[prompt] for prompt in TURNS]
     played.calls = []
-    played.interrupt = interrupt
     turns = bench.run(target, tokenizer, arms, groups, options, seed)
     order = []
     for arm, asked, _ in played.calls:
@@ -227,9 +225,6 @@ def test_every_arm_answers_every_turn_in_an_order_of_its_own(files, fake, played
     assert {text for _, text in order[15:]} == {"<user> w4 w5 w6 <end> <assistant>"}
     assert turns[0].answers["plain"].rows == turns[0].answers["transformers"].rows
     assert [turn.prompt for turn in turns] == [0, 0, 1]
-
-    kept, _ = conversation(files, fake, played, interrupt=5 + 5 + 2)  # in the second turn
-    assert [turn.prompt for turn in kept] == [0] and len(kept[0].answers) == 5
 
 
 def test_a_wrong_answer_is_reported_with_position_and_margin(files, fake, capsys):
@@ -406,10 +401,15 @@ def test_all_takes_what_has_a_drafter_for_this_target(files, capsys, monkeypatch
     assert "without falcon: no drafter in" in noted and "without assisted: " in noted
 
 
-def test_an_interrupted_run_says_so(files, capsys, played):
-    played.interrupt = 3 + 3 + 3 + 1  # three arms: warm-up, two turns of a prompt
+def test_an_interrupted_run_says_so_and_keeps_whole_turns(files, capsys, played):
+    played.interrupt = 3 + 3 + 2  # three arms: warm-up, the first turn, a part of the second
     result, out = run(capsys, command(files))
     assert result["interrupted"] is True and "; interrupted" in out
+    assert [arm["tokens"] for arm in result["arms"].values()] == [12, 12]
+    played.calls = []
+    played.interrupt = 3 + 2
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(command(files))
 
 
 def test_sampled_answers_follow_from_the_seed(files, capsys, tmp_path):
