@@ -116,7 +116,7 @@ def transformers_row(arm: Arm, target, encoded: dict, options: dict, stats) -> l
     return output[0, length:].tolist()
 
 
-def rounds(group: list[dict]) -> int:
+def most_turns(group: list[dict]) -> int:
     """How many turns the longest conversation of a group has."""
     return max(len(prompt["turns"]) for prompt in group)
 
@@ -138,11 +138,11 @@ def run(target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: i
 
     turns = []
     shuffle = random.Random(seed)
-    bar = tqdm(total=len(arms) * sum(map(rounds, groups)), desc="answers", disable=None)
+    bar = tqdm(total=len(arms) * sum(map(most_turns, groups)), desc="answers", disable=None)
     try:
         for number, group in enumerate(groups):
             talks = [(prompt, []) for prompt in group]  # with the messages so far
-            for place in range(rounds(group)):
+            for place in range(most_turns(group)):
                 # 2. Ask the prompts that have another turn.
                 talks = [(prompt, said) for prompt, said in talks if place < len(prompt["turns"])]
                 for prompt, said in talks:
@@ -320,12 +320,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def check(args: argparse.Namespace) -> None:
     """Raise a Mistake if options do not go together; nothing is loaded yet."""
     asked = args.method or args.peers or args.cost_curve or args.table
-    methods = ", ".join(cli.METHODS)
     one = len(set(args.method)) == 1 and args.method != ["all"] and "@" not in args.method[0]
     together = args.sweep or args.peers or "all" in args.method
     others = args.json or args.plot or args.sweep or args.cost_curve
     mistakes = [
-        (not asked, f"nothing to do: give --method ({methods}, all), --cost-curve or --table"),
+        (not asked, "nothing to do: give --method, --peers, --cost-curve or --table; see --help"),
         (args.table and (args.method or args.json), "--table takes no other option but --plot"),
         (args.prompt is not None and args.prompts, "give --prompt or --prompts, one of the two"),
         (args.sweep and not args.method, "--sweep replays drafts: give a --method"),
@@ -413,7 +412,7 @@ def compare(args, target, tokenizer, arms, prompts, options) -> dict:
         result["batch"] = {"size": size, "batches": count, "arms": figures}
     else:
         result["arms"] = figures
-    if len(turns) < sum(map(rounds, groups)):
+    if len(turns) < sum(map(most_turns, groups)):
         result["interrupted"] = True
     if args.sweep:
         stats = [turn.answers[arms[0].name].stats[0] for turn in turns]

@@ -84,9 +84,7 @@ def make_arm(text: str, args, load) -> Arm:
     if parts is None:
         raise Mistake(f"{text} is no arm: write NAME[:VARIANT][+copies][@DIR]")
     name, variant, copies, folder = parts.groups()
-    shown = text
-    if folder:
-        shown = text.removesuffix(folder) + Path(folder).name
+    shown = text.removesuffix(folder) + Path(folder).name if folder else text
     folder = folder or args.checkpoint
 
     # 2. Collect what differs from the drafter's Config.
