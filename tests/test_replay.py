@@ -1,8 +1,6 @@
 """The replay page shows what happened, whatever the tokens spell, and works in a real browser."""
 
 import html.parser
-import importlib
-import importlib.util
 import itertools
 import json
 import shutil
@@ -180,10 +178,7 @@ def browser(written, tmp_path):
     """Debian's Chromium with the page open; at the end it has nothing to complain of."""
     if not shutil.which("chromium") or not shutil.which("chromedriver"):
         pytest.skip("no browser: apt-get install chromium chromium-driver")
-    if importlib.util.find_spec("selenium") is None:
-        pytest.skip("no selenium: pip install selenium")
-    from selenium import webdriver
-
+    webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
     for flag in [*FLAGS, "--window-size=1400,1000", f"--user-data-dir={tmp_path}"]:

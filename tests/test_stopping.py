@@ -30,15 +30,6 @@ def drafter(llama):
     return second
 
 
-def arm_of(module, **kwargs):
-    return Arm(module.__name__, module, kwargs)
-
-
-def tokens(count, **more):
-    """A Round of `count` tokens."""
-    return Round([1] * count, **more)
-
-
 # ------------------------------------------------------------------------------- the recording
 
 
@@ -87,11 +78,11 @@ def test_replay_by_hand():
 
     Rates are of the tokens of all answers: another one has one token at one forward.
     """
-    rounds = [tokens(m, agreed=n) for m, n in zip((4, 3, 2, 1, 0), (1, 0, 0, 0, 0))]
+    rounds = [Round([1] * m, agreed=n) for m, n in zip((4, 3, 2, 1, 0), (1, 0, 0, 0, 0))]
     fixed, _ = stopping.RULES["K"]
     assert stopping.replay(rounds, fixed, 3) == (4, 2 + 2 + 1)
     assert stopping.replay(rounds, fixed, 1) == (4, 0 + 1 + 1)
-    found = stopping.points([rounds, [tokens(0)]])
+    found = stopping.points([rounds, [Round()]])
     assert found["K"]["3"] == pytest.approx((5 / 6, 5 / 6))
     assert found["oracle"][""] == pytest.approx((5 / 6, 0))  # disagreements at 1, 2, 3, not at 4
 
@@ -135,7 +126,7 @@ def test_forward_times_by_hand():
 
 
 def test_the_sweep_of_a_run(llama, drafter):
-    arm = arm_of(specdecpp, drafter=drafter, config=drafter.config)
+    arm = Arm("x", specdecpp, {"drafter": drafter})
     result = stopping.sweep(arm, llama, [TURN], [timed(10, 5, 0.2, 0.5)])
     assert (result["t_draft_ms"], result["t_target_ms"]) == pytest.approx((20, 100))
     rounds = stopping.record(specdecpp, drafter, drafter.head, llama, TURN)
@@ -147,8 +138,8 @@ def test_the_sweep_of_a_run(llama, drafter):
 
 
 def test_what_drafts_in_an_arm_and_the_head_that_was_trained_on_it(llama, drafter):
-    ours = {"drafter": drafter, "config": drafter.config}
-    assert stopping.chain_of(arm_of(specdecpp, **ours)) == (specdecpp, drafter, drafter.head)
-    for arm in (arm_of(cape), Arm("x", specdecpp, ours, copies=16)):
+    ours = {"drafter": drafter}
+    assert stopping.chain_of(Arm("x", specdecpp, ours)) == (specdecpp, drafter, drafter.head)
+    for arm in (Arm("x", cape), Arm("x", specdecpp, ours, copies=16)):
         with pytest.raises(common.Mistake, match="no plain chains: take glide or specdecpp"):
             stopping.chain_of(arm)
