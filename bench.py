@@ -128,8 +128,8 @@ def run(target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: i
         arms: the first one's answers are the earlier turns for all.
         groups: lists of prompts that are answered at once.
     Returns:
-        The turns that every arm has answered. Ctrl-C ends the run early, and
-        is raised if there are none.
+        The turns that every arm has answered. Ctrl-C and a Mistake (a prompt
+        is too long) end the run early; before the first turn they are raised.
     """
     # 1. Warm up.
     opening = [encode(tokenizer, each["turns"][:1], target.device) for each in groups[0]]
@@ -164,7 +164,7 @@ def run(target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: i
     except (KeyboardInterrupt, Mistake) as problem:
         if not turns:
             raise
-        why = str(problem) or "interrupted"  # or a prompt is too long
+        why = str(problem) or "interrupted"
         bar.write(f"bench.py: {why}; the figures cover {len(turns)} turns", file=sys.stderr)
     finally:
         bar.close()
