@@ -30,9 +30,9 @@ GREEDY = {"do_sample": False}
 ASKED = [{"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3)}]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def files(tmp_path_factory):
-    """A target with a tokenizer of 48 words, a GLIDE drafter for it, and a prompt file."""
+    """The current folder: a target with 48 words, a GLIDE drafter for it, and a prompt file."""
     folder = tmp_path_factory.mktemp("bench")
     chat.make_chat(folder / "target")
     target = make_llama(layers=2, max_position_embeddings=256)  # without an end token
@@ -41,16 +41,15 @@ def files(tmp_path_factory):
     glide.build(config, target, torch.arange(48)).save_pretrained(folder / "glide")
     lines = [json.dumps(prompt) for prompt in TURNS]
     (folder / "prompts.jsonl").write_text("\n\n".join(lines) + "\n")
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
 
 
-def command(files, *extra, method="glide", checkpoint=True):
-    """A command line for the target and prompts in `files`."""
-    words = ["--method", *method.split(), "--target", str(files / "target"), "--dtype", "float64"]
-    words += ["--prompts", str(files / "prompts.jsonl"), "--max-new-tokens", "12"]
-    if checkpoint:
-        words += ["--checkpoint", str(files / "glide")]
-    return [*words, *extra]
+def command(*extra, method="glide@glide"):
+    """A command line for the target and prompts of `files`."""
+    words = f"--method {method} --target target --dtype float64 --prompts prompts.jsonl"
+    return [*words.split(), "--max-new-tokens", "12", *extra]
 
 
 def run(capsys, argv):
@@ -60,9 +59,9 @@ def run(capsys, argv):
     return json.loads(out.splitlines()[-1]), out
 
 
-def load(files, *extra, **options):
+def load(**options):
     """Target, tokenizer and options of a command line."""
-    args = bench.parse(command(files, *extra, **options))
+    args = bench.parse(command(**options))
     return *common.load_target(args.target, dtype=torch.float64), args
 
 
@@ -106,13 +105,11 @@ def played(monkeypatch):
 # --------------------------------------------------------------------------------- whole runs
 
 
-def test_a_run_ends_with_the_promised_json_and_its_tables_can_be_printed_again(
-    files, capsys, tmp_path
-):
+def test_a_run_ends_with_the_promised_json_and_its_tables_can_be_printed_again(capsys, tmp_path):
     file = tmp_path / "r.json"
     options = ("--gamma", "3", "--json", str(file), "--max-new-tokens", "24")
-    arms = f"glide@{files / 'glide'} glide+copies@{files / 'glide'} lookup"
-    last_line, out = run(capsys, command(files, *options, method=arms, checkpoint=False))
+    arms = "glide@glide glide+copies@glide lookup"
+    last_line, out = run(capsys, command(*options, method=arms))
     bench.main(["--table", str(file)])
     assert capsys.readouterr().out.strip() in out and report.LEGEND in out
     written = json.loads(file.read_text())
@@ -121,7 +118,7 @@ def test_a_run_ends_with_the_promised_json_and_its_tables_can_be_printed_again(
     assert set(promised.split()) <= set(written)
     assert list(written["arms"]) == ["baseline", "glide@glide", "glide+copies@glide", "lookup"]
 
-    target, tokenizer, _ = load(files)
+    target, tokenizer, _ = load()
     asked = bench.encode(tokenizer, TURNS[0]["turns"][:1], "cpu")
     plain = target.generate(**asked, max_new_tokens=24, **GREEDY)[0, asked["input_ids"].shape[1] :]
     promised = {*report.COLUMNS, "acceptance_by_position", "by_prompt", "drafted", "accepted"}
@@ -135,8 +132,8 @@ def test_a_run_ends_with_the_promised_json_and_its_tables_can_be_printed_again(
     assert written["arms"]["glide+copies@glide"]["drafted"] > ours["drafted"]
 
 
-def test_the_json_is_left_out_on_a_terminal(files, capsys, monkeypatch):
-    argv = ["--cost-curve", "--target", str(files / "target")]
+def test_the_json_is_left_out_on_a_terminal(capsys, monkeypatch):
+    argv = ["--cost-curve", "--target", "target"]
     result, _ = run(capsys, argv)
     assert list(result["cost_curve"]["by_tokens"]) == list(map(str, bench.COUNTS))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
@@ -156,9 +153,9 @@ def test_the_cost_of_a_forward_is_the_median_after_a_warm_up(llama, monkeypatch)
     assert fed == [count for count in bench.COUNTS for _ in range(6)]
 
 
-def test_sampling_has_no_greedy_verdict_and_is_cut_by_top_p_alone(files, capsys, played):
+def test_sampling_has_no_greedy_verdict_and_is_cut_by_top_p_alone(capsys, played):
     sampling = ["--temperature", "0.8", "--top-p", "0.9", "--num-prompts", "1"]
-    result, _ = run(capsys, command(files, *sampling))
+    result, _ = run(capsys, command(*sampling))
     for arm in result["arms"].values():
         assert arm["identical_to_greedy"] is None and arm["diverged"] is None
     for _, _, options in played.calls:  # transformers' own default would keep 50 tokens
@@ -166,8 +163,8 @@ def test_sampling_has_no_greedy_verdict_and_is_cut_by_top_p_alone(files, capsys,
         assert options == {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0}
 
 
-def test_a_sweep_is_measured_and_shown(files, capsys):
-    result, out = run(capsys, command(files, "--sweep", "--num-prompts", "1"))
+def test_a_sweep_is_measured_and_shown(capsys):
+    result, out = run(capsys, command("--sweep", "--num-prompts", "1"))
     points = result["sweep"]["points"]
     assert set(points) == {"K", "confidence", "entropy", "oracle"}
     n_target, n_discarded, speed = points["K"]["2"]
@@ -175,26 +172,26 @@ def test_a_sweep_is_measured_and_shown(files, capsys):
     assert row in " ".join(out.split())
 
 
-def test_batches_are_measured_and_filled(files, capsys):
-    result, out = run(capsys, command(files, "--batch-size", "2"))
+def test_batches_are_measured_and_filled(capsys):
+    result, out = run(capsys, command("--batch-size", "2"))
     batch = result["batch"]
     assert (batch["size"], batch["batches"]) == (2, 1) and "arms" not in result
-    ours = batch["arms"]["glide"]
+    ours = batch["arms"]["glide@glide"]
     assert ours["identical_to_greedy"] and ours["tau"] > 1 and ours["tokens"] == 36
     assert ours["draft_ms"] is None and ours["speedup_ci"] is None
     assert set(batch["arms"]["baseline"]["loops"]) == {"transformers", "plain", "padded"}
     assert "1 batches of 2" in out
-    copying = command(files, "--batch-size", "2", method="glide+copies")
-    copies = run(capsys, copying)[0]["batch"]["arms"]["glide+copies"]
+    copying = command("--batch-size", "2", method="glide+copies@glide")
+    copies = run(capsys, copying)[0]["batch"]["arms"]["glide+copies@glide"]
     assert copies["identical_to_greedy"] and copies["drafted"] != ours["drafted"]
 
 
 # ----------------------------------------------------------------------------------- protocol
 
 
-def conversation(files, fake, played, seed=0):
+def conversation(fake, played, seed=0):
     """The turns of a run of five arms, and (arm, question) in the order of playing."""
-    target, tokenizer, _ = load(files)
+    target, tokenizer, _ = load()
     arms = [TRANSFORMERS, PLAIN]
     for wrong in (-1, 0, 1):
         arms.append(Arm(f"fake{wrong}", fake, {"config": fake.Config(wrong=wrong)}))
@@ -208,17 +205,17 @@ def conversation(files, fake, played, seed=0):
     return turns, order
 
 
-def test_every_arm_answers_every_turn_in_an_order_of_its_own(files, fake, played):
-    turns, order = conversation(files, fake, played)
+def test_every_arm_answers_every_turn_in_an_order_of_its_own(fake, played):
+    turns, order = conversation(fake, played)
     names = [name for name, _ in order]
     rounds = [names[start : start + 5] for start in range(5, 20, 5)]  # after the warm-up
     assert len(order) == 20 and all(len(set(each)) == 5 for each in rounds)
     assert len({tuple(each) for each in rounds}) == 3
-    assert conversation(files, fake, played)[1] == order
-    assert conversation(files, fake, played, seed=1)[1] != order
+    assert conversation(fake, played)[1] == order
+    assert conversation(fake, played, seed=1)[1] != order
 
     # The earlier turns are the first arm's answers, whoever answers now.
-    _, tokenizer, _ = load(files)
+    _, tokenizer, _ = load()
     said = tokenizer.decode(turns[0].answers["transformers"].rows[0], skip_special_tokens=True)
     second = bench.encode(tokenizer, ["w1 w2", said, "w3"], "cpu")["input_ids"][0]
     assert {text for _, text in order[10:15]} == {tokenizer.decode(second)}
@@ -227,8 +224,8 @@ def test_every_arm_answers_every_turn_in_an_order_of_its_own(files, fake, played
     assert [turn.prompt for turn in turns] == [0, 0, 1]
 
 
-def test_a_wrong_answer_is_reported_with_position_and_margin(files, fake, capsys):
-    result, out = run(capsys, command(files, method="fake:late fake", checkpoint=False))
+def test_a_wrong_answer_is_reported_with_position_and_margin(fake, capsys):
+    result, out = run(capsys, command(method="fake:late fake"))
     late = result["arms"]["fake:late"]
     assert late["identical_to_greedy"] is False and late["diverged"] == 3
     assert result["arms"]["fake"]["identical_to_greedy"] is True
@@ -371,10 +368,9 @@ def test_an_interval_by_hand():
 # --------------------------------------------------------------------------------------- arms
 
 
-def test_an_arm_is_a_method_with_variants_copies_and_a_folder(files, fake):
-    folder = files / "glide"
-    words = f"glide@{folder} glide:gamma2+copies@{folder} cape@{folder} fake:late lookup"
-    target, _, args = load(files, method=words, checkpoint=False)
+def test_an_arm_is_a_method_with_variants_copies_and_a_folder(fake):
+    words = "glide@glide glide:gamma2+copies@glide cape@glide fake:late lookup"
+    target, _, args = load(method=words)
     plain, other, ours, late, lookup = arms_of.make_arms(target, args)
     assert plain.name == "glide@glide" and plain.module is glide and plain.copies == 0
     assert plain.kwargs["config"] == plain.kwargs["drafter"].config
@@ -392,7 +388,7 @@ def test_an_arm_is_a_method_with_variants_copies_and_a_folder(files, fake):
 def test_all_takes_what_has_a_drafter_for_this_target(files, capsys, monkeypatch, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "glide").symlink_to(files / "glide")
-    target, _, args = load(files, method="all", checkpoint=False)
+    target, _, args = load(method="all")
     monkeypatch.setattr(arms_of, "cli", SimpleNamespace(**{**vars(cli), "ROOT": tmp_path}))
     names = [arm.name for arm in arms_of.make_arms(target, args)]
     assert {"glide", "cape", "cape:cpu", "lookup", "prompt-lookup"} <= set(names)
@@ -401,23 +397,23 @@ def test_all_takes_what_has_a_drafter_for_this_target(files, capsys, monkeypatch
     assert "without falcon: no drafter in" in noted and "without assisted: " in noted
 
 
-def test_an_interrupted_run_says_so_and_keeps_whole_turns(files, capsys, played):
+def test_an_interrupted_run_says_so_and_keeps_whole_turns(capsys, played):
     played.interrupt = 3 + 3 + 2  # three arms: warm-up, the first turn, a part of the second
-    result, out = run(capsys, command(files))
+    result, out = run(capsys, command())
     assert result["interrupted"] is True and "; interrupted" in out
     assert [arm["tokens"] for arm in result["arms"].values()] == [12, 12]
     played.calls = []
     played.interrupt = 3 + 2
     with pytest.raises(KeyboardInterrupt):
-        bench.main(command(files))
+        bench.main(command())
 
 
-def test_sampled_answers_follow_from_the_seed(files, capsys, tmp_path):
+def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
     said = []
     for name in ("a", "b"):
         torch.rand(3)
-        argv = command(files, "--temperature", "1", "--num-prompts", "1")
-        run(capsys, [*argv, "--json", str(tmp_path / name)])
+        options = ("--temperature", "1", "--num-prompts", "1", "--checkpoint", "glide")
+        run(capsys, command(*options, "--json", str(tmp_path / name), method="glide"))
         arms = json.loads((tmp_path / name).read_text())["arms"]
         said.append([answer["tokens"] for answer in arms["glide"]["answers"]])
     assert said[0] == said[1]
@@ -445,8 +441,7 @@ def test_sampled_answers_follow_from_the_seed(files, capsys, tmp_path):
         ("", "nothing to do"),
     ],
 )
-def test_a_mistake_is_explained(files, monkeypatch, argv, message):
-    monkeypatch.chdir(files)
+def test_a_mistake_is_explained(argv, message):
     with pytest.raises(Mistake, match=message):
         bench.main(["--target", "target", "--prompts", "prompts.jsonl", *argv.split()])
 
