@@ -291,8 +291,8 @@ def write_whole(text: str, path: Path) -> None:
 def write_result(result: dict, path: str) -> None:
     """Write a result as JSON, the numbers of a list on one line."""
     text = json.dumps(result, indent=1)
-    text = re.sub(r"(?<=\[)\n *(?=-?\d)|(?<=\d)\n *(?=\])", "", text)
-    text = re.sub(r"\n *(?=-?\d)", " ", text)
+    numbers = re.compile(r"\[\n([-+\d.e,\s]+)\]")
+    text = numbers.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
     write_whole(text + "\n", Path(path))
 
 
