@@ -322,23 +322,22 @@ def check(args: argparse.Namespace) -> None:
     asked = args.method or args.peers or args.cost_curve or args.table
     one = len(set(args.method)) == 1 and args.method != ["all"] and "@" not in args.method[0]
     together = args.sweep or args.peers or "all" in args.method
+    drafts = args.sweep or args.replay
     others = args.json or args.plot or args.sweep or args.cost_curve
-    mistakes = [
+    file = args.json or args.replay
+    nowhere = file and (Path(file).is_dir() or not Path(file).resolve().parent.is_dir())
+    common.refuse(
         (not asked, "nothing to do: give --method, --peers, --cost-curve or --table; see --help"),
         (args.table and (args.method or args.json), "--table takes no other option but --plot"),
         (args.prompt is not None and args.prompts, "give --prompt or --prompts, one of the two"),
-        (args.sweep and not args.method, "--sweep replays drafts: give a --method"),
+        (drafts and not args.method, "--sweep and --replay need drafts: give a --method"),
         (args.sweep and args.temperature, "--sweep is greedy: leave out --temperature"),
         (args.top_p < 1 and not args.temperature, "--top-p needs a --temperature"),
         (args.batch_size > 1 and together, "--sweep, --peers and all need --batch-size 1"),
         (args.checkpoint and not one, "--checkpoint goes with one --method that has no @DIR"),
-        (args.replay and not args.method, "--replay shows how a method decodes: give --method"),
         (args.replay and others, "with --replay leave out --json, --plot, --sweep, --cost-curve"),
-    ]
-    for path in filter(None, (args.json, args.replay)):
-        there = Path(path).resolve().parent.is_dir() and not Path(path).is_dir()
-        mistakes.append((not there, f"cannot write {path}: name a file in a folder that is there"))
-    common.refuse(*mistakes)
+        (nowhere, f"cannot write {file}: name a file in a folder that is there"),
+    )
     if args.plot:
         pictures.check(args.plot)
 
