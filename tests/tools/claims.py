@@ -1,55 +1,35 @@
 """What the four papers claim, beside what a run in results/ shows: the tables of results/claims.md.
 
-A row is a claim, the paper's figure, and a function that reads ours from a file. `tables.py` writes
-the tables, and a test holds the page to them.
+`tables.py` writes the tables, and a test holds the page to them.
 """
 
 import json
-import sys
-from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))  # where this is run as a script
+import glide
+from support import report
 
-import glide  # noqa: E402
-from support import report  # noqa: E402
-
-RESULTS = ROOT / "results"
+RESULTS = Path(__file__).resolve().parent.parent.parent / "results"
 
 
-def read(file: str) -> dict:
+def read(file: str):
     return json.loads((RESULTS / file).read_text())
-
-
-def judged(value: float, low: float, high: float) -> tuple[str, str]:
-    """A ratio with its interval, and the verdict on the claim that it is above 1."""
-    low, high = round(low, 2), round(high, 2)  # judged as printed
-    verdict = "confirmed" if low > 1 else "the opposite" if high < 1 else "not shown"
-    return f"{value:.2f} ({low:.2f}-{high:.2f})", verdict
 
 
 # Each of these returns what was seen here, the verdict, and the file.
 
 
-def ratio(file: str, ours: str, theirs: str, unit: str = "tau") -> tuple[str, str, str]:
-    """How many times one arm's tau (or tokens/s) is another's, on the same prompts."""
-    arms = report.arms_of(read(file))
+def ratio(file: str, ours: str, theirs: str, unit: str) -> tuple[str, str, str]:
+    """How many times one arm's tau or tokens/s is another's, on the same prompts."""
+    per = {"tau": "forwards", "tokens/s": "seconds"}[unit]
     by_prompt = []
     for name in (ours, theirs):
-        sums = arms[name]["by_prompt"]
-        per = sums["forwards"] if unit == "tau" else sums["seconds"]
-        by_prompt.append({"tokens": sums["tokens"], "seconds": per})
+        sums = report.arms_of(read(file))[name]["by_prompt"]
+        by_prompt.append({"tokens": sums["tokens"], "seconds": sums[per]})
     value, interval = report.paired(*by_prompt)
-    text, verdict = judged(value, *interval)
-    return f"{ours} / {theirs}: {text} in {unit}", verdict, file
-
-
-def speedup(file: str, name: str) -> tuple[str, str, str]:
-    """An arm's speedup over plain decoding."""
-    arm = report.arms_of(read(file))[name]
-    text, verdict = judged(arm["speedup"], *arm["speedup_ci"])
-    return f"{name}: {text}", verdict, file
+    low, high = (round(end, 2) for end in interval)  # judged as printed
+    verdict = "confirmed" if low > 1 else "the opposite" if high < 1 else "not shown"
+    return f"{ours} / {theirs}: {value:.2f} ({low:.2f}-{high:.2f}) in {unit}", verdict, file
 
 
 def figures(file: str, column: str, form: str, *names: str) -> tuple[str, str, str]:
@@ -67,12 +47,15 @@ def batches(name: str, *files: str) -> tuple[str, str, str]:
     return f"{name} in batches of {sizes}: {shown}", "-", files[0]
 
 
-def curves(**names: str) -> tuple[str, str, str]:
-    """Alpha on the target's answers after training."""
-    files = {label: f"curves/{name}.json" for label, name in names.items()}
-    ends = {label: read(file)[-1]["eval_alpha"] for label, file in files.items()}
-    shown = ", ".join(f"{label.replace('_', ' ')} {alpha:.3f}" for label, alpha in ends.items())
-    return f"alpha on answers: {shown}", "-", next(iter(files.values()))
+def curves(*runs: str) -> tuple[str, str, str]:
+    """Alpha on the target's answers after training, of runs LABEL=NAME."""
+    shown = []
+    for run in runs:
+        label, name = run.split("=")
+        alpha = read(f"curves/{name}.json")[-1]["eval_alpha"]
+        shown.append(f"{label.replace('_', ' ')} {alpha:.3f}")
+    first = runs[0].split("=")[1]
+    return f"alpha on answers: {', '.join(shown)}", "-", f"curves/{first}.json"
 
 
 def predicted(file: str) -> tuple[str, str, str]:
@@ -98,156 +81,79 @@ def linear_time(file: str) -> tuple[str, str, str]:
     return f"{times}, R^2 {found['r2']:.2f}", "-", file
 
 
-MAIN = "cpu_main.json"
-VARIANTS = "cpu_variants.json"
-LAYERS = "cpu_rivals_glide.json"
-CSGD = "cpu_rivals_falcon.json"
-CTC = "cpu_rivals_ctc.json"
+READERS = (ratio, figures, batches, curves, predicted, sweep, linear_time)
 
+# A claim is two lines: what the paper says and its figure, then which function reads ours.
 CLAIMS = {
-    "GLIDE": [
-        (
-            "Reading the target's cache raises the acceptance rate (figure 4)",
-            "by 5.4 to 23.5 points",
-            partial(ratio, LAYERS, "glide@layer29", "glide@vanilla"),
-        ),
-        (
-            "The higher the layer that is read, the better (figure 7)",
-            "rising",
-            partial(
-                curves,
-                layer_0="rival_glide0",
-                layer_9="rival_glide9",
-                layer_18="rival_glide18",
-                top="rival_glide29",
-            ),
-        ),
-        (
-            "GLIDE is faster than plain decoding (table 4)",
-            "1.96 (7B)",
-            partial(speedup, MAIN, "glide"),
-        ),
-        (
-            "Alpha, gamma and c predict the speedup (5.1)",
-            "-",
-            partial(predicted, "cpu_t1.json"),
-        ),
-        (
-            "Small batches hardly slow GLIDE down (table 4)",
-            "1.92 to 2.08 (7B)",
-            partial(batches, "glide", "cpu_batch2.json", "cpu_batch4.json", "cpu_batch8.json"),
-        ),
-    ],
-    "CAPE": [
-        (
-            "Expansion makes GLIDE faster (figure 6)",
-            "2.17 to 2.61",
-            partial(ratio, VARIANTS, "cape", "cape:none", "tokens/s"),
-        ),
-        (
-            "Sizes by confidence beat one size for all (5.4)",
-            "68.4 to 70.6 tokens/s",
-            partial(ratio, VARIANTS, "cape", "cape:fixed", "tokens/s"),
-        ),
-        (
-            "It is faster than a beam of four (figure 6)",
-            "-",
-            partial(ratio, VARIANTS, "cape", "beam", "tokens/s"),
-        ),
-        (
-            "Expansion costs no drafting time, a beam does (table 3)",
-            "5.3, 5.5, 10.9 ms",
-            partial(figures, VARIANTS, "draft_ms", ".1f", "cape:none", "cape", "beam"),
-        ),
-    ],
-    "SpecDec++": [
-        (
-            "The head is faster than the best fixed length (table 1)",
-            "1.07 to 1.11",
-            partial(sweep, VARIANTS, "head", "K"),
-        ),
-        (
-            "An oracle would be much faster (2.1)",
-            "1.54",
-            partial(sweep, VARIANTS, "oracle", "K"),
-        ),
-        (
-            "Time is linear in draft and target forwards (Eq. 2.1)",
-            "R^2 at least 0.98",
-            partial(linear_time, VARIANTS),
-        ),
-        (
-            "SpecDec++ is faster than plain decoding (abstract)",
-            "2.04 to 2.26",
-            partial(speedup, MAIN, "specdecpp"),
-        ),
-    ],
-    "Falcon": [
-        (
-            "CSGD raises tau (table 4)",
-            "2.78 to 3.34",
-            partial(ratio, CSGD, "falcon@k2", "falcon@no-csgd"),
-        ),
-        (
-            "The tree raises tau (table 4)",
-            "2.13 to 3.34",
-            partial(ratio, CSGD, "falcon@k2", "falcon:chain@k2"),
-        ),
-        (
-            "k = 2 is better than 3 (table 5)",
-            "3.34 and 2.52",
-            partial(ratio, CSGD, "falcon@k2-tall", "falcon@k3-tall"),
-        ),
-        (
-            "k = 3 is better than 4 (table 5)",
-            "2.52 and 2.35",
-            partial(ratio, CSGD, "falcon@k3-tall", "falcon@k4-tall"),
-        ),
-        (
-            "Its tau is above that of Medusa's heads (table 3)",
-            "3.34 and 1.51",
-            partial(ratio, MAIN, "falcon", "medusa"),
-        ),
-        (
-            "Falcon is faster than plain decoding (abstract)",
-            "2.91 to 3.51",
-            partial(speedup, MAIN, "falcon"),
-        ),
-    ],
-    "CTC-drafter": [
-        (
-            "The transform raises tau (table 2)",
-            "3.02 to 3.56",
-            partial(ratio, CTC, "ctc_drafter:alignments@ctc", "ctc_drafter:none@ctc"),
-        ),
-        (
-            "A layer with CTC beats Medusa's heads (table 2)",
-            "2.58 to 3.02",
-            partial(ratio, CTC, "ctc_drafter:none@ctc", "ctc_drafter:none@medusa"),
-        ),
-        (
-            "The transform harms Medusa's heads (table 2)",
-            "2.58 to 2.38",
-            partial(ratio, CTC, "ctc_drafter:none@medusa", "ctc_drafter:alignments@medusa"),
-        ),
-        (
-            "CTC-drafter is faster than Medusa (table 1)",
-            "2.78 and 2.13",
-            partial(ratio, VARIANTS, "ctc_drafter:alignments", "medusa", "tokens/s"),
-        ),
-        (
-            "CTC-drafter is faster than plain decoding (table 1)",
-            "2.16 to 2.78",
-            partial(speedup, MAIN, "ctc_drafter"),
-        ),
-    ],
+    "GLIDE": """
+Reading the target's cache raises the acceptance rate (figure 4) | by 5.4 to 23.5 points
+    ratio cpu_rivals_glide.json glide@layer29 glide@vanilla tau
+The higher the layer that is read, the better (figure 7) | rising
+    curves layer_0=rival_glide0 layer_9=rival_glide9 layer_18=rival_glide18 top=rival_glide29
+GLIDE is faster than plain decoding (table 4) | 1.96 (7B)
+    ratio cpu_main.json glide baseline tokens/s
+Alpha, gamma and c predict the speedup (5.1) | -
+    predicted cpu_t1.json
+Small batches hardly slow GLIDE down (table 4) | 1.92 to 2.08 (7B)
+    batches glide cpu_batch2.json cpu_batch4.json cpu_batch8.json
+""",
+    "CAPE": """
+Expansion makes GLIDE faster (figure 6) | 2.17 to 2.61
+    ratio cpu_variants.json cape cape:none tokens/s
+Sizes by confidence beat one size for all (5.4) | 68.4 to 70.6 tokens/s
+    ratio cpu_variants.json cape cape:fixed tokens/s
+It is faster than a beam of four (figure 6) | -
+    ratio cpu_variants.json cape beam tokens/s
+Expansion costs no drafting time, a beam does (table 3) | 5.3, 5.5, 10.9 ms
+    figures cpu_variants.json draft_ms .1f cape:none cape beam
+""",
+    "SpecDec++": """
+The head is faster than the best fixed length (table 1) | 1.07 to 1.11
+    sweep cpu_variants.json head K
+An oracle would be much faster (2.1) | 1.54
+    sweep cpu_variants.json oracle K
+Time is linear in draft and target forwards (Eq. 2.1) | R^2 at least 0.98
+    linear_time cpu_variants.json
+SpecDec++ is faster than plain decoding (abstract) | 2.04 to 2.26
+    ratio cpu_main.json specdecpp baseline tokens/s
+""",
+    "Falcon": """
+CSGD raises tau (table 4) | 2.78 to 3.34
+    ratio cpu_rivals_falcon.json falcon@k2 falcon@no-csgd tau
+The tree raises tau (table 4) | 2.13 to 3.34
+    ratio cpu_rivals_falcon.json falcon@k2 falcon:chain@k2 tau
+k = 2 is better than 3 (table 5) | 3.34 and 2.52
+    ratio cpu_rivals_falcon.json falcon@k2-tall falcon@k3-tall tau
+k = 3 is better than 4 (table 5) | 2.52 and 2.35
+    ratio cpu_rivals_falcon.json falcon@k3-tall falcon@k4-tall tau
+Its tau is above that of Medusa's heads (table 3) | 3.34 and 1.51
+    ratio cpu_main.json falcon medusa tau
+Falcon is faster than plain decoding (abstract) | 2.91 to 3.51
+    ratio cpu_main.json falcon baseline tokens/s
+""",
+    "CTC-drafter": """
+The transform raises tau (table 2) | 3.02 to 3.56
+    ratio cpu_rivals_ctc.json ctc_drafter:alignments@ctc ctc_drafter:none@ctc tau
+A layer with CTC beats Medusa's heads (table 2) | 2.58 to 3.02
+    ratio cpu_rivals_ctc.json ctc_drafter:none@ctc ctc_drafter:none@medusa tau
+The transform harms Medusa's heads (table 2) | 2.58 to 2.38
+    ratio cpu_rivals_ctc.json ctc_drafter:none@medusa ctc_drafter:alignments@medusa tau
+CTC-drafter is faster than Medusa (table 1) | 2.78 and 2.13
+    ratio cpu_variants.json ctc_drafter:alignments medusa tokens/s
+CTC-drafter is faster than plain decoding (table 1) | 2.16 to 2.78
+    ratio cpu_main.json ctc_drafter baseline tokens/s
+""",
 }
 
 
 def table(method: str) -> str:
     """The claims of a method."""
+    lines = CLAIMS[method].strip().splitlines()
+    readers = {reader.__name__: reader for reader in READERS}
     rows = []
-    for claim, theirs, look in CLAIMS[method]:
-        seen, verdict, file = look()
-        rows.append([claim, theirs, seen, verdict, f"[run]({file})"])
+    for claim, ours in zip(lines[::2], lines[1::2]):
+        said, theirs = claim.split(" | ")
+        name, *words = ours.split()
+        seen, verdict, file = readers[name](*words)
+        rows.append([said, theirs, seen, verdict, f"[run]({file})"])
     return report.markdown(["what the paper says", "its figures", "here", "verdict", "from"], rows)
