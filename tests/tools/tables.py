@@ -13,7 +13,6 @@ A test fails where a table is not what this would write. A comment above a table
 """
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
@@ -25,7 +24,6 @@ import claims  # noqa: E402
 
 from support import report  # noqa: E402
 
-RESULTS = ROOT / "results"
 FILES = (
     "README.md",
     "results/README.md",
@@ -40,7 +38,7 @@ TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 def table(words: str) -> str:
     """The table that a comment asks for."""
     file, names, columns, *more = [part.strip() for part in words.split(";")]
-    arms = report.arms_of(json.loads((RESULTS / file).read_text()))
+    arms = report.arms_of(claims.read(file))
     heads, rows = report.arm_table(arms, names.split(), columns.split())
     for part in more:
         head, _, values = part.partition(": ")
@@ -56,8 +54,7 @@ def curves(words: str) -> str:
     rows = []
     for part in words.split(";"):
         label, _, names = part.strip().partition(": ")
-        files = [RESULTS / "curves" / f"{name}.json" for name in names.split()]
-        ends = [json.loads(file.read_text())[-1] for file in files]
+        ends = [claims.read(f"curves/{name}.json")[-1] for name in names.split()]
         last = ends[-1]
         rows.append(
             [
