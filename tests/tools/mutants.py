@@ -111,9 +111,6 @@ a position that may read nothing reads all
 while drafting a token reads its own row of the target
 - cross_mask = (query > places
 + cross_mask = (query >= places
-the loss is off by one position
-- predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))
-+ predicts = batch.loss_mask
 without distillation the drafter learns its input
 - token = batch.input_ids[batch.loss_mask]
 + token = batch.input_ids[batch.loss_mask.roll(-1, 1)]
@@ -185,9 +182,6 @@ soft and hard losses exchange their weights
 each branch of a later pass continues the first one
 - old_tips.index(tip[: first - k])
 + 0
-answers are revealed late, not early
-- rate = 0.4 * (1 - batch.progress)
-+ rate = 0.4 * batch.progress
 """
 
 CTC_DRAFTER = r"""
@@ -222,10 +216,9 @@ def parsed(text: str) -> list[tuple[str, str, str]]:
     """The mutants of a text, (old, new, what is wrong)."""
     mutants = []
     for what, lines in re.findall(r"^([^-+\n].*)\n((?:[-+].*\n)+)", text, re.MULTILINE):
-        old, new = (
-            "\n".join(line[2:] for line in lines.splitlines() if line[0] == sign) for sign in "-+"
-        )
-        mutants.append((old, new, what))
+        old = re.findall(r"^-.?(.*)", lines, re.MULTILINE)
+        new = re.findall(r"^\+.?(.*)", lines, re.MULTILINE)
+        mutants.append(("\n".join(old), "\n".join(new), what))
     return mutants
 
 
