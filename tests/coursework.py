@@ -159,8 +159,11 @@ def blanked(source: str, name: str) -> str:
 
 def copy_of(out: Path, *left_out: str) -> None:
     """Copy the repository to the new folder `out`, but for its history and caches."""
-    unneeded = (".git", ".venv", "__pycache__", ".*_cache", out.name, *left_out)
-    shutil.copytree(ROOT, out, ignore=shutil.ignore_patterns(*unneeded))
+    unneeded = (".git", ".venv", "__pycache__", ".*_cache", "runs", *left_out)
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary) / "copy"  # `out` may lie in the repository
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*unneeded))
+        shutil.move(copy, out)
 
 
 def make(name: str, out: Path) -> None:
