@@ -20,105 +20,96 @@ import tempfile
 import textwrap
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 600  # a solution may run for ever
 
 
-class Exercise(NamedTuple):
-    stand_in: str  # code in place of what is to be written
-    tests: tuple[str, ...]  # all of them must pass; the first one is a good start
-    part: type | None = None  # only the first statement of this kind is to be written
+class Exercise:
+    def __init__(self, stand_in: str, *tests: str, part: type | None = None):
+        self.stand_in = stand_in  # code in place of what is to be written
+        self.tests = tests  # all of them must pass; the first one is a good start
+        self.part = part  # only the first statement of this kind is to be written
 
 
 EXERCISES = {
     "common.ancestor_mask": Exercise(
         "size = len(parents) + 1\n"
         "return torch.zeros(1, 1, size, prefix + size, dtype=dtype)  # all may attend to all",
-        (
-            "test_the_mask_of_the_docstring",
-            "test_mask_against_brute_force",
-            "test_verify_sees_every_node_as_plain_decoding_would",
-        ),
+        "test_the_mask_of_the_docstring",
+        "test_mask_against_brute_force",
+        "test_verify_sees_every_node_as_plain_decoding_would",
     ),
     "common.verify": Exercise(
         "committed = [int(logits[0, 0].argmax())]  # the target's own token; accepts nothing",
-        (
-            "test_greedy_walk_takes_the_longest_accepted_path",
-            "test_verify_sees_every_node_as_plain_decoding_would",
-            "test_each_draw_is_given_all_sampled_siblings",
-            "test_sampled_output_follows_the_target",
-            "test_an_answer_ends_inside_the_accepted_tokens",
-        ),
-        ast.While,
+        "test_greedy_walk_takes_the_longest_accepted_path",
+        "test_verify_sees_every_node_as_plain_decoding_would",
+        "test_each_draw_is_given_all_sampled_siblings",
+        "test_sampled_output_follows_the_target",
+        "test_an_answer_ends_inside_the_accepted_tokens",
+        part=ast.While,
     ),
     "common._draw": Exercise(
         "if siblings:\n    return int(draft.tokens[siblings[0]])  # accepts whatever was drafted",
-        ("test_draws_follow_the_target_exactly", "test_sampled_output_follows_the_target"),
-        ast.For,
+        "test_draws_follow_the_target_exactly",
+        "test_sampled_output_follows_the_target",
+        part=ast.For,
     ),
     "glide.block_mask": Exercise(
         "return torch.zeros(len(phase), 1, length, length, dtype=torch.bool)  # nothing is read",
-        (
-            "test_the_block_mask_is_the_one_that_is_drawn",
-            "test_training_with_the_block_mask_computes_the_states_of_drafting",
-        ),
+        "test_the_block_mask_is_the_one_that_is_drawn",
+        "test_a_position_reads_the_rows_of_earlier_blocks_only",
+        "test_training_with_the_block_mask_computes_the_states_of_drafting",
     ),
     "glide.loss": Exercise(
         "return torch.zeros(()), 1",
-        ("test_the_loss_is_the_cross_entropy_worked_by_hand",),
+        "test_the_loss_is_the_cross_entropy_worked_by_hand",
     ),
     "cape.expand": Exercise(
         "return trajectory  # without extras",
-        (
-            "test_an_expanded_proposal_worked_by_hand",
-            "test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest",
-            "test_a_set_is_no_larger_than_what_can_be_drafted",
-            "test_the_mask_is_the_papers_formula_and_the_ancestor_mask_of_the_tree",
-        ),
+        "test_an_expanded_proposal_worked_by_hand",
+        "test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest",
+        "test_a_set_is_no_larger_than_what_can_be_drafted",
+        "test_the_mask_is_the_papers_formula_and_the_ancestor_mask_of_the_tree",
     ),
     "specdecpp.until_stop": Exercise(
         "yield from ()  # drafts nothing",
-        ("test_algorithm_2_by_hand", "test_a_round_holds_two_tokens_to_max_draft"),
+        "test_algorithm_2_by_hand",
+        "test_a_round_holds_two_tokens_to_max_draft",
     ),
     "specdecpp.draw": Exercise(
         "count = int(batch.loss_mask.sum())\n"
         "return model.draft_ids.new_zeros(count), torch.zeros(count)",
-        ("test_labels_against_brute_force", "test_the_mean_label_is_the_acceptance_rate"),
+        "test_labels_against_brute_force",
+        "test_the_mean_label_is_the_acceptance_rate",
     ),
     "specdecpp.mix": Exercise(
         "return batch.input_ids, batch.loss_mask  # nothing is mixed in",
-        ("test_the_mixture_by_hand", "test_labels_against_brute_force"),
+        "test_the_mixture_by_hand",
+        "test_labels_against_brute_force",
     ),
-    "specdecpp.oracle": Exercise("return 0", ("test_the_oracle_against_all_stopping_policies",)),
+    "specdecpp.oracle": Exercise("return 0", "test_the_oracle_against_all_stopping_policies"),
     "falcon.relaxed_mask": Exercise(
         "return torch.zeros(len(phase), 1, length, length, dtype=torch.bool)  # nothing is read",
-        ("test_relaxed_mask_drawing_and_definition",),
+        "test_relaxed_mask_drawing_and_definition",
     ),
     "falcon.glance": Exercise(
         "return torch.zeros_like(learns)  # no answer is revealed",
-        (
-            "test_glancing_worked_by_hand",
-            "test_glancing_against_the_definition",
-            "test_noise_and_glancing_do_not_depend_on_padding_or_batch",
-        ),
+        "test_glancing_worked_by_hand",
+        "test_glancing_against_the_definition",
+        "test_noise_and_glancing_do_not_depend_on_padding_or_batch",
     ),
     "ctc_drafter.slot_mask": Exercise(
         "rows = anchors.shape[1] * slots\n"
         "return torch.zeros(len(anchors), 1, rows, length + rows, dtype=torch.bool)",
-        (
-            "test_the_mask_against_a_loop",
-            "test_drafting_round_by_round_equals_one_training_pass",
-        ),
+        "test_the_mask_against_a_loop",
+        "test_drafting_round_by_round_equals_one_training_pass",
     ),
     "ctc_drafter.prefix_search": Exercise(
         "return defaultdict(float)",
-        (
-            "test_prefix_search_on_the_two_slots_of_its_docstring",
-            "test_prefix_search_keeps_the_likeliest_prefixes",
-            "test_prefix_search_sums_over_all_alignments",
-        ),
+        "test_prefix_search_on_the_two_slots_of_its_docstring",
+        "test_prefix_search_keeps_the_likeliest_prefixes",
+        "test_prefix_search_sums_over_all_alignments",
     ),
 }
 
