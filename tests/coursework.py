@@ -168,21 +168,17 @@ def make(name: str, out: Path) -> None:
 
 def wrong_with(case: ElementTree.Element) -> str:
     """One line that says what went wrong in a test; "" if it passed."""
-    failure = case.find("failure")
-    if failure is None:
-        failure = case.find("error")
-    if failure is None:
+    problems = [*case.findall("failure"), *case.findall("error")]
+    if not problems:
         return ""
-    lines = (failure.text or failure.get("message", "")).strip().splitlines()
+    lines = problems[0].text.strip().splitlines()
     place = lines[-1]  # falcon.py:301: IndexError
     said = [line[1:].strip() for line in lines if line.startswith("E ")]
-    message = re.sub(r"^AssertionError:\s*", "", "\n".join(said))
+    message = "\n".join(said).removeprefix("AssertionError: ")
     message = message.partition("\nassert ")[0]  # what pytest adds
-    bare = re.match(r"assert (.*) == (.*)", message)
-    if bare:
-        message = f"expected {bare[2]}, got {bare[1]}"
-    elif message.startswith("assert "):
+    if message.startswith("assert "):
         message = message.partition("\n")[0]
+        message = re.sub(r"^assert (.*) == (.*)", r"expected \2, got \1", message)
     parts = re.split(r"(?=\bexpected |\bgot )", " ".join(message.split()))
     message = " ".join(textwrap.shorten(part, 300, placeholder=" ...") for part in parts if part)
     return message if "Assertion" in place else f"{message} ({place})"
@@ -214,11 +210,6 @@ def outcomes(folder: Path, file: str, tests: tuple[str, ...], options=()) -> dic
     return {test: found.get(test, missing) for test in tests or found}
 
 
-def sentence(test: str) -> str:
-    """What a test is about, from its name."""
-    return test.removeprefix("test_").replace("_", " ")
-
-
 def grade(name: str, solutions: Path) -> int:
     """Run all tests of an exercise on each solution; returns how many do not pass them."""
     file = file_of(name)
@@ -241,7 +232,8 @@ def grade(name: str, solutions: Path) -> int:
             wrong = {test: what for test, what in told.items() if what}
             print(f"{folder.name}: {len(told) - len(wrong)} of {len(told)} tests pass")
             for test, what in wrong.items():
-                print(f"    {sentence(test)}: {what}")
+                about = test.removeprefix("test_").replace("_", " ")
+                print(f"    {about}: {what}")
             failed += bool(wrong)
     return failed
 
