@@ -11,7 +11,6 @@ with one for each student. Grading takes the file of the exercise from it and al
 
 import argparse
 import ast
-import inspect
 import re
 import shutil
 import subprocess
@@ -166,15 +165,19 @@ def make(name: str, out: Path) -> None:
     path.write_text(blanked(path.read_text(), name))
 
 
+def told_in(output: str) -> list[str]:
+    """The lines of pytest's output that tell an error."""
+    return re.findall(r"^E +(.*)", output, re.MULTILINE)
+
+
 def wrong_with(case: ElementTree.Element) -> str:
     """One line that says what went wrong in a test; "" if it passed."""
     problems = [*case.findall("failure"), *case.findall("error")]
     if not problems:
         return ""
-    lines = problems[0].text.strip().splitlines()
-    place = lines[-1]  # falcon.py:301: IndexError
-    said = [line[1:].strip() for line in lines if line.startswith("E ")]
-    message = "\n".join(said).removeprefix("AssertionError: ")
+    text = problems[0].text.rstrip()
+    place = text.rpartition("\n")[2]  # falcon.py:301: IndexError
+    message = "\n".join(told_in(text)).removeprefix("AssertionError: ")
     message = message.partition("\nassert ")[0]  # what pytest adds
     if message.startswith("assert "):
         message = message.partition("\n")[0]
@@ -189,24 +192,17 @@ def outcomes(folder: Path, file: str, tests: tuple[str, ...], options=()) -> dic
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     named = [f"tests/{file}::{test}" for test in tests] or [f"tests/{file}"]
-    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider"]
-    command.append(f"--junitxml={report}")
+    command = [sys.executable, *"-m pytest -vv -p no:cacheprovider --junitxml=report.xml".split()]
+    command += [*options, *named]
     try:
-        done = subprocess.run(
-            [*command, *options, *named],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return dict.fromkeys(tests, f"it does not end within {SECONDS} seconds")
     found: dict[str, str] = {}
     for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         test = case.get("name", "").partition("[")[0]
         found[test] = found.get(test) or wrong_with(case)
-    said = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("E ")]
-    missing = said[-1][1:].strip() if said else "it did not run"
+    missing = ["it did not run", *told_in(done.stdout + done.stderr)][-1]
     return {test: found.get(test, missing) for test in tests or found}
 
 
@@ -239,9 +235,8 @@ def grade(name: str, solutions: Path) -> int:
 
 
 def main() -> int:
-    summary = inspect.cleandoc(__doc__)
     parser = argparse.ArgumentParser(
-        description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", nargs="?", help="which function; without it they are listed")
     parser.add_argument("out", nargs="?", type=Path, help="a new folder for the copy")
