@@ -20,27 +20,24 @@ def base_of(method):
 
 
 EXPANDERS = [method for method in cli.METHODS if base_of(method)]
-WITH_DEMO = [*EXPANDERS, *(name for name in cli.METHODS if name in cli.trainable())]
+WITH_DEMO = [name for name in cli.METHODS if name in (*EXPANDERS, *cli.trainable())]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """What happened in a folder for each method; tools/alone.py runs in a process of its own."""
     top = tmp_path_factory.mktemp("elsewhere")
-    (top / "alone").mkdir()
     chat.make_chat(top / "alone" / "target")
-    folders = []
+    folders = {f"incomplete/{method}": ["common", method] for method in EXPANDERS}
     for method in cli.METHODS:
-        needed = [method, base_of(method)] if base_of(method) else [method]
-        folders.append((top / "alone" / method, ["common", *needed]))
-    for method in EXPANDERS:
-        folders.append((top / "incomplete" / method, ["common", method]))
-    for folder, names in folders:
-        folder.mkdir(parents=True)
+        base = [base_of(method)] if base_of(method) else []
+        folders[f"alone/{method}"] = ["common", method, *base]
+    for folder, names in folders.items():
+        (top / folder).mkdir(parents=True)
         for name in names:
-            shutil.copy(ROOT / f"{name}.py", folder)
+            shutil.copy(ROOT / f"{name}.py", top / folder)
     script = ROOT / "tests" / "tools" / "alone.py"
-    command = [sys.executable, "-I", script, *(folder for folder, _ in folders)]
+    command = [sys.executable, "-I", script, *folders]
     done = subprocess.run(command, cwd=top, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

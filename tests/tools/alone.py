@@ -1,6 +1,6 @@
 """Decode with copied method files where nothing else is; test_copying.py starts this.
 
-    python alone.py FOLDER...     FOLDER is called METHOD and holds METHOD.py, common.py, ...
+    python alone.py FOLDER...     FOLDER, below this one, is called METHOD and holds METHOD.py, ...
 
 FOLDER/../target is a tiny saved target. Prints one line of JSON: what happened in each folder.
 """
@@ -19,17 +19,8 @@ from pathlib import Path
 import torch
 
 
-def forget(folder: Path) -> None:
-    """Drop the modules of a folder, so that the next folder starts with nothing."""
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None) or "").startswith(f"{folder}/"):
-            del sys.modules[name]
-
-
 def make_drafter(module, common, target):
-    """A small drafter that was saved and loaded again; None if the method has no weights."""
-    if not hasattr(module, "Drafter"):
-        return None
+    """A small drafter that was saved and loaded again."""
     fields = {field.name for field in dataclasses.fields(module.Config)}
     small = {"intermediate_size": 16, "draft_vocab": 16, "stage": "head"}
     config = module.Config(**{name: small[name] for name in small if name in fields})
@@ -70,19 +61,20 @@ def start(script: str) -> tuple:
 
 
 def main() -> None:
+    top = Path.cwd()
     told = {}
-    for folder in map(Path, sys.argv[1:]):
+    for name in sys.argv[1:]:
+        folder = top / name
         os.chdir(folder)
         sys.path.insert(0, str(folder))
-        method = folder.name
-        here = {"support": importlib.util.find_spec("support") is not None}
+        told[name] = {"support": importlib.util.find_spec("support") is not None}
         with contextlib.redirect_stdout(io.StringIO()):
-            here["script"] = start(f"{method}.py")
-            if folder.parent.name != "incomplete":
-                here |= decode(method)
-        told[f"{folder.parent.name}/{method}"] = here
+            told[name]["script"] = start(f"{folder.name}.py")
+            if not name.startswith("incomplete"):
+                told[name] |= decode(folder.name)
         sys.path.remove(str(folder))
-        forget(folder)
+        for file in folder.glob("*.py"):
+            sys.modules.pop(file.stem, None)  # the next folder has its own
     print(json.dumps(told))
 
 
