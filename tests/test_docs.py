@@ -130,8 +130,8 @@ def test_no_prompt_that_is_measured_on_was_trained_on():
 
 
 def test_the_text_of_every_mutant_is_there_once():
-    for path, (_, changes) in mutation.MUTANTS.items():
-        source = (ROOT / path).read_text()
+    for file, changes in mutation.MUTANTS.items():
+        source = (ROOT / file).read_text()
         for old, new, what in changes:
-            assert source.count(old) == 1, f"{path}: {what}"
+            assert source.count(old) == 1, f"{file}: {what}"
             assert new != old
