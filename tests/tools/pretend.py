@@ -30,7 +30,6 @@ class Remote(torch.Tensor):
             inner.size(),
             strides=inner.stride(),
             dtype=inner.dtype,
-            storage_offset=inner.storage_offset(),
             device="pretend:0",
         )
 
@@ -43,13 +42,6 @@ class Remote(torch.Tensor):
 
     def tolist(self):
         return self.cpu().tolist()
-
-
-def check(operator, tensors: list, ours: list[bool]) -> None:
-    """Fail if an operator mixes devices. Indices on the CPU are copied, as on a GPU."""
-    foreign = [tuple(x.shape) for x, our in zip(tensors, ours) if not our and x.dim()]
-    if foreign and not (operator in INDEXING and ours[0]):
-        raise AssertionError(f"{operator} mixes devices: {foreign} are on the CPU")
 
 
 def run(operator, args: tuple, kwargs: dict):
@@ -65,14 +57,15 @@ def run(operator, args: tuple, kwargs: dict):
     if operator is aten.copy_.default:
         to_device = ours[0]
     elif operator is not aten._to_copy.default and any(ours):
-        check(operator, tensors, ours)
+        foreign = [tuple(x.shape) for x, our in zip(tensors, ours) if not our and x.dim()]
+        if foreign and not (operator in INDEXING and ours[0]):  # a GPU copies indices
+            raise AssertionError(f"{operator} mixes devices: {foreign} are on the CPU")
     args_here, kwargs_here = tree_map_only(Remote, lambda x: x.inner, (args, kwargs))
     out = operator(*args_here, **kwargs_here)
     if not to_device:
         return out
-    return return_and_correct_aliasing(
-        operator, args, kwargs, tree_map_only(torch.Tensor, Remote, out)
-    )
+    out = tree_map_only(torch.Tensor, Remote, out)
+    return return_and_correct_aliasing(operator, args, kwargs, out)
 
 
 class Rules(TorchDispatchMode):
