@@ -29,7 +29,9 @@ FILES = (
     "results/README.md",
     "results/claims.md",
     "checkpoints/README.md",
+    "conversations/README.md",
     "tests/README.md",
+    "CONTRIBUTING.md",
 )
 COMMENT = r"<!-- (table|curves|claims): ((?:(?!-->).)*) -->\n\n"
 TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
