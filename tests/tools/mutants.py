@@ -11,9 +11,6 @@ COMMON = r"""
 a node sees the root and itself only
 - may_attend[node + 1] |= may_attend[parent + 1]
 + may_attend[node + 1] |= may_attend[0]
-every node sees every other one
-- mask[0, 0, :, prefix:].masked_fill_(~may_attend, torch.finfo(dtype).min)
-+ pass
 positions count rows, not levels
 - positions = prefix + depths[None]
 + positions = prefix + torch.arange(len(depths))[None]
@@ -59,9 +56,6 @@ sampling: too much is accepted
 sampling: no residual
 - residual = (p_target - q_draft).clamp(min=0)
 + residual = p_target.clone()
-sampling: the argmax in place of a draw
-- return int(sample(p_target))
-+ return int(p_target.argmax())
 a draw of 0 takes the first token, even one of probability 0
 - uniform * sums[..., -1:], right=True)
 + uniform * sums[..., -1:])
@@ -83,9 +77,6 @@ a draft token is drawn from another distribution than is told
 + token = sample(q_draft.sqrt()) if self.do_sample
 Granite's and Cohere's logits are not scaled
 - logits = logits * scale
-+ pass
-the draft head does not scale as the target does
-- weight = weight * scale
 + pass
 Gemma-2's logits are not capped
 - return logits if cap is None else torch.tanh(logits / cap) * cap
