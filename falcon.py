@@ -151,14 +151,14 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         token_ids: (n, t), each one step ahead of its feature.
         state: the LSTM's (h, c) after earlier slots, each (2, n, D),
             for its two layers.
-        Returns fused slots (n, t, D), new state (None if linear).
+        Returns fused slots (n, t, D), new state (() if linear).
         """
         embeds = target.get_input_embeddings()(token_ids)
         embeds = self.embed_norm(embeds.to(features.dtype))
         features = self.feature_norm(features)
         pairs = torch.cat([features, embeds], dim=-1)
         if self.config.fusion == "linear":
-            return self.fusion(pairs), None
+            return self.fusion(pairs), ()
         # An LSTM is slow in bfloat16.
         with torch.autocast(pairs.device.type, enabled=False):
             return self.fusion(pairs, state)
@@ -414,7 +414,7 @@ class Pass(NamedTuple):
     f_draft: Tensor  # (b, k, D) predictions
     slots: Tensor  # (k,) their numbers
     mask: Tensor  # (b, P_own) rows it attends to
-    state: tuple | None  # LSTM's, two (2, b, D)
+    state: tuple  # LSTM's, two (2, b, D); () if linear
 
 
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
@@ -460,7 +460,7 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     return Pass(f_draft[:, -k:], slots[-k:], mask[-1:], memory.state)
 
 
-def tree_mask(mask: Tensor, origins: Tensor, k: int) -> Tensor:
+def tree_mask(mask: Tensor, origins: list[int], k: int) -> Tensor:
     """What each branch may attend to (Figure 3).
 
     A branch attends to its own block and to all that the branch it
@@ -476,7 +476,7 @@ def tree_mask(mask: Tensor, origins: Tensor, k: int) -> Tensor:
                 E   x x x   . . . . x x   . . x x
 
     mask: (b, P_own) bool, of the pass before.
-    origins: (n,) the branch that each new branch continues.
+    origins: for each of n new branches, the one that it continues.
     Returns (n, P_own + n k) bool.
     """
     own = torch.eye(len(origins), dtype=torch.bool, device=mask.device)
@@ -491,13 +491,10 @@ def later_pass(drafter, decoding, memory, before: Pass, origins, blocks) -> Pass
     blocks: n lists of k drafted ids.
     """
     k = drafter.config.k
-    origins = torch.tensor(origins, device=before.slots.device)  # (n,)
     # 1. Fuse. `memory` keeps the state of committed slots.
     features = before.f_draft[origins]  # (n, k, D)
     token_ids = decoding.ids.new_tensor(blocks)  # (n, k)
-    state = before.state  # None if linear
-    if state is not None:
-        state = tuple(x[:, origins] for x in state)  # (2, n, D) each
+    state = tuple(x[:, origins] for x in before.state)  # (2, n, D) each
     fused, state = drafter.fuse(decoding.target, features, token_ids, state)
     # 2. Attend, all blocks in one row.
     slots = before.slots + k
