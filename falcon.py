@@ -38,7 +38,6 @@ in two passes, and no CSGD in its last stage of training.
 Licence: Apache-2.0.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -526,43 +525,39 @@ def propose(drafter, decoding, memory: Memory, config: Config) -> common.Draft:
     """
     k = drafter.config.k
     paths = [tuple(path) for path in config.tree if len(path) <= decoding.room]
-    levels = [list(level) for _, level in itertools.groupby(paths, len)]
-    latest = first_pass(drafter, decoding, memory) if levels else None
+    latest = first_pass(drafter, decoding, memory) if paths else None
     if latest is None:
         return common.chain([], decoding.ids, k=k)  # no draft
     ranks = 1 + max(map(max, config.tree))
     drafted = {(): []}  # the tokens on each path
     q = []
-    tips = [()]  # nodes that the branches continue
-    for first in range(0, len(levels), k):
+    tips = [()]  # the node below which each branch drafts
+    for depth in range(0, len(paths[-1]), k):  # of the tips
         # 1. Run another pass, with a branch for each parent.
-        if first > 0:
+        if depth > 0:
             old_tips = tips
-            tips = sorted({path[:-1] for path in levels[first]})
-            # With k = 2 and first = 4, (0, 1, 0, 0) continues (0, 1).
-            origins = [old_tips.index(tip[: first - k]) for tip in tips]
+            tips = sorted({path[:depth] for path in paths if len(path) > depth})
+            origins = [old_tips.index(tip[:-k]) for tip in tips]
             blocks = [drafted[tip][-k:] for tip in tips]
             latest = later_pass(drafter, decoding, memory, latest, origins, blocks)
         # 2. Rank the tokens of its n k slots.
         logits = memory.head(latest.f_draft)  # (n, k, Vd)
         top = logits.softmax(-1, dtype=torch.float32).topk(ranks)
-        top_q = top.values.tolist()
-        top_ids = drafter.draft_ids[top.indices].tolist()
+        top_q = top.values.cpu().numpy()  # (n, k, ranks)
+        top_ids = drafter.draft_ids[top.indices].cpu().numpy()
         # 3. Add the levels of this pass, one per slot.
-        for slot, level in enumerate(levels[first : first + k]):
-            for path in level:
-                branch = tips.index(path[:first])
-                rank = path[-1]
-                token = top_ids[branch][slot][rank]
-                drafted[path] = [*drafted[path[:-1]], token]
-                q.append(top_q[branch][slot][rank])
+        for path in paths:
+            slot = len(path) - depth - 1
+            if 0 <= slot < k:
+                place = (tips.index(path[:depth]), slot, path[-1])
+                drafted[path] = [*drafted[path[:-1]], top_ids[place]]
+                q.append(top_q[place])
     # Without `probs`, `verify` takes each token from the target and
     # accepts the node that holds it: the output follows the target.
-    numbers = {(): -1} | {path: n for n, path in enumerate(paths)}
-    tokens = [drafted[path][-1] for path in paths]
+    nodes = [(), *paths]
     return common.Draft(
-        tokens=decoding.ids.new_tensor(tokens),
-        parents=torch.tensor([numbers[path[:-1]] for path in paths]),
+        decoding.ids.new_tensor([drafted[path][-1] for path in paths]),
+        torch.tensor([nodes.index(path[:-1]) - 1 for path in paths]),
         q=torch.tensor(q),
         notes={"k": k},
     )

@@ -171,7 +171,7 @@ soft and hard losses exchange their weights
 - l_dist = 0.9 * l_soft + 0.1 * l_hard
 + l_dist = 0.1 * l_soft + 0.9 * l_hard
 each branch of a later pass continues the first one
-- old_tips.index(tip[: first - k])
+- old_tips.index(tip[:-k])
 + 0
 """
 
