@@ -327,8 +327,8 @@ def noisy(features: Tensor, amplitude: float, seed: Tensor) -> Tensor:
     return features + amplitude * torch.stack(noise).to(features)
 
 
-def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor]:
-    """f_draft (M, D) and logits (M, Vd) of slots that learn."""
+def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
+    """Of slots that learn: f_draft (M, D), logits (M, Vd), answers (M, D)."""
     length = slots.features.shape[1]
     positions = torch.arange(length, device=slots.phase.device)[None]
     mask = relaxed_mask(length, drafter.config.k, slots.phase)
@@ -336,7 +336,8 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor]:
     f_draft = drafter.attend(target, fused, positions, mask)[slots.learns]
     head = common.draft_head(target, drafter.draft_ids)
     logits = head.to(f_draft.dtype)(f_draft)
-    return f_draft.float(), logits.float()
+    answers = slots.answers[slots.learns]
+    return f_draft.float(), logits.float(), answers.float()
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
@@ -348,8 +349,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     # 1. Predict, count wrong slots, reveal answers.
     if config.csgd and config.k > 1:
         with torch.no_grad():
-            _, logits = predict(drafter, target, slots)
-        answers = slots.answers[slots.learns]  # (M, D)
+            _, logits, answers = predict(drafter, target, slots)
         truth = common.target_logits(target, answers, draft_ids)
         wrong = torch.zeros_like(slots.learns)
         wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
@@ -365,8 +365,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     # 2. Predict with noise.
     features = noisy(slots.features, config.noise, batch.seed)
     slots = slots._replace(features=features)
-    f_draft, logits = predict(drafter, target, slots)
-    answers = slots.answers[slots.learns].float()  # (M, D)
+    f_draft, logits, answers = predict(drafter, target, slots)
     # 3. The distributions of both (Eq. 6 and 7).
     truth = common.target_logits(target, answers, draft_ids)
     log_p_target = truth.log_softmax(-1)  # (M, Vd)
@@ -384,9 +383,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft), summed over M slots, and M."""
     slots = training_slots(drafter, batch)
-    _, logits = predict(drafter, target, slots)
+    _, logits, answers = predict(drafter, target, slots)
     q_draft = logits.softmax(-1)  # (M, Vd)
-    answers = slots.answers[slots.learns]  # (M, D)
     return common.overlap(target, answers, q_draft, drafter.draft_ids), len(q_draft)
 
 
