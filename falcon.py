@@ -183,10 +183,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter to start training from.
-
-    token_counts: (V,) occurrences in the responses.
-    """
+    """A drafter before training, with the target's top layers."""
     config.target = common.target_shape(target)
     drafter = Drafter(config)
     if config.fusion == "linear":
@@ -262,8 +259,7 @@ def training_slots(drafter, batch) -> Slots:
 
 def generators(seed: Tensor, use: int) -> list[torch.Generator]:
     """One per sequence; `use` is 0 for `glance`, 1 for noise."""
-    seeds = [2 * n + use for n in seed.tolist()]
-    return [torch.Generator().manual_seed(n) for n in seeds]
+    return [torch.Generator().manual_seed(2 * n + use) for n in seed.tolist()]
 
 
 def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
@@ -395,13 +391,11 @@ class Memory:
     """What the drafter keeps between rounds of one answer."""
 
     def __init__(self, drafter: Drafter, target):
-        config = drafter.config
-        # Its own keys and values.
-        self.cache = common.GrowingCache(config.num_layers)
+        self.cache = common.GrowingCache(drafter.config.num_layers)
         self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
         # The last k - 1 slots, fused, and the LSTM's state after them.
-        width = config.target["hidden_size"]
-        self.fused = drafter.norm.weight.new_empty(1, 0, width)
+        norm = drafter.norm.weight  # (D,)
+        self.fused = norm.new_empty(1, 0, len(norm))
         self.state = None
 
 
