@@ -274,11 +274,9 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     left. The later slots of the block see these answers.
 
     The paper reveals runs of slots before those to be predicted
-    (Figure 2), but does not say which runs. Random blocks and runs of
-    random length are as in the published code. For k > 2 that code
-    can miss N and reveal slots that do not learn. Random numbers
-    come from `generators(seed, 0)`, so that the choice depends
-    neither on padding nor on the rest of the batch.
+    (Figure 2), but does not say which; random blocks and lengths
+    are from its code. Random numbers come from `generators(seed, 0)`,
+    so that neither padding nor other sequences change the choice.
 
     For example, k = 3, phase 1, N = 3; slots 8 to 10 do not learn.
     Block 5 6 7 is visited first, with r = 2, then block 2 3 4, also
@@ -291,23 +289,20 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     token is not the target's. learns: (B, S) bool. rate: lambda.
     Returns (B, S) bool, True where revealed.
     """
-    revealed = torch.zeros(learns.shape, dtype=torch.bool)
-    counts = wrong.sum(1).tolist()  # d
-    phases = (seed % k).tolist()
+    revealed = torch.zeros_like(learns)
     for row, generator in enumerate(generators(seed, 0)):
         learning = learns[row].tolist()
-        borders = range(-phases[row] % k, len(learning), k)
-        starts = [n for n in borders if any(learning[n : n + k])]
-        visits = torch.randperm(len(starts), generator=generator)
+        slots = range(-int(seed[row]) % k, len(learning))
+        blocks = [slots[n : n + k] for n in range(0, len(slots), k)]
+        blocks = [b for b in blocks if any(learning[b.start : b.stop])]
+        visits = torch.randperm(len(blocks), generator=generator)
         order = []  # slots, as they are visited
-        for block in visits.tolist():
+        for n in visits.tolist():
             run = torch.randint(1, k, (), generator=generator)  # r
-            end = min(starts[block] + int(run), len(learning))
-            slots = range(starts[block], end)
-            order += [slot for slot in slots if learning[slot]]
-        count = round(rate * counts[row])  # N
+            order += [slot for slot in blocks[n][:run] if learning[slot]]
+        count = round(rate * int(wrong[row].sum()))  # N
         revealed[row, order[:count]] = True
-    return revealed.to(learns.device)
+    return revealed
 
 
 def noisy(features: Tensor, amplitude: float, seed: Tensor) -> Tensor:

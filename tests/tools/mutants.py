@@ -159,7 +159,7 @@ drafting is plain causal
 - mask = block[-length:, None] >= block
 + mask = slots[-length:, None] >= slots
 as many answers are revealed as there are slots, not misses
-- round(rate * counts[row])
+- round(rate * int(wrong[row].sum()))
 + round(rate * len(learning))
 slots learn the answer that they hold
 - learns=slots.learns & ~revealed
