@@ -165,7 +165,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
     def attend(
         self,
         target,
-        fused: Tensor,  # (B, r, D)
+        x: Tensor,  # (B, r, D) fused slots
         positions: Tensor,  # (1, r) slot numbers
         mask: Tensor,  # (B, 1, r, P_own + r) bool
         cache=None,  # the drafter's, of P_own rows
@@ -173,10 +173,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         """Predict f_draft (B, r, D) (Eq. 1, section 3.1)."""
         # Rotary tables of the target's top layer.
         tables = common.rotary(target, positions, -1)
-        head_dim = self.config.target["head_dim"]
-        tables = common.whole_rotary(tables, head_dim)
-        tables = tuple(table.to(fused.dtype) for table in tables)
-        x = fused
+        tables = common.whole_rotary(tables, self.config.target["head_dim"])
+        tables = tuple(table.to(x.dtype) for table in tables)
         for layer in self.layers:
             x = layer(x, mask, past_key_values=cache, position_embeddings=tables)
         return self.norm(x)
