@@ -406,20 +406,15 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
 def token_tree(prefixes: dict, draft_ids: Tensor, nodes: int, depth: int) -> common.Draft:
     """A trie of the `nodes` likeliest prefixes of at most `depth` tokens."""
     node_of = {(): -1}  # {prefix: its node}
-    parents = []
     for prefix in sorted(prefixes, key=prefixes.get, reverse=True):
-        if len(parents) == nodes:
-            break
         # Skip a prefix that rounding ranks above its parent.
-        parent = node_of.get(prefix[:-1])
-        if parent is not None and len(prefix) <= depth:
-            node_of[prefix] = len(parents)
-            parents.append(parent)
-    drafted = list(node_of)[1:]
+        if len(prefix) <= depth and prefix[:-1] in node_of:
+            node_of[prefix] = len(node_of) - 1
+    drafted = list(node_of)[1 : nodes + 1]
     index = draft_ids.new_tensor([prefix[-1] for prefix in drafted])
+    parents = [node_of[prefix[:-1]] for prefix in drafted]
     q = torch.tensor([prefixes[prefix] for prefix in drafted])
-    parents = torch.tensor(parents, dtype=torch.long)
-    return common.Draft(draft_ids[index], parents, q=q)
+    return common.Draft(draft_ids[index], torch.tensor(parents).long(), q=q)
 
 
 # ------------------------------------------------------------------------------------ decoding
