@@ -88,8 +88,7 @@ class SlotAttention(LlamaAttention):
     """Slots see rows and slots; rows see nothing."""
 
     def split(self, x: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (-1, self.head_dim))
-        return heads.transpose(1, 2)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, rows, slots, tables, mask, cache) -> Tensor:
         """Output (B, m, D) of m slots after n rows.
@@ -346,8 +345,7 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge=True) -> di
         if merge:
             sequence = collapse(combination, blank)
         else:
-            first_blank = (*combination, blank).index(blank)
-            sequence = combination[:first_blank]
+            sequence = combination[: (*combination, blank).index(blank)]
         for end in range(1, len(sequence) + 1):
             prefixes[sequence[:end]] += probability
     return prefixes
