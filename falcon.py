@@ -444,7 +444,7 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     return Pass(f_draft[:, -k:], slots[-k:], mask[-1:], memory.state)
 
 
-def tree_mask(mask: Tensor, origins: list[int], k: int) -> Tensor:
+def tree_mask(mask: Tensor, origins: Tensor, k: int) -> Tensor:
     """What each branch may attend to (Figure 3).
 
     A branch attends to its own block and to all that the branch it
@@ -460,7 +460,7 @@ def tree_mask(mask: Tensor, origins: list[int], k: int) -> Tensor:
                 E   x x x   . . . . x x   . . x x
 
     mask: (b, P_own) bool, of the pass before.
-    origins: for each of n new branches, the one that it continues.
+    origins: (n,) the branch that each new branch continues.
     Returns (n, P_own + n k) bool.
     """
     own = torch.eye(len(origins), dtype=torch.bool, device=mask.device)
@@ -471,7 +471,7 @@ def tree_mask(mask: Tensor, origins: list[int], k: int) -> Tensor:
 def later_pass(drafter, decoding, memory, before: Pass, origins, blocks) -> Pass:
     """Feed n branches, each a block of k predictions.
 
-    origins: the n branches of `before` that they continue.
+    origins: (n,) branches of `before` that they continue.
     blocks: n lists of k drafted ids.
     """
     k = drafter.config.k
@@ -522,7 +522,7 @@ def propose(drafter, decoding, memory: Memory, config: Config) -> common.Draft:
         if depth > 0:
             old_tips = tips
             tips = sorted({path[:depth] for path in paths if len(path) > depth})
-            origins = [old_tips.index(tip[:-k]) for tip in tips]
+            origins = torch.tensor([old_tips.index(tip[:-k]) for tip in tips])
             blocks = [drafted[tip][-k:] for tip in tips]
             latest = later_pass(drafter, decoding, memory, latest, origins, blocks)
         # 2. Rank the tokens of its n k slots.

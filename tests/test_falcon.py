@@ -138,9 +138,9 @@ def test_relaxed_mask_drawing_and_definition():
 
 def test_the_tree_masks_of_the_docstring():
     committed = torch.ones(1, 3, dtype=torch.bool)
-    second = falcon.tree_mask(committed, [0, 0, 0], 2)
+    second = falcon.tree_mask(committed, torch.tensor([0, 0, 0]), 2)
     compare("tree_mask, pass 2", ["xxxxx....", "xxx..xx..", "xxx....xx"], drawn(second))
-    third = falcon.tree_mask(second, [0, 2], 2)
+    third = falcon.tree_mask(second, torch.tensor([0, 2]), 2)
     compare("tree_mask, pass 3", ["xxxxx....xx..", "xxx....xx..xx"], drawn(third))
 
 
