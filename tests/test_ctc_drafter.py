@@ -90,7 +90,6 @@ def test_prefix_search_keeps_the_likeliest_prefixes():
     two = [[0.5, 0.1, 0.4], [0.3, 0.6, 0.1]]  # a, b, blank
     three = [[0.5, 0.1, 0.4], [0.3, 0.4, 0.3], [0.2, 0.2, 0.6]]
     for slots, symbols, candidates, expected in (
-        (two, 2, 9, {"a": 0.5 + 0.4 * 0.3, "b": 0.1 + 0.4 * 0.6, "ab": 0.5 * 0.6, "ba": 0.1 * 0.3}),
         (two, 2, 2, {"a": 0.62, "b": 0.34, "ab": 0.3}),  # b is dropped after slot 1
         (two, 2, 1, {"a": 0.5, "b": 0.1, "ab": 0.3}),  # all but a are
         (two, 1, 9, {"a": 0.5, "b": 0.24, "ab": 0.3}),  # a in slot 1, b in slot 2
@@ -99,8 +98,7 @@ def test_prefix_search_keeps_the_likeliest_prefixes():
     ):
         q_slots = torch.tensor(slots, dtype=torch.double)
         found = ctc_drafter.prefix_search(q_slots, symbols, candidates)
-        got = {"".join("ab"[i] for i in prefix): round(q, 4) for prefix, q in found.items() if q}
-        expected = {prefix: round(q, 4) for prefix, q in expected.items()}
+        got = {"".join("ab"[i] for i in prefix): q for prefix, q in found.items() if q}
         told = f"slots {slots}, symbols {symbols}, candidates {candidates}: expected {expected}"
         assert got == pytest.approx(expected), f"{told}, got {got}"
 
