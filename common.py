@@ -392,14 +392,10 @@ class Decoding:
         self.clock_start = now
 
 
-def open_decoding(target, input_ids: Tensor, copies=0, stats=None, **options) -> Decoding:
+def open_decoding(target, input_ids: Tensor, **options) -> Decoding:
     """The Decoding of `target.generate(input_ids, **options)`."""
-
-    def opened(target, input_ids, **given):
-        return Decoding(target, input_ids, copies, stats, **given)
-
     options.setdefault("attention_mask", torch.ones_like(input_ids))
-    return target.generate(input_ids, custom_generate=opened, **options)
+    return target.generate(input_ids, custom_generate=Decoding, **options)
 
 
 # ------------------------------------------------------------------------------------ KV caches

@@ -25,7 +25,7 @@ def decode(target, arm, prompts, options, copies=0):
     """The answers to all prompts at once, and their Stats; options: for each prompt."""
     decodings = []
     for ids, own in zip(prompts, options):
-        decodings.append(common.open_decoding(target, ids, copies, common.Stats(), **own))
+        decodings.append(common.open_decoding(target, ids, copies=copies, **own))
     return batching.generate(target, *arm, decodings), [each.stats for each in decodings]
 
 
