@@ -276,13 +276,13 @@ class Decoding:
     ):
         if "stopping_criteria" not in given:
             raise Mistake("call target.generate(..., custom_generate=METHOD.generate) instead")
-        # 1. Take what transformers passes; refuse what trees cannot decode.
+        # 1. Take what transformers passes. Refuse what trees cannot decode.
         self.logits_processor = given.pop("logits_processor", None)
         self.stopping_criteria = given.pop("stopping_criteria")
         self.generation_config = given.pop("generation_config")
         check_target(target)
         _check_request(target, input_ids, self.generation_config, given)
-        # 2. Set up the state, and read the prompt.
+        # 2. Set up the state.
         self.target = target
         self.ids = input_ids
         self.do_sample = self.generation_config.do_sample
@@ -300,20 +300,16 @@ class Decoding:
             self.lookup = Lookup(copies)
         self.clock_start = time.perf_counter()
         self.phase = "prefill"  # until the first draft is ready, then "draft"
-        self._prefill()
-
-    @torch.no_grad()
-    def _prefill(self) -> None:
-        """Cache all prompt tokens but the last, the first draft's root."""
         if self.streamer is not None:
-            self.streamer.put(self.ids.cpu())
-        config = self.target.config.get_text_config()
+            self.streamer.put(input_ids.cpu())
+        # 3. Cache all prompt tokens but the last, the first draft's root.
+        config = target.config.get_text_config()
         self.cache = GrowingCache(config.num_hidden_layers)
-        if self.ids.shape[1] == 1:
-            self.hidden = self.ids.new_empty((1, 0, config.hidden_size), dtype=self.target.dtype)
+        if input_ids.shape[1] == 1:
+            self.hidden = input_ids.new_empty((1, 0, config.hidden_size), dtype=target.dtype)
         else:
-            decoder = self.target.get_decoder()  # no logits are needed here
-            prompt = self.ids[:, :-1]
+            decoder = target.get_decoder()  # no logits are needed here
+            prompt = input_ids[:, :-1]
             self.hidden = decoder(prompt, past_key_values=self.cache, use_cache=True)[0]
 
     @property
