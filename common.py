@@ -352,8 +352,19 @@ class Decoding:
             self.target, self.ids, draft, self.cache, self.logits_processor, self.do_sample, scored
         )
         # 2. Commit tokens until the answer ends.
-        count = self._commit(verified.tokens)
+        before = self.ids.shape[1]
+        for token in verified.tokens.split(1, dim=1):
+            self.ids = torch.cat([self.ids, token], dim=1)
+            self.done = bool(self.stopping_criteria(self.ids, None).all())
+            if self.done:
+                break
+        new = self.ids[:, before:]
+        count = new.shape[1]
         self.hidden = verified.hidden[:, :count]
+        if self.streamer is not None:
+            self.streamer.put(new.cpu())
+            if self.done:
+                self.streamer.end()
         # 3. Count the round.
         stats = self.stats
         stats.target_forwards += 1
@@ -363,20 +374,6 @@ class Decoding:
         stats.accepted.append(min(len(verified.path), count))
         self._clock("verify")
         return verified
-
-    def _commit(self, tokens: Tensor) -> int:
-        """Append tokens (1, n) until decoding stops; returns the count."""
-        before = self.ids
-        for count in range(1, tokens.shape[1] + 1):
-            self.ids = torch.cat([before, tokens[:, :count]], dim=1)
-            self.done = bool(self.stopping_criteria(self.ids, None).all())
-            if self.done:
-                break
-        if self.streamer is not None:
-            self.streamer.put(tokens[:, :count].cpu())
-            if self.done:
-                self.streamer.end()
-        return count
 
     def _clock(self, phase: str) -> None:
         """Add the time since the last call to `phase`."""

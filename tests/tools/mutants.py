@@ -60,8 +60,8 @@ a draw of 0 takes the first token, even one of probability 0
 - uniform * sums[..., -1:], right=True)
 + uniform * sums[..., -1:])
 an answer runs past its end
-- for count in range(1, tokens.shape[1] + 1):
-+ for count in [tokens.shape[1]]:
+- for token in verified.tokens.split(1, dim=1):
++ for token in [verified.tokens]:
 drafters get the last hidden state of a round only
 - self.hidden = verified.hidden[:, :count]
 + self.hidden = verified.hidden[:, -1:]
