@@ -101,6 +101,7 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
     """
     may_attend = torch.eye(len(parents) + 1, dtype=torch.bool)  # (N + 1, N + 1)
     for node, parent in enumerate(parents.tolist()):
+        assert parent < node, "a child before its parent would not see it"
         may_attend[node + 1] |= may_attend[parent + 1]
     size = len(may_attend)
     mask = torch.zeros(1, 1, size, prefix + size, dtype=dtype)
@@ -154,8 +155,6 @@ def verify(
     logits_processor: receives each visited node's prefix and scores.
     scored: logits and hidden states of the tree, if already computed.
     """
-    in_order = draft.parents < torch.arange(len(draft.parents))
-    assert in_order.all(), "a child before its parent would not see it"
     # 1. Run the target over the root and all nodes.
     prefix = input_ids.shape[1] - 1  # P
     if scored is None:
