@@ -103,10 +103,9 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
     for node, parent in enumerate(parents.tolist()):
         assert parent < node, "a child before its parent would not see it"
         may_attend[node + 1] |= may_attend[parent + 1]
-    size = len(may_attend)
-    mask = torch.zeros(1, 1, size, prefix + size, dtype=dtype)
-    mask[0, 0, :, prefix:].masked_fill_(~may_attend, torch.finfo(dtype).min)
-    return mask
+    mask = torch.zeros_like(may_attend, dtype=dtype)
+    mask.masked_fill_(~may_attend, torch.finfo(dtype).min)
+    return F.pad(mask, (prefix, 0))[None, None]  # all attend to the prefix
 
 
 def tree_inputs(input_ids: Tensor, draft: Draft, prefix: int, dtype) -> tuple:
