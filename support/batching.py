@@ -77,25 +77,14 @@ def generate(target, module, kwargs: dict, decodings: list[common.Decoding]) -> 
     Returns:
         Of each (1, T') prompt and new tokens.
     """
-    generators = [module.drafts(decoding, **kwargs) for decoding in decodings]
+    generators = {decoding: module.drafts(decoding, **kwargs) for decoding in decodings}
     if len(decodings) == 1:  # its Decoding can tell drafting and verifying apart
         [decoding] = decodings
-        for draft in generators[0]:
+        for draft in generators[decoding]:
             decoding.verify(draft)
-        return [decoding.ids]
-    while True:
-        # 1. Draft. A generator ends when its answer is complete.
-        live = []
-        drafts = []
-        for decoding, generator in zip(decodings, generators):
-            draft = next(generator, None)
-            if draft is not None:
-                live.append(decoding)
-                drafts.append(decoding.with_copies(draft))
-        if not live:
-            return [decoding.ids for decoding in decodings]
-
-        # 2. Verify all drafts with one forward.
+    while live := [decoding for decoding in decodings if not decoding.done]:
+        drafts = [decoding.with_copies(next(generators[decoding])) for decoding in live]
         scored = joint_forward(target, live, drafts)
         for decoding, draft, own in zip(live, drafts, scored):
             decoding.verify(draft, own)
+    return [decoding.ids for decoding in decodings]
