@@ -249,12 +249,12 @@ def cost_curve(target) -> dict:
     Returns:
         {"context", "by_tokens": {n: ms}}, medians of five after a warm-up.
     """
-    # 1. Cache some tokens. The next one is the root of the drafts.
+    # 1. Cache some tokens.
     config = target.config.get_text_config()
     ids = torch.arange(CONTEXT + COUNTS[-1], device=target.device)[None] % config.vocab_size
     cache = common.GrowingCache(config.num_hidden_layers)
     target.get_decoder()(ids[:, :CONTEXT], past_key_values=cache, use_cache=True)
-    root = ids[:, CONTEXT : CONTEXT + 1]
+    committed = ids[:, : CONTEXT + 1]  # the newest is the root of the drafts
 
     # 2. Feed a growing number of tokens.
     by_tokens = {}
@@ -263,7 +263,7 @@ def cost_curve(target) -> dict:
         times = []
         for _ in range(6):
             start = clock(target)
-            fed, mask, positions = common.tree_inputs(root, draft, CONTEXT, target.dtype)
+            fed, mask, positions = common.tree_inputs(committed, draft, target.dtype)
             common.forward(target, fed, cache, mask, positions)
             times.append(1000 * (clock(target) - start))
             cache.cut(CONTEXT)

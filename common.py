@@ -108,8 +108,9 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
     return F.pad(mask, (prefix, 0))[None, None]  # all attend to the prefix
 
 
-def tree_inputs(input_ids: Tensor, draft: Draft, prefix: int, dtype) -> tuple:
+def tree_inputs(input_ids: Tensor, draft: Draft, dtype) -> tuple:
     """What the target reads: ids, mask and positions of root and nodes."""
+    prefix = input_ids.shape[1] - 1  # P
     fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
     mask = ancestor_mask(draft.parents, prefix, dtype)  # (1, 1, N + 1, P + N + 1)
     depths = torch.tensor(draft.depths(), device=fed.device)
@@ -158,7 +159,7 @@ def verify(
     prefix = input_ids.shape[1] - 1  # P
     if scored is None:
         assert cache.get_seq_length() == prefix, "all tokens but the newest must be cached"
-        fed, mask, positions = tree_inputs(input_ids, draft, prefix, target.dtype)
+        fed, mask, positions = tree_inputs(input_ids, draft, target.dtype)
         scored = forward(target, fed, cache, mask, positions)
     logits, hidden = scored  # (1, N + 1, V), (1, N + 1, D)
 

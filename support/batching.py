@@ -46,10 +46,9 @@ def joint_forward(target, decodings: list, drafts: list) -> list[tuple[Tensor, T
     """
     # 1. Lay the trees side by side.
     caches = [decoding.cache for decoding in decodings]
-    prefixes = [cache.get_seq_length() for cache in caches]
     inputs = []
-    for decoding, draft, prefix in zip(decodings, drafts, prefixes):
-        inputs.append(common.tree_inputs(decoding.ids, draft, prefix, target.dtype))
+    for decoding, draft in zip(decodings, drafts):
+        inputs.append(common.tree_inputs(decoding.ids, draft, target.dtype))
     fed, masks, positions = zip(*inputs)
     sizes = [ids.shape[1] for ids in fed]
 

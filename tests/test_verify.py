@@ -80,7 +80,7 @@ def test_mask_against_brute_force(dtype):
             row = "".join("x" if node in way else "." for node in range(nodes))
             expected.append("x" * (prefix + 1) + row)
         ids = torch.arange(prefix + 1)[None]
-        fed, mask, positions = common.tree_inputs(ids, draft, prefix, dtype)
+        fed, mask, positions = common.tree_inputs(ids, draft, dtype)
         got = drawn(mask == 0)
         told = [f"given parents {parents}, prefix {prefix}", "expected", *expected, "got", *got]
         assert got == expected, "\n".join(told)
