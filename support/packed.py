@@ -67,19 +67,16 @@ class PackedLinear(nn.Linear):
 
 
 def pack(model: nn.Module) -> nn.Module:
-    """The model with every float32 nn.Linear on the CPU packed."""
-    if not torch.backends.mkldnn.is_available():  # as on macOS
+    """A float32 model on the CPU with every nn.Linear packed; others stay."""
+    weight = next(model.parameters())
+    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
+    if not (fits and torch.backends.mkldnn.is_available()):  # not on macOS
         return model
-    layers = {}
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear and module.weight.device.type == "cpu":
-            if module.weight.dtype == torch.float32:
-                layers[name] = module
-    for name, layer in layers.items():
-        model.set_submodule(name, PackedLinear(layer))
-    if layers:  # not on a GPU: slower there
-        for module in model.modules():  # those of a drafter as well
-            config = getattr(module, "config", None)
-            if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
-                config._attn_implementation = ATTENTION
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            model.set_submodule(name, PackedLinear(module))
+    for module in model.modules():  # a drafter has several with a config
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
+            config._attn_implementation = ATTENTION
     return model
