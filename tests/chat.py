@@ -3,8 +3,9 @@
 import json
 
 import torch
+from tiny import family
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
@@ -26,21 +27,9 @@ def make_chat(folder):
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=48,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-        initializer_range=0.5,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    shape = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.5}
+    family("Llama", 0, eos_token_id=0, **shape).float().save_pretrained(folder)
     generator = torch.Generator().manual_seed(1)
     with open(folder / "data.jsonl", "w") as file:
         for _ in range(24):
