@@ -145,26 +145,27 @@ def sighted(**more):
     return model.double().eval().requires_grad_(False)
 
 
-def config_of(module, **fields):
-    """A method's Config with those of the fields that it has."""
+def untrained(module, target, **fields):
+    """A method's drafter for a target, in its dtype; fields: of its Config, where it has them."""
+    fields = {"intermediate_size": 48, "draft_vocab": 0, "stage": "head"} | fields
     known = {field.name for field in dataclasses.fields(module.Config)}
-    return module.Config(**{name: fields[name] for name in fields if name in known})
-
-
-def make_arm(name, target):
-    """Module and keyword arguments of a method's `drafts`, its drafter untrained."""
-    module = cli.import_method(name)
-    if not hasattr(module, "Drafter"):
-        kwargs = {"config": module.Config()}
-        if hasattr(kwargs["config"], "base"):
-            base, given = make_arm(kwargs["config"].base, target)
-            kwargs |= {"base": base, "base_drafter": given["drafter"]}
-        return module, kwargs
-    config = config_of(module, intermediate_size=48, draft_vocab=0, stage="head")
+    config = module.Config(**{name: fields[name] for name in fields if name in known})
     torch.manual_seed(0)
-    counts = torch.arange(target.config.vocab_size)
-    drafter = module.build(config, target, counts).to(target.dtype).eval()
-    return module, {"drafter": drafter, "config": drafter.config}
+    counts = torch.arange(target.config.get_text_config().vocab_size)
+    return module.build(config, target, counts).to(target.dtype).eval()
+
+
+def make_arm(name, target, make_drafter=untrained):
+    """Module and keyword arguments of a method's `drafts`; make_drafter gets module and target."""
+    module = cli.import_method(name)
+    if hasattr(module, "Drafter"):
+        drafter = make_drafter(module, target)
+        return module, {"drafter": drafter, "config": drafter.config}
+    config = module.Config()
+    if not hasattr(config, "base"):
+        return module, {"config": config}
+    base = cli.import_method(config.base)  # whose chains it expands
+    return module, {"config": config, "base": base, "base_drafter": make_drafter(base, target)}
 
 
 def make_glide(target, **options):
