@@ -1,10 +1,8 @@
 """Several sequences at once: each must come out as if it were alone, whatever the others do."""
 
-import functools
-
 import pytest
 import torch
-from tiny import family, make_arm, make_llama, sampled_p_value
+from tiny import FAMILIES, family, make_arm, sampled_p_value
 
 import common
 from support import batching, cli
@@ -12,13 +10,6 @@ from support import batching, cli
 IDS = ([1, 5, 9, 2, 8, 3, 1], [4, 4], [7], [2, 10, 3, 6, 2, 10])  # the last one repeats itself
 PROMPTS = [torch.tensor([ids]) for ids in IDS]
 GREEDY = {"do_sample": False}
-
-
-@functools.cache
-def target_of(name):
-    if name == "Llama":
-        return make_llama()
-    return family(name, final_logit_softcapping=2.0)
 
 
 def decode(target, arm, prompts, options, copies=0):
@@ -32,7 +23,7 @@ def decode(target, arm, prompts, options, copies=0):
 @pytest.mark.parametrize("target_name", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("method", cli.present())
 def test_sequences_of_different_lengths_equal_plain_decoding(method, target_name):
-    target = target_of(target_name)
+    target = family(target_name, **FAMILIES[target_name])
     arm = make_arm(method, target)
     options = [{"max_new_tokens": n, **GREEDY} for n in (14, 3, 20, 9)]
     drafted = []
