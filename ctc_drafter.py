@@ -106,7 +106,8 @@ class SlotAttention(LlamaAttention):
         tables = [table[:, rows.shape[1] :] for table in tables]
         q = common.rotate(q, tables)
         out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        heads = out.transpose(1, 2).flatten(2)
+        return self.o_proj(heads)
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
@@ -139,13 +140,13 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         mask: of `slot_mask`. None while decoding: the only anchor
             is the newest row, so its slots see everything.
         """
-        # 1. Rows: a hidden state and the next token.
+        # 1. Rows: a state and the next token.
         dtype = self.norm.weight.dtype
         embeds = target.get_input_embeddings()(next_ids).to(dtype)
         both = [self.feature_norm(hidden.to(dtype)), self.embed_norm(embeds)]
         rows = self.fusion(torch.cat(both, dim=-1))  # (B, n, D)
 
-        # 2. Slots: their anchor's row, and a vector each.
+        # 2. Slots: the anchor's row plus a vector.
         chosen = rows.take_along_dim(anchors[..., None], dim=1)
         x = chosen[:, :, None] + self.slots  # (B, A, S, D)
         x = x.flatten(1, 2)
@@ -325,7 +326,7 @@ def top_symbols(q_slots: Tensor, symbols: int) -> list[list[tuple]]:
 
 
 def alignments(q_slots: Tensor, symbols: int, candidates: int, merge=True) -> dict:
-    """The paper's transform (3.3): {prefix: probability}.
+    """The transform of 3.3: {prefix: probability}.
 
     Collapses the likeliest combinations of a symbol per slot, or cuts
     them at the first blank without `merge` (Medusa verify).

@@ -120,12 +120,12 @@ VARIANTS = {
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The SAR head (3.2), before the target's LM head."""
+    """The SAR head (3.2); the LM head follows it."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.kv_layers = []  # reads no keys and values
+        self.kv_layers = []  # reads no K and V
         shape = config.target
         width = shape["hidden_size"]
         self.feature_norm = nn.RMSNorm(width, eps=1e-5)
@@ -298,7 +298,8 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
         for n in visits.tolist():
             run = torch.randint(1, k, (), generator=generator)  # r
             order += [slot for slot in blocks[n][:run] if learning[slot]]
-        count = round(rate * int(wrong[row].sum()))  # N
+        d = int(wrong[row].sum())
+        count = round(rate * d)  # N
         revealed[row, order[:count]] = True
     return revealed
 
@@ -330,7 +331,7 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """The loss (Eq. 8), summed over M slots, and M."""
+    """Eq. 8, summed over M slots, and M."""
     config = drafter.config
     draft_ids = drafter.draft_ids
     slots = training_slots(drafter, batch)
@@ -469,9 +470,9 @@ def tree_mask(mask: Tensor, origins: Tensor, k: int) -> Tensor:
 
 
 def later_pass(drafter, decoding, memory, before: Pass, origins, blocks) -> Pass:
-    """Feed n branches, each a block of k predictions.
+    """Feed n branches of k predictions each.
 
-    origins: (n,) branches of `before` that they continue.
+    origins: (n,) branches of `before` to continue.
     blocks: n lists of k drafted ids.
     """
     k = drafter.config.k
@@ -516,7 +517,7 @@ def propose(drafter, decoding, memory: Memory, config: Config) -> common.Draft:
     ranks = 1 + max(map(max, config.tree))
     drafted = {(): []}  # the tokens on each path
     q = []
-    tips = [()]  # the node below which each branch drafts
+    tips = [()]  # a branch drafts below its tip
     for depth in range(0, len(paths[-1]), k):  # of the tips
         # 1. Run another pass, with a branch for each parent.
         if depth > 0:
@@ -528,21 +529,24 @@ def propose(drafter, decoding, memory: Memory, config: Config) -> common.Draft:
         # 2. Rank the tokens of its n k slots.
         logits = memory.head(latest.f_draft)  # (n, k, Vd)
         top = logits.softmax(-1, dtype=torch.float32).topk(ranks)
-        top_q = top.values.cpu().numpy()  # (n, k, ranks)
-        top_ids = drafter.draft_ids[top.indices].cpu().numpy()
-        # 3. Add the levels of this pass, one per slot.
+        top_q = top.values.tolist()
+        top_ids = drafter.draft_ids[top.indices].tolist()
+        # 3. Add k levels, one per slot.
         for path in paths:
             slot = len(path) - depth - 1
             if 0 <= slot < k:
-                place = (tips.index(path[:depth]), slot, path[-1])
-                drafted[path] = [*drafted[path[:-1]], top_ids[place]]
-                q.append(top_q[place])
+                branch = tips.index(path[:depth])
+                rank = path[-1]
+                token = top_ids[branch][slot][rank]
+                drafted[path] = [*drafted[path[:-1]], token]
+                q.append(top_q[branch][slot][rank])
     # Without `probs`, `verify` takes each token from the target and
     # accepts the node that holds it: the output follows the target.
-    nodes = [(), *paths]
+    node_of = {path: n for n, path in enumerate([(), *paths], -1)}
+    tokens = [drafted[path][-1] for path in paths]
     return common.Draft(
-        decoding.ids.new_tensor([drafted[path][-1] for path in paths]),
-        torch.tensor([nodes.index(path[:-1]) - 1 for path in paths]),
+        decoding.ids.new_tensor(tokens),
+        torch.tensor([node_of[path[:-1]] for path in paths]),
         q=torch.tensor(q),
         notes={"k": k},
     )

@@ -342,9 +342,11 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
     """
     positions = memory.cache.record(new)  # (1, n)
     prefix = decoding.cache.get_seq_length()  # P
-    layers = decoding.cache.layers
-    read = drafter.kv_layers if prefix else []  # none for a prompt of one token
-    kv = {n: (layers[n].keys, layers[n].values) for n in read}
+    kv = {}  # stays empty for a prompt of one token
+    if prefix > 0:
+        for layer in drafter.kv_layers:
+            rows = decoding.cache.layers[layer]
+            kv[layer] = rows.keys, rows.values
     self_mask = cross_mask = None
     if new.shape[1] > 1:
         places = torch.arange(memory.cache.fed.shape[1], device=new.device)

@@ -159,8 +159,8 @@ drafting is plain causal
 - mask = block[-length:, None] >= block
 + mask = slots[-length:, None] >= slots
 as many answers are revealed as there are slots, not misses
-- round(rate * int(wrong[row].sum()))
-+ round(rate * len(learning))
+- d = int(wrong[row].sum())
++ d = len(learning)
 slots learn the answer that they hold
 - learns=slots.learns & ~revealed
 + learns=slots.learns
