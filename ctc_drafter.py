@@ -406,10 +406,12 @@ def token_tree(prefixes: dict, draft_ids: Tensor, nodes: int, depth: int) -> com
     """A trie of the `nodes` likeliest prefixes of at most `depth` tokens."""
     node_of = {(): -1}  # {prefix: its node}
     for prefix in sorted(prefixes, key=prefixes.get, reverse=True):
+        if len(node_of) > nodes:
+            break
         # Skip a prefix that rounding ranks above its parent.
         if len(prefix) <= depth and prefix[:-1] in node_of:
             node_of[prefix] = len(node_of) - 1
-    drafted = list(node_of)[1 : nodes + 1]
+    drafted = list(node_of)[1:]
     index = draft_ids.new_tensor([prefix[-1] for prefix in drafted])
     parents = [node_of[prefix[:-1]] for prefix in drafted]
     q = torch.tensor([prefixes[prefix] for prefix in drafted])
