@@ -3,7 +3,7 @@
     python bench.py --method glide                      # the shipped drafter
     python bench.py --method glide cape:cpu --num-prompts 40 --json run.json
     python bench.py --method falcon falcon+copies       # and tokens copied from the context
-    python bench.py --method all                        # all shipped drafters, and rivals
+    python bench.py --method all                        # all that fits, and transformers' own
     python bench.py --cost-curve                        # milliseconds of a target forward
     python bench.py --table results/*.json              # tables of earlier runs
     python bench.py --method falcon --help              # with the options of that method
@@ -17,7 +17,7 @@ is drawn anew for each turn, because a machine's speed drifts. All arms see
 the same earlier answers, those of transformers' `generate`. A warm-up is
 discarded. The baseline is the fastest plain loop, transformers' or ours.
 
-Figures: a legend stands below each table. tokens/s includes the prefill,
+Figures: a legend stands below the table. tokens/s includes the prefill,
 tau does not. speedup is relative to the baseline, with a 95% bootstrap
 interval over five or more prompts. alpha is measured on the baseline's answers.
 """
@@ -79,7 +79,7 @@ def clock(target) -> float:
 
 @torch.no_grad()
 def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
-    """Let an arm answer what is asked, see Turn; options are those of target.generate."""
+    """Let an arm answer what is asked (see Turn), with options of target.generate."""
     sync = len(asked) == 1 and target.device.type == "cuda"  # in a batch, phases overlap
     stats = [common.Stats(sync=sync) for _ in asked]
     pairs = list(zip(asked, stats))

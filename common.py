@@ -101,7 +101,6 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
     """
     may_attend = torch.eye(len(parents) + 1, dtype=torch.bool)  # (N + 1, N + 1)
     for node, parent in enumerate(parents.tolist()):
-        assert parent < node, "a child before its parent would not see it"
         may_attend[node + 1] |= may_attend[parent + 1]
     mask = torch.zeros_like(may_attend, dtype=dtype)
     mask.masked_fill_(~may_attend, torch.finfo(dtype).min)
@@ -110,6 +109,8 @@ def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
 
 def tree_inputs(input_ids: Tensor, draft: Draft, dtype) -> tuple:
     """What the target reads: ids, mask and positions of root and nodes."""
+    in_order = draft.parents < torch.arange(len(draft.parents))
+    assert in_order.all(), "a child before its parent would not see it"
     prefix = input_ids.shape[1] - 1  # P
     fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
     mask = ancestor_mask(draft.parents, prefix, dtype)  # (1, 1, N + 1, P + N + 1)
@@ -319,9 +320,10 @@ class Decoding:
     def pick(self, logits: Tensor, draft_ids: Tensor, ids: Tensor):
         """Choose a draft token (1,); also returns its q_draft (V,).
 
+        Returns None if the logits processors allow no draft token.
+
         logits: (1, Vd) of `draft_ids` (Vd,).
-        ids: (1, T) before the token, for the logits processors. Returns
-        None if these allow no token of the draft vocabulary.
+        ids: (1, T) before the token, for the logits processors.
         """
         vocab = self.target.config.get_text_config().vocab_size
         scores = logits.new_full((1, vocab), float("-inf"), dtype=torch.float32)

@@ -140,13 +140,13 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         mask: of `slot_mask`. None while decoding: the only anchor
             is the newest row, so its slots see everything.
         """
-        # 1. Rows: a state and the next token.
+        # 1. Rows: a hidden state and the next token.
         dtype = self.norm.weight.dtype
         embeds = target.get_input_embeddings()(next_ids).to(dtype)
         both = [self.feature_norm(hidden.to(dtype)), self.embed_norm(embeds)]
         rows = self.fusion(torch.cat(both, dim=-1))  # (B, n, D)
 
-        # 2. Slots: the anchor's row plus a vector.
+        # 2. Slots: the anchor's row, plus a vector each.
         chosen = rows.take_along_dim(anchors[..., None], dim=1)
         x = chosen[:, :, None] + self.slots  # (B, A, S, D)
         x = x.flatten(1, 2)
@@ -265,8 +265,8 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
     return F.ctc_loss(
         log_q.transpose(0, 1),  # (S, W, Vd + 1)
         labels,
-        torch.full((W,), S),
-        torch.full((W,), labels.shape[1]),
+        [S] * W,  # slots of each window
+        [labels.shape[1]] * W,
         blank=symbols - 1,
         reduction="sum",
         zero_infinity=True,
@@ -337,7 +337,8 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge=True) -> di
     for slot in top_symbols(q_slots, symbols):
         longer = []
         for (p, combination), (symbol, q) in itertools.product(kept, slot):
-            longer.append((p * q, (*combination, symbol)))
+            grown = (*combination, symbol)
+            longer.append((p * q, grown))
         kept = heapq.nlargest(candidates, longer)
 
     # 2. Add its probability to all prefixes of its sequence.

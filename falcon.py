@@ -273,7 +273,7 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 
     The paper reveals runs of slots before those to be predicted
     (Figure 2), but does not say which; random blocks and lengths
-    are from its code. Random numbers come from `generators(seed, 0)`,
+    come from its code. Random numbers come from `generators(seed, 0)`,
     so that neither padding nor other sequences change the choice.
 
     For example, k = 3, phase 1, N = 3; slots 8 to 10 do not learn.
@@ -287,11 +287,12 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     token is not the target's. learns: (B, S) bool. rate: lambda.
     Returns (B, S) bool, True where revealed.
     """
-    revealed = torch.zeros_like(learns)
+    revealed = torch.zeros_like(learns, device="cpu")
     for row, generator in enumerate(generators(seed, 0)):
         learning = learns[row].tolist()
-        slots = range(-int(seed[row]) % k, len(learning))
-        blocks = [slots[n : n + k] for n in range(0, len(slots), k)]
+        slots = range(len(learning))
+        whole = slots[-int(seed[row]) % k :: k]  # starts
+        blocks = [slots[n : n + k] for n in whole]
         blocks = [b for b in blocks if any(learning[b.start : b.stop])]
         visits = torch.randperm(len(blocks), generator=generator)
         order = []  # slots, as they are visited
@@ -301,7 +302,7 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
         d = int(wrong[row].sum())
         count = round(rate * d)  # N
         revealed[row, order[:count]] = True
-    return revealed
+    return revealed.to(learns.device)
 
 
 def noisy(features: Tensor, amplitude: float, seed: Tensor) -> Tensor:
@@ -331,7 +332,7 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """Eq. 8, summed over M slots, and M."""
+    """The loss (Eq. 8), summed over M slots, and M."""
     config = drafter.config
     draft_ids = drafter.draft_ids
     slots = training_slots(drafter, batch)
@@ -387,9 +388,9 @@ class Memory:
     def __init__(self, drafter: Drafter, target):
         self.cache = common.GrowingCache(drafter.config.num_layers)
         self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
+        width = drafter.config.target["hidden_size"]
         # The last k - 1 slots, fused, and the LSTM's state after them.
-        norm = drafter.norm.weight  # (D,)
-        self.fused = norm.new_empty(1, 0, len(norm))
+        self.fused = drafter.norm.weight.new_empty(1, 0, width)
         self.state = None
 
 
@@ -518,7 +519,8 @@ def propose(drafter, decoding, memory: Memory, config: Config) -> common.Draft:
     drafted = {(): []}  # the tokens on each path
     q = []
     tips = [()]  # a branch drafts below its tip
-    for depth in range(0, len(paths[-1]), k):  # of the tips
+    deepest = len(paths[-1])  # paths are sorted by depth
+    for depth in range(0, deepest, k):  # of the tips
         # 1. Run another pass, with a branch for each parent.
         if depth > 0:
             old_tips = tips

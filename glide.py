@@ -29,8 +29,9 @@ Deviations from the paper:
        a position meets every delay.
     5. Not in the paper: pre-norm and residual of the cross-
        attention. Queries are rotated, as the cached keys are.
-       A query that may read no row gets zero. All
-       tokens query, not only x_t and those after it.
+       A query that may read no row gets zero. All tokens
+       query, not only x_t and those after it.
+    6. The shipped drafter reads target layer 18 of 0 to 29.
 
 Licence: Apache-2.0.
 """
@@ -129,7 +130,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, tables, self_mask, cache, glimpse) -> Tensor:
         """x (B, T, D) to (B, T, D).
 
-        glimpse: kv, tables, mask of the cross-attention, or None.
+        glimpse: kv, with tables and mask to read it, or None.
         """
         normed = self.input_layernorm(x)
         x = x + self.self_attn(normed, tables, self_mask, past_key_values=cache)[0]

@@ -390,8 +390,8 @@ class Memory:
 
     def __init__(self, drafter, target):
         self.model = DraftModel(drafter, target)
-        config = self.model.body.config
-        self.cache = common.DraftCache(config.num_hidden_layers)
+        depth = self.model.body.config.num_hidden_layers
+        self.cache = common.DraftCache(depth)
 
 
 def propose(drafter, decoding, memory: Memory):

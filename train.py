@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -148,7 +149,13 @@ def measure(module, drafter, target, measured: dict) -> dict:
 def interrupts():
     """Yield a list that Ctrl-C adds to, instead of ending the program."""
     caught = []
-    before = signal.signal(signal.SIGINT, lambda *_: caught.append(True))
+    text = b"train.py: measuring and saving; the same command with --resume continues\n"
+
+    def note(*_):
+        caught.append(True)
+        os.write(2, text)  # a signal may come inside a print
+
+    before = signal.signal(signal.SIGINT, note)
     try:
         yield caught
     finally:
@@ -227,8 +234,6 @@ class Run:
                 at.seconds = time.monotonic() - begin
                 share, stop = broadcast_object_list([at.share(args), bool(caught)])
                 ends = share >= 1 or stop
-                if stop:
-                    self.say("measuring and saving; the same command with --resume continues")
                 if ends or at.step % args.eval_every == 0:
                     self.record()
                 if ends or at.step % args.save_every == 0:

@@ -17,7 +17,7 @@ from support import cli, packed
 
 COPIES = 16  # most tokens a round that `+copies` copies
 PEERS = ("prompt-lookup", "assisted")  # transformers' own methods
-ALL = (*cli.METHODS, "cape:cpu", "medusa", "lookup", *PEERS)  # of them, what fits the target
+ALL = (*cli.METHODS, "cape:cpu", "medusa", "lookup", *PEERS)  # those that do not fit are skipped
 
 
 @dataclass
@@ -89,8 +89,8 @@ def make_arm(text: str, args, load) -> Arm:
 
     # 2. Collect what differs from the drafter's Config.
     module = cli.import_method(name)
-    given = {name: getattr(args, name) for name in cli.decode_fields(module)}
-    changes = {name: value for name, value in given.items() if value is not None}
+    given = {option: getattr(args, option) for option in cli.decode_fields(module)}
+    changes = {option: value for option, value in given.items() if value is not None}
     if variant:
         if variant not in module.VARIANTS:
             known = ", ".join(module.VARIANTS) or "none"

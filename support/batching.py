@@ -81,6 +81,7 @@ def generate(target, module, kwargs: dict, decodings: list[common.Decoding]) -> 
         [decoding] = decodings
         for draft in generators[decoding]:
             decoding.verify(draft)
+        return [decoding.ids]
     while live := [decoding for decoding in decodings if not decoding.done]:
         drafts = [decoding.with_copies(next(generators[decoding])) for decoding in live]
         scored = joint_forward(target, live, drafts)

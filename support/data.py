@@ -111,7 +111,7 @@ def _messages(record: dict) -> list[dict]:
 
 
 def _templated(messages: list[dict], tokenizer) -> tuple[list[int], list[bool]]:
-    """The same of messages in the chat template, up to the last answer."""
+    """Token ids in the chat template, and which to learn, up to the last answer."""
     ids, mask = [], []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":

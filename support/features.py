@@ -71,7 +71,7 @@ class Features:
         return found
 
     def _stored(self, ids: Tensor) -> dict[str, Tensor]:
-        """The states of ids (T,) by name, "hidden" or "k3"; reads or makes their file."""
+        """The states of ids (T,) by name ("hidden", "k3", "v3"), from their file or computed."""
         name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:32]
         path = self.folder / f"{name}.safetensors"
         try:

@@ -38,7 +38,7 @@ def record(decoding: common.Decoding, drafts, text) -> list[dict]:
     """
     rounds = []
     for draft in drafts:
-        # 1. Add copies here, since `verify` does not return the larger draft.
+        # 1. Add copies here, to show them. `verify` then finds them in the draft.
         draft = decoding.with_copies(draft)
         # 2. Verify the draft. The clock's differences are this round's times.
         before = dict(decoding.stats.seconds)

@@ -19,7 +19,7 @@ from support import default_target
 LEGEND = (
     "tau: tokens per target forward. accepted: draft tokens accepted per target forward. alpha: "
     "acceptance rate at temperature 1. N_t/N: target forwards per token. N_d/N: draft tokens "
-    "discarded per token. ms: per round."
+    "discarded per token. ms: per round; other: neither drafting nor verifying."
 )
 COLUMNS = {  # name in the JSON: heading of a table, and the format of a number
     "tokens_per_s": ("tokens/s", ".1f"),

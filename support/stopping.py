@@ -141,9 +141,8 @@ def points(recordings: list[list[Round]]) -> dict[str, dict[str, tuple[float, fl
             counts = [replay(rounds, rule, setting) for rounds in recordings]
             n_target, n_discarded = map(sum, zip(*counts))
             found[name][str(setting)] = (n_target / tokens, n_discarded / tokens)
-    n_target = 0
-    for rounds in recordings:
-        n_target += specdecpp.oracle([each.agreed > 0 for each in rounds])
+    agrees = [[each.agreed > 0 for each in rounds] for rounds in recordings]
+    n_target = sum(map(specdecpp.oracle, agrees))
     return found | {"oracle": {"": (n_target / tokens, 0.0)}}
 
 

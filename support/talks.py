@@ -98,8 +98,8 @@ class Maker:
         asked += self.think_up([self.opening] * (size - len(given)), [""])
         groups = {0.0: [], 0.8: []}  # by temperature
         for pair in asked:
-            greedy = self.chance.random() < self.greedy
-            groups[0.0 if greedy else 0.8].append(pair)
+            temperature = 0.0 if self.chance.random() < self.greedy else 0.8
+            groups[temperature].append(pair)
         firsts = []
         seconds = []
         for temperature, group in groups.items():

@@ -147,7 +147,7 @@ def blanked(source: str, name: str) -> str:
 
 
 def copy_of(out: Path, *left_out: str) -> None:
-    """Copy the repository to the new folder `out`, but for its history and caches."""
+    """Copy the repository to the new folder `out`, without history, caches and runs."""
     unneeded = (".git", ".venv", "__pycache__", ".*_cache", "runs", *left_out)
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "copy"  # `out` may lie in the repository
@@ -159,13 +159,13 @@ def make(name: str, out: Path) -> None:
     """Copy the repository to the new folder `out`, with one function blanked."""
     if out.exists():
         raise ValueError(f"{out} is there already: name a new folder")
-    copy_of(out, "mutants.py")  # it quotes lines that are to be written
+    copy_of(out, "mutants.py", "test_docs.py")  # they quote what is to be written
     path = out / file_of(name)
     path.write_text(blanked(path.read_text(), name))
 
 
 def told_in(output: str) -> list[str]:
-    """The lines of pytest's output that tell an error."""
+    """The lines of pytest's output that report an error."""
     return re.findall(r"^E +(.*)", output, re.MULTILINE)
 
 

@@ -165,20 +165,20 @@ def test_glancing_worked_by_hand():
     for *inputs, expected in cases:
         call = "glance(wrong={}, learns={}, rate={}, k={}, seed=[{}])".format(*inputs)
         compare(call, [expected], [glance(*inputs)])
-    # Two blocks of three: for N = 3 runs of two and one, or of one and one; then N = 2.
-    for rate, expected in (
-        (0.5, {"xx.x..", "x..xx.", "x..x.."}),
-        (0.34, {"x..x..", "xx....", "...xx."}),
-    ):
-        got = {glance("xxxxxx", "xxxxxx", rate, 3, 3 * n) for n in range(60)}
-        call = f"glance(wrong=xxxxxx, learns=xxxxxx, rate={rate}, k=3, seed=[0], [3], ... [177])"
-        call += ": all outcomes"
-        compare(call, sorted(expected), sorted(got))
-    # The docstring's case is one of the outcomes.
-    got = {glance("xxxxxx.....", "xxxxxxxx...", 0.5, 3, 3 * n + 1) for n in range(60)}
-    call = "glance(wrong=xxxxxx....., learns=xxxxxxxx..., rate=0.5, k=3, seed=[1], [4], ... [178])"
-    expected = {"..x..xx....", "..xx.x.....", "..x..x....."}
-    compare(f"{call}: all outcomes", sorted(expected), sorted(got))
+    # k = 3: all outcomes of (which are wrong, which learn, rate, phase).
+    outcomes = [
+        # Two blocks: for N = 3 runs of two and one, or of one and one; then N = 2.
+        ("xxxxxx", "xxxxxx", 0.5, 0, {"xx.x..", "x..xx.", "x..x.."}),
+        ("xxxxxx", "xxxxxx", 0.34, 0, {"x..x..", "xx....", "...xx."}),
+        # Their first slots do not learn: a run of one reveals nothing.
+        (".xx.xx", ".xx.xx", 0.5, 0, {"......", ".x....", "....x.", ".x..x."}),
+        # The docstring's case is the first of these.
+        ("xxxxxx.....", "xxxxxxxx...", 0.5, 1, {"..x..xx....", "..xx.x.....", "..x..x....."}),
+    ]
+    for wrong, learns, rate, phase, expected in outcomes:
+        got = {glance(wrong, learns, rate, 3, 3 * n + phase) for n in range(60)}
+        call = f"glance(wrong={wrong}, learns={learns}, rate={rate}, k=3, seed=[3 n + {phase}])"
+        compare(f"{call}: all outcomes for n < 60", sorted(expected), sorted(got))
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])

@@ -264,8 +264,19 @@ def test_negative_control_a_chain_that_lies_about_its_probabilities(monkeypatch)
 # ---------------------------------------------------------------------------- on another device
 
 
+@torch.no_grad()
+def summed_loss(method, target, given):
+    """The loss of a random batch; 0 without weights to train."""
+    if "drafter" not in given:
+        return 0.0
+    drafter = given["drafter"]
+    batch = random_batch(target, layers=drafter.kv_layers)
+    total, _ = cli.import_method(method).loss(drafter, target, batch)
+    return float(total)
+
+
 def check_the_device(pretend):
-    """Every method decodes on a device that keeps a GPU's rules (tools/pretend.py)."""
+    """Every method trains and decodes on a device that keeps a GPU's rules (tools/pretend.py)."""
     FIELDS["fusion"] = "linear"  # the device has no LSTM
     with pretend.gpu():
         there = torch.ones(3, device="pretend")
@@ -275,6 +286,7 @@ def check_the_device(pretend):
     target, ids, truth = make_target("Llama")
     for method in METHODS:
         given = arm_of(method, "Llama")
+        expected = summed_loss(method, target, given)
         torch.manual_seed(5)
         sampled = target.generate(ids, max_new_tokens=10, do_sample=True, top_k=0, **given)
         with pretend.gpu():
@@ -283,6 +295,7 @@ def check_the_device(pretend):
                     given[name] = copy.deepcopy(value).to("pretend")
             away = copy.deepcopy(target).to("pretend")
             ids_away = ids.to("pretend")
+            assert summed_loss(method, away, given) == pytest.approx(expected), method
             output = away.generate(ids_away, **GREEDY, **given)
             assert torch.equal(output.cpu(), truth), method
             torch.manual_seed(5)

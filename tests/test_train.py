@@ -173,7 +173,7 @@ def test_parts_of_a_step_change_nothing_and_chance_is_the_seed_s(folder, tmp_pat
 
 
 def test_two_processes_have_the_loss_of_one(folder, tmp_path, trained, capfd):
-    """Each takes its share in two parts."""
+    """Each takes its share in two parts. accelerate starts them, not torchrun."""
     argv = ["--steps", 4, "--clip", 1000]
     two = options(folder, tmp_path / "two", *argv, "--accumulate", 2)
     debug_launcher(train.main, (two,))  # with gloo

@@ -88,6 +88,9 @@ def test_mask_against_brute_force(dtype):
         numbers = set(mask.flatten().tolist())
         assert numbers <= {0.0, lowest}, f"expected the numbers 0 and {lowest}, got {numbers}"
         assert fed[0].tolist() == [prefix, *draft.tokens.tolist()]
+    late = common.Draft(torch.tensor([1, 2]), torch.tensor([1, -1]))
+    with pytest.raises(AssertionError, match="before its parent"):
+        common.tree_inputs(ids, late, dtype)
         assert positions[0].tolist() == [prefix + len(way) for way in ways]
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from torch.nn.utils.rnn import pad_sequence
 
 import common
 from support import cli
+from support.features import Features
 
 FAMILIES = {  # name: options of a tiny model
     "Llama": {},
@@ -40,10 +40,8 @@ def slow(*values):
 
 def make_batch(target, sequences, layers=(), progress=0.0):
     """A common.Batch of (token ids (T,), loss mask (T,)) pairs; the seeds are 0, 1, 2, ..."""
-    ids = pad_sequence([ids for ids, _ in sequences], batch_first=True)
-    mask = pad_sequence([mask for _, mask in sequences], batch_first=True)
-    hidden, kv = common.target_features(target, ids, layers)
-    return common.Batch(ids, mask, hidden, kv, torch.arange(len(sequences)), progress)
+    seeds = torch.arange(len(sequences))
+    return Features(target, layers, None).batch(sequences, seeds, progress)
 
 
 def random_batch(target, lengths=(9, 12, 7), prompt=3, layers=(), seed=7):

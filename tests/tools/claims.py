@@ -83,7 +83,7 @@ def linear_time(file: str) -> tuple[str, str, str]:
 
 READERS = (ratio, figures, batches, curves, predicted, sweep, linear_time)
 
-# A claim is two lines: what the paper says and its figure, then which function reads ours.
+# A claim is two lines: what the paper says and its figure, then the function that reads our figure.
 CLAIMS = {
     "GLIDE": """
 Reading the target's cache raises the acceptance rate (figure 4) | by 5.4 to 23.5 points
