@@ -73,7 +73,7 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
 
 
 def checked_tree(tree, vocab: float) -> list[list[int]]:
-    """Sort paths by depth; a Mistake if one is impossible."""
+    """Sort paths by depth; refuse a wrong one."""
     try:
         paths = sorted({tuple(path) for path in tree})
     except TypeError:
