@@ -12,26 +12,26 @@ and newest token x_3; f_draft_i is the prediction of h_i:
     (h_1, x_2) (h_2, x_3) -> f_draft_3, f_draft_4 -> x_4, x_5
     (f_draft_3, x_4) (f_draft_4, x_5) -> x_6, x_7
 
-In training, coupled sequential glancing distillation (CSGD) gives
-some slots their answers. In the first line, slot 1 gets (h_3, x_4)
-and no loss. Slot 2, which predicts x_5, now sees x_4.
+In training, coupled sequential glancing distillation (CSGD) shows
+some slots their answers as inputs. In the first line, slot 1 then
+holds (h_3, x_4), and has no loss. Slot 2, predicting x_5, sees x_4.
 
 Names that differ: t_i is x_i here, f_i is h_i (`features`,
 `answers`), p and p^draft are `p_target` and `q_draft`, omega_dist
 is `distill_weight`.
 
 Deviations, and choices where the paper is silent:
-    1. Eq. 1 predicts one place ahead; the code k, as 3.1 does.
+    1. The code predicts k places ahead, as 3.1; Eq. 1 only one.
     2. Blocks begin at random in training (`relaxed_mask`); in
-       decoding they are counted from the newest slot.
+       decoding they are counted back from the newest slot.
     3. CSGD reveals the text's tokens (the paper: the target's) in
        slots that `glance` chooses, and gives them no loss.
-    4. Features and embeddings are normalised; layers start as the
-       target's top ones; `fusion="linear"`, as shipped, is ours.
+    4. Features, embeddings and predictions are normalised; layers
+       start as the target's top ones; `fusion="linear"` is ours.
     5. Drafts, losses on tokens and the Hamming distance cover only
        frequent tokens (`draft_vocab`).
     6. The default tree takes two passes (the paper: four), and its
-       nodes are never sampled (the paper: when decoding samples).
+       nodes are never sampled (the paper's are, when sampling).
 The shipped drafter has linear fusion, omega_dist = 1, nine nodes
 in two passes, and no CSGD in its last stage of training.
 
@@ -56,8 +56,8 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
     """A tree with counts[d] nodes at depth d + 1.
 
     A node is the path of ranks to it: [0, 2] is the third choice
-    after the first. Likely tokens get more children (App. A). Our
-    rule: a level keeps the paths with the smallest products of
+    after the first. Likely tokens get more children (Figure 5).
+    Our rule: a level keeps the paths with the smallest products of
     (rank + 1). [2, 3] gives [0] [1], [0, 0] [0, 1] [1, 0].
     """
     tree = []
@@ -73,7 +73,7 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
 
 
 def checked_tree(tree, vocab: float) -> list[list[int]]:
-    """Sort paths by depth; refuse a wrong one."""
+    """Check the paths, sort them by depth."""
     try:
         paths = sorted({tuple(path) for path in tree})
     except TypeError:
@@ -125,7 +125,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.kv_layers = []  # reads no K and V
+        self.kv_layers = []  # no K, V of the target
         shape = config.target
         width = shape["hidden_size"]
         self.feature_norm = nn.RMSNorm(width, eps=1e-5)
@@ -170,7 +170,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         mask: Tensor,  # (B, 1, r, P_own + r) bool
         cache=None,  # the drafter's, of P_own rows
     ) -> Tensor:
-        """Predict f_draft (B, r, D) (Eq. 1, section 3.1)."""
+        """Predict f_draft (B, r, D), k places ahead (3.1)."""
         # Rotary tables of the target's top layer.
         tables = common.rotary(target, positions, -1)
         tables = common.whole_rotary(tables, self.config.target["head_dim"])
@@ -265,15 +265,15 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 
     In each sequence, N = rate * d (rounded), where the Hamming
     distance d is the number of wrong slots. Visit the blocks of
-    `relaxed_mask` (phase = seed % k) in random order, without an
-    incomplete first block and blocks in which no slot learns. In
+    `relaxed_mask` (phase = seed % k) in random order; skip an
+    incomplete first block, and blocks in which no slot learns. In
     each, draw r uniformly from 1..k-1 and reveal those of its first
     r slots that learn, until N slots are revealed or no block is
     left. The later slots of the block see these answers.
 
     The paper reveals runs of slots before those to be predicted
     (Figure 2), but does not say which; random blocks and lengths
-    come from its code. Random numbers come from `generators(seed, 0)`,
+    are the authors'. Random numbers come from `generators(seed, 0)`,
     so that neither padding nor other sequences change the choice.
 
     For example, k = 3, phase 1, N = 3; slots 8 to 10 do not learn.
@@ -291,8 +291,9 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     for row, generator in enumerate(generators(seed, 0)):
         learning = learns[row].tolist()
         slots = range(len(learning))
-        whole = slots[-int(seed[row]) % k :: k]  # starts
-        blocks = [slots[n : n + k] for n in whole]
+        phase = int(seed[row]) % k
+        starts = slots[-phase % k :: k]  # of whole blocks
+        blocks = [slots[n : n + k] for n in starts]
         blocks = [b for b in blocks if any(learning[b.start : b.stop])]
         visits = torch.randperm(len(blocks), generator=generator)
         order = []  # slots, as they are visited
@@ -319,7 +320,7 @@ def noisy(features: Tensor, amplitude: float, seed: Tensor) -> Tensor:
 
 
 def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
-    """Of slots that learn: f_draft (M, D), logits (M, Vd), answers (M, D)."""
+    """f_draft (M, D), logits (M, Vd), answers (M, D) of slots that learn."""
     length = slots.features.shape[1]
     positions = torch.arange(length, device=slots.phase.device)[None]
     mask = relaxed_mask(length, drafter.config.k, slots.phase)
@@ -357,7 +358,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     features = noisy(slots.features, config.noise, batch.seed)
     slots = slots._replace(features=features)
     f_draft, logits, answers = predict(drafter, target, slots)
-    # 3. The distributions of both (Eq. 6 and 7).
+    # 3. Both distributions (Eq. 6 and 7).
     truth = common.target_logits(target, answers, draft_ids)
     log_p_target = truth.log_softmax(-1)  # (M, Vd)
     log_q_draft = logits.log_softmax(-1)  # (M, Vd)
@@ -408,11 +409,11 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
 
     Only a full block predicts k tokens. So blocks are counted back
     from the newest slot, and their borders move with it. The newest
-    block can contain up to k - 1 old slots. The last k - 1 old slots
-    always attend again, even one outside it, as slot 3 below. Memory
-    keeps them fused: fusing them anew would need an older LSTM state.
-    Older rows stay as they were computed, with earlier borders.
-    k = 3, slots 5 and 6 are new:
+    block can contain up to k - 1 old slots. For simplicity, the last
+    k - 1 old slots always attend again, also outside it, as slot 3
+    below. Memory keeps them fused: fusing them anew would need an
+    older LSTM state. Older rows stay as they were computed, with
+    earlier borders. k = 3, slots 5 and 6 are new:
 
         blocks before    0 1 | 2 3 4
         blocks now       0 | 1 2 3 | 4 5 6
@@ -477,7 +478,7 @@ def later_pass(drafter, decoding, memory, before: Pass, origins, blocks) -> Pass
     blocks: n lists of k drafted ids.
     """
     k = drafter.config.k
-    # 1. Fuse. `memory` keeps the state of committed slots.
+    # 1. Fuse. `memory.state` stays: a draft may fail.
     features = before.f_draft[origins]  # (n, k, D)
     token_ids = decoding.ids.new_tensor(blocks)  # (n, k)
     state = tuple(x[:, origins] for x in before.state)  # (2, n, D) each
