@@ -345,7 +345,7 @@ class Decoding:
     def verify(self, draft: Draft, scored=None) -> Verified:
         """Verify a draft; commit accepted tokens and the bonus token."""
         # 1. Verify it. What passed since the last round was drafting.
-        if scored is None:
+        if scored is None:  # else they are in it
             draft = self.with_copies(draft)
         self._clock(self.phase)
         self.phase = "draft"
@@ -387,7 +387,7 @@ class Decoding:
 
 
 def open_decoding(target, input_ids: Tensor, **options) -> Decoding:
-    """The Decoding of `target.generate(input_ids, **options)`."""
+    """The Decoding that `target.generate(input_ids, **options)` would use."""
     options.setdefault("attention_mask", torch.ones_like(input_ids))
     return target.generate(input_ids, custom_generate=Decoding, **options)
 
@@ -746,7 +746,7 @@ def refuse(*checks: tuple[object, str]) -> None:
 def check_drafter(drafter, Drafter, target, config=None) -> None:
     """Raise a Mistake if the drafter or its Config does not fit."""
     if not isinstance(drafter, Drafter):
-        raise Mistake(f"the drafter is a {type(drafter)}, not a {Drafter}: load one of these")
+        raise Mistake(f"the drafter is a {type(drafter)}: load a {Drafter}")
     made_for = drafter.config.target
     shape = target_shape(target)
     wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
@@ -795,8 +795,8 @@ def check_target(target) -> None:
     no_mask = "flash" in kernel or "flex" in kernel
     plain = "leave custom_generate out, or take another target"
     refuse(
-        (missing, f"the target takes no {missing}, which token trees need: {plain}"),
-        (counting, f"{counting}: attention that counts rows, not positions: {plain}"),
+        (missing, f"the target takes no {', '.join(missing)}, which token trees need: {plain}"),
+        (counting, f"{', '.join(counting)} counts cache rows, not positions: {plain}"),
         (others, f"{others} layers cannot undo a rejected token: {plain}"),
         (no_mask, f"{kernel} takes no tree mask: load the target with attn_implementation='sdpa'"),
     )
@@ -848,7 +848,7 @@ def _check_length(config, prefix: int, length: int) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     border = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and border and prefix <= border:
-        reaches["positions before its long RoPE factors"] = border + 1
+        reaches["range of short RoPE factors"] = border + 1
     for name, reach in reaches.items():
         if reach and length > reach:
             text = f"prompt + new tokens = {length} exceed the target's {name} of {reach}"
