@@ -345,7 +345,7 @@ class Decoding:
     def verify(self, draft: Draft, scored=None) -> Verified:
         """Verify a draft; commit accepted tokens and the bonus token."""
         # 1. Verify it. What passed since the last round was drafting.
-        if scored is None:  # else they are in it
+        if scored is None:  # else the caller has added them
             draft = self.with_copies(draft)
         self._clock(self.phase)
         self.phase = "draft"

@@ -21,7 +21,7 @@ Names that differ: t_i is x_i here, f_i is h_i (`features`,
 is `distill_weight`.
 
 Deviations, and choices where the paper is silent:
-    1. The code predicts k places ahead, as 3.1; Eq. 1 only one.
+    1. The code predicts k places ahead, as in 3.1; Eq. 1, one.
     2. Blocks begin at random in training (`relaxed_mask`); in
        decoding they are counted back from the newest slot.
     3. CSGD reveals the text's tokens (the paper: the target's) in
@@ -73,7 +73,7 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
 
 
 def checked_tree(tree, vocab: float) -> list[list[int]]:
-    """Check the paths, sort them by depth."""
+    """Check the paths and sort them by depth."""
     try:
         paths = sorted({tuple(path) for path in tree})
     except TypeError:
@@ -478,7 +478,7 @@ def later_pass(drafter, decoding, memory, before: Pass, origins, blocks) -> Pass
     blocks: n lists of k drafted ids.
     """
     k = drafter.config.k
-    # 1. Fuse. `memory.state` stays: a draft may fail.
+    # 1. Fuse, without changing `memory.state`.
     features = before.f_draft[origins]  # (n, k, D)
     token_ids = decoding.ids.new_tensor(blocks)  # (n, k)
     state = tuple(x[:, origins] for x in before.state)  # (2, n, D) each

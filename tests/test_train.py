@@ -299,16 +299,18 @@ def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(
     assert not list(cut.glob(".part*"))
 
 
-def test_an_interrupt_saves_and_ends_the_run(trained, monkeypatch, capsys):
+def test_an_interrupt_is_answered_at_once_saves_and_ends_the_run(trained, monkeypatch, capfd):
     loss = glide.loss
 
     def interrupted(*given):
+        capfd.readouterr()
         signal.raise_signal(signal.SIGINT)
+        assert "measuring and saving; the same command with --resume" in capfd.readouterr().err
         return loss(*given)
 
     monkeypatch.setattr(glide, "loss", interrupted)
     out = trained("out", "--steps", 100000)
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    last = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert last["interrupted"] is True and last["step"] == 1
     assert state_of(out)["progress"]["step"] == 1 and config_in(out)
 
