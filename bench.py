@@ -15,11 +15,14 @@ drafter to use instead of checkpoints/NAME.
 Protocol: all arms answer a turn before the next turn begins. Their order
 is drawn anew for each turn, because a machine's speed drifts. All arms see
 the same earlier answers, those of transformers' `generate`. A warm-up is
-discarded. The baseline is the fastest plain loop, transformers' or ours.
+discarded. The baseline is the fastest plain decoding that is at hand: stock
+transformers on the target as it was loaded, transformers on the target with
+packed layers (support/packed.py), or our own loop on it.
 
 Figures: a legend stands below the table. tokens/s includes the prefill,
-tau does not. speedup is relative to the baseline, with a 95% bootstrap
-interval over five or more prompts. alpha is measured on the baseline's answers.
+tau does not. speedup is relative to the baseline and x stock to stock
+transformers, each with a 95% bootstrap interval over five or more prompts.
+alpha is measured on the baseline's answers.
 """
 
 import argparse
@@ -40,7 +43,7 @@ from tqdm import tqdm
 import common
 from common import Mistake
 from support import batching, cli, data, packed, pictures, replay, report
-from support.arms import PADDED, PLAIN, TRANSFORMERS, Arm, make_arms
+from support.arms import Arm, make_arms, plain_loops
 from support.prompts import answer_padded, encode
 
 ALPHA_ANSWERS = 32  # most answers of the baseline to measure alpha on
@@ -78,18 +81,19 @@ def clock(target) -> float:
 
 
 @torch.no_grad()
-def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
+def play(arm: Arm, asked: list[dict], options: dict) -> Answer:
     """Let an arm answer what is asked (see Turn), with options of target.generate."""
+    target = arm.target
     sync = len(asked) == 1 and target.device.type == "cuda"  # in a batch, phases overlap
     stats = [common.Stats(sync=sync) for _ in asked]
     pairs = list(zip(asked, stats))
     start = clock(target)
-    if arm is PADDED:
+    if arm.padded:
         rows = answer_padded(target, [each["input_ids"][0].tolist() for each in asked], **options)
         for row, own in zip(rows, stats):
             own.target_forwards = len(row)
     elif arm.module is None:  # one after another
-        rows = [transformers_row(arm, target, each, options, own) for each, own in pairs]
+        rows = [transformers_row(arm, each, options, own) for each, own in pairs]
     else:
         decodings = []
         for each, own in pairs:
@@ -100,15 +104,15 @@ def play(arm: Arm, target, asked: list[dict], options: dict) -> Answer:
     return Answer(rows, clock(target) - start, stats)
 
 
-def transformers_row(arm: Arm, target, encoded: dict, options: dict, stats) -> list[int]:
+def transformers_row(arm: Arm, encoded: dict, options: dict, stats) -> list[int]:
     """The new tokens of a loop of transformers; counts what the target reads."""
     fed = []  # tokens of each target forward
 
     def note(_module, _args, kwargs):
         fed.append(kwargs["input_ids"].shape[1])
 
-    with target.register_forward_pre_hook(note, with_kwargs=True):
-        output = target.generate(**encoded, **options, **arm.kwargs)
+    with arm.target.register_forward_pre_hook(note, with_kwargs=True):
+        output = arm.target.generate(**encoded, **options, **arm.kwargs)
     # The first forward reads the prompt, the others a token and a draft.
     length = encoded["input_ids"].shape[1]
     stats.target_forwards = len(fed)
@@ -121,7 +125,7 @@ def most_turns(group: list[dict]) -> int:
     return max(len(prompt["turns"]) for prompt in group)
 
 
-def run(target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> list[Turn]:
+def run(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> list[Turn]:
     """Let every arm answer every turn of every prompt.
 
     Args:
@@ -132,9 +136,10 @@ def run(target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: i
         is too long) end the run early; before the first turn they are raised.
     """
     # 1. Warm up.
-    opening = [encode(tokenizer, each["turns"][:1], target.device) for each in groups[0]]
+    device = arms[0].target.device
+    opening = [encode(tokenizer, each["turns"][:1], device) for each in groups[0]]
     for arm in arms:
-        play(arm, target, opening, options | {"max_new_tokens": WARM_UP_TOKENS})
+        play(arm, opening, options | {"max_new_tokens": WARM_UP_TOKENS})
 
     turns = []
     shuffle = random.Random(seed)
@@ -147,13 +152,13 @@ def run(target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: i
                 talks = [(prompt, said) for prompt, said in talks if place < len(prompt["turns"])]
                 for prompt, said in talks:
                     said.append(prompt["turns"][place])
-                asked = [encode(tokenizer, said, target.device) for _, said in talks]
+                asked = [encode(tokenizer, said, device) for _, said in talks]
 
                 # 3. Let all arms answer, in an order of this turn's own.
                 answers = {}
                 for arm in shuffle.sample(arms, len(arms)):
                     bar.set_postfix_str(arm.name)
-                    answers[arm.name] = play(arm, target, asked, options)
+                    answers[arm.name] = play(arm, asked, options)
                     bar.update(1)
 
                 # 4. Go on with the first arm's answers.
@@ -174,34 +179,40 @@ def run(target, tokenizer, arms: list[Arm], groups: list, options: dict, seed: i
 # -------------------------------------------------------------------------------- figures
 
 
-def summary(arms: list[Arm], loops: list[Arm], target, turns: list[Turn], greedy: bool) -> dict:
+def summary(arms: list[Arm], loops: list[Arm], turns: list[Turn], greedy: bool) -> dict:
     """{NAME: figures} of all arms; the baseline is the fastest of `loops`.
 
-    Args: greedy: the answers should equal those of the first loop.
+    Args:
+        loops: of `plain_loops`; the first one is stock transformers.
+        greedy: the answers should equal those of stock transformers.
     """
+    stock = loops[0]
     found = {arm.name: report.figures(arm, turns) for arm in [*loops, *arms]}
-    speeds = {loop.name: found[loop.name]["tokens_per_s"] for loop in loops}
-    baseline = max(loops, key=lambda loop: speeds[loop.name])
-    theirs = found[baseline.name]["by_prompt"]
+    baseline = max(loops, key=lambda loop: found[loop.name]["tokens_per_s"])
     alphas = {None: None}  # by drafter: many variants share one
     result = {}
     for arm in [baseline, *arms]:
         numbers = found[arm.name]
-        numbers["speedup"], numbers["speedup_ci"] = report.paired(numbers["by_prompt"], theirs)
+        numbers |= report.ratio("speedup", numbers, found[baseline.name])
         drafter = arm.kwargs.get("drafter")
         if drafter not in alphas:
-            alphas[drafter] = acceptance_rate(arm.module, drafter, target, turns, baseline.name)
+            alphas[drafter] = acceptance_rate(arm, drafter, turns, baseline.name)
         numbers["alpha"] = alphas[drafter]
         if greedy:
-            numbers |= divergence(arm.name, loops[0].name, target, turns)
+            numbers |= divergence(arm.name, stock, turns)
         result["baseline" if arm is baseline else arm.name] = numbers
-    result["baseline"] |= {"loop": baseline.name, "loops": speeds}
+    for numbers in found.values():
+        numbers |= report.ratio("vs_stock", numbers, found[stock.name])
+    told = ("tokens_per_s", "vs_stock", "vs_stock_ci")
+    plain = {loop.name: {name: found[loop.name][name] for name in told} for loop in loops}
+    result["baseline"] |= {"loop": baseline.name, "loops": plain}
     return report.rounded(result)
 
 
 @torch.no_grad()
-def acceptance_rate(module, drafter, target, turns: list[Turn], baseline: str) -> float | None:
-    """alpha as the method defines it, on the baseline's answers."""
+def acceptance_rate(arm: Arm, drafter, turns: list[Turn], baseline: str) -> float | None:
+    """alpha as the arm's method defines it, on the baseline's answers."""
+    target = arm.target
     pairs = []
     for turn in turns:
         pairs += zip(turn.asked, turn.answers[baseline].rows)
@@ -213,14 +224,14 @@ def acceptance_rate(module, drafter, target, turns: list[Turn], baseline: str) -
         answered = (torch.arange(ids.shape[1], device=ids.device) >= prompt.shape[1])[None]
         hidden, kv = common.target_features(target, ids, drafter.kv_layers)
         batch = common.Batch(ids, answered, hidden, kv, ids.new_tensor([number]), progress=0.0)
-        accepted, positions = module.acceptance(drafter, target, batch)
+        accepted, positions = arm.module.acceptance(drafter, target, batch)
         total += float(accepted)
         count += int(positions)
     return total / count if count else None
 
 
 @torch.no_grad()
-def divergence(name: str, reference: str, target, turns: list[Turn]) -> dict:
+def divergence(name: str, reference: Arm, turns: list[Turn]) -> dict:
     """How many answers of an arm differ from the reference's, and where the first does.
 
     "top2_margin" is the gap of the target's two best logits there. At a tie
@@ -228,7 +239,7 @@ def divergence(name: str, reference: str, target, turns: list[Turn]) -> dict:
     """
     gone = []
     for turn in turns:
-        rows = zip(turn.answers[name].rows, turn.answers[reference].rows)
+        rows = zip(turn.answers[name].rows, turn.answers[reference.name].rows)
         for question_id, asked, (ours, theirs) in zip(turn.question_ids, turn.asked, rows):
             if ours != theirs:
                 gone.append((question_id, asked["input_ids"], ours, theirs))
@@ -237,7 +248,7 @@ def divergence(name: str, reference: str, target, turns: list[Turn]) -> dict:
         question_id, prompt, ours, theirs = gone[0]
         place = len(os.path.commonprefix([ours, theirs]))
         ids = torch.cat([prompt, prompt.new_tensor([theirs[:place]])], dim=1)
-        best, second = target(ids).logits[0, -1].float().topk(2).values.tolist()
+        best, second = reference.target(ids).logits[0, -1].float().topk(2).values.tolist()
         first = {"question_id": question_id, "position": place, "top2_margin": best - second}
     return {"identical_to_greedy": not gone, "diverged": len(gone), "first_divergence": first}
 
@@ -289,12 +300,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--target", type=cli.target, help=cli.TARGET_HELP)
     add("--dtype", default="float32", choices=dtypes, help="of target and drafters")
     add("--device", default=cuda, help="of torch, such as cpu or cuda:1")
+    add("--kernel", choices=packed.KERNELS, help="of linear layers (default: the fastest)")
 
     add = parser.add_argument_group("what to measure").add_argument
     add("--prompts", nargs="+", metavar="FILE", help="FastChat JSONL (default: all of prompts/)")
     add("--prompt", metavar="TEXT", help="ask this instead of a prompt file")
-    add("--num-prompts", type=number(int, 0), default=6, help="spread over all files; 0: all")
-    add("--max-new-tokens", type=number(int, 1), default=64, help="per turn")
+    add("--num-prompts", type=number(int, 0), default=5, help="spread over all files; 0: all")
+    add("--max-new-tokens", type=number(int, 1), default=48, help="per turn")
     add("--temperature", type=number(float, 0), default=0.0, help="0 is greedy")
     add("--top-p", type=number(float, 0.001, 1), default=1.0, help="share of the likeliest tokens")
     add("--seed", type=number(int, 0, 2**31), default=0, help="of sampling and the order of arms")
@@ -361,8 +373,12 @@ def measure(args) -> dict:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)
-    target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
-    target = packed.pack(target)
+    stock, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
+    possible = packed.candidates(stock)
+    if args.kernel and args.kernel not in possible:
+        those = f"take one of {', '.join(possible)}" if possible else "leave it out"
+        raise Mistake(f"--kernel {args.kernel} does not compute this target exactly: {those}")
+    target = packed.pack(stock, (args.kernel, args.kernel) if args.kernel else None)
 
     # 2. Measure.
     result = report.header(args, target)
@@ -375,9 +391,11 @@ def measure(args) -> dict:
             options |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
         torch.manual_seed(args.seed)
         if args.replay:
-            replay.write(args.replay, target, tokenizer, arms, prompts[0]["turns"][0], options)
+            loops = plain_loops(stock, target)
+            turn = prompts[0]["turns"][0]
+            replay.write(args.replay, tokenizer, loops, arms, turn, options)
             return {"replay": args.replay}
-        result |= compare(args, target, tokenizer, arms, prompts, options)
+        result |= compare(args, stock, target, tokenizer, arms, prompts, options)
 
     # 3. Print and write.
     print(report.tables(result))
@@ -388,8 +406,8 @@ def measure(args) -> dict:
     return result
 
 
-def compare(args, target, tokenizer, arms, prompts, options) -> dict:
-    """Let the arms answer; returns their part of the result."""
+def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
+    """Let the arms and plain decoding answer; returns their part of the result."""
     # 1. Answer. Prompts that fill no batch are left out.
     size = args.batch_size
     starts = range(0, len(prompts) - size + 1, size)
@@ -400,11 +418,11 @@ def compare(args, target, tokenizer, arms, prompts, options) -> dict:
         from support import stopping  # needs specdecpp.py
 
         stopping.chain_of(arms[0])  # a Mistake comes before the long run
-    loops = [TRANSFORMERS, PLAIN] if size == 1 else [TRANSFORMERS, PLAIN, PADDED]
-    turns = run(target, tokenizer, [*loops, *arms], groups, options, args.seed)
+    loops = plain_loops(stock, target, size)
+    turns = run(tokenizer, [*loops, *arms], groups, options, args.seed)
 
     # 2. Summarize.
-    figures = summary(arms, loops, target, turns, not args.temperature)
+    figures = summary(arms, loops, turns, not args.temperature)
     count = turns[-1].prompt + 1  # prompts or batches
     result = {"prompts": count * size}
     if size > 1:

@@ -25,9 +25,11 @@ class Arm:
     """One way of decoding: a method's drafts, or a loop of transformers."""
 
     name: str
+    target: object  # what it decodes with: packed, or as load_target returns it
     module: object = None  # of the method; None: transformers decodes
     kwargs: dict = field(default_factory=dict)  # of module.drafts, or of generate
     copies: int = 0
+    padded: bool = False  # transformers decodes a whole batch, padded
 
 
 def plain_drafts(decoding):
@@ -36,14 +38,31 @@ def plain_drafts(decoding):
         yield common.chain([], decoding.ids)
 
 
-# The candidates for the baseline. The last one is for batches only.
-TRANSFORMERS = Arm("transformers")
-PLAIN = Arm("plain", SimpleNamespace(drafts=plain_drafts))
-PADDED = Arm("padded")
+def plain_arm(target) -> Arm:
+    return Arm("plain", target, SimpleNamespace(drafts=plain_drafts))
+
+
+def plain_loops(stock, target, batch_size: int = 1) -> list[Arm]:
+    """Plain decoding in every way at hand; the fastest of them is the baseline.
+
+    The first is what a user has without this repository, and the reference of
+    greedy answers: transformers' `generate` on the target as load_target returns it.
+    The others decode with the packed target. A baseline among them alone could be
+    slowed by our own packing, and every speedup would flatter us.
+
+    Args: stock: the target as loaded. target: the packed one, or `stock` again.
+    """
+    batch = batch_size > 1
+    loops = [Arm("stock", stock, padded=batch)]
+    if target is not stock:
+        loops.append(Arm("transformers", target, padded=batch))
+    if batch:
+        loops.append(Arm("one by one", target))
+    return [*loops, plain_arm(target)]
 
 
 def make_arms(target, args) -> list[Arm]:
-    """The arms that the command line asks for, each once.
+    """The arms that the command line asks for, each once, to decode with `target`.
 
     Raises: Mistake: an impossible arm, or two different ones of one name.
     """
@@ -52,7 +71,7 @@ def make_arms(target, args) -> list[Arm]:
     def load(method: str, folder: str | None):
         path = Path(folder or cli.ROOT / "checkpoints" / method)
         drafter = common.load_drafter(cli.import_method(method).Drafter, path, target)
-        return packed.pack(drafter)
+        return packed.pack(drafter, getattr(target, "kernels", None))
 
     texts: list[str] = []
     for text in args.method:
@@ -63,7 +82,7 @@ def make_arms(target, args) -> list[Arm]:
     arms: dict[str, Arm] = {}
     for text in texts:
         try:
-            arm = peer(text, target, load) if text in PEERS else make_arm(text, args, load)
+            arm = peer(text, target, load) if text in PEERS else make_arm(text, target, args, load)
         except Mistake as problem:
             if text not in optional:
                 raise
@@ -74,7 +93,7 @@ def make_arms(target, args) -> list[Arm]:
     return list(arms.values())
 
 
-def make_arm(text: str, args, load) -> Arm:
+def make_arm(text: str, target, args, load) -> Arm:
     """The arm NAME[:VARIANT][+copies][@DIR].
 
     Args: load: gives the drafter of a method and a folder (None: the shipped one).
@@ -111,15 +130,16 @@ def make_arm(text: str, args, load) -> Arm:
                 raise Mistake(f"base {config.base!r} drafts no chains: take {chains}")
             kwargs["base"] = cli.import_method(config.base)
             kwargs["base_drafter"] = load(config.base, folder)
-    return Arm(shown, module, kwargs, COPIES if copies else 0)
+    return Arm(shown, target, module, kwargs, COPIES if copies else 0)
 
 
 def peer(name: str, target, load) -> Arm:
     """Transformers' prompt lookup, or its assisted generation with SpecDec++'s layers."""
     if name == "prompt-lookup":
-        return Arm(name, kwargs={"prompt_lookup_num_tokens": 10})
-    assistant = packed.pack(causal_lm(load("specdecpp", None), target))
-    return Arm(name, kwargs={"assistant_model": assistant})
+        return Arm(name, target, kwargs={"prompt_lookup_num_tokens": 10})
+    kernels = getattr(target, "kernels", None)
+    assistant = packed.pack(causal_lm(load("specdecpp", None), target), kernels)
+    return Arm(name, target, kwargs={"assistant_model": assistant})
 
 
 def causal_lm(drafter, target):

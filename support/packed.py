@@ -1,12 +1,30 @@
-"""Linear layers packed once for oneDNN: two to three times faster on a CPU.
+"""Linear layers for the few rows of a verification, on a CPU.
 
-The arithmetic stays float32. `F.linear` packs its weight on every call. For
-the 2 to 32 rows of a verification, packing costs more than multiplying and
-would hide why speculative decoding works: where reading weights is slower
-than multiplying, a few tokens cost about as much as one. The two operators
-are those that torch.compile emits for frozen CPU models. The packed copy
-is kept beside the weight, which embeddings may share.
+Speculative decoding pays because a target forward over a few tokens costs about
+as much as one over a single token: most of its time goes into reading the weights
+from memory, and they are read once either way. `F.linear` on a CPU hides this. It
+brings the weight into the kernel's own layout again in every call, which for a few
+rows costs more than the multiplication. A packed weight is brought into this layout
+once. Three kernels of torch compute the same product in float32:
+
+    linear    F.linear, which needs no packing
+    onednn    a float32 weight in oneDNN's layout (what torch.compile emits for a
+              frozen model on a CPU); a bfloat16 weight where the processor has
+              bfloat16 instructions
+    float16   fbgemm: a weight kept as float16 and multiplied as float32. Half as
+              many bytes are read, so one row is twice as fast, where reading is
+              what takes the time.
+
+Which one is fastest depends on the processor and on the number of rows, so `pack`
+measures. fbgemm works in blocks of six rows: a draft of five nodes and its root fill
+one block, a sixth node starts another. Its operator is part of torch's quantisation,
+whose Python side is moving to torchao, which has nothing in its place. If it leaves
+torch, `candidates` no longer lists it and the others remain.
 """
+
+import copy
+import time
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +35,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 ATTENTION = "grouped_sdpa"  # its name among transformers' attention functions
+KERNELS = ("linear", "onednn", "float16")
+SEVERAL = 6  # rows of a verification, to choose its kernel by
+SAMPLE = 128 * 2**20  # bytes of weights to measure on: more than a cache holds
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
@@ -39,44 +60,135 @@ AttentionInterface.register(ATTENTION, grouped_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-class PackedLinear(nn.Linear):
-    """A frozen float32 CPU layer with a packed copy of its weight (O, D)."""
+def prepare(kernel: str, weight: Tensor, bias: Tensor | None):
+    """A function from rows (n, D) to rows (n, O), for a weight (O, D) that stays."""
+    if kernel == "float16":
+        packed = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
+        return partial(torch.ops.quantized.linear_dynamic_fp16, W_prepack=packed)
+    if kernel == "onednn":
+        # The layout is chosen for 8 rows, and serves any number of them.
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
+        product = torch.ops.mkldnn._linear_pointwise
+        return lambda rows: product(rows, packed, bias, "none", [], "")
+    return partial(F.linear, weight=weight, bias=bias)
 
-    def __init__(self, layer: nn.Linear):
+
+class PackedLinear(nn.Linear):
+    """A frozen linear layer on the CPU that computes with the chosen kernels.
+
+    kernels: the names of one for a single row, and one for several rows.
+    The weight (O, D) itself stays beside what is packed, because embeddings share
+    it and because other code reads it.
+    """
+
+    def __init__(self, layer: nn.Linear, kernels: tuple[str, str]):
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight = layer.weight
         self.bias = layer.bias
-        # The layout is chosen for 8 rows, and any number of rows works.
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), 8)
+        self.kernels = kernels
+        bias = None if layer.bias is None else layer.bias.detach()
+        made = {name: prepare(name, layer.weight.detach(), bias) for name in {*kernels}}
+        self.one, self.several = (made[name] for name in kernels)
         self.selected = WeakIdKeyDictionary()  # {token_ids: layer}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., D) to (..., O); pads one to three rows, for speed."""
+        """Map x (..., D) to (..., O)."""
         rows = x.reshape(-1, self.in_features)  # (n, D)
-        padded = F.pad(rows, (0, 0, 0, 4 - len(rows))) if len(rows) < 4 else rows
-        out = torch.ops.mkldnn._linear_pointwise(padded, self.packed, self.bias, "none", [], "")
-        return out[: len(rows)].view(*x.shape[:-1], self.out_features)
+        product = self.one if len(rows) == 1 else self.several
+        return product(rows).view(*x.shape[:-1], self.out_features)
+
+    def __deepcopy__(self, memo) -> "PackedLinear":
+        return self  # all that it holds is frozen
 
     def select(self, token_ids: Tensor) -> "PackedLinear":
         """Rows `token_ids` (Vd,) as a packed layer, made once per tensor."""
         if token_ids not in self.selected:
             head = nn.Linear(self.in_features, len(token_ids), bias=False, device="meta")
             head.weight = nn.Parameter(self.weight[token_ids], requires_grad=False)
-            self.selected[token_ids] = PackedLinear(head)
+            self.selected[token_ids] = PackedLinear(head, self.kernels)
         return self.selected[token_ids]
 
 
-def pack(model: nn.Module) -> nn.Module:
-    """A float32 model on the CPU with every nn.Linear packed; others stay."""
-    weight = next(model.parameters())
-    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if not (fits and torch.backends.mkldnn.is_available()):  # not on macOS
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """{name: layer} of the layers that can be packed."""
+    modules = model.named_modules()
+    return {name: module for name, module in modules if type(module) is nn.Linear}
+
+
+def is_float16(weight: Tensor) -> bool:
+    """Whether float16 holds the weight up to 2^-25, half of its smallest number.
+
+    A weight that was trained or stored in bfloat16 passes too: bfloat16 has fewer
+    digits, so only numbers below 6e-5 are rounded, by at most 3e-8. A float32 sum of
+    hundreds of products rounds by more than that.
+    """
+    return bool((weight - weight.half().float()).abs().max() <= 2**-25)
+
+
+def candidates(model: nn.Module) -> list[str]:
+    """The kernels that compute this model's product; [] if it stays as it is."""
+    weights = [layer.weight for layer in linear_layers(model).values()]
+    dtypes = {weight.dtype for weight in weights}
+    if any(weight.device.type != "cpu" for weight in weights):
+        return []
+    if dtypes == {torch.float32}:
+        found = ["linear"]
+        if torch.backends.mkldnn.is_available():  # not on macOS
+            found.append("onednn")
+        if torch.backends.quantized.engine in ("x86", "fbgemm"):  # not on ARM
+            if all(map(is_float16, weights)):
+                found.append("float16")
+        return found
+    if dtypes == {torch.bfloat16} and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return ["linear", "onednn"]
+    return []
+
+
+@torch.no_grad()
+def fastest(model: nn.Module, kernels: list[str]) -> tuple[str, str]:
+    """The fastest kernel for one row, and for several: a measurement of a second."""
+    # The sample must not fit into a cache, or reading it would cost nothing.
+    sample = []
+    size = 0
+    for layer in linear_layers(model).values():
+        if size < SAMPLE:
+            sample.append(layer.weight.detach())
+            size += layer.weight.nbytes
+    products = {name: [prepare(name, w, None) for w in sample] for name in kernels}
+    best = []
+    for count in (1, SEVERAL):
+        rows = [w.new_ones(count, w.shape[1]) for w in sample]
+        seconds = dict.fromkeys(kernels, float("inf"))
+        for _ in range(5):  # in turn, because the speed of a machine drifts
+            for name, layers in products.items():
+                start = time.perf_counter()
+                for product, x in zip(layers, rows):
+                    product(x)
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
+        best.append(min(seconds, key=seconds.get))
+    return tuple(best)
+
+
+def pack(model: nn.Module, kernels: tuple[str, str] | None = None) -> nn.Module:
+    """A second model over the same weights, whose linear layers are packed.
+
+    kernels: for one row and for several; None: what is measured to be the fastest.
+    The model itself stays as it was. It is returned where there is nothing to pack:
+    on a GPU, and in a dtype without kernels. `model.kernels` of what is returned
+    tells the choice.
+    """
+    possible = candidates(model)
+    if not possible:
         return model
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
-            model.set_submodule(name, PackedLinear(module))
-    for module in model.modules():  # a drafter has several with a config
+    kernels = kernels or fastest(model, possible)
+    # A deep copy of the modules and configs, but not of the tensors.
+    tensors = [*model.parameters(), *model.buffers()]
+    twin = copy.deepcopy(model, {id(x): x for x in tensors})
+    for name, layer in linear_layers(twin).items():
+        twin.set_submodule(name, PackedLinear(layer, kernels))
+    for module in twin.modules():  # a drafter has several with a config
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
             config._attn_implementation = ATTENTION
-    return model
+    twin.kernels = kernels
+    return twin

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 import common
 from support import cli, report
-from support.arms import PLAIN
 from support.prompts import encode
 
 HERE = Path(__file__).parent
@@ -110,8 +110,36 @@ def plain_notes(notes: dict, text) -> dict:
     return {"slots": slots}
 
 
-def play(arm, target, encoded: dict, options: dict, text) -> list[dict]:
+class Moments(BaseStreamer):
+    """Notes when each token arrives, and first when the prompt does."""
+
+    def __init__(self):
+        self.moments = []
+
+    def put(self, value):
+        self.moments.append(time.perf_counter())
+
+    def end(self):
+        pass
+
+
+def plain_seconds(arm, encoded: dict, options: dict) -> list[float]:
+    """The seconds up to each token of plain decoding, after a short warm-up."""
+    if arm.module is not None:  # our own loop
+        rounds = play(arm, encoded, options, str)
+        return list(itertools.accumulate(sum(told["seconds"].values()) for told in rounds))
+    most = options["max_new_tokens"]
+    for count in (min(WARM_UP_TOKENS, most), most):
+        arrived = Moments()
+        given = options | {"max_new_tokens": count}
+        arm.target.generate(**encoded, **given, streamer=arrived)
+    start, *moments = arrived.moments
+    return [moment - start for moment in moments]
+
+
+def play(arm, encoded: dict, options: dict, text) -> list[dict]:
     """The rounds of an arm's answer to a prompt, after a short warm-up."""
+    target = arm.target
     most = options["max_new_tokens"]
     for count in (min(WARM_UP_TOKENS, most), most):
         given = options | {"max_new_tokens": count}
@@ -137,10 +165,11 @@ def page(data: dict) -> str:
     return whole.replace("{{data}}", text)  # last: a token that spells a mark stays text
 
 
-def write(path: str, target, tokenizer, arms: list, text: str, options: dict) -> None:
+def write(path: str, tokenizer, loops: list, arms: list, text: str, options: dict) -> None:
     """Answer one prompt with every arm that is a method, and write the page.
 
     Args:
+        loops: of plain decoding; the methods race against the fastest.
         arms: of support/arms.py.
         text: the prompt as the user wrote it.
         options: of `target.generate`, among them max_new_tokens.
@@ -153,9 +182,10 @@ def write(path: str, target, tokenizer, arms: list, text: str, options: dict) ->
         return word
 
     # 1. Decode without a method and with each.
+    target = loops[0].target
     encoded = encode(tokenizer, [text], target.device)
-    plain = play(PLAIN, target, encoded, options, token_text)
-    seconds = [sum(told["seconds"].values()) for told in plain]
+    raced = [plain_seconds(loop, encoded, options) for loop in loops]
+    plain = min(raced, key=lambda seconds: seconds[-1] / len(seconds))
     methods = []
     for arm in arms:
         if arm.module is None:  # transformers decodes
@@ -166,7 +196,7 @@ def write(path: str, target, tokenizer, arms: list, text: str, options: dict) ->
                 "name": arm.name,
                 "idea": (inspect.getdoc(arm.module) or "").split("\n")[0],
                 "settings": {name: getattr(arm.kwargs["config"], name) for name in names},
-                "rounds": play(arm, target, encoded, options, token_text),
+                "rounds": play(arm, encoded, options, token_text),
             }
         )
 
@@ -176,7 +206,7 @@ def write(path: str, target, tokenizer, arms: list, text: str, options: dict) ->
         "target": Path(target.config.name_or_path).name,
         "device": target.device.type,
         "sampled": bool(options.get("do_sample")),
-        "plain": list(itertools.accumulate(seconds)),  # up to each token, without a method
+        "plain": plain,  # seconds up to each token, without a method
     }
     prompt = [token_text(token) for token in encoded["input_ids"][0].tolist()]
     whole = page({"about": about, "prompt": prompt, "methods": methods})

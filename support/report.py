@@ -17,14 +17,17 @@ from common import Mistake
 from support import default_target
 
 LEGEND = (
-    "tau: tokens per target forward. accepted: draft tokens accepted per target forward. alpha: "
-    "acceptance rate at temperature 1. N_t/N: target forwards per token. N_d/N: draft tokens "
-    "discarded per token. ms: per round; other: neither drafting nor verifying."
+    "speedup: over the baseline, the fastest plain decoding. x stock: over transformers on the "
+    "target as loaded. tau: tokens per target forward. accepted: draft tokens accepted per target "
+    "forward. alpha: acceptance rate at temperature 1. N_t/N: target forwards per token. N_d/N: "
+    "draft tokens discarded per token. ms: per round; other: neither drafting nor verifying."
 )
 COLUMNS = {  # name in the JSON: heading of a table, and the format of a number
     "tokens_per_s": ("tokens/s", ".1f"),
     "speedup": ("speedup", ".2f"),
     "speedup_ci": ("95%", ".2f"),
+    "vs_stock": ("x stock", ".2f"),
+    "vs_stock_ci": ("95%", ".2f"),
     "tau": ("tau", ".2f"),
     "accepted_per_round": ("accepted", ".2f"),
     "alpha": ("alpha", ".2f"),
@@ -48,6 +51,7 @@ def header(args, target) -> dict:
         "target": args.target or default_target.NAME,
         "device": f"{target.device.type} ({name}, {torch.get_num_threads()} threads)",
         "dtype": str(target.dtype).removeprefix("torch."),
+        "kernels": getattr(target, "kernels", None),  # for one row, and for several
         "commit": commit(),
         "command": "python bench.py " + shlex.join(args.argv),
         "prompts": 0,
@@ -154,6 +158,12 @@ def by_position(answers: list[dict]) -> list[float]:
         if not reached:
             return shares
         shares.append(sum(reached) / len(reached))
+
+
+def ratio(name: str, ours: dict, theirs: dict) -> dict:
+    """{NAME: an arm's speed over another's, NAME_ci: its interval}; see `paired`."""
+    value, interval = paired(ours["by_prompt"], theirs["by_prompt"])
+    return {name: value, f"{name}_ci": interval}
 
 
 def paired(ours: dict, theirs: dict) -> tuple[float, list[float] | None]:

@@ -18,8 +18,8 @@ import common
 import glide
 from common import Mistake
 from support import arms as arms_of
-from support import cli, report
-from support.arms import PLAIN, TRANSFORMERS, Arm
+from support import cli, packed, report
+from support.arms import Arm, plain_arm, plain_loops
 
 ROOT = Path(bench.__file__).parent
 TURNS = [
@@ -92,11 +92,11 @@ def played(monkeypatch):
     real = bench.play
     record = SimpleNamespace(calls=[], interrupt=None)
 
-    def play(arm, target, asked, options):
+    def play(arm, asked, options):
         record.calls.append((arm, asked, dict(options)))
         if len(record.calls) == record.interrupt:
             raise KeyboardInterrupt
-        return real(arm, target, asked, options)
+        return real(arm, asked, options)
 
     monkeypatch.setattr(bench, "play", play)
     return record
@@ -179,7 +179,7 @@ def test_batches_are_measured_and_filled(capsys):
     ours = batch["arms"]["glide@glide"]
     assert ours["identical_to_greedy"] and ours["tau"] > 1 and ours["tokens"] == 36
     assert ours["draft_ms"] is None and ours["speedup_ci"] is None
-    assert set(batch["arms"]["baseline"]["loops"]) == {"transformers", "plain", "padded"}
+    assert set(batch["arms"]["baseline"]["loops"]) == {"stock", "one by one", "plain"}
     assert "1 batches of 2" in out
     copying = command("--batch-size", "2", method="glide+copies@glide")
     copies = run(capsys, copying)[0]["batch"]["arms"]["glide+copies@glide"]
@@ -192,13 +192,13 @@ def test_batches_are_measured_and_filled(capsys):
 def conversation(fake, played, seed=0):
     """The turns of a run of five arms, and (arm, question) in the order of playing."""
     target, tokenizer, _ = load()
-    arms = [TRANSFORMERS, PLAIN]
+    arms = plain_loops(target, target)
     for wrong in (-1, 0, 1):
-        arms.append(Arm(f"fake{wrong}", fake, {"config": fake.Config(wrong=wrong)}))
+        arms.append(Arm(f"fake{wrong}", target, fake, {"config": fake.Config(wrong=wrong)}))
     options = {**GREEDY, "max_new_tokens": 4}
     groups = [[prompt] for prompt in TURNS]
     played.calls = []
-    turns = bench.run(target, tokenizer, arms, groups, options, seed)
+    turns = bench.run(tokenizer, arms, groups, options, seed)
     order = []
     for arm, asked, _ in played.calls:
         order.append((arm.name, tokenizer.decode(asked[0]["input_ids"][0])))
@@ -216,11 +216,11 @@ def test_every_arm_answers_every_turn_in_an_order_of_its_own(fake, played):
 
     # The earlier turns are the first arm's answers, whoever answers now.
     _, tokenizer, _ = load()
-    said = tokenizer.decode(turns[0].answers["transformers"].rows[0], skip_special_tokens=True)
+    said = tokenizer.decode(turns[0].answers["stock"].rows[0], skip_special_tokens=True)
     second = bench.encode(tokenizer, ["w1 w2", said, "w3"], "cpu")["input_ids"][0]
     assert {text for _, text in order[10:15]} == {tokenizer.decode(second)}
     assert {text for _, text in order[15:]} == {"<user> w4 w5 w6 <end> <assistant>"}
-    assert turns[0].answers["plain"].rows == turns[0].answers["transformers"].rows
+    assert turns[0].answers["plain"].rows == turns[0].answers["stock"].rows
     assert [turn.prompt for turn in turns] == [0, 0, 1]
 
 
@@ -241,7 +241,7 @@ def test_where_answers_part_and_the_margin_there(llama):
     for wrong, place in (([*said[:2], 47, *said[3:]], 2), (said[:3], 3), ([*said, 1], 5)):
         answers = {"x": bench.Answer([said, wrong], 1, []), "y": bench.Answer([said, said], 1, [])}
         turns = [bench.Turn(0, [7, 8], ASKED * 2, answers)]
-        found = bench.divergence("x", "y", llama, turns)
+        found = bench.divergence("x", Arm("y", llama), turns)
         text = torch.cat([ids, ids.new_tensor([said[:place]])], dim=1)
         best, second = llama(text).logits[0, -1].topk(2).values.tolist()
         margin = pytest.approx(best - second, rel=1e-4)
@@ -253,10 +253,10 @@ def test_where_answers_part_and_the_margin_there(llama):
 def test_the_loops_of_transformers_are_counted(llama):
     """Assisted by a copy of the target, so that all drafts are right."""
     options = {**GREEDY, "max_new_tokens": 12}
-    plain = bench.play(TRANSFORMERS, llama, ASKED, options)
+    plain = bench.play(Arm("stock", llama), ASKED, options)
     assert plain.stats[0].target_forwards == 12 and plain.stats[0].drafted == 0
-    arm = Arm("assisted", kwargs={"assistant_model": copy.deepcopy(llama)})
-    helped = bench.play(arm, llama, ASKED, options)
+    arm = Arm("assisted", llama, kwargs={"assistant_model": copy.deepcopy(llama)})
+    helped = bench.play(arm, ASKED, options)
     figures = report.figures(arm, turns_of(assisted=[helped]))
     assert helped.rows == plain.rows
     assert figures["forwards"] < 12 and figures["accepted"] == 12 - figures["forwards"]
@@ -264,7 +264,7 @@ def test_the_loops_of_transformers_are_counted(llama):
     assert missed <= 1, "the last forward may lack its bonus token"
     assert figures["accepted_per_round"] == pytest.approx(figures["tau"] - 1)
     assert figures["draft_ms"] is figures["verify_ms"] is figures["other_ms"] is None
-    ours = bench.play(PLAIN, llama, ASKED, options)
+    ours = bench.play(plain_arm(llama), ASKED, options)
     assert ours.rows == plain.rows and ours.stats[0].target_forwards == 12
 
 
@@ -284,7 +284,8 @@ def test_alpha_is_that_of_the_answers_tokens_and_no_others(llama):
 
     module = SimpleNamespace(acceptance=acceptance)
     drafter = SimpleNamespace(kv_layers=[])
-    assert bench.acceptance_rate(module, drafter, llama, turns, "plain") == 7 / 9
+    arm = Arm("x", llama, module)
+    assert bench.acceptance_rate(arm, drafter, turns, "plain") == 7 / 9
 
 
 # ------------------------------------------------------------------------------------ figures
@@ -314,7 +315,7 @@ def test_figures_of_a_hand_worked_case():
     rounds = {"target_forwards": 4, "offered": [3, 3, 3, 0], "accepted": [0, 1, 1, 0]}
     second = answer(6, 2.0, seconds=seconds, drafted=9, **rounds)
     turns = turns_of(x=[first, second])
-    got = report.figures(Arm("x", copies=16), turns)
+    got = report.figures(Arm("x", None, copies=16), turns)
     assert got["tokens_per_s"] == 16 / 3
     assert (got["tau"], got["accepted_per_round"], got["n_target_per_token"]) == (2.0, 1.0, 0.5)
     assert (got["drafted"], got["accepted"]) == (21, 8)
@@ -328,15 +329,42 @@ def test_figures_of_a_hand_worked_case():
     assert got["by_prompt"] == {"tokens": [10, 6], "seconds": [1.0, 2.0], "forwards": [4, 4]}
 
 
-def test_the_baseline_is_the_faster_of_the_plain_loops(llama):
-    for ours, theirs, faster in ((2.0, 4.0, "plain"), (4.0, 2.0, "transformers")):
-        turns = turns_of(
-            transformers=[answer(10, theirs)], plain=[answer(10, ours)], x=[answer(10, 1.0)]
-        )
-        found = bench.summary([Arm("x")], [TRANSFORMERS, PLAIN], llama, turns, greedy=True)
-        assert list(found) == ["baseline", "x"] and found["baseline"]["loop"] == faster
-        assert found["baseline"]["tokens_per_s"] == 5.0 and found["x"]["speedup"] == 2.0
-        assert found["baseline"]["loops"] == {"transformers": 10 / theirs, "plain": 10 / ours}
+def test_the_baseline_is_the_fastest_plain_decoding(llama):
+    """Whoever it is; and every arm is also compared with stock transformers."""
+    target = packed.pack(make_llama().float())
+    loops = plain_loops(llama, target)
+    seconds = {"stock": 8.0, "transformers": 8.0, "plain": 8.0}
+    assert [loop.name for loop in loops] == list(seconds)
+    for fastest in seconds:
+        took = seconds | {fastest: 4.0}
+        turns = turns_of(x=[answer(10, 1.0)], **{name: [answer(10, s)] for name, s in took.items()})
+        found = bench.summary([Arm("x", target)], loops, turns, greedy=True)
+        assert list(found) == ["baseline", "x"] and found["baseline"]["loop"] == fastest
+        assert found["baseline"]["tokens_per_s"] == 2.5 and found["x"]["speedup"] == 4.0
+        assert found["baseline"]["vs_stock"] == took["stock"] / 4
+        assert found["x"]["vs_stock"] == took["stock"]
+        for name, told in found["baseline"]["loops"].items():
+            assert told["tokens_per_s"] == 10 / took[name]
+            assert told["vs_stock"] == took["stock"] / took[name]
+
+
+def test_stock_transformers_on_the_target_as_loaded_is_always_a_candidate(capsys, monkeypatch):
+    """No packed layer may be in it, whatever else the run decodes with."""
+    seen = []
+    real = bench.plain_loops
+    monkeypatch.setattr(bench, "plain_loops", lambda *a: seen.append(real(*a)) or seen[-1])
+    for size in ("1", "2"):
+        argv = command("--batch-size", size, "--kernel", "linear", method="lookup")
+        result, _ = run(capsys, [*argv, "--dtype", "float32"])
+        assert result["kernels"] == ["linear", "linear"]
+        stock, *others = seen.pop()
+        assert (stock.module, stock.padded) == (None, size == "2")
+        layers = [type(module) for module in stock.target.modules()]
+        assert torch.nn.Linear in layers and packed.PackedLinear not in layers
+        for loop in others:
+            assert any(isinstance(m, packed.PackedLinear) for m in loop.target.modules())
+        told = (result.get("arms") or result["batch"]["arms"])["baseline"]["loops"]
+        assert {"stock", "transformers", "plain"} <= told.keys()
 
 
 # ---------------------------------------------------------------------------------- intervals
@@ -346,7 +374,7 @@ def paired(ours, theirs, prompts=None):
     """The interval of answers of 10 tokens that took these seconds."""
     played = {"x": [answer(10, s) for s in ours], "plain": [answer(10, s) for s in theirs]}
     turns = turns_of(prompts=prompts, **played)
-    figures = [report.figures(Arm(name), turns)["by_prompt"] for name in played]
+    figures = [report.figures(Arm(name, None), turns)["by_prompt"] for name in played]
     return report.paired(*figures)
 
 

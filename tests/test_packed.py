@@ -1,7 +1,10 @@
-"""packed.py: same numbers, same decoding."""
+"""packed.py: same numbers, same decoding, and a choice that is never slower."""
 
 import gc
+import itertools
+import types
 
+import pytest
 import torch
 from tiny import family, make_glide, make_llama
 
@@ -9,30 +12,74 @@ import common
 import glide
 from support import packed
 
+HERE = packed.candidates(make_llama().half().float())  # ["linear"] on a machine without the others
 
-def test_packed_layers_compute_the_same_for_any_number_of_rows():
-    for bias in (True, False):
-        layer = torch.nn.Linear(33, 50, bias=bias).requires_grad_(False)
+
+def is_packed(model):
+    return any(isinstance(module, packed.PackedLinear) for module in model.modules())
+
+
+def test_every_kernel_computes_the_same_for_any_number_of_rows():
+    for bias, kernels in itertools.product((True, False), itertools.product(HERE, HERE)):
+        layer = torch.nn.Linear(33, 50, bias=bias).bfloat16().float().requires_grad_(False)
         shapes = ((), (1,), (2,), (3,), (5,), (40,), (1, 1), (2, 3), (1, 7))
-        inputs = [torch.randn(*shape, 33) for shape in shapes]
-        expected = [layer(x) for x in inputs]
-        layer = packed.PackedLinear(layer)
-        for x, y in zip(inputs, expected):
-            torch.testing.assert_close(layer(x), y, atol=1e-5, rtol=1e-5)
+        ours = packed.PackedLinear(layer, kernels)
+        for shape in shapes:
+            x = torch.randn(*shape, 33)
+            torch.testing.assert_close(ours(x), layer(x), atol=1e-5, rtol=1e-5)
 
 
-def test_packed_decoding_is_still_lossless():
+def test_a_packed_target_is_a_second_object_over_the_same_weights():
     target = make_llama().float()
-    drafter = packed.pack(make_glide(target, draft_vocab=20))
-    weights = {name: weight.clone() for name, weight in target.state_dict().items()}
     ids = torch.tensor([[5, 6, 7]])
     options = {"max_new_tokens": 40, "do_sample": False}
     truth = target.generate(ids, **options)
-    packed.pack(target)
-    assert torch.equal(target.generate(ids, **options), truth)
-    output = target.generate(ids, custom_generate=glide.generate, drafter=drafter, **options)
-    assert torch.equal(output, truth)
-    assert all(torch.equal(weight, weights[name]) for name, weight in target.state_dict().items())
+    twin = packed.pack(target)
+    drafter = packed.pack(make_glide(target, draft_vocab=20))
+    assert is_packed(twin) and is_packed(drafter) and not is_packed(target)
+    assert twin.config._attn_implementation != target.config._attn_implementation == "sdpa"
+    weights = dict(twin.named_parameters())
+    for name, weight in target.named_parameters():
+        assert weights[name].data_ptr() == weight.data_ptr()
+    for model in (target, twin):
+        assert torch.equal(model.generate(ids, **options), truth)
+        output = model.generate(ids, custom_generate=glide.generate, drafter=drafter, **options)
+        assert torch.equal(output, truth)
+
+
+def test_a_kernel_that_is_slow_here_is_not_chosen(monkeypatch):
+    """By a clock that the kernels move themselves: each is fastest at one number of rows."""
+    cost = {("linear", 1): 3, ("onednn", 1): 2, ("float16", 1): 9}
+    cost |= {("linear", packed.SEVERAL): 4, ("onednn", packed.SEVERAL): 5, ("float16", 6): 3}
+    now = [0.0]
+
+    def prepare(kernel, weight, bias):
+        def product(rows):
+            now[0] += cost[kernel, len(rows)]
+
+        return product
+
+    monkeypatch.setattr(packed, "prepare", prepare)
+    monkeypatch.setattr(packed, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    model = make_llama().float()
+    assert packed.fastest(model, ["linear", "onednn", "float16"]) == ("onednn", "float16")
+    assert packed.fastest(model, ["linear", "float16"]) == ("linear", "float16")
+
+
+def test_float16_is_offered_only_where_it_holds_the_weights():
+    if "float16" not in HERE:
+        pytest.skip("this torch has no float16 kernel")
+    target = make_llama().float()
+    for dtype, offered in ((torch.float16, True), (torch.bfloat16, True), (None, False)):
+        with torch.no_grad():
+            for layer in packed.linear_layers(target).values():
+                layer.weight.normal_(std=0.1)
+                if dtype:
+                    layer.weight.copy_(layer.weight.to(dtype))
+        assert ("float16" in packed.candidates(target)) == offered
+    with torch.no_grad():
+        layer.weight.fill_(1e5)  # more than float16 has
+    assert not packed.is_float16(layer.weight)
 
 
 def test_a_drafters_head_is_packed_once():
@@ -52,7 +99,9 @@ def test_a_drafters_head_is_packed_once():
     assert len(whole.selected) == 1  # with the drafter its head is given up
 
 
-def test_without_onednn_nothing_is_packed(monkeypatch):
+def test_what_has_no_kernels_stays_as_it_is(monkeypatch):
+    target = make_llama()  # float64
+    assert packed.pack(target) is target and not is_packed(target)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    target = packed.pack(make_llama().float())
-    assert not any(isinstance(module, packed.PackedLinear) for module in target.modules())
+    monkeypatch.setattr(torch.backends.quantized, "engine", "qnnpack")
+    assert packed.candidates(make_llama().float()) == ["linear"]

@@ -23,7 +23,7 @@ ENCODED = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
 
 
 def arm_of(name, target):
-    return arms_of.Arm(name, *make_arm(name, target), copies=6)
+    return arms_of.Arm(name, target, *make_arm(name, target), copies=6)
 
 
 def tree(tokens, parents, **more):
@@ -90,7 +90,7 @@ def test_times_are_of_one_round_and_not_of_its_description(llama, monkeypatch):
 def test_every_method_can_be_played(llama, name):
     """The answer is the greedy one; what the page relies on beside tokens and parents is there."""
     answer = llama.generate(PROMPT, **GREEDY)[0, PROMPT.shape[1] :].tolist()
-    rounds = replay.play(arm_of(name, llama), llama, ENCODED, GREEDY, int)
+    rounds = replay.play(arm_of(name, llama), ENCODED, GREEDY, int)
     kept = [token for each in rounds for token in each["committed"][: each["kept"]]]
     assert kept == answer
     kinds = set()
@@ -110,19 +110,33 @@ def test_every_method_can_be_played(llama, name):
     json.dumps(report.rounded(rounds), allow_nan=False)
 
 
+def test_plain_decoding_is_timed_at_each_token(llama):
+    """By transformers' loop and by ours, from the start of the prompt on."""
+    for loop in arms_of.plain_loops(llama, llama):
+        seconds = replay.plain_seconds(loop, ENCODED, GREEDY)
+        assert len(seconds) == GREEDY["max_new_tokens"]
+        assert 0 < seconds[0] and seconds == sorted(set(seconds))
+
+
 # ------------------------------------------------------------------------------------ the page
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A page of CAPE and Falcon: its text and its data."""
+    """A page of CAPE and Falcon: its text and its data.
+
+    Of the loops that they race against, the second is the fastest.
+    """
     target = make_llama()
+    race = iter([[step * n for n in range(1, 25)] for step in (3, 1, 2)])
+    loops = arms_of.plain_loops(target, make_llama())
     path = tmp_path_factory.mktemp("replay") / "page.html"
-    arms = [arm_of("cape", target), arms_of.Arm("a peer"), arm_of("falcon", target)]
+    arms = [arm_of("cape", target), arms_of.Arm("a peer", target), arm_of("falcon", target)]
     tokenizer = types.SimpleNamespace(decode=lambda ids: WORDS[ids[0]])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay, "encode", lambda *_: ENCODED)
-        replay.write(path, target, tokenizer, arms, EVIL, GREEDY)
+        patch.setattr(replay, "plain_seconds", lambda *_: next(race))
+        replay.write(path, tokenizer, loops, arms, EVIL, GREEDY)
     assert [each.name for each in path.parent.iterdir()] == ["page.html"]
     text = path.read_text(encoding="utf-8")
     data = json.loads(Reader(text).scripts[0])
@@ -151,8 +165,7 @@ def test_the_page_holds_the_methods_and_the_times_of_plain_decoding(written):
     assert [method["name"] for method in methods] == ["cape", "falcon"]
     for method in methods:
         assert sum(told["kept"] for told in method["rounds"]) == 24
-    plain = written.data["about"]["plain"]
-    assert len(plain) == 24 and 0 < plain[0] and plain == sorted(plain)
+    assert written.data["about"]["plain"] == [*range(1, 25)]  # the fastest loop
     assert written.data["prompt"] == [WORDS[token] for token in PROMPT[0]]
     assert written.data["about"]["prompt"] == EVIL
     assert Reader(written.text).tags.count("script") == 2 and "<b>x</b>" not in written.text

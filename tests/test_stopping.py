@@ -126,7 +126,7 @@ def test_forward_times_by_hand():
 
 
 def test_the_sweep_of_a_run(llama, drafter):
-    arm = Arm("x", specdecpp, {"drafter": drafter})
+    arm = Arm("x", llama, specdecpp, {"drafter": drafter})
     result = stopping.sweep(arm, llama, [TURN], [timed(10, 5, 0.2, 0.5)])
     assert (result["t_draft_ms"], result["t_target_ms"]) == pytest.approx((20, 100))
     rounds = stopping.record(specdecpp, drafter, drafter.head, llama, TURN)
@@ -139,7 +139,7 @@ def test_the_sweep_of_a_run(llama, drafter):
 
 def test_what_drafts_in_an_arm_and_the_head_that_was_trained_on_it(llama, drafter):
     ours = {"drafter": drafter}
-    assert stopping.chain_of(Arm("x", specdecpp, ours)) == (specdecpp, drafter, drafter.head)
-    for arm in (Arm("x", cape), Arm("x", specdecpp, ours, copies=16)):
+    assert stopping.chain_of(Arm("x", llama, specdecpp, ours)) == (specdecpp, drafter, drafter.head)
+    for arm in (Arm("x", llama, cape), Arm("x", llama, specdecpp, ours, copies=16)):
         with pytest.raises(common.Mistake, match="no plain chains: take glide or specdecpp"):
             stopping.chain_of(arm)
