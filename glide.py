@@ -175,16 +175,17 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         shape = self.config.target
         x = target.get_input_embeddings()(ids)  # (B, T, D)
         x = x.to(self.norm.weight.dtype)
-        # Tables of the top layer; LlamaAttention rotates all Dh.
-        tables = common.rotary(target, positions, shape["num_layers"] - 1)
-        tables = common.whole_rotary(tables, shape["head_dim"])
-        tables = tuple(table.to(x.dtype) for table in tables)
-        for index, layer in enumerate(self.layers):
-            glimpse = None
-            if kv:
-                read = self.kv_layers[index]
-                glimpse = kv[read], common.rotary(target, positions, read), cross_mask
-            x = layer(x, tables, self_mask, cache, glimpse)
+        top = shape["num_layers"] - 1
+        reads = self.kv_layers or [top] * len(self.layers)
+        for layer, read in zip(self.layers, reads):
+            # The cross-attention's queries rotate as the keys of the layer that it reads.
+            # The self-attention uses the same tables, so they are computed once, but
+            # LlamaAttention rotates all Dh.
+            tables = common.rotary(target, positions, read)
+            glimpse = (kv[read], tables, cross_mask) if kv else None
+            whole = common.whole_rotary(tables, shape["head_dim"])
+            whole = tuple(table.to(x.dtype) for table in whole)
+            x = layer(x, whole, self_mask, cache, glimpse)
         return self.norm(x)
 
 
