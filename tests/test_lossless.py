@@ -24,6 +24,8 @@ from tiny import (
     slow,
     untrained,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import StoppingCriteriaList
 
 import common
@@ -219,6 +221,36 @@ def test_a_prompt_may_be_one_token(method):
     expected = target.generate(ids[:, :1], **options)
     output = target.generate(ids[:, :1], **options, **arm_of(method, "GPT2"))
     assert torch.equal(output, expected)
+
+
+class Largest(TorchDispatchMode):
+    """Sees every tensor that is computed; keeps the number of elements of the largest."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_grows_with_a_prompt_and_not_with_its_square(method):
+    """In the prefill and in the first draft, by the elements of the largest tensor."""
+    target = family("Llama", max_position_embeddings=4096, num_hidden_layers=2)
+    module, given = make_arm(method, target)
+    largest = {}
+    for length in (1000, 2000):
+        ids = torch.randint(1, 40, (1, length), generator=torch.Generator().manual_seed(4))
+        with Largest() as seen:
+            decoding = common.open_decoding(target, ids, max_new_tokens=9)
+            next(module.drafts(decoding, **given))
+        largest[length] = seen.elements
+    assert largest[2000] < 2.5 * largest[1000], largest
 
 
 @pytest.mark.parametrize("method", METHODS)

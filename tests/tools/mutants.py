@@ -102,6 +102,9 @@ a position that may read nothing reads all
 while drafting a token reads its own row of the target
 - cross_mask = (query > places
 + cross_mask = (query >= places
+a prompt's masks grow with the square of its length
+- for part in new.split(512, dim=1):
++ for part in [new]:
 without distillation the drafter learns its input
 - token = batch.input_ids[batch.loss_mask]
 + token = batch.input_ids[batch.loss_mask.roll(-1, 1)]
@@ -156,8 +159,11 @@ a branch sees other branches
 - return torch.cat([mask[origins], own
 + return torch.cat([torch.ones_like(mask[origins]), own
 drafting is plain causal
-- mask = block[-length:, None] >= block
-+ mask = slots[-length:, None] >= slots
+- mask = block[start:end, None] >= block[:end]
++ mask = slots[start:end, None] >= slots[:end]
+a part of a prompt ends within a block
+- borders = sorted(range(length - 256 * k, 0, -256 * k))
++ borders = list(range(256 * k, length, 256 * k))
 as many answers are revealed as there are slots, not misses
 - d = int(wrong[row].sum())
 + d = len(learning)
