@@ -186,13 +186,13 @@ def verify(
             path.append(node)
 
     # 3. Keep the cache rows of the root (row 0) and of accepted nodes (n + 1).
-    kept = torch.tensor([-1, *path]) + 1  # (A + 1,)
+    kept = torch.tensor([-1, *path], device=hidden.device) + 1  # (A + 1,)
     if path != list(range(len(path))):  # else they are in place
         for layer in cache.layers:
             layer.move(prefix + kept, prefix)
     cache.cut(prefix + len(kept))
     tokens = input_ids.new_tensor([committed])
-    return Verified(tokens, path, hidden[:, kept.to(hidden.device)], logits)
+    return Verified(tokens, path, hidden[:, kept], logits)
 
 
 def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
