@@ -65,7 +65,7 @@ def measure() -> dict:
     with pretend.gpu():
         target, tokenizer = common.load_target(device="pretend")
         methods = arms.make_arms(target, bench.parse(["--method", *METHODS]))
-        for arm in tqdm([arms.PLAIN, *methods], disable=None):
+        for arm in tqdm([arms.plain_arm(target), *methods], disable=None):
             total = Counter()
             for messages in asked:
                 inputs = prompts.encode(tokenizer, messages, target.device)
