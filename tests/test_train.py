@@ -1,5 +1,6 @@
 """train.py on a tiny target: what a step is, resume, interrupts, processes, damaged files."""
 
+import copy
 import itertools
 import json
 import math
@@ -460,6 +461,31 @@ def test_a_damaged_or_hostile_state_is_refused_and_left(trained):
         with pytest.raises(common.Mistake, match="is damaged or of another version"):
             trained("out", "--steps", 2, "--resume")
         assert snapshot(out) == before
+
+
+@pytest.mark.parametrize("method", PINNED)
+def test_a_damaged_drafter_is_refused_in_a_line(llama, tmp_path, method):
+    """Whatever config.json holds, and weights that are not finite in the target's dtype."""
+    module, given = make_arm(method, llama)
+    drafter = given["drafter"].float()
+    drafter.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    whole = config.read_text()
+    for text in ("", "null", "[]", '{"target": null}', '{"target": {"vocab_size": "many"}}'):
+        config.write_text(text)
+        with pytest.raises(common.Mistake, match="drafter, or a damaged one") as refusal:
+            common.load_drafter(module.Drafter, tmp_path, llama)
+        assert "\n" not in str(refusal.value)
+    config.write_text(whole)
+    common.load_drafter(module.Drafter, tmp_path, llama)
+    weight = next(drafter.parameters()).detach().flatten()
+    for value, target in ((math.nan, llama), (7e4, copy.deepcopy(llama).half())):
+        weight[0] = value
+        drafter.save_pretrained(tmp_path)
+        with pytest.raises(
+            common.Mistake, match="holds weights that are not finite in torch.float"
+        ):
+            common.load_drafter(module.Drafter, tmp_path, target)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(trained):
