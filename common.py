@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 from transformers.cache_utils import DynamicLayer
@@ -704,20 +703,32 @@ def overlap(target, hidden: Tensor, q_draft: Tensor, draft_ids: Tensor) -> Tenso
 
 
 def load_drafter(Drafter, path, target):
-    """Load a drafter to the target's device and dtype."""
+    """Load a drafter to the target's device and dtype.
+
+    Raises:
+        Mistake: there is none in the folder `path`, it is damaged, it does not fit the
+            target, or its weights are not finite.
+    """
     path = Path(path)
     if not (path / "config.json").is_file():
         raise Mistake(f"no drafter in {path}; make one with train.py --out {path}")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
             drafter = Drafter.from_pretrained(str(path), strict=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # of any kind, because config.json may hold anything
         kind = Drafter.__module__
         reason = " ".join(str(error).split())[:200]
-        raise Mistake(f"{path} holds no {kind} drafter, or a damaged one ({reason})") from error
+        raise Mistake(
+            f"{path} holds no {kind} drafter, or a damaged one ({reason}): take another folder"
+        ) from error
     drafter = drafter.to(target.device, target.dtype).eval()
     check_drafter(drafter, Drafter, target)
     check_states(target)
+    if not all(weight.isfinite().all() for weight in drafter.parameters()):
+        raise Mistake(
+            f"{path} holds weights that are not finite in {target.dtype}: train the drafter anew, "
+            "or load the target in another dtype"
+        )
     return drafter
 
 

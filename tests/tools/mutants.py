@@ -208,6 +208,54 @@ the slots of earlier rounds stay in the cache
 + pass
 """
 
+TRAIN = r"""
+all processes take the same micro-batches
+- in parts[rank::count]
++ in parts[::count]
+the gradient is divided by the number of micro-batches
+- total.backward()  #
++ accelerator.backward(total)  #
+a process divides by the weight of its own micro-batches
+- accelerator.reduce(sums.to(total.device), "sum").tolist()
++ sums.tolist()
+the average over the processes stays
+- accelerator.num_processes / weight
++ 1 / weight
+the environment replaces --accumulate
+- gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=args.accumulate)
++ gradient_accumulation_steps=args.accumulate
+gradients are not clipped
+- model.parameters(), args.clip)
++ model.parameters(), math.inf)
+the learning rate stays at its peak
+- args.lr * learning_rate(progress, args.warmup)
++ args.lr
+a step adds to the gradient of the one before
+- optimizer.zero_grad()
++ pass
+a resumed run forgets the state of its optimizer
+- optimizer.load_state_dict(state["optimizer"])
++ pass
+a resumed run begins with the first batches again
+- args.seed, run.step)
++ args.seed, 0)
+the minutes of earlier sittings do not count
+- begin = time.monotonic() - run.seconds
++ begin = time.monotonic()
+SIGTERM ends the run at once
+- for kind in (signal.SIGINT, signal.SIGTERM)}
++ for kind in (signal.SIGINT,)}
+an interrupted run is not saved
+- ends = progress >= 1 or stop
++ ends = progress >= 1
+conversations that are held out are learned, too
+- return sequences[:border], sequences[border:], answers
++ return sequences, sequences[border:], answers
+the drafter is measured as it is in training
+- drafter.eval()
++ pass
+"""
+
 
 def parsed(text: str) -> list[tuple[str, str, str]]:
     """The mutants of a text, (old, new, what is wrong)."""
@@ -226,4 +274,5 @@ MUTANTS = {
     "specdecpp.py": parsed(SPECDECPP),
     "falcon.py": parsed(FALCON),
     "ctc_drafter.py": parsed(CTC_DRAFTER),
+    "train.py": parsed(TRAIN),
 }
