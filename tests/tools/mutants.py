@@ -39,7 +39,7 @@ processors do not see the path to a node
 - scores = logits_processor(ids, scores)
 + scores = logits_processor(input_ids, scores)
 hidden states of rejected nodes
-- return Verified(tokens, path, hidden[:, kept.to(hidden.device)], logits)
+- return Verified(tokens, path, hidden[:, kept], logits)
 + return Verified(tokens, path, hidden[:, : len(kept)], logits)
 sampling: tokens are tried that are no children
 - siblings = [n for n in range(sampled) if draft.parents[n] == node]
