@@ -42,6 +42,7 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
     sequences = []
     skipped = defaultdict(list)  # numbers of lines, by the reason
     cut = lost = 0  # answers
+    limit = f"{max_length} tokens (--max-length or the target's context)"
     lines = _lines(path)
     for number, line in tqdm(lines, desc=f"reading {path}", leave=False, disable=None):
         try:
@@ -54,7 +55,7 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
             mask[start:stop] = True
         mask[0] = False  # nothing predicts the first token
         if not mask[:max_length].any():
-            skipped[f"no answer in its first {max_length} tokens (--max-length)"].append(number)
+            skipped[f"no answer within {limit}"].append(number)
             continue
         sequences.append((torch.tensor(ids[:max_length]), mask[:max_length]))
         cut += sum(stop > max_length for _, stop in answers)
@@ -70,7 +71,7 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
     if skipped:
         notes.append(f"skipped {len(lines) - len(sequences)} of {len(lines)} lines")
     if cut:
-        notes.append(f"answers cut after {max_length} tokens (--max-length): {cut}")
+        notes.append(f"answers cut after {limit}: {cut}")
     if lost:
         notes.append(
             "answers not learned, because the chat template writes them differently in an "

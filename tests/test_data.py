@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import make_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import common
@@ -43,18 +43,15 @@ def learned(path, record, tokenizer) -> list[str]:
     return [tokenizer.decode([i for i, _ in run]) for learn, run in pairs if learn]
 
 
-def call(**more):
-    """A message of the assistant that calls the tool w7."""
-    function = {"name": "w7", "arguments": "{}"}
-    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]} | more
-
-
 # ------------------------------------------------------------------------------------ reading
 
-USER, ANSWER = {"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}
+USER, ANSWER = data.chat(["w1", "w2"])
+HUMAN, GPT = {"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}
+NULLS = {"role": None, "content": None}  # where a table of both forms is written as JSON
 PARTS = [{"type": "text", "text": "w2 "}, {"type": "text", "text": "w3"}]
 FORMS = [
     ({"prompt_ids": [5, 6], "response_ids": [7, 8]}, ["w2 w3"]),
+    ({"prompt_ids": [], "response_ids": [5, 7, 8]}, ["w2 w3"]),  # nothing predicts the first
     ({"prompt": "w1 w2", "response": "w3"}, ["w3 <end>"]),
     ({"prompt": "w1 w2", "completion": "w3"}, ["w3 <end>"]),
     ({"prompt": [USER], "completion": [ANSWER]}, ["w2 <end>"]),
@@ -63,10 +60,8 @@ FORMS = [
     ({"messages": [USER, {"role": "assistant", "content": ""}]}, ["<end>"]),
     ({"messages": [ANSWER, USER, ANSWER, USER]}, ["w2 <end>"]),  # the first answers nobody
     ({"conversations": [USER, ANSWER]}, ["w2 <end>"]),
-    (
-        {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]},
-        ["w2 <end>"],
-    ),
+    ({"conversations": [HUMAN, GPT]}, ["w2 <end>"]),
+    ({"messages": None, "conversations": [HUMAN | NULLS, GPT | NULLS]}, ["w2 <end>"]),
 ]
 
 
@@ -80,51 +75,38 @@ def test_every_form_is_read_and_answers_are_learned(tokenizer, tmp_path, record,
     assert ids.tolist() == again.tolist() and not mask[0]
 
 
+ASK = "{% if add_generation_prompt %}<assistant> {% endif %}"
 WHOLE = (
-    "{% if tools %}w20 {{ tools[0].name }} {% endif %}"
-    "{% for m in messages %}<{{ m['role'] }}> "
-    "{% if m.reasoning_content %}w40 {{ m.reasoning_content }} w41 {% endif %}{{ m['content'] }} "
+    "{% if tools %}w20 {{ tools[0].name }} {% endif %}{% for m in messages %}<{{ m.role }}> "
+    "{% if m.reasoning_content %}w40 {{ m.reasoning_content }} w41 {% endif %}{{ m.content }} "
     "{% if m.tool_calls %}w42 {{ m.tool_calls[0].function.name }} {% endif %}<end> {% endfor %}"
-    "{% if add_generation_prompt %}<assistant> {% endif %}"
-)
-TOOLS = [{"name": "w8"}]
-TURNS = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
-BESIDE_CONTENT = {
-    "tool_calls": (
-        {"messages": [USER, call(content=None)]},
-        "<user> w1 <end> <assistant>",
-        "w42 w7",
-    ),
-    "reasoning_content": (
-        {"messages": [USER, ANSWER | {"reasoning_content": "w9", "tool_calls": None}]},
-        "<user> w1 <end> <assistant>",
-        "w40 w9 w41 w2",
-    ),
-    "tools": (
-        {"messages": [USER, ANSWER], "tools": json.dumps(TOOLS)},
-        "w20 w8 <user> w1 <end> <assistant>",
-        "w2",
-    ),
+) + ASK
+NARROW = (
+    "{% for m in messages if m.role in ['user', 'assistant'] %}<{{ m.role }}> {{ m.content }} "
+    "<end> {% endfor %}"
+) + ASK
+CALL = {"type": "function", "function": {"name": "w7", "arguments": "{}"}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+THINKING = ANSWER | {"reasoning_content": "w9", "tool_calls": None}
+BESIDE_TEXTS = {
+    "tool_calls": ({"messages": [USER, CALLING]}, "", "w42 w7"),
+    "reasoning_content": ({"messages": [USER, THINKING]}, "", "w40 w9 w41 w2"),
+    "tools": ({"messages": [USER, ANSWER], "tools": '[{"name": "w8"}]'}, "w20 w8 ", "w2"),
     "messages by system": (
-        {"conversations": TURNS, "system": "w30"},
-        "<system> w30 <end> <user> w1 <end> <assistant>",
+        {"conversations": [HUMAN, GPT], "system": "w30"},
+        "<system> w30 <end> ",
         "w2",
     ),
 }
-NARROW = (
-    "{% for m in messages if m.role in ['user', 'assistant'] %}"
-    "<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
-    "{% if add_generation_prompt %}<assistant> {% endif %}"
-)
 
 
-@pytest.mark.parametrize("name", BESIDE_CONTENT)
-def test_what_stands_beside_the_content_is_written_or_refused(tokenizer, tmp_path, name):
+@pytest.mark.parametrize("name", BESIDE_TEXTS)
+def test_what_stands_beside_the_texts_is_written_or_refused(tokenizer, tmp_path, name):
     """By the chat template; no answer is left empty in silence."""
-    record, asked, said = BESIDE_CONTENT[name]
+    record, opening, said = BESIDE_TEXTS[name]
     tokenizer.chat_template = WHOLE
     [(ids, mask)] = read(tmp_path / "d.jsonl", [record], tokenizer)
-    assert tokenizer.decode(ids[~mask]) == asked
+    assert tokenizer.decode(ids[~mask]) == opening + "<user> w1 <end> <assistant>"
     assert tokenizer.decode(ids[mask]) == said + " <end>"
     for template in (NARROW, None):
         tokenizer.chat_template = template
@@ -133,25 +115,31 @@ def test_what_stands_beside_the_content_is_written_or_refused(tokenizer, tmp_pat
                 read(tmp_path / "d.jsonl", [record], tokenizer)
 
 
+def test_what_is_empty_need_not_be_written(tokenizer, tmp_path):
+    tokenizer.chat_template = NARROW
+    empty = {"role": "system", "content": ""}
+    record = {"tools": [], "messages": [empty, USER, ANSWER | {"reasoning_content": ""}]}
+    assert learned(tmp_path / "d.jsonl", record, tokenizer) == ["w2 <end>"]
+
+
 def test_a_template_that_does_not_write_texts_is_refused(tokenizer, tmp_path):
     """As that of a model for pictures, which wants a content in parts."""
     tokenizer.chat_template = NARROW.replace(
-        "{{ m['content'] }}", "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}"
+        "{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"
     )
     with pytest.raises(common.Mistake, match="does not write the content of answers"):
         read(tmp_path / "d.jsonl", [{"messages": [USER, ANSWER]}], tokenizer)
 
 
-ASK = "{% if add_generation_prompt %}<assistant> {% endif %}"
 ASK_THINKING = "{% if add_generation_prompt %}<assistant> w9 {% endif %}"
 EACH = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
 LAST_THINKS = (
-    "{% for m in messages %}<{{ m.role }}> {% if loop.last and m.role == 'assistant' %}w9 "
-    "{% endif %}{{ m.content }} <end> {% endfor %}"
+    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}w8 {% if loop.last %}w9 "
+    "{% endif %}{% endif %}{{ m.content }} <end> {% endfor %}"
 )
 TEMPLATES = {
     # Qwen3: an earlier answer has lost its thought.
-    "last answer thinks": (LAST_THINKS + ASK, ["w9 w4 <end>"], 1),
+    "last answer thinks": (LAST_THINKS + ASK, ["w8 w9 w4 <end>"], 1),
     # gpt-oss: the end token of an earlier answer is another one.
     "last end differs": (
         "{% for m in messages %}<{{ m.role }}> {{ m.content }} {{ '<unk>' if loop.last and "
@@ -197,6 +185,9 @@ def byte_level():
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
+    core.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 0)]
+    )
     core.train_from_iterator(["Hello there.\n\nHow are you?\n\n\nFine.\n\n"] * 50, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
     tokenizer.chat_template = CHATML
@@ -228,15 +219,23 @@ def test_a_token_with_the_end_of_the_request_is_not_learned(byte_level, tmp_path
 
 
 def test_without_a_chat_template_texts_are_lines(byte_level, tmp_path):
-    """As bench.py asks them."""
+    """After the first token of all texts, as bench.py asks them."""
     byte_level = copy.deepcopy(byte_level)
     byte_level.chat_template = None
     turns = ["Hi", "Hello", "How", "Fine."]
     [(ids, mask)] = read(tmp_path / "d.jsonl", [{"messages": data.chat(turns)}], byte_level)
-    assert byte_level.decode(ids) == "Hi\nHello\nHow\nFine.\n"
+    assert byte_level.decode(ids) == "<|im_start|>Hi\nHello\nHow\nFine.\n"
     assert byte_level.decode(ids[mask]) == "Hello\nFine.\n"
     asked = prompts.encode(byte_level, turns[:3], "cpu")["input_ids"][0]
-    assert byte_level.decode(asked) == "Hi\nHello\nHow\n"
+    assert byte_level.decode(asked) == "<|im_start|>Hi\nHello\nHow\n"
+
+
+def test_without_an_end_token_an_answer_ends_as_the_template_ends_it(tmp_path):
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, "\n": 3}, unk_token="c"))
+    words.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    [(ids, mask)] = read(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}], tokenizer)
+    assert ids.tolist() == [0, 3, 1, 3] and mask.tolist() == [False, False, True, True]
 
 
 # What is wrong with a line, and how the message says so.
@@ -289,10 +288,10 @@ def test_answers_that_are_cut_are_counted(tokenizer, tmp_path, capsys):
     assert ids.tolist() == [5] * 6 + [6] * 9
     assert mask.tolist() == [False] * 6 + [True] * 9
     told = capsys.readouterr().err.replace(f"{tmp_path}/d.jsonl: ", "").splitlines()
-    beyond_limit = "no answer in its first 15 tokens (--max-length)"
-    assert told[0] == f"line 1, 4, 5, 6, 7 and 2 more: {beyond_limit}"
+    limit = "15 tokens (--max-length or the target's context)"
+    assert told[0] == f"line 1, 4, 5, 6, 7 and 2 more: no answer within {limit}"
     assert told[1].startswith("line 3: no conversation")
-    assert told[2:] == ["skipped 8 of 10 lines", "answers cut after 15 tokens (--max-length): 2"]
+    assert told[2:] == ["skipped 8 of 10 lines", f"answers cut after {limit}: 2"]
     with pytest.raises(common.Mistake, match="line 1, 2: .*--max-length"):
         read(tmp_path / "d.jsonl", [beyond] * 2, tokenizer, 15)
     capsys.readouterr()
@@ -539,7 +538,10 @@ def test_a_download_that_fails_says_why_and_what_to_do(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_conversations_at_hand_are_read():
+def test_the_conversations_at_hand_are_read(tmp_path):
     tokenizer = common.load_target()[1]
+    for answer, expected in NEWLINES:
+        record = {"prompt": "Hi", "response": answer}
+        assert learned(tmp_path / "d.jsonl", record, tokenizer) == [expected]
     for path in sorted((train.cli.ROOT / "conversations").glob("smollm2_*.jsonl.gz")):
         assert len(data.read_conversations(str(path), tokenizer, 512)) > 500
