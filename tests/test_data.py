@@ -280,7 +280,7 @@ def test_a_bad_line_is_skipped_and_named(tokenizer, tmp_path, capsys, line, reas
         data.read_conversations(str(path), tokenizer, 64)
 
 
-def test_answers_that_are_cut_are_counted(tokenizer, tmp_path, capsys):
+def test_answers_that_are_cut_are_counted(tokenizer, tmp_path, capsys, monkeypatch):
     long = {"prompt_ids": [5] * 6, "response_ids": [6] * 200}
     beyond = {"prompt_ids": [5] * 30, "response_ids": [6]}
     lines = [beyond, long, {"foo": 1}, *[beyond] * 6, long]
@@ -296,6 +296,9 @@ def test_answers_that_are_cut_are_counted(tokenizer, tmp_path, capsys):
         read(tmp_path / "d.jsonl", [beyond] * 2, tokenizer, 15)
     capsys.readouterr()
     read(tmp_path / "d.jsonl", [{"prompt": "w1", "response": "w2"}], tokenizer, 6)
+    assert not capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")  # torchrun's first process has told it
+    read(tmp_path / "d.jsonl", lines, tokenizer, 15)
     assert not capsys.readouterr().err
 
 
