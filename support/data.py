@@ -243,13 +243,15 @@ def _locate(messages, tools, tokenizer) -> tuple[list[int], list[tuple[int, int]
     if not places:
         raise common.Mistake("no answer, a message by assistant (ShareGPT's gpt)")
     _check_complete(messages[: places[-1] + 1], tools, tokenizer)
-    last = [_last_answer(messages[: place + 1], tools, tokenizer) for place in places]
-    ids = last[-1][0]  # of the whole conversation
+    # The conversation up to each answer, as it was when the target wrote this answer.
+    moments = [_last_answer(messages[: place + 1], tools, tokenizer) for place in places]
+    ids = moments[-1][0]  # of the whole conversation
     answers = []
-    for said, start in last:
-        # What was said last stands in the conversation token for token, unless later turns
-        # make the template write it differently. If only its last token differs, another
-        # end, this token is not learned. If more does (thoughts are dropped), nothing is.
+    for said, start in moments:
+        # An answer is learned if the whole conversation still holds it token for token. Later
+        # turns can make the template write it differently: if that changes only its last
+        # token, into another end, all but this token is learned; if it changes more (a
+        # thought is dropped, say), nothing is, because the target wrote something else.
         stop = _shared(said, ids)
         located = start < stop and stop >= len(said) - 1
         answers.append((start, stop) if located else (0, 0))
