@@ -1,6 +1,6 @@
 """Count what a round asks of a GPU, on the device of pretend.py: results/launches.json.
 
-    python tests/tools/launches.py        # four minutes; prints the table
+    python tests/tools/launches.py        # takes minutes; prints the table
 
 A fast GPU computes a small target's operators in less time than the CPU needs to launch
 them, so their number decides how long a round takes. A copy between the two makes the
