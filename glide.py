@@ -66,7 +66,7 @@ class Config:
         common.at_least(self, num_layers=1, kv_layer=-1, block_size=1, draft_vocab=0, gamma=0)
 
 
-VARIANTS = {f"gamma{n}": {"gamma": n} for n in (1, 2, 3, 4, 5)}
+VARIANTS = {}
 
 
 # -------------------------------------------------------------------------------- architecture
@@ -149,7 +149,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         shape = config.target
         self.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_layers))
         self.norm = nn.RMSNorm(shape["hidden_size"], eps=1e-5)
-        self.register_buffer("draft_ids", common.placeholder_ids(shape, config.draft_vocab))
+        common.add_vocab_ids(self, config.draft_vocab)
 
     @property
     def kv_layers(self) -> list[int]:
@@ -198,7 +198,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     shape = common.target_shape(target)
     depth = shape["num_layers"]
     if max(config.num_layers - 1, config.kv_layer) >= depth:
-        raise common.Mistake(
+        raise common.UserError(
             f"num_layers {config.num_layers}, kv_layer {config.kv_layer}: the target has layers 0 "
             f"to {depth - 1}"
         )
@@ -213,7 +213,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     ordinary = (1, shape["num_kv_heads"], 1, shape["head_dim"])
     for layer, (keys, values) in kv.items():
         if not keys.shape == values.shape == ordinary:
-            raise common.Mistake(
+            raise common.UserError(
                 f"target layer {layer} caches keys of shape {tuple(keys.shape)}, not {ordinary}: "
                 "take another layer, another method, or --no-cross-attention"
             )
@@ -271,7 +271,7 @@ def training_pass(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     hidden = drafter(target, ids, positions, batch.kv, cross_mask=mask)
     # 2. Place t predicts token t + 1.
     predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T)
-    head = common.draft_head(target, drafter.draft_ids).to(hidden.dtype)
+    head = common.draft_head(target, drafter.vocab_ids).to(hidden.dtype)
     logits = head(hidden[predicts]).float()
     return logits, batch.hidden[predicts]
 
@@ -283,18 +283,18 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     the draft vocabulary (`common.target_logits`). Without
     `distill` it is the data's next token; positions whose
     next token cannot be drafted are left out. Column n of
-    logits and labels belongs to token draft_ids[n].
+    logits and labels belongs to token vocab_ids[n].
     """
     logits, hidden = training_pass(drafter, target, batch)
-    draft_ids = drafter.draft_ids  # (Vd,)
+    vocab_ids = drafter.vocab_ids  # (Vd,)
     if drafter.config.distill:
-        teacher = common.target_logits(target, hidden, draft_ids)
+        teacher = common.target_logits(target, hidden, vocab_ids)
         labels = teacher.softmax(-1)  # (M, Vd)
         count = len(labels)
     else:
-        # A row is one-hot, or zero if draft_ids lacks its token.
+        # A row is one-hot, or zero if vocab_ids lacks its token.
         token = batch.input_ids[batch.loss_mask]  # (M,)
-        labels = (token[:, None] == draft_ids).float()  # (M, Vd)
+        labels = (token[:, None] == vocab_ids).float()  # (M, Vd)
         count = labels.sum()
     return F.cross_entropy(logits, labels, reduction="sum"), count
 
@@ -308,7 +308,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """
     logits, hidden = training_pass(drafter, target, batch)
     q_draft = logits.softmax(-1)  # (M, Vd)
-    total = common.overlap(target, hidden, q_draft, drafter.draft_ids)
+    total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
     return total, len(logits)
 
 
@@ -327,7 +327,7 @@ class Memory:
 
     def __init__(self, drafter: Drafter, target):
         self.cache = common.DraftCache(drafter.config.num_layers)
-        self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
+        self.head = common.draft_head(target, drafter.vocab_ids)  # D -> Vd
 
 
 def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
@@ -361,54 +361,42 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
 def propose(drafter: Drafter, decoding, memory: Memory):
     """Draft a chain after `decoding.ids`, until the caller stops.
 
-    Yields (token (1,), q_draft (V,), hidden (D,)).
-    Only SpecDec++'s head needs `hidden`. Ends if the
-    logits processors allow no token of `draft_ids`.
+    Yields pairs of a token (1,) and the q_draft (V,) that it was chosen from. Ends
+    after an end-of-sequence token, because no text follows it, and where the logits
+    processors allow no token of `vocab_ids`.
     """
-    ids = decoding.ids
-    # 1. Drop the drafter's rows of rejected tokens. `new`
-    #    has no row yet: at first, the whole prompt.
-    new = memory.cache.rewind(ids)  # (1, n)
+    # Drop the drafter's rows of rejected tokens. The tokens without a row are fed:
+    # at first the whole prompt, later the bonus token and the one before it.
+    new = memory.cache.rewind(decoding.ids)  # (1, n)
+    drafted = []
     while True:
-        # 2. Feed them, and choose the next one.
         hidden = feed(drafter, decoding, memory, new)  # (1, D)
-        picked = decoding.pick(memory.head(hidden), drafter.draft_ids, ids)
+        logits = memory.head(hidden)[0]  # (Vd,)
+        picked = common.pick(decoding, logits, drafter.vocab_ids, drafted)
         if picked is None:
             return
-        token, q_draft = picked
-        yield token, q_draft, hidden[0]
-        # 3. It is fed only if the caller wants another one.
-        new = token[None]  # (1, 1)
-        ids = torch.cat([ids, new], dim=1)
+        yield picked
+        token = picked[0]
+        drafted.append(int(token))
+        if drafted[-1] in decoding.ends:
+            return
+        new = token[None]  # (1, 1); fed only if the caller wants another one
 
 
 @torch.no_grad()
-def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft per round, which the caller verifies."""
+def drafts(decoding, drafter: Drafter, **changes):
+    """Yield one draft per round; the caller verifies it before it asks for the next.
+
+    changes: other values for fields of the Config with decode=True, such as gamma.
+    """
+    common.check_drafter(drafter, Drafter, decoding.target)
+    config = common.changed(drafter.config, changes)
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
-        length = min(config.gamma, decoding.room)
         steps = propose(drafter, decoding, memory)
+        length = min(config.gamma, decoding.room)
         yield common.chain(itertools.islice(steps, length), decoding.ids)
 
 
-def generate(
-    target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
-):
-    """Lossless decoding, as a `custom_generate` of transformers.
-
-    target.generate(..., custom_generate=glide.generate, drafter=...)
-
-    config: replaces the drafter's in fields with decode=True.
-    copies, stats, token_streamer: see `common.Decoding`.
-    Returns prompt and new tokens (1, T').
-    """
-    common.check_drafter(drafter, Drafter, target, config)
-    decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
-    for draft in drafts(decoding, drafter, config or drafter.config):
-        decoding.verify(draft)
-    return decoding.ids
-
-
 if __name__ == "__main__":
-    common.demo(generate, Drafter, "glide")
+    common.demo(Drafter, "glide", drafts)
