@@ -32,6 +32,7 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -344,9 +345,9 @@ class Decoding:
 def start(target, **inputs) -> Decoding:
     """The Decoding that `target.generate(**inputs)` would use, for a loop of one's own.
 
-        decoding = common.start(target, **encoded, max_new_tokens=64)
-        for draft in glide.drafts(decoding, drafter):
-            decoding.verify(draft)
+    decoding = common.start(target, **encoded, max_new_tokens=64)
+    for draft in glide.drafts(decoding, drafter):
+        decoding.verify(draft)
     """
 
     def begin(target, input_ids, **given):
@@ -515,7 +516,9 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"this torch has no device {device!r}: take another, such as cpu") from error
+        raise UserError(
+            f"this torch has no device {device!r}: take another, such as cpu"
+        ) from error
     if name is None:
         try:
             from support import default_target
@@ -633,6 +636,8 @@ def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, 
     Dimensions j and j + Dh/2 share an angle, which is 0 from j = R/2 on.
     R = 4 and Dh = 8: cos `a b a b` becomes `a b 1 1 a b 1 1`.
     """
+    if tables[0].shape[-1] == head_dim:  # most models rotate all dimensions
+        return tables
     widened = []
     for table, fill in zip(tables, (1.0, 0.0)):
         half = table[..., : table.shape[-1] // 2]  # (B, T, R/2)
@@ -759,20 +764,35 @@ def overlap(target, hidden: Tensor, q_draft: Tensor, vocab_ids: Tensor) -> Tenso
 
 
 def load_drafter(Drafter, path, target):
-    """Load a drafter to the target's device and dtype."""
+    """Load a drafter from a folder, to the target's device and dtype.
+
+    Raises UserError: there is none in it, or a damaged one, or one that does not fit
+    the target, or its weights are not finite.
+    """
     path = Path(path)
     if not (path / "config.json").is_file():
         raise UserError(f"no drafter in {path}; make one with train.py --out {path}")
+    damaged = f"{path} holds no {Drafter.__module__} drafter, or a damaged one"
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+        config["target"]["vocab_size"]  # before the method's own code asks for it
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"config.json: {type(error).__name__} {error}"
+        raise UserError(f"{damaged} ({reason}): take another folder") from error
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
             drafter = Drafter.from_pretrained(str(path), strict=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        kind = Drafter.__module__
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} holds no {kind} drafter, or a damaged one ({reason})") from error
+        raise UserError(f"{damaged} ({reason}): take another folder") from error
     drafter = drafter.to(target.device, target.dtype).eval()
     check_drafter(drafter, Drafter, target)
     check_states(target)
+    if not all(weight.isfinite().all() for weight in drafter.parameters()):
+        raise UserError(
+            f"{path} holds weights that are not finite in {target.dtype}: train the drafter anew, "
+            "or load the target in another dtype"
+        )
     return drafter
 
 
@@ -840,7 +860,9 @@ def check_states(target) -> None:
     same = hidden.shape[-1] == target_shape(target)["hidden_size"]
     same = same and torch.allclose(output.hidden_states[-1], hidden, **close)
     if not same or not torch.allclose(output.logits.float(), logits, **close):
-        raise UserError("the target's logits do not follow from its last hidden states: take another")
+        raise UserError(
+            "the target's logits do not follow from its last hidden states: take another"
+        )
 
 
 def check_target(target) -> None:

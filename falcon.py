@@ -438,12 +438,18 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     # 2. Drop the rows of slots that attend again and of the last
     #    draft, accepted or not: its features were predicted.
     memory.cache.cut(total - length)
-    # 3. Attend.
+    # 3. Attend in parts, because one mask for a whole prompt would grow with the
+    #    square of its length. Parts are counted back from the newest slot, as blocks
+    #    are: a slot attends to its whole block, so a part must not end within one.
     slots = torch.arange(total, device=fused.device)
     block = (slots - total) // k  # (P,) ..., -2, -1
-    mask = block[-length:, None] >= block  # (r, P)
-    positions = slots[None, -length:]
-    f_draft = drafter.attend(target, fused, positions, mask[None, None], memory.cache)
+    borders = sorted(range(length - 256 * k, 0, -256 * k))
+    for part in fused.tensor_split(borders, dim=1):  # (1, n, D)
+        start = memory.cache.get_seq_length()  # P_own
+        end = start + part.shape[1]  # P_own + n
+        mask = block[start:end, None] >= block[:end]
+        positions = slots[None, start:end]
+        f_draft = drafter.attend(target, part, positions, mask[None, None], memory.cache)
     return Pass(f_draft[:, -k:], slots[-k:], mask[-1:], memory.state)
 
 

@@ -175,16 +175,17 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         shape = self.config.target
         x = target.get_input_embeddings()(ids)  # (B, T, D)
         x = x.to(self.norm.weight.dtype)
-        # Tables of the top layer; LlamaAttention rotates all Dh.
-        tables = common.rotary(target, positions, shape["num_layers"] - 1)
-        tables = common.whole_rotary(tables, shape["head_dim"])
-        tables = tuple(table.to(x.dtype) for table in tables)
-        for index, layer in enumerate(self.layers):
-            glimpse = None
-            if kv:
-                read = self.kv_layers[index]
-                glimpse = kv[read], common.rotary(target, positions, read), cross_mask
-            x = layer(x, tables, self_mask, cache, glimpse)
+        top = shape["num_layers"] - 1
+        reads = self.kv_layers or [top] * len(self.layers)
+        for layer, read in zip(self.layers, reads):
+            # The cross-attention's queries rotate as the keys of the layer that it reads.
+            # The self-attention uses the same tables, so they are computed once, but
+            # LlamaAttention rotates all Dh.
+            tables = common.rotary(target, positions, read)
+            glimpse = (kv[read], tables, cross_mask) if kv else None
+            whole = common.whole_rotary(tables, shape["head_dim"])
+            whole = tuple(table.to(x.dtype) for table in whole)
+            x = layer(x, whole, self_mask, cache, glimpse)
         return self.norm(x)
 
 
@@ -343,17 +344,19 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
     """
     positions = memory.cache.record(new)  # (1, n)
     prefix = decoding.cache.get_seq_length()  # P
+    end = memory.cache.fed.shape[1]  # P_own + n
     kv = {}  # stays empty for a prompt of one token
     if prefix > 0:
         for layer in drafter.kv_layers:
             rows = decoding.cache.layers[layer]
-            kv[layer] = rows.keys, rows.values
+            # A part of a prompt reads no rows after it, so they are left out.
+            kv[layer] = rows.keys[:, :, :end], rows.values[:, :, :end]
     self_mask = cross_mask = None
     if new.shape[1] > 1:
-        places = torch.arange(memory.cache.fed.shape[1], device=new.device)
+        places = torch.arange(end, device=new.device)
         query = positions[0, :, None]  # (n, 1)
-        self_mask = (query >= places)[None, None]  # (1, 1, n, P_own + n)
-        cross_mask = (query > places[:prefix])[None, None]  # (1, 1, n, P)
+        self_mask = (query >= places)[None, None]  # (1, 1, n, end)
+        cross_mask = (query > places[:prefix])[None, None]  # (1, 1, n, min(P, end))
     hidden = drafter(decoding.target, new, positions, kv, self_mask, cross_mask, memory.cache)
     return hidden[:, -1]
 
@@ -370,7 +373,10 @@ def propose(drafter: Drafter, decoding, memory: Memory):
     new = memory.cache.rewind(decoding.ids)  # (1, n)
     drafted = []
     while True:
-        hidden = feed(drafter, decoding, memory, new)  # (1, D)
+        # A prompt is fed in parts, because a mask of all its queries and keys would
+        # grow with the square of its length.
+        for part in new.split(512, dim=1):
+            hidden = feed(drafter, decoding, memory, part)  # (1, D)
         logits = memory.head(hidden)[0]  # (Vd,)
         picked = common.pick(decoding, logits, drafter.vocab_ids, drafted)
         if picked is None:

@@ -1,13 +1,14 @@
-"""Train a drafter against a frozen target, or let the target write data.
+"""Train a drafter against a frozen target, or let the target write the data.
 
-    python train.py --make-data 2000 --out conversations.jsonl
-    python train.py --method glide --data conversations.jsonl --minutes 30 --out checkpoints/mine
+    python train.py --make-data 2000 --out data.jsonl
+    python train.py --method glide --data data.jsonl --minutes 30 --out checkpoints/mine
     torchrun --nproc-per-node 2 train.py --method glide --data FILES --steps 1000 --out DIR
 
-A method's module supplies Config, build, loss and acceptance. This file
-supplies data, optimizer, checkpoints and resuming for all methods.
-accelerate handles processes, devices and mixed precision, so `accelerate
-launch` works like torchrun. `--method NAME --help` lists a method's options.
+What differs between the methods is in their files: Config, build, loss and acceptance.
+What they share is in the function `train`, whose loop goes from a batch over loss and
+gradients to a step, a measurement and a checkpoint. accelerate takes care of processes,
+devices and mixed precision, so `accelerate launch` works like torchrun. `--method NAME
+--help` lists the options of the method as well.
 """
 
 import argparse
@@ -23,18 +24,204 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import broadcast_object_list
-from torch import Tensor, nn
+from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
+from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list
+from torch import nn
 from tqdm import tqdm
 
 import common
 from support import checkpoints, cli, data, pictures, talks
 from support.features import Features
 
-ANSWERS = cli.ROOT / "conversations" / "answers.jsonl.gz"  # of the default target; see --eval
+# What eval_alpha is measured on by default: answers of the default target.
+ANSWERS = cli.ROOT / "conversations" / "answers.jsonl.gz"
 
-# --------------------------------------------------------------------------- what a run needs
+# ---------------------------------------------------------------------------- training
+
+
+def train(args, module, overrides: dict) -> None:
+    """Train the drafter of a method and save it in the folder `args.out`.
+
+    module: the method's file, imported.
+    overrides: {field: value} of its Config, as the command line gives them.
+    """
+    check(args)
+    out = Path(args.out)
+    accelerator = launch(args)
+
+    # The target is frozen. What the drafter learns from is computed with it.
+    device = accelerator.device if accelerator.num_processes > 1 else args.device
+    dtype = getattr(torch, args.dtype)
+    target, tokenizer = common.load_target(args.target, dtype=dtype, device=str(device))
+    common.check_target(target)
+    sequences, held_out, answers = read_data(args, target, tokenizer)
+
+    # `run` says how far the training has come; --resume goes on from what was saved.
+    identity = checkpoints.identity(args, target, sequences)
+    state = checkpoints.read(out, module, identity, overrides) if args.resume else None
+    run = state["progress"] if state else checkpoints.Progress()
+    drafter = start_drafter(args, module, overrides, target, sequences, state)
+    drafter = drafter.to(target.device).float().train()  # whatever the target's dtype is
+    weights = [p for p in drafter.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+    model, optimizer = accelerator.prepare(Loss(module, drafter, target), optimizer)
+    out.mkdir(parents=True, exist_ok=True)  # if it cannot be made, fail before training
+
+    lengths = [len(ids) for ids, _ in sequences]
+    to_learn = [int(mask.sum()) for _, mask in sequences]  # tokens of each
+    text = f"{len(sequences)} conversations, {sum(to_learn)} tokens to learn"
+    say(f"{text}; {len(held_out)} held out")
+    features = Features(target, drafter.kv_layers, args.features)
+    measured = {"alpha": features.batches(held_out), "eval_alpha": features.batches(answers)}
+    order = data.steps(lengths, args.batch_size, args.seed, run.step)
+    rank, count = accelerator.process_index, accelerator.num_processes
+    size = args.batch_size // (count * args.accumulate)  # of a micro-batch
+    progress, stop = run.fraction(args), False  # a run goes from 0 to 1
+    if progress >= 1:
+        say(f"{args.out} is finished; to continue, give more --steps or --minutes")
+
+    begin = time.monotonic() - run.seconds  # what earlier sittings took counts as well
+    hide = None if accelerator.is_main_process else True  # None: unless on a terminal
+    bar = tqdm(total=args.steps, initial=run.step, desc=args.method, disable=hide)
+    with interrupts() as caught, bar:
+        while progress < 1 and not stop:
+            # The batch is split into micro-batches, and this process takes every count-th.
+            # The target computes each when `gradients` asks for it, which saves memory.
+            chosen, seeds = next(order)
+            parts = list(zip(chosen.split(size), seeds.split(size)))
+            batches = (
+                features.batch([sequences[i] for i in rows], row_seeds, progress)
+                for rows, row_seeds in parts[rank::count]
+            )
+
+            loss = gradients(accelerator, model, batches)
+            norm = float(accelerator.clip_grad_norm_(model.parameters(), args.clip))
+            if not math.isfinite(loss + norm):
+                raise common.Mistake(
+                    f"loss is {loss} and its gradient {norm} at step {run.step}: train anew with a "
+                    f"lower --lr than {args.lr} (what {args.out} holds stays as it is)"
+                )
+            optimizer.param_groups[0]["lr"] = args.lr * learning_rate(progress, args.warmup)
+            optimizer.step()
+            optimizer.zero_grad()
+
+            run.step += 1
+            run.tokens += sum(to_learn[i] for i in chosen)
+            run.average = loss if run.average is None else 0.95 * run.average + 0.05 * loss
+            run.seconds = time.monotonic() - begin
+            bar.update(1)
+            # Clocks and signals differ between processes, so the first one decides.
+            progress, stop = broadcast_object_list([run.fraction(args), bool(caught)])
+            ends = progress >= 1 or stop
+
+            if ends or run.step % args.eval_every == 0:
+                row = {
+                    "step": run.step,
+                    "tokens": run.tokens,
+                    "minutes": round(run.seconds / 60, 2),
+                    **measure(module, drafter, target, measured),
+                    "loss": round(run.average, 4),
+                }
+                run.curve.append(row)
+                say(str(row))
+            if accelerator.is_main_process and (ends or run.step % args.save_every == 0):
+                checkpoints.save(out, drafter, optimizer, run, identity)
+
+    if accelerator.is_main_process:
+        told = {"method": args.method, "out": args.out, "interrupted": progress < 1}
+        print(json.dumps(told | (run.curve[-1] if run.curve else {})))
+    # Free the wrapped model while all processes live, because later this could hang.
+    del model, optimizer
+    accelerator.free_memory()
+    accelerator.end_training()
+
+
+class Loss(nn.Module):
+    """A method's loss as a module, because accelerate wraps the forward of a module.
+
+    That is where DistributedDataParallel and autocast to bfloat16 do their work.
+    """
+
+    def __init__(self, module, drafter, target):
+        super().__init__()
+        self.drafter = drafter
+        # In a partial, so that the target does not become a part of this module.
+        self.loss = partial(module.loss, drafter, target)
+
+    def forward(self, batch: common.Batch):
+        """The loss, summed over what is to be predicted, and its weight."""
+        return self.loss(batch)
+
+
+def gradients(accelerator, model, batches) -> float:
+    """Compute the gradient of a step's mean loss; returns that loss.
+
+    Losses and gradients of all micro-batches, of all processes, are summed and divided
+    once, by the total weight. So the result does not depend on how a step is split, even
+    where the parts have different weights.
+    """
+    sums = torch.zeros(2)  # loss and weight
+    for batch in batches:
+        with accelerator.accumulate(model):  # gradients are exchanged in the last one only
+            total, weight = model(batch)
+            total.backward()  # accelerator.backward would divide by --accumulate
+        sums += torch.tensor([total.item(), float(weight)])
+    total, weight = accelerator.reduce(sums.to(total.device), "sum").tolist()
+    weight = weight or 1.0  # there may be nothing to learn in a step
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            # DistributedDataParallel has averaged over the processes.
+            parameter.grad *= accelerator.num_processes / weight
+    return total / weight
+
+
+def learning_rate(progress: float, warmup: float) -> float:
+    """Share of the peak: it rises linearly, stays, and falls linearly in the last fifth."""
+    rise = (progress + 1e-3) / warmup if warmup else 1.0  # above 0 in the first step
+    return min(rise, 1.0, (1 - progress) / 0.2)
+
+
+@torch.no_grad()
+def measure(module, drafter, target, measured: dict) -> dict:
+    """The acceptance rate on each of {name: batches}, None where there is no batch."""
+    rates = {}
+    drafter.eval()
+    for name, batches in measured.items():
+        totals = [module.acceptance(drafter, target, batch) for batch in batches]
+        accepted = sum(float(total) for total, _ in totals)
+        count = sum(int(count) for _, count in totals)
+        rates[name] = round(accepted / max(1, count), 4) if batches else None
+    drafter.train()
+    return rates
+
+
+@contextlib.contextmanager
+def interrupts():
+    """Yield a list that Ctrl-C and SIGTERM add to, instead of ending the program."""
+    caught = []
+    text = b"train.py: measuring and saving; the same command with --resume continues\n"
+
+    def note(*_):
+        caught.append(True)
+        os.write(2, text)  # not print: the signal may come while something is printed
+
+    before = {kind: signal.signal(kind, note) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def say(text: str) -> None:
+    """Print a line above the progress bar, in the first process only."""
+    if PartialState().is_main_process:
+        tqdm.write(f"train.py: {text}", file=sys.stderr)
+
+
+# ----------------------------------------------------------------- what a run begins with
 
 
 def check(args) -> None:
@@ -56,11 +243,13 @@ def check(args) -> None:
 
 
 def launch(args) -> Accelerator:
-    """The Accelerator; sets `args.device` if there are several processes."""
+    """Join the other processes, if torchrun or accelerate started several."""
     accelerator = Accelerator(
         cpu=args.device == "cpu",
-        device_placement=False,  # tensors go where the target is
+        device_placement=False,  # everything goes where the target is
         mixed_precision="bf16" if args.bf16 else "no",
+        # The plugin rather than a number, which the environment could replace.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=args.accumulate),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
     count = accelerator.num_processes
@@ -69,15 +258,13 @@ def launch(args) -> Accelerator:
             f"--batch-size {args.batch_size} must be a multiple of {count} processes x "
             f"--accumulate {args.accumulate}"
         )
-    if count > 1:
-        args.device = str(accelerator.device)
     return accelerator
 
 
 def read_data(args, target, tokenizer) -> tuple[list, list, list]:
-    """Sequences to train on, held-out ones, and those of `--eval`.
+    """Sequences to train on, held-out ones, and those of --eval.
 
-    Each is (token ids (T,), loss mask (T,)).
+    Each sequence is (token ids (T,), loss mask (T,)).
     """
     context = getattr(target.config.get_text_config(), "max_position_embeddings", None) or 2**31
     sequences = []
@@ -92,14 +279,19 @@ def read_data(args, target, tokenizer) -> tuple[list, list, list]:
     return sequences[:border], sequences[border:], answers
 
 
-def start_drafter(args, module, target, counts: Tensor, overrides: dict, state: dict | None):
-    """The drafter to train: new, resumed, or with weights of `--init`."""
+def start_drafter(args, module, overrides: dict, target, sequences: list, state: dict | None):
+    """The drafter to train: resumed, new, or new with the weights of --init."""
+    torch.manual_seed(args.seed)
     if state:
-        drafter = module.Drafter(module.Config(**{**state["config"], **overrides}))
+        drafter = module.Drafter(module.Config(**state["config"] | overrides))
         drafter.load_state_dict(state["model"])
         return drafter
+
+    learned = torch.cat([ids[mask] for ids, mask in sequences])
+    counts = torch.bincount(learned, minlength=common.target_shape(target)["vocab_size"])
     if not args.init:
         return module.build(module.Config(**overrides), target, counts)
+
     start = common.load_drafter(module.Drafter, args.init, target)
     drafter = module.build(dataclasses.replace(start.config, **overrides), target, counts)
     try:
@@ -108,224 +300,8 @@ def start_drafter(args, module, target, counts: Tensor, overrides: dict, state: 
         reason = " ".join(str(error).split())[:160]
         raise common.Mistake(f"--init {args.init} does not fit the options: {reason}") from error
     if missing or surplus:
-        names = ", ".join(missing + surplus)
-        print(f"train.py: {args.init} lacks these weights, or has more: {names}", file=sys.stderr)
+        say(f"{args.init} lacks these weights, or has more: {', '.join(missing + surplus)}")
     return drafter
-
-
-class LossStep(nn.Module):
-    """The method's loss as a module's forward, for DistributedDataParallel."""
-
-    def __init__(self, module, drafter, target):
-        super().__init__()
-        self.drafter = drafter
-        self.loss = partial(module.loss, drafter, target)
-
-    def forward(self, batch: common.Batch):
-        return self.loss(batch)  # (sum, weight)
-
-
-def learning_rate(progress: float, warmup: float) -> float:
-    """Share of the peak: linear rise, flat, linear fall in the last fifth."""
-    rise = (progress + 1e-3) / warmup if warmup else 1.0
-    return min(rise, 1.0, (1 - progress) / 0.2)
-
-
-def measure(module, drafter, target, measured: dict) -> dict:
-    """The acceptance rate on each set of batches; None for an empty one."""
-    row = {}
-    drafter.eval()
-    with torch.no_grad():
-        for name, batches in measured.items():
-            totals = [module.acceptance(drafter, target, batch) for batch in batches]
-            accepted = sum(float(total) for total, _ in totals)
-            count = sum(int(count) for _, count in totals)
-            row[name] = round(accepted / max(1, count), 4) if batches else None
-    drafter.train()
-    return row
-
-
-@contextlib.contextmanager
-def interrupts():
-    """Yield a list that Ctrl-C adds to, instead of ending the program."""
-    caught = []
-    text = b"train.py: measuring and saving; the same command with --resume continues\n"
-
-    def note(*_):
-        caught.append(True)
-        os.write(2, text)  # a signal may come inside a print
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield caught
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-# ----------------------------------------------------------------------------- training
-
-
-class Run:
-    """One training run: its data, drafter, optimizer and progress."""
-
-    def __init__(self, args, module, overrides: dict):
-        self.args = args
-        self.out = Path(args.out)
-        self.accelerator = launch(args)
-
-        # 1. The frozen target and the conversations.
-        dtype = getattr(torch, args.dtype)
-        target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
-        common.check_target(target)
-        self.sequences, held_out, answers = read_data(args, target, tokenizer)
-        self.identity = checkpoints.identity(args, target, self.sequences)
-
-        # 2. The drafter: new, or as far as an earlier run has trained it.
-        state = None
-        self.at = checkpoints.Progress()
-        if args.resume:
-            state = checkpoints.read(self.out, module, self.identity, overrides)
-            self.at = state["progress"]
-        learned = torch.cat([ids[mask] for ids, mask in self.sequences])
-        counts = torch.bincount(learned, minlength=common.target_shape(target)["vocab_size"])
-        torch.manual_seed(args.seed)
-        drafter = start_drafter(args, module, target, counts, overrides, state)
-        self.drafter = drafter.to(target.device).float().train()
-        self.out.mkdir(parents=True, exist_ok=True)  # fails early
-        text = f"{len(self.sequences)} conversations, {len(learned)} tokens to learn"
-        self.say(f"{text}; {len(held_out)} held out")
-
-        # 3. The optimizer, which accelerate wraps together with the loss.
-        weights = [p for p in drafter.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(weights, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
-        if state:
-            optimizer.load_state_dict(state["optimizer"])
-        model = LossStep(module, drafter, target)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-
-        # 4. What is fed in each step, and what is measured.
-        self.features = Features(target, drafter.kv_layers, args.features)
-        lengths = [len(ids) for ids, _ in self.sequences]
-        self.order = data.steps(lengths, args.batch_size, args.seed, self.at.step)
-        measured = {
-            "alpha": self.features.batches(held_out),
-            "eval_alpha": self.features.batches(answers),
-        }
-        self.measure = partial(measure, module, drafter, target, measured)
-
-    def say(self, text: str) -> None:
-        if self.accelerator.is_main_process:
-            tqdm.write(f"train.py: {text}", file=sys.stderr)
-
-    def loop(self) -> bool:
-        """Train, measure and save to the end; returns True if Ctrl-C ended it early."""
-        args = self.args
-        at = self.at
-        begin = time.monotonic() - at.seconds  # earlier sittings count
-        share = at.share(args)
-        stop = False
-        hide = None if self.accelerator.is_main_process else True  # None: unless on a terminal
-        bar = tqdm(total=args.steps, initial=at.step, desc=args.method, disable=hide)
-        with interrupts() as caught, bar:
-            while share < 1 and not stop:
-                self.step(share)
-                bar.update(1)
-                # Clocks and signals of several processes differ: the first one decides.
-                at.seconds = time.monotonic() - begin
-                share, stop = broadcast_object_list([at.share(args), bool(caught)])
-                ends = share >= 1 or stop
-                if ends or at.step % args.eval_every == 0:
-                    self.record()
-                if ends or at.step % args.save_every == 0:
-                    self.save()
-        return share < 1
-
-    def step(self, share: float) -> None:
-        """One optimizer step; `share` is the completed part of the run.
-
-        The losses of all parts and processes are summed. The gradient is
-        divided once, by the step's total weight, and so does not depend on the
-        split.
-        """
-        args = self.args
-        at = self.at
-
-        # 1. Sum the gradients of this process's parts.
-        chosen, seeds = next(self.order)
-        processes = self.accelerator.num_processes
-        size = args.batch_size // (processes * args.accumulate)
-        parts = list(zip(chosen.split(size), seeds.split(size)))
-        parts = parts[self.accelerator.process_index :: processes]
-        sums = torch.zeros(2)  # loss and weight
-        for number, (rows, row_seeds) in enumerate(parts, 1):
-            batch = self.features.batch([self.sequences[i] for i in rows], row_seeds, share)
-            # DistributedDataParallel averages over the processes in the last part.
-            last = number == len(parts)
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-                total, weight = self.model(batch)
-                self.accelerator.backward(total)
-            sums += torch.tensor([total.item(), float(weight)])
-
-        # 2. Divide by the weight of all parts and processes.
-        total, weight = self.accelerator.reduce(sums.to(total.device), "sum").tolist()
-        weight = weight or 1.0  # the step may have nothing to learn
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad *= processes / weight
-        loss = total / weight
-        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), args.clip))
-        if not math.isfinite(loss + norm):
-            raise common.Mistake(
-                f"loss is {loss} and its gradient {norm} at step {at.step}: train anew with a "
-                f"lower --lr than {args.lr} (what {args.out} holds stays as it is)"
-            )
-
-        # 3. Update the weights.
-        self.optimizer.param_groups[0]["lr"] = args.lr * learning_rate(share, args.warmup)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        at.step += 1
-        at.tokens += sum(int(self.sequences[i][1].sum()) for i in chosen)
-        at.average = loss if at.average is None else 0.95 * at.average + 0.05 * loss
-
-    def record(self) -> None:
-        """Add a row to the curve."""
-        at = self.at
-        row = {"step": at.step, "tokens": at.tokens, "minutes": round(at.seconds / 60, 2)}
-        row |= self.measure()
-        row["loss"] = round(at.average, 4)
-        at.curve.append(row)
-        self.say(str(row))
-
-    def save(self) -> None:
-        """Write a checkpoint."""
-        if self.accelerator.is_main_process:
-            state = {
-                "identity": self.identity,
-                "config": dataclasses.asdict(self.drafter.config),
-                "model": self.drafter.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "progress": dataclasses.asdict(self.at),
-            }
-            checkpoints.save(self.drafter, self.out, state)
-
-
-def train(args, module, overrides: dict) -> None:
-    """Train a drafter; save it every `--save-every` steps and at the end."""
-    check(args)
-    run = Run(args, module, overrides)
-    if run.at.share(args) >= 1:
-        run.say(f"{args.out} is finished; to continue, give more --steps or --minutes")
-    interrupted = run.loop()
-    accelerator = run.accelerator
-    if accelerator.is_main_process:
-        last = run.at.curve[-1] if run.at.curve else {}
-        told = {"method": args.method, "out": args.out, "interrupted": interrupted}
-        print(json.dumps(told | last))
-    # Free the wrapped model while all processes live; later it could hang.
-    del run
-    accelerator.free_memory()
-    accelerator.end_training()
 
 
 # ----------------------------------------------------------------------------- command line
@@ -357,7 +333,7 @@ def parse(argv: list[str]):
     add("--init", metavar="DIR", help="start from this drafter")
     add("--features", metavar="DIR", help="keep the target's features here (2 kB a token)")
     add("--batch-size", type=number(int, 1), default=4, help="conversations a step, in all")
-    add("--accumulate", type=number(int, 1), default=1, help="parts that a batch is split into")
+    add("--accumulate", type=number(int, 1), default=1, help="micro-batches to split a batch into")
     add("--lr", type=number(float, 0), default=2e-3, help="peak learning rate")
     add("--warmup", type=share, default=0.02, help="share of the run that warms up")
     add("--clip", type=number(float, 1e-6), default=1.0, help="largest gradient norm")
@@ -397,27 +373,24 @@ def make_data(args) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Train, make data or draw curves."""
     args, module = parse(sys.argv[1:] if argv is None else argv)
+    tasks = "--method NAME with --data and --out, --make-data N with --out, or --plot"
+    common.refuse(
+        (not (args.plot or args.make_data or args.method), f"nothing to do: give {tasks}"),
+        (args.plot and len(args.plot) < 2, "--plot: name the curves to draw after the folder"),
+        (not args.plot and not args.out, "give --out, a folder for the drafter or a file for data"),
+    )
     if args.plot:
         folder, *curves = args.plot
-        if not curves:
-            raise common.Mistake("--plot: name the curves to draw after the folder")
         pictures.check(folder)
         pictures.curves(curves, Path(folder))
-        return
-    if not (args.method or args.make_data):
-        raise common.Mistake(
-            "nothing to do: give --method NAME with --data and --out, --make-data N with --out, or "
-            "--plot"
-        )
-    if not args.out:
-        raise common.Mistake("give --out, a folder for the drafter or a file for conversations")
-    if args.make_data:
+    elif args.make_data:
         make_data(args)
-        return
-    fields = {option.name for option in dataclasses.fields(module.Config)} - {"target"}
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    train(args, module, {name: value for name, value in given.items() if name in fields})
+    else:
+        fields = {field.name for field in dataclasses.fields(module.Config)} - {"target"}
+        given = {name: value for name, value in vars(args).items() if value is not None}
+        train(args, module, {name: value for name, value in given.items() if name in fields})
 
 
 if __name__ == "__main__":

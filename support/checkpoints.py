@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ class Progress:
     average: float | None = None  # running mean of the loss
     curve: list[dict] = field(default_factory=list)  # a row for every measurement
 
-    def share(self, args) -> float:
+    def fraction(self, args) -> float:
         """The completed fraction of a run of args.steps or args.minutes."""
         return self.step / args.steps if args.steps else self.seconds / 60 / args.minutes
 
@@ -76,19 +76,26 @@ def read(out: Path, module, identity: dict, overrides: dict) -> dict:
     return state
 
 
-def save(drafter, out: Path, state: dict) -> None:
+def save(out: Path, drafter, optimizer, progress: Progress, identity: dict) -> None:
     """Write training state, curve, bfloat16 weights and config.json.
 
     Each file appears by one rename, config.json, which marks a drafter, last.
 
     Raises: Mistake: it cannot be written; what was in `out` is as before.
     """
+    state = {
+        "identity": identity,
+        "config": asdict(drafter.config),
+        "model": drafter.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "progress": asdict(progress),
+    }
     part = out / ".part"
     shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
     try:
         copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(part)
         torch.save(state, part / "training_state.pt")
-        (part / "curve.json").write_text(json.dumps(state["progress"]["curve"]) + "\n")
+        (part / "curve.json").write_text(json.dumps(progress.curve) + "\n")
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk
         shutil.rmtree(part, ignore_errors=True)
         reason = str(error).strip().split("\n")[0]

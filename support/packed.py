@@ -43,16 +43,19 @@ SAMPLE = 128 * 2**20  # bytes of weights to measure on: more than a cache holds
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
     """Attention of query (B, H, T, Dh) to key and value (B, Hkv, P, Dh).
 
-    With a mask, transformers copies keys and values for every query head of a
-    group. This gives the same numbers without copies.
+    With a mask, transformers copies keys and values for every query head of a group.
+    This gives the same numbers without those copies.
     """
     if attention_mask is None or "position_bias" in options:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
-    )
+    # The G heads of a group read the same rows, so they become one head of G T queries,
+    # for which those rows are read once.
+    queries = query.reshape(*key.shape[:2], -1, key.shape[3])  # (B, Hkv, G T, Dh)
+    mask = torch.cat([attention_mask] * (query.shape[1] // key.shape[1]), dim=2)
+    out = F.scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scaling)
+    out = out.view(*query.shape[:3], -1)  # (B, H, T, Dh)
     return out.transpose(1, 2).contiguous(), None  # (B, T, H, Dh)
 
 

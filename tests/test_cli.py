@@ -61,6 +61,7 @@ MISTAKES = [
     ("--data conversations/answers.jsonl.gz", "is what eval_alpha is measured on: leave it out"),
     ("--out {tmp}/file", "file is a file; name a folder"),
     ("--init {tmp}", "no drafter in"),
+    ("--init {tmp}/broken", "/broken holds no glide drafter, or a damaged one ("),
     ("--resume", "nothing to resume in"),
     ("--resume --init {tmp}", "leave out --init"),
     ("--make-data 4 --out {tmp}", "Is a directory"),
@@ -73,6 +74,8 @@ MISTAKES = [
 def test_a_mistake_of_train_py_is_told_in_a_line(folder, tmp_path, capsys, words, said):
     """It names what is wrong, and nothing is written or lost."""
     (tmp_path / "file").write_bytes(b"notes\n\xff\n")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"target": null}')
     before = snapshot(tmp_path)
     more = [word.format(tmp=tmp_path) for word in words.split()]
     argv = options(folder, tmp_path / "out", "--steps", 1, *more)

@@ -116,6 +116,22 @@ def test_rounds_of_any_length_leave_what_an_uncached_forward_computes(llama, k, 
                 torch.testing.assert_close(mine.values[:, :, :total], theirs.values)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3])
+@torch.no_grad()
+def test_a_prompt_is_read_as_if_attended_at_once(k):
+    """`first_pass` lets 256 blocks attend at a time; a part may begin with a broken block."""
+    target = make_llama(max_position_embeddings=2048)
+    drafter = make_drafter(target, k=k)
+    for total in (256 * k, 256 * k + 1, 512 * k + k // 2):
+        ids = random_ids(total + 1, seed=total)
+        decoding = common.open_decoding(target, ids, max_new_tokens=1)
+        memory = falcon.Memory(drafter, target)
+        newest = falcon.first_pass(drafter, decoding, memory)
+        expected = from_scratch(drafter, target, ids, [])
+        torch.testing.assert_close(memory.head(newest.f_draft[0]), expected)
+        assert newest.mask.shape == (1, total) and newest.mask.all()
+
+
 # --------------------------------------------------------------------------------------- masks
 
 

@@ -235,3 +235,19 @@ def test_tokens_fed_at_once_read_as_if_fed_one_by_one(llama):
         one_by_one = glide.feed(drafter, decoding, memory, ids[:, end - 1 : end])
     at_once = glide.feed(drafter, decoding, glide.Memory(drafter, llama), ids)
     torch.testing.assert_close(at_once, one_by_one)
+
+
+@pytest.mark.parametrize("length", [512, 513, 1030])
+@torch.no_grad()
+def test_a_prompt_is_read_as_if_fed_at_once(length):
+    """`propose` feeds parts of 512 tokens; here, blocks of one token give the mask of the whole."""
+    target = make_llama(max_position_embeddings=2048)
+    drafter = make_glide(target, num_layers=2)
+    ids = torch.randint(48, (1, length), generator=torch.Generator().manual_seed(length))
+    decoding = common.open_decoding(target, ids, max_new_tokens=1)
+    _, _, hidden = next(glide.propose(drafter, decoding, glide.Memory(drafter, target)))
+
+    _, kv = common.target_features(target, ids, drafter.kv_layers)
+    mask = glide.block_mask(length, 1, torch.tensor([0]))
+    expected = drafter(target, ids, torch.arange(length)[None], kv, cross_mask=mask)
+    torch.testing.assert_close(hidden, expected[0, -1])

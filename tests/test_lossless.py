@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import (
     FAMILIES,
     OPT,
@@ -24,6 +25,8 @@ from tiny import (
     slow,
     untrained,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import StoppingCriteriaList
 
 import common
@@ -221,6 +224,36 @@ def test_a_prompt_may_be_one_token(method):
     assert torch.equal(output, expected)
 
 
+class Largest(TorchDispatchMode):
+    """Sees every tensor that is computed; keeps the number of elements of the largest."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_grows_with_a_prompt_and_not_with_its_square(method):
+    """In the prefill and in the first draft, by the elements of the largest tensor."""
+    target = family("Llama", max_position_embeddings=4096, num_hidden_layers=2)
+    module, given = make_arm(method, target)
+    largest = {}
+    for length in (1000, 2000):
+        ids = torch.randint(1, 40, (1, length), generator=torch.Generator().manual_seed(4))
+        with Largest() as seen:
+            decoding = common.open_decoding(target, ids, max_new_tokens=9)
+            next(module.drafts(decoding, **given))
+        largest[length] = seen.elements
+    assert largest[2000] < 2.5 * largest[1000], largest
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_copies_that_are_right_are_accepted_beside_any_draft(method, monkeypatch):
     target, ids, truth = make_target("Llama")
@@ -304,13 +337,60 @@ def check_the_device(pretend):
             assert torch.equal(output.cpu(), sampled), method
 
 
-@pytest.mark.slow
-def test_decodes_on_a_device_that_keeps_a_gpus_rules():
-    """In a process of its own, because autograd learns of all devices at its start."""
-    code = "import pretend, test_lossless; test_lossless.check_the_device(pretend)"
+def check_the_counts(pretend):
+    """Neither copies nor launches grow with the tree; kept rows take one copy for all layers."""
+    target, ids, truth = make_target("Llama")
+    right = truth[0, 7]  # the token after the prompt
+    wrong = torch.tensor([token for token in range(VOCAB) if token != right])
+    trees = {  # children of the root; accepted rows of the cache are in place if `right` is first
+        "in place": [right, *wrong[:8]],
+        "moved": [wrong[0], right],
+        "moved, more nodes": [*wrong[:8], right],
+    }
+    with pretend.gpu():
+        there = torch.ones(1, 1, 3, 4, device="pretend")
+        by_hand = {
+            lambda: (there + there).view(12).tolist(): (1, 1, 0),
+            lambda: F.scaled_dot_product_attention(there, there, there): (1, 0, 0),
+            lambda: there[..., torch.tensor([0, 2])]: (1, 0, 1),
+            lambda: there[there > 0]: (2, 1, 0),
+            lambda: int(there.new_tensor([2])): (0, 1, 1),
+        }
+        names = ("launches", "to_host", "to_device")
+        for work, expected in by_hand.items():
+            pretend.counts.clear()
+            work()
+            assert tuple(pretend.counts[name] for name in names) == expected
+        away = copy.deepcopy(target).to("pretend")
+        seen = {}
+        for name, tokens in trees.items():
+            decoding = common.open_decoding(away, ids.to("pretend"), **GREEDY)
+            draft = common.Draft(torch.tensor(tokens).to("pretend"), torch.full((len(tokens),), -1))
+            pretend.counts.clear()
+            decoding.verify(draft)
+            assert torch.equal(decoding.ids.cpu(), truth[:, :9])  # accepted, and the bonus token
+            seen[name] = dict(pretend.counts)
+    copies = {name: (counts["to_host"], counts["to_device"]) for name, counts in seen.items()}
+    assert len(set(copies.values())) == 1, copies
+    assert seen["moved"] == seen["moved, more nodes"]
+    assert seen["moved"]["launches"] > seen["in place"]["launches"]
+
+
+def in_its_own_process(check):
+    """Run a check on the device; autograd learns of all devices when it starts."""
+    code = f"import pretend, test_lossless; test_lossless.{check}(pretend)"
     tests = Path(__file__).parent
     paths = [tests.parent, tests, tests / "tools"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_decodes_on_a_device_that_keeps_a_gpus_rules():
+    in_its_own_process("check_the_device")
+
+
+def test_a_round_asks_no_more_of_a_gpu_for_more_nodes():
+    in_its_own_process("check_the_counts")

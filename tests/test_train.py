@@ -1,5 +1,6 @@
 """train.py on a tiny target: what a step is, resume, interrupts, processes, damaged files."""
 
+import copy
 import itertools
 import json
 import math
@@ -60,6 +61,7 @@ def curve_of(out):
 
 def test_a_run_is_that_of_a_plain_loop(folder, trained, monkeypatch):
     """Order, seeds, progress, learning rate, clip and normalisation, all written out once more."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")  # --accumulate says 1
     steps, clip, peak, rise = 15, 1.9, 0.0018, 0.2
     seen = []
     loss = glide.loss
@@ -299,12 +301,14 @@ def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(
     assert not list(cut.glob(".part*"))
 
 
-def test_an_interrupt_is_answered_at_once_saves_and_ends_the_run(trained, monkeypatch, capfd):
+@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM"])
+def test_an_interrupt_is_answered_at_once_saves_and_ends_the_run(trained, monkeypatch, capfd, kind):
+    """Ctrl-C sends SIGINT; a scheduler or `kill` sends SIGTERM."""
     loss = glide.loss
 
     def interrupted(*given):
         capfd.readouterr()
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(getattr(signal, kind))
         assert "measuring and saving; the same command with --resume" in capfd.readouterr().err
         return loss(*given)
 
@@ -369,10 +373,11 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, trained, monkeypatch):
         return (total * math.nan if len(calls) == 6 else total), weight
 
     monkeypatch.setattr(glide, "loss", diverging)
-    before = signal.getsignal(signal.SIGINT)
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(kind) for kind in kinds]
     with pytest.raises(common.Mistake, match="loss is nan and .* at step 5"):
         trained("out", "--steps", 8)
-    assert signal.getsignal(signal.SIGINT) is before  # Ctrl-C means what it did
+    assert [signal.getsignal(kind) for kind in kinds] == before  # Ctrl-C means what it did
     state = state_of(tmp_path / "out")
     assert all(x.isfinite().all() for x in state["model"].values())
     assert state["progress"]["step"] == 4
@@ -456,6 +461,31 @@ def test_a_damaged_or_hostile_state_is_refused_and_left(trained):
         with pytest.raises(common.Mistake, match="is damaged or of another version"):
             trained("out", "--steps", 2, "--resume")
         assert snapshot(out) == before
+
+
+@pytest.mark.parametrize("method", PINNED)
+def test_a_damaged_drafter_is_refused_in_a_line(llama, tmp_path, method):
+    """Whatever config.json holds, and weights that are not finite in the target's dtype."""
+    module, given = make_arm(method, llama)
+    drafter = given["drafter"].float()
+    drafter.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    whole = config.read_text()
+    for text in ("", "null", "[]", '{"target": null}', '{"target": {"vocab_size": "many"}}'):
+        config.write_text(text)
+        with pytest.raises(common.Mistake, match="drafter, or a damaged one") as refusal:
+            common.load_drafter(module.Drafter, tmp_path, llama)
+        assert "\n" not in str(refusal.value)
+    config.write_text(whole)
+    common.load_drafter(module.Drafter, tmp_path, llama)
+    weight = next(drafter.parameters()).detach().flatten()
+    for value, target in ((math.nan, llama), (7e4, copy.deepcopy(llama).half())):
+        weight[0] = value
+        drafter.save_pretrained(tmp_path)
+        with pytest.raises(
+            common.Mistake, match="holds weights that are not finite in torch.float"
+        ):
+            common.load_drafter(module.Drafter, tmp_path, target)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(trained):

@@ -39,7 +39,7 @@ processors do not see the path to a node
 - scores = logits_processor(ids, scores)
 + scores = logits_processor(input_ids, scores)
 hidden states of rejected nodes
-- return Verified(tokens, path, hidden[:, kept.to(hidden.device)], logits)
+- return Verified(tokens, path, hidden[:, kept], logits)
 + return Verified(tokens, path, hidden[:, : len(kept)], logits)
 sampling: tokens are tried that are no children
 - siblings = [n for n in range(sampled) if draft.parents[n] == node]
@@ -102,6 +102,9 @@ a position that may read nothing reads all
 while drafting a token reads its own row of the target
 - cross_mask = (query > places
 + cross_mask = (query >= places
+a prompt's masks grow with the square of its length
+- for part in new.split(512, dim=1):
++ for part in [new]:
 without distillation the drafter learns its input
 - token = batch.input_ids[batch.loss_mask]
 + token = batch.input_ids[batch.loss_mask.roll(-1, 1)]
@@ -156,8 +159,11 @@ a branch sees other branches
 - return torch.cat([mask[origins], own
 + return torch.cat([torch.ones_like(mask[origins]), own
 drafting is plain causal
-- mask = block[-length:, None] >= block
-+ mask = slots[-length:, None] >= slots
+- mask = block[start:end, None] >= block[:end]
++ mask = slots[start:end, None] >= slots[:end]
+a part of a prompt ends within a block
+- borders = sorted(range(length - 256 * k, 0, -256 * k))
++ borders = list(range(256 * k, length, 256 * k))
 as many answers are revealed as there are slots, not misses
 - d = int(wrong[row].sum())
 + d = len(learning)
@@ -202,6 +208,54 @@ the slots of earlier rounds stay in the cache
 + pass
 """
 
+TRAIN = r"""
+all processes take the same micro-batches
+- in parts[rank::count]
++ in parts[::count]
+the gradient is divided by the number of micro-batches
+- total.backward()  #
++ accelerator.backward(total)  #
+a process divides by the weight of its own micro-batches
+- accelerator.reduce(sums.to(total.device), "sum").tolist()
++ sums.tolist()
+the average over the processes stays
+- accelerator.num_processes / weight
++ 1 / weight
+the environment replaces --accumulate
+- gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=args.accumulate)
++ gradient_accumulation_steps=args.accumulate
+gradients are not clipped
+- model.parameters(), args.clip)
++ model.parameters(), math.inf)
+the learning rate stays at its peak
+- args.lr * learning_rate(progress, args.warmup)
++ args.lr
+a step adds to the gradient of the one before
+- optimizer.zero_grad()
++ pass
+a resumed run forgets the state of its optimizer
+- optimizer.load_state_dict(state["optimizer"])
++ pass
+a resumed run begins with the first batches again
+- args.seed, run.step)
++ args.seed, 0)
+the minutes of earlier sittings do not count
+- begin = time.monotonic() - run.seconds
++ begin = time.monotonic()
+SIGTERM ends the run at once
+- for kind in (signal.SIGINT, signal.SIGTERM)}
++ for kind in (signal.SIGINT,)}
+an interrupted run is not saved
+- ends = progress >= 1 or stop
++ ends = progress >= 1
+conversations that are held out are learned, too
+- return sequences[:border], sequences[border:], answers
++ return sequences, sequences[border:], answers
+the drafter is measured as it is in training
+- drafter.eval()
++ pass
+"""
+
 
 def parsed(text: str) -> list[tuple[str, str, str]]:
     """The mutants of a text, (old, new, what is wrong)."""
@@ -220,4 +274,5 @@ MUTANTS = {
     "specdecpp.py": parsed(SPECDECPP),
     "falcon.py": parsed(FALCON),
     "ctc_drafter.py": parsed(CTC_DRAFTER),
+    "train.py": parsed(TRAIN),
 }

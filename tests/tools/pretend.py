@@ -1,15 +1,17 @@
 """A GPU that is not there: a device `pretend` that computes on the CPU and keeps a GPU's rules.
 
 An operator that mixes tensors of the CPU and of the device fails. So all but kernels and speed can
-be tested on a machine without a GPU.
+be tested on a machine without a GPU. `counts` tells how much a GPU would have been asked to do.
 
 This module must be imported before autograd first runs: autograd then learns which devices there
 are.
 """
 
 import contextlib
+from collections import Counter
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -18,6 +20,21 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 _setup_privateuseone_for_python_backend("pretend")
 aten = torch.ops.aten
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+COPYING = (aten.copy_.default, aten._to_copy.default)
+# The CPU waits for a number, and for a size that is known only afterwards.
+DEPENDS_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# What launches no kernel, besides views.
+NO_KERNEL = (
+    aten._unsafe_view.default,
+    aten.empty.memory_format,
+    aten._local_scalar_dense.default,
+)
+# What a GPU has one kernel for; here it is several operators.
+ONE_KERNEL = (F.scaled_dot_product_attention, F.rms_norm)
+
+# What a GPU would have done since the start: operators ("launches"), and copies
+# between it and the CPU ("to_host", "to_device").
+counts = Counter()
 
 
 class Remote(torch.Tensor):
@@ -60,6 +77,7 @@ def run(operator, args: tuple, kwargs: dict):
         foreign = [tuple(x.shape) for x, our in zip(tensors, ours) if not our and x.dim()]
         if foreign and not (operator in INDEXING and ours[0]):  # a GPU copies indices
             raise AssertionError(f"{operator} mixes devices: {foreign} are on the CPU")
+    count(operator, tensors, to_device)
     args_here, kwargs_here = tree_map_only(Remote, lambda x: x.inner, (args, kwargs))
     out = operator(*args_here, **kwargs_here)
     if not to_device:
@@ -68,13 +86,37 @@ def run(operator, args: tuple, kwargs: dict):
     return return_and_correct_aliasing(operator, args, kwargs, out)
 
 
+def count(operator, tensors: list, to_device: bool) -> None:
+    """Add an operator to `counts`; to_device: its result is on the device."""
+    ours = [isinstance(x, Remote) for x in tensors]
+    if not (any(ours) or to_device):
+        return
+    if operator in COPYING:
+        if not ours[-1]:  # the source
+            counts["to_device"] += 1
+        else:
+            counts["launches" if to_device else "to_host"] += 1
+        return
+    if operator in INDEXING:  # a boolean index is made a list of places
+        waits = any(x.dtype == torch.bool for x in tensors[1:])
+        counts["to_device"] += sum(not our and x.dim() > 0 for x, our in zip(tensors, ours))
+    else:
+        waits = not DEPENDS_ON_DATA.isdisjoint(operator.tags)
+    counts["to_host"] += waits
+    if not (operator.is_view or operator in NO_KERNEL):
+        counts["launches"] += 1
+
+
 class Rules(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         return run(operator, args, kwargs or {})
 
 
-class Constructor(TorchFunctionMode):
-    """torch.tensor and new_tensor make their result on the CPU and copy it."""
+class Functions(TorchFunctionMode):
+    """torch.tensor and new_tensor make their result on the CPU and copy it.
+
+    ONE_KERNEL count as one launch.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -85,7 +127,11 @@ class Constructor(TorchFunctionMode):
         device = kwargs.get("device")
         if function is torch.tensor and device is not None:
             return function(*args, **{**kwargs, "device": "cpu"}).to(device)
-        return function(*args, **kwargs)
+        launches = counts["launches"]
+        out = function(*args, **kwargs)
+        if function in ONE_KERNEL:
+            counts["launches"] = min(counts["launches"], launches + 1)
+        return out
 
 
 @contextlib.contextmanager
@@ -94,7 +140,7 @@ def gpu():
     # Otherwise module.to(dtype) would leave `inner` behind.
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        with Constructor(), Rules():
+        with Functions(), Rules():
             yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)

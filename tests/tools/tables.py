@@ -10,6 +10,8 @@ A test fails where a table is not what this would write. A comment above a table
             training runs, stage after stage
     <!-- claims: GLIDE -->
             a paper's claims (claims.py)
+    <!-- launches: launches.json -->
+            what a round asks of a GPU (launches.py)
 """
 
 import argparse
@@ -33,7 +35,7 @@ FILES = (
     "tests/README.md",
     "CONTRIBUTING.md",
 )
-COMMENT = r"<!-- (table|curves|claims): ((?:(?!-->).)*) -->\n\n"
+COMMENT = r"<!-- (table|curves|claims|launches): ((?:(?!-->).)*) -->\n\n"
 TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 
 
@@ -72,9 +74,31 @@ def curves(words: str) -> str:
     return report.markdown(heads, rows)
 
 
+def launches(file: str) -> str:
+    """Operators and copies of a round; the first method is plain decoding."""
+    heads = ["method", "launches", "of them drafting", "x plain", "to the CPU", "to the GPU"]
+    methods = claims.read(file)["sums"]
+    plain = None
+    rows = []
+    for name, sums in methods.items():
+        each = {what: count / sums["rounds"] for what, count in sums.items()}
+        plain = plain or each["launches"]
+        rows.append(
+            [
+                name,
+                report.cell(each["launches"], ".0f"),
+                report.cell(each["drafting"], ".0f"),
+                report.cell(each["launches"] / plain),
+                report.cell(each["to_host"], ".1f"),
+                report.cell(each["to_device"], ".1f"),
+            ]
+        )
+    return report.markdown(heads, rows)
+
+
 def written(text: str) -> str:
     """A README with its tables made anew."""
-    makers = {"table": table, "curves": curves, "claims": claims.table}
+    makers = {"table": table, "curves": curves, "claims": claims.table, "launches": launches}
     return TABLE.sub(lambda match: match[1] + makers[match[2]](match[3]) + "\n\n", text)
 
 

@@ -1,0 +1,94 @@
+"""Count what a round asks of a GPU, on the device of pretend.py: results/launches.json.
+
+    python tests/tools/launches.py        # four minutes; prints the table
+
+A small target's operators take a GPU less time than the CPU needs to launch them, so
+their number decides how fast it decodes, and not their arithmetic. A copy between the
+two makes the CPU wait until the GPU has finished what was launched before. Attention
+counts as one operator, as which a GPU runs it.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pretend  # before autograd first runs
+import torch
+import transformers
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))  # where this is run as a script
+
+import tables  # noqa: E402
+
+import bench  # noqa: E402
+import common  # noqa: E402
+from support import arms, data, default_target, prompts, report  # noqa: E402
+
+COUNTED = ("rounds", "tokens", "launches", "drafting", "to_host", "to_device")
+METHODS = ("glide", "cape", "cape:cpu", "specdecpp", "falcon", "ctc_drafter")
+PROMPTS = 2
+ROUNDS = 20  # of each prompt, after the first one
+
+
+def count_rounds(decoding, drafts) -> Counter:
+    """What the rounds after the first one ask of the device.
+
+    The first one is left out, because its draft reads the whole prompt.
+
+    Args: drafts: the generator of a method, for this `decoding`.
+    Returns: sums of "rounds", "tokens", "launches", "drafting" (the launches of
+        drafts), "to_host" and "to_device".
+    """
+    decoding.verify(next(drafts))
+    sums = Counter()
+    while sums["rounds"] < ROUNDS and not decoding.done:
+        length = decoding.ids.shape[1]
+        before = pretend.counts.copy()
+        draft = next(drafts)
+        sums["drafting"] += pretend.counts["launches"] - before["launches"]
+        decoding.verify(draft)
+        sums += pretend.counts - before
+        sums["tokens"] += decoding.ids.shape[1] - length
+        sums["rounds"] += 1
+    return sums
+
+
+@torch.no_grad()
+def measure() -> dict:
+    """Let all methods decode greedily, each with its shipped drafter."""
+    paths = sorted((ROOT / "prompts").glob("*.jsonl"))
+    asked = [prompt["turns"][:1] for prompt in data.read_prompts(paths, PROMPTS)]
+    sums = {}
+    with pretend.gpu():
+        target, tokenizer = common.load_target(device="pretend")
+        methods = arms.make_arms(target, bench.parse(["--method", *METHODS]))
+        for arm in tqdm([arms.plain_arm(target), *methods], disable=None):
+            total = Counter()
+            for messages in asked:
+                inputs = prompts.encode(tokenizer, messages, target.device)
+                decoding = common.open_decoding(
+                    target, **inputs, max_new_tokens=256, do_sample=False
+                )
+                total += count_rounds(decoding, arm.module.drafts(decoding, **arm.kwargs))
+            sums[arm.name] = {what: total[what] for what in COUNTED}
+    return {
+        "target": default_target.NAME,
+        "commit": report.commit(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "prompts": PROMPTS,
+        "sums": sums,
+    }
+
+
+def main() -> None:
+    about = __doc__.partition("\n")[0]
+    argparse.ArgumentParser(description=about).parse_args()
+    report.write_result(measure(), str(ROOT / "results" / "launches.json"))
+    print(tables.launches("launches.json"))
+
+
+if __name__ == "__main__":
+    main()
