@@ -41,7 +41,7 @@ import transformers
 from tqdm import tqdm
 
 import common
-from common import Mistake
+from common import UserError
 from support import batching, cli, data, packed, pictures, replay, report
 from support.arms import Arm, make_arms, plain_loops
 from support.prompts import answer_padded, encode
@@ -132,7 +132,7 @@ def run(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> l
         arms: the first one's answers are the earlier turns for all.
         groups: lists of prompts that are answered at once.
     Returns:
-        The turns that every arm has answered. Ctrl-C and a Mistake (a prompt
+        The turns that every arm has answered. Ctrl-C and a UserError (a prompt
         is too long) end the run early; before the first turn they are raised.
     """
     # 1. Warm up.
@@ -166,7 +166,7 @@ def run(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> l
                     said.append(tokenizer.decode(tokens, skip_special_tokens=True))
                 question_ids = [prompt["question_id"] for prompt, _ in talks]
                 turns.append(Turn(number, question_ids, asked, answers))
-    except (KeyboardInterrupt, Mistake) as problem:
+    except (KeyboardInterrupt, UserError) as problem:
         if not turns:
             raise
         why = str(problem) or "interrupted"
@@ -330,7 +330,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise a Mistake if options do not go together; nothing is loaded yet."""
+    """Raise a UserError if options do not go together; nothing is loaded yet."""
     asked = args.method or args.peers or args.cost_curve or args.table
     one = len(set(args.method)) == 1 and args.method != ["all"] and "@" not in args.method[0]
     together = args.sweep or args.peers or "all" in args.method
@@ -377,7 +377,7 @@ def measure(args) -> dict:
     possible = packed.candidates(stock)
     if args.kernel and args.kernel not in possible:
         those = f"take one of {', '.join(possible)}" if possible else "leave it out"
-        raise Mistake(f"--kernel {args.kernel} does not compute this target exactly: {those}")
+        raise UserError(f"--kernel {args.kernel} does not compute this target exactly: {those}")
     target = packed.pack(stock, (args.kernel, args.kernel) if args.kernel else None)
 
     # 2. Measure.
@@ -413,11 +413,11 @@ def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
     starts = range(0, len(prompts) - size + 1, size)
     groups = [prompts[start : start + size] for start in starts]
     if not groups:
-        raise Mistake(f"{len(prompts)} prompts fill no batch: lower --batch-size")
+        raise UserError(f"{len(prompts)} prompts fill no batch: lower --batch-size")
     if args.sweep:
         from support import stopping  # needs specdecpp.py
 
-        stopping.chain_of(arms[0])  # a Mistake comes before the long run
+        stopping.chain_of(arms[0])  # a UserError comes before the long run
     loops = plain_loops(stock, target, size)
     turns = run(tokenizer, [*loops, *arms], groups, options, args.seed)
 

@@ -62,7 +62,8 @@ class Config:
 VARIANTS = {
     "none": {"sizes": [0], "bounds": []},  # the trajectory alone
     "fixed": {"sizes": [4], "bounds": []},  # 5.4
-    "cpu": {"sizes": [2, 1, 1, 0]},  # fitted to the shipped GLIDE on two CPU cores
+    # Fitted to the shipped GLIDE on two CPU cores; gamma is that of the chains.
+    "cpu": {"gamma": 3, "sizes": [2, 1, 1, 0]},
 }
 
 

@@ -131,7 +131,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.mlp = LlamaMLP(llama)
         self.blank = nn.Linear(width, 1)
         self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.register_buffer("draft_ids", common.placeholder_ids(shape, config.draft_vocab))
+        self.register_buffer("vocab_ids", common.placeholder_ids(shape, config.draft_vocab))
 
     def forward(self, target, hidden, next_ids, anchors, mask=None, cache=None) -> Tensor:
         """States (B, A, S, D) of the slots after A of n rows (Eq. 9).
@@ -212,11 +212,11 @@ def windows(drafter, target, batch) -> tuple[Tensor, Tensor]:
     """Anchors (B, A) and labels (W, U) of W anchors (Eq. 3 to 5).
 
     Anchors are random rows whose U labels all lie in the answer;
-    -1 fills up where there are fewer. Labels index draft_ids.
+    -1 fills up where there are fewer. Labels index vocab_ids.
     """
     U = drafter.config.window
     # 1. y_t is the target's choice of x_t; -1 outside the answer.
-    logits = common.target_logits(target, batch.hidden, drafter.draft_ids)
+    logits = common.target_logits(target, batch.hidden, drafter.vocab_ids)
     y = F.pad(logits.argmax(-1)[:, :-1], (1, 0))
     y = y.where(batch.loss_mask, -1)  # (B, T)
 
@@ -251,7 +251,7 @@ def training_log_q(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
     mask = slot_mask(rows, next_ids.shape[1], drafter.config.slots)
     states = drafter(target, hidden, next_ids, rows, mask)  # (B, A, S, D)
     states = states[anchors >= 0]  # (W, S, D)
-    head = common.draft_head(target, drafter.draft_ids).to(states.dtype)
+    head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
     return drafter.logits(states, head).log_softmax(-1)
 
 
@@ -290,7 +290,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     if drafter.config.first_token:
         # h_(i+1) predicts the first label.
         hidden = rows_at(batch.hidden[:, 1:], anchors)
-        logits = common.target_logits(target, hidden, drafter.draft_ids)
+        logits = common.target_logits(target, hidden, drafter.vocab_ids)
         teacher = logits.softmax(-1)  # (W, Vd)
         cross_entropy = -(teacher * first_token_log_q(log_q)).sum()
         total = total + drafter.config.first_token * cross_entropy
@@ -303,7 +303,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     log_q = training_log_q(drafter, target, batch, anchors)
     q_draft = first_token_log_q(log_q).exp()  # (W, Vd)
     hidden = rows_at(batch.hidden[:, 1:], anchors)
-    total = common.overlap(target, hidden, q_draft, drafter.draft_ids)
+    total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
     return total, len(hidden)
 
 
@@ -356,7 +356,7 @@ def alignments(q_slots: Tensor, symbols: int, candidates: int, merge=True) -> di
 def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     """CTC prefix search: {prefix: probability}.
 
-    A prefix, a tuple of indices into draft_ids, has the probability
+    A prefix, a tuple of indices into vocab_ids, has the probability
     of all sequences that begin with it, each by Eq. 6. Each slot adds
     the probability that it completes the prefix. A repeat lengthens
     a prefix only after a blank, so alignments that end in a blank
@@ -403,7 +403,7 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     return prefixes
 
 
-def token_tree(prefixes: dict, draft_ids: Tensor, nodes: int, depth: int) -> common.Draft:
+def token_tree(prefixes: dict, vocab_ids: Tensor, nodes: int, depth: int) -> common.Draft:
     """A trie of the `nodes` likeliest prefixes of at most `depth` tokens."""
     node_of = {(): -1}  # {prefix: its node}
     for prefix in sorted(prefixes, key=prefixes.get, reverse=True):
@@ -413,10 +413,10 @@ def token_tree(prefixes: dict, draft_ids: Tensor, nodes: int, depth: int) -> com
         if len(prefix) <= depth and prefix[:-1] in node_of:
             node_of[prefix] = len(node_of) - 1
     drafted = list(node_of)[1:]
-    index = draft_ids.new_tensor([prefix[-1] for prefix in drafted])
+    index = vocab_ids.new_tensor([prefix[-1] for prefix in drafted])
     parents = [node_of[prefix[:-1]] for prefix in drafted]
     q = torch.tensor([prefixes[prefix] for prefix in drafted])
-    return common.Draft(draft_ids[index], torch.tensor(parents).long(), q=q)
+    return common.Draft(vocab_ids[index], torch.tensor(parents).long(), q=q)
 
 
 # ------------------------------------------------------------------------------------ decoding
@@ -439,7 +439,7 @@ def fill_slots(drafter: Drafter, decoding, cache, head) -> Tensor:
 def drafts(decoding, drafter: Drafter, config: Config):
     """Yield one draft per round; its nodes are chosen, not sampled."""
     cache = common.GrowingCache(1)  # keys and values of the rows
-    head = common.draft_head(decoding.target, drafter.draft_ids)  # D -> Vd
+    head = common.draft_head(decoding.target, drafter.vocab_ids)  # D -> Vd
     while not decoding.done:
         # No row (prompt of one token) or no room.
         if decoding.hidden.shape[1] == 0 or decoding.room == 0:
@@ -451,8 +451,8 @@ def drafts(decoding, drafter: Drafter, config: Config):
         else:
             merge = config.transform == "alignments"
             prefixes = alignments(q_slots, config.symbols, config.candidates, merge)
-        draft = token_tree(prefixes, drafter.draft_ids, config.nodes, decoding.room)
-        draft.notes = {"q_slots": q_slots, "draft_ids": drafter.draft_ids}
+        draft = token_tree(prefixes, drafter.vocab_ids, config.nodes, decoding.room)
+        draft.notes = {"q_slots": q_slots, "vocab_ids": drafter.vocab_ids}
         yield draft
 
 

@@ -77,14 +77,14 @@ def checked_tree(tree, vocab: float) -> list[list[int]]:
     try:
         paths = sorted({tuple(path) for path in tree})
     except TypeError:
-        raise common.Mistake(f"tree {tree!r}: give a list of paths, as [[0], [0, 1]]") from None
+        raise common.UserError(f"tree {tree!r}: give a list of paths, as [[0], [0, 1]]") from None
     for path in paths:
         name = f"tree path {list(path)}"
         good = all(isinstance(rank, int) and 0 <= rank < vocab for rank in path)
         if not path or not good:
-            raise common.Mistake(f"{name}: give a list of ranks from 0 on, below {vocab}")
+            raise common.UserError(f"{name}: give a list of ranks from 0 on, below {vocab}")
         if path[:-1] not in [(), *paths]:
-            raise common.Mistake(f"{name}: add its parent {list(path[:-1])}")
+            raise common.UserError(f"{name}: add its parent {list(path[:-1])}")
     return [list(path) for path in sorted(paths, key=len)]
 
 
@@ -138,8 +138,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         layers = [LlamaDecoderLayer(llama, n) for n in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(width, eps=1e-5)
-        draft_ids = common.placeholder_ids(shape, config.draft_vocab)
-        self.register_buffer("draft_ids", draft_ids)
+        vocab_ids = common.placeholder_ids(shape, config.draft_vocab)
+        self.register_buffer("vocab_ids", vocab_ids)
 
     def fuse(self, target, features: Tensor, token_ids: Tensor, state=None):
         """Fuse the feature and token of each slot.
@@ -326,7 +326,7 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
     mask = relaxed_mask(length, drafter.config.k, slots.phase)
     fused, _ = drafter.fuse(target, slots.features, slots.token_ids)
     f_draft = drafter.attend(target, fused, positions, mask)[slots.learns]
-    head = common.draft_head(target, drafter.draft_ids)
+    head = common.draft_head(target, drafter.vocab_ids)
     logits = head.to(f_draft.dtype)(f_draft)
     answers = slots.answers[slots.learns]
     return f_draft.float(), logits.float(), answers.float()
@@ -335,14 +335,14 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """The loss (Eq. 8), summed over M slots, and M."""
     config = drafter.config
-    draft_ids = drafter.draft_ids
+    vocab_ids = drafter.vocab_ids
     slots = training_slots(drafter, batch)
 
     # 1. Predict, count wrong slots, reveal answers.
     if config.csgd and config.k > 1:
         with torch.no_grad():
             _, logits, answers = predict(drafter, target, slots)
-        truth = common.target_logits(target, answers, draft_ids)
+        truth = common.target_logits(target, answers, vocab_ids)
         wrong = torch.zeros_like(slots.learns)
         wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
         rate = 0.4 * (1 - batch.progress)  # lambda, by steps
@@ -359,7 +359,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     slots = slots._replace(features=features)
     f_draft, logits, answers = predict(drafter, target, slots)
     # 3. Both distributions (Eq. 6 and 7).
-    truth = common.target_logits(target, answers, draft_ids)
+    truth = common.target_logits(target, answers, vocab_ids)
     log_p_target = truth.log_softmax(-1)  # (M, Vd)
     log_q_draft = logits.log_softmax(-1)  # (M, Vd)
     # 4. L_reg (a mean over D), L_soft, L_hard (Eq. 2, 3 and 4).
@@ -377,7 +377,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     slots = training_slots(drafter, batch)
     _, logits, answers = predict(drafter, target, slots)
     q_draft = logits.softmax(-1)  # (M, Vd)
-    return common.overlap(target, answers, q_draft, drafter.draft_ids), len(q_draft)
+    return common.overlap(target, answers, q_draft, drafter.vocab_ids), len(q_draft)
 
 
 # ------------------------------------------------------------------------------------ decoding
@@ -388,7 +388,7 @@ class Memory:
 
     def __init__(self, drafter: Drafter, target):
         self.cache = common.GrowingCache(drafter.config.num_layers)
-        self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
+        self.head = common.draft_head(target, drafter.vocab_ids)  # D -> Vd
         width = drafter.config.target["hidden_size"]
         # The last k - 1 slots, fused, and the LSTM's state after them.
         self.fused = drafter.norm.weight.new_empty(1, 0, width)
@@ -539,7 +539,7 @@ def propose(drafter, decoding, memory: Memory, config: Config) -> common.Draft:
         logits = memory.head(latest.f_draft)  # (n, k, Vd)
         top = logits.softmax(-1, dtype=torch.float32).topk(ranks)
         top_q = top.values.tolist()
-        top_ids = drafter.draft_ids[top.indices].tolist()
+        top_ids = drafter.vocab_ids[top.indices].tolist()
         # 3. Add k levels, one per slot.
         for path in paths:
             slot = len(path) - depth - 1

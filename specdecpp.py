@@ -68,11 +68,11 @@ class Config:
         common.at_least(self, draft_vocab=0, head_depth=0, temperature=0)
         common.at_least(self, threshold=0, max_draft=0, gamma=0)
         if not self.w_rej > 0:
-            raise common.Mistake(f"w_rej {self.w_rej}: take a weight above 0")
+            raise common.UserError(f"w_rej {self.w_rej}: take a weight above 0")
         if not 0 <= self.keep < 1:
-            raise common.Mistake(f"keep {self.keep}: take a share from 0 to below 1")
+            raise common.UserError(f"keep {self.keep}: take a share from 0 to below 1")
         if self.draft_model and self.stage == "draft":
-            raise common.Mistake("a draft_model is not trained, only its head: take stage head")
+            raise common.UserError("a draft_model is not trained, only its head: take stage head")
 
 
 VARIANTS = {
@@ -111,7 +111,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.body = None
         if not config.draft_model:
             if not config.model:
-                raise common.Mistake("no draft model in the config: is it of another method?")
+                raise common.UserError("no draft model in the config: is it of another method?")
             # No embedding: one token, and no special ids beyond it.
             special = ["pad_token_id", "bos_token_id", "eos_token_id"]
             tiny = dict.fromkeys(special) | {"vocab_size": 1}
@@ -121,7 +121,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
             self.body.requires_grad_(config.stage == "draft")
         self.head = AcceptanceHead(config.model["hidden_size"], config.head_depth)
         self.head.requires_grad_(config.stage == "head")
-        self.register_buffer("draft_ids", common.placeholder_ids(config.target, config.draft_vocab))
+        self.register_buffer("vocab_ids", common.placeholder_ids(config.target, config.draft_vocab))
 
 
 class DraftModel:
@@ -136,17 +136,17 @@ class DraftModel:
             source = load_draft_model(name, target.dtype, target.device)
         if isinstance(source, Drafter):
             self.body = source.body.eval()  # without dropout
-            self.draft_ids = source.draft_ids  # (Vd,)
+            self.vocab_ids = source.vocab_ids  # (Vd,)
             self.embed = target.get_input_embeddings()
-            head = common.draft_head(target, self.draft_ids)
+            head = common.draft_head(target, self.vocab_ids)
             self.lm_head = head.to(self.body.dtype)
             return
         size = common.target_shape(source)["vocab_size"]
         vocab = common.target_shape(target)["vocab_size"]
         if size != vocab:
-            raise common.Mistake(f"the draft model has {size} tokens, not {vocab}: take another")
+            raise common.UserError(f"the draft model has {size} tokens, not {vocab}: take another")
         self.body = source.get_decoder()
-        self.draft_ids = torch.arange(vocab, device=target.device)
+        self.vocab_ids = torch.arange(vocab, device=target.device)
         self.embed = source.get_input_embeddings()
         self.lm_head = functools.partial(common.target_logits, source)
 
@@ -188,7 +188,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     depth = small.num_hidden_layers
     chosen = config.layers
     if not all(-depth <= layer < depth for layer in chosen):
-        raise common.Mistake(f"layers {chosen}: name some of the target's 0 to {depth - 1}")
+        raise common.UserError(f"layers {chosen}: name some of the target's 0 to {depth - 1}")
     small.num_hidden_layers = len(chosen)
     if getattr(small, "layer_types", None):  # sliding or full attention
         small.layer_types = [small.layer_types[layer] for layer in chosen]
@@ -246,7 +246,7 @@ def draw(model: DraftModel, target, batch, to_draw: Tensor, temperature: float):
         logits = common.target_logits(target, e_target)
         p_target = distribution(logits, temperature)  # (m, V)
         choice = common.sample(q_draft, numbers)  # (m, 1)
-        token = model.draft_ids[choice]  # (m, 1)
+        token = model.vocab_ids[choice]  # (m, 1)
         ratio = p_target.gather(1, token) / q_draft.gather(1, choice)
         drafted.append(token[:, 0])
         accept_prob.append(ratio[:, 0].clamp(max=1))
@@ -316,7 +316,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
         model = DraftModel(drafter, target)
         ours, theirs = response_states(model, batch)
         logits = model.logits(ours)  # (M, Vd)
-        teacher = common.target_logits(target, theirs, model.draft_ids)
+        teacher = common.target_logits(target, theirs, model.vocab_ids)
         p_target = teacher.softmax(-1)  # (M, Vd)
         total = F.cross_entropy(logits, p_target, reduction="sum")
         return total, len(logits)
@@ -335,7 +335,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     model = DraftModel(drafter, target)
     ours, theirs = response_states(model, batch)
     q_draft = model.logits(ours).softmax(-1)  # (M, Vd)
-    return common.overlap(target, theirs, q_draft, model.draft_ids), len(q_draft)
+    return common.overlap(target, theirs, q_draft, model.vocab_ids), len(q_draft)
 
 
 # -------------------------------------------------------------------------------------- theory
@@ -413,7 +413,7 @@ def propose(drafter, decoding, memory: Memory):
         states = model.states(new, memory.cache)
         hidden = states[:, -1]  # (1, D)
         logits = model.logits(hidden)  # (1, Vd)
-        picked = decoding.pick(logits, model.draft_ids, ids)
+        picked = decoding.pick(logits, model.vocab_ids, ids)
         if picked is None:
             return
         token, q_draft = picked
@@ -453,18 +453,18 @@ def until_stop(steps, head, threshold: float, chances: list):
 
 
 def check_head(drafter, config: Config, draft_model) -> None:
-    """Raise a Mistake if draft model or head is missing or wrong."""
+    """Raise a UserError if draft model or head is missing or wrong."""
     if drafter is None and draft_model is None:
-        raise common.Mistake("nothing to draft with: pass drafter= or draft_model=")
+        raise common.UserError("nothing to draft with: pass drafter= or draft_model=")
     if config.stop == "fixed":
         return
     remedy = "train one (stage head), or take stop fixed"
     if drafter is None or drafter.config.stage == "draft":
-        raise common.Mistake(f"stop head, but no acceptance head has been trained: {remedy}")
+        raise common.UserError(f"stop head, but no acceptance head has been trained: {remedy}")
     if draft_model is not None and drafter.config.model != identity(draft_model):
         own = drafter.config.draft_model or "its own layers"
         given = draft_model.config.name_or_path
-        raise common.Mistake(f"the head was trained on {own}, not on {given}: {remedy}")
+        raise common.UserError(f"the head was trained on {own}, not on {given}: {remedy}")
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import common
-from common import Mistake
+from common import UserError
 from support import cli, packed
 
 COPIES = 16  # most tokens a round that `+copies` copies
@@ -64,7 +64,7 @@ def plain_loops(stock, target, batch_size: int = 1) -> list[Arm]:
 def make_arms(target, args) -> list[Arm]:
     """The arms that the command line asks for, each once, to decode with `target`.
 
-    Raises: Mistake: an impossible arm, or two different ones of one name.
+    Raises: UserError: an impossible arm, or two different ones of one name.
     """
 
     @functools.cache
@@ -83,13 +83,13 @@ def make_arms(target, args) -> list[Arm]:
     for text in texts:
         try:
             arm = peer(text, target, load) if text in PEERS else make_arm(text, target, args, load)
-        except Mistake as problem:
+        except UserError as problem:
             if text not in optional:
                 raise
             print(f"bench.py: without {text}: {problem}", file=sys.stderr)
             continue
         if arms.setdefault(arm.name, arm).kwargs != arm.kwargs:
-            raise Mistake(f"two arms would be called {arm.name}; rename one of the folders")
+            raise UserError(f"two arms would be called {arm.name}; rename one of the folders")
     return list(arms.values())
 
 
@@ -101,7 +101,7 @@ def make_arm(text: str, target, args, load) -> Arm:
     # 1. Take the text apart.
     parts = re.fullmatch(r"(\w+)(?::([^+@]+))?(\+copies)?(?:@(.+))?", text)
     if parts is None:
-        raise Mistake(f"{text} is no arm: write NAME[:VARIANT][+copies][@DIR]")
+        raise UserError(f"{text} is no arm: write NAME[:VARIANT][+copies][@DIR]")
     name, variant, copies, folder = parts.groups()
     shown = text.removesuffix(folder) + Path(folder).name if folder else text
     folder = folder or args.checkpoint
@@ -113,7 +113,7 @@ def make_arm(text: str, target, args, load) -> Arm:
     if variant:
         if variant not in module.VARIANTS:
             known = ", ".join(module.VARIANTS) or "none"
-            raise Mistake(f"{name} has no variant {variant!r}; its variants: {known}")
+            raise UserError(f"{name} has no variant {variant!r}; its variants: {known}")
         changes.update(module.VARIANTS[variant])
 
     # 3. Load its drafter. Without weights it may expand another method's chains.
@@ -127,7 +127,7 @@ def make_arm(text: str, target, args, load) -> Arm:
         if hasattr(config, "base"):
             if config.base not in cli.CHAINS:
                 chains = " or ".join(cli.CHAINS)
-                raise Mistake(f"base {config.base!r} drafts no chains: take {chains}")
+                raise UserError(f"base {config.base!r} drafts no chains: take {chains}")
             kwargs["base"] = cli.import_method(config.base)
             kwargs["base_drafter"] = load(config.base, folder)
     return Arm(shown, target, module, kwargs, COPIES if copies else 0)
@@ -148,7 +148,7 @@ def causal_lm(drafter, target):
     It drafts from the whole vocabulary.
     """
     if drafter.body is None:
-        raise Mistake(f"the drafter holds only a head: load {drafter.config.draft_model}")
+        raise UserError(f"the drafter holds only a head: load {drafter.config.draft_model}")
     config = AutoConfig.for_model(**drafter.config.model)
     model = AutoModelForCausalLM.from_config(config, dtype=target.dtype).to(target.device)
     layers = drafter.body.get_decoder().state_dict()

@@ -33,9 +33,9 @@ def present() -> list[str]:
 
 
 def import_method(name: str):
-    """The module of a method or rival; a Mistake if it is not here."""
+    """The module of a method or rival; a UserError if it is not here."""
     if name not in present():
-        raise common.Mistake(f"unknown method {name!r}: take {', '.join(present())}")
+        raise common.UserError(f"unknown method {name!r}: take {', '.join(present())}")
     return importlib.import_module(f"support.rivals.{name}" if name in RIVALS else name)
 
 
@@ -71,13 +71,13 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Options without abbreviations; a wrong one raises a Mistake."""
+    """Options without abbreviations; a wrong one raises a UserError."""
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def error(self, message: str):
-        raise common.Mistake(f"{message}; see --help")
+        raise common.UserError(f"{message}; see --help")
 
 
 def number(kind: type, low: float, high: float = math.inf):
@@ -144,7 +144,7 @@ def run(main) -> None:
     name = Path(sys.argv[0]).name
     try:
         main()
-    except (common.Mistake, OSError, torch.OutOfMemoryError) as problem:
+    except (common.UserError, OSError, torch.OutOfMemoryError) as problem:
         print(f"{name}: {' '.join(str(problem).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

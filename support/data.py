@@ -26,34 +26,36 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
     assistant's tokens.
 
     Raises:
-        Mistake: missing or empty file, or a line of none of these forms.
+        UserError: missing or empty file, or a line of none of these forms.
     """
     sequences = []
     for number, record in tqdm(_records(path), desc=f"reading {path}", leave=False, disable=None):
         try:
             ids, mask = _tokenize(record, tokenizer)
-        except (common.Mistake, jinja2.TemplateError) as error:
-            raise common.Mistake(f"{path}, line {number}: {error}") from error
+        except (common.UserError, jinja2.TemplateError) as error:
+            raise common.UserError(f"{path}, line {number}: {error}") from error
         mask = mask[:max_length]
         if any(mask[1:]):
             mask[0] = False  # nothing predicts the first token
             sequences.append((torch.tensor(ids[:max_length]), torch.tensor(mask)))
     if not sequences:
-        raise common.Mistake(f"{path} holds no conversation with a response to learn from")
+        raise common.UserError(f"{path} holds no conversation with a response to learn from")
     return sequences
 
 
 def _records(path: str) -> list[tuple[int, dict]]:
     """Line numbers and JSON objects of a file, without blank lines."""
     if Path(path).is_dir():
-        raise common.Mistake(f"{path} is a folder: name its files")
+        raise common.UserError(f"{path} is a folder: name its files")
     if not Path(path).is_file():
-        raise common.Mistake(f"no data file {path}; train.py --make-data 2000 --out FILE makes one")
+        raise common.UserError(
+            f"no data file {path}; train.py --make-data 2000 --out FILE makes one"
+        )
     try:
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
             lines = file.readlines()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise common.Mistake(f"{path} is damaged or not gzip ({error}); make it again") from error
+        raise common.UserError(f"{path} is damaged or not gzip ({error}); make it again") from error
     records = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -63,7 +65,7 @@ def _records(path: str) -> list[tuple[int, dict]]:
         except ValueError:
             record = None
         if not isinstance(record, dict):
-            raise common.Mistake(f"{path}, line {number}: no JSON object")
+            raise common.UserError(f"{path}, line {number}: no JSON object")
         records.append((number, record))
     return records
 
@@ -75,14 +77,14 @@ def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
             prompt, response = record["prompt_ids"], record["response_ids"]
             ids = prompt + response
             if not all(type(x) is int and 0 <= x < len(tokenizer) for x in ids):
-                raise common.Mistake(
+                raise common.UserError(
                     f"token ids must be from 0 to below {len(tokenizer)}; make data for this "
                     "target with train.py --make-data"
                 )
             return ids, [False] * len(prompt) + [True] * len(response)
         messages = _messages(record)
     except (KeyError, TypeError):
-        raise common.Mistake(
+        raise common.UserError(
             "no conversation; give prompt and response, messages, conversations (ShareGPT's), or "
             "prompt_ids and response_ids"
         ) from None
@@ -117,13 +119,13 @@ def _templated(messages: list[dict], tokenizer) -> tuple[list[int], list[bool]]:
         if message["role"] != "assistant":
             continue
         if index == 0:  # transformers fills in no template without a message
-            raise common.Mistake("the conversation begins with an answer: leave the answer out")
+            raise common.UserError("the conversation begins with an answer: leave the answer out")
         asked = tokenizer.apply_chat_template(
             messages[:index], add_generation_prompt=True, return_dict=True
         )["input_ids"]
         said = tokenizer.apply_chat_template(messages[: index + 1], return_dict=True)["input_ids"]
         if asked[: len(ids)] != ids or said[: len(asked)] != asked:
-            raise common.Mistake(
+            raise common.UserError(
                 "the chat template rewrites earlier turns, or the tokenizer merges a request and "
                 "its answer, so answers cannot be located; give prompt_ids and response_ids"
             )
@@ -197,11 +199,11 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
     prompts = []
     for path in paths:
         if not path.exists():
-            raise common.Mistake(f"no prompt file {path}")
+            raise common.UserError(f"no prompt file {path}")
         for number, record in _records(str(path)):
             turns = record.get("turns")
             if not (isinstance(turns, list) and turns and all(isinstance(x, str) for x in turns)):
-                raise common.Mistake(f'{path}, line {number}: no "turns", a list of texts')
+                raise common.UserError(f'{path}, line {number}: no "turns", a list of texts')
             prompts.append(
                 {
                     "question_id": record.get("question_id", f"{path.stem}-{number}"),
@@ -210,6 +212,6 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
                 }
             )
     if not prompts:
-        raise common.Mistake('no prompts: give a file with lines {"turns": ["..."]}')
+        raise common.UserError('no prompts: give a file with lines {"turns": ["..."]}')
     count = min(count or len(prompts), len(prompts))
     return [prompts[i * len(prompts) // count] for i in range(count)]

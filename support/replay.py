@@ -101,7 +101,7 @@ def plain_notes(notes: dict, text) -> dict:
     """
     if "q_slots" not in notes:
         return notes
-    ids = notes["draft_ids"].tolist()
+    ids = notes["vocab_ids"].tolist()
     best = notes["q_slots"].topk(SYMBOLS, dim=-1)  # (S, 5)
     slots = []
     for columns, probabilities in zip(best.indices.tolist(), best.values.tolist()):

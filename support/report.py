@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from common import Mistake
+from common import UserError
 from support import default_target
 
 LEGEND = (
@@ -307,11 +307,11 @@ def write_result(result: dict, path: str) -> None:
 
 
 def read_result(path: str) -> dict:
-    """A result of `bench.py --json`; a Mistake if it is something else."""
+    """A result of `bench.py --json`; a UserError if it is something else."""
     text = Path(path).read_bytes()
     try:
         result = json.loads(text)
         tables(result)
         return result
     except Exception as error:  # whatever another file makes the tables raise
-        raise Mistake(f"{path} is not a result of bench.py --json") from error
+        raise UserError(f"{path} is not a result of bench.py --json") from error

@@ -79,11 +79,11 @@ def record(chains, source, head, target, turn: dict) -> list[Round]:
 def chain_of(arm) -> tuple:
     """The module of an arm, what it drafts with, and its trained head or None.
 
-    Raises: Mistake: the arm drafts other trees than chains, or copies.
+    Raises: UserError: the arm drafts other trees than chains, or copies.
     """
     if arm.module.__name__ not in cli.CHAINS or arm.copies:
         methods = " or ".join(cli.CHAINS)
-        raise common.Mistake(f"--sweep: {arm.name} drafts no plain chains: take {methods} first")
+        raise common.UserError(f"--sweep: {arm.name} drafts no plain chains: take {methods} first")
     drafter = arm.kwargs["drafter"]
     trained = isinstance(drafter, specdecpp.Drafter) and drafter.config.stage == "head"
     return arm.module, drafter, drafter.head if trained else None

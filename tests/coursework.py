@@ -77,7 +77,7 @@ EXERCISES = {
     ),
     "specdecpp.draw": Exercise(
         "count = int(batch.loss_mask.sum())\n"
-        "return model.draft_ids.new_zeros(count), torch.zeros(count)",
+        "return model.vocab_ids.new_zeros(count), torch.zeros(count)",
         "test_labels_against_brute_force",
         "test_the_mean_label_is_the_acceptance_rate",
     ),

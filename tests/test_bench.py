@@ -16,7 +16,7 @@ import bench
 import cape
 import common
 import glide
-from common import Mistake
+from common import UserError
 from support import arms as arms_of
 from support import cli, packed, report
 from support.arms import Arm, plain_arm, plain_loops
@@ -470,7 +470,7 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
     ],
 )
 def test_a_mistake_is_explained(argv, message):
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UserError, match=message):
         bench.main(["--target", "target", "--prompts", "prompts.jsonl", *argv.split()])
 
 

@@ -109,9 +109,9 @@ def test_drafting_goes_on_from_an_accepted_extra(llama):
 
 def test_a_name_as_base_and_a_drafter_of_another_base_are_mistakes(llama):
     options = {"custom_generate": cape.generate, "base_drafter": llama, "max_new_tokens": 4}
-    with pytest.raises(common.Mistake, match="base 'glide': pass a module that drafts chains"):
+    with pytest.raises(common.UserError, match="base 'glide': pass a module that drafts chains"):
         llama.generate(ROOT, base="glide", **options)
-    with pytest.raises(common.Mistake, match="drafter is a "):
+    with pytest.raises(common.UserError, match="drafter is a "):
         llama.generate(ROOT, base=glide, **options)
 
 

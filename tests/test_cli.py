@@ -35,7 +35,7 @@ def test_mistakes_are_one_line_and_bugs_are_tracebacks(capsys):
 
         return main
 
-    assert end_of(capsys, raising(common.Mistake("two\n  lines"))) == (2, "train.py: two lines\n")
+    assert end_of(capsys, raising(common.UserError("two\n  lines"))) == (2, "train.py: two lines\n")
     assert end_of(capsys, raising(FileNotFoundError("no x"))) == (2, "train.py: no x\n")
     assert end_of(capsys, raising(KeyboardInterrupt())) == (130, "train.py: interrupted\n")
     for bug in (ValueError, RuntimeError, KeyError, AssertionError):
@@ -113,7 +113,7 @@ CONFIG_MISTAKES = [
 def test_a_config_checks_itself(llama, method, fields, said):
     """Some fields, when a drafter is built for a target of three layers and 48 tokens."""
     module = cli.import_method(method)
-    with pytest.raises(common.Mistake, match=said):
+    with pytest.raises(common.UserError, match=said):
         config = module.Config(**fields)
         module.build(config, llama, torch.arange(48))
 
@@ -135,12 +135,12 @@ def test_methods_and_rivals_by_name(monkeypatch, tmp_path):
     assert cli.import_method("medusa").__name__ == "support.rivals.medusa"
     assert {"glide", "specdecpp", "falcon", "ctc_drafter", "medusa"} <= set(cli.trainable())
     assert not {"cape", "beam", "lookup"} & set(cli.trainable())
-    with pytest.raises(common.Mistake, match="unknown method '../x': take glide, cape"):
+    with pytest.raises(common.UserError, match="unknown method '../x': take glide, cape"):
         cli.import_method("../x")
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     (tmp_path / "glide.py").touch()
     assert cli.present() == ["glide"]
-    with pytest.raises(common.Mistake, match="unknown method 'falcon': take glide"):
+    with pytest.raises(common.UserError, match="unknown method 'falcon': take glide"):
         cli.import_method("falcon")
 
 
@@ -176,5 +176,5 @@ def test_every_field_of_a_config_is_an_option_of_its_type():
     decode = vars(parser_of(decode=True).parse_args([]))
     assert set(decode) == {"rate", "layer", "count", "word"}
     for bad in ("--count x", "--sizes 4", "--sizes [1", "--csg", "--target {}"):
-        with pytest.raises(common.Mistake, match="see --help"):
+        with pytest.raises(common.UserError, match="see --help"):
             parser_of().parse_args(bad.split())

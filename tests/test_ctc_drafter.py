@@ -183,7 +183,7 @@ def test_loss_and_acceptance_of_a_batch_by_hand(small_llama, weight):
         starts = beginnings(q_slots)
         ids = batch.input_ids[row, : anchors[row, n] + 2]  # up to x_(i+1)
         p_target = small_llama(ids[None]).logits[0, -1].softmax(-1)
-        p_drafted = p_target[drafter.draft_ids]
+        p_drafted = p_target[drafter.vocab_ids]
         for token, p in enumerate(p_drafted.tolist()):
             teacher = p / float(p_drafted.sum())
             expected -= weight * teacher * math.log(starts[token,])
@@ -263,7 +263,7 @@ def test_drafting_round_by_round_equals_one_training_pass(llama):
     log_q = ctc_drafter.training_log_q(drafter, llama, batch, anchors)
     decoding = common.open_decoding(llama, batch.input_ids[:, :1], max_new_tokens=20)
     cache = common.GrowingCache(1)
-    head = common.draft_head(llama, drafter.draft_ids)
+    head = common.draft_head(llama, drafter.vocab_ids)
     start = 0
     for end in (3, 4, 8, 12):  # tokens committed
         decoding.ids = batch.input_ids[:, :end]
@@ -282,7 +282,7 @@ def test_the_layer_and_the_final_norm_start_as_the_targets():
     for name, theirs in target.model.layers[-1].named_parameters():
         torch.testing.assert_close(drafter.get_parameter(name), theirs, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(drafter.norm.weight, target.model.norm.weight)
-    assert drafter.draft_ids.tolist() == list(range(39, 48))
+    assert drafter.vocab_ids.tolist() == list(range(39, 48))
     a, b = torch.randn(2, 32, dtype=torch.double)
     torch.testing.assert_close(drafter.fusion(torch.cat([a, b])), a + b)
 

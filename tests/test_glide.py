@@ -83,7 +83,7 @@ def draft_log_probs(drafter, target, batch, row, place):
         kv[layer] = tuple(rows[row : row + 1, :, : place + 1] for rows in (keys, values))
     ids = batch.input_ids[row : row + 1, : place + 1]
     hidden = drafter(target, ids, torch.arange(place + 1)[None], kv, cross_mask=mask)
-    head = target.get_output_embeddings().weight[drafter.draft_ids]
+    head = target.get_output_embeddings().weight[drafter.vocab_ids]
     return (hidden[0, -1] @ head.T).log_softmax(-1)
 
 
@@ -97,7 +97,7 @@ def test_the_loss_is_the_cross_entropy_worked_by_hand(llama, distill):
     """Position by position, with the draft vocabulary 10 to 39."""
     batch = batch_of(llama)
     drafter = make_glide(llama, draft_vocab=30, distill=distill)
-    drafter.draft_ids.copy_(torch.arange(10, 40))
+    drafter.vocab_ids.copy_(torch.arange(10, 40))
     terms = []
     for row, place in predicting(batch):
         log_q = draft_log_probs(drafter, llama, batch, row, place)
@@ -123,7 +123,7 @@ def test_acceptance_sums_the_overlap_of_both_distributions(llama):
     for row, place in predicting(batch):
         q_draft = draft_log_probs(drafter, llama, batch, row, place).exp()
         ids = batch.input_ids[row : row + 1, : place + 1]
-        p_target = llama(ids).logits[0, -1].softmax(-1)[drafter.draft_ids]
+        p_target = llama(ids).logits[0, -1].softmax(-1)[drafter.vocab_ids]
         expected += float(torch.minimum(p_target, q_draft).sum())
     total, count = glide.acceptance(drafter, llama, batch)
     assert (float(total.detach()), count) == (pytest.approx(expected, rel=1e-5), 19)

@@ -89,7 +89,7 @@ def make_drafter(module, target):
     assert loaded.config == drafter.config
     for key, ours in loaded.state_dict().items():
         assert torch.equal(ours, drafter.state_dict()[key].to(ours.dtype)), key
-        if key != "draft_ids":
+        if key != "vocab_ids":
             assert vocab not in ours.shape, f"{key}: embedding and LM head are the target's"
     return loaded
 

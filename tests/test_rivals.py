@@ -25,7 +25,7 @@ def make_medusa(target, **options):
 def head_probs(target, drafter, ids):
     """q_heads (U, Vd) after the tokens ids (T,), the last of them the newest."""
     decoding = common.open_decoding(target, ids[None], max_new_tokens=5)
-    return medusa.propose(drafter, decoding, common.draft_head(target, drafter.draft_ids))
+    return medusa.propose(drafter, decoding, common.draft_head(target, drafter.vocab_ids))
 
 
 def test_medusas_head_j_learns_token_j_and_weighs_less(llama):
@@ -38,10 +38,10 @@ def test_medusas_head_j_learns_token_j_and_weighs_less(llama):
         scores = llama(ids[None]).logits[0]  # (T, V)
         for newest in range(2, length - 3):  # the three labels stand at newest + 1, ...
             q_heads = head_probs(llama, drafter, ids[: newest + 1])
-            label = scores[:, drafter.draft_ids].argmax(-1)[newest : newest + 3]
+            label = scores[:, drafter.vocab_ids].argmax(-1)[newest : newest + 3]
             for head in range(3):
                 expected -= 0.8**head * math.log(q_heads[head, label[head]])
-            p_target = scores[newest].softmax(-1)[drafter.draft_ids]
+            p_target = scores[newest].softmax(-1)[drafter.vocab_ids]
             overlap += float(torch.minimum(p_target.float(), q_heads[0]).sum())
     total, count = medusa.loss(drafter, llama, batch)
     assert int(count) == 4 + 2 and float(total.detach()) == pytest.approx(expected, rel=1e-4)

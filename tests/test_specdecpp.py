@@ -172,16 +172,16 @@ def brute_force_labels(drafter, target, batch):
         if to_mix < config.keep:
             continue
         prefix = batch.input_ids[row : row + 1, :place]
-        q_logits = model(prefix).logits[0, -1, drafter.draft_ids].float()
+        q_logits = model(prefix).logits[0, -1, drafter.vocab_ids].float()
         p_logits = target(prefix).logits[0, -1].float()
         if config.temperature == 0:
-            token = int(drafter.draft_ids[q_logits.argmax()])
+            token = int(drafter.vocab_ids[q_logits.argmax()])
             label = float(token == int(p_logits.argmax()))
         else:
             q_draft = (q_logits / config.temperature).softmax(-1)
             p_target = (p_logits / config.temperature).softmax(-1)
             index = int((q_draft.cumsum(-1) > to_draw).nonzero()[0])
-            token = int(drafter.draft_ids[index])
+            token = int(drafter.vocab_ids[index])
             label = min(1.0, float(p_target[token] / q_draft[index]))
         mixed[row, place] = token
         labels.append((row, place, label))
@@ -269,8 +269,8 @@ def test_distillation_by_hand(llama):
     expected = 0.0
     for row, place in batch.loss_mask.nonzero().tolist():
         ids = batch.input_ids[row : row + 1, :place]
-        p_target = llama(ids).logits[0, -1, drafter.draft_ids].softmax(-1)
-        q_draft = model(ids).logits[0, -1, drafter.draft_ids].softmax(-1)
+        p_target = llama(ids).logits[0, -1, drafter.vocab_ids].softmax(-1)
+        q_draft = model(ids).logits[0, -1, drafter.vocab_ids].softmax(-1)
         expected -= float((p_target * q_draft.log()).sum())
     total, weight = specdecpp.loss(drafter, llama, batch)
     assert float(total) == pytest.approx(expected, rel=1e-5) and weight == 19
@@ -335,7 +335,7 @@ def test_a_head_on_a_causal_lm_is_trained_and_decodes(llama, small):
     truth = llama.generate(PROMPT, max_new_tokens=40, do_sample=False)
     for model in (None, small):
         assert torch.equal(decode(llama, PROMPT, drafter, model)[0], truth)
-    with pytest.raises(common.Mistake, match="only a head"):
+    with pytest.raises(common.UserError, match="only a head"):
         arms.causal_lm(drafter, llama)
 
 
@@ -350,7 +350,7 @@ def test_a_head_refuses_another_draft_model_of_the_same_width(llama, small, trai
         (drafter, deeper, "trained on small, not on there/small"),
         (trained, small, "trained on its own layers, not on there/small"),
     ):
-        with pytest.raises(common.Mistake, match=said):
+        with pytest.raises(common.UserError, match=said):
             decode(llama, PROMPT, head, given)
 
 
@@ -363,7 +363,7 @@ def test_mistakes_get_one_clear_line(llama):
         "20 tokens, not 48: take another": lambda: decode(llama, PROMPT, None, wide, **FIXED),
     }
     for message, call in mistakes.items():
-        with pytest.raises(common.Mistake, match=message):
+        with pytest.raises(common.UserError, match=message):
             call()
 
 

@@ -141,5 +141,5 @@ def test_what_drafts_in_an_arm_and_the_head_that_was_trained_on_it(llama, drafte
     ours = {"drafter": drafter}
     assert stopping.chain_of(Arm("x", llama, specdecpp, ours)) == (specdecpp, drafter, drafter.head)
     for arm in (Arm("x", llama, cape), Arm("x", llama, specdecpp, ours, copies=16)):
-        with pytest.raises(common.Mistake, match="no plain chains: take glide or specdecpp"):
+        with pytest.raises(common.UserError, match="no plain chains: take glide or specdecpp"):
             stopping.chain_of(arm)

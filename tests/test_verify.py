@@ -541,28 +541,28 @@ def test_the_clock_books_prefill_drafting_and_verification(llama, monkeypatch):
 
 def test_pick_takes_the_argmax_of_what_can_be_drafted(llama):
     decoding = opened(llama, repetition_penalty=4.0)
-    draft_ids = torch.tensor([4, 7, 30])
+    vocab_ids = torch.tensor([4, 7, 30])
     logits = torch.tensor([[3.0, 2.0, 1.0]])
-    token, q_draft = decoding.pick(logits, draft_ids, IDS)
+    token, q_draft = decoding.pick(logits, vocab_ids, IDS)
     assert token.tolist() == [7], "4 stands in the text, so its logit is 3 / 4"
     expected = torch.tensor([0.75, 2.0, 1.0]).softmax(-1)
-    torch.testing.assert_close(q_draft[draft_ids], expected)
+    torch.testing.assert_close(q_draft[vocab_ids], expected)
     assert q_draft.sum() == pytest.approx(1)
-    token, _ = decoding.pick(logits, draft_ids, torch.tensor([[9]]))
+    token, _ = decoding.pick(logits, vocab_ids, torch.tensor([[9]]))
     assert token.tolist() == [4]
 
 
 def test_pick_draws_from_the_distribution_that_it_returns(small_llama):
     decoding = opened(small_llama, do_sample=True, temperature=0.5, top_k=0)
     logits = torch.tensor([[0.0, 0.5, 1.0]])
-    draft_ids = torch.tensor([1, 4, 6])
+    vocab_ids = torch.tensor([1, 4, 6])
     torch.manual_seed(0)
     counts = collections.Counter()
     for _ in range(500):
-        token, q_draft = decoding.pick(logits, draft_ids, decoding.ids)
+        token, q_draft = decoding.pick(logits, vocab_ids, decoding.ids)
         counts[int(token)] += 1
-    torch.testing.assert_close(q_draft[draft_ids], (logits[0] * 2).softmax(-1))
-    expected = {int(token): float(q_draft[token]) for token in draft_ids}
+    torch.testing.assert_close(q_draft[vocab_ids], (logits[0] * 2).softmax(-1))
+    expected = {int(token): float(q_draft[token]) for token in vocab_ids}
     assert chi_square_p_value(counts, expected) > 1e-3
 
 
@@ -577,7 +577,7 @@ def test_pick_gives_nothing_where_the_processors_allow_nothing(llama, scores):
 
 
 def refused(message):
-    return pytest.raises(common.Mistake, match=message)
+    return pytest.raises(common.UserError, match=message)
 
 
 ONE_LAYER = DynamicCache()
@@ -730,11 +730,11 @@ def test_a_drafter_or_config_of_another_kind_is_refused(llama):
 
 def test_overlap_is_summed_over_all_rows(llama):
     hidden = torch.randn(300, 32).double()  # more than are taken at a time
-    draft_ids = torch.arange(0, 48, 2)
+    vocab_ids = torch.arange(0, 48, 2)
     q_draft = torch.rand(300, 24).double().softmax(-1)
-    p_target = common.target_logits(llama, hidden).softmax(-1)[:, draft_ids]
+    p_target = common.target_logits(llama, hidden).softmax(-1)[:, vocab_ids]
     expected = torch.minimum(p_target, q_draft.float()).sum()
-    torch.testing.assert_close(common.overlap(llama, hidden, q_draft, draft_ids), expected)
+    torch.testing.assert_close(common.overlap(llama, hidden, q_draft, vocab_ids), expected)
 
 
 def test_the_gpu_is_waited_for_at_each_look_at_the_clock(llama, monkeypatch):

@@ -64,7 +64,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.fusion = nn.Linear(2 * width, width, bias=False)
         self.heads = nn.ModuleList(nn.Linear(width, width) for _ in range(config.window))
         self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.register_buffer("draft_ids", common.placeholder_ids(config.target, config.draft_vocab))
+        self.register_buffer("vocab_ids", common.placeholder_ids(config.target, config.draft_vocab))
 
     def forward(self, target, hidden: Tensor, next_ids: Tensor) -> Tensor:
         """States (..., U, D) of the heads; hidden (..., D), next_ids (...)."""
@@ -91,7 +91,7 @@ def training_logits(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
     hidden = ctc_drafter.rows_at(batch.hidden, anchors)  # (W, D)
     next_ids = ctc_drafter.rows_at(batch.input_ids[:, 1:], anchors)
     states = drafter(target, hidden, next_ids)  # (W, U, D)
-    head = common.draft_head(target, drafter.draft_ids).to(states.dtype)
+    head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
     return head(states).float()
 
 
@@ -111,7 +111,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     logits = training_logits(drafter, target, batch, anchors)
     q_draft = logits[:, 0].softmax(-1)  # (W, Vd)
     hidden = ctc_drafter.rows_at(batch.hidden[:, 1:], anchors)
-    total = common.overlap(target, hidden, q_draft, drafter.draft_ids)
+    total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
     return total, len(hidden)
 
 
@@ -124,7 +124,7 @@ def propose(drafter: Drafter, decoding, lm_head) -> Tensor:
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, config: Config):
     """Yield one draft per round; its nodes are chosen, not sampled."""
-    lm_head = common.draft_head(decoding.target, drafter.draft_ids)  # D -> Vd
+    lm_head = common.draft_head(decoding.target, drafter.vocab_ids)  # D -> Vd
     while not decoding.done:
         if decoding.hidden.shape[1] == 0:  # prompt of one token
             yield common.chain([], decoding.ids)
@@ -132,7 +132,7 @@ def drafts(decoding, drafter: Drafter, config: Config):
         q_heads = propose(drafter, decoding, lm_head)
         q_slots = F.pad(q_heads, (0, 1))  # a blank of probability 0
         prefixes = ctc_drafter.alignments(q_slots, config.symbols, config.candidates, merge=False)
-        yield ctc_drafter.token_tree(prefixes, drafter.draft_ids, config.nodes, decoding.room)
+        yield ctc_drafter.token_tree(prefixes, drafter.vocab_ids, config.nodes, decoding.room)
 
 
 def generate(
