@@ -10,13 +10,9 @@ def encode(tokenizer, messages: list[str], device) -> dict:
 
     Returns: {"input_ids", "attention_mask"}, each (1, T).
     """
-    if tokenizer.chat_template:
-        encoded = tokenizer.apply_chat_template(
-            data.chat(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        encoded = tokenizer("\n".join(messages) + "\n", return_tensors="pt")
-    return {key: encoded[key].to(device) for key in ("input_ids", "attention_mask")}
+    text = data.render(data.chat(messages), tokenizer, ask=True)
+    ids = torch.tensor([data.token_ids(text, tokenizer)], device=device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def answer_padded(target, prompts: list[list[int]], **options) -> list[list[int]]:

@@ -49,8 +49,7 @@ class Maker:
             )
         # What the template writes before and after requests, between turns.
         mark = "SOMEBODY'S-WORDS"
-        chat = data.chat([mark] * 3)
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        text = data.render(data.chat([mark] * 3), tokenizer, ask=True)
         pieces = [self.ids(piece) for piece in text.split(mark)]
         if len(pieces) != 4 or (second_turns and pieces[1] != pieces[3]):
             raise common.UserError(

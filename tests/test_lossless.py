@@ -368,8 +368,8 @@ def check_the_counts(pretend):
             draft = common.Draft(torch.tensor(tokens).to("pretend"), torch.full((len(tokens),), -1))
             pretend.counts.clear()
             decoding.verify(draft)
-            assert torch.equal(decoding.ids.cpu(), truth[:, :9])  # accepted, and the bonus token
             seen[name] = dict(pretend.counts)
+            assert torch.equal(decoding.ids.cpu(), truth[:, :9])  # accepted, and the bonus token
     copies = {name: (counts["to_host"], counts["to_device"]) for name, counts in seen.items()}
     assert len(set(copies.values())) == 1, copies
     assert seen["moved"] == seen["moved, more nodes"]
