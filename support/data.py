@@ -37,11 +37,7 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
     that are cut or not learned.
 
     Raises:
-<<<<<<< HEAD
-        UserError: missing or empty file, or a line of none of these forms.
-=======
         UserError: no file, no JSONL, or no line that can be used.
->>>>>>> 999964defb7e7388c2f84458ab4195a5ba688a7a
     """
     sequences = []
     skipped = defaultdict(list)  # numbers of lines, by the reason
@@ -50,17 +46,6 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
     lines = _lines(path)
     for number, line in tqdm(lines, desc=f"reading {path}", leave=False, disable=None):
         try:
-<<<<<<< HEAD
-            ids, mask = _tokenize(record, tokenizer)
-        except (common.UserError, jinja2.TemplateError) as error:
-            raise common.UserError(f"{path}, line {number}: {error}") from error
-        mask = mask[:max_length]
-        if any(mask[1:]):
-            mask[0] = False  # nothing predicts the first token
-            sequences.append((torch.tensor(ids[:max_length]), torch.tensor(mask)))
-    if not sequences:
-        raise common.UserError(f"{path} holds no conversation with a response to learn from")
-=======
             ids, answers = _tokenize(_object(line), tokenizer)
         except common.UserError as reason:
             skipped[str(reason)].append(number)
@@ -95,7 +80,6 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
     if os.environ.get("RANK", "0") == "0":  # each process of torchrun reads the data
         for note in notes:
             print(f"{path}: {note}", file=sys.stderr)
->>>>>>> 999964defb7e7388c2f84458ab4195a5ba688a7a
     return sequences
 
 
@@ -104,57 +88,6 @@ def _lines(path: str) -> list[tuple[int, bytes]]:
     if Path(path).is_dir():
         raise common.UserError(f"{path} is a folder: name its files")
     if not Path(path).is_file():
-<<<<<<< HEAD
-        raise common.UserError(
-            f"no data file {path}; train.py --make-data 2000 --out FILE makes one"
-        )
-    try:
-        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
-            lines = file.readlines()
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise common.UserError(f"{path} is damaged or not gzip ({error}); make it again") from error
-    records = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
-            raise common.UserError(f"{path}, line {number}: no JSON object")
-        records.append((number, record))
-    return records
-
-
-def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
-    """Token ids of a record, and which of them are to be learned."""
-    try:
-        if "prompt_ids" in record:
-            prompt, response = record["prompt_ids"], record["response_ids"]
-            ids = prompt + response
-            if not all(type(x) is int and 0 <= x < len(tokenizer) for x in ids):
-                raise common.UserError(
-                    f"token ids must be from 0 to below {len(tokenizer)}; make data for this "
-                    "target with train.py --make-data"
-                )
-            return ids, [False] * len(prompt) + [True] * len(response)
-        messages = _messages(record)
-    except (KeyError, TypeError):
-        raise common.UserError(
-            "no conversation; give prompt and response, messages, conversations (ShareGPT's), or "
-            "prompt_ids and response_ids"
-        ) from None
-    if tokenizer.chat_template:
-        return _templated(messages, tokenizer)
-    ids, mask = [], []
-    for message in messages:
-        text = message["content"] + "\n"
-        piece = tokenizer(text, add_special_tokens=not ids)["input_ids"]
-        ids += piece
-        mask += [message["role"] == "assistant"] * len(piece)
-    return ids, mask
-=======
         raise common.UserError(f"no data file {path}; train.py --make-data 2000 --out FILE makes one")
     content = Path(path).read_bytes()
     if content.startswith(b"\x1f\x8b"):
@@ -172,7 +105,6 @@ def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
             "read_parquet(FILE).to_json('NEW.jsonl', orient='records', lines=True)"
         )
     return [item for item in enumerate(content.split(b"\n"), 1) if item[1].strip()]
->>>>>>> 999964defb7e7388c2f84458ab4195a5ba688a7a
 
 
 def _object(line: bytes) -> dict:
@@ -218,36 +150,11 @@ def _conversation(record: dict) -> tuple[list[dict], list | None]:
             # TRL's prompts and completions may be lists of messages.
             turns += said if isinstance(said, list) else [{"role": role, "content": said}]
     else:
-<<<<<<< HEAD
-        said = [(turn["from"], turn["value"]) for turn in record["conversations"]]
-    if not all(isinstance(text, str) for _, text in said):
-        raise TypeError
-    return [{"role": ROLES.get(role, role), "content": text} for role, text in said]
-
-
-def _templated(messages: list[dict], tokenizer) -> tuple[list[int], list[bool]]:
-    """Token ids in the chat template, and which to learn, up to the last answer."""
-    ids, mask = [], []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if index == 0:  # transformers fills in no template without a message
-            raise common.UserError("the conversation begins with an answer: leave the answer out")
-        asked = tokenizer.apply_chat_template(
-            messages[:index], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        said = tokenizer.apply_chat_template(messages[: index + 1], return_dict=True)["input_ids"]
-        if asked[: len(ids)] != ids or said[: len(asked)] != asked:
-            raise common.UserError(
-                "the chat template rewrites earlier turns, or the tokenizer merges a request and "
-                "its answer, so answers cannot be located; give prompt_ids and response_ids"
-=======
         turns = record.get("messages") or record.get("conversations")
         if not isinstance(turns, list):
             raise common.UserError(
                 "no conversation; give prompt and response (or completion), messages, "
                 "conversations (ShareGPT's), or prompt_ids and response_ids"
->>>>>>> 999964defb7e7388c2f84458ab4195a5ba688a7a
             )
     if record.get("system"):
         turns = [{"role": "system", "content": record["system"]}, *turns]
@@ -485,13 +392,6 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
     prompts = []
     for path in paths:
         if not path.exists():
-<<<<<<< HEAD
-            raise common.UserError(f"no prompt file {path}")
-        for number, record in _records(str(path)):
-            turns = record.get("turns")
-            if not (isinstance(turns, list) and turns and all(isinstance(x, str) for x in turns)):
-                raise common.UserError(f'{path}, line {number}: no "turns", a list of texts')
-=======
             raise common.UserError(f"no prompt file {path}")
         for number, line in _lines(str(path)):
             try:
@@ -503,7 +403,6 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
                 check_text("".join(turns))
             except common.UserError as reason:
                 raise common.UserError(f"{path}, line {number}: {reason}") from reason
->>>>>>> 999964defb7e7388c2f84458ab4195a5ba688a7a
             prompts.append(
                 {
                     "question_id": record.get("question_id", f"{path.stem}-{number}"),

@@ -45,64 +45,6 @@ def learned(path, record, tokenizer) -> list[str]:
 
 # ------------------------------------------------------------------------------------ reading
 
-<<<<<<< HEAD
-
-def test_every_form_is_read_and_answers_are_learned(loaded, tmp_path):
-    tokenizer = loaded[1]
-    records = [
-        {"prompt_ids": [5, 6], "response_ids": [7, 8]},
-        {"prompt": "w1 w2", "response": "w3"},
-        {"messages": data.chat(["w1", "w2", "w3", "w4"])},
-        {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]},
-    ]
-    found = read(tmp_path / "forms.jsonl", records, tokenizer)
-    learned = [tokenizer.convert_ids_to_tokens(ids[mask].tolist()) for ids, mask in found]
-    expected = ["w2 w3", "w3 <end>", "w2 <end> w4 <end>", "w2 <end>"]
-    assert learned == [words.split() for words in expected]
-    with gzip.open(tmp_path / "forms.jsonl.gz", "wb") as file:
-        file.write((tmp_path / "forms.jsonl").read_bytes())
-    again = data.read_conversations(str(tmp_path / "forms.jsonl.gz"), tokenizer, 64)
-    assert [ids.tolist() for ids, _ in again] == [ids.tolist() for ids, _ in found]
-
-
-def test_sequences_are_cut_and_those_without_an_answer_left_out(loaded, tmp_path):
-    long = {"prompt_ids": [5] * 6, "response_ids": [6] * 200}
-    beyond = {"prompt_ids": [5] * 30, "response_ids": [6]}
-    [(ids, mask)] = read(tmp_path / "d.jsonl", [beyond, long], loaded[1], 15)
-    assert ids.tolist() == [5] * 6 + [6] * 9
-    assert mask.tolist() == [False] * 6 + [True] * 9
-
-
-HIDING = "{% if add_generation_prompt %}w9 {% endif %}"  # w9 is gone once the answer is known
-REWRITING = """{% for m in messages %}
-    {% if m.role == 'assistant' and loop.last %} w9 {% endif %} {{ m.content }}
-{% endfor %}
-{% if add_generation_prompt %} w9 {% endif %}"""  # only the last answer has w9, as if it thought
-
-
-@pytest.mark.parametrize("template, turns", [(chat.TEMPLATE + HIDING, 2), (REWRITING, 4)])
-def test_a_template_with_which_answers_cannot_be_located_is_refused(
-    loaded, tmp_path, template, turns
-):
-    tokenizer = loaded[1]
-    tokenizer.chat_template = template
-    messages = data.chat(["w1", "w2", "w3", "w4"])
-    if turns > 2:
-        assert read(tmp_path / "d.jsonl", [{"messages": messages[:2]}], tokenizer)
-    with pytest.raises(common.UserError, match="line 1: .*answers cannot be located"):
-        read(tmp_path / "d.jsonl", [{"messages": messages[:turns]}], tokenizer)
-
-
-BAD_LINES = [
-    b"\xff\xfe",
-    b"{",
-    b'{"foo": 1}',
-    b'{"prompt": "w1", "response": null}',
-    b'{"messages": [{"role": "assistant"}]}',
-    b'{"conversations": [{"from": "gpt", "value": "w1"}, {"from": "human", "value": "w2"}]}',
-    b'{"prompt_ids": [5], "response_ids": "w7"}',
-    b'{"prompt_ids": [5], "response_ids": [48]}',
-=======
 USER, ANSWER = data.chat(["w1", "w2"])
 HUMAN, GPT = {"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}
 NULLS = {"role": None, "content": None}  # where a table of both forms is written as JSON
@@ -120,7 +62,6 @@ FORMS = [
     ({"conversations": [USER, ANSWER]}, ["w2 <end>"]),
     ({"conversations": [HUMAN, GPT]}, ["w2 <end>"]),
     ({"messages": None, "conversations": [HUMAN | NULLS, GPT | NULLS]}, ["w2 <end>"]),
->>>>>>> 999964defb7e7388c2f84458ab4195a5ba688a7a
 ]
 
 
@@ -329,10 +270,6 @@ BAD_LINES = [
 def test_a_bad_line_is_skipped_and_named(tokenizer, tmp_path, capsys, line, reason):
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"prompt_ids": [5, 6], "response_ids": [7]}\n\n' + line + b"\n")
-<<<<<<< HEAD
-    with pytest.raises(common.UserError, match="d.jsonl, line 3: "):
-        data.read_conversations(str(path), loaded[1], 64)
-=======
     [(ids, _)] = data.read_conversations(str(path), tokenizer, 64)
     assert ids.tolist() == [5, 6, 7]
     named, counted = capsys.readouterr().err.splitlines()
@@ -341,7 +278,6 @@ def test_a_bad_line_is_skipped_and_named(tokenizer, tmp_path, capsys, line, reas
     path.write_bytes(line + b"\n")
     with pytest.raises(common.UserError, match=f"d.jsonl holds nothing .*: line 1: .*{reason}"):
         data.read_conversations(str(path), tokenizer, 64)
->>>>>>> 999964defb7e7388c2f84458ab4195a5ba688a7a
 
 
 def test_answers_that_are_cut_are_counted(tokenizer, tmp_path, capsys, monkeypatch):
@@ -378,16 +314,11 @@ def test_files_that_are_damaged_or_of_another_kind_are_named(tokenizer, tmp_path
     }
     for name, (content, reason) in cases.items():
         (tmp_path / name).write_bytes(content)
-<<<<<<< HEAD
-        with pytest.raises(common.UserError, match=name):
-            data.read_conversations(str(tmp_path / name), loaded[1], 64)
-=======
         with pytest.raises(common.UserError, match=f"{name} .*{reason}"):
             data.read_conversations(str(tmp_path / name), tokenizer, 64)
     for path in (tmp_path, tmp_path / "none.jsonl"):
         with pytest.raises(common.UserError, match=str(path)):
             data.read_conversations(str(path), tokenizer, 64)
->>>>>>> 999964defb7e7388c2f84458ab4195a5ba688a7a
 
 
 def test_prompts_are_spread_over_their_files(tmp_path):
@@ -401,11 +332,7 @@ def test_prompts_are_spread_over_their_files(tmp_path):
     wrong |= dict.fromkeys(("{}", '{"turns": []}', '{"turns": "a"}', '{"turns": ["a", 3]}'), 'no "')
     for line, reason in wrong.items():
         (tmp_path / "p.jsonl").write_text('{"turns": ["a"]}\n\n' + line + "\n")
-<<<<<<< HEAD
-        with pytest.raises(common.UserError, match="p.jsonl, line 3: no "):
-=======
         with pytest.raises(common.UserError, match=f"p.jsonl, line 3: .*{reason}"):
->>>>>>> 999964defb7e7388c2f84458ab4195a5ba688a7a
             data.read_prompts([tmp_path / "p.jsonl"], 0)
 
 
