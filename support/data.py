@@ -88,7 +88,9 @@ def _lines(path: str) -> list[tuple[int, bytes]]:
     if Path(path).is_dir():
         raise common.UserError(f"{path} is a folder: name its files")
     if not Path(path).is_file():
-        raise common.UserError(f"no data file {path}; train.py --make-data 2000 --out FILE makes one")
+        raise common.UserError(
+            f"no data file {path}; train.py --make-data 2000 --out FILE makes one"
+        )
     content = Path(path).read_bytes()
     if content.startswith(b"\x1f\x8b"):
         try:

@@ -41,8 +41,7 @@ class Maker:
         self.tokenizer = tokenizer
         self.second_turns = second_turns
         self.greedy = greedy
-        ends = target.generation_config.eos_token_id  # one id, several or None
-        self.ends = [ends] if isinstance(ends, int) else ends
+        self.ends = common.end_ids(target.generation_config)
         if not (tokenizer.chat_template and self.ends):
             raise common.UserError(
                 "this target has no chat template or no eos_token_id: take another"
