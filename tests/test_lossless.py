@@ -2,7 +2,6 @@
 that equals the target's own."""
 
 import copy
-import dataclasses
 import functools
 import os
 import subprocess
@@ -353,7 +352,7 @@ def check_the_device(pretend):
         with pretend.gpu():
             away = copy.deepcopy(target).to("pretend")
             there = drafter and copy.deepcopy(drafter).to("pretend")
-            drafts, _ = make_drafts(method, away, lambda *_: there)
+            drafts, _ = make_drafts(method, away, lambda *_, there=there: there)
             ids_away = ids.to("pretend")
             assert summed_loss(method, away, there) == pytest.approx(expected), method
             output, _ = decode(away, ids_away, drafts, **GREEDY)
