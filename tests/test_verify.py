@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny import (
     FAMILIES,
     chi_square_p_value,
@@ -23,7 +24,6 @@ from tiny import (
     random_tree,
     sampled_p_value,
 )
-from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, RepetitionPenaltyLogitsProcessor
 
 import common

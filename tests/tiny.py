@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import inspect
 from functools import partial
 from pathlib import Path
 
@@ -162,11 +163,13 @@ def make_drafts(name, target, make_drafter=untrained, **changes):
     """
     module = cli.import_method(name)
     owner = module if hasattr(module, "Drafter") else cli.import_method("glide")
-    if name == "lookup":
+    takes = inspect.signature(module.drafts).parameters
+    if "drafter" in takes:
+        drafter = make_drafter(owner, target)
+        return partial(module.drafts, drafter=drafter, **changes), drafter
+    if "chains" not in takes:
         return partial(module.drafts, **changes), None
     drafter = make_drafter(owner, target)
-    if name != "cape":
-        return partial(module.drafts, drafter=drafter, **changes), drafter
     chains = {key: changes.pop(key) for key in ("gamma",) if key in changes}
 
     def expanded(decoding):

@@ -9,16 +9,19 @@ import re
 
 COMMON = r"""
 a node sees the root and itself only
-- may_attend[node + 1] |= may_attend[parent + 1]
-+ may_attend[node + 1] |= may_attend[0]
+- sees[node + 1] |= sees[parent + 1]
++ sees[node + 1] |= sees[0]
 positions count rows, not levels
-- positions = prefix + depths[None]
-+ positions = prefix + torch.arange(len(depths))[None]
+- positions = ids.shape[1] - 1 + depths
++ positions = ids.shape[1] - 1 + torch.arange(len(depths))
+a window is one position too long
+- reach = sees & (query - key < config
++ reach = sees & (query - key <= config
 the first rows are kept, not the accepted ones
-- layer.move(prefix + kept, prefix)
+- self.cache.move(prefix + rows, prefix)
 + pass
 rejected rows stay in the cache
-- cache.cut(prefix + len(kept))
+- self.cache.cut(prefix + len(kept))
 + pass
 a cache that doubles loses its newest row
 - F.pad(x[:, :, :start], (0, 0, 0, spare))
@@ -36,20 +39,23 @@ greedy: any child is accepted
 - node = child.get((node, token))
 + node = next((n for (p, _), n in child.items() if p == node), None)
 processors do not see the path to a node
-- scores = logits_processor(ids, scores)
-+ scores = logits_processor(input_ids, scores)
+- scores = self.process(logits[node + 1])
++ scores = logits[node + 1] if tokens else self.process(logits[node + 1])
+a walk goes on after the end of the answer
+- if ended(tokens):
++ if ended(tokens) and False:
 hidden states of rejected nodes
-- return Verified(tokens, path, hidden[:, kept], logits)
-+ return Verified(tokens, path, hidden[:, : len(kept)], logits)
+- self.hidden = hidden[None, rows]
++ self.hidden = hidden[None, : len(kept)]
 sampling: tokens are tried that are no children
 - siblings = [n for n in range(sampled) if draft.parents[n] == node]
 + siblings = list(range(sampled))
 every sibling is tried with the first one's probabilities
-- q_draft = draft.probs[node].to
-+ q_draft = draft.probs[siblings[0]].to
+- drawn = [(int(draft.tokens[n]), draft.probs[n]) for n in siblings]
++ drawn = [(int(draft.tokens[n]), draft.probs[siblings[0]]) for n in siblings]
 only one sibling is tried
-- for node in siblings:
-+ for node in siblings[:1]:
+- for token, q_draft in siblings:
++ for token, q_draft in siblings[:1]:
 sampling: too much is accepted
 - * q_draft[token] < p_target[token]
 + * q_draft[token] < 2 * p_target[token]
