@@ -65,22 +65,18 @@ sampling: no residual
 a draw of 0 takes the first token, even one of probability 0
 - uniform * sums[..., -1:], right=True)
 + uniform * sums[..., -1:])
-an answer runs past its end
-- for token in verified.tokens.split(1, dim=1):
-+ for token in [verified.tokens]:
 drafters get the last hidden state of a round only
-- self.hidden = verified.hidden[:, :count]
-+ self.hidden = verified.hidden[:, -1:]
+- self.hidden = hidden[None, rows]
++ self.hidden = hidden[None, rows[-1:]]
 no place is left for the bonus token
-- self.ids.shape[1] - 1
--
--     def pick
-+ self.ids.shape[1]
-+
-+     def pick
+- max_length - self.ids.shape[1] - 1
++ max_length - self.ids.shape[1]
 a draft token is drawn from another distribution than is told
-- token = sample(q_draft) if self.do_sample
-+ token = sample(q_draft.sqrt()) if self.do_sample
+- token = sample(q_draft) if decoding.do_sample
++ token = sample(q_draft.sqrt()) if decoding.do_sample
+processors do not see what was drafted before
+- scores = decoding.process(whole, drafted)
++ scores = decoding.process(whole)
 Granite's and Cohere's logits are not scaled
 - logits = logits * scale
 + pass
@@ -91,8 +87,8 @@ queries turn the other way than keys
 - rotated = rotated * cos + rotate_half(rotated) * sin
 + rotated = rotated * cos - rotate_half(rotated) * sin
 Mistral is decoded beyond its window
-- kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-+ kinds = getattr(config, "layer_types", None) or []
+- kinds = ["sliding_attention" if window else "full_attention"]
++ kinds = ["full_attention"]
 """
 
 GLIDE = r"""
@@ -121,8 +117,8 @@ distillation sharpens the labels
 
 CAPE = r"""
 a range does not hold its upper bound
-- bisect.bisect_left(bounds, confidence)
-+ bisect.bisect_right(bounds, confidence)
+- bisect.bisect_left(config.bounds, confidence)
++ bisect.bisect_right(config.bounds, confidence)
 extras are one level too deep
 - parents.append(step - 1)
 + parents.append(step)
@@ -130,10 +126,8 @@ a set holds the trajectory's token
 - others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
 + others = q_draft
 extras claim to be sampled
--         q_draft,
--         torch.cat([trajectory.q
-+         torch.cat([q_draft, q_draft[-1:].expand(len(tokens), -1)]),
-+         torch.cat([trajectory.q
+- return common.Draft(tokens, parents, q_draft, trajectory
++ return common.Draft(tokens, parents, q_draft[[0] * len(tokens)], trajectory
 """
 
 SPECDECPP = r"""
