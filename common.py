@@ -774,11 +774,12 @@ def load_drafter(Drafter, path, target):
         raise UserError(f"no drafter in {path}; make one with train.py --out {path}")
     damaged = f"{path} holds no {Drafter.__module__} drafter, or a damaged one"
     try:
-        config = json.loads((path / "config.json").read_bytes())
-        config["target"]["vocab_size"]  # before the method's own code asks for it
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"config.json: {type(error).__name__} {error}"
-        raise UserError(f"{damaged} ({reason}): take another folder") from error
+        shape = json.loads((path / "config.json").read_bytes())["target"]
+        whole = bool(shape) and all(type(size) is int for size in shape.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:  # said here, so that the method's own code may rely on it
+        raise UserError(f"{damaged} (config.json has no target): take another folder")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
             drafter = Drafter.from_pretrained(str(path), strict=True)

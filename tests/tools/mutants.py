@@ -36,7 +36,7 @@ a drafter's positions are one too high
 - return torch.arange(start, self.fed.shape[1], device
 + return torch.arange(start + 1, self.fed.shape[1] + 1, device
 greedy: any child is accepted
-- node = child.get((node, token))
+- node = child.get((node, tokens[-1]))
 + node = next((n for (p, _), n in child.items() if p == node), None)
 processors do not see the path to a node
 - scores = self.process(logits[node + 1])
