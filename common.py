@@ -6,9 +6,9 @@ yields one Draft per round, and the Decoding commits what the target accepts of 
     for draft in glide.drafts(decoding, drafter):
         decoding.verify(draft)
 
-Everything a reader of a method needs stands in the first part, down to `speculate`:
-Draft, `score`, `walk`, `draw`, Decoding. Below it are KV caches, what methods use of
-a target and of a drafter, and what is refused.
+Everything that a reader of a method needs stands in the first part: Draft, `score`,
+`walk`, `draw`, Decoding, `speculate`. Below it stand the parts they are made of, KV
+caches, what methods use of a target and of a drafter, and what is refused.
 
 Words:
     target      the large model whose text is wanted; a *forward* is its pass
@@ -118,44 +118,6 @@ def tree_mask(parents: list[int]) -> Tensor:
     return sees
 
 
-def attention_masks(target, sees: Tensor, positions: Tensor) -> dict[str, Tensor]:
-    """The target's attention masks for n rows after P cached ones, by kind of layer.
-
-    sees: (n, n) bool, of the rows among themselves; all see the P cached ones.
-    positions: (n,) of the rows; the cached ones are at 0 to P - 1.
-    Returns {kind: (1, 1, n, P + n)}, in the target's dtype, to be added to the scores.
-    """
-    prefix = int(positions[0])  # P
-    config = target.config.get_text_config()
-    sees = F.pad(sees, (prefix, 0), value=True)  # (n, P + n)
-    query = positions[:, None]
-    key = torch.cat([torch.arange(prefix), positions])  # (P + n,)
-    masks = {}
-    for kind in layer_kinds(config):
-        reach = sees
-        # Some layers reach back a number of positions, or to a multiple of one. Rows
-        # of the cache are no measure: siblings are neighbours there, at one position.
-        if kind == "sliding_attention":
-            reach = sees & (query - key < config.sliding_window)
-        elif kind == "chunked_attention":
-            size = config.attention_chunk_size
-            reach = sees & (query // size == key // size)
-        # Not a boolean mask: eager attention would add that to the scores as well.
-        mask = torch.zeros(reach.shape, dtype=target.dtype)
-        mask.masked_fill_(~reach, torch.finfo(target.dtype).min)
-        masks[kind] = mask[None, None].to(target.device)
-    return masks
-
-
-def layer_kinds(config) -> list[str]:
-    """The kinds of attention in a model's layers."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # Mistral names none; all its layers slide if it has a window
-        window = getattr(config, "sliding_window", None)
-        kinds = ["sliding_attention" if window else "full_attention"]
-    return sorted(set(kinds))
-
-
 @torch.no_grad()
 def score(target, ids: Tensor, draft: Draft, cache) -> tuple[Tensor, Tensor]:
     """One target forward over root and nodes.
@@ -168,32 +130,6 @@ def score(target, ids: Tensor, draft: Draft, cache) -> tuple[Tensor, Tensor]:
     assert cache.get_seq_length() == prefix, "all tokens but the newest must be cached"
     fed, masks, positions = tree_inputs(target, ids, draft)
     return forward(target, fed, cache, masks, positions)
-
-
-def tree_inputs(target, ids: Tensor, draft: Draft) -> tuple:
-    """What the target reads: ids (1, n), attention masks and positions (1, n)."""
-    fed = torch.cat([ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
-    depths = torch.tensor([0, *draft.depths()])
-    positions = ids.shape[1] - 1 + depths  # nodes of one depth share a position
-    masks = attention_masks(target, tree_mask(draft.parents), positions)
-    return fed, masks, positions[None].to(fed.device)
-
-
-def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tensor]:
-    """Feed ids (1, n); returns logits (n, V) and last hidden states (n, D).
-
-    masks: {kind of layer: mask}, of `attention_masks`.
-    """
-    mask = masks if len(masks) > 1 else next(iter(masks.values()))
-    output = target(
-        fed,
-        past_key_values=cache,
-        use_cache=True,
-        attention_mask=mask if fed.shape[1] > 1 else None,  # one row is plain decoding
-        position_ids=positions,
-        output_hidden_states=True,
-    )
-    return output.logits[0], output.hidden_states[-1][0]
 
 
 def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
@@ -252,16 +188,6 @@ def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
         if residual.sum() > 0:  # a rejection leaves something, but for rounding
             p_target = residual / residual.sum()
     return int(sample(p_target))
-
-
-def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
-    """Draw ids (..., 1) from probs (..., V) with `uniform` in [0, 1)."""
-    # torch.multinomial takes ten times as long on a CPU. MPS has no float64.
-    exact = probs if probs.device.type == "mps" else probs.double()
-    sums = exact.cumsum(-1)  # (..., V)
-    if uniform is None:
-        uniform = torch.rand_like(sums[..., :1])
-    return torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
 
 
 # --------------------------------------------------------------------------- decoding
@@ -421,6 +347,83 @@ class Stats:
         self.emitted += decoding.hidden.shape[1]  # a row was cached for each
         self.offered.append(max(draft.depths(), default=0))
         self.accepted.append(len(path))
+
+
+# ------------------------------------------- what verifying and drafting are made of
+
+
+def tree_inputs(target, ids: Tensor, draft: Draft) -> tuple:
+    """What the target reads: ids (1, n), attention masks and positions (1, n)."""
+    fed = torch.cat([ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
+    depths = torch.tensor([0, *draft.depths()])
+    positions = ids.shape[1] - 1 + depths  # nodes of one depth share a position
+    masks = attention_masks(target, tree_mask(draft.parents), positions)
+    return fed, masks, positions[None].to(fed.device)
+
+
+def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tensor]:
+    """Feed ids (1, n); returns logits (n, V) and last hidden states (n, D).
+
+    masks: {kind of layer: mask}, of `attention_masks`.
+    """
+    mask = masks if len(masks) > 1 else next(iter(masks.values()))
+    output = target(
+        fed,
+        past_key_values=cache,
+        use_cache=True,
+        attention_mask=mask if fed.shape[1] > 1 else None,  # one row is plain decoding
+        position_ids=positions,
+        output_hidden_states=True,
+    )
+    return output.logits[0], output.hidden_states[-1][0]
+
+
+def attention_masks(target, sees: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    """The target's attention masks for n rows after P cached ones, by kind of layer.
+
+    sees: (n, n) bool, of the rows among themselves; all see the P cached ones.
+    positions: (n,) of the rows; the cached ones are at 0 to P - 1.
+    Returns {kind: (1, 1, n, P + n)}, in the target's dtype, to be added to the scores.
+    """
+    prefix = int(positions[0])  # P
+    config = target.config.get_text_config()
+    sees = F.pad(sees, (prefix, 0), value=True)  # (n, P + n)
+    query = positions[:, None]
+    key = torch.cat([torch.arange(prefix), positions])  # (P + n,)
+    masks = {}
+    for kind in layer_kinds(config):
+        reach = sees
+        # Some layers reach back a number of positions, or to a multiple of one. Rows
+        # of the cache are no measure: siblings are neighbours there, at one position.
+        if kind == "sliding_attention":
+            reach = sees & (query - key < config.sliding_window)
+        elif kind == "chunked_attention":
+            size = config.attention_chunk_size
+            reach = sees & (query // size == key // size)
+        # Not a boolean mask: eager attention would add that to the scores as well.
+        mask = torch.zeros(reach.shape, dtype=target.dtype)
+        mask.masked_fill_(~reach, torch.finfo(target.dtype).min)
+        masks[kind] = mask[None, None].to(target.device)
+    return masks
+
+
+def layer_kinds(config) -> list[str]:
+    """The kinds of attention in a model's layers."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # Mistral names none; all its layers slide if it has a window
+        window = getattr(config, "sliding_window", None)
+        kinds = ["sliding_attention" if window else "full_attention"]
+    return sorted(set(kinds))
+
+
+def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
+    """Draw ids (..., 1) from probs (..., V) with `uniform` in [0, 1)."""
+    # torch.multinomial takes ten times as long on a CPU. MPS has no float64.
+    exact = probs if probs.device.type == "mps" else probs.double()
+    sums = exact.cumsum(-1)  # (..., V)
+    if uniform is None:
+        uniform = torch.rand_like(sums[..., :1])
+    return torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
 
 
 def pick(decoding: Decoding, logits: Tensor, vocab_ids: Tensor, drafted: list[int]):
