@@ -182,7 +182,8 @@ def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
     """
     assert not p_target.isnan().any(), "the logits processors forbid every token"
     for token, q_draft in siblings:
-        if torch.rand((), device=p_target.device) * q_draft[token] < p_target[token]:
+        uniform = torch.rand((), dtype=p_target.dtype, device=p_target.device)
+        if uniform * q_draft[token] < p_target[token]:
             return token
         residual = (p_target - q_draft).clamp(min=0)
         if residual.sum() > 0:  # a rejection leaves something, but for rounding
@@ -256,26 +257,29 @@ class Decoding:
     def commit(self, draft: Draft, logits: Tensor, hidden: Tensor) -> list[int]:
         """`verify`, after the forward; logits (N + 1, V), hidden (N + 1, D)."""
         sampled = 0 if draft.probs is None else len(draft.probs)  # M
-        before = self.ids
+        prefix = self.ids.shape[1] - 1  # P
+        newest = None  # the token chosen last, (1, 1) on the target's device
 
         def choose(node: int, tokens: list[int]) -> int:
+            nonlocal newest
             scores = self.process(logits[node + 1])  # self.ids holds the tokens already
-            if not self.do_sample:
-                return int(scores.argmax())
-            siblings = [n for n in range(sampled) if draft.parents[n] == node]
-            drawn = [(int(draft.tokens[n]), draft.probs[n]) for n in siblings]
-            return draw(scores.softmax(-1), drawn)
+            if self.do_sample:
+                siblings = [n for n in range(sampled) if draft.parents[n] == node]
+                drawn = [(int(draft.tokens[n]), draft.probs[n]) for n in siblings]
+                newest = self.ids.new_tensor([[draw(scores.softmax(-1), drawn)]])
+            else:
+                newest = scores.argmax().view(1, 1)
+            return int(newest)
 
         def ended(tokens: list[int]) -> bool:
-            self.ids = torch.cat([before, before.new_tensor([tokens])], dim=1)
+            self.ids = torch.cat([self.ids, newest], dim=1)
             self.done = bool(self.stopping_criteria(self.ids, None).all())
             return self.done
 
         path, tokens = walk(draft, choose, ended)
-        # Keep the rows of the root and of the nodes whose successor was committed,
-        # in the order of the text. All others are of rejected tokens.
+        # Keep the rows of the root and of all nodes that another token has followed, in
+        # the order of the text. The others are of rejected tokens.
         kept = [0, *(node + 1 for node in path)][: len(tokens)]
-        prefix = before.shape[1] - 1  # P
         rows = torch.tensor(kept, device=hidden.device)
         if kept != list(range(len(kept))):  # else they are in place
             self.cache.move(prefix + rows, prefix)
