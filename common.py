@@ -808,6 +808,16 @@ class Batch:
     progress: float  # completed fraction of the training run, in [0, 1)
 
 
+def generator(seed: int, use: int = 0) -> torch.Generator:
+    """Random numbers for one sequence of a batch, from its seed.
+
+    Neither padding nor the other sequences of the batch change them, so a step gives
+    the same result however it is split. use: tells apart, by 0 and 1, two things that
+    a method draws for a sequence.
+    """
+    return torch.Generator().manual_seed(2 * seed + use)
+
+
 # ------------------------------------------------------------------------------ what is refused
 
 

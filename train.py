@@ -76,8 +76,8 @@ def train(args, module, overrides: dict) -> None:
     features = Features(target, drafter.kv_layers, args.features)
     measured = {"alpha": features.batches(held_out), "eval_alpha": features.batches(answers)}
     order = data.steps(lengths, args.batch_size, args.seed, run.step)
-    rank, count = accelerator.process_index, accelerator.num_processes
-    size = args.batch_size // (count * args.accumulate)  # of a micro-batch
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    size = args.batch_size // (world_size * args.accumulate)  # of a micro-batch
     progress, stop = run.fraction(args), False  # a run goes from 0 to 1
     if progress >= 1:
         say(f"{args.out} is finished; to continue, give more --steps or --minutes")
@@ -87,13 +87,13 @@ def train(args, module, overrides: dict) -> None:
     bar = tqdm(total=args.steps, initial=run.step, desc=args.method, disable=hide)
     with interrupts() as caught, bar:
         while progress < 1 and not stop:
-            # The batch is split into micro-batches, and this process takes every count-th.
+            # The batch is split into micro-batches, which are dealt out to the processes.
             # The target computes each when `gradients` asks for it, which saves memory.
             chosen, seeds = next(order)
             parts = list(zip(chosen.split(size), seeds.split(size)))
             batches = (
                 features.batch([sequences[i] for i in rows], row_seeds, progress)
-                for rows, row_seeds in parts[rank::count]
+                for rows, row_seeds in parts[rank::world_size]
             )
 
             loss = gradients(accelerator, model, batches)
@@ -132,7 +132,7 @@ def train(args, module, overrides: dict) -> None:
     if accelerator.is_main_process:
         told = {"method": args.method, "out": args.out, "interrupted": progress < 1}
         print(json.dumps(told | (run.curve[-1] if run.curve else {})))
-    # Free the wrapped model while all processes live, because later this could hang.
+    # Free the wrapped model while all processes live, because it could hang later.
     del model, optimizer
     accelerator.free_memory()
     accelerator.end_training()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import debug_launcher
+from accelerate import Accelerator, debug_launcher
 from chat import options
 from safetensors.torch import load_file
 from tiny import family, make_arm, random_batch, snapshot
@@ -148,6 +148,26 @@ def loss_and_gradient(out):
 def assert_same(ours, theirs):
     assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
     assert (ours[1] - theirs[1]).norm() < 1e-4 * theirs[1].norm()
+
+
+class Scaled(torch.nn.Module):
+    """The loss of numbers is their sum times a parameter, and their count its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, batch):
+        return (self.factor * batch).sum(), len(batch)
+
+
+def test_gradients_are_those_of_the_mean_over_all_parts_by_hand():
+    """Not of the mean of the parts' means; a step may have nothing to learn."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    for parts, mean in (([[1.0, 2.0, 3.0], [6.0]], 3.0), ([[], []], 0.0)):
+        model = Scaled()
+        assert train.gradients(accelerator, model, map(torch.tensor, parts)) == 2 * mean
+        assert model.factor.grad == mean
 
 
 @pytest.mark.parametrize("method", PINNED)
@@ -301,14 +321,21 @@ def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(
     assert not list(cut.glob(".part*"))
 
 
-@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM"])
-def test_an_interrupt_is_answered_at_once_saves_and_ends_the_run(trained, monkeypatch, capfd, kind):
-    """Ctrl-C sends SIGINT; a scheduler or `kill` sends SIGTERM."""
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_an_interrupt_is_answered_at_once_saves_and_ends_the_run(
+    trained, monkeypatch, capfd, request, kind
+):
+    """Ctrl-C sends SIGINT; `kill` and cluster schedulers send SIGTERM."""
+
+    def unheard(*_):  # this would end pytest
+        pytest.fail("train.py does not listen")
+
+    request.addfinalizer(partial(signal.signal, kind, signal.signal(kind, unheard)))
     loss = glide.loss
 
     def interrupted(*given):
         capfd.readouterr()
-        signal.raise_signal(getattr(signal, kind))
+        signal.raise_signal(kind)
         assert "measuring and saving; the same command with --resume" in capfd.readouterr().err
         return loss(*given)
 

@@ -210,8 +210,8 @@ the slots of earlier rounds stay in the cache
 
 TRAIN = r"""
 all processes take the same micro-batches
-- in parts[rank::count]
-+ in parts[::count]
+- in parts[rank::world_size]
++ in parts[::world_size]
 the gradient is divided by the number of micro-batches
 - total.backward()  #
 + accelerator.backward(total)  #
