@@ -303,8 +303,9 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """CTC loss (Eq. 6), summed over W anchors, and W.
 
     With `first_token`, the cross-entropy of the first token is added, times this
-    weight; its label is the target's distribution over the draft vocabulary. Half of
-    all rounds or more end at the first token, which to CTC is a token like any other.
+    weight; its label is the target's distribution over the draft vocabulary. Without
+    it the first token counts no more than the others, although nothing of a draft is
+    accepted where it is wrong.
     """
     anchors, labels = windows(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)

@@ -92,6 +92,8 @@ def propose(drafter, decoding, memory, depth: int, width: int) -> common.Draft:
                     q_of[(*path, token)] = q
                     grown.append((score + math.log(q), (*path, token)))
         beams = heapq.nlargest(width, grown)
+        if not beams:  # every q is NaN
+            break
 
     # Every beginning of a proposal is a node of the tree, up to an end of the answer.
     node_of = {}

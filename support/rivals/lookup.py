@@ -57,29 +57,30 @@ class Lookup:
                 return list(itertools.islice(itertools.cycle(found), length))
         return []
 
-    def merge(self, draft: common.Draft, decoding) -> common.Draft:
+    def merge(self, draft: common.Draft, input_ids: Tensor, room: int, ends=()) -> common.Draft:
         """The draft and a copy in one tree; nodes that both have are shared.
 
-        The new nodes come last. They were not sampled, and the notes count them:
-        {"copied": n}. Where nothing new is found, the draft is returned as it is.
+        The copy holds at most `room` tokens and ends with the first one of `ends`. Its
+        new nodes come last; they were not sampled. The notes count them, {"copied": n}.
+        Where there are none, the draft is returned as it is.
         """
         child = draft.children()
         tokens = []  # of the new nodes
         parents = list(draft.parents)
         node = -1
-        for token in self.find(decoding.ids)[: decoding.room]:
+        for token in self.find(input_ids)[:room]:
             if (node, token) in child:
                 node = child[node, token]
             else:
                 tokens.append(token)
                 parents.append(node)
                 node = len(parents) - 1
-            if token in decoding.ends:
+            if token in ends:
                 break
         if not tokens:
             return draft
         notes = draft.notes | {"copied": len(tokens)}
-        if "q" in notes:  # has an entry for each node; copies have no probability
+        if "q" in notes:  # an entry for each node; copies have no probability
             notes["q"] = notes["q"] + [math.nan] * len(tokens)
         tokens = torch.cat([draft.tokens, draft.tokens.new_tensor(tokens)])
         return common.Draft(tokens, parents, draft.probs, notes)
@@ -93,7 +94,7 @@ def with_copies(drafts, decoding, most: int = 16):
     """
     lookup = Lookup(most)
     for draft in drafts:
-        yield lookup.merge(draft, decoding)
+        yield lookup.merge(draft, decoding.ids, decoding.room, decoding.ends)
 
 
 def drafts(decoding, **changes):
@@ -104,4 +105,5 @@ def drafts(decoding, **changes):
     config = common.changed(Config(), changes)
     lookup = Lookup(config.most)
     while not decoding.done:
-        yield lookup.merge(common.chain([], decoding.ids), decoding)
+        nothing = common.chain([], decoding.ids)
+        yield lookup.merge(nothing, decoding.ids, decoding.room, decoding.ends)
