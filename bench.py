@@ -5,7 +5,7 @@
     python bench.py --method falcon falcon+copies       # and tokens copied from the context
     python bench.py --method all                        # all that fits, and transformers' own
     python bench.py --cost-curve                        # milliseconds of a target forward
-    python bench.py --table results/*.json              # tables of earlier runs
+    python bench.py --table results/cpu_*.json          # tables of earlier runs
     python bench.py --method falcon --help              # with the options of that method
 
 An arm is NAME[:VARIANT][+copies][@DIR]. NAME is a method or a

@@ -1,143 +1,338 @@
 """Conversations and prompts: read, check, order for training."""
 
+import functools
 import gzip
 import itertools
 import json
+import os
+import re
+import sys
 import zlib
+from collections import defaultdict
 from pathlib import Path
 
-import jinja2
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 import common
 
-ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+# ShareGPT's names, and those of chat templates.
+NAMES = {"from": "role", "value": "content"}
+ROLES = {"human": "user", "gpt": "assistant"}
+# What a message may say beside its content.
+BESIDE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+# The chat template of a target that has none.
+PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 # ----------------------------------------------------------------------------- conversations
 
 
 def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tensor, Tensor]]:
-    """Token ids and loss masks, each (T,), of a .jsonl or .jsonl.gz file.
+    """Token ids and loss masks, each (T,), of a JSONL file, plain or gzipped.
 
-    A line is {"prompt_ids", "response_ids"}, {"prompt", "response"},
-    {"messages"} or ShareGPT's {"conversations"}. The loss is on the
-    assistant's tokens.
+    A line is {"prompt_ids", "response_ids"}, {"prompt", "response"} or {"prompt",
+    "completion"}, {"messages"}, or ShareGPT's {"conversations"}. The loss is on the
+    assistant's tokens. stderr is told about lines that cannot be used, and about answers
+    that are cut or not learned.
 
     Raises:
-        UserError: missing or empty file, or a line of none of these forms.
+        UserError: no file, no JSONL, or no line that can be used.
     """
     sequences = []
-    for number, record in tqdm(_records(path), desc=f"reading {path}", leave=False, disable=None):
+    skipped = defaultdict(list)  # numbers of lines, by the reason
+    cut = lost = 0  # answers
+    limit = f"{max_length} tokens (--max-length or the target's context)"
+    lines = _lines(path)
+    for number, line in tqdm(lines, desc=f"reading {path}", leave=False, disable=None):
         try:
-            ids, mask = _tokenize(record, tokenizer)
-        except (common.UserError, jinja2.TemplateError) as error:
-            raise common.UserError(f"{path}, line {number}: {error}") from error
-        mask = mask[:max_length]
-        if any(mask[1:]):
-            mask[0] = False  # nothing predicts the first token
-            sequences.append((torch.tensor(ids[:max_length]), torch.tensor(mask)))
+            ids, answers = _tokenize(_object(line), tokenizer)
+        except common.UserError as reason:
+            skipped[str(reason)].append(number)
+            continue
+        mask = torch.zeros(len(ids), dtype=torch.bool)
+        for start, stop in answers:
+            mask[start:stop] = True
+        mask[0] = False  # nothing predicts the first token
+        if not mask[:max_length].any():
+            skipped[f"no answer within {limit}"].append(number)
+            continue
+        sequences.append((torch.tensor(ids[:max_length]), mask[:max_length]))
+        cut += sum(stop > max_length for _, stop in answers)
+        lost += sum(start == stop for start, stop in answers)
+
+    notes = []
+    for reason, numbers in skipped.items():
+        more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
+        notes.append(f"line {', '.join(map(str, numbers[:5]))}{more}: {reason}")
     if not sequences:
-        raise common.UserError(f"{path} holds no conversation with a response to learn from")
+        reasons = "; ".join(notes[:3]) or "it is empty"
+        raise common.UserError(f"{path} holds nothing to learn from: {reasons}")
+    if skipped:
+        notes.append(f"skipped {len(lines) - len(sequences)} of {len(lines)} lines")
+    if cut:
+        notes.append(f"answers cut after {limit}: {cut}")
+    if lost:
+        notes.append(
+            "answers not learned, because the chat template writes them differently in an "
+            f"earlier turn, or because nobody asked: {lost}"
+        )
+    if os.environ.get("RANK", "0") == "0":  # each process of torchrun reads the data
+        for note in notes:
+            print(f"{path}: {note}", file=sys.stderr)
     return sequences
 
 
-def _records(path: str) -> list[tuple[int, dict]]:
-    """Line numbers and JSON objects of a file, without blank lines."""
+def _lines(path: str) -> list[tuple[int, bytes]]:
+    """The lines of a file with their numbers, without blank ones."""
     if Path(path).is_dir():
         raise common.UserError(f"{path} is a folder: name its files")
     if not Path(path).is_file():
         raise common.UserError(
             f"no data file {path}; train.py --make-data 2000 --out FILE makes one"
         )
-    try:
-        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
-            lines = file.readlines()
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise common.UserError(f"{path} is damaged or not gzip ({error}); make it again") from error
-    records = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    content = Path(path).read_bytes()
+    if content.startswith(b"\x1f\x8b"):
         try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
-            raise common.UserError(f"{path}, line {number}: no JSON object")
-        records.append((number, record))
-    return records
-
-
-def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
-    """Token ids of a record, and which of them are to be learned."""
-    try:
-        if "prompt_ids" in record:
-            prompt, response = record["prompt_ids"], record["response_ids"]
-            ids = prompt + response
-            if not all(type(x) is int and 0 <= x < len(tokenizer) for x in ids):
-                raise common.UserError(
-                    f"token ids must be from 0 to below {len(tokenizer)}; make data for this "
-                    "target with train.py --make-data"
-                )
-            return ids, [False] * len(prompt) + [True] * len(response)
-        messages = _messages(record)
-    except (KeyError, TypeError):
+            content = gzip.decompress(content)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise common.UserError(f"{path} is damaged ({error}); make it again") from error
+    if content.lstrip().startswith(b"["):
         raise common.UserError(
-            "no conversation; give prompt and response, messages, conversations (ShareGPT's), or "
-            "prompt_ids and response_ids"
-        ) from None
-    if tokenizer.chat_template:
-        return _templated(messages, tokenizer)
-    ids, mask = [], []
-    for message in messages:
-        text = message["content"] + "\n"
-        piece = tokenizer(text, add_special_tokens=not ids)["input_ids"]
-        ids += piece
-        mask += [message["role"] == "assistant"] * len(piece)
-    return ids, mask
+            f"{path} is a JSON array; data is JSONL, an object a line: jq -c '.[]' FILE > NEW.jsonl"
+        )
+    if content.startswith(b"PAR1"):
+        raise common.UserError(
+            f"{path} is Parquet; data is JSONL, which pandas writes: "
+            "read_parquet(FILE).to_json('NEW.jsonl', orient='records', lines=True)"
+        )
+    return [item for item in enumerate(content.split(b"\n"), 1) if item[1].strip()]
 
 
-def _messages(record: dict) -> list[dict]:
-    """What was said, as the chat templates of transformers want it."""
-    if {"prompt", "response"} <= record.keys():
-        said = [("user", record["prompt"]), ("assistant", record["response"])]
-    elif "messages" in record:
-        said = [(turn["role"], turn["content"]) for turn in record["messages"]]
+def _object(line: bytes) -> dict:
+    """The JSON object that a line holds."""
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise common.UserError("the JSON is nested too deep") from None
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise common.UserError("no JSON object")
+    return record
+
+
+def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of a line, and where its answers start and stop in them."""
+    if not {"prompt_ids", "response_ids"} <= record.keys():
+        messages, tools = _conversation(record)
+        return _locate(messages, tools, tokenizer)
+    prompt, response = record["prompt_ids"], record["response_ids"]
+    lists = isinstance(prompt, list) and isinstance(response, list)
+    ids = prompt + response if lists else [None]
+    if not all(type(x) is int and 0 <= x < len(tokenizer) for x in ids):
+        raise common.UserError(
+            f"token ids must be lists of numbers from 0 to below {len(tokenizer)}; make data for "
+            "this target with train.py --make-data"
+        )
+    if not response or len(ids) == 1:
+        raise common.UserError("response_ids hold nothing to learn")
+    return ids, [(len(prompt), len(ids))]
+
+
+# ------------------------------------------------------------------ from a line to messages
+
+
+def _conversation(record: dict) -> tuple[list[dict], list | None]:
+    """The messages of a line and its tools, as chat templates want them."""
+    answer = next((key for key in ("response", "completion") if key in record), None)
+    if "prompt" in record and answer:
+        turns = []
+        for role, said in (("user", record["prompt"]), ("assistant", record[answer])):
+            # TRL's prompts and completions may be lists of messages.
+            turns += said if isinstance(said, list) else [{"role": role, "content": said}]
     else:
-        said = [(turn["from"], turn["value"]) for turn in record["conversations"]]
-    if not all(isinstance(text, str) for _, text in said):
-        raise TypeError
-    return [{"role": ROLES.get(role, role), "content": text} for role, text in said]
-
-
-def _templated(messages: list[dict], tokenizer) -> tuple[list[int], list[bool]]:
-    """Token ids in the chat template, and which to learn, up to the last answer."""
-    ids, mask = [], []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if index == 0:  # transformers fills in no template without a message
-            raise common.UserError("the conversation begins with an answer: leave the answer out")
-        asked = tokenizer.apply_chat_template(
-            messages[:index], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        said = tokenizer.apply_chat_template(messages[: index + 1], return_dict=True)["input_ids"]
-        if asked[: len(ids)] != ids or said[: len(asked)] != asked:
+        turns = record.get("messages") or record.get("conversations")
+        if not isinstance(turns, list):
             raise common.UserError(
-                "the chat template rewrites earlier turns, or the tokenizer merges a request and "
-                "its answer, so answers cannot be located; give prompt_ids and response_ids"
+                "no conversation; give prompt and response (or completion), messages, "
+                "conversations (ShareGPT's), or prompt_ids and response_ids"
             )
-        mask += [False] * (len(asked) - len(ids)) + [True] * (len(said) - len(asked))
-        ids = said
-    return ids, mask
+    if record.get("system"):
+        turns = [{"role": "system", "content": record["system"]}, *turns]
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise common.UserError("its tools are no JSON") from None
+    return [_message(turn) for turn in turns], tools or None
+
+
+def _message(turn) -> dict:
+    """A message with its role, its content and all else that it says."""
+    if not isinstance(turn, dict):
+        raise common.UserError("a message is not a JSON object")
+    # transformers leaves null out as well.
+    message = {NAMES.get(key, key): turn[key] for key in turn if turn[key] not in (None, [])}
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, list) and all(map(_is_text, content)):
+        content = "".join(part["text"] for part in content)
+    if content is None and any(key in message for key in BESIDE):
+        content = ""
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise common.UserError("a message needs a role, and content that is text or parts of text")
+    return message | {"role": ROLES.get(role, role), "content": content}
+
+
+def _is_text(part) -> bool:
+    """Whether a part of a message, in OpenAI's form, is text and not a picture."""
+    match part:
+        case {"type": "text", "text": str()}:
+            return True
+    return False
 
 
 def chat(texts: list[str]) -> list[dict]:
     """Messages of user and assistant in turn."""
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+# ----------------------------------------------------------------- from messages to tokens
+
+
+def render(messages: list[dict], tokenizer, tools: list | None = None, ask: bool = False) -> str:
+    """Messages in the target's chat template, and the head of an answer if `ask`.
+
+    Raises:
+        UserError: the template does not accept them, or their text is broken.
+    """
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=None if tokenizer.chat_template else PLAIN,
+            add_generation_prompt=ask,
+            tokenize=False,
+        )
+    except Exception as error:  # a template is a program, which may fail in any way
+        reason = " ".join(str(error).split())
+        raise common.UserError(f"the chat template does not accept it: {reason}") from error
+    check_text(text)
+    return text
+
+
+def check_text(text: str) -> None:
+    """Refuse half an emoji, which JSON can write and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise common.UserError("broken text: half of a character such as an emoji") from None
+
+
+def token_ids(text: str, tokenizer) -> list[int]:
+    """Ids of a rendered conversation; a chat template writes special tokens itself."""
+    return tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+
+
+def _locate(messages, tools, tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids up to the last answer's end, and where answers start and stop in them.
+
+    An answer that cannot be located stops where it starts.
+    """
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not places:
+        raise common.UserError("no answer, a message by assistant (ShareGPT's gpt)")
+    _check_complete(messages[: places[-1] + 1], tools, tokenizer)
+    # The conversation up to each answer, as it was when the target wrote this answer.
+    moments = [_last_answer(messages[: place + 1], tools, tokenizer) for place in places]
+    ids = moments[-1][0]  # of the whole conversation
+    answers = []
+    for said, start in moments:
+        # An answer is learned if the whole conversation still holds it token for token. Later
+        # turns can make the template write it differently: if that changes only its last
+        # token, into another end, all but this token is learned; if it changes more (a
+        # thought is dropped, say), nothing is, because the target wrote something else.
+        stop = _shared(said, ids)
+        located = start < stop and stop >= len(said) - 1
+        answers.append((start, stop) if located else (0, 0))
+    if not any(stop for _, stop in answers):
+        raise common.UserError(
+            "the answer cannot be located, because the chat template rewrites what stands "
+            "before it, or because nobody asked; give prompt_ids and response_ids"
+        )
+    return ids, answers
+
+
+def _last_answer(messages, tools, tokenizer) -> tuple[list[int], int]:
+    """Token ids up to the end of the last message, and where it starts in them."""
+    if len(messages) == 1:  # nobody asked, and transformers renders no empty conversation
+        return [], 0
+    asked = render(messages[:-1], tokenizer, tools, ask=True)
+    said = render(messages, tokenizer, tools)
+    begin = len(os.path.commonprefix([asked, said]))
+    if tail := _special_tail(tokenizer).search(said, begin):
+        # The target stops at the first of the special tokens at the end. Templates go on,
+        # with a newline or another end.
+        said = said[: said.index(tail[1], begin) + len(tail[1])]
+    asked_ids, ids = token_ids(asked, tokenizer), token_ids(said, tokenizer)
+    start = _shared(asked_ids, ids)
+    if begin < len(asked):
+        # Some templates ask for an answer with the head of a thought, which is not there
+        # once the answer is. But what stands before the head has to be the same.
+        before = render(messages[:-1], tokenizer, tools)
+        start = start if said.startswith(before) else len(ids)
+    elif start < len(asked_ids):
+        # A token holds the end of the request and the beginning of the answer, such as two
+        # newlines. After this request the target cannot write it, so it is not learned, but
+        # only the tokens behind it, which are those of the answer on its own.
+        alone = token_ids(said[begin:], tokenizer)
+        start = len(ids) - _shared(alone[::-1], ids[::-1])
+    return ids, start
+
+
+@functools.lru_cache(maxsize=1)  # some tokenizers have thousands
+def _special_tail(tokenizer) -> re.Pattern:
+    """Finds special tokens at the end of a text; its group 1 is the first of them."""
+    tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+    one = "|".join(re.escape(token.content) for token in tokens) or "(?!)"  # or none
+    return re.compile(rf"({one})(?:\s|{one})*\Z")
+
+
+def _check_complete(messages, tools, tokenizer) -> None:
+    """Refuse a conversation if the chat template leaves something out of it."""
+    # The template must write these conversations differently, each of which differs in one
+    # thing from `messages` and `tools`, or is equal to them where they lack it.
+    others = {"tools": (messages, None)}
+    for key in BESIDE:
+        changed = [{k: m[k] for k in m if k != key or not m[k]} for m in messages]
+        others[key] = (changed, tools)
+    for role in {message["role"] for message in messages} - {"user", "assistant"}:
+        changed = [m for m in messages if m["role"] != role or not m["content"]]
+        others[f"messages by {role}"] = (changed, tools)
+    said = {"content": "something else"}
+    changed = [m | said if m["role"] == "assistant" and m["content"] else m for m in messages]
+    others["the content of answers"] = (changed, tools)
+    whole = render(messages, tokenizer, tools)
+    for name, (changed, given) in others.items():
+        if (changed, given) == (messages, tools):
+            continue
+        try:
+            left_out = render(changed, tokenizer, given) == whole
+        except common.UserError:  # the template looks at it
+            continue
+        if left_out:
+            raise common.UserError(
+                f"the target's chat template does not write {name}; leave it out of the data, or "
+                "take another target"
+            )
+
+
+def _shared(some: list[int], others: list[int]) -> int:
+    """How many ids two lists begin with in common."""
+    pairs = enumerate(zip(some, others))
+    return next((i for i, (x, y) in pairs if x != y), min(len(some), len(others)))
 
 
 # --------------------------------------------------------------------- sequences for training
@@ -200,10 +395,16 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
     for path in paths:
         if not path.exists():
             raise common.UserError(f"no prompt file {path}")
-        for number, record in _records(str(path)):
-            turns = record.get("turns")
-            if not (isinstance(turns, list) and turns and all(isinstance(x, str) for x in turns)):
-                raise common.UserError(f'{path}, line {number}: no "turns", a list of texts')
+        for number, line in _lines(str(path)):
+            try:
+                record = _object(line)
+                turns = record.get("turns")
+                texts = isinstance(turns, list) and all(isinstance(x, str) for x in turns)
+                if not (turns and texts):
+                    raise common.UserError('no "turns", a list of texts')
+                check_text("".join(turns))
+            except common.UserError as reason:
+                raise common.UserError(f"{path}, line {number}: {reason}") from reason
             prompts.append(
                 {
                     "question_id": record.get("question_id", f"{path.stem}-{number}"),

@@ -2,6 +2,7 @@
 
 import torch
 
+import common
 from support import data
 
 
@@ -10,13 +11,9 @@ def encode(tokenizer, messages: list[str], device) -> dict:
 
     Returns: {"input_ids", "attention_mask"}, each (1, T).
     """
-    if tokenizer.chat_template:
-        encoded = tokenizer.apply_chat_template(
-            data.chat(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        encoded = tokenizer("\n".join(messages) + "\n", return_tensors="pt")
-    return {key: encoded[key].to(device) for key in ("input_ids", "attention_mask")}
+    text = data.render(data.chat(messages), tokenizer, ask=True)
+    ids = torch.tensor([data.token_ids(text, tokenizer)], device=device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def answer_padded(target, prompts: list[list[int]], **options) -> list[list[int]]:
@@ -29,8 +26,7 @@ def answer_padded(target, prompts: list[list[int]], **options) -> list[list[int]
     fed = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])  # (B, T)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
     fed, mask = fed.to(target.device), mask.to(target.device)
-    ends = target.generation_config.eos_token_id  # one id, several or None
-    ends = [ends] if isinstance(ends, int) else ends or []
+    ends = common.end_ids(target.generation_config)
     output = target.generate(fed, attention_mask=mask, pad_token_id=0, **options)  # (B, T + n)
     answers = []
     for row in output[:, width:].tolist():  # padding follows an end

@@ -41,16 +41,14 @@ class Maker:
         self.tokenizer = tokenizer
         self.second_turns = second_turns
         self.greedy = greedy
-        ends = target.generation_config.eos_token_id  # one id, several or None
-        self.ends = [ends] if isinstance(ends, int) else ends
+        self.ends = common.end_ids(target.generation_config)
         if not (tokenizer.chat_template and self.ends):
             raise common.UserError(
                 "this target has no chat template or no eos_token_id: take another"
             )
         # What the template writes before and after requests, between turns.
         mark = "SOMEBODY'S-WORDS"
-        chat = data.chat([mark] * 3)
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        text = data.render(data.chat([mark] * 3), tokenizer, ask=True)
         pieces = [self.ids(piece) for piece in text.split(mark)]
         if len(pieces) != 4 or (second_turns and pieces[1] != pieces[3]):
             raise common.UserError(

@@ -1,5 +1,6 @@
 """Conversations read, held out, put in order and made; prompts; the default target's package."""
 
+import copy
 import gzip
 import itertools
 import json
@@ -7,15 +8,16 @@ import math
 import subprocess
 from types import SimpleNamespace
 
-import chat
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import make_llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 import common
 import train
-from support import data, default_target, talks
+from support import data, default_target, prompts, talks
 
 
 @pytest.fixture
@@ -24,93 +26,299 @@ def loaded(folder):
     return common.load_target(str(folder))
 
 
+@pytest.fixture
+def tokenizer(loaded):
+    return loaded[1]
+
+
 def read(path, records, tokenizer, length=64):
     path.write_text("\n".join(map(json.dumps, records)) + "\n\n")
     return data.read_conversations(str(path), tokenizer, length)
 
 
+def learned(path, record, tokenizer) -> list[str]:
+    """The learned texts of a file with one line, one for each run of learned tokens."""
+    [(ids, mask)] = read(path, [record], tokenizer)
+    pairs = itertools.groupby(zip(ids.tolist(), mask.tolist()), key=lambda pair: pair[1])
+    return [tokenizer.decode([i for i, _ in run]) for learn, run in pairs if learn]
+
+
 # ------------------------------------------------------------------------------------ reading
 
-
-def test_every_form_is_read_and_answers_are_learned(loaded, tmp_path):
-    tokenizer = loaded[1]
-    records = [
-        {"prompt_ids": [5, 6], "response_ids": [7, 8]},
-        {"prompt": "w1 w2", "response": "w3"},
-        {"messages": data.chat(["w1", "w2", "w3", "w4"])},
-        {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]},
-    ]
-    found = read(tmp_path / "forms.jsonl", records, tokenizer)
-    learned = [tokenizer.convert_ids_to_tokens(ids[mask].tolist()) for ids, mask in found]
-    expected = ["w2 w3", "w3 <end>", "w2 <end> w4 <end>", "w2 <end>"]
-    assert learned == [words.split() for words in expected]
-    with gzip.open(tmp_path / "forms.jsonl.gz", "wb") as file:
-        file.write((tmp_path / "forms.jsonl").read_bytes())
-    again = data.read_conversations(str(tmp_path / "forms.jsonl.gz"), tokenizer, 64)
-    assert [ids.tolist() for ids, _ in again] == [ids.tolist() for ids, _ in found]
-
-
-def test_sequences_are_cut_and_those_without_an_answer_left_out(loaded, tmp_path):
-    long = {"prompt_ids": [5] * 6, "response_ids": [6] * 200}
-    beyond = {"prompt_ids": [5] * 30, "response_ids": [6]}
-    [(ids, mask)] = read(tmp_path / "d.jsonl", [beyond, long], loaded[1], 15)
-    assert ids.tolist() == [5] * 6 + [6] * 9
-    assert mask.tolist() == [False] * 6 + [True] * 9
-
-
-HIDING = "{% if add_generation_prompt %}w9 {% endif %}"  # w9 is gone once the answer is known
-REWRITING = """{% for m in messages %}
-    {% if m.role == 'assistant' and loop.last %} w9 {% endif %} {{ m.content }}
-{% endfor %}
-{% if add_generation_prompt %} w9 {% endif %}"""  # only the last answer has w9, as if it thought
-
-
-@pytest.mark.parametrize("template, turns", [(chat.TEMPLATE + HIDING, 2), (REWRITING, 4)])
-def test_a_template_with_which_answers_cannot_be_located_is_refused(
-    loaded, tmp_path, template, turns
-):
-    tokenizer = loaded[1]
-    tokenizer.chat_template = template
-    messages = data.chat(["w1", "w2", "w3", "w4"])
-    if turns > 2:
-        assert read(tmp_path / "d.jsonl", [{"messages": messages[:2]}], tokenizer)
-    with pytest.raises(common.UserError, match="line 1: .*answers cannot be located"):
-        read(tmp_path / "d.jsonl", [{"messages": messages[:turns]}], tokenizer)
-
-
-BAD_LINES = [
-    b"\xff\xfe",
-    b"{",
-    b'{"foo": 1}',
-    b'{"prompt": "w1", "response": null}',
-    b'{"messages": [{"role": "assistant"}]}',
-    b'{"conversations": [{"from": "gpt", "value": "w1"}, {"from": "human", "value": "w2"}]}',
-    b'{"prompt_ids": [5], "response_ids": "w7"}',
-    b'{"prompt_ids": [5], "response_ids": [48]}',
+USER, ANSWER = data.chat(["w1", "w2"])
+HUMAN, GPT = {"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}
+NULLS = {"role": None, "content": None}  # where a table of both forms is written as JSON
+PARTS = [{"type": "text", "text": "w2 "}, {"type": "text", "text": "w3"}]
+FORMS = [
+    ({"prompt_ids": [5, 6], "response_ids": [7, 8]}, ["w2 w3"]),
+    ({"prompt_ids": [], "response_ids": [5, 7, 8]}, ["w2 w3"]),  # nothing predicts the first
+    ({"prompt": "w1 w2", "response": "w3"}, ["w3 <end>"]),
+    ({"prompt": "w1 w2", "completion": "w3"}, ["w3 <end>"]),
+    ({"prompt": [USER], "completion": [ANSWER]}, ["w2 <end>"]),
+    ({"messages": data.chat(["w1", "w2", "w3", "w4"])}, ["w2 <end>", "w4 <end>"]),
+    ({"messages": [USER, {"role": "assistant", "content": PARTS}]}, ["w2 w3 <end>"]),
+    ({"messages": [USER, {"role": "assistant", "content": ""}]}, ["<end>"]),
+    ({"messages": [ANSWER, USER, ANSWER, USER]}, ["w2 <end>"]),  # the first answers nobody
+    ({"conversations": [USER, ANSWER]}, ["w2 <end>"]),
+    ({"conversations": [HUMAN, GPT]}, ["w2 <end>"]),
+    ({"messages": None, "conversations": [HUMAN | NULLS, GPT | NULLS]}, ["w2 <end>"]),
 ]
 
 
-@pytest.mark.parametrize("line", BAD_LINES, ids=repr)
-def test_a_bad_line_is_named_by_its_number(loaded, tmp_path, line):
+@pytest.mark.parametrize("record, expected", FORMS)
+def test_every_form_is_read_and_answers_are_learned(tokenizer, tmp_path, record, expected):
+    path = tmp_path / "d.jsonl"
+    assert learned(path, record, tokenizer) == expected
+    [(ids, mask)] = data.read_conversations(str(path), tokenizer, 64)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    [(again, _)] = data.read_conversations(str(path), tokenizer, 64)
+    assert ids.tolist() == again.tolist() and not mask[0]
+
+
+ASK = "{% if add_generation_prompt %}<assistant> {% endif %}"
+WHOLE = (
+    "{% if tools %}w20 {{ tools[0].name }} {% endif %}{% for m in messages %}<{{ m.role }}> "
+    "{% if m.reasoning_content %}w40 {{ m.reasoning_content }} w41 {% endif %}{{ m.content }} "
+    "{% if m.tool_calls %}w42 {{ m.tool_calls[0].function.name }} {% endif %}<end> {% endfor %}"
+) + ASK
+NARROW = (
+    "{% for m in messages if m.role in ['user', 'assistant'] %}<{{ m.role }}> {{ m.content }} "
+    "<end> {% endfor %}"
+) + ASK
+CALL = {"type": "function", "function": {"name": "w7", "arguments": "{}"}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+THINKING = ANSWER | {"reasoning_content": "w9", "tool_calls": None}
+BESIDE_TEXTS = {
+    "tool_calls": ({"messages": [USER, CALLING]}, "", "w42 w7"),
+    "reasoning_content": ({"messages": [USER, THINKING]}, "", "w40 w9 w41 w2"),
+    "tools": ({"messages": [USER, ANSWER], "tools": '[{"name": "w8"}]'}, "w20 w8 ", "w2"),
+    "messages by system": (
+        {"conversations": [HUMAN, GPT], "system": "w30"},
+        "<system> w30 <end> ",
+        "w2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_TEXTS)
+def test_what_stands_beside_the_texts_is_written_or_refused(tokenizer, tmp_path, name):
+    """By the chat template; no answer is left empty in silence."""
+    record, opening, said = BESIDE_TEXTS[name]
+    tokenizer.chat_template = WHOLE
+    [(ids, mask)] = read(tmp_path / "d.jsonl", [record], tokenizer)
+    assert tokenizer.decode(ids[~mask]) == opening + "<user> w1 <end> <assistant>"
+    assert tokenizer.decode(ids[mask]) == said + " <end>"
+    for template in (NARROW, None):
+        tokenizer.chat_template = template
+        if template or name != "messages by system":  # without a template, all texts are written
+            with pytest.raises(common.UserError, match=f"line 1: .* does not write {name};"):
+                read(tmp_path / "d.jsonl", [record], tokenizer)
+
+
+def test_what_is_empty_need_not_be_written(tokenizer, tmp_path):
+    tokenizer.chat_template = NARROW
+    empty = {"role": "system", "content": ""}
+    record = {"tools": [], "messages": [empty, USER, ANSWER | {"reasoning_content": ""}]}
+    assert learned(tmp_path / "d.jsonl", record, tokenizer) == ["w2 <end>"]
+
+
+def test_a_template_that_does_not_write_texts_is_refused(tokenizer, tmp_path):
+    """As that of a model for pictures, which wants a content in parts."""
+    tokenizer.chat_template = NARROW.replace(
+        "{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    )
+    with pytest.raises(common.UserError, match="does not write the content of answers"):
+        read(tmp_path / "d.jsonl", [{"messages": [USER, ANSWER]}], tokenizer)
+
+
+ASK_THINKING = "{% if add_generation_prompt %}<assistant> w9 {% endif %}"
+EACH = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+LAST_THINKS = (
+    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}w8 {% if loop.last %}w9 "
+    "{% endif %}{% endif %}{{ m.content }} <end> {% endfor %}"
+)
+TEMPLATES = {
+    # Qwen3: an earlier answer has lost its thought.
+    "last answer thinks": (LAST_THINKS + ASK, ["w8 w9 w4 <end>"], 1),
+    # gpt-oss: the end token of an earlier answer is another one.
+    "last end differs": (
+        "{% for m in messages %}<{{ m.role }}> {{ m.content }} {{ '<unk>' if loop.last and "
+        "not add_generation_prompt else '<end>' }} {% endfor %}" + ASK,
+        ["w2", "w4 <unk>"],
+        0,
+    ),
+    # Phi-3: the conversation has an end after that of its last answer.
+    "two ends": (
+        EACH + ASK + "{% if not add_generation_prompt %}<unk>{% endif %}",
+        ["w2 <end>", "w4 <end>"],
+        0,
+    ),
+    # DeepSeek-R1: the request ends with the head of a thought, which an answer has not.
+    "request thinks": (EACH + ASK_THINKING, ["w2 <end>", "w4 <end>"], 0),
+    # Requests that answers follow differ from those that are asked.
+    "number of messages": ("w{{ messages | length }} " + EACH + ASK, None, 0),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answers_are_located_in_templates_that_rewrite(tokenizer, tmp_path, name, capsys):
+    """And those that are not are counted."""
+    tokenizer.chat_template, expected, lost = TEMPLATES[name]
+    record = {"messages": data.chat(["w1", "w2", "w3", "w4"])}
+    if expected is None:
+        with pytest.raises(common.UserError, match="line 1: the answer cannot be located"):
+            read(tmp_path / "d.jsonl", [record], tokenizer)
+        return
+    assert learned(tmp_path / "d.jsonl", record, tokenizer) == expected
+    told = capsys.readouterr().err
+    assert lost == ("answers not learned" in told) and told.endswith(": 1\n" * lost)
+
+
+@pytest.fixture(scope="session")
+def byte_level():
+    """A tokenizer with ChatML that merges newlines."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    core.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 0)]
+    )
+    core.train_from_iterator(["Hello there.\n\nHow are you?\n\n\nFine.\n\n"] * 50, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NEWLINES = [
+    ("Fine.", "Fine.<|im_end|>"),
+    ("\nFine.", "\nFine.<|im_end|>"),
+    ("\n\nFine.", "\nFine.<|im_end|>"),  # the first newline has merged with the template's
+    ("\n", "<|im_end|>"),
+    ("", "<|im_end|>"),
+    ("Fine.\n\n", "Fine.\n\n<|im_end|>"),
+    ("Fine.<|im_end|>\nHello", "Fine.<|im_end|>"),
+]
+
+
+@pytest.mark.parametrize("answer, expected", NEWLINES)
+def test_a_token_with_the_end_of_the_request_is_not_learned(byte_level, tmp_path, answer, expected):
+    """And nothing after the end token."""
+    path = tmp_path / "d.jsonl"
+    assert learned(path, {"prompt": "Hi", "response": answer}, byte_level) == [expected]
+    turns = {"messages": data.chat(["Hi", answer, "Hi", "Hello"])}
+    assert learned(path, turns, byte_level)[-1] == "Hello<|im_end|>"
+
+
+def test_without_a_chat_template_texts_are_lines(byte_level, tmp_path):
+    """After the first token of all texts, as bench.py asks them."""
+    byte_level = copy.deepcopy(byte_level)
+    byte_level.chat_template = None
+    turns = ["Hi", "Hello", "How", "Fine."]
+    [(ids, mask)] = read(tmp_path / "d.jsonl", [{"messages": data.chat(turns)}], byte_level)
+    assert byte_level.decode(ids) == "<|im_start|>Hi\nHello\nHow\nFine.\n"
+    assert byte_level.decode(ids[mask]) == "Hello\nFine.\n"
+    asked = prompts.encode(byte_level, turns[:3], "cpu")["input_ids"][0]
+    assert byte_level.decode(asked) == "<|im_start|>Hi\nHello\nHow\n"
+
+
+def test_without_an_end_token_an_answer_ends_as_the_template_ends_it(tmp_path):
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, "\n": 3}, unk_token="c"))
+    words.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    [(ids, mask)] = read(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}], tokenizer)
+    assert ids.tolist() == [0, 3, 1, 3] and mask.tolist() == [False, False, True, True]
+
+
+# What is wrong with a line, and how the message says so.
+BAD_LINES = [
+    (b"\xff\xfe", "no JSON object"),
+    (b"{", "no JSON object"),
+    (b"3", "no JSON object"),
+    (b'{"prompt": ' + b"[" * 99_999, "nested too deep"),
+    (b'{"foo": 1}', "no conversation; give prompt and response"),
+    (b'{"messages": "w1"}', "no conversation; give prompt and response"),
+    (b'{"prompt": "w1", "response": null}', "content that is text"),
+    (b'{"prompt": "w1", "response": 3}', "content that is text"),
+    (b'{"prompt": "w1", "completion": "\\ud83d"}', "half of a character"),
+    (b'{"prompt": "w1", "response": "w2", "tools": "w3"}', "tools are no JSON"),
+    (b'{"prompt": "w1", "response": "w2", "tools": [3]}', "template does not accept it"),
+    (b'{"messages": ["w1"]}', "a message is not a JSON object"),
+    (b'{"messages": [{"role": "assistant"}]}', "a message needs a role, and content"),
+    (b'{"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}', "parts of text"),
+    (b'{"messages": [{"role": "user", "content": "w1"}]}', "no answer"),
+    (
+        b'{"conversations": [{"from": "gpt", "value": "w1"}, {"from": "human", "value": "w2"}]}',
+        "nobody asked",
+    ),
+    (b'{"prompt_ids": [5], "response_ids": "w7"}', "ids must be lists of numbers"),
+    (b'{"prompt_ids": [5], "response_ids": [48]}', "from 0 to below 48"),
+    (b'{"prompt_ids": [5], "response_ids": []}', "nothing to learn"),
+    (b'{"prompt_ids": [], "response_ids": [5]}', "nothing to learn"),
+]
+
+
+@pytest.mark.parametrize("line, reason", BAD_LINES, ids=lambda each: str(each[:60]))
+def test_a_bad_line_is_skipped_and_named(tokenizer, tmp_path, capsys, line, reason):
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"prompt_ids": [5, 6], "response_ids": [7]}\n\n' + line + b"\n")
-    with pytest.raises(common.UserError, match="d.jsonl, line 3: "):
-        data.read_conversations(str(path), loaded[1], 64)
+    [(ids, _)] = data.read_conversations(str(path), tokenizer, 64)
+    assert ids.tolist() == [5, 6, 7]
+    named, counted = capsys.readouterr().err.splitlines()
+    assert named.startswith(f"{path}: line 3: ") and reason in named
+    assert counted == f"{path}: skipped 1 of 2 lines"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(common.UserError, match=f"d.jsonl holds nothing .*: line 1: .*{reason}"):
+        data.read_conversations(str(path), tokenizer, 64)
 
 
-def test_files_that_are_damaged_or_hold_nothing_are_named(loaded, tmp_path):
+def test_answers_that_are_cut_are_counted(tokenizer, tmp_path, capsys, monkeypatch):
+    long = {"prompt_ids": [5] * 6, "response_ids": [6] * 200}
+    beyond = {"prompt_ids": [5] * 30, "response_ids": [6]}
+    lines = [beyond, long, {"foo": 1}, *[beyond] * 6, long]
+    [(ids, mask), _] = read(tmp_path / "d.jsonl", lines, tokenizer, 15)
+    assert ids.tolist() == [5] * 6 + [6] * 9
+    assert mask.tolist() == [False] * 6 + [True] * 9
+    told = capsys.readouterr().err.replace(f"{tmp_path}/d.jsonl: ", "").splitlines()
+    limit = "15 tokens (--max-length or the target's context)"
+    assert told[0] == f"line 1, 4, 5, 6, 7 and 2 more: no answer within {limit}"
+    assert told[1].startswith("line 3: no conversation")
+    assert told[2:] == ["skipped 8 of 10 lines", f"answers cut after {limit}: 2"]
+    with pytest.raises(common.UserError, match="line 1, 2: .*--max-length"):
+        read(tmp_path / "d.jsonl", [beyond] * 2, tokenizer, 15)
+    capsys.readouterr()
+    read(tmp_path / "d.jsonl", [{"prompt": "w1", "response": "w2"}], tokenizer, 6)
+    assert not capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")  # torchrun's first process has told it
+    read(tmp_path / "d.jsonl", lines, tokenizer, 15)
+    assert not capsys.readouterr().err
+
+
+def test_files_that_are_damaged_or_of_another_kind_are_named(tokenizer, tmp_path):
     good = gzip.compress(b'{"prompt_ids": [5], "response_ids": [7, 8, 9]}' * 50)
     cases = {
-        "blank.jsonl": b"\n \n",
-        "plain.jsonl.gz": b"{}\n",
-        "cut.jsonl.gz": good[:-9],
-        "flipped.jsonl.gz": good[:14] + b"\xff\xff\xff" + good[17:],
-        "empty.jsonl": b'{"prompt_ids": [5], "response_ids": []}\n',
+        "blank.jsonl": (b"\n \n", "empty"),
+        "plain.jsonl.gz": (b"{}\n", "no conversation"),
+        "cut.jsonl.gz": (good[:-9], "damaged"),
+        "flipped.jsonl.gz": (good[:14] + b"\xff\xff\xff" + good[17:], "damaged"),
+        "array.json": (b'\n[\n{"prompt": "w1", "response": "w2"}\n]\n', "JSON array; .*jq"),
+        "table.parquet": (b"PAR1\n{}\n", "Parquet; .*pandas"),
     }
-    for name, content in cases.items():
+    for name, (content, reason) in cases.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(common.UserError, match=name):
-            data.read_conversations(str(tmp_path / name), loaded[1], 64)
+        with pytest.raises(common.UserError, match=f"{name} .*{reason}"):
+            data.read_conversations(str(tmp_path / name), tokenizer, 64)
+    for path in (tmp_path, tmp_path / "none.jsonl"):
+        with pytest.raises(common.UserError, match=str(path)):
+            data.read_conversations(str(path), tokenizer, 64)
 
 
 def test_prompts_are_spread_over_their_files(tmp_path):
@@ -120,9 +328,11 @@ def test_prompts_are_spread_over_their_files(tmp_path):
         found = data.read_prompts([tmp_path / "p.jsonl"], count)
         assert "".join(prompt["turns"][0] for prompt in found) == expected
     assert found[0]["question_id"] == "p-1" and found[0]["category"] == "p"
-    for line in ("null", "{}", '{"turns": []}', '{"turns": ["a", 3]}'):
+    wrong = {"null": "no JSON", "[" * 99_999: "too deep", '{"turns": ["\\ud83d"]}': "half"}
+    wrong |= dict.fromkeys(("{}", '{"turns": []}', '{"turns": "a"}', '{"turns": ["a", 3]}'), 'no "')
+    for line, reason in wrong.items():
         (tmp_path / "p.jsonl").write_text('{"turns": ["a"]}\n\n' + line + "\n")
-        with pytest.raises(common.UserError, match="p.jsonl, line 3: no "):
+        with pytest.raises(common.UserError, match=f"p.jsonl, line 3: .*{reason}"):
             data.read_prompts([tmp_path / "p.jsonl"], 0)
 
 
@@ -331,7 +541,10 @@ def test_a_download_that_fails_says_why_and_what_to_do(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_conversations_at_hand_are_read():
+def test_the_conversations_at_hand_are_read(tmp_path):
     tokenizer = common.load_target()[1]
+    for answer, expected in NEWLINES:
+        record = {"prompt": "Hi", "response": answer}
+        assert learned(tmp_path / "d.jsonl", record, tokenizer) == [expected]
     for path in sorted((train.cli.ROOT / "conversations").glob("smollm2_*.jsonl.gz")):
         assert len(data.read_conversations(str(path), tokenizer, 512)) > 500

@@ -1,11 +1,11 @@
 """Count what a round asks of a GPU, on the device of pretend.py: results/launches.json.
 
-    python tests/tools/launches.py        # four minutes; prints the table
+    python tests/tools/launches.py        # takes minutes; prints the table
 
-A small target's operators take a GPU less time than the CPU needs to launch them, so
-their number decides how fast it decodes, and not their arithmetic. A copy between the
-two makes the CPU wait until the GPU has finished what was launched before. Attention
-counts as one operator, as which a GPU runs it.
+A fast GPU computes a small target's operators in less time than the CPU needs to launch
+them, so their number decides how long a round takes. A copy between the two makes the
+CPU wait until the GPU has finished what was launched before. Attention counts as one
+operator, as which a GPU runs it.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import tables  # noqa: E402
 
 import bench  # noqa: E402
 import common  # noqa: E402
-from support import arms, data, default_target, prompts, report  # noqa: E402
+from support import arms, cli, data, default_target, prompts, report  # noqa: E402
 
 COUNTED = ("rounds", "tokens", "launches", "drafting", "to_host", "to_device")
 METHODS = ("glide", "cape", "cape:cpu", "specdecpp", "falcon", "ctc_drafter")
@@ -61,7 +61,13 @@ def measure() -> dict:
     """Let all methods decode greedily, each with its shipped drafter."""
     paths = sorted((ROOT / "prompts").glob("*.jsonl"))
     asked = [prompt["turns"][:1] for prompt in data.read_prompts(paths, PROMPTS)]
-    sums = {}
+    result = {
+        "target": default_target.NAME,
+        "commit": report.commit(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "prompts": PROMPTS,
+        "sums": {},
+    }
     with pretend.gpu():
         target, tokenizer = common.load_target(device="pretend")
         methods = arms.make_arms(target, bench.parse(["--method", *METHODS]))
@@ -73,14 +79,8 @@ def measure() -> dict:
                     target, **inputs, max_new_tokens=256, do_sample=False
                 )
                 total += count_rounds(decoding, arm.module.drafts(decoding, **arm.kwargs))
-            sums[arm.name] = {what: total[what] for what in COUNTED}
-    return {
-        "target": default_target.NAME,
-        "commit": report.commit(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "prompts": PROMPTS,
-        "sums": sums,
-    }
+            result["sums"][arm.name] = {what: total[what] for what in COUNTED}
+    return result
 
 
 def main() -> None:
@@ -91,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -75,14 +75,13 @@ def curves(words: str) -> str:
 
 
 def launches(file: str) -> str:
-    """Operators and copies of a round; the first method is plain decoding."""
+    """What a round of each method asks of a GPU, and of plain decoding."""
     heads = ["method", "launches", "of them drafting", "x plain", "to the CPU", "to the GPU"]
     methods = claims.read(file)["sums"]
-    plain = None
+    plain = methods["plain"]["launches"] / methods["plain"]["rounds"]
     rows = []
     for name, sums in methods.items():
         each = {what: count / sums["rounds"] for what, count in sums.items()}
-        plain = plain or each["launches"]
         rows.append(
             [
                 name,
