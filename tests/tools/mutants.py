@@ -204,8 +204,17 @@ windows begin with the newest token
 - F.pad(y[:, 2:], (0, U), value=-1)
 + F.pad(y[:, 1:-1], (0, U), value=-1)
 the slots of earlier rounds stay in the cache
-- cache.cut(decoding.ids.shape[1] - 1)
+- memory.cache.cut(decoding.ids.shape[1] - 1)
 + pass
+a sequence has the probability of its unlikeliest alignment
+- found.setdefault(sequence, -p)
++ found[sequence] = -p
+a blank is drafted where nothing is merged
+- slots = [tokens for *tokens, _ in slots]
++ pass
+drafts go on after an end
+- and not any(token in ends for token in prefix[:-1])
++ and True
 """
 
 TRAIN = r"""
