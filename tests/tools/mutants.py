@@ -155,30 +155,48 @@ FALCON = r"""
 the relaxed mask is plain causal
 - return (block[:, :, None] >= block[:, None, :])[:, None]
 + return (slots[:, None] >= slots).expand(len(phase), 1, -1, -1)
-a branch sees other branches
-- return torch.cat([mask[origins], own
-+ return torch.cat([torch.ones_like(mask[origins]), own
-drafting is plain causal
-- mask = block[start:end, None] >= block[:end]
-+ mask = slots[start:end, None] >= slots[:end]
-a part of a prompt ends within a block
-- borders = sorted(range(length - 256 * k, 0, -256 * k))
-+ borders = list(range(256 * k, length, 256 * k))
-as many answers are revealed as there are slots, not misses
-- d = int(wrong[row].sum())
-+ d = len(learning)
-slots learn the answer that they hold
-- learns=slots.learns & ~revealed
-+ learns=slots.learns
 a slot learns the state before its answer
 - answers=F.pad(hidden, (0, 0, 0, k))[:, k:-1]
 + answers=F.pad(hidden, (0, 0, 0, k))[:, k - 1 : -2]
+as many answers are revealed as there are slots, not misses
+- count = round(rate * int(wrong[row].sum()))
++ count = round(rate * len(learning))
+the tokens of answers are revealed, and not their hidden states
+- hidden=torch.where(revealed[..., None], slots.answers, slots.hidden),
++ hidden=slots.hidden,
+the noise is made of the numbers that chose what is revealed
+- common.generator(own_seed, use=1)
++ common.generator(own_seed)
+slots learn the answer that they hold
+- learns=slots.learns & ~revealed
++ learns=slots.learns
 soft and hard losses exchange their weights
 - l_dist = 0.9 * l_soft + 0.1 * l_hard
 + l_dist = 0.1 * l_soft + 0.9 * l_hard
 each branch of a later pass continues the first one
-- old_tips.index(tip[:-k])
-+ 0
+- origins = [before.index(tip[:-k]) for tip in tips]
++ origins = [0 for tip in tips]
+each branch is fed the first tokens on its path, not the last ones
+- ends = range(depth - k + 1, depth + 1)
++ ends = range(1, k + 1)
+drafting is plain causal
+- mask = block[start:end, None] >= block[:end]
++ mask = slots[start:end, None] >= slots[:end]
+blocks are counted from the first slot when drafting
+- phase = -total % k
++ phase = 0
+a part of a prompt ends within a block
+- borders = sorted(range(length - 256 * k, 0, -256 * k))
++ borders = list(range(256 * k, length, 256 * k))
+the LSTM forgets what it has read
+- return self.fusion(pairs, state)
++ return self.fusion(pairs)
+a branch sees other branches
+- return torch.cat([mask[origins], own
++ return torch.cat([torch.ones_like(mask[origins]), own
+the tree goes on beyond the last token that may be written
+- count = sum(depth <= decoding.room for depth in plan.depths)
++ count = len(plan.depths)
 """
 
 CTC_DRAFTER = r"""
