@@ -97,7 +97,6 @@ CONFIG_MISTAKES = [
     ("specdecpp", {"draft_model": "small"}, "take stage head"),
     ("specdecpp", {"stop": "never"}, "stop 'never': take head or fixed"),
     ("specdecpp", {"w_rej": 0}, "w_rej 0: take a weight above 0"),
-    ("specdecpp", {"keep": 1}, "keep 1: take a share"),
     ("specdecpp", {"layers": [3]}, "name some of the target's"),
     ("falcon", {"tree": [[0], [1, 0]]}, r"tree path \[1, 0\]: add its parent \[1\]"),
     ("falcon", {"tree": 4}, "tree 4: give a list"),
