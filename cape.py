@@ -37,6 +37,7 @@ Licence: Apache-2.0.
 """
 
 import bisect
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -154,8 +155,12 @@ def drafts(chains, **changes):
 
 
 if __name__ == "__main__":
-    import glide  # any other generator of chains would do
-
+    try:
+        import glide  # any other generator of chains would do
+    except ModuleNotFoundError:
+        missing = "glide.py, whose drafts it expands, is not here: copy it"
+        print(f"cape.py: {missing}", file=sys.stderr)
+        sys.exit(2)
     common.demo(
         glide.Drafter,
         "glide",

@@ -222,18 +222,34 @@ def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
 def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
     """Draw a token that is distributed as p_target (V,), by rejection sampling.
 
-    siblings: (token, q_draft (V,)) of the children that were sampled, in the order
-        of sampling. Each is accepted with probability min(1, p_target / q_draft), so
-        that the token is one of them as often as possible.
+    Why the output follows the target, whatever the drafter says, for three tokens x:
+
+        x                           0     1     2     sum
+        p_target                   .35   .55   .10     1
+        q_draft                    .20   .05   .75     1
+        drafted and accepted       .20   .05   .10    .35    min(p, q)
+        after a rejection          .15   .50   .00    .65    max(p - q, 0)
+
+    The token x is drafted with probability q(x) and then accepted with probability
+    min(1, p(x) / q(x)), which together is min(p(x), q(x)). What is lacking to p(x) is
+    max(p(x) - q(x), 0), and all that is lacking adds up to the probability of a
+    rejection, here .65. So a draw from the residual, max(p - q, 0) divided by its sum,
+    supplies exactly what is lacking: the last two rows add up to p.
+
+    siblings: (token, q_draft (V,)) of the children that were sampled, each drawn by
+        the drafter after the ones before it and from its own q_draft. After a
+        rejection the residual takes the place of p_target, and the next sibling is
+        judged by it in the same way.
+    Returns the token. Children that were not sampled play no part in it, so the draw
+    remains exact if the caller then finds that one of them holds the token.
     Source: Leviathan et al. (2023), and SpecInfer (Miao et al., 2024) for siblings.
     """
     assert not p_target.isnan().any(), "the logits processors forbid every token"
     for token, q_draft in siblings:
         if torch.rand((), device=p_target.device) * q_draft[token] < p_target[token]:
             return token
-        # After a rejection, the residual takes the place of p_target.
         residual = (p_target - q_draft).clamp(min=0)
-        if residual.sum() > 0:  # it is zero by rounding only
+        if residual.sum() > 0:  # a rejection leaves something, but for rounding
             p_target = residual / residual.sum()
     return int(sample(p_target))
 
@@ -774,11 +790,12 @@ def load_drafter(Drafter, path, target):
         raise UserError(f"no drafter in {path}; make one with train.py --out {path}")
     damaged = f"{path} holds no {Drafter.__module__} drafter, or a damaged one"
     try:
-        config = json.loads((path / "config.json").read_bytes())
-        config["target"]["vocab_size"]  # before the method's own code asks for it
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"config.json: {type(error).__name__} {error}"
-        raise UserError(f"{damaged} ({reason}): take another folder") from error
+        shape = json.loads((path / "config.json").read_bytes())["target"]
+        whole = bool(shape) and all(type(size) is int for size in shape.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:  # said here, so that the method's own code may rely on it
+        raise UserError(f"{damaged} (config.json has no target): take another folder")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
             drafter = Drafter.from_pretrained(str(path), strict=True)

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator, debug_launcher
 from chat import options
 from safetensors.torch import load_file
-from tiny import family, make_arm, random_batch, snapshot
+from tiny import family, make_drafts, random_batch, snapshot
 
 import common
 import glide
@@ -122,8 +122,8 @@ def test_weights_mean_what_they_meant_when_the_shipped_ones_were_trained(method)
     kinds = ["sliding_attention", "full_attention"] * 2
     target = family("Gemma3", sliding_window=64, layer_types=kinds)
     random_weights(target)
-    module, given = make_arm(method, target)
-    drafter = given["drafter"]
+    module = cli.import_method(method)
+    _, drafter = make_drafts(method, target)
     random_weights(drafter)
     batch = random_batch(target, layers=range(4))
     for measure, expected in zip((module.loss, module.acceptance), PINNED[method]):
@@ -493,8 +493,8 @@ def test_a_damaged_or_hostile_state_is_refused_and_left(trained):
 @pytest.mark.parametrize("method", PINNED)
 def test_a_damaged_drafter_is_refused_in_a_line(llama, tmp_path, method):
     """Whatever config.json holds, and weights that are not finite in the target's dtype."""
-    module, given = make_arm(method, llama)
-    drafter = given["drafter"].float()
+    module = cli.import_method(method)
+    drafter = make_drafts(method, llama)[1].float()
     drafter.save_pretrained(tmp_path)
     config = tmp_path / "config.json"
     whole = config.read_text()

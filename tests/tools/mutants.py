@@ -9,16 +9,19 @@ import re
 
 COMMON = r"""
 a node sees the root and itself only
-- may_attend[node + 1] |= may_attend[parent + 1]
-+ may_attend[node + 1] |= may_attend[0]
+- sees[node + 1] |= sees[parent + 1]
++ sees[node + 1] |= sees[0]
 positions count rows, not levels
-- positions = prefix + depths[None]
-+ positions = prefix + torch.arange(len(depths))[None]
+- positions = ids.shape[1] - 1 + depths
++ positions = ids.shape[1] - 1 + torch.arange(len(depths))
+a window is one position too long
+- reach = sees & (query - key < config
++ reach = sees & (query - key <= config
 the first rows are kept, not the accepted ones
-- layer.move(prefix + kept, prefix)
+- self.cache.move(prefix + rows, prefix)
 + pass
 rejected rows stay in the cache
-- cache.cut(prefix + len(kept))
+- self.cache.cut(prefix + len(kept))
 + pass
 a cache that doubles loses its newest row
 - F.pad(x[:, :, :start], (0, 0, 0, spare))
@@ -33,23 +36,26 @@ a drafter's positions are one too high
 - return torch.arange(start, self.fed.shape[1], device
 + return torch.arange(start + 1, self.fed.shape[1] + 1, device
 greedy: any child is accepted
-- node = child.get((node, token))
+- node = child.get((node, tokens[-1]))
 + node = next((n for (p, _), n in child.items() if p == node), None)
 processors do not see the path to a node
-- scores = logits_processor(ids, scores)
-+ scores = logits_processor(input_ids, scores)
+- scores = self.process(logits[node + 1])
++ scores = logits[node + 1] if tokens else self.process(logits[node + 1])
+a walk goes on after the end of the answer
+- if ended(tokens):
++ if ended(tokens) and False:
 hidden states of rejected nodes
-- return Verified(tokens, path, hidden[:, kept], logits)
-+ return Verified(tokens, path, hidden[:, : len(kept)], logits)
+- self.hidden = hidden[None, rows]
++ self.hidden = hidden[None, : len(kept)]
 sampling: tokens are tried that are no children
 - siblings = [n for n in range(sampled) if draft.parents[n] == node]
 + siblings = list(range(sampled))
 every sibling is tried with the first one's probabilities
-- q_draft = draft.probs[node].to
-+ q_draft = draft.probs[siblings[0]].to
+- drawn = [(int(draft.tokens[n]), draft.probs[n]) for n in siblings]
++ drawn = [(int(draft.tokens[n]), draft.probs[siblings[0]]) for n in siblings]
 only one sibling is tried
-- for node in siblings:
-+ for node in siblings[:1]:
+- for token, q_draft in siblings:
++ for token, q_draft in siblings[:1]:
 sampling: too much is accepted
 - * q_draft[token] < p_target[token]
 + * q_draft[token] < 2 * p_target[token]
@@ -59,22 +65,18 @@ sampling: no residual
 a draw of 0 takes the first token, even one of probability 0
 - uniform * sums[..., -1:], right=True)
 + uniform * sums[..., -1:])
-an answer runs past its end
-- for token in verified.tokens.split(1, dim=1):
-+ for token in [verified.tokens]:
 drafters get the last hidden state of a round only
-- self.hidden = verified.hidden[:, :count]
-+ self.hidden = verified.hidden[:, -1:]
+- self.hidden = hidden[None, rows]
++ self.hidden = hidden[None, rows[-1:]]
 no place is left for the bonus token
-- self.ids.shape[1] - 1
--
--     def pick
-+ self.ids.shape[1]
-+
-+     def pick
+- max_length - self.ids.shape[1] - 1
++ max_length - self.ids.shape[1]
 a draft token is drawn from another distribution than is told
-- token = sample(q_draft) if self.do_sample
-+ token = sample(q_draft.sqrt()) if self.do_sample
+- token = sample(q_draft) if decoding.do_sample
++ token = sample(q_draft.sqrt()) if decoding.do_sample
+processors do not see what was drafted before
+- scores = decoding.process(whole, drafted)
++ scores = decoding.process(whole)
 Granite's and Cohere's logits are not scaled
 - logits = logits * scale
 + pass
@@ -85,8 +87,8 @@ queries turn the other way than keys
 - rotated = rotated * cos + rotate_half(rotated) * sin
 + rotated = rotated * cos - rotate_half(rotated) * sin
 Mistral is decoded beyond its window
-- kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-+ kinds = getattr(config, "layer_types", None) or []
+- kinds = ["sliding_attention" if window else "full_attention"]
++ kinds = ["full_attention"]
 """
 
 GLIDE = r"""
@@ -115,8 +117,8 @@ distillation sharpens the labels
 
 CAPE = r"""
 a range does not hold its upper bound
-- bisect.bisect_left(bounds, confidence)
-+ bisect.bisect_right(bounds, confidence)
+- bisect.bisect_left(config.bounds, confidence)
++ bisect.bisect_right(config.bounds, confidence)
 extras are one level too deep
 - parents.append(step - 1)
 + parents.append(step)
@@ -124,10 +126,8 @@ a set holds the trajectory's token
 - others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
 + others = q_draft
 extras claim to be sampled
--         q_draft,
--         torch.cat([trajectory.q
-+         torch.cat([q_draft, q_draft[-1:].expand(len(tokens), -1)]),
-+         torch.cat([trajectory.q
+- return common.Draft(tokens, parents, q_draft, trajectory
++ return common.Draft(tokens, parents, q_draft[[0] * len(tokens)], trajectory
 """
 
 SPECDECPP = r"""
