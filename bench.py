@@ -371,6 +371,14 @@ def check(args: argparse.Namespace) -> None:
         pictures.check(args.plot)
 
 
+def generate_options(args: argparse.Namespace) -> dict:
+    """Arguments of target.generate."""
+    options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
+    if args.temperature:
+        options |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+    return options
+
+
 def measure(args) -> dict:
     """Measure, print the tables and write --json; returns the result."""
     prompts = []
@@ -401,9 +409,7 @@ def measure(args) -> dict:
         result["cost_curve"] = cost_curve(target)
     if prompts:
         arms = make_arms(args.method, target)
-        options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
-        if args.temperature:
-            options |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+        options = generate_options(args)
         torch.manual_seed(args.seed)
         if args.replay:
             loops = plain_loops(stock, target)

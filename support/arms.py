@@ -1,9 +1,9 @@
 """The arms of bench.py, whose docstring says how they are written."""
 
 import argparse
+import contextlib
 import copy
 import functools
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -94,20 +94,11 @@ def parse(text: str) -> Parts:
     if folder and not hasattr(source, "Drafter"):
         raise UserError(f"{name} has no weights: leave out @{folder}")
 
-    defaults = vars(source.Config()) | vars(module.Config())
-    changes = {}
-    for part in filter(None, settings.split(",")):
-        key, given, value = part.partition("=")
-        if given:
-            changes[key] = read_value(value, isinstance(defaults.get(key), list))
-        elif key in module.VARIANTS:
-            changes |= module.VARIANTS[key]
-        else:
-            known = ", ".join(module.VARIANTS) or "none"
-            raise UserError(f"{name} has no variant {key!r} (it has {known}); or write FIELD=VALUE")
+    changes = read_settings(name, settings, source, module)
     chain = {}
     if name == "cape":  # what is not its own is a setting of the chains
         own = cli.decode_fields(module)
+        # The authors' code fixes gamma at 4.
         chain = {"gamma": 4} | {key: changes[key] for key in changes.keys() - own}
         changes = {key: changes[key] for key in changes.keys() & own}
         common.changed(source.Config(), chain)  # raises, as for any other method
@@ -115,14 +106,39 @@ def parse(text: str) -> Parts:
     return Parts(name, base, changes, chain, words.endswith("+copies"), folder)
 
 
-def read_value(text: str, listed: bool):
-    """A number or a word; where a list is wanted, numbers as in 2-1-1-0."""
-    try:
-        return [json.loads(number) for number in text.split("-")] if listed else json.loads(text)
-    except ValueError:  # no numbers
-        if listed:
-            raise UserError(f"{text!r}: write a list as numbers, as in 2-1-1-0") from None
-        return text
+def read_settings(name: str, text: str, *modules) -> dict:
+    """The fields and values of a text such as cpu,gamma=3, where cpu is a variant.
+
+    name: of the method, for messages. modules: those whose Config has the fields.
+    """
+    variants = {}
+    defaults = {}
+    for module in modules:
+        variants |= module.VARIANTS
+        defaults |= vars(module.Config())
+    changes = {}
+    for part in filter(None, text.split(",")):
+        key, given, value = part.partition("=")
+        if given and isinstance(defaults.get(key), list):
+            changes[key] = [read_value(each) for each in value.split("-") if value]
+            if any(isinstance(each, str) for each in changes[key]):
+                raise UserError(f"{part!r}: write a list as numbers, as in sizes=2-1-1-0")
+        elif given:
+            changes[key] = read_value(value)
+        elif key in variants:
+            changes |= variants[key]
+        else:
+            known = ", ".join(variants) or "none"
+            raise UserError(f"{name} has no variant {key!r} (it has {known}); or write FIELD=VALUE")
+    return changes
+
+
+def read_value(text: str):
+    """A number, or else the word itself."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def arm_text(text: str) -> str:
@@ -138,18 +154,19 @@ def arm_text(text: str) -> str:
 # ------------------------------------------------------------------------------- the arms
 
 
-def make_arms(texts: list[str], target) -> list[Arm]:
+def make_arms(texts: list[str], target, shipped=cli.ROOT / "checkpoints") -> list[Arm]:
     """The arms of some texts, each once, to decode with `target`.
 
     Of "all", those that do not fit are skipped, and stderr says why.
 
+    shipped: the folder of the shipped drafters.
     Raises UserError for any other arm that is impossible, or two of one name.
     """
 
     @functools.cache
     def load(method: str, folder: str):
-        path = Path(folder or cli.ROOT / "checkpoints" / method)
-        drafter = common.load_drafter(cli.import_method(method).Drafter, path, target)
+        Drafter = cli.import_method(method).Drafter
+        drafter = common.load_drafter(Drafter, folder or shipped / method, target)
         return packed.pack(drafter, getattr(target, "kernels", None))
 
     arms: dict[str, Arm] = {}  # by text
