@@ -6,9 +6,9 @@ yields one Draft per round, and the Decoding commits what the target accepts of 
     for draft in glide.drafts(decoding, drafter):
         decoding.verify(draft)
 
-Everything a reader of a method needs stands in the first part, down to `speculate`:
-Draft, `score`, `walk`, `draw`, Decoding. Below it are KV caches, what methods use of
-a target and of a drafter, and what is refused.
+Everything that a reader of a method needs stands in the first part: Draft, `score`,
+`walk`, `draw`, Decoding, `speculate`. Below it stand the parts they are made of, KV
+caches, what methods use of a target and of a drafter, and what is refused.
 
 Words:
     target      the large model whose text is wanted; a *forward* is its pass
@@ -118,44 +118,6 @@ def tree_mask(parents: list[int]) -> Tensor:
     return sees
 
 
-def attention_masks(target, sees: Tensor, positions: Tensor) -> dict[str, Tensor]:
-    """The target's attention masks for n rows after P cached ones, by kind of layer.
-
-    sees: (n, n) bool, of the rows among themselves; all see the P cached ones.
-    positions: (n,) of the rows; the cached ones are at 0 to P - 1.
-    Returns {kind: (1, 1, n, P + n)}, in the target's dtype, to be added to the scores.
-    """
-    prefix = int(positions[0])  # P
-    config = target.config.get_text_config()
-    sees = F.pad(sees, (prefix, 0), value=True)  # (n, P + n)
-    query = positions[:, None]
-    key = torch.cat([torch.arange(prefix), positions])  # (P + n,)
-    masks = {}
-    for kind in layer_kinds(config):
-        reach = sees
-        # Some layers reach back a number of positions, or to a multiple of one. Rows
-        # of the cache are no measure: siblings are neighbours there, at one position.
-        if kind == "sliding_attention":
-            reach = sees & (query - key < config.sliding_window)
-        elif kind == "chunked_attention":
-            size = config.attention_chunk_size
-            reach = sees & (query // size == key // size)
-        # Not a boolean mask: eager attention would add that to the scores as well.
-        mask = torch.zeros(reach.shape, dtype=target.dtype)
-        mask.masked_fill_(~reach, torch.finfo(target.dtype).min)
-        masks[kind] = mask[None, None].to(target.device)
-    return masks
-
-
-def layer_kinds(config) -> list[str]:
-    """The kinds of attention in a model's layers."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # Mistral names none; all its layers slide if it has a window
-        window = getattr(config, "sliding_window", None)
-        kinds = ["sliding_attention" if window else "full_attention"]
-    return sorted(set(kinds))
-
-
 @torch.no_grad()
 def score(target, ids: Tensor, draft: Draft, cache) -> tuple[Tensor, Tensor]:
     """One target forward over root and nodes.
@@ -168,32 +130,6 @@ def score(target, ids: Tensor, draft: Draft, cache) -> tuple[Tensor, Tensor]:
     assert cache.get_seq_length() == prefix, "all tokens but the newest must be cached"
     fed, masks, positions = tree_inputs(target, ids, draft)
     return forward(target, fed, cache, masks, positions)
-
-
-def tree_inputs(target, ids: Tensor, draft: Draft) -> tuple:
-    """What the target reads: ids (1, n), attention masks and positions (1, n)."""
-    fed = torch.cat([ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
-    depths = torch.tensor([0, *draft.depths()])
-    positions = ids.shape[1] - 1 + depths  # nodes of one depth share a position
-    masks = attention_masks(target, tree_mask(draft.parents), positions)
-    return fed, masks, positions[None].to(fed.device)
-
-
-def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tensor]:
-    """Feed ids (1, n); returns logits (n, V) and last hidden states (n, D).
-
-    masks: {kind of layer: mask}, of `attention_masks`.
-    """
-    mask = masks if len(masks) > 1 else next(iter(masks.values()))
-    output = target(
-        fed,
-        past_key_values=cache,
-        use_cache=True,
-        attention_mask=mask if fed.shape[1] > 1 else None,  # one row is plain decoding
-        position_ids=positions,
-        output_hidden_states=True,
-    )
-    return output.logits[0], output.hidden_states[-1][0]
 
 
 def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
@@ -246,22 +182,13 @@ def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
     """
     assert not p_target.isnan().any(), "the logits processors forbid every token"
     for token, q_draft in siblings:
-        if torch.rand((), device=p_target.device) * q_draft[token] < p_target[token]:
+        uniform = torch.rand((), dtype=p_target.dtype, device=p_target.device)
+        if uniform * q_draft[token] < p_target[token]:
             return token
         residual = (p_target - q_draft).clamp(min=0)
         if residual.sum() > 0:  # a rejection leaves something, but for rounding
             p_target = residual / residual.sum()
     return int(sample(p_target))
-
-
-def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
-    """Draw ids (..., 1) from probs (..., V) with `uniform` in [0, 1)."""
-    # torch.multinomial takes ten times as long on a CPU. MPS has no float64.
-    exact = probs if probs.device.type == "mps" else probs.double()
-    sums = exact.cumsum(-1)  # (..., V)
-    if uniform is None:
-        uniform = torch.rand_like(sums[..., :1])
-    return torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
 
 
 # --------------------------------------------------------------------------- decoding
@@ -330,26 +257,29 @@ class Decoding:
     def commit(self, draft: Draft, logits: Tensor, hidden: Tensor) -> list[int]:
         """`verify`, after the forward; logits (N + 1, V), hidden (N + 1, D)."""
         sampled = 0 if draft.probs is None else len(draft.probs)  # M
-        before = self.ids
+        prefix = self.ids.shape[1] - 1  # P
+        newest = None  # the token chosen last, (1, 1) on the target's device
 
         def choose(node: int, tokens: list[int]) -> int:
+            nonlocal newest
             scores = self.process(logits[node + 1])  # self.ids holds the tokens already
-            if not self.do_sample:
-                return int(scores.argmax())
-            siblings = [n for n in range(sampled) if draft.parents[n] == node]
-            drawn = [(int(draft.tokens[n]), draft.probs[n]) for n in siblings]
-            return draw(scores.softmax(-1), drawn)
+            if self.do_sample:
+                siblings = [n for n in range(sampled) if draft.parents[n] == node]
+                drawn = [(int(draft.tokens[n]), draft.probs[n]) for n in siblings]
+                newest = self.ids.new_tensor([[draw(scores.softmax(-1), drawn)]])
+            else:
+                newest = scores.argmax().view(1, 1)
+            return int(newest)
 
         def ended(tokens: list[int]) -> bool:
-            self.ids = torch.cat([before, before.new_tensor([tokens])], dim=1)
+            self.ids = torch.cat([self.ids, newest], dim=1)
             self.done = bool(self.stopping_criteria(self.ids, None).all())
             return self.done
 
         path, tokens = walk(draft, choose, ended)
-        # Keep the rows of the root and of the nodes whose successor was committed,
-        # in the order of the text. All others are of rejected tokens.
+        # Keep the rows of the root and of all nodes that another token has followed, in
+        # the order of the text. The others are of rejected tokens.
         kept = [0, *(node + 1 for node in path)][: len(tokens)]
-        prefix = before.shape[1] - 1  # P
         rows = torch.tensor(kept, device=hidden.device)
         if kept != list(range(len(kept))):  # else they are in place
             self.cache.move(prefix + rows, prefix)
@@ -421,6 +351,83 @@ class Stats:
         self.emitted += decoding.hidden.shape[1]  # a row was cached for each
         self.offered.append(max(draft.depths(), default=0))
         self.accepted.append(len(path))
+
+
+# ------------------------------------------- what verifying and drafting are made of
+
+
+def tree_inputs(target, ids: Tensor, draft: Draft) -> tuple:
+    """What the target reads: ids (1, n), attention masks and positions (1, n)."""
+    fed = torch.cat([ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
+    depths = torch.tensor([0, *draft.depths()])
+    positions = ids.shape[1] - 1 + depths  # nodes of one depth share a position
+    masks = attention_masks(target, tree_mask(draft.parents), positions)
+    return fed, masks, positions[None].to(fed.device)
+
+
+def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tensor]:
+    """Feed ids (1, n); returns logits (n, V) and last hidden states (n, D).
+
+    masks: {kind of layer: mask}, of `attention_masks`.
+    """
+    mask = masks if len(masks) > 1 else next(iter(masks.values()))
+    output = target(
+        fed,
+        past_key_values=cache,
+        use_cache=True,
+        attention_mask=mask if fed.shape[1] > 1 else None,  # one row is plain decoding
+        position_ids=positions,
+        output_hidden_states=True,
+    )
+    return output.logits[0], output.hidden_states[-1][0]
+
+
+def attention_masks(target, sees: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    """The target's attention masks for n rows after P cached ones, by kind of layer.
+
+    sees: (n, n) bool, of the rows among themselves; all see the P cached ones.
+    positions: (n,) of the rows; the cached ones are at 0 to P - 1.
+    Returns {kind: (1, 1, n, P + n)}, in the target's dtype, to be added to the scores.
+    """
+    prefix = int(positions[0])  # P
+    config = target.config.get_text_config()
+    sees = F.pad(sees, (prefix, 0), value=True)  # (n, P + n)
+    query = positions[:, None]
+    key = torch.cat([torch.arange(prefix), positions])  # (P + n,)
+    masks = {}
+    for kind in layer_kinds(config):
+        reach = sees
+        # Some layers reach back a number of positions, or to a multiple of one. Rows
+        # of the cache are no measure: siblings are neighbours there, at one position.
+        if kind == "sliding_attention":
+            reach = sees & (query - key < config.sliding_window)
+        elif kind == "chunked_attention":
+            size = config.attention_chunk_size
+            reach = sees & (query // size == key // size)
+        # Not a boolean mask: eager attention would add that to the scores as well.
+        mask = torch.zeros(reach.shape, dtype=target.dtype)
+        mask.masked_fill_(~reach, torch.finfo(target.dtype).min)
+        masks[kind] = mask[None, None].to(target.device)
+    return masks
+
+
+def layer_kinds(config) -> list[str]:
+    """The kinds of attention in a model's layers."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # Mistral names none; all its layers slide if it has a window
+        window = getattr(config, "sliding_window", None)
+        kinds = ["sliding_attention" if window else "full_attention"]
+    return sorted(set(kinds))
+
+
+def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
+    """Draw ids (..., 1) from probs (..., V) with `uniform` in [0, 1)."""
+    # torch.multinomial takes ten times as long on a CPU. MPS has no float64.
+    exact = probs if probs.device.type == "mps" else probs.double()
+    sums = exact.cumsum(-1)  # (..., V)
+    if uniform is None:
+        uniform = torch.rand_like(sums[..., :1])
+    return torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
 
 
 def pick(decoding: Decoding, logits: Tensor, vocab_ids: Tensor, drafted: list[int]):

@@ -99,7 +99,7 @@ the block mask has no phase
 - (places + phase[:, None]) // block_size
 + (places + 0 * phase[:, None]) // block_size
 a position that may read nothing reads all
-- heads = heads * some
+- heads = heads * reads
 + heads = heads
 while drafting a token reads its own row of the target
 - cross_mask = (query > places
@@ -111,8 +111,8 @@ without distillation the drafter learns its input
 - token = batch.input_ids[batch.loss_mask]
 + token = batch.input_ids[batch.loss_mask.roll(-1, 1)]
 distillation sharpens the labels
-- labels = teacher.softmax(-1)
-+ labels = teacher.mul(2).softmax(-1)
+- hidden, vocab_ids).softmax(-1)  # (M, Vd)
++ hidden, vocab_ids).mul(2).softmax(-1)
 """
 
 CAPE = r"""
