@@ -118,10 +118,11 @@ OF_PHASES = ("draft_ms", "verify_ms", "other_ms")
 def figures(answers: list[Answer]) -> dict:
     """The figures of an arm, None where one does not apply or bench.py adds it."""
     total = sums(answers)
+    timed = all("verify" in each.seconds for each in answers)
     found = dict.fromkeys((*COLUMNS, "diverged", "first_divergence"))
     for name, figure in FIGURES.items():
         known = total["drafted"] or name not in OF_DRAFTS
-        if known and (total["verify"] or name not in OF_PHASES):
+        if known and (timed or name not in OF_PHASES):
             found[name] = figure(total)
     found |= {name: total[name] for name in ("tokens", "forwards", "drafted", "accepted")}
     return found | {
