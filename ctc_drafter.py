@@ -77,9 +77,9 @@ class Config:
     first_token: float = option(0.0, "weight of the first token's own loss")
     intermediate_size: int = option(1536, "width of the feed-forward layer")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
-    transform: str = option("prefixes", "prefixes, alignments (the paper's) or none", decode=True)
+    transform: str = option("prefixes", "prefixes, alignments or none", decode=True)
     symbols: int = option(10, "likeliest tokens tried per slot, k", decode=True)
-    candidates: int = option(16, "prefixes extended per slot, by `prefixes`", decode=True)
+    candidates: int = option(16, "prefixes kept per slot (`prefixes`)", decode=True)
     nodes: int = option(10, "most nodes in the tree", decode=True)
 
     def __post_init__(self):
@@ -147,7 +147,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.norm = nn.RMSNorm(width, eps=1e-5)
         common.add_vocab_ids(self, config.draft_vocab)
 
-    def forward(self, target, hidden, next_ids, anchors, mask=None, cache=None) -> Tensor:
+    def forward(self, target, hidden, next_ids, anchors, mask=None, cache=None):
         """States (B, A, S, D) of the slots after A of n rows (Eq. 9).
 
         hidden: (B, n, D), the target's. next_ids: (B, n), the tokens after them.
@@ -448,8 +448,8 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     return prefixes
 
 
-def token_tree(prefixes: dict, vocab_ids: Tensor, nodes: int, depth: int, ends=()) -> common.Draft:
-    """A trie of the `nodes` likeliest prefixes; a node is the last token of one.
+def token_tree(prefixes: dict, vocab_ids: Tensor, nodes: int, depth: int, ends=()):
+    """A Draft: the trie of the `nodes` likeliest prefixes. A node is the end of one.
 
     prefixes: {prefix: probability}, each a tuple of indices into vocab_ids (Vd,).
     Left out are prefixes of more than `depth` tokens, and those that go on after one

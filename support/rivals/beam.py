@@ -64,7 +64,8 @@ def feed_level(drafter, decoding, memory, fed: list[tuple], count: int) -> Tenso
     # The next round's `rewind` drops these rows, because the cache does not record
     # their tokens as text. Those of accepted tokens are computed again, at no cost: a
     # pass feeds the text that is new anyway.
-    return drafter(decoding.target, new, positions, kv, self_mask, None, memory.cache)[0]
+    target = decoding.target
+    return drafter(target, new, positions, kv, self_mask, None, memory.cache)[0]
 
 
 def propose(drafter, decoding, memory, depth: int, width: int) -> common.Draft:

@@ -57,8 +57,8 @@ class Lookup:
                 return list(itertools.islice(itertools.cycle(found), length))
         return []
 
-    def merge(self, draft: common.Draft, input_ids: Tensor, room: int, ends=()) -> common.Draft:
-        """The draft and a copy in one tree; nodes that both have are shared.
+    def merge(self, draft: common.Draft, input_ids: Tensor, room: int, ends=()):
+        """A Draft that also holds a copy; nodes that both have are shared.
 
         The copy holds at most `room` tokens and ends with the first one of `ends`. Its
         new nodes come last; they were not sampled. The notes count them, {"copied": n}.

@@ -63,7 +63,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.feature_norm = nn.RMSNorm(width, eps=1e-5)
         self.embed_norm = nn.RMSNorm(width, eps=1e-5)
         self.fusion = nn.Linear(2 * width, width, bias=False)
-        self.heads = nn.ModuleList(nn.Linear(width, width) for _ in range(config.window))
+        heads = [nn.Linear(width, width) for _ in range(config.window)]
+        self.heads = nn.ModuleList(heads)
         self.norm = nn.RMSNorm(width, eps=1e-5)
         common.add_vocab_ids(self, config.draft_vocab)
 
@@ -147,5 +148,6 @@ def drafts(decoding, drafter: Drafter, **changes):
             continue
         q_heads = run_heads(drafter, decoding, head)
         q_slots = F.pad(q_heads, (0, 1))  # a head has no blank
-        prefixes = ctc_drafter.alignments(q_slots, config.symbols, config.nodes, merge=False)
-        yield ctc_drafter.token_tree(prefixes, vocab_ids, config.nodes, decoding.room, ends)
+        symbols, nodes = config.symbols, config.nodes
+        prefixes = ctc_drafter.alignments(q_slots, symbols, nodes, merge=False)
+        yield ctc_drafter.token_tree(prefixes, vocab_ids, nodes, decoding.room, ends)
