@@ -394,26 +394,14 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 # -------------------------------------------------------------------------- decoding
 
 
-class Memory:
-    """The draft model, and what it keeps between the rounds of one answer."""
-
-    def __init__(self, drafter: Drafter | None, target, draft_model=None):
-        if draft_model is None:
-            self.model = draft_model_of(drafter, target)
-        else:
-            self.model = causal_lm(draft_model, target)
-        self.cache = common.DraftCache(self.model.decoder.config.num_hidden_layers)
-
-
-def propose(drafter: Drafter | None, decoding, memory: Memory):
+def propose(model: DraftModel, decoding, cache: common.DraftCache):
     """Draft a chain after `decoding.ids`, until the caller stops.
 
-    drafter: not read here, because the draft model is in `memory`.
+    cache: the draft model's, of this answer.
     Yields y_i (1,), the q_draft (V,) that it was chosen from, and the hidden state
     e_(i-1) (D,) from which that was computed. Ends after an end-of-sequence token,
     because no text follows it, and where the logits processors allow no draft token.
     """
-    model, cache = memory.model, memory.cache
     # Drop the rows of rejected tokens. If y_2 of y_1 y_2 y_3 was rejected, the row of
     # y_1 stays. If all were accepted, y_3 is fed now, with the bonus token: nothing was
     # drafted after it, so it has no row yet.
@@ -506,11 +494,15 @@ def drafts(decoding, drafter: Drafter | None, draft_model=None, **changes):
         config = drafter.config
     config = common.changed(config, changes)
     check_head(drafter, draft_model, config)
-    memory = Memory(drafter, decoding.target, draft_model)
+    if draft_model is None:
+        model = draft_model_of(drafter, decoding.target)
+    else:
+        model = causal_lm(draft_model, decoding.target)
+    cache = common.DraftCache(model.decoder.config.num_hidden_layers)
     limit = config.gamma if config.stop == "fixed" else config.max_draft
     while not decoding.done:
         chances = []  # filled while the chain below is drafted
-        steps = propose(drafter, decoding, memory)
+        steps = propose(model, decoding, cache)
         steps = itertools.islice(steps, min(limit, decoding.room))
         if config.stop == "head":
             steps = until_stop(steps, drafter.head, config.threshold, chances)

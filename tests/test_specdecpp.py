@@ -92,9 +92,10 @@ def test_a_rule_that_withholds_tokens_is_noticed_in_the_sampled_output(rule, mon
 def test_drafting_with_a_cache_equals_drafting_from_scratch(llama, trained):
     """After rejections, too: the cache then holds tokens that were not committed."""
     decoding = common.start(llama, input_ids=PROMPT, do_sample=False, max_new_tokens=40)
+    model = specdecpp.copied_layers(trained, llama)
     rejected = 0
     for draft in specdecpp.drafts(decoding, trained, stop="fixed"):
-        steps = specdecpp.propose(trained, decoding, specdecpp.Memory(trained, llama))
+        steps = specdecpp.propose(model, decoding, common.DraftCache(num_layers=2))
         assert [int(next(steps)[0]) for _ in draft.tokens] == draft.tokens.tolist()
         rejected += len(draft.tokens) - len(decoding.verify(draft))
     assert rejected > 0
