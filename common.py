@@ -659,8 +659,6 @@ def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, 
     Dimensions j and j + Dh/2 share an angle, which is 0 from j = R/2 on.
     R = 4 and Dh = 8: cos `a b a b` becomes `a b 1 1 a b 1 1`.
     """
-    if tables[0].shape[-1] == head_dim:  # most models rotate all dimensions
-        return tables
     widened = []
     for table, fill in zip(tables, (1.0, 0.0)):
         half = table[..., : table.shape[-1] // 2]  # (B, T, R/2)

@@ -89,7 +89,7 @@ EXERCISES = {
     ),
     "specdecpp.oracle": Exercise("return 0", "test_the_oracle_against_all_stopping_policies"),
     "falcon.relaxed_mask": Exercise(
-        "return torch.zeros(len(phase), 1, length, length, dtype=torch.bool)  # nothing is read",
+        "return torch.zeros(len(phase), 1, length, length, dtype=torch.bool)  # nothing is seen",
         "test_relaxed_mask_drawing_and_definition",
     ),
     "falcon.glance": Exercise(
