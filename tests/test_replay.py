@@ -139,20 +139,30 @@ def test_plain_decoding_is_timed_at_each_token(llama):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A page of CAPE and Falcon: its text and its data.
+    """A page of CAPE, Falcon and drafts that are right: its text and its data.
 
-    Of the loops that they race against, the second is the fastest.
+    Of the loops that they race against, the second is the fastest. The answer ends with
+    its 24th token, at which the right drafts end, too.
     """
     target = make_llama()
+    answer = target.generate(PROMPT, **GREEDY)[0]
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": int(answer[-1])}
+
+    def right_drafts(decoding):
+        while not decoding.done:
+            ahead = answer[decoding.ids.shape[1] :][:4]
+            yield common.Draft(ahead, list(range(-1, len(ahead) - 1)))
+
     race = iter([[step * n for n in range(1, 25)] for step in (3, 1, 2)])
     loops = arms_of.plain_loops(target, make_llama())
     path = tmp_path_factory.mktemp("replay") / "page.html"
     arms = [arm_of("cape", target), arms_of.Arm("a peer", target), arm_of("falcon", target)]
+    arms.append(arms_of.Arm("right", target, right_drafts))
     tokenizer = types.SimpleNamespace(decode=lambda ids: WORDS[ids[0]])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay, "encode", lambda *_: ENCODED)
         patch.setattr(replay, "plain_seconds", lambda *_: next(race))
-        replay.write(path, tokenizer, loops, arms, EVIL, GREEDY)
+        replay.write(path, tokenizer, loops, arms, EVIL, options)
     assert [each.name for each in path.parent.iterdir()] == ["page.html"]
     text = path.read_text(encoding="utf-8")
     data = json.loads(Reader(text).scripts[0])
@@ -178,7 +188,7 @@ class Reader(html.parser.HTMLParser):
 
 def test_the_page_holds_the_methods_and_the_times_of_plain_decoding(written):
     methods = written.data["methods"]
-    assert [method["name"] for method in methods] == ["cape", "falcon"]
+    assert [method["name"] for method in methods] == ["cape", "falcon", "right"]
     for method in methods:
         assert sum(len(told["committed"]) for told in method["rounds"]) == 24
     assert written.data["about"]["plain"] == [*range(1, 25)]  # the fastest loop
@@ -256,9 +266,11 @@ def test_stepping_through_the_rounds_in_a_browser(browser, written):
             accepted += len(told["path"])
             assert seen["figures"]["accepted"] == accepted
             path = [str(node) for node in told["path"]]
-            assert seen["nodes"][: len(path) + 2] == ["-1", *path, "own"]
-            assert len(seen["nodes"]) == len(told["tokens"]) + 2
+            own = ["own"] if len(told["committed"]) > len(path) else []
+            assert ("The last one ends the answer" in seen["story"]) == (not own)
+            shown = ["-1", *path, *own]
+            assert seen["nodes"][: len(shown)] == shown
+            assert len(seen["nodes"]) == 1 + len(told["tokens"]) + len(own)
             body.send_keys(Keys.ARROW_RIGHT)
         assert emitted == 24
-        last = method["rounds"][-1]
-        assert last["tokens"] or "only one more token is allowed" in seen["story"]
+    assert "The last one ends the answer" in seen["story"]  # of the right drafts
