@@ -51,7 +51,6 @@ EXERCISES = {
     "common.draw": Exercise(
         "if siblings:\n    return siblings[0][0]  # accepts whatever was drafted",
         "test_draws_follow_the_target_exactly",
-        "test_a_drafter_that_agrees_but_for_rounding_leaves_no_residual",
         "test_sampled_output_follows_the_target",
         part=ast.For,
     ),
