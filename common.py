@@ -1,223 +1,423 @@
-"""Code that all methods share: load a target, verify a draft, decode.
+"""Shared code: verify a draft, decode, load a target and a drafter.
 
-A method proposes a `Draft`, a tree of candidate tokens. `verify` runs
-the target once over the tree and accepts a path through it.
-`Decoding` holds the state of one answer. Read these three first.
-Below them are KV caches, what methods use of a target and of a
-drafter, and checks.
+A method is a generator of drafts. Given a Decoding, the state of one answer, it
+yields one Draft per round, and the Decoding commits what the target accepts of it:
 
-Shapes: B batch, T sequence, P cached prefix, K draft depth, N nodes,
-A accepted nodes, V vocabulary, Vd draft vocabulary, D hidden size,
-H heads, Hkv key-value heads, Dh head size.
-Distributions: `p_target`, `q_draft`.
+    for draft in glide.drafts(decoding, drafter):
+        decoding.verify(draft)
+
+Everything that a reader of a method needs stands in the first part: Draft, `score`,
+`walk`, `draw`, Decoding, `speculate`. Below it stand the parts they are made of, KV
+caches, what methods use of a target and of a drafter, and what is refused.
+
+Words:
+    target      the large model whose text is wanted; a *forward* is its pass
+    drafter     what proposes tokens; a *pass* is the drafter's
+    root        the newest committed token; it was chosen from the last logits and
+                has not been fed to the target yet, so each forward feeds it first
+    node        a draft token; the nodes form a tree below the root
+    row         what a KV cache holds of one token: its key and its value
+    residual    what is left of the target's distribution after a rejection
+    p_target, q_draft     distributions of the target and of the drafter, after the
+                logits processors (temperature, top-p and so on)
+
+Shapes: B batch, T sequence, P cached rows, K draft depth, N nodes, A accepted nodes,
+V vocabulary, Vd draft vocabulary, D hidden size, H heads, Hkv key-value heads,
+Dh head size.
 
 Licence: Apache-2.0.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import inspect
+import json
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import rotate_half
 
 
-class Mistake(ValueError):
-    """A mistake of the user; the message names problem and remedy."""
+class UserError(ValueError):
+    """A mistake of the user's; the message names the problem and the remedy."""
 
 
-# ------------------------------------------------------------------------------ drafts, verified
+# ------------------------------------------------------------------------- a draft
 
 
 @dataclass
 class Draft:
-    """A tree of N candidate tokens below the newest committed token.
+    """A tree of N candidate tokens below the root, the newest committed token.
 
-    That token is the root. The first M nodes were picked from `probs`:
-    sampled, or its argmax in greedy decoding, where `verify` ignores
-    `probs`. The other nodes were chosen deterministically.
+    When sampling, the first M nodes were drawn from `probs`; the others were chosen
+    in another way, for instance as the likeliest tokens. Greedy decoding treats all
+    nodes alike.
     """
 
-    tokens: Tensor  # (N,) ids
-    parents: Tensor  # (N,) on the CPU, parents before children; -1 is the root
-    probs: Tensor | None = None  # (M, V) processed q_draft of the first M
-    q: Tensor | None = None  # (N,) for display, of a token (CTC-drafter: its path)
-    copied: int = 0  # number of last nodes that are copies from the context
-    notes: dict = field(default_factory=dict)  # on the round, for display
+    tokens: Tensor  # (N,) ids, on the target's device
+    parents: list[int]  # N nodes, each before its children; -1 is the root
+    probs: Tensor | None = None  # (M, V) q_draft of the first M nodes
+    notes: dict = field(default_factory=dict)  # on the round, for display only
+
+    def depths(self) -> list[int]:
+        """The depth of each node; children of the root have depth 1."""
+        depths = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
 
     def children(self) -> dict[tuple[int, int], int]:
         """{(parent, token): node}, with the first of equal siblings."""
         child = {}
-        for node, place in enumerate(zip(self.parents.tolist(), self.tokens.tolist())):
+        for node, place in enumerate(zip(self.parents, self.tokens.tolist())):
             child.setdefault(place, node)
         return child
 
-    def depths(self) -> list[int]:
-        """The depth of the root, 0, and of each node."""
-        depths = [0]
-        for parent in self.parents.tolist():
-            depths.append(depths[parent + 1] + 1)
-        return depths
 
+def chain(steps, like: Tensor, **notes) -> Draft:
+    """A draft in which each token follows the one before.
 
-def chain(steps, input_ids: Tensor, **notes) -> Draft:
-    """A chain of a proposer's steps: token (1,), q_draft (V,), hidden."""
-    steps = list(steps)
-    if not steps:
-        empty = torch.zeros(0, dtype=torch.long)
-        return Draft(input_ids.new_zeros(0), empty, notes=notes)
-    tokens = torch.cat([token for token, _, _ in steps])  # (K,)
-    probs = torch.stack([q_draft for _, q_draft, _ in steps])  # (K, V)
-    parents = torch.arange(len(steps)) - 1
-    q = probs.gather(1, tokens[:, None])[:, 0]  # (K,)
-    return Draft(tokens, parents, probs, q, notes=notes)
-
-
-def ancestor_mask(parents: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask (1, 1, N + 1, P + N + 1) of root and nodes.
-
-    A row attends to the prefix, the root, its ancestors and itself.
-    For parents -1, 0, 0, 1 and P = 2:
-
-                 prefix  root  n0 n1 n2 n3
-           root   x  x    x    .  .  .  .
-           n0     x  x    x    x  .  .  .
-           n1     x  x    x    x  x  .  .
-           n2     x  x    x    x  .  x  .
-           n3     x  x    x    x  x  .  x
-
-    x is 0 and . the dtype's lowest number. Eager attention would add a
-    boolean mask to the scores.
+    steps: pairs of a token (1,) and the q_draft (V,) that it was drawn from.
+    like: ids on the device of the target.
     """
-    may_attend = torch.eye(len(parents) + 1, dtype=torch.bool)  # (N + 1, N + 1)
-    for node, parent in enumerate(parents.tolist()):
-        may_attend[node + 1] |= may_attend[parent + 1]
-    mask = torch.zeros_like(may_attend, dtype=dtype)
-    mask.masked_fill_(~may_attend, torch.finfo(dtype).min)
-    return F.pad(mask, (prefix, 0))[None, None]  # all attend to the prefix
+    steps = list(steps)
+    if not steps:  # plain decoding: only the root is fed
+        return Draft(like.new_zeros(0), [], notes=notes)
+    tokens, probs = zip(*steps)
+    parents = list(range(-1, len(steps) - 1))
+    return Draft(torch.cat(tokens), parents, torch.stack(probs), notes)
 
 
-def tree_inputs(input_ids: Tensor, draft: Draft, dtype) -> tuple:
-    """What the target reads: ids, mask and positions of root and nodes."""
-    in_order = draft.parents < torch.arange(len(draft.parents))
-    assert in_order.all(), "a child before its parent would not see it"
-    prefix = input_ids.shape[1] - 1  # P
-    fed = torch.cat([input_ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
-    mask = ancestor_mask(draft.parents, prefix, dtype)  # (1, 1, N + 1, P + N + 1)
-    depths = torch.tensor(draft.depths(), device=fed.device)
-    positions = prefix + depths[None]  # (1, N + 1)
-    return fed, mask.to(fed.device), positions
+# ---------------------------------------------------------------- verifying a draft
 
 
-def forward(target, fed: Tensor, cache, mask=None, positions=None) -> tuple[Tensor, Tensor]:
-    """Feed ids (1, n): logits (1, n, V), last hidden states (1, n, D)."""
+def tree_mask(parents: list[int]) -> Tensor:
+    """What root and nodes see of one another, (N + 1, N + 1) bool.
+
+    A row sees the root, its ancestors and itself. For parents -1, 0, 0, 1:
+
+               root  n0 n1 n2 n3
+         root   x    .  .  .  .
+         n0     x    x  .  .  .
+         n1     x    x  x  .  .
+         n2     x    x  .  x  .
+         n3     x    x  x  .  x
+    """
+    sees = torch.eye(len(parents) + 1, dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        assert parent < node, "a child before its parent would not see it"
+        sees[node + 1] |= sees[parent + 1]  # all that its parent sees, and itself
+    return sees
+
+
+@torch.no_grad()
+def score(target, ids: Tensor, draft: Draft, cache) -> tuple[Tensor, Tensor]:
+    """One target forward over root and nodes.
+
+    ids: (1, P + 1) committed tokens; the last one is the root.
+    cache: the target's. It has P rows before, and P + 1 + N after.
+    Returns logits (N + 1, V) and last hidden states (N + 1, D), of the root first.
+    """
+    prefix = ids.shape[1] - 1  # P
+    assert cache.get_seq_length() == prefix, "all tokens but the newest must be cached"
+    fed, masks, positions = tree_inputs(target, ids, draft)
+    return forward(target, fed, cache, masks, positions)
+
+
+def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
+    """Descend from the root while a child holds the token that the target chooses.
+
+    choose: a function of a node (-1 is the root) and the tokens chosen so far, which
+        returns the target's next token after them.
+    ended: a function of the tokens chosen so far; True ends the answer there.
+    Returns the accepted nodes from the root down, and the tokens chosen: theirs, and
+    one more of the target's own (the bonus token), unless an accepted one ended it.
+    """
+    child = draft.children()
+    path = []
+    tokens = []
+    node = -1
+    while node is not None:
+        tokens.append(choose(node, tokens))
+        node = child.get((node, tokens[-1]))
+        if node is not None:
+            path.append(node)
+        if ended(tokens):
+            break
+    return path, tokens
+
+
+def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
+    """Draw a token that is distributed as p_target (V,), by rejection sampling.
+
+    Why the output follows the target, whatever the drafter says, for three tokens x:
+
+        x                           0     1     2     sum
+        p_target                   .35   .55   .10     1
+        q_draft                    .20   .05   .75     1
+        drafted and accepted       .20   .05   .10    .35    min(p, q)
+        after a rejection          .15   .50   .00    .65    max(p - q, 0)
+
+    The token x is drafted with probability q(x) and then accepted with probability
+    min(1, p(x) / q(x)), which together is min(p(x), q(x)). What is lacking to p(x) is
+    max(p(x) - q(x), 0), and all that is lacking adds up to the probability of a
+    rejection, here .65. So a draw from the residual, max(p - q, 0) divided by its sum,
+    supplies exactly what is lacking: the last two rows add up to p.
+
+    siblings: (token, q_draft (V,)) of the children that were sampled, each drawn by
+        the drafter after the ones before it and from its own q_draft. After a
+        rejection the residual takes the place of p_target, and the next sibling is
+        judged by it in the same way.
+    Returns the token. Children that were not sampled play no part in it, so the draw
+    remains exact if the caller then finds that one of them holds the token.
+    Source: Leviathan et al. (2023), and SpecInfer (Miao et al., 2024) for siblings.
+    """
+    assert not p_target.isnan().any(), "the logits processors forbid every token"
+    for token, q_draft in siblings:
+        uniform = torch.rand((), dtype=p_target.dtype, device=p_target.device)
+        if uniform * q_draft[token] < p_target[token]:
+            return token
+        residual = (p_target - q_draft).clamp(min=0)
+        if residual.sum() > 0:  # a rejection leaves something, but for rounding
+            p_target = residual / residual.sum()
+    return int(sample(p_target))
+
+
+# --------------------------------------------------------------------------- decoding
+
+
+class Decoding:
+    """The state of one answer; `verify` is what changes it.
+
+        ids       (1, P + 1)  committed tokens; the newest, the root, is not cached
+        cache                 the target's keys and values of the first P
+        hidden    (1, n, D)   last hidden states of the n rows that were cached last,
+                              in the newest round (at first: of the prompt)
+        done                  True after the last token
+        do_sample, ends       whether tokens are drawn; the end-of-sequence ids
+
+    After a round that accepted x_4 and added the bonus token x_5:
+
+        ids       x_1  x_2  x_3  x_4  x_5
+        hidden              h_3  h_4
+
+    given: what transformers passes to a `custom_generate` function.
+    Raises UserError for a target or a request that token trees cannot decode.
+    """
+
+    def __init__(self, target, input_ids: Tensor, **given):
+        if "stopping_criteria" not in given:
+            raise UserError("call target.generate(..., custom_generate=speculate(...))")
+        self.logits_processor = given.pop("logits_processor", None)
+        self.stopping_criteria = given.pop("stopping_criteria")
+        self.generation_config = given.pop("generation_config")
+        check_target(target)
+        _check_request(target, input_ids, self.generation_config, given)
+        self.target = target
+        self.ids = input_ids
+        self.do_sample = self.generation_config.do_sample
+        self.ends = end_ids(self.generation_config)
+        self.done = False
+        # Cache all prompt tokens but the last, which is the first draft's root.
+        config = target.config.get_text_config()
+        self.cache = GrowingCache(config.num_hidden_layers)
+        if input_ids.shape[1] == 1:
+            empty = (1, 0, config.hidden_size)
+            self.hidden = input_ids.new_empty(empty, dtype=target.dtype)
+        else:
+            decoder = target.get_decoder()  # no logits are needed here
+            prompt = input_ids[:, :-1]
+            self.hidden = decoder(prompt, past_key_values=self.cache, use_cache=True)[0]
+
+    @property
+    def room(self) -> int:
+        """Levels that a draft may have: one place is the bonus token's."""
+        return self.generation_config.max_length - self.ids.shape[1] - 1
+
+    def process(self, logits: Tensor, tokens: list[int] = ()) -> Tensor:
+        """Logits (V,) after the ids and `tokens`, through the logits processors."""
+        scores = logits[None].to(dtype=torch.float32, copy=True)  # they may write in it
+        if self.logits_processor:
+            ids = torch.cat([self.ids, self.ids.new_tensor([tokens])], dim=1)
+            scores = self.logits_processor(ids, scores)
+        return scores[0]
+
+    def verify(self, draft: Draft) -> list[int]:
+        """Commit what the target accepts of a draft; returns the accepted nodes."""
+        return self.commit(draft, *score(self.target, self.ids, draft, self.cache))
+
+    def commit(self, draft: Draft, logits: Tensor, hidden: Tensor) -> list[int]:
+        """`verify`, after the forward; logits (N + 1, V), hidden (N + 1, D)."""
+        sampled = 0 if draft.probs is None else len(draft.probs)  # M
+        prefix = self.ids.shape[1] - 1  # P
+        newest = None  # the token chosen last, (1, 1) on the target's device
+
+        def choose(node: int, tokens: list[int]) -> int:
+            nonlocal newest
+            scores = self.process(logits[node + 1])  # self.ids holds the tokens already
+            if self.do_sample:
+                siblings = [n for n in range(sampled) if draft.parents[n] == node]
+                drawn = [(int(draft.tokens[n]), draft.probs[n]) for n in siblings]
+                newest = self.ids.new_tensor([[draw(scores.softmax(-1), drawn)]])
+            else:
+                newest = scores.argmax().view(1, 1)
+            return int(newest)
+
+        def ended(tokens: list[int]) -> bool:
+            self.ids = torch.cat([self.ids, newest], dim=1)
+            self.done = bool(self.stopping_criteria(self.ids, None).all())
+            return self.done
+
+        path, tokens = walk(draft, choose, ended)
+        # Keep the rows of the root and of all nodes that another token has followed, in
+        # the order of the text. The others are of rejected tokens.
+        kept = [0, *(node + 1 for node in path)][: len(tokens)]
+        rows = torch.tensor(kept, device=hidden.device)
+        if kept != list(range(len(kept))):  # else they are in place
+            self.cache.move(prefix + rows, prefix)
+        self.cache.cut(prefix + len(kept))
+        self.hidden = hidden[None, rows]
+        return path
+
+
+def start(target, **inputs) -> Decoding:
+    """The Decoding that `target.generate(**inputs)` would use, for a loop of one's own.
+
+    decoding = common.start(target, **encoded, max_new_tokens=64)
+    for draft in glide.drafts(decoding, drafter):
+        decoding.verify(draft)
+    """
+
+    def begin(target, input_ids, **given):
+        return Decoding(target, input_ids, **given)
+
+    inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+    return target.generate(**inputs, custom_generate=begin)
+
+
+def speculate(drafts, *args, streamer=None, each=None, **changes):
+    """A `custom_generate` for transformers that decodes with a method's drafts.
+
+        target.generate(**inputs, custom_generate=speculate(glide.drafts, drafter))
+        speculate(glide.drafts, drafter, gamma=5)        # another length of drafts
+        speculate(lambda decoding: cape.drafts(glide.drafts(decoding, drafter)))
+
+    drafts: called with (decoding, *args, **changes), a generator of drafts.
+    streamer: receives the prompt and the tokens of each round. transformers takes its
+        own arguments `streamer`, `assistant_model`, and `tokenizer` with
+        `stop_strings` out first, so that no custom_generate ever sees them.
+    each: called with (decoding, draft, path) after each round, see Stats.
+    """
+
+    def generate(target, input_ids, **given):
+        decoding = Decoding(target, input_ids, **given)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        for draft in drafts(decoding, *args, **changes):
+            length = decoding.ids.shape[1]
+            path = decoding.verify(draft)
+            if streamer is not None:
+                streamer.put(decoding.ids[0, length:].cpu())
+            if each is not None:
+                each(decoding, draft, path)
+        if streamer is not None:
+            streamer.end()
+        return decoding.ids
+
+    return generate
+
+
+@dataclass
+class Stats:
+    """Counts of one answer: speculate(..., each=stats)."""
+
+    target_forwards: int = 0  # without the one over the prompt
+    drafted: int = 0  # draft tokens submitted for verification
+    emitted: int = 0  # tokens committed, bonus tokens included
+    offered: list[int] = field(default_factory=list)  # levels drafted, per round
+    accepted: list[int] = field(default_factory=list)  # draft tokens, per round
+
+    def __call__(self, decoding: Decoding, draft: Draft, path: list[int]) -> None:
+        self.target_forwards += 1
+        self.drafted += len(draft.tokens)
+        self.emitted += decoding.hidden.shape[1]  # a row was cached for each
+        self.offered.append(max(draft.depths(), default=0))
+        self.accepted.append(len(path))
+
+
+# ------------------------------------------- what verifying and drafting are made of
+
+
+def tree_inputs(target, ids: Tensor, draft: Draft) -> tuple:
+    """What the target reads: ids (1, n), attention masks and positions (1, n)."""
+    fed = torch.cat([ids[0, -1:], draft.tokens])[None]  # (1, N + 1)
+    depths = torch.tensor([0, *draft.depths()])
+    positions = ids.shape[1] - 1 + depths  # nodes of one depth share a position
+    masks = attention_masks(target, tree_mask(draft.parents), positions)
+    return fed, masks, positions[None].to(fed.device)
+
+
+def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tensor]:
+    """Feed ids (1, n); returns logits (n, V) and last hidden states (n, D).
+
+    masks: {kind of layer: mask}, of `attention_masks`.
+    """
+    mask = masks if len(masks) > 1 else next(iter(masks.values()))
     output = target(
         fed,
         past_key_values=cache,
         use_cache=True,
-        attention_mask=mask if fed.shape[1] > 1 else None,  # one row: sees all
+        attention_mask=mask if fed.shape[1] > 1 else None,  # one row is plain decoding
         position_ids=positions,
         output_hidden_states=True,
     )
-    return output.logits, output.hidden_states[-1]
+    return output.logits[0], output.hidden_states[-1][0]
 
 
-class Verified(NamedTuple):
-    """Outcome of a round."""
+def attention_masks(target, sees: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    """The target's attention masks for n rows after P cached ones, by kind of layer.
 
-    tokens: Tensor  # (1, A + 1) accepted tokens and the target's bonus token
-    path: list[int]  # the A accepted nodes, from the root down
-    hidden: Tensor  # (1, A + 1, D) last hidden states, root and accepted nodes
-    logits: Tensor  # (1, N + 1, V) unprocessed, root and all nodes
-
-
-@torch.no_grad()
-def verify(
-    target, input_ids, draft: Draft, cache, logits_processor=None, do_sample=False, scored=None
-) -> Verified:
-    """Verify a token tree with one target forward, without loss.
-
-    At each node the target chooses a token: the argmax, or a draw by
-    rejection sampling, see `_draw`. The walk descends while a child
-    holds this token (Leviathan et al. 2023; trees: SpecInfer 2024).
-
-    input_ids: (1, P + 1) committed tokens; the last one is the root.
-    cache: the target's; P rows before, P + A + 1 after.
-    logits_processor: receives each visited node's prefix and scores.
-    scored: logits and hidden states of the tree, if already computed.
+    sees: (n, n) bool, of the rows among themselves; all see the P cached ones.
+    positions: (n,) of the rows; the cached ones are at 0 to P - 1.
+    Returns {kind: (1, 1, n, P + n)}, in the target's dtype, to be added to the scores.
     """
-    # 1. Run the target over the root and all nodes.
-    prefix = input_ids.shape[1] - 1  # P
-    if scored is None:
-        assert cache.get_seq_length() == prefix, "all tokens but the newest must be cached"
-        fed, mask, positions = tree_inputs(input_ids, draft, target.dtype)
-        scored = forward(target, fed, cache, mask, positions)
-    logits, hidden = scored  # (1, N + 1, V), (1, N + 1, D)
-
-    # 2. Walk down from the root: choose a token, descend if a child holds it.
-    child = draft.children()
-    sampled = 0 if draft.probs is None else len(draft.probs)  # M
-    path = []
-    committed = []
-    node = -1
-    while node is not None:
-        scores = logits[:, node + 1].to(copy=True, dtype=torch.float32)  # (1, V)
-        if logits_processor:
-            ids = torch.cat([input_ids, input_ids.new_tensor([committed])], dim=1)
-            scores = logits_processor(ids, scores)
-        if do_sample:
-            siblings = [n for n in range(sampled) if draft.parents[n] == node]
-            token = _draw(scores[0], siblings, draft)
-        else:
-            token = int(scores.argmax())
-        committed.append(token)
-        node = child.get((node, token))
-        if node is not None:
-            path.append(node)
-
-    # 3. Keep the cache rows of the root (row 0) and of accepted nodes (n + 1).
-    kept = torch.tensor([-1, *path], device=hidden.device) + 1  # (A + 1,)
-    if path != list(range(len(path))):  # else they are in place
-        for layer in cache.layers:
-            layer.move(prefix + kept, prefix)
-    cache.cut(prefix + len(kept))
-    tokens = input_ids.new_tensor([committed])
-    return Verified(tokens, path, hidden[:, kept], logits)
+    prefix = int(positions[0])  # P
+    config = target.config.get_text_config()
+    sees = F.pad(sees, (prefix, 0), value=True)  # (n, P + n)
+    query = positions[:, None]
+    key = torch.cat([torch.arange(prefix), positions])  # (P + n,)
+    masks = {}
+    for kind in layer_kinds(config):
+        reach = sees
+        # Some layers reach back a number of positions, or to a multiple of one. Rows
+        # of the cache are no measure: siblings are neighbours there, at one position.
+        if kind == "sliding_attention":
+            reach = sees & (query - key < config.sliding_window)
+        elif kind == "chunked_attention":
+            size = config.attention_chunk_size
+            reach = sees & (query // size == key // size)
+        # Not a boolean mask: eager attention would add that to the scores as well.
+        mask = torch.zeros(reach.shape, dtype=target.dtype)
+        mask.masked_fill_(~reach, torch.finfo(target.dtype).min)
+        masks[kind] = mask[None, None].to(target.device)
+    return masks
 
 
-def _draw(scores: Tensor, siblings: list[int], draft: Draft) -> int:
-    """A token distributed as softmax(scores (V,)), by rejection sampling.
-
-    Each sibling in turn is accepted with probability
-    min(1, p_target / q_draft). If it is rejected, the residual
-    norm(max(p_target - q_draft, 0)) takes the place of p_target. If all
-    are rejected, the token is drawn from the last residual. `verify`
-    then accepts a deterministic child that holds it. This is exact:
-    the draw ignores deterministic children.
-
-    siblings: the sampled children of the current node, in the order of
-        sampling. If rounding leaves a residual of zero, p_target stays.
-    """
-    p_target = scores.softmax(-1)  # (V,)
-    assert not p_target.isnan().any(), "the logits processors forbid every token"
-    for node in siblings:
-        q_draft = draft.probs[node].to(p_target.dtype)  # (V,)
-        token = int(draft.tokens[node])
-        if torch.rand((), device=scores.device) * q_draft[token] < p_target[token]:
-            return token
-        residual = (p_target - q_draft).clamp(min=0)
-        if residual.sum() > 0:  # zero by rounding only
-            p_target = residual / residual.sum()
-    return int(sample(p_target))
+def layer_kinds(config) -> list[str]:
+    """The kinds of attention in a model's layers."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # Mistral names none; all its layers slide if it has a window
+        window = getattr(config, "sliding_window", None)
+        kinds = ["sliding_attention" if window else "full_attention"]
+    return sorted(set(kinds))
 
 
 def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
@@ -230,165 +430,29 @@ def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
     return torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
 
 
-# ------------------------------------------------------------------------------------- decoding
+def pick(decoding: Decoding, logits: Tensor, vocab_ids: Tensor, drafted: list[int]):
+    """Choose a draft token; returns it (1,) with its q_draft (V,).
 
+    Returns None if the logits processors allow none of the draft vocabulary.
 
-@dataclass
-class Stats:
-    """Counts and times of one decoding."""
-
-    sync: bool = False  # wait for the GPU before the clock is read
-    target_forwards: int = 0  # without the one over the prompt
-    drafted: int = 0  # draft tokens submitted for verification
-    emitted: int = 0  # tokens committed, bonus tokens included
-    offered: list[int] = field(default_factory=list)  # draft depth per round
-    accepted: list[int] = field(default_factory=list)  # draft tokens per round
-    # Seconds of "prefill", which includes the first draft, "draft" and "verify".
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
-class Decoding:
-    """The state of one answer.
-
-        ids     (1, P + 1)  committed tokens; the newest is not cached
-        cache               the target's keys and values of the first P
-        hidden  (1, n, D)   last hidden states of the n tokens that the
-                            newest round (at first: the prefill) cached
-        done                True after the last token
-        do_sample, ends (end-of-sequence ids), stats
-
-    After a round that accepted x_4 and added the bonus token x_5:
-
-        ids     x_1  x_2  x_3  x_4  x_5
-        hidden            h_3  h_4
-
-    copies: most tokens to copy from the context per round.
-    stats: a Stats that receives the counts and times.
-    token_streamer: a streamer of transformers, which does not hand on
-        its own argument `streamer`.
-    given: what transformers passes to a `custom_generate` function.
-        Stopping criteria receive the token ids, but no scores.
+    logits: (Vd,) of the tokens vocab_ids (Vd,).
+    drafted: the tokens between the committed ones and this one.
     """
-
-    def __init__(
-        self, target, input_ids: Tensor, copies=0, stats=None, token_streamer=None, **given
-    ):
-        if "stopping_criteria" not in given:
-            raise Mistake("call target.generate(..., custom_generate=METHOD.generate) instead")
-        # 1. Take what transformers passes. Refuse what trees cannot decode.
-        self.logits_processor = given.pop("logits_processor", None)
-        self.stopping_criteria = given.pop("stopping_criteria")
-        self.generation_config = given.pop("generation_config")
-        check_target(target)
-        _check_request(target, input_ids, self.generation_config, given)
-        # 2. Set up the state.
-        self.target = target
-        self.ids = input_ids
-        self.do_sample = self.generation_config.do_sample
-        self.done = False
-        ends = self.generation_config.eos_token_id  # one id, several or None
-        self.ends = {ends} if isinstance(ends, int) else set(ends or [])
-        self.stats = stats or Stats()
-        self.streamer = token_streamer
-        self.lookup = None
-        if copies:  # part of no method
-            try:
-                from support.rivals.lookup import Lookup
-            except ImportError as error:
-                raise Mistake("copies need support/rivals/lookup.py: copy it as well") from error
-            self.lookup = Lookup(copies)
-        self.clock_start = time.perf_counter()
-        self.phase = "prefill"  # until the first draft is ready, then "draft"
-        if self.streamer is not None:
-            self.streamer.put(input_ids.cpu())
-        # 3. Cache all prompt tokens but the last, the first draft's root.
-        config = target.config.get_text_config()
-        self.cache = GrowingCache(config.num_hidden_layers)
-        if input_ids.shape[1] == 1:
-            self.hidden = input_ids.new_empty((1, 0, config.hidden_size), dtype=target.dtype)
-        else:
-            decoder = target.get_decoder()  # no logits are needed here
-            prompt = input_ids[:, :-1]
-            self.hidden = decoder(prompt, past_key_values=self.cache, use_cache=True)[0]
-
-    @property
-    def room(self) -> int:
-        """Levels that a draft may have: one place is the bonus token's."""
-        return self.generation_config.max_length - self.ids.shape[1] - 1
-
-    def pick(self, logits: Tensor, draft_ids: Tensor, ids: Tensor):
-        """Choose a draft token (1,); also returns its q_draft (V,).
-
-        Returns None if the logits processors allow no draft token.
-
-        logits: (1, Vd) of `draft_ids` (Vd,).
-        ids: (1, T) before the token, for the logits processors.
-        """
-        vocab = self.target.config.get_text_config().vocab_size
-        scores = logits.new_full((1, vocab), float("-inf"), dtype=torch.float32)
-        scores[:, draft_ids] = logits.float()
-        if self.logits_processor:
-            scores = self.logits_processor(ids, scores)
-            if not scores.max() > float("-inf"):  # all -inf, or NaN
-                return None
-        q_draft = scores.softmax(-1)[0]  # (V,)
-        token = sample(q_draft) if self.do_sample else q_draft.argmax(keepdim=True)
-        return token, q_draft
-
-    def with_copies(self, draft: Draft) -> Draft:
-        """The draft, with copies from the context if `copies` is set."""
-        if self.lookup is None:
-            return draft
-        return self.lookup.merge(draft, self.ids, self.room)
-
-    def verify(self, draft: Draft, scored=None) -> Verified:
-        """Verify a draft; commit accepted tokens and the bonus token."""
-        # 1. Verify it. What passed since the last round was drafting.
-        if scored is None:  # else the caller has added them
-            draft = self.with_copies(draft)
-        self._clock(self.phase)
-        self.phase = "draft"
-        verified = verify(
-            self.target, self.ids, draft, self.cache, self.logits_processor, self.do_sample, scored
-        )
-        # 2. Commit tokens until the answer ends.
-        before = self.ids.shape[1]
-        for token in verified.tokens.split(1, dim=1):
-            self.ids = torch.cat([self.ids, token], dim=1)
-            self.done = bool(self.stopping_criteria(self.ids, None).all())
-            if self.done:
-                break
-        new = self.ids[:, before:]
-        count = new.shape[1]
-        self.hidden = verified.hidden[:, :count]
-        if self.streamer is not None:
-            self.streamer.put(new.cpu())
-            if self.done:
-                self.streamer.end()
-        # 3. Count the round.
-        stats = self.stats
-        stats.target_forwards += 1
-        stats.drafted += len(draft.tokens)
-        stats.emitted += count
-        stats.offered.append(max(draft.depths()))
-        stats.accepted.append(min(len(verified.path), count))
-        self._clock("verify")
-        return verified
-
-    def _clock(self, phase: str) -> None:
-        """Add the time since the last call to `phase`."""
-        if self.stats.sync:
-            torch.cuda.synchronize(self.target.device)
-        now = time.perf_counter()
-        seconds = self.stats.seconds
-        seconds[phase] = seconds.get(phase, 0.0) + now - self.clock_start
-        self.clock_start = now
+    vocab = decoding.target.config.get_text_config().vocab_size
+    whole = logits.new_full((vocab,), float("-inf"), dtype=torch.float32)
+    whole[vocab_ids] = logits.float()
+    scores = decoding.process(whole, drafted)
+    if decoding.logits_processor and not scores.max() > float("-inf"):  # -inf, or NaN
+        return None
+    q_draft = scores.softmax(-1)  # (V,)
+    token = sample(q_draft) if decoding.do_sample else q_draft.argmax(keepdim=True)
+    return token, q_draft
 
 
-def open_decoding(target, input_ids: Tensor, **options) -> Decoding:
-    """The Decoding that `target.generate(input_ids, **options)` would use."""
-    options.setdefault("attention_mask", torch.ones_like(input_ids))
-    return target.generate(input_ids, custom_generate=Decoding, **options)
+def end_ids(generation_config) -> set[int]:
+    """The end-of-sequence ids, of which a config names one, several or none."""
+    ends = generation_config.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or [])
 
 
 # ------------------------------------------------------------------------------------ KV caches
@@ -428,8 +492,13 @@ class GrowingCache(DynamicCache):
     """An empty cache of `num_layers` growing layers."""
 
     def __init__(self, num_layers: int):
-        super().__init__()
+        super().__init__()  # without a config: sliding layers keep all rows, too
         self.layers = [GrowingLayer() for _ in range(num_layers)]
+
+    def move(self, rows: Tensor, start: int) -> None:
+        """Copy `rows` (n,) of every layer to start, start + 1, ..."""
+        for layer in self.layers:
+            layer.move(rows, start)
 
     def cut(self, length: int) -> None:
         """Keep the first `length` rows of every layer."""
@@ -470,13 +539,15 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise Mistake(f"this torch has no device {device!r}: take another, such as cpu") from error
+        raise UserError(
+            f"this torch has no device {device!r}: take another, such as cpu"
+        ) from error
     if name is None:
         try:
             from support import default_target
         except ImportError as error:
             missing = "support/default_target.py, which fetches the default one, is not here"
-            raise Mistake(f"no target named, and {missing}: name one, or copy it") from error
+            raise UserError(f"no target named, and {missing}: name one, or copy it") from error
         name = default_target.folder()
     try:
         return _read_target(name, dtype, device)
@@ -485,7 +556,7 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
     except Exception as error:  # the readers of transformers raise many kinds
         reason = str(error).strip().split("\n")[0]
         remedy = "give a Hugging Face id, a folder of tokenizer and *.safetensors, or a .gguf file"
-        raise Mistake(f"cannot load model {str(name)!r} ({reason}); {remedy}") from error
+        raise UserError(f"cannot load model {str(name)!r} ({reason}); {remedy}") from error
 
 
 def _read_target(name, dtype, device):
@@ -602,7 +673,7 @@ def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]
     cache = DynamicCache()  # without a config: sliding layers keep all rows
     hidden = target.get_decoder()(input_ids, past_key_values=cache, use_cache=True)[0]
     if layers and max(layers) >= len(cache.layers):  # as Gemma-3n's top layers
-        raise Mistake(f"target layer {max(layers)} caches no keys and values: name a lower one")
+        raise UserError(f"target layer {max(layers)} caches no keys and values: name a lower one")
     return hidden, {n: (cache.layers[n].keys, cache.layers[n].values) for n in layers}
 
 
@@ -618,20 +689,20 @@ def option(default, help: str, decode: bool = False):
 
 
 def at_least(config, **bounds: float) -> None:
-    """Raise a Mistake if a field is below its bound or of a wrong type."""
+    """Raise a UserError if a field is below its bound or of a wrong type."""
     for name, bound in bounds.items():
         value = getattr(config, name)
         kinds = (int, type(getattr(config.__class__, name)))  # of the default
         if not isinstance(value, kinds) or not value >= bound:  # nor nan
             kind = "a number" if float in kinds else "an int"
-            raise Mistake(f"{name} {value!r}: take {kind} of at least {bound}")
+            raise UserError(f"{name} {value!r}: take {kind} of at least {bound}")
 
 
 def one_of(config, **choices) -> None:
-    """Raise a Mistake if a field is not one of its choices."""
+    """Raise a UserError if a field is not one of its choices."""
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
-            raise Mistake(f"{name} {getattr(config, name)!r}: take {' or '.join(allowed)}")
+            raise UserError(f"{name} {getattr(config, name)!r}: take {' or '.join(allowed)}")
 
 
 def llama_config(shape: dict, intermediate_size: int) -> LlamaConfig:
@@ -647,9 +718,20 @@ def llama_config(shape: dict, intermediate_size: int) -> LlamaConfig:
     )
 
 
-def placeholder_ids(shape: dict, size: int) -> Tensor:
-    """Draft vocabulary (Vd,) before `start_from`; size 0: all tokens."""
-    return torch.arange(min(size or shape["vocab_size"], shape["vocab_size"]))
+def add_vocab_ids(drafter, size: int) -> None:
+    """Give a new drafter its buffer `vocab_ids` (Vd,), the tokens that it can draft.
+
+    `start_from` fills it with the most frequent ones, and it is saved with the
+    weights. size: Vd; 0 is the whole vocabulary of the target.
+    """
+    vocab = drafter.config.target["vocab_size"]
+    drafter.register_buffer("vocab_ids", torch.arange(min(size or vocab, vocab)))
+
+    def rename(module, state_dict, *_):  # v1.0 saved them under another name
+        if "draft_ids" in state_dict:
+            state_dict["vocab_ids"] = state_dict.pop("draft_ids")
+
+    drafter.register_load_state_dict_pre_hook(rename)
 
 
 def target_layers(target) -> list[nn.Module]:
@@ -659,14 +741,14 @@ def target_layers(target) -> list[nn.Module]:
 
 @torch.no_grad()
 def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
-    """Set `drafter.draft_ids` to the most frequent tokens; copy weights.
+    """Set `drafter.vocab_ids` to the most frequent tokens; copy weights.
 
     token_counts: (V,) how often each token occurs in the responses.
     pairs: (drafter's module, target's module to copy from).
     """
     check_states(target)
-    most_frequent = token_counts.topk(len(drafter.draft_ids)).indices
-    drafter.draft_ids.copy_(most_frequent.sort().values)
+    most_frequent = token_counts.topk(len(drafter.vocab_ids)).indices
+    drafter.vocab_ids.copy_(most_frequent.sort().values)
     for ours, theirs in pairs:
         _copy_weights(ours, theirs)
     final_norm = getattr(target.get_decoder(), "norm", None)
@@ -690,42 +772,46 @@ def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
         weight.copy_(other)
 
 
-def overlap(target, hidden: Tensor, q_draft: Tensor, draft_ids: Tensor) -> Tensor:
+def overlap(target, hidden: Tensor, q_draft: Tensor, vocab_ids: Tensor) -> Tensor:
     """sum_x min(p_target, q_draft), summed over M rows.
 
     hidden: (M, D) of the target, for p_target. q_draft: (M, Vd).
     """
     total = torch.zeros((), device=q_draft.device)
     for part, q in zip(hidden.split(256), q_draft.split(256)):  # saves memory
-        p_target = target_logits(target, part).softmax(-1)[:, draft_ids]  # (m, Vd)
+        p_target = target_logits(target, part).softmax(-1)[:, vocab_ids]  # (m, Vd)
         total += torch.minimum(p_target, q.float()).sum()
     return total
 
 
 def load_drafter(Drafter, path, target):
-    """Load a drafter to the target's device and dtype.
+    """Load a drafter from a folder, to the target's device and dtype.
 
-    Raises:
-        Mistake: there is none in the folder `path`, it is damaged, it does not fit the
-            target, or its weights are not finite.
+    Raises UserError: there is none in it, or a damaged one, or one that does not fit
+    the target, or its weights are not finite.
     """
     path = Path(path)
     if not (path / "config.json").is_file():
-        raise Mistake(f"no drafter in {path}; make one with train.py --out {path}")
+        raise UserError(f"no drafter in {path}; make one with train.py --out {path}")
+    damaged = f"{path} holds no {Drafter.__module__} drafter, or a damaged one"
+    try:
+        shape = json.loads((path / "config.json").read_bytes())["target"]
+        whole = bool(shape) and all(type(size) is int for size in shape.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:  # said here, so that the method's own code may rely on it
+        raise UserError(f"{damaged} (config.json has no target): take another folder")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
             drafter = Drafter.from_pretrained(str(path), strict=True)
-    except Exception as error:  # of any kind, because config.json may hold anything
-        kind = Drafter.__module__
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise Mistake(
-            f"{path} holds no {kind} drafter, or a damaged one ({reason}): take another folder"
-        ) from error
+        raise UserError(f"{damaged} ({reason}): take another folder") from error
     drafter = drafter.to(target.device, target.dtype).eval()
     check_drafter(drafter, Drafter, target)
     check_states(target)
     if not all(weight.isfinite().all() for weight in drafter.parameters()):
-        raise Mistake(
+        raise UserError(
             f"{path} holds weights that are not finite in {target.dtype}: train the drafter anew, "
             "or load the target in another dtype"
         )
@@ -744,20 +830,30 @@ class Batch:
     progress: float  # completed fraction of the training run, in [0, 1)
 
 
+def generator(seed: int, use: int = 0) -> torch.Generator:
+    """Random numbers for one sequence of a batch, from its seed.
+
+    Neither padding nor the other sequences of the batch change them, so a step gives
+    the same result however it is split. use: tells apart, by 0 and 1, two things that
+    a method draws for a sequence.
+    """
+    return torch.Generator().manual_seed(2 * seed + use)
+
+
 # ------------------------------------------------------------------------------ what is refused
 
 
 def refuse(*checks: tuple[object, str]) -> None:
-    """Raise a Mistake for the first condition that holds."""
+    """Raise a UserError for the first condition that holds."""
     for condition, message in checks:
         if condition:
-            raise Mistake(message)
+            raise UserError(message)
 
 
-def check_drafter(drafter, Drafter, target, config=None) -> None:
-    """Raise a Mistake if the drafter or its Config does not fit."""
+def check_drafter(drafter, Drafter, target) -> None:
+    """Raise a UserError if the drafter is not of the method or not for the target."""
     if not isinstance(drafter, Drafter):
-        raise Mistake(f"the drafter is a {type(drafter)}: load a {Drafter}")
+        raise UserError(f"the drafter is a {type(drafter)}: load a {Drafter}")
     made_for = drafter.config.target
     shape = target_shape(target)
     wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
@@ -768,18 +864,25 @@ def check_drafter(drafter, Drafter, target, config=None) -> None:
         (wrong, f"the drafter is for another target ({', '.join(wrong)}): train one with train.py"),
         (own != theirs, f"the drafter is {own}: move it with .to(target.device, target.dtype)"),
     )
-    check_config(config, type(drafter.config))
 
 
-def check_config(config, Config) -> None:
-    """Raise a Mistake if `config`, where given, is not a Config."""
-    if config is not None and not isinstance(config, Config):
-        raise Mistake(f"config is a {type(config)}: pass a {Config}")
+def changed(config, changes: dict):
+    """The Config with other values of fields that may change after training.
+
+    Raises UserError for any other field.
+    """
+    options = dataclasses.fields(config)
+    free = [option.name for option in options if option.metadata.get("decode")]
+    wrong = ", ".join(sorted(changes.keys() - set(free)))
+    if wrong:
+        those = ", ".join(free) or "nothing"
+        raise UserError(f"decoding cannot change {wrong}: it can change {those}")
+    return dataclasses.replace(config, **changes)
 
 
 @torch.no_grad()
 def check_states(target) -> None:
-    """Raise a Mistake unless `target_logits` gives the target's logits."""
+    """Raise a UserError unless `target_logits` gives the target's logits."""
     ids = torch.arange(1, 3, device=target.device)[None]
     output = target(ids, output_hidden_states=True)
     hidden = target.get_decoder()(ids)[0]
@@ -789,11 +892,13 @@ def check_states(target) -> None:
     same = hidden.shape[-1] == target_shape(target)["hidden_size"]
     same = same and torch.allclose(output.hidden_states[-1], hidden, **close)
     if not same or not torch.allclose(output.logits.float(), logits, **close):
-        raise Mistake("the target's logits do not follow from its last hidden states: take another")
+        raise UserError(
+            "the target's logits do not follow from its last hidden states: take another"
+        )
 
 
 def check_target(target) -> None:
-    """Raise a Mistake if token trees would change the target's output."""
+    """Raise a UserError if token trees would change the target's output."""
     config = target.config.get_text_config()
     parameters = inspect.signature(target.forward).parameters
     missing = {"position_ids", "past_key_values"} - parameters.keys()
@@ -814,7 +919,7 @@ def check_target(target) -> None:
 
 
 def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: dict) -> None:
-    """Raise a Mistake if this request cannot be decoded by token trees."""
+    """Raise a UserError if this request cannot be decoded by token trees."""
     rows, length = input_ids.shape
     elsewhere = input_ids.device.type != target.device.type
     mask = model_kwargs.get("attention_mask")
@@ -839,7 +944,7 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
         (more, "only text is decoded here: pass no images, and nothing beside token ids"),
         (other_mode, f"{mode} is not supported by token trees: decode greedily, or sample"),
         (guided, "guidance_scale is not supported by token trees: leave it out"),
-        (as_dict, "return_dict_in_generate is not supported: leave it out, and pass stats="),
+        (as_dict, "return_dict_in_generate is not supported: leave it out, and count with each="),
         (marked, "SynthID is not supported by token trees: leave it out"),
     )
     config = target.config.get_text_config()
@@ -847,49 +952,62 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
 
 
 def _check_length(config, prefix: int, length: int) -> None:
-    """Raise a Mistake beyond the length where token trees are exact."""
-    # Mistral names no kinds; its layers slide if it has a window.
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    reaches = {"context": getattr(config, "max_position_embeddings", None)}
-    if "sliding_attention" in kinds:
-        reaches["sliding window"] = getattr(config, "sliding_window", None)
-    if "chunked_attention" in kinds:
-        reaches["attention chunk"] = getattr(config, "attention_chunk_size", None)
-    # Long RoPE changes its factors at a border. A prompt beyond it stays there.
+    """Raise a UserError beyond the length where token trees are exact."""
     rope = getattr(config, "rope_parameters", None) or {}
     border = rope.get("original_max_position_embeddings")
+    context = getattr(config, "max_position_embeddings", None)
+    if rope.get("rope_type") == "yarn" and border:  # it extends the original context
+        context = max(context or 0, round(rope["factor"] * border))
+    reaches = {"context": context}
+    # Long RoPE changes its factors at a border. A prompt beyond it stays there.
     if rope.get("rope_type") == "longrope" and border and prefix <= border:
         reaches["range of short RoPE factors"] = border + 1
     for name, reach in reaches.items():
         if reach and length > reach:
             text = f"prompt + new tokens = {length} exceed the target's {name} of {reach}"
             remedy = "lower max_new_tokens" if prefix + 1 < reach else "shorten the prompt"
-            raise Mistake(f"{text}: {remedy}")
+            raise UserError(f"{text}: {remedy}")
 
 
-# ---------------------------------------------------------------------------------- a first try
+# ---------------------------------------------------------------------- a first try
 
 
-def demo(generate, Drafter, folder: str, argument: str = "drafter", **options) -> None:
-    """Answer a prompt with a shipped drafter, for `python METHOD.py`."""
-    parser = argparse.ArgumentParser(description="Answer a prompt with the shipped drafter.")
+def demo(Drafter, folder: str, drafts) -> None:
+    """Answer a prompt with a shipped drafter, for `python METHOD.py "..."`.
+
+    drafts: called with (decoding, drafter), a generator of drafts.
+    """
+    parser = argparse.ArgumentParser(description="Answer with the shipped drafter.")
     prompt = "Explain photosynthesis to a child in five sentences."
     parser.add_argument("prompt", nargs="?", default=prompt)
     message = {"role": "user", "content": parser.parse_args().prompt}
     stats = Stats()
+    green, plain = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    printed = ""
+
+    def show(decoding, draft, path):
+        nonlocal printed
+        stats(decoding, draft, path)
+        end = decoding.ids.shape[1]
+        accepted = end - decoding.hidden.shape[1] + len(path)
+        for stop, colour in ((accepted, green), (end, plain)):
+            text = tokenizer.decode(decoding.ids[0, length:stop], skip_special_tokens=True)
+            text = text.rstrip("\ufffd")  # a part of a letter
+            print(colour + text[len(printed) :] + plain, end="", flush=True)
+            printed = text
+
     try:
         target, tokenizer = load_target()
         checkpoint = Path(__file__).with_name("checkpoints") / folder
-        options[argument] = load_drafter(Drafter, checkpoint, target)
+        drafter = load_drafter(Drafter, checkpoint, target)
         inputs = tokenizer.apply_chat_template(
             [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        output = target.generate(
-            **inputs, **options, custom_generate=generate, max_new_tokens=128, stats=stats
-        )
-    except (Mistake, OSError) as problem:
+        length = inputs["input_ids"].shape[1]
+        decode = speculate(drafts, drafter, each=show)
+        target.generate(**inputs, custom_generate=decode, max_new_tokens=128)
+    except (UserError, OSError) as problem:
         parser.exit(2, f"{parser.prog}: {problem}\n")
-    answer = output[0, inputs["input_ids"].shape[1] :]
-    print(tokenizer.decode(answer, skip_special_tokens=True))
     tau = stats.emitted / stats.target_forwards
-    print(f"\n{stats.emitted} tokens, {tau:.2f} per target forward")
+    accepted = f"{green}{sum(stats.accepted)} accepted from the drafter{plain}"
+    print(f"\n\n{stats.emitted} tokens, {accepted}; {tau:.2f} per target forward")

@@ -1,37 +1,43 @@
 """GLIDE: a drafter that reads the target's KV cache.
 
 Paper: Du et al., ICML 2024, arXiv:2402.02082, section 4.1.
-Each layer of a small transformer has a cross-attention that
-reads the keys and values that the target has cached, a row
-for each earlier token. The newest token x_t and the tokens
-drafted after it have none yet (x is readable):
 
-         tokens   x_1 .. x_(t-1)  x_t  x_(t+1)..x_(t+i-1)
-    target rows    x  x  x         .      .  .  .
-    drafter rows   x  x  x         x      x  x  x
-                                      q_draft of x_(t+i)
+The drafter is a small transformer. Each of its layers has, beside self-attention, a
+cross-attention that reads the keys and values which the target has cached. They tell
+what the target made of the text so far, at no cost: they have been computed anyway.
 
-Training imitates this delay with `block_mask`.
+The target has no row for the newest token x_t. It chose x_t from its last logits and
+will be fed x_t only together with the next draft. Nor has it rows for the tokens that
+are being drafted. So the i-th draft token lacks i of the target's rows, and what the
+drafter can read when it drafts x_(t+i) is (x marks a row):
 
-Names that differ from the paper's: M_T and M_D are `target`
-and `drafter`, N_D is `num_layers`, L is `block_size`, p_D
-is `q_draft`, c is `cost`.
+           tokens   x_1 ... x_(t-1)  x_t  x_(t+1) ... x_(t+i-1)
+    target's rows    x   x   x        .    .       .   .
+    drafter's own    x   x   x        x    x       x   x
+
+In training the target has rows for the whole text. `block_mask` hides the last ones, so
+that the drafter learns to do without them.
+
+Names that differ from the paper's: M_T and M_D are `target` and `drafter`, N_D is
+`num_layers`, L is `block_size`, p_D is `q_draft`, c is `cost`.
 
 Deviations from the paper:
-    1. The drafter has the target's width, frozen embedding and
-       LM head, and starts from the target's weights.
+    1. The drafter has the target's width, frozen embedding and LM head, and starts
+       from the target's weights; the paper's is trained from scratch.
     2. It drafts frequent tokens only (`draft_vocab`).
-    3. Labels are the target's distributions (`distill`); the
-       paper's are the data's tokens.
-    4. A query's block is its own token's, as in the formula of
-       4.1. In the prose, no query predicts the first token of
-       a block. The first block has a random length, so that
-       a position meets every delay.
-    5. Not in the paper: pre-norm and residual of the cross-
-       attention. Queries are rotated, as the cached keys are.
-       A query that may read no row gets zero. All tokens
-       query, not only x_t and those after it.
-    6. The shipped drafter reads target layer 18 of 0 to 29.
+    3. All its training data is text of the target's own, which the paper tries in
+       appendix C. Labels are the target's distributions (`distill`); the paper's are
+       the tokens of the data.
+    4. A query belongs to the block of its own token, as in the formula of 4.1; in the
+       prose, to the block of the token that it predicts. The first block has a random
+       length, so that a token is met at every place in a block.
+    5. There is a norm before the cross-attention. A query that may read no row gets
+       zero from it. All tokens query, not only x_t and those after it.
+    6. The shipped drafter reads target layer 18 of 0 to 29, with one layer of its own.
+
+Authors' code: like this file, and unlike the paper's text, it has a residual connection
+around the cross-attention, rotates the queries as the cached keys are rotated, and lets
+all tokens query. It has no norm there, and lets the first block read causally.
 
 Licence: Apache-2.0.
 """
@@ -54,26 +60,27 @@ class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     num_layers: int = option(1, "drafter layers, N_D")
     intermediate_size: int = option(1536, "width of the feed-forward layer")
-    cross_attention: bool = option(True, "read the target's cache; off is the Vanilla Drafter")
-    kv_layer: int = option(-1, "target layer that every drafter layer reads; -1: the top ones")
-    query_norm: bool = option(False, "normalise the queries, as Qwen3 does (filled in by build)")
+    cross_attention: bool = option(True, "read the target's cache (off: Vanilla)")
+    kv_layer: int = option(-1, "target layer that all layers read; -1: the top ones")
+    query_norm: bool = option(False, "normalise queries, as Qwen3 (filled in by build)")
     block_size: int = option(5, "L, tokens in a block of the training mask")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     distill: bool = option(True, "train on the target's distribution, not on the data")
     gamma: int = option(5, "draft tokens per round", decode=True)
 
     def __post_init__(self):
-        common.at_least(self, num_layers=1, kv_layer=-1, block_size=1, draft_vocab=0, gamma=0)
+        common.at_least(self, num_layers=1, kv_layer=-1, block_size=1)
+        common.at_least(self, draft_vocab=0, gamma=0)
 
 
-VARIANTS = {f"gamma{n}": {"gamma": n} for n in (1, 2, 3, 4, 5)}
+VARIANTS = {}
 
 
-# -------------------------------------------------------------------------------- architecture
+# ---------------------------------------------------------------------- architecture
 
 
 class CrossAttention(nn.Module):
-    """The drafter's queries read the target's keys and values (4.1)."""
+    """The drafter's queries attend to the target's keys and values (4.1)."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -89,25 +96,26 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, kv, tables, mask: Tensor | None) -> Tensor:
         """x (B, T, D) to (B, T, D).
 
-        kv: (K, V), each (B, Hkv, P, Dh).
-        mask: (B or 1, 1, T, P) bool, True = reads.
+        kv: the target's K and V, each (B, Hkv, P, Dh).
+        tables: the rotary cos and sin of the queries' positions.
+        mask: (B or 1, 1, T, P) bool, True where a query may read; None: everywhere.
         """
-        # 1. Q^(m,j) = H^m W_j, all heads j at once.
-        q = self.q_proj(x)
-        q = q.unflatten(-1, (-1, self.head_dim))  # (B, T, H, Dh)
+        # Q^(m,j) = H^m W_j, for all heads j at once.
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, Dh)
         q = self.q_norm(q).transpose(1, 2)  # (B, H, T, Dh)
         q = common.rotate(q, tables)
-        # 2. hd_j = SoftMax(Q K^T / sqrt(d_k)) V. A softmax over
-        #    no rows can be NaN. Such a query reads all rows, and
-        #    its output is set to zero.
         k, v = (rows.to(q.dtype) for rows in kv)
-        some = 1
+
+        # hd_j = SoftMax(Q K^T / sqrt(d_k)) V. A softmax over no rows would be 0 / 0: a
+        # query that may read nothing reads everything here, and its result is dropped.
+        reads = 1
         if mask is not None:
-            some = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1)
-            mask = mask | ~some
+            reads = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1)
+            mask = mask | ~reads
         heads = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-        heads = heads * some  # (B, H, T, Dh)
-        # 3. Concat(hd_1, ..., hd_h) W^O
+        heads = heads * reads  # (B, H, T, Dh)
+
+        # Concat(hd_1, ..., hd_h) W^O
         return self.o_proj(heads.transpose(1, 2).flatten(2))
 
 
@@ -118,19 +126,20 @@ class Layer(nn.Module):
         super().__init__()
         width = config.target["hidden_size"]
         llama = common.llama_config(config.target, config.intermediate_size)
+        # The names are the target's, so that `build` can copy weights by name.
         self.input_layernorm = nn.RMSNorm(width, eps=1e-5)
         self.self_attn = LlamaAttention(llama, index)
         if config.cross_attention:
             self.cross_layernorm = nn.RMSNorm(width, eps=1e-5)
             self.cross_attn = CrossAttention(config)
-        # Named as in the target, so that weights can be copied.
         self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
         self.mlp = LlamaMLP(llama)
 
     def forward(self, x: Tensor, tables, self_mask, cache, glimpse) -> Tensor:
         """x (B, T, D) to (B, T, D).
 
-        glimpse: kv, with tables and mask to read it, or None.
+        tables, self_mask, cache: of the self-attention, see Drafter.forward.
+        glimpse: kv, tables and mask of the cross-attention; None without one.
         """
         normed = self.input_layernorm(x)
         x = x + self.self_attn(normed, tables, self_mask, past_key_values=cache)[0]
@@ -141,19 +150,18 @@ class Layer(nn.Module):
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
-    """The layers and the final norm. The rest is the target's."""
+    """The layers and the final norm. Embedding and LM head are the target's."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        shape = config.target
         self.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_layers))
-        self.norm = nn.RMSNorm(shape["hidden_size"], eps=1e-5)
-        self.register_buffer("draft_ids", common.placeholder_ids(shape, config.draft_vocab))
+        self.norm = nn.RMSNorm(config.target["hidden_size"], eps=1e-5)
+        common.add_vocab_ids(self, config.draft_vocab)
 
     @property
     def kv_layers(self) -> list[int]:
-        """Layer m reads target layer N_T - N_D + m, or `kv_layer`."""
+        """The target layer that each layer reads: l = N_T - N_D + m, or `kv_layer`."""
         config = self.config
         if not config.cross_attention:
             return []
@@ -167,9 +175,9 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
         positions: (B or 1, T).
         kv: {target layer: (K, V)}, each (B, Hkv, P, Dh).
-        self_mask: (B or 1, 1, T, P_own + T) bool; None is
-            causal, for T = 1 or without a cache.
-        cross_mask: (B or 1, 1, T, P) bool; None: all rows.
+        self_mask: (B or 1, 1, T, P_own + T) bool; None is causal, for T = 1 or without
+            a cache.
+        cross_mask: (B or 1, 1, T, P) bool; None: all rows are read.
         cache: the drafter's own, to which T rows are added.
         """
         shape = self.config.target
@@ -178,9 +186,9 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         top = shape["num_layers"] - 1
         reads = self.kv_layers or [top] * len(self.layers)
         for layer, read in zip(self.layers, reads):
-            # The cross-attention's queries rotate as the keys of the layer that it reads.
-            # The self-attention uses the same tables, so they are computed once, but
-            # LlamaAttention rotates all Dh.
+            # Queries rotate as the keys that they meet. The layers of some targets
+            # rotate differently, so the tables are those of the layer that is read.
+            # The self-attention uses them too, but rotates all Dh dimensions.
             tables = common.rotary(target, positions, read)
             glimpse = (kv[read], tables, cross_mask) if kv else None
             whole = common.whole_rotary(tables, shape["head_dim"])
@@ -192,33 +200,36 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """A drafter before training, with weights of the target.
 
-    A cross-attention copies the layer that it reads,
-    because that layer's queries match its keys.
+    A layer starts as the target's layer at the same height. Its cross-attention starts
+    as the attention of the layer that it reads, because those queries match the keys.
+
+    token_counts: (V,) how often each token occurs in the training data.
+    Raises UserError for a target whose cached rows it cannot read.
     """
-    # 1. Complete the Config. Qwen3 normalises each head's query.
     shape = common.target_shape(target)
     depth = shape["num_layers"]
     if max(config.num_layers - 1, config.kv_layer) >= depth:
-        raise common.Mistake(
-            f"num_layers {config.num_layers}, kv_layer {config.kv_layer}: the target has layers 0 "
-            f"to {depth - 1}"
+        raise common.UserError(
+            f"num_layers {config.num_layers}, kv_layer {config.kv_layer}: the target has "
+            f"layers 0 to {depth - 1}"
         )
+    # Qwen3 normalises the query of each head, and its cached keys expect that.
     weights = dict(target.get_decoder().named_parameters())
     q_norm = weights.get("layers.0.self_attn.q_norm.weight", [])
     config.target = shape
     config.query_norm = len(q_norm) == shape["head_dim"]
     drafter = Drafter(config)
-    # 2. Check the rows that it will read.
+
     token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     _, kv = common.target_features(target, token, drafter.kv_layers)
     ordinary = (1, shape["num_kv_heads"], 1, shape["head_dim"])
     for layer, (keys, values) in kv.items():
         if not keys.shape == values.shape == ordinary:
-            raise common.Mistake(
-                f"target layer {layer} caches keys of shape {tuple(keys.shape)}, not {ordinary}: "
-                "take another layer, another method, or --no-cross-attention"
+            raise common.UserError(
+                f"target layer {layer} caches keys of shape {tuple(keys.shape)}, not "
+                f"{ordinary}: take another layer, another method, or --no-cross-attention"
             )
-    # 3. Copy weights of equal name and shape.
+
     layers = common.target_layers(target)
     pairs = list(zip(drafter.layers, layers[-config.num_layers :]))
     for layer, read in zip(drafter.layers, drafter.kv_layers):
@@ -231,28 +242,28 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     return drafter
 
 
-# -------------------------------------------------------------------------- training objective
+# ---------------------------------------------------------------- training objective
 
 
 def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
-    """Mask_Block (4.1): a query may read keys of earlier blocks only.
+    """Mask_Block (4.1): a query reads keys of earlier blocks only.
 
-    While drafting, the query that predicts the i-th draft
-    token lacks i target rows, its own included. In training
-    they exist, and the drafter would learn to rely on them.
-    So the mask hides the last 1 to L; L should be at least
-    gamma. L = 3; phase 1 cuts one token off the first block:
+    A block stands for a round of drafting, and a query at its i-th place for the pass
+    that drafts the i-th token of the round. Such a pass lacks i rows of the target, its
+    own token's included; here the block hides the last i. So L should be at least
+    gamma, or drafting lacks more rows than training ever hid. Blocks of L = 3, where
+    phase 1 has taken one token off the first block:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
               1    .  .  .  .  .  .
-              2    x  x  .  .  .  .
-              3    x  x  .  .  .  .
-              4    x  x  .  .  .  .
+              2    x  x  .  .  .  .        lacks 1 row, as the pass for x_(t+1)
+              3    x  x  .  .  .  .        lacks 2
+              4    x  x  .  .  .  .        lacks 3
               5    x  x  x  x  x  .
 
-    phase: (B,) tokens that the first block lacks.
-    Returns (B, 1, T, T) bool.
+    phase: (B,) how many tokens the first block of each sequence lacks.
+    Returns (B, 1, T, T) bool, True where a query may read; T is `length`.
     """
     places = torch.arange(length, device=phase.device)
     block = (places + phase[:, None]) // block_size  # (B, T)
@@ -260,67 +271,68 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
 
 def training_pass(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """Draft logits (M, Vd), target states (M, D).
+    """Draft logits (M, Vd) and the target's last hidden states (M, D).
 
-    M positions are those whose next token is learned.
+    The M positions are those whose next token is to be learned. Column n of the logits
+    belongs to the token vocab_ids[n].
     """
-    # 1. Padding is on the right, where no earlier token looks.
     ids = batch.input_ids  # (B, T)
+    # Padding stands on the right, where no earlier token looks, so it needs no mask.
     positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, T)
     size = drafter.config.block_size
     mask = block_mask(ids.shape[1], size, batch.seed % size)
     hidden = drafter(target, ids, positions, batch.kv, cross_mask=mask)
-    # 2. Place t predicts token t + 1.
-    predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T)
-    head = common.draft_head(target, drafter.draft_ids).to(hidden.dtype)
+    predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T): place t predicts t + 1
+    head = common.draft_head(target, drafter.vocab_ids).to(hidden.dtype)
     logits = head(hidden[predicts]).float()
     return logits, batch.hidden[predicts]
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
-    """Cross-entropy (5.1), summed over M positions, and M.
+    """The cross-entropy (5.1), summed over the positions, and their number.
 
-    The label is the target's distribution, renormalised over
-    the draft vocabulary (`common.target_logits`). Without
-    `distill` it is the data's next token; positions whose
-    next token cannot be drafted are left out. Column n of
-    logits and labels belongs to token draft_ids[n].
+    batch: a common.Batch, with the keys and values of `kv_layers`.
     """
     logits, hidden = training_pass(drafter, target, batch)
-    draft_ids = drafter.draft_ids  # (Vd,)
+    vocab_ids = drafter.vocab_ids  # (Vd,)
     if drafter.config.distill:
-        teacher = common.target_logits(target, hidden, draft_ids)
-        labels = teacher.softmax(-1)  # (M, Vd)
+        # The target's distribution over the draft vocabulary, normalised there.
+        labels = common.target_logits(target, hidden, vocab_ids).softmax(-1)  # (M, Vd)
         count = len(labels)
     else:
-        # A row is one-hot, or zero if draft_ids lacks its token.
+        # One-hot rows of the tokens in the data. A token that cannot be drafted has a
+        # row of zeros, and is not counted.
         token = batch.input_ids[batch.loss_mask]  # (M,)
-        labels = (token[:, None] == draft_ids).float()  # (M, Vd)
+        labels = (token[:, None] == vocab_ids).float()  # (M, Vd)
         count = labels.sum()
     return F.cross_entropy(logits, labels, reduction="sum"), count
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """alpha (5.1), summed over M positions, and M.
+    """The acceptance rate alpha (5.1), summed over M positions, and M.
 
-    It is measured on the batch's text, with `block_mask`.
-    The paper prints E_(x ~ p_D) min(p_T, p_D) and must mean
-    E_(x ~ p_D) min(1, p_T / p_D) = sum_x min(p_T, p_D).
+    It is measured on the batch's text, with `block_mask`. The paper prints
+    E_(x ~ p_D) min(p_T, p_D) and must mean E_(x ~ p_D) min(1, p_T / p_D), which is
+    sum_x min(p_T, p_D).
     """
     logits, hidden = training_pass(drafter, target, batch)
     q_draft = logits.softmax(-1)  # (M, Vd)
-    total = common.overlap(target, hidden, q_draft, drafter.draft_ids)
+    total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
     return total, len(logits)
 
 
 def expected_speedup(alpha: float, gamma: int, cost: float) -> float:
-    """E(Spd.) of 5.1; cost: drafter pass time over target pass time."""
-    # (1 - alpha^(gamma+1)) / (1 - alpha) as a sum.
+    """E(Spd.) of 5.1, if every draft token is accepted with probability alpha.
+
+    cost: the time of a pass of the drafter over that of a forward of the target, c.
+    """
+    # A round commits (1 - alpha^(gamma+1)) / (1 - alpha) tokens; as a sum, this holds
+    # for alpha = 1 as well.
     tokens = sum(alpha**n for n in range(gamma + 1))
     return tokens / (gamma * cost + 1)
 
 
-# ------------------------------------------------------------------------------------ decoding
+# -------------------------------------------------------------------------- decoding
 
 
 class Memory:
@@ -328,19 +340,23 @@ class Memory:
 
     def __init__(self, drafter: Drafter, target):
         self.cache = common.DraftCache(drafter.config.num_layers)
-        self.head = common.draft_head(target, drafter.draft_ids)  # D -> Vd
+        self.head = common.draft_head(target, drafter.vocab_ids)  # D -> Vd
 
 
 def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
-    """Feed tokens (1, n); returns the last one's hidden state (1, D).
+    """Feed tokens (1, n) that follow those in the drafter's cache.
 
-    Each reads the target rows before its own. P = 4,
-    n = 2 (an accepted token, never fed, and the bonus):
+    Several are fed where the drafter has no rows yet: the prompt, or after a round the
+    last accepted token (which was drafted, but never fed) and the bonus token. Each
+    reads the target's rows before its own, here with P = 4 rows and n = 2:
 
-                   target rows    drafter rows
-                     0 1 2 3       0 1 2 3 4
-        token 3      x x x .       x x x x .
-        token 4      x x x x       x x x x x
+                   target's rows    drafter's rows
+                     0 1 2 3          0 1 2 3 4
+        token 3      x x x .          x x x x .
+        token 4      x x x x          x x x x x
+
+    Token 3 lacks one row, as a query at the first place of its block does in training.
+    Returns the last token's hidden state (1, D).
     """
     positions = memory.cache.record(new)  # (1, n)
     prefix = decoding.cache.get_seq_length()  # P
@@ -364,56 +380,44 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
 def propose(drafter: Drafter, decoding, memory: Memory):
     """Draft a chain after `decoding.ids`, until the caller stops.
 
-    Yields (token (1,), q_draft (V,), hidden (D,)).
-    Only SpecDec++'s head needs `hidden`. Ends if the
-    logits processors allow no token of `draft_ids`.
+    Yields pairs of a token (1,) and the q_draft (V,) that it was chosen from. Ends after
+    an end-of-sequence token, because no text follows it, and where the logits processors
+    allow no token of `vocab_ids`.
     """
-    ids = decoding.ids
-    # 1. Drop the drafter's rows of rejected tokens. `new`
-    #    has no row yet: at first, the whole prompt.
-    new = memory.cache.rewind(ids)  # (1, n)
+    # Drop the drafter's rows of rejected tokens; what has no row is fed.
+    new = memory.cache.rewind(decoding.ids)  # (1, n)
+    drafted = []
     while True:
-        # 2. Feed them, and choose the next one. A prompt is fed in parts, because a
-        #    mask of all its queries and keys would grow with the square of its length.
+        # A prompt is fed in parts, because a mask of all its queries and keys would
+        # grow with the square of its length.
         for part in new.split(512, dim=1):
             hidden = feed(drafter, decoding, memory, part)  # (1, D)
-        picked = decoding.pick(memory.head(hidden), drafter.draft_ids, ids)
+        logits = memory.head(hidden)[0]  # (Vd,)
+        picked = common.pick(decoding, logits, drafter.vocab_ids, drafted)
         if picked is None:
             return
-        token, q_draft = picked
-        yield token, q_draft, hidden[0]
-        # 3. It is fed only if the caller wants another one.
-        new = token[None]  # (1, 1)
-        ids = torch.cat([ids, new], dim=1)
+        yield picked
+        token = picked[0]
+        drafted.append(int(token))
+        if drafted[-1] in decoding.ends:
+            return
+        new = token[None]  # (1, 1); it is fed only if the caller wants another one
 
 
 @torch.no_grad()
-def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft per round, which the caller verifies."""
+def drafts(decoding, drafter: Drafter, **changes):
+    """Yield one draft per round; the caller verifies it before it asks for the next.
+
+    changes: other values for fields of the Config with decode=True, such as gamma.
+    """
+    common.check_drafter(drafter, Drafter, decoding.target)
+    config = common.changed(drafter.config, changes)
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
-        length = min(config.gamma, decoding.room)
         steps = propose(drafter, decoding, memory)
+        length = min(config.gamma, decoding.room)
         yield common.chain(itertools.islice(steps, length), decoding.ids)
 
 
-def generate(
-    target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
-):
-    """Lossless decoding, as a `custom_generate` of transformers.
-
-    target.generate(..., custom_generate=glide.generate, drafter=...)
-
-    config: replaces the drafter's in fields with decode=True.
-    copies, stats, token_streamer: see `common.Decoding`.
-    Returns prompt and new tokens (1, T').
-    """
-    common.check_drafter(drafter, Drafter, target, config)
-    decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
-    for draft in drafts(decoding, drafter, config or drafter.config):
-        decoding.verify(draft)
-    return decoding.ids
-
-
 if __name__ == "__main__":
-    common.demo(generate, Drafter, "glide")
+    common.demo(Drafter, "glide", drafts)

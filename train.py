@@ -99,7 +99,7 @@ def train(args, module, overrides: dict) -> None:
             loss = gradients(accelerator, model, batches)
             norm = float(accelerator.clip_grad_norm_(model.parameters(), args.clip))
             if not math.isfinite(loss + norm):
-                raise common.Mistake(
+                raise common.UserError(
                     f"loss is {loss} and its gradient {norm} at step {run.step}: train anew with a "
                     f"lower --lr than {args.lr} (what {args.out} holds stays as it is)"
                 )
@@ -254,7 +254,7 @@ def launch(args) -> Accelerator:
     )
     count = accelerator.num_processes
     if args.batch_size % (count * args.accumulate):
-        raise common.Mistake(
+        raise common.UserError(
             f"--batch-size {args.batch_size} must be a multiple of {count} processes x "
             f"--accumulate {args.accumulate}"
         )
@@ -298,7 +298,7 @@ def start_drafter(args, module, overrides: dict, target, sequences: list, state:
         missing, surplus = drafter.load_state_dict(start.state_dict(), strict=False)
     except RuntimeError as error:  # weights of other shapes
         reason = " ".join(str(error).split())[:160]
-        raise common.Mistake(f"--init {args.init} does not fit the options: {reason}") from error
+        raise common.UserError(f"--init {args.init} does not fit the options: {reason}") from error
     if missing or surplus:
         say(f"{args.init} lacks these weights, or has more: {', '.join(missing + surplus)}")
     return drafter
@@ -354,7 +354,7 @@ def parse(argv: list[str]):
     module = cli.import_method(named[0])
     if not hasattr(module, "Drafter"):
         ours = ", ".join(cli.trainable())
-        raise common.Mistake(f"{named[0]} has nothing to train: take {ours}")
+        raise common.UserError(f"{named[0]} has nothing to train: take {ours}")
     cli.add_config_options(parser, module.Config)
     return parser.parse_args(argv), module
 

@@ -52,7 +52,7 @@ def read(out: Path, module, identity: dict, overrides: dict) -> dict:
         identity: what decides the run that is to continue.
         overrides: {field: value} of the Config, from the command line.
     Raises:
-        Mistake: it is damaged, or of another run.
+        UserError: it is damaged, or of another run.
     """
     path = out / "training_state.pt"
     try:
@@ -62,14 +62,14 @@ def read(out: Path, module, identity: dict, overrides: dict) -> dict:
         state["progress"] = Progress(**state["progress"])
     except Exception as error:  # torch raises many kinds on a damaged file
         reason = str(error).strip().split("\n")[0]
-        raise common.Mistake(
+        raise common.UserError(
             f"{path} is damaged or of another version ({reason}); train anew with another --out"
         ) from error
     free = cli.decode_fields(module)
     now = identity | {name: value for name, value in overrides.items() if name not in free}
     for name, value in now.items():
         if value != begun.get(name):
-            raise common.Mistake(
+            raise common.UserError(
                 f"{out} was started with --{name.replace('_', '-')} {begun.get(name)}, now "
                 f"{value}; resume with the same, or train anew with another --out"
             )
@@ -81,7 +81,7 @@ def save(out: Path, drafter, optimizer, progress: Progress, identity: dict) -> N
 
     Each file appears by one rename, config.json, which marks a drafter, last.
 
-    Raises: Mistake: it cannot be written; what was in `out` is as before.
+    Raises: UserError: it cannot be written; what was in `out` is as before.
     """
     state = {
         "identity": identity,
@@ -99,7 +99,7 @@ def save(out: Path, drafter, optimizer, progress: Progress, identity: dict) -> N
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk
         shutil.rmtree(part, ignore_errors=True)
         reason = str(error).strip().split("\n")[0]
-        raise common.Mistake(
+        raise common.UserError(
             f"cannot save to {out} ({reason}); make room, then continue with --resume"
         ) from error
     for name in ("training_state.pt", "model.safetensors", "curve.json", "config.json"):

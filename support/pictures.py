@@ -31,17 +31,18 @@ STYLE = {
 
 
 def check(folder: str) -> None:
-    """Raise a Mistake if no pictures can be drawn into `folder`."""
+    """Raise a UserError if no pictures can be drawn into `folder`."""
     if Path(folder).is_file():
-        raise common.Mistake(f"--plot {folder} is a file; name a folder to draw in")
+        raise common.UserError(f"--plot {folder} is a file; name a folder to draw in")
     if importlib.util.find_spec("matplotlib") is None:
-        raise common.Mistake("--plot needs matplotlib: pip install matplotlib")
+        raise common.UserError("--plot needs matplotlib: pip install matplotlib")
 
 
 def colour(name: str) -> str | None:
     """The colour of a method in all pictures; None for other names."""
-    method = re.split(r"[:+@ ]", name)[0]
-    return f"C{cli.METHODS.index(method)}" if method in cli.METHODS else None
+    words = re.split(r"[:@ ]", name)[0].split("+")  # perhaps with a base, or copies
+    method = [word for word in words if word in cli.METHODS][-1:]
+    return f"C{cli.METHODS.index(*method)}" if method else None
 
 
 @contextlib.contextmanager
@@ -67,7 +68,7 @@ def curves(paths: list[str], folder: Path) -> None:
 
     The solid line is held-out alpha, the dashed one `eval_alpha`, if any.
 
-    Raises: Mistake: a file that is no curve.
+    Raises: UserError: a file that is no curve.
     """
     title, x = "Acceptance rate while training", "million token-steps"
     with picture(folder / "curves.svg", title, x, "alpha") as axes:
@@ -79,7 +80,7 @@ def curves(paths: list[str], folder: Path) -> None:
                 alphas = [row["alpha"] for row in rows]
                 [line] = axes.plot(tokens, alphas, ".-", label=name, color=colour(name))
             except (ValueError, TypeError, KeyError):
-                raise common.Mistake(f"{path} is not a training curve of train.py") from None
+                raise common.UserError(f"{path} is not a training curve of train.py") from None
             prompts = [row.get("eval_alpha") for row in rows]
             if any(prompts):
                 label = f"{name}, prompts"

@@ -2,6 +2,7 @@
 
 import torch
 
+import common
 from support import data
 
 
@@ -25,8 +26,7 @@ def answer_padded(target, prompts: list[list[int]], **options) -> list[list[int]
     fed = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])  # (B, T)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
     fed, mask = fed.to(target.device), mask.to(target.device)
-    ends = target.generation_config.eos_token_id  # one id, several or None
-    ends = [ends] if isinstance(ends, int) else ends or []
+    ends = common.end_ids(target.generation_config)
     output = target.generate(fed, attention_mask=mask, pad_token_id=0, **options)  # (B, T + n)
     answers = []
     for row in output[:, width:].tolist():  # padding follows an end

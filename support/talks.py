@@ -33,7 +33,7 @@ class Maker:
         second_turns: share of conversations with a second turn.
         greedy: share of conversations that are answered greedily.
     Raises:
-        Mistake: the target does not chat.
+        UserError: the target does not chat.
     """
 
     def __init__(self, target, tokenizer, second_turns: float = 0.0, greedy: float = 0.5):
@@ -41,10 +41,9 @@ class Maker:
         self.tokenizer = tokenizer
         self.second_turns = second_turns
         self.greedy = greedy
-        ends = target.generation_config.eos_token_id  # one id, several or None
-        self.ends = [ends] if isinstance(ends, int) else ends
+        self.ends = common.end_ids(target.generation_config)
         if not (tokenizer.chat_template and self.ends):
-            raise common.Mistake(
+            raise common.UserError(
                 "this target has no chat template or no eos_token_id: take another"
             )
         # What the template writes before and after requests, between turns.
@@ -52,7 +51,7 @@ class Maker:
         text = data.render(data.chat([mark] * 3), tokenizer, ask=True)
         pieces = [self.ids(piece) for piece in text.split(mark)]
         if len(pieces) != 4 or (second_turns and pieces[1] != pieces[3]):
-            raise common.Mistake(
+            raise common.UserError(
                 "the chat template rewrites what was said; leave out --second-turns, or take "
                 "another target"
             )
@@ -83,7 +82,7 @@ class Maker:
                 bar.update(len(records))
                 in_vain = 0 if records else in_vain + size
                 if in_vain >= 500:
-                    raise common.Mistake(
+                    raise common.UserError(
                         f"the last {in_vain} requests did not end: give --requests FILE"
                     )
         return done
@@ -167,7 +166,7 @@ class Maker:
 def whole_lines(path: str) -> list[dict]:
     """The records of `path`, which is cut after its last complete line."""
     if path.endswith(".gz"):
-        raise common.Mistake(f"cannot append to {path}; give --out a plain .jsonl file")
+        raise common.UserError(f"cannot append to {path}; give --out a plain .jsonl file")
     if not Path(path).is_file():
         return []
     content = Path(path).read_bytes()
@@ -179,6 +178,8 @@ def whole_lines(path: str) -> list[dict]:
     except (ValueError, KeyError, TypeError):
         ours = False
     if not ours or half[: len(start)] != start[: len(half)]:
-        raise common.Mistake(f"{path} holds something other than conversations; give another --out")
+        raise common.UserError(
+            f"{path} holds something other than conversations; give another --out"
+        )
     os.truncate(path, len(content) - len(half))
     return records

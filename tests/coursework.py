@@ -32,24 +32,24 @@ class Exercise:
 
 
 EXERCISES = {
-    "common.ancestor_mask": Exercise(
-        "size = len(parents) + 1\n"
-        "return torch.zeros(1, 1, size, prefix + size, dtype=dtype)  # all may attend to all",
+    "common.tree_mask": Exercise(
+        "size = len(parents) + 1\nreturn torch.ones(size, size, dtype=torch.bool)  # all see all",
         "test_the_mask_of_the_docstring",
-        "test_mask_against_brute_force",
+        "test_the_mask_against_brute_force",
         "test_verify_sees_every_node_as_plain_decoding_would",
     ),
-    "common.verify": Exercise(
-        "committed = [int(logits[0, 0].argmax())]  # the target's own token; accepts nothing",
+    "common.walk": Exercise(
+        "tokens = [choose(-1, [])]  # the target's own token; accepts nothing\nended(tokens)",
         "test_greedy_walk_takes_the_longest_accepted_path",
+        "test_a_walk_does_not_go_beyond_the_end_of_the_answer",
         "test_verify_sees_every_node_as_plain_decoding_would",
         "test_each_draw_is_given_all_sampled_siblings",
         "test_sampled_output_follows_the_target",
         "test_an_answer_ends_inside_the_accepted_tokens",
         part=ast.While,
     ),
-    "common._draw": Exercise(
-        "if siblings:\n    return int(draft.tokens[siblings[0]])  # accepts whatever was drafted",
+    "common.draw": Exercise(
+        "if siblings:\n    return siblings[0][0]  # accepts whatever was drafted",
         "test_draws_follow_the_target_exactly",
         "test_sampled_output_follows_the_target",
         part=ast.For,
@@ -68,7 +68,7 @@ EXERCISES = {
         "test_an_expanded_proposal_worked_by_hand",
         "test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest",
         "test_a_set_is_no_larger_than_what_can_be_drafted",
-        "test_the_mask_is_the_papers_formula_and_the_ancestor_mask_of_the_tree",
+        "test_the_mask_is_the_papers_formula",
     ),
     "specdecpp.until_stop": Exercise(
         "yield from ()  # drafts nothing",
@@ -77,7 +77,7 @@ EXERCISES = {
     ),
     "specdecpp.draw": Exercise(
         "count = int(batch.loss_mask.sum())\n"
-        "return model.draft_ids.new_zeros(count), torch.zeros(count)",
+        "return model.vocab_ids.new_zeros(count), torch.zeros(count)",
         "test_labels_against_brute_force",
         "test_the_mean_label_is_the_acceptance_rate",
     ),
@@ -88,7 +88,7 @@ EXERCISES = {
     ),
     "specdecpp.oracle": Exercise("return 0", "test_the_oracle_against_all_stopping_policies"),
     "falcon.relaxed_mask": Exercise(
-        "return torch.zeros(len(phase), 1, length, length, dtype=torch.bool)  # nothing is read",
+        "return torch.zeros(len(phase), 1, length, length, dtype=torch.bool)  # nothing is seen",
         "test_relaxed_mask_drawing_and_definition",
     ),
     "falcon.glance": Exercise(

@@ -4,11 +4,12 @@ import itertools
 
 import pytest
 import torch
-from tiny import drawn, make_glide, sampled_p_value
+from tiny import draft_of, drawn, make_glide, sampled_p_value, untrained
 
 import cape
 import common
 import glide
+from support import cli
 
 ROOT = torch.tensor([[0]])
 
@@ -17,46 +18,45 @@ def trajectory_of(q_drafts):
     """A chain of the most probable tokens of these distributions."""
     steps = []
     for q_draft in torch.tensor(q_drafts):
-        steps.append((q_draft.argmax(keepdim=True), q_draft, None))
+        steps.append((q_draft.argmax(keepdim=True), q_draft))
     return common.chain(steps, ROOT)
 
 
 def test_the_set_size_at_the_borders_of_the_papers_ranges():
     config = cape.Config()
     sizes = {0.01: 7, 0.3: 7, 0.31: 5, 0.6: 5, 0.61: 3, 0.8: 3, 0.81: 1, 1.0: 1}
-    assert {p: cape.set_size(p, config.sizes, config.bounds) for p in sizes} == sizes
-    assert config.gamma * (1 + max(config.sizes)) == 32  # the limit of 5.3
+    assert {p: cape.set_size(p, config) for p in sizes} == sizes
+    assert 4 * (1 + max(config.sizes)) == 32  # the limit of 5.3, for chains of four
 
 
 @pytest.mark.parametrize(
-    "settings, tokens, parents, q",
+    "settings, tokens, parents",
     [
-        # the example of expand
-        (([2, 1], [0.55]), [1, 0, 2, 3, 1], [-1, 0, -1, -1, 0], [0.5, 0.6, 0.25, 0.15, 0.3]),
-        (([0, 3], [0.55]), [1, 0, 1, 2, 3], [-1, 0, 0, 0, 0], [0.5, 0.6, 0.3, 0.06, 0.04]),
+        (([2, 1], [0.55]), [1, 0, 2, 3, 1], [-1, 0, -1, -1, 0]),  # the example of expand
+        (([0, 3], [0.55]), [1, 0, 1, 2, 3], [-1, 0, 0, 0, 0]),
         # a confidence of .5 belongs to the range that ends there
-        (([1, 0], [0.5]), [1, 0, 2], [-1, 0, -1], [0.5, 0.6, 0.25]),
-        (([1], []), [1, 0, 2, 1], [-1, 0, -1, 0], [0.5, 0.6, 0.25, 0.3]),
-        (([0], []), [1, 0], [-1, 0], [0.5, 0.6]),
+        (([1, 0], [0.5]), [1, 0, 2], [-1, 0, -1]),
+        (([1], []), [1, 0, 2, 1], [-1, 0, -1, 0]),
+        (([0], []), [1, 0], [-1, 0]),
     ],
 )
-def test_an_expanded_proposal_worked_by_hand(settings, tokens, parents, q):
+def test_an_expanded_proposal_worked_by_hand(settings, tokens, parents):
     q_drafts = [[0.1, 0.5, 0.25, 0.15], [0.6, 0.3, 0.06, 0.04]]
     sizes, bounds = settings
-    draft = cape.expand(trajectory_of(q_drafts), cape.Config(sizes=sizes, bounds=bounds))
-    got = (draft.tokens.tolist(), draft.parents.tolist())
+    trajectory = trajectory_of(q_drafts)
+    draft = cape.expand(trajectory, cape.Config(sizes=sizes, bounds=bounds))
+    got = (draft.tokens.tolist(), draft.parents)
     told = f"input: q_draft {q_drafts}, sizes {sizes}, bounds {bounds}"
     assert got == (tokens, parents), f"{told}\nexpected: {(tokens, parents)}\ngot: {got}"
-    assert draft.q.tolist() == pytest.approx(q), f"expected q {q}, got {draft.q.tolist()}"
     same = torch.equal(draft.probs, torch.tensor(q_drafts))
     assert same, "probs are to stay the trajectory's: a row for each drawn node, no more"
+    assert trajectory.parents == [-1, 0], "the trajectory itself is to stay as it was"
 
 
 def test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest():
     q_draft = torch.tensor([0.1, 0.5, 0.25, 0.15])
-    drawn = common.chain([(torch.tensor([2]), q_draft, None)], ROOT)
+    drawn = common.chain([(torch.tensor([2]), q_draft)], ROOT)
     draft = cape.expand(drawn, cape.Config(sizes=[0, 2, 0], bounds=[0.4, 0.5]))
-    assert draft.q.tolist() == pytest.approx([0.25, 0.5, 0.15]), "q of the tokens 2 1 3"
     got = draft.tokens.tolist()
     assert got == [2, 1, 3], f"2 was drawn of .1 .5 .25 .15, S(.5) = 2: expected 2 1 3, got {got}"
     told = "expected the confidence 0.5, of the largest, and the count 2"
@@ -73,54 +73,87 @@ def test_a_set_is_no_larger_than_what_can_be_drafted():
     assert cape.expand(nothing, fixed) is nothing, "an empty trajectory is returned as it is"
 
 
+def mask_cape(counts):
+    """Mask_CAPE as the formula of 4.2: i = j, or j <= gamma and pos(i) > j; (beta, beta) bool."""
+    gamma = len(counts)
+    pos = torch.arange(1, gamma + 1)
+    pos = torch.cat([pos, pos.repeat_interleave(torch.tensor(counts))])  # (beta,)
+    j = torch.arange(1, len(pos) + 1)
+    return (j[:, None] == j) | (j <= gamma) & (pos[:, None] > j)
+
+
 @pytest.mark.parametrize("counts", [[0], [3], [2, 1, 1], [0, 4, 0], [5, 0, 2, 1, 3]], ids=str)
-def test_the_mask_is_the_papers_formula_and_the_ancestor_mask_of_the_tree(counts):
+def test_the_mask_is_the_papers_formula(counts):
     # Confidences .1, .2, ... give each step the size that its set has here.
     steps = range(len(counts))
     q_drafts = [[0.1 * (n + 1)] + [(0.9 - 0.1 * n) / 15] * 15 for n in steps]
     bounds = [0.1 * n + 0.05 for n in steps[1:]]
     draft = cape.expand(trajectory_of(q_drafts), cape.Config(sizes=counts, bounds=bounds))
-    expected = drawn(cape.cape_mask(counts))
-    tree = common.ancestor_mask(draft.parents, 0, torch.float32)[0, 0] == 0
-    got = drawn(tree[1:, 1:])  # without the root, which all see
-    told = f"counts {counts}, parents {draft.parents.tolist()}"
+    expected = drawn(mask_cape(counts))
+    got = drawn(common.tree_mask(draft.parents)[1:, 1:])  # without the root, which all see
+    told = f"counts {counts}, parents {draft.parents}"
     assert got == expected, f"{told}: expected {expected}, got {got}"
+
+
+def test_only_chains_are_expanded():
+    q_draft = torch.tensor([0.1, 0.5, 0.25, 0.15])
+    tree = draft_of([1, 2], [-1, -1], torch.stack([q_draft, q_draft]))
+    for draft in (tree, draft_of([1, 2], [-1, 0])):  # siblings, and no probabilities
+        with pytest.raises(common.UserError, match="give it the drafts of glide or specdecpp"):
+            cape.expand(draft, cape.Config())
+    with pytest.raises(common.UserError, match="cannot change gamma: it can change sizes, bounds"):
+        next(cape.drafts([], gamma=3))
 
 
 @torch.no_grad()
 def test_drafting_goes_on_from_an_accepted_extra(llama):
     """A drafter without memory drafts the same."""
     drafter = make_glide(llama)
-    ids = torch.tensor([[9, 8, 7]])
-    options = {"max_new_tokens": 60, "do_sample": False}
+    options = {"input_ids": torch.tensor([[9, 8, 7]]), "max_new_tokens": 60, "do_sample": False}
     extras_accepted = 0
-    decoding = common.open_decoding(llama, ids, **options)
+    decoding = common.start(llama, **options)
+    chains = glide.drafts(decoding, drafter, gamma=4)
     # Beside each token of the trajectory stands nearly every other one.
-    for draft in cape.drafts(decoding, glide, drafter, cape.Config(sizes=[40], bounds=[])):
+    for draft in cape.drafts(chains, sizes=[40], bounds=[]):
         steps = glide.propose(drafter, decoding, glide.Memory(drafter, llama))
         drafted = 0 if draft.probs is None else len(draft.probs)
-        tokens = [token for token, _, _ in itertools.islice(steps, drafted)]
+        tokens = [token for token, _ in itertools.islice(steps, drafted)]
         assert tokens == list(draft.tokens[:drafted])
-        verified = decoding.verify(draft)
-        extras_accepted += any(node >= drafted for node in verified.path)
+        extras_accepted += any(node >= drafted for node in decoding.verify(draft))
     assert extras_accepted > 5
-    assert torch.equal(decoding.ids, llama.generate(ids, **options))
+    assert torch.equal(decoding.ids, llama.generate(**options))
 
 
-def test_a_name_as_base_and_a_drafter_of_another_base_are_mistakes(llama):
-    options = {"custom_generate": cape.generate, "base_drafter": llama, "max_new_tokens": 4}
-    with pytest.raises(common.Mistake, match="base 'glide': pass a module that drafts chains"):
-        llama.generate(ROOT, base="glide", **options)
-    with pytest.raises(common.Mistake, match="drafter is a "):
-        llama.generate(ROOT, base=glide, **options)
+def test_any_generator_of_chains_can_be_expanded(llama):
+    """SpecDec++'s as well, with the head that ends its rounds."""
+    specdecpp = cli.import_method("specdecpp")
+    drafter = untrained(specdecpp, llama, layers=[0, 1])
+    ids = torch.tensor([[9, 8, 7]])
+    options = {"max_new_tokens": 30, "do_sample": False}
+    lengths = set()
+
+    def expanded(decoding):
+        chains = specdecpp.drafts(decoding, drafter, threshold=0.6)
+        for draft in cape.drafts(chains):
+            lengths.add(len(draft.notes.get("counts", [])))
+            assert len(draft.notes.get("chances", [])) >= len(draft.notes.get("counts", [])) - 1
+            yield draft
+
+    output = llama.generate(ids, custom_generate=common.speculate(expanded), **options)
+    assert torch.equal(output, llama.generate(ids, **options))
+    assert lengths - {0, 1}, "no round drafted two tokens"
 
 
 def p_value(target):
     """Of answers whose trajectories have two tokens; those of test_lossless.py have one."""
+    drafter = make_glide(target)
+
+    def expanded(decoding):
+        return cape.drafts(glide.drafts(decoding, drafter, gamma=2), sizes=[3, 2, 2, 1])
+
+    decoder = common.speculate(expanded)
     prompt = torch.tensor([[1, 2, 3]])
-    config = cape.Config(gamma=2, sizes=[3, 2, 2, 1])
-    given = {"base": glide, "base_drafter": make_glide(target), "config": config}
-    return sampled_p_value(target, prompt, 3, draws=400, custom_generate=cape.generate, **given)
+    return sampled_p_value(target, prompt, 3, draws=400, custom_generate=decoder)
 
 
 def test_sampled_output_follows_the_target(small_llama):

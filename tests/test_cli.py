@@ -35,7 +35,7 @@ def test_mistakes_are_one_line_and_bugs_are_tracebacks(capsys):
 
         return main
 
-    assert end_of(capsys, raising(common.Mistake("two\n  lines"))) == (2, "train.py: two lines\n")
+    assert end_of(capsys, raising(common.UserError("two\n  lines"))) == (2, "train.py: two lines\n")
     assert end_of(capsys, raising(FileNotFoundError("no x"))) == (2, "train.py: no x\n")
     assert end_of(capsys, raising(KeyboardInterrupt())) == (130, "train.py: interrupted\n")
     for bug in (ValueError, RuntimeError, KeyError, AssertionError):
@@ -88,7 +88,7 @@ def test_a_mistake_of_train_py_is_told_in_a_line(folder, tmp_path, capsys, words
 
 CONFIG_MISTAKES = [
     ("glide", {"num_layers": 4}, "num_layers 4, kv_layer -1: the target has layers 0 to 2"),
-    ("cape", {"gamma": 2.5}, "gamma 2.5: take an int of at least 0"),
+    ("glide", {"gamma": 2.5}, "gamma 2.5: take an int of at least 0"),
     ("falcon", {"noise": "3"}, "noise '3': take a number of at least 0"),
     ("falcon", {"noise": float("nan")}, "noise nan: take a number of at least 0"),
     ("cape", {"sizes": [1, 2]}, "one size more than bounds"),
@@ -97,7 +97,6 @@ CONFIG_MISTAKES = [
     ("specdecpp", {"draft_model": "small"}, "take stage head"),
     ("specdecpp", {"stop": "never"}, "stop 'never': take head or fixed"),
     ("specdecpp", {"w_rej": 0}, "w_rej 0: take a weight above 0"),
-    ("specdecpp", {"keep": 1}, "keep 1: take a share"),
     ("specdecpp", {"layers": [3]}, "name some of the target's"),
     ("falcon", {"tree": [[0], [1, 0]]}, r"tree path \[1, 0\]: add its parent \[1\]"),
     ("falcon", {"tree": 4}, "tree 4: give a list"),
@@ -113,7 +112,7 @@ CONFIG_MISTAKES = [
 def test_a_config_checks_itself(llama, method, fields, said):
     """Some fields, when a drafter is built for a target of three layers and 48 tokens."""
     module = cli.import_method(method)
-    with pytest.raises(common.Mistake, match=said):
+    with pytest.raises(common.UserError, match=said):
         config = module.Config(**fields)
         module.build(config, llama, torch.arange(48))
 
@@ -135,12 +134,12 @@ def test_methods_and_rivals_by_name(monkeypatch, tmp_path):
     assert cli.import_method("medusa").__name__ == "support.rivals.medusa"
     assert {"glide", "specdecpp", "falcon", "ctc_drafter", "medusa"} <= set(cli.trainable())
     assert not {"cape", "beam", "lookup"} & set(cli.trainable())
-    with pytest.raises(common.Mistake, match="unknown method '../x': take glide, cape"):
+    with pytest.raises(common.UserError, match="unknown method '../x': take glide, cape"):
         cli.import_method("../x")
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     (tmp_path / "glide.py").touch()
     assert cli.present() == ["glide"]
-    with pytest.raises(common.Mistake, match="unknown method 'falcon': take glide"):
+    with pytest.raises(common.UserError, match="unknown method 'falcon': take glide"):
         cli.import_method("falcon")
 
 
@@ -159,10 +158,10 @@ class Config:
     more: int = field(default=1, metadata={"help": "of a course's own", "decode": False})
 
 
-def parser_of(**given):
+def parser_of():
     parser = cli.OneLineParser()
     parser.add_argument("--rate", help="the program's own")
-    cli.add_config_options(parser, Config, **given)
+    cli.add_config_options(parser, Config)
     return parser
 
 
@@ -173,8 +172,6 @@ def test_every_field_of_a_config_is_an_option_of_its_type():
     words = "--layer -1 --count 7 --rate x --no-csgd --word b --sizes [4] --more 2".split()
     given = {"layer": -1, "count": 7, "rate": "x", "csgd": False, "word": "b", "sizes": [4]}
     assert vars(parser_of().parse_args(words)) == given | {"more": 2}
-    decode = vars(parser_of(decode=True).parse_args([]))
-    assert set(decode) == {"rate", "layer", "count", "word"}
     for bad in ("--count x", "--sizes 4", "--sizes [1", "--csg", "--target {}"):
-        with pytest.raises(common.Mistake, match="see --help"):
+        with pytest.raises(common.UserError, match="see --help"):
             parser_of().parse_args(bad.split())

@@ -103,52 +103,114 @@ def test_prefix_search_keeps_the_likeliest_prefixes():
         assert got == pytest.approx(expected), f"{told}, got {got}"
 
 
+def by_likeliest_candidate(q_slots, merge):
+    """{sequence: probability of the likeliest raw candidate that becomes it}."""
+    blank = q_slots.shape[1] - 1
+    best = {}
+    for count in range(1, len(q_slots) + 1):  # of the first slots
+        for candidate in itertools.product(range(blank + 1), repeat=count):
+            if merge:
+                sequence = ctc_drafter.collapse(candidate, blank)
+            elif blank in candidate:
+                continue
+            else:
+                sequence = candidate
+            chosen = [float(q_slots[slot, symbol]) for slot, symbol in enumerate(candidate)]
+            best[sequence] = max(best.get(sequence, 0.0), math.prod(chosen))
+    best.pop((), None)
+    return best
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 7, 1000])
 @pytest.mark.parametrize("merge", [True, False])
-def test_alignments_are_the_most_probable_combinations(merge):
-    q_slots = some_slots(slots=3, symbols=4, seed=2)
-    values = {}
-    for combination in itertools.product(range(5), repeat=3):
-        chosen = [float(q_slots[slot, symbol]) for slot, symbol in enumerate(combination)]
-        values[combination] = math.prod(chosen)
-    expected = defaultdict(float)
-    for combination in sorted(values, key=values.get, reverse=True)[:7]:
-        sequence = tuple(itertools.takewhile(lambda symbol: symbol != 4, combination))
-        if merge:
-            sequence = ctc_drafter.collapse(combination, 4)
-        for end in range(1, len(sequence) + 1):
-            expected[sequence[:end]] += values[combination]
-    found = ctc_drafter.alignments(q_slots, symbols=4, candidates=7, merge=merge)
-    assert found == pytest.approx(expected)
+def test_a_sequence_has_the_probability_of_its_likeliest_candidate(merge, nodes):
+    for seed in range(4):
+        q_slots = some_slots(seed=seed)
+        exact = by_likeliest_candidate(q_slots, merge)
+        likeliest = sorted(exact, key=exact.get, reverse=True)[:nodes]
+        expected = {sequence: exact[sequence] for sequence in likeliest}
+        found = ctc_drafter.alignments(q_slots, symbols=3, nodes=nodes, merge=merge)
+        assert found == pytest.approx(expected)
+        assert list(found) == likeliest
+
+
+def test_the_transforms_on_the_two_slots_of_their_docstrings():
+    """By the likeliest alignment, and without merging; the sum over all is .68, .30, .20."""
+    q_slots = torch.tensor([[0.6, 0.0, 0.4], [0.2, 0.5, 0.3]], dtype=torch.double)  # a, b, blank
+    for merge, expected in (
+        (True, {(0,): 0.6, (0, 1): 0.3, (1,): 0.2}),
+        (False, {(0,): 0.6, (0, 1): 0.3, (0, 0): 0.12}),
+    ):
+        found = ctc_drafter.alignments(q_slots, symbols=2, nodes=9, merge=merge)
+        found = {sequence: q for sequence, q in found.items() if q}
+        assert found == pytest.approx(expected), merge
+
+
+def test_only_the_likeliest_tokens_of_a_slot_are_tried():
+    q_slots = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.3, 0.6]], dtype=torch.double)  # a, b, blank
+    found = ctc_drafter.alignments(q_slots, symbols=1, nodes=9)
+    assert found == pytest.approx({(0,): 0.5, (0, 1): 0.15, (1,): 0.09})
+
+
+def test_candidates_that_continue_alike_are_continued_once(monkeypatch):
+    """Sixteen slots that say a or blank have 2^16 fillings, but eight sequences."""
+    calls = []
+    real = ctc_drafter.collapse
+    monkeypatch.setattr(ctc_drafter, "collapse", lambda *args: calls.append(1) or real(*args))
+    q_slots = torch.tensor([[0.5, 0.5]] * 16)
+    found = ctc_drafter.alignments(q_slots, symbols=1, nodes=99)
+    assert sorted(map(len, found)) == [*range(1, 9)]
+    assert len(calls) < 1000
 
 
 def test_the_tree_is_a_trie_of_the_likeliest_prefixes():
     prefixes = {(3,): 0.6, (3, 5): 0.4, (3, 5, 5): 0.1, (4,): 0.3, (4, 5): 0.25, (6,): 0.05}
-    draft = ctc_drafter.token_tree(prefixes, torch.arange(10) * 10, nodes=4, depth=9)
-    assert draft.tokens.tolist() == [30, 50, 40, 50] and draft.parents.tolist() == [-1, 0, -1, 2]
-    assert draft.q.tolist() == pytest.approx([0.6, 0.4, 0.3, 0.25]) and draft.probs is None
-    shallow = ctc_drafter.token_tree(prefixes, torch.arange(10), nodes=9, depth=1)
-    assert shallow.tokens.tolist() == [3, 4, 6] and shallow.parents.tolist() == [-1, -1, -1]
+    vocab_ids = torch.arange(10) * 10
+    draft = ctc_drafter.token_tree(prefixes, vocab_ids, nodes=4, depth=9)
+    assert draft.tokens.tolist() == [30, 50, 40, 50] and draft.parents == [-1, 0, -1, 2]
+    assert draft.notes == {"q": [0.6, 0.4, 0.3, 0.25]} and draft.probs is None
+    shallow = ctc_drafter.token_tree(prefixes, vocab_ids, nodes=9, depth=1)
+    assert shallow.tokens.tolist() == [30, 40, 60] and shallow.parents == [-1, -1, -1]
+    ended = ctc_drafter.token_tree(prefixes, vocab_ids, nodes=9, depth=9, ends={3})
+    assert ended.tokens.tolist() == [30, 40, 50, 60] and ended.parents == [-1, -1, 1, -1]
     rounded = {(3,): 0.5, (3, 5): 0.5000001}  # sums of the same terms in another order
-    assert ctc_drafter.token_tree(rounded, torch.arange(10), 9, 9).tokens.tolist() == [3]
-    nothing = ctc_drafter.token_tree(prefixes, torch.arange(10), nodes=9, depth=0)
-    assert nothing.tokens.dtype == nothing.parents.dtype == torch.long
-    assert nothing.tokens.shape == nothing.parents.shape == nothing.q.shape == (0,)
+    assert ctc_drafter.token_tree(rounded, vocab_ids, 9, 9).tokens.tolist() == [30]
+    nothing = ctc_drafter.token_tree(prefixes, vocab_ids, nodes=9, depth=0)
+    assert nothing.tokens.dtype == torch.long and nothing.tokens.shape == (0,)
+    assert nothing.parents == [] and nothing.notes == {"q": []}
+
+
+def first_draft(target, monkeypatch, changes, **options):
+    """A draft where the slots say 5 5 blank 6 6 6 7 blank."""
+    q_slots = torch.full((8, 49), 0.05 / 48)
+    q_slots[torch.arange(8), [5, 5, 48, 6, 6, 6, 7, 48]] = 0.95
+    monkeypatch.setattr(ctc_drafter, "fill_slots", lambda *_: q_slots)
+    options = {"input_ids": torch.tensor([[9, 8, 7]]), "max_new_tokens": 9} | options
+    decoding = common.start(target, **options)
+    return next(ctc_drafter.drafts(decoding, make_drafter(target), **changes))
 
 
 @pytest.mark.parametrize(
     "transform, likeliest", [("prefixes", (5, 6, 7)), ("alignments", (5, 6, 7)), ("none", (5, 5))]
 )
 def test_slots_are_merged_before_the_tree_is_built(llama, monkeypatch, transform, likeliest):
-    """The slots say 5 5 blank 6 6 6 7 blank."""
-    q_slots = torch.full((8, 49), 0.05 / 48)
-    q_slots[torch.arange(8), [5, 5, 48, 6, 6, 6, 7, 48]] = 0.95
-    monkeypatch.setattr(ctc_drafter, "fill_slots", lambda *_: q_slots)
-    drafter = make_drafter(llama)
-    decoding = common.open_decoding(llama, torch.tensor([[9, 8, 7]]), max_new_tokens=9)
     count = len(likeliest)
-    config = dataclasses.replace(drafter.config, transform=transform, nodes=count)
-    draft = next(ctc_drafter.drafts(decoding, drafter, config))
+    draft = first_draft(llama, monkeypatch, {"transform": transform, "nodes": count})
     assert paths(draft) == [likeliest[:end] for end in range(1, count + 1)]
+    assert len(draft.notes["q"]) == count and len(draft.notes["q_slots"]) == 8
+    assert draft.notes["vocab_ids"].tolist() == list(range(48))
+
+
+@pytest.mark.parametrize("transform", ["prefixes", "alignments", "none"])
+def test_nothing_is_drafted_after_an_end_or_beyond_the_last_token(llama, monkeypatch, transform):
+    changes = {"transform": transform, "nodes": 9}
+    for options, longest in (({"eos_token_id": [5, 6]}, 2), ({"max_new_tokens": 3}, 2)):
+        for path in paths(first_draft(llama, monkeypatch, changes, **options)):
+            assert len(path) <= longest
+            if "eos_token_id" in options:
+                assert not {5, 6} & {*path[:-1]}
+    empty = first_draft(llama, monkeypatch, changes, max_new_tokens=1)  # the bonus token's
+    assert len(empty.tokens) == 0
 
 
 # ------------------------------------------------------------------------------- loss and windows
@@ -183,7 +245,7 @@ def test_loss_and_acceptance_of_a_batch_by_hand(small_llama, weight):
         starts = beginnings(q_slots)
         ids = batch.input_ids[row, : anchors[row, n] + 2]  # up to x_(i+1)
         p_target = small_llama(ids[None]).logits[0, -1].softmax(-1)
-        p_drafted = p_target[drafter.draft_ids]
+        p_drafted = p_target[drafter.vocab_ids]
         for token, p in enumerate(p_drafted.tolist()):
             teacher = p / float(p_drafted.sum())
             expected -= weight * teacher * math.log(starts[token,])
@@ -261,17 +323,16 @@ def test_drafting_round_by_round_equals_one_training_pass(llama):
     batch = random_batch(llama, lengths=(12,), prompt=1)
     anchors = torch.arange(11)[None]
     log_q = ctc_drafter.training_log_q(drafter, llama, batch, anchors)
-    decoding = common.open_decoding(llama, batch.input_ids[:, :1], max_new_tokens=20)
-    cache = common.GrowingCache(1)
-    head = common.draft_head(llama, drafter.draft_ids)
+    decoding = common.start(llama, input_ids=batch.input_ids[:, :1], max_new_tokens=20)
+    memory = ctc_drafter.Memory(drafter, decoding)
     start = 0
     for end in (3, 4, 8, 12):  # tokens committed
         decoding.ids = batch.input_ids[:, :end]
         decoding.hidden = batch.hidden[:, start : end - 1]
-        q_slots = ctc_drafter.fill_slots(drafter, decoding, cache, head)
+        q_slots = ctc_drafter.fill_slots(drafter, decoding, memory)
         torch.testing.assert_close(q_slots.log(), log_q[end - 2], atol=1e-4, rtol=1e-4)
         start = end - 1
-        assert cache.get_seq_length() == start
+        assert memory.cache.get_seq_length() == start
 
 
 def test_the_layer_and_the_final_norm_start_as_the_targets():
@@ -282,7 +343,7 @@ def test_the_layer_and_the_final_norm_start_as_the_targets():
     for name, theirs in target.model.layers[-1].named_parameters():
         torch.testing.assert_close(drafter.get_parameter(name), theirs, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(drafter.norm.weight, target.model.norm.weight)
-    assert drafter.draft_ids.tolist() == list(range(39, 48))
+    assert drafter.vocab_ids.tolist() == list(range(39, 48))
     a, b = torch.randn(2, 32, dtype=torch.double)
     torch.testing.assert_close(drafter.fusion(torch.cat([a, b])), a + b)
 

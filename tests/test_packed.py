@@ -43,7 +43,8 @@ def test_a_packed_target_is_a_second_object_over_the_same_weights():
         assert weights[name].data_ptr() == weight.data_ptr()
     for model in (target, twin):
         assert torch.equal(model.generate(ids, **options), truth)
-        output = model.generate(ids, custom_generate=glide.generate, drafter=drafter, **options)
+        decoder = common.speculate(glide.drafts, drafter)
+        output = model.generate(ids, custom_generate=decoder, **options)
         assert torch.equal(output, truth)
 
 
@@ -86,10 +87,10 @@ def test_a_drafters_head_is_packed_once():
     target = packed.pack(make_llama().float())
     one, other = (packed.pack(make_glide(target, draft_vocab=size)) for size in (20, 30))
     whole = target.get_output_embeddings()
-    heads = [common.draft_head(target, drafter.draft_ids) for drafter in (one, other, one)]
+    heads = [common.draft_head(target, drafter.vocab_ids) for drafter in (one, other, one)]
     assert heads[0] is heads[2] and heads[1].out_features == 30 and len(whole.selected) == 2
     x = torch.randn(3, target.config.hidden_size)
-    torch.testing.assert_close(heads[0](x), x @ whole.weight[one.draft_ids].T)
+    torch.testing.assert_close(heads[0](x), x @ whole.weight[one.vocab_ids].T)
     granite = packed.pack(family("Granite", logits_scaling=4.0).float().requires_grad_(False))
     few = torch.tensor([3, 30, 31])
     logits = common.target_logits(granite, x, few)

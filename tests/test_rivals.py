@@ -1,6 +1,5 @@
-"""support/rivals: Medusa's heads, and beam search as a draft."""
+"""support/rivals: Medusa's heads, beam search as a draft, and copies from the context."""
 
-import dataclasses
 import math
 
 import pytest
@@ -9,9 +8,16 @@ from tiny import make_glide, paths, random_batch
 
 import common
 import glide
-from support.rivals import beam, medusa
+from support.rivals import beam, lookup, medusa
 
 PROMPT = torch.tensor([[9, 8, 7]])
+
+
+def opened(target, **options):
+    return common.start(target, **{"input_ids": PROMPT, "max_new_tokens": 9} | options)
+
+
+# ------------------------------------------------------------------------------------- Medusa
 
 
 def make_medusa(target, **options):
@@ -24,8 +30,8 @@ def make_medusa(target, **options):
 @torch.no_grad()
 def head_probs(target, drafter, ids):
     """q_heads (U, Vd) after the tokens ids (T,), the last of them the newest."""
-    decoding = common.open_decoding(target, ids[None], max_new_tokens=5)
-    return medusa.propose(drafter, decoding, common.draft_head(target, drafter.draft_ids))
+    decoding = opened(target, input_ids=ids[None])
+    return medusa.run_heads(drafter, decoding, common.draft_head(target, drafter.vocab_ids))
 
 
 def test_medusas_head_j_learns_token_j_and_weighs_less(llama):
@@ -38,10 +44,10 @@ def test_medusas_head_j_learns_token_j_and_weighs_less(llama):
         scores = llama(ids[None]).logits[0]  # (T, V)
         for newest in range(2, length - 3):  # the three labels stand at newest + 1, ...
             q_heads = head_probs(llama, drafter, ids[: newest + 1])
-            label = scores[:, drafter.draft_ids].argmax(-1)[newest : newest + 3]
+            label = scores[:, drafter.vocab_ids].argmax(-1)[newest : newest + 3]
             for head in range(3):
                 expected -= 0.8**head * math.log(q_heads[head, label[head]])
-            p_target = scores[newest].softmax(-1)[drafter.draft_ids]
+            p_target = scores[newest].softmax(-1)[drafter.vocab_ids]
             overlap += float(torch.minimum(p_target.float(), q_heads[0]).sum())
     total, count = medusa.loss(drafter, llama, batch)
     assert int(count) == 4 + 2 and float(total.detach()) == pytest.approx(expected, rel=1e-4)
@@ -53,18 +59,21 @@ def test_medusa_drafts_products_and_merges_no_repeats(llama, monkeypatch):
     """Heads that agree on a token draft it again; the blank, which they lack, is not drafted."""
     q_heads = torch.full((3, 48), 0.1 / 47)
     q_heads[:, 4] = 0.9
-    monkeypatch.setattr(medusa, "propose", lambda *_: q_heads)
+    monkeypatch.setattr(medusa, "run_heads", lambda *_: q_heads)
     drafter = make_medusa(llama)
-    decoding = common.open_decoding(llama, PROMPT, max_new_tokens=9)
-    config = dataclasses.replace(drafter.config, nodes=3, symbols=1)
-    draft = next(medusa.drafts(decoding, drafter, config))
+    draft = next(medusa.drafts(opened(llama), drafter, nodes=3, symbols=1))
     assert paths(draft) == [(4,), (4, 4), (4, 4, 4)]
-    assert draft.q.tolist() == pytest.approx([0.9**3] * 3)  # of one combination
+    assert draft.notes["q"] == pytest.approx([0.9, 0.9**2, 0.9**3])  # of the first heads
+    draft = next(medusa.drafts(opened(llama, eos_token_id=4), drafter, nodes=3))
+    assert (4,) in paths(draft) and all(4 not in path[:-1] for path in paths(draft))
+
+
+# --------------------------------------------------------------------------------------- beam
 
 
 def beams_by_hand(target, drafter, depth, width):
     """{proposal: probability} of beam search (5.1), each scored by a drafter without memory."""
-    decoding = common.open_decoding(target, PROMPT, max_new_tokens=9)
+    decoding = opened(target)
     beams = {(): 1.0}
     for _ in range(depth):
         grown = {}
@@ -72,7 +81,7 @@ def beams_by_hand(target, drafter, depth, width):
             # The target has cached the prompt only.
             decoding.ids = torch.cat([PROMPT, torch.tensor([path], dtype=torch.long)], dim=1)
             steps = glide.propose(drafter, decoding, glide.Memory(drafter, target))
-            _, q_draft, _ = next(steps)
+            _, q_draft = next(steps)
             for token, q in enumerate(q_draft.tolist()):
                 grown[(*path, token)] = probability * q
         best = sorted(grown, key=grown.get, reverse=True)[:width]
@@ -84,16 +93,83 @@ def beams_by_hand(target, drafter, depth, width):
 @torch.no_grad()
 def test_the_tree_is_that_of_the_best_proposals(llama, depth, width):
     drafter = make_glide(llama, draft_vocab=20)
-    options = {"do_sample": True, "suppress_tokens": list(range(28, 38))}
-    decoding = common.open_decoding(llama, PROMPT, max_new_tokens=9, **options)
+    # It ranks greedily and without processors, whatever is asked of the answer.
+    decoding = opened(llama, do_sample=True, suppress_tokens=list(range(28, 38)))
     memory = glide.Memory(drafter, llama)
-    draft = beam.propose(glide, drafter, decoding, memory, depth, width)
+    draft = beam.propose(drafter, decoding, memory, depth, width)
     beams = beams_by_hand(llama, drafter, depth, width)
     expected = {path[:end] for path in beams for end in range(1, depth + 1)}
-    q_of = dict(zip(paths(draft), draft.q.tolist()))
+    q_of = dict(zip(paths(draft), draft.notes["q"]))
     assert len(q_of) == len(draft.tokens) and set(q_of) == expected
     for path, probability in beams.items():  # q along a proposal multiplies to its score
         product = math.prod(q_of[path[:end]] for end in range(1, depth + 1))
         assert product == pytest.approx(probability, rel=1e-4)
-    # Only a copy of the decoding ranks greedily and without processors.
-    assert torch.equal(decoding.ids, PROMPT) and decoding.do_sample and decoding.logits_processor
+
+
+@pytest.mark.parametrize("options", [{}, {"cross_attention": False}, {"num_layers": 2}], ids=str)
+def test_a_level_is_one_pass_and_leaves_nothing_in_the_drafters_cache(llama, options):
+    """In every round: the tree is that of a drafter which has just read the whole text."""
+    drafter = make_glide(llama, **options)
+    passes = []
+    drafter.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[1].shape[1]))
+    decoding = opened(llama, input_ids=PROMPT[:, :1], max_new_tokens=20, do_sample=False)
+    for draft in beam.drafts(decoding, drafter, gamma=3, width=4):
+        depth = min(3, decoding.room)
+        assert len(passes) == depth and passes[1:] == [4] * (depth - 1)  # tokens of each
+        fresh = next(beam.drafts(decoding, drafter, gamma=3, width=4))
+        assert paths(draft) == paths(fresh)
+        assert draft.notes["q"] == pytest.approx(fresh.notes["q"], rel=1e-5)
+        decoding.verify(draft)
+        passes.clear()
+
+
+def test_the_beam_drafts_nothing_after_an_end(llama):
+    drafter = make_glide(llama)
+    whole = next(beam.drafts(opened(llama), drafter))
+    end = paths(whole)[0][0]  # the best proposal goes on after it
+    cut = next(beam.drafts(opened(llama, eos_token_id=end), drafter))
+    assert set(paths(cut)) == {path for path in paths(whole) if end not in path[:-1]}
+    assert len(cut.tokens) < len(whole.tokens)
+
+
+# ------------------------------------------------------------------------------------- copies
+
+
+def test_copies_join_any_draft(llama):
+    """After 1 2 3 4 came 5 6 7; the draft's 5 is shared, and 8 stays."""
+    decoding = opened(llama, input_ids=torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]]))
+
+    def tree():
+        yield common.Draft(torch.tensor([5, 8]), [-1, 0], notes={"q": [0.5, 0.25]})
+
+    draft = next(lookup.with_copies(tree(), decoding, most=3))
+    assert paths(draft) == [(5,), (5, 8), (5, 6), (5, 6, 7)]
+    assert draft.notes["copied"] == 2 and draft.probs is None
+    assert draft.notes["q"][:2] == [0.5, 0.25]
+    assert all(math.isnan(q) for q in draft.notes["q"][2:]) and len(draft.notes["q"]) == 4
+    alone = next(lookup.drafts(decoding, most=3))
+    assert paths(alone) == [(5,), (5, 6), (5, 6, 7)] and alone.notes == {"copied": 3}
+
+
+@pytest.mark.parametrize("options, last", [({"eos_token_id": [6, 9]}, 6), ({}, 5)])
+def test_a_copy_ends_with_the_answer(llama, options, last):
+    """At an end-of-sequence token, or where one place is left for the bonus token."""
+    text = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]])
+    length = 2 if last == 5 else 9
+    decoding = opened(llama, input_ids=text, max_new_tokens=length, **options)
+    draft = next(lookup.drafts(decoding))
+    assert draft.tokens.tolist()[-1] == last
+
+
+def test_a_draft_that_holds_the_copy_stays_as_it_is(llama):
+    decoding = opened(llama, input_ids=torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2, 3, 4]]))
+    draft = common.Draft(torch.tensor([5, 6, 1]), [-1, 0, 1])
+    assert next(lookup.with_copies(iter([draft]), decoding, most=2)) is draft
+
+
+def test_a_wrong_setting_is_refused(llama):
+    decoding = opened(llama)
+    with pytest.raises(common.UserError, match="most -1: take an int of at least 0"):
+        next(lookup.with_copies(iter([]), decoding, most=-1))
+    with pytest.raises(common.UserError, match="decoding cannot change base"):
+        next(beam.drafts(decoding, make_glide(llama), base="glide"))

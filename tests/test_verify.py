@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny import (
     FAMILIES,
     chi_square_p_value,
@@ -25,7 +26,6 @@ from tiny import (
 )
 from transformers import DynamicCache, RepetitionPenaltyLogitsProcessor
 
-import cape
 import common
 import falcon
 import glide
@@ -42,56 +42,73 @@ def make_family(name):
 
 def opened(target, **options):
     """A Decoding of IDS, by default a greedy one of at most nine tokens."""
-    return common.open_decoding(target, IDS, **{"max_new_tokens": 9, "do_sample": False} | options)
+    options = {"input_ids": IDS, "max_new_tokens": 9, "do_sample": False} | options
+    return common.start(target, **options)
 
 
-def start(target, ids):
+def cached(target, ids):
     """A cache that holds all of ids (1, T) but the newest token."""
     cache = common.GrowingCache(target.config.get_text_config().num_hidden_layers)
-    if ids.shape[1] > 1:
-        common.forward(target, ids[:, :-1], cache)
+    target(ids[:, :-1], past_key_values=cache)
     return cache
 
 
-# ---------------------------------------------------------------------------------------- mask
+# ----------------------------------------------------------------------------------------- masks
 
 
 def test_the_mask_of_the_docstring():
-    mask = common.ancestor_mask(torch.tensor([-1, 0, 0, 1]), 2, torch.float64)
-    expected = ["xxx....", "xxxx...", "xxxxx..", "xxxx.x.", "xxxxx.x"]
-    got = drawn(mask == 0)
+    expected = ["x....", "xx...", "xxx..", "xx.x.", "xxx.x"]
+    got = drawn(common.tree_mask([-1, 0, 0, 1]))
     assert got == expected, f"expected {expected}\ngot {got}"
-    assert mask.shape == (1, 1, 5, 7), f"expected the shape (1, 1, 5, 7), got {tuple(mask.shape)}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mask_against_brute_force(dtype):
-    """A row attends to the prefix, the root, and the nodes on its way; depth gives positions."""
+def test_the_mask_against_brute_force():
+    """A row sees the root and the nodes on its way, and nothing else."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(30):
-        nodes, prefix = torch.randint(0, 12, (2,), generator=generator).tolist()
-        draft = random_tree(generator, nodes, 30)
-        parents = draft.parents.tolist()
+        nodes = int(torch.randint(0, 12, (), generator=generator))
+        parents = random_tree(generator, nodes, 30).parents
         ways = [[]]  # of the root and each node, the nodes down to it
         for node, parent in enumerate(parents):
             ways.append([*ways[parent + 1], node])
         expected = []
         for way in ways:
-            row = "".join("x" if node in way else "." for node in range(nodes))
-            expected.append("x" * (prefix + 1) + row)
-        ids = torch.arange(prefix + 1)[None]
-        fed, mask, positions = common.tree_inputs(ids, draft, dtype)
-        got = drawn(mask == 0)
-        told = [f"given parents {parents}, prefix {prefix}", "expected", *expected, "got", *got]
+            expected.append("x" + "".join("x" if n in way else "." for n in range(nodes)))
+        got = drawn(common.tree_mask(parents))
+        told = [f"given parents {parents}", "expected", *expected, "got", *got]
         assert got == expected, "\n".join(told)
-        lowest = torch.finfo(dtype).min
-        numbers = set(mask.flatten().tolist())
-        assert numbers <= {0.0, lowest}, f"expected the numbers 0 and {lowest}, got {numbers}"
-        assert fed[0].tolist() == [prefix, *draft.tokens.tolist()]
-    late = common.Draft(torch.tensor([1, 2]), torch.tensor([1, -1]))
     with pytest.raises(AssertionError, match="before its parent"):
-        common.tree_inputs(ids, late, dtype)
-        assert positions[0].tolist() == [prefix + len(way) for way in ways]
+        common.tree_mask([1, -1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_target_reads_of_a_tree(llama, dtype):
+    """After three cached tokens, which all rows see; the depth gives the position."""
+    draft = draft_of([7, 8, 9, 6], [-1, 0, 0, 1])
+    ids = torch.tensor([[1, 2, 3, 4]])
+    fed, masks, positions = common.tree_inputs(make_llama().to(dtype), ids, draft)
+    assert fed.tolist() == [[4, 7, 8, 9, 6]]
+    assert positions.tolist() == [[3, 4, 5, 5, 6]]
+    [(kind, mask)] = masks.items()
+    assert kind == "full_attention" and mask.shape == (1, 1, 5, 8) and mask.dtype == dtype
+    assert drawn(mask == 0) == ["xxxx....", "xxxxx...", "xxxxxx..", "xxxxx.x.", "xxxxxx.x"]
+    assert set(mask.flatten().tolist()) == {0.0, torch.finfo(dtype).min}
+
+
+def test_layers_that_reach_back_by_position_have_masks_of_their_own(llama, monkeypatch):
+    """A window of three and chunks of four; the tree stands at 5, 6 6, 7: two are siblings."""
+    kinds = ["sliding_attention", "full_attention", "chunked_attention"]
+    monkeypatch.setattr(llama.config, "layer_types", kinds, raising=False)
+    monkeypatch.setattr(llama.config, "sliding_window", 3, raising=False)
+    monkeypatch.setattr(llama.config, "attention_chunk_size", 4, raising=False)
+    sees = common.tree_mask([-1, -1, 1])
+    masks = common.attention_masks(llama, sees, torch.tensor([5, 6, 6, 7]))
+    drawings = {
+        "full_attention": ["xxxxxx...", "xxxxxxx..", "xxxxxx.x.", "xxxxxx.xx"],
+        "sliding_attention": ["...xxx...", "....xxx..", "....xx.x.", ".....x.xx"],
+        "chunked_attention": ["....xx...", "....xxx..", "....xx.x.", "....xx.xx"],
+    }
+    assert {kind: drawn(mask == 0) for kind, mask in masks.items()} == drawings
 
 
 # -------------------------------------------------------------------------------------- caches
@@ -226,64 +243,82 @@ def test_verify_sees_every_node_as_plain_decoding_would(name):
     target = make_family(name)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 40, (1, 5), generator=generator)
-    cache = start(target, ids)
     penalty = RepetitionPenaltyLogitsProcessor(1.3)
+    decoding = opened(target, input_ids=ids, max_new_tokens=99, repetition_penalty=1.3)
     accepted = 0
     for _ in range(6):
-        draft = helped_tree(target, ids, penalty, generator)
-        verified = common.verify(target, ids, draft, cache, penalty)
+        before = decoding.ids
+        draft = helped_tree(target, before, penalty, generator)
+        logits, hidden = common.score(target, before, draft, decoding.cache)
+        path = decoding.commit(draft, logits, hidden)
         # What was committed is what plain decoding says, and the walk went as far as it could.
-        for token in verified.tokens[0].tolist():
-            assert token == next_token(target, ids, penalty)
-            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
-        last = verified.path[-1] if verified.path else -1
-        assert (last, int(ids[0, -1])) not in draft.children()
-        assert [int(draft.tokens[n]) for n in verified.path] == verified.tokens[0, :-1].tolist()
-        for ours, fresh in zip(cache.layers, start(target, ids).layers):
+        tokens = decoding.ids[0, before.shape[1] :].tolist()
+        text = before
+        for token in tokens:
+            assert token == next_token(target, text, penalty)
+            text = torch.cat([text, torch.tensor([[token]])], dim=1)
+        last = path[-1] if path else -1
+        assert (last, tokens[-1]) not in draft.children()
+        assert [int(draft.tokens[n]) for n in path] == tokens[:-1]
+        for ours, fresh in zip(decoding.cache.layers, cached(target, text).layers):
             assert_close(ours.keys, fresh.keys)
             assert_close(ours.values, fresh.values)
-        whole, _ = common.target_features(target, ids[:, :-1])
-        rows = verified.hidden.shape[1]
-        assert_close(verified.hidden, whole[:, -rows:])
-        for node, path in enumerate(paths(draft)):
-            text = torch.cat([ids[:, :-rows], torch.tensor([path])], dim=1)
-            truth = target(text).logits[:, -1]
-            torch.testing.assert_close(verified.logits[:, node + 1], truth, atol=1e-4, rtol=1e-4)
-        accepted += len(verified.path)
+        whole, _ = common.target_features(target, text[:, :-1])
+        assert_close(decoding.hidden, whole[:, -len(tokens) :])
+        for node, way in enumerate(paths(draft)):
+            text = torch.cat([before, torch.tensor([way])], dim=1)
+            truth = target(text).logits[0, -1]
+            torch.testing.assert_close(logits[node + 1], truth, atol=1e-4, rtol=1e-4)
+        accepted += len(path)
     assert accepted > 3, "or no row would have been moved"
 
 
-def test_greedy_walk_takes_the_longest_accepted_path(llama):
-    ids = torch.tensor([[5, 6, 7]])
-    truth = llama.generate(ids, max_new_tokens=4, do_sample=False)[0, 3:].tolist()
-    wrong = [(token + 1) % 48 for token in truth]
-    # root -> wrong0 and truth0; truth0 -> wrong1 and truth1; truth1 -> truth2
-    tokens = [wrong[0], truth[0], wrong[1], truth[1], truth[2]]
-    parents = [-1, -1, 1, 1, 3]
-    verified = common.verify(llama, ids, draft_of(tokens, parents), start(llama, ids))
-    given = f"given tokens {tokens}, parents {parents}, and a target that says {truth}"
-    path, got = verified.path, verified.tokens[0].tolist()
+def test_greedy_walk_takes_the_longest_accepted_path():
+    """The target says 5 6 7 8, whatever stands before."""
+    # root -> 9 and 5; 5 -> 9 and 6; 6 -> 7
+    draft = draft_of([9, 5, 9, 6, 7], [-1, -1, 1, 1, 3])
+    truth = [5, 6, 7, 8]
+    asked = []
+
+    def choose(node, tokens):
+        asked.append((node, list(tokens)))
+        return truth[len(tokens)]
+
+    path, tokens = common.walk(draft, choose, lambda tokens: False)
+    given = "given tokens 9 5 9 6 7, parents -1 -1 1 1 3, and a target that says 5 6 7 8"
     assert path == [1, 3, 4], f"{given}: expected the path [1, 3, 4], got {path}"
-    assert got == truth, f"{given}: expected all of that to be committed, got {got}"
+    assert tokens == truth, f"{given}: expected all of that to be returned, got {tokens}"
+    expected = [(-1, []), (1, [5]), (3, [5, 6]), (4, [5, 6, 7])]
+    assert asked == expected, f"{given}: expected choose to be called with {expected}, got {asked}"
+
+
+@pytest.mark.parametrize("end, path", [(1, [1]), (2, [1, 3]), (4, [1, 3, 4])])
+def test_a_walk_does_not_go_beyond_the_end_of_the_answer(end, path):
+    """At a token that a node holds, which then is accepted, or at the bonus token."""
+    draft = draft_of([9, 5, 9, 6, 7], [-1, -1, 1, 1, 3])
+    got = common.walk(draft, lambda _, said: 5 + len(said), lambda said: len(said) == end)
+    expected = (path, [5, 6, 7, 8][:end])
+    assert got == expected, f"the answer ends after {end} tokens: expected {expected}, got {got}"
 
 
 def test_greedy_compares_in_float32_as_transformers_does(llama):
     """Where float64 sees a difference that float32 does not, the lower id is the argmax."""
-    ids = torch.tensor([[3, 4]])
-    logits = torch.zeros(1, 1, 48, dtype=torch.float64)
-    logits[0, 0, 5] = 1
-    logits[0, 0, 7] = 1 + 1e-12
+    logits = torch.zeros(1, 48, dtype=torch.float64)
+    logits[0, 5] = 1
+    logits[0, 7] = 1 + 1e-12
     assert logits.argmax() == 7
-    empty = common.chain([], ids)
-    verified = common.verify(llama, ids, empty, start(llama, ids), scored=(logits, logits))
-    assert verified.tokens.tolist() == [[5]]
+    decoding = opened(llama)
+    draft = common.chain([], IDS)
+    _, hidden = common.score(llama, IDS, draft, decoding.cache)
+    decoding.commit(draft, logits, hidden)
+    assert decoding.ids[0, -1] == 5
 
 
 # --------------------------------------------------------------------------- the sampled walk
 
 
 def law_of_draw(p_target, q_draft, grid=50):
-    """The exact distribution of `_draw` below two siblings drawn without replacement.
+    """The exact distribution of `draw` below two siblings drawn without replacement.
 
     All siblings and `grid` values of each uniform number are visited; of the final draw the
     distribution is added. Returns the share of accepted siblings as well.
@@ -292,17 +327,20 @@ def law_of_draw(p_target, q_draft, grid=50):
     accepted = 0.0
     uniforms = iter(())
     left = []
+
+    def final(probs):
+        left.append(probs / probs.sum())
+        return torch.tensor([-1])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "rand", lambda *_, **__: torch.tensor(next(uniforms)))
-        patch.setattr(common, "sample", lambda probs: left.append(probs) or torch.tensor([-1]))
+        patch.setattr(common, "sample", final)
         for first, second in itertools.permutations(range(len(p_target)), 2):
             rest = without(q_draft, first)
             weight = q_draft[first] * rest[second]
-            q = torch.stack([q_draft, q_draft.roll(-1), rest])
-            draft = draft_of([first, 0, second], [-1, 0, -1], q)  # node 1 is no sibling
             for u, v in itertools.product(range(grid), repeat=2):
                 uniforms = iter([(u + 0.5) / grid, (v + 0.5) / grid])
-                token = common._draw(p_target.log(), [0, 2], draft)
+                token = common.draw(p_target, [(first, q_draft), (second, rest)])
                 here = left.pop() if token < 0 else torch.eye(len(p_target))[token]
                 law += weight * here / grid**2
                 accepted += float(weight) * (token >= 0) / grid**2
@@ -335,8 +373,8 @@ def test_draws_follow_the_target_exactly():
 
 def test_a_drafter_that_agrees_but_for_rounding_leaves_no_residual(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(1 - 2**-24))
-    draft = draft_of([1], [-1], P_TARGET[None] * (1 + 1e-6))  # so that the token is rejected
-    assert common._draw(P_TARGET.log(), [0], draft) in range(3)
+    q_draft = P_TARGET * (1 + 1e-6)  # so that the token is rejected
+    assert common.draw(P_TARGET, [(1, q_draft)]) in range(3)
 
 
 def test_a_sample_is_where_the_running_sum_passes_a_uniform_number():
@@ -388,7 +426,7 @@ def test_sampled_output_follows_the_target(small_llama):
 
     def decode(target, input_ids, **given):
         decoding = common.Decoding(target, input_ids, **given)
-        accepted.append(bool(decoding.verify(sampled_and_deterministic()).path))
+        accepted.append(bool(decoding.verify(sampled_and_deterministic())))
         if not decoding.done:
             decoding.verify(draft_of([], []))
         return decoding.ids
@@ -407,20 +445,20 @@ def test_sampled_output_follows_the_target(small_llama):
 
 
 def test_each_draw_is_given_all_sampled_siblings(llama, monkeypatch):
-    """The first node is accepted, and no child of it."""
+    """The first node is accepted, and no child of it; nodes 3 and 4 are not sampled."""
     answers = iter([1, 7])
     offered = []
 
-    def draw(scores, siblings, draft):
-        offered.append(siblings)
+    def draw(p_target, siblings):
+        offered.append([(token, q_draft.tolist()) for token, q_draft in siblings])
         return next(answers)
 
-    monkeypatch.setattr(common, "_draw", draw)
-    tokens, parents = [1, 2, 3, 4, 5], [-1, -1, 0, -1, 0]
-    draft = draft_of(tokens, parents, torch.stack([Q, Q, Q]))  # nodes 3 and 4 are not sampled
-    common.verify(llama, IDS, draft, start(llama, IDS), do_sample=True)
-    given = f"given tokens {tokens}, parents {parents}, of which nodes 0 to 2 were sampled"
-    assert offered == [[0, 1], [2]], f"{given}: expected siblings [[0, 1], [2]], got {offered}"
+    monkeypatch.setattr(common, "draw", draw)
+    rows = torch.eye(48)[:3]
+    draft = draft_of([1, 2, 3, 4, 5], [-1, -1, 0, -1, 0], rows)
+    opened(llama, do_sample=True).verify(draft)
+    first, second, third = rows.tolist()
+    assert offered == [[(1, first), (2, second)], [(3, third)]]
 
 
 # -------------------------------------------------------------------------------------- copies
@@ -459,7 +497,7 @@ def test_a_copy_shares_all_that_it_begins_with():
     text = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]])
     merged = Lookup(4).merge(draft_of([5, 6, 9], [-1, 0, 1]), text, 9)
     assert merged.tokens.tolist() == [5, 6, 9, 7, 1]
-    assert merged.parents.tolist() == [-1, 0, 1, 1, 3]
+    assert merged.parents == [-1, 0, 1, 1, 3]
 
 
 def test_a_merged_tree_holds_the_drafts_paths_and_the_copys():
@@ -472,14 +510,14 @@ def test_a_merged_tree_holds_the_drafts_paths_and_the_copys():
         room = chance.randint(0, 6)
         draft = random_tree(generator, nodes, 9)
         draft.probs = torch.rand(nodes, 9)
-        draft.q = torch.rand(nodes)
+        draft.notes["q"] = [0.5] * nodes
         merged = Lookup(6).merge(draft, torch.tensor([text]), room)
         copy = found_by_search(text, 6)[:room]
         before, after = paths(draft), paths(merged)
         assert after[:nodes] == before
-        assert len(set(after)) == len(after) == len(merged.q)
+        assert len(set(after)) == len(after) == len(merged.notes["q"])
         assert set(after) == set(before) | {tuple(copy[:n]) for n in range(1, len(copy) + 1)}
-        assert merged.copied == len(after) - nodes
+        assert merged.notes.get("copied", 0) == len(after) - nodes
         assert merged.probs is draft.probs, "a copy was not sampled"
 
 
@@ -487,24 +525,24 @@ def test_a_merged_tree_holds_the_drafts_paths_and_the_copys():
 
 
 def test_an_answer_ends_inside_the_accepted_tokens(llama):
-    """Three tokens are accepted; the answer ends at the second one."""
+    """Three tokens would be accepted; the answer ends at the second one."""
     truth = llama.generate(IDS, max_new_tokens=4, do_sample=False)[0, 5:].tolist()
     assert len(set(truth)) == 4
+    draft = draft_of([*truth[:3], 9], [-1, 0, 1, -1])
     for options in ({"eos_token_id": truth[1]}, {"max_new_tokens": 2}):
         decoding = opened(llama, **options)
-        told = []
-        decoding.streamer = types.SimpleNamespace(put=told.append, end=partial(told.append, "end"))
-        verified = decoding.verify(draft_of([*truth[:3], 9], [-1, 0, 1, -1]))
-        assert verified.tokens.tolist() == [truth]
+        assert decoding.verify(draft) == [0, 1]
         assert decoding.done
         assert decoding.ids[0, 5:].tolist() == truth[:2]
+        # All but the newest token are cached, as after every round, and nothing else.
         assert decoding.hidden.shape[1] == 2
-        new, last = told
-        assert new.flatten().tolist() == truth[:2]
-        assert last == "end"
-        stats = decoding.stats
-        assert (stats.target_forwards, stats.drafted, stats.emitted) == (1, 4, 2)
-        assert (stats.offered, stats.accepted) == ([3], [2])
+        for ours, fresh in zip(decoding.cache.layers, cached(llama, decoding.ids).layers):
+            assert_close(ours.keys, fresh.keys)
+
+
+def test_an_answer_without_an_end_knows_none(llama):
+    ends = {"eos_token_id": None}, {"eos_token_id": 3}, {"eos_token_id": [3, 4]}
+    assert [opened(llama, **each).ends for each in ends] == [set(), {3}, {3, 4}]
 
 
 def test_every_round_leaves_a_place_for_the_bonus_token_and_the_states_of_its_rows(llama):
@@ -513,56 +551,94 @@ def test_every_round_leaves_a_place_for_the_bonus_token_and_the_states_of_its_ro
     states, _ = common.target_features(llama, whole)
     decoding = opened(llama, max_new_tokens=6)
     before = 0
-    for draft, cached in (
+    for draft, rows in (
         (draft_of([truth[0], truth[1], 0], [-1, 0, 0]), 4),
         (draft_of([], []), 7),
         (draft_of([truth[4]], [-1]), 8),
     ):
         assert not decoding.done
-        assert decoding.room == 11 - (cached + 1) - 1
-        torch.testing.assert_close(decoding.hidden, states[:, before:cached])
+        assert decoding.room == 11 - (rows + 1) - 1
+        torch.testing.assert_close(decoding.hidden, states[:, before:rows])
         decoding.verify(draft)
-        before = cached
+        before = rows
     assert decoding.done
     assert torch.equal(decoding.ids, whole)
-    stats = decoding.stats
+
+
+# ----------------------------------------------------------------------------------- speculate
+
+
+def test_what_speculate_streams_counts_and_returns(llama):
+    """A round with two accepted nodes of three, an empty draft, and one that is right."""
+    whole = llama.generate(IDS, max_new_tokens=6, do_sample=False)
+    truth = whole[0, 5:].tolist()
+    trees = [
+        draft_of([truth[0], truth[1], 0], [-1, 0, 0]),
+        draft_of([], []),
+        draft_of([truth[4]], [-1]),
+    ]
+    told = []
+    streamer = types.SimpleNamespace(
+        put=lambda ids: told.append(ids.flatten().tolist()), end=partial(told.append, "end")
+    )
+    stats = common.Stats()
+    rounds = []
+
+    def each(decoding, draft, path):
+        stats(decoding, draft, path)
+        rounds.append((draft, path, decoding.ids.shape[1]))
+
+    def drafts(decoding, trees, start=0):
+        yield from trees[start:]
+
+    decoder = common.speculate(drafts, [None, *trees], streamer=streamer, each=each, start=1)
+    output = llama.generate(IDS, custom_generate=decoder, max_new_tokens=6, do_sample=False)
+    assert torch.equal(output, whole)
+    assert told == [IDS[0].tolist(), truth[:3], truth[3:4], truth[4:], "end"]
+    assert rounds == [(trees[0], [0, 1], 8), (trees[1], [], 9), (trees[2], [0], 11)]
     assert (stats.offered, stats.accepted) == ([2, 0, 1], [2, 0, 1])
     assert (stats.drafted, stats.emitted, stats.target_forwards) == (4, 6, 3)
 
 
-def test_the_clock_books_prefill_drafting_and_verification(llama, monkeypatch):
-    moments = iter([0, 5, 7, 10, 14, 20, 21])
-    monkeypatch.setattr(common, "time", types.SimpleNamespace(perf_counter=lambda: next(moments)))
-    decoding = opened(llama)
-    for _ in range(3):
-        decoding.verify(draft_of([], []))
-    assert decoding.stats.seconds == {"prefill": 5, "verify": 2 + 4 + 1, "draft": 3 + 6}
+def test_settings_are_those_that_may_change_after_training(llama):
+    drafter = make_glide(llama)
+
+    def decode(**changes):
+        decoder = common.speculate(glide.drafts, drafter, **changes)
+        return llama.generate(IDS, custom_generate=decoder, max_new_tokens=4)
+
+    decode(gamma=2)
+    for wrong in ({"gama": 2}, {"block_size": 3, "gamma": 2}):
+        with refused(f"cannot change {next(iter(wrong))}: it can change gamma"):
+            decode(**wrong)
+    with refused("gamma -1: take an int of at least 0"):
+        decode(gamma=-1)
 
 
 def test_pick_takes_the_argmax_of_what_can_be_drafted(llama):
     decoding = opened(llama, repetition_penalty=4.0)
-    draft_ids = torch.tensor([4, 7, 30])
-    logits = torch.tensor([[3.0, 2.0, 1.0]])
-    token, q_draft = decoding.pick(logits, draft_ids, IDS)
+    vocab_ids = torch.tensor([4, 7, 30])
+    logits = torch.tensor([3.0, 2.0, 1.0])
+    token, q_draft = common.pick(decoding, logits, vocab_ids, [])
     assert token.tolist() == [7], "4 stands in the text, so its logit is 3 / 4"
     expected = torch.tensor([0.75, 2.0, 1.0]).softmax(-1)
-    torch.testing.assert_close(q_draft[draft_ids], expected)
+    torch.testing.assert_close(q_draft[vocab_ids], expected)
     assert q_draft.sum() == pytest.approx(1)
-    token, _ = decoding.pick(logits, draft_ids, torch.tensor([[9]]))
-    assert token.tolist() == [4]
+    token, _ = common.pick(decoding, logits, vocab_ids, [7])
+    assert token.tolist() == [30], "7 was drafted before, so its logit is 2 / 4"
 
 
 def test_pick_draws_from_the_distribution_that_it_returns(small_llama):
     decoding = opened(small_llama, do_sample=True, temperature=0.5, top_k=0)
-    logits = torch.tensor([[0.0, 0.5, 1.0]])
-    draft_ids = torch.tensor([1, 4, 6])
+    logits = torch.tensor([0.0, 0.5, 1.0])
+    vocab_ids = torch.tensor([1, 4, 6])
     torch.manual_seed(0)
     counts = collections.Counter()
     for _ in range(500):
-        token, q_draft = decoding.pick(logits, draft_ids, decoding.ids)
+        token, q_draft = common.pick(decoding, logits, vocab_ids, [])
         counts[int(token)] += 1
-    torch.testing.assert_close(q_draft[draft_ids], (logits[0] * 2).softmax(-1))
-    expected = {int(token): float(q_draft[token]) for token in draft_ids}
+    torch.testing.assert_close(q_draft[vocab_ids], (logits * 2).softmax(-1))
+    expected = {int(token): float(q_draft[token]) for token in vocab_ids}
     assert chi_square_p_value(counts, expected) > 1e-3
 
 
@@ -570,14 +646,14 @@ def test_pick_draws_from_the_distribution_that_it_returns(small_llama):
 def test_pick_gives_nothing_where_the_processors_allow_nothing(llama, scores):
     decoding = opened(llama)
     decoding.logits_processor = lambda ids, given: torch.full_like(given, scores)
-    assert decoding.pick(torch.zeros(1, 48), torch.arange(48), IDS) is None
+    assert common.pick(decoding, torch.zeros(48), torch.arange(48), []) is None
 
 
 # ------------------------------------------------------------------------------ what is refused
 
 
 def refused(message):
-    return pytest.raises(common.Mistake, match=message)
+    return pytest.raises(common.UserError, match=message)
 
 
 ONE_LAYER = DynamicCache()
@@ -614,20 +690,19 @@ def test_flash_attention_is_told_what_to_load(llama, monkeypatch):
         common.check_target(llama)
 
 
-CHUNKS = {"layer_types": ["chunked_attention"] * 4, "attention_chunk_size": 16}
 BORDER = {"original_max_position_embeddings": 15}  # beyond, all positions get the long factors
 ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 ROPE |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
 LONG_ROPE = {"rope_parameters": ROPE | BORDER} | BORDER
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+YARN = {"rope_parameters": YARN | {"original_max_position_embeddings": 8}}
 
 
 @pytest.mark.parametrize(
     "reach, name, options",
     [
         ("context", "Llama", {"max_position_embeddings": 16}),
-        ("sliding window", "Mistral", {"sliding_window": 16}),
-        ("sliding window", "Gemma2", {"sliding_window": 16}),
-        ("attention chunk", "Llama", CHUNKS),
+        ("context", "Llama", {"max_position_embeddings": 8} | YARN),  # 2 x 8
         ("range of short RoPE factors", "Phi3", LONG_ROPE),
     ],
 )
@@ -712,50 +787,58 @@ def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
         load(llama)
 
 
-def test_a_drafter_or_config_of_another_kind_is_refused(llama):
+def test_a_drafter_of_another_kind_is_refused(llama):
     drafter = make_glide(llama)
-    common.check_drafter(drafter, glide.Drafter, llama, drafter.config)
+    common.check_drafter(drafter, glide.Drafter, llama)
     with refused("the drafter is a <class 'glide.Drafter'>: load a <class 'falcon.Drafter'>"):
         common.check_drafter(drafter, falcon.Drafter, llama)
     with refused("the drafter is for another target .*vocab_size 48 != 40"):
         common.check_drafter(drafter, glide.Drafter, make_family("Llama"))
-    with refused("config is a <class 'dict'>: pass a <class 'glide.Config'>"):
-        common.check_drafter(drafter, glide.Drafter, llama, {"gamma": 1})
-    with refused("config is a <class 'glide.Config'>: pass a <class 'cape.Config'>"):
-        options = {"custom_generate": cape.generate, "base": glide, "base_drafter": drafter}
-        llama.generate(IDS, **options, config=drafter.config, max_new_tokens=4)
     with refused(r"the drafter is torch.float32 on cpu: move it with \.to\(target"):
         common.check_drafter(drafter.float(), glide.Drafter, llama)
 
 
+def test_drafters_of_version_1_0_are_read(llama, tmp_path):
+    """They call the ids of the draft vocabulary draft_ids."""
+    drafter = make_glide(llama, draft_vocab=20)
+    drafter.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["draft_ids"] = weights.pop("vocab_ids")
+    save_file(weights, tmp_path / "model.safetensors")
+    loaded = common.load_drafter(glide.Drafter, tmp_path, llama)
+    assert torch.equal(loaded.vocab_ids, drafter.vocab_ids) and len(loaded.vocab_ids) == 20
+
+
 def test_overlap_is_summed_over_all_rows(llama):
     hidden = torch.randn(300, 32).double()  # more than are taken at a time
-    draft_ids = torch.arange(0, 48, 2)
+    vocab_ids = torch.arange(0, 48, 2)
     q_draft = torch.rand(300, 24).double().softmax(-1)
-    p_target = common.target_logits(llama, hidden).softmax(-1)[:, draft_ids]
+    p_target = common.target_logits(llama, hidden).softmax(-1)[:, vocab_ids]
     expected = torch.minimum(p_target, q_draft.float()).sum()
-    torch.testing.assert_close(common.overlap(llama, hidden, q_draft, draft_ids), expected)
+    torch.testing.assert_close(common.overlap(llama, hidden, q_draft, vocab_ids), expected)
 
 
-def test_the_gpu_is_waited_for_at_each_look_at_the_clock(llama, monkeypatch):
-    waited = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    stats = common.Stats(sync=True)
-    decoding = common.open_decoding(llama, IDS, stats=stats, max_new_tokens=4)
-    decoding.verify(common.chain([], decoding.ids))
-    assert waited == [llama.device] * 2
-
-
-def test_the_demo_says_how_many_tokens_a_forward_gave(folder, monkeypatch, capsys):
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_demo_streams_and_sets_accepted_tokens_apart(folder, monkeypatch, capsys, terminal):
     target, tokenizer = common.load_target(str(folder))
+    target.config.max_position_embeddings = 512
+    asked = tokenizer("<user> w1 w2 <end> <assistant>", return_tensors="pt")["input_ids"]
+    whole = target.generate(asked, max_new_tokens=128, do_sample=False)[0, asked.shape[1] :]
 
-    def generate(target, input_ids, stats, drafter, **options):
-        assert tokenizer.decode(input_ids[0]) == "<user> w1 w2 <end> <assistant>"
-        stats.emitted, stats.target_forwards = 3, 2
-        return torch.cat([input_ids, torch.tensor([[5, 6, 7]])], dim=1)
+    def drafts(decoding, drafter):
+        yield draft_of(whole[:2].tolist(), [-1, 0])
+        while not decoding.done:
+            yield draft_of([], [])
 
     monkeypatch.setattr(sys, "argv", ["glide.py", "w1 w2"])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     monkeypatch.setattr(common, "load_target", lambda: (target, tokenizer))
     monkeypatch.setattr(common, "load_drafter", lambda *_: None)
-    common.demo(generate, glide.Drafter, "glide")
-    assert capsys.readouterr().out == "w0 w1 w2\n\n3 tokens, 1.50 per target forward\n"
+    common.demo(glide.Drafter, "glide", drafts)
+    out = capsys.readouterr().out
+    green, plain = ("\033[32m", "\033[0m") if terminal else ("", "")
+    accepted = tokenizer.decode(whole[:2], skip_special_tokens=True)
+    assert out.startswith(f"{green}{accepted}{plain}")
+    answer, _, last = out.replace("\033[32m", "").replace("\033[0m", "").rpartition("\n\n")
+    assert answer == tokenizer.decode(whole, skip_special_tokens=True)
+    assert last == f"{len(whole)} tokens, 2 accepted from the drafter; 1.02 per target forward\n"

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import inspect
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -153,17 +155,27 @@ def untrained(module, target, **fields):
     return module.build(config, target, counts).to(target.dtype).eval()
 
 
-def make_arm(name, target, make_drafter=untrained):
-    """Module and keyword arguments of a method's `drafts`; make_drafter gets module and target."""
+def make_drafts(name, target, make_drafter=untrained, **changes):
+    """A method's generator of drafts, as a function of a Decoding, and its drafter or None.
+
+    make_drafter: gets a module and the target. changes: settings of the method; CAPE's
+        and the beam's drafter is one of GLIDE.
+    """
     module = cli.import_method(name)
-    if hasattr(module, "Drafter"):
-        drafter = make_drafter(module, target)
-        return module, {"drafter": drafter, "config": drafter.config}
-    config = module.Config()
-    if not hasattr(config, "base"):
-        return module, {"config": config}
-    base = cli.import_method(config.base)  # whose chains it expands
-    return module, {"config": config, "base": base, "base_drafter": make_drafter(base, target)}
+    owner = module if hasattr(module, "Drafter") else cli.import_method("glide")
+    takes = inspect.signature(module.drafts).parameters
+    if "drafter" in takes:
+        drafter = make_drafter(owner, target)
+        return partial(module.drafts, drafter=drafter, **changes), drafter
+    if "chains" not in takes:
+        return partial(module.drafts, **changes), None
+    drafter = make_drafter(owner, target)
+    chains = {key: changes.pop(key) for key in ("gamma",) if key in changes}
+
+    def expanded(decoding):
+        return module.drafts(owner.drafts(decoding, drafter, **chains), **changes)
+
+    return expanded, drafter
 
 
 def make_glide(target, **options):
@@ -216,9 +228,8 @@ def sampled_p_value(target, prompt, length, draws, **options):
     return chi_square_p_value(counts, enumerate_joint(target, prompt, length))
 
 
-def draft_of(tokens, parents, probs=None):
-    tokens = torch.tensor(tokens, dtype=torch.long)
-    return common.Draft(tokens, torch.tensor(parents, dtype=torch.long), probs)
+def draft_of(tokens, parents, probs=None, **notes):
+    return common.Draft(torch.tensor(tokens, dtype=torch.long), parents, probs, notes)
 
 
 def random_tree(generator, nodes, vocab):
@@ -237,7 +248,7 @@ def random_tree(generator, nodes, vocab):
 def paths(draft):
     """Each node as the tokens from the root down to it."""
     found = []
-    for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist()):
+    for token, parent in zip(draft.tokens.tolist(), draft.parents):
         above = found[parent] if parent >= 0 else ()
         found.append((*above, token))
     return found

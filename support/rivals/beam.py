@@ -1,31 +1,39 @@
-"""Beam search as a draft, CAPE's rival (Du et al., ICML 2024, Table 3).
+"""Beam search with GLIDE's drafter as a draft, CAPE's rival.
 
-Section 5.1. Each level keeps the `width` most probable continuations.
-The proposals left at the end form the draft tree. Width 2, gamma 3:
+Paper: Du et al., ICML 2024, arXiv:2402.02082, section 5.1 and Table 3.
+
+Each level keeps the `width` most probable continuations. The proposals left at the end
+form the draft tree. Width 2, gamma 3:
 
         root -+- a -+- c --- f      proposals left: a c f, a d g
               |     +- d --- g
               (b fell out when a c and a d became more probable)
 
-Like cape.py, it works on any method that drafts a chain.
+A level costs one pass of the drafter, in which the proposals lie side by side. Their
+rows in the drafter's cache form a tree, of which each proposal reads its own branch:
+
+                  text    root   a  b   c  d
+        level 1  c   x  ..  x    x  .   x  .
+                 d   x  ..  x    x  .   .  x
 
 Licence: Apache-2.0.
 """
 
-import copy
 import heapq
 import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import common
+import glide
 from common import option
 
 
 @dataclass
 class Config:
-    base: str = option("glide", "chain proposer to search with", decode=True)
     gamma: int = option(4, "tokens of a proposal", decode=True)
     width: int = option(4, "proposals kept at each level", decode=True)
 
@@ -36,69 +44,81 @@ class Config:
 VARIANTS = {"width8": {"width": 8}}
 
 
-def propose(base, base_drafter, decoding, memory, depth: int, width: int) -> common.Draft:
+def feed_level(drafter, decoding, memory, fed: list[tuple], count: int) -> Tensor:
+    """Feed the last tokens of the last `count` proposals; hidden states (count, D).
+
+    fed: all proposals fed in this round, each a tuple of tokens; shorter ones first.
+        Their rows follow those of the text in the drafter's cache, in this order.
+    """
+    root = decoding.ids.shape[1] - 1  # the position of the root, and its row
+    node_of = {path: node for node, path in enumerate([(), *fed], start=-1)}
+    sees = common.tree_mask([node_of[path[:-1]] for path in fed])[-count:]
+    self_mask = F.pad(sees, (root, 0), value=True)[None, None].to(decoding.ids.device)
+    new = decoding.ids.new_tensor([[path[-1] for path in fed[-count:]]])  # (1, count)
+    positions = torch.full_like(new, root + len(fed[-1]))
+    kv = {}  # all rows of the target; none after a prompt of one token
+    if decoding.cache.get_seq_length() > 0:
+        for layer in drafter.kv_layers:
+            rows = decoding.cache.layers[layer]
+            kv[layer] = rows.keys, rows.values
+    # The next round's `rewind` drops these rows, because the cache does not record
+    # their tokens as text. Those of accepted tokens are computed again, at no cost: a
+    # pass feeds the text that is new anyway.
+    target = decoding.target
+    return drafter(target, new, positions, kv, self_mask, None, memory.cache)[0]
+
+
+def propose(drafter, decoding, memory, depth: int, width: int) -> common.Draft:
     """The tree of the best `width` proposals of `depth` tokens.
 
-    Each proposal costs a pass of the base. It feeds again the tokens
-    that differ from the proposal before.
+    They are ranked as in greedy decoding, without logits processors.
     """
-    # 1. Rank tokens as in greedy decoding, without logits processors.
-    ranking = copy.copy(decoding)
-    ranking.do_sample = False
-    ranking.logits_processor = None
-
-    # 2. Search. A proposal is a tuple of tokens.
-    beams = [(0.0, ())]  # log-probability, proposal
+    beams = [(0.0, ())]  # log-probability and tokens of each proposal
     q_of = {}  # {proposal: probability of its last token}
-    for _ in range(depth):
+    fed = []  # all proposals with a row in the drafter's cache
+    for level in range(depth):
+        if level == 0:
+            for part in memory.cache.rewind(decoding.ids).split(512, dim=1):
+                hidden = glide.feed(drafter, decoding, memory, part)  # (1, D)
+        else:
+            fed += [path for _, path in beams]
+            hidden = feed_level(drafter, decoding, memory, fed, len(beams))
+        q_draft = memory.head(hidden).float().softmax(-1)  # (beams, Vd)
+        best = q_draft.topk(min(width, q_draft.shape[1]))
+        tokens = drafter.vocab_ids[best.indices].tolist()
         grown = []
-        for score, path in beams:
-            ranking.ids = torch.cat([decoding.ids, decoding.ids.new_tensor([path])], dim=1)
-            _, q_draft, _ = next(base.propose(base_drafter, ranking, memory))
-            best = q_draft.topk(min(width, len(q_draft)))
-            for token, q in zip(best.indices.tolist(), best.values.tolist()):
+        for (score, path), *columns in zip(beams, tokens, best.values.tolist()):
+            for token, q in zip(*columns):
                 if q > 0:
                     q_of[(*path, token)] = q
                     grown.append((score + math.log(q), (*path, token)))
         beams = heapq.nlargest(width, grown)
+        if not beams:  # every q is NaN
+            break
 
-    # 3. Every beginning of a proposal is a node of the tree.
+    # Every beginning of a proposal is a node of the tree, up to an end of the answer.
     node_of = {}
     for _, path in beams:
         for end in range(1, depth + 1):
             node_of.setdefault(path[:end], len(node_of))
-    parents = [node_of.get(path[:-1], -1) for path in node_of]
+            if path[end - 1] in decoding.ends:
+                break
     return common.Draft(
         decoding.ids.new_tensor([path[-1] for path in node_of]),
-        torch.tensor(parents, dtype=torch.long),
-        q=torch.tensor([q_of[path] for path in node_of], device=decoding.ids.device),
+        [node_of.get(path[:-1], -1) for path in node_of],
+        notes={"q": [q_of[path] for path in node_of]},
     )
 
 
 @torch.no_grad()
-def drafts(decoding, base, base_drafter, config: Config):
-    """Yield one draft per round, which the caller verifies."""
-    memory = base.Memory(base_drafter, decoding.target)
+def drafts(decoding, drafter, **changes):
+    """Yield one draft per round; the caller verifies it before it asks for the next.
+
+    drafter: GLIDE's. changes: other values for fields of the Config, see there.
+    """
+    common.check_drafter(drafter, glide.Drafter, decoding.target)
+    config = common.changed(Config(), changes)
+    memory = glide.Memory(drafter, decoding.target)
     while not decoding.done:
         depth = min(config.gamma, decoding.room)
-        yield propose(base, base_drafter, decoding, memory, depth, config.width)
-
-
-def generate(
-    target,
-    input_ids,
-    base,
-    base_drafter,
-    config=None,
-    copies=0,
-    stats=None,
-    token_streamer=None,
-    **given,
-):
-    """Lossless decoding; the arguments are those of cape.generate."""
-    common.check_drafter(base_drafter, base.Drafter, target)
-    common.check_config(config, Config)
-    decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
-    for draft in drafts(decoding, base, base_drafter, config or Config()):
-        decoding.verify(draft)
-    return decoding.ids
+        yield propose(drafter, decoding, memory, depth, config.width)

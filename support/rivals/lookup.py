@@ -1,8 +1,9 @@
 """Prompt lookup decoding: copies from the context (Saxena, 2023).
 
-The draft is what followed an earlier occurrence of the last tokens.
-`Lookup` also adds copies to any method's drafts (`copies` of
-common.Decoding, `+copies` in bench.py).
+The draft is what followed an earlier occurrence of the last tokens. `with_copies`
+adds such copies to the drafts of any method (`+copies` in bench.py):
+
+    lookup.with_copies(glide.drafts(decoding, drafter), decoding)
 
 Licence: Apache-2.0.
 """
@@ -12,7 +13,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import common
@@ -43,52 +43,67 @@ class Lookup:
         self.follows: dict[tuple, int] = {}  # n-gram: where its last occurrence ended
 
     def find(self, input_ids: Tensor) -> list[int]:
-        """Tokens to copy after ids (1, T), which extend the last call's."""
-        # 1. Register the new n-grams, except the one at the end of the text.
+        """Tokens to copy after ids (1, T), which extend those of the last call."""
+        # The n-gram at the end of the text is looked up, and only later registered.
         for token in input_ids[0, len(self.text) :].tolist():
             for n in self.lengths:
                 self.follows[tuple(self.text[-n:])] = len(self.text)
             self.text.append(token)
-        # 2. Look up the longest n-gram first. Past the end, copies repeat.
-        for n, length in self.lengths.items():
+        for n, length in self.lengths.items():  # the longest n-gram first
             start = self.follows.get(tuple(self.text[-n:]))
             if start is not None:
+                # A copy that reaches the end of the text goes on with what it copied.
                 found = self.text[start : start + length]
                 return list(itertools.islice(itertools.cycle(found), length))
         return []
 
-    def merge(self, draft: common.Draft, input_ids: Tensor, room: int) -> common.Draft:
-        """The draft with the missing copies as deterministic nodes."""
-        found = self.find(input_ids)[:room]
-        # 1. Share the nodes that the draft has already.
+    def merge(self, draft: common.Draft, input_ids: Tensor, room: int, ends=()):
+        """A Draft that also holds a copy; nodes that both have are shared.
+
+        The copy holds at most `room` tokens and ends with the first one of `ends`. Its
+        new nodes come last; they were not sampled. The notes count them, {"copied": n}.
+        Where there are none, the draft is returned as it is.
+        """
         child = draft.children()
+        tokens = []  # of the new nodes
+        parents = list(draft.parents)
         node = -1
-        while found and (node, found[0]) in child:
-            node = child[node, found.pop(0)]
-        if not found:
+        for token in self.find(input_ids)[:room]:
+            if (node, token) in child:
+                node = child[node, token]
+            else:
+                tokens.append(token)
+                parents.append(node)
+                node = len(parents) - 1
+            if token in ends:
+                break
+        if not tokens:
             return draft
-        # 2. Append the others, each below the one before.
-        tokens = torch.cat([draft.tokens, input_ids.new_tensor(found)])
-        below = torch.arange(len(draft.tokens) - 1, len(tokens) - 1)
-        below[0] = node
-        parents = torch.cat([draft.parents, below])
-        q = None if draft.q is None else F.pad(draft.q, (0, len(found)), value=math.nan)
-        return common.Draft(tokens, parents, draft.probs, q, len(found), draft.notes)
+        notes = draft.notes | {"copied": len(tokens)}
+        if "q" in notes:  # an entry for each node; copies have no probability
+            notes["q"] = notes["q"] + [math.nan] * len(tokens)
+        tokens = torch.cat([draft.tokens, draft.tokens.new_tensor(tokens)])
+        return common.Draft(tokens, parents, draft.probs, notes)
 
 
-@torch.no_grad()
-def drafts(decoding, config: Config):
-    """Yield one draft per round, which the caller verifies."""
+def with_copies(drafts, decoding, most: int = 16):
+    """Yield the drafts of any method, each with a copy of at most `most` tokens.
+
+    drafts: a generator of drafts for `decoding`. Wrappers that change drafts in other
+    ways, such as CAPE, come before this one.
+    """
+    lookup = Lookup(most)
+    for draft in drafts:
+        yield lookup.merge(draft, decoding.ids, decoding.room, decoding.ends)
+
+
+def drafts(decoding, **changes):
+    """Yield one draft per round; the caller verifies it before it asks for the next.
+
+    changes: other values for fields of the Config, see there.
+    """
+    config = common.changed(Config(), changes)
     lookup = Lookup(config.most)
     while not decoding.done:
         nothing = common.chain([], decoding.ids)
-        yield lookup.merge(nothing, decoding.ids, decoding.room)
-
-
-def generate(target, input_ids, config=None, copies=0, stats=None, token_streamer=None, **given):
-    """Lossless decoding, for target.generate(custom_generate=...)."""
-    common.check_config(config, Config)
-    decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
-    for draft in drafts(decoding, config or Config()):
-        decoding.verify(draft)
-    return decoding.ids
+        yield lookup.merge(nothing, decoding.ids, decoding.room, decoding.ends)

@@ -1,23 +1,26 @@
-"""Medusa: a head per future token (Cai et al., 2024), CTC-drafter's rival.
+"""Medusa: a head for each of the next tokens, CTC-drafter's rival.
 
-Paper: arXiv:2401.10774; Table 2 of CTC-drafter. Head j adds SiLU of a
-linear layer to its input. All heads read the same row and choose
-independently. The draft is a tree of their likeliest combinations:
+Paper: Cai et al., 2024, arXiv:2401.10774; Table 2 of CTC-drafter.
+
+Head j adds SiLU of a linear layer to its input. All heads read the same row and
+choose independently. The likeliest combinations of their tokens form a tree, which is
+ranked by the product of their probabilities:
 
     row (h_i, x_(i+1)), heads 0, 1, 2 -> x_(i+2), x_(i+3), x_(i+4)
 
+Label windows, ranking and tree are those of ctc_drafter.py, so that the two differ in
+the drafter and its loss alone.
+
 Deviations from the paper:
-    1. Heads read h_i and the next token, normalised and fused by a
-       linear layer; the paper's read h_i alone. Our heads'
-       outputs are normalised before the LM head.
+    1. Heads read h_i and the next token, normalised and fused by a linear layer; the
+       paper's read h_i alone. Our heads' outputs are normalised before the LM head.
     2. They share the target's LM head; the paper's train a copy each.
     3. The tree's shape changes every round; the paper's is fixed.
     4. Heads start at random; the paper's start as the identity.
-    5. Labels are the target's argmax over frequent tokens; the paper's
-       are the data's tokens.
+    5. Labels are the target's argmax over frequent tokens; the paper's are the data's
+       tokens.
     6. Verification is lossless; the paper's typical acceptance is not.
 
-Label windows, ranking and tree are those of ctc_drafter.py.
 Licence: Apache-2.0.
 """
 
@@ -39,16 +42,14 @@ class Config:
     window: int = option(3, "number of heads, U")
     anchors: int = option(64, "places to train at, per sequence")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
-    symbols: int = option(10, "likeliest tokens per head", decode=True)
-    candidates: int = option(16, "combinations kept per head", decode=True)
+    symbols: int = option(10, "likeliest tokens tried per head", decode=True)
     nodes: int = option(10, "most nodes in the tree", decode=True)
 
     def __post_init__(self):
-        common.at_least(self, window=1, anchors=1, draft_vocab=0)
-        common.at_least(self, symbols=1, candidates=1, nodes=0)
+        common.at_least(self, window=1, anchors=1, draft_vocab=0, symbols=1, nodes=0)
 
 
-VARIANTS = {}
+VARIANTS = {"paper": {"symbols": 10, "nodes": 63}}
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
@@ -62,9 +63,10 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.feature_norm = nn.RMSNorm(width, eps=1e-5)
         self.embed_norm = nn.RMSNorm(width, eps=1e-5)
         self.fusion = nn.Linear(2 * width, width, bias=False)
-        self.heads = nn.ModuleList(nn.Linear(width, width) for _ in range(config.window))
+        heads = [nn.Linear(width, width) for _ in range(config.window)]
+        self.heads = nn.ModuleList(heads)
         self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.register_buffer("draft_ids", common.placeholder_ids(config.target, config.draft_vocab))
+        common.add_vocab_ids(self, config.draft_vocab)
 
     def forward(self, target, hidden: Tensor, next_ids: Tensor) -> Tensor:
         """States (..., U, D) of the heads; hidden (..., D), next_ids (...)."""
@@ -77,11 +79,14 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """An untrained drafter, whose rows are the sum of both inputs."""
+    """A drafter before training, whose rows are the sum of both inputs.
+
+    token_counts: (V,) how often each token occurs in the responses.
+    """
     config.target = common.target_shape(target)
     drafter = Drafter(config)
-    both = torch.eye(config.target["hidden_size"]).repeat(1, 2)
-    drafter.fusion.weight.data.copy_(both)  # (D, 2D)
+    both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2D): a sum
+    drafter.fusion.weight.data.copy_(both)
     common.start_from(drafter, target, token_counts)
     return drafter
 
@@ -91,7 +96,7 @@ def training_logits(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
     hidden = ctc_drafter.rows_at(batch.hidden, anchors)  # (W, D)
     next_ids = ctc_drafter.rows_at(batch.input_ids[:, 1:], anchors)
     states = drafter(target, hidden, next_ids)  # (W, U, D)
-    head = common.draft_head(target, drafter.draft_ids).to(states.dtype)
+    head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
     return head(states).float()
 
 
@@ -106,41 +111,43 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """sum_x min(p_target, q_draft) of the first token, over W anchors, and W."""
+    """sum_x min(p_target, q_draft) of the first token, summed over W anchors, and W."""
     anchors, _ = ctc_drafter.windows(drafter, target, batch)
     logits = training_logits(drafter, target, batch, anchors)
     q_draft = logits[:, 0].softmax(-1)  # (W, Vd)
     hidden = ctc_drafter.rows_at(batch.hidden[:, 1:], anchors)
-    total = common.overlap(target, hidden, q_draft, drafter.draft_ids)
+    total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
     return total, len(hidden)
 
 
-def propose(drafter: Drafter, decoding, lm_head) -> Tensor:
-    """The heads' probabilities (U, Vd) after the newest token."""
+def run_heads(drafter: Drafter, decoding, head: nn.Module) -> Tensor:
+    """One pass: the probabilities q_heads (U, Vd) after the newest token.
+
+    head: the target's LM head, D -> Vd.
+    """
     states = drafter(decoding.target, decoding.hidden[0, -1], decoding.ids[0, -1])
-    return lm_head(states).float().softmax(-1)
+    return head(states).float().softmax(-1)
 
 
 @torch.no_grad()
-def drafts(decoding, drafter: Drafter, config: Config):
-    """Yield one draft per round; its nodes are chosen, not sampled."""
-    lm_head = common.draft_head(decoding.target, drafter.draft_ids)  # D -> Vd
+def drafts(decoding, drafter: Drafter, **changes):
+    """Yield one draft per round; the caller verifies it before it asks for the next.
+
+    Its nodes are chosen, not sampled.
+
+    changes: other values for fields of the Config with decode=True, such as nodes.
+    """
+    common.check_drafter(drafter, Drafter, decoding.target)
+    config = common.changed(drafter.config, changes)
+    vocab_ids = drafter.vocab_ids
+    head = common.draft_head(decoding.target, vocab_ids)  # D -> Vd
+    ends = ctc_drafter.end_symbols(decoding, vocab_ids)
     while not decoding.done:
-        if decoding.hidden.shape[1] == 0:  # prompt of one token
+        if decoding.hidden.shape[1] == 0:  # a prompt of one token
             yield common.chain([], decoding.ids)
             continue
-        q_heads = propose(drafter, decoding, lm_head)
-        q_slots = F.pad(q_heads, (0, 1))  # a blank of probability 0
-        prefixes = ctc_drafter.alignments(q_slots, config.symbols, config.candidates, merge=False)
-        yield ctc_drafter.token_tree(prefixes, drafter.draft_ids, config.nodes, decoding.room)
-
-
-def generate(
-    target, input_ids, drafter, config=None, copies=0, stats=None, token_streamer=None, **given
-):
-    """Lossless decoding; see `ctc_drafter.generate`."""
-    common.check_drafter(drafter, Drafter, target, config)
-    decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
-    for draft in drafts(decoding, drafter, config or drafter.config):
-        decoding.verify(draft)
-    return decoding.ids
+        q_heads = run_heads(drafter, decoding, head)
+        q_slots = F.pad(q_heads, (0, 1))  # a head has no blank
+        symbols, nodes = config.symbols, config.nodes
+        prefixes = ctc_drafter.alignments(q_slots, symbols, nodes, merge=False)
+        yield ctc_drafter.token_tree(prefixes, vocab_ids, nodes, decoding.room, ends)

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -34,16 +35,19 @@ def decode(method: str) -> dict:
     common = importlib.import_module("common")
     module = importlib.import_module(method)
     target, tokenizer = common.load_target("../target")
-    given = {"custom_generate": module.generate}
-    if hasattr(module.Config(), "base"):
-        given["base"] = importlib.import_module(module.Config().base)
-        given["base_drafter"] = make_drafter(given["base"], common, target)
-    elif hasattr(module, "Drafter"):
-        given["drafter"] = make_drafter(module, common, target)
+    takes = inspect.signature(module.drafts).parameters
+    owner = importlib.import_module("glide") if "chains" in takes else module
+    drafter = make_drafter(owner, common, target)
+
+    def drafts(decoding):
+        own = owner.drafts(decoding, drafter)
+        return module.drafts(own) if "chains" in takes else own
+
     ids = tokenizer("w1 w2 w3 w1 w2", return_tensors="pt")["input_ids"]
     options = {"max_new_tokens": 20, "do_sample": False}
     stats = common.Stats()
-    output = target.generate(ids, stats=stats, **options, **given)
+    decoder = common.speculate(drafts, each=stats)
+    output = target.generate(ids, custom_generate=decoder, **options)
     same = torch.equal(output, target.generate(ids, **options))
     return {"same": same, "drafted": stats.drafted}
 

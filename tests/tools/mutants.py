@@ -9,16 +9,19 @@ import re
 
 COMMON = r"""
 a node sees the root and itself only
-- may_attend[node + 1] |= may_attend[parent + 1]
-+ may_attend[node + 1] |= may_attend[0]
+- sees[node + 1] |= sees[parent + 1]
++ sees[node + 1] |= sees[0]
 positions count rows, not levels
-- positions = prefix + depths[None]
-+ positions = prefix + torch.arange(len(depths))[None]
+- positions = ids.shape[1] - 1 + depths
++ positions = ids.shape[1] - 1 + torch.arange(len(depths))
+a window is one position too long
+- reach = sees & (query - key < config
++ reach = sees & (query - key <= config
 the first rows are kept, not the accepted ones
-- layer.move(prefix + kept, prefix)
+- self.cache.move(prefix + rows, prefix)
 + pass
 rejected rows stay in the cache
-- cache.cut(prefix + len(kept))
+- self.cache.cut(prefix + len(kept))
 + pass
 a cache that doubles loses its newest row
 - F.pad(x[:, :, :start], (0, 0, 0, spare))
@@ -33,23 +36,26 @@ a drafter's positions are one too high
 - return torch.arange(start, self.fed.shape[1], device
 + return torch.arange(start + 1, self.fed.shape[1] + 1, device
 greedy: any child is accepted
-- node = child.get((node, token))
+- node = child.get((node, tokens[-1]))
 + node = next((n for (p, _), n in child.items() if p == node), None)
 processors do not see the path to a node
-- scores = logits_processor(ids, scores)
-+ scores = logits_processor(input_ids, scores)
+- scores = self.process(logits[node + 1])
++ scores = logits[node + 1] if tokens else self.process(logits[node + 1])
+a walk goes on after the end of the answer
+- if ended(tokens):
++ if ended(tokens) and False:
 hidden states of rejected nodes
-- return Verified(tokens, path, hidden[:, kept], logits)
-+ return Verified(tokens, path, hidden[:, : len(kept)], logits)
+- self.hidden = hidden[None, rows]
++ self.hidden = hidden[None, : len(kept)]
 sampling: tokens are tried that are no children
 - siblings = [n for n in range(sampled) if draft.parents[n] == node]
 + siblings = list(range(sampled))
 every sibling is tried with the first one's probabilities
-- q_draft = draft.probs[node].to
-+ q_draft = draft.probs[siblings[0]].to
+- drawn = [(int(draft.tokens[n]), draft.probs[n]) for n in siblings]
++ drawn = [(int(draft.tokens[n]), draft.probs[siblings[0]]) for n in siblings]
 only one sibling is tried
-- for node in siblings:
-+ for node in siblings[:1]:
+- for token, q_draft in siblings:
++ for token, q_draft in siblings[:1]:
 sampling: too much is accepted
 - * q_draft[token] < p_target[token]
 + * q_draft[token] < 2 * p_target[token]
@@ -59,22 +65,18 @@ sampling: no residual
 a draw of 0 takes the first token, even one of probability 0
 - uniform * sums[..., -1:], right=True)
 + uniform * sums[..., -1:])
-an answer runs past its end
-- for token in verified.tokens.split(1, dim=1):
-+ for token in [verified.tokens]:
 drafters get the last hidden state of a round only
-- self.hidden = verified.hidden[:, :count]
-+ self.hidden = verified.hidden[:, -1:]
+- self.hidden = hidden[None, rows]
++ self.hidden = hidden[None, rows[-1:]]
 no place is left for the bonus token
-- self.ids.shape[1] - 1
--
--     def pick
-+ self.ids.shape[1]
-+
-+     def pick
+- max_length - self.ids.shape[1] - 1
++ max_length - self.ids.shape[1]
 a draft token is drawn from another distribution than is told
-- token = sample(q_draft) if self.do_sample
-+ token = sample(q_draft.sqrt()) if self.do_sample
+- token = sample(q_draft) if decoding.do_sample
++ token = sample(q_draft.sqrt()) if decoding.do_sample
+processors do not see what was drafted before
+- scores = decoding.process(whole, drafted)
++ scores = decoding.process(whole)
 Granite's and Cohere's logits are not scaled
 - logits = logits * scale
 + pass
@@ -85,8 +87,8 @@ queries turn the other way than keys
 - rotated = rotated * cos + rotate_half(rotated) * sin
 + rotated = rotated * cos - rotate_half(rotated) * sin
 Mistral is decoded beyond its window
-- kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-+ kinds = getattr(config, "layer_types", None) or []
+- kinds = ["sliding_attention" if window else "full_attention"]
++ kinds = ["full_attention"]
 """
 
 GLIDE = r"""
@@ -97,7 +99,7 @@ the block mask has no phase
 - (places + phase[:, None]) // block_size
 + (places + 0 * phase[:, None]) // block_size
 a position that may read nothing reads all
-- heads = heads * some
+- heads = heads * reads
 + heads = heads
 while drafting a token reads its own row of the target
 - cross_mask = (query > places
@@ -109,14 +111,14 @@ without distillation the drafter learns its input
 - token = batch.input_ids[batch.loss_mask]
 + token = batch.input_ids[batch.loss_mask.roll(-1, 1)]
 distillation sharpens the labels
-- labels = teacher.softmax(-1)
-+ labels = teacher.mul(2).softmax(-1)
+- hidden, vocab_ids).softmax(-1)  # (M, Vd)
++ hidden, vocab_ids).mul(2).softmax(-1)
 """
 
 CAPE = r"""
 a range does not hold its upper bound
-- bisect.bisect_left(bounds, confidence)
-+ bisect.bisect_right(bounds, confidence)
+- bisect.bisect_left(config.bounds, confidence)
++ bisect.bisect_right(config.bounds, confidence)
 extras are one level too deep
 - parents.append(step - 1)
 + parents.append(step)
@@ -124,10 +126,8 @@ a set holds the trajectory's token
 - others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
 + others = q_draft
 extras claim to be sampled
--         q_draft,
--         torch.cat([trajectory.q
-+         torch.cat([q_draft, q_draft[-1:].expand(len(tokens), -1)]),
-+         torch.cat([trajectory.q
+- return common.Draft(tokens, parents, q_draft, trajectory
++ return common.Draft(tokens, parents, q_draft[[0] * len(tokens)], trajectory
 """
 
 SPECDECPP = r"""
@@ -137,6 +137,16 @@ a round ends by its last token alone
 a round ends where the head is sure
 - if 1 - all_accepted > threshold:
 + if 1 - all_accepted < threshold:
+the newest token is withheld
+-         yield token, q_draft, hidden
+-         if 1 - all_accepted > threshold:
+-             return
++         if 1 - all_accepted > threshold:
++             return
++         yield token, q_draft, hidden
+e_0 is judged, too
+- if i > 1:
++ if i > 0:
 labels exceed 1
 - accept_prob.append(ratio[:, 0].clamp(max=1))
 + accept_prob.append(ratio[:, 0])
@@ -146,6 +156,9 @@ Z exchanges the shares of X and Y
 labels belong to other tokens
 - return hidden, accept_prob[judged[batch.loss_mask]]
 + return hidden, accept_prob[: len(hidden)]
+the first layers are copied, not the chosen ones
+- layer.load_state_dict(getattr(theirs, name)[place].state_dict())
++ pass
 w_rej is ignored
 - weight_rej = drafter.config.w_rej * (1 - accept_prob)
 + weight_rej = 1 - accept_prob
@@ -155,30 +168,48 @@ FALCON = r"""
 the relaxed mask is plain causal
 - return (block[:, :, None] >= block[:, None, :])[:, None]
 + return (slots[:, None] >= slots).expand(len(phase), 1, -1, -1)
-a branch sees other branches
-- return torch.cat([mask[origins], own
-+ return torch.cat([torch.ones_like(mask[origins]), own
-drafting is plain causal
-- mask = block[start:end, None] >= block[:end]
-+ mask = slots[start:end, None] >= slots[:end]
-a part of a prompt ends within a block
-- borders = sorted(range(length - 256 * k, 0, -256 * k))
-+ borders = list(range(256 * k, length, 256 * k))
-as many answers are revealed as there are slots, not misses
-- d = int(wrong[row].sum())
-+ d = len(learning)
-slots learn the answer that they hold
-- learns=slots.learns & ~revealed
-+ learns=slots.learns
 a slot learns the state before its answer
 - answers=F.pad(hidden, (0, 0, 0, k))[:, k:-1]
 + answers=F.pad(hidden, (0, 0, 0, k))[:, k - 1 : -2]
+as many answers are revealed as there are slots, not misses
+- count = round(rate * int(wrong[row].sum()))
++ count = round(rate * len(learning))
+the tokens of answers are revealed, and not their hidden states
+- hidden=torch.where(revealed[..., None], slots.answers, slots.hidden),
++ hidden=slots.hidden,
+the noise is made of the numbers that chose what is revealed
+- common.generator(own_seed, use=1)
++ common.generator(own_seed)
+slots learn the answer that they hold
+- learns=slots.learns & ~revealed
++ learns=slots.learns
 soft and hard losses exchange their weights
 - l_dist = 0.9 * l_soft + 0.1 * l_hard
 + l_dist = 0.1 * l_soft + 0.9 * l_hard
 each branch of a later pass continues the first one
-- old_tips.index(tip[:-k])
-+ 0
+- origins = [before.index(tip[:-k]) for tip in tips]
++ origins = [0 for tip in tips]
+each branch is fed the first tokens on its path, not the last ones
+- ends = range(depth - k + 1, depth + 1)
++ ends = range(1, k + 1)
+drafting is plain causal
+- mask = block[start:end, None] >= block[:end]
++ mask = slots[start:end, None] >= slots[:end]
+blocks are counted from the first slot when drafting
+- phase = -total % k
++ phase = 0
+a part of a prompt ends within a block
+- borders = sorted(range(length - 256 * k, 0, -256 * k))
++ borders = list(range(256 * k, length, 256 * k))
+the LSTM forgets what it has read
+- return self.fusion(pairs, state)
++ return self.fusion(pairs)
+a branch sees other branches
+- return torch.cat([mask[origins], own
++ return torch.cat([torch.ones_like(mask[origins]), own
+the tree goes on beyond the last token that may be written
+- count = sum(depth <= decoding.room for depth in plan.depths)
++ count = len(plan.depths)
 """
 
 CTC_DRAFTER = r"""
@@ -204,8 +235,17 @@ windows begin with the newest token
 - F.pad(y[:, 2:], (0, U), value=-1)
 + F.pad(y[:, 1:-1], (0, U), value=-1)
 the slots of earlier rounds stay in the cache
-- cache.cut(decoding.ids.shape[1] - 1)
+- memory.cache.cut(decoding.ids.shape[1] - 1)
 + pass
+a sequence has the probability of its unlikeliest alignment
+- found.setdefault(sequence, -p)
++ found[sequence] = -p
+a blank is drafted where nothing is merged
+- slots = [tokens for *tokens, _ in slots]
++ pass
+drafts go on after an end
+- and not any(token in ends for token in prefix[:-1])
++ and True
 """
 
 TRAIN = r"""

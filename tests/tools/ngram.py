@@ -13,8 +13,6 @@ Licence: Apache-2.0.
 
 from dataclasses import dataclass
 
-import torch
-
 import common
 from common import option
 
@@ -41,25 +39,10 @@ def propose(ids: list[int], depth: int) -> list[int]:
     return tokens
 
 
-def drafts(decoding, config: Config):
-    """Yield one draft a round; `decoding` has verified it when the generator goes on."""
+def drafts(decoding, **changes):
+    """Yield one draft per round; the caller verifies it before it asks for the next."""
+    config = common.changed(Config(), changes)
     while not decoding.done:
         depth = min(config.gamma, decoding.room)
         tokens = propose(decoding.ids[0].tolist(), depth)
-        yield common.Draft(decoding.ids.new_tensor(tokens), torch.arange(len(tokens)) - 1)
-
-
-@torch.no_grad()
-def generate(target, input_ids, config=None, copies=0, stats=None, token_streamer=None, **given):
-    """Lossless decoding: `target.generate(**inputs, custom_generate=ngram.generate)`.
-
-    Args:
-        config: a Config to decode with.
-        copies, stats, token_streamer: as for common.Decoding.
-    Returns:
-        (1, T') prompt and new tokens.
-    """
-    decoding = common.Decoding(target, input_ids, copies, stats, token_streamer, **given)
-    for draft in drafts(decoding, config or Config()):
-        decoding.verify(draft)
-    return decoding.ids
+        yield common.Draft(decoding.ids.new_tensor(tokens), list(range(-1, len(tokens) - 1)))
