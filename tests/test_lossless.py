@@ -264,11 +264,13 @@ WINDOWS = {
 def test_a_text_may_be_longer_than_a_sliding_window(name, method):
     """Prompts shorter and longer than the window; a wrong mask would show by other tokens."""
     target = family(name, vocab_size=VOCAB, **WINDOWS[name])
+    if name == "GptOss":
+        target = target.float()  # its experts have no float64
     drafts, _ = make_drafts(method, target)
     for length in (3, 12):
         ids = torch.randint(1, VOCAB, (1, length), generator=torch.Generator().manual_seed(4))
         truth = target.generate(ids, **GREEDY)
-        output, stats = decode(target, ids, drafts, **GREEDY)
+        output, _ = decode(target, ids, drafts, **GREEDY)
         assert torch.equal(output, truth)
 
 
