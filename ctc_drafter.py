@@ -356,11 +356,12 @@ def top_symbols(q_slots: Tensor, symbols: int) -> list[list[tuple]]:
 def alignments(q_slots: Tensor, symbols: int, nodes: int, merge: bool = True) -> dict:
     """The transform of 3.3: {sequence: probability} of the `nodes` likeliest.
 
-    A raw candidate fills the first one, two, ... slots with a symbol each. Its
-    probability is the product of theirs (Eq. 7), whatever the later slots hold. It is
-    collapsed to a sequence, a tuple of indices into vocab_ids. Several raw candidates
-    become the same sequence; its probability is that of the likeliest, while
-    `prefix_search` sums over all of them. Slots a .6, e .4 and a .2, b .5, e .3:
+    A raw candidate fills the first one, two, ... slots with a symbol each. (The paper's
+    fill all slots; their beginnings are the nodes of its tree.) Its probability is the
+    product of theirs (Eq. 7), whatever the later slots hold. It is collapsed to a
+    sequence, a tuple of indices into vocab_ids. Several raw candidates become the same
+    sequence, whose probability is that of the likeliest one, while `prefix_search`
+    sums over all of them. Slots a .6, e .4 and a .2, b .5, e .3:
 
         raw     probability    sequence
         a       .6             a
