@@ -34,16 +34,26 @@ import dataclasses
 import inspect
 import json
 import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import rotate_half
+
+# Caches, masks and `custom_generate` of transformers change between its versions.
+TESTED = "5.23"
+if not transformers.__version__.startswith(f"{TESTED}."):
+    warnings.warn(
+        f"common.py was tested with transformers {TESTED}, and this is "
+        f"{transformers.__version__}: compare an answer with plain decoding first"
+    )
 
 
 class UserError(ValueError):
@@ -659,8 +669,6 @@ def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, 
     Dimensions j and j + Dh/2 share an angle, which is 0 from j = R/2 on.
     R = 4 and Dh = 8: cos `a b a b` becomes `a b 1 1 a b 1 1`.
     """
-    if tables[0].shape[-1] == head_dim:  # most models rotate all dimensions
-        return tables
     widened = []
     for table, fill in zip(tables, (1.0, 0.0)):
         half = table[..., : table.shape[-1] // 2]  # (B, T, R/2)

@@ -170,9 +170,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         depth = config.target["num_layers"]
         return list(range(depth - config.num_layers, depth))
 
-    def forward(
-        self, target, ids, positions, kv, self_mask=None, cross_mask=None, cache=None
-    ):
+    def forward(self, target, ids, positions, kv, self_mask=None, cross_mask=None, cache=None):
         """Hidden states (B, T, D) of ids (B, T).
 
         positions: (B or 1, T).

@@ -1,34 +1,40 @@
 """The arms of bench.py, whose docstring says how they are written."""
 
+import argparse
+import contextlib
 import copy
-import dataclasses
 import functools
-import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from typing import NamedTuple
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import common
 from common import UserError
 from support import cli, packed
+from support.rivals import lookup
 
-COPIES = 16  # most tokens a round that `+copies` copies
+FORM = "[BASE+]NAME[:SETTINGS][+copies][@DIR]"
+COPIES = 16  # most tokens that +copies adds to a draft
 PEERS = ("prompt-lookup", "assisted")  # transformers' own methods
 ALL = (*cli.METHODS, "cape:cpu", "medusa", "lookup", *PEERS)  # those that do not fit are skipped
+BASES = {"cape": "glide", "beam": "glide"}  # methods that use another one's drafter
 
 
 @dataclass
 class Arm:
-    """One way of decoding: a method's drafts, or a loop of transformers."""
+    """One way of decoding."""
 
     name: str
     target: object  # what it decodes with: packed, or as load_target returns it
-    module: object = None  # of the method; None: transformers decodes
-    kwargs: dict = field(default_factory=dict)  # of module.drafts, or of generate
-    copies: int = 0
+    drafts: Callable | None = None  # a generator for a Decoding; None: transformers decodes
+    module: object = None  # of the method
+    drafter: object = None  # of the method, to measure alpha; None if it has no weights
+    settings: dict = field(default_factory=dict)  # those that may change after training
+    kwargs: dict = field(default_factory=dict)  # of target.generate, if transformers decodes
     padded: bool = False  # transformers decodes a whole batch, padded
 
 
@@ -38,19 +44,15 @@ def plain_drafts(decoding):
         yield common.chain([], decoding.ids)
 
 
-def plain_arm(target) -> Arm:
-    return Arm("plain", target, SimpleNamespace(drafts=plain_drafts))
-
-
 def plain_loops(stock, target, batch_size: int = 1) -> list[Arm]:
     """Plain decoding in every way at hand; the fastest of them is the baseline.
 
-    The first is what a user has without this repository, and the reference of
-    greedy answers: transformers' `generate` on the target as load_target returns it.
-    The others decode with the packed target. A baseline among them alone could be
-    slowed by our own packing, and every speedup would flatter us.
+    The first is what a user has without this repository, and the reference of greedy
+    answers: transformers' `generate` on the target as load_target returns it. The
+    others decode with the packed target. A baseline among them alone could be slowed
+    by our own packing, and every speedup would flatter us.
 
-    Args: stock: the target as loaded. target: the packed one, or `stock` again.
+    stock: the target as loaded. target: the packed one, or `stock` again.
     """
     batch = batch_size > 1
     loops = [Arm("stock", stock, padded=batch)]
@@ -58,79 +60,165 @@ def plain_loops(stock, target, batch_size: int = 1) -> list[Arm]:
         loops.append(Arm("transformers", target, padded=batch))
     if batch:
         loops.append(Arm("one by one", target))
-    return [*loops, plain_arm(target)]
+    return [*loops, Arm("plain", target, plain_drafts)]
 
 
-def make_arms(target, args) -> list[Arm]:
-    """The arms that the command line asks for, each once, to decode with `target`.
+# --------------------------------------------------------------------- the text of an arm
 
-    Raises: UserError: an impossible arm, or two different ones of one name.
+
+class Parts(NamedTuple):
+    """What the text of an arm says."""
+
+    name: str  # of the method
+    base: str  # the method whose drafter it uses, for most the same
+    changes: dict  # settings of the method
+    chain: dict  # settings of the chains that CAPE expands
+    copies: bool
+    folder: str  # of the drafter; "": the shipped one
+
+
+def parse(text: str) -> Parts:
+    """Take the text of an arm apart.
+
+    Raises UserError if it is no arm, or for an unknown method, variant or setting.
+    """
+    words, _, folder = text.partition("@")
+    method, _, settings = words.removesuffix("+copies").partition(":")
+    base, _, name = method.rpartition("+")
+    module = cli.import_method(name)
+    if base and (name != "cape" or base not in cli.CHAINS):
+        chains = " or ".join(cli.CHAINS)
+        raise UserError(f"{text} is no arm: write {FORM}; BASE is {chains}, and only for cape")
+    base = base or BASES.get(name, name)
+    source = cli.import_method(base)
+    if folder and not hasattr(source, "Drafter"):
+        raise UserError(f"{name} has no weights: leave out @{folder}")
+
+    changes = read_settings(name, settings, source, module)
+    chain = {}
+    if name == "cape":  # what is not its own is a setting of the chains
+        own = cli.decode_fields(module)
+        # The authors' code fixes gamma at 4.
+        chain = {"gamma": 4} | {key: changes[key] for key in changes.keys() - own}
+        changes = {key: changes[key] for key in changes.keys() & own}
+        common.changed(source.Config(), chain)  # raises, as for any other method
+    common.changed(module.Config(), changes)
+    return Parts(name, base, changes, chain, words.endswith("+copies"), folder)
+
+
+def read_settings(name: str, text: str, *modules) -> dict:
+    """The fields and values of a text such as cpu,gamma=3, where cpu is a variant.
+
+    name: of the method, for messages. modules: those whose Config has the fields.
+    """
+    variants = {}
+    defaults = {}
+    for module in modules:
+        variants |= module.VARIANTS
+        defaults |= vars(module.Config())
+    changes = {}
+    for part in filter(None, text.split(",")):
+        key, given, value = part.partition("=")
+        if given and isinstance(defaults.get(key), list):
+            changes[key] = [read_value(each) for each in value.split("-") if value]
+            if any(isinstance(each, str) for each in changes[key]):
+                raise UserError(f"{part!r}: write a list as numbers, as in sizes=2-1-1-0")
+        elif given:
+            changes[key] = read_value(value)
+        elif key in variants:
+            changes |= variants[key]
+        else:
+            known = ", ".join(variants) or "none"
+            raise UserError(f"{name} has no variant {key!r} (it has {known}); or write FIELD=VALUE")
+    return changes
+
+
+def read_value(text: str):
+    """A number, or else the word itself."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def arm_text(text: str) -> str:
+    """A reader for `type=`: the text of an arm, of one of PEERS, or "all"."""
+    try:
+        if text not in ("all", *PEERS):
+            parse(text)
+    except UserError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
+    return text
+
+
+# ------------------------------------------------------------------------------- the arms
+
+
+def make_arms(texts: list[str], target, shipped=cli.ROOT / "checkpoints") -> list[Arm]:
+    """The arms of some texts, each once, to decode with `target`.
+
+    Of "all", those that do not fit are skipped, and stderr says why.
+
+    shipped: the folder of the shipped drafters.
+    Raises UserError for any other arm that is impossible, or two of one name.
     """
 
     @functools.cache
-    def load(method: str, folder: str | None):
-        path = Path(folder or cli.ROOT / "checkpoints" / method)
-        drafter = common.load_drafter(cli.import_method(method).Drafter, path, target)
+    def load(method: str, folder: str):
+        Drafter = cli.import_method(method).Drafter
+        drafter = common.load_drafter(Drafter, folder or shipped / method, target)
         return packed.pack(drafter, getattr(target, "kernels", None))
 
-    texts: list[str] = []
-    for text in args.method:
-        texts += ALL if text == "all" else [text]
-    if args.peers:
-        texts += PEERS
-    optional = ALL if "all" in args.method else PEERS
-    arms: dict[str, Arm] = {}
+    arms: dict[str, Arm] = {}  # by text
     for text in texts:
-        try:
-            arm = peer(text, target, load) if text in PEERS else make_arm(text, target, args, load)
-        except UserError as problem:
-            if text not in optional:
-                raise
-            print(f"bench.py: without {text}: {problem}", file=sys.stderr)
-            continue
-        if arms.setdefault(arm.name, arm).kwargs != arm.kwargs:
-            raise UserError(f"two arms would be called {arm.name}; rename one of the folders")
+        for each in ALL if text == "all" else [text]:
+            make = peer if each in PEERS else make_arm
+            try:
+                arms[each] = make(each, target, load)
+            except UserError as problem:
+                if text != "all":
+                    raise
+                print(f"bench.py: without {each}: {problem}", file=sys.stderr)
+    names = [arm.name for arm in arms.values()]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"two arms would be called {name}; rename one of the folders")
     return list(arms.values())
 
 
-def make_arm(text: str, target, args, load) -> Arm:
-    """The arm NAME[:VARIANT][+copies][@DIR].
+def make_arm(text: str, target, load) -> Arm:
+    """The arm of a text, see `parse`.
 
-    Args: load: gives the drafter of a method and a folder (None: the shipped one).
+    load: a function of a method and a folder ("": the shipped one), which returns the
+        drafter.
     """
-    # 1. Take the text apart.
-    parts = re.fullmatch(r"(\w+)(?::([^+@]+))?(\+copies)?(?:@(.+))?", text)
-    if parts is None:
-        raise UserError(f"{text} is no arm: write NAME[:VARIANT][+copies][@DIR]")
-    name, variant, copies, folder = parts.groups()
-    shown = text.removesuffix(folder) + Path(folder).name if folder else text
-    folder = folder or args.checkpoint
-
-    # 2. Collect what differs from the drafter's Config.
+    name, base, changes, chain, copies, folder = parse(text)
+    shown = text.removesuffix(folder) + Path(folder).name
     module = cli.import_method(name)
-    given = {option: getattr(args, option) for option in cli.decode_fields(module)}
-    changes = {option: value for option, value in given.items() if value is not None}
-    if variant:
-        if variant not in module.VARIANTS:
-            known = ", ".join(module.VARIANTS) or "none"
-            raise UserError(f"{name} has no variant {variant!r}; its variants: {known}")
-        changes.update(module.VARIANTS[variant])
+    source = cli.import_method(base)
+    drafter = load(base, folder) if hasattr(source, "Drafter") else None
+    own = drafter if source is module else None  # not of another method
+    settings = decode_settings(module, own, changes)
+    if name == "cape":
+        settings = {"base": base} | decode_settings(source, drafter, chain) | settings
+    if copies:
+        settings["copies"] = COPIES
 
-    # 3. Load its drafter. Without weights it may expand another method's chains.
-    if hasattr(module, "Drafter"):
-        drafter = load(name, folder)
-        config = dataclasses.replace(drafter.config, **changes)
-        kwargs = {"drafter": drafter, "config": config}
-    else:
-        config = module.Config(**changes)
-        kwargs = {"config": config}
-        if hasattr(config, "base"):
-            if config.base not in cli.CHAINS:
-                chains = " or ".join(cli.CHAINS)
-                raise UserError(f"base {config.base!r} drafts no chains: take {chains}")
-            kwargs["base"] = cli.import_method(config.base)
-            kwargs["base_drafter"] = load(config.base, folder)
-    return Arm(shown, target, module, kwargs, COPIES if copies else 0)
+    def drafts(decoding):
+        given = [decoding] if drafter is None else [decoding, drafter]
+        if name == "cape":
+            given = [source.drafts(*given, **chain)]
+        made = module.drafts(*given, **changes)
+        return lookup.with_copies(made, decoding, COPIES) if copies else made
+
+    return Arm(shown, target, drafts, module, own, settings)
+
+
+def decode_settings(module, drafter, changes: dict) -> dict:
+    """The settings of a method that may change after training, with these changes."""
+    config = module.Config() if drafter is None else drafter.config
+    config = common.changed(config, changes)
+    return {name: getattr(config, name) for name in cli.decode_fields(module)}
 
 
 def peer(name: str, target, load) -> Arm:
@@ -138,7 +226,7 @@ def peer(name: str, target, load) -> Arm:
     if name == "prompt-lookup":
         return Arm(name, target, kwargs={"prompt_lookup_num_tokens": 10})
     kernels = getattr(target, "kernels", None)
-    assistant = packed.pack(causal_lm(load("specdecpp", None), target), kernels)
+    assistant = packed.pack(causal_lm(load("specdecpp", ""), target), kernels)
     return Arm(name, target, kwargs={"assistant_model": assistant})
 
 

@@ -1,8 +1,8 @@
 """Several sequences at once with any method: GLIDE's appendix E and Table 4.
 
-Each sequence has its own Decoding and draft generator. A round takes one
-draft from each and runs the target once over all drafts, side by side in
-one row. The mask keeps the sequences apart:
+Each sequence has its own Decoding and draft generator. A round takes one draft from
+each and runs the target once over all drafts, side by side in one row. The mask keeps
+the sequences apart:
 
                          sequence 0          sequence 1
                       prefix  root n0   prefix  root n0 n1
@@ -12,8 +12,8 @@ one row. The mask keeps the sequences apart:
            n0          .  .    .   .     x  x    x   x  .
            n1          .  .    .   .     x  x    x   x  x
 
-There is no padding, and a finished sequence leaves the row. The drafters
-run one sequence after another.
+There is no padding, and a finished sequence leaves the row. The drafters run one
+sequence after another.
 """
 
 import torch
@@ -39,52 +39,55 @@ class JointLayer(DynamicLayer):
         return torch.cat(keys, 2), torch.cat(values, 2)
 
 
-def joint_forward(target, decodings: list, drafts: list) -> list[tuple[Tensor, Tensor]]:
-    """One target forward over the drafts of several sequences.
+def joint_mask(masks: list[Tensor]) -> Tensor:
+    """Masks (1, 1, n, P + n) as the blocks of one; outside of them all is forbidden."""
+    may_attend = torch.block_diag(*[own[0, 0] == 0 for own in masks])
+    mask = torch.zeros_like(may_attend, dtype=masks[0].dtype)
+    return mask.masked_fill(~may_attend, torch.finfo(mask.dtype).min)[None, None]
 
-    Returns: logits (1, N + 1, V), hidden states (1, N + 1, D) of each.
+
+def joint_score(target, decodings: list, drafts: list) -> list[tuple[Tensor, Tensor]]:
+    """`common.score` of several sequences, each with its own draft, in one forward.
+
+    Returns logits (N + 1, V) and last hidden states (N + 1, D) of each.
     """
-    # 1. Lay the trees side by side.
-    caches = [decoding.cache for decoding in decodings]
-    inputs = []
-    for decoding, draft in zip(decodings, drafts):
-        inputs.append(common.tree_inputs(decoding.ids, draft, target.dtype))
+    inputs = [
+        common.tree_inputs(target, decoding.ids, draft)
+        for decoding, draft in zip(decodings, drafts)
+    ]
     fed, masks, positions = zip(*inputs)
     sizes = [ids.shape[1] for ids in fed]
-
-    # 2. Each block of the mask is one sequence's own; all else is forbidden.
-    may_attend = torch.block_diag(*[(own == 0)[0, 0] for own in masks])
-    mask = torch.zeros_like(may_attend, dtype=target.dtype)
-    mask = mask.masked_fill(~may_attend, torch.finfo(target.dtype).min)[None, None]
-
-    # 3. The layers write each sequence's rows to its own cache.
+    caches = [decoding.cache for decoding in decodings]
     cache = DynamicCache()
     cache.layers = [JointLayer(caches, sizes, n) for n in range(len(caches[0].layers))]
     logits, hidden = common.forward(
-        target, torch.cat(fed, dim=1), cache, mask, torch.cat(positions, dim=1)
+        target,
+        torch.cat(fed, dim=1),
+        cache,
+        {kind: joint_mask([own[kind] for own in masks]) for kind in masks[0]},
+        torch.cat(positions, dim=1),
     )
-    return list(zip(logits.split(sizes, dim=1), hidden.split(sizes, dim=1)))
+    return list(zip(logits.split(sizes), hidden.split(sizes)))
 
 
 @torch.no_grad()
-def generate(target, module, kwargs: dict, decodings: list[common.Decoding]) -> list[Tensor]:
+def generate(target, drafts, decodings: list[common.Decoding], each=None) -> list[Tensor]:
     """Decode several sequences at once, each as if it were alone.
 
-    Args:
-        module, kwargs: of a method, for module.drafts(decoding, **kwargs).
-        decodings: of `common.open_decoding`; prompts of any lengths.
-    Returns:
-        Of each (1, T') prompt and new tokens.
+    drafts: a function of a Decoding, which returns the generator of its drafts.
+    decodings: of `common.start`; prompts of any lengths.
+    each: called with (decoding, draft, path) of each sequence after each round.
+    Returns (1, T) prompt and new tokens of each.
     """
-    generators = {decoding: module.drafts(decoding, **kwargs) for decoding in decodings}
-    if len(decodings) == 1:  # its Decoding can tell drafting and verifying apart
-        [decoding] = decodings
-        for draft in generators[decoding]:
-            decoding.verify(draft)
-        return [decoding.ids]
+    generators = {decoding: drafts(decoding) for decoding in decodings}
     while live := [decoding for decoding in decodings if not decoding.done]:
-        drafts = [decoding.with_copies(next(generators[decoding])) for decoding in live]
-        scored = joint_forward(target, live, drafts)
-        for decoding, draft, own in zip(live, drafts, scored):
-            decoding.verify(draft, own)
+        made = [next(generators[decoding]) for decoding in live]
+        if len(live) == 1:  # nothing to join
+            scored = [common.score(target, live[0].ids, made[0], live[0].cache)]
+        else:
+            scored = joint_score(target, live, made)
+        for decoding, draft, own in zip(live, made, scored):
+            path = decoding.commit(draft, *own)
+            if each is not None:
+                each(decoding, draft, path)
     return [decoding.ids for decoding in decodings]

@@ -15,7 +15,7 @@ from support import default_target
 
 METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")  # add yours
 RIVALS = ("medusa", "beam", "lookup")  # in support/rivals/
-CHAINS = ("glide", "specdecpp")  # expanded by CAPE and the beam
+CHAINS = ("glide", "specdecpp")  # their drafts are chains, which CAPE expands
 ROOT = Path(__file__).resolve().parent.parent
 TARGET_HELP = f"Hugging Face id, folder or .gguf (default: {default_target.NAME})"
 
@@ -110,12 +110,10 @@ def json_list(text: str) -> list:
 json_list.__name__ = "JSON list"  # argparse says "invalid JSON list value"
 
 
-def add_config_options(parser: argparse.ArgumentParser, config_class, decode: bool = False) -> None:
+def add_config_options(parser: argparse.ArgumentParser, config_class) -> None:
     """Add an option per field of a Config, unless the parser has it.
 
     An option that is not given is None. The Config checks the values.
-
-    decode: take only the fields that may change after training.
     """
     module = sys.modules[config_class.__module__]
     group = parser.add_argument_group(f"{module.__name__.rpartition('.')[2]} options")
@@ -123,15 +121,12 @@ def add_config_options(parser: argparse.ArgumentParser, config_class, decode: bo
     defaults = config_class()
     for option in dataclasses.fields(config_class):
         default = getattr(defaults, option.name)
-        left_out = decode and not option.metadata["decode"]
-        if left_out or option.name in taken or isinstance(default, dict):
+        if option.name in taken or isinstance(default, dict):
             continue
         kind = {"type": json_list if isinstance(default, list) else type(default)}
         if isinstance(default, bool):
             kind = {"action": argparse.BooleanOptionalAction}
         shown = default if isinstance(default, str) else json.dumps(default)
-        if decode and hasattr(module, "Drafter"):
-            shown = "what config.json of the drafter says"
         text = f"{option.metadata['help']} (default: {shown})".replace("%", "%%")
         group.add_argument("--" + option.name.replace("_", "-"), help=text, **kind)
 

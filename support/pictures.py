@@ -40,8 +40,9 @@ def check(folder: str) -> None:
 
 def colour(name: str) -> str | None:
     """The colour of a method in all pictures; None for other names."""
-    method = re.split(r"[:+@ ]", name)[0]
-    return f"C{cli.METHODS.index(method)}" if method in cli.METHODS else None
+    words = re.split(r"[:@ ]", name)[0].split("+")  # perhaps with a base, or copies
+    method = [word for word in words if word in cli.METHODS][-1:]
+    return f"C{cli.METHODS.index(*method)}" if method else None
 
 
 @contextlib.contextmanager

@@ -60,11 +60,12 @@ for (const each of data.methods) {
   for (const round of each.rounds) {
     round.root = newest;
     round.before = data.prompt.length + end - 1; // tokens before the root
-    end += round.kept;
+    end += round.committed.length;
     seconds += sum(Object.values(round.seconds));
     Object.assign(round, { end, ends: seconds, taken: new Set(round.path) });
     round.last = round.path.at(-1) ?? ROOT; // where the walk through the tree ended
-    newest = round.committed[round.kept - 1];
+    round.added = round.committed.length > round.path.length; // no draft token was the end
+    newest = round.committed.at(-1);
   }
 }
 
@@ -105,7 +106,7 @@ const VERDICTS = {
  */
 function outline(round) {
   const children = new Map([ROOT, ...round.tokens.keys()].map((node) => [node, []]));
-  children.get(round.last).push(OWN);
+  if (round.added) children.get(round.last).push(OWN);
   round.parents.forEach((parent, node) => {
     if (round.taken.has(node)) children.get(parent).unshift(node);
     else children.get(parent).push(node);
@@ -126,7 +127,6 @@ function showStory() {
   const round = current();
   const count = round.tokens.length;
   const taken = round.path.length;
-  const own = quoted(round.committed.at(-1));
   let story = `The draft has ${plural(count, "token")}. `;
   if (!count) {
     story = round.room > 0
@@ -138,17 +138,16 @@ function showStory() {
     const text = quoted(...round.path.map((node) => round.tokens[node]));
     story += `The target accepts ${taken === count ? "all" : taken} of them, ${text}. `;
   }
-  story += `It adds its own, ${own}: ${plural(round.committed.length, "token")} from one forward.`;
-  if (round.kept < round.committed.length) {
-    story += ` The answer ends after ${plural(round.kept, "token")} of them.`;
-  }
+  if (round.added) story += `It adds its own, ${quoted(round.committed.at(-1))}: `;
+  else story += "The last one ends the answer: ";
+  story += `${plural(round.committed.length, "token")} from one forward.`;
   $("story").textContent = story;
 }
 
 function showText() {
   $("text").replaceChildren();
   method().rounds.slice(0, state.round).forEach((round, index) => {
-    round.committed.slice(0, round.kept).forEach((token, place) => {
+    round.committed.forEach((token, place) => {
       const node = round.path[place];
       const copied = node !== undefined && round.kinds[node] === "copy";
       const kind = node === undefined ? "own" : copied ? "copied" : "accepted";
@@ -385,7 +384,7 @@ function showRace() {
     emitted: round.end,
     rounds: state.round,
     tau: (round.end / state.round).toFixed(2),
-    accepted: sum(past.map((each) => Math.min(each.path.length, each.kept))),
+    accepted: sum(past.map((each) => each.path.length)),
     drafted: sum(past.map((each) => each.tokens.length)),
   };
   const figure = (name) => {
@@ -413,7 +412,7 @@ function showTimes(round, plain) {
     $("times").append(add(null, "span", `swatch ${name}`), label);
   }
   const token = (plain.at(-1) - plain[0]) / Math.max(1, plain.length - 1);
-  const tokens = plural(round.kept, "token");
+  const tokens = plural(round.committed.length, "token");
   $("times").append(`for ${tokens}. Plain decoding takes ${ms(token)} a token.`);
 }
 

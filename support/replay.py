@@ -2,10 +2,11 @@
 
     python bench.py --method glide falcon --prompt "Why is the sky blue?" --replay page.html
 
-`record` runs a method and describes its rounds by plain lists. `page` puts
-them as JSON into replay.html, with replay.css and replay.js, which draws.
+`record` decodes with a method's drafts and describes its rounds by plain lists. `page`
+puts them as JSON into replay.html, with replay.css and replay.js, which draws.
 """
 
+import copy
 import inspect
 import itertools
 import json
@@ -17,8 +18,9 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 import common
-from support import cli, report
+from support import report
 from support.prompts import encode
+from support.report import clock
 
 HERE = Path(__file__).parent
 SYMBOLS = 5  # shown of each CTC slot
@@ -29,78 +31,89 @@ WARM_UP_TOKENS = 12
 
 
 @torch.no_grad()
-def record(decoding: common.Decoding, drafts, text) -> list[dict]:
+def record(target, drafts, encoded: dict, options: dict, text) -> list[dict]:
     """Decode to the end and describe every round.
 
-    Args:
-        drafts: the generator of a method, made for `decoding`.
-        text: a function that returns the text of a token id.
+    drafts: a function of a Decoding, which returns the generator of its drafts.
+    encoded: input_ids (1, T) and attention_mask of the prompt.
+    options: of target.generate.
+    text: a function that returns the text of a token id.
     """
     rounds = []
-    for draft in drafts:
-        # 1. Add copies here, to show them. `verify` then finds them in the draft.
-        draft = decoding.with_copies(draft)
-        # 2. Verify the draft. The clock's differences are this round's times.
-        before = dict(decoding.stats.seconds)
-        ids = decoding.ids
-        room = decoding.room
-        verified = decoding.verify(draft)
-        after = decoding.stats.seconds
-        # 3. Describe the round, while the clock stands still.
-        count = len(draft.tokens)
+    phase = "prefill"  # up to the first draft, for which the drafter reads the prompt, too
+    begin = clock(target)
+    decoding = common.start(target, **encoded, **options)
+    for draft in drafts(decoding):
+        drafted = clock(target)
+        before = copy.copy(decoding)  # a commit replaces ids, and does not write in them
+        logits, hidden = common.score(target, decoding.ids, draft, decoding.cache)
+        path = decoding.commit(draft, logits, hidden)
+        verified = clock(target)
+        committed = decoding.ids[0, before.ids.shape[1] :].tolist()
         rounds.append(
             {
                 "tokens": [text(token) for token in draft.tokens.tolist()],
-                "parents": draft.parents.tolist(),
+                "parents": draft.parents,
                 "kinds": kinds(draft),
-                "q": [None] * count if draft.q is None else draft.q.tolist(),
-                "p": target_probs(ids, draft, verified.logits[0], decoding.logits_processor),
-                "notes": plain_notes(draft.notes, text),
-                "path": verified.path,
-                "committed": [text(token) for token in verified.tokens[0].tolist()],
-                "kept": decoding.ids.shape[1] - ids.shape[1],
-                "room": room,
-                "seconds": {name: after[name] - before.get(name, 0.0) for name in after},
+                "q": draft_probs(draft),
+                "p": target_probs(before, draft, logits),
+                "notes": shown_notes(draft.notes, text),
+                "path": path,
+                "committed": [text(token) for token in committed],
+                "room": before.room,
+                "seconds": {phase: drafted - begin, "verify": verified - drafted},
             }
         )
-        decoding.clock_start = time.perf_counter()
+        phase = "draft"
+        begin = clock(target)
     return rounds
 
 
 def kinds(draft: common.Draft) -> list[str]:
     """Where each node comes from: "draft", CAPE's "extra" or "copy"."""
-    own = len(draft.tokens) - draft.copied
-    drafted = own if draft.probs is None else len(draft.probs)  # no probs: no extras
-    return ["draft"] * drafted + ["extra"] * (own - drafted) + ["copy"] * draft.copied
+    copied = draft.notes.get("copied", 0)
+    own = len(draft.tokens) - copied
+    counts = draft.notes.get("counts")  # CAPE's, one for each token of the chain
+    drafted = own if counts is None else len(counts)
+    return ["draft"] * drafted + ["extra"] * (own - drafted) + ["copy"] * copied
 
 
-def target_probs(ids: Tensor, draft: common.Draft, logits: Tensor, processor) -> list[float]:
-    """The target's processed probability of each node after its parent.
-
-    Args:
-        ids: (1, T) committed tokens before the round.
-        logits: (N + 1, V) of root and nodes.
-        processor: the logits processors, or None.
-    """
-    prefixes = [ids]  # of the root and each node
-    found = []
-    for token, parent in zip(draft.tokens, draft.parents.tolist()):
-        prefix = prefixes[parent + 1]
-        prefixes.append(torch.cat([prefix, token.view(1, 1)], dim=1))
-        scores = logits[[parent + 1]].float()  # (1, V), a copy
-        if processor:
-            scores = processor(prefix, scores)
-        found.append(float(scores.softmax(-1)[0, token]))
+def draft_probs(draft: common.Draft) -> list[float | None]:
+    """The drafter's probability of each node after its parent; None if there is none."""
+    if "q" in draft.notes:
+        return draft.notes["q"]
+    found: list[float | None] = []
+    for kind, token, parent in zip(kinds(draft), draft.tokens.tolist(), draft.parents):
+        # In a chain, node n follows node n - 1 and was drawn from row n of `probs`, and
+        # so were, with another rank, the extras beside it.
+        drawn = kind != "copy" and draft.probs is not None
+        found.append(float(draft.probs[parent + 1, token]) if drawn else None)
     return found
 
 
-def plain_notes(notes: dict, text) -> dict:
+def target_probs(before: common.Decoding, draft: common.Draft, logits: Tensor) -> list[float]:
+    """The target's processed probability of each node after its parent.
+
+    before: the Decoding before the round.
+    logits: (N + 1, V) of root and nodes.
+    """
+    paths = [[]]  # tokens from the root down to it, of the root and of each node
+    found = []
+    for token, parent in zip(draft.tokens.tolist(), draft.parents):
+        above = paths[parent + 1]
+        scores = before.process(logits[parent + 1], above)
+        found.append(float(scores.softmax(-1)[token]))
+        paths.append([*above, token])
+    return found
+
+
+def shown_notes(notes: dict, text) -> dict:
     """A method's notes; of CTC-drafter's slots the likeliest symbols.
 
     A symbol is [text of the token, or None for the blank, its probability].
     """
     if "q_slots" not in notes:
-        return notes
+        return {name: note for name, note in notes.items() if name not in ("q", "copied")}
     ids = notes["vocab_ids"].tolist()
     best = notes["q_slots"].topk(SYMBOLS, dim=-1)  # (S, 5)
     slots = []
@@ -125,13 +138,11 @@ class Moments(BaseStreamer):
 
 def plain_seconds(arm, encoded: dict, options: dict) -> list[float]:
     """The seconds up to each token of plain decoding, after a short warm-up."""
-    if arm.module is not None:  # our own loop
+    if arm.drafts is not None:  # our own loop
         rounds = play(arm, encoded, options, str)
         return list(itertools.accumulate(sum(told["seconds"].values()) for told in rounds))
-    most = options["max_new_tokens"]
-    for count in (min(WARM_UP_TOKENS, most), most):
+    for given in warm_up_and(options):
         arrived = Moments()
-        given = options | {"max_new_tokens": count}
         arm.target.generate(**encoded, **given, streamer=arrived)
     start, *moments = arrived.moments
     return [moment - start for moment in moments]
@@ -139,14 +150,15 @@ def plain_seconds(arm, encoded: dict, options: dict) -> list[float]:
 
 def play(arm, encoded: dict, options: dict, text) -> list[dict]:
     """The rounds of an arm's answer to a prompt, after a short warm-up."""
-    target = arm.target
-    most = options["max_new_tokens"]
-    for count in (min(WARM_UP_TOKENS, most), most):
-        given = options | {"max_new_tokens": count}
-        stats = common.Stats(sync=target.device.type == "cuda")
-        decoding = common.open_decoding(target, **encoded, **given, copies=arm.copies, stats=stats)
-        rounds = record(decoding, arm.module.drafts(decoding, **arm.kwargs), text)
+    for given in warm_up_and(options):
+        rounds = record(arm.target, arm.drafts, encoded, given, text)
     return rounds
+
+
+def warm_up_and(options: dict) -> list[dict]:
+    """The options of a short answer, and of the whole one."""
+    most = options["max_new_tokens"]
+    return [options | {"max_new_tokens": min(WARM_UP_TOKENS, most)}, options]
 
 
 # ------------------------------------------------------------------------------------ the page
@@ -168,11 +180,10 @@ def page(data: dict) -> str:
 def write(path: str, tokenizer, loops: list, arms: list, text: str, options: dict) -> None:
     """Answer one prompt with every arm that is a method, and write the page.
 
-    Args:
-        loops: of plain decoding; the methods race against the fastest.
-        arms: of support/arms.py.
-        text: the prompt as the user wrote it.
-        options: of `target.generate`, among them max_new_tokens.
+    loops: of plain decoding; the methods race against the fastest.
+    arms: of support/arms.py.
+    text: the prompt as the user wrote it.
+    options: of `target.generate`, among them max_new_tokens.
     """
 
     def token_text(token: int) -> str:
@@ -181,26 +192,23 @@ def write(path: str, tokenizer, loops: list, arms: list, text: str, options: dic
             return str(tokenizer.convert_ids_to_tokens(token))
         return word
 
-    # 1. Decode without a method and with each.
     target = loops[0].target
     encoded = encode(tokenizer, [text], target.device)
     raced = [plain_seconds(loop, encoded, options) for loop in loops]
     plain = min(raced, key=lambda seconds: seconds[-1] / len(seconds))
     methods = []
     for arm in arms:
-        if arm.module is None:  # transformers decodes
+        if arm.drafts is None:  # transformers decodes
             continue
-        names = cli.decode_fields(arm.module)
         methods.append(
             {
                 "name": arm.name,
                 "idea": (inspect.getdoc(arm.module) or "").split("\n")[0],
-                "settings": {name: getattr(arm.kwargs["config"], name) for name in names},
+                "settings": arm.settings,
                 "rounds": play(arm, encoded, options, token_text),
             }
         )
 
-    # 2. Write the page, whole or not at all.
     about = {
         "prompt": text,
         "target": Path(target.config.name_or_path).name,

@@ -7,12 +7,15 @@ import platform
 import re
 import shlex
 import subprocess
+import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
 
+import common
 from common import UserError
 from support import default_target
 
@@ -40,121 +43,117 @@ COLUMNS = {  # name in the JSON: heading of a table, and the format of a number
 }
 
 
-# ----------------------------------------------------------------------------------- figures
+# ----------------------------------------------------------------------------- the record
 
 
-def header(args, target) -> dict:
-    """Where, when and how a result was made."""
-    cuda = target.device.type == "cuda"
-    name = torch.cuda.get_device_name(target.device) if cuda else processor()
+@dataclass
+class Answer(common.Stats):
+    """What an arm answered to a turn of a conversation, counted and timed.
+
+    Where transformers decodes, rounds are not known one by one: `accepted` holds one
+    sum, `offered` is empty, and there are no phases but "other".
+    """
+
+    prompt: int = 0  # number of the prompt, or of the batch
+    question_id: object = None  # of the prompt
+    tokens: list[int] = field(default_factory=list)  # the new ones
+    # By phase: "prefill" up to the first draft, "draft", "verify" and "other". In a
+    # batch, where phases overlap, an equal share of the time is "other".
+    seconds: Counter = field(default_factory=Counter)
+
+
+def clock(target) -> float:
+    """The time in seconds, once the GPU has done what was asked of it."""
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return time.perf_counter()
+
+
+def record(answer: Answer) -> dict:
+    """An answer as the JSON holds it."""
     return {
-        "target": args.target or default_target.NAME,
-        "device": f"{target.device.type} ({name}, {torch.get_num_threads()} threads)",
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "kernels": getattr(target, "kernels", None),  # for one row, and for several
-        "commit": commit(),
-        "command": "python bench.py " + shlex.join(args.argv),
-        "prompts": 0,
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "seed": args.seed,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "prompt": answer.prompt,
+        "question_id": answer.question_id,
+        "seconds": answer.seconds.total(),
+        "by_phase": dict(answer.seconds),
+        "tokens": answer.tokens,
+        "forwards": answer.target_forwards,
+        "drafted": answer.drafted,
+        "offered": answer.offered,
+        "accepted": answer.accepted,
     }
 
 
-def processor() -> str:
-    """The name of the CPU."""
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.is_file() else None
-    return found[1] if found else platform.machine()
+# ------------------------------------------------------------------------------ figures
 
 
-def commit() -> str | None:
-    """The measured commit, "-dirty" if edited; None outside git."""
-    describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        git = subprocess.run(describe, capture_output=True, text=True)
-    except OSError:  # no git
-        return None
-    return git.stdout.strip() or None
+def sums(answers: list[Answer]) -> Counter:
+    """Totals over answers; what was not counted is 0."""
+    total = Counter()
+    for each in answers:
+        total.update(each.seconds)  # by phase
+        total["seconds"] += each.seconds.total()
+        total["tokens"] += len(each.tokens)
+        total["forwards"] += each.target_forwards
+        total["drafts"] += each.target_forwards - 1  # the first one is part of the prefill
+        total["drafted"] += each.drafted
+        total["accepted"] += sum(each.accepted)
+    return total
 
 
-def collect(name: str, turns: list) -> tuple[list[Counter], list[dict]]:
-    """An arm's sums for each prompt (or batch) over its turns, and its answers."""
-    prompts: dict[int, Counter] = {}
-    answers = []
-    for turn in turns:
-        answer = turn.answers[name]
-        sums = prompts.setdefault(turn.prompt, Counter())
-        sums["seconds"] += answer.seconds
-        for row, stats in zip(answer.rows, answer.stats):
-            sums["tokens"] += len(row)
-            sums["forwards"] += stats.target_forwards
-            sums["drafts"] += stats.target_forwards - 1  # the first: in prefill
-            sums["drafted"] += stats.drafted
-            # In transformers' loops, each forward ends with a bonus token.
-            sums["accepted"] += sum(stats.accepted or [len(row) - stats.target_forwards])
-            sums.update(stats.seconds)  # by phase
-            counts = {"prompt": turn.prompt, "seconds": answer.seconds, "tokens": row}
-            counts |= {"forwards": stats.target_forwards, "drafted": stats.drafted}
-            answers.append(counts | {"offered": stats.offered, "accepted": stats.accepted})
-    return list(prompts.values()), answers
+FIGURES = {  # name in the JSON: function of the sums over an arm's answers
+    "tokens_per_s": lambda total: total["tokens"] / total["seconds"],
+    "tau": lambda total: total["tokens"] / total["forwards"],
+    "n_target_per_token": lambda total: total["forwards"] / total["tokens"],
+    "accepted_per_round": lambda total: total["accepted"] / total["forwards"],
+    "n_discarded_per_token": lambda total: (total["drafted"] - total["accepted"]) / total["tokens"],
+    "draft_ms": lambda total: 1000 * total["draft"] / max(1, total["drafts"]),
+    "verify_ms": lambda total: 1000 * total["verify"] / total["forwards"],
+    "other_ms": lambda total: 1000 * total["other"] / total["forwards"],
+}
+OF_DRAFTS = ("accepted_per_round", "n_discarded_per_token", "draft_ms")
+OF_PHASES = ("draft_ms", "verify_ms", "other_ms")
 
 
-def figures(arm, turns: list) -> dict:
-    """The numbers of one arm, None where one does not apply or bench.py adds it.
-
-    Args:
-        arm: support.arms.Arm. turns: bench.Turn, each with an answer of every arm.
-    """
-    # 1. Per token, and per target forward.
-    prompts, answers = collect(arm.name, turns)
-    sums = sum(prompts, Counter())  # what is not counted is 0
-    tokens = sums["tokens"]
-    forwards = sums["forwards"]
+def figures(answers: list[Answer]) -> dict:
+    """The figures of an arm, None where one does not apply or bench.py adds it."""
+    total = sums(answers)
+    timed = all("verify" in each.seconds for each in answers)
     found = dict.fromkeys((*COLUMNS, "diverged", "first_divergence"))
-    found["tokens_per_s"] = tokens / sums["seconds"]
-    found["tau"] = tokens / forwards
-    found["n_target_per_token"] = forwards / tokens
-    if sums["drafted"]:
-        found["accepted_per_round"] = sums["accepted"] / forwards
-        found["n_discarded_per_token"] = (sums["drafted"] - sums["accepted"]) / tokens
-
-    # 2. Milliseconds. Transformers' loops tell no phases, and in batches they overlap.
-    alone = all(len(turn.question_ids) == 1 for turn in turns)
-    if alone and sums["verify"]:
-        rest = sums["seconds"] - sums["prefill"] - sums["draft"] - sums["verify"]
-        found["verify_ms"] = 1000 * sums["verify"] / forwards
-        found["other_ms"] = 1000 * rest / forwards
-        if sums["drafted"] and sums["drafts"]:
-            found["draft_ms"] = 1000 * sums["draft"] / sums["drafts"]
-
-    # 3. What the figures come from, and the Config without the shapes of models.
-    for name in ("tokens", "forwards", "drafted", "accepted"):
-        found[name] = sums[name]
-    columns = ("tokens", "seconds", "forwards")
-    found["by_prompt"] = {name: [each[name] for each in prompts] for name in columns}
-    found["acceptance_by_position"] = by_position(answers)
-    fields = vars(arm.kwargs["config"]) if "config" in arm.kwargs else {}
-    plain = {name: value for name, value in fields.items() if not isinstance(value, dict)}
-    found["settings"] = {"copies": arm.copies, **plain}
-    found["answers"] = answers
-    return found
+    for name, figure in FIGURES.items():
+        known = total["drafted"] or name not in OF_DRAFTS
+        if known and (timed or name not in OF_PHASES):
+            found[name] = figure(total)
+    found |= {name: total[name] for name in ("tokens", "forwards", "drafted", "accepted")}
+    return found | {
+        "by_prompt": by_prompt(answers),
+        "acceptance_by_position": by_position(answers),
+        "answers": [record(answer) for answer in answers],
+    }
 
 
-def by_position(answers: list[dict]) -> list[float]:
-    """Per level, the share of the rounds offering it that accept it."""
-    rounds = []
+def settings(arm) -> dict:
+    """The Config of an arm's drafter, without shapes of models, and what differs."""
+    config = {} if arm.drafter is None else vars(arm.drafter.config)
+    plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    return plain | arm.settings
+
+
+def by_prompt(answers: list[Answer]) -> dict[str, list]:
+    """What `paired` needs: sums over the turns of each prompt, or batch."""
+    groups: dict[int, list[Answer]] = {}
     for answer in answers:
-        rounds += zip(answer["offered"], answer["accepted"])
+        groups.setdefault(answer.prompt, []).append(answer)
+    totals = [sums(group) for group in groups.values()]
+    return {name: [total[name] for total in totals] for name in ("tokens", "seconds", "forwards")}
+
+
+def by_position(answers: list[Answer]) -> list[float]:
+    """Per level, the share of the rounds offering it that accept it."""
+    rounds = [each for answer in answers for each in zip(answer.offered, answer.accepted)]
     shares = []
     for level in itertools.count(1):
-        reached = [accepted >= level for offered, accepted in rounds if offered >= level]
+        reached = [took >= level for offered, took in rounds if offered >= level]
         if not reached:
             return shares
         shares.append(sum(reached) / len(reached))
@@ -283,6 +282,50 @@ def tables(result: dict) -> str:
             markdown(["rule", "setting", "N_t/N", "N_d/N", "tokens/s"], rows),
         ]
     return "\n\n".join([about, *parts])
+
+
+# ------------------------------------------------------------------------- the header
+
+
+def header(args, target) -> dict:
+    """Where, when and how a result was made."""
+    cuda = target.device.type == "cuda"
+    name = torch.cuda.get_device_name(target.device) if cuda else processor()
+    return {
+        "target": args.target or default_target.NAME,
+        "device": f"{target.device.type} ({name}, {torch.get_num_threads()} threads)",
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "kernels": getattr(target, "kernels", None),  # for one row, and for several
+        "commit": commit(),
+        "command": "python bench.py " + shlex.join(args.argv),
+        "prompts": 0,
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "seed": args.seed,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def processor() -> str:
+    """The name of the CPU."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.is_file() else None
+    return found[1] if found else platform.machine()
+
+
+def commit() -> str | None:
+    """The measured commit, "-dirty" if edited; None outside git."""
+    describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        git = subprocess.run(describe, capture_output=True, text=True)
+    except OSError:  # no git
+        return None
+    return git.stdout.strip() or None
 
 
 # ------------------------------------------------------------------------------------- files

@@ -1,17 +1,18 @@
 """Compare stop rules (SpecDec++, Figure 4).
 
-`sweep` drafts once at every place of some greedy answers. From this record
-it computes two rates for every stop rule, without drafting again:
+`sweep` records what a drafter would draft at every place of some greedy answers, twenty
+tokens each time. From this record it computes two rates for every stop rule, without
+drafting again:
 
     N_target / N       verification rate: target forwards per answer token
     N_discarded / N    discard rate: discarded draft tokens per answer token
 
-Eq. 2.3 turns them into tokens per second, given the times of a forward.
-The paper's rules are fixed K and a head with threshold h. Two more stop
-after a token with a small maximum (confidence) or a large entropy of q_draft.
+Eq. 2.3 turns them into tokens per second, given the times of a pass and of a forward.
+The paper's rules are a fixed K and a head with a threshold h. Two more stop after a
+token whose q_draft has a small maximum (confidence) or a large entropy.
 """
 
-import itertools
+import functools
 import sys
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ from support import cli
 LONGEST = 20  # tokens drafted at each place
 
 
-# ------------------------------------------------------------------------------- the recording
+# --------------------------------------------------------------------- the recording
 
 
 @dataclass
@@ -39,57 +40,60 @@ class Round:
     agreed: int = 0  # how many of the tokens the target would accept
 
 
-def round_of(steps, head=None) -> Round:
-    """The Round of a proposer's steps (token (1,), q_draft (V,), hidden (D,))."""
-    each = Round()
-    if head is not None:
-        never = 1.0  # no probability exceeds it
-        steps = specdecpp.until_stop(steps, head, never, each.chances)
-    for token, q_draft, _ in steps:
-        each.tokens.append(int(token))
+def round_of(draft: common.Draft) -> Round:
+    """The Round of a chain; how many of its tokens agree is not known yet."""
+    each = Round(draft.tokens.tolist(), chances=draft.notes.get("chances", []))
+    for q_draft in [] if draft.probs is None else draft.probs:  # None if it is empty
         each.confidence.append(float(q_draft.max()))
         each.entropy.append(float(torch.special.entr(q_draft).sum()))
     return each
 
 
+def has_head(arm) -> bool:
+    """Whether the drafter of an arm has a head that has been trained."""
+    drafter = arm.drafter
+    return isinstance(drafter, specdecpp.Drafter) and drafter.config.stage == "head"
+
+
+def longest_chains(arm):
+    """A function of a Decoding, which yields the chains of an arm, LONGEST tokens each.
+
+    Raises UserError if the arm drafts other trees than chains, or copies.
+    """
+    plain = arm.name.partition("@")[0]  # NAME[:SETTINGS]
+    if plain.partition(":")[0] not in cli.CHAINS or "+" in plain:
+        methods = " or ".join(cli.CHAINS)
+        raise common.UserError(f"--sweep: {arm.name} drafts no plain chains: take {methods} first")
+    changes = {"gamma": LONGEST}
+    if has_head(arm):  # it judges all tokens, but 1 - p^ never exceeds 1
+        changes = {"stop": "head", "threshold": 1.0, "max_draft": LONGEST}
+    elif arm.module is specdecpp:
+        changes["stop"] = "fixed"
+    return functools.partial(arm.module.drafts, drafter=arm.drafter, **changes)
+
+
 @torch.no_grad()
-def record(chains, source, head, target, turn: dict) -> list[Round]:
+def record(chains, target, turn: dict) -> list[Round]:
     """The Round at every place of a greedy answer, with up to LONGEST tokens.
 
-    Args:
-        chains, source, head: as `chain_of` returns them.
-        turn: arguments of target.generate, such as input_ids (1, T).
+    chains: of `longest_chains`.
+    turn: arguments of target.generate, such as input_ids (1, T).
     """
-    # 1. Draft at each place, and commit one token of plain decoding.
-    decoding = common.open_decoding(target, **turn)
-    memory = chains.Memory(source, target)
+    decoding = common.start(target, **turn)
     rounds = []
-    while not decoding.done:
-        steps = chains.propose(source, decoding, memory)
-        steps = itertools.islice(steps, min(LONGEST, decoding.room))
-        rounds.append(round_of(steps, head))
+    for draft in chains(decoding):
+        rounds.append(round_of(draft))
+        # What is verified is an empty draft: it commits one token of plain decoding,
+        # and the next draft begins one place later.
         decoding.verify(common.chain([], decoding.ids))
-    # 2. Compare the drafts with the answer.
+    # Compare the drafts with the answer.
     answer = decoding.ids[0, -len(rounds) :].tolist()
     for place, each in enumerate(rounds):
         each.agreed = first(a != b for a, b in zip(each.tokens, answer[place:]))
     return rounds
 
 
-def chain_of(arm) -> tuple:
-    """The module of an arm, what it drafts with, and its trained head or None.
-
-    Raises: UserError: the arm drafts other trees than chains, or copies.
-    """
-    if arm.module.__name__ not in cli.CHAINS or arm.copies:
-        methods = " or ".join(cli.CHAINS)
-        raise common.UserError(f"--sweep: {arm.name} drafts no plain chains: take {methods} first")
-    drafter = arm.kwargs["drafter"]
-    trained = isinstance(drafter, specdecpp.Drafter) and drafter.config.stage == "head"
-    return arm.module, drafter, drafter.head if trained else None
-
-
-# ----------------------------------------------------------------------------------- the rules
+# ------------------------------------------------------------------------- the rules
 
 
 def first(flags) -> int:
@@ -146,21 +150,24 @@ def points(recordings: list[list[Round]]) -> dict[str, dict[str, tuple[float, fl
     return found | {"oracle": {"": (n_target / tokens, 0.0)}}
 
 
-# ----------------------------------------------------------------------------------- the sweep
+# ------------------------------------------------------------------------- the sweep
 
 
-def forward_times(answers: list[common.Stats]) -> tuple[float, float, float | None]:
-    """(t_draft, t_target, R^2): seconds of a forward, and how well Eq. 2.1 gives T.
+def forward_times(answers: list) -> tuple[float, float, float | None]:
+    """(t_draft, t_target, R^2): seconds of a pass, of a forward, and how Eq. 2.1 fits.
 
-    Eq. 2.1 is T = t_draft N_draft + t_target N_target; R^2 is the share of
-    T's variance over answers that it explains. The times are measured, not
-    fitted as in the paper: with fixed K, N_draft is nearly K N_target and any
-    split of T fits. The first draft, timed with the prefill, is left out.
+    Eq. 2.1 is T = t_draft N_draft + t_target N_target; R^2 is the share of T's variance
+    over answers that it explains. The times are measured, not fitted as in the paper:
+    with a fixed K, N_draft is nearly K N_target, and any split of T fits.
+
+    answers: each with `offered` and `target_forwards`, as common.Stats has them, and
+        `seconds` spent on "draft" and on "verify". The first draft reads the prompt, so
+        its time does not count, and neither do its passes.
     """
-    n_draft = torch.tensor([sum(stats.offered[1:]) for stats in answers]).double()  # (n,)
-    n_target = torch.tensor([stats.target_forwards for stats in answers]).double()
-    drafting = torch.tensor([stats.seconds.get("draft", 0.0) for stats in answers]).double()
-    verifying = torch.tensor([stats.seconds["verify"] for stats in answers]).double()
+    n_draft = torch.tensor([sum(each.offered[1:]) for each in answers]).double()  # (n,)
+    n_target = torch.tensor([each.target_forwards for each in answers]).double()
+    drafting = torch.tensor([each.seconds.get("draft", 0.0) for each in answers]).double()
+    verifying = torch.tensor([each.seconds["verify"] for each in answers]).double()
     t_draft = drafting.sum() / n_draft.sum().clamp(min=1)
     t_target = verifying.sum() / n_target.sum()
     seconds = drafting + verifying  # T
@@ -170,30 +177,32 @@ def forward_times(answers: list[common.Stats]) -> tuple[float, float, float | No
     return float(t_draft), float(t_target), r2
 
 
-def sweep(arm, target, turns: list[dict], answers: list[common.Stats]) -> dict:
+def sweep(arm, turns: list[dict], answers: list) -> dict:
     """Figure 4, and Eq. 2.3, of the chains of an arm; Ctrl-C ends it early.
 
-    Args:
-        turns: arguments of target.generate for each prompt.
-        answers: of the arm to these turns, timed.
-    Returns:
-        {"t_draft_ms", "t_target_ms", "r2",
-        "points": {rule: {setting: [N_target / N, N_discarded / N, tokens/s]}}}
+    turns: arguments of target.generate for each prompt.
+    answers: of the arm to these turns, see `forward_times`.
+    Returns {"t_draft_ms", "t_target_ms", "r2", "points": {rule: {setting: [N_target / N,
+    N_discarded / N, tokens/s]}}}, or {} if not even one answer was recorded.
+    Raises UserError, see `longest_chains`.
     """
-    chains, source, head = chain_of(arm)
+    chains = longest_chains(arm)
     recordings = []
     try:
         for turn in tqdm(turns, desc="recording", disable=None):
-            recordings.append(record(chains, source, head, target, turn))
+            recordings.append(record(chains, arm.target, turn))
     except KeyboardInterrupt:
-        print(f"bench.py: interrupted; the sweep covers {len(recordings)} answers", file=sys.stderr)
+        covered = f"the sweep covers {len(recordings)} answers"
+        print(f"bench.py: interrupted; {covered}", file=sys.stderr)
     if not recordings:
         return {}
     t_draft, t_target, r2 = forward_times(answers)
     found = points(recordings)
-    if head is None:
+    if not has_head(arm):
         del found["head"]
     for settings in found.values():
         for setting, rates in settings.items():
-            settings[setting] = [*rates, specdecpp.throughput(*rates, t_draft, t_target)]
-    return {"t_draft_ms": 1000 * t_draft, "t_target_ms": 1000 * t_target, "r2": r2, "points": found}
+            speed = specdecpp.throughput(*rates, t_draft, t_target)
+            settings[setting] = [*rates, speed]
+    times = {"t_draft_ms": 1000 * t_draft, "t_target_ms": 1000 * t_target, "r2": r2}
+    return times | {"points": found}

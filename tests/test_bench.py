@@ -3,7 +3,7 @@
 import copy
 import itertools
 import json
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +16,12 @@ import bench
 import cape
 import common
 import glide
+import specdecpp
 from common import UserError
 from support import arms as arms_of
-from support import cli, packed, report
-from support.arms import Arm, plain_arm, plain_loops
+from support import packed, report
+from support.arms import Arm, plain_drafts, plain_loops
+from support.report import Answer
 
 ROOT = Path(bench.__file__).parent
 TURNS = [
@@ -32,13 +34,15 @@ ASKED = [{"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1
 
 @pytest.fixture(scope="module", autouse=True)
 def files(tmp_path_factory):
-    """The current folder: a target with 48 words, a GLIDE drafter for it, and a prompt file."""
+    """The current folder: a target with 48 words, drafters for it, and a prompt file."""
     folder = tmp_path_factory.mktemp("bench")
     chat.make_chat(folder / "target")
     target = make_llama(layers=2, max_position_embeddings=256)  # without an end token
     target.save_pretrained(folder / "target")
     config = glide.Config(intermediate_size=48, draft_vocab=0)
     glide.build(config, target, torch.arange(48)).save_pretrained(folder / "glide")
+    config = specdecpp.Config(layers=[0], draft_vocab=0, stop="fixed")
+    specdecpp.build(config, target, torch.arange(48)).save_pretrained(folder / "specdecpp")
     lines = [json.dumps(prompt) for prompt in TURNS]
     (folder / "prompts.jsonl").write_text("\n\n".join(lines) + "\n")
     with pytest.MonkeyPatch.context() as patch:
@@ -59,47 +63,29 @@ def run(capsys, argv):
     return json.loads(out.splitlines()[-1]), out
 
 
-def load(**options):
-    """Target, tokenizer and options of a command line."""
-    args = bench.parse(command(**options))
-    return *common.load_target(args.target, dtype=torch.float64), args
+@pytest.fixture(scope="module")
+def loaded(files):
+    """The target of `files` and its tokenizer."""
+    return common.load_target("target", dtype=torch.float64)
 
 
-@pytest.fixture
-def fake(monkeypatch):
-    """A method without weights: it drafts token 3, and cheats at new token `wrong`."""
+def threes(decoding):
+    """A method: it drafts token 3."""
+    while not decoding.done:
+        yield common.Draft(torch.tensor([3]), [-1])
 
-    @dataclass
-    class Config:
-        wrong: int = common.option(-1, "where to cheat", decode=True)
 
-    def drafts(decoding, config):
+def cheats_at(place):
+    """A method that drafts token 3, and commits a wrong new token at `place`."""
+
+    def drafts(decoding):
         length = decoding.ids.shape[1]
-        while not decoding.done:
-            yield common.Draft(torch.tensor([3]), torch.tensor([-1]))
-            if decoding.ids.shape[1] - length == config.wrong + 1:
+        for draft in threes(decoding):
+            yield draft
+            if decoding.ids.shape[1] - length == place + 1:
                 decoding.ids[0, -1] = (decoding.ids[0, -1] + 1) % 48
 
-    module = SimpleNamespace(Config=Config, VARIANTS={"late": {"wrong": 5}}, drafts=drafts)
-    real = cli.import_method
-    monkeypatch.setattr(cli, "import_method", lambda name: module if name == "fake" else real(name))
-    return module
-
-
-@pytest.fixture
-def played(monkeypatch):
-    """Records the calls of `bench.play`; Ctrl-C is pressed at call number `interrupt`."""
-    real = bench.play
-    record = SimpleNamespace(calls=[], interrupt=None)
-
-    def play(arm, asked, options):
-        record.calls.append((arm, asked, dict(options)))
-        if len(record.calls) == record.interrupt:
-            raise KeyboardInterrupt
-        return real(arm, asked, options)
-
-    monkeypatch.setattr(bench, "play", play)
-    return record
+    return drafts
 
 
 # --------------------------------------------------------------------------------- whole runs
@@ -107,18 +93,18 @@ def played(monkeypatch):
 
 def test_a_run_ends_with_the_promised_json_and_its_tables_can_be_printed_again(capsys, tmp_path):
     file = tmp_path / "r.json"
-    options = ("--gamma", "3", "--json", str(file), "--max-new-tokens", "24")
-    arms = "glide@glide glide+copies@glide lookup"
-    last_line, out = run(capsys, command(*options, method=arms))
+    options = ("--json", str(file), "--max-new-tokens", "24")
+    arms = ["glide:gamma=3@glide", "glide:gamma=3+copies@glide", "lookup"]
+    last_line, out = run(capsys, command(*options, method=" ".join(arms)))
     bench.main(["--table", str(file)])
     assert capsys.readouterr().out.strip() in out and report.LEGEND in out
     written = json.loads(file.read_text())
     assert written.keys() == last_line.keys()
     promised = "target device dtype commit command prompts max_new_tokens temperature arms"
     assert set(promised.split()) <= set(written)
-    assert list(written["arms"]) == ["baseline", "glide@glide", "glide+copies@glide", "lookup"]
+    assert list(written["arms"]) == ["baseline", *arms]
 
-    target, tokenizer, _ = load()
+    target, tokenizer = common.load_target("target", dtype=torch.float64)
     asked = bench.encode(tokenizer, TURNS[0]["turns"][:1], "cpu")
     plain = target.generate(**asked, max_new_tokens=24, **GREEDY)[0, asked["input_ids"].shape[1] :]
     promised = {*report.COLUMNS, "acceptance_by_position", "by_prompt", "drafted", "accepted"}
@@ -126,10 +112,15 @@ def test_a_run_ends_with_the_promised_json_and_its_tables_can_be_printed_again(c
         assert promised <= set(figures) and figures["identical_to_greedy"] is True
         assert figures["answers"][0]["tokens"] == plain.tolist()
         assert [answer["prompt"] for answer in figures["answers"]] == [0, 0, 1]
-    ours = written["arms"]["glide@glide"]
-    assert len(ours["acceptance_by_position"]) == 3 and ours["settings"]["gamma"] == 3
+        assert [answer["question_id"] for answer in figures["answers"]] == [1, 1, 2]
+    ours, copying, lookup = (written["arms"][arm] for arm in arms)
+    assert len(ours["acceptance_by_position"]) == 3
     assert 0 <= ours["alpha"] <= 1 and ours["draft_ms"] > 0 and ours["verify_ms"] > 0
-    assert written["arms"]["glide+copies@glide"]["drafted"] > ours["drafted"]
+    assert copying["drafted"] > ours["drafted"]
+    trained = {"num_layers": 1, "intermediate_size": 48, "gamma": 3}  # and others
+    assert trained.items() <= ours["settings"].items() and "target" not in ours["settings"]
+    assert "copies" not in ours["settings"] and copying["settings"]["copies"] == 16
+    assert lookup["settings"] == {"most": 16} and lookup["alpha"] is None
 
 
 def test_the_json_is_left_out_on_a_terminal(capsys, monkeypatch):
@@ -153,14 +144,16 @@ def test_the_cost_of_a_forward_is_the_median_after_a_warm_up(llama, monkeypatch)
     assert fed == [count for count in bench.COUNTS for _ in range(6)]
 
 
-def test_sampling_has_no_greedy_verdict_and_is_cut_by_top_p_alone(capsys, played):
-    sampling = ["--temperature", "0.8", "--top-p", "0.9", "--num-prompts", "1"]
-    result, _ = run(capsys, command(*sampling))
+def test_sampling_has_no_greedy_verdict_and_is_cut_by_top_p_alone(capsys):
+    sampling = command("--temperature", "0.8", "--top-p", "0.9", "--num-prompts", "1")
+    result, _ = run(capsys, sampling)
     for arm in result["arms"].values():
         assert arm["identical_to_greedy"] is None and arm["diverged"] is None
-    for _, _, options in played.calls:  # transformers' own default would keep 50 tokens
-        del options["max_new_tokens"]
-        assert options == {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0}
+    # transformers' own default would keep 50 tokens
+    expected = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0}
+    assert bench.generate_options(bench.parse(sampling)) == expected | {"max_new_tokens": 12}
+    greedy = bench.generate_options(bench.parse(command()))
+    assert greedy == {"do_sample": False, "max_new_tokens": 12}
 
 
 def test_a_sweep_is_measured_and_shown(capsys):
@@ -189,59 +182,76 @@ def test_batches_are_measured_and_filled(capsys):
 # ----------------------------------------------------------------------------------- protocol
 
 
-def conversation(fake, played, seed=0):
-    """The turns of a run of five arms, and (arm, question) in the order of playing."""
-    target, tokenizer, _ = load()
-    arms = plain_loops(target, target)
-    for wrong in (-1, 0, 1):
-        arms.append(Arm(f"fake{wrong}", target, fake, {"config": fake.Config(wrong=wrong)}))
-    options = {**GREEDY, "max_new_tokens": 4}
-    groups = [[prompt] for prompt in TURNS]
-    played.calls = []
-    turns = bench.run(tokenizer, arms, groups, options, seed)
+def conversation(loaded, seed=0):
+    """What was asked and answered in a run of five arms; (arm, question) as they were played."""
+    target, tokenizer = loaded
     order = []
-    for arm, asked, _ in played.calls:
-        order.append((arm.name, tokenizer.decode(asked[0]["input_ids"][0])))
-    return turns, order
+
+    def arm_called(name, drafts):
+        def noted(decoding):
+            order.append((name, tokenizer.decode(decoding.ids[0])))
+            return drafts(decoding)
+
+        return Arm(name, target, noted)
+
+    arms = [arm_called(name, plain_drafts) for name in ("first", "second")]
+    arms += [arm_called(f"cheat {place}", cheats_at(place)) for place in (0, 1, 2)]
+    groups = [[prompt] for prompt in TURNS]
+    asked, answers = bench.run(tokenizer, arms, groups, GREEDY | {"max_new_tokens": 4}, seed)
+    return asked, answers, order
 
 
-def test_every_arm_answers_every_turn_in_an_order_of_its_own(fake, played):
-    turns, order = conversation(fake, played)
+def test_every_arm_answers_every_turn_in_an_order_of_its_own(loaded):
+    asked, answers, order = conversation(loaded)
     names = [name for name, _ in order]
     rounds = [names[start : start + 5] for start in range(5, 20, 5)]  # after the warm-up
     assert len(order) == 20 and all(len(set(each)) == 5 for each in rounds)
     assert len({tuple(each) for each in rounds}) == 3
-    assert conversation(fake, played)[1] == order
-    assert conversation(fake, played, seed=1)[1] != order
+    assert conversation(loaded)[2] == order
+    assert conversation(loaded, seed=1)[2] != order
 
     # The earlier turns are the first arm's answers, whoever answers now.
-    _, tokenizer, _ = load()
-    said = tokenizer.decode(turns[0].answers["stock"].rows[0], skip_special_tokens=True)
-    second = bench.encode(tokenizer, ["w1 w2", said, "w3"], "cpu")["input_ids"][0]
-    assert {text for _, text in order[10:15]} == {tokenizer.decode(second)}
+    tokenizer = loaded[1]
+    first = answers["first"]
+    said = tokenizer.decode(first[0].tokens, skip_special_tokens=True)
+    second = bench.encode(tokenizer, ["w1 w2", said, "w3"], "cpu")["input_ids"]
+    assert torch.equal(asked[1]["input_ids"], second)
+    assert {text for _, text in order[10:15]} == {tokenizer.decode(second[0])}
     assert {text for _, text in order[15:]} == {"<user> w4 w5 w6 <end> <assistant>"}
-    assert turns[0].answers["plain"].rows == turns[0].answers["stock"].rows
-    assert [turn.prompt for turn in turns] == [0, 0, 1]
+    assert [each.tokens for each in answers["second"]] == [each.tokens for each in first]
+    assert [(each.prompt, each.question_id) for each in first] == [(0, 1), (0, 1), (1, 2)]
 
 
-def test_a_wrong_answer_is_reported_with_position_and_margin(fake, capsys):
-    result, out = run(capsys, command(method="fake:late fake"))
-    late = result["arms"]["fake:late"]
+def compared(loaded, *arms):
+    """The part of a result that the answers of these arms make."""
+    args = bench.parse(command())
+    target, tokenizer = loaded
+    options = bench.generate_options(args)
+    return bench.compare(args, target, target, tokenizer, arms, TURNS, options)
+
+
+def test_a_wrong_answer_is_reported_with_position_and_margin(loaded):
+    arms = [Arm("late", loaded[0], cheats_at(5)), Arm("never", loaded[0], threes)]
+    result = compared(loaded, *arms)
+    late = result["arms"]["late"]
     assert late["identical_to_greedy"] is False and late["diverged"] == 3
-    assert result["arms"]["fake"]["identical_to_greedy"] is True
+    assert result["arms"]["never"]["identical_to_greedy"] is True
     gone = late["first_divergence"]
     assert (gone["question_id"], gone["position"]) == (1, 5) and gone["top2_margin"] > 0
-    assert "first in prompt 1 at new token 6" in out and late["alpha"] is None
+    header = report.header(bench.parse(command()), loaded[0])
+    assert "late leaves greedy decoding in 3 answers, first in prompt 1 at new token 6" in (
+        report.tables(header | result)
+    )
 
 
 def test_where_answers_part_and_the_margin_there(llama):
     """By another token, by an early end, and by a late one."""
     ids = ASKED[0]["input_ids"]
     said = llama.generate(ids, max_new_tokens=5, **GREEDY)[0, 3:].tolist()
+    reference = [Answer(tokens=said), Answer(tokens=said)]
     for wrong, place in (([*said[:2], 47, *said[3:]], 2), (said[:3], 3), ([*said, 1], 5)):
-        answers = {"x": bench.Answer([said, wrong], 1, []), "y": bench.Answer([said, said], 1, [])}
-        turns = [bench.Turn(0, [7, 8], ASKED * 2, answers)]
-        found = bench.divergence("x", Arm("y", llama), turns)
+        ours = [Answer(tokens=said, question_id=7), Answer(tokens=wrong, question_id=8)]
+        found = bench.divergence(llama, ASKED * 2, ours, reference)
         text = torch.cat([ids, ids.new_tensor([said[:place]])], dim=1)
         best, second = llama(text).logits[0, -1].topk(2).values.tolist()
         margin = pytest.approx(best - second, rel=1e-4)
@@ -253,29 +263,41 @@ def test_where_answers_part_and_the_margin_there(llama):
 def test_the_loops_of_transformers_are_counted(llama):
     """Assisted by a copy of the target, so that all drafts are right."""
     options = {**GREEDY, "max_new_tokens": 12}
-    plain = bench.play(Arm("stock", llama), ASKED, options)
-    assert plain.stats[0].target_forwards == 12 and plain.stats[0].drafted == 0
+    [plain] = bench.play(Arm("stock", llama), ASKED, options)
+    assert plain.target_forwards == 12 and plain.drafted == 0
     arm = Arm("assisted", llama, kwargs={"assistant_model": copy.deepcopy(llama)})
-    helped = bench.play(arm, ASKED, options)
-    figures = report.figures(arm, turns_of(assisted=[helped]))
-    assert helped.rows == plain.rows
+    [helped] = bench.play(arm, ASKED, options)
+    figures = report.figures([helped])
+    assert helped.tokens == plain.tokens
     assert figures["forwards"] < 12 and figures["accepted"] == 12 - figures["forwards"]
     missed = figures["drafted"] - figures["accepted"]
     assert missed <= 1, "the last forward may lack its bonus token"
     assert figures["accepted_per_round"] == pytest.approx(figures["tau"] - 1)
     assert figures["draft_ms"] is figures["verify_ms"] is figures["other_ms"] is None
-    ours = bench.play(plain_arm(llama), ASKED, options)
-    assert ours.rows == plain.rows and ours.stats[0].target_forwards == 12
+    [ours] = bench.play(Arm("plain", llama, plain_drafts), ASKED, options)
+    assert ours.tokens == plain.tokens and ours.target_forwards == 12
+
+
+def test_drafting_and_verifying_are_timed_apart(llama, monkeypatch):
+    """By a clock that shows a second more at each look, and ten more for each draft."""
+    moments = itertools.count()
+    monkeypatch.setattr(bench, "clock", lambda _: next(moments))
+
+    def slowly(decoding):
+        for draft in plain_drafts(decoding):
+            for _ in range(10):
+                next(moments)
+            yield draft
+
+    [answer] = bench.play(Arm("x", llama, slowly), ASKED, {**GREEDY, "max_new_tokens": 4})
+    # A second after each round is no phase's, nor one before and after them all.
+    assert answer.seconds == {"prefill": 11, "draft": 3 * 11, "verify": 4, "other": 6}
 
 
 def test_alpha_is_that_of_the_answers_tokens_and_no_others(llama):
     """A method whose alpha is the share of even ids shows which tokens count."""
-    rows = [[2, 4, 6, 8, 10, 11, 12], [1, 2]]
-    prompts = [torch.tensor([[1, 3, 5]]), torch.tensor([[2, 2, 2, 2]])]
-    turns = []
-    for number, (prompt, row) in enumerate(zip(prompts, rows)):
-        answers = {"plain": bench.Answer([row], 1.0, [])}
-        turns.append(bench.Turn(number, [number], [{"input_ids": prompt}], answers))
+    answers = [Answer(tokens=[2, 4, 6, 8, 10, 11, 12]), Answer(tokens=[1, 2])]
+    asked = [{"input_ids": torch.tensor([ids])} for ids in ([1, 3, 5], [2, 2, 2, 2])]
 
     def acceptance(drafter, target, batch):
         assert batch.hidden.shape[:2] == batch.input_ids.shape
@@ -283,40 +305,33 @@ def test_alpha_is_that_of_the_answers_tokens_and_no_others(llama):
         return (counted % 2 == 0).sum(), len(counted)
 
     module = SimpleNamespace(acceptance=acceptance)
-    drafter = SimpleNamespace(kv_layers=[])
-    arm = Arm("x", llama, module)
-    assert bench.acceptance_rate(arm, drafter, turns, "plain") == 7 / 9
+    arm = Arm("x", llama, module=module, drafter=SimpleNamespace(kv_layers=[]))
+    assert bench.acceptance_rate(arm, asked, answers) == 7 / 9
 
 
 # ------------------------------------------------------------------------------------ figures
 
 
-def answer(tokens, wall, **counts):
-    """An Answer of so many tokens; plain decoding unless told otherwise."""
-    stats = common.Stats(**{"target_forwards": tokens, **counts})
-    return bench.Answer([list(range(tokens))], wall, [stats])
-
-
-def turns_of(prompts=None, **answers):
-    """Turns of arms NAME=[an Answer for each turn], each turn a prompt unless told otherwise."""
-    turns = []
-    for number, row in enumerate(zip(*answers.values())):
-        played = dict(zip(answers, row))
-        prompt = prompts[number] if prompts else number
-        turns.append(bench.Turn(prompt, [prompt], [], played))
-    return turns
-
-
 def test_figures_of_a_hand_worked_case():
-    seconds = {"prefill": 0.2, "draft": 0.15, "verify": 0.5}
-    rounds = {"target_forwards": 4, "offered": [3, 3, 3, 3], "accepted": [3, 0, 2, 1]}
-    first = answer(10, 1.0, seconds=seconds, drafted=12, **rounds)
-    seconds = {"prefill": 0.8, "draft": 0.45, "verify": 0.5}
-    rounds = {"target_forwards": 4, "offered": [3, 3, 3, 0], "accepted": [0, 1, 1, 0]}
-    second = answer(6, 2.0, seconds=seconds, drafted=9, **rounds)
-    turns = turns_of(x=[first, second])
-    got = report.figures(Arm("x", None, copies=16), turns)
-    assert got["tokens_per_s"] == 16 / 3
+    first = Answer(
+        tokens=list(range(10)),
+        target_forwards=4,
+        drafted=12,
+        offered=[3, 3, 3, 3],
+        accepted=[3, 0, 2, 1],
+        seconds=Counter(prefill=0.2, draft=0.15, verify=0.5, other=0.15),
+    )
+    second = Answer(
+        prompt=1,
+        tokens=list(range(6)),
+        target_forwards=4,
+        drafted=9,
+        offered=[3, 3, 3, 0],
+        accepted=[0, 1, 1, 0],
+        seconds=Counter(prefill=0.8, draft=0.45, verify=0.5, other=0.25),
+    )
+    got = report.figures([first, second])
+    assert got["tokens_per_s"] == pytest.approx(16 / 3)
     assert (got["tau"], got["accepted_per_round"], got["n_target_per_token"]) == (2.0, 1.0, 0.5)
     assert (got["drafted"], got["accepted"]) == (21, 8)
     assert got["n_discarded_per_token"] == (21 - 8) / 16
@@ -324,9 +339,21 @@ def test_figures_of_a_hand_worked_case():
     assert got["acceptance_by_position"] == [5 / 7, 2 / 7, 1 / 7]
     # 8 verifications and 6 drafts, as the first of an answer is part of the prefill
     assert got["draft_ms"] == pytest.approx(100) and got["verify_ms"] == pytest.approx(125)
-    assert got["other_ms"] == pytest.approx(1000 * (3 - 2.6) / 8)
-    assert got["settings"] == {"copies": 16}
-    assert got["by_prompt"] == {"tokens": [10, 6], "seconds": [1.0, 2.0], "forwards": [4, 4]}
+    assert got["other_ms"] == pytest.approx(1000 * 0.4 / 8)
+    by_prompt = {"tokens": [10, 6], "seconds": pytest.approx([1.0, 2.0]), "forwards": [4, 4]}
+    assert got["by_prompt"] == by_prompt
+    told = {"seconds": pytest.approx(1.0), "forwards": 4, "drafted": 12, "offered": [3, 3, 3, 3]}
+    assert told.items() <= got["answers"][0].items()
+
+
+def answered(tokens, seconds, prompt=0):
+    """A plain Answer."""
+    return Answer(
+        prompt=prompt,
+        tokens=list(range(tokens)),
+        target_forwards=tokens,
+        seconds=Counter(other=seconds),
+    )
 
 
 def test_the_baseline_is_the_fastest_plain_decoding(llama):
@@ -336,9 +363,9 @@ def test_the_baseline_is_the_fastest_plain_decoding(llama):
     seconds = {"stock": 8.0, "transformers": 8.0, "plain": 8.0}
     assert [loop.name for loop in loops] == list(seconds)
     for fastest in seconds:
-        took = seconds | {fastest: 4.0}
-        turns = turns_of(x=[answer(10, 1.0)], **{name: [answer(10, s)] for name, s in took.items()})
-        found = bench.summary([Arm("x", target)], loops, turns, greedy=True)
+        took = seconds | {fastest: 4.0, "x": 1.0}
+        answers = {name: [answered(10, s)] for name, s in took.items()}
+        found = bench.summary([Arm("x", target)], loops, ASKED, answers, greedy=True)
         assert list(found) == ["baseline", "x"] and found["baseline"]["loop"] == fastest
         assert found["baseline"]["tokens_per_s"] == 2.5 and found["x"]["speedup"] == 4.0
         assert found["baseline"]["vs_stock"] == took["stock"] / 4
@@ -348,23 +375,22 @@ def test_the_baseline_is_the_fastest_plain_decoding(llama):
             assert told["vs_stock"] == took["stock"] / took[name]
 
 
-def test_stock_transformers_on_the_target_as_loaded_is_always_a_candidate(capsys, monkeypatch):
+@pytest.mark.parametrize("size", [1, 2])
+def test_stock_transformers_on_the_target_as_loaded_is_always_a_candidate(capsys, size):
     """No packed layer may be in it, whatever else the run decodes with."""
-    seen = []
-    real = bench.plain_loops
-    monkeypatch.setattr(bench, "plain_loops", lambda *a: seen.append(real(*a)) or seen[-1])
-    for size in ("1", "2"):
-        argv = command("--batch-size", size, "--kernel", "linear", method="lookup")
-        result, _ = run(capsys, [*argv, "--dtype", "float32"])
-        assert result["kernels"] == ["linear", "linear"]
-        stock, *others = seen.pop()
-        assert (stock.module, stock.padded) == (None, size == "2")
-        layers = [type(module) for module in stock.target.modules()]
-        assert torch.nn.Linear in layers and packed.PackedLinear not in layers
-        for loop in others:
-            assert any(isinstance(m, packed.PackedLinear) for m in loop.target.modules())
-        told = (result.get("arms") or result["batch"]["arms"])["baseline"]["loops"]
-        assert {"stock", "transformers", "plain"} <= told.keys()
+    argv = command("--batch-size", str(size), "--kernel", "linear", method="lookup")
+    result, _ = run(capsys, [*argv, "--dtype", "float32"])
+    assert result["kernels"] == ["linear", "linear"]
+    told = report.arms_of(result)["baseline"]["loops"]
+    assert {"stock", "transformers", "plain"} <= told.keys()  # two of the packed target
+
+    loaded, _ = common.load_target("target")
+    stock, *others = plain_loops(loaded, packed.pack(loaded, ("linear", "linear")), size)
+    assert (stock.drafts, stock.padded) == (None, size == 2)
+    layers = [type(module) for module in stock.target.modules()]
+    assert torch.nn.Linear in layers and packed.PackedLinear not in layers
+    for loop in others:
+        assert any(isinstance(m, packed.PackedLinear) for m in loop.target.modules())
 
 
 # ---------------------------------------------------------------------------------- intervals
@@ -372,9 +398,11 @@ def test_stock_transformers_on_the_target_as_loaded_is_always_a_candidate(capsys
 
 def paired(ours, theirs, prompts=None):
     """The interval of answers of 10 tokens that took these seconds."""
-    played = {"x": [answer(10, s) for s in ours], "plain": [answer(10, s) for s in theirs]}
-    turns = turns_of(prompts=prompts, **played)
-    figures = [report.figures(Arm(name, None), turns)["by_prompt"] for name in played]
+    figures = []
+    for took in (ours, theirs):
+        numbers = prompts or range(len(took))
+        answers = [answered(10, s, number) for s, number in zip(took, numbers)]
+        figures.append(report.figures(answers)["by_prompt"])
     return report.paired(*figures)
 
 
@@ -396,74 +424,163 @@ def test_an_interval_by_hand():
 # --------------------------------------------------------------------------------------- arms
 
 
-def test_an_arm_is_a_method_with_variants_copies_and_a_folder(fake):
-    words = "glide@glide glide:gamma2+copies@glide cape@glide fake:late lookup"
-    target, _, args = load(method=words)
-    plain, other, ours, late, lookup = arms_of.make_arms(target, args)
-    assert plain.name == "glide@glide" and plain.module is glide and plain.copies == 0
-    assert plain.kwargs["config"] == plain.kwargs["drafter"].config
-    assert (other.name, other.copies) == ("glide:gamma2+copies@glide", 16)
-    assert other.kwargs["drafter"] is plain.kwargs["drafter"]  # read once
-    assert (other.kwargs["config"].gamma, plain.kwargs["config"].gamma) == (2, 5)
-    assert ours.kwargs["base"] is glide and ours.kwargs["base_drafter"] is plain.kwargs["drafter"]
-    assert isinstance(ours.kwargs["config"], cape.Config) and ours.kwargs["config"].gamma == 4
-    assert late.kwargs["config"].wrong == 5 and set(lookup.kwargs) == {"config"}
-    for args.gamma in (0, 4):  # as --gamma 4 would set it
-        plain, other, *_ = arms_of.make_arms(target, args)
-        assert (plain.kwargs["config"].gamma, other.kwargs["config"].gamma) == (args.gamma, 2)
+def parts(text):
+    """What an arm's text says, without what most texts leave out."""
+    said = arms_of.parse(text)._asdict()
+    if said["base"] == said["name"]:
+        del said["base"]
+    return {name: value for name, value in said.items() if value}
 
 
-def test_all_takes_what_has_a_drafter_for_this_target(files, capsys, monkeypatch, tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "glide").symlink_to(files / "glide")
-    target, _, args = load(method="all")
-    monkeypatch.setattr(arms_of, "cli", SimpleNamespace(**{**vars(cli), "ROOT": tmp_path}))
-    names = [arm.name for arm in arms_of.make_arms(target, args)]
+PAPERS = {"name": "cape", "base": "glide", "chain": {"gamma": 4}}
+ARMS = {
+    "glide": {"name": "glide"},
+    "glide@a/b+c": {"name": "glide", "folder": "a/b+c"},
+    "glide:gamma=2+copies@a": {
+        "name": "glide",
+        "changes": {"gamma": 2},
+        "copies": True,
+        "folder": "a",
+    },
+    "specdecpp:threshold=.5,stop=head": {
+        "name": "specdecpp",
+        "changes": {"threshold": 0.5, "stop": "head"},
+    },
+    "lookup:most=4": {"name": "lookup", "changes": {"most": 4}},
+    "cape": PAPERS,
+    "cape:sizes=2-1-1-0": PAPERS | {"changes": {"sizes": [2, 1, 1, 0]}},
+    "cape:sizes=3,bounds=": PAPERS | {"changes": {"sizes": [3], "bounds": []}},
+    "cape:cpu": PAPERS | {"chain": {"gamma": 3}, "changes": {"sizes": [2, 1, 1, 0]}},
+    "cape:cpu,gamma=2": PAPERS | {"chain": {"gamma": 2}, "changes": {"sizes": [2, 1, 1, 0]}},
+    "specdecpp+cape:stop=fixed+copies": {
+        "name": "cape",
+        "base": "specdecpp",
+        "chain": {"gamma": 4, "stop": "fixed"},
+        "copies": True,
+    },
+    "specdecpp+cape:K2,cpu,gamma=5": {
+        "name": "cape",
+        "base": "specdecpp",
+        "chain": {"gamma": 5, "stop": "fixed"},
+        "changes": {"sizes": [2, 1, 1, 0]},
+    },
+    "beam:width=8": {"name": "beam", "base": "glide", "changes": {"width": 8}},
+}
+
+
+@pytest.mark.parametrize("text", ARMS)
+def test_the_text_of_an_arm(text):
+    assert parts(text) == ARMS[text]
+
+
+def chain_of(arm, **options):
+    """The first draft of an arm after ASKED, greedily."""
+    options = {**GREEDY, "max_new_tokens": 12} | options
+    return next(arm.drafts(common.start(arm.target, **ASKED[0], **options)))
+
+
+def test_arms_draft_as_they_are_told(loaded):
+    texts = [
+        "glide@glide",
+        "glide:gamma=2@glide",
+        "cape:sizes=1,bounds=@glide",
+        "specdecpp+cape:stop=fixed,gamma=2,sizes=3,bounds=@specdecpp",
+        "glide:gamma=2+copies@glide",
+        "lookup",
+    ]
+    target, _ = loaded
+    made = arms_of.make_arms([*texts, texts[0]], target)
+    assert [arm.name for arm in made] == texts
+    plain, short, expanded, other, copying, lookup = made
+    assert plain.module is glide and isinstance(plain.drafter, glide.Drafter)
+    assert short.drafter is plain.drafter  # read once
+    assert plain.settings == {"gamma": 5} and short.settings == {"gamma": 2}
+    assert len(chain_of(plain).tokens) == 5 and len(chain_of(short).tokens) == 2
+
+    assert expanded.module is other.module is cape and expanded.drafter is None
+    assert expanded.settings == {"base": "glide", "gamma": 4, "sizes": [1], "bounds": []}
+    assert chain_of(expanded).parents == [-1, 0, 1, 2, -1, 0, 1, 2]
+    assert torch.equal(chain_of(expanded).tokens[:4], chain_of(plain).tokens[:4])
+    assert other.settings["base"] == "specdecpp" and other.settings["stop"] == "fixed"
+    assert chain_of(other).parents == [-1, 0, -1, -1, -1, 0, 0, 0]
+
+    assert copying.settings == {"gamma": 2, "copies": 16}
+    repeating = {"input_ids": torch.tensor([[5, 6, 7, 8, 5, 6, 7]])}
+    decoding = common.start(target, **repeating, max_new_tokens=12, **GREEDY)
+    draft = next(copying.drafts(decoding))
+    assert len(draft.tokens) > 2 and draft.notes["copied"] == len(draft.tokens) - 2
+    assert lookup.settings == {"most": 16} and lookup.drafter is None
+
+
+def test_all_takes_what_has_a_drafter_for_this_target(loaded, files, capsys, tmp_path):
+    (tmp_path / "glide").symlink_to(files / "glide")
+    names = [arm.name for arm in arms_of.make_arms(["all"], loaded[0], shipped=tmp_path)]
     assert {"glide", "cape", "cape:cpu", "lookup", "prompt-lookup"} <= set(names)
     assert not {"falcon", "medusa", "assisted"} & set(names)
     noted = capsys.readouterr().err
     assert "without falcon: no drafter in" in noted and "without assisted: " in noted
 
 
-def test_an_interrupted_run_says_so_and_keeps_whole_turns(capsys, played):
-    played.interrupt = 3 + 3 + 2  # three arms: warm-up, the first turn, a part of the second
-    result, out = run(capsys, command())
-    assert result["interrupted"] is True and "; interrupted" in out
+def interrupted_in(turn):
+    """Plain decoding during which Ctrl-C is pressed in a turn; turn 0 is the warm-up."""
+    turns = itertools.count()
+
+    def drafts(decoding):
+        if next(turns) == turn:
+            raise KeyboardInterrupt
+        return plain_drafts(decoding)
+
+    return drafts
+
+
+def test_an_interrupted_run_says_so_and_keeps_whole_turns(loaded):
+    target = loaded[0]
+    result = compared(loaded, Arm("x", target, interrupted_in(2)))
+    assert result["interrupted"] is True
     assert [arm["tokens"] for arm in result["arms"].values()] == [12, 12]
-    played.calls = []
-    played.interrupt = 3 + 2
+    header = report.header(bench.parse(command()), target)
+    assert "; interrupted" in report.tables(header | result)
     with pytest.raises(KeyboardInterrupt):
-        bench.main(command())
+        compared(loaded, Arm("x", target, interrupted_in(1)))
+    assert "interrupted" not in compared(loaded, Arm("x", target, interrupted_in(9)))
 
 
 def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
     said = []
     for name in ("a", "b"):
         torch.rand(3)
-        options = ("--temperature", "1", "--num-prompts", "1", "--checkpoint", "glide")
-        run(capsys, command(*options, "--json", str(tmp_path / name), method="glide"))
+        options = ("--temperature", "1", "--num-prompts", "1")
+        run(capsys, command(*options, "--json", str(tmp_path / name)))
         arms = json.loads((tmp_path / name).read_text())["arms"]
-        said.append([answer["tokens"] for answer in arms["glide"]["answers"]])
+        said.append([answer["tokens"] for answer in arms["glide@glide"]["answers"]])
     assert said[0] == said[1]
 
 
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ("--method glide:nope", "glide has no variant 'nope'; its variants: gamma1"),
+        ("--method glide:nope", r"glide has no variant 'nope' \(it has none\)"),
+        ("--method cape:nope", r"cape has no variant 'nope' \(it has none, fixed, cpu\)"),
+        ("--method glide:width=3", "decoding cannot change width: it can change gamma"),
+        ("--method glide:gamma=x", "gamma 'x': take an int of at least 0"),
+        ("--method cape:sizes=2-x", "'sizes=2-x': write a list as numbers"),
+        ("--method cape:sizes=2-1", "one size more than bounds"),
+        ("--method flacon", "unknown method 'flacon': take glide"),
         ("--method glide@/nowhere", "no drafter in /nowhere"),
-        ("--method cape --base falcon", "base 'falcon' drafts no chains: take glide or specdecpp"),
-        ("--method glide:gamma1+gamma2", r"write NAME\[:VARIANT\]\[\+copies\]\[@DIR\]"),
+        ("--method lookup@glide", "lookup has no weights: leave out @glide"),
+        ("--method falcon+cape", r"write \[BASE\+\]NAME\[:SETTINGS\]\[\+copies\]\[@DIR\]; BASE is"),
+        ("--method glide+lookup", "BASE is glide or specdecpp, and only for cape"),
         ("--method glide@glide glide@./glide", "two arms would be called glide@glide"),
         ("--method glide@glide --max-new-tokens 300", "exceed the target's context of 256: lower"),
         ("--method glide --prompts /nowhere.jsonl", "no prompt file /nowhere.jsonl"),
+        ("--method glide --prompt x", "--prompt: not allowed with argument --prompts"),
         ("--method glide --sweep --temperature 1", "leave out --temperature"),
-        ("--method glide --peers --batch-size 2", "need --batch-size 1"),
+        ("--method prompt-lookup --batch-size 2", "leave out --sweep, all, prompt-lookup"),
         ("--method glide --top-p 0.5", "--top-p needs a --temperature"),
-        ("--method glide@glide --checkpoint glide", "goes with one --method that has no @DIR"),
         ("--method glide@glide --batch-size 4", "2 prompts fill no batch"),
         ("--table prompts.jsonl --method glide", "--table takes no other option"),
         ("--method glide --json nowhere/run.json", "cannot write nowhere/run.json: name a file in"),
+        ("--method glide --replay x --sweep", "--sweep: not allowed with argument --replay"),
         ("--table prompts.jsonl", "is not a result of bench.py --json"),
         ("--table prompts.jsonl --plot prompts.jsonl", "is a file; name a folder to draw in"),
         ("", "nothing to do"),
@@ -474,8 +591,13 @@ def test_a_mistake_is_explained(argv, message):
         bench.main(["--target", "target", "--prompts", "prompts.jsonl", *argv.split()])
 
 
+def test_arms_are_checked_before_the_target_is_loaded():
+    with pytest.raises(UserError, match="unknown method 'flacon'"):
+        bench.main("--method flacon --target /nowhere/at/all".split())
+
+
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "results").glob("*.json")), ids=lambda path: path.stem
+    "path", sorted((ROOT / "results").glob("cpu_*.json")), ids=lambda path: path.stem
 )
 def test_results_can_be_printed_and_say_where_they_come_from(path):
     result = report.read_result(str(path))

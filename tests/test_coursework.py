@@ -35,7 +35,7 @@ def test_a_blank_changes_the_body_of_one_function_and_its_tests_exist(name):
     "arguments, line",
     [
         (["falcon.glance", "."], ". is there already: name a new folder"),
-        (["falcon.nothing", "new"], "no exercise 'falcon.nothing': take one of common.ancestor"),
+        (["falcon.nothing", "new"], "no exercise 'falcon.nothing': take one of common.tree_mask"),
         (["falcon.glance"], "name a new folder for the copy, after the exercise"),
         (["falcon.glance", "--grade", "prompts"], "no falcon.py in prompts or in its folders"),
     ],

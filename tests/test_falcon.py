@@ -1,4 +1,4 @@
-"""falcon.py: what a cached draft holds, masks, CSGD, the loss, trees."""
+"""falcon.py: what a draft holds, planned passes, masks, CSGD, the loss, trees."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -35,14 +35,14 @@ def from_scratch(drafter, target, ids, branch):
     """Logits (k, Vd) after committed ids and drafted tokens, by plain forwards block by block."""
     k = drafter.config.k
     total = ids.shape[1] - 1
-    features = common.target_features(target, ids)[0][:, :-1]
+    hidden = common.target_features(target, ids)[0][:, :-1]
     tokens = torch.cat([ids, torch.tensor([list(branch)], dtype=torch.long)], dim=1)[:, 1:]
     for end in range(total, total + len(branch) + 1, k):
-        fused, _ = drafter.fuse(target, features, tokens[:, :end])
+        fused, _ = drafter.fuse(target, hidden, tokens[:, :end])
         mask = falcon.relaxed_mask(end, k, torch.tensor([-total % k]))
-        f_draft = drafter.attend(target, fused, torch.arange(end)[None], mask)[:, -k:]
-        features = torch.cat([features, f_draft], dim=1)
-    return common.draft_head(target, drafter.vocab_ids)(f_draft[0])
+        h_draft = drafter.attend(target, fused, torch.arange(end)[None], mask)[:, -k:]
+        hidden = torch.cat([hidden, h_draft], dim=1)
+    return common.draft_head(target, drafter.vocab_ids)(h_draft[0])
 
 
 @pytest.mark.parametrize("fusion", ["lstm", "linear"])
@@ -54,24 +54,22 @@ def test_a_tree_holds_what_each_branch_alone_would_give(llama, k, fusion):
     tree = []
     for path in ([1, 0, 2] * 3, [0] * 9, [1, 0, 2, 0, 1, 0, 0, 2, 1], [0, 2, 1] * 3):
         tree += [path[:end] for end in range(1, 3 * k + 1)]
-    config = dataclasses.replace(drafter.config, tree=tree)
-    paths = [tuple(path) for path in config.tree]
+    paths = [tuple(path) for path in dataclasses.replace(drafter.config, tree=tree).tree]
     for length in range(k + 1, k + 5):
-        decoding = common.open_decoding(llama, random_ids(length, seed=length), max_new_tokens=20)
-        memory = falcon.Memory(drafter, llama)
-        draft = falcon.propose(drafter, decoding, memory, config)
+        ids = random_ids(length, seed=length)
+        decoding = common.start(llama, input_ids=ids, max_new_tokens=20)
+        draft = next(falcon.drafts(decoding, drafter, tree=tree))
         tokens = dict(zip(paths, draft.tokens.tolist()))
-        assert len(draft.tokens) == len(paths) and draft.probs is None and draft.notes == {"k": k}
+        assert len(draft.tokens) == len(paths) and draft.probs is None and draft.notes["k"] == k
         for node, path in enumerate(paths):
-            parent = paths.index(path[:-1]) if len(path) > 1 else -1
-            assert int(draft.parents[node]) == parent
+            assert draft.parents[node] == (paths.index(path[:-1]) if len(path) > 1 else -1)
             start = (len(path) - 1) // k * k
             branch = [tokens[path[:end]] for end in range(1, start + 1)]
             q_draft = from_scratch(drafter, llama, decoding.ids, branch).softmax(-1)  # (k, Vd)
             slot = q_draft[len(path) - start - 1]
             choice = slot.argsort(descending=True)[path[-1]]
             assert tokens[path] == int(drafter.vocab_ids[choice]), path
-            assert float(draft.q[node]) == pytest.approx(float(slot[choice]), rel=1e-4)
+            assert draft.notes["q"][node] == pytest.approx(float(slot[choice]), rel=1e-4)
 
 
 @pytest.mark.parametrize("fusion", ["lstm", "linear"])
@@ -82,7 +80,7 @@ def test_rounds_of_any_length_leave_what_an_uncached_forward_computes(llama, k, 
     drafter = make_drafter(llama, k=k, fusion=fusion, num_layers=2)
     ids = random_ids(40, seed=k)
     hidden = common.target_features(llama, ids)[0]
-    config = dataclasses.replace(drafter.config, tree=[[0] * d for d in range(1, 2 * k + 1)])
+    plan = falcon.make_plan([[0] * d for d in range(1, 2 * k + 1)], k, "cpu")
     for steps in (
         [k + 1, 1, 1, 1, 1, 1],
         [6, 2, 3, 1, 4, 2, 5, 1],
@@ -98,7 +96,7 @@ def test_rounds_of_any_length_leave_what_an_uncached_forward_computes(llama, k, 
             total += step
             decoding = SimpleNamespace(target=llama, hidden=new, room=2 * k)
             decoding.ids = ids[:, : total + 1]
-            draft = falcon.propose(drafter, decoding, memory, config)
+            draft = falcon.propose(drafter, decoding, memory, plan)
             if total < k:
                 assert len(draft.tokens) == 0
                 continue
@@ -108,8 +106,8 @@ def test_rounds_of_any_length_leave_what_an_uncached_forward_computes(llama, k, 
             mask = (ends[:, None] >= torch.arange(total))[None, None]
             plain = common.GrowingCache(2)
             fused, _ = drafter.fuse(llama, hidden[:, :total], ids[:, 1 : total + 1])
-            f_draft = drafter.attend(llama, fused, torch.arange(total)[None], mask, plain)
-            choices = memory.head(f_draft[0, -k:]).argmax(-1)
+            h_draft = drafter.attend(llama, fused, torch.arange(total)[None], mask, plain)
+            choices = memory.head(h_draft[0, -k:]).argmax(-1)
             assert choices.tolist() == draft.tokens[:k].tolist()
             for mine, theirs in zip(memory.cache.layers, plain.layers):
                 torch.testing.assert_close(mine.keys[:, :, :total], theirs.keys)
@@ -124,12 +122,85 @@ def test_a_prompt_is_read_as_if_attended_at_once(k):
     drafter = make_drafter(target, k=k)
     for total in (256 * k, 256 * k + 1, 512 * k + k // 2):
         ids = random_ids(total + 1, seed=total)
-        decoding = common.open_decoding(target, ids, max_new_tokens=1)
+        decoding = common.start(target, input_ids=ids, max_new_tokens=1)
         memory = falcon.Memory(drafter, target)
         newest = falcon.first_pass(drafter, decoding, memory)
         expected = from_scratch(drafter, target, ids, [])
-        torch.testing.assert_close(memory.head(newest.f_draft[0]), expected)
+        torch.testing.assert_close(memory.head(newest.h_draft[0]), expected)
         assert newest.mask.shape == (1, total) and newest.mask.all()
+
+
+def test_the_plan_of_the_docstring():
+    tree = [[0], [1], [0, 0], [0, 1], [1, 0], [0] * 3, [1, 0, 0], [0] * 4, [1, 0, 0, 0]]
+    plan = falcon.make_plan(tree, 2, "cpu")
+    first = ([], [], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 1, 0])
+    second = ([0, 0], [[0, 2], [1, 4]], [0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0])
+    got = [tuple(column.tolist() for column in each) for each in plan.passes]
+    assert got == [first, second]
+    assert plan.parents == [-1, -1, 0, 0, 1, 2, 4, 5, 6]
+    assert plan.depths == [1, 1, 2, 2, 2, 3, 3, 4, 4] and plan.ranks == 2
+    third = falcon.make_plan([*tree, [0] * 5, [1, 0, 0, 0, 0]], 2, "cpu").passes[2]
+    # Its branches continue both of pass 2, and are fed nodes 5 7 and 6 8.
+    assert third.origins.tolist() == [0, 1] and third.reads.tolist() == [[5, 7], [6, 8]]
+    assert falcon.make_plan([], 2, "cpu") == ([], [], [], 1)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@torch.no_grad()
+def test_a_tree_is_cut_where_the_room_ends(llama, k, monkeypatch):
+    """By levels; what is left is drafted as in the whole tree, and in no more passes."""
+    drafter = make_drafter(llama, k=k)
+    ids = random_ids(9, seed=1)
+    tree = falcon.layered_tree([3, 4, 4, 2, 2, 1])
+    config = dataclasses.replace(drafter.config, tree=tree)
+    depths = [len(path) for path in config.tree]
+    calls = []
+    attend = falcon.Drafter.attend
+    monkeypatch.setattr(falcon.Drafter, "attend", lambda *x: calls.append(1) or attend(*x))
+
+    def drafted(room):
+        calls.clear()
+        decoding = common.start(llama, input_ids=ids, max_new_tokens=room + 1)
+        assert decoding.room == room
+        return next(falcon.drafts(decoding, drafter, tree=tree))
+
+    whole = drafted(20)
+    assert len(whole.tokens) == len(tree) and whole.depths() == depths
+    for room in range(8):
+        draft = drafted(room)
+        count = sum(depth <= room for depth in depths)
+        assert draft.tokens.tolist() == whole.tokens[:count].tolist()
+        assert draft.parents == whole.parents[:count]
+        assert draft.notes.get("q", []) == whole.notes["q"][:count]
+        assert len(calls) == -(-min(room, 6) // k)
+
+
+@pytest.mark.parametrize("options", [{}, {"k": 3}, {"fusion": "linear"}, {"k": 1}])
+@torch.no_grad()
+def test_rounds_draft_what_a_new_generator_would(llama, options):
+    """With one layer a cached row depends on its slot alone, not on the blocks of its round."""
+    drafter = make_drafter(llama, num_layers=1, **options)
+    ids = random_ids(5, seed=2)
+    given = {"max_new_tokens": 40, "do_sample": False}
+    decoding = common.start(llama, input_ids=ids, **given)
+    accepted = 0
+    for draft in falcon.drafts(decoding, drafter):
+        again = common.start(llama, input_ids=decoding.ids, max_new_tokens=decoding.room + 1)
+        anew = next(falcon.drafts(again, drafter))
+        assert draft.tokens.tolist() == anew.tokens.tolist()
+        accepted += len(decoding.verify(draft))
+    assert torch.equal(decoding.ids, llama.generate(ids, **given))
+    assert accepted > 0, "no row of a draft was ever dropped after it was accepted"
+
+
+def test_only_the_tree_may_change(llama):
+    decoding = common.start(llama, input_ids=random_ids(5, seed=2), max_new_tokens=8)
+    drafter = make_drafter(llama)
+    with pytest.raises(common.UserError, match="cannot change k: it can change tree"):
+        next(falcon.drafts(decoding, drafter, k=3))
+    with pytest.raises(common.UserError, match=r"add its parent \[1\]"):
+        next(falcon.drafts(decoding, drafter, tree=[[0], [1, 0]]))
+    assert len(next(falcon.drafts(decoding, drafter, tree=[])).tokens) == 0
 
 
 # --------------------------------------------------------------------------------------- masks
@@ -152,12 +223,12 @@ def test_relaxed_mask_drawing_and_definition():
     compare(f"{call}.shape", [(2, 1, 3, 3)], [tuple(both.shape)])
 
 
-def test_the_tree_masks_of_the_docstring():
+def test_the_branch_masks_of_the_docstring():
     committed = torch.ones(1, 3, dtype=torch.bool)
-    second = falcon.tree_mask(committed, torch.tensor([0, 0, 0]), 2)
-    compare("tree_mask, pass 2", ["xxxxx....", "xxx..xx..", "xxx....xx"], drawn(second))
-    third = falcon.tree_mask(second, torch.tensor([0, 2]), 2)
-    compare("tree_mask, pass 3", ["xxxxx....xx..", "xxx....xx..xx"], drawn(third))
+    second = falcon.branch_mask(committed, torch.tensor([0, 0, 0]), 2)
+    compare("branch_mask, pass 2", ["xxxxx....", "xxx..xx..", "xxx....xx"], drawn(second))
+    third = falcon.branch_mask(second, torch.tensor([0, 2]), 2)
+    compare("branch_mask, pass 3", ["xxxxx....xx..", "xxx....xx..xx"], drawn(third))
 
 
 # ---------------------------------------------------------------------------- CSGD and the loss
@@ -221,14 +292,14 @@ def test_glancing_against_the_definition(k):
 
 
 def test_noise_and_glancing_do_not_depend_on_padding_or_batch():
-    """Nor on each other: their generators start from different seeds."""
-    both = [falcon.generators(torch.tensor([3]), use)[0] for use in (0, 1)]
-    assert both[0].initial_seed() != both[1].initial_seed()
-    features = torch.zeros(2, 90, 32, dtype=torch.float64)
-    noise = falcon.noisy(features, 0.1, torch.tensor([3, 4]))
+    """Nor on each other: the noise is not made of the numbers that `glance` draws."""
+    hidden = torch.zeros(2, 90, 32, dtype=torch.float64)
+    noise = falcon.noisy(hidden, 0.1, torch.tensor([3, 4]))
     assert -0.1 <= noise.min() < -0.099 and 0.099 < noise.max() < 0.1
     assert abs(float(noise.mean())) < 0.003 and not torch.equal(noise[0], noise[1])
-    alone = falcon.noisy(features[:1, :37], 0.1, torch.tensor([4]))
+    of_glance = torch.empty(90, 32).uniform_(-1, 1, generator=common.generator(3))
+    assert not torch.allclose(noise[0], 0.1 * of_glance.double())
+    alone = falcon.noisy(hidden[:1, :37], 0.1, torch.tensor([4]))
     assert torch.equal(alone[0], noise[1, :37])
     short = torch.ones(1, 20, dtype=torch.bool)
     padded = torch.nn.functional.pad(short, (0, 30))
@@ -241,6 +312,27 @@ def test_noise_and_glancing_do_not_depend_on_padding_or_batch():
         both = short.expand(2, -1)
         pair = falcon.glance(both, both, 0.4, 3, torch.cat([seed + 1, seed]))
         assert torch.equal(pair[1:], revealed), f"seed {int(seed)}: another row changed it"
+
+
+@torch.no_grad()
+def test_reveal_feeds_answers_and_takes_their_loss(llama):
+    """Of the slots that `glance` chooses, by hand; other slots stay as they were."""
+    drafter = make_drafter(llama, k=3)
+    batch = random_batch(llama, lengths=(40, 31), prompt=2)
+    batch.progress = 0.5
+    slots = falcon.training_slots(drafter, batch)
+    after = falcon.reveal(drafter, llama, slots, batch)
+    revealed = slots.learns & ~after.learns
+    assert revealed.any() and not (after.learns & ~slots.learns).any()
+    for row in range(2):
+        for slot in range(slots.learns.shape[1]):
+            shift = 3 if revealed[row, slot] else 0
+            assert torch.equal(after.hidden[row, slot], batch.hidden[row, slot + shift])
+            assert after.token_ids[row, slot] == batch.input_ids[row, slot + shift + 1]
+    for untouched in ("answers", "answer_ids", "phase"):
+        assert getattr(after, untouched) is getattr(slots, untouched)
+    batch.progress = 1.0  # lambda = 0
+    assert torch.equal(falcon.reveal(drafter, llama, slots, batch).learns, slots.learns)
 
 
 @pytest.mark.parametrize("k, csgd", [(2, False), (2, True), (3, True)])
@@ -256,16 +348,16 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
         phase = int(batch.seed[row]) % k
         hidden, tokens = batch.hidden[row : row + 1], batch.input_ids[row : row + 1]
         end = (slot + phase) // k * k + k - phase  # of the slot's block
-        features, inputs = hidden[:, :end].clone(), tokens[:, 1 : end + 1].clone()
+        states, inputs = hidden[:, :end].clone(), tokens[:, 1 : end + 1].clone()
         for other in range(end):
             if (row, other) in revealed:
-                features[0, other] = hidden[0, other + k]
+                states[0, other] = hidden[0, other + k]
                 inputs[0, other] = tokens[0, other + k + 1]
         blocks = torch.tensor([(i + phase) // k for i in range(end)])
         mask = (blocks[:, None] >= blocks)[None, None]
-        fused, _ = drafter.fuse(llama, features, inputs)
-        feature = drafter.attend(llama, fused, torch.arange(end)[None], mask)[0, slot]
-        return head(feature), feature
+        fused, _ = drafter.fuse(llama, states, inputs)
+        h_draft = drafter.attend(llama, fused, torch.arange(end)[None], mask)[0, slot]
+        return head(h_draft), h_draft
 
     slots = []
     for row, length in enumerate((9, 12, 7)):
@@ -284,9 +376,9 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
     expected = 0.0
     for row, slot in slots:
         if (row, slot) not in revealed:
-            logits, feature = forward(row, slot, revealed)
+            logits, h_draft = forward(row, slot, revealed)
             answer = batch.hidden[row, slot + k]
-            gap = (feature - answer).abs()
+            gap = (h_draft - answer).abs()
             smooth_l1 = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean()
             p_target, log_q = head(answer).softmax(-1), logits.log_softmax(-1)
             kl = (p_target * (p_target.log() - log_q)).sum()

@@ -43,7 +43,8 @@ def test_a_packed_target_is_a_second_object_over_the_same_weights():
         assert weights[name].data_ptr() == weight.data_ptr()
     for model in (target, twin):
         assert torch.equal(model.generate(ids, **options), truth)
-        output = model.generate(ids, custom_generate=glide.generate, drafter=drafter, **options)
+        decoder = common.speculate(glide.drafts, drafter)
+        output = model.generate(ids, custom_generate=decoder, **options)
         assert torch.equal(output, truth)
 
 

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from tiny import make_arm, make_llama
+from tiny import draft_of, make_llama, untrained
 
 import common
 from support import arms as arms_of
@@ -22,15 +22,21 @@ GREEDY = {"max_new_tokens": 24, "do_sample": False}
 ENCODED = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
 
 
-def arm_of(name, target):
-    return arms_of.Arm(name, target, *make_arm(name, target), copies=6)
+def arm_of(text, target):
+    """An arm with an untrained drafter."""
 
+    def load(method, _):
+        return untrained(cli.import_method(method), target)
 
-def tree(tokens, parents, **more):
-    return common.Draft(torch.tensor(tokens), torch.tensor(parents), **more)
+    return arms_of.make_arm(text, target, load)
 
 
 # ---------------------------------------------------------------------------------- the record
+
+
+def recorded(target, *drafts, **options):
+    """The rounds of these drafts; tokens stay numbers."""
+    return replay.record(target, lambda decoding: drafts, ENCODED, options, int)
 
 
 def test_a_round_by_hand_tells_what_was_drafted_and_what_became_of_it(llama):
@@ -40,15 +46,26 @@ def test_a_round_by_hand_tells_what_was_drafted_and_what_became_of_it(llama):
     probs = torch.zeros(2, 48)
     probs[0, a] = 0.6
     probs[1, b] = 0.5
-    q = torch.tensor([0.6, 0.5, 0.25, float("nan")])
-    draft = tree([a, b, x, y], [-1, 0, 0, 2], probs=probs, q=q, copied=1, notes={"k": 2})
-    decoding = common.open_decoding(llama, PROMPT, max_new_tokens=8, do_sample=False)
-    [told] = replay.record(decoding, [draft], int)
+    probs[1, x] = 0.25
+    notes = {"confidences": [0.6, 0.5], "counts": [0, 1], "copied": 1}
+    draft = draft_of([a, b, x, y], [-1, 0, 0, 2], probs, **notes)
+    [told] = recorded(llama, draft, max_new_tokens=8, do_sample=False)
     assert told["tokens"] == [a, b, x, y] and told["parents"] == [-1, 0, 0, 2]
     assert told["kinds"] == ["draft", "draft", "extra", "copy"]
     assert report.rounded(told["q"]) == [0.6, 0.5, 0.25, None]
     assert told["path"] == [0, 2] and told["committed"] == [a, x, z]
-    assert told["kept"] == 3 and told["room"] == 7 and told["notes"] == {"k": 2}
+    assert told["room"] == 7
+    assert told["notes"] == {"confidences": [0.6, 0.5], "counts": [0, 1]}
+
+
+def test_a_tree_notes_its_own_q_and_the_last_tokens_may_end_the_answer(llama):
+    a, b = llama.generate(PROMPT, max_new_tokens=2, do_sample=False)[0, -2:].tolist()
+    draft = draft_of([a, b, 1], [-1, 0, 0], k=2, q=[0.5, 0.25, float("nan")], copied=1)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": b}
+    [told] = recorded(llama, draft, **options)
+    assert told["kinds"] == ["draft", "draft", "copy"] and told["notes"] == {"k": 2}
+    assert report.rounded(told["q"]) == [0.5, 0.25, None]
+    assert told["path"] == [0, 1] and told["committed"] == [a, b]
 
 
 @pytest.mark.parametrize(
@@ -61,9 +78,10 @@ def test_a_round_by_hand_tells_what_was_drafted_and_what_became_of_it(llama):
 )
 def test_p_is_the_targets_probability_after_the_parents_text(llama, options):
     """Each node's own text is fed to the target alone, and processed as in decoding."""
-    draft = tree([5, 6, 7, 8, 5], [-1, -1, 0, 2, 1])
-    decoding = common.open_decoding(llama, PROMPT, max_new_tokens=20, **options)
-    [told] = replay.record(decoding, [draft], int)
+    draft = draft_of([5, 6, 7, 8, 5], [-1, -1, 0, 2, 1])
+    options["max_new_tokens"] = 20
+    [told] = recorded(llama, draft, **options)
+    decoding = common.start(llama, **ENCODED, **options)  # for its processors
     texts = {-1: PROMPT}
     for node, (token, parent) in enumerate(zip(told["tokens"], told["parents"])):
         scores = llama(texts[parent]).logits[:, -1].float()
@@ -74,25 +92,23 @@ def test_p_is_the_targets_probability_after_the_parents_text(llama, options):
 
 
 def test_times_are_of_one_round_and_not_of_its_description(llama, monkeypatch):
-    """By a clock that shows one second more at each look, and nine for a description."""
+    """By a clock that shows one second more at each look, and one for each token's text."""
     seconds = itertools.count()
-    clock = types.SimpleNamespace(perf_counter=lambda: next(seconds))
-    for module in (common, replay):
-        monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(replay, "target_probs", lambda *_: [next(seconds) for _ in range(9)])
-    decoding = common.open_decoding(llama, PROMPT, **GREEDY)
-    first, *rounds = replay.record(decoding, arms_of.plain_drafts(decoding), int)
+    monkeypatch.setattr(replay, "clock", lambda _: next(seconds))
+    first, *rounds = replay.record(
+        llama, arms_of.plain_drafts, ENCODED, GREEDY, text=lambda token: next(seconds)
+    )
     assert first["seconds"] == {"prefill": 1, "verify": 1}
-    assert all(told["seconds"] == {"prefill": 0, "draft": 1, "verify": 1} for told in rounds)
+    assert all(told["seconds"] == {"draft": 1, "verify": 1} for told in rounds)
+    assert next(seconds) == 1 + 4 * 24  # three looks and a text in each round
 
 
 @pytest.mark.parametrize("name", cli.METHODS)
 def test_every_method_can_be_played(llama, name):
     """The answer is the greedy one; what the page relies on beside tokens and parents is there."""
     answer = llama.generate(PROMPT, **GREEDY)[0, PROMPT.shape[1] :].tolist()
-    rounds = replay.play(arm_of(name, llama), ENCODED, GREEDY, int)
-    kept = [token for each in rounds for token in each["committed"][: each["kept"]]]
-    assert kept == answer
+    rounds = replay.play(arm_of(f"{name}+copies", llama), ENCODED, GREEDY, int)
+    assert [token for each in rounds for token in each["committed"]] == answer
     kinds = set()
     for each in rounds:
         kinds.update(each["kinds"])
@@ -123,20 +139,30 @@ def test_plain_decoding_is_timed_at_each_token(llama):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A page of CAPE and Falcon: its text and its data.
+    """A page of CAPE, Falcon and drafts that are right: its text and its data.
 
-    Of the loops that they race against, the second is the fastest.
+    Of the loops that they race against, the second is the fastest. The answer ends with
+    its 24th token, at which the right drafts end, too.
     """
     target = make_llama()
+    answer = target.generate(PROMPT, **GREEDY)[0]
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": int(answer[-1])}
+
+    def right_drafts(decoding):
+        while not decoding.done:
+            ahead = answer[decoding.ids.shape[1] :][:4]
+            yield common.Draft(ahead, list(range(-1, len(ahead) - 1)))
+
     race = iter([[step * n for n in range(1, 25)] for step in (3, 1, 2)])
     loops = arms_of.plain_loops(target, make_llama())
     path = tmp_path_factory.mktemp("replay") / "page.html"
     arms = [arm_of("cape", target), arms_of.Arm("a peer", target), arm_of("falcon", target)]
+    arms.append(arms_of.Arm("right", target, right_drafts))
     tokenizer = types.SimpleNamespace(decode=lambda ids: WORDS[ids[0]])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay, "encode", lambda *_: ENCODED)
         patch.setattr(replay, "plain_seconds", lambda *_: next(race))
-        replay.write(path, tokenizer, loops, arms, EVIL, GREEDY)
+        replay.write(path, tokenizer, loops, arms, EVIL, options)
     assert [each.name for each in path.parent.iterdir()] == ["page.html"]
     text = path.read_text(encoding="utf-8")
     data = json.loads(Reader(text).scripts[0])
@@ -162,9 +188,9 @@ class Reader(html.parser.HTMLParser):
 
 def test_the_page_holds_the_methods_and_the_times_of_plain_decoding(written):
     methods = written.data["methods"]
-    assert [method["name"] for method in methods] == ["cape", "falcon"]
+    assert [method["name"] for method in methods] == ["cape", "falcon", "right"]
     for method in methods:
-        assert sum(told["kept"] for told in method["rounds"]) == 24
+        assert sum(len(told["committed"]) for told in method["rounds"]) == 24
     assert written.data["about"]["plain"] == [*range(1, 25)]  # the fastest loop
     assert written.data["prompt"] == [WORDS[token] for token in PROMPT[0]]
     assert written.data["about"]["prompt"] == EVIL
@@ -231,18 +257,20 @@ def test_stepping_through_the_rounds_in_a_browser(browser, written):
         text = ""
         for number, told in enumerate(method["rounds"], 1):
             seen = browser.execute_script(LOOK)
-            emitted += told["kept"]
+            emitted += len(told["committed"])
             drafted += len(told["tokens"])
-            text += "".join(told["committed"][: told["kept"]])
+            text += "".join(told["committed"])
             assert seen["text"] == text
             assert (seen["figures"]["rounds"], seen["figures"]["emitted"]) == (number, emitted)
             assert seen["figures"]["drafted"] == drafted
-            accepted += min(len(told["path"]), told["kept"])
+            accepted += len(told["path"])
             assert seen["figures"]["accepted"] == accepted
             path = [str(node) for node in told["path"]]
-            assert seen["nodes"][: len(path) + 2] == ["-1", *path, "own"]
-            assert len(seen["nodes"]) == len(told["tokens"]) + 2
+            own = ["own"] if len(told["committed"]) > len(path) else []
+            assert ("The last one ends the answer" in seen["story"]) == (not own)
+            shown = ["-1", *path, *own]
+            assert seen["nodes"][: len(shown)] == shown
+            assert len(seen["nodes"]) == 1 + len(told["tokens"]) + len(own)
             body.send_keys(Keys.ARROW_RIGHT)
         assert emitted == 24
-        last = method["rounds"][-1]
-        assert last["tokens"] or "only one more token is allowed" in seen["story"]
+    assert "The last one ends the answer" in seen["story"]  # of the right drafts

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+import json
 
 import pytest
 import torch
@@ -26,13 +27,13 @@ def make_drafter(target, **options):
 def decode(target, ids, drafter=None, draft_model=None, max_new_tokens=40, eos=None, **changes):
     """(greedy output, Stats, drafts) with the changed fields of Config."""
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, "eos_token_id": eos}
-    decoding = common.open_decoding(target, ids, **options)
-    config = dataclasses.replace(drafter.config if drafter else specdecpp.Config(), **changes)
+    decoding = common.start(target, input_ids=ids, **options)
+    stats = common.Stats()
     made = []
-    for draft in specdecpp.drafts(decoding, drafter, config, draft_model):
-        decoding.verify(draft)
+    for draft in specdecpp.drafts(decoding, drafter, draft_model, **changes):
+        stats(decoding, draft, decoding.verify(draft))
         made.append(draft)
-    return decoding.ids, decoding.stats, made
+    return decoding.ids, stats, made
 
 
 def constant_head(drafter, logit):
@@ -81,22 +82,22 @@ def test_a_rule_that_withholds_tokens_is_noticed_in_the_sampled_output(rule, mon
     monkeypatch.setattr(specdecpp, "until_stop", rule)
     target = make_llama(vocab=5, layers=1, seed=3)  # all answers can be enumerated
     drafter = make_drafter(target, layers=[0])
-    config = dataclasses.replace(drafter.config, threshold=0.55)
-    given = {"custom_generate": specdecpp.generate, "drafter": drafter, "config": config}
-    p_value = sampled_p_value(target, torch.tensor([[1, 2, 3]]), 3, draws=120, **given)
+    decode = common.speculate(specdecpp.drafts, drafter, threshold=0.55)
+    options = {"draws": 120, "custom_generate": decode}
+    p_value = sampled_p_value(target, torch.tensor([[1, 2, 3]]), 3, **options)
     assert p_value < 1e-5 if rule is picky else p_value > 1e-3
 
 
 @torch.no_grad()
 def test_drafting_with_a_cache_equals_drafting_from_scratch(llama, trained):
     """After rejections, too: the cache then holds tokens that were not committed."""
-    decoding = common.open_decoding(llama, PROMPT, do_sample=False, max_new_tokens=40)
-    config = dataclasses.replace(trained.config, stop="fixed")
+    decoding = common.start(llama, input_ids=PROMPT, do_sample=False, max_new_tokens=40)
+    model = specdecpp.copied_layers(trained, llama)
     rejected = 0
-    for draft in specdecpp.drafts(decoding, trained, config):
-        steps = specdecpp.propose(trained, decoding, specdecpp.Memory(trained, llama))
+    for draft in specdecpp.drafts(decoding, trained, stop="fixed"):
+        steps = specdecpp.propose(model, decoding, common.DraftCache(num_layers=2))
         assert [int(next(steps)[0]) for _ in draft.tokens] == draft.tokens.tolist()
-        rejected += len(draft.tokens) - len(decoding.verify(draft).path)
+        rejected += len(draft.tokens) - len(decoding.verify(draft))
     assert rejected > 0
 
 
@@ -144,9 +145,10 @@ def test_a_round_holds_two_tokens_to_max_draft(llama, trained):
     assert max(stats.offered) == 3
 
 
-def test_the_head_reads_the_same_in_training_and_in_decoding(llama):
+def test_the_head_reads_the_same_in_training_and_in_decoding(llama, monkeypatch):
     """On a text of its own drafts, e_t of `labelled` is what `until_stop` hands to the head."""
-    drafter = make_drafter(llama, keep=0.0, layers=[0, 1, 2])
+    monkeypatch.setattr(specdecpp, "KEEP", 0.0)
+    drafter = make_drafter(llama, layers=[0, 1, 2])
     ids = llama.generate(PROMPT, max_new_tokens=9, do_sample=False)
     batch = make_batch(llama, [(ids[0], torch.arange(12) > 2)])
     states, labels = specdecpp.labelled(drafter, llama, batch)
@@ -167,9 +169,9 @@ def brute_force_labels(drafter, target, batch):
     mixed = batch.input_ids.clone()
     labels = []
     for row, place in batch.loss_mask.nonzero().tolist():
-        generator = torch.Generator().manual_seed(int(batch.seed[row]))
+        generator = common.generator(int(batch.seed[row]))
         to_draw, to_mix = torch.rand(place + 1, 2, generator=generator)[place]
-        if to_mix < config.keep:
+        if to_mix < specdecpp.KEEP:
             continue
         prefix = batch.input_ids[row : row + 1, :place]
         q_logits = model(prefix).logits[0, -1, drafter.vocab_ids].float()
@@ -189,10 +191,12 @@ def brute_force_labels(drafter, target, batch):
 
 
 @pytest.mark.parametrize("temperature, keep", [(0.0, 0.0), (1.0, 0.5), (0.7, 0.0)])
-def test_labels_against_brute_force(llama, temperature, keep):
+def test_labels_against_brute_force(llama, temperature, keep, monkeypatch):
     """Label and hidden state of each judged draft, from forwards of one prefix at a time."""
-    options = {"temperature": temperature, "keep": keep, "draft_vocab": 40}
+    monkeypatch.setattr(specdecpp, "KEEP", keep)
+    options = {"temperature": temperature, "draft_vocab": 40}
     drafter, batch = make_drafter(llama, **options), random_batch(llama)
+    options["r"] = keep
     mixed, expected = brute_force_labels(drafter, llama, batch)
     assert len(expected) < 19 if keep else len(expected) == 19
     labels = [label for *_, label in expected]
@@ -236,9 +240,10 @@ def test_the_sums_of_a_batch_are_those_of_its_sequences(llama):
             assert float(whole) == pytest.approx(sum(map(float, parts)), rel=1e-6)
 
 
-def test_the_mean_label_is_the_acceptance_rate(llama):
+def test_the_mean_label_is_the_acceptance_rate(llama, monkeypatch):
     """E min(1, p(Y) / q(Y)) = sum_x min(p, q), which `acceptance` computes exactly."""
-    drafter = make_drafter(llama, temperature=1.0, keep=0.0)
+    monkeypatch.setattr(specdecpp, "KEEP", 0.0)
+    drafter = make_drafter(llama, temperature=1.0)
     batch = random_batch(llama, lengths=(60, 60))
     total, count = specdecpp.acceptance(drafter, llama, batch)
     means = []
@@ -260,6 +265,20 @@ def test_weighted_bce_by_hand(llama, monkeypatch):
     total, weight = specdecpp.loss(drafter, llama, batch)
     assert float(total) == pytest.approx(float((weights * terms).sum()), rel=1e-5)
     assert float(weight) == pytest.approx(6.5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("w_rej, best", [(1.0, 0.72), (6.0, 0.3)])
+def test_the_weight_of_rejections_biases_the_head(llama, monkeypatch, w_rej, best):
+    """At P = 0.72: with w_rej = 6, the loss is smallest where 1 - s is the shipped h = 0.7."""
+    drafter = make_drafter(llama, w_rej=w_rej)
+    monkeypatch.setattr(specdecpp, "labelled", lambda *_: (said, torch.tensor([0.72])))
+    monkeypatch.setattr(drafter.head, "forward", lambda hidden: hidden)
+    losses = {}
+    for s in range(1, 100):
+        said = torch.logit(torch.tensor([s / 100]))
+        losses[s / 100] = float(specdecpp.loss(drafter, llama, random_batch(llama))[0])
+    assert min(losses, key=losses.get) == best
 
 
 @torch.no_grad()
@@ -312,6 +331,30 @@ def test_layers_of_every_family_are_copied(name):
         assert drafter.config.model["layer_types"] == [kinds[place] for place in chosen]
 
 
+@torch.no_grad()
+def test_layers_that_cannot_be_copied_are_refused(monkeypatch):
+    """A weight of another shape, as in quantised layers, or of another name, as with LoRA."""
+    monkeypatch.setattr(common, "check_states", lambda target: None)  # it would run the target
+    quantised, adapted = make_llama(), make_llama()
+    projection = quantised.model.layers[0].mlp.up_proj
+    projection.weight = torch.nn.Parameter(projection.weight.reshape(-1, 1))
+    attention = adapted.model.layers[0].self_attn
+    attention.q_proj = torch.nn.Sequential(attention.q_proj)
+    for target in (quantised, adapted):
+        with pytest.raises(common.UserError, match="merge the adapter"):
+            make_drafter(target)
+
+
+def test_keys_of_config_json_that_are_no_fields_any_more_are_ignored(llama, tmp_path):
+    drafter = make_drafter(llama)
+    drafter.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"keep": 0.15}))
+    loaded = common.load_drafter(specdecpp.Drafter, tmp_path, llama)
+    assert loaded.config == drafter.config
+    assert torch.equal(loaded.head.out.weight, drafter.head.out.weight)
+
+
 def causal_lm(name, **options):
     model = make_llama(**options)
     model.config.name_or_path = name
@@ -339,11 +382,22 @@ def test_a_head_on_a_causal_lm_is_trained_and_decodes(llama, small):
         arms.causal_lm(drafter, llama)
 
 
+def test_a_causal_lm_drafts_without_a_head(llama, small):
+    """The target itself is right about every token; a round has gamma, and the bonus token."""
+    truth = llama.generate(PROMPT, max_new_tokens=40, do_sample=False)
+    output, stats, _ = decode(llama, PROMPT, None, llama, gamma=4)
+    assert torch.equal(output, truth)
+    assert stats.offered == stats.accepted == [4] * 8
+    output, stats, _ = decode(llama, PROMPT, None, small)
+    assert torch.equal(output, truth)
+    assert sum(stats.accepted) < sum(stats.offered)
+
+
 def test_a_head_refuses_another_draft_model_of_the_same_width(llama, small, trained):
     drafter = make_drafter(llama, draft_model="small")
     decode(llama, PROMPT, drafter, causal_lm("elsewhere/small", layers=1, seed=4), 4)
     other = causal_lm("other", layers=1, seed=5)
-    decode(llama, PROMPT, drafter, other, 4, **FIXED)  # needs no head
+    decode(llama, PROMPT, drafter, other, 4, **FIXED)  # asks no head
     deeper = causal_lm("there/small", layers=2, seed=4)
     for head, given, said in (
         (drafter, other, "trained on small, not on other"),
@@ -359,6 +413,7 @@ def test_mistakes_get_one_clear_line(llama):
     wide = make_llama(vocab=20)
     mistakes = {
         "no acceptance head has been trained": lambda: decode(llama, PROMPT, draft),
+        "take stop fixed": lambda: decode(llama, PROMPT, None, llama, stop="head"),
         "nothing to draft with": lambda: decode(llama, PROMPT, **FIXED),
         "20 tokens, not 48: take another": lambda: decode(llama, PROMPT, None, wide, **FIXED),
     }
@@ -399,3 +454,5 @@ def test_throughput_and_stop_threshold_by_hand():
     # At the threshold the wasted R c1 equals what may be saved, (1 - R)(c2 + Delta).
     rejection = specdecpp.stop_threshold(0.02, 0.09, 0.05)
     assert rejection * 0.02 == pytest.approx((1 - rejection) * (0.09 + 0.05))
+    # The paper's times.
+    assert specdecpp.stop_threshold(0.0234, 0.112 - 0.0234) == pytest.approx(0.79, abs=0.002)

@@ -1,16 +1,16 @@
 """stopping.py: replayed rates are those of decoding; times and figures of a head by hand."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import slow, teach
+from tiny import make_glide, slow, teach
 
-import cape
 import common
+import glide
 import specdecpp
 from support import stopping
-from support.arms import Arm
 from support.stopping import Round
 
 PROMPT = torch.tensor([[9, 8, 7]])
@@ -30,6 +30,17 @@ def drafter(llama):
     return second
 
 
+def make_arm(target, drafter, name="specdecpp", module=specdecpp):
+    """What the sweep reads of an Arm."""
+    return SimpleNamespace(name=name, target=target, module=module, drafter=drafter)
+
+
+def record(target, drafter, turn=TURN, **fields):
+    """The rounds of a turn, as the sweep records them."""
+    arm = make_arm(target, drafter, **fields)
+    return stopping.record(stopping.longest_chains(arm), target, turn)
+
+
 # ------------------------------------------------------------------------------- the recording
 
 
@@ -44,30 +55,44 @@ def test_replayed_rates_are_those_of_decoding(llama, drafter, name, place):
     rule = {"threshold": float(value)}
     if kind == "K":
         rule = {"stop": "fixed", "gamma": int(value)}
-    decoding = common.open_decoding(llama, **turn)
-    with torch.no_grad():
-        config = dataclasses.replace(drafter.config, **rule)
-        for draft in specdecpp.drafts(decoding, drafter, config):
-            decoding.verify(draft)
-    stats = decoding.stats
+    stats = common.Stats()
+    llama.generate(
+        **turn, custom_generate=common.speculate(specdecpp.drafts, drafter, each=stats, **rule)
+    )
     discarded = stats.drafted - sum(stats.accepted)
     rates = (stats.target_forwards / stats.emitted, discarded / stats.emitted)
-    rounds = stopping.record(specdecpp, drafter, drafter.head, llama, turn)
+    rounds = record(llama, drafter, turn)
     assert stopping.points([rounds])[kind][value] == pytest.approx(rates)
     assert len(rounds) == stats.emitted
 
 
 def test_a_round_by_hand():
-    """The head judges a token by the state that comes with the next one."""
     steps = [
-        (torch.tensor([1]), torch.tensor([0.5, 0.5]), torch.tensor([0.1])),
-        (torch.tensor([0]), torch.tensor([0.8, 0.2]), torch.tensor([0.9])),
+        (torch.tensor([1]), torch.tensor([0.5, 0.5])),
+        (torch.tensor([0]), torch.tensor([0.8, 0.2])),
     ]
-    each = stopping.round_of(steps, head=torch.logit)
+    each = stopping.round_of(common.chain(steps, PROMPT, chances=[0.9]))
     assert each.tokens == [1, 0]
     assert each.confidence == pytest.approx([0.5, 0.8])
     assert each.entropy == pytest.approx([0.6931, 0.5004], abs=1e-4)
-    assert each.chances == pytest.approx([0.9])
+    assert each.chances == [0.9]
+    assert stopping.round_of(common.chain([], PROMPT)) == Round()
+
+
+def test_every_place_is_recorded_to_the_full_length(llama, drafter):
+    """Whatever the drafter's own rule, with a head and without one; fewer only near the end."""
+    impatient = dataclasses.replace(drafter.config, threshold=0.0, max_draft=3, gamma=2)
+    unjudged = dataclasses.replace(impatient, stage="draft")
+    lengths = [min(stopping.LONGEST, 29 - place) for place in range(30)]
+    for config, judged in ((impatient, True), (unjudged, False)):
+        other = specdecpp.Drafter(config).double()
+        other.load_state_dict(drafter.state_dict())
+        rounds = record(llama, other)
+        assert [len(each.tokens) for each in rounds] == lengths
+        chances = [max(0, length - 1) if judged else 0 for length in lengths]
+        assert [len(each.chances) for each in rounds] == chances
+    rounds = record(llama, make_glide(llama, gamma=2), name="glide", module=glide)
+    assert [len(each.tokens) for each in rounds] == lengths
 
 
 # ----------------------------------------------------------------------------------- the rules
@@ -109,9 +134,9 @@ def test_lengths_by_hand(rule, setting, length):
 
 
 def timed(n_draft, n_target, draft, verify):
-    """The Stats of an answer. Its first draft, of 9 tokens, counts as prefill."""
+    """An answer with its times. Its first draft, of 9 tokens, counts as prefill."""
     seconds = {"prefill": 7.0, "draft": draft, "verify": verify}
-    return common.Stats(target_forwards=n_target, offered=[9, n_draft], seconds=seconds)
+    return SimpleNamespace(target_forwards=n_target, offered=[9, n_draft], seconds=seconds)
 
 
 def test_forward_times_by_hand():
@@ -126,20 +151,24 @@ def test_forward_times_by_hand():
 
 
 def test_the_sweep_of_a_run(llama, drafter):
-    arm = Arm("x", llama, specdecpp, {"drafter": drafter})
-    result = stopping.sweep(arm, llama, [TURN], [timed(10, 5, 0.2, 0.5)])
+    arm = make_arm(llama, drafter)
+    result = stopping.sweep(arm, [TURN], [timed(10, 5, 0.2, 0.5)])
     assert (result["t_draft_ms"], result["t_target_ms"]) == pytest.approx((20, 100))
-    rounds = stopping.record(specdecpp, drafter, drafter.head, llama, TURN)
-    for rule, settings in stopping.points([rounds]).items():
+    for rule, settings in stopping.points([record(llama, drafter)]).items():
         for setting, rates in settings.items():
             *found, speed = result["points"][rule][setting]
             assert found == pytest.approx(rates)
             assert speed == pytest.approx(specdecpp.throughput(*rates, 0.02, 0.1))
 
 
-def test_what_drafts_in_an_arm_and_the_head_that_was_trained_on_it(llama, drafter):
-    ours = {"drafter": drafter}
-    assert stopping.chain_of(Arm("x", llama, specdecpp, ours)) == (specdecpp, drafter, drafter.head)
-    for arm in (Arm("x", llama, cape), Arm("x", llama, specdecpp, ours, copies=16)):
-        with pytest.raises(common.UserError, match="no plain chains: take glide or specdecpp"):
-            stopping.chain_of(arm)
+def test_the_sweep_of_chains_without_a_head(llama):
+    arm = make_arm(llama, make_glide(llama), "glide:gamma=3", glide)
+    result = stopping.sweep(arm, [TURN], [timed(10, 5, 0.2, 0.5)])
+    assert list(result["points"]) == ["K", "confidence", "entropy", "oracle"]
+
+
+@pytest.mark.parametrize("name", ["cape", "falcon", "specdecpp+cape", "glide:gamma=3+copies"])
+def test_arms_of_other_trees_than_chains_are_refused(name):
+    with pytest.raises(common.UserError, match="no plain chains: take glide or specdecpp"):
+        stopping.longest_chains(make_arm(None, None, name))
+    stopping.longest_chains(make_arm(None, None, "specdecpp:threshold=0.5@a+b"))

@@ -821,6 +821,7 @@ def test_overlap_is_summed_over_all_rows(llama):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_demo_streams_and_sets_accepted_tokens_apart(folder, monkeypatch, capsys, terminal):
     target, tokenizer = common.load_target(str(folder))
+    target.config.max_position_embeddings = 512
     asked = tokenizer("<user> w1 w2 <end> <assistant>", return_tensors="pt")["input_ids"]
     whole = target.generate(asked, max_new_tokens=128, do_sample=False)[0, asked.shape[1] :]
 

@@ -23,7 +23,6 @@ sys.path.insert(0, str(ROOT))  # where this is run as a script
 
 import tables  # noqa: E402
 
-import bench  # noqa: E402
 import common  # noqa: E402
 from support import arms, cli, data, default_target, prompts, report  # noqa: E402
 
@@ -38,9 +37,9 @@ def count_rounds(decoding, drafts) -> Counter:
 
     The first one is left out, because its draft reads the whole prompt.
 
-    Args: drafts: the generator of a method, for this `decoding`.
-    Returns: sums of "rounds", "tokens", "launches", "drafting" (the launches of
-        drafts), "to_host" and "to_device".
+    drafts: the generator of a method, for this `decoding`.
+    Returns sums of "rounds", "tokens", "launches", "drafting" (the launches of drafts),
+    "to_host" and "to_device".
     """
     decoding.verify(next(drafts))
     sums = Counter()
@@ -70,15 +69,14 @@ def measure() -> dict:
     }
     with pretend.gpu():
         target, tokenizer = common.load_target(device="pretend")
-        methods = arms.make_arms(target, bench.parse(["--method", *METHODS]))
-        for arm in tqdm([arms.plain_arm(target), *methods], disable=None):
+        plain = arms.Arm("plain", target, arms.plain_drafts)
+        for arm in tqdm([plain, *arms.make_arms(METHODS, target)], disable=None):
             total = Counter()
             for messages in asked:
                 inputs = prompts.encode(tokenizer, messages, target.device)
-                decoding = common.open_decoding(
-                    target, **inputs, max_new_tokens=256, do_sample=False
-                )
-                total += count_rounds(decoding, arm.module.drafts(decoding, **arm.kwargs))
+                options = {"max_new_tokens": 256, "do_sample": False}
+                decoding = common.start(target, **inputs, **options)
+                total += count_rounds(decoding, arm.drafts(decoding))
             result["sums"][arm.name] = {what: total[what] for what in COUNTED}
     return result
 

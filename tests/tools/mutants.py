@@ -104,9 +104,9 @@ a position that may read nothing reads all
 while drafting a token reads its own row of the target
 - cross_mask = (query > places
 + cross_mask = (query >= places
-a prompt's masks grow with the square of its length
+of a long prompt only the end is fed
 - for part in new.split(512, dim=1):
-+ for part in [new]:
++ for part in [new[:, -512:]]:
 without distillation the drafter learns its input
 - token = batch.input_ids[batch.loss_mask]
 + token = batch.input_ids[batch.loss_mask.roll(-1, 1)]
@@ -137,6 +137,16 @@ a round ends by its last token alone
 a round ends where the head is sure
 - if 1 - all_accepted > threshold:
 + if 1 - all_accepted < threshold:
+the newest token is withheld
+-         yield token, q_draft, hidden
+-         if 1 - all_accepted > threshold:
+-             return
++         if 1 - all_accepted > threshold:
++             return
++         yield token, q_draft, hidden
+e_0 is judged, too
+- if i > 1:
++ if i > 0:
 labels exceed 1
 - accept_prob.append(ratio[:, 0].clamp(max=1))
 + accept_prob.append(ratio[:, 0])
@@ -146,6 +156,9 @@ Z exchanges the shares of X and Y
 labels belong to other tokens
 - return hidden, accept_prob[judged[batch.loss_mask]]
 + return hidden, accept_prob[: len(hidden)]
+the first layers are copied, not the chosen ones
+- layer.load_state_dict(getattr(theirs, name)[place].state_dict())
++ pass
 w_rej is ignored
 - weight_rej = drafter.config.w_rej * (1 - accept_prob)
 + weight_rej = 1 - accept_prob
@@ -155,30 +168,48 @@ FALCON = r"""
 the relaxed mask is plain causal
 - return (block[:, :, None] >= block[:, None, :])[:, None]
 + return (slots[:, None] >= slots).expand(len(phase), 1, -1, -1)
-a branch sees other branches
-- return torch.cat([mask[origins], own
-+ return torch.cat([torch.ones_like(mask[origins]), own
-drafting is plain causal
-- mask = block[start:end, None] >= block[:end]
-+ mask = slots[start:end, None] >= slots[:end]
-a part of a prompt ends within a block
-- borders = sorted(range(length - 256 * k, 0, -256 * k))
-+ borders = list(range(256 * k, length, 256 * k))
-as many answers are revealed as there are slots, not misses
-- d = int(wrong[row].sum())
-+ d = len(learning)
-slots learn the answer that they hold
-- learns=slots.learns & ~revealed
-+ learns=slots.learns
 a slot learns the state before its answer
 - answers=F.pad(hidden, (0, 0, 0, k))[:, k:-1]
 + answers=F.pad(hidden, (0, 0, 0, k))[:, k - 1 : -2]
+as many answers are revealed as there are slots, not misses
+- count = round(rate * int(wrong[row].sum()))
++ count = round(rate * len(learning))
+the tokens of answers are revealed, and not their hidden states
+- hidden=torch.where(revealed[..., None], slots.answers, slots.hidden),
++ hidden=slots.hidden,
+the noise is made of the numbers that chose what is revealed
+- common.generator(own_seed, use=1)
++ common.generator(own_seed)
+slots learn the answer that they hold
+- learns=slots.learns & ~revealed
++ learns=slots.learns
 soft and hard losses exchange their weights
 - l_dist = 0.9 * l_soft + 0.1 * l_hard
 + l_dist = 0.1 * l_soft + 0.9 * l_hard
 each branch of a later pass continues the first one
-- old_tips.index(tip[:-k])
-+ 0
+- origins = [before.index(tip[:-k]) for tip in tips]
++ origins = [0 for tip in tips]
+each branch is fed the first tokens on its path, not the last ones
+- ends = range(depth - k + 1, depth + 1)
++ ends = range(1, k + 1)
+drafting is plain causal
+- mask = block[start:end, None] >= block[:end]
++ mask = slots[start:end, None] >= slots[:end]
+blocks are counted from the first slot when drafting
+- phase = -total % k
++ phase = 0
+a part of a prompt ends within a block
+- borders = sorted(range(length - 256 * k, 0, -256 * k))
++ borders = list(range(256 * k, length, 256 * k))
+the LSTM forgets what it has read
+- return self.fusion(pairs, state)
++ return self.fusion(pairs)
+a branch sees other branches
+- return torch.cat([mask[origins], own
++ return torch.cat([torch.ones_like(mask[origins]), own
+the tree goes on beyond the last token that may be written
+- count = sum(depth <= decoding.room for depth in plan.depths)
++ count = len(plan.depths)
 """
 
 CTC_DRAFTER = r"""
