@@ -23,8 +23,9 @@ y_t is the target's likeliest token after x_0 to x_(t-1). U = 3:
     anchor 1         h_1  x_2 [y_3  y_4  y_5]
 
 Each window has exactly U labels, so the length of a draft is never in doubt, and the
-blank has little to learn: in the shipped drafter slots 1 to 3 hold one token each,
-slots 4 to 6 are blank, and next to nothing is merged.
+blank has little to learn. In the shipped drafter its mean probability in slots 1 to 6
+is .00 .05 .00 1.00 .97 .98 (668 greedy contexts): the first three slots hold a token
+each, the others are idle.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (in training its logarithm, `log_q`), beta^-1 is `collapse`, the T of Eq. 7
