@@ -35,8 +35,8 @@ those of a batch.
 Deviations from the paper:
     1. Anchors are random; log P is summed (Eq. 1), not P (Eq. 2).
     2. The next token in a row, how slots start and what they see, the norms, the
-       initial weights and the blank's own logit are not in the paper. S = 6 and U = 3
-       are from the authors' code.
+       initial weights and the blank's own logit are not in the paper. The next token,
+       S = 6 and U = 3 are taken from the authors' code.
     3. By default a sequence is ranked by the sum over its alignments; the paper's
        transform, `alignments`, ranks it by the likeliest one. Both give a trie here;
        the paper masks what it removes.
@@ -47,9 +47,10 @@ Deviations from the paper:
 
 Authors' code: it differs from the paper, which is followed here. Its drafter is
 EAGLE's causal layer, and drafts autoregressively in four passes. The CTC loss has a
-weight of 0.01 beside EAGLE's losses (SmoothL1 1.0, cross-entropy 0.1). The blank is
-<unk>, and blanks stay where no candidate has a repeat. The tree is Medusa's, of 63
-nodes (the variant `paper` has as many).
+weight of 0.01 beside EAGLE's losses (SmoothL1 1.0, cross-entropy 0.1), so training
+with `first_token` is nearer to it than CTC alone. The blank is <unk>, and blanks stay
+where no candidate has a repeat. The tree is Medusa's, of 63 nodes (the variant
+`paper` has as many).
 
 Licence: Apache-2.0.
 """
