@@ -61,9 +61,9 @@ def feed_level(drafter, decoding, memory, fed: list[tuple], count: int) -> Tenso
         for layer in drafter.kv_layers:
             rows = decoding.cache.layers[layer]
             kv[layer] = rows.keys, rows.values
-    # The next round's `rewind` drops these rows, because the cache does not record their
-    # tokens as text. So accepted tokens are fed once more, in the pass that has to feed
-    # the bonus token anyway.
+    # The next round's `rewind` drops these rows, because the cache does not record
+    # their tokens as text. So accepted tokens are fed once more, in the pass that has
+    # to feed the bonus token anyway.
     target = decoding.target
     return drafter(target, new, positions, kv, self_mask, None, memory.cache)[0]
 
