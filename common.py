@@ -34,16 +34,26 @@ import dataclasses
 import inspect
 import json
 import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import rotate_half
+
+# Caches, masks and `custom_generate` of transformers change between its versions.
+TESTED = "5.23"
+if not transformers.__version__.startswith(f"{TESTED}."):
+    warnings.warn(
+        f"common.py was tested with transformers {TESTED}, and this is "
+        f"{transformers.__version__}: compare an answer with plain decoding first"
+    )
 
 
 class UserError(ValueError):

@@ -515,9 +515,10 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
         return None
     # Drop the rows of slots that attend again, and those of the last draft, accepted or
     # not, because they were computed from predictions. All older rows stay as they are,
-    # though the borders were others then: slot 2 of the drawing has seen slot 4. This
-    # costs nothing. With the shipped drafter, letting all slots attend anew drafted the
-    # same tree in 392 of 401 rounds, and as many tokens were accepted in all of them.
+    # though the borders were others then: slot 2 of the drawing has seen slot 4. With
+    # one layer a row does not depend on borders. With the two of the shipped drafter
+    # this has cost nothing: where all slots attended anew in each of 401 rounds, 392
+    # drafts were the same, and as many tokens, 519, were accepted.
     memory.cache.cut(total - length)
     slots = torch.arange(total, device=fused.device)
     phase = -total % k  # of relaxed_mask: so that the newest block is full

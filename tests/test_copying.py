@@ -46,7 +46,8 @@ def test_a_method_file_and_common_decode_alone(told, method):
 
 
 NO_TARGET = "no target named, and support/default_target.py"  # which fetches the default one
-ENDS = [(f"alone/{method}", NO_TARGET) for method in cli.METHODS]
+WITH_DEMO = [name for name in cli.METHODS if name in (*NEEDS, *cli.trainable())]
+ENDS = [(f"alone/{method}", NO_TARGET) for method in WITH_DEMO]
 ENDS += [("incomplete/cape", "glide.py, whose drafts")]
 
 

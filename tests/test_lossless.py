@@ -247,6 +247,33 @@ def test_a_prompt_may_be_one_token(method):
     assert torch.equal(output, expected)
 
 
+WINDOWS = {
+    "Mistral": {"sliding_window": 8},
+    "Phi3": {"sliding_window": 8},
+    "Gemma3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "GptOss": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_local_experts": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_text_may_be_longer_than_a_sliding_window(name, method):
+    """Prompts shorter and longer than the window; a wrong mask would show by other tokens."""
+    target = family(name, vocab_size=VOCAB, **WINDOWS[name])
+    if name == "GptOss":
+        target = target.float()  # its experts have no float64
+    drafts, _ = make_drafts(method, target)
+    for length in (3, 12):
+        ids = torch.randint(1, VOCAB, (1, length), generator=torch.Generator().manual_seed(4))
+        truth = target.generate(ids, **GREEDY)
+        output, _ = decode(target, ids, drafts, **GREEDY)
+        assert torch.equal(output, truth)
+
+
 class Largest(TorchDispatchMode):
     """Sees every tensor that is computed; keeps the number of elements of the largest."""
 

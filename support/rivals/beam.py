@@ -62,8 +62,8 @@ def feed_level(drafter, decoding, memory, fed: list[tuple], count: int) -> Tenso
             rows = decoding.cache.layers[layer]
             kv[layer] = rows.keys, rows.values
     # The next round's `rewind` drops these rows, because the cache does not record
-    # their tokens as text. Those of accepted tokens are computed again, at no cost: a
-    # pass feeds the text that is new anyway.
+    # their tokens as text. So accepted tokens are fed once more, in the pass that has
+    # to feed the bonus token anyway.
     target = decoding.target
     return drafter(target, new, positions, kv, self_mask, None, memory.cache)[0]
 

@@ -37,10 +37,12 @@ def decode(method: str) -> dict:
     target, tokenizer = common.load_target("../target")
     takes = inspect.signature(module.drafts).parameters
     owner = importlib.import_module("glide") if "chains" in takes else module
-    drafter = make_drafter(owner, common, target)
+    given = []
+    if hasattr(owner, "Drafter"):
+        given = [make_drafter(owner, common, target)]
 
     def drafts(decoding):
-        own = owner.drafts(decoding, drafter)
+        own = owner.drafts(decoding, *given)
         return module.drafts(own) if "chains" in takes else own
 
     ids = tokenizer("w1 w2 w3 w1 w2", return_tensors="pt")["input_ids"]
