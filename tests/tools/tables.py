@@ -6,8 +6,10 @@ A test fails where a table is not what this would write. A comment above a table
 
     <!-- table: run.json; glide cape; speedup tau; paper's: 1.96 2.5 -->
             some arms of a run, some of their figures, and figures to compare
-    <!-- curves: GLIDE: glide more; CAPE: cape -->
-            training runs, stage after stage
+    <!-- curves: GLIDE: glide more; CAPE: cape; Falcon: falcon@1000 -->
+            training runs, stage after stage; falcon up to step 1000
+    <!-- taus: tau.json; GLIDE: glide; CAPE: cape -->
+            tau of single drafters with a setting each
     <!-- claims: GLIDE -->
             a paper's claims (claims.py)
     <!-- launches: launches.json -->
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))  # where this is run as a script
 
 import claims  # noqa: E402
+import torch  # noqa: E402
 
 from support import report  # noqa: E402
 
@@ -35,7 +38,7 @@ FILES = (
     "tests/README.md",
     "CONTRIBUTING.md",
 )
-COMMENT = r"<!-- (table|curves|claims|launches): ((?:(?!-->).)*) -->\n\n"
+COMMENT = r"<!-- (table|curves|taus|claims|launches): ((?:(?!-->).)*) -->\n\n"
 TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 
 
@@ -52,13 +55,20 @@ def table(words: str) -> str:
     return report.markdown(heads, rows)
 
 
+def curve_end(name: str) -> dict:
+    """The last row of a curve, or with NAME@STEP the row of that step."""
+    name, _, step = name.partition("@")
+    rows = claims.read(f"curves/{name}.json")
+    return next(row for row in rows if str(row["step"]) == step) if step else rows[-1]
+
+
 def curves(words: str) -> str:
     """Runs that went on from one another: their sums, and the last one's loss and alphas."""
     heads = ["drafter", "steps", "token-steps", "minutes", "loss", "held-out alpha", "on answers"]
     rows = []
     for part in words.split(";"):
         label, _, names = part.strip().partition(": ")
-        ends = [claims.read(f"curves/{name}.json")[-1] for name in names.split()]
+        ends = [curve_end(name) for name in names.split()]
         last = ends[-1]
         rows.append(
             [
@@ -72,6 +82,43 @@ def curves(words: str) -> str:
             ]
         )
     return report.markdown(heads, rows)
+
+
+def taus(words: str) -> str:
+    """Tau of drafters, and its ratio to that of the first one on the same prompts."""
+    file, *parts = [part.strip() for part in words.split(";")]
+    runs = claims.read(file)["runs"]
+    rows = []
+    first = None
+    for part in parts:
+        label, _, name = part.partition(": ")
+        # By prompt: tokens emitted, target forwards, draft tokens, accepted ones.
+        counts = torch.tensor(list(runs[name]["prompts"].values()), dtype=torch.float64)
+        first = counts if first is None else first
+        generator = torch.Generator().manual_seed(0)
+        draws = torch.randint(len(counts), (10_000, len(counts)), generator=generator)
+        ratios = tau_of(counts[draws]) / tau_of(first[draws])
+        low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        ratio = float(tau_of(counts) / tau_of(first))
+        nodes = float(counts[:, 2].sum() / counts[:, 1].sum())
+        rows.append(
+            [
+                label,
+                f"{runs[name]['tokens'] / 1e6:.2f}M",
+                f"{nodes:.1f}",
+                f"{float(tau_of(counts)):.2f}",
+                f"{ratio:.2f}",
+                f"{low:.2f}-{high:.2f}",
+            ]
+        )
+    heads = ["drafter", "token-steps", "nodes a round", "tau", "ratio to the first", "95%"]
+    return report.markdown(heads, rows)
+
+
+def tau_of(counts):
+    """Tokens per target forward, of counts (..., prompts, 4)."""
+    sums = counts.sum(-2)
+    return sums[..., 0] / sums[..., 1]
 
 
 def launches(file: str) -> str:
@@ -97,7 +144,13 @@ def launches(file: str) -> str:
 
 def written(text: str) -> str:
     """A README with its tables made anew."""
-    makers = {"table": table, "curves": curves, "claims": claims.table, "launches": launches}
+    makers = {
+        "table": table,
+        "curves": curves,
+        "taus": taus,
+        "claims": claims.table,
+        "launches": launches,
+    }
     return TABLE.sub(lambda match: match[1] + makers[match[2]](match[3]) + "\n\n", text)
 
 
