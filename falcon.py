@@ -46,7 +46,8 @@ the text's tokens is: the authors do it, too.
 
 The shipped drafter has linear fusion, omega_dist = 1, nine nodes in two passes, and no
 CSGD in its last stage of training. `--k 1 --no-csgd --fusion linear --num-layers 1`
-makes the drafter of EAGLE, the paper's main rival; checkpoints/README.md compares them.
+makes a drafter like EAGLE's, the paper's main rival; checkpoints/README.md compares
+them.
 
 Licence: Apache-2.0.
 """
