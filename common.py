@@ -290,11 +290,12 @@ class Decoding:
         # Keep the rows of the root and of all nodes that another token has followed, in
         # the order of the text. The others are of rejected tokens.
         kept = [0, *(node + 1 for node in path)][: len(tokens)]
-        rows = torch.tensor(kept, device=hidden.device)
         if kept != list(range(len(kept))):  # else they are in place
+            rows = torch.tensor(kept, device=hidden.device)
             self.cache.move(prefix + rows, prefix)
+            hidden = hidden[rows]
         self.cache.cut(prefix + len(kept))
-        self.hidden = hidden[None, rows]
+        self.hidden = hidden[None, : len(kept)]
         return path
 
 

@@ -45,8 +45,8 @@ a walk goes on after the end of the answer
 - if ended(tokens):
 + if ended(tokens) and False:
 hidden states of rejected nodes
-- self.hidden = hidden[None, rows]
-+ self.hidden = hidden[None, : len(kept)]
+- hidden = hidden[rows]
++ pass
 sampling: tokens are tried that are no children
 - siblings = [n for n in range(sampled) if draft.parents[n] == node]
 + siblings = list(range(sampled))
@@ -66,8 +66,8 @@ a draw of 0 takes the first token, even one of probability 0
 - uniform * sums[..., -1:], right=True)
 + uniform * sums[..., -1:])
 drafters get the last hidden state of a round only
-- self.hidden = hidden[None, rows]
-+ self.hidden = hidden[None, rows[-1:]]
+- self.hidden = hidden[None, : len(kept)]
++ self.hidden = hidden[None, len(kept) - 1 : len(kept)]
 no place is left for the bonus token
 - max_length - self.ids.shape[1] - 1
 + max_length - self.ids.shape[1]
