@@ -95,6 +95,7 @@ def taus(words: str) -> str:
         # By prompt: tokens emitted, target forwards, draft tokens, accepted ones.
         counts = torch.tensor(list(runs[name]["prompts"].values()), dtype=torch.float64)
         first = counts if first is None else first
+        assert runs[name]["prompts"].keys() == runs[parts[0].split(": ")[1]]["prompts"].keys()
         generator = torch.Generator().manual_seed(0)
         draws = torch.randint(len(counts), (10_000, len(counts)), generator=generator)
         ratios = tau_of(counts[draws]) / tau_of(first[draws])
