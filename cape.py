@@ -2,36 +2,35 @@
 
 Paper: Du et al., ICML 2024, arXiv:2402.02082, section 4.2 and appendix A.
 
-A chain drafter computes a distribution at every step but submits one token of it.
-CAPE submits the next best tokens as well: many where the drafter was unsure, few
-where it was sure. These extras are leaves of the tree, so they cost no pass of the
-drafter, only rows in the verification:
+A chain drafter computes a distribution at every step, but submits only one token of it.
+CAPE submits the next best tokens as well: many where the drafter was unsure, few where
+it was sure. These extras are leaves of the tree. They cost no pass of the drafter,
+because nothing is drafted after them, but they do cost rows in the verification:
 
     root -+- x_(t+1) -+- x_(t+2) -+- x_(t+3)   the trajectory, gamma = 3
           |           |           |
           +- a1       +- a2       +- a3        X_1 = {a1, b1}: the drafter was unsure
           +- b1                                X_2 = {a2}, X_3 = {a3}
 
-CAPE has no weights of its own. It is a wrapper around any generator of chains:
+CAPE has no weights of its own. It wraps any generator of chains:
 
     cape.drafts(glide.drafts(decoding, drafter, gamma=4))
 
-Names that differ from the paper's: p_D is `q_draft`, p_i is `confidences[i - 1]`,
-K_i is `counts[i - 1]`, S is `set_size`; the proposal before its expansion is the
-`trajectory`.
+Names that differ from the paper's: p_D is `q_draft`, p_i is `confidences[i - 1]`, K_i is
+`counts[i - 1]`, S is `set_size`; the proposal before its expansion is the `trajectory`.
 
 Deviations from the paper:
     1. Where section 4.2 and Algorithm 1 differ, the code follows 4.2: a set excludes
        the trajectory's token, and p = .3, .6 and .8 belong to the range below.
-    2. The paper decodes greedily. Where x_(t+i) is sampled, X_i excludes it, and p_i
-       is still the largest probability of q_draft, after temperature and filters.
-    3. The shipped drafters draft frequent tokens only. q_draft is normalised over
-       these, so the confidences are higher than over the whole vocabulary.
+    2. The paper decodes greedily. When sampling, X_i excludes the sampled x_(t+i), and
+       p_i is still the largest probability of q_draft, after temperature and filters.
+    3. The shipped drafters draft only frequent tokens. q_draft is normalised over
+       these, so confidences are higher than over the whole vocabulary.
     4. Tokens of probability 0 are never extras.
 
 Authors' code: gamma is fixed at 4, which the paper does not say; 4 x (1 + 7) = 32 are
-the tokens that section 5.3 allows. Its sets follow Algorithm 1, with floor(10 p) as
-the range; here section 4.2 is followed.
+the tokens that section 5.3 allows. Its sets follow Algorithm 1, with floor(10 p) as the
+range, where this file follows section 4.2.
 
 Licence: Apache-2.0.
 """
@@ -48,8 +47,12 @@ from common import option
 
 @dataclass
 class Config:
-    sizes: list[int] = option(lambda: [7, 5, 3, 1], "S(p): extras in each range", decode=True)
-    bounds: list[float] = option(lambda: [0.3, 0.6, 0.8], "S(p): where ranges end", decode=True)
+    sizes: list[int] = option(
+        lambda: [7, 5, 3, 1], "S(p): extras in each range", decode=True
+    )
+    bounds: list[float] = option(
+        lambda: [0.3, 0.6, 0.8], "S(p): where ranges end", decode=True
+    )
 
     def __post_init__(self):
         fits = len(self.sizes) == len(self.bounds) + 1
@@ -81,34 +84,23 @@ def set_size(confidence: float, config: Config) -> int:
 
 
 def expand(trajectory: common.Draft, config: Config) -> common.Draft:
-    """Append the expansion sets to a chain (4.2, Algorithm 1).
+    """Append the expansion sets X_i to a chain (4.2, Algorithm 1).
 
-    A set holds the most probable tokens of a step in decreasing order, without the
-    drafted one and those of probability 0. The confidence of a step is the largest
-    probability of its q_draft. Two steps over four tokens, with sizes [2, 1] and
-    bounds [.55]:
+    X_i holds the S(p_i) most probable tokens of step i in decreasing order, but for the
+    drafted one and those of probability 0; p_i is the largest probability of the step.
+    Two steps over four tokens, with sizes [2, 1] and bounds [.55]:
 
-        step   q_draft            drafted   confidence   extras
-        0      .10 .50 .25 .15    1         .50          2, 3
-        1      .60 .30 .06 .04    0         .60          1
+        step   q_draft            drafted   p_i   S(p_i)   X_i
+        0      .10 .50 .25 .15    1         .50   2        2, 3
+        1      .60 .30 .06 .04    0         .60   1        1
 
-    The tokens are 1, 0, then 2, 3, then 1. Their parents are -1 (the root), 0, then
-    -1, -1, then 0. From the parents, common.tree_mask makes Mask_CAPE: a token sees
-    itself and the trajectory before its position. For gamma 3 and counts 2, 1, 1:
-
-                     x1 x2 x3  a1 b1  a2  a3
-        pos 1   x1    x  .  .   .  .   .   .
-            2   x2    x  x  .   .  .   .   .
-            3   x3    x  x  x   .  .   .   .
-            1   a1    .  .  .   x  .   .   .
-            1   b1    .  .  .   .  x   .   .
-            2   a2    x  .  .   .  .   x   .
-            3   a3    x  x  .   .  .   .   x
+    The tokens become 1 0, then 2 3, then 1, and the parents -1 (the root) 0, then -1 -1,
+    then 0.
 
     trajectory: a chain with its `probs`, as common.chain makes it; an empty one is
         returned as it is.
-    Returns a Draft, with {"confidences": [...], "counts": [...]} in its notes, where a
-    count is S(p), even if fewer extras were left.
+    Returns a Draft with {"confidences": [...], "counts": [...]} in its notes. A count is
+    S(p), even where fewer extras were left.
     Raises UserError for a draft that is no chain.
     """
     length = len(trajectory.tokens)  # gamma, or less at the end of an answer
@@ -116,13 +108,17 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
         return trajectory
     is_chain = trajectory.parents == list(range(-1, length - 1))
     if not is_chain or trajectory.probs is None:
-        raise common.UserError("CAPE expands chains: give it the drafts of glide or specdecpp")
+        raise common.UserError(
+            "CAPE expands chains: give it the drafts of glide or specdecpp"
+        )
 
     q_draft = trajectory.probs  # (gamma, V)
-    confidences = q_draft.max(-1).values.tolist()
+    confidences = q_draft.max(-1).values.tolist()  # p_i
     counts = [set_size(confidence, config) for confidence in confidences]  # K_i
 
-    others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)  # all but x_(t+i)
+    # The drafted token is not always the most probable one, because when sampling it
+    # may be any. So it is taken out by its id, and not as the first in order.
+    others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
     best = others.topk(min(max(counts), others.shape[1]))  # (gamma, most)
     best_ids = best.indices.tolist()
     best_probs = best.values.tolist()
@@ -134,9 +130,23 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
                 extras.append(token)
                 parents.append(step - 1)  # a sibling of the drafted token
     tokens = torch.cat([trajectory.tokens, trajectory.tokens.new_tensor(extras)])
+
+    # The parents say all that Mask_CAPE says, and common.tree_mask makes it of them: a
+    # token sees itself, and the trajectory before its position. For gamma 3 and counts
+    # 2 1 1:
+    #
+    #                  x1 x2 x3  a1 b1  a2  a3
+    #     pos 1   x1    x  .  .   .  .   .   .
+    #         2   x2    x  x  .   .  .   .   .
+    #         3   x3    x  x  x   .  .   .   .
+    #         1   a1    .  .  .   x  .   .   .
+    #         1   b1    .  .  .   .  x   .   .
+    #         2   a2    x  .  .   .  .   x   .
+    #         3   a3    x  x  .   .  .   .   x
     notes = {"confidences": confidences, "counts": counts}
-    # `probs` stays the trajectory's: extras are not drawn from it. The output still
-    # follows the target, because common.draw does not look at such children.
+    # When sampling, only the trajectory was drawn from q_draft, so `probs` has no rows
+    # for the extras. The output still follows the target: common.draw first draws the
+    # token without looking at them, and only then is an extra that holds it accepted.
     return common.Draft(tokens, parents, q_draft, trajectory.notes | notes)
 
 

@@ -1,25 +1,27 @@
 """Shared code: verify a draft, decode, load a target and a drafter.
 
-A method is a generator of drafts. Given a Decoding, the state of one answer, it
-yields one Draft per round, and the Decoding commits what the target accepts of it:
+A method is a generator of drafts. Given a Decoding, the state of one answer, it yields
+one Draft per round, and the Decoding commits what the target accepts of it:
 
     for draft in glide.drafts(decoding, drafter):
         decoding.verify(draft)
 
-Everything that a reader of a method needs stands in the first part: Draft, `score`,
-`walk`, `draw`, Decoding, `speculate`. Below it stand the parts they are made of, KV
-caches, what methods use of a target and of a drafter, and what is refused.
+The first part, down to Stats, is all that a reader of a method needs: Draft, `score`,
+`walk`, `draw`, Decoding, `speculate`. Below stand the parts that these are made of, then
+KV caches, what methods use of a target and of a drafter, and what is refused.
 
 Words:
-    target      the large model whose text is wanted; a *forward* is its pass
-    drafter     what proposes tokens; a *pass* is the drafter's
-    root        the newest committed token; it was chosen from the last logits and
-                has not been fed to the target yet, so each forward feeds it first
+    target      the large model whose text is wanted; a *forward* is a run of it
+    drafter     what proposes tokens; a *pass* is a run of it
+    round       one draft, its verification by one forward, and the tokens committed
+    root        the newest committed token. The target chose it from its last logits and
+                has not been fed it yet, so each forward feeds it before the draft
     node        a draft token; the nodes form a tree below the root
+    bonus token the token of the target's own that ends a round
     row         what a KV cache holds of one token: its key and its value
     residual    what is left of the target's distribution after a rejection
-    p_target, q_draft     distributions of the target and of the drafter, after the
-                logits processors (temperature, top-p and so on)
+    p_target, q_draft     the distributions of target and drafter, after the logits
+                processors (temperature, top-p and so on)
 
 Shapes: B batch, T sequence, P cached rows, K draft depth, N nodes, A accepted nodes,
 V vocabulary, Vd draft vocabulary, D hidden size, H heads, Hkv key-value heads,
@@ -65,11 +67,11 @@ class UserError(ValueError):
 
 @dataclass
 class Draft:
-    """A tree of N candidate tokens below the root, the newest committed token.
+    """A tree of N candidate tokens below the root.
 
-    When sampling, the first M nodes were drawn from `probs`; the others were chosen
-    in another way, for instance as the likeliest tokens. Greedy decoding treats all
-    nodes alike.
+    When sampling, the first M nodes were drawn from `probs`. The others were chosen in
+    another way, for instance as the likeliest tokens, but not at random. Greedy decoding
+    treats all nodes alike.
     """
 
     tokens: Tensor  # (N,) ids, on the target's device
@@ -90,6 +92,14 @@ class Draft:
         for node, place in enumerate(zip(self.parents, self.tokens.tolist())):
             child.setdefault(place, node)
         return child
+
+    def drawn(self) -> dict[int, list[tuple[int, Tensor]]]:
+        """{parent: its sampled children in order, each as (token, q_draft (V,))}."""
+        drawn = {}
+        probs = () if self.probs is None else self.probs
+        for parent, token, q_draft in zip(self.parents, self.tokens.tolist(), probs):
+            drawn.setdefault(parent, []).append((token, q_draft))
+        return drawn
 
 
 def chain(steps, like: Tensor, **notes) -> Draft:
@@ -148,8 +158,8 @@ def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
     choose: a function of a node (-1 is the root) and the tokens chosen so far, which
         returns the target's next token after them.
     ended: a function of the tokens chosen so far; True ends the answer there.
-    Returns the accepted nodes from the root down, and the tokens chosen: theirs, and
-    one more of the target's own (the bonus token), unless an accepted one ended it.
+    Returns the accepted nodes from the root down, and the tokens chosen: theirs and then
+    the bonus token, unless an accepted one ended the answer.
     """
     child = draft.children()
     path = []
@@ -168,7 +178,7 @@ def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
 def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
     """Draw a token that is distributed as p_target (V,), by rejection sampling.
 
-    Why the output follows the target, whatever the drafter says, for three tokens x:
+    Whatever the drafter says, the token follows the target. Why, for three tokens x:
 
         x                           0     1     2     sum
         p_target                   .35   .55   .10     1
@@ -177,26 +187,29 @@ def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
         after a rejection          .15   .50   .00    .65    max(p - q, 0)
 
     The token x is drafted with probability q(x) and then accepted with probability
-    min(1, p(x) / q(x)), which together is min(p(x), q(x)). What is lacking to p(x) is
-    max(p(x) - q(x), 0), and all that is lacking adds up to the probability of a
-    rejection, here .65. So a draw from the residual, max(p - q, 0) divided by its sum,
-    supplies exactly what is lacking: the last two rows add up to p.
+    min(1, p(x) / q(x)), which makes min(p(x), q(x)) together. What p(x) still lacks is
+    max(p(x) - q(x), 0), and the sum of all that is lacking is the probability of a
+    rejection, here .65. So after a rejection we draw from the residual, which is
+    max(p - q, 0) divided by its sum: this supplies exactly what is lacking, and the last
+    two rows of the table add up to p.
 
     siblings: (token, q_draft (V,)) of the children that were sampled, each drawn by
-        the drafter after the ones before it and from its own q_draft. After a
+        the drafter after the ones before it, from a q_draft of its own. After a
         rejection the residual takes the place of p_target, and the next sibling is
         judged by it in the same way.
-    Returns the token. Children that were not sampled play no part in it, so the draw
-    remains exact if the caller then finds that one of them holds the token.
+    Returns the token; all randomness is torch.rand's. Children that were not sampled
+    play no part in the draw, so it remains exact if one of them then holds the token.
     Source: Leviathan et al. (2023), and SpecInfer (Miao et al., 2024) for siblings.
     """
     assert not p_target.isnan().any(), "the logits processors forbid every token"
     for token, q_draft in siblings:
+        # Accept with probability min(1, p / q).
         uniform = torch.rand((), dtype=p_target.dtype, device=p_target.device)
         if uniform * q_draft[token] < p_target[token]:
             return token
         residual = (p_target - q_draft).clamp(min=0)
-        if residual.sum() > 0:  # a rejection leaves something, but for rounding
+        # Where p and q are equal but for rounding, a rejection may leave nothing.
+        if residual.sum() > 0:
             p_target = residual / residual.sum()
     return int(sample(p_target))
 
@@ -236,7 +249,7 @@ class Decoding:
         self.do_sample = self.generation_config.do_sample
         self.ends = end_ids(self.generation_config)
         self.done = False
-        # Cache all prompt tokens but the last, which is the first draft's root.
+        # Cache the prompt but for its last token, which is the first root.
         config = target.config.get_text_config()
         self.cache = GrowingCache(config.num_hidden_layers)
         if input_ids.shape[1] == 1:
@@ -266,17 +279,16 @@ class Decoding:
 
     def commit(self, draft: Draft, logits: Tensor, hidden: Tensor) -> list[int]:
         """`verify`, after the forward; logits (N + 1, V), hidden (N + 1, D)."""
-        sampled = 0 if draft.probs is None else len(draft.probs)  # M
         prefix = self.ids.shape[1] - 1  # P
+        drawn = draft.drawn() if self.do_sample else {}
         newest = None  # the token chosen last, (1, 1) on the target's device
 
         def choose(node: int, tokens: list[int]) -> int:
             nonlocal newest
             scores = self.process(logits[node + 1])  # self.ids holds the tokens already
             if self.do_sample:
-                siblings = [n for n in range(sampled) if draft.parents[n] == node]
-                drawn = [(int(draft.tokens[n]), draft.probs[n]) for n in siblings]
-                newest = self.ids.new_tensor([[draw(scores.softmax(-1), drawn)]])
+                token = draw(scores.softmax(-1), drawn.get(node, []))
+                newest = self.ids.new_tensor([[token]])
             else:
                 newest = scores.argmax().view(1, 1)
             return int(newest)
@@ -287,10 +299,11 @@ class Decoding:
             return self.done
 
         path, tokens = walk(draft, choose, ended)
-        # Keep the rows of the root and of all nodes that another token has followed, in
-        # the order of the text. The others are of rejected tokens.
+        # The forward cached a row for the root and for each node. Keep those of the root
+        # and of the nodes that another token has followed, in the order of the text. The
+        # newest token has no row, because it is the next root.
         kept = [0, *(node + 1 for node in path)][: len(tokens)]
-        if kept != list(range(len(kept))):  # else they are in place
+        if kept != list(range(len(kept))):  # a chain's accepted rows are in place
             rows = torch.tensor(kept, device=hidden.device)
             self.cache.move(prefix + rows, prefix)
             hidden = hidden[rows]
@@ -322,10 +335,10 @@ def speculate(drafts, *args, streamer=None, each=None, **changes):
         speculate(lambda decoding: cape.drafts(glide.drafts(decoding, drafter)))
 
     drafts: called with (decoding, *args, **changes), a generator of drafts.
-    streamer: receives the prompt and the tokens of each round. transformers takes its
-        own arguments `streamer`, `assistant_model`, and `tokenizer` with
-        `stop_strings` out first, so that no custom_generate ever sees them.
-    each: called with (decoding, draft, path) after each round, see Stats.
+    streamer: receives the prompt, and then the tokens of each round. It is given here,
+        because transformers keeps `streamer`, `assistant_model`, and `tokenizer` with
+        `stop_strings` to itself: no custom_generate ever sees these.
+    each: called with (decoding, draft, path) after each round, as Stats is.
     """
 
     def generate(target, input_ids, **given):
@@ -472,7 +485,9 @@ def end_ids(generation_config) -> set[int]:
 class GrowingLayer(DynamicLayer):
     """A cache layer that copies old rows only to double its buffers."""
 
-    def update(self, key_states, value_states, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states, value_states, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         """Append n rows; returns keys and values (B, Hkv, P + n, Dh)."""
         start = self.get_seq_length()
         end = start + key_states.shape[2]
@@ -481,7 +496,9 @@ class GrowingLayer(DynamicLayer):
             self.is_initialized = True
         if end > self.buffers[0].shape[2]:
             spare = max(256, 2 * end) - start
-            self.buffers = [F.pad(x[:, :, :start], (0, 0, 0, spare)) for x in self.buffers]
+            self.buffers = [
+                F.pad(x[:, :, :start], (0, 0, 0, spare)) for x in self.buffers
+            ]
         self.buffers[0][:, :, start:end] = key_states
         self.buffers[1][:, :, start:end] = value_states
         self.cut(end)
@@ -536,7 +553,9 @@ class DraftCache(GrowingCache):
         """Note that `token_ids` (1, n) are fed; returns their positions."""
         start = self.fed.shape[1]
         self.fed = torch.cat([self.fed, token_ids], dim=1)
-        return torch.arange(start, self.fed.shape[1], device=token_ids.device)[None]  # (1, n)
+        return torch.arange(start, self.fed.shape[1], device=token_ids.device)[
+            None
+        ]  # (1, n)
 
 
 # ----------------------------------------------------------------------------------- the target
@@ -557,8 +576,12 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
         try:
             from support import default_target
         except ImportError as error:
-            missing = "support/default_target.py, which fetches the default one, is not here"
-            raise UserError(f"no target named, and {missing}: name one, or copy it") from error
+            missing = (
+                "support/default_target.py, which fetches the default one, is not here"
+            )
+            raise UserError(
+                f"no target named, and {missing}: name one, or copy it"
+            ) from error
         name = default_target.folder()
     try:
         return _read_target(name, dtype, device)
@@ -567,7 +590,9 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
     except Exception as error:  # the readers of transformers raise many kinds
         reason = str(error).strip().split("\n")[0]
         remedy = "give a Hugging Face id, a folder of tokenizer and *.safetensors, or a .gguf file"
-        raise UserError(f"cannot load model {str(name)!r} ({reason}); {remedy}") from error
+        raise UserError(
+            f"cannot load model {str(name)!r} ({reason}); {remedy}"
+        ) from error
 
 
 def _read_target(name, dtype, device):
@@ -673,7 +698,9 @@ def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, 
     widened = []
     for table, fill in zip(tables, (1.0, 0.0)):
         half = table[..., : table.shape[-1] // 2]  # (B, T, R/2)
-        half = F.pad(half, (0, head_dim // 2 - half.shape[-1]), value=fill)  # (B, T, Dh/2)
+        half = F.pad(
+            half, (0, head_dim // 2 - half.shape[-1]), value=fill
+        )  # (B, T, Dh/2)
         widened.append(torch.cat([half, half], dim=-1))  # (B, T, Dh)
     return tuple(widened)
 
@@ -684,7 +711,9 @@ def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]
     cache = DynamicCache()  # without a config: sliding layers keep all rows
     hidden = target.get_decoder()(input_ids, past_key_values=cache, use_cache=True)[0]
     if layers and max(layers) >= len(cache.layers):  # as Gemma-3n's top layers
-        raise UserError(f"target layer {max(layers)} caches no keys and values: name a lower one")
+        raise UserError(
+            f"target layer {max(layers)} caches no keys and values: name a lower one"
+        )
     return hidden, {n: (cache.layers[n].keys, cache.layers[n].values) for n in layers}
 
 
@@ -713,7 +742,9 @@ def one_of(config, **choices) -> None:
     """Raise a UserError if a field is not one of its choices."""
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
-            raise UserError(f"{name} {getattr(config, name)!r}: take {' or '.join(allowed)}")
+            raise UserError(
+                f"{name} {getattr(config, name)!r}: take {' or '.join(allowed)}"
+            )
 
 
 def llama_config(shape: dict, intermediate_size: int) -> LlamaConfig:
@@ -867,13 +898,23 @@ def check_drafter(drafter, Drafter, target) -> None:
         raise UserError(f"the drafter is a {type(drafter)}: load a {Drafter}")
     made_for = drafter.config.target
     shape = target_shape(target)
-    wrong = [f"{k} {made_for.get(k)} != {v}" for k, v in shape.items() if made_for.get(k) != v]
+    wrong = [
+        f"{k} {made_for.get(k)} != {v}"
+        for k, v in shape.items()
+        if made_for.get(k) != v
+    ]
     weight = next(drafter.parameters())
     own = f"{weight.dtype} on {weight.device.type}"
     theirs = f"{target.dtype} on {target.device.type}"
     refuse(
-        (wrong, f"the drafter is for another target ({', '.join(wrong)}): train one with train.py"),
-        (own != theirs, f"the drafter is {own}: move it with .to(target.device, target.dtype)"),
+        (
+            wrong,
+            f"the drafter is for another target ({', '.join(wrong)}): train one with train.py",
+        ),
+        (
+            own != theirs,
+            f"the drafter is {own}: move it with .to(target.device, target.dtype)",
+        ),
     )
 
 
@@ -922,14 +963,22 @@ def check_target(target) -> None:
     no_mask = "flash" in kernel or "flex" in kernel
     plain = "leave custom_generate out, or take another target"
     refuse(
-        (missing, f"the target takes no {', '.join(missing)}, which token trees need: {plain}"),
+        (
+            missing,
+            f"the target takes no {', '.join(missing)}, which token trees need: {plain}",
+        ),
         (counting, f"{', '.join(counting)} counts cache rows, not positions: {plain}"),
         (others, f"{others} layers cannot undo a rejected token: {plain}"),
-        (no_mask, f"{kernel} takes no tree mask: load the target with attn_implementation='sdpa'"),
+        (
+            no_mask,
+            f"{kernel} takes no tree mask: load the target with attn_implementation='sdpa'",
+        ),
     )
 
 
-def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: dict) -> None:
+def _check_request(
+    target, input_ids: Tensor, generation_config, model_kwargs: dict
+) -> None:
     """Raise a UserError if this request cannot be decoded by token trees."""
     rows, length = input_ids.shape
     elsewhere = input_ids.device.type != target.device.type
@@ -946,16 +995,31 @@ def _check_request(target, input_ids: Tensor, generation_config, model_kwargs: d
     as_dict = generation_config.return_dict_in_generate
     marked = "SynthID" in type(generation_config.watermarking_config).__name__
     refuse(
-        (elsewhere, f"the prompt is on {input_ids.device}: move it with .to(target.device)"),
+        (
+            elsewhere,
+            f"the prompt is on {input_ids.device}: move it with .to(target.device)",
+        ),
         (length == 0, "no token ids: pass input_ids, not inputs_embeds"),
-        (rows != 1, f"{rows} rows of ids: pass one prompt, without beams or several answers"),
+        (
+            rows != 1,
+            f"{rows} rows of ids: pass one prompt, without beams or several answers",
+        ),
         (padded, "attention_mask has zeros: pass no padding, and a mask of ones"),
         (shifted, "position_ids are counted from 0 here: leave them out"),
         (cached, "past_key_values already holds tokens: pass all tokens, and no cache"),
-        (more, "only text is decoded here: pass no images, and nothing beside token ids"),
-        (other_mode, f"{mode} is not supported by token trees: decode greedily, or sample"),
+        (
+            more,
+            "only text is decoded here: pass no images, and nothing beside token ids",
+        ),
+        (
+            other_mode,
+            f"{mode} is not supported by token trees: decode greedily, or sample",
+        ),
         (guided, "guidance_scale is not supported by token trees: leave it out"),
-        (as_dict, "return_dict_in_generate is not supported: leave it out, and count with each="),
+        (
+            as_dict,
+            "return_dict_in_generate is not supported: leave it out, and count with each=",
+        ),
         (marked, "SynthID is not supported by token trees: leave it out"),
     )
     config = target.config.get_text_config()
@@ -975,8 +1039,12 @@ def _check_length(config, prefix: int, length: int) -> None:
         reaches["range of short RoPE factors"] = border + 1
     for name, reach in reaches.items():
         if reach and length > reach:
-            text = f"prompt + new tokens = {length} exceed the target's {name} of {reach}"
-            remedy = "lower max_new_tokens" if prefix + 1 < reach else "shorten the prompt"
+            text = (
+                f"prompt + new tokens = {length} exceed the target's {name} of {reach}"
+            )
+            remedy = (
+                "lower max_new_tokens" if prefix + 1 < reach else "shorten the prompt"
+            )
             raise UserError(f"{text}: {remedy}")
 
 
@@ -1002,7 +1070,9 @@ def demo(Drafter, folder: str, drafts) -> None:
         end = decoding.ids.shape[1]
         accepted = end - decoding.hidden.shape[1] + len(path)
         for stop, colour in ((accepted, green), (end, plain)):
-            text = tokenizer.decode(decoding.ids[0, length:stop], skip_special_tokens=True)
+            text = tokenizer.decode(
+                decoding.ids[0, length:stop], skip_special_tokens=True
+            )
             text = text.rstrip("\ufffd")  # a part of a letter
             print(colour + text[len(printed) :] + plain, end="", flush=True)
             printed = text

@@ -2,21 +2,22 @@
 
 Paper: Du et al., ICML 2024, arXiv:2402.02082, section 4.1.
 
-The drafter is a small transformer. Each of its layers has, beside self-attention, a
-cross-attention that reads the keys and values which the target has cached. They tell
-what the target made of the text so far, at no cost: they have been computed anyway.
+The drafter is a small transformer. Beside its self-attention, each layer has a
+cross-attention over the keys and values that the target has cached. They tell what the
+target made of the text so far, and they cost nothing, because the target has computed
+them anyway.
 
-The target has no row for the newest token x_t. It chose x_t from its last logits and
-will be fed x_t only together with the next draft. Nor has it rows for the tokens that
-are being drafted. So the i-th draft token lacks i of the target's rows, and what the
-drafter can read when it drafts x_(t+i) is (x marks a row):
+The target chose the newest token x_t from its last logits, and will be fed x_t only
+together with the next draft. Therefore it has no row for x_t yet, nor for the tokens
+that are being drafted. While the drafter drafts x_(t+i), it can read (x marks a row):
 
            tokens   x_1 ... x_(t-1)  x_t  x_(t+1) ... x_(t+i-1)
     target's rows    x   x   x        .    .       .   .
     drafter's own    x   x   x        x    x       x   x
 
-In training the target has rows for the whole text. `block_mask` hides the last ones, so
-that the drafter learns to do without them.
+So the i-th draft token lacks i of the target's rows. In training the target has rows for
+the whole text, and `block_mask` hides the last ones, so that the drafter learns to do
+without them.
 
 Names that differ from the paper's: M_T and M_D are `target` and `drafter`, N_D is
 `num_layers`, L is `block_size`, p_D is `q_draft`, c is `cost`.
@@ -24,20 +25,18 @@ Names that differ from the paper's: M_T and M_D are `target` and `drafter`, N_D 
 Deviations from the paper:
     1. The drafter has the target's width, frozen embedding and LM head, and starts
        from the target's weights; the paper's is trained from scratch.
-    2. It drafts frequent tokens only (`draft_vocab`).
-    3. All its training data is text of the target's own, which the paper tries in
-       appendix C. Labels are the target's distributions (`distill`); the paper's are
-       the tokens of the data.
-    4. A query belongs to the block of its own token, as in the formula of 4.1; in the
-       prose, to the block of the token that it predicts. The first block has a random
-       length, so that a token is met at every place in a block.
-    5. There is a norm before the cross-attention. A query that may read no row gets
-       zero from it. All tokens query, not only x_t and those after it.
-    6. The shipped drafter reads target layer 18 of 0 to 29, with one layer of its own.
+    2. It drafts only frequent tokens (`draft_vocab`).
+    3. It learns from texts that the target wrote, which the paper tries in appendix C,
+       and from the target's distributions (`distill`) in place of the texts' tokens.
+    4. The first block has a random length, so that a token is met at every place in a
+       block. The formula of 4.1 is followed: a query belongs to the block of its own
+       token. In the prose, it belongs to the block of the token that it predicts.
+    5. All tokens query, and there is a norm before the cross-attention.
+    6. The shipped drafter's one layer reads target layer 18 of 0 to 29.
 
-Authors' code: like this file, and unlike the paper's text, it has a residual connection
-around the cross-attention, rotates the queries as the cached keys are rotated, and lets
-all tokens query. It has no norm there, and lets the first block read causally.
+Authors' code: as here, and unlike the text, there is a residual connection around the
+cross-attention, queries rotate as the cached keys do, and all tokens query. It has no
+norm there, and lets the first block read causally.
 
 Licence: Apache-2.0.
 """
@@ -106,14 +105,16 @@ class CrossAttention(nn.Module):
         q = common.rotate(q, tables)
         k, v = (rows.to(q.dtype) for rows in kv)
 
-        # hd_j = SoftMax(Q K^T / sqrt(d_k)) V. A softmax over no rows would be 0 / 0: a
-        # query that may read nothing reads everything here, and its result is dropped.
-        reads = 1
+        # In training, the queries of the first block may read no row at all, and a
+        # softmax over no rows is 0 / 0. So we let such a query read all rows, and then
+        # put zero in the place of what it got.
+        any_row = 1
         if mask is not None:
-            reads = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1)
-            mask = mask | ~reads
+            any_row = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1) bool
+            mask = mask | ~any_row
+        # hd_j = SoftMax(Q K^T / sqrt(d_k)) V
         heads = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-        heads = heads * reads  # (B, H, T, Dh)
+        heads = heads * any_row  # (B, H, T, Dh)
 
         # Concat(hd_1, ..., hd_h) W^O
         return self.o_proj(heads.transpose(1, 2).flatten(2))
@@ -170,7 +171,9 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         depth = config.target["num_layers"]
         return list(range(depth - config.num_layers, depth))
 
-    def forward(self, target, ids, positions, kv, self_mask=None, cross_mask=None, cache=None):
+    def forward(
+        self, target, ids, positions, kv, self_mask=None, cross_mask=None, cache=None
+    ):
         """Hidden states (B, T, D) of ids (B, T).
 
         positions: (B or 1, T).
@@ -186,9 +189,9 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         top = shape["num_layers"] - 1
         reads = self.kv_layers or [top] * len(self.layers)
         for layer, read in zip(self.layers, reads):
-            # Queries rotate as the keys that they meet. The layers of some targets
-            # rotate differently, so the tables are those of the layer that is read.
-            # The self-attention uses them too, but rotates all Dh dimensions.
+            # A query has to be rotated as the keys that it meets. The layers of some
+            # targets differ in that, so the tables are those of the layer that is read.
+            # Self-attention takes the same tables, widened to all Dh dimensions.
             tables = common.rotary(target, positions, read)
             glimpse = (kv[read], tables, cross_mask) if kv else None
             whole = common.whole_rotary(tables, shape["head_dim"])
@@ -199,9 +202,6 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """A drafter before training, with weights of the target.
-
-    A layer starts as the target's layer at the same height. Its cross-attention starts
-    as the attention of the layer that it reads, because those queries match the keys.
 
     token_counts: (V,) how often each token occurs in the training data.
     Raises UserError for a target whose cached rows it cannot read.
@@ -220,6 +220,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     config.query_norm = len(q_norm) == shape["head_dim"]
     drafter = Drafter(config)
 
+    # Not every layer caches ordinary keys, so we look at what one token leaves there.
     token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     _, kv = common.target_features(target, token, drafter.kv_layers)
     ordinary = (1, shape["num_kv_heads"], 1, shape["head_dim"])
@@ -230,6 +231,8 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
                 f"{ordinary}: take another layer, another method, or --no-cross-attention"
             )
 
+    # A layer starts as the target's layer at the same height. Its cross-attention starts
+    # as the attention of the layer that it reads, because those queries fit the keys.
     layers = common.target_layers(target)
     pairs = list(zip(drafter.layers, layers[-config.num_layers :]))
     for layer, read in zip(drafter.layers, drafter.kv_layers):
@@ -246,21 +249,22 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 
 def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
-    """Mask_Block (4.1): a query reads keys of earlier blocks only.
+    """Mask_Block (4.1): a query reads the keys of earlier blocks only.
 
-    A block stands for a round of drafting, and a query at its i-th place for the pass
-    that drafts the i-th token of the round. Such a pass lacks i rows of the target, its
-    own token's included; here the block hides the last i. So L should be at least
-    gamma, or drafting lacks more rows than training ever hid. Blocks of L = 3, where
-    phase 1 has taken one token off the first block:
+    A block stands for a round. Its i-th query stands for the pass of `feed` that drafts
+    the i-th token of the round, and lacks as many of the target's rows as that pass: its
+    own and those before it in the block, i in all. Here L = 3, and phase 1 has taken one
+    token off the first block:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
               1    .  .  .  .  .  .
-              2    x  x  .  .  .  .        lacks 1 row, as the pass for x_(t+1)
-              3    x  x  .  .  .  .        lacks 2
-              4    x  x  .  .  .  .        lacks 3
-              5    x  x  x  x  x  .
+              2    x  x  .  .  .  .        feeds x_t:     lacks 1 row
+              3    x  x  .  .  .  .        feeds x_(t+1): lacks 2
+              4    x  x  .  .  .  .        feeds x_(t+2): lacks 3
+              5    x  x  x  x  x  .        feeds the next round's x_t
+
+    L should be at least gamma, or drafting lacks more rows than training ever hid.
 
     phase: (B,) how many tokens the first block of each sequence lacks.
     Returns (B, 1, T, T) bool, True where a query may read; T is `length`.
@@ -280,6 +284,7 @@ def training_pass(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     # Padding stands on the right, where no earlier token looks, so it needs no mask.
     positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, T)
     size = drafter.config.block_size
+    # Each sequence has a seed of its own in each step, so its phase changes as well.
     mask = block_mask(ids.shape[1], size, batch.seed % size)
     hidden = drafter(target, ids, positions, batch.kv, cross_mask=mask)
     predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T): place t predicts t + 1
@@ -296,7 +301,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     logits, hidden = training_pass(drafter, target, batch)
     vocab_ids = drafter.vocab_ids  # (Vd,)
     if drafter.config.distill:
-        # The target's distribution over the draft vocabulary, normalised there.
+        # A softmax over the logits of the draft vocabulary alone: p_target, normalised
+        # over the tokens that the drafter can propose.
         labels = common.target_logits(target, hidden, vocab_ids).softmax(-1)  # (M, Vd)
         count = len(labels)
     else:
@@ -309,14 +315,11 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """The acceptance rate alpha (5.1), summed over M positions, and M.
-
-    It is measured on the batch's text, with `block_mask`. The paper prints
-    E_(x ~ p_D) min(p_T, p_D) and must mean E_(x ~ p_D) min(1, p_T / p_D), which is
-    sum_x min(p_T, p_D).
-    """
+    """The acceptance rate alpha (5.1) on the batch's text, summed over M places, and M."""
     logits, hidden = training_pass(drafter, target, batch)
     q_draft = logits.softmax(-1)  # (M, Vd)
+    # The paper prints E_(x ~ p_D) min(p_T, p_D) and must mean the probability that a
+    # drafted token is accepted, E_(x ~ p_D) min(1, p_T / p_D) = sum_x min(p_T, p_D).
     total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
     return total, len(logits)
 
@@ -346,43 +349,38 @@ class Memory:
 def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
     """Feed tokens (1, n) that follow those in the drafter's cache.
 
-    Several are fed where the drafter has no rows yet: the prompt, or after a round the
-    last accepted token (which was drafted, but never fed) and the bonus token. Each
-    reads the target's rows before its own, here with P = 4 rows and n = 2:
-
-                   target's rows    drafter's rows
-                     0 1 2 3          0 1 2 3 4
-        token 3      x x x .          x x x x .
-        token 4      x x x x          x x x x x
-
-    Token 3 lacks one row, as a query at the first place of its block does in training.
-    Returns the last token's hidden state (1, D).
+    Returns the last token's hidden state (1, D), from which the next one is drafted.
     """
     positions = memory.cache.record(new)  # (1, n)
     prefix = decoding.cache.get_seq_length()  # P
     end = memory.cache.fed.shape[1]  # P_own + n
-    kv = {}  # stays empty for a prompt of one token
+    kv = {}  # stays empty after a prompt of one token, when the target has no rows
     if prefix > 0:
         for layer in drafter.kv_layers:
             rows = decoding.cache.layers[layer]
             # A part of a prompt reads no rows after it, so they are left out.
             kv[layer] = rows.keys[:, :, :end], rows.values[:, :, :end]
-    self_mask = cross_mask = None
+    self_mask = cross_mask = None  # a single token reads all rows that there are
     if new.shape[1] > 1:
+        # Several tokens are fed where the drafter has no rows yet: those of the prompt,
+        # or after a round the last accepted one, which was drafted but never fed, and
+        # the bonus token. Of the target's rows, each reads those before its own. So it
+        # lacks one, as the first query of a block does in training.
         places = torch.arange(end, device=new.device)
         query = positions[0, :, None]  # (n, 1)
         self_mask = (query >= places)[None, None]  # (1, 1, n, end)
         cross_mask = (query > places[:prefix])[None, None]  # (1, 1, n, min(P, end))
-    hidden = drafter(decoding.target, new, positions, kv, self_mask, cross_mask, memory.cache)
+    hidden = drafter(
+        decoding.target, new, positions, kv, self_mask, cross_mask, memory.cache
+    )
     return hidden[:, -1]
 
 
 def propose(drafter: Drafter, decoding, memory: Memory):
     """Draft a chain after `decoding.ids`, until the caller stops.
 
-    Yields pairs of a token (1,) and the q_draft (V,) that it was chosen from. Ends after
-    an end-of-sequence token, because no text follows it, and where the logits processors
-    allow no token of `vocab_ids`.
+    Yields pairs of a token (1,) and the q_draft (V,) that it was chosen from. Ends
+    early where the logits processors allow no token of `vocab_ids`.
     """
     # Drop the drafter's rows of rejected tokens; what has no row is fed.
     new = memory.cache.rewind(decoding.ids)  # (1, n)
@@ -398,10 +396,14 @@ def propose(drafter: Drafter, decoding, memory: Memory):
             return
         yield picked
         token = picked[0]
-        drafted.append(int(token))
-        if drafted[-1] in decoding.ends:
-            return
         new = token[None]  # (1, 1); it is fed only if the caller wants another one
+        if decoding.logits_processor:
+            # They may look at the tokens drafted so far, but must never be asked what
+            # follows the end of a text. Without them, drafting beyond the end is only
+            # idle, and cheaper on a GPU than waiting for each token to be copied over.
+            drafted.append(int(token))
+            if drafted[-1] in decoding.ends:
+                return
 
 
 @torch.no_grad()

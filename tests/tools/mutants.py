@@ -48,11 +48,11 @@ hidden states of rejected nodes
 - hidden = hidden[rows]
 + pass
 sampling: tokens are tried that are no children
-- siblings = [n for n in range(sampled) if draft.parents[n] == node]
-+ siblings = list(range(sampled))
+- drawn.setdefault(parent, []).append((token
++ drawn.setdefault(-1, []).append((token
 every sibling is tried with the first one's probabilities
-- drawn = [(int(draft.tokens[n]), draft.probs[n]) for n in siblings]
-+ drawn = [(int(draft.tokens[n]), draft.probs[siblings[0]]) for n in siblings]
+- []).append((token, q_draft))
++ []).append((token, self.probs[self.parents.index(parent)]))
 only one sibling is tried
 - for token, q_draft in siblings:
 + for token, q_draft in siblings[:1]:
@@ -99,7 +99,7 @@ the block mask has no phase
 - (places + phase[:, None]) // block_size
 + (places + 0 * phase[:, None]) // block_size
 a position that may read nothing reads all
-- heads = heads * reads
+- heads = heads * any_row
 + heads = heads
 while drafting a token reads its own row of the target
 - cross_mask = (query > places
