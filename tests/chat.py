@@ -1,4 +1,6 @@
-"""A tiny chat target in a folder, with conversations, for the tests of train.py and its data."""
+"""A tiny chat target in a folder, with conversations, for the tests of train.py and its
+data.
+"""
 
 import json
 
@@ -11,7 +13,9 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
-WORDS = ["<end>", "<user>", "<assistant>", "<system>", "<unk>"] + [f"w{i}" for i in range(43)]
+WORDS = ["<end>", "<user>", "<assistant>", "<system>", "<unk>"] + [
+    f"w{i}" for i in range(43)
+]
 
 
 def make_chat(folder):
@@ -27,14 +31,25 @@ def make_chat(folder):
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    shape = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.5}
+    shape = {
+        "vocab_size": 48,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+    }
+    shape |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "initializer_range": 0.5,
+    }
     family("Llama", 0, eos_token_id=0, **shape).float().save_pretrained(folder)
     generator = torch.Generator().manual_seed(1)
     with open(folder / "data.jsonl", "w") as file:
         for _ in range(24):
             ids = torch.randint(5, 48, (20,), generator=generator).tolist()
-            file.write(json.dumps({"prompt_ids": ids[:6], "response_ids": ids[6:]}) + "\n")
+            file.write(
+                json.dumps({"prompt_ids": ids[:6], "response_ids": ids[6:]}) + "\n"
+            )
     return folder
 
 

@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def fresh_accelerate():
-    """Accelerate keeps its settings for the rest of a process; this makes it forget them."""
+    """Make accelerate forget the settings that it keeps for the rest of a process."""
 
     def forget():
         AcceleratorState._reset_state(True)

@@ -1,5 +1,7 @@
-"""The steps of tests/README.md for two more methods, in a copy of the repository: one without
-weights (tools/ngram.py), and one that is trained. Nothing but their files and names is added."""
+"""The steps of tests/README.md for two more methods, in a copy of the repository: one
+without weights (tools/ngram.py), and one that is trained. Nothing but their files and
+names is added.
+"""
 
 import re
 import shutil
@@ -19,12 +21,17 @@ def copy(tmp_path_factory):
     """A copy with the files ngram.py and glimpse.py, and both names in METHODS."""
     folder = tmp_path_factory.mktemp("more") / "copy"
     coursework.copy_of(folder)
-    files = {"ngram": ROOT / "tests" / "tools" / "ngram.py", "glimpse": ROOT / "glide.py"}
+    files = {
+        "ngram": ROOT / "tests" / "tools" / "ngram.py",
+        "glimpse": ROOT / "glide.py",
+    }
     for name, path in files.items():
         shutil.copy(path, folder / f"{name}.py")
     cli = folder / "support" / "cli.py"
     added = r'\1, "ngram", "glimpse")'
-    cli.write_text(re.sub(r"^(METHODS = \(.*)\)", added, cli.read_text(), flags=re.MULTILINE))
+    cli.write_text(
+        re.sub(r"^(METHODS = \(.*)\)", added, cli.read_text(), flags=re.MULTILINE)
+    )
     (folder / "tests" / "tools" / "ngram.py").unlink()
     (folder / "tests" / "test_add_method.py").unlink()
     return folder
@@ -45,7 +52,9 @@ def test_bigrams_by_hand():
 
 def test_an_added_method_is_held_to_the_target(copy):
     """By the tests of losslessness, greedy and sampled, which find both in METHODS."""
-    assert run(copy, "tests/test_lossless.py", "-k", "Llama and (ngram or glimpse)") >= 4
+    assert (
+        run(copy, "tests/test_lossless.py", "-k", "Llama and (ngram or glimpse)") >= 4
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""cape.py: set sizes, the expanded proposal and its mask; lossless with extras accepted."""
+"""cape.py: set sizes, the expanded proposal, its mask; lossless with extras."""
 
 import itertools
 
@@ -32,7 +32,8 @@ def test_the_set_size_at_the_borders_of_the_papers_ranges():
 @pytest.mark.parametrize(
     "settings, tokens, parents",
     [
-        (([2, 1], [0.55]), [1, 0, 2, 3, 1], [-1, 0, -1, -1, 0]),  # the example of expand
+        # the example of `expand`
+        (([2, 1], [0.55]), [1, 0, 2, 3, 1], [-1, 0, -1, -1, 0]),
         (([0, 3], [0.55]), [1, 0, 1, 2, 3], [-1, 0, 0, 0, 0]),
         # a confidence of .5 belongs to the range that ends there
         (([1, 0], [0.5]), [1, 0, 2], [-1, 0, -1]),
@@ -47,9 +48,13 @@ def test_an_expanded_proposal_worked_by_hand(settings, tokens, parents):
     draft = cape.expand(trajectory, cape.Config(sizes=sizes, bounds=bounds))
     got = (draft.tokens.tolist(), draft.parents)
     told = f"input: q_draft {q_drafts}, sizes {sizes}, bounds {bounds}"
-    assert got == (tokens, parents), f"{told}\nexpected: {(tokens, parents)}\ngot: {got}"
+    assert got == (tokens, parents), (
+        f"{told}\nexpected: {(tokens, parents)}\ngot: {got}"
+    )
     same = torch.equal(draft.probs, torch.tensor(q_drafts))
-    assert same, "probs are to stay the trajectory's: a row for each drawn node, no more"
+    assert same, (
+        "probs are to stay the trajectory's: a row for each drawn node, no more"
+    )
     assert trajectory.parents == [-1, 0], "the trajectory itself is to stay as it was"
 
 
@@ -58,23 +63,33 @@ def test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest():
     drawn = common.chain([(torch.tensor([2]), q_draft)], ROOT)
     draft = cape.expand(drawn, cape.Config(sizes=[0, 2, 0], bounds=[0.4, 0.5]))
     got = draft.tokens.tolist()
-    assert got == [2, 1, 3], f"2 was drawn of .1 .5 .25 .15, S(.5) = 2: expected 2 1 3, got {got}"
+    assert got == [2, 1, 3], (
+        f"2 was drawn of .1 .5 .25 .15, S(.5) = 2: expected 2 1 3, got {got}"
+    )
     told = "expected the confidence 0.5, of the largest, and the count 2"
-    assert draft.notes == {"confidences": [0.5], "counts": [2]}, f"{told}, got {draft.notes}"
+    assert draft.notes == {"confidences": [0.5], "counts": [2]}, (
+        f"{told}, got {draft.notes}"
+    )
 
 
 def test_a_set_is_no_larger_than_what_can_be_drafted():
     fixed = cape.Config(sizes=[4], bounds=[])
     draft = cape.expand(trajectory_of([[0.0, 0.7, 0.3]]), fixed)
-    assert draft.notes["counts"] == [4], "a count is S(p), not how many extras were left"
+    assert draft.notes["counts"] == [4], (
+        "a count is S(p), not how many extras were left"
+    )
     got = draft.tokens.tolist()
-    assert got == [1, 2], f"1 was drawn of 0 .7 .3, four extras: expected tokens 1 2, got {got}"
+    assert got == [1, 2], (
+        f"1 was drawn of 0 .7 .3, four extras: expected tokens 1 2, got {got}"
+    )
     nothing = common.chain([], ROOT)
-    assert cape.expand(nothing, fixed) is nothing, "an empty trajectory is returned as it is"
+    assert cape.expand(nothing, fixed) is nothing, (
+        "an empty trajectory is returned as it is"
+    )
 
 
 def mask_cape(counts):
-    """Mask_CAPE as the formula of 4.2: i = j, or j <= gamma and pos(i) > j; (beta, beta) bool."""
+    """Mask_CAPE (beta, beta) as in 4.2: i = j, or j <= gamma and pos(i) > j."""
     gamma = len(counts)
     pos = torch.arange(1, gamma + 1)
     pos = torch.cat([pos, pos.repeat_interleave(torch.tensor(counts))])  # (beta,)
@@ -82,15 +97,20 @@ def mask_cape(counts):
     return (j[:, None] == j) | (j <= gamma) & (pos[:, None] > j)
 
 
-@pytest.mark.parametrize("counts", [[0], [3], [2, 1, 1], [0, 4, 0], [5, 0, 2, 1, 3]], ids=str)
+@pytest.mark.parametrize(
+    "counts", [[0], [3], [2, 1, 1], [0, 4, 0], [5, 0, 2, 1, 3]], ids=str
+)
 def test_the_mask_is_the_papers_formula(counts):
     # Confidences .1, .2, ... give each step the size that its set has here.
     steps = range(len(counts))
     q_drafts = [[0.1 * (n + 1)] + [(0.9 - 0.1 * n) / 15] * 15 for n in steps]
     bounds = [0.1 * n + 0.05 for n in steps[1:]]
-    draft = cape.expand(trajectory_of(q_drafts), cape.Config(sizes=counts, bounds=bounds))
+    draft = cape.expand(
+        trajectory_of(q_drafts), cape.Config(sizes=counts, bounds=bounds)
+    )
     expected = drawn(mask_cape(counts))
-    got = drawn(common.tree_mask(draft.parents)[1:, 1:])  # without the root, which all see
+    sees = common.tree_mask(draft.parents)
+    got = drawn(sees[1:, 1:])  # without the root, which all see
     told = f"counts {counts}, parents {draft.parents}"
     assert got == expected, f"{told}: expected {expected}, got {got}"
 
@@ -99,9 +119,13 @@ def test_only_chains_are_expanded():
     q_draft = torch.tensor([0.1, 0.5, 0.25, 0.15])
     tree = draft_of([1, 2], [-1, -1], torch.stack([q_draft, q_draft]))
     for draft in (tree, draft_of([1, 2], [-1, 0])):  # siblings, and no probabilities
-        with pytest.raises(common.UserError, match="give it the drafts of glide or specdecpp"):
+        with pytest.raises(
+            common.UserError, match="give it the drafts of glide or specdecpp"
+        ):
             cape.expand(draft, cape.Config())
-    with pytest.raises(common.UserError, match="cannot change gamma: it can change sizes, bounds"):
+    with pytest.raises(
+        common.UserError, match="cannot change gamma: it can change sizes, bounds"
+    ):
         next(cape.drafts([], gamma=3))
 
 
@@ -109,7 +133,11 @@ def test_only_chains_are_expanded():
 def test_drafting_goes_on_from_an_accepted_extra(llama):
     """A drafter without memory drafts the same."""
     drafter = make_glide(llama)
-    options = {"input_ids": torch.tensor([[9, 8, 7]]), "max_new_tokens": 60, "do_sample": False}
+    options = {
+        "input_ids": torch.tensor([[9, 8, 7]]),
+        "max_new_tokens": 60,
+        "do_sample": False,
+    }
     extras_accepted = 0
     decoding = common.start(llama, **options)
     chains = glide.drafts(decoding, drafter, gamma=4)
@@ -136,7 +164,10 @@ def test_any_generator_of_chains_can_be_expanded(llama):
         chains = specdecpp.drafts(decoding, drafter, threshold=0.6)
         for draft in cape.drafts(chains):
             lengths.add(len(draft.notes.get("counts", [])))
-            assert len(draft.notes.get("chances", [])) >= len(draft.notes.get("counts", [])) - 1
+            assert (
+                len(draft.notes.get("chances", []))
+                >= len(draft.notes.get("counts", [])) - 1
+            )
             yield draft
 
     output = llama.generate(ids, custom_generate=common.speculate(expanded), **options)
@@ -145,7 +176,9 @@ def test_any_generator_of_chains_can_be_expanded(llama):
 
 
 def p_value(target):
-    """Of answers whose trajectories have two tokens; those of test_lossless.py have one."""
+    """Of answers whose trajectories have two tokens; those of test_lossless.py have
+    one.
+    """
     drafter = make_glide(target)
 
     def expanded(decoding):
@@ -160,7 +193,9 @@ def test_sampled_output_follows_the_target(small_llama):
     assert p_value(small_llama) > 1e-3
 
 
-def test_negative_control_extras_that_claim_to_be_drawn_are_noticed(small_llama, monkeypatch):
+def test_negative_control_extras_that_claim_to_be_drawn_are_noticed(
+    small_llama, monkeypatch
+):
     """Leaves that say they were drawn from next to nothing are always accepted."""
     real = cape.expand
 

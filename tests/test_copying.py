@@ -20,7 +20,9 @@ NEEDS = {"cape": ["glide"]}
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What happened in a folder for each method; tools/alone.py runs in a process of its own."""
+    """What happened in a folder for each method; tools/alone.py runs in a process of
+    its own.
+    """
     top = tmp_path_factory.mktemp("elsewhere")
     chat.make_chat(top / "alone" / "target")
     folders = {f"incomplete/{method}": ["common", method] for method in NEEDS}
@@ -45,7 +47,9 @@ def test_a_method_file_and_common_decode_alone(told, method):
     assert here["drafted"] > 0
 
 
-NO_TARGET = "no target named, and support/default_target.py"  # which fetches the default one
+NO_TARGET = (
+    "no target named, and support/default_target.py"  # which fetches the default one
+)
 WITH_DEMO = [name for name in cli.METHODS if name in (*NEEDS, *cli.trainable())]
 ENDS = [(f"alone/{method}", NO_TARGET) for method in WITH_DEMO]
 ENDS += [("incomplete/cape", "glide.py, whose drafts")]

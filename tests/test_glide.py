@@ -1,4 +1,6 @@
-"""glide.py: block mask, cross-attention, loss, what build copies, the drafter's own cache."""
+"""glide.py: block mask, cross-attention, loss, what build copies, the drafter's own
+cache.
+"""
 
 import itertools
 import math
@@ -32,7 +34,9 @@ def test_the_block_mask_is_the_one_that_is_drawn():
 
 
 def attention_by_loop(layer, x, keys, values, angles, mask):
-    """Cross-attention of x (T, D) head by head; 4 of 8 numbers turn: 0 with 2 and 1 with 3."""
+    """Cross-attention of x (T, D) head by head; 4 of 8 numbers turn: 0 with 2 and 1
+    with 3.
+    """
     q_rows = layer.q_proj.weight.view(4, 8, 32)  # (H, Dh, D)
     out = torch.zeros(len(x), 4, 8, dtype=x.dtype)
     for t, h in itertools.product(range(len(x)), range(4)):
@@ -44,13 +48,17 @@ def attention_by_loop(layer, x, keys, values, angles, mask):
             turned[low + 2] = q[low + 2] * math.cos(angle) + q[low] * math.sin(angle)
         seen = mask[t].nonzero()[:, 0]
         if len(seen):
-            k, v = keys[h // 2, seen], values[h // 2, seen]  # two query heads share a key head
+            k, v = (
+                keys[h // 2, seen],
+                values[h // 2, seen],
+            )  # two query heads share a key head
             out[t, h] = (k @ turned / math.sqrt(8)).softmax(0) @ v
     return out.flatten(1) @ layer.o_proj.weight.T
 
 
 def test_cross_attention_is_attention_of_grouped_heads_with_partial_rotary():
-    """Normed and partly rotated queries against a loop; rows 0 and 1 may read nothing."""
+    """Normed and partly rotated queries against a loop; rows 0 and 1 may read nothing.
+    """
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     layer = glide.CrossAttention(glide.Config(target=shape, query_norm=True)).double()
@@ -69,7 +77,7 @@ def test_cross_attention_is_attention_of_grouped_heads_with_partial_rotary():
     assert x.grad.isfinite().all() and layer.q_proj.weight.grad.isfinite().all()
 
 
-# ---------------------------------------------------------------------------------------- loss
+# --------------------------------------------------------------------------------- loss
 
 
 @torch.no_grad()
@@ -77,10 +85,14 @@ def draft_log_probs(drafter, target, batch, row, place):
     """log q_draft (Vd,) of one position, from a forward over the tokens up to it."""
     phase = int(batch.seed[row]) % drafter.config.block_size
     blocks = [(i + phase) // drafter.config.block_size for i in range(place + 1)]
-    mask = torch.tensor([[query > key for key in blocks] for query in blocks])[None, None]
+    mask = torch.tensor([[query > key for key in blocks] for query in blocks])[
+        None, None
+    ]
     kv = {}
     for layer, (keys, values) in batch.kv.items():
-        kv[layer] = tuple(rows[row : row + 1, :, : place + 1] for rows in (keys, values))
+        kv[layer] = tuple(
+            rows[row : row + 1, :, : place + 1] for rows in (keys, values)
+        )
     ids = batch.input_ids[row : row + 1, : place + 1]
     hidden = drafter(target, ids, torch.arange(place + 1)[None], kv, cross_mask=mask)
     head = target.get_output_embeddings().weight[drafter.vocab_ids]
@@ -111,8 +123,9 @@ def test_the_loss_is_the_cross_entropy_worked_by_hand(llama, distill):
     total, weight = glide.loss(drafter, llama, batch)
     expected = pytest.approx(sum(terms), rel=1e-5)
     assert (float(total.detach()), int(weight)) == (expected, len(terms)), (
-        f"input: distill={distill}, 9, 12 and 7 tokens, all but 3 to be predicted, phases 4, 0, 1\n"
-        f"expected: {[round(x, 3) for x in terms]}, their sum and number\ngot: {total}, {weight}"
+        f"input: distill={distill}, 9, 12 and 7 tokens, all but 3 to be predicted, "
+        f"phases 4, 0, 1\nexpected: {[round(x, 3) for x in terms]}, their sum and "
+        f"number\ngot: {total}, {weight}"
     )
 
 
@@ -135,7 +148,7 @@ def test_the_expected_speedup_is_that_of_table_1():
     assert glide.expected_speedup(1.0, 4, 0.0) == 5
 
 
-# --------------------------------------------------------------------------------------- build
+# -------------------------------------------------------------------------------- build
 
 
 def test_layers_start_as_the_top_and_cross_attention_as_the_layer_that_it_reads():
@@ -148,7 +161,9 @@ def test_layers_start_as_the_top_and_cross_attention_as_the_layer_that_it_reads(
         drafter = make_glide(target, **options)
         assert drafter.kv_layers == read
         pairs = [(drafter.norm, target.model.norm)]
-        for ours, top, index in zip(drafter.layers, layers[-len(read) :], read, strict=True):
+        for ours, top, index in zip(
+            drafter.layers, layers[-len(read) :], read, strict=True
+        ):
             glimpsed = layers[index]
             pairs += [
                 (ours.input_layernorm, top.input_layernorm),
@@ -160,7 +175,9 @@ def test_layers_start_as_the_top_and_cross_attention_as_the_layer_that_it_reads(
                 (ours.cross_attn.q_norm, glimpsed.self_attn.q_norm),
             ]
         for ours, theirs in pairs:
-            torch.testing.assert_close(ours.weight.double(), theirs.weight, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(
+                ours.weight.double(), theirs.weight, atol=1e-6, rtol=1e-6
+            )
 
 
 def test_a_drafter_of_all_layers_without_cross_attention_is_the_target():
@@ -172,13 +189,15 @@ def test_a_drafter_of_all_layers_without_cross_attention_is_the_target():
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-5)
 
 
-# ------------------------------------------------------------------------------------ drafting
+# ----------------------------------------------------------------------------- drafting
 
 
 def mixed_gemma():
     """A Gemma-3 whose layers 0 and 2 rotate otherwise than 1 and 3."""
     kinds = ["sliding_attention", "full_attention"] * 2
-    target = family("Gemma3", sliding_window=64, layer_types=kinds).requires_grad_(False)
+    target = family("Gemma3", sliding_window=64, layer_types=kinds).requires_grad_(
+        False
+    )
     places = torch.arange(40)[None]
     sliding, full = (common.rotary(target, places, layer)[0] for layer in (2, 3))
     assert not torch.allclose(sliding, full, atol=0.1)
@@ -194,7 +213,9 @@ def test_queries_are_rotated_as_the_keys_that_they_meet(options, read):
     drafter = make_glide(target, **options)
     seen = []  # the tables that each cross-attention is given
     for layer in drafter.layers:
-        layer.cross_attn.register_forward_pre_hook(lambda _, given: seen.append(given[2]))
+        layer.cross_attn.register_forward_pre_hook(
+            lambda _, given: seen.append(given[2])
+        )
     glide.training_pass(drafter, target, batch_of(target, lengths=(9,)))
     for tables, layer in zip(seen, read, strict=True):
         expected = common.rotary(target, torch.arange(9)[None], layer)
@@ -204,12 +225,19 @@ def test_queries_are_rotated_as_the_keys_that_they_meet(options, read):
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"kv_layer": 0}])
 @pytest.mark.parametrize(
     "target",
-    [make_llama(), mixed_gemma(), family("GPT2"), family("GPTNeoX", partial_rotary_factor=0.5)],
+    [
+        make_llama(),
+        mixed_gemma(),
+        family("GPT2"),
+        family("GPTNeoX", partial_rotary_factor=0.5),
+    ],
     ids=lambda target: target.config.model_type,
 )
 @torch.no_grad()
 def test_training_with_the_block_mask_computes_the_states_of_drafting(target, options):
-    """Every block is a round: its tokens are fed one by one, and the target has the ones before."""
+    """Every block is a round: its tokens are fed one by one, and the target has the
+    ones before.
+    """
     drafter = make_glide(target, block_size=4, **options)
     batch = batch_of(target, lengths=(14,), prompt=1)  # phase 0
     expected, _ = glide.training_pass(drafter, target, batch)
@@ -219,7 +247,9 @@ def test_training_with_the_block_mask_computes_the_states_of_drafting(target, op
         if place % 4 == 0:
             ids = batch.input_ids[:, : place + 1]
             decoding = common.start(target, input_ids=ids, max_new_tokens=1)
-        hidden = glide.feed(drafter, decoding, memory, batch.input_ids[:, place : place + 1])
+        hidden = glide.feed(
+            drafter, decoding, memory, batch.input_ids[:, place : place + 1]
+        )
         logits.append(memory.head(hidden).float())
     torch.testing.assert_close(torch.cat(logits), expected)
 
@@ -240,10 +270,14 @@ def test_tokens_fed_at_once_read_as_if_fed_one_by_one(llama):
 @pytest.mark.parametrize("length", [512, 513, 1030])
 @torch.no_grad()
 def test_a_prompt_is_read_as_if_fed_at_once(length):
-    """`propose` feeds parts of 512 tokens; here, blocks of one token give the mask of the whole."""
+    """`propose` feeds parts of 512 tokens; here, blocks of one token give the mask of
+    the whole.
+    """
     target = make_llama(max_position_embeddings=2048)
     drafter = make_glide(target, num_layers=2)
-    ids = torch.randint(48, (1, length), generator=torch.Generator().manual_seed(length))
+    ids = torch.randint(
+        48, (1, length), generator=torch.Generator().manual_seed(length)
+    )
     decoding = common.start(target, input_ids=ids, max_new_tokens=1)
     memory = glide.Memory(drafter, target)
     _, q_draft = next(glide.propose(drafter, decoding, memory))

@@ -1,8 +1,9 @@
 """Decode with copied method files where nothing else is; test_copying.py starts this.
 
-    python alone.py FOLDER...     FOLDER, below this one, is called METHOD and holds METHOD.py, ...
+    python alone.py FOLDER...     FOLDER is called METHOD, and holds METHOD.py, ...
 
-FOLDER/../target is a tiny saved target. Prints one line of JSON: what happened in each folder.
+FOLDER/../target is a tiny saved target. Prints one line of JSON: what happened in each
+folder.
 """
 
 import contextlib

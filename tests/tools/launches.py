@@ -63,7 +63,10 @@ def measure() -> dict:
     result = {
         "target": default_target.NAME,
         "commit": report.commit(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         "prompts": PROMPTS,
         "sums": {},
     }

@@ -1,11 +1,12 @@
-"""Break the code in one place at a time, in a copy of it, and see that a test turns red.
+"""Break the code in one place at a time, in a copy of it, and see that a test turns
+red.
 
-    python tests/tools/mutation.py                  # all; exit code 1 if a mutant survives
+    python tests/tools/mutation.py                # all; exit code 1 if one survives
     python tests/tools/mutation.py glide.py         # those of one file
-    python tests/tools/mutation.py --sample 6       # six of all, drawn by the commit's hash
+    python tests/tools/mutation.py --sample 6     # six, drawn by the commit's hash
 
-A mutant replaces a piece of text that occurs once, see mutants.py. It makes the program wrong, not
-merely different.
+A mutant replaces a piece of text that occurs once, see mutants.py. It makes the program
+wrong, not merely different.
 """
 
 import argparse
@@ -36,7 +37,9 @@ def noticed_by(copy: Path, file: str, old: str, new: str) -> str:
     """The test that notices a mutant; "" if it survives."""
     whole = (copy / file).read_text()
     if whole.count(old) != 1:
-        raise SystemExit(f"{file} has this text {whole.count(old)} times, not once: {old!r}")
+        raise SystemExit(
+            f"{file} has this text {whole.count(old)} times, not once: {old!r}"
+        )
     (copy / file).write_text(whole.replace(old, new))
     found = first_red(copy, file)
     (copy / file).write_text(whole)
@@ -58,13 +61,19 @@ def chosen(files: list[str], sample: int | None) -> list[tuple]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="*", help=f"of which files: {' '.join(MUTANTS)}")
-    parser.add_argument("--sample", type=int, metavar="N", help="only N, by the commit's hash")
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="only N, by the commit's hash"
+    )
     args = parser.parse_args()
     unknown = set(args.files) - set(MUTANTS)
     if unknown:
-        parser.error(f"no mutants of {' '.join(unknown)}; there are {' '.join(MUTANTS)}")
+        parser.error(
+            f"no mutants of {' '.join(unknown)}; there are {' '.join(MUTANTS)}"
+        )
     mutants = chosen(args.files, args.sample)
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # two mutants within a second would share theirs
+    os.environ["PYTHONDONTWRITEBYTECODE"] = (
+        "1"  # two mutants within a second would share theirs
+    )
 
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "copy"

@@ -1,9 +1,11 @@
 """A sixth method, without weights: bigrams of the text so far.
 
-Paper: Leviathan et al., ICML 2023, arXiv:2211.17192, section 3.6. The draft goes from the newest
-token to the one that followed it last, and on from there. For the text 5 6 7 5 it is 6 7 5.
+Paper: Leviathan et al., ICML 2023, arXiv:2211.17192, section 3.6. The draft goes from
+the newest token to the one that followed it last, and on from there. For the text 5 6 7
+5 it is 6 7 5.
 
-test_add_method.py adds this file to a copy of the repository, by the steps of tests/README.md.
+test_add_method.py adds this file to a copy of the repository, by the steps of
+tests/README.md.
 
 Deviations from the paper:
     1. The bigrams are those of the conversation itself, not counted on a corpus.
@@ -45,4 +47,6 @@ def drafts(decoding, **changes):
     while not decoding.done:
         depth = min(config.gamma, decoding.room)
         tokens = propose(decoding.ids[0].tolist(), depth)
-        yield common.Draft(decoding.ids.new_tensor(tokens), list(range(-1, len(tokens) - 1)))
+        yield common.Draft(
+            decoding.ids.new_tensor(tokens), list(range(-1, len(tokens) - 1))
+        )

@@ -1,10 +1,12 @@
-"""A GPU that is not there: a device `pretend` that computes on the CPU and keeps a GPU's rules.
+"""A GPU that is not there: a device `pretend` that computes on the CPU and keeps a
+GPU's rules.
 
-An operator that mixes tensors of the CPU and of the device fails. So all but kernels and speed can
-be tested on a machine without a GPU. `counts` tells how much a GPU would have been asked to do.
+An operator that mixes tensors of the CPU and of the device fails. So all but kernels
+and speed can be tested on a machine without a GPU. `counts` tells how much a GPU would
+have been asked to do.
 
-This module must be imported before autograd first runs: autograd then learns which devices there
-are.
+This module must be imported before autograd first runs: autograd then learns which
+devices there are.
 """
 
 import contextlib
@@ -74,7 +76,9 @@ def run(operator, args: tuple, kwargs: dict):
     if operator is aten.copy_.default:
         to_device = ours[0]
     elif operator is not aten._to_copy.default and any(ours):
-        foreign = [tuple(x.shape) for x, our in zip(tensors, ours) if not our and x.dim()]
+        foreign = [
+            tuple(x.shape) for x, our in zip(tensors, ours) if not our and x.dim()
+        ]
         if foreign and not (operator in INDEXING and ours[0]):  # a GPU copies indices
             raise AssertionError(f"{operator} mixes devices: {foreign} are on the CPU")
     count(operator, tensors, to_device)
@@ -99,7 +103,9 @@ def count(operator, tensors: list, to_device: bool) -> None:
         return
     if operator in INDEXING:  # a boolean index is made a list of places
         waits = any(x.dtype == torch.bool for x in tensors[1:])
-        counts["to_device"] += sum(not our and x.dim() > 0 for x, our in zip(tensors, ours))
+        counts["to_device"] += sum(
+            not our and x.dim() > 0 for x, our in zip(tensors, ours)
+        )
     else:
         waits = not DEPENDS_ON_DATA.isdisjoint(operator.tags)
     counts["to_host"] += waits
