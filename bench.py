@@ -1,12 +1,12 @@
 """Measure the methods side by side: one process, one target, the same prompts.
 
-    python bench.py --method glide                      # the shipped drafter
+    python bench.py --method glide               # the shipped drafter
     python bench.py --method glide cape:cpu --num-prompts 40 --json run.json
-    python bench.py --method falcon falcon+copies       # and tokens copied from the context
-    python bench.py --method glide:gamma=2 glide:gamma=4 glide:gamma=6          # a sweep
-    python bench.py --method all                        # all that fits, and transformers' own
-    python bench.py --cost-curve                        # milliseconds of a target forward
-    python bench.py --table results/cpu_*.json          # tables of earlier runs
+    python bench.py --method falcon falcon+copies    # and tokens copied from the context
+    python bench.py --method glide:gamma=2 glide:gamma=4     # two lengths of drafts
+    python bench.py --method all                 # all that fits, and transformers' own
+    python bench.py --cost-curve                 # milliseconds of a target forward
+    python bench.py --table results/cpu_*.json   # tables of earlier runs
 
 An arm is [BASE+]NAME[:SETTINGS][+copies][@DIR]. NAME is a method or a rival (medusa,
 beam, lookup). SETTINGS are fields of its Config that may change after training, as
@@ -21,7 +21,7 @@ for each turn, because a machine's speed drifts. All arms see the same earlier a
 those of transformers' `generate`. A warm-up is discarded. The baseline is the fastest
 plain decoding that is at hand: stock transformers on the target as it was loaded,
 transformers on the target with packed layers (support/packed.py), or our own loop on
-it.
+the packed target.
 
 Figures: a legend stands below the table. tokens/s includes the prefill, tau does not.
 speedup is relative to the baseline and x stock to stock transformers, each with a 95%
@@ -39,6 +39,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import Tensor
 from tqdm import tqdm
 
 import common
@@ -53,7 +54,176 @@ WARM_UP_TOKENS = 12
 CONTEXT = 256  # of the cost curve, in tokens
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the cost curve
 
-# ------------------------------------------------------------------------------ answering
+
+# ------------------------------------------------------------------------ a whole run
+
+
+def measure(args) -> dict:
+    """Measure, print the tables and write --json; returns the result.
+
+    With --replay only the page is written.
+    """
+    prompts = prompts_of(args)
+    stock, target, tokenizer = load(args)
+    result = report.header(args, target)
+    if args.cost_curve:
+        result["cost_curve"] = cost_curve(target)
+    if prompts:
+        arms = make_arms(args.method, target)
+        options = generate_options(args)
+        torch.manual_seed(args.seed)
+        if args.replay:
+            loops = plain_loops(stock, target)
+            turn = prompts[0]["turns"][0]
+            replay.write(args.replay, tokenizer, loops, arms, turn, options)
+            return {"replay": args.replay}
+        result |= compare(args, stock, target, tokenizer, arms, prompts, options)
+
+    print(report.tables(result))
+    if args.json:
+        report.write_result(result, args.json)
+    for numbers in report.arms_of(result).values():
+        del numbers["answers"]  # too long for the last line of the output
+    return result
+
+
+def prompts_of(args) -> list[dict]:
+    """What to ask, see `data.read_prompts`; [] if there is no arm to answer it."""
+    if args.prompt is not None:
+        prompts = [{"question_id": 1, "turns": [args.prompt]}]
+    elif args.method:
+        paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
+        prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
+    else:
+        return []
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
+    if load > os.cpu_count():
+        print(
+            f"bench.py: other programs are using this machine (load {load:.1f}), so "
+            "speedups are not to be trusted: stop them, or set OMP_WAIT_POLICY=passive",
+            file=sys.stderr,
+        )
+    return prompts
+
+
+def load(args) -> tuple:
+    """The target as it is loaded, the packed one to decode with, and the tokenizer."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    dtype = getattr(torch, args.dtype)
+    stock, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
+    possible = packed.candidates(stock)
+    if args.kernel and args.kernel not in possible:
+        remedy = f"take one of {', '.join(possible)}" if possible else "leave it out"
+        raise UserError(
+            f"--kernel {args.kernel} does not compute this target exactly: {remedy}"
+        )
+    kernels = (args.kernel, args.kernel) if args.kernel else None
+    return stock, packed.pack(stock, kernels), tokenizer
+
+
+def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
+    """Let the arms and plain decoding answer; returns their part of the result."""
+    size = args.batch_size
+    starts = range(0, len(prompts) - size + 1, size)  # what fills no batch is left out
+    groups = [prompts[start : start + size] for start in starts]
+    if not groups:
+        raise UserError(f"{len(prompts)} prompts fill no batch: lower --batch-size")
+    if args.sweep:
+        from support import stopping  # needs specdecpp.py
+
+        stopping.longest_chains(arms[0])  # a UserError comes before the long run
+    loops = plain_loops(stock, target, size)
+    asked, answers = ask(tokenizer, [*loops, *arms], groups, options, args.seed)
+
+    figures = summary(arms, loops, asked, answers, not args.temperature)
+    count = answers[loops[0].name][-1].prompt + 1  # prompts or batches
+    result = {"prompts": count * size}
+    if size > 1:
+        result["batch"] = {"size": size, "batches": count, "arms": figures}
+    else:
+        result["arms"] = figures
+    if len(asked) < sum(len(prompt["turns"]) for group in groups for prompt in group):
+        result["interrupted"] = True
+    if args.sweep:
+        turns = [inputs | options for inputs in asked]
+        found = stopping.sweep(arms[0], turns, answers[arms[0].name])
+        result["sweep"] = report.rounded(found)
+    return result
+
+
+# -------------------------------------------------------------------------- answering
+
+
+def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> tuple:
+    """Let every arm answer every turn of every prompt.
+
+    arms: the first one's answers are the earlier turns for all.
+    groups: lists of prompts that are answered at once.
+    options: of target.generate.
+    Returns what was asked, as in `play`, and {arm's name: answers} in the same order,
+    of the turns that every arm has answered. Ctrl-C and a UserError (a prompt is too
+    long) end it early; before the end of the first turn they are raised.
+    """
+    device = arms[0].target.device
+    opening = [encode(tokenizer, each["turns"][:1], device) for each in groups[0]]
+    for arm in arms:  # a warm-up
+        play(arm, opening, options | {"max_new_tokens": WARM_UP_TOKENS})
+
+    asked = []
+    answers = {arm.name: [] for arm in arms}
+    shuffle = random.Random(seed)
+    total = len(arms) * sum(map(most_turns, groups))
+    bar = tqdm(total=total, desc="answers", disable=None)
+    try:
+        for number, group in enumerate(groups):
+            for turn, new in turns_of(group, arms, tokenizer, options, shuffle, bar):
+                asked += turn
+                for name, each in new.items():
+                    answers[name] += each
+                    for answer in each:
+                        answer.prompt = number
+    except (KeyboardInterrupt, UserError) as problem:
+        if not asked:
+            raise
+        why = str(problem) or "interrupted"
+        covered = f"the figures cover {len(asked)} turns"
+        bar.write(f"bench.py: {why}; {covered}", file=sys.stderr)
+    finally:
+        bar.close()
+    return asked, answers
+
+
+def turns_of(group: list[dict], arms, tokenizer, options: dict, shuffle, bar):
+    """Yield what is asked in each turn of a group, and {arm's name: answers}."""
+    device = arms[0].target.device
+    talks = [(prompt, []) for prompt in group]  # with the messages so far
+    for place in range(most_turns(group)):
+        # Ask the prompts that have another turn.
+        talks = [talk for talk in talks if place < len(talk[0]["turns"])]
+        for prompt, messages in talks:
+            messages.append(prompt["turns"][place])
+        asked = [encode(tokenizer, messages, device) for _, messages in talks]
+
+        # Let all arms answer, in an order of this turn's own.
+        answers = {}
+        for arm in shuffle.sample(arms, len(arms)):
+            bar.set_postfix_str(arm.name)
+            answers[arm.name] = play(arm, asked, options)
+            for answer, (prompt, _) in zip(answers[arm.name], talks):
+                answer.question_id = prompt["question_id"]
+            bar.update(1)
+        yield asked, answers
+
+        # Go on with the first arm's answers.
+        for (_, messages), answer in zip(talks, answers[arms[0].name]):
+            text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            messages.append(text)
+
+
+def most_turns(group: list[dict]) -> int:
+    """How many turns the longest conversation of a group has."""
+    return max(len(prompt["turns"]) for prompt in group)
 
 
 @torch.no_grad()
@@ -82,7 +252,7 @@ def timed_answer(arm: Arm, inputs: dict, options: dict) -> Answer:
     """Decode with drafts, and time each phase of each round."""
     target = arm.target
     answer = Answer()
-    phase = "prefill"  # up to the first draft, for which the drafter reads the prompt, too
+    phase = "prefill"  # up to the first draft, for which the drafter reads the prompt
     begin = clock(target)
     decoding = common.start(target, **inputs, **options)
     for draft in arm.drafts(decoding):
@@ -135,106 +305,54 @@ def transformers_answer(arm: Arm, inputs: dict, options: dict) -> Answer:
 
 
 def padded_answers(arm: Arm, asked: list[dict], options: dict) -> list[Answer]:
-    """Let transformers decode a batch, in which each forward gives one token to all."""
+    """Let transformers decode a batch, in which a forward gives each one token."""
     prompts = [inputs["input_ids"][0].tolist() for inputs in asked]
     rows = answer_padded(arm.target, prompts, **options)
-    return [Answer(target_forwards=len(row), emitted=len(row), tokens=row) for row in rows]
+    return [
+        Answer(target_forwards=len(row), emitted=len(row), tokens=row) for row in rows
+    ]
 
 
-def new_tokens(ids, inputs: dict) -> list[int]:
+def new_tokens(ids: Tensor, inputs: dict) -> list[int]:
     """Ids (1, T) without the prompt."""
     return ids[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def most_turns(group: list[dict]) -> int:
-    """How many turns the longest conversation of a group has."""
-    return max(len(prompt["turns"]) for prompt in group)
+# ---------------------------------------------------------------------------- figures
 
 
-def run(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> tuple:
-    """Let every arm answer every turn of every prompt.
+def summary(arms, loops, asked: list, answers: dict, greedy: bool) -> dict:
+    """{arm's name: figures}, of the baseline first: the fastest of `loops`.
 
-    arms: the first one's answers are the earlier turns for all.
-    groups: lists of prompts that are answered at once.
-    Returns what was asked, as in `play`, and {arm's name: answers} in the same order,
-    of the turns that every arm has answered. Ctrl-C and a UserError (a prompt is too
-    long) end the run early; before the end of the first turn they are raised.
-    """
-    device = arms[0].target.device
-    opening = [encode(tokenizer, each["turns"][:1], device) for each in groups[0]]
-    for arm in arms:  # a warm-up
-        play(arm, opening, options | {"max_new_tokens": WARM_UP_TOKENS})
-
-    asked = []
-    answers = {arm.name: [] for arm in arms}
-    shuffle = random.Random(seed)
-    bar = tqdm(total=len(arms) * sum(map(most_turns, groups)), desc="answers", disable=None)
-    try:
-        for number, group in enumerate(groups):
-            talks = [(prompt, []) for prompt in group]  # with the messages so far
-            for place in range(most_turns(group)):
-                # Ask the prompts that have another turn.
-                talks = [(prompt, said) for prompt, said in talks if place < len(prompt["turns"])]
-                for prompt, said in talks:
-                    said.append(prompt["turns"][place])
-                turn = [encode(tokenizer, said, device) for _, said in talks]
-
-                # Let all arms answer, in an order of this turn's own.
-                played = {}
-                for arm in shuffle.sample(arms, len(arms)):
-                    bar.set_postfix_str(arm.name)
-                    played[arm.name] = play(arm, turn, options)
-                    bar.update(1)
-
-                # The turn is complete. Go on with the first arm's answers.
-                asked += turn
-                for name, new in played.items():
-                    for answer, (prompt, _) in zip(new, talks):
-                        answer.prompt = number
-                        answer.question_id = prompt["question_id"]
-                    answers[name] += new
-                for (_, said), answer in zip(talks, played[arms[0].name]):
-                    said.append(tokenizer.decode(answer.tokens, skip_special_tokens=True))
-    except (KeyboardInterrupt, UserError) as problem:
-        if not asked:
-            raise
-        why = str(problem) or "interrupted"
-        bar.write(f"bench.py: {why}; the figures cover {len(asked)} turns", file=sys.stderr)
-    finally:
-        bar.close()
-    return asked, answers
-
-
-# -------------------------------------------------------------------------------- figures
-
-
-def summary(arms: list[Arm], loops: list[Arm], asked: list, answers: dict, greedy: bool) -> dict:
-    """{arm's name: figures}; the baseline is the fastest of `loops`.
-
-    loops: of `plain_loops`; the first one is stock transformers.
-    asked, answers: of `run`.
+    arms, loops: lists of Arms; the loops are those of `plain_loops`, of which the first
+        is stock transformers.
+    asked, answers: of `ask`.
     greedy: the answers should equal those of stock transformers.
     """
     stock = loops[0]
     found = {name: report.figures(answers[name]) for name in answers}
     baseline = max(loops, key=lambda loop: found[loop.name]["tokens_per_s"])
+    for numbers in found.values():
+        numbers |= report.speed_ratio("speedup", numbers, found[baseline.name])
+        numbers |= report.speed_ratio("vs_stock", numbers, found[stock.name])
+
     alphas = {None: None}  # by drafter: many arms share one
-    result = {}
     for arm in [baseline, *arms]:
         numbers = found[arm.name]
-        numbers |= report.ratio("speedup", numbers, found[baseline.name])
         if arm.drafter not in alphas:
             alphas[arm.drafter] = acceptance_rate(arm, asked, answers[baseline.name])
         numbers["alpha"] = alphas[arm.drafter]
         numbers["settings"] = report.settings(arm)
         if greedy:
-            numbers |= divergence(stock.target, asked, answers[arm.name], answers[stock.name])
-        result["baseline" if arm is baseline else arm.name] = numbers
-    for numbers in found.values():
-        numbers |= report.ratio("vs_stock", numbers, found[stock.name])
+            ours, theirs = answers[arm.name], answers[stock.name]
+            numbers |= divergence(stock.target, asked, ours, theirs)
+
     told = ("tokens_per_s", "vs_stock", "vs_stock_ci")
-    plain = {loop.name: {name: found[loop.name][name] for name in told} for loop in loops}
-    result["baseline"] |= {"loop": baseline.name, "loops": plain}
+    plain = {loop.name: {key: found[loop.name][key] for key in told} for loop in loops}
+    result = {
+        "baseline": found[baseline.name] | {"loop": baseline.name, "loops": plain}
+    }
+    result |= {arm.name: found[arm.name] for arm in arms}
     return report.rounded(result)
 
 
@@ -247,9 +365,11 @@ def acceptance_rate(arm: Arm, asked: list[dict], answers: list[Answer]) -> float
     for number, (inputs, answer) in enumerate(pairs[:ALPHA_ANSWERS]):
         prompt = inputs["input_ids"]
         ids = torch.cat([prompt, prompt.new_tensor([answer.tokens])], dim=1)  # (1, T)
-        answered = (torch.arange(ids.shape[1], device=ids.device) >= prompt.shape[1])[None]
+        place = torch.arange(ids.shape[1], device=ids.device)
+        answered = (place >= prompt.shape[1])[None]
         hidden, kv = common.target_features(arm.target, ids, arm.drafter.kv_layers)
-        batch = common.Batch(ids, answered, hidden, kv, ids.new_tensor([number]), progress=0.0)
+        seed = ids.new_tensor([number])
+        batch = common.Batch(ids, answered, hidden, kv, seed, progress=0.0)
         accepted, positions = arm.module.acceptance(arm.drafter, arm.target, batch)
         total += float(accepted)
         count += int(positions)
@@ -257,26 +377,28 @@ def acceptance_rate(arm: Arm, asked: list[dict], answers: list[Answer]) -> float
 
 
 @torch.no_grad()
-def divergence(target, asked: list, answers: list[Answer], reference: list[Answer]) -> dict:
+def divergence(target, asked: list, answers: list[Answer], reference: list[Answer]):
     """How many answers differ from the reference's, and where the first one does.
 
     "top2_margin" is the gap of the target's two best logits there. At a tie it is 0,
     and rounding decides.
     """
+    triples = zip(asked, answers, reference)
+    differing = [each for each in triples if each[1].tokens != each[2].tokens]
     first = None
-    gone = 0
-    for inputs, ours, theirs in zip(asked, answers, reference):
-        if ours.tokens == theirs.tokens:
-            continue
-        gone += 1
-        if first is None:
-            place = len(os.path.commonprefix([ours.tokens, theirs.tokens]))
-            ids = inputs["input_ids"]
-            ids = torch.cat([ids, ids.new_tensor([theirs.tokens[:place]])], dim=1)
-            best, second = target(ids).logits[0, -1].float().topk(2).values.tolist()
-            first = {"question_id": ours.question_id, "position": place}
-            first["top2_margin"] = best - second
-    return {"identical_to_greedy": not gone, "diverged": gone, "first_divergence": first}
+    if differing:
+        inputs, ours, theirs = differing[0]
+        place = len(os.path.commonprefix([ours.tokens, theirs.tokens]))
+        ids = inputs["input_ids"]
+        ids = torch.cat([ids, ids.new_tensor([theirs.tokens[:place]])], dim=1)
+        best, second = target(ids).logits[0, -1].float().topk(2).values.tolist()
+        first = {"question_id": ours.question_id, "position": place}
+        first["top2_margin"] = best - second
+    return {
+        "identical_to_greedy": not differing,
+        "diverged": len(differing),
+        "first_divergence": first,
+    }
 
 
 @torch.no_grad()
@@ -286,13 +408,15 @@ def cost_curve(target) -> dict:
     Returns {"context", "by_tokens": {n: ms}}, medians of five after a warm-up.
     """
     config = target.config.get_text_config()
-    ids = torch.arange(CONTEXT + COUNTS[-1], device=target.device)[None] % config.vocab_size
+    ids = torch.arange(CONTEXT + COUNTS[-1], device=target.device)[None]
+    ids = ids % config.vocab_size
     cache = common.GrowingCache(config.num_hidden_layers)
     target.get_decoder()(ids[:, :CONTEXT], past_key_values=cache, use_cache=True)
     committed = ids[:, : CONTEXT + 1]  # the newest is the root of the drafts
     by_tokens = {}
     for count in tqdm(COUNTS, desc="cost curve", disable=None):
-        draft = common.Draft(ids[0, CONTEXT + 1 : CONTEXT + count], list(range(-1, count - 2)))
+        tokens = ids[0, CONTEXT + 1 : CONTEXT + count]
+        draft = common.Draft(tokens, list(range(-1, count - 2)))
         times = []
         for _ in range(6):
             start = clock(target)
@@ -303,7 +427,22 @@ def cost_curve(target) -> dict:
     return {"context": CONTEXT, "by_tokens": by_tokens}
 
 
-# --------------------------------------------------------------------------- command line
+# ----------------------------------------------------------------------- command line
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, or print the tables of earlier runs."""
+    args = parse(sys.argv[1:] if argv is None else argv)
+    check(args)
+    if args.table:
+        results = [report.read_result(path) for path in args.table]
+        print("\n\n".join(report.tables(result) for result in results))
+    else:
+        results = [measure(args)]
+    if args.plot:
+        pictures.plot(results, Path(args.plot))
+    if not args.table and not sys.stdout.isatty():
+        print("\n" + json.dumps(results[0]))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -312,36 +451,45 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = cli.OneLineParser(description=__doc__)
 
     add = parser.add_argument_group("what to decode, and how").add_argument
-    methods = ", ".join((*cli.METHODS, *cli.RIVALS, *PEERS))
-    cuda = "cuda" if torch.cuda.is_available() else "cpu"
-    dtypes = ("float32", "bfloat16", "float16", "float64")
-    names = f"{methods}, or all; see above"
-    add("--method", nargs="+", default=[], metavar="ARM", type=arm_text, help=names)
+    text = f"{', '.join((*cli.METHODS, *cli.RIVALS, *PEERS))}, or all; see above"
+    add("--method", nargs="+", default=[], metavar="ARM", type=arm_text, help=text)
     add("--target", type=cli.target, help=cli.TARGET_HELP)
-    add("--dtype", default="float32", choices=dtypes, help="of target and drafters")
-    add("--device", default=cuda, help="of torch, such as cpu or cuda:1")
-    add("--kernel", choices=packed.KERNELS, help="of linear layers (default: the fastest)")
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    text = "of target and drafters"
+    add("--dtype", default="float32", choices=dtypes, help=text)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=device, help="of torch, such as cpu or cuda:1")
+    text = "of linear layers (default: the fastest)"
+    add("--kernel", choices=packed.KERNELS, help=text)
     add("--max-new-tokens", type=number(int, 1), default=48, help="per turn")
     add("--temperature", type=number(float, 0), default=0.0, help="0 is greedy")
-    add("--top-p", type=number(float, 0.001, 1), default=1.0, help="share of the likeliest tokens")
-    add("--seed", type=number(int, 0, 2**31), default=0, help="of sampling and the order of arms")
+    text = "share of the likeliest tokens"
+    add("--top-p", type=number(float, 0.001, 1), default=1.0, help=text)
+    text = "of sampling and the order of arms"
+    add("--seed", type=number(int, 0, 2**31), default=0, help=text)
     add("--batch-size", type=number(int, 1), default=1, help="prompts answered at once")
 
     group = parser.add_argument_group("what to ask")
-    spread = "spread over all files; 0: all"
-    group.add_argument("--num-prompts", type=number(int, 0), default=5, help=spread)
+    text = "spread over all files; 0: all"
+    group.add_argument("--num-prompts", type=number(int, 0), default=5, help=text)
     add = group.add_mutually_exclusive_group().add_argument
-    add("--prompts", nargs="+", metavar="FILE", help="FastChat JSONL (default: all of prompts/)")
+    text = "FastChat JSONL (default: all of prompts/)"
+    add("--prompts", nargs="+", metavar="FILE", help=text)
     add("--prompt", metavar="TEXT", help="ask this instead of a prompt file")
 
     group = parser.add_argument_group("what else to do")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--cost-curve", action="store_true", help="time target forwards over 1 to 64 tokens")
-    add("--sweep", action="store_true", help="replay every stop rule on the first arm's chains")
-    add("--replay", metavar="FILE", help="only write a page that replays a prompt's first answer")
-    add("--table", nargs="+", metavar="FILE", help="only print the tables of these results")
-    group.add_argument("--json", metavar="FILE", help="write the result and all answers")
-    group.add_argument("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
+    text = "time target forwards over 1 to 64 tokens"
+    add("--cost-curve", action="store_true", help=text)
+    text = "replay every stop rule on the first arm's chains"
+    add("--sweep", action="store_true", help=text)
+    text = "only write a page that replays a prompt's first answer"
+    add("--replay", metavar="FILE", help=text)
+    text = "only print the tables of these results"
+    add("--table", nargs="+", metavar="FILE", help=text)
+    add = group.add_argument
+    add("--json", metavar="FILE", help="write the result and all answers")
+    add("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
     args = parser.parse_args(argv)
     args.argv = argv
     return args
@@ -350,21 +498,31 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def check(args: argparse.Namespace) -> None:
     """Raise a UserError if options do not go together; nothing is loaded yet."""
     asked = args.method or args.cost_curve or args.table
+    other = args.table and (args.method or args.json)
+    paged = args.replay and (args.json or args.plot)
     drafts = args.sweep or args.replay
-    together = args.sweep or {"all", *PEERS} & set(args.method)
+    sampled = args.sweep and args.temperature
+    unused = args.top_p < 1 and not args.temperature
+    alone = args.sweep or {"all", *PEERS} & set(args.method)
+    batched = args.batch_size > 1 and alone
     file = args.json or args.replay
-    nowhere = file and (Path(file).is_dir() or not Path(file).resolve().parent.is_dir())
+    folder = file and Path(file).resolve().parent
+    nowhere = file and (Path(file).is_dir() or not folder.is_dir())
+    peers = ", ".join(PEERS)
     common.refuse(
-        (not asked, "nothing to do: give --method, --cost-curve or --table; see --help"),
-        (args.table and (args.method or args.json), "--table takes no other option but --plot"),
-        (args.replay and (args.json or args.plot), "with --replay leave out --json and --plot"),
-        (drafts and not args.method, "--sweep and --replay need drafts: give a --method"),
-        (args.sweep and args.temperature, "--sweep is greedy: leave out --temperature"),
-        (args.top_p < 1 and not args.temperature, "--top-p needs a --temperature"),
         (
-            args.batch_size > 1 and together,
-            f"--batch-size: leave out --sweep, all, {', '.join(PEERS)}",
+            not asked,
+            "nothing to do: give --method, --cost-curve or --table; see --help",
         ),
+        (other, "--table takes no other option but --plot"),
+        (paged, "with --replay leave out --json and --plot"),
+        (
+            drafts and not args.method,
+            "--sweep and --replay need drafts: give a --method",
+        ),
+        (sampled, "--sweep is greedy: leave out --temperature"),
+        (unused, "--top-p needs a --temperature"),
+        (batched, f"--batch-size: leave out --sweep, all, {peers}"),
         (nowhere, f"cannot write {file}: name a file in a folder that is there"),
     )
     if args.plot:
@@ -377,97 +535,6 @@ def generate_options(args: argparse.Namespace) -> dict:
     if args.temperature:
         options |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
     return options
-
-
-def measure(args) -> dict:
-    """Measure, print the tables and write --json; returns the result."""
-    prompts = []
-    if args.prompt is not None:
-        prompts = [{"question_id": 1, "turns": [args.prompt]}]
-    elif args.method:
-        paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
-        prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
-    if prompts and load > os.cpu_count():
-        print(
-            f"bench.py: other programs are using this machine (load {load:.1f}), so speedups are "
-            "not to be trusted: stop them, or set OMP_WAIT_POLICY=passive",
-            file=sys.stderr,
-        )
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    dtype = getattr(torch, args.dtype)
-    stock, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
-    possible = packed.candidates(stock)
-    if args.kernel and args.kernel not in possible:
-        those = f"take one of {', '.join(possible)}" if possible else "leave it out"
-        raise UserError(f"--kernel {args.kernel} does not compute this target exactly: {those}")
-    target = packed.pack(stock, (args.kernel, args.kernel) if args.kernel else None)
-
-    result = report.header(args, target)
-    if args.cost_curve:
-        result["cost_curve"] = cost_curve(target)
-    if prompts:
-        arms = make_arms(args.method, target)
-        options = generate_options(args)
-        torch.manual_seed(args.seed)
-        if args.replay:
-            loops = plain_loops(stock, target)
-            turn = prompts[0]["turns"][0]
-            replay.write(args.replay, tokenizer, loops, arms, turn, options)
-            return {"replay": args.replay}
-        result |= compare(args, stock, target, tokenizer, arms, prompts, options)
-
-    print(report.tables(result))
-    if args.json:
-        report.write_result(result, args.json)
-    for numbers in report.arms_of(result).values():
-        del numbers["answers"]  # too long for the last line of the output
-    return result
-
-
-def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
-    """Let the arms and plain decoding answer; returns their part of the result."""
-    size = args.batch_size
-    starts = range(0, len(prompts) - size + 1, size)  # what fills no batch is left out
-    groups = [prompts[start : start + size] for start in starts]
-    if not groups:
-        raise UserError(f"{len(prompts)} prompts fill no batch: lower --batch-size")
-    if args.sweep:
-        from support import stopping  # needs specdecpp.py
-
-        stopping.longest_chains(arms[0])  # a UserError comes before the long run
-    loops = plain_loops(stock, target, size)
-    asked, answers = run(tokenizer, [*loops, *arms], groups, options, args.seed)
-
-    figures = summary(arms, loops, asked, answers, not args.temperature)
-    count = answers[loops[0].name][-1].prompt + 1  # prompts or batches
-    result = {"prompts": count * size}
-    if size > 1:
-        result["batch"] = {"size": size, "batches": count, "arms": figures}
-    else:
-        result["arms"] = figures
-    if len(asked) < sum(len(prompt["turns"]) for group in groups for prompt in group):
-        result["interrupted"] = True
-    if args.sweep:
-        turns = [inputs | options for inputs in asked]
-        found = stopping.sweep(arms[0], turns, answers[arms[0].name])
-        result["sweep"] = report.rounded(found)
-    return result
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = parse(sys.argv[1:] if argv is None else argv)
-    check(args)
-    if args.table:
-        results = [report.read_result(path) for path in args.table]
-        print("\n\n".join(report.tables(result) for result in results))
-    else:
-        results = [measure(args)]
-    if args.plot:
-        pictures.plot(results, Path(args.plot))
-    if not args.table and not sys.stdout.isatty():
-        print("\n" + json.dumps(results[0]))
 
 
 if __name__ == "__main__":

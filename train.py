@@ -2,7 +2,7 @@
 
     python train.py --make-data 2000 --out data.jsonl
     python train.py --method glide --data data.jsonl --minutes 30 --out checkpoints/mine
-    torchrun --nproc-per-node 2 train.py --method glide --data FILES --steps 1000 --out DIR
+    torchrun --nproc-per-node 2 train.py --method glide --data FILES --steps 1000 ...
 
 What differs between the methods is in their files: Config, build, loss and acceptance.
 What they share is in the function `train`, whose loop goes from a batch over loss and
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
 from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import common
@@ -36,7 +36,8 @@ from support.features import Features
 # What eval_alpha is measured on by default: answers of the default target.
 ANSWERS = cli.ROOT / "conversations" / "answers.jsonl.gz"
 
-# ---------------------------------------------------------------------------- training
+
+# --------------------------------------------------------------------------- training
 
 
 def train(args, module, overrides: dict) -> None:
@@ -44,89 +45,62 @@ def train(args, module, overrides: dict) -> None:
 
     module: the method's file, imported.
     overrides: {field: value} of its Config, as the command line gives them.
+    Raises UserError for options or data that cannot be used, and for a loss that is
+    not finite.
     """
     check(args)
     out = Path(args.out)
     accelerator = launch(args)
-
-    # The target is frozen. What the drafter learns from is computed with it.
-    device = accelerator.device if accelerator.num_processes > 1 else args.device
-    dtype = getattr(torch, args.dtype)
-    target, tokenizer = common.load_target(args.target, dtype=dtype, device=str(device))
-    common.check_target(target)
+    target, tokenizer = load_target(args, accelerator)
     sequences, held_out, answers = read_data(args, target, tokenizer)
 
     # `run` says how far the training has come; --resume goes on from what was saved.
     identity = checkpoints.identity(args, target, sequences)
     state = checkpoints.read(out, module, identity, overrides) if args.resume else None
-    run = state["progress"] if state else checkpoints.Progress()
-    drafter = start_drafter(args, module, overrides, target, sequences, state)
-    drafter = drafter.to(target.device).float().train()  # whatever the target's dtype is
-    weights = [p for p in drafter.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    if state:
-        optimizer.load_state_dict(state["optimizer"])
+    run = state["progress"] if state else checkpoints.Run()
+    drafter, optimizer = start(args, module, overrides, target, sequences, state)
     model, optimizer = accelerator.prepare(Loss(module, drafter, target), optimizer)
     out.mkdir(parents=True, exist_ok=True)  # if it cannot be made, fail before training
 
-    lengths = [len(ids) for ids, _ in sequences]
-    to_learn = [int(mask.sum()) for _, mask in sequences]  # tokens of each
-    text = f"{len(sequences)} conversations, {sum(to_learn)} tokens to learn"
-    say(f"{text}; {len(held_out)} held out")
+    announce(args, run, sequences, held_out)
     features = Features(target, drafter.kv_layers, args.features)
-    measured = {"alpha": features.batches(held_out), "eval_alpha": features.batches(answers)}
+    measured = {
+        "alpha": features.batches(held_out),
+        "eval_alpha": features.batches(answers),
+    }
+    lengths = [len(ids) for ids, _ in sequences]
     order = data.steps(lengths, args.batch_size, args.seed, run.step)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    size = args.batch_size // (world_size * args.accumulate)  # of a micro-batch
     progress, stop = run.fraction(args), False  # a run goes from 0 to 1
-    if progress >= 1:
-        say(f"{args.out} is finished; to continue, give more --steps or --minutes")
-
     begin = time.monotonic() - run.seconds  # what earlier sittings took counts as well
-    hide = None if accelerator.is_main_process else True  # None: unless on a terminal
-    bar = tqdm(total=args.steps, initial=run.step, desc=args.method, disable=hide)
-    with interrupts() as caught, bar:
+    with interrupts() as caught, progress_bar(args, run) as bar:
         while progress < 1 and not stop:
-            # The batch is split into micro-batches, which are dealt out to the processes.
-            # The target computes each when `gradients` asks for it, which saves memory.
+            # The target computes the features of a micro-batch when `gradients` asks for
+            # it, so those of a whole batch never have to fit into memory.
             chosen, seeds = next(order)
-            parts = list(zip(chosen.split(size), seeds.split(size)))
             batches = (
                 features.batch([sequences[i] for i in rows], row_seeds, progress)
-                for rows, row_seeds in parts[rank::world_size]
+                for rows, row_seeds in micro_batches(accelerator, chosen, seeds)
             )
-
             loss = gradients(accelerator, model, batches)
             norm = float(accelerator.clip_grad_norm_(model.parameters(), args.clip))
-            if not math.isfinite(loss + norm):
-                raise common.UserError(
-                    f"loss is {loss} and its gradient {norm} at step {run.step}: train anew with a "
-                    f"lower --lr than {args.lr} (what {args.out} holds stays as it is)"
-                )
-            optimizer.param_groups[0]["lr"] = args.lr * learning_rate(progress, args.warmup)
+            check_finite(args, run, loss, norm)
+            rate = args.lr * learning_rate(progress, args.warmup)
+            optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
 
-            run.step += 1
-            run.tokens += sum(to_learn[i] for i in chosen)
-            run.average = loss if run.average is None else 0.95 * run.average + 0.05 * loss
-            run.seconds = time.monotonic() - begin
+            learned = sum(int(sequences[i][1].sum()) for i in chosen)
+            run.add_step(learned, loss, seconds=time.monotonic() - begin)
             bar.update(1)
             # Clocks and signals differ between processes, so the first one decides.
             progress, stop = broadcast_object_list([run.fraction(args), bool(caught)])
             ends = progress >= 1 or stop
 
             if ends or run.step % args.eval_every == 0:
-                row = {
-                    "step": run.step,
-                    "tokens": run.tokens,
-                    "minutes": round(run.seconds / 60, 2),
-                    **measure(module, drafter, target, measured),
-                    "loss": round(run.average, 4),
-                }
-                run.curve.append(row)
-                say(str(row))
-            if accelerator.is_main_process and (ends or run.step % args.save_every == 0):
+                rates = measure(module, drafter, target, measured)
+                say(str(run.add_row(rates)))
+            due = ends or run.step % args.save_every == 0
+            if due and accelerator.is_main_process:
                 checkpoints.save(out, drafter, optimizer, run, identity)
 
     if accelerator.is_main_process:
@@ -155,19 +129,31 @@ class Loss(nn.Module):
         return self.loss(batch)
 
 
+def micro_batches(accelerator, chosen: Tensor, seeds: Tensor) -> list[tuple]:
+    """This process's share of a step, in --accumulate parts of equal size.
+
+    chosen, seeds: (batch_size,) of `data.steps`; both are split in the same way.
+    """
+    processes = accelerator.num_processes
+    size = len(chosen) // (processes * accelerator.gradient_accumulation_steps)
+    parts = list(zip(chosen.split(size), seeds.split(size)))
+    return parts[accelerator.process_index :: processes]
+
+
 def gradients(accelerator, model, batches) -> float:
     """Compute the gradient of a step's mean loss; returns that loss.
 
-    Losses and gradients of all micro-batches, of all processes, are summed and divided
-    once, by the total weight. So the result does not depend on how a step is split, even
-    where the parts have different weights.
+    batches: the micro-batches of this process. However a step is split, the result is
+    the same, even where the parts have different weights.
     """
     sums = torch.zeros(2)  # loss and weight
     for batch in batches:
-        with accelerator.accumulate(model):  # gradients are exchanged in the last one only
+        with accelerator.accumulate(model):  # processes exchange only the last gradient
             total, weight = model(batch)
             total.backward()  # accelerator.backward would divide by --accumulate
         sums += torch.tensor([total.item(), float(weight)])
+    # Losses and gradients are summed over all micro-batches of all processes and
+    # divided once, by the total weight.
     total, weight = accelerator.reduce(sums.to(total.device), "sum").tolist()
     weight = weight or 1.0  # there may be nothing to learn in a step
     for parameter in model.parameters():
@@ -177,8 +163,17 @@ def gradients(accelerator, model, batches) -> float:
     return total / weight
 
 
+def check_finite(args, run, loss: float, norm: float) -> None:
+    """Raise a UserError unless the loss and the norm of its gradient are finite."""
+    if not math.isfinite(loss + norm):
+        raise common.UserError(
+            f"loss is {loss} and its gradient {norm} at step {run.step}: train anew "
+            f"with a lower --lr than {args.lr} (what {args.out} holds stays as it is)"
+        )
+
+
 def learning_rate(progress: float, warmup: float) -> float:
-    """Share of the peak: it rises linearly, stays, and falls linearly in the last fifth."""
+    """Share of the peak: it rises, stays at 1, and falls in the last fifth of a run."""
     rise = (progress + 1e-3) / warmup if warmup else 1.0  # above 0 in the first step
     return min(rise, 1.0, (1 - progress) / 0.2)
 
@@ -197,46 +192,29 @@ def measure(module, drafter, target, measured: dict) -> dict:
     return rates
 
 
-@contextlib.contextmanager
-def interrupts():
-    """Yield a list that Ctrl-C and SIGTERM add to, instead of ending the program."""
-    caught = []
-    text = b"train.py: measuring and saving; the same command with --resume continues\n"
-
-    def note(*_):
-        caught.append(True)
-        os.write(2, text)  # not print: the signal may come while something is printed
-
-    before = {kind: signal.signal(kind, note) for kind in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
-
-
-def say(text: str) -> None:
-    """Print a line above the progress bar, in the first process only."""
-    if PartialState().is_main_process:
-        tqdm.write(f"train.py: {text}", file=sys.stderr)
-
-
-# ----------------------------------------------------------------- what a run begins with
+# ------------------------------------------------------------- what a run begins with
 
 
 def check(args) -> None:
     """Refuse options that do not go together, before anything is loaded."""
     out = Path(args.out)
-    begun = (out / "training_state.pt").is_file()
-    holds = not args.resume and (out / "config.json").is_file()
-    remedy = "continue with --resume, or" if begun else f"start from it with --init {out} and"
+    no_data = not args.data
     measured = ANSWERS in [Path(path).resolve() for path in args.data or []]
+    one_length = bool(args.steps) != bool(args.minutes)
+    both = args.resume and args.init
+    begun = (out / "training_state.pt").is_file()
+    missing = args.resume and not begun
+    holds = not args.resume and (out / "config.json").is_file()
+    remedy = "continue with --resume, or"
+    if not begun:
+        remedy = f"start from it with --init {out} and"
+    leave = f"{ANSWERS.name} is what eval_alpha is measured on: leave it out of --data"
     common.refuse(
-        (not args.data, "training needs --data, files of conversations (--make-data N)"),
-        (measured, f"{ANSWERS.name} is what eval_alpha is measured on: leave it out of --data"),
-        (bool(args.steps) == bool(args.minutes), "give --steps or --minutes, one of the two"),
-        (args.resume and args.init, "--resume takes the weights in --out: leave out --init"),
-        (args.resume and not begun, f"nothing to resume in {out}: leave out --resume to begin"),
+        (no_data, "training needs --data, files of conversations (--make-data N)"),
+        (measured, leave),
+        (not one_length, "give --steps or --minutes, one of the two"),
+        (both, "--resume takes the weights in --out: leave out --init"),
+        (missing, f"nothing to resume in {out}: leave out --resume to begin"),
         (holds, f"{out} already holds a drafter: {remedy} give another --out"),
         (out.is_file(), f"--out {out} is a file; name a folder for the drafter"),
     )
@@ -244,12 +222,13 @@ def check(args) -> None:
 
 def launch(args) -> Accelerator:
     """Join the other processes, if torchrun or accelerate started several."""
+    # The plugin rather than a number, which the environment could replace.
+    plugin = GradientAccumulationPlugin(num_steps=args.accumulate)
     accelerator = Accelerator(
         cpu=args.device == "cpu",
         device_placement=False,  # everything goes where the target is
         mixed_precision="bf16" if args.bf16 else "no",
-        # The plugin rather than a number, which the environment could replace.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=args.accumulate),
+        gradient_accumulation_plugin=plugin,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
     count = accelerator.num_processes
@@ -261,15 +240,26 @@ def launch(args) -> Accelerator:
     return accelerator
 
 
+def load_target(args, accelerator) -> tuple:
+    """The target, frozen, and its tokenizer, on this process's device."""
+    device = accelerator.device if accelerator.num_processes > 1 else args.device
+    dtype = getattr(torch, args.dtype)
+    target, tokenizer = common.load_target(args.target, dtype=dtype, device=str(device))
+    common.check_target(target)
+    return target, tokenizer
+
+
 def read_data(args, target, tokenizer) -> tuple[list, list, list]:
     """Sequences to train on, held-out ones, and those of --eval.
 
     Each sequence is (token ids (T,), loss mask (T,)).
     """
-    context = getattr(target.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    config = target.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or 2**31
     sequences = []
     for path in args.data:
-        sequences += data.read_conversations(path, tokenizer, min(args.max_length, context))
+        length = min(args.max_length, context)
+        sequences += data.read_conversations(path, tokenizer, length)
     sequences = data.join_turns(sequences)
     border = len(sequences) - min(args.held_out, len(sequences) // 2)
     path = args.eval
@@ -279,75 +269,144 @@ def read_data(args, target, tokenizer) -> tuple[list, list, list]:
     return sequences[:border], sequences[border:], answers
 
 
-def start_drafter(args, module, overrides: dict, target, sequences: list, state: dict | None):
-    """The drafter to train: resumed, new, or new with the weights of --init."""
+def start(args, module, overrides: dict, target, sequences: list, state: dict | None):
+    """The drafter to train and its optimizer.
+
+    state: of `checkpoints.read`, to go on from; None in a new run.
+    """
     torch.manual_seed(args.seed)
     if state:
         drafter = module.Drafter(module.Config(**state["config"] | overrides))
         drafter.load_state_dict(state["model"])
-        return drafter
+    else:
+        drafter = new_drafter(args, module, overrides, target, sequences)
+    # Weights are trained in float32, whatever the target's dtype is.
+    drafter = drafter.to(target.device).float().train()
+    optimizer = torch.optim.AdamW(
+        [weight for weight in drafter.parameters() if weight.requires_grad],
+        lr=args.lr,
+        betas=(0.9, 0.95),
+        weight_decay=0.01,
+    )
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+    return drafter, optimizer
 
+
+def new_drafter(args, module, overrides: dict, target, sequences: list):
+    """A drafter as the method builds it, with the weights of --init where it has them.
+
+    Raises UserError if those have other shapes.
+    """
     learned = torch.cat([ids[mask] for ids, mask in sequences])
-    counts = torch.bincount(learned, minlength=common.target_shape(target)["vocab_size"])
+    vocab = common.target_shape(target)["vocab_size"]
+    counts = torch.bincount(learned, minlength=vocab)
     if not args.init:
         return module.build(module.Config(**overrides), target, counts)
 
-    start = common.load_drafter(module.Drafter, args.init, target)
-    drafter = module.build(dataclasses.replace(start.config, **overrides), target, counts)
+    given = common.load_drafter(module.Drafter, args.init, target)
+    config = dataclasses.replace(given.config, **overrides)
+    drafter = module.build(config, target, counts)
     try:
-        missing, surplus = drafter.load_state_dict(start.state_dict(), strict=False)
+        missing, surplus = drafter.load_state_dict(given.state_dict(), strict=False)
     except RuntimeError as error:  # weights of other shapes
         reason = " ".join(str(error).split())[:160]
-        raise common.UserError(f"--init {args.init} does not fit the options: {reason}") from error
+        raise common.UserError(
+            f"--init {args.init} does not fit the options: {reason}"
+        ) from error
     if missing or surplus:
-        say(f"{args.init} lacks these weights, or has more: {', '.join(missing + surplus)}")
+        names = ", ".join(missing + surplus)
+        say(f"{args.init} lacks these weights, or has more: {names}")
     return drafter
 
 
-# ----------------------------------------------------------------------------- command line
+# ------------------------------------------------------------- what a user sees of it
+
+
+def announce(args, run, sequences: list, held_out: list) -> None:
+    """Say what there is to learn, and that nothing is if the run is finished."""
+    tokens = sum(int(mask.sum()) for _, mask in sequences)
+    text = f"{len(sequences)} conversations, {tokens} tokens to learn"
+    say(f"{text}; {len(held_out)} held out")
+    if run.fraction(args) >= 1:
+        say(f"{args.out} is finished; to continue, give more --steps or --minutes")
+
+
+def say(text: str) -> None:
+    """Print a line above the progress bar, in the first process only."""
+    if PartialState().is_main_process:
+        tqdm.write(f"train.py: {text}", file=sys.stderr)
+
+
+def progress_bar(args, run) -> tqdm:
+    """The bar of a run, on a terminal and in the first process only."""
+    hide = None if PartialState().is_main_process else True  # None: unless a terminal
+    return tqdm(total=args.steps, initial=run.step, desc=args.method, disable=hide)
+
+
+@contextlib.contextmanager
+def interrupts():
+    """Yield a list that Ctrl-C and SIGTERM add to, instead of ending the program."""
+    caught = []
+    text = b"train.py: measuring and saving; the same command with --resume continues\n"
+
+    def note(*_):
+        caught.append(True)
+        os.write(2, text)  # not print: the signal may come while something is printed
+
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.signal(kind, note) for kind in kinds}
+    try:
+        yield caught
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+# ----------------------------------------------------------------------- command line
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, make data or draw curves."""
+    args, module = parse(sys.argv[1:] if argv is None else argv)
+    tasks = "--method NAME with --data and --out, --make-data N with --out, or --plot"
+    asked = args.plot or args.make_data or args.method
+    alone = args.plot and len(args.plot) < 2
+    nowhere = not args.plot and not args.out
+    common.refuse(
+        (not asked, f"nothing to do: give {tasks}"),
+        (alone, "--plot: name the curves to draw after the folder"),
+        (nowhere, "give --out, a folder for the drafter or a file for data"),
+    )
+    if args.plot:
+        folder, *curves = args.plot
+        pictures.check(folder)
+        pictures.curves(curves, Path(folder))
+    elif args.make_data:
+        make_data(args)
+    else:
+        names = {field.name for field in dataclasses.fields(module.Config)}
+        names.remove("target")  # this field is a shape, and --target a name
+        given = {name: value for name, value in vars(args).items() if value is not None}
+        train(args, module, {name: given[name] for name in given if name in names})
+
+
+def make_data(args) -> None:
+    """Let the target write conversations."""
+    requests = []
+    if args.requests:
+        prompts = data.read_prompts([Path(args.requests)], 0)
+        requests = [prompt["turns"][0] for prompt in prompts]
+    dtype = getattr(torch, args.dtype)
+    target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
+    maker = talks.Maker(target, tokenizer, args.second_turns, args.greedy)
+    held = maker.fill(args.out, args.make_data, requests, args.seed)
+    print(f"train.py: {args.out} holds {held} answers", file=sys.stderr)
 
 
 def parse(argv: list[str]):
     """The options, with those of `--method`, and its module or None."""
-    number = cli.number
-    share = number(float, 0, 1)
-    parser = cli.OneLineParser(description=__doc__)
-
-    add = parser.add_argument_group("what to do").add_argument
-    add("--method", choices=cli.present(), help="whose drafter to train")
-    add("--make-data", type=number(int, 1), metavar="N", help="answers that --out is to hold")
-    add("--plot", nargs="+", metavar="PATH", help="draw curves: a folder to draw in, then files")
-    add("--out", help="checkpoint folder, or the file that --make-data appends to")
-    add("--target", type=cli.target, help=cli.TARGET_HELP)
-    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the target")
-    gpu = torch.cuda.is_available()
-    add("--device", default="cuda" if gpu else "cpu", help="of torch")
-    add("--seed", type=number(int, 0, 2**31), default=0, help="of all random choices")
-
-    add = parser.add_argument_group("training").add_argument
-    add("--data", nargs="+", metavar="FILE", help="conversations, .jsonl or .jsonl.gz")
-    add("--eval", metavar="FILE", help="conversations to measure eval_alpha on")
-    add("--steps", type=number(int, 1), help="optimizer steps")
-    add("--minutes", type=number(float, 1e-3), help="train this long instead, in all sittings")
-    add("--resume", action="store_true", help="continue the run in --out")
-    add("--init", metavar="DIR", help="start from this drafter")
-    add("--features", metavar="DIR", help="keep the target's features here (2 kB a token)")
-    add("--batch-size", type=number(int, 1), default=4, help="conversations a step, in all")
-    add("--accumulate", type=number(int, 1), default=1, help="micro-batches to split a batch into")
-    add("--lr", type=number(float, 0), default=2e-3, help="peak learning rate")
-    add("--warmup", type=share, default=0.02, help="share of the run that warms up")
-    add("--clip", type=number(float, 1e-6), default=1.0, help="largest gradient norm")
-    add("--max-length", type=number(int, 2), default=512, help="tokens kept of a conversation")
-    add("--bf16", action=argparse.BooleanOptionalAction, default=gpu, help="autocast to bfloat16")
-    add("--held-out", type=number(int, 0), default=32, help="kept to measure alpha")
-    add("--eval-every", type=number(int, 1), default=100, help="steps between measurements")
-    add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
-
-    add = parser.add_argument_group("--make-data").add_argument
-    add("--requests", metavar="FILE", help="prompts to ask first, as those of bench.py")
-    add("--second-turns", type=share, default=0.0, help="share of conversations with a second turn")
-    add("--greedy", type=share, default=0.5, help="share answered greedily, the rest at T = 0.8")
-
+    parser = options()
     named = cli.method_named(argv)
     if not named or named[0] not in cli.present():
         return parser.parse_args(argv), None
@@ -359,38 +418,58 @@ def parse(argv: list[str]):
     return parser.parse_args(argv), module
 
 
-def make_data(args) -> None:
-    """Let the target write conversations."""
-    dtype = getattr(torch, args.dtype)
-    requests = []
-    if args.requests:
-        prompts = data.read_prompts([Path(args.requests)], 0)
-        requests = [prompt["turns"][0] for prompt in prompts]
-    target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
-    maker = talks.Maker(target, tokenizer, args.second_turns, args.greedy)
-    held = maker.fill(args.out, args.make_data, requests, args.seed)
-    print(f"train.py: {args.out} holds {held} answers", file=sys.stderr)
+def options() -> cli.OneLineParser:
+    """The options of all methods."""
+    parser = cli.OneLineParser(description=__doc__)
+    count = cli.number(int, 1)
+    share = cli.number(float, 0, 1)
+    gpu = torch.cuda.is_available()
 
+    add = parser.add_argument_group("what to do").add_argument
+    add("--method", choices=cli.present(), help="whose drafter to train")
+    add("--make-data", type=count, metavar="N", help="answers that --out is to hold")
+    text = "draw curves: a folder to draw in, then files"
+    add("--plot", nargs="+", metavar="PATH", help=text)
+    add("--out", help="checkpoint folder, or the file that --make-data appends to")
+    add("--target", type=cli.target, help=cli.TARGET_HELP)
+    dtypes = ("float32", "bfloat16")
+    add("--dtype", default="float32", choices=dtypes, help="of the target")
+    add("--device", default="cuda" if gpu else "cpu", help="of torch")
+    text = "of all random choices"
+    add("--seed", type=cli.number(int, 0, 2**31), default=0, help=text)
 
-def main(argv: list[str] | None = None) -> None:
-    """Train, make data or draw curves."""
-    args, module = parse(sys.argv[1:] if argv is None else argv)
-    tasks = "--method NAME with --data and --out, --make-data N with --out, or --plot"
-    common.refuse(
-        (not (args.plot or args.make_data or args.method), f"nothing to do: give {tasks}"),
-        (args.plot and len(args.plot) < 2, "--plot: name the curves to draw after the folder"),
-        (not args.plot and not args.out, "give --out, a folder for the drafter or a file for data"),
-    )
-    if args.plot:
-        folder, *curves = args.plot
-        pictures.check(folder)
-        pictures.curves(curves, Path(folder))
-    elif args.make_data:
-        make_data(args)
-    else:
-        fields = {field.name for field in dataclasses.fields(module.Config)} - {"target"}
-        given = {name: value for name, value in vars(args).items() if value is not None}
-        train(args, module, {name: value for name, value in given.items() if name in fields})
+    add = parser.add_argument_group("training").add_argument
+    add("--data", nargs="+", metavar="FILE", help="conversations, .jsonl or .jsonl.gz")
+    add("--eval", metavar="FILE", help="conversations to measure eval_alpha on")
+    add("--steps", type=count, help="optimizer steps")
+    text = "train this long instead, in all sittings"
+    add("--minutes", type=cli.number(float, 1e-3), help=text)
+    add("--resume", action="store_true", help="continue the run in --out")
+    add("--init", metavar="DIR", help="start from this drafter")
+    text = "keep the target's features here (2 kB a token)"
+    add("--features", metavar="DIR", help=text)
+    add("--batch-size", type=count, default=4, help="conversations a step, in all")
+    text = "micro-batches to split a batch into"
+    add("--accumulate", type=count, default=1, help=text)
+    add("--lr", type=cli.number(float, 0), default=2e-3, help="peak learning rate")
+    add("--warmup", type=share, default=0.02, help="share of the run that warms up")
+    text = "largest gradient norm"
+    add("--clip", type=cli.number(float, 1e-6), default=1.0, help=text)
+    text = "tokens kept of a conversation"
+    add("--max-length", type=cli.number(int, 2), default=512, help=text)
+    either = argparse.BooleanOptionalAction
+    add("--bf16", action=either, default=gpu, help="autocast to bfloat16")
+    add("--held-out", type=cli.number(int, 0), default=32, help="kept to measure alpha")
+    add("--eval-every", type=count, default=100, help="steps between measurements")
+    add("--save-every", type=count, default=500, help="steps between checkpoints")
+
+    add = parser.add_argument_group("--make-data").add_argument
+    add("--requests", metavar="FILE", help="prompts to ask first, as those of bench.py")
+    text = "share of conversations with a second turn"
+    add("--second-turns", type=share, default=0.0, help=text)
+    text = "share answered greedily, the rest at T = 0.8"
+    add("--greedy", type=share, default=0.5, help=text)
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A drafter's training folder: how it is written, and when it may resume."""
+"""A drafter's training folder: how it is written, and when a run may go on from it."""
 
 import copy
 import hashlib
@@ -14,14 +14,16 @@ import common
 from support import cli
 from support.features import fingerprint
 
-# Options that a resumed run must keep. The length may change: a run can be
-# made longer while its learning rate is constant.
-DECIDING = "method dtype bf16 seed batch_size lr warmup clip max_length held_out".split()
+# Options that a resumed run must keep. --steps and --minutes are not among them: a run
+# can be made longer while its learning rate is constant.
+DECIDING = (
+    "method dtype bf16 seed batch_size lr warmup clip max_length held_out".split()
+)
 
 
 @dataclass
-class Progress:
-    """How far a run has come."""
+class Run:
+    """How far a training run has come."""
 
     step: int = 0
     tokens: int = 0  # response tokens trained on, repetitions included
@@ -31,7 +33,29 @@ class Progress:
 
     def fraction(self, args) -> float:
         """The completed fraction of a run of args.steps or args.minutes."""
-        return self.step / args.steps if args.steps else self.seconds / 60 / args.minutes
+        if args.steps:
+            return self.step / args.steps
+        return self.seconds / 60 / args.minutes
+
+    def add_step(self, tokens: int, loss: float, seconds: float) -> None:
+        """Count a step. tokens: learned in it. seconds: of the whole run so far."""
+        self.step += 1
+        self.tokens += tokens
+        self.seconds = seconds
+        before = loss if self.average is None else self.average
+        self.average = 0.95 * before + 0.05 * loss
+
+    def add_row(self, rates: dict) -> dict:
+        """Add acceptance rates to the curve; returns the new row."""
+        row = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "minutes": round(self.seconds / 60, 2),
+            **rates,
+            "loss": round(self.average, 4),
+        }
+        self.curve.append(row)
+        return row
 
 
 def identity(args, target, sequences) -> dict:
@@ -45,63 +69,62 @@ def identity(args, target, sequences) -> dict:
     return decides
 
 
-def read(out: Path, module, identity: dict, overrides: dict) -> dict:
-    """The training state in the folder `out`, its "progress" as a Progress.
-
-    Args:
-        identity: what decides the run that is to continue.
-        overrides: {field: value} of the Config, from the command line.
-    Raises:
-        UserError: it is damaged, or of another run.
-    """
-    path = out / "training_state.pt"
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        module.Config(**state["config"])  # fails if a version had other fields
-        begun = state["config"] | state["identity"]
-        state["progress"] = Progress(**state["progress"])
-    except Exception as error:  # torch raises many kinds on a damaged file
-        reason = str(error).strip().split("\n")[0]
-        raise common.UserError(
-            f"{path} is damaged or of another version ({reason}); train anew with another --out"
-        ) from error
-    free = cli.decode_fields(module)
-    now = identity | {name: value for name, value in overrides.items() if name not in free}
-    for name, value in now.items():
-        if value != begun.get(name):
-            raise common.UserError(
-                f"{out} was started with --{name.replace('_', '-')} {begun.get(name)}, now "
-                f"{value}; resume with the same, or train anew with another --out"
-            )
-    return state
-
-
-def save(out: Path, drafter, optimizer, progress: Progress, identity: dict) -> None:
+def save(out: Path, drafter, optimizer, run: Run, identity: dict) -> None:
     """Write training state, curve, bfloat16 weights and config.json.
 
-    Each file appears by one rename, config.json, which marks a drafter, last.
-
-    Raises: UserError: it cannot be written; what was in `out` is as before.
+    Raises UserError if they cannot be written; what was in `out` is then as before.
     """
     state = {
         "identity": identity,
         "config": asdict(drafter.config),
         "model": drafter.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "progress": asdict(progress),
+        "progress": asdict(run),
     }
     part = out / ".part"
     shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
     try:
         copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(part)
         torch.save(state, part / "training_state.pt")
-        (part / "curve.json").write_text(json.dumps(progress.curve) + "\n")
+        (part / "curve.json").write_text(json.dumps(run.curve) + "\n")
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk
         shutil.rmtree(part, ignore_errors=True)
         reason = str(error).strip().split("\n")[0]
         raise common.UserError(
             f"cannot save to {out} ({reason}); make room, then continue with --resume"
         ) from error
+    # Each file appears by one rename. config.json marks a drafter, so it comes last.
     for name in ("training_state.pt", "model.safetensors", "curve.json", "config.json"):
         (part / name).replace(out / name)
     shutil.rmtree(part)  # with the hub's template of a model card
+
+
+def read(out: Path, module, identity: dict, overrides: dict) -> dict:
+    """The training state that `save` wrote to `out`, its "progress" as a Run.
+
+    identity: of the run that is to go on.
+    overrides: {field: value} of its Config, as the command line gives them.
+    Raises UserError if the state is damaged, or of another run.
+    """
+    path = out / "training_state.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        module.Config(**state["config"])  # fails if a version had other fields
+        begun = state["config"] | state["identity"]
+        state["progress"] = Run(**state["progress"])
+    except Exception as error:  # torch raises many kinds on a damaged file
+        reason = str(error).strip().split("\n")[0]
+        raise common.UserError(
+            f"{path} is damaged or of another version ({reason}); train anew with "
+            "another --out"
+        ) from error
+    free = cli.decode_fields(module)
+    trained = {name: value for name, value in overrides.items() if name not in free}
+    for name, value in (identity | trained).items():
+        if value != begun.get(name):
+            option = "--" + name.replace("_", "-")
+            raise common.UserError(
+                f"{out} was started with {option} {begun.get(name)}, now {value}; "
+                "resume with the same, or train anew with another --out"
+            )
+    return state

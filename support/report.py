@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import platform
 import re
 import shlex
@@ -17,15 +16,11 @@ import transformers
 
 import common
 from common import UserError
-from support import default_target
+from support import default_target, files
 
-LEGEND = (
-    "speedup: over the baseline, the fastest plain decoding. x stock: over transformers on the "
-    "target as loaded. tau: tokens per target forward. accepted: draft tokens accepted per target "
-    "forward. alpha: acceptance rate at temperature 1. N_t/N: target forwards per token. N_d/N: "
-    "draft tokens discarded per token. ms: per round; other: neither drafting nor verifying."
-)
-COLUMNS = {  # name in the JSON: heading of a table, and the format of a number
+# The figures of an arm: their names in the JSON, with the heading of a table's column
+# and the format of its numbers.
+COLUMNS = {
     "tokens_per_s": ("tokens/s", ".1f"),
     "speedup": ("speedup", ".2f"),
     "speedup_ci": ("95%", ".2f"),
@@ -41,9 +36,16 @@ COLUMNS = {  # name in the JSON: heading of a table, and the format of a number
     "other_ms": ("other ms", ".1f"),
     "identical_to_greedy": ("= greedy", ""),
 }
+LEGEND = (
+    "speedup: over the baseline, the fastest plain decoding. x stock: over "
+    "transformers on the target as loaded. tau: tokens per target forward. accepted: "
+    "draft tokens accepted per target forward. alpha: acceptance rate at temperature "
+    "1. N_t/N: target forwards per token. N_d/N: draft tokens discarded per token. ms: "
+    "per round; other: neither drafting nor verifying."
+)
 
 
-# ----------------------------------------------------------------------------- the record
+# -------------------------------------------------------------------------- an answer
 
 
 @dataclass
@@ -84,7 +86,7 @@ def record(answer: Answer) -> dict:
     }
 
 
-# ------------------------------------------------------------------------------ figures
+# ---------------------------------------------------------------- figures of an arm
 
 
 def sums(answers: list[Answer]) -> Counter:
@@ -95,36 +97,40 @@ def sums(answers: list[Answer]) -> Counter:
         total["seconds"] += each.seconds.total()
         total["tokens"] += len(each.tokens)
         total["forwards"] += each.target_forwards
-        total["drafts"] += each.target_forwards - 1  # the first one is part of the prefill
+        total["drafts"] += each.target_forwards - 1  # the first is part of the prefill
         total["drafted"] += each.drafted
         total["accepted"] += sum(each.accepted)
+        total["discarded"] += each.drafted - sum(each.accepted)
     return total
 
 
-FIGURES = {  # name in the JSON: function of the sums over an arm's answers
+FIGURES = {  # functions of the totals over an arm's answers
     "tokens_per_s": lambda total: total["tokens"] / total["seconds"],
     "tau": lambda total: total["tokens"] / total["forwards"],
     "n_target_per_token": lambda total: total["forwards"] / total["tokens"],
     "accepted_per_round": lambda total: total["accepted"] / total["forwards"],
-    "n_discarded_per_token": lambda total: (total["drafted"] - total["accepted"]) / total["tokens"],
+    "n_discarded_per_token": lambda total: total["discarded"] / total["tokens"],
     "draft_ms": lambda total: 1000 * total["draft"] / max(1, total["drafts"]),
     "verify_ms": lambda total: 1000 * total["verify"] / total["forwards"],
     "other_ms": lambda total: 1000 * total["other"] / total["forwards"],
 }
-OF_DRAFTS = ("accepted_per_round", "n_discarded_per_token", "draft_ms")
-OF_PHASES = ("draft_ms", "verify_ms", "other_ms")
+OF_DRAFTS = {"accepted_per_round", "n_discarded_per_token", "draft_ms"}
+OF_PHASES = {"draft_ms", "verify_ms", "other_ms"}
 
 
 def figures(answers: list[Answer]) -> dict:
     """The figures of an arm, None where one does not apply or bench.py adds it."""
     total = sums(answers)
-    timed = all("verify" in each.seconds for each in answers)
+    unknown = set()
+    if not total["drafted"]:
+        unknown |= OF_DRAFTS
+    if not all("verify" in each.seconds for each in answers):
+        unknown |= OF_PHASES
     found = dict.fromkeys((*COLUMNS, "diverged", "first_divergence"))
-    for name, figure in FIGURES.items():
-        known = total["drafted"] or name not in OF_DRAFTS
-        if known and (timed or name not in OF_PHASES):
-            found[name] = figure(total)
-    found |= {name: total[name] for name in ("tokens", "forwards", "drafted", "accepted")}
+    found |= {name: FIGURES[name](total) for name in FIGURES.keys() - unknown}
+    found |= {
+        name: total[name] for name in ("tokens", "forwards", "drafted", "accepted")
+    }
     return found | {
         "by_prompt": by_prompt(answers),
         "acceptance_by_position": by_position(answers),
@@ -132,25 +138,21 @@ def figures(answers: list[Answer]) -> dict:
     }
 
 
-def settings(arm) -> dict:
-    """The Config of an arm's drafter, without shapes of models, and what differs."""
-    config = {} if arm.drafter is None else vars(arm.drafter.config)
-    plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
-    return plain | arm.settings
-
-
 def by_prompt(answers: list[Answer]) -> dict[str, list]:
-    """What `paired` needs: sums over the turns of each prompt, or batch."""
+    """What `paired` needs: totals over the turns of each prompt, or batch."""
     groups: dict[int, list[Answer]] = {}
     for answer in answers:
         groups.setdefault(answer.prompt, []).append(answer)
     totals = [sums(group) for group in groups.values()]
-    return {name: [total[name] for total in totals] for name in ("tokens", "seconds", "forwards")}
+    names = ("tokens", "seconds", "forwards")
+    return {name: [total[name] for total in totals] for name in names}
 
 
 def by_position(answers: list[Answer]) -> list[float]:
     """Per level, the share of the rounds offering it that accept it."""
-    rounds = [each for answer in answers for each in zip(answer.offered, answer.accepted)]
+    rounds = [
+        each for answer in answers for each in zip(answer.offered, answer.accepted)
+    ]
     shares = []
     for level in itertools.count(1):
         reached = [took >= level for offered, took in rounds if offered >= level]
@@ -159,7 +161,19 @@ def by_position(answers: list[Answer]) -> list[float]:
         shares.append(sum(reached) / len(reached))
 
 
-def ratio(name: str, ours: dict, theirs: dict) -> dict:
+def settings(arm) -> dict:
+    """The Config of an arm's drafter, without shapes of models, and what differs."""
+    config = {} if arm.drafter is None else vars(arm.drafter.config)
+    plain = {
+        name: value for name, value in config.items() if not isinstance(value, dict)
+    }
+    return plain | arm.settings
+
+
+# --------------------------------------------------------------- figures of two arms
+
+
+def speed_ratio(name: str, ours: dict, theirs: dict) -> dict:
     """{NAME: an arm's speed over another's, NAME_ci: its interval}; see `paired`."""
     value, interval = paired(ours["by_prompt"], theirs["by_prompt"])
     return {name: value, f"{name}_ci": interval}
@@ -168,25 +182,25 @@ def ratio(name: str, ours: dict, theirs: dict) -> dict:
 def paired(ours: dict, theirs: dict) -> tuple[float, list[float] | None]:
     """The ratio of two arms' tokens per second, and its 95% interval.
 
-    The bootstrap redraws prompts with all turns, the same for both arms.
-
-    Args: ours, theirs: figure "by_prompt" of the two.
-    Returns: the ratio and [lower, upper], None below five prompts or batches.
+    ours, theirs: figure "by_prompt" of the two.
+    Returns the ratio and [lower, upper], None below five prompts or batches.
     """
     columns = [ours["tokens"], ours["seconds"], theirs["tokens"], theirs["seconds"]]
-    sums = torch.tensor(columns, dtype=torch.float64).T  # (prompts, 4)
+    prompts = torch.tensor(columns, dtype=torch.float64).T  # (prompts, 4)
 
-    def ratio(parts):  # (..., 4)
-        tokens, seconds, their_tokens, their_seconds = parts.unbind(-1)
+    def ratio(totals):  # (..., 4) to (...)
+        tokens, seconds, their_tokens, their_seconds = totals.unbind(-1)
         return tokens / seconds * their_seconds / their_tokens
 
-    whole = float(ratio(sums.sum(0)))
-    if len(sums) < 5:
+    whole = float(ratio(prompts.sum(0)))
+    if len(prompts) < 5:
         return whole, None
+    # A bootstrap. A prompt is redrawn with all its turns, and the same ones for both
+    # arms, because what makes one prompt slower than another slows both of them down.
     generator = torch.Generator().manual_seed(0)
-    picks = torch.randint(len(sums), (2000, len(sums)), generator=generator)
+    draws = torch.randint(len(prompts), (2000, len(prompts)), generator=generator)
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return whole, ratio(sums[picks].sum(1)).quantile(ends).tolist()
+    return whole, ratio(prompts[draws].sum(1)).quantile(ends).tolist()
 
 
 def rounded(value, digits: int = 4):
@@ -198,20 +212,97 @@ def rounded(value, digits: int = 4):
     )
 
 
-# ------------------------------------------------------------------------------------ tables
+# ------------------------------------------------------------------------------ tables
 
 
-def markdown(heads: list[str], rows: list[list]) -> str:
-    """A Markdown table, aligned to be read as text; None is a dash."""
-    text = [["-" if cell is None else str(cell) for cell in row] for row in [heads, *rows]]
-    width = [max(map(len, column)) for column in zip(*text)]
-    lines = []
-    for row in text:
-        cells = [row[0].ljust(width[0])]
-        cells += [cell.rjust(w) for cell, w in zip(row[1:], width[1:])]
-        lines.append("| " + " | ".join(cells) + " |")
-    rule = "|" + "-" * (width[0] + 2) + "|" + "".join("-" * (w + 1) + ":|" for w in width[1:])
-    return "\n".join([lines[0], rule, *lines[1:]])
+def tables(result: dict) -> str:
+    """All tables of a result, for the end of a run and `bench.py --table`."""
+    parts = [about(result)]
+    if arms := arms_of(result):
+        parts += [markdown(*arm_table(arms)), LEGEND]
+        parts += [line for name in arms if (line := departure(name, arms[name]))]
+    if curve := result.get("cost_curve"):
+        parts += cost_table(curve)
+    if sweep := result.get("sweep"):
+        parts += sweep_table(sweep)
+    return "\n\n".join(parts)
+
+
+def about(result: dict) -> str:
+    """What was measured, in a line."""
+    place = f"{result['dtype']}, {result['device']}, commit {result['commit']}"
+    text = f"**{result['target']}**, {place}"
+    if not arms_of(result):
+        return text
+    text += f"; {result['prompts']} prompts, up to {result['max_new_tokens']} tokens"
+    text += f" a turn, temperature {result['temperature']:g}"
+    if batch := result.get("batch"):
+        text += f", {batch['batches']} batches of {batch['size']}"
+    return text + ("; interrupted" if result.get("interrupted") else "")
+
+
+def arms_of(result: dict) -> dict:
+    """{NAME: figures} of a result, batched or not; {} without arms."""
+    return result.get("arms") or result.get("batch", {}).get("arms") or {}
+
+
+def arm_table(arms: dict, names=None, columns=None) -> tuple[list[str], list[list]]:
+    """Headings and rows of a table of arms.
+
+    arms: {name: figures}.
+    names: some of them; None: all.
+    columns: names of figures; None: those that any arm has.
+    """
+    if columns is None:
+        columns = []
+        for column in COLUMNS:
+            if any(numbers.get(column) is not None for numbers in arms.values()):
+                columns.append(column)
+    heads = ["arm", *(COLUMNS[column][0] for column in columns)]
+    rows = []
+    for name in names or arms:
+        loop = arms[name].get("loop")
+        shown = [cell(arms[name].get(column), COLUMNS[column][1]) for column in columns]
+        rows.append([f"{name} ({loop})" if loop else name, *shown])
+    return heads, rows
+
+
+def departure(name: str, numbers: dict) -> str | None:
+    """Where an arm's answers leave greedy decoding first; None if they never do."""
+    gone = numbers.get("first_divergence")
+    if not gone:
+        return None
+    count, place = numbers["diverged"], gone["position"] + 1
+    return (
+        f"{name} leaves greedy decoding in {count} answers, first in prompt "
+        f"{gone['question_id']} at new token {place}, where the target's top-2 margin "
+        f"is {gone['top2_margin']:.2g}"
+    )
+
+
+def cost_table(curve: dict) -> list[str]:
+    """A line and a table of `bench.cost_curve`."""
+    context = f"{curve['context']} tokens of context"
+    times = [cell(ms, ".1f") for ms in curve["by_tokens"].values()]
+    return [
+        f"Milliseconds of a target forward by tokens, at {context}",
+        markdown(["tokens", *curve["by_tokens"]], [["ms", *times]]),
+    ]
+
+
+def sweep_table(sweep: dict) -> list[str]:
+    """A line and a table of `stopping.sweep`."""
+    rows = []
+    for rule, points in sweep["points"].items():
+        for setting, (n_target, n_discarded, speed) in points.items():
+            numbers = [cell(n_target), cell(n_discarded), cell(speed, ".1f")]
+            rows.append([rule, setting, *numbers])
+    t_draft, t_target = sweep["t_draft_ms"], sweep["t_target_ms"]
+    return [
+        f"Stop rules, replayed; modelled tokens/s from T = {t_draft:.1f} ms N_draft + "
+        f"{t_target:.1f} ms N_target",
+        markdown(["rule", "setting", "N_t/N", "N_d/N", "tokens/s"], rows),
+    ]
 
 
 def cell(value, form: str = ".2f") -> str | None:
@@ -223,68 +314,21 @@ def cell(value, form: str = ".2f") -> str | None:
     return None if value is None else format(value, form)
 
 
-def arm_table(arms: dict, names=None, columns=None) -> tuple[list[str], list[list]]:
-    """Headings and rows of a table of arms.
-
-    Args:
-        arms: {name: figures}. names: some of them; None: all.
-        columns: names of figures; None: those that any arm has.
-    """
-    if columns is None:
-        columns = [c for c in COLUMNS if any(a.get(c) is not None for a in arms.values())]
-    rows = []
-    for name in names or arms:
-        loop = arms[name].get("loop")
-        shown = [cell(arms[name].get(column), COLUMNS[column][1]) for column in columns]
-        rows.append([f"{name} ({loop})" if loop else name, *shown])
-    return ["arm", *(COLUMNS[column][0] for column in columns)], rows
+def markdown(heads: list[str], rows: list[list]) -> str:
+    """A Markdown table, aligned to be read as text; None is a dash."""
+    text = [["-" if x is None else str(x) for x in row] for row in [heads, *rows]]
+    width = [max(map(len, column)) for column in zip(*text)]
+    lines = []
+    for first, *others in text:
+        cells = [first.ljust(width[0])]
+        cells += [other.rjust(w) for other, w in zip(others, width[1:])]
+        lines.append("| " + " | ".join(cells) + " |")
+    left, *right = ["-" * w for w in width]
+    rule = f"|-{left}-|" + "".join(f"-{dashes}:|" for dashes in right)
+    return "\n".join([lines[0], rule, *lines[1:]])
 
 
-def arms_of(result: dict) -> dict:
-    """{NAME: figures} of a result, batched or not; {} without arms."""
-    return result.get("arms") or result.get("batch", {}).get("arms") or {}
-
-
-def tables(result: dict) -> str:
-    """All tables of a result, for the end of a run and `bench.py --table`."""
-    about = f"**{result['target']}**, {result['dtype']}, {result['device']}, "
-    about += f"commit {result['commit']}"
-    parts = []
-    if arms := arms_of(result):
-        about += f"; {result['prompts']} prompts, up to {result['max_new_tokens']} tokens a turn"
-        about += f", temperature {result['temperature']:g}"
-        if batch := result.get("batch"):
-            about += f", {batch['batches']} batches of {batch['size']}"
-        if result.get("interrupted"):
-            about += "; interrupted"
-        parts += [markdown(*arm_table(arms)), LEGEND]
-        for name, numbers in arms.items():
-            if gone := numbers.get("first_divergence"):
-                parts.append(
-                    f"{name} leaves greedy decoding in {numbers['diverged']} answers, first in "
-                    f"prompt {gone['question_id']} at new token {gone['position'] + 1}, where the "
-                    f"target's top-2 margin is {gone['top2_margin']:.2g}"
-                )
-    if curve := result.get("cost_curve"):
-        counts = curve["by_tokens"]
-        parts += [
-            f"Milliseconds of a target forward by tokens, at {curve['context']} tokens of context",
-            markdown(["tokens", *counts], [["ms", *(cell(ms, ".1f") for ms in counts.values())]]),
-        ]
-    if sweep := result.get("sweep"):
-        rows = []
-        for rule, points in sweep["points"].items():
-            for setting, (n_target, n_discarded, speed) in points.items():
-                rows.append([rule, setting, cell(n_target), cell(n_discarded), cell(speed, ".1f")])
-        parts += [
-            f"Stop rules, replayed; modelled tokens/s from T = {sweep['t_draft_ms']:.1f} ms "
-            f"N_draft + {sweep['t_target_ms']:.1f} ms N_target",
-            markdown(["rule", "setting", "N_t/N", "N_d/N", "tokens/s"], rows),
-        ]
-    return "\n\n".join([about, *parts])
-
-
-# ------------------------------------------------------------------------- the header
+# ------------------------------------------------------------------------- a result
 
 
 def header(args, target) -> dict:
@@ -314,31 +358,19 @@ def header(args, target) -> dict:
 def processor() -> str:
     """The name of the CPU."""
     info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.is_file() else None
+    text = info.read_text() if info.is_file() else ""
+    found = re.search(r"model name\s*: (.+)", text)
     return found[1] if found else platform.machine()
 
 
 def commit() -> str | None:
     """The measured commit, "-dirty" if edited; None outside git."""
-    describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
-        git = subprocess.run(describe, capture_output=True, text=True)
+        done = subprocess.run(git, capture_output=True, text=True)
     except OSError:  # no git
         return None
-    return git.stdout.strip() or None
-
-
-# ------------------------------------------------------------------------------------- files
-
-
-def write_whole(text: str, path: Path) -> None:
-    """Write a file that appears whole or not at all."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    return done.stdout.strip() or None
 
 
 def write_result(result: dict, path: str) -> None:
@@ -347,6 +379,12 @@ def write_result(result: dict, path: str) -> None:
     numbers = re.compile(r"\[\n([-+\d.e,\s]+)\]")
     text = numbers.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
     write_whole(text + "\n", Path(path))
+
+
+def write_whole(text: str, path: Path) -> None:
+    """Write a file that appears whole or not at all."""
+    with files.whole(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def read_result(path: str) -> dict:

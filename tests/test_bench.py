@@ -197,7 +197,7 @@ def conversation(loaded, seed=0):
     arms = [arm_called(name, plain_drafts) for name in ("first", "second")]
     arms += [arm_called(f"cheat {place}", cheats_at(place)) for place in (0, 1, 2)]
     groups = [[prompt] for prompt in TURNS]
-    asked, answers = bench.run(tokenizer, arms, groups, GREEDY | {"max_new_tokens": 4}, seed)
+    asked, answers = bench.ask(tokenizer, arms, groups, GREEDY | {"max_new_tokens": 4}, seed)
     return asked, answers, order
 
 

@@ -250,8 +250,8 @@ drafts go on after an end
 
 TRAIN = r"""
 all processes take the same micro-batches
-- in parts[rank::world_size]
-+ in parts[::world_size]
+- parts[accelerator.process_index :: processes]
++ parts[::processes]
 the gradient is divided by the number of micro-batches
 - total.backward()  #
 + accelerator.backward(total)  #
@@ -262,7 +262,7 @@ the average over the processes stays
 - accelerator.num_processes / weight
 + 1 / weight
 the environment replaces --accumulate
-- gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=args.accumulate)
+- gradient_accumulation_plugin=plugin
 + gradient_accumulation_steps=args.accumulate
 gradients are not clipped
 - model.parameters(), args.clip)
@@ -283,8 +283,8 @@ the minutes of earlier sittings do not count
 - begin = time.monotonic() - run.seconds
 + begin = time.monotonic()
 SIGTERM ends the run at once
-- for kind in (signal.SIGINT, signal.SIGTERM)}
-+ for kind in (signal.SIGINT,)}
+- kinds = (signal.SIGINT, signal.SIGTERM)
++ kinds = (signal.SIGINT,)
 an interrupted run is not saved
 - ends = progress >= 1 or stop
 + ends = progress >= 1

@@ -1,0 +1,19 @@
+"""Files that appear whole or not at all."""
+
+import contextlib
+import os
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def whole(path: Path):
+    """Yield a path beside `path` to write to; what it holds replaces `path` at the end.
+
+    If writing fails or is interrupted, `path` stays as it was.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
