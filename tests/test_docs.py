@@ -3,6 +3,7 @@
 What the text says is not tested.
 """
 
+import collections
 import dataclasses
 import gzip
 import importlib
@@ -17,6 +18,7 @@ import mutation
 import pytest
 import tables
 import torch
+from tiny import chi_square_p_value, enumerate_joint, make_llama
 
 import common
 from support import arms, cli
@@ -182,9 +184,20 @@ def test_every_option_of_a_command_exists(command, monkeypatch, capsys):
         assert words[0] in coursework.EXERCISES
 
 
+def python_block(start):
+    """The Python example of the README that begins with this text."""
+    found = [
+        each
+        for each in TEXTS["README.md"].split("```python\n")
+        if each.startswith(start)
+    ]
+    assert len(found) == 1
+    return found[0].split("```")[0]
+
+
 def test_the_python_example_of_the_readme_runs(folder, tmp_path, capsys):
     """With a tiny target and drafter."""
-    lines = TEXTS["README.md"].split("```python\n")[1].split("```")[0]
+    lines = python_block("import common")
     method = cli.import_method(re.match(r"import common, (\w+)", lines)[1])
     config = method.Config(intermediate_size=16, draft_vocab=16)
     target, _ = common.load_target(str(folder))
@@ -198,6 +211,29 @@ def test_the_python_example_of_the_readme_runs(folder, tmp_path, capsys):
         lines = lines.replace(theirs, str(ours))
     exec(lines, {})
     assert capsys.readouterr().out
+
+
+def test_the_idea_of_the_readme_follows_the_target(small_llama):
+    """Two sampled tokens, of drafts of two; a drafter that is always believed is caught."""
+    idea = python_block("@torch.no_grad()")
+    drafter = make_llama(vocab=7, layers=1, seed=4)
+    prompt = torch.tensor([[1, 2, 3]])
+    expected = enumerate_joint(small_llama, prompt, 2)
+
+    def p_value(source):
+        scope = {"torch": torch}
+        exec(source, scope)
+        torch.manual_seed(0)
+        counts = collections.Counter()
+        for _ in range(400):
+            answer = scope["speculate"](small_llama, drafter, prompt, 2, 2)
+            counts[tuple(answer[0, 3:].tolist())] += 1
+        return chi_square_p_value(counts, expected)
+
+    assert p_value(idea) > 0.001
+    judged = ">= p[kept, token]"
+    assert judged in idea
+    assert p_value(idea.replace(judged, "> 1")) < 1e-4
 
 
 def test_no_prompt_that_is_measured_on_was_trained_on():
