@@ -3,7 +3,10 @@
 What the text says is not tested.
 """
 
+import collections
+import dataclasses
 import gzip
+import importlib
 import json
 import re
 import runpy
@@ -15,9 +18,10 @@ import mutation
 import pytest
 import tables
 import torch
+from tiny import chi_square_p_value, enumerate_joint, make_llama
 
 import common
-from support import cli
+from support import arms, cli
 
 ROOT = Path(__file__).parent.parent
 FILES = tables.FILES
@@ -37,7 +41,12 @@ def test_every_file_named_is_there(name):
     """Names in backquotes, from the top, from the README's folder, or of data and curves."""
     kinds = r"py|json|jsonl|gz|sh|md|svg|html"
     made_by_a_command = {"config.json", "conversations.jsonl", "page.html", "run.json"}
-    places = [ROOT, (ROOT / name).parent, ROOT / "results" / "curves", ROOT / "conversations"]
+    places = [
+        ROOT,
+        (ROOT / name).parent,
+        ROOT / "results" / "curves",
+        ROOT / "conversations",
+    ]
     named = set(re.findall(rf"`([\w/.*-]+(?:\.(?:{kinds})|/))`", TEXTS[name]))
     missing = []
     for path in sorted(named - made_by_a_command):
@@ -63,6 +72,81 @@ def test_every_link_leads_somewhere(name):
         assert not anchor or anchor in anchors(page.read_text()), link
 
 
+# ------------------------------------------------------------ the map of the papers
+
+
+def named(text):
+    """What a name such as `glide.Layer` or `glide.Config.gamma` stands for."""
+    name, *parts = text.split(".")
+    for package in ("", "support.", "support.rivals."):
+        if (ROOT / f"{package}{name}".replace(".", "/")).with_suffix(".py").exists():
+            found = importlib.import_module(package + name)
+            break
+    else:
+        found = importlib.import_module(name)  # of tests/tools/
+    for part in parts:
+        if dataclasses.is_dataclass(found):
+            fields = {field.name: field for field in dataclasses.fields(found)}
+            found = fields.get(part) or getattr(found, part)
+        else:
+            found = getattr(found, part)
+    return found
+
+
+def spans():
+    """What stands in backquotes on the page, and is no file."""
+    found = set(re.findall(r"`([^`]+)`", TEXTS["PAPERS.md"]))
+    return {span for span in found if not re.search(r"\.(py|md)", span)}
+
+
+def test_every_name_on_the_map_is_in_the_code():
+    names = {span for span in spans() if re.fullmatch(r"[a-z_]+(\.\w+)+", span)}
+    assert len(names) > 60
+    for name in names:
+        assert named(name) is not None
+    with pytest.raises(AttributeError):
+        named("glide.Config.no_such_setting")
+
+
+def test_every_arm_and_option_on_the_map_exists():
+    found = {span for span in spans() if re.fullmatch(r"[a-z_]+:\w+", span)}
+    assert len(found) > 5
+    for arm in found:
+        arms.parse(arm)
+    options = set(re.findall(r"--[\w-]+", " ".join(spans())))
+    fields = set()
+    for name in cli.trainable():
+        for field in dataclasses.fields(cli.import_method(name).Config):
+            fields |= {f"--{field.name}".replace("_", "-"), f"--no-{field.name}"}
+    assert options - {"--make-data"} <= fields
+
+
+# How many of each the paper has; appendices that were not read are left out.
+NUMBERED = {
+    "GLIDE and CAPE": {"Figure": 9, "Table": 7, "Algorithm": 2},
+    "SpecDec++": {"Figure": 4, "Table": 2, "Algorithm": 2},
+    "Falcon": {"Figure": 6, "Table": 5, "Eq.": 12},
+    "CTC-drafter": {"Figure": 4, "Table": 2, "Eq.": 13},
+}
+
+
+@pytest.mark.parametrize("paper", NUMBERED)
+def test_the_map_leaves_out_no_figure_table_or_equation(paper):
+    section = TEXTS["PAPERS.md"].split(f"## {paper}\n")[1].split("\n## ")[0]
+    rows = "\n".join(re.findall(r"^\| ([^|]*) \|", section, re.MULTILINE))
+    for kind, count in NUMBERED[paper].items():
+        plural = re.escape(kind) + ("" if kind == "Eq." else "s?")
+        lists = re.findall(rf"{plural} ((?:\d+(?:, | and )?)+)", rows)
+        numbers = {int(number) for each in lists for number in re.findall(r"\d+", each)}
+        assert numbers == set(range(1, count + 1)), kind
+    if paper == "SpecDec++":
+        for name in ("Eq. 2.1, 2.2, 2.3", "Eq. 3.1", "Lemma 2.1", "Theorem 3.1"):
+            assert name in rows
+
+
+# ------------------------------------------------------------------------- commands
+
+
 def commands(text):
     """Every command that starts one of our scripts, [script, option, ...]."""
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -71,13 +155,19 @@ def commands(text):
     spans = [" ".join(span.split()) for span in re.findall(r"`(\w[^`]*)`", rest)]
     for line in (*lines, *spans):
         for part in line.split("&&"):
-            found = re.search(r"(?:python|torchrun .*?|accelerate launch) ([\w/]+\.py)(.*)", part)
+            found = re.search(
+                r"(?:python|torchrun .*?|accelerate launch) ([\w/]+\.py)(.*)", part
+            )
             if found:
                 yield [found[1], *shlex.split(found[2], comments=True)]
 
 
-COMMANDS = sorted({tuple(command) for text in TEXTS.values() for command in commands(text)})
-assert {"bench.py", "train.py", "tests/coursework.py"} <= {script for script, *_ in COMMANDS}
+COMMANDS = sorted(
+    {tuple(command) for text in TEXTS.values() for command in commands(text)}
+)
+assert {"bench.py", "train.py", "tests/coursework.py"} <= {
+    script for script, *_ in COMMANDS
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -94,18 +184,56 @@ def test_every_option_of_a_command_exists(command, monkeypatch, capsys):
         assert words[0] in coursework.EXERCISES
 
 
+def python_block(start):
+    """The Python example of the README that begins with this text."""
+    found = [
+        each
+        for each in TEXTS["README.md"].split("```python\n")
+        if each.startswith(start)
+    ]
+    assert len(found) == 1
+    return found[0].split("```")[0]
+
+
 def test_the_python_example_of_the_readme_runs(folder, tmp_path, capsys):
     """With a tiny target and drafter."""
-    lines = TEXTS["README.md"].split("```python\n")[1].split("```")[0]
+    lines = python_block("import common")
     method = cli.import_method(re.match(r"import common, (\w+)", lines)[1])
     config = method.Config(intermediate_size=16, draft_vocab=16)
     target, _ = common.load_target(str(folder))
     method.build(config, target, torch.arange(48)).save_pretrained(tmp_path)
-    for theirs, ours in (("your/model", folder), ("checkpoints/mine", tmp_path), ("=256", "=16")):
+    for theirs, ours in (
+        ("your/model", folder),
+        ("checkpoints/mine", tmp_path),
+        ("=256", "=16"),
+    ):
         assert theirs in lines
         lines = lines.replace(theirs, str(ours))
     exec(lines, {})
     assert capsys.readouterr().out
+
+
+def test_the_idea_of_the_readme_follows_the_target(small_llama):
+    """Two sampled tokens, of drafts of two; a drafter that is always believed is caught."""
+    idea = python_block("@torch.no_grad()")
+    drafter = make_llama(vocab=7, layers=1, seed=4)
+    prompt = torch.tensor([[1, 2, 3]])
+    expected = enumerate_joint(small_llama, prompt, 2)
+
+    def p_value(source):
+        scope = {"torch": torch}
+        exec(source, scope)
+        torch.manual_seed(0)
+        counts = collections.Counter()
+        for _ in range(400):
+            answer = scope["speculate"](small_llama, drafter, prompt, 2, 2)
+            counts[tuple(answer[0, 3:].tolist())] += 1
+        return chi_square_p_value(counts, expected)
+
+    assert p_value(idea) > 0.001
+    judged = ">= p[kept, token]"
+    assert judged in idea
+    assert p_value(idea.replace(judged, "> 1")) < 1e-4
 
 
 def test_no_prompt_that_is_measured_on_was_trained_on():

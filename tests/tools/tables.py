@@ -4,14 +4,17 @@
 
 A test fails where a table is not what this would write. A comment above a table says what is in it:
 
-    <!-- table: run.json; glide cape; speedup tau; paper's: 1.96 2.5 -->
-            some arms of a run, some of their figures, and figures to compare
+    <!-- table: run.json; glide cape eagle?; speedup tau; paper's: 1.96 2.5 - -->
+            some arms of a run, some of their figures, and figures to compare; an arm
+            with ? is left out if the run does not have it
+    <!-- kinds: run.json; category; glide cape; tau -->
+            a figure of some arms by the category of the prompts, or by their file
     <!-- curves: GLIDE: glide more; CAPE: cape; Falcon: falcon@1000 -->
             training runs, stage after stage; falcon up to step 1000
     <!-- taus: tau.json; GLIDE: glide; CAPE: cape -->
             tau of single drafters with a setting each
     <!-- claims: GLIDE -->
-            a paper's claims (claims.py)
+            a paper's claims (claims.py), or for all papers how many have which verdict
     <!-- launches: launches.json -->
             what a round asks of a GPU (launches.py)
 """
@@ -31,6 +34,7 @@ from support import report  # noqa: E402
 
 FILES = (
     "README.md",
+    "PAPERS.md",
     "results/README.md",
     "results/claims.md",
     "checkpoints/README.md",
@@ -38,7 +42,7 @@ FILES = (
     "tests/README.md",
     "CONTRIBUTING.md",
 )
-COMMENT = r"<!-- (table|curves|taus|claims|launches): ((?:(?!-->).)*) -->\n\n"
+COMMENT = r"<!-- (table|kinds|curves|taus|claims|launches): ((?:(?!-->).)*) -->\n\n"
 TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 
 
@@ -46,13 +50,46 @@ def table(words: str) -> str:
     """The table that a comment asks for."""
     file, names, columns, *more = [part.strip() for part in words.split(";")]
     arms = report.arms_of(claims.read(file))
-    heads, rows = report.arm_table(arms, names.split(), columns.split())
+    names = names.split()
+    is_there = [not name.endswith("?") or name[:-1] in arms for name in names]
+    shown = [name.removesuffix("?") for name, there in zip(names, is_there) if there]
+    heads, rows = report.arm_table(arms, shown, columns.split())
     for part in more:
         head, _, values = part.partition(": ")
         heads.append(head)
-        for row, value in zip(rows, values.split(), strict=True):
+        given = zip(values.split(), is_there, strict=True)
+        cells = [value for value, there in given if there]
+        for row, value in zip(rows, cells, strict=True):
             row.append(None if value == "-" else value)
     return report.markdown(heads, rows)
+
+
+def kinds(words: str) -> str:
+    """A figure of some arms, by the kind of the prompts: their category or file.
+
+    The figure is tau, the share of accepted draft tokens, or the speedup over the
+    baseline on the same prompts.
+    """
+    file, kind, names, figure = [part.strip() for part in words.split(";")]
+    result = claims.read(file)
+    arms = report.arms_of(result)
+    names = [
+        name.removesuffix("?") for name in names.split() if name.rstrip("?") in arms
+    ]
+    of_prompt = [each[kind] for each in claims.kinds_of(result)]
+    sums = {name: claims.arm_of(file, name).sums for name in ("baseline", *names)}
+    rows = []
+    for group in sorted(set(of_prompt)):
+        chosen = [n for n, other in enumerate(of_prompt) if other == group]
+        row = [group, str(len(chosen))]
+        for name in names:
+            own = sums[name][chosen].sum(0)
+            value = getattr(claims, figure if figure != "speedup" else "speed")(own)
+            if figure == "speedup":
+                value = value / claims.speed(sums["baseline"][chosen].sum(0))
+            row.append(f"{float(value):.2f}")
+        rows.append(row)
+    return report.markdown([kind, "prompts", *names], rows)
 
 
 def curve_end(name: str) -> dict:
@@ -64,7 +101,15 @@ def curve_end(name: str) -> dict:
 
 def curves(words: str) -> str:
     """Runs that went on from one another: their sums, and the last one's loss and alphas."""
-    heads = ["drafter", "steps", "token-steps", "minutes", "loss", "held-out alpha", "on answers"]
+    heads = [
+        "drafter",
+        "steps",
+        "token-steps",
+        "minutes",
+        "loss",
+        "held-out alpha",
+        "on answers",
+    ]
     rows = []
     for part in words.split(";"):
         label, _, names = part.strip().partition(": ")
@@ -95,11 +140,16 @@ def taus(words: str) -> str:
         # By prompt: tokens emitted, target forwards, draft tokens, accepted ones.
         counts = torch.tensor(list(runs[name]["prompts"].values()), dtype=torch.float64)
         first = counts if first is None else first
-        assert runs[name]["prompts"].keys() == runs[parts[0].split(": ")[1]]["prompts"].keys()
+        assert (
+            runs[name]["prompts"].keys()
+            == runs[parts[0].split(": ")[1]]["prompts"].keys()
+        )
         generator = torch.Generator().manual_seed(0)
         draws = torch.randint(len(counts), (10_000, len(counts)), generator=generator)
         ratios = tau_of(counts[draws]) / tau_of(first[draws])
-        low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        low, high = ratios.quantile(
+            torch.tensor([0.025, 0.975], dtype=torch.float64)
+        ).tolist()
         ratio = float(tau_of(counts) / tau_of(first))
         nodes = float(counts[:, 2].sum() / counts[:, 1].sum())
         rows.append(
@@ -112,7 +162,14 @@ def taus(words: str) -> str:
                 f"{low:.2f}-{high:.2f}",
             ]
         )
-    heads = ["drafter", "token-steps", "nodes a round", "tau", "ratio to the first", "95%"]
+    heads = [
+        "drafter",
+        "token-steps",
+        "nodes a round",
+        "tau",
+        "ratio to the first",
+        "95%",
+    ]
     return report.markdown(heads, rows)
 
 
@@ -124,7 +181,14 @@ def tau_of(counts):
 
 def launches(file: str) -> str:
     """What a round of each method asks of a GPU, and of plain decoding."""
-    heads = ["method", "launches", "of them drafting", "x plain", "to the CPU", "to the GPU"]
+    heads = [
+        "method",
+        "launches",
+        "of them drafting",
+        "x plain",
+        "to the CPU",
+        "to the GPU",
+    ]
     methods = claims.read(file)["sums"]
     plain = methods["plain"]["launches"] / methods["plain"]["rounds"]
     rows = []
@@ -147,6 +211,7 @@ def written(text: str) -> str:
     """A README with its tables made anew."""
     makers = {
         "table": table,
+        "kinds": kinds,
         "curves": curves,
         "taus": taus,
         "claims": claims.table,
