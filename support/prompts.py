@@ -9,7 +9,7 @@ from support import data
 def encode(tokenizer, messages: list[str], device) -> dict:
     """Model inputs of messages by user, assistant, user and so on.
 
-    Returns: {"input_ids", "attention_mask"}, each (1, T).
+    Returns {"input_ids", "attention_mask"}, each (1, T).
     """
     text = data.render(data.chat(messages), tokenizer, ask=True)
     ids = torch.tensor([data.token_ids(text, tokenizer)], device=device)
@@ -19,17 +19,21 @@ def encode(tokenizer, messages: list[str], device) -> dict:
 def answer_padded(target, prompts: list[list[int]], **options) -> list[list[int]]:
     """Let transformers answer prompts at once; each answer goes up to its end token.
 
-    Args: options: of target.generate.
+    options: of target.generate.
     """
     # Prompts end in the same column; the padding before them is masked.
     width = max(map(len, prompts))
     fed = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])  # (B, T)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
-    fed, mask = fed.to(target.device), mask.to(target.device)
+    output = target.generate(
+        fed.to(target.device),
+        attention_mask=mask.to(target.device),
+        pad_token_id=0,
+        **options,
+    )  # (B, T + n)
     ends = common.end_ids(target.generation_config)
-    output = target.generate(fed, attention_mask=mask, pad_token_id=0, **options)  # (B, T + n)
     answers = []
-    for row in output[:, width:].tolist():  # padding follows an end
-        length = next((n + 1 for n, token in enumerate(row) if token in ends), len(row))
-        answers.append(row[:length])
+    for new in output[:, width:].tolist():  # padding follows an end
+        length = next((n + 1 for n, token in enumerate(new) if token in ends), len(new))
+        answers.append(new[:length])
     return answers

@@ -339,7 +339,7 @@ def header(args, target) -> dict:
         "target": args.target or default_target.NAME,
         "device": f"{target.device.type} ({name}, {torch.get_num_threads()} threads)",
         "dtype": str(target.dtype).removeprefix("torch."),
-        "kernels": getattr(target, "kernels", None),  # for one row, and for several
+        "kernels": getattr(target, "kernels", None),  # for one token, and for several
         "commit": commit(),
         "command": "python bench.py " + shlex.join(args.argv),
         "prompts": 0,

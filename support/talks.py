@@ -1,7 +1,7 @@
 """Training data that a chat target writes itself, in the manner of Magpie.
 
-Given its chat template up to the user's words, an instruct model writes a
-plausible request and answers it (Xu et al. 2024, arXiv:2406.08464).
+Given its chat template up to the user's words, an instruct model writes a plausible
+request and answers it (Xu et al. 2024, arXiv:2406.08464).
 """
 
 import json
@@ -20,23 +20,29 @@ from support.prompts import answer_padded
 BATCH = 32  # conversations held at a time
 MOST = 320  # tokens of an answer
 # How second requests begin; after "" the target continues freely.
-SECOND_REQUESTS = ("Rewrite your previous answer", "Make it shorter", "Explain why", "", "")
+SECOND_REQUESTS = (
+    "Rewrite your previous answer",
+    "Make it shorter",
+    "Explain why",
+    "",
+    "",
+)
 
 
 class Maker:
     """Writes conversations with a chat target.
 
-    The target invents requests at temperature 1. It answers them greedily or
-    at temperature 0.8.
+    The target invents requests at temperature 1. It answers them greedily or at
+    temperature 0.8.
 
-    Args:
-        second_turns: share of conversations with a second turn.
-        greedy: share of conversations that are answered greedily.
-    Raises:
-        UserError: the target does not chat.
+    second_turns: share of conversations with a second turn.
+    greedy: share of conversations that are answered greedily.
+    Raises UserError if the target does not chat.
     """
 
-    def __init__(self, target, tokenizer, second_turns: float = 0.0, greedy: float = 0.5):
+    def __init__(
+        self, target, tokenizer, second_turns: float = 0.0, greedy: float = 0.5
+    ):
         self.target = target
         self.tokenizer = tokenizer
         self.second_turns = second_turns
@@ -52,15 +58,16 @@ class Maker:
         pieces = [self.ids(piece) for piece in text.split(mark)]
         if len(pieces) != 4 or (second_turns and pieces[1] != pieces[3]):
             raise common.UserError(
-                "the chat template rewrites what was said; leave out --second-turns, or take "
-                "another target"
+                "the chat template rewrites what was said; leave out --second-turns, "
+                "or take another target"
             )
         self.opening, _, self.between, self.closing = pieces
 
     def fill(self, path: str, count: int, requests=(), seed: int = 0) -> int:
         """Append records to `path` until it holds `count`; returns how many it holds.
 
-        Args: requests: asked first, once each.
+        requests: asked first, once each.
+        Raises UserError if hundreds of requests in a row do not end.
         """
         kept = whole_lines(path)
         asked = {record["prompt"] for record in kept}
@@ -68,7 +75,7 @@ class Maker:
         self.chance = random.Random(seed * 1_000_003 + len(kept))
         torch.manual_seed(self.chance.getrandbits(32))
         done = len(kept)
-        in_vain = 0
+        in_vain = 0  # requests since the last record
         bar = tqdm(total=count, initial=done, desc="answers", disable=None)
         with bar, open(path, "ab") as file:
             while done < count:
@@ -76,7 +83,8 @@ class Maker:
                 size = min(BATCH, math.ceil((count - done) / (1 + self.second_turns)))
                 given, waiting = waiting[:size], waiting[size:]
                 records = self.hold(given, size)[: count - done]
-                file.write("".join(json.dumps(record) + "\n" for record in records).encode())
+                lines = [json.dumps(record) + "\n" for record in records]
+                file.write("".join(lines).encode())
                 file.flush()
                 done += len(records)
                 bar.update(len(records))
@@ -90,7 +98,7 @@ class Maker:
     def hold(self, given: list[str], size: int) -> list[dict]:
         """Hold `size` conversations, the first with requests that are `given`.
 
-        Returns: a record of each turn, without requests that did not end.
+        Returns a record of each turn, without requests that did not end.
         """
         asked = [(self.opening, text) for text in given]
         asked += self.think_up([self.opening] * (size - len(given)), [""])
@@ -99,28 +107,32 @@ class Maker:
             temperature = 0.0 if self.chance.random() < self.greedy else 0.8
             groups[temperature].append(pair)
         firsts = []
-        seconds = []
+        seconds = []  # turns
         for temperature, group in groups.items():
-            # 1. First turns. An answer before a second turn is cut early.
-            second = self.chance.random() < self.second_turns
-            most = self.chance.randint(40, 140) if second else MOST
+            goes_on = self.chance.random() < self.second_turns
+            # An answer before a second turn is cut early.
+            most = self.chance.randint(40, 140) if goes_on else MOST
             records = self.answer(group, temperature, most)
             firsts += records
-            if not second:
-                continue
-
-            # 2. Second turns, after all that was said.
-            contexts = []
-            for first in records:
-                said = first["prompt_ids"] + first["response_ids"]
-                ended = said[-1:] == self.between[:1]  # it is there already
-                contexts.append(said + self.between[ended:])
-            more = self.think_up(contexts, SECOND_REQUESTS)
-            seconds += self.answer(more, temperature, MOST)
+            if goes_on:
+                contexts = [self.so_far(record) for record in records]
+                more = self.think_up(contexts, SECOND_REQUESTS)
+                seconds += self.answer(more, temperature, MOST)
         return firsts + seconds
 
-    def think_up(self, contexts: list[list[int]], beginnings) -> list[tuple[list[int], str]]:
-        """Contexts with requests that follow them; only requests that ended by themselves."""
+    def so_far(self, record: dict) -> list[int]:
+        """Token ids of a turn, up to the words of a second request."""
+        said = record["prompt_ids"] + record["response_ids"]
+        ended = said[-1:] == self.between[:1]  # the end of the answer is there already
+        return said + self.between[ended:]
+
+    def think_up(self, contexts: list, beginnings) -> list[tuple[list[int], str]]:
+        """Requests that the target invents, each with the ids of its context.
+
+        contexts: lists of ids, up to the words of a request.
+        beginnings: one is drawn for each request, which starts with it.
+        Requests that did not end by themselves are left out.
+        """
         starts = [self.ids(self.chance.choice(beginnings)) for _ in contexts]
         prompts = [context + start for context, start in zip(contexts, starts)]
         asked = []
@@ -147,13 +159,14 @@ class Maker:
             records.append(record)
         return records
 
-    def say(self, prompts: list[list[int]], most: int, temperature: float) -> list[list[int]]:
-        """What follows each prompt, up to an end token or `most` tokens; 0 is greedy."""
+    def say(self, prompts: list, most: int, temperature: float) -> list[list[int]]:
+        """What follows each prompt, up to an end token or `most` tokens."""
         if not prompts:
             return []
         how = {"do_sample": False}
-        if temperature:
-            how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if temperature:  # 0 is greedy
+            how = {"do_sample": True, "temperature": temperature}
+            how |= {"top_k": 0, "top_p": 1.0}
         return answer_padded(self.target, prompts, max_new_tokens=most, **how)
 
     def ids(self, text: str) -> list[int]:
@@ -164,9 +177,14 @@ class Maker:
 
 
 def whole_lines(path: str) -> list[dict]:
-    """The records of `path`, which is cut after its last complete line."""
+    """The records of `path`, which is cut after its last complete line.
+
+    Raises UserError if it holds something else; then it is left as it was.
+    """
     if path.endswith(".gz"):
-        raise common.UserError(f"cannot append to {path}; give --out a plain .jsonl file")
+        raise common.UserError(
+            f"cannot append to {path}; give --out a plain .jsonl file"
+        )
     if not Path(path).is_file():
         return []
     content = Path(path).read_bytes()
