@@ -20,23 +20,22 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET_HELP = f"Hugging Face id, folder or .gguf (default: {default_target.NAME})"
 
 
-# ----------------------------------------------------------------------------------- methods
-
-
-def _file(name: str) -> Path:
-    return ROOT / ("support/rivals" if name in RIVALS else "") / f"{name}.py"
-
-
-def present() -> list[str]:
-    """The methods and rivals whose files are here."""
-    return [name for name in (*METHODS, *RIVALS) if _file(name).is_file()]
+# ---------------------------------------------------------------------------- methods
 
 
 def import_method(name: str):
     """The module of a method or rival; a UserError if it is not here."""
     if name not in present():
-        raise common.UserError(f"unknown method {name!r}: take {', '.join(present())}")
+        names = ", ".join(present())
+        raise common.UserError(f"unknown method {name!r}: take {names}")
     return importlib.import_module(f"support.rivals.{name}" if name in RIVALS else name)
+
+
+def present() -> list[str]:
+    """The methods and rivals whose files are here."""
+    found = [name for name in METHODS if (ROOT / f"{name}.py").is_file()]
+    rivals = ROOT / "support" / "rivals"
+    return found + [name for name in RIVALS if (rivals / f"{name}.py").is_file()]
 
 
 def trainable() -> list[str]:
@@ -57,17 +56,7 @@ def method_named(argv: list[str]) -> list[str]:
     return parser.parse_known_args(argv)[0].method
 
 
-# ----------------------------------------------------------------------------------- options
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the description as it is and shows an option's default."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        if "(default" in text or str(action.default) in ("None", "False", "[]", argparse.SUPPRESS):
-            return text
-        return f"{text} (default: {action.default})"
+# ---------------------------------------------------------------------------- options
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -80,43 +69,24 @@ class OneLineParser(argparse.ArgumentParser):
         raise common.UserError(f"{message}; see --help")
 
 
-def number(kind: type, low: float, high: float = math.inf):
-    """A reader for `type=`: an int or float from low to high, never nan."""
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the description as it is and shows an option's default."""
 
-    def read(text: str):
-        value = kind(text)
-        if not low <= value <= high:
-            bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"must be {bounds}")
-        return value
-
-    read.__name__ = kind.__name__  # argparse says "invalid int value"
-    return read
-
-
-def target(name: str) -> str | None:
-    """A reader for `type=`: a target; None for the default one by name."""
-    return None if name == default_target.NAME and not Path(name).exists() else name
-
-
-def json_list(text: str) -> list:
-    """A reader for `type=`: a list, written as JSON."""
-    value = json.loads(text)
-    if not isinstance(value, list) or any(isinstance(x, str) for x in value):
-        raise ValueError
-    return value
-
-
-json_list.__name__ = "JSON list"  # argparse says "invalid JSON list value"
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        nothing = str(action.default) in ("None", "False", "[]", argparse.SUPPRESS)
+        if "(default" in text or nothing:
+            return text
+        return f"{text} (default: {action.default})"
 
 
 def add_config_options(parser: argparse.ArgumentParser, config_class) -> None:
-    """Add an option per field of a Config, unless the parser has it.
+    """Add an option for each field of a Config that the parser does not have yet.
 
     An option that is not given is None. The Config checks the values.
     """
-    module = sys.modules[config_class.__module__]
-    group = parser.add_argument_group(f"{module.__name__.rpartition('.')[2]} options")
+    module = config_class.__module__.rpartition(".")[2]
+    group = parser.add_argument_group(f"{module} options")
     taken = {action.dest for action in parser._actions}
     defaults = config_class()
     for option in dataclasses.fields(config_class):
@@ -131,7 +101,41 @@ def add_config_options(parser: argparse.ArgumentParser, config_class) -> None:
         group.add_argument("--" + option.name.replace("_", "-"), help=text, **kind)
 
 
-# ----------------------------------------------------------------------------------- running
+# The following read the text of an option, as its `type=`.
+
+
+def number(kind: type, low: float, high: float = math.inf):
+    """A reader of an int or float from low to high, never nan."""
+
+    def read(text: str):
+        value = kind(text)
+        if not low <= value <= high:
+            bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"must be {bounds}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse says "invalid int value"
+    return read
+
+
+def json_list(text: str) -> list:
+    """A list, written as JSON."""
+    value = json.loads(text)
+    if not isinstance(value, list) or any(isinstance(x, str) for x in value):
+        raise ValueError
+    return value
+
+
+json_list.__name__ = "JSON list"  # argparse says "invalid JSON list value"
+
+
+def target(name: str) -> str | None:
+    """The name of a target; None for the default one by its name."""
+    named = name == default_target.NAME and not Path(name).exists()
+    return None if named else name
+
+
+# ---------------------------------------------------------------------------- running
 
 
 def run(main) -> None:
