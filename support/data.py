@@ -25,46 +25,42 @@ BESIDE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thin
 # The chat template of a target that has none.
 PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
-# ----------------------------------------------------------------------------- conversations
+
+# ---------------------------------------------------------------------- conversations
 
 
-def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tensor, Tensor]]:
+def read_conversations(
+    path: str, tokenizer, max_length: int
+) -> list[tuple[Tensor, Tensor]]:
     """Token ids and loss masks, each (T,), of a JSONL file, plain or gzipped.
 
     A line is {"prompt_ids", "response_ids"}, {"prompt", "response"} or {"prompt",
     "completion"}, {"messages"}, or ShareGPT's {"conversations"}. The loss is on the
-    assistant's tokens. stderr is told about lines that cannot be used, and about answers
-    that are cut or not learned.
+    assistant's tokens. stderr is told about lines that cannot be used, and about
+    answers that are cut or not learned.
 
-    Raises:
-        UserError: no file, no JSONL, or no line that can be used.
+    max_length: tokens that are kept of each.
+    Raises UserError for no file, no JSONL, or no line that can be used.
     """
     sequences = []
     skipped = defaultdict(list)  # numbers of lines, by the reason
     cut = lost = 0  # answers
     limit = f"{max_length} tokens (--max-length or the target's context)"
     lines = _lines(path)
-    for number, line in tqdm(lines, desc=f"reading {path}", leave=False, disable=None):
+    for number, line in tqdm(lines, f"reading {path}", leave=False, disable=None):
         try:
             ids, answers = _tokenize(_object(line), tokenizer)
+            mask = _loss_mask(len(ids), answers)[:max_length]
+            if not mask.any():
+                raise common.UserError(f"no answer within {limit}")
         except common.UserError as reason:
             skipped[str(reason)].append(number)
             continue
-        mask = torch.zeros(len(ids), dtype=torch.bool)
-        for start, stop in answers:
-            mask[start:stop] = True
-        mask[0] = False  # nothing predicts the first token
-        if not mask[:max_length].any():
-            skipped[f"no answer within {limit}"].append(number)
-            continue
-        sequences.append((torch.tensor(ids[:max_length]), mask[:max_length]))
+        sequences.append((torch.tensor(ids[:max_length]), mask))
         cut += sum(stop > max_length for _, stop in answers)
         lost += sum(start == stop for start, stop in answers)
 
-    notes = []
-    for reason, numbers in skipped.items():
-        more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
-        notes.append(f"line {', '.join(map(str, numbers[:5]))}{more}: {reason}")
+    notes = [_skip_note(reason, numbers) for reason, numbers in skipped.items()]
     if not sequences:
         reasons = "; ".join(notes[:3]) or "it is empty"
         raise common.UserError(f"{path} holds nothing to learn from: {reasons}")
@@ -74,8 +70,8 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
         notes.append(f"answers cut after {limit}: {cut}")
     if lost:
         notes.append(
-            "answers not learned, because the chat template writes them differently in an "
-            f"earlier turn, or because nobody asked: {lost}"
+            "answers not learned, because the chat template writes them differently in "
+            f"an earlier turn, or because nobody asked: {lost}"
         )
     if os.environ.get("RANK", "0") == "0":  # each process of torchrun reads the data
         for note in notes:
@@ -96,10 +92,13 @@ def _lines(path: str) -> list[tuple[int, bytes]]:
         try:
             content = gzip.decompress(content)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise common.UserError(f"{path} is damaged ({error}); make it again") from error
+            raise common.UserError(
+                f"{path} is damaged ({error}); make it again"
+            ) from error
     if content.lstrip().startswith(b"["):
         raise common.UserError(
-            f"{path} is a JSON array; data is JSONL, an object a line: jq -c '.[]' FILE > NEW.jsonl"
+            f"{path} is a JSON array; data is JSONL, an object a line: "
+            "jq -c '.[]' FILE > NEW.jsonl"
         )
     if content.startswith(b"PAR1"):
         raise common.UserError(
@@ -132,15 +131,30 @@ def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[tuple[int, int]]
     ids = prompt + response if lists else [None]
     if not all(type(x) is int and 0 <= x < len(tokenizer) for x in ids):
         raise common.UserError(
-            f"token ids must be lists of numbers from 0 to below {len(tokenizer)}; make data for "
-            "this target with train.py --make-data"
+            f"token ids must be lists of numbers from 0 to below {len(tokenizer)}; "
+            "make data for this target with train.py --make-data"
         )
     if not response or len(ids) == 1:
         raise common.UserError("response_ids hold nothing to learn")
     return ids, [(len(prompt), len(ids))]
 
 
-# ------------------------------------------------------------------ from a line to messages
+def _loss_mask(length: int, answers: list[tuple[int, int]]) -> Tensor:
+    """(length,) bool, True for the tokens of answers."""
+    mask = torch.zeros(length, dtype=torch.bool)
+    for start, stop in answers:
+        mask[start:stop] = True
+    mask[0] = False  # nothing predicts the first token
+    return mask
+
+
+def _skip_note(reason: str, numbers: list[int]) -> str:
+    """Why some lines cannot be used, with the numbers of the first five."""
+    more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
+    return f"line {', '.join(map(str, numbers[:5]))}{more}: {reason}"
+
+
+# ------------------------------------------------------------ from a line to messages
 
 
 def _conversation(record: dict) -> tuple[list[dict], list | None]:
@@ -150,7 +164,9 @@ def _conversation(record: dict) -> tuple[list[dict], list | None]:
         turns = []
         for role, said in (("user", record["prompt"]), ("assistant", record[answer])):
             # TRL's prompts and completions may be lists of messages.
-            turns += said if isinstance(said, list) else [{"role": role, "content": said}]
+            turns += (
+                said if isinstance(said, list) else [{"role": role, "content": said}]
+            )
     else:
         turns = record.get("messages") or record.get("conversations")
         if not isinstance(turns, list):
@@ -174,14 +190,17 @@ def _message(turn) -> dict:
     if not isinstance(turn, dict):
         raise common.UserError("a message is not a JSON object")
     # transformers leaves null out as well.
-    message = {NAMES.get(key, key): turn[key] for key in turn if turn[key] not in (None, [])}
+    told = {key: value for key, value in turn.items() if value not in (None, [])}
+    message = {NAMES.get(key, key): value for key, value in told.items()}
     role, content = message.get("role"), message.get("content")
     if isinstance(content, list) and all(map(_is_text, content)):
         content = "".join(part["text"] for part in content)
     if content is None and any(key in message for key in BESIDE):
         content = ""
     if not isinstance(role, str) or not isinstance(content, str):
-        raise common.UserError("a message needs a role, and content that is text or parts of text")
+        raise common.UserError(
+            "a message needs a role, and content that is text or parts of text"
+        )
     return message | {"role": ROLES.get(role, role), "content": content}
 
 
@@ -199,14 +218,15 @@ def chat(texts: list[str]) -> list[dict]:
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-# ----------------------------------------------------------------- from messages to tokens
+# ----------------------------------------------------------- from messages to tokens
 
 
-def render(messages: list[dict], tokenizer, tools: list | None = None, ask: bool = False) -> str:
+def render(
+    messages: list[dict], tokenizer, tools: list | None = None, ask=False
+) -> str:
     """Messages in the target's chat template, and the head of an answer if `ask`.
 
-    Raises:
-        UserError: the template does not accept them, or their text is broken.
+    Raises UserError if the template does not accept them, or their text is broken.
     """
     try:
         text = tokenizer.apply_chat_template(
@@ -218,7 +238,9 @@ def render(messages: list[dict], tokenizer, tools: list | None = None, ask: bool
         )
     except Exception as error:  # a template is a program, which may fail in any way
         reason = " ".join(str(error).split())
-        raise common.UserError(f"the chat template does not accept it: {reason}") from error
+        raise common.UserError(
+            f"the chat template does not accept it: {reason}"
+        ) from error
     check_text(text)
     return text
 
@@ -228,12 +250,16 @@ def check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise common.UserError("broken text: half of a character such as an emoji") from None
+        raise common.UserError(
+            "broken text: half of a character such as an emoji"
+        ) from None
 
 
 def token_ids(text: str, tokenizer) -> list[int]:
-    """Ids of a rendered conversation; a chat template writes special tokens itself."""
-    return tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    """Ids of a rendered conversation."""
+    # A chat template writes the special tokens itself.
+    special = not tokenizer.chat_template
+    return tokenizer(text, add_special_tokens=special)["input_ids"]
 
 
 def _locate(messages, tools, tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
@@ -246,48 +272,50 @@ def _locate(messages, tools, tokenizer) -> tuple[list[int], list[tuple[int, int]
         raise common.UserError("no answer, a message by assistant (ShareGPT's gpt)")
     _check_complete(messages[: places[-1] + 1], tools, tokenizer)
     # The conversation up to each answer, as it was when the target wrote this answer.
-    moments = [_last_answer(messages[: place + 1], tools, tokenizer) for place in places]
+    moments = [_last_answer(messages[: n + 1], tools, tokenizer) for n in places]
     ids = moments[-1][0]  # of the whole conversation
     answers = []
-    for said, start in moments:
-        # An answer is learned if the whole conversation still holds it token for token. Later
-        # turns can make the template write it differently: if that changes only its last
-        # token, into another end, all but this token is learned; if it changes more (a
-        # thought is dropped, say), nothing is, because the target wrote something else.
-        stop = _shared(said, ids)
-        located = start < stop and stop >= len(said) - 1
+    for then, start in moments:
+        # An answer is learned if the whole conversation still holds it token for token.
+        # Later turns can make the template write it differently. If that changes only
+        # its last token, into another end, all but this token is learned. If it changes
+        # more (a thought is dropped, say), nothing is learned, because the target wrote
+        # something else.
+        stop = _shared(then, ids)
+        located = start < stop and stop >= len(then) - 1
         answers.append((start, stop) if located else (0, 0))
     if not any(stop for _, stop in answers):
         raise common.UserError(
-            "the answer cannot be located, because the chat template rewrites what stands "
-            "before it, or because nobody asked; give prompt_ids and response_ids"
+            "the answer cannot be located, because the chat template rewrites what "
+            "stands before it, or because nobody asked; give prompt_ids and "
+            "response_ids"
         )
     return ids, answers
 
 
 def _last_answer(messages, tools, tokenizer) -> tuple[list[int], int]:
     """Token ids up to the end of the last message, and where it starts in them."""
-    if len(messages) == 1:  # nobody asked, and transformers renders no empty conversation
+    if len(messages) == 1:  # nobody asked, and transformers renders no empty chat
         return [], 0
-    asked = render(messages[:-1], tokenizer, tools, ask=True)
-    said = render(messages, tokenizer, tools)
-    begin = len(os.path.commonprefix([asked, said]))
-    if tail := _special_tail(tokenizer).search(said, begin):
-        # The target stops at the first of the special tokens at the end. Templates go on,
-        # with a newline or another end.
-        said = said[: said.index(tail[1], begin) + len(tail[1])]
-    asked_ids, ids = token_ids(asked, tokenizer), token_ids(said, tokenizer)
-    start = _shared(asked_ids, ids)
-    if begin < len(asked):
-        # Some templates ask for an answer with the head of a thought, which is not there
-        # once the answer is. But what stands before the head has to be the same.
+    request = render(messages[:-1], tokenizer, tools, ask=True)
+    text = render(messages, tokenizer, tools)
+    begin = _shared(request, text)  # where the answer begins in the text
+    if tail := _special_tail(tokenizer).search(text, begin):
+        # The target stops at the first of the special tokens at the end. Templates go
+        # on, with a newline or another end.
+        text = text[: text.index(tail[1], begin) + len(tail[1])]
+    request_ids, ids = token_ids(request, tokenizer), token_ids(text, tokenizer)
+    start = _shared(request_ids, ids)
+    if begin < len(request):
+        # Some templates ask for an answer with the head of a thought, which is not
+        # there once the answer is. But what stands before the head has to be the same.
         before = render(messages[:-1], tokenizer, tools)
-        start = start if said.startswith(before) else len(ids)
-    elif start < len(asked_ids):
-        # A token holds the end of the request and the beginning of the answer, such as two
-        # newlines. After this request the target cannot write it, so it is not learned, but
-        # only the tokens behind it, which are those of the answer on its own.
-        alone = token_ids(said[begin:], tokenizer)
+        start = start if text.startswith(before) else len(ids)
+    elif start < len(request_ids):
+        # A token holds the end of the request and the beginning of the answer, such as
+        # two newlines. After this request the target cannot write it, so it is not
+        # learned, but only the tokens behind it, which are those of the answer alone.
+        alone = token_ids(text[begin:], tokenizer)
         start = len(ids) - _shared(alone[::-1], ids[::-1])
     return ids, start
 
@@ -295,28 +323,16 @@ def _last_answer(messages, tools, tokenizer) -> tuple[list[int], int]:
 @functools.lru_cache(maxsize=1)  # some tokenizers have thousands
 def _special_tail(tokenizer) -> re.Pattern:
     """Finds special tokens at the end of a text; its group 1 is the first of them."""
-    tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
-    one = "|".join(re.escape(token.content) for token in tokens) or "(?!)"  # or none
+    tokens = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+    one = "|".join(map(re.escape, tokens)) or "(?!)"  # or none
     return re.compile(rf"({one})(?:\s|{one})*\Z")
 
 
 def _check_complete(messages, tools, tokenizer) -> None:
     """Refuse a conversation if the chat template leaves something out of it."""
-    # The template must write these conversations differently, each of which differs in one
-    # thing from `messages` and `tools`, or is equal to them where they lack it.
-    others = {"tools": (messages, None)}
-    for key in BESIDE:
-        changed = [{k: m[k] for k in m if k != key or not m[k]} for m in messages]
-        others[key] = (changed, tools)
-    for role in {message["role"] for message in messages} - {"user", "assistant"}:
-        changed = [m for m in messages if m["role"] != role or not m["content"]]
-        others[f"messages by {role}"] = (changed, tools)
-    said = {"content": "something else"}
-    changed = [m | said if m["role"] == "assistant" and m["content"] else m for m in messages]
-    others["the content of answers"] = (changed, tools)
     whole = render(messages, tokenizer, tools)
-    for name, (changed, given) in others.items():
-        if (changed, given) == (messages, tools):
+    for thing, (changed, given) in _changed(messages, tools).items():
+        if (changed, given) == (messages, tools):  # it is not there
             continue
         try:
             left_out = render(changed, tokenizer, given) == whole
@@ -324,25 +340,43 @@ def _check_complete(messages, tools, tokenizer) -> None:
             continue
         if left_out:
             raise common.UserError(
-                f"the target's chat template does not write {name}; leave it out of the data, or "
-                "take another target"
+                f"the target's chat template does not write {thing}; leave it out of "
+                "the data, or take another target"
             )
 
 
-def _shared(some: list[int], others: list[int]) -> int:
-    """How many ids two lists begin with in common."""
-    pairs = enumerate(zip(some, others))
-    return next((i for i, (x, y) in pairs if x != y), min(len(some), len(others)))
+def _changed(messages: list[dict], tools) -> dict[str, tuple[list[dict], list | None]]:
+    """{thing: (messages, tools)}: the conversation without the thing, or with another.
+
+    If there is no such thing in it, they are equal.
+    """
+    others = {"tools": (messages, None)}
+    for key in BESIDE:
+        without = [{k: m[k] for k in m if k != key or not m[k]} for m in messages]
+        others[key] = (without, tools)
+    for role in {message["role"] for message in messages} - {"user", "assistant"}:
+        without = [m for m in messages if m["role"] != role or not m["content"]]
+        others[f"messages by {role}"] = (without, tools)
+    said = {"content": "something else"}
+    other = [
+        m | said if m["role"] == "assistant" and m["content"] else m for m in messages
+    ]
+    return others | {"the content of answers": (other, tools)}
 
 
-# --------------------------------------------------------------------- sequences for training
+def _shared(some, others) -> int:
+    """How many letters or ids two texts or lists begin with in common."""
+    return len(os.path.commonprefix([some, others]))
+
+
+# -------------------------------------------------------------- sequences for training
 
 
 def join_turns(sequences: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Drop a sequence that another one begins with, which learns its tokens.
 
-    A first turn is then computed once and learned in one two-turn sequence
-    only. If that one is held out, so is its first turn.
+    A first turn is then computed once and learned in one two-turn sequence only. If
+    that one is held out, so is its first turn.
     """
     ids = [each.tolist() for each, _ in sequences]
     masks = [mask.clone() for _, mask in sequences]
@@ -359,11 +393,11 @@ def join_turns(sequences: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Ten
 def steps(lengths: list[int], batch_size: int, seed: int, start: int = 0):
     """Yield the sequences (batch_size,) of each step, and fresh seeds (batch_size,).
 
-    They depend on the step's number and `seed` alone. Every epoch is a new
-    permutation, without what is left over from full batches. To save padding,
-    32 batches at a time are sorted by length.
+    They depend on the step's number and `seed` alone. Every epoch is a new permutation,
+    without what is left over from full batches.
 
-    Args: lengths: tokens of each sequence. start: the first step.
+    lengths: tokens of each sequence.
+    start: the first step.
     """
     lengths = torch.tensor(lengths)
     count = len(lengths)
@@ -373,23 +407,26 @@ def steps(lengths: list[int], batch_size: int, seed: int, start: int = 0):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         order = indices[torch.randperm(len(indices), generator=generator)]
         batches = []
-        for window in order[: per_epoch * batch_size].split(32 * batch_size):
-            window = window[lengths[window].argsort(stable=True)]
-            batches += window.split(batch_size)
+        # To save padding, 32 batches at a time are sorted by length.
+        for part in order[: per_epoch * batch_size].split(32 * batch_size):
+            part = part[lengths[part].argsort(stable=True)]
+            batches += part.split(batch_size)
         shuffled = torch.randperm(per_epoch, generator=generator).tolist()
         for step, place in enumerate(shuffled, epoch * per_epoch):
             if step >= start:
-                generator = torch.Generator().manual_seed(seed * 7_368_787 + step)
-                yield batches[place], torch.randint(2**31, (batch_size,), generator=generator)
+                chance = torch.Generator().manual_seed(seed * 7_368_787 + step)
+                seeds = torch.randint(2**31, (batch_size,), generator=chance)
+                yield batches[place], seeds
 
 
-# ----------------------------------------------------------------------------------- prompts
+# ---------------------------------------------------------------------------- prompts
 
 
 def read_prompts(paths: list[Path], count: int) -> list[dict]:
     """`count` prompts spread evenly over the files (0: all).
 
-    Returns: of each {"question_id", "category", "turns"}.
+    Returns {"question_id", "category", "turns"} of each.
+    Raises UserError for a missing file, a line that is no prompt, or no line at all.
     """
     prompts = []
     for path in paths:
@@ -398,11 +435,7 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
         for number, line in _lines(str(path)):
             try:
                 record = _object(line)
-                turns = record.get("turns")
-                texts = isinstance(turns, list) and all(isinstance(x, str) for x in turns)
-                if not (turns and texts):
-                    raise common.UserError('no "turns", a list of texts')
-                check_text("".join(turns))
+                turns = _turns(record)
             except common.UserError as reason:
                 raise common.UserError(f"{path}, line {number}: {reason}") from reason
             prompts.append(
@@ -416,3 +449,13 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
         raise common.UserError('no prompts: give a file with lines {"turns": ["..."]}')
     count = min(count or len(prompts), len(prompts))
     return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+def _turns(record: dict) -> list[str]:
+    """What a user asks, turn after turn."""
+    turns = record.get("turns")
+    texts = isinstance(turns, list) and all(isinstance(x, str) for x in turns)
+    if not (turns and texts):
+        raise common.UserError('no "turns", a list of texts')
+    check_text("".join(turns))
+    return turns
