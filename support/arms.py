@@ -19,9 +19,10 @@ from support.rivals import lookup
 
 FORM = "[BASE+]NAME[:SETTINGS][+copies][@DIR]"
 COPIES = 16  # most tokens that +copies adds to a draft
-PEERS = ("prompt-lookup", "assisted")  # transformers' own methods
-ALL = (*cli.METHODS, "cape:cpu", "medusa", "lookup", *PEERS)  # those that do not fit are skipped
 BASES = {"cape": "glide", "beam": "glide"}  # methods that use another one's drafter
+PEERS = ("prompt-lookup", "assisted")  # transformers' own methods
+# The arms of "all"; those that do not fit the target are skipped.
+ALL = (*cli.METHODS, "cape:cpu", "medusa", "lookup", *PEERS)
 
 
 @dataclass
@@ -30,31 +31,24 @@ class Arm:
 
     name: str
     target: object  # what it decodes with: packed, or as load_target returns it
-    drafts: Callable | None = None  # a generator for a Decoding; None: transformers decodes
+    drafts: Callable | None = None  # a generator for a Decoding; None: transformers
     module: object = None  # of the method
-    drafter: object = None  # of the method, to measure alpha; None if it has no weights
+    drafter: object = None  # of the method, to measure alpha; None: it has no weights
     settings: dict = field(default_factory=dict)  # those that may change after training
-    kwargs: dict = field(default_factory=dict)  # of target.generate, if transformers decodes
+    kwargs: dict = field(default_factory=dict)  # of target.generate, for transformers
     padded: bool = False  # transformers decodes a whole batch, padded
-
-
-def plain_drafts(decoding):
-    """Yield empty drafts: plain decoding over our cache."""
-    while not decoding.done:
-        yield common.chain([], decoding.ids)
 
 
 def plain_loops(stock, target, batch_size: int = 1) -> list[Arm]:
     """Plain decoding in every way at hand; the fastest of them is the baseline.
 
-    The first is what a user has without this repository, and the reference of greedy
-    answers: transformers' `generate` on the target as load_target returns it. The
-    others decode with the packed target. A baseline among them alone could be slowed
-    by our own packing, and every speedup would flatter us.
-
-    stock: the target as loaded. target: the packed one, or `stock` again.
+    stock: the target as loaded.
+    target: the packed one, or `stock` again.
     """
     batch = batch_size > 1
+    # The first is what a user has without this repository, and the reference of greedy
+    # answers. The others decode with the packed target. A baseline among them alone
+    # could be slowed by our own packing, and every speedup would flatter us.
     loops = [Arm("stock", stock, padded=batch)]
     if target is not stock:
         loops.append(Arm("transformers", target, padded=batch))
@@ -63,7 +57,13 @@ def plain_loops(stock, target, batch_size: int = 1) -> list[Arm]:
     return [*loops, Arm("plain", target, plain_drafts)]
 
 
-# --------------------------------------------------------------------- the text of an arm
+def plain_drafts(decoding):
+    """Yield empty drafts: plain decoding over our cache."""
+    while not decoding.done:
+        yield common.chain([], decoding.ids)
+
+
+# --------------------------------------------------------------- the text of an arm
 
 
 class Parts(NamedTuple):
@@ -87,8 +87,10 @@ def parse(text: str) -> Parts:
     base, _, name = method.rpartition("+")
     module = cli.import_method(name)
     if base and (name != "cape" or base not in cli.CHAINS):
-        chains = " or ".join(cli.CHAINS)
-        raise UserError(f"{text} is no arm: write {FORM}; BASE is {chains}, and only for cape")
+        bases = " or ".join(cli.CHAINS)
+        raise UserError(
+            f"{text} is no arm: write {FORM}; BASE is {bases}, and only for cape"
+        )
     base = base or BASES.get(name, name)
     source = cli.import_method(base)
     if folder and not hasattr(source, "Drafter"):
@@ -98,9 +100,9 @@ def parse(text: str) -> Parts:
     chain = {}
     if name == "cape":  # what is not its own is a setting of the chains
         own = cli.decode_fields(module)
-        # The authors' code fixes gamma at 4.
-        chain = {"gamma": 4} | {key: changes[key] for key in changes.keys() - own}
-        changes = {key: changes[key] for key in changes.keys() & own}
+        chain = {"gamma": 4}  # as the authors' code fixes it
+        chain |= {key: value for key, value in changes.items() if key not in own}
+        changes = {key: value for key, value in changes.items() if key in own}
         common.changed(source.Config(), chain)  # raises, as for any other method
     common.changed(module.Config(), changes)
     return Parts(name, base, changes, chain, words.endswith("+copies"), folder)
@@ -109,7 +111,8 @@ def parse(text: str) -> Parts:
 def read_settings(name: str, text: str, *modules) -> dict:
     """The fields and values of a text such as cpu,gamma=3, where cpu is a variant.
 
-    name: of the method, for messages. modules: those whose Config has the fields.
+    name: of the method, for messages.
+    modules: those whose Config has the fields.
     """
     variants = {}
     defaults = {}
@@ -120,17 +123,25 @@ def read_settings(name: str, text: str, *modules) -> dict:
     for part in filter(None, text.split(",")):
         key, given, value = part.partition("=")
         if given and isinstance(defaults.get(key), list):
-            changes[key] = [read_value(each) for each in value.split("-") if value]
-            if any(isinstance(each, str) for each in changes[key]):
-                raise UserError(f"{part!r}: write a list as numbers, as in sizes=2-1-1-0")
+            changes[key] = read_list(part, value)
         elif given:
             changes[key] = read_value(value)
         elif key in variants:
             changes |= variants[key]
         else:
             known = ", ".join(variants) or "none"
-            raise UserError(f"{name} has no variant {key!r} (it has {known}); or write FIELD=VALUE")
+            raise UserError(
+                f"{name} has no variant {key!r} (it has {known}); or write FIELD=VALUE"
+            )
     return changes
+
+
+def read_list(part: str, value: str) -> list:
+    """The numbers of a value such as 2-1-1-0, perhaps none; `part` is for messages."""
+    numbers = [read_value(each) for each in value.split("-") if value]
+    if any(isinstance(each, str) for each in numbers):
+        raise UserError(f"{part!r}: write a list as numbers, as in sizes=2-1-1-0")
+    return numbers
 
 
 def read_value(text: str):
@@ -151,16 +162,15 @@ def arm_text(text: str) -> str:
     return text
 
 
-# ------------------------------------------------------------------------------- the arms
+# ----------------------------------------------------------------- from text to arm
 
 
 def make_arms(texts: list[str], target, shipped=cli.ROOT / "checkpoints") -> list[Arm]:
     """The arms of some texts, each once, to decode with `target`.
 
-    Of "all", those that do not fit are skipped, and stderr says why.
-
     shipped: the folder of the shipped drafters.
-    Raises UserError for any other arm that is impossible, or two of one name.
+    Raises UserError for an arm that is impossible, or two of one name. Of "all", those
+    that are impossible are skipped, and stderr says why.
     """
 
     @functools.cache
@@ -182,7 +192,9 @@ def make_arms(texts: list[str], target, shipped=cli.ROOT / "checkpoints") -> lis
     names = [arm.name for arm in arms.values()]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"two arms would be called {name}; rename one of the folders")
+            raise UserError(
+                f"two arms would be called {name}; rename one of the folders"
+            )
     return list(arms.values())
 
 
@@ -197,10 +209,11 @@ def make_arm(text: str, target, load) -> Arm:
     module = cli.import_method(name)
     source = cli.import_method(base)
     drafter = load(base, folder) if hasattr(source, "Drafter") else None
-    own = drafter if source is module else None  # not of another method
+    own = drafter if source is module else None  # no drafter of another method
     settings = decode_settings(module, own, changes)
     if name == "cape":
-        settings = {"base": base} | decode_settings(source, drafter, chain) | settings
+        of_chain = decode_settings(source, drafter, chain)
+        settings = {"base": base} | of_chain | settings
     if copies:
         settings["copies"] = COPIES
 
@@ -222,7 +235,7 @@ def decode_settings(module, drafter, changes: dict) -> dict:
 
 
 def peer(name: str, target, load) -> Arm:
-    """Transformers' prompt lookup, or its assisted generation with SpecDec++'s layers."""
+    """Transformers' prompt lookup, or its assisted generation (SpecDec++'s layers)."""
     if name == "prompt-lookup":
         return Arm(name, target, kwargs={"prompt_lookup_num_tokens": 10})
     kernels = getattr(target, "kernels", None)
@@ -236,9 +249,11 @@ def causal_lm(drafter, target):
     It drafts from the whole vocabulary.
     """
     if drafter.body is None:
-        raise UserError(f"the drafter holds only a head: load {drafter.config.draft_model}")
+        model = drafter.config.draft_model
+        raise UserError(f"the drafter holds only a head: load {model}")
     config = AutoConfig.for_model(**drafter.config.model)
-    model = AutoModelForCausalLM.from_config(config, dtype=target.dtype).to(target.device)
+    model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
+    model = model.to(target.device)
     layers = drafter.body.get_decoder().state_dict()
     model.get_decoder().load_state_dict(layers, strict=False)  # without an embedding
     model.set_input_embeddings(target.get_input_embeddings())
