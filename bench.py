@@ -64,6 +64,8 @@ def measure(args) -> dict:
     With --replay only the page is written.
     """
     prompts = prompts_of(args)
+    if prompts:
+        warn_if_busy()
     stock, target, tokenizer = load(args)
     result = report.header(args, target)
     if args.cost_curve:
@@ -90,12 +92,15 @@ def measure(args) -> dict:
 def prompts_of(args) -> list[dict]:
     """What to ask, see `data.read_prompts`; [] if there is no arm to answer it."""
     if args.prompt is not None:
-        prompts = [{"question_id": 1, "turns": [args.prompt]}]
-    elif args.method:
-        paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
-        prompts = data.read_prompts([Path(path) for path in paths], args.num_prompts)
-    else:
+        return [{"question_id": 1, "turns": [args.prompt]}]
+    if not args.method:
         return []
+    paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
+    return data.read_prompts([Path(path) for path in paths], args.num_prompts)
+
+
+def warn_if_busy() -> None:
+    """Say so if other programs disturb the measurement."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
     if load > os.cpu_count():
         print(
@@ -103,7 +108,6 @@ def prompts_of(args) -> list[dict]:
             "speedups are not to be trusted: stop them, or set OMP_WAIT_POLICY=passive",
             file=sys.stderr,
         )
-    return prompts
 
 
 def load(args) -> tuple:

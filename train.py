@@ -74,18 +74,17 @@ def train(args, module, overrides: dict) -> None:
     begin = time.monotonic() - run.seconds  # what earlier sittings took counts as well
     with interrupts() as caught, progress_bar(args, run) as bar:
         while progress < 1 and not stop:
-            # The target computes the features of a micro-batch when `gradients` asks for
-            # it, so those of a whole batch never have to fit into memory.
+            # The target computes a micro-batch's features when `gradients` asks for it,
+            # so those of a whole batch never have to fit into memory.
             chosen, seeds = next(order)
             batches = (
-                features.batch([sequences[i] for i in rows], row_seeds, progress)
-                for rows, row_seeds in micro_batches(accelerator, chosen, seeds)
+                features.batch([sequences[i] for i in part], part_seeds, progress)
+                for part, part_seeds in micro_batches(accelerator, chosen, seeds)
             )
             loss = gradients(accelerator, model, batches)
             norm = float(accelerator.clip_grad_norm_(model.parameters(), args.clip))
             check_finite(args, run, loss, norm)
-            rate = args.lr * learning_rate(progress, args.warmup)
-            optimizer.param_groups[0]["lr"] = rate
+            optimizer.param_groups[0]["lr"] = args.lr * schedule(progress, args.warmup)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -98,7 +97,7 @@ def train(args, module, overrides: dict) -> None:
 
             if ends or run.step % args.eval_every == 0:
                 rates = measure(module, drafter, target, measured)
-                say(str(run.add_row(rates)))
+                say(str(run.add_point(rates)))
             due = ends or run.step % args.save_every == 0
             if due and accelerator.is_main_process:
                 checkpoints.save(out, drafter, optimizer, run, identity)
@@ -148,7 +147,8 @@ def gradients(accelerator, model, batches) -> float:
     """
     sums = torch.zeros(2)  # loss and weight
     for batch in batches:
-        with accelerator.accumulate(model):  # processes exchange only the last gradient
+        # In this block, processes exchange gradients after the last micro-batch only.
+        with accelerator.accumulate(model):
             total, weight = model(batch)
             total.backward()  # accelerator.backward would divide by --accumulate
         sums += torch.tensor([total.item(), float(weight)])
@@ -172,8 +172,11 @@ def check_finite(args, run, loss: float, norm: float) -> None:
         )
 
 
-def learning_rate(progress: float, warmup: float) -> float:
-    """Share of the peak: it rises, stays at 1, and falls in the last fifth of a run."""
+def schedule(progress: float, warmup: float) -> float:
+    """The share of the peak learning rate at a point of the run.
+
+    It rises linearly to 1, stays there, and falls linearly in the last fifth.
+    """
     rise = (progress + 1e-3) / warmup if warmup else 1.0  # above 0 in the first step
     return min(rise, 1.0, (1 - progress) / 0.2)
 
@@ -199,7 +202,7 @@ def check(args) -> None:
     """Refuse options that do not go together, before anything is loaded."""
     out = Path(args.out)
     no_data = not args.data
-    measured = ANSWERS in [Path(path).resolve() for path in args.data or []]
+    on_answers = ANSWERS in [Path(path).resolve() for path in args.data or []]
     one_length = bool(args.steps) != bool(args.minutes)
     both = args.resume and args.init
     begun = (out / "training_state.pt").is_file()
@@ -211,7 +214,7 @@ def check(args) -> None:
     leave = f"{ANSWERS.name} is what eval_alpha is measured on: leave it out of --data"
     common.refuse(
         (no_data, "training needs --data, files of conversations (--make-data N)"),
-        (measured, leave),
+        (on_answers, leave),
         (not one_length, "give --steps or --minutes, one of the two"),
         (both, "--resume takes the weights in --out: leave out --init"),
         (missing, f"nothing to resume in {out}: leave out --resume to begin"),
@@ -261,6 +264,7 @@ def read_data(args, target, tokenizer) -> tuple[list, list, list]:
         length = min(args.max_length, context)
         sequences += data.read_conversations(path, tokenizer, length)
     sequences = data.join_turns(sequences)
+    # The last conversations are held out, at most half of them all.
     border = len(sequences) - min(args.held_out, len(sequences) // 2)
     path = args.eval
     if path is None and args.target is None and ANSWERS.is_file():

@@ -29,7 +29,7 @@ class Run:
     tokens: int = 0  # response tokens trained on, repetitions included
     seconds: float = 0.0  # over all sittings
     average: float | None = None  # running mean of the loss
-    curve: list[dict] = field(default_factory=list)  # a row for every measurement
+    curve: list[dict] = field(default_factory=list)  # a point for every measurement
 
     def fraction(self, args) -> float:
         """The completed fraction of a run of args.steps or args.minutes."""
@@ -45,17 +45,17 @@ class Run:
         before = loss if self.average is None else self.average
         self.average = 0.95 * before + 0.05 * loss
 
-    def add_row(self, rates: dict) -> dict:
-        """Add acceptance rates to the curve; returns the new row."""
-        row = {
+    def add_point(self, rates: dict) -> dict:
+        """Add acceptance rates to the curve; returns the new point."""
+        point = {
             "step": self.step,
             "tokens": self.tokens,
             "minutes": round(self.seconds / 60, 2),
             **rates,
             "loss": round(self.average, 4),
         }
-        self.curve.append(row)
-        return row
+        self.curve.append(point)
+        return point
 
 
 def identity(args, target, sequences) -> dict:
