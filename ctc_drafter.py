@@ -58,6 +58,7 @@ Licence: Apache-2.0.
 
 import heapq
 import itertools
+import operator
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -84,17 +85,20 @@ class Config:
     symbols: int = option(10, "likeliest tokens tried per slot, k", decode=True)
     candidates: int = option(16, "prefixes kept per slot (`prefixes`)", decode=True)
     nodes: int = option(10, "most nodes in the tree", decode=True)
+    sampled: int = option(2, "most nodes that are sampled, if tokens are", decode=True)
 
     def __post_init__(self):
         common.at_least(self, window=1, anchors=1, first_token=0, draft_vocab=0)
         common.at_least(self, slots=self.window, symbols=1, candidates=1, nodes=0)
+        common.at_least(self, sampled=0)
         common.one_of(self, transform=("prefixes", "alignments", "none"))
 
 
 VARIANTS = {
     "alignments": {"transform": "alignments"},  # "CTC verify" of Table 2
     "none": {"transform": "none"},  # "Medusa verify"
-    "paper": {"transform": "alignments", "symbols": 10, "nodes": 63},
+    "paper": {"transform": "alignments", "symbols": 10, "nodes": 63, "sampled": 0},
+    "deterministic": {"sampled": 0},  # differs only where tokens are sampled
 }
 
 
@@ -452,19 +456,85 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     return prefixes
 
 
-def token_tree(prefixes: dict, vocab_ids: Tensor, nodes: int, depth: int, ends=()):
+def continuations(q_slots: Tensor, prefix: tuple) -> Tensor:
+    """Probabilities (Vd,) that a draft begins with `prefix` and then each token.
+
+    They are the sums of `prefix_search` without its limits, and not divided by the
+    probability of the prefix. q_slots: (S, Vd + 1).
+    """
+    q_blank = q_slots[:, -1].tolist()
+    # Entry t: the probability that the first t slots become the prefix and end in a
+    # blank (or t = 0), or in its last token. First for the empty prefix.
+    in_blank = [1.0, *itertools.accumulate(q_blank, operator.mul)]
+    in_token = [0.0] * len(in_blank)
+    last = None
+    for token in prefix:
+        q_token = q_slots[:, token].tolist()
+        either = [sum(both) for both in zip(in_blank, in_token)]
+        enters = in_blank if token == last else either  # a repeat: only after a blank
+        in_blank, in_token = [0.0], [0.0]
+        for t in range(len(q_slots)):
+            in_token.append((in_token[t] + enters[t]) * q_token[t])
+            in_blank.append((in_blank[t] + in_token[t]) * q_blank[t])
+        last = token
+    # The next token enters in slot t + 1, for one t.
+    either = [sum(both) for both in zip(in_blank, in_token)]
+    enters = q_slots.new_tensor([either[:-1], in_blank[:-1]])  # (2, S)
+    new, repeated = enters @ q_slots[:, :-1]  # (Vd,) each
+    if prefix:
+        new[last] = repeated[last]
+    return new
+
+
+def sample_chain(decoding, q_slots: Tensor, vocab_ids: Tensor, most: int, merge=True):
+    """Sample up to `most` tokens, each given the ones before it.
+
+    Without `merge`, token j is that of slot j, as in `alignments`.
+    Returns {prefix: probability}, from the first token on, and the q_draft (V,) that
+    each was drawn from.
+    """
+    chain = {}
+    probs = []
+    prefix = ()
+    p = 1.0  # of the prefix
+    while len(chain) < min(most, len(q_slots)):
+        if merge:
+            starts = continuations(q_slots, prefix)
+        else:
+            starts = p * q_slots[len(prefix), :-1]
+        if not starts.max() > 0:  # the prefix takes up all slots
+            break
+        # `pick` normalises, and applies temperature, top-p and so on.
+        drafted = vocab_ids[list(prefix)].tolist()
+        picked = common.pick(decoding, starts.log(), vocab_ids, drafted)
+        if picked is None:
+            break
+        token, q_draft = picked
+        index = int((vocab_ids == token).nonzero())
+        p = float(starts[index])
+        prefix = (*prefix, index)
+        chain[prefix] = p
+        probs.append(q_draft)
+        if int(token) in decoding.ends:
+            break
+    return chain, probs
+
+
+def token_tree(prefixes, vocab_ids: Tensor, nodes: int, depth: int, ends=(), first=()):
     """A Draft: the trie of the `nodes` likeliest prefixes. A node is the end of one.
 
     prefixes: {prefix: probability}, each a tuple of indices into vocab_ids (Vd,).
+    first: those that become the first nodes, however likely they are.
     Left out are prefixes of more than `depth` tokens, and those that go on after one
     of `ends`, the indices of end-of-sequence tokens. The notes have {"q": [...]}.
     """
     node_of = {(): -1}  # {prefix: its node}
-    for prefix in sorted(prefixes, key=prefixes.get, reverse=True):
+    for prefix in [*first, *sorted(prefixes, key=prefixes.get, reverse=True)]:
         if len(node_of) > nodes:
             break
         fits = len(prefix) <= depth and not any(token in ends for token in prefix[:-1])
-        if fits and prefix[:-1] in node_of:  # rounding may rank it above its parent
+        # Rounding may rank a prefix above its parent.
+        if fits and prefix[:-1] in node_of and prefix not in node_of:
             node_of[prefix] = len(node_of) - 1
     drafted = list(node_of)[1:]
     index = vocab_ids.new_tensor([prefix[-1] for prefix in drafted])
@@ -504,19 +574,40 @@ def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
 
 
 def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> common.Draft:
-    """Draft a tree after `decoding.ids`; its nodes are chosen, not sampled."""
+    """Draft a tree after `decoding.ids`."""
     # A prompt of one token gives no row, and without room no token can be drafted.
     if decoding.hidden.shape[1] == 0 or decoding.room == 0:
         return common.chain([], decoding.ids)
     q_slots = fill_slots(drafter, decoding, memory)
-    if config.transform == "prefixes":
+    vocab_ids = drafter.vocab_ids
+    draft = make_tree(
+        decoding, q_slots, vocab_ids, config, config.transform, memory.ends
+    )
+    draft.notes |= {"q_slots": q_slots, "vocab_ids": vocab_ids}
+    return draft
+
+
+def make_tree(
+    decoding, q_slots, vocab_ids, config, transform: str, ends
+) -> common.Draft:
+    """The likeliest prefixes as a Draft; when sampling, a sampled chain comes first.
+
+    config: symbols, nodes, sampled, and candidates if `transform` is "prefixes".
+    """
+    merge = transform != "none"
+    if transform == "prefixes":
         prefixes = prefix_search(q_slots, config.symbols, config.candidates)
     else:
-        merge = config.transform == "alignments"
         prefixes = alignments(q_slots, config.symbols, config.nodes, merge)
-    vocab_ids = drafter.vocab_ids
-    draft = token_tree(prefixes, vocab_ids, config.nodes, decoding.room, memory.ends)
-    draft.notes |= {"q_slots": q_slots, "vocab_ids": vocab_ids}
+    chain, probs = {}, []
+    if decoding.do_sample:
+        most = min(config.sampled, config.nodes, decoding.room)
+        chain, probs = sample_chain(decoding, q_slots, vocab_ids, most, merge)
+    prefixes = prefixes | chain
+    nodes = config.nodes
+    draft = token_tree(prefixes, vocab_ids, nodes, decoding.room, ends, first=chain)
+    if probs:
+        draft.probs = torch.stack(probs)
     return draft
 
 

@@ -34,7 +34,11 @@ class JointLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Append (1, Hkv, sum(n), Dh); returns (1, Hkv, sum(P + n), Dh)."""
-        new = zip(self.parts, key_states.split(self.sizes, 2), value_states.split(self.sizes, 2))
+        new = zip(
+            self.parts,
+            key_states.split(self.sizes, 2),
+            value_states.split(self.sizes, 2),
+        )
         keys, values = zip(*(part.update(k, v) for part, k, v in new))
         return torch.cat(keys, 2), torch.cat(values, 2)
 
@@ -71,7 +75,9 @@ def joint_score(target, decodings: list, drafts: list) -> list[tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def generate(target, drafts, decodings: list[common.Decoding], each=None) -> list[Tensor]:
+def generate(
+    target, drafts, decodings: list[common.Decoding], each=None
+) -> list[Tensor]:
     """Decode several sequences at once, each as if it were alone.
 
     drafts: a function of a Decoding, which returns the generator of its drafts.

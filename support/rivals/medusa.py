@@ -44,12 +44,17 @@ class Config:
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     symbols: int = option(10, "likeliest tokens tried per head", decode=True)
     nodes: int = option(10, "most nodes in the tree", decode=True)
+    sampled: int = option(2, "most nodes that are sampled, if tokens are", decode=True)
 
     def __post_init__(self):
         common.at_least(self, window=1, anchors=1, draft_vocab=0, symbols=1, nodes=0)
+        common.at_least(self, sampled=0)
 
 
-VARIANTS = {"paper": {"symbols": 10, "nodes": 63}}
+VARIANTS = {
+    "paper": {"symbols": 10, "nodes": 63, "sampled": 0},
+    "deterministic": {"sampled": 0},  # differs only where tokens are sampled
+}
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
@@ -133,8 +138,6 @@ def run_heads(drafter: Drafter, decoding, head: nn.Module) -> Tensor:
 def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
 
-    Its nodes are chosen, not sampled.
-
     changes: other values for fields of the Config with decode=True, such as nodes.
     """
     common.check_drafter(drafter, Drafter, decoding.target)
@@ -148,6 +151,4 @@ def drafts(decoding, drafter: Drafter, **changes):
             continue
         q_heads = run_heads(drafter, decoding, head)
         q_slots = F.pad(q_heads, (0, 1))  # a head has no blank
-        symbols, nodes = config.symbols, config.nodes
-        prefixes = ctc_drafter.alignments(q_slots, symbols, nodes, merge=False)
-        yield ctc_drafter.token_tree(prefixes, vocab_ids, nodes, decoding.room, ends)
+        yield ctc_drafter.make_tree(decoding, q_slots, vocab_ids, config, "none", ends)
