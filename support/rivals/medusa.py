@@ -144,11 +144,10 @@ def drafts(decoding, drafter: Drafter, **changes):
     config = common.changed(drafter.config, changes)
     vocab_ids = drafter.vocab_ids
     head = common.draft_head(decoding.target, vocab_ids)  # D -> Vd
-    ends = ctc_drafter.end_symbols(decoding, vocab_ids)
     while not decoding.done:
         if decoding.hidden.shape[1] == 0:  # a prompt of one token
             yield common.chain([], decoding.ids)
             continue
         q_heads = run_heads(drafter, decoding, head)
         q_slots = F.pad(q_heads, (0, 1))  # a head has no blank
-        yield ctc_drafter.make_tree(decoding, q_slots, vocab_ids, config, "none", ends)
+        yield ctc_drafter.make_tree(decoding, q_slots, vocab_ids, config, "none")
