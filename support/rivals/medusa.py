@@ -2,14 +2,13 @@
 
 Paper: Cai et al., 2024, arXiv:2401.10774; Table 2 of CTC-drafter.
 
-Head j adds SiLU of a linear layer to its input. All heads read the same row and
-choose independently. The likeliest combinations of their tokens form a tree, which is
-ranked by the product of their probabilities:
+All heads read the same row, and each predicts its token without knowing the others':
 
     row (h_i, x_(i+1)), heads 0, 1, 2 -> x_(i+2), x_(i+3), x_(i+4)
 
-Label windows, ranking and tree are those of ctc_drafter.py, so that the two differ in
-the drafter and its loss alone.
+The combinations of their tokens with the greatest products of probabilities form a
+tree. Label windows, ranking and tree are those of ctc_drafter.py, so that the two
+differ in the drafter and its loss alone.
 
 Deviations from the paper:
     1. Heads read h_i and the next token, normalised and fused by a linear layer; the
@@ -19,7 +18,8 @@ Deviations from the paper:
     4. Heads start at random; the paper's start as the identity.
     5. Labels are the target's argmax over frequent tokens; the paper's are the data's
        tokens.
-    6. Verification is lossless; the paper's typical acceptance is not.
+    6. Verification is lossless; the paper's typical acceptance is not. When sampling,
+       the first tokens of the tree are sampled (`sampled`).
 
 Licence: Apache-2.0.
 """
@@ -44,16 +44,16 @@ class Config:
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     symbols: int = option(10, "likeliest tokens tried per head", decode=True)
     nodes: int = option(10, "most nodes in the tree", decode=True)
-    sampled: int = option(2, "most nodes that are sampled, if tokens are", decode=True)
+    sampled: int = option(2, "most sampled nodes, when sampling", decode=True)
 
     def __post_init__(self):
-        common.at_least(self, window=1, anchors=1, draft_vocab=0, symbols=1, nodes=0)
-        common.at_least(self, sampled=0)
+        common.at_least(self, window=1, anchors=1, draft_vocab=0)
+        common.at_least(self, symbols=1, nodes=0, sampled=0)
 
 
 VARIANTS = {
     "paper": {"symbols": 10, "nodes": 63, "sampled": 0},
-    "deterministic": {"sampled": 0},  # differs only where tokens are sampled
+    "deterministic": {"sampled": 0},
 }
 
 
@@ -79,6 +79,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         embeds = target.get_input_embeddings()(next_ids).to(dtype)
         both = [self.feature_norm(hidden.to(dtype)), self.embed_norm(embeds)]
         row = self.fusion(torch.cat(both, dim=-1))  # (..., D)
+        # Head j adds SiLU of a linear layer to what it reads.
         states = [row + F.silu(head(row)) for head in self.heads]
         return self.norm(torch.stack(states, dim=-2))
 
@@ -86,7 +87,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """A drafter before training, whose rows are the sum of both inputs.
 
-    token_counts: (V,) how often each token occurs in the responses.
+    token_counts: (V,) how often each token occurs in the training data.
     """
     config.target = common.target_shape(target)
     drafter = Drafter(config)
@@ -106,7 +107,7 @@ def training_logits(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """Cross-entropy of head j times 0.8^j, summed over W anchors, and W."""
+    """Cross-entropy of head j times 0.8^j, summed over heads and W anchors; and W."""
     anchors, labels = ctc_drafter.windows(drafter, target, batch)
     logits = training_logits(drafter, target, batch, anchors)
     logits = logits.flatten(0, 1)  # (W U, Vd)
