@@ -3,39 +3,38 @@
 Paper: Wen et al., 2024, arXiv:2412.00061.
 
 One transformer layer fills the S slots after the newest token in a single pass. Each
-slot holds a token or a blank (e), whatever the other slots hold (Eq. 7). Such a filling
-is called an alignment. The CTC transform makes a sequence of tokens of it: it merges
-equal neighbours, and then drops the blanks. The likeliest sequences are drafted, as a
-tree. The CTC loss is that of all alignments of the right sequence together (Eq. 6), so
-the layer may choose which slot holds which token:
+slot holds a token or a blank (e), whatever the other slots hold (Eq. 7). The CTC
+transform turns such a filling, an alignment, into a sequence of tokens: it merges equal
+neighbours, then it drops the blanks. The likeliest sequences are drafted, as a tree:
 
     a a e b c c  ->  a b c
-    a e b e e c  ->  a b c
     a e a b e e  ->  a a b   a blank splits a repeat
 
-What the blank does here: every training window has U = 3 labels, so the length of a
-draft is never in doubt. The shipped drafter puts the three tokens into its first three
-slots and leaves the others idle, for the mean probability of the blank in slots 1 to 6
-is .00 .05 .00 1.00 .97 .98 (668 greedy contexts). With windows of 1 to 6 labels the
-blank is used (.06 .39 .50 .54 .55 .54), but tau is not higher (checkpoints/README.md).
+The CTC loss sums over all alignments of the right sequence (Eq. 6), so the layer may
+choose which slot holds which token. It has little to choose where each window that it
+learns has U = 3 labels. The shipped drafter puts them into its first three slots and
+leaves the others idle: the mean probability of the blank in slots 1 to 6 is .00 .05 .00
+1.00 .97 .98 (668 greedy contexts). So the transform gains nothing over drafting the
+slots as they are (results/README.md). With windows of 1 to 6 labels the blank is used
+(.06 .39 .50 .54 .55 .54), but tau is not higher (checkpoints/README.md).
 
-Names that differ: F_distill is `hidden`, F^ is `states`, P^ is `q_slots` (in training
-its logarithm, `log_q`), beta^-1 is `collapse`, and the T of Eq. 7 is S.
+Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
+`q_slots` (in training its logarithm, `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S.
 
 Deviations, and choices where the paper is silent:
     1. The slots' inputs, masks and initial weights, and the blank's own logit are ours.
        S = 6, U = 3 and the next token as an input are the authors' code's.
     2. We sum log P (Eq. 1), not P (Eq. 2). `first_token` adds a loss.
-    3. Sequences are ranked by the sum over their alignments (`prefixes`); the paper's
-       transform, `alignments`, ranks them by the likeliest one. It masks what it
+    3. By default (`prefixes`) a sequence is ranked by the sum over its alignments; the
+       paper's transform (`alignments`) ranks it by the likeliest one. It masks what it
        removes, where we build a trie.
     4. Only frequent tokens are drafted (`draft_vocab`). When sampling, the first tokens
        are sampled (`sampled`); the paper decodes greedily.
     5. Section 2 prints min(1, p'/p), which is upside down: see common.draw.
 
-Authors' code: we follow the paper. The code drafts in four passes with EAGLE's layer,
-weighs the CTC loss by .01 beside EAGLE's two (so it is nearer to `first_token` than to
-CTC alone), keeps blanks where no token repeats, and has Medusa's tree of 63 nodes.
+Authors' code, not followed: four passes of EAGLE's layer, with its losses and .01 of
+the CTC loss (`first_token` is nearer to that than CTC alone); blanks stay where no
+token repeats; Medusa's tree of 63 nodes, of which the variant `paper` has as many.
 
 Licence: Apache-2.0.
 """
@@ -235,8 +234,9 @@ def windows(drafter, target, batch) -> tuple[Tensor, Tensor]:
     #     anchor 0    h_0  x_1 [y_2  y_3  y_4]
     #     anchor 1         h_1  x_2 [y_3  y_4  y_5]
     #
-    # The target has read the text for all of them. So where the text is not its own
-    # greedy answer, y_3 need not go well with y_2.
+    # The labels of a window are not always a text: y_3 is what the target says after
+    # x_0, x_1 and x_2, and x_2 is y_2 only where the text is the target's own greedy
+    # answer.
     U = drafter.config.window
     logits = common.target_logits(target, batch.hidden, drafter.vocab_ids)
     y = F.pad(logits.argmax(-1)[:, :-1], (1, 0))  # h_(t-1) gives y_t
@@ -411,20 +411,17 @@ def prefix_search(slots: list[list[tuple]], candidates: int) -> dict:
         a b                a b  .6 x .5  .30
         a a                              0    needs three slots, a e a
 
-    Two limits can make a sum too small. Other symbols of a slot than those given are
-    not tried. And of the sequences that the slots up to some slot can have become, only
-    the `candidates` likeliest are read on, the empty one included; sums that a prefix
-    has by then are kept.
-
     slots: of `top_symbols`.
+    candidates: how many prefixes are read on after each slot. The others keep the sums
+        that they have by then, which may be too small.
     """
-    # `kept` is for the slots that have been read: how likely it is that they have
-    # become exactly this prefix. It is split in two, because what the next slot does
-    # depends on whether the last one is blank: after a blank the prefix's last token is
-    # a repeat, and otherwise it merges. `prefixes` sums up how likely it is that the
-    # slot which completes the prefix has been read. Whatever follows, the sequence then
-    # begins with this prefix; and an alignment completes it in one slot only, so no
-    # alignment is counted twice.
+    # The slots are read one after another. `kept` says how likely it is that those read
+    # so far have become exactly this prefix. It is split in two, because the meaning of
+    # the next slot depends on whether the last one is blank: after a blank, the last
+    # token of the prefix is a repeat, and otherwise it merges. `prefixes` sums up how
+    # likely it is that a slot completes the prefix. Whatever the later slots hold, the
+    # sequence then begins with it. An alignment completes a prefix in one slot only, so
+    # none is counted twice.
     prefixes = defaultdict(float)
     kept = {(): (1.0, 0.0)}  # {prefix: (in_blank, in_token)}
     for *tokens, (_, q_blank) in slots:
@@ -457,8 +454,8 @@ def token_tree(decoding, prefixes: dict, nodes: int, first=()) -> common.Draft:
     for prefix in [*first, *sorted(prefixes, key=prefixes.get, reverse=True)]:
         if len(node_of) > nodes:
             break
-        # A prefix is not less likely than those that go on from it, so its node is
-        # there before theirs; but rounding may turn the order of equals round.
+        # A prefix is at least as likely as those that continue it, so its node is there
+        # before theirs. But rounding may put equals into the wrong order.
         parent = prefix[:-1]
         ended = parent and parent[-1] in decoding.ends
         fits = len(prefix) <= decoding.room and not ended
@@ -474,33 +471,30 @@ def token_tree(decoding, prefixes: dict, nodes: int, first=()) -> common.Draft:
 
 
 def continuations(q_slots: Tensor, prefix: tuple) -> Tensor:
-    """Probability (Vd,) that the sequence begins with `prefix` and each next token.
+    """Probability (Vd,) that the sequence begins with `prefix` and then each token.
 
-    It is the sum of `prefix_search`, without limits. Divided by its own sum, it is the
-    distribution of the token after the prefix, unless the sequence ends there.
+    It is the sum of `prefix_search`, but without limits. Divided by its own sum, it is
+    the distribution of the token after the prefix, if there is one.
 
     q_slots: (S, Vd + 1). prefix: indices of tokens in it.
     """
-    # As in `prefix_search`, but slot by slot for one prefix after another. Entry t is
-    # the probability that the first t slots have become exactly this prefix.
-    q_blank = q_slots[:, -1].tolist()
-    in_blank = [1.0, *itertools.accumulate(q_blank, operator.mul)]  # of no token yet
-    in_token = [0.0] * len(in_blank)
-    last = None
-    for token in prefix:
-        q_token = q_slots[:, token].tolist()
-        either = [sum(both) for both in zip(in_blank, in_token)]
-        enters = in_blank if token == last else either  # a repeat: only after a blank
-        in_blank, in_token = [0.0], [0.0]
+    # The steps of `prefix_search`, for one prefix and all slots: entry t of a list is
+    # the probability that the first t slots have become exactly the tokens so far.
+    *q_prefix, q_blank = q_slots[:, [*prefix, -1]].T.tolist()
+    in_blank = [1.0, *itertools.accumulate(q_blank, operator.mul)]  # no token so far
+    either = in_blank
+    for before, token, q in zip((None, *prefix), prefix, q_prefix):
+        enters = in_blank if token == before else either  # a repeat: only after a blank
+        in_blank, in_token, either = [0.0], [0.0], [0.0]
         for t in range(len(q_slots)):
-            in_token.append((in_token[t] + enters[t]) * q_token[t])
-            in_blank.append((in_blank[t] + in_token[t]) * q_blank[t])
-        last = token
-    either = [sum(both) for both in zip(in_blank, in_token)]
+            in_blank.append(either[t] * q_blank[t])
+            in_token.append((in_token[t] + enters[t]) * q[t])
+            either.append(in_blank[-1] + in_token[-1])
+    # The next token may enter in any slot.
     enters = q_slots.new_tensor([either[:-1], in_blank[:-1]])  # (2, S)
     new, repeat = enters @ q_slots[:, :-1]  # (Vd,) each
     if prefix:
-        new[last] = repeat[last]
+        new[prefix[-1]] = repeat[prefix[-1]]
     return new
 
 
@@ -552,7 +546,8 @@ class Memory:
 
 def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     """One pass: the probabilities q_slots (S, Vd + 1) after the newest token."""
-    # The rows to feed are those of the tokens which the last round has committed.
+    # Each token that the last round committed makes a row, with the hidden state before
+    # it; in the first round, each token of the prompt but its first.
     hidden = decoding.hidden  # (1, n, D)
     n = hidden.shape[1]
     next_ids = decoding.ids[:, -n:]  # (1, n)
@@ -574,10 +569,10 @@ def make_tree(decoding, q_slots, vocab_ids, config, transform: str) -> common.Dr
         prefixes = prefix_search(slots, config.candidates)
     else:
         prefixes = alignments(slots, config.nodes, merge)
-    # A node that was chosen, not sampled, is accepted as often as the target draws its
-    # token, with probability p. One that was drawn from q is accepted more often, in
-    # min(p, q) summed over all tokens (common.draw). So when sampling, the tree begins
-    # with a sampled chain. Its first nodes gain most, and its later ones hardly.
+    # A node that is the likeliest token is accepted as often as the target draws this
+    # token, with probability p. One that was drawn from q is accepted with the sum of
+    # min(p, q) over all tokens (common.draw), which is mostly more. So when sampling,
+    # the tree begins with a sampled chain. At temperature 1 a chain of TAUS
     chain, probs = {}, []
     if decoding.do_sample:
         most = min(config.sampled, config.nodes, decoding.room)

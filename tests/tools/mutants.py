@@ -247,10 +247,10 @@ drafts go on after an end
 - and not ended
 + and True
 a sampled repeat needs no blank before it
-- enters = in_blank if token == last else either
+- enters = in_blank if token == before else either
 + enters = either
 after a repeat, the next token may be the same without a blank
-- new[last] = repeat[last]
+- new[prefix[-1]] = repeat[prefix[-1]]
 + pass
 a chain goes on from the empty prefix
 - begins = continuations(q_slots, columns)
