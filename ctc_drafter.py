@@ -2,62 +2,46 @@
 
 Paper: Wen et al., 2024, arXiv:2412.00061.
 
-One transformer layer fills the S slots after the newest token in a single pass, each
-with a token or a blank (e) and each on its own (Eq. 7). The CTC transform turns such
-a filling, an alignment, into a sequence of tokens: it merges equal neighbours, then
-it drops the blanks. The likeliest sequences form the draft, a tree.
+One transformer layer fills the S slots after the newest token in a single pass. Each
+slot holds a token or a blank (e), whatever the other slots hold (Eq. 7). The CTC
+transform turns such a filling, an alignment, into a sequence of tokens: it merges equal
+neighbours, then it drops the blanks. The likeliest sequences are drafted, as a tree:
 
     a a e b c c  ->  a b c
     a e a b e e  ->  a a b   a blank splits a repeat
 
 The CTC loss sums over all alignments of the right sequence (Eq. 6), so the layer may
-choose which slot holds which token.
-
-The target has not read the newest token x_(i+1), so its newest hidden state is h_i.
-Row i of the drafter combines both. A row that slots follow is called an anchor: while
-drafting it is the newest row, in training there are many in a text. The slots after
-an anchor learn the next U labels, in order, and S > U leaves room for blanks. Label
-y_t is the target's likeliest token after x_0 to x_(t-1). U = 3:
-
-    anchor 0    h_0  x_1 [y_2  y_3  y_4]
-    anchor 1         h_1  x_2 [y_3  y_4  y_5]
-
-Each window has exactly U labels, so the length of a draft is never in doubt, and the
-blank has little to learn. In the shipped drafter its mean probability in slots 1 to 6
-is .00 .05 .00 1.00 .97 .98 (668 greedy contexts): the first three slots hold a token
-each, the others are idle. With windows of 1 to 6 labels the blank is used (.06 .39 .50
-.54 .55 .54 in a short trial), but tau is not higher (checkpoints/README.md).
+choose which slot holds which token. It has little to choose where each window that it
+learns has U = 3 labels. The shipped drafter puts them into its first three slots and
+leaves the others idle: the mean probability of the blank in slots 1 to 6 is .00 .05 .00
+1.00 .97 .98 (668 greedy contexts). So the transform gains nothing over drafting the
+slots as they are (results/README.md). With windows of 1 to 6 labels the blank is used
+(.06 .39 .50 .54 .55 .54), but tau is not higher (checkpoints/README.md).
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
-`q_slots` (in training its logarithm, `log_q`), beta^-1 is `collapse`, the T of Eq. 7
-is S. The blank has index Vd. A counts the anchors of a sequence (not alignments), W
-those of a batch.
+`q_slots` (in training its logarithm, `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S.
 
-Deviations from the paper:
-    1. Anchors are random; log P is summed (Eq. 1), not P (Eq. 2).
-    2. The next token in a row, how slots start and what they see, the norms, the
-       initial weights and the blank's own logit are not in the paper. The next token,
-       S = 6 and U = 3 are taken from the authors' code.
-    3. By default a sequence is ranked by the sum over its alignments; the paper's
-       transform, `alignments`, ranks it by the likeliest one. Both give a trie here;
-       the paper masks what it removes.
-    4. `first_token` adds a loss on the first token. Only frequent tokens are drafted
-       (`draft_vocab`).
-    5. Where section 2 prints min(1, p'/p) it must mean the target's probability over
-       the drafter's; common.draw has it so.
+Deviations, and choices where the paper is silent:
+    1. The slots' inputs, masks and initial weights, and the blank's own logit are ours.
+       S = 6, U = 3 and the next token as an input are the authors' code's.
+    2. We sum log P (Eq. 1), not P (Eq. 2). `first_token` adds a loss.
+    3. By default (`prefixes`) a sequence is ranked by the sum over its alignments; the
+       paper's transform (`alignments`) ranks it by the likeliest one. It masks what it
+       removes, where we build a trie.
+    4. Only frequent tokens are drafted (`draft_vocab`). When sampling, the first tokens
+       are sampled (`sampled`); the paper decodes greedily.
+    5. Section 2 prints min(1, p'/p), which is upside down: see common.draw.
 
-Authors' code: it differs from the paper, which is followed here. Its drafter is
-EAGLE's causal layer, and drafts autoregressively in four passes. The CTC loss has a
-weight of 0.01 beside EAGLE's losses (SmoothL1 1.0, cross-entropy 0.1), so training
-with `first_token` is nearer to it than CTC alone. The blank is <unk>, and blanks stay
-where no candidate has a repeat. The tree is Medusa's, of 63 nodes (the variant
-`paper` has as many).
+Authors' code, not followed: four passes of EAGLE's layer, with its losses and .01 of
+the CTC loss (`first_token` is nearer to that than CTC alone); blanks stay where no
+token repeats; Medusa's tree of 63 nodes, of which the variant `paper` has as many.
 
 Licence: Apache-2.0.
 """
 
 import heapq
 import itertools
+import operator
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -69,6 +53,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 import common
 from common import option
+
+BLANK = -1  # in an alignment, where tokens are ids; in tensors it is the last column
 
 
 @dataclass
@@ -84,34 +70,43 @@ class Config:
     symbols: int = option(10, "likeliest tokens tried per slot, k", decode=True)
     candidates: int = option(16, "prefixes kept per slot (`prefixes`)", decode=True)
     nodes: int = option(10, "most nodes in the tree", decode=True)
+    sampled: int = option(2, "most sampled nodes, when sampling", decode=True)
 
     def __post_init__(self):
         common.at_least(self, window=1, anchors=1, first_token=0, draft_vocab=0)
-        common.at_least(self, slots=self.window, symbols=1, candidates=1, nodes=0)
+        common.at_least(self, slots=self.window, symbols=1, candidates=1)
+        common.at_least(self, nodes=0, sampled=0)
         common.one_of(self, transform=("prefixes", "alignments", "none"))
 
 
 VARIANTS = {
     "alignments": {"transform": "alignments"},  # "CTC verify" of Table 2
     "none": {"transform": "none"},  # "Medusa verify"
-    "paper": {"transform": "alignments", "symbols": 10, "nodes": 63},
+    "paper": {"transform": "alignments", "symbols": 10, "nodes": 63, "sampled": 0},
+    "deterministic": {"sampled": 0},
 }
 
 
 # ---------------------------------------------------------------------- architecture
 
+# The layer reads a row for each token x_(i+1) but the first: its embedding, and h_i,
+# the target's hidden state that predicted it. (The target has not read the newest token
+# yet, so its newest hidden state is the one before.) An anchor is a row that slots
+# follow: when drafting the newest row, in training many rows of a text at once.
+
 
 class SlotAttention(LlamaAttention):
-    """Slots read rows and slots. Rows read nothing, for nothing is learned there."""
+    """Slots read rows and slots; rows read nothing, because nothing is made of them."""
 
     def split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, rows, slots, tables, mask, cache) -> Tensor:
-        """Output (B, m, D) of m slots after n rows.
+        """Output (B, m, D) of m slots, after n rows.
 
-        tables: cos, sin (B, n + m, R).
-        mask: (B, 1, m, n + m) bool, True = reads; None: everything.
+        tables: rotary cos and sin (B, n + m, R).
+        mask: (B, 1, m, n + m) bool, True where a slot reads; None: everywhere.
+        cache: of P earlier rows, takes up rows and slots; None in training.
         """
         x = torch.cat([rows, slots], dim=1)
         k = self.split(self.k_proj(x))
@@ -133,7 +128,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.kv_layers = []  # it reads no K and V of the target
+        self.kv_layers = []  # it reads no keys and values of the target
         shape = config.target
         width = shape["hidden_size"]
         llama = common.llama_config(shape, config.intermediate_size)
@@ -141,7 +136,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.embed_norm = nn.RMSNorm(width, eps=1e-5)
         self.fusion = nn.Linear(2 * width, width, bias=False)
         self.slots = nn.Parameter(0.02 * torch.randn(config.slots, width))
-        # Named as in the target, so that weights can be copied.
+        # The names are the target's, so that `build` can copy weights by name.
         self.input_layernorm = nn.RMSNorm(width, eps=1e-5)
         self.self_attn = SlotAttention(llama, 0)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
@@ -151,25 +146,25 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         common.add_vocab_ids(self, config.draft_vocab)
 
     def forward(self, target, hidden, next_ids, anchors, mask=None, cache=None):
-        """States (B, A, S, D) of the slots after A of n rows (Eq. 9).
+        """States (B, A, S, D) of the slots after A anchors (Eq. 9).
 
-        hidden: (B, n, D), the target's. next_ids: (B, n), the tokens after them.
-        anchors: (B, A), indices of rows.
-        mask: of `slot_mask`. None while drafting: the only anchor is the newest row,
-            so its slots read everything.
-        cache: holds the P rows before these, and takes up all n + S (while drafting).
+        hidden: (B, n, D) of the target. next_ids: (B, n), the tokens after them.
+        anchors: (B, A), which of these n rows they are.
+        mask: of `slot_mask`. When drafting it is None: the anchor is the newest row,
+            so its slots may read everything.
+        cache: see SlotAttention.
         """
         dtype = self.norm.weight.dtype
         embeds = target.get_input_embeddings()(next_ids).to(dtype)
         both = [self.feature_norm(hidden.to(dtype)), self.embed_norm(embeds)]
         rows = self.fusion(torch.cat(both, dim=-1))  # (B, n, D)
 
-        # A slot starts as its anchor's row, plus a learned vector for its place.
+        # A slot starts as its anchor plus a learned vector, which tells its place.
         chosen = rows.take_along_dim(anchors[..., None], dim=1)  # (B, A, D)
         x = chosen[:, :, None] + self.slots  # (B, A, S, D)
         x = x.flatten(1, 2)
 
-        # Row i has rotary position i, and the slots after it i + 1, i + 2, ...
+        # Row i has the rotary position i, and the slots after it i + 1, i + 2, ...
         start = 0 if cache is None else cache.get_seq_length()  # P
         B, n = next_ids.shape
         places = torch.arange(n, device=x.device).expand(B, n)
@@ -192,11 +187,11 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """A drafter before training, with the weights of the target's top layer.
 
-    token_counts: (V,) how often each token occurs in the responses.
+    token_counts: (V,) how often each token occurs in the training data.
     """
     config.target = common.target_shape(target)
     drafter = Drafter(config)
-    both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2D): a sum
+    both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2 D): a sum
     drafter.fusion.weight.data.copy_(both)
     pairs = [(drafter, layer) for layer in common.target_layers(target)[-1:]]
     common.start_from(drafter, target, token_counts, pairs)
@@ -209,43 +204,49 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
     """What the slots after anchors (B, A) read, (B, 1, A S, n + A S) bool.
 
-    A slot reads the rows up to its anchor, and all slots of the same anchor. Anchors
-    0 and 2, n = `length` = 4, S = `slots` = 2:
+    A slot reads the rows up to its anchor, and all slots of this anchor. Anchors 0 and
+    2, n = `length` = 4, S = `slots` = 2:
 
-                    rows  0 1 2 3   slots s1 s2 t1 t2
-        after 0, s1       x . . .         x  x  .  .
-                 s2       x . . .         x  x  .  .
-        after 2, t1       x x x .         .  .  x  x
-                 t2       x x x .         .  .  x  x
+                       rows  0 1 2 3   slots s1 s2 t1 t2
+        after row 0, s1      x . . .         x  x  .  .
+                     s2      x . . .         x  x  .  .
+        after row 2, t1      x x x .         .  .  x  x
+                     t2      x x x .         .  .  x  x
     """
     B, A = anchors.shape
     rows = torch.arange(length, device=anchors.device)
     up_to = rows <= anchors[..., None]  # (B, A, n)
     own = torch.eye(A, dtype=torch.bool, device=anchors.device)
     own = own.repeat_interleave(slots, dim=1)  # (A, A S)
-    # The slots of an anchor all read the same.
     mask = torch.cat([up_to, own.expand(B, -1, -1)], dim=-1)
     return mask.repeat_interleave(slots, dim=1)[:, None]
 
 
 def windows(drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """Draw anchors (B, A) and give their labels (W, U), indices into vocab_ids.
+    """Choose anchors and their labels.
 
-    A row can be an anchor if its U labels all lie in the answer. Where a sequence has
-    fewer than A such rows, -1 fills up. W counts the anchors that are not -1. Labels
-    are those of Eq. 3 to 5, the likeliest ones of the draft vocabulary.
+    Returns anchors (B, A), filled up with -1 where a sequence has fewer, and labels
+    (W, U) of the W anchors that are not -1, as indices into vocab_ids.
     """
+    # Labels are what the target would say (Eq. 3 to 5): y_t is its likeliest token
+    # after x_0 ... x_(t-1). After each anchor its slots learn the next U of them:
+    #
+    #     anchor 0    h_0  x_1 [y_2  y_3  y_4]
+    #     anchor 1         h_1  x_2 [y_3  y_4  y_5]
+    #
+    # The labels of a window are not always a text: y_3 is what the target says after
+    # x_0, x_1 and x_2, and x_2 is y_2 only where the text is the target's own greedy
+    # answer.
     U = drafter.config.window
     logits = common.target_logits(target, batch.hidden, drafter.vocab_ids)
     y = F.pad(logits.argmax(-1)[:, :-1], (1, 0))  # h_(t-1) gives y_t
     y = y.where(batch.loss_mask, -1)  # (B, T); -1 outside the answer
-
-    # Row i learns y_(i+2), ..., y_(i+1+U).
     y = F.pad(y[:, 2:], (0, U), value=-1)
-    labels = y.unfold(1, U, 1)  # (B, T - 1, U)
-    whole = (labels >= 0).all(-1).cpu()
+    labels = y.unfold(1, U, 1)  # (B, T - 1, U): row i learns y_(i+2) to y_(i+1+U)
 
-    # Anchors follow from a sequence's own seed, not from the batch that it is in.
+    # Draw anchors among the rows whose labels all lie in the answer. They follow from a
+    # sequence's own seed, so that it does not matter how a batch is split.
+    whole = (labels >= 0).all(-1).cpu()
     anchors = torch.full((len(y), drafter.config.anchors), -1)
     for b, seed in enumerate(batch.seed.tolist()):
         rows = whole[b].nonzero()[:, 0]
@@ -277,46 +278,44 @@ def training_log_q(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
 def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
     """Minus log P of Eq. 6, summed over W windows.
 
-    log_q: (W, S, Vd + 1). labels: (W, U). A window in which r neighbours are equal
-    needs U + r slots, since a blank must split each repeat; with fewer it adds zero.
+    log_q: (W, S, Vd + 1). labels: (W, U).
     """
-    W, S, symbols = log_q.shape
+    W, S, size = log_q.shape
     return F.ctc_loss(
         log_q.transpose(0, 1),  # (S, W, Vd + 1)
         labels,
         [S] * W,  # slots of each window
         [labels.shape[1]] * W,
-        blank=symbols - 1,
+        blank=size - 1,
         reduction="sum",
+        # A window in which r neighbours are equal needs U + r slots, because a blank
+        # has to split each repeat. Where it has fewer, it adds nothing.
         zero_infinity=True,
     )
 
 
 def first_token_log_q(log_q: Tensor) -> Tensor:
-    """Log-probability (W, Vd) of each first token, in whichever slot it stands.
-
-    In slot j it is the first if slots 1 to j - 1 are blank. log_q: (W, S, Vd + 1).
-    """
+    """Log-probability (W, Vd) that each token comes first; log_q: (W, S, Vd + 1)."""
+    # The token in slot j comes first if slots 1 to j - 1 are blank.
     blanks = log_q[:, :-1, -1].cumsum(-1)
     before = F.pad(blanks, (1, 0))[..., None]  # (W, S, 1)
     return (before + log_q[..., :-1]).logsumexp(1)
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """CTC loss (Eq. 6), summed over W anchors, and W.
-
-    With `first_token`, the cross-entropy of the first token is added, times this
-    weight; its label is the target's distribution over the draft vocabulary. Without
-    it the first token counts no more than the others, although nothing of a draft is
-    accepted where it is wrong.
-    """
+    """The CTC loss (Eq. 6), summed over W anchors, and W."""
     anchors, labels = windows(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)
     if len(labels) == 0:  # too few for F.ctc_loss
         return log_q.sum(), 0  # zero, with a gradient for all weights
     total = ctc_loss(log_q, labels)
+    # To CTC all tokens of a window count alike, but nothing of a draft is accepted
+    # where its first token is wrong. So the first token may get a cross-entropy of its
+    # own, with the target's distribution as its label. It raises the acceptance rate
+    # (.374 without, .396 with it, checkpoints/README.md), and the shipped drafter has
+    # learned with a weight of 1.
     if drafter.config.first_token:
-        # After anchor i, the first token is x_(i+2), which h_(i+1) predicts.
+        # After anchor i the first token is x_(i+2), which h_(i+1) predicts.
         hidden = rows_at(batch.hidden[:, 1:], anchors)
         logits = common.target_logits(target, hidden, drafter.vocab_ids)
         teacher = logits.softmax(-1)  # (W, Vd)
@@ -326,7 +325,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """sum_x min(p_target, q_draft) of the first token, summed over W anchors, and W."""
+    """sum_x min(p_target, q_draft) of the first token, summed over W anchors; and W."""
     anchors, _ = windows(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)
     q_draft = first_token_log_q(log_q).exp()  # (W, Vd)
@@ -338,48 +337,44 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 # --------------------------------------------------------------------- CTC transform
 
 
-def collapse(alignment, blank: int) -> tuple:
+def collapse(alignment, blank=BLANK) -> tuple:
     """beta^-1 (2.3): merge equal neighbours, then drop the blanks."""
     merged = [symbol for symbol, _ in itertools.groupby(alignment)]
     return tuple(symbol for symbol in merged if symbol != blank)
 
 
-def top_symbols(q_slots: Tensor, symbols: int) -> list[list[tuple]]:
-    """(symbol, probability) of each slot's likeliest tokens, and last of its blank.
+def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[tuple]]:
+    """(token, probability) of each slot's likeliest tokens, and last of its blank.
 
     q_slots: (S, Vd + 1). symbols: how many tokens, the "top k" of 3.3.
     """
-    blank = q_slots.shape[-1] - 1
-    tokens = q_slots[:, :-1].topk(min(symbols, blank)).indices  # (S, k)
-    ids = F.pad(tokens, (0, 1), value=blank)  # (S, k + 1)
-    q = q_slots.gather(1, ids)
+    best = q_slots[:, :-1].topk(min(symbols, len(vocab_ids)))  # (S, k)
+    ids = F.pad(vocab_ids[best.indices], (0, 1), value=BLANK)  # (S, k + 1)
+    q = torch.cat([best.values, q_slots[:, -1:]], dim=1)
     return [list(zip(*slot)) for slot in zip(ids.tolist(), q.tolist())]
 
 
-def alignments(q_slots: Tensor, symbols: int, nodes: int, merge: bool = True) -> dict:
+def alignments(slots: list[list[tuple]], nodes: int, merge: bool = True) -> dict:
     """The transform of 3.3: {sequence: probability} of the `nodes` likeliest.
 
-    A raw candidate fills the first one, two, ... slots with a symbol each. (The paper's
-    fill all slots; their beginnings are the nodes of its tree.) Its probability is the
-    product of theirs (Eq. 7), whatever the later slots hold. It is collapsed to a
-    sequence, a tuple of indices into vocab_ids. Several raw candidates become the same
-    sequence, whose probability is that of the likeliest one, while `prefix_search`
-    sums over all of them. Slots a .6, e .4 and a .2, b .5, e .3:
-
-        raw     probability    sequence
-        a       .6             a
-        e       .4
-        a b     .6 x .5 = .30  a b
-        e b     .4 x .5 = .20  b
-        a e     .6 x .3 = .18  a         known already, as are a a and e a
-
-    Without `merge`, raw candidates are drafted as they are, up to a blank: "Medusa
-    verify" of Table 2, and Medusa's own heads, which have no blank.
-
-    q_slots: (S, Vd + 1). symbols: tokens that are tried in each slot.
+    slots: of `top_symbols`. A sequence is a tuple of tokens.
+    merge: if not, there is no transform; see below.
     """
-    blank = q_slots.shape[-1] - 1
-    slots = top_symbols(q_slots, symbols)
+    # A raw candidate fills the first one, two, ... slots. (The paper's fill all slots,
+    # and their beginnings are the nodes of its tree.) Its probability is the product of
+    # theirs (Eq. 7), whatever the later slots hold. Several raw candidates collapse to
+    # the same sequence, which has the probability of the likeliest one, whereas
+    # `prefix_search` sums over all. Slots a .6, e .4 and a .2, b .5, e .3:
+    #
+    #     raw     probability    sequence
+    #     a       .6             a
+    #     e       .4
+    #     a b     .6 x .5 = .30  a b
+    #     e b     .4 x .5 = .20  b
+    #     a e     .6 x .3 = .18  a         known already, as are a a and e a
+    #
+    # Without `merge`, raw candidates are drafted as they are, and none has a blank:
+    # "Medusa verify" of Table 2, and Medusa's own heads.
     if not merge:
         slots = [tokens for *tokens, _ in slots]
     # Best-first search. A raw candidate is at most as likely as its beginnings, so they
@@ -389,9 +384,9 @@ def alignments(q_slots: Tensor, symbols: int, nodes: int, merge: bool = True) ->
     found = {}
     while raw and len(found) < nodes:
         p, candidate = heapq.heappop(raw)
-        sequence = collapse(candidate, blank) if merge else candidate
+        sequence = collapse(candidate) if merge else candidate
         # Two that fill as many slots, become the same sequence and end in the same
-        # symbol also continue alike, so that only the likelier one needs to.
+        # symbol also continue alike, so only the likelier one, which comes first, does.
         alike = (len(candidate), sequence, candidate[-1:])
         if alike in seen:
             continue
@@ -404,34 +399,32 @@ def alignments(q_slots: Tensor, symbols: int, nodes: int, merge: bool = True) ->
     return found
 
 
-def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
-    """CTC prefix search: {prefix: probability that the draft begins with it}.
+def prefix_search(slots: list[list[tuple]], candidates: int) -> dict:
+    """CTC prefix search: {prefix: probability that the sequence begins with it}.
 
-    A prefix is a tuple of indices into vocab_ids. Its probability is the sum over all
-    alignments (Eq. 6) of all sequences that begin with it. The newest token is no part
-    of a prefix, and slot 1 may repeat it.
+    The probability is a sum over all alignments (Eq. 6) of all sequences that begin
+    with the prefix, a tuple of tokens. Slots a .6, e .4 and a .2, b .5, e .3:
 
-    The slots are read one after another, and each adds the probability that it
-    completes the prefix. What a symbol does depends on what the slots before it have
-    become and on whether they end in a blank: the last token of the prefix lengthens
-    it after a blank, and merges otherwise. So the alignments of a prefix are summed
-    in two parts, those that end in a blank and those that end in its last token.
-    Slots a .6, e .4 and a .2, b .5, e .3 (e is the blank):
+        prefix  by slot 1  by slot 2     sum
+        a       a   .6     e a  .4 x .2  .68  a a merges
+        b                  e b  .4 x .5  .20
+        a b                a b  .6 x .5  .30
+        a a                              0    needs three slots, a e a
 
-        prefix  slot 1  slot 2        sum
-        a       a   .6  e a  .4 x .2  .68  a a merges
-        b               e b  .4 x .5  .20
-        a b             a b  .6 x .5  .30
-        a a                           0    needs a e a
-
-    Two limits keep the search small, and can make a sum too small. In each slot, only
-    the `symbols` likeliest tokens and the blank are tried. After each slot, only the
-    `candidates` likeliest prefixes, to which the empty one may belong, are read on.
-    The other prefixes stay in the dictionary with the sum that they have.
+    slots: of `top_symbols`.
+    candidates: how many prefixes are read on after each slot. The others keep the sums
+        that they have by then, which may be too small.
     """
+    # The slots are read one after another. `kept` says how likely it is that those read
+    # so far have become exactly this prefix. It is split in two, because the meaning of
+    # the next slot depends on whether the last one is blank: after a blank, the last
+    # token of the prefix is a repeat, and otherwise it merges. `prefixes` sums up how
+    # likely it is that a slot completes the prefix. Whatever the later slots hold, the
+    # sequence then begins with it. An alignment completes a prefix in one slot only, so
+    # none is counted twice.
     prefixes = defaultdict(float)
     kept = {(): (1.0, 0.0)}  # {prefix: (in_blank, in_token)}
-    for *tokens, (_, q_blank) in top_symbols(q_slots, symbols):
+    for *tokens, (_, q_blank) in slots:
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
         for prefix, (in_blank, in_token) in kept.items():
@@ -452,30 +445,92 @@ def prefix_search(q_slots: Tensor, symbols: int, candidates: int) -> dict:
     return prefixes
 
 
-def token_tree(prefixes: dict, vocab_ids: Tensor, nodes: int, depth: int, ends=()):
-    """A Draft: the trie of the `nodes` likeliest prefixes. A node is the end of one.
+def token_tree(decoding, prefixes: dict, nodes: int, first=()) -> common.Draft:
+    """A Draft of the `nodes` likeliest prefixes: a trie, where a node ends each.
 
-    prefixes: {prefix: probability}, each a tuple of indices into vocab_ids (Vd,).
-    Left out are prefixes of more than `depth` tokens, and those that go on after one
-    of `ends`, the indices of end-of-sequence tokens. The notes have {"q": [...]}.
+    prefixes: {prefix: probability}. first: those that become the first nodes.
     """
     node_of = {(): -1}  # {prefix: its node}
-    for prefix in sorted(prefixes, key=prefixes.get, reverse=True):
+    for prefix in [*first, *sorted(prefixes, key=prefixes.get, reverse=True)]:
         if len(node_of) > nodes:
             break
-        fits = len(prefix) <= depth and not any(token in ends for token in prefix[:-1])
-        if fits and prefix[:-1] in node_of:  # rounding may rank it above its parent
+        # A prefix is at least as likely as those that continue it, so its node is there
+        # before theirs. But rounding may put equals into the wrong order.
+        parent = prefix[:-1]
+        ended = parent and parent[-1] in decoding.ends
+        fits = len(prefix) <= decoding.room and not ended
+        if fits and parent in node_of and prefix not in node_of:
             node_of[prefix] = len(node_of) - 1
     drafted = list(node_of)[1:]
-    index = vocab_ids.new_tensor([prefix[-1] for prefix in drafted])
+    tokens = decoding.ids.new_tensor([prefix[-1] for prefix in drafted])
     parents = [node_of[prefix[:-1]] for prefix in drafted]
-    q = [prefixes[prefix] for prefix in drafted]
-    return common.Draft(vocab_ids[index], parents, notes={"q": q})
+    return common.Draft(tokens, parents, notes={"q": [prefixes[p] for p in drafted]})
 
 
-def end_symbols(decoding, vocab_ids: Tensor) -> set[int]:
-    """The indices into vocab_ids (Vd,) of the end-of-sequence tokens."""
-    return {n for n, token in enumerate(vocab_ids.tolist()) if token in decoding.ends}
+# -------------------------------------------------------------------------- sampling
+
+
+def continuations(q_slots: Tensor, prefix: tuple) -> Tensor:
+    """Probability (Vd,) that the sequence begins with `prefix` and then each token.
+
+    It is the sum of `prefix_search`, but without limits. Divided by its own sum, it is
+    the distribution of the token after the prefix, if there is one.
+
+    q_slots: (S, Vd + 1). prefix: indices of tokens in it.
+    """
+    # The steps of `prefix_search`, for one prefix and all slots: entry t of a list is
+    # the probability that the first t slots have become exactly the tokens so far.
+    *q_prefix, q_blank = q_slots[:, [*prefix, -1]].T.tolist()
+    in_blank = [1.0, *itertools.accumulate(q_blank, operator.mul)]  # no token so far
+    either = in_blank
+    for before, token, q in zip((None, *prefix), prefix, q_prefix):
+        enters = in_blank if token == before else either  # a repeat: only after a blank
+        in_blank, in_token, either = [0.0], [0.0], [0.0]
+        for t in range(len(q_slots)):
+            in_blank.append(either[t] * q_blank[t])
+            in_token.append((in_token[t] + enters[t]) * q[t])
+            either.append(in_blank[-1] + in_token[-1])
+    # The next token may enter in any slot.
+    enters = q_slots.new_tensor([either[:-1], in_blank[:-1]])  # (2, S)
+    new, repeat = enters @ q_slots[:, :-1]  # (Vd,) each
+    if prefix:
+        new[prefix[-1]] = repeat[prefix[-1]]
+    return new
+
+
+def sample_chain(decoding, q_slots: Tensor, vocab_ids: Tensor, most: int, merge: bool):
+    """Sample up to `most` tokens, each from its distribution after those before it.
+
+    merge: see `alignments`.
+    Returns {prefix: probability} of the first token, the first two and so on, and a
+    list of the q_draft (V,) that each was drawn from.
+    """
+    chain = {}
+    probs = []
+    tokens = ()
+    columns = ()  # of these tokens in q_slots
+    q = 1.0
+    while len(chain) < min(most, len(q_slots)):
+        if merge:
+            begins = continuations(q_slots, columns)
+        else:
+            begins = q * q_slots[len(columns), :-1]
+        if not begins.max() > 0:  # the tokens so far take up all slots
+            break
+        # `pick` divides by the sum and applies temperature, top-p and so on.
+        picked = common.pick(decoding, begins.log(), vocab_ids, list(tokens))
+        if picked is None:
+            break
+        token, q_draft = picked
+        column = int((vocab_ids == token).nonzero())
+        q = float(begins[column])
+        columns = (*columns, column)
+        tokens = (*tokens, int(token))
+        chain[tokens] = q
+        probs.append(q_draft)
+        if tokens[-1] in decoding.ends:
+            break
+    return chain, probs
 
 
 # -------------------------------------------------------------------------- decoding
@@ -484,16 +539,15 @@ def end_symbols(decoding, vocab_ids: Tensor) -> set[int]:
 class Memory:
     """What the drafter keeps between the rounds of one answer."""
 
-    def __init__(self, drafter: Drafter, decoding):
+    def __init__(self, drafter: Drafter, target):
         self.cache = common.GrowingCache(1)  # keys and values of the rows
-        self.head = common.draft_head(decoding.target, drafter.vocab_ids)  # D -> Vd
-        self.ends = end_symbols(decoding, drafter.vocab_ids)
+        self.head = common.draft_head(target, drafter.vocab_ids)  # D -> Vd
 
 
 def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     """One pass: the probabilities q_slots (S, Vd + 1) after the newest token."""
-    # There is a new row for each token that the target has just cached: `hidden` and
-    # the token after it, the last of which is the newest one.
+    # Each token that the last round committed makes a row, with the hidden state before
+    # it; in the first round, each token of the prompt but its first.
     hidden = decoding.hidden  # (1, n, D)
     n = hidden.shape[1]
     next_ids = decoding.ids[:, -n:]  # (1, n)
@@ -503,19 +557,40 @@ def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     return drafter.logits(states[0, 0], memory.head).softmax(-1)
 
 
+def make_tree(decoding, q_slots, vocab_ids, config, transform: str) -> common.Draft:
+    """The tree of a pass.
+
+    q_slots: (S, Vd + 1), the blank last. vocab_ids: (Vd,).
+    config: has symbols, nodes, sampled, and candidates if `transform` is "prefixes".
+    """
+    slots = top_symbols(q_slots, vocab_ids, config.symbols)
+    merge = transform != "none"
+    if transform == "prefixes":
+        prefixes = prefix_search(slots, config.candidates)
+    else:
+        prefixes = alignments(slots, config.nodes, merge)
+    # A node that is the likeliest token is accepted as often as the target draws this
+    # token, with probability p. One that was drawn from q is accepted with the sum of
+    # min(p, q) over all tokens (common.draw), which is mostly more. So when sampling,
+    # the tree begins with a sampled chain. At temperature 1 a chain of two raises tau
+    # by 7%, and a longer one by no more (results/README.md).
+    chain, probs = {}, []
+    if decoding.do_sample:
+        most = min(config.sampled, config.nodes, decoding.room)
+        chain, probs = sample_chain(decoding, q_slots, vocab_ids, most, merge)
+    draft = token_tree(decoding, prefixes | chain, config.nodes, first=chain)
+    draft.probs = torch.stack(probs) if probs else None
+    return draft
+
+
 def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> common.Draft:
-    """Draft a tree after `decoding.ids`; its nodes are chosen, not sampled."""
-    # A prompt of one token gives no row, and without room no token can be drafted.
+    """Draft a tree after `decoding.ids`."""
+    # A prompt of one token has no row, and without room no token can be drafted.
     if decoding.hidden.shape[1] == 0 or decoding.room == 0:
         return common.chain([], decoding.ids)
     q_slots = fill_slots(drafter, decoding, memory)
-    if config.transform == "prefixes":
-        prefixes = prefix_search(q_slots, config.symbols, config.candidates)
-    else:
-        merge = config.transform == "alignments"
-        prefixes = alignments(q_slots, config.symbols, config.nodes, merge)
     vocab_ids = drafter.vocab_ids
-    draft = token_tree(prefixes, vocab_ids, config.nodes, decoding.room, memory.ends)
+    draft = make_tree(decoding, q_slots, vocab_ids, config, config.transform)
     draft.notes |= {"q_slots": q_slots, "vocab_ids": vocab_ids}
     return draft
 
@@ -528,7 +603,7 @@ def drafts(decoding, drafter: Drafter, **changes):
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
-    memory = Memory(drafter, decoding)
+    memory = Memory(drafter, decoding.target)
     while not decoding.done:
         yield propose(drafter, decoding, memory, config)
 

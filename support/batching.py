@@ -12,8 +12,14 @@ the sequences apart:
            n0          .  .    .   .     x  x    x   x  .
            n1          .  .    .   .     x  x    x   x  x
 
-There is no padding, and a finished sequence leaves the row. The drafters run one
-sequence after another.
+There is no padding, and a finished sequence leaves the row.
+
+Only the target's forward is shared. The drafts are made one sequence after another,
+because sequences accept different numbers of tokens, so that each drafter would have to
+be written for rows of different lengths. In Table 4 all sequences of a batch are the
+same, which does not arise here.
+
+Licence: Apache-2.0.
 """
 
 import torch
@@ -25,7 +31,7 @@ import common
 
 
 class JointLayer(DynamicLayer):
-    """Layer `index` of several caches, joined; each gets its new rows."""
+    """Layer `index` of several caches as one, which gives each cache its new rows."""
 
     def __init__(self, caches: list, sizes: list[int], index: int):
         super().__init__()
@@ -34,9 +40,13 @@ class JointLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Append (1, Hkv, sum(n), Dh); returns (1, Hkv, sum(P + n), Dh)."""
-        new = zip(self.parts, key_states.split(self.sizes, 2), value_states.split(self.sizes, 2))
-        keys, values = zip(*(part.update(k, v) for part, k, v in new))
-        return torch.cat(keys, 2), torch.cat(values, 2)
+        new_keys = key_states.split(self.sizes, dim=2)
+        new_values = value_states.split(self.sizes, dim=2)
+        joined = [
+            part.update(k, v) for part, k, v in zip(self.parts, new_keys, new_values)
+        ]
+        keys, values = zip(*joined)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
 
 def joint_mask(masks: list[Tensor]) -> Tensor:
@@ -71,7 +81,7 @@ def joint_score(target, decodings: list, drafts: list) -> list[tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def generate(target, drafts, decodings: list[common.Decoding], each=None) -> list[Tensor]:
+def generate(target, drafts, decodings: list, each=None) -> list[Tensor]:
     """Decode several sequences at once, each as if it were alone.
 
     drafts: a function of a Decoding, which returns the generator of its drafts.

@@ -1,4 +1,4 @@
-"""Several sequences at once: each must come out as if it were alone, whatever the others do."""
+"""Several sequences at once: each must come out as if it were alone."""
 
 import pytest
 import torch
@@ -8,10 +8,15 @@ import common
 from support import batching, cli
 from support.rivals import lookup
 
-IDS = ([1, 5, 9, 2, 8, 3, 1], [4, 4], [7], [2, 10, 3, 6, 2, 10])  # the last one repeats itself
+IDS = (
+    [1, 5, 9, 2, 8, 3, 1],
+    [4, 4],
+    [7],
+    [2, 10, 3, 6, 2, 10],
+)  # the last one repeats itself
 PROMPTS = [torch.tensor([ids]) for ids in IDS]
 GREEDY = {"do_sample": False}
-KINDS = {  # of layers: all see all, or some or all of them a window that the answers exceed
+KINDS = {  # of layers: all see all, or some or all a window that answers exceed
     "Llama": {},
     "Mistral": {"sliding_window": 9},
     # With tied embeddings, the tiny one would repeat its last token for ever.
@@ -28,7 +33,8 @@ def decode(target, drafts, prompts, options):
     def count(decoding, draft, path):
         stats[decoding](decoding, draft, path)
 
-    return batching.generate(target, drafts, list(stats), each=count), list(stats.values())
+    outputs = batching.generate(target, drafts, list(stats), each=count)
+    return outputs, list(stats.values())
 
 
 @pytest.mark.parametrize("target_name", KINDS)
@@ -62,7 +68,8 @@ def test_sequences_keep_their_own_pace(llama):
     together = decode(llama, drafts, PROMPTS, [options] * 4)[1]
     hook.remove()
     assert [own.accepted for own in together] == [own.accepted for own in alone]
-    assert any(len(set(column)) > 1 for column in zip(*(own.accepted for own in together)))
+    rounds = zip(*(own.accepted for own in together))
+    assert any(len(set(accepted)) > 1 for accepted in rounds)
     assert len(seen) == max(own.target_forwards for own in together)
 
 

@@ -1,13 +1,14 @@
-"""ctc_drafter.py: the transform and the loss against brute force, the mask, windows, decoding."""
+"""ctc_drafter.py: transform, sampling and loss against brute force; mask and windows."""
 
 import dataclasses
 import itertools
 import math
+import types
 from collections import defaultdict
 
 import pytest
 import torch
-from tiny import drawn, make_llama, paths, random_batch
+from tiny import drawn, make_llama, paths, random_batch, sampled_p_value
 
 import common
 import ctc_drafter
@@ -21,7 +22,7 @@ def make_drafter(target, **options):
     return ctc_drafter.build(config, target, counts).double().eval()
 
 
-# ---------------------------------------------------------------------------------- by brute force
+# ----------------------------------------------------------------------- by brute force
 
 
 def some_slots(slots=4, symbols=3, seed=0):
@@ -36,13 +37,13 @@ def by_collapsing(q_slots):
     blank = q_slots.shape[1] - 1
     exact = defaultdict(float)
     for alignment in itertools.product(range(blank + 1), repeat=len(q_slots)):
-        chosen = [float(q_slots[slot, symbol]) for slot, symbol in enumerate(alignment)]
-        exact[ctc_drafter.collapse(alignment, blank)] += math.prod(chosen)
+        q = [float(q_slots[slot, symbol]) for slot, symbol in enumerate(alignment)]
+        exact[ctc_drafter.collapse(alignment, blank)] += math.prod(q)
     return exact
 
 
 def beginnings(q_slots):
-    """{prefix: probability that the sequence begins with it}, summed over every alignment."""
+    """{prefix: probability that the sequence begins with it}, over every alignment."""
     starts = defaultdict(float)
     for sequence, probability in by_collapsing(q_slots).items():
         for end in range(1, len(sequence) + 1):
@@ -50,13 +51,24 @@ def beginnings(q_slots):
     return starts
 
 
-# -------------------------------------------------------------------------------------- transform
+# ---------------------------------------------------------------------------- transform
+
+TWO = torch.tensor(
+    [[0.6, 0.0, 0.4], [0.2, 0.5, 0.3]], dtype=torch.double
+)  # a, b, blank
+
+
+def top(q_slots, symbols):
+    """The slots' likeliest symbols; the ids of the tokens are 0, 1, 2, ..."""
+    vocab_ids = torch.arange(q_slots.shape[1] - 1)
+    return ctc_drafter.top_symbols(q_slots, vocab_ids, symbols)
 
 
 def test_collapse_merges_before_it_drops_blanks():
     for alignment, sequence in (
-        ("aaebecce", "abc"),  # the two of the header
-        ("aeabeeee", "aab"),
+        ("aaebcc", "abc"),  # the three of the header
+        ("aebeec", "abc"),
+        ("aeabee", "aab"),
         ("ee", ""),
         ("", ""),
         ("aaa", "a"),
@@ -65,23 +77,32 @@ def test_collapse_merges_before_it_drops_blanks():
         assert ctc_drafter.collapse(alignment, "e") == tuple(sequence)
 
 
+def test_the_likeliest_tokens_of_a_slot_and_its_blank_are_tried():
+    q_slots = torch.tensor([[0.1, 0.2, 0.4, 0.3], [0.25, 0.0, 0.15, 0.6]])
+    slots = ctc_drafter.top_symbols(q_slots, torch.tensor([4, 6, 9]), 2)
+    ids = [[token for token, _ in slot] for slot in slots]
+    assert ids == [[9, 6, ctc_drafter.BLANK], [4, 9, ctc_drafter.BLANK]]
+    q = [[q for _, q in slot] for slot in slots]
+    assert q == [pytest.approx([0.4, 0.2, 0.3]), pytest.approx([0.25, 0.15, 0.6])]
+    assert len(top(q_slots, 99)[0]) == 4
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_prefix_search_sums_over_all_alignments(seed):
     q_slots = some_slots(seed=seed)
     exact = beginnings(q_slots)
-    found = ctc_drafter.prefix_search(q_slots, symbols=3, candidates=1000)
+    found = ctc_drafter.prefix_search(top(q_slots, 3), candidates=1000)
     for prefix in sorted(exact.keys() | found.keys()):
         expected, got = exact[prefix], found.get(prefix, 0.0)
-        told = f"slots, blank last:\n{q_slots}\n{prefix}: expected {expected:.6f}, got {got:.6f}"
-        assert got == pytest.approx(expected), told
+        told = f"{prefix}: expected {expected:.6f}, got {got:.6f}"
+        assert got == pytest.approx(expected), f"slots, blank last:\n{q_slots}\n{told}"
 
 
 def test_prefix_search_on_the_two_slots_of_its_docstring():
-    q_slots = torch.tensor([[0.6, 0.0, 0.4], [0.2, 0.5, 0.3]], dtype=torch.double)  # a, b, blank
-    found = ctc_drafter.prefix_search(q_slots, symbols=2, candidates=9)
+    found = ctc_drafter.prefix_search(top(TWO, 2), candidates=9)
     found = {prefix: q for prefix, q in found.items() if q}
     expected = {(0,): 0.68, (1,): 0.20, (0, 1): 0.30}
-    told = f"given {q_slots.tolist()}: expected {expected}, got {found}"
+    told = f"given {TWO.tolist()}: expected {expected}, got {found}"
     assert found == pytest.approx(expected), told
 
 
@@ -97,10 +118,10 @@ def test_prefix_search_keeps_the_likeliest_prefixes():
         (three, 2, 2, {"a": 0.62, "b": 0.26, "ab": 0.284, "aa": 0.03, "aba": 0.04}),
     ):
         q_slots = torch.tensor(slots, dtype=torch.double)
-        found = ctc_drafter.prefix_search(q_slots, symbols, candidates)
+        found = ctc_drafter.prefix_search(top(q_slots, symbols), candidates)
         got = {"".join("ab"[i] for i in prefix): q for prefix, q in found.items() if q}
-        told = f"slots {slots}, symbols {symbols}, candidates {candidates}: expected {expected}"
-        assert got == pytest.approx(expected), f"{told}, got {got}"
+        told = f"slots {slots}, symbols {symbols}, candidates {candidates}"
+        assert got == pytest.approx(expected), f"{told}: expected {expected}, got {got}"
 
 
 def by_likeliest_candidate(q_slots, merge):
@@ -115,8 +136,8 @@ def by_likeliest_candidate(q_slots, merge):
                 continue
             else:
                 sequence = candidate
-            chosen = [float(q_slots[slot, symbol]) for slot, symbol in enumerate(candidate)]
-            best[sequence] = max(best.get(sequence, 0.0), math.prod(chosen))
+            q = [float(q_slots[slot, symbol]) for slot, symbol in enumerate(candidate)]
+            best[sequence] = max(best.get(sequence, 0.0), math.prod(q))
     best.pop((), None)
     return best
 
@@ -129,53 +150,55 @@ def test_a_sequence_has_the_probability_of_its_likeliest_candidate(merge, nodes)
         exact = by_likeliest_candidate(q_slots, merge)
         likeliest = sorted(exact, key=exact.get, reverse=True)[:nodes]
         expected = {sequence: exact[sequence] for sequence in likeliest}
-        found = ctc_drafter.alignments(q_slots, symbols=3, nodes=nodes, merge=merge)
+        found = ctc_drafter.alignments(top(q_slots, 3), nodes, merge)
         assert found == pytest.approx(expected)
         assert list(found) == likeliest
 
 
-def test_the_transforms_on_the_two_slots_of_their_docstrings():
-    """By the likeliest alignment, and without merging; the sum over all is .68, .30, .20."""
-    q_slots = torch.tensor([[0.6, 0.0, 0.4], [0.2, 0.5, 0.3]], dtype=torch.double)  # a, b, blank
+def test_alignments_on_the_two_slots_of_its_comment():
+    """By the likeliest alignment, and without merging; summed it is .68, .30, .20."""
     for merge, expected in (
         (True, {(0,): 0.6, (0, 1): 0.3, (1,): 0.2}),
         (False, {(0,): 0.6, (0, 1): 0.3, (0, 0): 0.12}),
     ):
-        found = ctc_drafter.alignments(q_slots, symbols=2, nodes=9, merge=merge)
+        found = ctc_drafter.alignments(top(TWO, 2), 9, merge)
         found = {sequence: q for sequence, q in found.items() if q}
         assert found == pytest.approx(expected), merge
-
-
-def test_only_the_likeliest_tokens_of_a_slot_are_tried():
-    q_slots = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.3, 0.6]], dtype=torch.double)  # a, b, blank
-    found = ctc_drafter.alignments(q_slots, symbols=1, nodes=9)
-    assert found == pytest.approx({(0,): 0.5, (0, 1): 0.15, (1,): 0.09})
 
 
 def test_candidates_that_continue_alike_are_continued_once(monkeypatch):
     """Sixteen slots that say a or blank have 2^16 fillings, but eight sequences."""
     calls = []
     real = ctc_drafter.collapse
-    monkeypatch.setattr(ctc_drafter, "collapse", lambda *args: calls.append(1) or real(*args))
-    q_slots = torch.tensor([[0.5, 0.5]] * 16)
-    found = ctc_drafter.alignments(q_slots, symbols=1, nodes=99)
+
+    def counted(alignment):
+        calls.append(1)
+        return real(alignment)
+
+    monkeypatch.setattr(ctc_drafter, "collapse", counted)
+    found = ctc_drafter.alignments(top(torch.tensor([[0.5, 0.5]] * 16), 1), nodes=99)
     assert sorted(map(len, found)) == [*range(1, 9)]
     assert len(calls) < 1000
 
 
 def test_the_tree_is_a_trie_of_the_likeliest_prefixes():
-    prefixes = {(3,): 0.6, (3, 5): 0.4, (3, 5, 5): 0.1, (4,): 0.3, (4, 5): 0.25, (6,): 0.05}
-    vocab_ids = torch.arange(10) * 10
-    draft = ctc_drafter.token_tree(prefixes, vocab_ids, nodes=4, depth=9)
-    assert draft.tokens.tolist() == [30, 50, 40, 50] and draft.parents == [-1, 0, -1, 2]
+    prefixes = {(3,): 0.6, (3, 5): 0.4, (3, 5, 5): 0.1}
+    prefixes |= {(4,): 0.3, (4, 5): 0.25, (6,): 0.05}
+
+    def tree(prefixes, nodes=9, room=9, ends=(), first=()):
+        ids = torch.tensor([[1, 2]])
+        decoding = types.SimpleNamespace(ids=ids, room=room, ends=ends)
+        return ctc_drafter.token_tree(decoding, prefixes, nodes, first)
+
+    draft = tree(prefixes, nodes=4)
+    assert draft.tokens.tolist() == [3, 5, 4, 5] and draft.parents == [-1, 0, -1, 2]
     assert draft.notes == {"q": [0.6, 0.4, 0.3, 0.25]} and draft.probs is None
-    shallow = ctc_drafter.token_tree(prefixes, vocab_ids, nodes=9, depth=1)
-    assert shallow.tokens.tolist() == [30, 40, 60] and shallow.parents == [-1, -1, -1]
-    ended = ctc_drafter.token_tree(prefixes, vocab_ids, nodes=9, depth=9, ends={3})
-    assert ended.tokens.tolist() == [30, 40, 50, 60] and ended.parents == [-1, -1, 1, -1]
-    rounded = {(3,): 0.5, (3, 5): 0.5000001}  # sums of the same terms in another order
-    assert ctc_drafter.token_tree(rounded, vocab_ids, 9, 9).tokens.tolist() == [30]
-    nothing = ctc_drafter.token_tree(prefixes, vocab_ids, nodes=9, depth=0)
+    assert paths(tree(prefixes, room=1)) == [(3,), (4,), (6,)]
+    assert paths(tree(prefixes, ends={3})) == [(3,), (4,), (4, 5), (6,)]
+    assert paths(tree(prefixes, nodes=3, first=[(6,)])) == [(6,), (3,), (3, 5)]
+    # Rounding may put a prefix before its own beginning.
+    assert paths(tree({(3,): 0.5, (3, 5): 0.5000001})) == [(3,)]
+    nothing = tree(prefixes, room=0)
     assert nothing.tokens.dtype == torch.long and nothing.tokens.shape == (0,)
     assert nothing.parents == [] and nothing.notes == {"q": []}
 
@@ -190,10 +213,12 @@ def first_draft(target, monkeypatch, changes, **options):
     return next(ctc_drafter.drafts(decoding, make_drafter(target), **changes))
 
 
-@pytest.mark.parametrize(
-    "transform, likeliest", [("prefixes", (5, 6, 7)), ("alignments", (5, 6, 7)), ("none", (5, 5))]
-)
-def test_slots_are_merged_before_the_tree_is_built(llama, monkeypatch, transform, likeliest):
+LIKELIEST = {"prefixes": (5, 6, 7), "alignments": (5, 6, 7), "none": (5, 5)}
+
+
+@pytest.mark.parametrize("transform", LIKELIEST)
+def test_slots_are_merged_before_the_tree_is_built(llama, monkeypatch, transform):
+    likeliest = LIKELIEST[transform]
     count = len(likeliest)
     draft = first_draft(llama, monkeypatch, {"transform": transform, "nodes": count})
     assert paths(draft) == [likeliest[:end] for end in range(1, count + 1)]
@@ -201,26 +226,30 @@ def test_slots_are_merged_before_the_tree_is_built(llama, monkeypatch, transform
     assert draft.notes["vocab_ids"].tolist() == list(range(48))
 
 
-@pytest.mark.parametrize("transform", ["prefixes", "alignments", "none"])
-def test_nothing_is_drafted_after_an_end_or_beyond_the_last_token(llama, monkeypatch, transform):
+@pytest.mark.parametrize("transform", LIKELIEST)
+def test_nothing_is_drafted_after_an_end_or_the_last_token(
+    llama, monkeypatch, transform
+):
     changes = {"transform": transform, "nodes": 9}
     for options, longest in (({"eos_token_id": [5, 6]}, 2), ({"max_new_tokens": 3}, 2)):
         for path in paths(first_draft(llama, monkeypatch, changes, **options)):
             assert len(path) <= longest
             if "eos_token_id" in options:
                 assert not {5, 6} & {*path[:-1]}
-    empty = first_draft(llama, monkeypatch, changes, max_new_tokens=1)  # the bonus token's
-    assert len(empty.tokens) == 0
+    # The last token is the bonus token's.
+    assert not paths(first_draft(llama, monkeypatch, changes, max_new_tokens=1))
 
 
-# ------------------------------------------------------------------------------- loss and windows
+# --------------------------------------------------------------------- loss and windows
 
 
 @pytest.mark.parametrize("slots", [3, 4, 5])
 def test_ctc_loss_equals_a_sum_over_all_alignments(slots):
     """Every window of three labels, also those whose repeats need five slots."""
     labels = torch.tensor([*itertools.product(range(2), repeat=3)])  # (8, 3)
-    q_slots = torch.stack([some_slots(slots, symbols=2, seed=seed) for seed in range(8)])
+    q_slots = torch.stack(
+        [some_slots(slots, symbols=2, seed=seed) for seed in range(8)]
+    )
     expected = 0.0
     for window, q in zip(labels.tolist(), q_slots):
         probability = by_collapsing(q)[tuple(window)]
@@ -254,7 +283,9 @@ def test_loss_and_acceptance_of_a_batch_by_hand(small_llama, weight):
     assert int(windows) == 4 + 2  # responses of 5 and 3 tokens, windows of 2
     assert float(total.detach()) == pytest.approx(expected, rel=1e-4)
     total, windows = ctc_drafter.acceptance(drafter, small_llama, batch)
-    assert windows == 4 + 2 and float(total.detach()) == pytest.approx(overlap, rel=1e-4)
+    assert windows == 4 + 2 and float(total.detach()) == pytest.approx(
+        overlap, rel=1e-4
+    )
 
 
 def test_a_batch_without_a_whole_window_gives_zeros(llama):
@@ -296,7 +327,7 @@ def test_windows_of_a_second_turn_do_not_cross_what_the_user_says(llama):
     assert sorted(chosen) == [0, 1, 2, 8, 9, 10]  # labels 2-5 ... 4-7, 10-13 ...
 
 
-# ----------------------------------------------------------------------------------- architecture
+# ------------------------------------------------------------------------- architecture
 
 
 def test_the_mask_against_a_loop():
@@ -314,7 +345,9 @@ def test_the_mask_against_a_loop():
         place = f"{given}: what slot {query} of 9 of sequence {b} sees"
         assert rows[0] == rows[1], f"{place}: expected {rows[0]}, got {rows[1]}"
     shape = tuple(got.shape)
-    assert shape == expected.shape, f"{given}: expected shape (2, 1, 9, 15), got {shape}"
+    assert shape == expected.shape, (
+        f"{given}: expected shape (2, 1, 9, 15), got {shape}"
+    )
 
 
 def test_drafting_round_by_round_equals_one_training_pass(llama):
@@ -324,7 +357,7 @@ def test_drafting_round_by_round_equals_one_training_pass(llama):
     anchors = torch.arange(11)[None]
     log_q = ctc_drafter.training_log_q(drafter, llama, batch, anchors)
     decoding = common.start(llama, input_ids=batch.input_ids[:, :1], max_new_tokens=20)
-    memory = ctc_drafter.Memory(drafter, decoding)
+    memory = ctc_drafter.Memory(drafter, llama)
     start = 0
     for end in (3, 4, 8, 12):  # tokens committed
         decoding.ids = batch.input_ids[:, :end]
@@ -341,7 +374,9 @@ def test_the_layer_and_the_final_norm_start_as_the_targets():
         norm.fill_(0.5 + place)  # a random target's are all 1, as a new drafter's are
     drafter = make_drafter(target, draft_vocab=9)
     for name, theirs in target.model.layers[-1].named_parameters():
-        torch.testing.assert_close(drafter.get_parameter(name), theirs, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            drafter.get_parameter(name), theirs, atol=1e-6, rtol=1e-6
+        )
     torch.testing.assert_close(drafter.norm.weight, target.model.norm.weight)
     assert drafter.vocab_ids.tolist() == list(range(39, 48))
     a, b = torch.randn(2, 32, dtype=torch.double)
@@ -354,8 +389,116 @@ def test_slots_stand_after_their_anchor(llama, monkeypatch):
     drafter = make_drafter(llama, slots=2, window=2)
     seen = []
     real = common.rotary
-    monkeypatch.setattr(common, "rotary", lambda *args: seen.append(args[1:]) or real(*args))
+    monkeypatch.setattr(
+        common, "rotary", lambda *args: seen.append(args[1:]) or real(*args)
+    )
     hidden = torch.zeros(1, 3, 32, dtype=torch.double)
     drafter(llama, hidden, torch.zeros(1, 3, dtype=torch.long), torch.tensor([[0, 2]]))
     [(positions, layer)] = seen
     assert positions.tolist() == [[0, 1, 2, 1, 2, 3, 4]] and layer == -1
+
+
+# ----------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("slots", [1, 3, 4])
+def test_continuations_sum_over_all_alignments(slots):
+    """For every prefix that fits into the slots, and some that do not."""
+    q_slots = some_slots(slots, seed=slots)
+    exact = beginnings(q_slots)
+    for length in range(slots + 2):
+        for prefix in itertools.product(range(3), repeat=length):
+            expected = [exact[(*prefix, token)] for token in range(3)]
+            found = ctc_drafter.continuations(q_slots, prefix).tolist()
+            assert found == pytest.approx(expected)
+
+
+def opened(target, **options):
+    """A Decoding that samples."""
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 9} | options
+    return common.start(target, input_ids=torch.tensor([[4, 2, 3]]), **options)
+
+
+def processed(q, temperature, kept):
+    """q (V,) at a temperature, then the `kept` likeliest tokens alone."""
+    q = q ** (1 / temperature)
+    q = q.where(q >= q.topk(kept).values[-1], 0)
+    return q / q.sum()
+
+
+@pytest.mark.parametrize("transform", ["prefixes", "none"])
+def test_a_chain_is_sampled_from_the_conditional_of_its_prefix(
+    small_llama, monkeypatch, transform
+):
+    """Through the logits processors, from the draft vocabulary; other nodes are not."""
+    drafter = make_drafter(small_llama, slots=4, window=2, draft_vocab=3)
+    q_slots = some_slots()
+    monkeypatch.setattr(ctc_drafter, "fill_slots", lambda *_: q_slots)
+    decoding = opened(small_llama, temperature=0.5, top_k=2)
+    starts = beginnings(q_slots)
+    torch.manual_seed(0)
+    drafts = ctc_drafter.drafts(decoding, drafter, transform=transform, nodes=6)
+    seen = set()
+    for draft in itertools.islice(drafts, 50):  # in one place: nothing is verified
+        assert draft.parents[:2] == [-1, 0] and len(draft.tokens) == 6
+        assert len(set(paths(draft))) == 6 and draft.probs.shape == (2, 7)
+        first, second = (
+            (drafter.vocab_ids == draft.tokens[:2, None]).nonzero()[:, 1].tolist()
+        )
+        for prefix, q_draft in zip([(), (first,)], draft.probs):
+            q = [starts[(*prefix, token)] for token in range(3)]
+            if transform == "none":
+                q = q_slots[len(prefix), :3].tolist()
+            expected = torch.zeros(7)
+            expected[drafter.vocab_ids] = processed(torch.tensor(q), 0.5, kept=2)
+            torch.testing.assert_close(q_draft, expected, atol=1e-5, rtol=1e-5)
+        if transform == "prefixes":
+            expected = [starts[first,], starts[first, second]]
+            assert draft.notes["q"][:2] == pytest.approx(expected)
+        seen.add((first, second))
+    assert len(seen) == 4  # two kept for each
+    likeliest = next(ctc_drafter.drafts(decoding, drafter, sampled=0, nodes=6))
+    assert likeliest.probs is None
+    greedy = next(
+        ctc_drafter.drafts(opened(small_llama, do_sample=False), drafter, nodes=6)
+    )
+    assert greedy.probs is None and paths(greedy) == paths(likeliest)
+
+
+def test_the_sampled_chain_ends_with_the_answer_the_slots_or_the_vocabulary(
+    small_llama,
+):
+    q_slots = torch.tensor([[1.0, 0.0, 0.0]]).repeat(3, 1)  # a a a is one token
+    vocab_ids = torch.tensor([2, 5])
+
+    def sampled(most=9, merge=True, **options):
+        decoding = opened(small_llama, **options)
+        given = (decoding, q_slots, vocab_ids, most, merge)
+        chain, probs = ctc_drafter.sample_chain(*given)
+        assert len(chain) == len(probs)
+        return list(chain)
+
+    assert sampled() == [(2,)]
+    assert sampled(merge=False) == [(2,), (2, 2), (2, 2, 2)]
+    assert sampled(merge=False, most=2) == [(2,), (2, 2)]
+    assert sampled(merge=False, eos_token_id=[2, 6]) == [(2,)]
+    assert sampled(suppress_tokens=[2, 5]) == []
+
+
+def test_sampled_answers_follow_the_target_and_would_not_if_the_chain_lied(monkeypatch):
+    """Three tokens, so that a round has room for the chain of two."""
+    target = make_llama(vocab=5, layers=1, seed=3)
+    drafter = make_drafter(target, slots=4, window=2)
+    decode = common.speculate(ctc_drafter.drafts, drafter, nodes=4)
+    prompt = torch.tensor([[4, 2, 3]])
+    asked = dict(length=3, draws=150, custom_generate=decode)
+    assert sampled_p_value(target, prompt, **asked) > 1e-3
+
+    honest = common.pick
+
+    def lying(*args):
+        token, q_draft = honest(*args)
+        return token, q_draft / 1000  # so that all is accepted
+
+    monkeypatch.setattr(common, "pick", lying)
+    assert sampled_p_value(target, prompt, **asked) < 1e-6

@@ -1,4 +1,4 @@
-"""support/rivals: Medusa's heads, beam search as a draft, and copies from the context."""
+"""support/rivals: Medusa's heads, beam search as a draft, copies from the context."""
 
 import math
 
@@ -17,25 +17,27 @@ def opened(target, **options):
     return common.start(target, **{"input_ids": PROMPT, "max_new_tokens": 9} | options)
 
 
-# ------------------------------------------------------------------------------------- Medusa
+# ------------------------------------------------------------------------------- Medusa
 
 
 def make_medusa(target, **options):
     settings = dict(draft_vocab=0, anchors=16, window=3)
     torch.manual_seed(5)
     counts = torch.arange(target.config.vocab_size)
-    return medusa.build(medusa.Config(**settings | options), target, counts).double().eval()
+    drafter = medusa.build(medusa.Config(**settings | options), target, counts)
+    return drafter.double().eval()
 
 
 @torch.no_grad()
 def head_probs(target, drafter, ids):
     """q_heads (U, Vd) after the tokens ids (T,), the last of them the newest."""
     decoding = opened(target, input_ids=ids[None])
-    return medusa.run_heads(drafter, decoding, common.draft_head(target, drafter.vocab_ids))
+    head = common.draft_head(target, drafter.vocab_ids)
+    return medusa.run_heads(drafter, decoding, head)
 
 
 def test_medusas_head_j_learns_token_j_and_weighs_less(llama):
-    """Also that training and drafting agree: the loss is computed from what is drafted."""
+    """And training and drafting agree: the loss is computed from what is drafted."""
     drafter = make_medusa(llama, draft_vocab=30)
     batch = random_batch(llama, lengths=(9, 7))
     expected = 0.0
@@ -50,36 +52,38 @@ def test_medusas_head_j_learns_token_j_and_weighs_less(llama):
             p_target = scores[newest].softmax(-1)[drafter.vocab_ids]
             overlap += float(torch.minimum(p_target.float(), q_heads[0]).sum())
     total, count = medusa.loss(drafter, llama, batch)
-    assert int(count) == 4 + 2 and float(total.detach()) == pytest.approx(expected, rel=1e-4)
+    assert int(count) == 4 + 2
+    assert float(total.detach()) == pytest.approx(expected, rel=1e-4)
     total, count = medusa.acceptance(drafter, llama, batch)
     assert count == 6 and float(total.detach()) == pytest.approx(overlap, rel=1e-4)
 
 
 def test_medusa_drafts_products_and_merges_no_repeats(llama, monkeypatch):
-    """Heads that agree on a token draft it again; the blank, which they lack, is not drafted."""
+    """Heads that agree on a token draft it twice; the blank, which they lack, never."""
     q_heads = torch.full((3, 48), 0.1 / 47)
     q_heads[:, 4] = 0.9
     monkeypatch.setattr(medusa, "run_heads", lambda *_: q_heads)
     drafter = make_medusa(llama)
     draft = next(medusa.drafts(opened(llama), drafter, nodes=3, symbols=1))
     assert paths(draft) == [(4,), (4, 4), (4, 4, 4)]
-    assert draft.notes["q"] == pytest.approx([0.9, 0.9**2, 0.9**3])  # of the first heads
+    assert draft.notes["q"] == pytest.approx([0.9, 0.9**2, 0.9**3])
     draft = next(medusa.drafts(opened(llama, eos_token_id=4), drafter, nodes=3))
     assert (4,) in paths(draft) and all(4 not in path[:-1] for path in paths(draft))
 
 
-# --------------------------------------------------------------------------------------- beam
+# --------------------------------------------------------------------------------- beam
 
 
 def beams_by_hand(target, drafter, depth, width):
-    """{proposal: probability} of beam search (5.1), each scored by a drafter without memory."""
+    """{proposal: probability} of beam search (5.1); the drafter remembers nothing."""
     decoding = opened(target)
     beams = {(): 1.0}
     for _ in range(depth):
         grown = {}
         for path, probability in beams.items():
             # The target has cached the prompt only.
-            decoding.ids = torch.cat([PROMPT, torch.tensor([path], dtype=torch.long)], dim=1)
+            after = torch.tensor([path], dtype=torch.long)
+            decoding.ids = torch.cat([PROMPT, after], dim=1)
             steps = glide.propose(drafter, decoding, glide.Memory(drafter, target))
             _, q_draft = next(steps)
             for token, q in enumerate(q_draft.tolist()):
@@ -101,21 +105,33 @@ def test_the_tree_is_that_of_the_best_proposals(llama, depth, width):
     expected = {path[:end] for path in beams for end in range(1, depth + 1)}
     q_of = dict(zip(paths(draft), draft.notes["q"]))
     assert len(q_of) == len(draft.tokens) and set(q_of) == expected
-    for path, probability in beams.items():  # q along a proposal multiplies to its score
+    for (
+        path,
+        probability,
+    ) in beams.items():  # q along a proposal multiplies to its score
         product = math.prod(q_of[path[:end]] for end in range(1, depth + 1))
         assert product == pytest.approx(probability, rel=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"cross_attention": False}, {"num_layers": 2}], ids=str)
+DRAFTERS = [{}, {"cross_attention": False}, {"num_layers": 2}]
+
+
+@pytest.mark.parametrize("options", DRAFTERS, ids=str)
 def test_a_level_is_one_pass_and_leaves_nothing_in_the_drafters_cache(llama, options):
-    """In every round: the tree is that of a drafter which has just read the whole text."""
+    """In every round, the tree is that of a drafter which has just read the text."""
     drafter = make_glide(llama, **options)
     passes = []
-    drafter.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[1].shape[1]))
-    decoding = opened(llama, input_ids=PROMPT[:, :1], max_new_tokens=20, do_sample=False)
+
+    def count(_module, inputs):
+        passes.append(inputs[1].shape[1])
+
+    drafter.register_forward_pre_hook(count)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    decoding = opened(llama, input_ids=PROMPT[:, :1], **options)
     for draft in beam.drafts(decoding, drafter, gamma=3, width=4):
         depth = min(3, decoding.room)
-        assert len(passes) == depth and passes[1:] == [4] * (depth - 1)  # tokens of each
+        assert len(passes) == depth
+        assert passes[1:] == [4] * (depth - 1)  # tokens of each
         fresh = next(beam.drafts(decoding, drafter, gamma=3, width=4))
         assert paths(draft) == paths(fresh)
         assert draft.notes["q"] == pytest.approx(fresh.notes["q"], rel=1e-5)
@@ -132,12 +148,13 @@ def test_the_beam_drafts_nothing_after_an_end(llama):
     assert len(cut.tokens) < len(whole.tokens)
 
 
-# ------------------------------------------------------------------------------------- copies
+# ------------------------------------------------------------------------------- copies
 
 
 def test_copies_join_any_draft(llama):
     """After 1 2 3 4 came 5 6 7; the draft's 5 is shared, and 8 stays."""
-    decoding = opened(llama, input_ids=torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]]))
+    text = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]])
+    decoding = opened(llama, input_ids=text)
 
     def tree():
         yield common.Draft(torch.tensor([5, 8]), [-1, 0], notes={"q": [0.5, 0.25]})
@@ -146,7 +163,8 @@ def test_copies_join_any_draft(llama):
     assert paths(draft) == [(5,), (5, 8), (5, 6), (5, 6, 7)]
     assert draft.notes["copied"] == 2 and draft.probs is None
     assert draft.notes["q"][:2] == [0.5, 0.25]
-    assert all(math.isnan(q) for q in draft.notes["q"][2:]) and len(draft.notes["q"]) == 4
+    assert all(math.isnan(q) for q in draft.notes["q"][2:])
+    assert len(draft.notes["q"]) == 4
     alone = next(lookup.drafts(decoding, most=3))
     assert paths(alone) == [(5,), (5, 6), (5, 6, 7)] and alone.notes == {"copied": 3}
 

@@ -1,1 +1,1 @@
-"""Drafters to compare with that are no paper's method here; they have a method file's contract."""
+"""Drafters to compare with; each keeps the contract of a method file."""

@@ -2,15 +2,15 @@
 
 Paper: Du et al., ICML 2024, arXiv:2402.02082, section 5.1 and Table 3.
 
-Each level keeps the `width` most probable continuations. The proposals left at the end
-form the draft tree. Width 2, gamma 3:
+At each level the `width` most probable proposals are kept, and those that are left at
+the end form the draft tree. Width 2, gamma 3:
 
         root -+- a -+- c --- f      proposals left: a c f, a d g
               |     +- d --- g
               (b fell out when a c and a d became more probable)
 
-A level costs one pass of the drafter, in which the proposals lie side by side. Their
-rows in the drafter's cache form a tree, of which each proposal reads its own branch:
+A level costs one pass of the drafter, in which all proposals are fed side by side. So
+their rows in the drafter's cache form a tree, and each reads only its own branch:
 
                   text    root   a  b   c  d
         level 1  c   x  ..  x    x  .   x  .
@@ -61,9 +61,9 @@ def feed_level(drafter, decoding, memory, fed: list[tuple], count: int) -> Tenso
         for layer in drafter.kv_layers:
             rows = decoding.cache.layers[layer]
             kv[layer] = rows.keys, rows.values
-    # The next round's `rewind` drops these rows, because the cache does not record
-    # their tokens as text. So accepted tokens are fed once more, in the pass that has
-    # to feed the bonus token anyway.
+    # The next round's `rewind` drops these rows, because their tokens are not recorded
+    # as text. So accepted tokens are fed once more, but in the pass that has to feed
+    # the bonus token anyway.
     target = decoding.target
     return drafter(target, new, positions, kv, self_mask, None, memory.cache)[0]
 

@@ -2,14 +2,13 @@
 
 Paper: Cai et al., 2024, arXiv:2401.10774; Table 2 of CTC-drafter.
 
-Head j adds SiLU of a linear layer to its input. All heads read the same row and
-choose independently. The likeliest combinations of their tokens form a tree, which is
-ranked by the product of their probabilities:
+All heads read the same row, and each predicts its token without knowing the others':
 
     row (h_i, x_(i+1)), heads 0, 1, 2 -> x_(i+2), x_(i+3), x_(i+4)
 
-Label windows, ranking and tree are those of ctc_drafter.py, so that the two differ in
-the drafter and its loss alone.
+The combinations of their tokens with the greatest products of probabilities form a
+tree. Label windows, ranking and tree are those of ctc_drafter.py, so that the two
+differ in the drafter and its loss alone.
 
 Deviations from the paper:
     1. Heads read h_i and the next token, normalised and fused by a linear layer; the
@@ -19,7 +18,8 @@ Deviations from the paper:
     4. Heads start at random; the paper's start as the identity.
     5. Labels are the target's argmax over frequent tokens; the paper's are the data's
        tokens.
-    6. Verification is lossless; the paper's typical acceptance is not.
+    6. Verification is lossless; the paper's typical acceptance is not. When sampling,
+       the first tokens of the tree are sampled (`sampled`).
 
 Licence: Apache-2.0.
 """
@@ -44,12 +44,17 @@ class Config:
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     symbols: int = option(10, "likeliest tokens tried per head", decode=True)
     nodes: int = option(10, "most nodes in the tree", decode=True)
+    sampled: int = option(2, "most sampled nodes, when sampling", decode=True)
 
     def __post_init__(self):
-        common.at_least(self, window=1, anchors=1, draft_vocab=0, symbols=1, nodes=0)
+        common.at_least(self, window=1, anchors=1, draft_vocab=0)
+        common.at_least(self, symbols=1, nodes=0, sampled=0)
 
 
-VARIANTS = {"paper": {"symbols": 10, "nodes": 63}}
+VARIANTS = {
+    "paper": {"symbols": 10, "nodes": 63, "sampled": 0},
+    "deterministic": {"sampled": 0},
+}
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
@@ -74,6 +79,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         embeds = target.get_input_embeddings()(next_ids).to(dtype)
         both = [self.feature_norm(hidden.to(dtype)), self.embed_norm(embeds)]
         row = self.fusion(torch.cat(both, dim=-1))  # (..., D)
+        # Head j adds SiLU of a linear layer to what it reads.
         states = [row + F.silu(head(row)) for head in self.heads]
         return self.norm(torch.stack(states, dim=-2))
 
@@ -81,7 +87,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """A drafter before training, whose rows are the sum of both inputs.
 
-    token_counts: (V,) how often each token occurs in the responses.
+    token_counts: (V,) how often each token occurs in the training data.
     """
     config.target = common.target_shape(target)
     drafter = Drafter(config)
@@ -101,7 +107,7 @@ def training_logits(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """Cross-entropy of head j times 0.8^j, summed over W anchors, and W."""
+    """Cross-entropy of head j times 0.8^j, summed over heads and W anchors; and W."""
     anchors, labels = ctc_drafter.windows(drafter, target, batch)
     logits = training_logits(drafter, target, batch, anchors)
     logits = logits.flatten(0, 1)  # (W U, Vd)
@@ -133,21 +139,16 @@ def run_heads(drafter: Drafter, decoding, head: nn.Module) -> Tensor:
 def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
 
-    Its nodes are chosen, not sampled.
-
     changes: other values for fields of the Config with decode=True, such as nodes.
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
     vocab_ids = drafter.vocab_ids
     head = common.draft_head(decoding.target, vocab_ids)  # D -> Vd
-    ends = ctc_drafter.end_symbols(decoding, vocab_ids)
     while not decoding.done:
         if decoding.hidden.shape[1] == 0:  # a prompt of one token
             yield common.chain([], decoding.ids)
             continue
         q_heads = run_heads(drafter, decoding, head)
         q_slots = F.pad(q_heads, (0, 1))  # a head has no blank
-        symbols, nodes = config.symbols, config.nodes
-        prefixes = ctc_drafter.alignments(q_slots, symbols, nodes, merge=False)
-        yield ctc_drafter.token_tree(prefixes, vocab_ids, nodes, decoding.room, ends)
+        yield ctc_drafter.make_tree(decoding, q_slots, vocab_ids, config, "none")

@@ -244,8 +244,23 @@ a blank is drafted where nothing is merged
 - slots = [tokens for *tokens, _ in slots]
 + pass
 drafts go on after an end
-- and not any(token in ends for token in prefix[:-1])
+- and not ended
 + and True
+a sampled repeat needs no blank before it
+- enters = in_blank if token == before else either
++ enters = either
+after a repeat, the next token may be the same without a blank
+- new[prefix[-1]] = repeat[prefix[-1]]
++ pass
+a chain goes on from the empty prefix
+- begins = continuations(q_slots, columns)
++ begins = continuations(q_slots, ())
+sampled nodes count as chosen
+- draft.probs = torch.stack(probs) if probs else None
++ draft.probs = None
+chosen nodes come before sampled ones
+- for prefix in [*first, *sorted(prefixes, key=prefixes.get, reverse=True)]:
++ for prefix in sorted(prefixes, key=prefixes.get, reverse=True):
 """
 
 TRAIN = r"""
