@@ -78,11 +78,14 @@ class Config:
     distill_weight: float = option(0.1, "omega_dist, weight of the losses on tokens")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     tree: list = option(lambda: layered_tree([4, 4, 3, 2]), "rank paths", decode=True)
+    sampled: str = option(
+        "first", "drawn when sampling: first, all or none", decode=True
+    )
 
     def __post_init__(self):
         common.at_least(self, k=1, num_layers=1, draft_vocab=0)
         common.at_least(self, noise=0, distill_weight=0)
-        common.one_of(self, fusion=("lstm", "linear"))
+        common.one_of(self, fusion=("lstm", "linear"), sampled=("first", "all", "none"))
         vocab = self.target.get("vocab_size", math.inf)
         self.tree = checked_tree(self.tree, min(self.draft_vocab or vocab, vocab))
 
@@ -385,16 +388,36 @@ def checked_tree(tree, vocab: float) -> list[list[int]]:
     return [list(path) for path in sorted(paths, key=len)]
 
 
+def paper_tree() -> list[list[int]]:
+    """The paper's tree of 118 nodes, with m = 20 children of the root (appendix A).
+
+    Its text does not name the nodes; they are those of kmask2_8layer_tree_3 in the
+    authors' code. There the eight children of [0, 1] have the ranks 0 and 3 to 9, here
+    0 to 7, because appendix A takes the top m. The paper says m = 20 of Figure 5, but in
+    the copy beside the authors' code this tree is Figure 6.
+    """
+    children = {(): 20, (0,): 11, (1,): 4, (2,): 4, (0, 0): 7, (0, 1): 8}  # m of a path
+    children |= {(0,) * 3: 10, (0,) * 4: 10, (0,) * 5: 4, (0,) * 6: 4, (0,) * 7: 3}
+    tree = {(*path, rank) for path, m in children.items() for rank in range(m)}
+    # Six branches go on with the likeliest token of each level, down to the eighth.
+    for path in ((1,), (2,), (0, 1), (0, 2), (0, 3), (0, 0, 0, 1)):
+        tree |= {path + (0,) * more for more in range(1, 9 - len(path))}
+    return [list(path) for path in sorted(tree)]
+
+
 VARIANTS = {
     "chain": {"tree": layered_tree([1, 1, 1, 1])},  # Table 4
     "one_pass": {"tree": layered_tree([3, 4])},  # with k = 2
-    "paper": {"tree": layered_tree([20, 19, 19, 15, 16, 10, 10, 9])},  # as Figure 5
+    "paper": {"tree": paper_tree()},
+    "none": {"sampled": "none"},
+    "all": {"sampled": "all"},  # appendix A
 }
 
 
 class PassPlan(NamedTuple):
     """What a pass over b branches is fed, and where in its output m nodes are."""
 
+    nodes: range  # of the m nodes
     origins: Tensor  # (b,) the branch of the pass before that a branch continues
     reads: Tensor  # (b, k) the nodes whose tokens are fed
     branch: Tensor  # (m,) of each node that is drafted
@@ -407,11 +430,12 @@ class Plan(NamedTuple):
 
     passes: list[PassPlan]
     parents: list[int]  # of N nodes; -1 is the root
-    depths: list[int]  # of N nodes
+    above: list[list[int]]  # of N nodes: the nodes on the way to it, from the root down
+    drawn: set[int]  # the nodes that are drawn when sampling
     ranks: int  # how many of a slot's likeliest tokens are needed
 
 
-def make_plan(tree: list[list[int]], k: int, device) -> Plan:
+def make_plan(config: Config, device) -> Plan:
     """Plan the passes that draft a tree, k levels each (3.4).
 
     Slot j of a block drafts level j of the pass: its likeliest tokens, by rank. The
@@ -433,14 +457,14 @@ def make_plan(tree: list[list[int]], k: int, device) -> Plan:
         pass 1   -         -           0 1 2 3 4   0 0 0 0 0   0 0 1 1 1   0 1 0 1 0
         pass 2   0 0       0 2, 1 4    5 6 7 8     0 1 0 1     0 0 1 1     0 0 0 0
 
-    tree: paths of ranks, see layered_tree. device: of the target.
+    device: of the target.
     """
-    paths = [tuple(path) for path in tree]
+    k = config.k
+    paths = [tuple(path) for path in config.tree]
     node_of = {path: node for node, path in enumerate(paths)}
-    depths = [len(path) for path in paths]
     passes = []
     tips = [()]  # the first pass continues the committed tokens
-    for depth in range(0, max(depths, default=0), k):  # of the tips
+    for depth in range(0, max(map(len, paths), default=0), k):  # of the tips
         origins, reads = [], []
         if depth > 0:
             before = tips
@@ -452,11 +476,18 @@ def make_plan(tree: list[list[int]], k: int, device) -> Plan:
         branch = [tips.index(path[:depth]) for path in drafted]
         slot = [len(path) - depth - 1 for path in drafted]
         rank = [path[-1] for path in drafted]
+        nodes = range(node_of[drafted[0]], node_of[drafted[-1]] + 1)
         columns = (origins, reads, branch, slot, rank)
         columns = (torch.tensor(x, dtype=torch.long, device=device) for x in columns)
-        passes.append(PassPlan(*columns))
+        passes.append(PassPlan(nodes, *columns))
     parents = [node_of.get(path[:-1], -1) for path in paths]
-    return Plan(passes, parents, depths, 1 + max(map(max, paths), default=0))
+    above = [[node_of[path[:end]] for end in range(1, len(path))] for path in paths]
+    drawn = {
+        "none": set(),
+        "first": {node_of[path] for path in paths if not any(path)},
+        "all": set(node_of.values()),
+    }[config.sampled]
+    return Plan(passes, parents, above, drawn, 1 + max(map(max, paths), default=0))
 
 
 # ------------------------------------------------------------------------- decoding
@@ -582,18 +613,71 @@ def later_pass(drafter, decoding, memory, before: Pass, origins, token_ids) -> P
     return Pass(x[0].unflatten(0, (-1, k)), positions, mask, state)
 
 
+def draw_tokens(drafter, decoding, plan, places, logits, tokens, q, probs) -> None:
+    """Give nodes of a pass drawn tokens in place of the likeliest ones (appendix A).
+
+    A node takes a token that no earlier child of its parent has. If it is to be drawn,
+    it is drawn from what the logits processors make of the others; else it is the
+    likeliest of them.
+
+    Why the output still follows the target: the rejection sampling of `common.draw`
+    needs a sibling's own distribution, given all that has led the verification there.
+    That is its ancestors, and the siblings before it with their uniform numbers. A
+    node's distribution depends on the former, through the passes and the processors,
+    and on the latter, because it leaves out their tokens. It depends on nothing else,
+    as each node has a random number of its own, even if it shares a slot with others.
+
+    places: of the pass. logits: (b, k, Vd).
+    tokens, q: (n,) of all nodes up to this pass, changed here.
+    probs: {node: q_draft (V,)} of the nodes that were drawn; some are added.
+    """
+    kept = range(places.nodes.start, len(tokens))
+    for node, branch, slot in zip(kept, places.branch.tolist(), places.slot.tolist()):
+        parent = plan.parents[node]
+        earlier = [n for n in range(kept.start, node) if plan.parents[n] == parent]
+        taken = torch.isin(drafter.vocab_ids, tokens[earlier])
+        others = logits[branch, slot].masked_fill(taken, float("-inf"))
+        drafted = tokens[plan.above[node]].tolist()
+        # The processors are asked about texts that the target may write: every token
+        # before was drawn from what they allow, and none of them ends the answer.
+        reached = parent == -1 or (parent in probs and drafted[-1] not in decoding.ends)
+        picked = None
+        if node in plan.drawn and reached:
+            picked = common.pick(decoding, others, drafter.vocab_ids, drafted)
+        if picked is not None:
+            tokens[node], probs[node] = picked
+            q[node] = probs[node][tokens[node]]
+        elif any(n in probs for n in earlier):
+            tokens[node] = drafter.vocab_ids[others.argmax()]
+            q[node] = others.softmax(-1, dtype=torch.float32).max()
+
+
+def drawn_first(draft: common.Draft, probs: dict) -> common.Draft:
+    """The same tree, but with the nodes of probs {node: q_draft (V,)} before all others."""
+    nodes = range(len(draft.tokens))
+    order = [*probs, *(node for node in nodes if node not in probs)]
+    # The parent of a drawn node is drawn, too, so each node still is before its children.
+    place = {node: n for n, node in enumerate([-1, *order], -1)}
+    parents = [place[draft.parents[node]] for node in order]
+    notes = draft.notes | {"q": [draft.notes["q"][node] for node in order]}
+    return common.Draft(
+        draft.tokens[order], parents, torch.stack([*probs.values()]), notes
+    )
+
+
 def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Draft:
     """Draft the planned tree after `decoding.ids`, as far down as there is room.
 
     Returns a Draft whose notes are k, and q: the probability of each node's token in
     its slot. It is empty after a prompt of k tokens or fewer.
     """
-    count = sum(depth <= decoding.room for depth in plan.depths)  # they are sorted
+    count = sum(len(above) < decoding.room for above in plan.above)  # sorted by depth
     latest = first_pass(drafter, decoding, memory) if count else None
     if latest is None:
         return common.chain([], decoding.ids, k=drafter.config.k)
     tokens = decoding.ids.new_zeros(0)
     q = torch.zeros(0, device=tokens.device)
+    probs = {}  # {node: q_draft (V,)} of the nodes that are drawn
     for number, each in enumerate(plan.passes):
         if len(tokens) >= count:
             break
@@ -603,24 +687,26 @@ def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Dr
         logits = memory.head(latest.h_draft)  # (b, k, Vd)
         best = logits.softmax(-1, dtype=torch.float32).topk(plan.ranks)
         nodes = each.branch, each.slot, each.rank
-        tokens = torch.cat([tokens, drafter.vocab_ids[best.indices[nodes]]])
-        q = torch.cat([q, best.values[nodes]])
-    # Without `probs` no node counts as sampled: the target chooses each token, and a
-    # node that holds it is accepted. So the output follows the target. The nodes below
+        tokens = torch.cat([tokens, drafter.vocab_ids[best.indices[nodes]]])[:count]
+        q = torch.cat([q, best.values[nodes]])[:count]
+        if decoding.do_sample:
+            draw_tokens(drafter, decoding, plan, each, logits, tokens, q, probs)
+    # A node that was not drawn is accepted if the target draws its token. The nodes below
     # an end-of-sequence token are useless, but the plan is the same in every round.
-    notes = {"k": drafter.config.k, "q": q[:count].tolist()}
-    return common.Draft(tokens[:count], plan.parents[:count], notes=notes)
+    notes = {"k": drafter.config.k, "q": q.tolist()}
+    draft = common.Draft(tokens, plan.parents[:count], notes=notes)
+    return drawn_first(draft, probs) if probs else draft
 
 
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
 
-    changes: other values for fields of the Config with decode=True, here `tree`.
+    changes: other values for fields of the Config with decode=True.
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
-    plan = make_plan(config.tree, config.k, decoding.ids.device)
+    plan = make_plan(config, decoding.ids.device)
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         yield propose(drafter, decoding, memory, plan)
