@@ -20,7 +20,8 @@ from support.rivals import lookup
 FORM = "[BASE+]NAME[:SETTINGS][+copies][@DIR]"
 COPIES = 16  # most tokens that +copies adds to a draft
 PEERS = ("prompt-lookup", "assisted")  # transformers' own methods
-ALL = (*cli.METHODS, "cape:cpu", "medusa", "lookup", *PEERS)  # those that do not fit are skipped
+# Of these, bench.py skips those that do not fit.
+ALL = (*cli.METHODS, "cape:cpu", "medusa", "eagle", "lookup", *PEERS)
 BASES = {"cape": "glide", "beam": "glide"}  # methods that use another one's drafter
 
 

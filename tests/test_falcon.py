@@ -358,7 +358,7 @@ def test_negative_control_siblings_that_forget_what_they_leave_out(monkeypatch):
 
 @pytest.mark.parametrize("sampled", ["first", "all"])
 def test_processors_are_asked_only_about_texts_that_the_target_may_write(sampled):
-    """Not after an end, nor a token that is forbidden; where nothing is allowed, nothing is drawn."""
+    """Not after an end, nor after a token that is forbidden, nor beyond the last one."""
     target, drafter, ids = small_target(1.0)
 
     def allowed(_, text):
