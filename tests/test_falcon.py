@@ -157,17 +157,16 @@ def test_a_prompt_is_read_as_if_attended_at_once(k):
         assert newest.mask.shape == (1, total) and newest.mask.all()
 
 
-def test_the_plan_of_the_docstring():
+def test_the_plan_of_the_drawing():
     tree = [[0], [1], [0, 0], [0, 1], [1, 0], [0] * 3, [1, 0, 0], [0] * 4, [1, 0, 0, 0]]
     plan = falcon.make_plan(falcon.Config(tree=tree, k=2), "cpu")
     first = ([], [], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 1, 0])
     second = ([0, 0], [[0, 2], [1, 4]], [0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0])
-    got = [tuple(column.tolist() for column in each[1:]) for each in plan.passes]
+    got = [tuple(column.tolist() for column in each) for each in plan.passes]
     assert got == [first, second]
-    assert [each.nodes for each in plan.passes] == [range(5), range(5, 9)]
     assert plan.parents == [-1, -1, 0, 0, 1, 2, 4, 5, 6] and plan.ranks == 2
     assert plan.above == [[], [], [0], [0], [1], [0, 2], [1, 4], [0, 2, 5], [1, 4, 6]]
-    assert plan.drawn == {0, 2, 5, 7}
+    assert plan.sampled == {0, 2, 5, 7}
     deeper = falcon.Config(tree=[*tree, [0] * 5, [1, 0, 0, 0, 0]], k=2)
     third = falcon.make_plan(deeper, "cpu").passes[2]
     # Its branches continue both of pass 2, and are fed nodes 5 7 and 6 8.
