@@ -9,12 +9,13 @@
     python bench.py --table results/cpu_*.json     # tables of earlier runs
 
 An arm is [BASE+]NAME[:SETTINGS][+copies][@DIR]. NAME is a method or a rival (medusa,
-beam, lookup). SETTINGS are fields of its Config that may change after training, as
-gamma=3,sizes=2-1-1-0 (a list has - in between), or the name of some of them in its
-VARIANTS. BASE is the method whose chains CAPE expands, glide if it is left out;
-settings that are not CAPE's go to that method. +copies adds tokens copied from the
-context to each draft. DIR holds a drafter to use instead of checkpoints/NAME. The arms
-prompt-lookup and assisted are transformers' own.
+eagle, beam, lookup). EAGLE is Falcon with the drafter checkpoints/eagle. SETTINGS are
+fields of its Config that may change after training, as gamma=3,sizes=2-1-1-0 (a list
+has - in between), or the name of some of them in its VARIANTS. BASE is the method whose
+chains CAPE expands, glide if it is left out; settings that are not CAPE's go to that
+method. +copies adds tokens copied from the context to each draft. DIR holds a drafter
+to use instead of checkpoints/NAME. The arms prompt-lookup and assisted are
+transformers' own.
 
 Protocol: all arms answer a turn before the next turn begins. Their order is drawn anew
 for each turn, because a machine's speed drifts. All arms see the same earlier answers,
@@ -455,7 +456,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = cli.OneLineParser(description=__doc__)
 
     add = parser.add_argument_group("what to decode, and how").add_argument
-    text = f"{', '.join((*cli.METHODS, *cli.RIVALS, *PEERS))}, or all; see above"
+    names = ", ".join((*cli.METHODS, *cli.RIVALS, *cli.MADE_WITH, *PEERS))
+    text = f"{names}, or all; see above"
     add("--method", nargs="+", default=[], metavar="ARM", type=arm_text, help=text)
     add("--target", type=cli.target, help=cli.TARGET_HELP)
     dtypes = ("float32", "bfloat16", "float16", "float64")

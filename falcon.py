@@ -2,52 +2,42 @@
 
 Paper: Gao et al., AAAI 2025, arXiv:2412.12639.
 
-An autoregressive drafter needs a pass for every level of its draft. Falcon's drafts k
-levels in one. Its input is a row of slots: slot i holds the target's last hidden state
-h_i (a "feature") and the token one step ahead, x_(i+1). It predicts h_(i+k), which the
-LM head turns into token x_(i+k+1). The newest k slots form a block: they see each other
-and all earlier blocks, and their predictions are the next pass's block. The example of
-3.1 has k = 2 and the newest token x_3; h'_i is a prediction of h_i:
+An autoregressive drafter needs a pass for every level of its draft, while Falcon's
+drafts k levels in one. It reads a sequence of slots. Slot i holds the target's last
+hidden state h_i (a "feature") and the token one step ahead, x_(i+1), and predicts
+h_(i+k), from which the LM head drafts x_(i+k+1). The newest k slots form a block: they
+see each other and all earlier blocks, and their predictions are fed to the next pass.
+In the example of 3.1, k = 2 and the newest token is x_3; h'_i is a prediction of h_i:
 
-    slots                        predictions       tokens
-    (h_1, x_2)   (h_2, x_3)      h'_3   h'_4       x_4   x_5
-    (h'_3, x_4)  (h'_4, x_5)     h'_5   h'_6       x_6   x_7
+    pass    slots                        predictions     tokens drafted
+    1       (h_1, x_2)   (h_2, x_3)      h'_3   h'_4     x_4   x_5
+    2       (h'_3, x_4)  (h'_4, x_5)     h'_5   h'_6     x_6   x_7
 
-The second slot predicts x_5 without knowing x_4, because one pass drafts both. Coupled
-sequential glancing distillation (CSGD) trains some slots with their answers as inputs:
-the first slot is then (h_3, x_4), and the second one sees it. When drafting, it never
-does.
+The second slot has to draft x_5 without x_4, because one pass drafts both. In training,
+coupled sequential glancing distillation (CSGD) feeds some first slots their answer,
+(h_3, x_4), and the second slot sees it. When drafting it never does.
 
 Names that differ from the paper's: t_i is x_i, f_i is h_i (`hidden`, `answers`),
 f^draft is `h_draft`, p is `p_target`, p^draft is `q_draft`, omega_dist is
 `distill_weight`.
 
-Deviations, and choices where the paper is silent:
-    1. A slot predicts k places ahead, as in 3.1. In Eq. 1 it is one place, but then the
-       answer of slot i would be the input of slot i + 1, which it may see.
-    2. Blocks are counted from a random slot in training, and back from the newest one
-       when drafting.
-    3. CSGD reveals the text's tokens (the paper: the target's) in slots that `glance`
-       chooses, and gives these no loss. lambda falls by steps (the paper: by epochs).
-    4. Hidden states, embeddings and predictions are normalised, layers start as the
-       target's top ones, and `fusion="linear"` is ours.
-    5. Drafts, losses on tokens and the Hamming distance know frequent tokens only.
-    6. The default tree is ours: 13 nodes in two passes (the paper: four passes). The
-       variant `paper` has as many nodes at each depth as Figure 5, but our rule chooses
-       them (`layered_tree`). The tree of Figure 6 is left out.
-    7. Nodes are always the likeliest tokens (appendix A samples them when sampling).
-    8. The head of Figure 2 is larger than the "two Transformer layers" of the abstract:
-       at 7B, its two LSTM layers weigh as much as 1.7 of these, and the head as 3.7.
+Deviations from the paper:
+    1. A slot predicts k places ahead, as in 3.1. By Eq. 1 it is one place, but then
+       slot i + 1, which slot i may see, would hold the answer of slot i.
+    2. The first block has a random length in training. When drafting, blocks are
+       counted back from the newest slot.
+    3. Hidden states, embeddings and predictions are normalised, the layers start as the
+       target's top ones, and `fusion="linear"` is ours. Only frequent tokens are
+       drafted, and count in the losses and in the Hamming distance.
+    4. The default tree has 13 nodes in two passes (the paper's: four passes). When
+       sampling, only its first choices are drawn (appendix A: all nodes).
 
-Authors' code: lambda falls from .45 to .10, revealed slots keep their loss, the label
-of L_hard is sampled, blocks are counted from the first slot, and the LSTM, without
-batch_first, has no memory in batches of one. None of this is followed here. Revealing
-the text's tokens is: the authors do it, too.
+Authors' code: as here, CSGD reveals the text's tokens (the paper: the target's). Not
+followed: revealed slots keep their loss, lambda falls from .45 to .10, the label of
+L_hard is sampled, blocks are counted from the first slot, and the LSTM, which lacks
+batch_first, has no memory in batches of one.
 
-The shipped drafter has linear fusion, omega_dist = 1, nine nodes in two passes, and no
-CSGD in its last stage of training. `--k 1 --no-csgd --fusion linear --num-layers 1`
-makes a drafter like EAGLE's, the paper's main rival; checkpoints/README.md compares
-them.
+`--k 1 --no-csgd --fusion linear --num-layers 1` is EAGLE's drafter, the main rival.
 
 Licence: Apache-2.0.
 """
@@ -78,16 +68,17 @@ class Config:
     distill_weight: float = option(0.1, "omega_dist, weight of the losses on tokens")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     tree: list = option(lambda: layered_tree([4, 4, 3, 2]), "rank paths", decode=True)
+    sampled: str = option("first", "nodes to sample: first, all or none", decode=True)
 
     def __post_init__(self):
         common.at_least(self, k=1, num_layers=1, draft_vocab=0)
         common.at_least(self, noise=0, distill_weight=0)
-        common.one_of(self, fusion=("lstm", "linear"))
+        common.one_of(self, fusion=("lstm", "linear"), sampled=("first", "all", "none"))
         vocab = self.target.get("vocab_size", math.inf)
         self.tree = checked_tree(self.tree, min(self.draft_vocab or vocab, vocab))
 
 
-# --------------------------------------------------------------------- architecture
+# ---------------------------------------------------------------------- architecture
 
 
 class Drafter(nn.Module, PyTorchModelHubMixin):
@@ -98,6 +89,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         self.config = config
         self.kv_layers = []  # it reads no keys and values of the target
         width = config.target["hidden_size"]
+        # The paper calls its head "equivalent to merely two Transformer layers", which
+        # its attention layers are. At 7B the LSTM is as large as another 1.7 of them.
         self.feature_norm = nn.RMSNorm(width, eps=1e-5)
         self.embed_norm = nn.RMSNorm(width, eps=1e-5)
         if config.fusion == "linear":
@@ -115,7 +108,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
         hidden: (n, t, D), of n sequences or branches.
         token_ids: (n, t), each one step ahead of its hidden state.
-        state: the LSTM's after the slots before these, (h, c), each (2, n, D) for its
+        state: what the LSTM made of the slots before these, a pair of (2, n, D) for its
             two layers; None before the first slot.
         Returns fused slots (n, t, D), and the new state, which is () of a linear layer.
         """
@@ -124,8 +117,8 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         pairs = torch.cat([self.feature_norm(hidden), embeds], dim=-1)  # (n, t, 2 D)
         if self.config.fusion == "linear":
             return self.fusion(pairs), ()
-        # The LSTM reads the slots in order, so that only `attend` looks ahead in a
-        # block. It is slow in bfloat16, so autocast leaves it out.
+        # The LSTM reads the slots in order, so only `attend` looks ahead in a block.
+        # It is slow in bfloat16, so autocast leaves it out.
         with torch.autocast(pairs.device.type, enabled=False):
             return self.fusion(pairs, state)
 
@@ -133,7 +126,7 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
         """The predictions h_draft (B, r, D) of r fused slots x (B, r, D).
 
         positions: (1, r), numbers of the slots.
-        mask: (B, 1, r, P_own + r) bool, True = sees.
+        mask: (B, 1, r, P_own + r) bool, True where a slot sees another.
         cache: the drafter's own, of P_own rows, to which r are added.
         """
         tables = common.rotary(target, positions, -1)  # of the target's top layer
@@ -145,7 +138,10 @@ class Drafter(nn.Module, PyTorchModelHubMixin):
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter before training, with the target's top layers."""
+    """A drafter before training, with the target's top layers.
+
+    token_counts: (V,) how often each token occurs in the training data.
+    """
     config.target = common.target_shape(target)
     drafter = Drafter(config)
     if config.fusion == "linear":
@@ -159,14 +155,14 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     return drafter
 
 
-# --------------------------------------------------------------- training objective
+# ---------------------------------------------------------------- training objective
 
 
 def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
     """Relaxed causal mask (3.2, 3.4): a slot sees its own and all earlier blocks.
 
-    The answer of slot i is the input of slot i + k, which is in the next block. A slot
-    does not see that block, so it cannot read its answer. k = 2, phase 1:
+    The answer of slot i is the input of slot i + k, which is in the next block, so no
+    slot sees its own answer. k = 2, phase 1:
 
            key   0  1  2  3  4        blocks: 0 | 1 2 | 3 4
         slot 0   x  .  .  .  .
@@ -177,7 +173,7 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
 
     phase: (B,) how many slots the first block lacks, 0 to k - 1. It varies in training,
         so that a token is met at every place of a block.
-    Returns (B, 1, S, S) bool, True = sees; S is `length`.
+    Returns (B, 1, S, S) bool, True where a slot sees another; S is `length`.
     """
     slots = torch.arange(length, device=phase.device)
     block = (slots + phase[:, None]) // k  # (B, S)
@@ -196,20 +192,20 @@ class Slots(NamedTuple):
 
 
 def training_slots(drafter: Drafter, batch) -> Slots:
-    """The slots of a batch. k = 2, T = 6:
+    """The slots of a batch (a common.Batch). For example, k = 2 and T = 6:
 
         slot      0        1        2        3        4
         input   h_0 x_1  h_1 x_2  h_2 x_3  h_3 x_4  h_4 x_5
         answer  h_2 x_3  h_3 x_4  h_4 x_5  h_5 -      -
 
-    A slot learns if the loss mask is True at x_(i+k+1). The last k slots do not: their
-    x_(i+k+1) is beyond the text.
+    A slot learns if its answer's token is to be predicted (`batch.loss_mask`).
     """
     k = drafter.config.k
     hidden = batch.hidden.to(drafter.norm.weight.dtype)  # (B, T, D)
     return Slots(
         hidden=hidden[:, :-1],
         token_ids=batch.input_ids[:, 1:],
+        # For the last k slots, which do not learn, this token is beyond the text.
         answers=F.pad(hidden, (0, 0, 0, k))[:, k:-1],
         answer_ids=F.pad(batch.input_ids, (0, k))[:, k + 1 :],
         learns=F.pad(batch.loss_mask, (0, k))[:, k + 1 :],
@@ -231,17 +227,7 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
 
 
 def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
-    """Choose the slots to reveal (3.2): N = rate * d, rounded, in each sequence.
-
-    The paper reveals runs of slots "preceding those to be predicted" (Choice 1 to 3 of
-    Figure 2). Here a run starts a block, the rest of which then sees its answers. The
-    paper does not say which blocks, nor how long the runs are. Both are random here, as
-    in the authors' code. For example, k = 3, phase 1, N = 3, and slots 8 to 10 do not
-    learn. Block 5 6 7 is visited first, with a run of two, then block 2 3 4, also with
-    a run of two, but after one more slot N is reached:
-
-        blocks       0 1 | 2 3 4 | 5 6 7 | 8 9 10
-        revealed     . .   x . .   x x .   . . .
+    """Choose the slots to reveal (3.2), N = lambda d of them in each sequence.
 
     wrong: (B, S) bool, True where a slot learns and its likeliest token is not the
         target's. Their number is d, the Hamming distance.
@@ -251,14 +237,20 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     """
     revealed = torch.zeros_like(learns, device="cpu")
     for row, own_seed in enumerate(seed.tolist()):
+        # The paper reveals slots "preceding those to be predicted", in runs (Choice 1
+        # to 3 of Figure 2). So a run starts a block, and leaves at least the last slot
+        # to learn from the answers before it. Which blocks, and how long the runs are,
+        # is not said. Both are random here, as in the authors' code. For example,
+        # k = 3, phase 1, slots 8 to 10 do not learn, and N = 3. Block 5 6 7 comes first
+        # and has a run of two, then block 2 3 4, whose run of two is cut short at N:
+        #
+        #     blocks       0 1 | 2 3 4 | 5 6 7 | 8 9 10
+        #     revealed     . .   x . .   x x .   . . .
         learning = learns[row].tolist()
-        # All blocks but an incomplete first one, and those in which no slot learns.
         slots = range(len(learning))
-        first = -own_seed % k
+        first = -own_seed % k  # an incomplete first block is left out
         blocks = [slots[start : start + k] for start in slots[first::k]]
         blocks = [block for block in blocks if any(learning[slot] for slot in block)]
-        # Visit them in random order. A run leaves out the last slot of its block, so
-        # that one is left to learn from the answers before it.
         numbers = common.generator(own_seed)
         order = []
         for n in torch.randperm(len(blocks), generator=numbers).tolist():
@@ -278,17 +270,16 @@ def reveal(drafter: Drafter, target, slots: Slots, batch) -> Slots:
 
         before      h_0 x_1   h_1 x_2        after    h_2 x_3   h_1 x_2
         to learn    h_2 x_3   h_3 x_4                 -         h_3 x_4
-
-    Drafting never shows it x_3, so what may help there is only that the layers learned
-    to connect the slots of a block. The paper's theory (3.3) does not settle it: Eq. 10
-    and 12 write one sum, H(X) + H(Y), in two ways, and so hold with any training.
     """
-    # The first pass, without noise, counts the errors.
-    _, logits, answers = predict(drafter, target, slots)
+    # The second slot of a draft never sees x_3, which is drafted together with x_4. So
+    # what may help there is only that the layers have learned to connect the slots of a
+    # block. The theory of 3.3 does not settle whether it does: Eq. 10 and 12 write one
+    # sum, H(X) + H(Y), in two ways, and so hold for any training.
+    _, logits, answers = predict(drafter, target, slots)  # a first pass, without noise
     truth = common.target_logits(target, answers, drafter.vocab_ids)
     wrong = torch.zeros_like(slots.learns)
     wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
-    rate = 0.4 * (1 - batch.progress)  # lambda
+    rate = 0.4 * (1 - batch.progress)  # lambda; the paper lowers it by epochs
     revealed = glance(wrong, slots.learns, rate, drafter.config.k, batch.seed)
     return slots._replace(
         hidden=torch.where(revealed[..., None], slots.answers, slots.hidden),
@@ -310,7 +301,7 @@ def noisy(hidden: Tensor, amplitude: float, seed: Tensor) -> Tensor:
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """L (Eq. 8), summed over the M slots that learn, and M."""
+    """L (Eq. 8), summed over the M slots that learn, and M. batch: a common.Batch."""
     config = drafter.config
     slots = training_slots(drafter, batch)
     if config.csgd and config.k > 1:  # a block of one slot has none before it
@@ -342,17 +333,17 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     return common.overlap(target, answers, q_draft, drafter.vocab_ids), len(q_draft)
 
 
-# -------------------------------------------------------------------- decoding tree
+# --------------------------------------------------------------------- decoding tree
 
 
 def layered_tree(counts: list[int]) -> list[list[int]]:
     """A tree with counts[d] nodes at depth d + 1.
 
     A node is the path of ranks to it: [0, 2] is the third choice after the first one.
-    In appendix A "branches of higher-probability tokens should be deeper and wider".
-    Our rule for it is that a level keeps the paths with the smallest products of
-    (rank + 1). For example, [2, 3] gives [0] [1], [0, 0] [0, 1] [1, 0].
+    For example, [2, 3] gives [0] [1], [0, 0] [0, 1] [1, 0].
     """
+    # In appendix A "branches of higher-probability tokens should be deeper and wider".
+    # Our rule for it: a level keeps the paths with the smallest products of (rank + 1).
     tree = []
     level = [[]]
     for count in counts:
@@ -361,6 +352,21 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
         level = grown[:count]
         tree += level
     return tree
+
+
+def paper_tree() -> list[list[int]]:
+    """The paper's tree of 118 nodes, eight levels and m = 20 children of the root."""
+    # Appendix A does not name the nodes; they are those of kmask2_8layer_tree_3 in the
+    # authors' code. There the eight children of [0, 1] have ranks 0 and 3 to 9, here 0
+    # to 7, because appendix A takes the top m. It says m = 20 of Figure 5, but in the
+    # copy of the paper beside that code, this tree is Figure 6.
+    children = {(): 20, (0,): 11, (1,): 4, (2,): 4, (0, 0): 7, (0, 1): 8}  # m of a path
+    children |= {(0,) * 3: 10, (0,) * 4: 10, (0,) * 5: 4, (0,) * 6: 4, (0,) * 7: 3}
+    tree = {(*path, rank) for path, m in children.items() for rank in range(m)}
+    # Six branches go on with the likeliest token of each level, down to the eighth.
+    for path in ((1,), (2,), (0, 1), (0, 2), (0, 3), (0, 0, 0, 1)):
+        tree |= {path + (0,) * more for more in range(1, 9 - len(path))}
+    return [list(path) for path in sorted(tree)]
 
 
 def checked_tree(tree, vocab: float) -> list[list[int]]:
@@ -388,18 +394,37 @@ def checked_tree(tree, vocab: float) -> list[list[int]]:
 VARIANTS = {
     "chain": {"tree": layered_tree([1, 1, 1, 1])},  # Table 4
     "one_pass": {"tree": layered_tree([3, 4])},  # with k = 2
-    "paper": {"tree": layered_tree([20, 19, 19, 15, 16, 10, 10, 9])},  # as Figure 5
+    "paper": {"tree": paper_tree()},
+    "none": {"sampled": "none"},
+    "all": {"sampled": "all"},  # appendix A
 }
+
+
+# How passes draft a tree, k levels each (3.4). Slot j of a block drafts level j of the
+# pass: its likeliest tokens, by rank. The next pass has a branch for each node of the
+# last level that has children, its tip. A branch is a block of k slots, which are fed
+# the last k tokens down to the tip. For example, k = 2 and a tree of nine nodes:
+#
+#     root -+- 0 -+- 2 --- 5 --- 7
+#           |     +- 3
+#           +- 1 --- 4 --- 6 --- 8
+#
+#     pass     1     1     2     2
+#     slot     0     1     0     1
+#
+# Nodes 2 and 4 hold the same token, the likeliest one of slot 1, because this slot
+# knows neither token 0 nor token 1. They are the tips of pass 2.
 
 
 class PassPlan(NamedTuple):
     """What a pass over b branches is fed, and where in its output m nodes are."""
 
-    origins: Tensor  # (b,) the branch of the pass before that a branch continues
-    reads: Tensor  # (b, k) the nodes whose tokens are fed
-    branch: Tensor  # (m,) of each node that is drafted
-    slot: Tensor  # (m,)
-    rank: Tensor  # (m,)
+    # in the example:            pass 1       pass 2
+    origins: Tensor  # (b,)      -            0 0       the branch that each continues
+    reads: Tensor  # (b, k)      -            0 2, 1 4  the nodes whose tokens are fed
+    branch: Tensor  # (m,)       0 0 0 0 0    0 1 0 1   of nodes 0 to 4, and 5 to 8
+    slot: Tensor  # (m,)         0 0 1 1 1    0 0 1 1
+    rank: Tensor  # (m,)         0 1 0 1 0    0 0 0 0
 
 
 class Plan(NamedTuple):
@@ -407,44 +432,24 @@ class Plan(NamedTuple):
 
     passes: list[PassPlan]
     parents: list[int]  # of N nodes; -1 is the root
-    depths: list[int]  # of N nodes
+    above: list[list[int]]  # of N nodes: the nodes on the way to it, from the root down
+    sampled: set[int]  # nodes to draw when sampling
     ranks: int  # how many of a slot's likeliest tokens are needed
 
 
-def make_plan(tree: list[list[int]], k: int, device) -> Plan:
-    """Plan the passes that draft a tree, k levels each (3.4).
-
-    Slot j of a block drafts level j of the pass: its likeliest tokens, by rank. The
-    next pass has a branch for each node of the last level that has children, its tip.
-    The branch is a block of k slots, which are fed the last k tokens down to the tip.
-    k = 2:
-
-        root -+- 0 -+- 2 --- 5 --- 7
-              |     +- 3
-              +- 1 --- 4 --- 6 --- 8
-
-        pass     1     1     2     2
-        slot     0     1     0     1
-
-    Nodes 2 and 4 hold the same token, the likeliest one of slot 1, because this slot
-    knows neither token 0 nor token 1. They are the tips of pass 2:
-
-                 origins   reads       nodes       branch      slot        rank
-        pass 1   -         -           0 1 2 3 4   0 0 0 0 0   0 0 1 1 1   0 1 0 1 0
-        pass 2   0 0       0 2, 1 4    5 6 7 8     0 1 0 1     0 0 1 1     0 0 0 0
-
-    tree: paths of ranks, see layered_tree. device: of the target.
-    """
-    paths = [tuple(path) for path in tree]
+def make_plan(config: Config, device) -> Plan:
+    """Plan the passes that draft config.tree, for a target on `device`."""
+    k = config.k
+    paths = [tuple(path) for path in config.tree]
     node_of = {path: node for node, path in enumerate(paths)}
-    depths = [len(path) for path in paths]
     passes = []
     tips = [()]  # the first pass continues the committed tokens
-    for depth in range(0, max(depths, default=0), k):  # of the tips
+    for depth in range(0, max(map(len, paths), default=0), k):  # of the tips
         origins, reads = [], []
         if depth > 0:
             before = tips
             tips = sorted({path[:depth] for path in paths if len(path) > depth})
+            # A branch continues that of the tip k levels higher.
             origins = [before.index(tip[:-k]) for tip in tips]
             ends = range(depth - k + 1, depth + 1)
             reads = [[node_of[tip[:end]] for end in ends] for tip in tips]
@@ -456,10 +461,20 @@ def make_plan(tree: list[list[int]], k: int, device) -> Plan:
         columns = (torch.tensor(x, dtype=torch.long, device=device) for x in columns)
         passes.append(PassPlan(*columns))
     parents = [node_of.get(path[:-1], -1) for path in paths]
-    return Plan(passes, parents, depths, 1 + max(map(max, paths), default=0))
+    above = [[node_of[path[:end]] for end in range(1, len(path))] for path in paths]
+    # At temperature 1, the tau of the shipped drafter is 1.09 times as high (1.04 to
+    # 1.14, 16 prompts) if its first choices are drawn as if no node is, and 1.09 times
+    # (1.04 to 1.14) if all are.
+    sampled = {
+        "first": {node_of[path] for path in paths if not any(path)},  # all ranks are 0
+        "all": set(node_of.values()),
+        "none": set(),
+    }
+    ranks = 1 + max(map(max, paths), default=0)
+    return Plan(passes, parents, above, sampled[config.sampled], ranks)
 
 
-# ------------------------------------------------------------------------- decoding
+# -------------------------------------------------------------------------- decoding
 
 
 class Memory:
@@ -486,14 +501,6 @@ class Pass(NamedTuple):
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     """Feed the slots of the newly committed tokens; one branch, the newest k slots.
 
-    k = 3; slots 5 and 6 are new:
-
-        blocks before     0 1 | 2 3 4
-        blocks now        0 | 1 2 3 | 4 5 6
-        memory.fused              3   4
-        fused now                       5 6
-        attend now                3   4 5 6
-
     Returns None if there are fewer than k slots.
     """
     k = drafter.config.k
@@ -504,29 +511,36 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     hidden = decoding.hidden  # (1, n, D)
     token_ids = decoding.ids[:, -hidden.shape[1] :]  # one step ahead
     new, memory.state = drafter.fuse(target, hidden, token_ids, memory.state)
+
     # Only a full block predicts k tokens, so blocks are counted back from the newest
-    # slot, and their borders move with it. The newest block may reach back to k - 1 old
-    # slots. These attend again, always all of them, because that is simpler: slot 3 of
-    # the drawing need not. They are kept fused, because fusing them anew would need an
-    # older state of the LSTM.
+    # slot, and their borders move with it. For example, k = 3, and slots 5 and 6 are
+    # new:
+    #
+    #     blocks before     0 1 | 2 3 4
+    #     blocks now        0 | 1 2 3 | 4 5 6
+    #     attend now                3   4 5 6
+    #
+    # The newest block may reach back to k - 1 old slots, here slot 4, and these attend
+    # again. It is always all k - 1, because that is simpler; slot 3 need not. They are
+    # kept fused, because fusing them anew would need an older state of the LSTM.
     fused = torch.cat([memory.fused, new], dim=1)  # (1, r, D)
     length = fused.shape[1]  # r
     memory.fused = fused[:, max(0, length - (k - 1)) :]
     if total < k:
         return None
-    # Drop the rows of slots that attend again, and those of the last draft, accepted or
-    # not, because they were computed from predictions. All older rows stay as they are,
-    # though the borders were others then: slot 2 of the drawing has seen slot 4. With
-    # one layer a row does not depend on borders. With the two of the shipped drafter
-    # this has cost nothing: where all slots attended anew in each of 401 rounds, 392
-    # drafts were the same, and as many tokens, 519, were accepted.
+    # Their rows leave the cache, and so do those of the last draft, accepted or not,
+    # because these were computed from predictions. All older rows stay as they are,
+    # though the borders were others then: slot 2 has seen slot 4. This costs nothing.
+    # With one layer a row does not depend on borders. With the two of the shipped
+    # drafter, all slots attended anew in 401 rounds for comparison: 392 drafts were the
+    # same, and as many tokens, 519, were accepted.
     memory.cache.cut(total - length)
     slots = torch.arange(total, device=fused.device)
-    phase = -total % k  # of relaxed_mask: so that the newest block is full
+    phase = -total % k  # of `relaxed_mask`, so that the newest block is full
     block = (slots + phase) // k  # (P,)
-    # Attend in parts, because one mask for a whole prompt would grow with the square of
-    # its length. A slot sees its whole block, so a part must not end within one: parts
-    # are counted back from the newest slot as well.
+    # A prompt attends in parts, because one mask for all of it would grow with the
+    # square of its length. A slot sees its whole block, so no part may end within one:
+    # parts are counted back from the newest slot as well.
     borders = sorted(range(length - 256 * k, 0, -256 * k))
     for part in fused.tensor_split(borders, dim=1):  # (1, n, D)
         start = memory.cache.get_seq_length()  # P_own
@@ -540,9 +554,9 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
 def branch_mask(mask: Tensor, origins: Tensor, k: int) -> Tensor:
     """What each branch of a later pass sees (Figure 3).
 
-    It sees its own block, and all that the branch sees which it continues. Its k slots
-    share a row of the mask. k = 2; in pass 3, D continues A, and E continues C. The
-    columns are rows of the cache:
+    It sees its own block, and all that is seen by the branch that it continues. Its k
+    slots share a row of the mask. k = 2; in pass 3, D continues A, and E continues C.
+    The columns are rows of the cache:
 
                   committed A A B B C C   D D E E
         pass 2  A   x x x   x x . . . .
@@ -582,20 +596,68 @@ def later_pass(drafter, decoding, memory, before: Pass, origins, token_ids) -> P
     return Pass(x[0].unflatten(0, (-1, k)), positions, mask, state)
 
 
+def draw_nodes(drafter, decoding, plan: Plan, logits, tokens, q, probs) -> None:
+    """Give drawn tokens to the nodes of a pass that are to be sampled (appendix A).
+
+    logits: (m, Vd), from which each of the m nodes chooses.
+    tokens, q: (n,) of all nodes so far, the m last; changed in place.
+    probs: {node: q_draft (V,)} of the drawn nodes so far; the new ones are added.
+    """
+    start = len(tokens) - len(logits)
+    for node, choices in enumerate(logits, start):
+        # Siblings are drawn without replacement: a node chooses from the tokens that
+        # those before it have left, and its q_draft is the distribution over these. The
+        # verification comes to a node after the nodes above it and those siblings. The
+        # node's distribution depends on nothing else that was drawn, so `common.draw`
+        # gives the target's.
+        parent = plan.parents[node]
+        siblings = [n for n in range(start, node) if plan.parents[n] == parent]
+        taken = torch.isin(drafter.vocab_ids, tokens[siblings])  # (Vd,)
+        choices = choices.masked_fill(taken, float("-inf"))
+        above = tokens[plan.above[node]].tolist()
+        # Logits processors may be asked only about a text that the target may write. So
+        # all tokens above were drawn as they allow, and none has ended the answer.
+        possible = parent == -1 or (parent in probs and above[-1] not in decoding.ends)
+        picked = None
+        if node in plan.sampled and possible:
+            picked = common.pick(decoding, choices, drafter.vocab_ids, above)
+        if picked is not None:
+            tokens[node], probs[node] = picked
+            q[node] = probs[node][tokens[node]]
+        elif any(n in probs for n in siblings):  # the likeliest one that is left
+            tokens[node] = drafter.vocab_ids[choices.argmax()]
+            q[node] = choices.softmax(-1, dtype=torch.float32).max()
+
+
+def drawn_first(draft: common.Draft, probs: dict) -> common.Draft:
+    """The draft with its drawn nodes, {node: q_draft (V,)}, before all others."""
+    others = [node for node in range(len(draft.tokens)) if node not in probs]
+    # A node still comes after its parent, because the parent of a drawn node is drawn.
+    order = [*probs, *others]
+    parents = [draft.parents[node] for node in order]
+    parents = [order.index(parent) if parent >= 0 else -1 for parent in parents]
+    notes = draft.notes | {"q": [draft.notes["q"][node] for node in order]}
+    return common.Draft(
+        draft.tokens[order], parents, torch.stack(list(probs.values())), notes
+    )
+
+
 def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Draft:
     """Draft the planned tree after `decoding.ids`, as far down as there is room.
 
-    Returns a Draft whose notes are k, and q: the probability of each node's token in
-    its slot. It is empty after a prompt of k tokens or fewer.
+    Returns a Draft whose notes are k, and q: the probability with which each node's
+    token was chosen. It is empty after a prompt of k tokens or fewer.
     """
-    count = sum(depth <= decoding.room for depth in plan.depths)  # they are sorted
+    count = sum(len(above) < decoding.room for above in plan.above)  # sorted by depth
     latest = first_pass(drafter, decoding, memory) if count else None
     if latest is None:
         return common.chain([], decoding.ids, k=drafter.config.k)
     tokens = decoding.ids.new_zeros(0)
     q = torch.zeros(0, device=tokens.device)
+    probs = {}  # {node: q_draft (V,)} of the nodes that are drawn
     for number, each in enumerate(plan.passes):
-        if len(tokens) >= count:
+        start = len(tokens)
+        if start >= count:
             break
         if number > 0:
             fed = tokens[each.reads]
@@ -603,24 +665,27 @@ def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Dr
         logits = memory.head(latest.h_draft)  # (b, k, Vd)
         best = logits.softmax(-1, dtype=torch.float32).topk(plan.ranks)
         nodes = each.branch, each.slot, each.rank
-        tokens = torch.cat([tokens, drafter.vocab_ids[best.indices[nodes]]])
-        q = torch.cat([q, best.values[nodes]])
-    # Without `probs` no node counts as sampled: the target chooses each token, and a
-    # node that holds it is accepted. So the output follows the target. The nodes below
-    # an end-of-sequence token are useless, but the plan is the same in every round.
-    notes = {"k": drafter.config.k, "q": q[:count].tolist()}
-    return common.Draft(tokens[:count], plan.parents[:count], notes=notes)
+        tokens = torch.cat([tokens, drafter.vocab_ids[best.indices[nodes]]])[:count]
+        q = torch.cat([q, best.values[nodes]])[:count]
+        if decoding.do_sample and plan.sampled:
+            by_node = logits[each.branch, each.slot][: len(tokens) - start]  # (m, Vd)
+            draw_nodes(drafter, decoding, plan, by_node, tokens, q, probs)
+    # The nodes below an end-of-sequence token are useless, but the plan is the same in
+    # every round.
+    notes = {"k": drafter.config.k, "q": q.tolist()}
+    draft = common.Draft(tokens, plan.parents[:count], notes=notes)
+    return drawn_first(draft, probs) if probs else draft
 
 
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
 
-    changes: other values for fields of the Config with decode=True, here `tree`.
+    changes: other values for fields of the Config with decode=True, such as tree.
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
-    plan = make_plan(config.tree, config.k, decoding.ids.device)
+    plan = make_plan(config, decoding.ids.device)
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         yield propose(drafter, decoding, memory, plan)

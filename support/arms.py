@@ -22,7 +22,7 @@ COPIES = 16  # most tokens that +copies adds to a draft
 BASES = {"cape": "glide", "beam": "glide"}  # methods that use another one's drafter
 PEERS = ("prompt-lookup", "assisted")  # transformers' own methods
 # The arms of "all"; those that do not fit the target are skipped.
-ALL = (*cli.METHODS, "cape:cpu", "medusa", "lookup", *PEERS)
+ALL = (*cli.METHODS, "cape:cpu", "medusa", "eagle", "lookup", *PEERS)
 
 
 @dataclass

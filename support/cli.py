@@ -15,6 +15,8 @@ from support import default_target
 
 METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")  # add yours
 RIVALS = ("medusa", "beam", "lookup")  # in support/rivals/
+# EAGLE is Falcon with k = 1 and no CSGD, so it has a drafter but no file of its own.
+MADE_WITH = {"eagle": "falcon"}
 CHAINS = ("glide", "specdecpp")  # their drafts are chains, which CAPE expands
 ROOT = Path(__file__).resolve().parent.parent
 TARGET_HELP = f"Hugging Face id, folder or .gguf (default: {default_target.NAME})"
@@ -25,6 +27,7 @@ TARGET_HELP = f"Hugging Face id, folder or .gguf (default: {default_target.NAME}
 
 def import_method(name: str):
     """The module of a method or rival; a UserError if it is not here."""
+    name = MADE_WITH.get(name, name)
     if name not in present():
         names = ", ".join(present())
         raise common.UserError(f"unknown method {name!r}: take {names}")

@@ -15,6 +15,7 @@ from tiny import make_llama
 import bench
 import cape
 import common
+import falcon
 import glide
 import specdecpp
 from common import UserError
@@ -446,6 +447,12 @@ ARMS = {
         "name": "specdecpp",
         "changes": {"threshold": 0.5, "stop": "head"},
     },
+    "eagle:none+copies@a": {
+        "name": "eagle",
+        "changes": {"sampled": "none"},
+        "copies": True,
+        "folder": "a",
+    },
     "lookup:most=4": {"name": "lookup", "changes": {"most": 4}},
     "cape": PAPERS,
     "cape:sizes=2-1-1-0": PAPERS | {"changes": {"sizes": [2, 1, 1, 0]}},
@@ -510,6 +517,22 @@ def test_arms_draft_as_they_are_told(loaded):
     draft = next(copying.drafts(decoding))
     assert len(draft.tokens) > 2 and draft.notes["copied"] == len(draft.tokens) - 2
     assert lookup.settings == {"most": 16} and lookup.drafter is None
+
+
+def test_eagle_is_falcon_with_a_drafter_of_its_own(loaded, tmp_path):
+    target, _ = loaded
+    for name, k in (("falcon", 2), ("eagle", 1)):
+        config = falcon.Config(k=k, intermediate_size=48, draft_vocab=0)
+        drafter = falcon.build(config, target, torch.arange(48))
+        drafter.save_pretrained(tmp_path / name)
+    texts = ["falcon", "eagle", "eagle:chain+copies", f"eagle@{tmp_path}/falcon"]
+    made = arms_of.make_arms(texts, target, shipped=tmp_path)
+    assert [arm.name for arm in made] == [*texts[:3], "eagle@falcon"]
+    assert {arm.module for arm in made} == {falcon}
+    assert [arm.drafter.config.k for arm in made] == [2, 1, 1, 2]
+    assert made[2].settings == falcon.VARIANTS["chain"] | {"sampled": "first", "copies": 16}
+    assert [chain_of(arm).notes["k"] for arm in made] == [2, 1, 1, 2]
+    assert chain_of(made[2]).parents == [-1, 0, 1, 2]
 
 
 def test_all_takes_what_has_a_drafter_for_this_target(loaded, files, capsys, tmp_path):

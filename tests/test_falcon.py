@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import drawn, make_llama, random_batch
+from tiny import drawn, family, make_llama, random_batch, sampled_p_value
 
 import common
 import falcon
@@ -15,11 +15,17 @@ def make_drafter(target, **options):
     settings = {"intermediate_size": 48, "draft_vocab": 0} | options
     config = falcon.Config(target=common.target_shape(target), **settings)
     torch.manual_seed(5)
-    return falcon.build(config, target, torch.arange(target.config.vocab_size)).double().eval()
+    return (
+        falcon.build(config, target, torch.arange(target.config.vocab_size))
+        .double()
+        .eval()
+    )
 
 
 def random_ids(length, seed):
-    return torch.randint(0, 48, (1, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 48, (1, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def compare(call, expected, got):
@@ -36,7 +42,9 @@ def from_scratch(drafter, target, ids, branch):
     k = drafter.config.k
     total = ids.shape[1] - 1
     hidden = common.target_features(target, ids)[0][:, :-1]
-    tokens = torch.cat([ids, torch.tensor([list(branch)], dtype=torch.long)], dim=1)[:, 1:]
+    tokens = torch.cat([ids, torch.tensor([list(branch)], dtype=torch.long)], dim=1)[
+        :, 1:
+    ]
     for end in range(total, total + len(branch) + 1, k):
         fused, _ = drafter.fuse(target, hidden, tokens[:, :end])
         mask = falcon.relaxed_mask(end, k, torch.tensor([-total % k]))
@@ -54,22 +62,34 @@ def test_a_tree_holds_what_each_branch_alone_would_give(llama, k, fusion):
     tree = []
     for path in ([1, 0, 2] * 3, [0] * 9, [1, 0, 2, 0, 1, 0, 0, 2, 1], [0, 2, 1] * 3):
         tree += [path[:end] for end in range(1, 3 * k + 1)]
-    paths = [tuple(path) for path in dataclasses.replace(drafter.config, tree=tree).tree]
+    paths = [
+        tuple(path) for path in dataclasses.replace(drafter.config, tree=tree).tree
+    ]
     for length in range(k + 1, k + 5):
         ids = random_ids(length, seed=length)
         decoding = common.start(llama, input_ids=ids, max_new_tokens=20)
         draft = next(falcon.drafts(decoding, drafter, tree=tree))
         tokens = dict(zip(paths, draft.tokens.tolist()))
-        assert len(draft.tokens) == len(paths) and draft.probs is None and draft.notes["k"] == k
+        assert (
+            len(draft.tokens) == len(paths)
+            and draft.probs is None
+            and draft.notes["k"] == k
+        )
         for node, path in enumerate(paths):
-            assert draft.parents[node] == (paths.index(path[:-1]) if len(path) > 1 else -1)
+            assert draft.parents[node] == (
+                paths.index(path[:-1]) if len(path) > 1 else -1
+            )
             start = (len(path) - 1) // k * k
             branch = [tokens[path[:end]] for end in range(1, start + 1)]
-            q_draft = from_scratch(drafter, llama, decoding.ids, branch).softmax(-1)  # (k, Vd)
+            q_draft = from_scratch(drafter, llama, decoding.ids, branch).softmax(
+                -1
+            )  # (k, Vd)
             slot = q_draft[len(path) - start - 1]
             choice = slot.argsort(descending=True)[path[-1]]
             assert tokens[path] == int(drafter.vocab_ids[choice]), path
-            assert draft.notes["q"][node] == pytest.approx(float(slot[choice]), rel=1e-4)
+            assert draft.notes["q"][node] == pytest.approx(
+                float(slot[choice]), rel=1e-4
+            )
 
 
 @pytest.mark.parametrize("fusion", ["lstm", "linear"])
@@ -80,7 +100,8 @@ def test_rounds_of_any_length_leave_what_an_uncached_forward_computes(llama, k, 
     drafter = make_drafter(llama, k=k, fusion=fusion, num_layers=2)
     ids = random_ids(40, seed=k)
     hidden = common.target_features(llama, ids)[0]
-    plan = falcon.make_plan([[0] * d for d in range(1, 2 * k + 1)], k, "cpu")
+    chain = [[0] * d for d in range(1, 2 * k + 1)]
+    plan = falcon.make_plan(falcon.Config(tree=chain, k=k), "cpu")
     for steps in (
         [k + 1, 1, 1, 1, 1, 1],
         [6, 2, 3, 1, 4, 2, 5, 1],
@@ -94,19 +115,25 @@ def test_rounds_of_any_length_leave_what_an_uncached_forward_computes(llama, k, 
             new = hidden[:, total : total + step]
             before = total
             total += step
-            decoding = SimpleNamespace(target=llama, hidden=new, room=2 * k)
+            decoding = SimpleNamespace(
+                target=llama, hidden=new, room=2 * k, do_sample=False
+            )
             decoding.ids = ids[:, : total + 1]
             draft = falcon.propose(drafter, decoding, memory, plan)
             if total < k:
                 assert len(draft.tokens) == 0
                 continue
             for slot in range(max(0, before - (k - 1)), total):
-                reach[slot] = total - 1 - (total - 1 - slot) // k * k  # the end of its block
+                reach[slot] = (
+                    total - 1 - (total - 1 - slot) // k * k
+                )  # the end of its block
             ends = torch.tensor([reach[slot] for slot in range(total)])
             mask = (ends[:, None] >= torch.arange(total))[None, None]
             plain = common.GrowingCache(2)
             fused, _ = drafter.fuse(llama, hidden[:, :total], ids[:, 1 : total + 1])
-            h_draft = drafter.attend(llama, fused, torch.arange(total)[None], mask, plain)
+            h_draft = drafter.attend(
+                llama, fused, torch.arange(total)[None], mask, plain
+            )
             choices = memory.head(h_draft[0, -k:]).argmax(-1)
             assert choices.tolist() == draft.tokens[:k].tolist()
             for mine, theirs in zip(memory.cache.layers, plain.layers):
@@ -130,19 +157,27 @@ def test_a_prompt_is_read_as_if_attended_at_once(k):
         assert newest.mask.shape == (1, total) and newest.mask.all()
 
 
-def test_the_plan_of_the_docstring():
+def test_the_plan_of_the_drawing():
     tree = [[0], [1], [0, 0], [0, 1], [1, 0], [0] * 3, [1, 0, 0], [0] * 4, [1, 0, 0, 0]]
-    plan = falcon.make_plan(tree, 2, "cpu")
+    plan = falcon.make_plan(falcon.Config(tree=tree, k=2), "cpu")
     first = ([], [], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 1, 0])
     second = ([0, 0], [[0, 2], [1, 4]], [0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0])
     got = [tuple(column.tolist() for column in each) for each in plan.passes]
     assert got == [first, second]
-    assert plan.parents == [-1, -1, 0, 0, 1, 2, 4, 5, 6]
-    assert plan.depths == [1, 1, 2, 2, 2, 3, 3, 4, 4] and plan.ranks == 2
-    third = falcon.make_plan([*tree, [0] * 5, [1, 0, 0, 0, 0]], 2, "cpu").passes[2]
+    assert plan.parents == [-1, -1, 0, 0, 1, 2, 4, 5, 6] and plan.ranks == 2
+    assert plan.above == [[], [], [0], [0], [1], [0, 2], [1, 4], [0, 2, 5], [1, 4, 6]]
+    assert plan.sampled == {0, 2, 5, 7}
+    deeper = falcon.Config(tree=[*tree, [0] * 5, [1, 0, 0, 0, 0]], k=2)
+    third = falcon.make_plan(deeper, "cpu").passes[2]
     # Its branches continue both of pass 2, and are fed nodes 5 7 and 6 8.
     assert third.origins.tolist() == [0, 1] and third.reads.tolist() == [[5, 7], [6, 8]]
-    assert falcon.make_plan([], 2, "cpu") == ([], [], [], 1)
+    assert falcon.make_plan(falcon.Config(tree=[], k=2), "cpu") == (
+        [],
+        [],
+        [],
+        set(),
+        1,
+    )
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -156,7 +191,9 @@ def test_a_tree_is_cut_where_the_room_ends(llama, k, monkeypatch):
     depths = [len(path) for path in config.tree]
     calls = []
     attend = falcon.Drafter.attend
-    monkeypatch.setattr(falcon.Drafter, "attend", lambda *x: calls.append(1) or attend(*x))
+    monkeypatch.setattr(
+        falcon.Drafter, "attend", lambda *x: calls.append(1) or attend(*x)
+    )
 
     def drafted(room):
         calls.clear()
@@ -185,7 +222,9 @@ def test_rounds_draft_what_a_new_generator_would(llama, options):
     decoding = common.start(llama, input_ids=ids, **given)
     accepted = 0
     for draft in falcon.drafts(decoding, drafter):
-        again = common.start(llama, input_ids=decoding.ids, max_new_tokens=decoding.room + 1)
+        again = common.start(
+            llama, input_ids=decoding.ids, max_new_tokens=decoding.room + 1
+        )
         anew = next(falcon.drafts(again, drafter))
         assert draft.tokens.tolist() == anew.tokens.tolist()
         accepted += len(decoding.verify(draft))
@@ -193,14 +232,148 @@ def test_rounds_draft_what_a_new_generator_would(llama, options):
     assert accepted > 0, "no row of a draft was ever dropped after it was accepted"
 
 
-def test_only_the_tree_may_change(llama):
+def test_only_tree_and_sampled_may_change(llama):
     decoding = common.start(llama, input_ids=random_ids(5, seed=2), max_new_tokens=8)
     drafter = make_drafter(llama)
-    with pytest.raises(common.UserError, match="cannot change k: it can change tree"):
+    with pytest.raises(
+        common.UserError, match="cannot change k: it can change tree, sampled"
+    ):
         next(falcon.drafts(decoding, drafter, k=3))
     with pytest.raises(common.UserError, match=r"add its parent \[1\]"):
         next(falcon.drafts(decoding, drafter, tree=[[0], [1, 0]]))
     assert len(next(falcon.drafts(decoding, drafter, tree=[])).tokens) == 0
+
+
+# ------------------------------------------------------------------------ sampling
+
+
+TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]
+
+
+def names(draft):
+    """The rank path of each node of a draft, whose siblings are in order."""
+    found = []
+    for node, parent in enumerate(draft.parents):
+        rank = draft.parents[:node].count(parent)
+        found.append((*(found[parent] if parent >= 0 else ()), rank))
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("sampled", ["first", "all", "none"])
+@torch.no_grad()
+def test_nodes_are_drawn_from_what_their_siblings_leave(llama, k, sampled):
+    """Told probabilities and likeliest tokens, from forwards of their own."""
+    drafter = make_drafter(llama, k=k, draft_vocab=20, sampled=sampled)
+    given = {"do_sample": True, "temperature": 0.7, "top_k": 12, "max_new_tokens": 9}
+    drawn = {"none": 0, "first": 3, "all": 8}[sampled]
+    unlikely = 0
+    for seed in range(5):
+        torch.manual_seed(seed)
+        decoding = common.start(llama, input_ids=random_ids(7, seed), **given)
+        draft = next(falcon.drafts(decoding, drafter, tree=TREE))
+        paths = names(draft)
+        assert sorted(paths) == sorted(map(tuple, TREE))
+        assert (0 if draft.probs is None else len(draft.probs)) == drawn
+        if sampled == "first":
+            assert paths[:3] == [(0,), (0, 0), (0, 0, 0)]
+        tokens = dict(zip(paths, draft.tokens.tolist()))
+        for node, path in enumerate(paths):
+            start = (len(path) - 1) // k * k
+            branch = [tokens[path[:end]] for end in range(1, start + 1)]
+            scores = from_scratch(drafter, llama, decoding.ids, branch)[
+                len(path) - 1 - start
+            ]
+            whole = torch.full((48,), -torch.inf, dtype=scores.dtype)
+            whole[drafter.vocab_ids] = scores
+            whole[[tokens[(*path[:-1], rank)] for rank in range(path[-1])]] = -torch.inf
+            if node < drawn:
+                whole[whole < whole.topk(12).values[-1]] = -torch.inf
+                expected = (whole / 0.7).softmax(-1).float()
+                torch.testing.assert_close(draft.probs[node], expected)
+                assert expected[tokens[path]] > 0
+                assert draft.notes["q"][node] == pytest.approx(
+                    float(expected[tokens[path]])
+                )
+                unlikely += tokens[path] != int(expected.argmax())
+            else:
+                assert tokens[path] == int(whole.argmax()), path
+    assert unlikely > 0 or sampled == "none"
+
+
+def small_target(sure):
+    """A target of four tokens, so that its answers can be enumerated.
+
+    sure: what the drafter's logits are multiplied by; 0 makes all tokens alike.
+    """
+    target = family("Llama", vocab_size=4, num_hidden_layers=2)
+    drafter = make_drafter(target, num_layers=1)
+    drafter.norm.weight.data *= sure
+    ids = torch.randint(1, 4, (1, 6), generator=torch.Generator().manual_seed(4))
+    return target, drafter, ids
+
+
+def p_value(sampled, sure):
+    """Of answers of four tokens; the third level is drafted by the second pass."""
+    target, drafter, ids = small_target(sure)
+    decoder = common.speculate(falcon.drafts, drafter, tree=TREE, sampled=sampled)
+    return sampled_p_value(target, ids, 4, draws=300, custom_generate=decoder)
+
+
+@pytest.mark.parametrize("sampled, sure", [("first", 0.0), ("all", 4.0)])
+def test_sampled_trees_follow_the_target(sampled, sure):
+    assert p_value(sampled, sure) > 1e-3
+
+
+def test_negative_control_nodes_that_share_a_random_number(monkeypatch):
+    """So a node depends on what an earlier one drew, and its told probabilities do not."""
+    pick = common.pick
+    uniform = None
+
+    def shared(decoding, logits, vocab_ids, drafted):
+        nonlocal uniform
+        if not drafted:
+            uniform = torch.rand(1, dtype=torch.float64)
+        _, q_draft = pick(decoding, logits, vocab_ids, drafted)
+        return common.sample(q_draft, uniform), q_draft
+
+    monkeypatch.setattr(common, "pick", shared)
+    assert p_value("first", 0.0) < 1e-5
+
+
+def test_negative_control_siblings_that_forget_what_they_leave_out(monkeypatch):
+    pick = common.pick
+    told = {}
+
+    def forgetful(decoding, logits, vocab_ids, drafted):
+        token, q_draft = pick(decoding, logits, vocab_ids, drafted)
+        if logits.isfinite().all():
+            told[tuple(drafted)] = q_draft
+        return token, told[tuple(drafted)]
+
+    monkeypatch.setattr(common, "pick", forgetful)
+    assert p_value("all", 4.0) < 1e-5
+
+
+@pytest.mark.parametrize("sampled", ["first", "all"])
+def test_processors_are_asked_only_about_texts_that_the_target_may_write(sampled):
+    """Not after an end, nor after a token that is forbidden, nor beyond the last one."""
+    target, drafter, ids = small_target(1.0)
+
+    def allowed(_, text):
+        said = text[6:].tolist()
+        assert 2 not in said, "the answer has ended"
+        assert 3 not in said[1:], "a forbidden token"
+        assert len(said) < 12, "beyond the last token"
+        return [0, 1, 2] if said else [3]
+
+    decoder = common.speculate(falcon.drafts, drafter, tree=TREE, sampled=sampled)
+    given = {"do_sample": True, "top_k": 0, "max_new_tokens": 12, "eos_token_id": 2}
+    for seed in range(8):
+        torch.manual_seed(seed)
+        given |= {"prefix_allowed_tokens_fn": allowed, "custom_generate": decoder}
+        said = target.generate(ids, **given)[0, 6:].tolist()
+        assert said[0] == 3 and 3 not in said[1:]
 
 
 # --------------------------------------------------------------------------------------- masks
@@ -214,7 +387,9 @@ def test_relaxed_mask_drawing_and_definition():
     for k in (1, 2, 3, 4):
         for phase in range(k):
             block = [(slot + phase) // k for slot in range(13)]
-            expected = ["".join("x" if b <= own else "." for b in block) for own in block]
+            expected = [
+                "".join("x" if b <= own else "." for b in block) for own in block
+            ]
             got = drawn(falcon.relaxed_mask(13, k, torch.tensor([phase])))
             compare(f"relaxed_mask(length=13, k={k}, phase=[{phase}])", expected, got)
     both = falcon.relaxed_mask(3, 2, torch.tensor([0, 1]))  # a phase for each sequence
@@ -226,7 +401,9 @@ def test_relaxed_mask_drawing_and_definition():
 def test_the_branch_masks_of_the_docstring():
     committed = torch.ones(1, 3, dtype=torch.bool)
     second = falcon.branch_mask(committed, torch.tensor([0, 0, 0]), 2)
-    compare("branch_mask, pass 2", ["xxxxx....", "xxx..xx..", "xxx....xx"], drawn(second))
+    compare(
+        "branch_mask, pass 2", ["xxxxx....", "xxx..xx..", "xxx....xx"], drawn(second)
+    )
     third = falcon.branch_mask(second, torch.tensor([0, 2]), 2)
     compare("branch_mask, pass 3", ["xxxxx....xx..", "xxx....xx..xx"], drawn(third))
 
@@ -244,10 +421,24 @@ def test_glancing_worked_by_hand():
     cases = [
         # With k = 2 a run is one slot. N = 4 is the first slot of every block.
         ("xxxxxxxx", "xxxxxxxx", 0.5, 2, 4, "x.x.x.x."),
-        ("xxxxxxxx", "xxxxxxxx", 0.5, 2, 5, ".x.x.x.x"),  # the first block is incomplete
+        (
+            "xxxxxxxx",
+            "xxxxxxxx",
+            0.5,
+            2,
+            5,
+            ".x.x.x.x",
+        ),  # the first block is incomplete
         ("xxxxxxxx", "xxxxxxxx", 0.0, 2, 4, "........"),  # the end of training
         ("........", "xxxxxxxx", 0.5, 2, 4, "........"),  # nothing was wrong
-        ("...xxxxx", "...xxxxx", 0.6, 2, 4, "....x.x."),  # N = 3, but slot 2 is of the prompt
+        (
+            "...xxxxx",
+            "...xxxxx",
+            0.6,
+            2,
+            4,
+            "....x.x.",
+        ),  # N = 3, but slot 2 is of the prompt
     ]
     for *inputs, expected in cases:
         call = "glance(wrong={}, learns={}, rate={}, k={}, seed=[{}])".format(*inputs)
@@ -260,7 +451,13 @@ def test_glancing_worked_by_hand():
         # Their first slots do not learn: a run of one reveals nothing.
         (".xx.xx", ".xx.xx", 0.5, 0, {"......", ".x....", "....x.", ".x..x."}),
         # The docstring's case is the first of these.
-        ("xxxxxx.....", "xxxxxxxx...", 0.5, 1, {"..x..xx....", "..xx.x.....", "..x..x....."}),
+        (
+            "xxxxxx.....",
+            "xxxxxxxx...",
+            0.5,
+            1,
+            {"..x..xx....", "..xx.x.....", "..x..x....."},
+        ),
     ]
     for wrong, learns, rate, phase, expected in outcomes:
         got = {glance(wrong, learns, rate, 3, 3 * n + phase) for n in range(60)}
@@ -279,16 +476,22 @@ def test_glancing_against_the_definition(k):
         assert not (revealed & ~learns).any(), "a slot that does not learn was revealed"
         for row in range(3):
             count, exact = int(revealed[row].sum()), 0.4 * int(wrong[row].sum())
-            assert abs(count - exact) <= 0.5, f"expected N = {exact} rounded, got {count} revealed"
+            assert abs(count - exact) <= 0.5, (
+                f"expected N = {exact} rounded, got {count} revealed"
+            )
             first = -int(seed[row]) % k
-            assert not revealed[row, :first].any(), "a slot of an incomplete first block"
+            assert not revealed[row, :first].any(), (
+                "a slot of an incomplete first block"
+            )
             for start in range(first, 41, k):
                 run = revealed[row, start : start + k].tolist()
                 if any(run):
                     last = max(i for i, hit in enumerate(run) if hit)
                     learning = learns[row, start : start + last + 1].tolist()
                     assert last < k - 1, "the last slot of a block was revealed"
-                    assert run[: last + 1] == learning, "a gap among the slots of a block"
+                    assert run[: last + 1] == learning, (
+                        "a gap among the slots of a block"
+                    )
 
 
 def test_noise_and_glancing_do_not_depend_on_padding_or_batch():
@@ -306,12 +509,14 @@ def test_noise_and_glancing_do_not_depend_on_padding_or_batch():
     for seed in torch.arange(30)[:, None]:
         revealed = falcon.glance(short, short, 0.4, 3, seed)
         assert revealed.any(), "of 20 wrong slots none was revealed"
-        assert torch.equal(falcon.glance(padded, padded, 0.4, 3, seed)[:, :20], revealed), (
-            f"seed {int(seed)}: padding changed what is revealed"
-        )
+        assert torch.equal(
+            falcon.glance(padded, padded, 0.4, 3, seed)[:, :20], revealed
+        ), f"seed {int(seed)}: padding changed what is revealed"
         both = short.expand(2, -1)
         pair = falcon.glance(both, both, 0.4, 3, torch.cat([seed + 1, seed]))
-        assert torch.equal(pair[1:], revealed), f"seed {int(seed)}: another row changed it"
+        assert torch.equal(pair[1:], revealed), (
+            f"seed {int(seed)}: another row changed it"
+        )
 
 
 @torch.no_grad()
@@ -341,7 +546,9 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
     """Every slot alone: a forward over the blocks up to its own, three losses."""
     batch = random_batch(llama)
     batch.progress = 0.25
-    drafter = make_drafter(llama, k=k, csgd=csgd, noise=0.0, distill_weight=0.3, draft_vocab=30)
+    drafter = make_drafter(
+        llama, k=k, csgd=csgd, noise=0.0, distill_weight=0.3, draft_vocab=30
+    )
     head = common.draft_head(llama, drafter.vocab_ids)
 
     def forward(row, slot, revealed):
@@ -382,14 +589,18 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
             smooth_l1 = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean()
             p_target, log_q = head(answer).softmax(-1), logits.log_softmax(-1)
             kl = (p_target * (p_target.log() - log_q)).sum()
-            expected += float(smooth_l1 + 0.3 * (0.9 * kl - 0.1 * log_q[p_target.argmax()]))
+            expected += float(
+                smooth_l1 + 0.3 * (0.9 * kl - 0.1 * log_q[p_target.argmax()])
+            )
     total, weight = falcon.loss(drafter, llama, batch)
     assert float(total) == pytest.approx(expected, rel=1e-5)
     assert int(weight) == len(slots) - len(revealed)
 
 
 def test_a_sequence_shorter_than_a_block_gives_no_loss(llama):
-    total, weight = falcon.loss(make_drafter(llama, k=4), llama, random_batch(llama, (4, 5)))
+    total, weight = falcon.loss(
+        make_drafter(llama, k=4), llama, random_batch(llama, (4, 5))
+    )
     total.backward()
     assert float(total.detach()) == 0 == int(weight)
 
@@ -421,11 +632,19 @@ def test_acceptance_is_the_overlap_at_every_slot(llama):
 
 
 def test_trees_have_their_counts_at_each_depth():
-    depths = [len(path) for path in falcon.VARIANTS["paper"]["tree"]]
+    paper = falcon.Config(**falcon.VARIANTS["paper"]).tree
+    assert paper == sorted(falcon.paper_tree(), key=len), "no path twice"
+    depths = [len(path) for path in paper]
     counts = [depths.count(depth) for depth in range(1, 9)]
     assert counts == [20, 19, 19, 15, 16, 10, 10, 9]
     assert falcon.layered_tree([2, 3]) == [[0], [1], [0, 0], [0, 1], [1, 0]]
-    five = [[0, 0], [0, 1], [1, 0], [0, 2], [2, 0]]  # 1 * 3 is less than the 2 * 2 of [1, 1]
+    five = [
+        [0, 0],
+        [0, 1],
+        [1, 0],
+        [0, 2],
+        [2, 0],
+    ]  # 1 * 3 is less than the 2 * 2 of [1, 1]
     assert falcon.layered_tree([3, 5])[3:] == five
     tree = falcon.Config(tree=[[0, 1], [1], [0], [1, 0], [0]]).tree
     assert tree == [[0], [1], [0, 1], [1, 0]], "parents come first, and no path twice"
@@ -438,6 +657,8 @@ def test_a_drafter_starts_as_the_targets_top_layers():
     drafter = make_drafter(target, fusion="linear")
     for own, theirs in zip(drafter.layers, target.model.layers[1:], strict=True):
         for name, weight in own.named_parameters():
-            torch.testing.assert_close(weight, theirs.get_parameter(name), atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(
+                weight, theirs.get_parameter(name), atol=1e-6, rtol=1e-6
+            )
     pair = torch.randn(2, 64, dtype=torch.float64)
     torch.testing.assert_close(drafter.fusion(pair), pair[:, :32] + pair[:, 32:])

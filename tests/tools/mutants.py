@@ -207,9 +207,18 @@ the LSTM forgets what it has read
 a branch sees other branches
 - return torch.cat([mask[origins], own
 + return torch.cat([torch.ones_like(mask[origins]), own
+a drawn node may hold the token of an earlier sibling
+- taken = torch.isin(drafter.vocab_ids, tokens[siblings])
++ taken = torch.isin(drafter.vocab_ids, tokens[:0])
+drawn nodes are told each other's probabilities
+- torch.stack(list(probs.values()))
++ torch.stack(list(probs.values())[::-1])
+nodes below an end of the answer are drawn
+- (parent in probs and above[-1] not in decoding.ends)
++ parent in probs
 the tree goes on beyond the last token that may be written
-- count = sum(depth <= decoding.room for depth in plan.depths)
-+ count = len(plan.depths)
+- count = sum(len(above) < decoding.room for above in plan.above)
++ count = len(plan.above)
 """
 
 CTC_DRAFTER = r"""
