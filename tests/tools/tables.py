@@ -15,6 +15,12 @@ A test fails where a table is not what this would write. A comment above a table
             tau of single drafters with a setting each
     <!-- claims: GLIDE -->
             a paper's claims (claims.py), or for all papers how many have which verdict
+    <!-- runs: run.json more.json -->
+            where and how they were made
+    <!-- loops: run.json -->
+            plain decoding in every way at hand
+    <!-- batches: run.json more.json -->
+            speedups of runs with several sequences at once
     <!-- launches: launches.json -->
             what a round asks of a GPU (launches.py)
 """
@@ -42,7 +48,8 @@ FILES = (
     "tests/README.md",
     "CONTRIBUTING.md",
 )
-COMMENT = r"<!-- (table|kinds|curves|taus|claims|launches): ((?:(?!-->).)*) -->\n\n"
+KINDS = "table|kinds|curves|taus|claims|runs|loops|batches|launches"
+COMMENT = rf"<!-- ({KINDS}): ((?:(?!-->).)*) -->\n\n"
 TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 
 
@@ -179,6 +186,58 @@ def tau_of(counts):
     return sums[..., 0] / sums[..., 1]
 
 
+def runs(words: str) -> str:
+    """Where, when and how some results were made."""
+    heads = ["run", "device", "kernels", "prompts", "tokens a turn", "temperature"]
+    rows = []
+    for file in words.split():
+        result = claims.read(file)
+        asked = result["prompts"] or None
+        rows.append(
+            [
+                f"[{Path(file).stem}]({file})",
+                result["device"],
+                ", ".join(dict.fromkeys(result.get("kernels") or [])) or None,
+                asked,
+                result["max_new_tokens"] if asked else None,
+                f"{result['temperature']:g}" if asked else None,
+                result["commit"],
+            ]
+        )
+    return report.markdown([*heads, "commit"], rows)
+
+
+def loops(file: str) -> str:
+    """Plain decoding: stock transformers, on the packed target, and our own loop."""
+    found = report.arms_of(claims.read(file))["baseline"]["loops"]
+    columns = ("tokens_per_s", "vs_stock", "vs_stock_ci")
+    rows = [
+        [
+            name,
+            *(
+                report.cell(each[column], report.COLUMNS[column][1])
+                for column in columns
+            ),
+        ]
+        for name, each in found.items()
+    ]
+    return report.markdown(["loop", *(report.COLUMNS[c][0] for c in columns)], rows)
+
+
+def batches(words: str) -> str:
+    """Speedups over plain decoding in batches of the same size, and their intervals."""
+    rows = []
+    for file in words.split():
+        result = claims.read(file)
+        arms = {
+            name: f"{arm['speedup']:.2f} ({report.cell(arm['speedup_ci'])})"
+            for name, arm in report.arms_of(result).items()
+            if name not in ("alone", "baseline")
+        }
+        rows.append([f"[{result['batch']['size']}]({file})", *arms.values()])
+    return report.markdown(["sequences", *arms], rows)
+
+
 def launches(file: str) -> str:
     """What a round of each method asks of a GPU, and of plain decoding."""
     heads = [
@@ -215,6 +274,9 @@ def written(text: str) -> str:
         "curves": curves,
         "taus": taus,
         "claims": claims.table,
+        "runs": runs,
+        "loops": loops,
+        "batches": batches,
         "launches": launches,
     }
     return TABLE.sub(lambda match: match[1] + makers[match[2]](match[3]) + "\n\n", text)
