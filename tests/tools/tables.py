@@ -1,8 +1,9 @@
-"""Write the tables of the README files anew from results/.
+"""Write the tables of the README files and the pictures anew from results/.
 
     python tests/tools/tables.py
 
-A test fails where a table is not what this would write. A comment above a table says what is in it:
+The pictures need matplotlib. A test fails where a table is not what this would write. A
+comment above a table says what is in it:
 
     <!-- table: run.json; glide cape eagle?; speedup tau; paper's: 1.96 2.5 - -->
             some arms of a run, some of their figures, and figures to compare; an arm
@@ -36,7 +37,7 @@ sys.path.insert(0, str(ROOT))  # where this is run as a script
 import claims  # noqa: E402
 import torch  # noqa: E402
 
-from support import report  # noqa: E402
+from support import pictures, report  # noqa: E402
 
 FILES = (
     "README.md",
@@ -282,6 +283,22 @@ def written(text: str) -> str:
     return TABLE.sub(lambda match: match[1] + makers[match[2]](match[3]) + "\n\n", text)
 
 
+LAST_STAGE = ("glide", "specdecpp", "falcon", "ctc_drafter")  # of curves.svg
+
+
+def draw() -> None:
+    """The pictures of results/README.md and checkpoints/README.md."""
+    folder = claims.RESULTS / "pictures"
+    pictures.check(folder)
+    arms = report.arms_of(claims.read("cpu_main.json"))
+    del arms["baseline"]
+    pictures.speedups(arms, folder)
+    pictures.costs(claims.read("cpu_cost.json")["cost_curve"], folder)
+    pictures.stop_rules(claims.read("cpu_variants.json")["sweep"], folder)
+    curves = [claims.RESULTS / "curves" / f"{name}.json" for name in LAST_STAGE]
+    pictures.curves(curves, folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -290,6 +307,7 @@ def main() -> None:
     for name in FILES:
         path = ROOT / name
         path.write_text(written(path.read_text()))
+    draw()
 
 
 if __name__ == "__main__":
