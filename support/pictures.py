@@ -1,7 +1,7 @@
 """SVG pictures of results and training curves, for white or black pages.
 
     python bench.py --table results/run.json --plot pictures/
-    python train.py --plot pictures/ results/curves/glide.json results/curves/falcon.json
+    python train.py --plot pictures/ results/curves/glide.json runs/falcon/curve.json
 
 A title says what the picture shows, in words that are computed from the numbers. The
 background is transparent, text and axes are grey.

@@ -38,7 +38,7 @@ def test_tables_are_those_of_the_measured_runs(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_named_is_there(name):
-    """Names in backquotes, from the top, from the README's folder, or of data and curves."""
+    """Names in backquotes: from the top, from the README's folder, of data, curves."""
     kinds = r"py|json|jsonl|gz|sh|md|svg|html"
     made_by_a_command = {"config.json", "conversations.jsonl", "page.html", "run.json"}
     places = [
@@ -222,7 +222,7 @@ def test_the_python_example_of_the_readme_runs(folder, tmp_path, capsys):
 
 
 def test_the_idea_of_the_readme_follows_the_target(small_llama):
-    """Two sampled tokens, of drafts of two; a drafter that is always believed is caught."""
+    """Two sampled tokens, of drafts of two; believing every draft is noticed."""
     idea = python_block("@torch.no_grad()")
     drafter = make_llama(vocab=7, layers=1, seed=4)
     prompt = torch.tensor([[1, 2, 3]])
@@ -245,7 +245,7 @@ def test_the_idea_of_the_readme_follows_the_target(small_llama):
 
 
 def test_no_prompt_that_is_measured_on_was_trained_on():
-    """No eight consecutive words of a prompt stand in a request of the training data."""
+    """No eight consecutive words of a prompt stand in a training request."""
 
     def runs(text):
         words = re.findall(r"\w+", text.lower())

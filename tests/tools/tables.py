@@ -108,7 +108,7 @@ def curve_end(name: str) -> dict:
 
 
 def curves(words: str) -> str:
-    """Runs that went on from one another: their sums, and the last one's loss and alphas."""
+    """Runs that went on from one another: sums, and the last one's loss and alphas."""
     heads = [
         "drafter",
         "steps",
