@@ -107,8 +107,10 @@ def plain_ms(result: dict) -> float | None:
         return None
     if baseline["loop"] == "plain":
         return baseline["verify_ms"]
-    speed = plain["tokens_per_s"] if isinstance(plain, dict) else plain
-    return 1000 / speed  # the prompt's forward is included
+    if isinstance(plain, dict) and plain.get("verify_ms"):
+        return plain["verify_ms"]
+    # An older run, of which only the speed is known, with the prompt's forward in it.
+    return 1000 / (plain["tokens_per_s"] if isinstance(plain, dict) else plain)
 
 
 def token_steps(name: str) -> float | None:
@@ -374,16 +376,18 @@ def sweep_ratio(file: str, ours: str, theirs: str, at: str | None = None) -> See
     at: the setting of `ours`, if not its best one.
     """
     points = read(file)["sweep"]["points"]
-    best = [max(point[2] for point in points[rule].values()) for rule in (ours, theirs)]
-    if at is not None:
-        best[0] = points[ours][at][2]
-    rates = []
-    for rule, speed in zip((ours, theirs), best):
-        found = next(point for point in points[rule].values() if point[2] == speed)
-        rates.append(f"{rule} N_t/N {found[0]:.2f}, N_d/N {found[1]:.2f}")
+    chosen = []
+    for rule, setting in ((ours, at), (theirs, None)):
+        best = max(points[rule], key=lambda name: points[rule][name][2])
+        chosen.append((rule, setting or best))
+    rates = [points[rule][setting] for rule, setting in chosen]
+    shown = [
+        f"{rule} {setting}".strip() + f": N_t/N {n_target:.2f}, N_d/N {n_discarded:.2f}"
+        for (rule, setting), (n_target, n_discarded, _) in zip(chosen, rates)
+    ]
     return Seen(
-        "; ".join(rates),
-        cpu=f"{best[0] / best[1]:.2f}, modelled",
+        "; ".join(shown),
+        cpu=f"{rates[0][2] / rates[1][2]:.2f}, modelled",
         source=f"[{Path(file).stem}]({file})",
     )
 
@@ -815,7 +819,8 @@ CLAIMS = {
 def table(method: str) -> str:
     """The claims of a method, or of "all" how many have which verdict."""
     if method != "all":
-        return report.markdown(HEADS, CLAIMS[method]())
+        head, rule, *rows = report.markdown(HEADS, CLAIMS[method]()).splitlines()
+        return "\n".join([head, rule.replace("-:", "--"), *rows])  # text, from the left
     kinds = [
         "confirmed",
         "smaller",
