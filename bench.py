@@ -352,7 +352,7 @@ def summary(arms, loops, asked: list, answers: dict, greedy: bool) -> dict:
             ours, theirs = answers[arm.name], answers[stock.name]
             numbers |= divergence(stock.target, asked, ours, theirs)
 
-    told = ("tokens_per_s", "vs_stock", "vs_stock_ci")
+    told = ("tokens_per_s", "vs_stock", "vs_stock_ci", "verify_ms")
     plain = {loop.name: {key: found[loop.name][key] for key in told} for loop in loops}
     result = {
         "baseline": found[baseline.name] | {"loop": baseline.name, "loops": plain}

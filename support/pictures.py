@@ -1,14 +1,16 @@
 """SVG pictures of results and training curves, for white or black pages.
 
     python bench.py --table results/run.json --plot pictures/
-    python train.py --plot pictures/ results/curves/glide.json results/curves/falcon.json
+    python train.py --plot pictures/ results/curves/glide.json runs/falcon/curve.json
 
-The background is transparent, text and axes are grey.
+A title says what the picture shows, in words that are computed from the numbers. The
+background is transparent, text and axes are grey.
 """
 
 import contextlib
 import importlib.util
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -21,10 +23,16 @@ STYLE = {
     "svg.fonttype": "none",  # text stays text: smaller, and can be searched
     "svg.hashsalt": "the same file from the same numbers",
     "savefig.transparent": True,
+    "font.size": 13,  # legible on a projector
+    "axes.titlesize": 15,
+    "figure.titlesize": 15,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
     "legend.framealpha": 0,
     "text.color": GREY,
     "axes.labelcolor": GREY,
     "axes.edgecolor": GREY,
+    "axes.titlecolor": GREY,
     "xtick.color": GREY,
     "ytick.color": GREY,
 }
@@ -38,87 +46,153 @@ def check(folder: str) -> None:
         raise common.UserError("--plot needs matplotlib: pip install matplotlib")
 
 
-def colour(name: str) -> str | None:
-    """The colour of a method in all pictures; None for other names."""
-    words = re.split(r"[:@ ]", name)[0].split("+")  # perhaps with a base, or copies
-    method = [word for word in words if word in cli.METHODS][-1:]
-    return f"C{cli.METHODS.index(*method)}" if method else None
+def colour(name: str) -> str:
+    """The colour of a method in all pictures, and another one for all rivals."""
+    words = re.split(r"[:@ _]", name.replace("ctc_drafter", "ctc-drafter"))[0].split(
+        "+"
+    )
+    methods = [
+        word.replace("-", "_") for word in words
+    ]  # perhaps with a base, or copies
+    known = [word for word in methods if word in cli.METHODS]
+    return f"C{cli.METHODS.index(known[-1])}" if known else "C8"
 
 
 @contextlib.contextmanager
-def picture(path: Path, title: str, x: str, y: str, height: float = 4):
-    """Axes to draw on, saved to `path`, which is printed; height in inches."""
+def picture(path: Path, title: str, rows: int = 1, columns: int = 1, size=(8, 4.5)):
+    """Axes (one, or a list) to draw on, saved to `path`, which is printed.
+
+    size: width and height in inches.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context(STYLE):
-        figure = Figure(figsize=(7, height), layout="constrained")
-        axes = figure.subplots()
-        yield axes
-        axes.set(title=title, xlabel=x, ylabel=y)
-        if axes.get_legend_handles_labels()[1]:
-            axes.legend()
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+        yield axes[0] if len(axes) == 1 else axes
+        figure.suptitle(title, wrap=True)
         figure.savefig(path, metadata={"Date": None})
     print(path, file=sys.stderr)
+
+
+# ---------------------------------------------------------------------------- training
+
+
+def read_curve(path: Path) -> tuple[str, list[dict]]:
+    """The name and the rows of a curve of train.py; a UserError if it is none."""
+    name = path.parent.name if path.stem == "curve" else path.stem
+    try:
+        rows = json.loads(path.read_text())
+        assert all(row["tokens"] >= 0 and row["alpha"] >= 0 for row in rows)
+    except (ValueError, TypeError, KeyError, AssertionError):
+        raise common.UserError(f"{path} is not a training curve of train.py") from None
+    return name, rows
+
+
+def still_rises(rows: list[dict]) -> bool:
+    """Whether alpha was higher at the end than ever before the last fifth."""
+    early = [row["alpha"] for row in rows if row["tokens"] < 0.8 * rows[-1]["tokens"]]
+    return bool(early) and rows[-1]["alpha"] > max(early)
 
 
 def curves(paths: list[str], folder: Path) -> None:
     """Draw alpha by trained tokens (curve.json files, results/curves/).
 
-    The solid line is held-out alpha, the dashed one `eval_alpha`, if any.
+    Each method measures alpha at other places, so each curve has axes of its own. The
+    solid line is held-out alpha, the dashed one `eval_alpha`, if any.
 
     Raises: UserError: a file that is no curve.
     """
-    title, x = "Acceptance rate while training", "million token-steps"
-    with picture(folder / "curves.svg", title, x, "alpha") as axes:
-        for path in map(Path, paths):
-            name = path.parent.name if path.stem == "curve" else path.stem
-            try:
-                rows = json.loads(path.read_text())
-                tokens = [row["tokens"] / 1e6 for row in rows]
-                alphas = [row["alpha"] for row in rows]
-                [line] = axes.plot(tokens, alphas, ".-", label=name, color=colour(name))
-            except (ValueError, TypeError, KeyError):
-                raise common.UserError(f"{path} is not a training curve of train.py") from None
+    drawn = [read_curve(Path(path)) for path in paths]
+    title = "Acceptance while training"
+    if all(still_rises(rows) for _, rows in drawn):
+        title = "Acceptance was still rising when training ended"
+    columns = min(2, len(drawn))
+    count = math.ceil(len(drawn) / columns)
+    size = (4.5 * columns + 1, 3 * count + 0.7)
+    with picture(folder / "curves.svg", title, count, columns, size) as axes:
+        axes = axes if isinstance(axes, list) else [axes]
+        for place in axes[len(drawn) :]:
+            place.set_visible(False)
+        for place, (name, rows) in zip(axes, drawn):
+            tokens = [row["tokens"] / 1e6 for row in rows]
+            alphas = [row["alpha"] for row in rows]
+            line = {"color": colour(name), "linewidth": 2}
+            place.plot(tokens, alphas, "-", label="held-out text", **line)
             prompts = [row.get("eval_alpha") for row in rows]
             if any(prompts):
-                label = f"{name}, prompts"
-                axes.plot(tokens, prompts, ".--", label=label, color=line.get_color())
-        axes.set_ylim(bottom=0)
+                place.plot(tokens, prompts, "--", label="answers", **line)
+            place.set(title=name, xlabel="million token-steps", ylabel="alpha")
+            place.legend(loc="lower right")
+
+
+# --------------------------------------------------------------------------- measuring
 
 
 def speedups(arms: dict[str, dict], folder: Path) -> None:
     """Draw speedups with their intervals."""
-    title, x = "Speedup over plain decoding", "ratio of tokens/s, 95% interval"
-    height = 1.6 + 0.35 * len(arms)
-    with picture(folder / "speedup.svg", title, x, "", height) as axes:
-        for name, arm in reversed(arms.items()):  # bars are stacked from below
+    best = max(arm["speedup"] for arm in arms.values())
+    ahead = [
+        arm for arm in arms.values() if (arm["speedup_ci"] or [arm["speedup"]])[0] > 1
+    ]
+    title = f"{len(ahead)} of {len(arms)} arms beat plain decoding; "
+    title += f"the best is {best:.1f} times as fast"
+    size = (8, 1.6 + 0.38 * len(arms))
+    with picture(folder / "speedup.svg", title, size=size) as axes:
+        for name, arm in reversed(arms.items()):  # the first one stands on top
             value = arm["speedup"]
             low, high = arm["speedup_ci"] or (value, value)
-            interval = [[max(0, value - low)], [max(0, high - value)]]
-            fill = colour(name) or "C8"  # of all rivals
-            bar = axes.barh(name, value, xerr=interval, ecolor=GREY, capsize=3, color=fill)
-            axes.bar_label(bar, fmt="%.2f", label_type="center", color="black")
-        axes.axvline(1, color=GREY, zorder=0)
+            axes.plot([low, high], [name] * 2, color=colour(name), linewidth=3)
+            axes.plot(value, name, "o", color=colour(name), markersize=9)
+            axes.annotate(
+                f"{value:.2f}",
+                (high, name),
+                (8, 0),
+                textcoords="offset points",
+                va="center",
+            )
+        axes.axvline(1, color=GREY, linestyle=":", zorder=0)
+        axes.margins(x=0.12)
+        axes.set_xlabel("speed over the fastest plain decoding (1), 95% interval")
 
 
 def costs(curve: dict, folder: Path) -> None:
     """Draw milliseconds of a target forward, by number of tokens."""
-    title = f"Target forward at {curve['context']} tokens of context"
-    with picture(folder / "cost.svg", title, "tokens fed", "milliseconds") as axes:
-        counts = [int(count) for count in curve["by_tokens"]]
-        axes.plot(counts, list(curve["by_tokens"].values()), "o-")
+    times = {int(count): ms for count, ms in curve["by_tokens"].items()}
+    one = times[min(times)]
+    cheap = max(count for count, ms in times.items() if ms <= 1.1 * one)
+    most = max(times)
+    title = f"{cheap} tokens for little more than the price of one"
+    if cheap == min(times):
+        title = "Every token that is added makes a forward longer"
+    title += f"; {most} for {times[most] / one:.1f} times"
+    with picture(folder / "cost.svg", title) as axes:
+        axes.plot(list(times), list(times.values()), "o-", linewidth=2, markersize=7)
+        axes.axhline(one, color=GREY, linestyle=":", zorder=0)
+        axes.set(
+            xlabel=f"tokens fed at once, after {curve['context']} cached ones",
+            ylabel="milliseconds",
+        )
         axes.set_ylim(bottom=0)
 
 
 def stop_rules(sweep: dict, folder: Path) -> None:
     """Draw stop rules by what they cost (SpecDec++, Figure 4)."""
-    x, y = "draft tokens discarded per token", "target forwards per token"
-    with picture(folder / "stopping.svg", "Stop rules", x, y) as axes:
-        for rule, points in sweep["points"].items():
-            line = sorted((discarded, forwards) for forwards, discarded, _ in points.values())
-            axes.plot(*zip(*line), "*-" if rule == "oracle" else "o-", label=rule)
+    points = sweep["points"]
+    fastest = {rule: max(p[2] for p in each.values()) for rule, each in points.items()}
+    oracle = fastest.pop("oracle")
+    reached = 100 * max(fastest.values()) / oracle
+    title = f"No stop rule reaches more than {reached:.0f}% of the oracle's speed"
+    with picture(folder / "stopping.svg", title, size=(8, 5)) as axes:
+        for rule, each in points.items():
+            line = sorted((wasted, forwards) for forwards, wasted, _ in each.values())
+            mark, size = ("*", 14) if rule == "oracle" else ("o", 8)
+            axes.plot(*zip(*line), f"{mark}-", label=rule, linewidth=2, markersize=size)
+        axes.set_xlabel("draft tokens discarded per token")
+        axes.set_ylabel("target forwards per token")
+        axes.legend()
 
 
 def plot(results: list[dict], folder: Path) -> None:

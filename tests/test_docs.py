@@ -38,7 +38,7 @@ def test_tables_are_those_of_the_measured_runs(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_named_is_there(name):
-    """Names in backquotes, from the top, from the README's folder, or of data and curves."""
+    """Names in backquotes: from the top, from the README's folder, of data, curves."""
     kinds = r"py|json|jsonl|gz|sh|md|svg|html"
     made_by_a_command = {"config.json", "conversations.jsonl", "page.html", "run.json"}
     places = [
@@ -184,6 +184,14 @@ def test_every_option_of_a_command_exists(command, monkeypatch, capsys):
         assert words[0] in coursework.EXERCISES
 
 
+def test_the_command_of_the_main_run_names_its_arms():
+    main = json.loads((ROOT / "results/cpu_main.json").read_text())
+    [words] = [c for c in commands(TEXTS["results/README.md"]) if "128" in c]
+    named = words[words.index("--method") + 1 : words.index("--num-prompts")]
+    assert ["baseline", *named] == list(main["arms"])
+    assert int(words[words.index("--num-prompts") + 1]) == main["prompts"]
+
+
 def python_block(start):
     """The Python example of the README that begins with this text."""
     found = [
@@ -214,7 +222,7 @@ def test_the_python_example_of_the_readme_runs(folder, tmp_path, capsys):
 
 
 def test_the_idea_of_the_readme_follows_the_target(small_llama):
-    """Two sampled tokens, of drafts of two; a drafter that is always believed is caught."""
+    """Two sampled tokens, of drafts of two; believing every draft is noticed."""
     idea = python_block("@torch.no_grad()")
     drafter = make_llama(vocab=7, layers=1, seed=4)
     prompt = torch.tensor([[1, 2, 3]])
@@ -237,7 +245,7 @@ def test_the_idea_of_the_readme_follows_the_target(small_llama):
 
 
 def test_no_prompt_that_is_measured_on_was_trained_on():
-    """No eight consecutive words of a prompt stand in a request of the training data."""
+    """No eight consecutive words of a prompt stand in a training request."""
 
     def runs(text):
         words = re.findall(r"\w+", text.lower())

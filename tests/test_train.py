@@ -542,7 +542,12 @@ def test_training_curves_are_drawn(tmp_path):
     paths = [str(tmp_path / "falcon_k3" / "curve.json"), str(tmp_path / "glide.json")]
     train.main(["--plot", str(tmp_path / "drawn"), *paths])
     text = (tmp_path / "drawn" / "curves.svg").read_text()
-    assert ">falcon_k3<" in text and ">glide, prompts<" in text
+    assert ">falcon_k3<" in text and ">glide<" in text and text.count(">answers<") == 1
+    assert ">Acceptance was still rising when training ended<" in text
+    both[1]["alpha"] = 0.05
+    (tmp_path / "glide.json").write_text(json.dumps(both))
+    train.main(["--plot", str(tmp_path / "drawn"), *paths])
+    assert ">Acceptance while training<" in (tmp_path / "drawn" / "curves.svg").read_text()
     (tmp_path / "other.json").write_text('{"arms": {}}')
     with pytest.raises(common.UserError, match="other.json is not a training curve"):
         train.main(["--plot", str(tmp_path / "drawn"), str(tmp_path / "other.json")])

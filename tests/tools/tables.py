@@ -1,8 +1,9 @@
-"""Write the tables of the README files anew from results/.
+"""Write the tables of the README files and the pictures anew from results/.
 
     python tests/tools/tables.py
 
-A test fails where a table is not what this would write. A comment above a table says what is in it:
+The pictures need matplotlib. A test fails where a table is not what this would write. A
+comment above a table says what is in it:
 
     <!-- table: run.json; glide cape eagle?; speedup tau; paper's: 1.96 2.5 - -->
             some arms of a run, some of their figures, and figures to compare; an arm
@@ -15,6 +16,12 @@ A test fails where a table is not what this would write. A comment above a table
             tau of single drafters with a setting each
     <!-- claims: GLIDE -->
             a paper's claims (claims.py), or for all papers how many have which verdict
+    <!-- runs: run.json more.json -->
+            where and how they were made
+    <!-- loops: run.json -->
+            plain decoding in every way at hand
+    <!-- batches: run.json more.json -->
+            speedups of runs with several sequences at once
     <!-- launches: launches.json -->
             what a round asks of a GPU (launches.py)
 """
@@ -30,7 +37,7 @@ sys.path.insert(0, str(ROOT))  # where this is run as a script
 import claims  # noqa: E402
 import torch  # noqa: E402
 
-from support import report  # noqa: E402
+from support import pictures, report  # noqa: E402
 
 FILES = (
     "README.md",
@@ -42,7 +49,8 @@ FILES = (
     "tests/README.md",
     "CONTRIBUTING.md",
 )
-COMMENT = r"<!-- (table|kinds|curves|taus|claims|launches): ((?:(?!-->).)*) -->\n\n"
+KINDS = "table|kinds|curves|taus|claims|runs|loops|batches|launches"
+COMMENT = rf"<!-- ({KINDS}): ((?:(?!-->).)*) -->\n\n"
 TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 
 
@@ -100,7 +108,7 @@ def curve_end(name: str) -> dict:
 
 
 def curves(words: str) -> str:
-    """Runs that went on from one another: their sums, and the last one's loss and alphas."""
+    """Runs that went on from one another: sums, and the last one's loss and alphas."""
     heads = [
         "drafter",
         "steps",
@@ -179,6 +187,58 @@ def tau_of(counts):
     return sums[..., 0] / sums[..., 1]
 
 
+def runs(words: str) -> str:
+    """Where, when and how some results were made."""
+    heads = ["run", "device", "kernels", "prompts", "tokens a turn", "temperature"]
+    rows = []
+    for file in words.split():
+        result = claims.read(file)
+        asked = result["prompts"] or None
+        rows.append(
+            [
+                f"[{Path(file).stem}]({file})",
+                result["device"],
+                ", ".join(dict.fromkeys(result.get("kernels") or [])) or None,
+                asked,
+                result["max_new_tokens"] if asked else None,
+                f"{result['temperature']:g}" if asked else None,
+                result["commit"],
+            ]
+        )
+    return report.markdown([*heads, "commit"], rows)
+
+
+def loops(file: str) -> str:
+    """Plain decoding: stock transformers, on the packed target, and our own loop."""
+    found = report.arms_of(claims.read(file))["baseline"]["loops"]
+    columns = ("tokens_per_s", "vs_stock", "vs_stock_ci")
+    rows = [
+        [
+            name,
+            *(
+                report.cell(each[column], report.COLUMNS[column][1])
+                for column in columns
+            ),
+        ]
+        for name, each in found.items()
+    ]
+    return report.markdown(["loop", *(report.COLUMNS[c][0] for c in columns)], rows)
+
+
+def batches(words: str) -> str:
+    """Speedups over plain decoding in batches of the same size, and their intervals."""
+    rows = []
+    for file in words.split():
+        result = claims.read(file)
+        arms = {
+            name: f"{arm['speedup']:.2f} ({report.cell(arm['speedup_ci'])})"
+            for name, arm in report.arms_of(result).items()
+            if name not in ("alone", "baseline")
+        }
+        rows.append([f"[{result['batch']['size']}]({file})", *arms.values()])
+    return report.markdown(["sequences", *arms], rows)
+
+
 def launches(file: str) -> str:
     """What a round of each method asks of a GPU, and of plain decoding."""
     heads = [
@@ -215,9 +275,28 @@ def written(text: str) -> str:
         "curves": curves,
         "taus": taus,
         "claims": claims.table,
+        "runs": runs,
+        "loops": loops,
+        "batches": batches,
         "launches": launches,
     }
     return TABLE.sub(lambda match: match[1] + makers[match[2]](match[3]) + "\n\n", text)
+
+
+LAST_STAGE = ("glide", "specdecpp", "falcon", "ctc_drafter")  # of curves.svg
+
+
+def draw() -> None:
+    """The pictures of results/README.md and checkpoints/README.md."""
+    folder = claims.RESULTS / "pictures"
+    pictures.check(folder)
+    arms = report.arms_of(claims.read("cpu_main.json"))
+    del arms["baseline"]
+    pictures.speedups(arms, folder)
+    pictures.costs(claims.read("cpu_cost.json")["cost_curve"], folder)
+    pictures.stop_rules(claims.read("cpu_variants.json")["sweep"], folder)
+    curves = [claims.RESULTS / "curves" / f"{name}.json" for name in LAST_STAGE]
+    pictures.curves(curves, folder)
 
 
 def main() -> None:
@@ -228,6 +307,7 @@ def main() -> None:
     for name in FILES:
         path = ROOT / name
         path.write_text(written(path.read_text()))
+    draw()
 
 
 if __name__ == "__main__":
