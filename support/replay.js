@@ -294,7 +294,8 @@ function showDraft() {
     add(row, "td", "", maskRow(round, node, rows));
   }
   const last = add(body, "tr", "cache");
-  add(last, "td", "", "the target's cache after the round").colSpan = heads.length;
+  const stay = `${round.committed.length} of the ${round.tokens.length + 1} new rows stay`;
+  add(last, "td", "", `the target's cache: ${stay}`).colSpan = heads.length;
   add(last, "td", "", cacheRow(round, rows));
   $("draft").replaceChildren(table);
   $("draft").classList.remove("choosing");
@@ -322,7 +323,6 @@ function cacheRow(round, rows) {
     const stays = kept.has(node);
     add(made, "span", stays ? "kept" : "cut", stays ? "" : "×");
   }
-  add(made, "em", "", `${kept.size} kept, ${round.tokens.length + 1 - kept.size} cut`);
   return made;
 }
 
@@ -597,7 +597,8 @@ function showMethod(index, runIndex = state.run) {
     );
   }
   const settings = Object.entries(method().settings).map((each) => setting(...each));
-  $("idea").textContent = [method().idea, ...settings].join(" · ");
+  const idea = method().idea.replace(/\.$/, "");
+  $("idea").textContent = [idea, ...settings].join(" · ");
   const most = Math.max(...method().rounds.map((round) => round.committed.length));
   $("strip").replaceChildren();
   method().rounds.forEach((round, n) => {

@@ -40,6 +40,8 @@ FILES = (
     "checkpoints/README.md",
     "conversations/README.md",
     "tests/README.md",
+    "tests/assignment.md",
+    "tests/solutions.md",
     "CONTRIBUTING.md",
 )
 COMMENT = r"<!-- (table|kinds|curves|taus|claims|launches): ((?:(?!-->).)*) -->\n\n"
