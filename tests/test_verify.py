@@ -382,13 +382,14 @@ def test_draws_follow_the_target_exactly():
 
 def test_a_rejection_that_leaves_nothing_but_rounding_errors():
     """In float32 q_draft may exceed p_target everywhere; 0 / 0 is no distribution."""
-    p_target = torch.tensor([0.0, 0.5, 0.5])
-    q_draft = torch.tensor([1e-7, 0.5, 0.5])  # it adds up to 1.0000001
-    # Token 0 is rejected for certain.
-    got = {common.draw(p_target, [(0, q_draft)]) for _ in range(20)}
+    p_target = [0.0, 0.5, 0.5]
+    q_draft = [1e-7, 0.5, 0.5]  # it adds up to 1.0000001
+    got = set()
+    for _ in range(20):  # token 0 is rejected for certain
+        got.add(common.draw(torch.tensor(p_target), [(0, torch.tensor(q_draft))]))
     assert got == {1, 2}, (
-        f"p_target {p_target.tolist()}, token 0 drafted from q_draft {q_draft.tolist()}: "
-        f"p - q leaves nothing, expected draws from p_target, which are 1 and 2, got {got}"
+        f"p_target {p_target}, token 0 drafted from q_draft {q_draft}, so that p - q "
+        f"leaves nothing: expected draws from p_target, of tokens 1 and 2, got {got}"
     )
 
 
