@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -79,6 +80,26 @@ def test_a_copy_for_students_is_small_and_tells_no_solution(tmp_path):
     assert {"assignment.md", "falcon.py", "test_verify.py"} <= {x.name for x in files}
     assert not {"solutions.md", "mutants.py", "checkpoints"} & {x.name for x in files}
     assert (out / "AGENTS.md").read_text().count("\n") == 6
+
+
+def test_the_points_of_the_assignment_add_up():
+    """And each coded part begins with the first of its tests, worth five points each."""
+    rows = []
+    for line in (ROOT / "tests" / "assignment.md").read_text().splitlines():
+        if cells := re.match(r"\| (\w\d?) \| (.*) \| (\d+) \| \d+ \| (.*)\|", line):
+            rows.append([cell.strip() for cell in cells.groups()])
+    assert sum(int(points) for _, _, points, _ in rows) == 100
+    coded = [row for row in rows if row[1].startswith("code: ")]
+    assert len(coded) == 3
+    for _, about, points, command in coded:
+        name = about.removeprefix("code: ").strip("`")
+        tests = coursework.EXERCISES[name].tests
+        assert int(points) == coursework.POINTS * len(tests)
+        assert command == f"`tests/{coursework.tests_of(name)}::{tests[0]}`"
+    answers = (ROOT / "tests" / "solutions.md").read_text()
+    for part, _, points, _ in rows:
+        if found := re.search(rf"^## {part} \((.*) points\)$", answers, re.MULTILINE):
+            assert sum(map(int, re.findall(r"\d+", found[1]))) == int(points)
 
 
 @pytest.mark.parametrize(
