@@ -176,7 +176,7 @@ def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
 
 
 def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
-    """Draw a token distributed as p_target (V,), by rejection sampling (torch.rand).
+    """Draw a token that is distributed as p_target (V,), by rejection sampling.
 
     Whatever the drafter says, the token follows the target. Why, for three tokens x:
 
