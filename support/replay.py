@@ -1,9 +1,10 @@
-"""The replay page: one answer, round by round, as a single HTML file.
+"""The replay page: an answer, round by round, as a single HTML file.
 
-    python bench.py --method glide falcon --prompt "Why is the sky blue?" --replay page.html
+    python bench.py --method glide falcon --prompt "Why is it blue?" --replay page.html
 
-`record` decodes with a method's drafts and describes its rounds by plain lists. `page`
-puts them as JSON into replay.html, with replay.css and replay.js, which draws.
+`record` decodes with a method's drafts and describes its rounds by plain lists. `write`
+does so twice for each method, greedily and with sampling, and `page` puts all of it as
+JSON into replay.html, with replay.css and replay.js, which draws.
 """
 
 import copy
@@ -24,10 +25,11 @@ from support.report import clock
 
 HERE = Path(__file__).parent
 SYMBOLS = 5  # shown of each CTC slot
+SAMPLING = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
 WARM_UP_TOKENS = 12
 
 
-# ---------------------------------------------------------------------------------- the record
+# --------------------------------------------------------------------------- the record
 
 
 @torch.no_grad()
@@ -40,12 +42,12 @@ def record(target, drafts, encoded: dict, options: dict, text) -> list[dict]:
     text: a function that returns the text of a token id.
     """
     rounds = []
-    phase = "prefill"  # up to the first draft, for which the drafter reads the prompt, too
+    phase = "prefill"  # up to the first draft: the drafter reads the prompt, too
     begin = clock(target)
     decoding = common.start(target, **encoded, **options)
     for draft in drafts(decoding):
         drafted = clock(target)
-        before = copy.copy(decoding)  # a commit replaces ids, and does not write in them
+        before = copy.copy(decoding)  # a commit replaces ids, it does not write there
         logits, hidden = common.score(target, decoding.ids, draft, decoding.cache)
         path = decoding.commit(draft, logits, hidden)
         verified = clock(target)
@@ -55,6 +57,7 @@ def record(target, drafts, encoded: dict, options: dict, text) -> list[dict]:
                 "tokens": [text(token) for token in draft.tokens.tolist()],
                 "parents": draft.parents,
                 "kinds": kinds(draft),
+                "drawn": sampled_nodes(draft) if decoding.do_sample else 0,
                 "q": draft_probs(draft),
                 "p": target_probs(before, draft, logits),
                 "notes": shown_notes(draft.notes, text),
@@ -78,20 +81,30 @@ def kinds(draft: common.Draft) -> list[str]:
     return ["draft"] * drafted + ["extra"] * (own - drafted) + ["copy"] * copied
 
 
+def sampled_nodes(draft: common.Draft) -> int:
+    """M, how many nodes come with the distribution that they were drawn from."""
+    return 0 if draft.probs is None else len(draft.probs)
+
+
 def draft_probs(draft: common.Draft) -> list[float | None]:
-    """The drafter's probability of each node after its parent; None if there is none."""
-    if "q" in draft.notes:
-        return draft.notes["q"]
-    found: list[float | None] = []
-    for kind, token, parent in zip(kinds(draft), draft.tokens.tolist(), draft.parents):
-        # In a chain, node n follows node n - 1 and was drawn from row n of `probs`, and
-        # so were, with another rank, the extras beside it.
-        drawn = kind != "copy" and draft.probs is not None
-        found.append(float(draft.probs[parent + 1, token]) if drawn else None)
+    """The drafter's probability of each node after its parent; None: there is none."""
+    drawn = sampled_nodes(draft)
+    noted = draft.notes.get("q")  # by methods whose trees are not sampled
+    found = []
+    nodes = zip(kinds(draft), draft.tokens.tolist(), draft.parents)
+    for node, (kind, token, parent) in enumerate(nodes):
+        if node < drawn:
+            found.append(float(draft.probs[node, token]))
+        elif kind == "extra":  # another token of the row that its sibling is from
+            found.append(float(draft.probs[parent + 1, token]))
+        else:
+            found.append(noted[node] if noted else None)
     return found
 
 
-def target_probs(before: common.Decoding, draft: common.Draft, logits: Tensor) -> list[float]:
+def target_probs(
+    before: common.Decoding, draft: common.Draft, logits: Tensor
+) -> list[float]:
     """The target's processed probability of each node after its parent.
 
     before: the Decoding before the round.
@@ -113,7 +126,7 @@ def shown_notes(notes: dict, text) -> dict:
     A symbol is [text of the token, or None for the blank, its probability].
     """
     if "q_slots" not in notes:
-        return {name: note for name, note in notes.items() if name not in ("q", "copied")}
+        return {name: notes[name] for name in notes if name not in ("q", "copied")}
     ids = notes["vocab_ids"].tolist()
     best = notes["q_slots"].topk(SYMBOLS, dim=-1)  # (S, 5)
     slots = []
@@ -123,29 +136,36 @@ def shown_notes(notes: dict, text) -> dict:
     return {"slots": slots}
 
 
-class Moments(BaseStreamer):
-    """Notes when each token arrives, and first when the prompt does."""
+class Arrivals(BaseStreamer):
+    """Notes each token and when it arrives; first of all, the prompt does."""
 
     def __init__(self):
+        self.tokens = []
         self.moments = []
 
     def put(self, value):
+        self.tokens.append(value)
         self.moments.append(time.perf_counter())
 
     def end(self):
         pass
 
 
-def plain_seconds(arm, encoded: dict, options: dict) -> list[float]:
-    """The seconds up to each token of plain decoding, after a short warm-up."""
-    if arm.drafts is not None:  # our own loop
-        rounds = play(arm, encoded, options, str)
-        return list(itertools.accumulate(sum(told["seconds"].values()) for told in rounds))
+def plain_answer(arm, encoded: dict, options: dict, text) -> dict:
+    """Plain decoding after a short warm-up: its tokens, and the seconds up to each."""
+    if arm.drafts is not None:  # our own loop, which commits one token a round
+        rounds = play(arm, encoded, options, text)
+        tokens = [told["committed"][0] for told in rounds]
+        taken = (sum(told["seconds"].values()) for told in rounds)
+        return {"tokens": tokens, "seconds": list(itertools.accumulate(taken))}
     for given in warm_up_and(options):
-        arrived = Moments()
+        arrived = Arrivals()
         arm.target.generate(**encoded, **given, streamer=arrived)
     start, *moments = arrived.moments
-    return [moment - start for moment in moments]
+    return {
+        "tokens": [text(int(token)) for token in arrived.tokens[1:]],
+        "seconds": [moment - start for moment in moments],
+    }
 
 
 def play(arm, encoded: dict, options: dict, text) -> list[dict]:
@@ -161,29 +181,32 @@ def warm_up_and(options: dict) -> list[dict]:
     return [options | {"max_new_tokens": min(WARM_UP_TOKENS, most)}, options]
 
 
-# ------------------------------------------------------------------------------------ the page
+# ----------------------------------------------------------------------------- the page
 
 
 def page(data: dict) -> str:
     """The page as HTML text.
 
-    data: "prompt" (the texts of its tokens), "methods" and "about", as in `write`.
+    data: "prompt" (the texts of its tokens), "about" and "runs", as in `write`.
     """
     text = json.dumps(report.rounded(data, digits=5), separators=(",", ":"))
     text = text.replace("<", "\\u003c")  # no token can end the <script> element
     whole = (HERE / "replay.html").read_text(encoding="utf-8")
     for mark, file in (("{{style}}", "replay.css"), ("{{script}}", "replay.js")):
         whole = whole.replace(mark, (HERE / file).read_text(encoding="utf-8"))
-    return whole.replace("{{data}}", text)  # last: a token that spells a mark stays text
+    return whole.replace(
+        "{{data}}", text
+    )  # last: a token that spells a mark stays text
 
 
-def write(path: str, tokenizer, loops: list, arms: list, text: str, options: dict) -> None:
+def write(path: str, tokenizer, loops: list, arms: list, text: str, options: dict):
     """Answer one prompt with every arm that is a method, and write the page.
 
     loops: of plain decoding; the methods race against the fastest.
     arms: of support/arms.py.
     text: the prompt as the user wrote it.
-    options: of `target.generate`, among them max_new_tokens.
+    options: of `target.generate`, among them max_new_tokens. The page shows greedy
+        decoding, and sampling with these options, or else at temperature 1.
     """
 
     def token_text(token: int) -> str:
@@ -194,8 +217,30 @@ def write(path: str, tokenizer, loops: list, arms: list, text: str, options: dic
 
     target = loops[0].target
     encoded = encode(tokenizer, [text], target.device)
-    raced = [plain_seconds(loop, encoded, options) for loop in loops]
-    plain = min(raced, key=lambda seconds: seconds[-1] / len(seconds))
+    sampling = options if options.get("do_sample") else options | SAMPLING
+    greedy = {name: options[name] for name in options if name not in SAMPLING}
+    greedy["do_sample"] = False
+    name = f"temperature {sampling['temperature']:g}"
+    if sampling["top_p"] < 1:
+        name += f", top-p {sampling['top_p']:g}"
+    runs = [
+        {"name": "greedy", **answers(loops, arms, encoded, greedy, token_text)},
+        {"name": name, **answers(loops, arms, encoded, sampling, token_text)},
+    ]
+    about = {
+        "prompt": text,
+        "target": Path(target.config.name_or_path).name,
+        "device": target.device.type,
+    }
+    prompt = [token_text(token) for token in encoded["input_ids"][0].tolist()]
+    whole = page({"about": about, "prompt": prompt, "runs": runs})
+    report.write_whole(whole, Path(path))
+    print(f"{path}: {len(whole) // 1024} KB, open it in a browser")
+
+
+def answers(loops: list, arms: list, encoded: dict, options: dict, text) -> dict:
+    """One run of the page: the answers of the fastest plain loop and of all methods."""
+    raced = [plain_answer(loop, encoded, options, text) for loop in loops]
     methods = []
     for arm in arms:
         if arm.drafts is None:  # transformers decodes
@@ -205,18 +250,13 @@ def write(path: str, tokenizer, loops: list, arms: list, text: str, options: dic
                 "name": arm.name,
                 "idea": (inspect.getdoc(arm.module) or "").split("\n")[0],
                 "settings": arm.settings,
-                "rounds": play(arm, encoded, options, token_text),
+                "rounds": play(arm, encoded, options, text),
             }
         )
-
-    about = {
-        "prompt": text,
-        "target": Path(target.config.name_or_path).name,
-        "device": target.device.type,
-        "sampled": bool(options.get("do_sample")),
-        "plain": plain,  # seconds up to each token, without a method
+    return {
+        "sampled": options["do_sample"],
+        "plain": min(
+            raced, key=lambda each: each["seconds"][-1] / len(each["seconds"])
+        ),
+        "methods": methods,
     }
-    prompt = [token_text(token) for token in encoded["input_ids"][0].tolist()]
-    whole = page({"about": about, "prompt": prompt, "methods": methods})
-    report.write_whole(whole, Path(path))
-    print(f"{path}: {len(whole) // 1024} KB, open it in a browser")

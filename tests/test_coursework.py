@@ -1,6 +1,8 @@
-"""Each exercise, set: its tests turn red, and grading says of each solution what is wrong."""
+"""A set exercise turns its tests red, and grading says what is wrong in a solution."""
 
 import ast
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -35,9 +37,13 @@ def test_a_blank_changes_the_body_of_one_function_and_its_tests_exist(name):
     "arguments, line",
     [
         (["falcon.glance", "."], ". is there already: name a new folder"),
-        (["falcon.nothing", "new"], "no exercise 'falcon.nothing': take one of common.tree_mask"),
-        (["falcon.glance"], "name a new folder for the copy, after the exercise"),
-        (["falcon.glance", "--grade", "prompts"], "no falcon.py in prompts or in its folders"),
+        (["falcon.no", "new"], "no exercise 'falcon.no': take one of common.tree_mask"),
+        (["falcon.glance"], "name a new folder for the copy, after the exercises"),
+        (["glide.loss", "cape.expand"], "name a new folder for the copy, after the"),
+        (["new"], "name an exercise, or several"),
+        (["--grade", "."], "name an exercise, or several"),
+        (["falcon.glance", "--grade", "prompts"], "no falcon.py in prompts or in its"),
+        (["falcon.glance", "--results", "x"], "--results goes with --grade SOLUTIONS"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, line, monkeypatch, capsys):
@@ -54,6 +60,112 @@ def test_without_arguments_the_exercises_are_listed(monkeypatch, capsys):
     assert coursework.main() == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert listed == list(coursework.EXERCISES)
+
+
+def test_a_copy_for_students_is_small_and_tells_no_solution(tmp_path):
+    """Two functions are blank, one of them in a file with a third that is not."""
+    out = tmp_path / "new"
+    coursework.make(["common.draw", "glide.block_mask", "common.walk"], out)
+    blank = [path.name for path in out.glob("*.py") if "To be wr" in path.read_text()]
+    assert sorted(blank) == ["common.py", "glide.py"]
+    assert (out / "common.py").read_text().count("# To be written.") == 2
+    before = functions((ROOT / "common.py").read_text())
+    after = functions((out / "common.py").read_text())
+    changed = [
+        name for name in before if ast.dump(before[name]) != ast.dump(after[name])
+    ]
+    assert sorted(changed) == ["draw", "walk"]
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 4e6
+    assert {"assignment.md", "falcon.py", "test_verify.py"} <= {x.name for x in files}
+    assert not {"solutions.md", "mutants.py", "checkpoints"} & {x.name for x in files}
+    assert (out / "AGENTS.md").read_text().count("\n") == 6
+
+
+def test_the_points_of_the_assignment_add_up():
+    """And each coded part begins with the first of its tests, worth five points each."""
+    rows = []
+    for line in (ROOT / "tests" / "assignment.md").read_text().splitlines():
+        if cells := re.match(r"\| (\w\d?) \| (.*) \| (\d+) \| \d+ \| (.*)\|", line):
+            rows.append([cell.strip() for cell in cells.groups()])
+    assert sum(int(points) for _, _, points, _ in rows) == 100
+    coded = [row for row in rows if row[1].startswith("code: ")]
+    assert len(coded) == 3
+    for _, about, points, command in coded:
+        name = about.removeprefix("code: ").strip("`")
+        tests = coursework.EXERCISES[name].tests
+        assert int(points) == coursework.POINTS * len(tests)
+        assert command == f"`tests/{coursework.tests_of(name)}::{tests[0]}`"
+    answers = (ROOT / "tests" / "solutions.md").read_text()
+    for part, _, points, _ in rows:
+        if found := re.search(rf"^## {part} \((.*) points\)$", answers, re.MULTILINE):
+            assert sum(map(int, re.findall(r"\d+", found[1]))) == int(points)
+
+
+@pytest.mark.parametrize(
+    "name", ["glide.py", "glide (1).py", "glide(2).py", "glide-3.py"]
+)
+def test_a_file_is_found_under_the_names_that_browsers_give_it(name, tmp_path):
+    for other in ("glide_old.py", "my glide.py", "glide.txt", "falcon (1).py"):
+        (tmp_path / other).touch()
+    assert coursework.handed_in(tmp_path, "glide.py") == []
+    (tmp_path / name).touch()
+    assert coursework.handed_in(tmp_path, "glide.py") == [tmp_path / name]
+
+
+def test_each_exercise_is_graded_beside_files_of_this_clone(
+    tmp_path, monkeypatch, capsys
+):
+    """A student's wrong glide.py is gone when the tests of common.py run."""
+    run = []
+
+    def outcomes(copy, file, tests):
+        sources = [(copy / each).read_text() for each in ("common.py", "glide.py")]
+        run.append((file, sources))
+        return dict.fromkeys(
+            tests, "expected 1, got 2" if file == "test_glide.py" else ""
+        )
+
+    monkeypatch.setattr(coursework, "outcomes", outcomes)
+    student = tmp_path / "ann"
+    student.mkdir()
+    (student / "common (1).py").write_text("ours")
+    (student / "glide.py").write_text("theirs")
+    names = ["glide.block_mask", "common.draw", "falcon.glance"]
+    results = tmp_path / "results.json"
+    assert coursework.grade(names, student, results) == 2
+    common, glide = ((ROOT / each).read_text() for each in ("common.py", "glide.py"))
+    assert run == [
+        ("test_glide.py", [common, "theirs"]),
+        ("test_verify.py", ["ours", glide]),
+    ]
+    assert capsys.readouterr().out.splitlines()[-5:] == [
+        "ann, common.draw: 3 of 3 tests pass",
+        "ann, falcon.glance: 0 of 3 tests pass",
+        "    glancing worked by hand: no falcon.py",
+        "    glancing against the definition: no falcon.py",
+        "    noise and glancing do not depend on padding or batch: no falcon.py",
+    ]
+    # Gradescope sums up the scores.
+    entries = json.loads(results.read_text())["tests"]
+    assert len(entries) == 2 + 3 + 3
+    assert sum(entry["score"] for entry in entries) == 3 * coursework.POINTS
+    assert sum(entry["max_score"] for entry in entries) == 8 * coursework.POINTS
+    assert entries[0] == {
+        "name": "glide.block_mask: test_the_block_mask_is_the_one_that_is_drawn",
+        "max_score": coursework.POINTS,
+        "score": 0,
+        "status": "failed",
+        "output": "expected 1, got 2",
+    }
+    # Two files that may be meant, and a second student.
+    (student / "common.py").write_text("ours, too")
+    assert coursework.grade(["common.draw"], tmp_path) == 1
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.endswith(": common (1).py and common.py are there: keep one")
+    (tmp_path / "ben").mkdir()
+    with pytest.raises(ValueError, match="for one student"):
+        coursework.grade(["common.draw"], tmp_path, results)
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +207,12 @@ def test_solutions_are_graded_by_the_tests_of_this_clone(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "anna: 1 of 1 tests pass"
-    assert lines[1] == "ben: 0 of 1 tests pass"
+    assert lines[0] == "anna, specdecpp.oracle: 1 of 1 tests pass"
+    assert lines[1] == "ben, specdecpp.oracle: 0 of 1 tests pass"
     about = "    the oracle against all stopping policies: "
     assert lines[2].startswith(f"{about}agrees [False, False, ")
     assert lines[2].endswith("expected 7 target forwards, got 0")
-    assert lines[3] == "carla: 0 of 1 tests pass"
+    assert lines[3] == "carla, specdecpp.oracle: 0 of 1 tests pass"
     assert lines[4].startswith(about) and "SyntaxError" in lines[4]
     assert len(lines) == 5
 

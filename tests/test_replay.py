@@ -1,9 +1,10 @@
-"""The replay page shows what happened, whatever the tokens spell, and works in a real browser."""
+"""The replay page shows what happened, whatever the tokens spell, also in a browser."""
 
 import html.parser
 import itertools
 import json
 import shutil
+import time
 import types
 
 import pytest
@@ -15,7 +16,8 @@ from support import arms as arms_of
 from support import cli, replay, report
 
 EVIL = "</script><script>window.broken = 1</script>"
-WORDS = [EVIL, "<!--", "{{script}}", " the", "\n", "&lt;", '"', "\\", "\u2028", "<b>x</b>", " "]
+WORDS = [EVIL, "<!--", "{{script}}", " the", "\n", "&lt;", '"', "\\", "\u2028"]
+WORDS += ["<b>x</b>", " "]
 WORDS += [f" word{n}" for n in range(37)]
 PROMPT = torch.tensor([[3, 12, 13, 3, 12, 13, 14, 3, 12]])
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
@@ -31,7 +33,7 @@ def arm_of(text, target):
     return arms_of.make_arm(text, target, load)
 
 
-# ---------------------------------------------------------------------------------- the record
+# --------------------------------------------------------------------------- the record
 
 
 def recorded(target, *drafts, **options):
@@ -40,7 +42,7 @@ def recorded(target, *drafts, **options):
 
 
 def test_a_round_by_hand_tells_what_was_drafted_and_what_became_of_it(llama):
-    """A trajectory a b, an extra x beside b and a copy y below x; the target says a x z."""
+    """A chain a b, an extra x beside b and a copy y below x; the target says a x z."""
     a, x, z = llama.generate(PROMPT, max_new_tokens=3, do_sample=False)[0, -3:].tolist()
     b, y = (x + 1) % 48, (z + 1) % 48
     probs = torch.zeros(2, 48)
@@ -68,6 +70,18 @@ def test_a_tree_notes_its_own_q_and_the_last_tokens_may_end_the_answer(llama):
     assert told["path"] == [0, 1] and told["committed"] == [a, b]
 
 
+def test_the_q_of_a_drawn_node_is_that_of_its_own_row(llama):
+    """Nodes 0 and 1 are drawn, 1 below 0; nodes 2 and 3 have a q in the notes."""
+    probs = torch.zeros(2, 48)
+    probs[0, 5] = 0.6
+    probs[1, 7] = 0.5
+    draft = draft_of([5, 7, 9, 6], [-1, 0, -1, 2], probs, q=[0.1, 0.1, 0.2, 0.3])
+    for sampled, drawn in ((True, 2), (False, 0)):
+        [told] = recorded(llama, draft, max_new_tokens=8, do_sample=sampled)
+        assert report.rounded(told["q"]) == [0.6, 0.5, 0.2, 0.3]
+        assert told["drawn"] == drawn
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -87,12 +101,14 @@ def test_p_is_the_targets_probability_after_the_parents_text(llama, options):
         scores = llama(texts[parent]).logits[:, -1].float()
         if decoding.logits_processor:
             scores = decoding.logits_processor(texts[parent], scores)
-        assert told["p"][node] == pytest.approx(float(scores.softmax(-1)[0, token]), abs=1e-6)
+        assert told["p"][node] == pytest.approx(
+            float(scores.softmax(-1)[0, token]), abs=1e-6
+        )
         texts[node] = torch.cat([texts[parent], torch.tensor([[token]])], dim=1)
 
 
 def test_times_are_of_one_round_and_not_of_its_description(llama, monkeypatch):
-    """By a clock that shows one second more at each look, and one for each token's text."""
+    """By a clock that shows a second more at each look, and at each token's text."""
     seconds = itertools.count()
     monkeypatch.setattr(replay, "clock", lambda _: next(seconds))
     first, *rounds = replay.record(
@@ -105,7 +121,7 @@ def test_times_are_of_one_round_and_not_of_its_description(llama, monkeypatch):
 
 @pytest.mark.parametrize("name", cli.METHODS)
 def test_every_method_can_be_played(llama, name):
-    """The answer is the greedy one; what the page relies on beside tokens and parents is there."""
+    """The answer is the greedy one, and what the page relies on is there."""
     answer = llama.generate(PROMPT, **GREEDY)[0, PROMPT.shape[1] :].tolist()
     rounds = replay.play(arm_of(f"{name}+copies", llama), ENCODED, GREEDY, int)
     assert [token for each in rounds for token in each["committed"]] == answer
@@ -117,7 +133,12 @@ def test_every_method_can_be_played(llama, name):
     if name == "glide":  # the context repeats itself, so copies were merged in
         assert "copy" in kinds
     assert ("extra" in kinds) == (name == "cape")
-    noted = {"cape": "counts", "specdecpp": "chances", "falcon": "k", "ctc_drafter": "slots"}
+    noted = {
+        "cape": "counts",
+        "specdecpp": "chances",
+        "falcon": "k",
+        "ctc_drafter": "slots",
+    }
     if name in noted:
         assert all(noted[name] in each["notes"] for each in rounds if each["tokens"])
         for each in rounds:
@@ -128,13 +149,16 @@ def test_every_method_can_be_played(llama, name):
 
 def test_plain_decoding_is_timed_at_each_token(llama):
     """By transformers' loop and by ours, from the start of the prompt on."""
+    answer = llama.generate(PROMPT, **GREEDY)[0, PROMPT.shape[1] :].tolist()
     for loop in arms_of.plain_loops(llama, llama):
-        seconds = replay.plain_seconds(loop, ENCODED, GREEDY)
+        plain = replay.plain_answer(loop, ENCODED, GREEDY, int)
+        assert plain["tokens"] == answer
+        seconds = plain["seconds"]
         assert len(seconds) == GREEDY["max_new_tokens"]
         assert 0 < seconds[0] and seconds == sorted(set(seconds))
 
 
-# ------------------------------------------------------------------------------------ the page
+# ----------------------------------------------------------------------------- the page
 
 
 @pytest.fixture(scope="module")
@@ -146,22 +170,34 @@ def written(tmp_path_factory):
     """
     target = make_llama()
     answer = target.generate(PROMPT, **GREEDY)[0]
-    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": int(answer[-1])}
+    options = {
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "eos_token_id": int(answer[-1]),
+    }
 
     def right_drafts(decoding):
         while not decoding.done:
             ahead = answer[decoding.ids.shape[1] :][:4]
             yield common.Draft(ahead, list(range(-1, len(ahead) - 1)))
 
-    race = iter([[step * n for n in range(1, 25)] for step in (3, 1, 2)])
+    def plain(step):
+        words = [f" plain{n}" for n in range(24)]
+        return {"tokens": words, "seconds": [step * n for n in range(1, 25)]}
+
+    race = map(plain, (3, 1, 2, 6, 5, 4))  # of two runs
     loops = arms_of.plain_loops(target, make_llama())
     path = tmp_path_factory.mktemp("replay") / "page.html"
-    arms = [arm_of("cape", target), arms_of.Arm("a peer", target), arm_of("falcon", target)]
+    arms = [
+        arm_of("cape", target),
+        arms_of.Arm("a peer", target),
+        arm_of("falcon", target),
+    ]
     arms.append(arms_of.Arm("right", target, right_drafts))
     tokenizer = types.SimpleNamespace(decode=lambda ids: WORDS[ids[0]])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay, "encode", lambda *_: ENCODED)
-        patch.setattr(replay, "plain_seconds", lambda *_: next(race))
+        patch.setattr(replay, "plain_answer", lambda *_: next(race))
         replay.write(path, tokenizer, loops, arms, EVIL, options)
     assert [each.name for each in path.parent.iterdir()] == ["page.html"]
     text = path.read_text(encoding="utf-8")
@@ -186,35 +222,68 @@ class Reader(html.parser.HTMLParser):
             self.scripts.append(text)
 
 
-def test_the_page_holds_the_methods_and_the_times_of_plain_decoding(written):
-    methods = written.data["methods"]
-    assert [method["name"] for method in methods] == ["cape", "falcon", "right"]
-    for method in methods:
+def test_the_page_holds_both_runs_and_the_times_of_plain_decoding(written):
+    greedy, sampled = written.data["runs"]
+    assert (greedy["name"], sampled["name"]) == ("greedy", "temperature 1")
+    assert not greedy["sampled"] and sampled["sampled"]
+    for run, fastest in ((greedy, 1), (sampled, 4)):
+        assert [each["name"] for each in run["methods"]] == ["cape", "falcon", "right"]
+        assert run["plain"]["seconds"][0] == fastest
+    for method in greedy["methods"]:
         assert sum(len(told["committed"]) for told in method["rounds"]) == 24
-    assert written.data["about"]["plain"] == [*range(1, 25)]  # the fastest loop
+        assert not any(told["drawn"] for told in method["rounds"])
+    cape = sampled["methods"][0]["rounds"]
+    assert all(told["drawn"] == told["kinds"].count("draft") for told in cape)
+    assert any(told["drawn"] for told in cape)
     assert written.data["prompt"] == [WORDS[token] for token in PROMPT[0]]
     assert written.data["about"]["prompt"] == EVIL
-    assert Reader(written.text).tags.count("script") == 2 and "<b>x</b>" not in written.text
+    assert Reader(written.text).tags.count("script") == 2
+    assert "<b>x</b>" not in written.text
     for fetched in ("http:", "https:", "src=", "@import", "url("):
         assert fetched not in written.text
 
 
+def test_the_second_run_samples_as_asked(monkeypatch, tmp_path, llama):
+    """The first one stays greedy."""
+    asked = []
+
+    def answers(loops, arms, encoded, options, text):
+        asked.append(options)
+        return {}
+
+    monkeypatch.setattr(replay, "answers", answers)
+    monkeypatch.setattr(replay, "encode", lambda *_: ENCODED)
+    tokenizer = types.SimpleNamespace(decode=lambda ids: "x")
+    options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0}
+    options["max_new_tokens"] = 5
+    loops = arms_of.plain_loops(llama, llama)
+    replay.write(tmp_path / "page.html", tokenizer, loops, [], "?", options)
+    assert asked == [{"max_new_tokens": 5, "do_sample": False}, options]
+    data = json.loads(Reader((tmp_path / "page.html").read_text()).scripts[0])
+    assert data["runs"][1]["name"] == "temperature 0.7, top-p 0.9"
+
+
 def test_every_character_survives_the_way_into_a_script():
-    text = EVIL + "<!-- ]]> & \u2028 \x00 \U0001f600 {{data}} " + "".join(map(chr, range(32)))
+    text = (
+        EVIL
+        + "<!-- ]]> & \u2028 \x00 \U0001f600 {{data}} "
+        + "".join(map(chr, range(32)))
+    )
     read = Reader(replay.page({"prompt": [text, "{{script}}</title>"]}))
     assert json.loads(read.scripts[0]) == {"prompt": [text, "{{script}}</title>"]}
     assert read.tags.count("script") == 2
 
 
-# ---------------------------------------------------------------------------------- a browser
+# ---------------------------------------------------------------------------- a browser
 
-FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
-           --disable-background-networking --disable-component-update""".split()
+FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run
+           --disable-sync --disable-background-networking
+           --disable-component-update""".split()
 
 
 @pytest.fixture
 def browser(written, tmp_path):
-    """Debian's Chromium with the page open; at the end it has nothing to complain of."""
+    """Debian's Chromium with the page open; at the end it has no complaint."""
     if not shutil.which("chromium") or not shutil.which("chromedriver"):
         pytest.skip("no browser: apt-get install chromium chromium-driver")
     webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
@@ -223,20 +292,31 @@ def browser(written, tmp_path):
     for flag in [*FLAGS, "--window-size=1400,1000", f"--user-data-dir={tmp_path}"]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    driver = webdriver.Chrome(
+        options, webdriver.ChromeService(shutil.which("chromedriver"))
+    )
     try:
         driver.get(written.path.as_uri())
         yield driver
         assert driver.get_log("browser") == []
-        assert driver.execute_script("return window.broken") is None, "a token ran as a script"
+        assert driver.execute_script("return window.broken") is None, (
+            "a token ran as a script"
+        )
     finally:
         driver.quit()
 
 
 LOOK = """
     const all = (path) => [...document.querySelectorAll(path)];
+    const heads = all('#draft th').map((head) => head.textContent);
+    const odds = heads.indexOf('min(1, p/q)');
     return {
         nodes: all('#draft .row').map((row) => row.dataset.node),
+        rejected: all('#draft .row.rejected').map((row) => Number(row.dataset.node)),
+        odds: Object.fromEntries(all('#draft .row').map((row) =>
+            [row.dataset.node, odds < 0 ? '' : row.children[odds].textContent])),
+        kept: all('#draft .cache .kept').length - 1,
+        cut: all('#draft .cache .cut').length,
         text: document.getElementById('text').textContent.replaceAll('↵', ''),
         figures: Object.fromEntries(all('[data-figure]').map((b) =>
             [b.dataset.figure, Number(b.textContent)])),
@@ -244,14 +324,37 @@ LOOK = """
     }"""
 
 
+def rejected_nodes(told, sampled):
+    """By the rules of verification, the nodes that were looked at and rejected."""
+    reached = [-1, *told["path"]]  # the target chose a token after each of these
+    if len(told["committed"]) == len(told["path"]):
+        reached.pop()  # the answer ended there
+    found = []
+    for node, parent in enumerate(told["parents"]):
+        siblings = [n for n in told["path"] if told["parents"][n] == parent]
+        accepted = siblings[0] if siblings else None
+        if parent not in reached or node == accepted:
+            continue
+        if sampled:  # drawn siblings are judged in their order
+            judged = node < told["drawn"]
+            found += [node] if judged and (accepted is None or node < accepted) else []
+        elif accepted is None:
+            found.append(node)
+    return found
+
+
+def press(browser, name):
+    browser.find_element("xpath", f"//button[text()='{name}']").click()
+
+
 @pytest.mark.slow
 def test_stepping_through_the_rounds_in_a_browser(browser, written):
-    from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
 
-    body = browser.find_element(By.TAG_NAME, "body")
-    for method in written.data["methods"]:
-        browser.find_element(By.XPATH, f"//button[text()='{method['name']}']").click()
+    body = browser.find_element("tag name", "body")
+    for run, method in [(r, m) for r in written.data["runs"] for m in r["methods"]]:
+        press(browser, run["name"])
+        press(browser, method["name"])
         body.send_keys(Keys.HOME)
         emitted = drafted = accepted = 0
         text = ""
@@ -261,16 +364,67 @@ def test_stepping_through_the_rounds_in_a_browser(browser, written):
             drafted += len(told["tokens"])
             text += "".join(told["committed"])
             assert seen["text"] == text
-            assert (seen["figures"]["rounds"], seen["figures"]["emitted"]) == (number, emitted)
-            assert seen["figures"]["drafted"] == drafted
+            figures = seen["figures"]
+            assert (figures["rounds"], figures["emitted"]) == (number, emitted)
+            assert figures["drafted"] == drafted
             accepted += len(told["path"])
-            assert seen["figures"]["accepted"] == accepted
+            assert figures["accepted"] == accepted
             path = [str(node) for node in told["path"]]
             own = ["own"] if len(told["committed"]) > len(path) else []
             assert ("The last one ends the answer" in seen["story"]) == (not own)
             shown = ["-1", *path, *own]
             assert seen["nodes"][: len(shown)] == shown
             assert len(seen["nodes"]) == 1 + len(told["tokens"]) + len(own)
+            assert sorted(seen["rejected"]) == rejected_nodes(told, run["sampled"])
+            # The target has cached the root and all nodes, and keeps those of the text.
+            assert seen["kept"] == len(told["committed"])
+            assert seen["kept"] + seen["cut"] == 1 + len(told["tokens"])
+            for node in range(len(told["tokens"])):
+                odds = seen["odds"][str(node)]
+                assert (odds != "") == (node < told["drawn"])
+                if odds:
+                    chance = min(1, told["p"][node] / told["q"][node])
+                    assert float(odds) == pytest.approx(chance, abs=0.0051)
             body.send_keys(Keys.ARROW_RIGHT)
-        assert emitted == 24
-    assert "The last one ends the answer" in seen["story"]  # of the right drafts
+        assert run["sampled"] or emitted == 24
+
+
+@pytest.mark.slow
+def test_the_page_opens_at_a_tree_with_three_accepted_tokens(browser, written):
+    """Or else at a chain with three, as the right drafts have."""
+    rounds = [m["rounds"] for m in written.data["runs"][0]["methods"]]
+    found = []
+    for told in itertools.chain(*rounds):
+        branches = len(set(told["parents"])) < len(told["parents"])
+        found.append((len(told["path"]) >= 3) * (1 + branches))
+    nodes = browser.execute_script(LOOK)["nodes"]
+    best = list(itertools.chain(*rounds))[found.index(max(found))]
+    assert max(found) > 0
+    assert nodes[: 1 + len(best["path"])] == ["-1", *map(str, best["path"])]
+
+
+@pytest.mark.slow
+def test_play_shows_all_answers_in_time(browser, written):
+    """Plain decoding takes a second for each token, see `written`."""
+    run = written.data["runs"][0]
+    press(browser, "falcon")
+    press(browser, "«")
+    press(browser, "▶ Play")
+
+    def lanes():
+        return browser.execute_script(
+            "return [...document.querySelectorAll('.racer')].map((lane) => "
+            "[lane.children[0].textContent, lane.querySelectorAll('.token').length])"
+        )
+
+    names = ["plain decoding", *(method["name"] for method in run["methods"])]
+    assert [name for name, _ in lanes()] == names
+    assert not browser.find_element("id", "still").is_displayed()
+    deadline = time.monotonic() + 60
+    while dict(lanes())["falcon"] < 24 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert dict(lanes())["falcon"] == 24
+    assert dict(lanes())["plain decoding"] < 24
+    press(browser, "■ Stop")
+    assert browser.find_element("id", "still").is_displayed()
+    assert browser.execute_script(LOOK)["figures"]["emitted"] == 24

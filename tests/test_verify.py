@@ -4,6 +4,7 @@ import collections
 import contextlib
 import itertools
 import random
+import re
 import sys
 import types
 from functools import partial
@@ -320,31 +321,37 @@ def test_greedy_compares_in_float32_as_transformers_does(llama):
 def law_of_draw(p_target, q_draft, grid=50):
     """The exact distribution of `draw` below two siblings drawn without replacement.
 
-    All siblings and `grid` values of each uniform number are visited; of the final draw the
-    distribution is added. Returns the share of accepted siblings as well.
+    All siblings and `grid` values of each uniform number are visited; of the final draw
+    the distribution is added. Returns the share of accepted siblings as well, and in
+    how many of the visits a uniform number was asked for.
     """
     law = torch.zeros_like(p_target)
     accepted = 0.0
-    uniforms = iter(())
+    asked = 0
+    uniforms = []
     left = []
+
+    def rand(*size, **options):
+        return torch.zeros(*size, **options).apply_(lambda _: uniforms.pop(0))
 
     def final(probs):
         left.append(probs / probs.sum())
         return torch.tensor([-1])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "rand", lambda *_, **__: torch.tensor(next(uniforms)))
+        patch.setattr(torch, "rand", rand)
         patch.setattr(common, "sample", final)
         for first, second in itertools.permutations(range(len(p_target)), 2):
             rest = without(q_draft, first)
             weight = q_draft[first] * rest[second]
             for u, v in itertools.product(range(grid), repeat=2):
-                uniforms = iter([(u + 0.5) / grid, (v + 0.5) / grid])
+                uniforms[:] = [(u + 0.5) / grid, (v + 0.5) / grid]
                 token = common.draw(p_target, [(first, q_draft), (second, rest)])
                 here = left.pop() if token < 0 else torch.eye(len(p_target))[token]
                 law += weight * here / grid**2
                 accepted += float(weight) * (token >= 0) / grid**2
-    return law, accepted
+                asked += len(uniforms) < 2
+    return law, accepted, asked
 
 
 P_TARGET = torch.tensor([0.35, 0.55, 0.1])
@@ -359,7 +366,7 @@ def without(q_draft, token):
 
 
 def test_draws_follow_the_target_exactly():
-    law, accepted = law_of_draw(P_TARGET, Q_DRAFT)
+    law, accepted, asked = law_of_draw(P_TARGET, Q_DRAFT)
     expected, q, got = ([round(x, 3) for x in row.tolist()] for row in (P_TARGET, Q_DRAFT, law))
     given = f"p_target {expected}, two siblings drawn from q_draft {q} without replacement"
     told = f"{given}: returned tokens should have the shares of p_target: expected {expected}"
@@ -369,12 +376,39 @@ def test_draws_follow_the_target_exactly():
     assert accepted == pytest.approx(0.35 + 0.65 * 0.431, abs=0.015), (
         f"{given}: one of two siblings is to be accepted in 0.63 of the cases, got {accepted:.2f}"
     )
+    # Numbers from elsewhere would be other ones in each run, and so would the verdict.
+    assert asked, f"{given}: expected torch.rand to be called, got no call"
 
 
-def test_a_drafter_that_agrees_but_for_rounding_leaves_no_residual(monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(1 - 2**-24))
-    q_draft = P_TARGET * (1 + 1e-6)  # so that the token is rejected
-    assert common.draw(P_TARGET, [(1, q_draft)]) in range(3)
+def test_a_rejection_that_leaves_nothing_but_rounding_errors():
+    """In float32 q_draft may exceed p_target everywhere; 0 / 0 is no distribution."""
+    p_target = [0.0, 0.5, 0.5]
+    q_draft = [1e-7, 0.5, 0.5]  # it adds up to 1.0000001
+    got = set()
+    for _ in range(20):  # token 0 is rejected for certain
+        got.add(common.draw(torch.tensor(p_target), [(0, torch.tensor(q_draft))]))
+    assert got == {1, 2}, (
+        f"p_target {p_target}, token 0 drafted from q_draft {q_draft}, so that p - q "
+        f"leaves nothing: expected draws from p_target, of tokens 1 and 2, got {got}"
+    )
+
+
+def test_the_table_of_draw_is_right():
+    """Its numbers are those of the test of the exact distribution above."""
+    table = {}
+    for line in common.draw.__doc__.splitlines():
+        name, *numbers = re.split(r"  +", line.strip().partition("    m")[0])
+        with contextlib.suppress(ValueError):
+            table[name] = [float(number) for number in numbers]
+    p, q = table["p_target"], table["q_draft"]
+    assert p == pytest.approx([*P_TARGET.tolist(), 1])
+    assert q == pytest.approx([*Q_DRAFT.tolist(), 1])
+    drafted = [min(each) for each in zip(p[:3], q)]
+    left = [max(p_x - q_x, 0) for p_x, q_x in zip(p[:3], q)]
+    assert table["drafted and accepted"] == pytest.approx([*drafted, sum(drafted)])
+    assert table["after a rejection"] == pytest.approx([*left, sum(left)])
+    both = zip(table["drafted and accepted"], table["after a rejection"])
+    assert [sum(each) for each in both] == pytest.approx(p)
 
 
 def test_a_sample_is_where_the_running_sum_passes_a_uniform_number():

@@ -47,6 +47,8 @@ FILES = (
     "checkpoints/README.md",
     "conversations/README.md",
     "tests/README.md",
+    "tests/assignment.md",
+    "tests/solutions.md",
     "CONTRIBUTING.md",
 )
 KINDS = "table|kinds|curves|taus|claims|runs|loops|batches|launches"
