@@ -305,7 +305,8 @@ def noisy(hidden: Tensor, amplitude: float, seed: Tensor) -> Tensor:
     noise = []
     for own_seed in seed.tolist():
         numbers = common.generator(own_seed, use=1)  # others than those of `glance`
-        noise.append(torch.empty(hidden.shape[1:]).uniform_(-1, 1, generator=numbers))
+        own_noise = torch.empty(hidden.shape[1:], dtype=torch.float32)
+        noise.append(own_noise.uniform_(-1, 1, generator=numbers))
     return hidden + amplitude * torch.stack(noise).to(hidden)
 
 

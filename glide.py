@@ -206,6 +206,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     token_counts: (V,) how often each token occurs in the training data.
     Raises UserError for a target whose cached rows it cannot read.
     """
+    common.check_target(target)
     shape = common.target_shape(target)
     depth = shape["num_layers"]
     if max(config.num_layers - 1, config.kv_layer) >= depth:
