@@ -417,11 +417,11 @@ def last_hidden(target, ids: Tensor, cache=None) -> Tensor:
 def plain_output(target) -> dict:
     """Arguments of a forward that take the place of what the target's config says.
 
-    Training leaves settings in a saved config: to return attention weights, or a tuple,
-    to add the loss of a router, or to keep no cache. They would change or break what is
-    computed here, so each of them is given in the call.
+    Training leaves settings in a saved config: to return attention weights, to add the
+    loss of a router, or to keep no cache. They would slow down or break what is done
+    here, so each of them is given in the call.
     """
-    options = {"use_cache": True, "return_dict": True, "output_attentions": False}
+    options = {"use_cache": True, "output_attentions": False}
     if hasattr(target.config.get_text_config(), "output_router_logits"):
         options["output_router_logits"] = False  # other models do not know it
     return options
@@ -1046,7 +1046,7 @@ def check_target(target) -> None:
     kernel = str(config._attn_implementation)
     no_mask = "flash" in kernel or "flex" in kernel
     whole = hasattr(target.get_decoder(), "lm_head")  # Llama 4
-    uncached = target.training and target.is_gradient_checkpointing
+    uncached = target.training and target.is_activation_checkpointing
     offloaded = target.device.type == "meta"
     plain = "leave custom_generate out, or take another target"
     sdpa = "load the target with attn_implementation='sdpa'"
