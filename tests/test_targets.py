@@ -2,6 +2,7 @@
 settings of a trainer's, and with a tokenizer that is not theirs."""
 
 import itertools
+import json
 
 import accelerate
 import pytest
@@ -15,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 import common
 import falcon
 import specdecpp
-from support import cli
+from support import cli, data, prompts
 
 METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
@@ -268,6 +269,24 @@ def test_token_ids_without_an_embedding_are_told_of(llama):
         ids = torch.tensor([[3, wrong, 4]])
         with refused(f"token id {wrong}, but the target has 48 tokens: take its own"):
             common.start(llama, input_ids=ids, max_new_tokens=4)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_target(folder, tmp_path, capsys):
+    """Tokens were added and the embedding was not resized; only lines with them fail."""
+    target, tokenizer = common.load_target(str(folder))
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    lines = [{"prompt": f"w{i}", "response": "w2 w3"} for i in range(8)]
+    lines.append({"prompt": "w1", "response": "<tool_call> w3"})
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(data.read_conversations(str(path), tokenizer, 64, target)) == 8
+    told = "token id 48, but the target has 48 tokens: take its own tokenizer"
+    assert f"line 9: {told}" in capsys.readouterr().err
+    path.write_text(json.dumps(lines[-1]))
+    with refused(f"holds nothing to learn from: line 1: {told}"):
+        data.read_conversations(str(path), tokenizer, 64, target)
+    with refused(told):
+        prompts.encode(tokenizer, ["w1 <tool_call>"], target)
 
 
 def test_an_embedding_may_be_larger_than_the_tokenizer(llama):
