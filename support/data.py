@@ -28,7 +28,9 @@ PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 # ----------------------------------------------------------------------------- conversations
 
 
-def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tensor, Tensor]]:
+def read_conversations(
+    path: str, tokenizer, max_length: int, target=None
+) -> list[tuple[Tensor, Tensor]]:
     """Token ids and loss masks, each (T,), of a JSONL file, plain or gzipped.
 
     A line is {"prompt_ids", "response_ids"}, {"prompt", "response"} or {"prompt",
@@ -47,6 +49,8 @@ def read_conversations(path: str, tokenizer, max_length: int) -> list[tuple[Tens
     for number, line in tqdm(lines, desc=f"reading {path}", leave=False, disable=None):
         try:
             ids, answers = _tokenize(_object(line), tokenizer)
+            if target is not None:  # which may have fewer tokens than the tokenizer
+                common.check_ids(target, torch.tensor(ids))
         except common.UserError as reason:
             skipped[str(reason)].append(number)
             continue

@@ -25,6 +25,7 @@ def answer_padded(target, prompts: list[list[int]], **options) -> list[list[int]
     width = max(map(len, prompts))
     fed = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])  # (B, T)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+    common.check_ids(target, fed)
     fed, mask = fed.to(target.device), mask.to(target.device)
     ends = common.end_ids(target.generation_config)
     output = target.generate(fed, attention_mask=mask, pad_token_id=0, **options)  # (B, T + n)

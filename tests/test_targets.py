@@ -13,10 +13,12 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+import bench
 import common
 import falcon
 import specdecpp
-from support import cli, data, prompts
+from support import arms, cli, data, prompts
+from support.rivals import lookup
 
 METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
@@ -285,8 +287,13 @@ def test_a_tokenizer_with_more_tokens_than_the_target(folder, tmp_path, capsys):
     path.write_text(json.dumps(lines[-1]))
     with refused(f"holds nothing to learn from: line 1: {told}"):
         data.read_conversations(str(path), tokenizer, 64, target)
+    asked = prompts.encode(tokenizer, ["w1 <tool_call>"], "cpu")
+    for drafts in (None, lookup.drafts):  # plain decoding by transformers, and ours
+        arm = arms.Arm("an arm", target, drafts=drafts)
+        with refused(told):
+            bench.play(arm, [asked], {"max_new_tokens": 3})
     with refused(told):
-        prompts.encode(tokenizer, ["w1 <tool_call>"], target)
+        prompts.answer_padded(target, asked["input_ids"].tolist(), max_new_tokens=3)
 
 
 def test_an_embedding_may_be_larger_than_the_tokenizer(llama):
