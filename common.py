@@ -884,27 +884,12 @@ def load_drafter(Drafter, path, target, **hub):
     """Load a drafter to the target's device and dtype.
 
     path: a folder, or the id of a repository on the Hugging Face hub, "org/name".
-    hub: arguments for the download, as from_pretrained has them, such as revision.
+    hub: arguments of the download, such as revision, as from_pretrained has them.
     Raises UserError: there is none in it, or a damaged one, or one that does not fit
     the target, or its weights are not finite.
     """
     check_target(target)  # an offloaded one has no device to go to
-    folder = _drafter_folder(path, hub)
-    kind = Drafter.__module__.rpartition(".")[2]  # copied files are in a package
-    damaged = f"{path} holds no {kind} drafter, or a damaged one"
-    try:
-        shape = json.loads((folder / "config.json").read_bytes())["target"]
-        whole = bool(shape) and all(type(size) is int for size in shape.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:  # said here, so that the method's own code may rely on it
-        raise UserError(f"{damaged} (config.json has no target): take another folder")
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
-            drafter = Drafter.from_pretrained(str(folder), strict=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{damaged} ({reason}): take another folder") from error
+    drafter = read_drafter(Drafter, path, **hub)
     drafter = drafter.to(target.device, target.dtype).eval()
     check_drafter(drafter, Drafter, target)
     check_states(target)
@@ -914,6 +899,26 @@ def load_drafter(Drafter, path, target, **hub):
             "drafter anew, or load the target in another dtype"
         )
     return drafter
+
+
+def read_drafter(Drafter, path, **hub):
+    """`load_drafter` without a target: on the CPU, and not checked against one."""
+    folder = _drafter_folder(path, hub)
+    method = Drafter.__module__.rpartition(".")[2]  # a copied file may be in a package
+    damaged = f"{path} holds no {method} drafter, or a damaged one"
+    try:
+        shape = json.loads((folder / "config.json").read_bytes())["target"]
+        whole = bool(shape) and all(type(size) is int for size in shape.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:  # said here, so that the method's own code may rely on it
+        raise UserError(f"{damaged} (config.json has no target): take another folder")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
+            return Drafter.from_pretrained(str(folder), strict=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{damaged} ({reason}): take another folder") from error
 
 
 def _drafter_folder(path, hub: dict) -> Path:

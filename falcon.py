@@ -90,7 +90,13 @@ class Config:
 # --------------------------------------------------------------------- architecture
 
 
-class Drafter(nn.Module, PyTorchModelHubMixin):
+class Drafter(
+    nn.Module,
+    PyTorchModelHubMixin,
+    paper_url="https://arxiv.org/abs/2412.12639",  # on the card of a drafter on the hub
+    license="apache-2.0",
+    tags=["speculative-decoding", "falcon"],
+):
     """The SAR head (3.2, Figure 2). Embedding and LM head are the target's."""
 
     def __init__(self, config: Config):

@@ -150,7 +150,13 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Drafter(nn.Module, PyTorchModelHubMixin):
+class Drafter(
+    nn.Module,
+    PyTorchModelHubMixin,
+    paper_url="https://arxiv.org/abs/2402.02082",  # on the card of a drafter on the hub
+    license="apache-2.0",
+    tags=["speculative-decoding", "glide"],
+):
     """The layers and the final norm. Embedding and LM head are the target's."""
 
     def __init__(self, config: Config):

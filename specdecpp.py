@@ -123,7 +123,13 @@ class DraftModel(NamedTuple):
         return self.lm_head(hidden).float()
 
 
-class Drafter(nn.Module, PyTorchModelHubMixin):
+class Drafter(
+    nn.Module,
+    PyTorchModelHubMixin,
+    paper_url="https://arxiv.org/abs/2405.19715",  # on the card of a drafter on the hub
+    license="apache-2.0",
+    tags=["speculative-decoding", "specdecpp"],
+):
     """What is trained and saved: the copied layers, if any, and the head."""
 
     kv_layers = ()  # no keys and values of the target are read
