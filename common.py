@@ -516,8 +516,10 @@ class GrowingLayer(DynamicLayer):
             self.buffers = [key_states[:, :, :0], value_states[:, :, :0]]
             self.is_initialized = True
         if end > self.buffers[0].shape[2]:
-            spare = (0, 0, 0, max(256, 2 * end) - start)
-            self.buffers = [F.pad(x[:, :, :start], spare) for x in self.buffers]
+            spare = max(256, 2 * end) - start
+            self.buffers = [
+                F.pad(x[:, :, :start], (0, 0, 0, spare)) for x in self.buffers
+            ]
         self.buffers[0][:, :, start:end] = key_states
         self.buffers[1][:, :, start:end] = value_states
         self.cut(end)
@@ -1053,6 +1055,9 @@ def check_target(target) -> None:
     whole = hasattr(target.get_decoder(), "lm_head")  # Llama 4
     uncached = target.training and target.is_activation_checkpointing
     offloaded = target.device.type == "meta"
+    # accelerate keeps offloaded weights on meta, and computes with them elsewhere.
+    devices = {str(x.device) for x in target.parameters()} - {"meta"}
+    spread = ", ".join(sorted(devices)) if len(devices) > 1 else ""
     plain = "leave custom_generate out, or take another target"
     sdpa = "load the target with attn_implementation='sdpa'"
     device_map = "load it with a device_map that has the embedding on a device"
@@ -1063,6 +1068,7 @@ def check_target(target) -> None:
         (no_mask, f"{kernel} takes no tree mask: {sdpa}"),
         (whole, f"the target's layers cannot be run without its LM head: {plain}"),
         (offloaded, f"the target's embedding is offloaded: {device_map}"),
+        (spread, f"the target is spread over {spread}: load it on one device"),
         (prompted, f"the target's inputs are prepared by other code (PEFT): {plain}"),
         (
             uncached,

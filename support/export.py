@@ -12,13 +12,10 @@ also works as a part of a package.
 import re
 from pathlib import Path
 
-import torch
-
 import common
 from support import cli
 
-# What transformers calls in place of `model.generate`. It runs from a cache of modules
-# and is not told which folder it came from.
+# It runs from a cache of transformers and is not told which folder it came from.
 GENERATE = '''"""`generate` with drafts of {method}.py; support/export.py wrote this."""
 
 import weakref
@@ -75,7 +72,7 @@ def write(method: str, drafter: str, out: Path, target: str | None) -> None:
         network, place = common.load_drafter(Drafter, drafter, model), out / "drafter"
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
-    network.to(torch.bfloat16).save_pretrained(place)  # with a card, README.md
+    network.bfloat16().save_pretrained(place)  # with a card, README.md
     code = out / "custom_generate"
     code.mkdir(parents=True)
     for name in (method, "common"):

@@ -1,10 +1,13 @@
 """Drafters on the hub, and folders that support/export.py writes for transformers."""
 
+import functools
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -18,6 +21,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import common
+import glide
 from support import cli, export
 
 ROOT = Path(__file__).parent.parent
@@ -259,6 +263,114 @@ def test_a_mistake_is_one_line(words, said, tmp_path, monkeypatch, capsys):
     text = capsys.readouterr().err
     assert end.value.code == 2 and said in text and text.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------- what the README says of these
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_commands_of_the_readme_write_the_folders(
+    target_folder, tmp_path, monkeypatch
+):
+    target, tokenizer = common.load_target(str(target_folder))
+    saved_drafter("glide", target, tmp_path / "checkpoints" / "mine")
+    monkeypatch.chdir(tmp_path)
+    lines = re.findall(r"^python -m support.export (.*)", README, re.MULTILINE)
+    for line in lines:
+        words = line.replace("your/model", str(target_folder)).split()
+        monkeypatch.setattr(sys, "argv", ["export.py", *words])
+        export.main()
+    assert len(lines) == 2 and {"mine", "served"} <= set(os.listdir())
+    call = re.search(
+        r"`(target\.generate\(\*\*ids,\s+custom_generate=\"mine\"[^`]*)`", README
+    )
+    ids = inputs_of(tokenizer)
+    answer = eval(" ".join(call[1].split()), {"target": target, "ids": ids})
+    assert torch.equal(answer, target.generate(**ids))
+
+
+def snippets():
+    """The pieces of code for other programs, {first words of the comment: code}."""
+    block = README.split("<details>")[1].split("```python\n")[1].split("```")[0]
+    pieces = re.split(r"^# ", block, flags=re.MULTILINE)[1:]
+    return {piece.split(":")[0]: "# " + piece for piece in pieces}
+
+
+@pytest.fixture
+def scope(target_folder):
+    """What a snippet of the README finds, as its first example has made it."""
+    target, tokenizer = common.load_target(str(target_folder))
+    drafter = untrained(glide, target)
+    decode = common.speculate(glide.drafts, drafter)
+    names = {"target": target, "tokenizer": tokenizer, "drafter": drafter}
+    names |= {"decode": decode, "glide": glide, "common": common, "torch": torch}
+    return names | {"functools": functools, "threading": threading}
+
+
+def test_there_is_a_snippet_for_each_of_three_programs():
+    assert list(snippets()) == ["lm_eval", "Spec-Bench", "A server"]
+
+
+def test_the_snippet_for_spec_bench(scope):
+    """Called as its run_eval does: in inference mode, with a BatchEncoding."""
+    exec(snippets()["Spec-Bench"], scope)
+    target, tokenizer = scope["target"], scope["tokenizer"]
+    inputs = tokenizer(["Hi!"], return_tensors="pt")
+    with torch.inference_mode():
+        output, new, steps, lengths = scope["forward"](
+            inputs, target, tokenizer, 20, drafter=scope["drafter"]
+        )
+        plain = target.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert torch.equal(output, plain)
+    assert sum(lengths) == new == plain.shape[1] - 3
+    assert len(lengths) == steps <= new and min(lengths) >= 1
+
+
+def test_the_snippet_that_cancels_an_answer(scope):
+    """Cancelled after the second round, as from another thread."""
+    scope["ids"] = inputs_of(scope["tokenizer"])
+    rounds = []
+
+    def each(decoding, draft, path):
+        rounds.append(decoding.ids.shape[1])
+        if len(rounds) == 2:
+            scope["cancel"].set()
+
+    scope["decode"] = common.speculate(glide.drafts, scope["drafter"], each=each)
+    exec(
+        snippets()["A server"].replace(
+            "stopping_criteria=criteria",
+            "stopping_criteria=criteria, max_new_tokens=30, do_sample=False",
+        ),
+        scope,
+    )
+    length = scope["ids"]["input_ids"].shape[1]
+    plain = scope["target"].generate(**scope["ids"], max_new_tokens=30, do_sample=False)
+    assert len(rounds) == 3 and scope["out"].shape[1] == rounds[1] + 1
+    assert torch.equal(scope["out"], plain[:, : scope["out"].shape[1]])
+    assert scope["out"].shape[1] < length + 30
+
+
+@pytest.mark.slow
+def test_the_snippet_for_lm_eval(scope):
+    reason = "needs lm_eval: requirements-dev.txt"
+    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason=reason)
+    from lm_eval.api.instance import Instance
+
+    scope["HFLM"] = huggingface.HFLM
+    target = scope["target"]
+    requests = []
+    for number, text in enumerate(["Hi!", "Good-morning"]):
+        asked = (text, {"until": ["zz"], "max_gen_toks": 20, "do_sample": False})
+        requests.append(Instance("generate_until", {}, asked, number))
+    plain = huggingface.HFLM(target, tokenizer=scope["tokenizer"], batch_size=1)
+    expected = plain.generate_until(requests)
+    stats = common.Stats()
+    scope["decode"] = common.speculate(glide.drafts, scope["drafter"], each=stats)
+    exec(snippets()["lm_eval"], scope)
+    assert scope["lm"].generate_until(requests) == expected
+    assert stats.drafted > 0
 
 
 # ------------------------------------------------------------------ transformers serve
