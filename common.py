@@ -574,8 +574,8 @@ class DraftCache(GrowingCache):
         """Note that `token_ids` (1, n) are fed; returns their positions."""
         start = self.fed.shape[1]
         self.fed = torch.cat([self.fed, token_ids], dim=1)
-        positions = torch.arange(start, self.fed.shape[1], device=token_ids.device)
-        return positions[None]  # (1, n)
+        end = self.fed.shape[1]
+        return torch.arange(start, end, device=token_ids.device)[None]  # (1, n)
 
 
 # --------------------------------------------------------------------------- the target
