@@ -237,7 +237,10 @@ def play(arm: Arm, asked: list[dict], options: dict) -> list[Answer]:
 
     asked: input_ids (1, T) and attention_mask of each sequence.
     options: of target.generate.
+    Raises UserError for tokens that the target lacks.
     """
+    for inputs in asked:
+        common.check_ids(arm.target, inputs["input_ids"])
     start = clock(arm.target)
     if arm.padded:
         answers = padded_answers(arm, asked, options)

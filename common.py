@@ -35,6 +35,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import re
 import sys
 import warnings
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
@@ -256,9 +258,8 @@ class Decoding:
             empty = (1, 0, config.hidden_size)
             self.hidden = input_ids.new_empty(empty, dtype=target.dtype)
         else:
-            decoder = target.get_decoder()  # no logits are needed here
             prompt = input_ids[:, :-1]
-            self.hidden = decoder(prompt, past_key_values=self.cache, use_cache=True)[0]
+            self.hidden = last_hidden(target, prompt, self.cache)  # without logits
 
     @property
     def room(self) -> int:
@@ -377,7 +378,7 @@ class Stats:
         self.accepted.append(len(path))
 
 
-# ------------------------------------------- what verifying and drafting are made of
+# ---------------------------------------------- what verifying and drafting are made of
 
 
 def tree_inputs(target, ids: Tensor, draft: Draft) -> tuple:
@@ -398,12 +399,32 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
     output = target(
         fed,
         past_key_values=cache,
-        use_cache=True,
         attention_mask=mask if fed.shape[1] > 1 else None,  # one row is plain decoding
         position_ids=positions,
         output_hidden_states=True,
+        **plain_output(target),
     )
     return output.logits[0], output.hidden_states[-1][0]
+
+
+def last_hidden(target, ids: Tensor, cache=None) -> Tensor:
+    """Last hidden states (B, T, D) of ids (B, T), which the cache gets rows of."""
+    decoder = target.get_decoder()
+    options = plain_output(target)
+    return decoder(ids, past_key_values=cache, output_hidden_states=False, **options)[0]
+
+
+def plain_output(target) -> dict:
+    """Arguments of a forward that take the place of what the target's config says.
+
+    Training leaves settings in a saved config: to return attention weights, to add the
+    loss of a router, or to keep no cache. They would slow down or break what is done
+    here, so each of them is given in the call.
+    """
+    options = {"use_cache": True, "output_attentions": False}
+    if hasattr(target.config.get_text_config(), "output_router_logits"):
+        options["output_router_logits"] = False  # other models do not know it
+    return options
 
 
 def attention_masks(target, sees: Tensor, positions: Tensor) -> dict[str, Tensor]:
@@ -479,7 +500,7 @@ def end_ids(generation_config) -> set[int]:
     return {ends} if isinstance(ends, int) else set(ends or [])
 
 
-# ------------------------------------------------------------------------------------ KV caches
+# ---------------------------------------------------------------------------- KV caches
 
 
 class GrowingLayer(DynamicLayer):
@@ -553,12 +574,11 @@ class DraftCache(GrowingCache):
         """Note that `token_ids` (1, n) are fed; returns their positions."""
         start = self.fed.shape[1]
         self.fed = torch.cat([self.fed, token_ids], dim=1)
-        return torch.arange(start, self.fed.shape[1], device=token_ids.device)[
-            None
-        ]  # (1, n)
+        end = self.fed.shape[1]
+        return torch.arange(start, end, device=token_ids.device)[None]  # (1, n)
 
 
-# ----------------------------------------------------------------------------------- the target
+# --------------------------------------------------------------------------- the target
 
 
 def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "cpu"):
@@ -576,11 +596,9 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
         try:
             from support import default_target
         except ImportError as error:
-            missing = (
-                "support/default_target.py, which fetches the default one, is not here"
-            )
             raise UserError(
-                f"no target named, and {missing}: name one, or copy it"
+                "no target named, and support/default_target.py, which fetches the "
+                "default one, is not here: name one, or copy it"
             ) from error
         name = default_target.folder()
     try:
@@ -589,9 +607,9 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
         raise
     except Exception as error:  # the readers of transformers raise many kinds
         reason = str(error).strip().split("\n")[0]
-        remedy = "give a Hugging Face id, a folder of tokenizer and *.safetensors, or a .gguf file"
         raise UserError(
-            f"cannot load model {str(name)!r} ({reason}); {remedy}"
+            f"cannot load model {str(name)!r} ({reason}); give a Hugging Face id, a "
+            "folder of tokenizer and *.safetensors, or a .gguf file"
         ) from error
 
 
@@ -615,15 +633,29 @@ def _read_target(name, dtype, device):
 def target_shape(target) -> dict:
     """The sizes that a drafter and its target must share."""
     config = target.config.get_text_config()
-    heads = config.num_attention_heads
+    # Gemma 4's layers differ in the size of their heads. Drafters start from the
+    # topmost layer, so its sizes count.
+    top = getattr(config, "per_layer_config", [config])[-1]
+    heads = top.num_attention_heads
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_layers": config.num_hidden_layers,
         "num_heads": heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "num_kv_heads": getattr(top, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(top, "head_dim", None) or config.hidden_size // heads,
     }
+
+
+def readable(weight) -> bool:
+    """Whether a weight holds numbers, which can be copied, or rows of them selected.
+
+    A quantised weight holds codes, and an offloaded one is on the device meta between
+    two forwards. What torch's quantize_dynamic leaves as `weight` is not even a tensor.
+    """
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    ordinary = type(weight) in (Tensor, nn.Parameter)  # torchao's are of other types
+    return ordinary and weight.dtype in floats and weight.device.type != "meta"
 
 
 def _logit_scale(target) -> float:
@@ -634,14 +666,23 @@ def _logit_scale(target) -> float:
     return 1 / (getattr(config, "logits_scaling", None) or 1)
 
 
-def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """Logits (..., V), or (..., Vd) of `token_ids`, of hidden (..., D)."""
+def _head_logits(target, hidden: Tensor, token_ids: Tensor | None) -> Tensor:
+    """What the LM head makes of hidden (..., D), before scale and soft cap."""
     head = target.get_output_embeddings()
-    weight, bias = head.weight, getattr(head, "bias", None)
+    if not (isinstance(head, nn.Linear) and readable(head.weight)):
+        # Quantised, offloaded, or with an adapter: only a call gives its logits.
+        logits = head(hidden.to(target.dtype))
+        return logits if token_ids is None else logits[..., token_ids]
+    weight, bias = head.weight, head.bias
     if token_ids is not None and len(token_ids) < len(weight):
         weight = weight[token_ids]
         bias = None if bias is None else bias[token_ids]
-    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
+    return F.linear(hidden.to(weight.dtype), weight, bias)
+
+
+def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    """Logits (..., V), or (..., Vd) of `token_ids`, of hidden (..., D)."""
+    logits = _head_logits(target, hidden, token_ids).float()
     scale = _logit_scale(target)
     if scale != 1:  # saves a pass over all logits
         logits = logits * scale
@@ -649,7 +690,20 @@ def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Te
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def draft_head(target, token_ids: Tensor) -> nn.Linear:
+class CalledHead(nn.Module):
+    """Some logits of a target whose LM head can only be called, and not be copied."""
+
+    def __init__(self, target, token_ids: Tensor):
+        super().__init__()
+        self.given = target, token_ids  # in a tuple, or `.to` would change the target
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits (..., Vd) of hidden (..., D)."""
+        target, token_ids = self.given
+        return _head_logits(target, hidden, token_ids) * _logit_scale(target)
+
+
+def draft_head(target, token_ids: Tensor) -> nn.Module:
     """Rows `token_ids` (Vd,) of the LM head, frozen, for a drafter.
 
     No bias and no soft cap: a drafter learns without them.
@@ -658,6 +712,8 @@ def draft_head(target, token_ids: Tensor) -> nn.Linear:
     scale = _logit_scale(target)
     if hasattr(head, "select") and scale == 1:  # as in support/packed.py
         return head.select(token_ids)
+    if not (isinstance(head, nn.Linear) and readable(head.weight)):
+        return CalledHead(target, token_ids)
     weight = head.weight
     if len(token_ids) < len(weight):
         weight = weight[token_ids]
@@ -698,9 +754,8 @@ def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, 
     widened = []
     for table, fill in zip(tables, (1.0, 0.0)):
         half = table[..., : table.shape[-1] // 2]  # (B, T, R/2)
-        half = F.pad(
-            half, (0, head_dim // 2 - half.shape[-1]), value=fill
-        )  # (B, T, Dh/2)
+        missing = head_dim // 2 - half.shape[-1]
+        half = F.pad(half, (0, missing), value=fill)  # (B, T, Dh/2)
         widened.append(torch.cat([half, half], dim=-1))  # (B, T, Dh)
     return tuple(widened)
 
@@ -709,7 +764,7 @@ def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, 
 def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]:
     """Last hidden states (B, T, D), {layer: (K, V)} of right-padded ids."""
     cache = DynamicCache()  # without a config: sliding layers keep all rows
-    hidden = target.get_decoder()(input_ids, past_key_values=cache, use_cache=True)[0]
+    hidden = last_hidden(target, input_ids, cache)
     if layers and max(layers) >= len(cache.layers):  # as Gemma-3n's top layers
         raise UserError(
             f"target layer {max(layers)} caches no keys and values: name a lower one"
@@ -717,7 +772,7 @@ def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]
     return hidden, {n: (cache.layers[n].keys, cache.layers[n].values) for n in layers}
 
 
-# ---------------------------------------------------------------------------------- the drafter
+# -------------------------------------------------------------------------- the drafter
 
 
 def option(default, help: str, decode: bool = False):
@@ -742,9 +797,8 @@ def one_of(config, **choices) -> None:
     """Raise a UserError if a field is not one of its choices."""
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
-            raise UserError(
-                f"{name} {getattr(config, name)!r}: take {' or '.join(allowed)}"
-            )
+            value = getattr(config, name)
+            raise UserError(f"{name} {value!r}: take {' or '.join(allowed)}")
 
 
 def llama_config(shape: dict, intermediate_size: int) -> LlamaConfig:
@@ -799,11 +853,13 @@ def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
 
 
 def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
-    """Copy weights of equal name and shape."""
+    """Copy weights of equal name and shape; the others stay as they are."""
     source = dict(theirs.named_parameters())
     for name, weight in ours.named_parameters():
+        # LoRA has renamed the weights that it adapts, and those of a quantised or
+        # offloaded layer cannot be copied. A drafter learns without such a start.
         other = source.get(name)
-        if other is None or other.shape != weight.shape:
+        if not readable(other) or other.shape != weight.shape:
             continue
         parent = theirs.get_submodule(name.rpartition(".")[0])
         # Leave out norms that scale by 1 + w (Gemma): ours scale by w.
@@ -826,18 +882,34 @@ def overlap(target, hidden: Tensor, q_draft: Tensor, vocab_ids: Tensor) -> Tenso
     return total
 
 
-def load_drafter(Drafter, path, target):
-    """Load a drafter from a folder, to the target's device and dtype.
+def load_drafter(Drafter, path, target, **hub):
+    """Load a drafter to the target's device and dtype.
 
+    path: a folder, or the id of a repository on the Hugging Face hub, "org/name".
+    hub: arguments of the download, such as revision, as from_pretrained has them.
     Raises UserError: there is none in it, or a damaged one, or one that does not fit
     the target, or its weights are not finite.
     """
-    path = Path(path)
-    if not (path / "config.json").is_file():
-        raise UserError(f"no drafter in {path}; make one with train.py --out {path}")
-    damaged = f"{path} holds no {Drafter.__module__} drafter, or a damaged one"
+    check_target(target)  # an offloaded one has no device to go to
+    drafter = read_drafter(Drafter, path, **hub)
+    drafter = drafter.to(target.device, target.dtype).eval()
+    check_drafter(drafter, Drafter, target)
+    check_states(target)
+    if not all(weight.isfinite().all() for weight in drafter.parameters()):
+        raise UserError(
+            f"{path} holds weights that are not finite in {target.dtype}: train the "
+            "drafter anew, or load the target in another dtype"
+        )
+    return drafter
+
+
+def read_drafter(Drafter, path, **hub):
+    """`load_drafter` without a target: on the CPU, and not checked against one."""
+    folder = _drafter_folder(path, hub)
+    method = Drafter.__module__.rpartition(".")[2]  # a copied file may be in a package
+    damaged = f"{path} holds no {method} drafter, or a damaged one"
     try:
-        shape = json.loads((path / "config.json").read_bytes())["target"]
+        shape = json.loads((folder / "config.json").read_bytes())["target"]
         whole = bool(shape) and all(type(size) is int for size in shape.values())
     except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
@@ -845,19 +917,32 @@ def load_drafter(Drafter, path, target):
         raise UserError(f"{damaged} (config.json has no target): take another folder")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
-            drafter = Drafter.from_pretrained(str(path), strict=True)
+            return Drafter.from_pretrained(str(folder), strict=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{damaged} ({reason}): take another folder") from error
-    drafter = drafter.to(target.device, target.dtype).eval()
-    check_drafter(drafter, Drafter, target)
-    check_states(target)
-    if not all(weight.isfinite().all() for weight in drafter.parameters()):
-        raise UserError(
-            f"{path} holds weights that are not finite in {target.dtype}: train the drafter anew, "
-            "or load the target in another dtype"
-        )
-    return drafter
+
+
+def _drafter_folder(path, hub: dict) -> Path:
+    """The folder that a drafter is in; that of an id is in the hub's cache."""
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return folder
+    missing = f"no drafter in {path}"
+    remedy = f"make one with train.py --out {path}"
+    # An id is a name and, before it, the name of an owner that is no folder here.
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not folder.parent.is_dir()
+    if not is_id:
+        raise UserError(f"{missing}; {remedy}")
+    files = ["config.json", "model.safetensors"]
+    try:
+        folder = Path(snapshot_download(str(path), allow_patterns=files, **hub))
+    except (OSError, ValueError) as error:  # of the hub, the network and the cache
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{missing}, nor on the hub ({reason}); {remedy}") from error
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{path} on the hub has no config.json: take another id")
+    return folder
 
 
 @dataclass
@@ -882,7 +967,7 @@ def generator(seed: int, use: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(2 * seed + use)
 
 
-# ------------------------------------------------------------------------------ what is refused
+# ---------------------------------------------------------------------- what is refused
 
 
 def refuse(*checks: tuple[object, str]) -> None:
@@ -897,20 +982,16 @@ def check_drafter(drafter, Drafter, target) -> None:
     if not isinstance(drafter, Drafter):
         raise UserError(f"the drafter is a {type(drafter)}: load a {Drafter}")
     made_for = drafter.config.target
-    shape = target_shape(target)
-    wrong = [
-        f"{k} {made_for.get(k)} != {v}"
-        for k, v in shape.items()
-        if made_for.get(k) != v
-    ]
+    wrong = []
+    for name, size in target_shape(target).items():
+        if made_for.get(name) != size:
+            wrong.append(f"{name} {made_for.get(name)} != {size}")
     weight = next(drafter.parameters())
     own = f"{weight.dtype} on {weight.device.type}"
     theirs = f"{target.dtype} on {target.device.type}"
+    other = f"the drafter is for another target ({', '.join(wrong)})"
     refuse(
-        (
-            wrong,
-            f"the drafter is for another target ({', '.join(wrong)}): train one with train.py",
-        ),
+        (wrong, f"{other}: train one with train.py"),
         (
             own != theirs,
             f"the drafter is {own}: move it with .to(target.device, target.dtype)",
@@ -935,95 +1016,140 @@ def changed(config, changes: dict):
 @torch.no_grad()
 def check_states(target) -> None:
     """Raise a UserError unless `target_logits` gives the target's logits."""
+    check_target(target)
     ids = torch.arange(1, 3, device=target.device)[None]
-    output = target(ids, output_hidden_states=True)
-    hidden = target.get_decoder()(ids)[0]
-    logits = target_logits(target, hidden)
+    output = target(ids, output_hidden_states=True, **plain_output(target))
+    hidden = last_hidden(target, ids)
     close = {"atol": 0.05, "rtol": 0.05}  # bfloat16 rounds
     # OPT-350m projects its last hidden states to another width.
     same = hidden.shape[-1] == target_shape(target)["hidden_size"]
     same = same and torch.allclose(output.hidden_states[-1], hidden, **close)
-    if not same or not torch.allclose(output.logits.float(), logits, **close):
+    if same:
+        logits = target_logits(target, hidden)
+        same = torch.allclose(output.logits.float(), logits, **close)
+    if not same:
         raise UserError(
-            "the target's logits do not follow from its last hidden states: take another"
+            "the target's logits do not follow from its last hidden states: take "
+            "another target"
         )
 
 
 def check_target(target) -> None:
     """Raise a UserError if token trees would change the target's output."""
     config = target.config.get_text_config()
+    # PEFT adds learned tokens to a prompt in that method, which is not called here.
+    feeds = getattr(target.prepare_inputs_for_generation, "__self__", None)
+    prompted = feeds is not target
+    if hasattr(target, "get_base_model"):  # the wrapper itself, as `build` gets it
+        prompted = target.active_peft_config.is_prompt_learning
+        target = target.get_base_model()
     parameters = inspect.signature(target.forward).parameters
-    missing = {"position_ids", "past_key_values"} - parameters.keys()
+    missing = ", ".join({"position_ids", "past_key_values"} - parameters.keys())
     # ALiBi, GPT-Neo and Doge count cache rows; trees count levels.
     row_counters = ("alibi", "attention_layers", "keep_window_size")
-    counting = [name for name in row_counters if getattr(config, name, None)]
+    counting = ", ".join(name for name in row_counters if getattr(config, name, None))
     kinds = set(getattr(config, "layer_types", None) or [])
     others = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
     kernel = str(config._attn_implementation)
     no_mask = "flash" in kernel or "flex" in kernel
+    whole = hasattr(target.get_decoder(), "lm_head")  # Llama 4
+    uncached = target.training and target.is_activation_checkpointing
+    offloaded = target.device.type == "meta"
+    # accelerate keeps offloaded weights on meta, and computes with them elsewhere.
+    devices = {str(x.device) for x in target.parameters()} - {"meta"}
+    spread = ", ".join(sorted(devices)) if len(devices) > 1 else ""
     plain = "leave custom_generate out, or take another target"
+    sdpa = "load the target with attn_implementation='sdpa'"
+    device_map = "load it with a device_map that has the embedding on a device"
     refuse(
-        (
-            missing,
-            f"the target takes no {', '.join(missing)}, which token trees need: {plain}",
-        ),
-        (counting, f"{', '.join(counting)} counts cache rows, not positions: {plain}"),
+        (missing, f"the target takes no {missing}, as token trees need: {plain}"),
+        (counting, f"{counting} counts cache rows, not positions: {plain}"),
         (others, f"{others} layers cannot undo a rejected token: {plain}"),
+        (no_mask, f"{kernel} takes no tree mask: {sdpa}"),
+        (whole, f"the target's layers cannot be run without its LM head: {plain}"),
+        (offloaded, f"the target's embedding is offloaded: {device_map}"),
+        (spread, f"the target is spread over {spread}: load it on one device"),
+        (prompted, f"the target's inputs are prepared by other code (PEFT): {plain}"),
         (
-            no_mask,
-            f"{kernel} takes no tree mask: load the target with attn_implementation='sdpa'",
+            uncached,
+            "the target is in train mode with gradient checkpointing, which switches "
+            "its cache off: call target.eval()",
         ),
     )
 
 
-def _check_request(
-    target, input_ids: Tensor, generation_config, model_kwargs: dict
-) -> None:
-    """Raise a UserError if this request cannot be decoded by token trees."""
+# Settings of `generate` that trees do not follow, with the values of plain decoding.
+# The second kind counts only where it changes how transformers decodes.
+OUTSIDE = {"guidance_scale": 1, "return_dict_in_generate": False}
+OUTSIDE |= {"num_return_sequences": 1, "num_beams": 1}
+MODES = {"penalty_alpha": None, "dola_layers": None, "constraints": None}
+MODES |= {"force_words_ids": None, "prompt_lookup_num_tokens": None}
+MODES |= {"assistant_early_exit": None, "use_mtp": False}
+
+
+def _check_request(target, input_ids: Tensor, generation_config, given: dict) -> None:
+    """Raise a UserError if this request cannot be decoded by token trees.
+
+    given: the other arguments that transformers hands on.
+    """
+    mode = generation_config.get_generation_mode().value
+    watermark = type(generation_config.watermarking_config).__name__
+    settings = OUTSIDE if mode in ("greedy_search", "sample") else OUTSIDE | MODES
+    if "SynthID" in watermark:
+        settings = settings | {"watermarking_config": None}
+    for name, plain in settings.items():
+        value = getattr(generation_config, name, None)
+        if value in (None, plain):
+            continue
+        # Many a model comes with settings, of which the caller may not know.
+        own = getattr(target.generation_config, name, None) == value
+        origin = ", which comes with the target," if own else ""
+        shown = f" {value}" if isinstance(value, (int, float)) else ""
+        raise UserError(
+            f"{name}{shown}{origin} is not supported by token trees: set "
+            f"{name}={plain} in the call"
+        )
+
     rows, length = input_ids.shape
     elsewhere = input_ids.device.type != target.device.type
-    mask = model_kwargs.get("attention_mask")
-    past = model_kwargs.get("past_key_values")
-    positions = model_kwargs.get("position_ids")
+    mask = given.get("attention_mask")
+    past = given.get("past_key_values")
+    positions = given.get("position_ids")
     padded = mask is not None and not mask.all()
     cached = past is not None and past.get_seq_length() > 0
     shifted = positions is not None and positions.tolist() != [list(range(length))]
-    more = any(getattr(x, "ndim", 0) > 2 for x in model_kwargs.values())
-    mode = generation_config.get_generation_mode().value
-    other_mode = mode not in ("greedy_search", "sample")
-    guided = generation_config.guidance_scale not in (None, 1)
-    as_dict = generation_config.return_dict_in_generate
-    marked = "SynthID" in type(generation_config.watermarking_config).__name__
+    more = any(getattr(x, "ndim", 0) > 2 for x in given.values())
+    theirs = "past_key_values already holds tokens"
     refuse(
         (
             elsewhere,
             f"the prompt is on {input_ids.device}: move it with .to(target.device)",
         ),
         (length == 0, "no token ids: pass input_ids, not inputs_embeds"),
-        (
-            rows != 1,
-            f"{rows} rows of ids: pass one prompt, without beams or several answers",
-        ),
+        (rows != 1, f"{rows} rows of ids: pass one prompt at a time"),
         (padded, "attention_mask has zeros: pass no padding, and a mask of ones"),
         (shifted, "position_ids are counted from 0 here: leave them out"),
-        (cached, "past_key_values already holds tokens: pass all tokens, and no cache"),
+        (cached, f"{theirs}: pass all tokens, and no cache"),
+        (more, "only text is decoded here: pass nothing beside token ids, no images"),
         (
-            more,
-            "only text is decoded here: pass no images, and nothing beside token ids",
-        ),
-        (
-            other_mode,
+            mode not in ("greedy_search", "sample"),
             f"{mode} is not supported by token trees: decode greedily, or sample",
         ),
-        (guided, "guidance_scale is not supported by token trees: leave it out"),
-        (
-            as_dict,
-            "return_dict_in_generate is not supported: leave it out, and count with each=",
-        ),
-        (marked, "SynthID is not supported by token trees: leave it out"),
     )
+    check_ids(target, input_ids)
     config = target.config.get_text_config()
     _check_length(config, length - 1, generation_config.max_length)
+
+
+def check_ids(target, ids: Tensor) -> None:
+    """Raise a UserError for token ids that the target has no embedding for."""
+    vocab = target.config.get_text_config().vocab_size
+    wrong = [int(x) for x in (ids.min(), ids.max()) if not 0 <= x < vocab]
+    if wrong:
+        raise UserError(
+            f"token id {wrong[0]}, but the target has {vocab} tokens: take its own "
+            "tokenizer, or target.resize_token_embeddings(len(tokenizer))"
+        )
 
 
 def _check_length(config, prefix: int, length: int) -> None:
@@ -1037,18 +1163,17 @@ def _check_length(config, prefix: int, length: int) -> None:
     # Long RoPE changes its factors at a border. A prompt beyond it stays there.
     if rope.get("rope_type") == "longrope" and border and prefix <= border:
         reaches["range of short RoPE factors"] = border + 1
+    fits = "set a lower max_new_tokens in the call"
     for name, reach in reaches.items():
         if reach and length > reach:
             text = (
                 f"prompt + new tokens = {length} exceed the target's {name} of {reach}"
             )
-            remedy = (
-                "lower max_new_tokens" if prefix + 1 < reach else "shorten the prompt"
-            )
+            remedy = fits if prefix + 1 < reach else "shorten the prompt"
             raise UserError(f"{text}: {remedy}")
 
 
-# ---------------------------------------------------------------------- a first try
+# -------------------------------------------------------------------------- a first try
 
 
 def demo(Drafter, folder: str, drafts) -> None:
@@ -1070,9 +1195,8 @@ def demo(Drafter, folder: str, drafts) -> None:
         end = decoding.ids.shape[1]
         accepted = end - decoding.hidden.shape[1] + len(path)
         for stop, colour in ((accepted, green), (end, plain)):
-            text = tokenizer.decode(
-                decoding.ids[0, length:stop], skip_special_tokens=True
-            )
+            ids = decoding.ids[0, length:stop]
+            text = tokenizer.decode(ids, skip_special_tokens=True)
             text = text.rstrip("\ufffd")  # a part of a letter
             print(colour + text[len(printed) :] + plain, end="", flush=True)
             printed = text

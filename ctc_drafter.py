@@ -122,7 +122,13 @@ class SlotAttention(LlamaAttention):
         return self.o_proj(heads)
 
 
-class Drafter(nn.Module, PyTorchModelHubMixin):
+class Drafter(
+    nn.Module,
+    PyTorchModelHubMixin,
+    paper_url="https://arxiv.org/abs/2412.00061",  # on the card of a drafter on the hub
+    license="apache-2.0",
+    tags=["speculative-decoding", "ctc-drafter"],
+):
     """The Attention Draft Module (3.1). Embedding and LM head are the target's."""
 
     def __init__(self, config: Config):

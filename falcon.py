@@ -81,7 +81,13 @@ class Config:
 # ---------------------------------------------------------------------- architecture
 
 
-class Drafter(nn.Module, PyTorchModelHubMixin):
+class Drafter(
+    nn.Module,
+    PyTorchModelHubMixin,
+    paper_url="https://arxiv.org/abs/2412.12639",  # on the card of a drafter on the hub
+    license="apache-2.0",
+    tags=["speculative-decoding", "falcon"],
+):
     """The SAR head (3.2, Figure 2). Embedding and LM head are the target's."""
 
     def __init__(self, config: Config):
@@ -296,7 +302,8 @@ def noisy(hidden: Tensor, amplitude: float, seed: Tensor) -> Tensor:
     noise = []
     for own_seed in seed.tolist():
         numbers = common.generator(own_seed, use=1)  # others than those of `glance`
-        noise.append(torch.empty(hidden.shape[1:]).uniform_(-1, 1, generator=numbers))
+        own_noise = torch.empty(hidden.shape[1:], dtype=torch.float32)
+        noise.append(own_noise.uniform_(-1, 1, generator=numbers))
     return hidden + amplitude * torch.stack(noise).to(hidden)
 
 

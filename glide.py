@@ -150,7 +150,13 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Drafter(nn.Module, PyTorchModelHubMixin):
+class Drafter(
+    nn.Module,
+    PyTorchModelHubMixin,
+    paper_url="https://arxiv.org/abs/2402.02082",  # on the card of a drafter on the hub
+    license="apache-2.0",
+    tags=["speculative-decoding", "glide"],
+):
     """The layers and the final norm. Embedding and LM head are the target's."""
 
     def __init__(self, config: Config):
@@ -206,6 +212,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     token_counts: (V,) how often each token occurs in the training data.
     Raises UserError for a target whose cached rows it cannot read.
     """
+    common.check_target(target)
     shape = common.target_shape(target)
     depth = shape["num_layers"]
     if max(config.num_layers - 1, config.kv_layer) >= depth:

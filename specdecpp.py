@@ -123,7 +123,13 @@ class DraftModel(NamedTuple):
         return self.lm_head(hidden).float()
 
 
-class Drafter(nn.Module, PyTorchModelHubMixin):
+class Drafter(
+    nn.Module,
+    PyTorchModelHubMixin,
+    paper_url="https://arxiv.org/abs/2405.19715",  # on the card of a drafter on the hub
+    license="apache-2.0",
+    tags=["speculative-decoding", "specdecpp"],
+):
     """What is trained and saved: the copied layers, if any, and the head."""
 
     kv_layers = ()  # no keys and values of the target are read
@@ -206,6 +212,11 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
     # The config of the target, with as many layers as are chosen.
     small = copy.deepcopy(target.config.get_text_config())
+    if getattr(small, "hidden_size_per_layer_input", None):  # Gemma 3n, Gemma 4
+        raise common.UserError(
+            "the target's layers read an embedding of their own, which a copy lacks: "
+            "name a draft_model"
+        )
     depth = small.num_hidden_layers
     chosen = config.layers
     if not all(-depth <= layer < depth for layer in chosen):
@@ -228,8 +239,9 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
             layer.load_state_dict(getattr(theirs, name)[place].state_dict())
     except RuntimeError as error:  # weights of other names (LoRA) or shapes (quantised)
         raise common.UserError(
-            "the target's layers are adapted or quantised and cannot be copied: merge the "
-            "adapter, load the target without quantisation, or name a draft_model"
+            "the target's layers are adapted, quantised or offloaded and cannot be "
+            "copied: merge the adapter, load the target without quantisation and "
+            "without offloading, or name a draft_model"
         ) from error
     return drafter
 
@@ -331,7 +343,8 @@ def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     length = batch.input_ids.shape[1]
     numbers = []  # two uniform ones for each place of a sequence
     for seed in batch.seed.tolist():
-        numbers.append(torch.rand(length, 2, generator=common.generator(seed)))
+        own = common.generator(seed)
+        numbers.append(torch.rand(length, 2, generator=own, dtype=torch.float32))
     numbers = torch.stack(numbers).to(batch.input_ids.device)
     to_draw, to_mix = numbers.unbind(-1)  # (B, T)
     # A label assumes that all tokens before Y_t were accepted, so Y_t is drawn after a

@@ -262,14 +262,16 @@ def read_data(args, target, tokenizer) -> tuple[list, list, list]:
     sequences = []
     for path in args.data:
         length = min(args.max_length, context)
-        sequences += data.read_conversations(path, tokenizer, length)
+        sequences += data.read_conversations(path, tokenizer, length, target)
     sequences = data.join_turns(sequences)
     # The last conversations are held out, at most half of them all.
     border = len(sequences) - min(args.held_out, len(sequences) // 2)
     path = args.eval
     if path is None and args.target is None and ANSWERS.is_file():
         path = str(ANSWERS)
-    answers = data.read_conversations(path, tokenizer, context) if path else []
+    answers = []
+    if path:
+        answers = data.read_conversations(path, tokenizer, context, target)
     return sequences[:border], sequences[border:], answers
 
 

@@ -30,7 +30,7 @@ PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
 def read_conversations(
-    path: str, tokenizer, max_length: int
+    path: str, tokenizer, max_length: int, target=None
 ) -> list[tuple[Tensor, Tensor]]:
     """Token ids and loss masks, each (T,), of a JSONL file, plain or gzipped.
 
@@ -50,6 +50,8 @@ def read_conversations(
     for number, line in tqdm(lines, f"reading {path}", leave=False, disable=None):
         try:
             ids, answers = _tokenize(_object(line), tokenizer)
+            if target is not None:  # which may have fewer tokens than the tokenizer
+                common.check_ids(target, torch.tensor(ids))
             mask = _loss_mask(len(ids), answers)[:max_length]
             if not mask.any():
                 raise common.UserError(f"no answer within {limit}")

@@ -25,6 +25,7 @@ def answer_padded(target, prompts: list[list[int]], **options) -> list[list[int]
     width = max(map(len, prompts))
     fed = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])  # (B, T)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+    common.check_ids(target, fed)
     output = target.generate(
         fed.to(target.device),
         attention_mask=mask.to(target.device),

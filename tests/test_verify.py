@@ -699,11 +699,11 @@ MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
     "message, options",
     [
         ("attention_mask has zeros", {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}),
-        ("one prompt, without beams", {"num_beams": 2}),
-        ("assisted_generation is not supported", {"prompt_lookup_num_tokens": 3}),
+        ("num_beams 2 is not supported .*: set num_beams=1 in", {"num_beams": 2}),
+        ("set prompt_lookup_num_tokens=None in", {"prompt_lookup_num_tokens": 3}),
         ("position_ids are counted from 0", {"position_ids": torch.arange(1, 6)[None]}),
-        ("guidance_scale .* leave it out", {"guidance_scale": 1.5}),
-        ("SynthID .* leave it out", {"watermarking_config": MARK}),
+        ("guidance_scale 1.5 .* set guidance_scale=1 in", {"guidance_scale": 1.5}),
+        ("set watermarking_config=None in", {"watermarking_config": MARK}),
         ("only text", {"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}),
         ("already holds tokens: pass all tokens, and no cache", {"past_key_values": ONE_LAYER}),
     ],
@@ -743,7 +743,7 @@ YARN = {"rope_parameters": YARN | {"original_max_position_embeddings": 8}}
 def test_what_a_target_attends_to_is_used_up_to_its_end_and_not_beyond(reach, name, options):
     target = family(name, **options)
     opened(target, max_new_tokens=11)
-    with refused(f"17 exceed the target's {reach} of 16: lower max_new_tokens"):
+    with refused(f"17 exceed the target's {reach} of 16: set a lower max_new_tokens in"):
         opened(target, max_new_tokens=12)
 
 

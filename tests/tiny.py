@@ -124,7 +124,8 @@ def family(name, seed=1, **more):
         shape.pop("num_key_value_heads"), shape.pop("head_dim")
     if name == "Phi3":
         shape["original_max_position_embeddings"] = 128
-    kind = "Gemma3TextConfig" if name == "Gemma3" else name + "Config"
+    text_only = name in ("Gemma3", "Gemma4", "Llama4")
+    kind = name + ("TextConfig" if text_only else "Config")
     config = getattr(transformers, kind)(**shape | more)
     kind = "GPT2LMHeadModel" if name == "GPT2" else name + "ForCausalLM"
     return getattr(transformers, kind)(config).double().eval().requires_grad_(False)

@@ -57,7 +57,13 @@ VARIANTS = {
 }
 
 
-class Drafter(nn.Module, PyTorchModelHubMixin):
+class Drafter(
+    nn.Module,
+    PyTorchModelHubMixin,
+    paper_url="https://arxiv.org/abs/2401.10774",  # on the card of a drafter on the hub
+    license="apache-2.0",
+    tags=["speculative-decoding", "medusa"],
+):
     """The heads. Embedding and LM head are the target's."""
 
     def __init__(self, config: Config):

@@ -33,8 +33,8 @@ nothing may be left to feed
 - end = min(fed.shape[1], input_ids.shape[1] - 1)
 + end = min(fed.shape[1], input_ids.shape[1])
 a drafter's positions are one too high
-- return torch.arange(start, self.fed.shape[1], device
-+ return torch.arange(start + 1, self.fed.shape[1] + 1, device
+- return torch.arange(start, end, device
++ return torch.arange(start + 1, end + 1, device
 greedy: any child is accepted
 - node = child.get((node, tokens[-1]))
 + node = next((n for (p, _), n in child.items() if p == node), None)

@@ -1,0 +1,364 @@
+"""Targets as users have them: adapted, quantised, offloaded, in train mode, with saved
+settings of a trainer's, and with a tokenizer that is not theirs."""
+
+import itertools
+import json
+
+import accelerate
+import pytest
+import torch
+import transformers
+from tiny import family, make_drafts, make_llama, random_batch, untrained
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+import bench
+import common
+import falcon
+import specdecpp
+from support import arms, cli, data, prompts
+from support.rivals import lookup
+
+METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
+IDS = torch.tensor([[3, 1, 4, 1, 5]])
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+def refused(message):
+    return pytest.raises(common.UserError, match=message)
+
+
+def decode(target, drafts, ids=IDS, **options):
+    decoder = common.speculate(drafts)
+    return target.generate(input_ids=ids, custom_generate=decoder, **options)
+
+
+def check(target, drafts_of):
+    """Every method's greedy answer is the target's own. drafts_of: {method: drafts}."""
+    plain = target.generate(input_ids=IDS, **GREEDY)
+    for method, drafts in drafts_of.items():
+        assert torch.equal(decode(target, drafts, **GREEDY), plain), method
+
+
+def made(target, methods=METHODS):
+    return {method: make_drafts(method, target)[0] for method in methods}
+
+
+# -------------------------------------------------------------------- adapted by PEFT
+
+
+def adapted(**options):
+    """A float64 target with LoRA, whose adapter changes the answer."""
+    peft = pytest.importorskip("peft", reason="needs peft: requirements-dev.txt")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, **options)
+    target = peft.get_peft_model(make_llama(), config)
+    torch.manual_seed(5)
+    for name, weight in target.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    target = target.double().eval().requires_grad_(False)
+    with target.disable_adapter():
+        plain = target.generate(input_ids=IDS, **GREEDY)
+    assert not torch.equal(plain, target.generate(input_ids=IDS, **GREEDY))
+    return target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modules", [["q_proj", "v_proj"], ["down_proj", "lm_head"]])
+def test_an_adapter_of_lora_counts_in_the_answer(modules):
+    """A drafter is built for the wrapped target, or was there before the adapter."""
+    before = made(make_llama())
+    target = adapted(target_modules=modules)
+    check(target, before)
+    check(target, made(target, ("glide", "cape", "falcon", "ctc_drafter")))
+    with refused("adapted.* merge the adapter"):
+        untrained(specdecpp, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_learned_prompts_are_refused_and_not_left_out(kind):
+    peft = pytest.importorskip("peft", reason="needs peft: requirements-dev.txt")
+    drafts, _ = make_drafts("falcon", make_llama())
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    target = peft.get_peft_model(make_llama(), config).double().eval()
+    with refused(r"inputs are prepared by other code \(PEFT\)"):
+        decode(target, drafts, **GREEDY)
+    with refused(r"inputs are prepared by other code \(PEFT\)"):
+        untrained(falcon, target)
+
+
+# ------------------------------------------------------------- quantised and offloaded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", [False, True])
+def test_a_target_quantised_by_torchao_decodes_and_gets_drafters(head):
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="needs torchao: requirements-dev.txt"
+    )
+    target = make_llama().float()
+    before = made(target)
+
+    def chosen(module, name):
+        return isinstance(module, torch.nn.Linear) and (head or name != "lm_head")
+
+    config = quantization.Int8WeightOnlyConfig()
+    quantization.quantize_(target, config, filter_fn=chosen)
+    check(target, before)
+    check(target, made(target, ("glide", "cape", "falcon", "ctc_drafter")))
+    with refused("quantised.* load the target without quantisation"):
+        untrained(specdecpp, target)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_target_of_quantize_dynamic_decodes():
+    """Its rows share the scale of activations, so an answer may differ from plain."""
+    target = make_llama().float()
+    before = made(target)
+    layers = {torch.nn.Linear}
+    target = torch.ao.quantization.quantize_dynamic(target, layers, torch.qint8)
+    for drafts in (*before.values(), *made(target, ("glide", "falcon")).values()):
+        assert decode(target, drafts, **GREEDY).shape == (1, 17)
+    hidden = torch.randn(6, 32)
+    few = torch.tensor([1, 40, 7])
+    expected = target.lm_head(hidden)[:, few]
+    assert torch.equal(common.target_logits(target, hidden, few), expected)
+    head = common.draft_head(target, few).double()  # as for a drafter in float64
+    assert torch.equal(head(hidden), expected)
+    assert target.lm_head(hidden).dtype == torch.float32, "the target was converted"
+
+
+def test_a_target_with_offloaded_layers_decodes_and_gets_drafters(tmp_path):
+    target = make_llama()
+    before = made(target)
+    device_map = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu"}
+    device_map |= {"model.layers": "disk", "model.norm": "cpu", "lm_head": "disk"}
+    target = accelerate.dispatch_model(
+        target, device_map, main_device="cpu", offload_dir=tmp_path, force_hooks=True
+    )
+    assert target.lm_head.weight.device.type == "meta"
+    check(target, before)
+    check(target, made(target, ("glide", "falcon", "ctc_drafter")))
+    with refused("offloaded.* without offloading"):
+        untrained(specdecpp, target)
+
+
+def test_a_target_without_a_device_is_told_what_to_load(tmp_path):
+    drafts, drafter = make_drafts("falcon", make_llama())
+    drafter.save_pretrained(tmp_path)
+    target = accelerate.cpu_offload(make_llama(), torch.device("cpu"))
+    said = "embedding is offloaded: load it with a device_map"
+    with refused(said):
+        decode(target, drafts, **GREEDY)
+    with refused(said):
+        common.load_drafter(falcon.Drafter, tmp_path, target)
+    for method in cli.trainable():
+        with refused(said):
+            untrained(cli.import_method(method), target)
+
+
+# ------------------------------------------------------------------- unusual families
+
+
+def test_layers_may_differ_in_the_size_of_their_heads():
+    """Gemma 4's full attention has larger heads than its sliding windows."""
+    more = {"sliding_window": 64, "hidden_size_per_layer_input": 0}
+    target = family("Gemma4", **more).float()
+    assert common.target_shape(target)["head_dim"] == 512
+    check(target, made(target))
+    target = family("Gemma4", sliding_window=64).float()
+    check(target, made(target, ("glide", "falcon", "ctc_drafter")))
+    with refused("read an embedding of their own.* name a draft_model"):
+        untrained(specdecpp, target)
+
+
+def test_layers_that_cannot_be_run_alone_are_refused():
+    target = family("Llama4", num_local_experts=4, num_experts_per_tok=1)
+    for method in cli.trainable():
+        with refused("layers cannot be run without its LM head"):
+            untrained(cli.import_method(method), target)
+    with refused("layers cannot be run without its LM head"):
+        common.start(target, input_ids=IDS, max_new_tokens=4)
+
+
+# ---------------------------------------------------------------- what training leaves
+
+
+def test_gradient_checkpointing_is_refused_in_train_mode_alone():
+    target = make_llama()
+    drafts = made(target, ("glide",))
+    target.activation_checkpointing_enable()
+    check(target, drafts)
+    target.train()
+    with refused(r"gradient checkpointing.* call target.eval\(\)"):
+        decode(target, drafts["glide"], **GREEDY)
+    target.activation_checkpointing_disable()
+    check(target, drafts)
+
+
+SAVED = {"output_attentions": True, "output_hidden_states": True, "use_cache": False}
+SAVED |= {"output_router_logits": True}
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Mixtral"])
+def test_settings_of_a_trainer_do_not_change_a_forward(name):
+    more = {"num_local_experts": 4} if name == "Mixtral" else {}
+    target = family(name, **more).float()
+    target.set_attn_implementation("eager")  # sdpa returns no attention weights
+    plain = target.generate(IDS, **GREEDY)
+    for key, value in SAVED.items():
+        if hasattr(target.config, key):
+            setattr(target.config, key, value)
+    draft = common.chain([], IDS)
+    seen = []
+    hook = target.register_forward_hook(lambda *given: seen.append(given[-1]))
+    decoding = common.start(target, input_ids=IDS, **GREEDY)
+    decoding.verify(draft)
+    hook.remove()
+    assert seen[0].get("attentions") is None and seen[0].get("router_logits") is None
+    for drafts in made(target).values():  # in `build` as well
+        assert torch.equal(decode(target, drafts, **GREEDY), plain)
+
+
+@pytest.mark.parametrize("method", [*METHODS[2:], "glide"])
+def test_no_loss_depends_on_the_default_dtype(method):
+    target = make_llama()
+    module = cli.import_method(method)
+    drafter = untrained(module, target)
+    batch = random_batch(target, layers=drafter.kv_layers)
+    losses = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            losses.append(float(module.loss(drafter, target, batch)[0]))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+# ------------------------------------------------- settings that came with the target
+
+
+def test_settings_that_came_with_the_target_are_named_as_such():
+    target = make_llama()
+    drafts, _ = make_drafts("glide", target)
+    plain = decode(target, drafts, **GREEDY)
+    settings = {"num_beams": (4, 1), "guidance_scale": (1.5, 1)}
+    settings |= {"return_dict_in_generate": (True, False)}
+    settings |= {"prompt_lookup_num_tokens": (3, None)}
+    for name, (value, remedy) in settings.items():
+        said = f"{name} {value} is not supported by token trees: set {name}={remedy} in"
+        with refused(said):
+            decode(target, drafts, max_new_tokens=12, **{name: value})
+        setattr(target.generation_config, name, value)
+        said = f"{name} {value}, which comes with the target, is not supported .* in"
+        with refused(said):
+            decode(target, drafts, max_new_tokens=12)
+        # And the remedy is one.
+        assert torch.equal(decode(target, drafts, **GREEDY | {name: remedy}), plain)
+        setattr(target.generation_config, name, None)
+    with refused("num_return_sequences 2 is not supported .* num_return_sequences=1"):
+        decode(target, drafts, do_sample=True, num_return_sequences=2)
+
+
+# ---------------------------------------------------------------------- the tokenizer
+
+
+def test_token_ids_without_an_embedding_are_told_of(llama):
+    for wrong in (48, -1):
+        ids = torch.tensor([[3, wrong, 4]])
+        with refused(f"token id {wrong}, but the target has 48 tokens: take its own"):
+            common.start(llama, input_ids=ids, max_new_tokens=4)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_target(folder, tmp_path, capsys):
+    """Tokens were added and the embedding was not resized; only lines with them fail."""
+    target, tokenizer = common.load_target(str(folder))
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    lines = [{"prompt": f"w{i}", "response": "w2 w3"} for i in range(8)]
+    lines.append({"prompt": "w1", "response": "<tool_call> w3"})
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(data.read_conversations(str(path), tokenizer, 64, target)) == 8
+    told = "token id 48, but the target has 48 tokens: take its own tokenizer"
+    assert f"line 9: {told}" in capsys.readouterr().err
+    path.write_text(json.dumps(lines[-1]))
+    with refused(f"holds nothing to learn from: line 1: {told}"):
+        data.read_conversations(str(path), tokenizer, 64, target)
+    asked = prompts.encode(tokenizer, ["w1 <tool_call>"], "cpu")
+    for drafts in (None, lookup.drafts):  # plain decoding by transformers, and ours
+        arm = arms.Arm("an arm", target, drafts=drafts)
+        with refused(told):
+            bench.play(arm, [asked], {"max_new_tokens": 3})
+    with refused(told):
+        prompts.answer_padded(target, asked["input_ids"].tolist(), max_new_tokens=3)
+
+
+def test_an_embedding_may_be_larger_than_the_tokenizer(llama):
+    """As of Qwen: every id that the target has may be drafted and written."""
+    drafter = untrained(falcon, llama)
+    assert len(drafter.vocab_ids) == 48
+    assert transformers.AutoConfig.for_model("qwen2").vocab_size == 151936
+
+
+# ----------------------------------------- one token after another, by public reports
+
+
+def test_a_stop_string_in_the_middle_of_accepted_tokens_ends_the_answer():
+    letters = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    core = Tokenizer(BPE(vocab=letters, merges=[]))
+    core.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core)
+    target = make_llama(vocab=94)  # the printable ones of ASCII
+    plain = target.generate(IDS, max_new_tokens=20, do_sample=False)
+
+    def drafts(decoding):
+        """All that the target would say, in one chain."""
+        while not decoding.done:
+            left = plain[0, decoding.ids.shape[1] :][: decoding.room]
+            yield common.Draft(left, list(range(-1, len(left) - 1)))
+
+    stop = tokenizer.decode(plain[0, 8:10])
+    criteria = [transformers.StopStringCriteria(tokenizer, [stop])]
+    options = {"max_new_tokens": 20, "do_sample": False, "stopping_criteria": criteria}
+    expected = target.generate(IDS, **options)
+    assert expected.shape[1] == 10
+    assert torch.equal(decode(target, drafts, **options), expected)
+
+
+def test_a_constraint_that_allows_nothing_is_the_targets_own_error(llama):
+    """transformers raises it where the constraint has no token left, and so do we."""
+    allowed = {0: [5, 7], 1: [9]}
+    drafts, _ = make_drafts("glide", llama)
+
+    def fn(_, text):
+        return allowed.get(len(text) - 5, [])
+
+    for options in ({}, {"custom_generate": common.speculate(drafts)}):
+        with pytest.raises(ValueError, match="prefix_allowed_tokens_fn"):
+            llama.generate(IDS, prefix_allowed_tokens_fn=fn, **GREEDY, **options)
+
+
+ALLOWED = {(): [5, 7], (5,): [9, 11], (7,): [8], (5, 9): [2], (5, 11): [12]}
+ALLOWED |= {(5, 11, 12): [2], (7, 8): [2]}  # 2 ends
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_automaton_is_never_asked_for_a_state_that_it_lacks(method):
+    target = make_llama(vocab=40)
+    drafts, _ = make_drafts(method, target)
+    for sampled, kind in itertools.product((False, True), ("automaton", "trie")):
+
+        def fn(_, text, kind=kind):
+            said = tuple(text[5:].tolist())
+            return ALLOWED[said] if kind == "automaton" else ALLOWED.get(said, [])
+
+        options = {"max_new_tokens": 20, "eos_token_id": 2, "do_sample": sampled}
+        options |= {"prefix_allowed_tokens_fn": fn}
+        answer = decode(target, drafts, **options)
+        assert answer[0, -1] == 2
+        if not sampled:
+            assert torch.equal(answer, target.generate(IDS, **options))
