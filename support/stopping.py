@@ -144,15 +144,17 @@ def record(chains, target, turn: dict) -> list[Round]:
 # ------------------------------------------------------------------------- the file
 
 # What a value is multiplied by before it is rounded.
-SCALES = {"tokens": 1, "confidence": 1000, "entropy": 100, "accepts": 1000}
+SCALES = {"confidence": 1000, "entropy": 100, "accepts": 1000}
 
 
 def as_integers(rounds: list[Round]) -> dict:
-    """The rounds of an answer as a file holds them: a list of integers a round."""
-    data = {"agreed": [each.agreed for each in rounds]}
+    """The rounds of an answer as a file holds them, in lists of integers."""
+    data = {
+        name: [getattr(each, name) for each in rounds] for name in ("tokens", "agreed")
+    }
     for name, scale in SCALES.items():
-        values = [getattr(each, name) for each in rounds]
-        data[name] = [[round(scale * value) for value in row] for row in values]
+        rows = [getattr(each, name) for each in rounds]
+        data[name] = [[round(scale * value) for value in row] for row in rows]
     return data
 
 
@@ -168,9 +170,11 @@ def read(path, kind: str = "") -> list[list[Round]]:
     found = []
     for answer in data.get("sweep", data)["answers"]:
         if answer["name"].startswith(kind):
-            columns = []
+            columns = [answer["tokens"]]
             for name, scale in SCALES.items():
-                columns.append([[value / scale for value in row] for row in answer[name]])
+                columns.append(
+                    [[value / scale for value in row] for row in answer[name]]
+                )
             found.append([Round(*row) for row in zip(*columns, answer["agreed"])])
     return found
 
@@ -246,35 +250,39 @@ def points(answers: list[list[Round]], rule) -> dict[str, tuple[float, float]]:
     return {str(s): tuple(row) for s, row in zip(settings, rates.tolist())}
 
 
-def times(answers: list[list[Round]], rule, cost: float) -> Tensor:
+def times(answers: list[list[Round]], found: Tensor, cost: float) -> Tensor:
     """The time (n,) of each answer, in target forwards, by Eq. 2.2.
 
-    The setting of a rule is the one that is best on the other half of the answers (of
-    every second one), so that no answer is judged with a setting chosen on itself.
+    Each is judged with the setting that is best on the other half of the answers (every
+    second one), so that no setting is chosen on what it is judged on.
 
+    found: (S, n, 2), of `counts`.
     cost: t_draft / t_target.
     """
     tokens = torch.tensor([len(rounds) for rounds in answers])  # (n,)
-    n_target, n_discarded = counts(answers, rule).unbind(-1)  # (S, n)
+    n_target, n_discarded = found.unbind(-1)  # (S, n)
     rates = (n_target / tokens, n_discarded / tokens)
     taken = tokens / specdecpp.throughput(*rates, t_draft=cost, t_target=1.0)  # (S, n)
-    half = torch.arange(len(answers)) % 2
-    return torch.where(
-        half == 0,
-        taken[taken[:, half == 1].sum(1).argmin()],
-        taken[taken[:, half == 0].sum(1).argmin()],
-    )
+    odd = torch.arange(len(answers)) % 2 == 1
+    for_even = taken[:, odd].sum(1).argmin()
+    for_odd = taken[:, ~odd].sum(1).argmin()
+    return torch.where(odd, taken[for_odd], taken[for_even])
 
 
-def compare(answers, ours, theirs, cost: float) -> tuple[float, list[float]]:
+def faster(answers, ours: Tensor, theirs: Tensor, cost: float) -> tuple:
     """How many times as fast one rule is as another, and a 95% interval over answers.
 
-    ours, theirs: names of RULES, or (function, settings).
+    ours, theirs: (S, n, 2), of `counts`.
     cost: t_draft / t_target.
     """
     tokens = [len(rounds) for rounds in answers]
-    taken = [times(answers, rule, cost).tolist() for rule in (ours, theirs)]
+    taken = [times(answers, found, cost).tolist() for found in (ours, theirs)]
     return report.paired(*({"tokens": tokens, "seconds": each} for each in taken))
+
+
+def compare(answers: list[list[Round]], ours, theirs, cost: float) -> tuple:
+    """`faster`, of two rules: names of RULES, or (function, settings)."""
+    return faster(answers, counts(answers, ours), counts(answers, theirs), cost)
 
 
 def auc(answers: list[list[Round]], judge) -> float:
@@ -283,9 +291,11 @@ def auc(answers: list[list[Round]], judge) -> float:
     It is the probability that the number is higher for an accepted first token than for
     a rejected one, 0.5 if it tells nothing.
 
-    judge: a function of a Round, which returns the number for its first token.
+    judge: a function of a Round, which returns the number for its first token. It is
+        asked where a second token was drafted, because the head judges only there.
     """
-    pairs = [(judge(each), each.agreed > 0) for rounds in answers for each in rounds[:-2]]
+    rounds = [each for answer in answers for each in answer if len(each.tokens) > 1]
+    pairs = [(judge(each), each.agreed > 0) for each in rounds]
     scores, accepted = map(torch.tensor, zip(*pairs))
     above = scores[accepted][:, None] - scores[~accepted]  # every accepted, every other
     return float((above.sign() + 1).double().mean() / 2)
@@ -307,7 +317,9 @@ def forward_times(answers: list) -> tuple[float, float, float | None]:
     """
     n_draft = torch.tensor([sum(each.offered[1:]) for each in answers]).double()  # (n,)
     n_target = torch.tensor([each.target_forwards for each in answers]).double()
-    drafting = torch.tensor([each.seconds.get("draft", 0.0) for each in answers]).double()
+    drafting = torch.tensor(
+        [each.seconds.get("draft", 0.0) for each in answers]
+    ).double()
     verifying = torch.tensor([each.seconds["verify"] for each in answers]).double()
     t_draft = drafting.sum() / n_draft.sum().clamp(min=1)
     t_target = verifying.sum() / n_target.sum()
