@@ -87,6 +87,7 @@ def measure(args) -> dict:
         report.write_result(result, args.json)
     for numbers in report.arms_of(result).values():
         del numbers["answers"]  # too long for the last line of the output
+    result.get("sweep", {}).pop("answers", None)
     return result
 
 
@@ -510,7 +511,6 @@ def check(args: argparse.Namespace) -> None:
     other = args.table and (args.method or args.json)
     paged = args.replay and (args.json or args.plot)
     drafts = args.sweep or args.replay
-    sampled = args.sweep and args.temperature
     unused = args.top_p < 1 and not args.temperature
     alone = args.sweep or {"all", *PEERS} & set(args.method)
     batched = args.batch_size > 1 and alone
@@ -529,7 +529,6 @@ def check(args: argparse.Namespace) -> None:
             drafts and not args.method,
             "--sweep and --replay need drafts: give a --method",
         ),
-        (sampled, "--sweep is greedy: leave out --temperature"),
         (unused, "--top-p needs a --temperature"),
         (batched, f"--batch-size: leave out --sweep, all, {peers}"),
         (nowhere, f"cannot write {file}: name a file in a folder that is there"),

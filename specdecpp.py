@@ -4,15 +4,16 @@ Paper: Huang et al., 2024, arXiv:2405.19715v1.
 
 A draft that ends too early costs forwards of the target, and one that goes on too long
 costs passes of the draft model, because all tokens after a rejected one are discarded.
-The best length differs from place to place. So a small head on the draft model predicts
-from its last hidden state e_i whether the target accepts the draft token y_i, given
-that it accepts y_1 to y_(i-1) (Eq. 3.1). The product of these predictions, p^, is the
-probability that all are accepted, and a round ends when 1 - p^ exceeds a threshold h:
+The best length differs from place to place, so it is decided while drafting. A small
+head reads e_i, the last hidden state of the draft model once it has read the draft
+token y_i, and predicts whether the target accepts y_i, given that it accepts y_1 to
+y_(i-1) (Eq. 3.1). The product of these predictions, p^, is the probability that all are
+accepted, and a round ends when 1 - p^ exceeds a threshold h:
 
-    pass of the draft model       1     2     3     4
-    it reads                      x_t   y_1   y_2   y_3
-    from its q_i is drawn         y_1   y_2   y_3   y_4
-    by its e_(i-1) is judged            y_1   y_2   y_3
+    a pass of the draft model reads    x_t   y_1   y_2   y_3
+    its last hidden state is           e_0   e_1   e_2   e_3
+    from which is drawn                y_1   y_2   y_3   y_4
+    and by which is judged                   y_1   y_2   y_3
 
 Algorithm 2 is `propose` and `until_stop`, and Decoding.verify in common.py. With
 stop="fixed" a round has gamma tokens, which is Algorithm 1.
@@ -22,23 +23,21 @@ p^ is `all_accepted`, h is `threshold`, K is `gamma`, r is `KEEP`, P_i is `accep
 D is `head_depth`, but the hidden size in shapes.
 
 Deviations from the paper:
-    1. The draft model is layers of the target, distilled in stage "draft", unless
-       `draft_model` names another LM, as in the paper. The shipped two layers agree
-       with the target less often than the paper's 7B model with its 70B one, and the
-       best fixed K is 2 or 3. That leaves little to decide to a rule that drafts at
-       least two tokens.
+    1. The draft model consists of layers of the target, distilled in stage "draft",
+       unless `draft_model` names another LM, as in the paper. The two layers that are
+       shipped agree with the target less often than the paper's 7B model with its 70B
+       one, so the best fixed K is small and there is little to decide.
     2. Copied layers draft frequent tokens only (`draft_vocab`).
     3. Labels are greedy by default, for greedy decoding: P_i is 1 where the likeliest
        tokens of both models are the same, else 0. With a `temperature` of 1 they are
-       the paper's. A head is fit for decoding at the temperature of its labels only.
+       the paper's. A head is fit for decoding at the temperature of its labels.
     4. Y and Z are drawn anew in each training step.
-    5. Drafting also ends after an end-of-sequence token.
 
 Authors' code: its head applies one residual block D times; here there are D blocks, as
-the paper's "(D+1)-layer ResNet" is understood. It does not judge e_0, r is 0.15, and an
-end-of-sequence token ends a draft; the paper does not say so, but it is followed here.
-Its benchmark always samples. In the paper the rows of Table 1 are swapped, and so are
-GSM8K and HumanEval in the list of contributions.
+the paper's "(D+1)-layer ResNet" is understood. Followed here, but not in the paper: e_0
+is not judged, r is 0.15, and a draft ends after an end-of-sequence token. Its benchmark
+always samples. In the paper the rows of Table 1 are swapped, and so are GSM8K and
+HumanEval in the list of contributions.
 
 Licence: Apache-2.0.
 """
@@ -63,24 +62,26 @@ from common import option
 
 @dataclass
 class Config:
-    """Settings, which are saved in config.json.
-
-    Keys of that file that are not here (any more) are ignored when huggingface_hub
-    loads a drafter, so those of earlier versions load as they are.
-    """
-
     target: dict = option(dict, "shape of the target (filled in by build)")
-    layers: list[int] = option(lambda: [0, 1, -2, -1], "target layers that the draft model copies")
+    layers: list[int] = option(
+        lambda: [0, 1, -2, -1], "target layers that the draft model copies"
+    )
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     draft_model: str = option("", "causal LM to draft with, instead of copied layers")
-    model: dict = option(dict, "config of the layers, or identity of the LM (filled in by build)")
+    model: dict = option(
+        dict, "config of the layers, or identity of the LM (filled in by build)"
+    )
     stage: str = option("draft", "what to train: draft, then head")
     head_depth: int = option(3, "residual blocks of the head, D")
-    w_rej: float = option(6.0, "weight of rejections in the head's loss; that of acceptances is 1")
+    w_rej: float = option(
+        6.0, "weight of rejections in the head's loss; acceptances: 1"
+    )
     temperature: float = option(0.0, "of the head's labels; 0: greedy")
-    stop: str = option("head", "what ends a round: head, or fixed (gamma tokens)", decode=True)
+    stop: str = option(
+        "head", "what ends a round: head, or fixed (gamma tokens)", decode=True
+    )
     threshold: float = option(0.7, "h: end when P(a rejection) exceeds it", decode=True)
-    max_draft: int = option(20, "stop head: at most this many tokens per round", decode=True)
+    max_draft: int = option(20, "stop head: at most this many tokens", decode=True)
     gamma: int = option(5, "stop fixed: tokens per round, K", decode=True)
 
     def __post_init__(self):
@@ -90,7 +91,9 @@ class Config:
         if not self.w_rej > 0:
             raise common.UserError(f"w_rej {self.w_rej}: take a weight above 0")
         if self.draft_model and self.stage == "draft":
-            raise common.UserError("a draft_model is not trained, only its head: take stage head")
+            raise common.UserError(
+                "a draft_model is not trained, only its head: take stage head"
+            )
 
 
 VARIANTS = {
@@ -138,11 +141,13 @@ class Drafter(
         super().__init__()
         self.config = config
         if not config.model:
-            raise common.UserError("no draft model in the config: is it of another method?")
+            raise common.UserError(
+                "no draft model in the config: is it of another method?"
+            )
         self.body = None
         if not config.draft_model:
-            # The target's embedding is used. So there is none here: while the model is
-            # made, it has a single token, and no special tokens beyond that.
+            # The layers get the target's embeddings and need no table of their own. So
+            # the model is made for a vocabulary of one token, without special ones.
             special = ["pad_token_id", "bos_token_id", "eos_token_id"]
             tiny = dict.fromkeys(special) | {"vocab_size": 1}
             shape = AutoConfig.for_model(**config.model | tiny)
@@ -155,7 +160,7 @@ class Drafter(
 
 
 def copied_layers(drafter: Drafter, target) -> DraftModel:
-    """The layers in a drafter, between the target's embedding and a part of its head."""
+    """A drafter's layers, between the target's embedding and some rows of its head."""
     decoder = drafter.body.eval()  # without dropout, in training, too
     embed = target.get_input_embeddings()
     lm_head = common.draft_head(target, drafter.vocab_ids).to(decoder.dtype)
@@ -169,7 +174,9 @@ def causal_lm(model, target) -> DraftModel:
     """
     size, vocab = (common.target_shape(x)["vocab_size"] for x in (model, target))
     if size != vocab:
-        raise common.UserError(f"the draft model has {size} tokens, not {vocab}: take another")
+        raise common.UserError(
+            f"the draft model has {size} tokens, not {vocab}: take another"
+        )
     embed = model.get_input_embeddings()
     lm_head = functools.partial(common.target_logits, model)
     vocab_ids = torch.arange(vocab, device=target.device)
@@ -220,7 +227,9 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     depth = small.num_hidden_layers
     chosen = config.layers
     if not all(-depth <= layer < depth for layer in chosen):
-        raise common.UserError(f"layers {chosen}: name some of the target's 0 to {depth - 1}")
+        raise common.UserError(
+            f"layers {chosen}: name some of the target's 0 to {depth - 1}"
+        )
     small.num_hidden_layers = len(chosen)
     if getattr(small, "layer_types", None):  # sliding or full attention
         small.layer_types = [small.layer_types[layer] for layer in chosen]
@@ -258,9 +267,9 @@ class AcceptanceHead(nn.Module):
         self.out = nn.Linear(width, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits (...,) of hidden states (..., D).
+        """A logit for each hidden state e_i (..., D).
 
-        The sigmoid of that of e_i predicts whether y_i is accepted (Eq. 3.1).
+        Its sigmoid is the predicted probability that y_i is accepted (Eq. 3.1).
         """
         x = hidden.to(self.out.weight.dtype)
         for block in self.blocks:
@@ -278,7 +287,7 @@ def response_hidden(model: DraftModel, batch) -> tuple[Tensor, Tensor]:
 
     They are those from which the M answer tokens X_t are predicted.
     """
-    predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T): place t predicts t + 1
+    predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T): t predicts t + 1
     hidden = model.hidden(batch.input_ids)
     return hidden[predicts], batch.hidden[predicts]
 
@@ -351,8 +360,8 @@ def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     # text that the target wrote, X.
     temperature = drafter.config.temperature
     drafted, accept_prob = draw(model, target, batch, to_draw, temperature)
-    # The head sees states of drafts when decoding, so it learns from a text that is
-    # mostly drafted, Z.
+    # When decoding the head sees the states of drafts, so it learns from those of a
+    # text that is mostly drafted, Z.
     mixed, judged = mix(batch, drafted, to_mix, KEEP)
     hidden = model.hidden(mixed)[judged]  # (J, D)
     return hidden, accept_prob[judged[batch.loss_mask]]
@@ -381,10 +390,10 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     logits = drafter.head(hidden)  # (J,) whose sigmoid is s
     # Rejections weigh more because they are rare, and because Z is not what is drafted
     # when decoding, so that the head may be over-confident. But the weight biases s:
-    # the loss is smallest at s = P / (P + w_rej (1 - P)), which is below P. So h = 0.7
-    # does not stand for a rejection of probability 0.7. With w_rej = 6, a round ends as
-    # soon as y_1 is judged if 1 - s > 0.7, which to a head that has learned this means
-    # that the target rejects y_1 with a probability 1 - P above 0.28.
+    # the loss is smallest at s = P / (P + w_rej (1 - P)), which is below P, so 1 - p^
+    # is no probability and h = 0.7 no probability of a rejection. With w_rej = 6, a
+    # head that has learned this predicts 1 - s > 0.7 of y_1, and so ends the round,
+    # as soon as the target rejects y_1 with a probability 1 - P above 0.28.
     weight_acc = accept_prob
     weight_rej = drafter.config.w_rej * (1 - accept_prob)
     accepted = weight_acc * F.logsigmoid(logits)
@@ -412,17 +421,17 @@ def propose(model: DraftModel, decoding, cache: common.DraftCache):
 
     cache: the draft model's, of this answer.
     Yields y_i (1,), the q_draft (V,) that it was chosen from, and the hidden state
-    e_(i-1) (D,) from which that was computed. Ends after an end-of-sequence token,
+    e_(i-1) (D,) that q_draft was computed from. Ends after an end-of-sequence token,
     because no text follows it, and where the logits processors allow no draft token.
     """
-    # Drop the rows of rejected tokens. If y_2 of y_1 y_2 y_3 was rejected, the row of
-    # y_1 stays. If all were accepted, y_3 is fed now, with the bonus token: nothing was
-    # drafted after it, so it has no row yet.
+    # The cache drops the rows of rejected tokens. If y_2 of y_1 y_2 y_3 was rejected,
+    # the row of y_1 stays. If all were accepted, y_3 is fed now, with the bonus token,
+    # because it has no row yet: nothing was drafted after it.
     new = cache.rewind(decoding.ids)  # (1, n)
     drafted = []
     while True:
         cache.record(new)
-        hidden = model.hidden(new, cache)[:, -1]  # (1, D)
+        hidden = model.hidden(new, cache)[:, -1]  # (1, D), e_(i-1)
         logits = model.logits(hidden)[0]  # (Vd,)
         picked = common.pick(decoding, logits, model.vocab_ids, drafted)
         if picked is None:
@@ -438,34 +447,33 @@ def propose(model: DraftModel, decoding, cache: common.DraftCache):
 def until_stop(steps, head, threshold: float, chances: list):
     """Yield the steps of a round until the head ends it (Algorithm 2).
 
-    A pass of the draft model returns e_(i-1) together with q_i. So by the time the head
-    can judge y_(i-1), y_i costs no further pass, and it is drawn and submitted as well.
-    Because of this lag the newest token of a draft is always unjudged, and a round that
-    the head ends has at least two tokens, however low the threshold is. The head
-    predicts 0.9, 0.8, 0.5; h = 0.6:
-
-        y_i is drafted           y_1   y_2   y_3   y_4
-        p^, up to y_(i-1)        1     .9    .72   .36
-        1 - p^                   0     .1    .28   .64 > h
-
-    The judgement on y_3 ends this round, but y_3 is submitted all the same. When
-    sampling, dropping a token because of what the head says about it would be wrong:
-    the tokens that survive such a filter no longer follow q, but verification accepts
-    them as if they did. (A greedy answer does not depend on q and would stay the same.)
-
     steps: of `propose`.
     head: maps e (D,) to a logit.
     threshold: h.
     chances: a list to which each p^ is appended.
+
+    If the head predicts 0.9, 0.8 and 0.5 for y_1, y_2 and y_3, and h = 0.6:
+
+        pass i returns           q_1   e_1, q_2   e_2, q_3   e_3, q_4
+        y_i is drawn             y_1   y_2        y_3        y_4
+        p^, up to y_(i-1)        1     .9         .72        .36
+        1 - p^                   0     .1         .28        .64 > h
     """
     all_accepted = 1.0  # p^
     for i, (token, q_draft, hidden) in enumerate(steps, start=1):
-        # `hidden` is e_(i-1). The printed algorithm multiplies by the prediction of e_0
-        # as well, but that state is of the prompt: no draft token is judged by it.
+        # `hidden` is e_(i-1), by which y_(i-1) is judged. The printed algorithm judges
+        # by e_0 as well, but that is the state of a token of the text, not of a draft.
         if i > 1:
             all_accepted *= float(head(hidden).sigmoid())
             chances.append(all_accepted)
+        # The head lags behind by one token: the pass that returns e_(i-1) also returns
+        # q_i, so when y_(i-1) is judged, y_i costs no further pass. It is submitted
+        # unjudged, and a round that the head ends has two tokens or more, whatever h.
         yield token, q_draft, hidden
+        # The judged token is submitted as well, even if it caused the end. A token that
+        # is dropped because of a judgement on it would bias what is sampled: those that
+        # survive such a filter no longer follow q, but verification assumes that they
+        # do. (A greedy answer does not depend on q, so there it would only be useless.)
         if 1 - all_accepted > threshold:
             return
 
@@ -478,11 +486,15 @@ def check_head(drafter: Drafter | None, draft_model, config: Config) -> None:
         return
     remedy = "train one (stage head), or take stop fixed"
     if drafter is None or drafter.config.stage == "draft":
-        raise common.UserError(f"stop head, but no acceptance head has been trained: {remedy}")
+        raise common.UserError(
+            f"stop head, but no acceptance head has been trained: {remedy}"
+        )
     if draft_model is not None and drafter.config.model != identity(draft_model):
         own = drafter.config.draft_model or "its own layers"
         given = draft_model.config.name_or_path
-        raise common.UserError(f"the head was trained on {own}, not on {given}: {remedy}")
+        raise common.UserError(
+            f"the head was trained on {own}, not on {given}: {remedy}"
+        )
 
 
 @torch.no_grad()
@@ -491,8 +503,8 @@ def drafts(decoding, drafter: Drafter | None, draft_model=None, **changes):
 
         speculate(specdecpp.drafts, drafter)                         # Algorithm 2
         speculate(specdecpp.drafts, drafter, stop="fixed", gamma=4)  # Algorithm 1
-        speculate(specdecpp.drafts, None, small, gamma=4)            # with any causal LM
-        speculate(specdecpp.drafts, drafter, small)                  # and with its head
+        speculate(specdecpp.drafts, None, small, gamma=4)            # any causal LM
+        speculate(specdecpp.drafts, drafter, small)                  # with its head
 
     drafter: None drafts without a head, so a round has `gamma` tokens.
     draft_model: a causal LM with the target's vocabulary, which drafts in place of the
@@ -526,16 +538,17 @@ def drafts(decoding, drafter: Drafter | None, draft_model=None, **changes):
 # ---------------------------------------------------------------------------- theory
 
 
-def throughput(verification: float, discard: float, t_draft: float, t_target: float) -> float:
+def throughput(
+    verification: float, discard: float, t_draft: float, t_target: float
+) -> float:
     """Tokens per second, 1 / latency (Eq. 2.3).
-
-    An answer takes T = t_draft N_draft + t_target N_target (Eq. 2.1). Each pass and
-    each forward gives a token, so N_draft + N_target = N + N_discarded. Put N_draft
-    from this into T (Eq. 2.2) and divide by N.
 
     verification: N_target / N. discard: N_discarded / N.
     t_draft, t_target: seconds of a pass and of a forward.
     """
+    # An answer takes T = t_draft N_draft + t_target N_target (Eq. 2.1). Each pass and
+    # each forward gives a token, so N_draft + N_target = N + N_discarded. With N_draft
+    # from this, T is Eq. 2.2, and divided by N it is
     latency = t_draft + t_draft * discard + (t_target - t_draft) * verification
     return 1 / latency
 
@@ -543,32 +556,31 @@ def throughput(verification: float, discard: float, t_draft: float, t_target: fl
 def oracle(agrees: list[bool]) -> int:
     """N_target of the best stopping times, decoding greedily (Lemma 2.1).
 
-    Each round stops just before the next disagreement, and the target's own token
-    settles that. So there is a round for each place in S, the disagreements, and one
-    more, the last. The lemma's |S| + 1 is one too many if the answer's last token is in
-    S, because no round follows it.
-
     agrees[i]: whether the draft model's likeliest token, after the answer's tokens
         before place i, is token i.
     """
+    # Each round stops just before the next disagreement, and the target's own token
+    # settles that. So there is a round for each place in S, the disagreements, and one
+    # more, the last. The lemma's |S| + 1 is one too many if the answer's last token is
+    # in S, because no round follows it.
     return 1 + sum(not agree for agree in agrees[:-1])
 
 
 def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
     """Theorem 3.1: stopping is cheaper once R reaches this bound.
 
-    R is the probability that at least one token drafted so far is rejected. If one is,
-    going on wastes at least a pass, c1 = t_draft. If none is, stopping costs at most
-    c2 + Delta more than going on, where c2 = t_target - t_draft, and Delta depends on
-    the policy and on both models. The bound is where R c1 = (1 - R)(c2 + Delta).
-
-    With the paper's times, t_draft = 0.0234 s and t_target = 0.112 s (4.2), it is .79
-    at Delta = 0. The bound is a reason to stop by a threshold on R, and shows that the
-    threshold rises as drafting becomes cheaper. But it is no value for h: Delta is not
-    known, stopping may be cheaper at a smaller R as well (the condition is sufficient,
-    not necessary), and 1 - p^ is not R, because the head is biased; h = 0.7 can mean
-    R = 0.28 (see `loss`). So h is tuned (4.1).
+    R is the probability that at least one token drafted so far is rejected.
+    c1, c2: t_draft and t_target - t_draft.
+    delta: a constant of the policy and of both models, which nobody knows.
     """
+    # If a token is rejected, going on wastes at least a pass, c1. If none is, stopping
+    # costs at most c2 + delta more than going on. At the bound R c1 = (1 - R)(c2 +
+    # delta). With the paper's times, 0.0234 s and 0.112 s (4.2), it is .79 at delta = 0.
+    #
+    # The bound says why a threshold on R is the rule, and that it rises as passes become
+    # cheaper. It is no value for h: delta is unknown, stopping may be cheaper at a
+    # smaller R as well (the condition is sufficient, not necessary), and 1 - p^ is not
+    # R, because the loss biases the head (see `loss`). So h is tuned (4.1).
     return (c2 + delta) / (c1 + c2 + delta)
 
 

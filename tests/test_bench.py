@@ -597,7 +597,6 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
         ("--method glide@glide --max-new-tokens 300", "exceed the target's context of 256: lower"),
         ("--method glide --prompts /nowhere.jsonl", "no prompt file /nowhere.jsonl"),
         ("--method glide --prompt x", "--prompt: not allowed with argument --prompts"),
-        ("--method glide --sweep --temperature 1", "leave out --temperature"),
         ("--method prompt-lookup --batch-size 2", "leave out --sweep, all, prompt-lookup"),
         ("--method glide --top-p 0.5", "--top-p needs a --temperature"),
         ("--method glide@glide --batch-size 4", "2 prompts fill no batch"),

@@ -1,11 +1,12 @@
-"""stopping.py: replayed rates are those of decoding; times and figures of a head by hand."""
+"""stopping.py: a replay counts what decoding does; figures of rules and heads by hand."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import make_glide, slow, teach
+from tiny import make_glide, make_llama, slow, teach
 
 import common
 import glide
@@ -41,46 +42,111 @@ def record(target, drafter, turn=TURN, **fields):
     return stopping.record(stopping.longest_chains(arm), target, turn)
 
 
-# ------------------------------------------------------------------------------- the recording
+def decode(target, drafter, turn, **rule):
+    """(N_target, N_discarded, N) of an answer."""
+    stats = common.Stats()
+    drafts = common.speculate(specdecpp.drafts, drafter, each=stats, **rule)
+    target.generate(**turn, custom_generate=drafts)
+    return stats.target_forwards, stats.drafted - sum(stats.accepted), stats.emitted
 
 
-@pytest.mark.parametrize("name", ["K=2", slow("K=14"), "head=0.1", "head=0.7"])
+# ---------------------------------------------------------------------- the recording
+
+
+@pytest.mark.parametrize("name", ["K=2", slow("K=12"), "head=0.1", "head=0.7"])
 @pytest.mark.parametrize("place", [None, 17])
-def test_replayed_rates_are_those_of_decoding(llama, drafter, name, place):
+def test_replayed_counts_are_those_of_decoding(llama, drafter, name, place):
     """Up to a limit of tokens, or to an end-of-sequence token."""
     turn = dict(TURN)
     if place is not None:
         turn["eos_token_id"] = int(llama.generate(**TURN)[0, 3 + place])
     kind, value = name.split("=")
-    rule = {"threshold": float(value)}
+    rule = {"threshold": float(value), "max_draft": stopping.LONGEST}
     if kind == "K":
         rule = {"stop": "fixed", "gamma": int(value)}
-    stats = common.Stats()
-    llama.generate(
-        **turn, custom_generate=common.speculate(specdecpp.drafts, drafter, each=stats, **rule)
-    )
-    discarded = stats.drafted - sum(stats.accepted)
-    rates = (stats.target_forwards / stats.emitted, discarded / stats.emitted)
+    *expected, emitted = decode(llama, drafter, turn, **rule)
     rounds = record(llama, drafter, turn)
-    assert stopping.points([rounds])[kind][value] == pytest.approx(rates)
-    assert len(rounds) == stats.emitted
+    assert len(rounds) == emitted
+    function, _ = stopping.RULES[kind]
+    assert stopping.replay(rounds, function, float(value)) == tuple(expected)
+
+
+def means(rows):
+    """Mean and squared standard error of each column."""
+    rows = torch.tensor(rows).double()
+    return rows.mean(0), rows.var(0) / len(rows)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_sampled_replay_counts_on_average_what_decoding_does(monkeypatch, joined):
+    """Not so, if a round at each place goes on with tokens that no place verifies."""
+    if not joined:
+        monkeypatch.setattr(stopping, "join", lambda rounds: None)
+    target = make_llama(vocab=5, layers=2, seed=3)
+    torch.manual_seed(0)
+    config = specdecpp.Config(layers=[0], draft_vocab=0, stage="head", head_depth=1)
+    drafter = specdecpp.build(config, target, torch.arange(5)).double().eval()
+    turn = TURN | {"input_ids": PROMPT % 5, "do_sample": True, "max_new_tokens": 8}
+    function, _ = stopping.RULES["K"]
+    replayed = []
+    decoded = []
+    for _ in range(40):
+        rounds = record(target, drafter, turn)
+        replayed.append(stopping.replay(rounds, function, 4))
+        decoded.append(decode(target, drafter, turn, stop="fixed", gamma=4)[:2])
+    (ours, error), (theirs, other) = means(replayed), means(decoded)
+    z = (ours - theirs).abs() / (error + other).sqrt()
+    assert z.max() < 4 if joined else z.max() > 6
+
+
+def test_rounds_joined_by_hand():
+    """The first two first tokens are accepted, so a draft from place 0 has both."""
+    rounds = [
+        Round([5, 9, 9], [0.5, 0.1, 0.1], [1.0, 9.0, 9.0], [0.7, 0.1], agreed=1),
+        Round([6, 8, 8], [0.6, 0.2, 0.2], [2.0, 9.0, 9.0], [0.8, 0.2], agreed=1),
+        Round([7, 4], [0.9, 0.3], [3.0, 4.0], [0.4], agreed=0),
+        Round([2], [0.4], [5.0], agreed=1),
+        Round(agreed=0),
+    ]
+    last = dataclasses.replace(rounds[2])
+    stopping.join(rounds)
+    assert rounds[0] == Round(
+        [5, 6, 7, 4],
+        [0.5, 0.6, 0.9, 0.3],
+        [1.0, 2.0, 3.0, 4.0],
+        [0.7, 0.8, 0.4],
+        agreed=2,
+    )
+    assert rounds[1].tokens == [6, 7, 4] and rounds[1].agreed == 1
+    assert rounds[2] == last and rounds[3].tokens == [2] and rounds[3].agreed == 1
+
+
+def test_a_greedy_record_needs_no_joining(llama, drafter, monkeypatch):
+    joined = record(llama, drafter)
+    monkeypatch.setattr(stopping, "join", lambda rounds: None)
+    for ours, theirs in zip(record(llama, drafter), joined, strict=True):
+        assert (ours.agreed > 0) == (theirs.agreed > 0)
+        assert ours.tokens == theirs.tokens
+        for name in ("confidence", "entropy", "accepts"):
+            assert getattr(ours, name) == pytest.approx(getattr(theirs, name))
 
 
 def test_a_round_by_hand():
     steps = [
         (torch.tensor([1]), torch.tensor([0.5, 0.5])),
         (torch.tensor([0]), torch.tensor([0.8, 0.2])),
+        (torch.tensor([0]), torch.tensor([0.8, 0.2])),
     ]
-    each = stopping.round_of(common.chain(steps, PROMPT, chances=[0.9]))
-    assert each.tokens == [1, 0]
-    assert each.confidence == pytest.approx([0.5, 0.8])
-    assert each.entropy == pytest.approx([0.6931, 0.5004], abs=1e-4)
-    assert each.chances == [0.9]
+    each = stopping.round_of(common.chain(steps, PROMPT, chances=[0.9, 0.45]))
+    assert each.tokens == [1, 0, 0]
+    assert each.confidence == pytest.approx([0.5, 0.8, 0.8])
+    assert each.entropy == pytest.approx([0.6931, 0.5004, 0.5004], abs=1e-4)
+    assert each.accepts == pytest.approx([0.9, 0.5])
     assert stopping.round_of(common.chain([], PROMPT)) == Round()
 
 
 def test_every_place_is_recorded_to_the_full_length(llama, drafter):
-    """Whatever the drafter's own rule, with a head and without one; fewer only near the end."""
+    """Whatever the drafter's own rule, with a head or without; fewer near the end."""
     impatient = dataclasses.replace(drafter.config, threshold=0.0, max_draft=3, gamma=2)
     unjudged = dataclasses.replace(impatient, stage="draft")
     lengths = [min(stopping.LONGEST, 29 - place) for place in range(30)]
@@ -89,27 +155,31 @@ def test_every_place_is_recorded_to_the_full_length(llama, drafter):
         other.load_state_dict(drafter.state_dict())
         rounds = record(llama, other)
         assert [len(each.tokens) for each in rounds] == lengths
-        chances = [max(0, length - 1) if judged else 0 for length in lengths]
-        assert [len(each.chances) for each in rounds] == chances
+        accepts = [max(0, length - 1) if judged else 0 for length in lengths]
+        assert [len(each.accepts) for each in rounds] == accepts
     rounds = record(llama, make_glide(llama, gamma=2), name="glide", module=glide)
     assert [len(each.tokens) for each in rounds] == lengths
 
 
-# ----------------------------------------------------------------------------------- the rules
+# -------------------------------------------------------------------------- the rules
 
 
 def test_replay_by_hand():
-    """Five tokens; the first draft of the first round is right, and all others are wrong.
+    """Five tokens; the first draft of the first round is right, and all others wrong.
 
     Rates are of the tokens of all answers: another one has one token at one forward.
     """
-    rounds = [Round([1] * m, agreed=n) for m, n in zip((4, 3, 2, 1, 0), (1, 0, 0, 0, 0))]
+    rounds = [
+        Round([1] * m, agreed=n) for m, n in zip((4, 3, 2, 1, 0), (1, 0, 0, 0, 0))
+    ]
     fixed, _ = stopping.RULES["K"]
     assert stopping.replay(rounds, fixed, 3) == (4, 2 + 2 + 1)
     assert stopping.replay(rounds, fixed, 1) == (4, 0 + 1 + 1)
-    found = stopping.points([rounds, [Round()]])
-    assert found["K"]["3"] == pytest.approx((5 / 6, 5 / 6))
-    assert found["oracle"][""] == pytest.approx((5 / 6, 0))  # disagreements at 1, 2, 3, not at 4
+    answers = [rounds, [Round()]]
+    assert stopping.points(answers, "K")["3"] == pytest.approx((5 / 6, 5 / 6))
+    # Disagreements at 1, 2, 3, and at 4, which is the last place.
+    assert stopping.points(answers, "oracle")[""] == pytest.approx((5 / 6, 0))
+    assert specdecpp.oracle([each.agreed > 0 for each in rounds]) == 4
 
 
 @pytest.mark.parametrize(
@@ -120,23 +190,68 @@ def test_replay_by_hand():
         ("confidence", 0.5, 3),
         ("confidence", 0.7, 2),
         ("entropy", 1.5, 3),
+        ("product", 0.5, 2),
+        ("product", 0.9, 3),
         ("head", 0.1, 3),
         ("head", 0.7, 5),
     ],
 )
 def test_lengths_by_hand(rule, setting, length):
-    """A head judges a token once the next one is drafted: 1 - 0.95 = 0.05, 1 - 0.475 = 0.525."""
-    each = Round([1] * 4, [0.8, 0.6, 0.2, 0.9], [0.2, 0.8, 1.7, 2.5], [0.95, 0.475, 0.4275])
+    """Products: of the head's .95, .475, .4275, of confidences .8, .48, .096, .0864.
+
+    The head judges a token only once the next one has been drafted.
+    """
+    each = Round([1] * 4, [0.8, 0.6, 0.2, 0.9], [0.2, 0.8, 1.7, 2.5], [0.95, 0.5, 0.9])
     assert stopping.RULES[rule][0](each, setting) == length
 
 
-# ----------------------------------------------------------------------------------- the sweep
+def test_settings_are_chosen_on_the_other_half():
+    """Even answers are best with one token a round, odd ones with two.
+
+    Of three tokens: a draft of two is right, or is wrong from its first token on.
+    """
+    bad = [Round([1, 1]), Round([1]), Round()]
+    good = [Round([1, 1], agreed=2), Round([1], agreed=1), Round()]
+    rule = (lambda each, k: k, (1, 2))
+    # Even answers are judged with 2: T = 0.1 N_draft + N_target, 3 of 3 + 3 x 0.1.
+    for answers, expected in (([bad, good], [3.3, 2.1]), ([good, bad], [2.1, 3.3])):
+        found = stopping.counts(answers, rule)
+        assert stopping.times(answers, found, 0.1).tolist() == pytest.approx(expected)
+
+
+def test_rules_are_compared_with_an_interval():
+    generator = torch.Generator().manual_seed(0)
+    answers = []
+    for _ in range(20):
+        right = (torch.rand(30, generator=generator) < 0.5).tolist()
+        rounds = [Round([1] * 5, [0.5] * 5, agreed=int(agreed)) for agreed in right]
+        stopping.join(rounds)
+        answers.append(rounds)
+    value, (low, high) = stopping.compare(answers, "oracle", "K", 0.1)
+    assert 1.05 < low < value < high
+    assert stopping.compare(answers, "K", "K", 0.1) == (1.0, [1.0, 1.0])
+    found = [stopping.counts(answers, rule) for rule in ("K", "oracle")]
+    taken = [float(stopping.times(answers, each, 0.1).sum()) for each in found]
+    assert value == pytest.approx(taken[0] / taken[1])
+
+
+def test_auc_by_hand():
+    """Of 2 x 2 pairs three are in order and one is a tie; a single token is left out."""
+    scores, agreed = [0.9, 0.5, 0.5, 0.1], [1, 1, 0, 0]
+    rounds = [Round([1, 1], [c, 0.0], agreed=n) for c, n in zip(scores, agreed)]
+    rounds.append(Round([1], [0.0], agreed=1))
+    assert stopping.auc([rounds], lambda each: each.confidence[0]) == 3.5 / 4
+
+
+# -------------------------------------------------------------------------- the sweep
 
 
 def timed(n_draft, n_target, draft, verify):
     """An answer with its times. Its first draft, of 9 tokens, counts as prefill."""
     seconds = {"prefill": 7.0, "draft": draft, "verify": verify}
-    return SimpleNamespace(target_forwards=n_target, offered=[9, n_draft], seconds=seconds)
+    offered = [9, n_draft]
+    counted = {"target_forwards": n_target, "offered": offered, "seconds": seconds}
+    return SimpleNamespace(question_id=5, **counted)
 
 
 def test_forward_times_by_hand():
@@ -144,31 +259,44 @@ def test_forward_times_by_hand():
     counts = ((12, 3), (20, 5), (8, 4))
     exact = [timed(d, t, 0.01 * d, 0.1 * t) for d, t in counts]
     assert stopping.forward_times(exact) == pytest.approx((0.01, 0.1, 1.0))
-    slower = [timed(10, 4, 0.1, 0.3), timed(10, 4, 0.1, 0.5)]  # alike, but not in their times
+    slower = [timed(10, 4, 0.1, 0.3), timed(10, 4, 0.1, 0.5)]  # alike, but not in time
     assert stopping.forward_times(slower) == pytest.approx((0.01, 0.1, 0.0))
     assert stopping.forward_times(exact[:1])[2] is None  # nothing to explain
     assert stopping.forward_times([timed(0, 4, 0.0, 1.0)])[:2] == (0, 0.25)
 
 
-def test_the_sweep_of_a_run(llama, drafter):
+def test_the_sweep_of_a_run(llama, drafter, tmp_path):
     arm = make_arm(llama, drafter)
     result = stopping.sweep(arm, [TURN], [timed(10, 5, 0.2, 0.5)])
     assert (result["t_draft_ms"], result["t_target_ms"]) == pytest.approx((20, 100))
-    for rule, settings in stopping.points([record(llama, drafter)]).items():
-        for setting, rates in settings.items():
+    rounds = record(llama, drafter)
+    for rule in stopping.RULES:
+        for setting, rates in stopping.points([rounds], rule).items():
             *found, speed = result["points"][rule][setting]
             assert found == pytest.approx(rates)
             assert speed == pytest.approx(specdecpp.throughput(*rates, 0.02, 0.1))
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"sweep": result}))
+    assert not stopping.read(path, "other")
+    for ours, theirs in zip(*stopping.read(path, "5"), rounds, strict=True):
+        assert ours.tokens == theirs.tokens and ours.agreed == theirs.agreed
+        assert ours.confidence == pytest.approx(theirs.confidence, abs=6e-4)
+        assert ours.entropy == pytest.approx(theirs.entropy, abs=6e-3)
+        assert ours.accepts == pytest.approx(theirs.accepts, abs=6e-4)
 
 
 def test_the_sweep_of_chains_without_a_head(llama):
     arm = make_arm(llama, make_glide(llama), "glide:gamma=3", glide)
     result = stopping.sweep(arm, [TURN], [timed(10, 5, 0.2, 0.5)])
-    assert list(result["points"]) == ["K", "confidence", "entropy", "oracle"]
+    assert list(result["points"]) == ["K", "product", "confidence", "entropy", "oracle"]
 
 
-@pytest.mark.parametrize("name", ["cape", "falcon", "specdecpp+cape", "glide:gamma=3+copies"])
+@pytest.mark.parametrize(
+    "name", ["cape", "falcon", "specdecpp+cape", "glide:gamma=3+copies"]
+)
 def test_arms_of_other_trees_than_chains_are_refused(name):
-    with pytest.raises(common.UserError, match="no plain chains: take glide or specdecpp"):
+    with pytest.raises(
+        common.UserError, match="no plain chains: take glide or specdecpp"
+    ):
         stopping.longest_chains(make_arm(None, None, name))
     stopping.longest_chains(make_arm(None, None, "specdecpp:threshold=0.5@a+b"))
