@@ -139,11 +139,11 @@ a round ends where the head is sure
 + if 1 - all_accepted < threshold:
 the newest token is withheld
 -         yield token, q_draft, hidden
--         if 1 - all_accepted > threshold:
--             return
+-         # The judged
 +         if 1 - all_accepted > threshold:
 +             return
 +         yield token, q_draft, hidden
++         # The judged
 e_0 is judged, too
 - if i > 1:
 + if i > 0:
