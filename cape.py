@@ -16,8 +16,9 @@ CAPE has no weights of its own. It wraps any generator of chains:
 
     cape.drafts(glide.drafts(decoding, drafter, gamma=4))
 
-Names that differ from the paper's: p_D is `q_draft`, p_i is `confidences[i - 1]`, K_i is
-`counts[i - 1]`, S is `set_size`; the proposal before its expansion is the `trajectory`.
+Names that differ from the paper's: p_D is `q_draft`, p_i is `confidences[i - 1]`, K_i
+is `counts[i - 1]`, S is `set_size`; the proposal before its expansion is the
+`trajectory`.
 
 Deviations from the paper:
     1. Where section 4.2 and Algorithm 1 differ, the code follows 4.2: a set excludes
@@ -94,13 +95,13 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
         0      .10 .50 .25 .15    1         .50   2        2, 3
         1      .60 .30 .06 .04    0         .60   1        1
 
-    The tokens become 1 0, then 2 3, then 1, and the parents -1 (the root) 0, then -1 -1,
-    then 0.
+    The tokens become 1 0, then 2 3, then 1, and the parents -1 (the root) 0, then
+    -1 -1, then 0.
 
     trajectory: a chain with its `probs`, as common.chain makes it; an empty one is
         returned as it is.
-    Returns a Draft with {"confidences": [...], "counts": [...]} in its notes. A count is
-    S(p), even where fewer extras were left.
+    Returns a Draft with {"confidences": [...], "counts": [...]} in its notes. A count
+    is S(p), even where fewer extras were left.
     Raises UserError for a draft that is no chain.
     """
     length = len(trajectory.tokens)  # gamma, or less at the end of an answer

@@ -7,8 +7,8 @@ one Draft per round, and the Decoding commits what the target accepts of it:
         decoding.verify(draft)
 
 The first part, down to Stats, is all that a reader of a method needs: Draft, `score`,
-`walk`, `draw`, Decoding, `speculate`. Below stand the parts that these are made of, then
-KV caches, what methods use of a target and of a drafter, and what is refused.
+`walk`, `draw`, Decoding, `speculate`. Below stand the parts that these are made of,
+then KV caches, what methods use of a target and of a drafter, and what is refused.
 
 Words:
     target      the large model whose text is wanted; a *forward* is a run of it
@@ -71,9 +71,9 @@ class UserError(ValueError):
 class Draft:
     """A tree of N candidate tokens below the root.
 
-    When sampling, the first M nodes were drawn from `probs`. The others were chosen in
-    another way, for instance as the likeliest tokens, but not at random. Greedy decoding
-    treats all nodes alike.
+    When sampling, the first M nodes were drawn from `probs`. The others were not drawn
+    at random; they are the likeliest tokens, for instance. Greedy decoding treats all
+    nodes alike.
     """
 
     tokens: Tensor  # (N,) ids, on the target's device
@@ -160,8 +160,8 @@ def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
     choose: a function of a node (-1 is the root) and the tokens chosen so far, which
         returns the target's next token after them.
     ended: a function of the tokens chosen so far; True ends the answer there.
-    Returns the accepted nodes from the root down, and the tokens chosen: theirs and then
-    the bonus token, unless an accepted one ended the answer.
+    Returns the accepted nodes from the root down, and the tokens chosen: theirs and
+    then the bonus token, unless an accepted one ended the answer.
     """
     child = draft.children()
     path = []
@@ -192,8 +192,8 @@ def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
     min(1, p(x) / q(x)), which makes min(p(x), q(x)) together. What p(x) still lacks is
     max(p(x) - q(x), 0), and the sum of all that is lacking is the probability of a
     rejection, here .65. So after a rejection we draw from the residual, which is
-    max(p - q, 0) divided by its sum: this supplies exactly what is lacking, and the last
-    two rows of the table add up to p.
+    max(p - q, 0) divided by its sum: this supplies exactly what is lacking, and the
+    last two rows of the table add up to p.
 
     siblings: (token, q_draft (V,)) of the children that were sampled, each drawn by
         the drafter after the ones before it, from a q_draft of its own. After a
@@ -300,9 +300,9 @@ class Decoding:
             return self.done
 
         path, tokens = walk(draft, choose, ended)
-        # The forward cached a row for the root and for each node. Keep those of the root
-        # and of the nodes that another token has followed, in the order of the text. The
-        # newest token has no row, because it is the next root.
+        # The forward cached a row for the root and for each node. Keep those of the
+        # root and of the nodes that another token has followed, in the order of the
+        # text. The newest token has no row, because it is the next root.
         kept = [0, *(node + 1 for node in path)][: len(tokens)]
         if kept != list(range(len(kept))):  # a chain's accepted rows are in place
             rows = torch.tensor(kept, device=hidden.device)

@@ -15,9 +15,9 @@ that are being drafted. While the drafter drafts x_(t+i), it can read (x marks a
     target's rows    x   x   x        .    .       .   .
     drafter's own    x   x   x        x    x       x   x
 
-So the i-th draft token lacks i of the target's rows. In training the target has rows for
-the whole text, and `block_mask` hides the last ones, so that the drafter learns to do
-without them.
+So the i-th draft token lacks i of the target's rows. In training the target has rows
+for the whole text, and `block_mask` hides the last ones, so that the drafter learns to
+do without them.
 
 Names that differ from the paper's: M_T and M_D are `target` and `drafter`, N_D is
 `num_layers`, L is `block_size`, p_D is `q_draft`, c is `cost`.
@@ -217,8 +217,8 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     depth = shape["num_layers"]
     if max(config.num_layers - 1, config.kv_layer) >= depth:
         raise common.UserError(
-            f"num_layers {config.num_layers}, kv_layer {config.kv_layer}: the target has "
-            f"layers 0 to {depth - 1}"
+            f"num_layers {config.num_layers}, kv_layer {config.kv_layer}: the target "
+            f"has layers 0 to {depth - 1}"
         )
     # Qwen3 normalises the query of each head, and its cached keys expect that.
     weights = dict(target.get_decoder().named_parameters())
@@ -235,11 +235,13 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
         if not keys.shape == values.shape == ordinary:
             raise common.UserError(
                 f"target layer {layer} caches keys of shape {tuple(keys.shape)}, not "
-                f"{ordinary}: take another layer, another method, or --no-cross-attention"
+                f"{ordinary}: take another layer, another method, or "
+                "--no-cross-attention"
             )
 
-    # A layer starts as the target's layer at the same height. Its cross-attention starts
-    # as the attention of the layer that it reads, because those queries fit the keys.
+    # A layer starts as the target's layer at the same height. Its cross-attention
+    # starts as the attention of the layer that it reads, because those queries fit the
+    # keys.
     layers = common.target_layers(target)
     pairs = list(zip(drafter.layers, layers[-config.num_layers :]))
     for layer, read in zip(drafter.layers, drafter.kv_layers):
@@ -259,9 +261,9 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
     """Mask_Block (4.1): a query reads the keys of earlier blocks only.
 
     A block stands for a round. Its i-th query stands for the pass of `feed` that drafts
-    the i-th token of the round, and lacks as many of the target's rows as that pass: its
-    own and those before it in the block, i in all. Here L = 3, and phase 1 has taken one
-    token off the first block:
+    the i-th token of the round, and lacks as many of the target's rows as that pass:
+    its own and those before it in the block, i in all. Here L = 3, and phase 1 has
+    taken one token off the first block:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
@@ -322,7 +324,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """The acceptance rate alpha (5.1) on the batch's text, summed over M places, and M."""
+    """The acceptance rate alpha (5.1) on a batch, summed over M places, and M."""
     logits, hidden = training_pass(drafter, target, batch)
     q_draft = logits.softmax(-1)  # (M, Vd)
     # The paper prints E_(x ~ p_D) min(p_T, p_D) and must mean the probability that a

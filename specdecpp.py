@@ -575,7 +575,7 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
     """
     # If a token is rejected, going on wastes at least a pass, c1. If none is, stopping
     # costs at most c2 + delta more than going on. At the bound R c1 = (1 - R)(c2 +
-    # delta). With the paper's times, 0.0234 s and 0.112 s (4.2), it is .79 at delta = 0.
+    # delta). With the paper's times, 0.0234 s and 0.112 s (4.2), it is .79 at delta 0.
     #
     # The bound says why a threshold on R is the rule, and that it rises as passes become
     # cheaper. It is no value for h: delta is unknown, stopping may be cheaper at a
