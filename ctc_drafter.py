@@ -165,7 +165,7 @@ class Drafter(
         both = [self.feature_norm(hidden.to(dtype)), self.embed_norm(embeds)]
         rows = self.fusion(torch.cat(both, dim=-1))  # (B, n, D)
 
-        # A slot starts as its anchor plus a learned vector, which tells its place.
+        # A slot starts as its anchor, plus a vector that is learned for each slot.
         chosen = rows.take_along_dim(anchors[..., None], dim=1)  # (B, A, D)
         x = chosen[:, :, None] + self.slots  # (B, A, S, D)
         x = x.flatten(1, 2)
@@ -385,11 +385,11 @@ def alignments(slots: list[list[tuple]], nodes: int, merge: bool = True) -> dict
         slots = [tokens for *tokens, _ in slots]
     # Best-first search. A raw candidate is at most as likely as its beginnings, so they
     # leave the heap in decreasing order, each before those that continue it.
-    raw = [(-1.0, ())]  # a heap, with the likeliest on top
+    raw = [(-1.0, ())]  # a heap of (minus the probability, raw candidate)
     seen = set()
     found = {}
     while raw and len(found) < nodes:
-        p, candidate = heapq.heappop(raw)
+        minus_q, candidate = heapq.heappop(raw)
         sequence = collapse(candidate) if merge else candidate
         # Two that fill as many slots, become the same sequence and end in the same
         # symbol also continue alike, so only the likelier one, which comes first, does.
@@ -398,10 +398,10 @@ def alignments(slots: list[list[tuple]], nodes: int, merge: bool = True) -> dict
             continue
         seen.add(alike)
         if sequence:
-            found.setdefault(sequence, -p)
+            found.setdefault(sequence, -minus_q)
         if len(candidate) < len(slots):
             for symbol, q in slots[len(candidate)]:
-                heapq.heappush(raw, (p * q, (*candidate, symbol)))
+                heapq.heappush(raw, (minus_q * q, (*candidate, symbol)))
     return found
 
 
@@ -417,9 +417,10 @@ def prefix_search(slots: list[list[tuple]], candidates: int) -> dict:
         a b                a b  .6 x .5  .30
         a a                              0    needs three slots, a e a
 
-    slots: of `top_symbols`.
-    candidates: how many prefixes are read on after each slot. The others keep the sums
-        that they have by then, which may be too small.
+    slots: of `top_symbols`; a token that is not among them counts as impossible.
+    candidates: how many prefixes are read on after each slot, the empty one included:
+        those that the slots so far have become with the greatest probability. Others
+        keep the sums that they have by then, which may be too small.
     """
     # The slots are read one after another. `kept` says how likely it is that those read
     # so far have become exactly this prefix. It is split in two, because the meaning of
