@@ -11,30 +11,30 @@ neighbours, then it drops the blanks. The likeliest sequences are drafted, as a 
     a e a b e e  ->  a a b   a blank splits a repeat
 
 The CTC loss sums over all alignments of the right sequence (Eq. 6), so the layer may
-choose which slot holds which token. It has little to choose where each window that it
-learns has U = 3 labels. The shipped drafter puts them into its first three slots and
-leaves the others idle: the mean probability of the blank in slots 1 to 6 is .00 .05 .00
-1.00 .97 .98 (668 greedy contexts). So the transform gains nothing over drafting the
-slots as they are (results/README.md). With windows of 1 to 6 labels the blank is used
-(.06 .39 .50 .54 .55 .54), but tau is not higher (checkpoints/README.md).
+choose which slot holds which token. But in training this sequence always has U = 3
+tokens, which leaves little to choose. The shipped drafter puts them into the first
+three slots and leaves the others idle: the mean probability of the blank in slots 1 to
+6 is .00 .05 .00 1.00 .97 .98 (668 greedy contexts). So the transform gains nothing over
+drafting the slots as they are (results/README.md). In a trial with 1 to 6 tokens it was
+used (.06 .39 .50 .54 .55 .54), but tau was not higher (checkpoints/README.md).
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (in training its logarithm, `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S.
 
 Deviations, and choices where the paper is silent:
-    1. The slots' inputs, masks and initial weights, and the blank's own logit are ours.
+    1. The slots' inputs, masks and initial weights, and the blank's own logit are ours;
        S = 6, U = 3 and the next token as an input are the authors' code's.
     2. We sum log P (Eq. 1), not P (Eq. 2). `first_token` adds a loss.
-    3. By default (`prefixes`) a sequence is ranked by the sum over its alignments; the
-       paper's transform (`alignments`) ranks it by the likeliest one. It masks what it
-       removes, where we build a trie.
+    3. The default, `prefixes`, ranks a sequence by the sum over its alignments; the
+       paper's `alignments` by the likeliest. It masks what it removes; we build a trie.
     4. Only frequent tokens are drafted (`draft_vocab`). When sampling, the first tokens
        are sampled (`sampled`); the paper decodes greedily.
     5. Section 2 prints min(1, p'/p), which is upside down: see common.draw.
 
-Authors' code, not followed: four passes of EAGLE's layer, with its losses and .01 of
-the CTC loss (`first_token` is nearer to that than CTC alone); blanks stay where no
-token repeats; Medusa's tree of 63 nodes, of which the variant `paper` has as many.
+Authors' code: where it differs, we follow the paper. It has four passes of EAGLE's
+layer, with EAGLE's losses and .01 of the CTC loss (`first_token` is nearer to that than
+CTC alone). Its blank is <unk>, blanks stay where no token repeats, and the tree is
+Medusa's, of 63 nodes (as many as the variant `paper` has).
 
 Licence: Apache-2.0.
 """
@@ -83,7 +83,7 @@ VARIANTS = {
     "alignments": {"transform": "alignments"},  # "CTC verify" of Table 2
     "none": {"transform": "none"},  # "Medusa verify"
     "paper": {"transform": "alignments", "symbols": 10, "nodes": 63, "sampled": 0},
-    "deterministic": {"sampled": 0},
+    "deterministic": {"sampled": 0},  # differs from the default only when sampling
 }
 
 
@@ -165,7 +165,7 @@ class Drafter(
         both = [self.feature_norm(hidden.to(dtype)), self.embed_norm(embeds)]
         rows = self.fusion(torch.cat(both, dim=-1))  # (B, n, D)
 
-        # A slot starts as its anchor plus a learned vector, which tells its place.
+        # A slot starts as its anchor, plus a vector that is learned for each slot.
         chosen = rows.take_along_dim(anchors[..., None], dim=1)  # (B, A, D)
         x = chosen[:, :, None] + self.slots  # (B, A, S, D)
         x = x.flatten(1, 2)
@@ -385,11 +385,11 @@ def alignments(slots: list[list[tuple]], nodes: int, merge: bool = True) -> dict
         slots = [tokens for *tokens, _ in slots]
     # Best-first search. A raw candidate is at most as likely as its beginnings, so they
     # leave the heap in decreasing order, each before those that continue it.
-    raw = [(-1.0, ())]  # a heap, with the likeliest on top
+    raw = [(-1.0, ())]  # a heap of (minus the probability, raw candidate)
     seen = set()
     found = {}
     while raw and len(found) < nodes:
-        p, candidate = heapq.heappop(raw)
+        minus_q, candidate = heapq.heappop(raw)
         sequence = collapse(candidate) if merge else candidate
         # Two that fill as many slots, become the same sequence and end in the same
         # symbol also continue alike, so only the likelier one, which comes first, does.
@@ -398,10 +398,10 @@ def alignments(slots: list[list[tuple]], nodes: int, merge: bool = True) -> dict
             continue
         seen.add(alike)
         if sequence:
-            found.setdefault(sequence, -p)
+            found.setdefault(sequence, -minus_q)
         if len(candidate) < len(slots):
             for symbol, q in slots[len(candidate)]:
-                heapq.heappush(raw, (p * q, (*candidate, symbol)))
+                heapq.heappush(raw, (minus_q * q, (*candidate, symbol)))
     return found
 
 
@@ -417,9 +417,10 @@ def prefix_search(slots: list[list[tuple]], candidates: int) -> dict:
         a b                a b  .6 x .5  .30
         a a                              0    needs three slots, a e a
 
-    slots: of `top_symbols`.
-    candidates: how many prefixes are read on after each slot. The others keep the sums
-        that they have by then, which may be too small.
+    slots: of `top_symbols`; a token that is not among them counts as impossible.
+    candidates: how many prefixes are read on after each slot, the empty one included:
+        those that the slots so far have become with the greatest probability. Others
+        keep the sums that they have by then, which may be too small.
     """
     # The slots are read one after another. `kept` says how likely it is that those read
     # so far have become exactly this prefix. It is split in two, because the meaning of

@@ -247,8 +247,8 @@ the slots of earlier rounds stay in the cache
 - memory.cache.cut(decoding.ids.shape[1] - 1)
 + pass
 a sequence has the probability of its unlikeliest alignment
-- found.setdefault(sequence, -p)
-+ found[sequence] = -p
+- found.setdefault(sequence, -minus_q)
++ found[sequence] = -minus_q
 a blank is drafted where nothing is merged
 - slots = [tokens for *tokens, _ in slots]
 + pass
