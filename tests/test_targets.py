@@ -6,6 +6,7 @@ import json
 import types
 
 import accelerate
+import chat
 import pytest
 import torch
 import transformers
@@ -17,7 +18,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 import bench
 import common
 import falcon
+import glide
 import specdecpp
+import train
 from support import arms, cli, data, prompts
 from support.rivals import lookup
 
@@ -111,6 +114,30 @@ def test_a_target_quantised_by_torchao_decodes_and_gets_drafters(head):
     check(target, made(target, ("glide", "cape", "falcon", "ctc_drafter")))
     with refused("quantised.* load the target without quantisation"):
         untrained(specdecpp, target)
+
+
+@pytest.mark.slow
+def test_a_drafter_learns_from_a_target_saved_quantised(
+    folder, tmp_path, fresh_accelerate, capsys
+):
+    """And a run on it is continued, because it is known to be the same target."""
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="needs torchao: requirements-dev.txt"
+    )
+    config = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    target = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "data.jsonl").write_bytes((folder / "data.jsonl").read_bytes())
+    target.save_pretrained(tmp_path)
+    for more in (["--steps", 2], ["--steps", 3, "--resume"]):
+        train.main(chat.options(tmp_path, tmp_path / "out", *more))
+        assert json.loads(capsys.readouterr().out)["step"] == more[1]
+    target, _ = common.load_target(str(tmp_path))
+    drafter = common.load_drafter(glide.Drafter, tmp_path / "out", target)
+    check(target, {"glide": lambda decoding: glide.drafts(decoding, drafter)})
 
 
 class Codes(torch.nn.Module):
