@@ -648,13 +648,11 @@ def target_shape(target) -> dict:
 
 
 def readable(weight) -> bool:
-    """Whether a weight holds numbers, which can be copied, or rows of them selected.
-
-    A quantised weight holds codes, and an offloaded one is on the device meta between
-    two forwards. What torch's quantize_dynamic leaves as `weight` is not even a tensor.
-    """
+    """Whether a weight is a tensor of numbers, which can be copied or indexed."""
+    # A quantised weight holds codes. torchao's are of types of its own, and those of
+    # torch's quantize_dynamic are no tensors. An offloaded one is on the device meta.
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    ordinary = type(weight) in (Tensor, nn.Parameter)  # torchao's are of other types
+    ordinary = type(weight) in (Tensor, nn.Parameter)
     return ordinary and weight.dtype in floats and weight.device.type != "meta"
 
 
@@ -666,14 +664,23 @@ def _logit_scale(target) -> float:
     return 1 / (getattr(config, "logits_scaling", None) or 1)
 
 
+def _head_weight(target) -> Tensor | None:
+    """The LM head's weight (V, D); None if only a call of the head gives its logits."""
+    head = target.get_output_embeddings()
+    # The layer that an adapter makes of it is no nn.Linear any more.
+    return (
+        head.weight if isinstance(head, nn.Linear) and readable(head.weight) else None
+    )
+
+
 def _head_logits(target, hidden: Tensor, token_ids: Tensor | None) -> Tensor:
     """What the LM head makes of hidden (..., D), before scale and soft cap."""
     head = target.get_output_embeddings()
-    if not (isinstance(head, nn.Linear) and readable(head.weight)):
-        # Quantised, offloaded, or with an adapter: only a call gives its logits.
+    weight = _head_weight(target)
+    if weight is None:
         logits = head(hidden.to(target.dtype))
         return logits if token_ids is None else logits[..., token_ids]
-    weight, bias = head.weight, head.bias
+    bias = head.bias
     if token_ids is not None and len(token_ids) < len(weight):
         weight = weight[token_ids]
         bias = None if bias is None else bias[token_ids]
@@ -712,9 +719,9 @@ def draft_head(target, token_ids: Tensor) -> nn.Module:
     scale = _logit_scale(target)
     if hasattr(head, "select") and scale == 1:  # as in support/packed.py
         return head.select(token_ids)
-    if not (isinstance(head, nn.Linear) and readable(head.weight)):
+    weight = _head_weight(target)
+    if weight is None:
         return CalledHead(target, token_ids)
-    weight = head.weight
     if len(token_ids) < len(weight):
         weight = weight[token_ids]
     if scale != 1:
@@ -1037,11 +1044,13 @@ def check_states(target) -> None:
 def check_target(target) -> None:
     """Raise a UserError if token trees would change the target's output."""
     config = target.config.get_text_config()
-    # PEFT adds learned tokens to a prompt in that method, which is not called here.
+    # PEFT replaces this method to put learned tokens before a prompt. It is not called
+    # here, so they would be left out.
     feeds = getattr(target.prepare_inputs_for_generation, "__self__", None)
     prompted = feeds is not target
-    if hasattr(target, "get_base_model"):  # the wrapper itself, as `build` gets it
-        prompted = target.active_peft_config.is_prompt_learning
+    if hasattr(target, "get_base_model"):  # PEFT's wrapper, which `build` may be given
+        adapter = getattr(target, "active_peft_config", None)
+        prompted = getattr(adapter, "is_prompt_learning", False)
         target = target.get_base_model()
     parameters = inspect.signature(target.forward).parameters
     missing = ", ".join({"position_ids", "past_key_values"} - parameters.keys())
@@ -1119,7 +1128,6 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
     cached = past is not None and past.get_seq_length() > 0
     shifted = positions is not None and positions.tolist() != [list(range(length))]
     more = any(getattr(x, "ndim", 0) > 2 for x in given.values())
-    theirs = "past_key_values already holds tokens"
     refuse(
         (
             elsewhere,
@@ -1129,7 +1137,7 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
         (rows != 1, f"{rows} rows of ids: pass one prompt at a time"),
         (padded, "attention_mask has zeros: pass no padding, and a mask of ones"),
         (shifted, "position_ids are counted from 0 here: leave them out"),
-        (cached, f"{theirs}: pass all tokens, and no cache"),
+        (cached, "past_key_values holds tokens already: pass all tokens, and no cache"),
         (more, "only text is decoded here: pass nothing beside token ids, no images"),
         (
             mode not in ("greedy_search", "sample"),
@@ -1166,11 +1174,11 @@ def _check_length(config, prefix: int, length: int) -> None:
     fits = "set a lower max_new_tokens in the call"
     for name, reach in reaches.items():
         if reach and length > reach:
-            text = (
-                f"prompt + new tokens = {length} exceed the target's {name} of {reach}"
-            )
             remedy = fits if prefix + 1 < reach else "shorten the prompt"
-            raise UserError(f"{text}: {remedy}")
+            raise UserError(
+                f"prompt + new tokens = {length} exceed the target's {name} of "
+                f"{reach}: {remedy}"
+            )
 
 
 # -------------------------------------------------------------------------- a first try

@@ -113,6 +113,7 @@ def fingerprint(target) -> str:
     mark = hashlib.sha256(text.encode())
     for name, x in target.state_dict().items():
         mark.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        some = x.reshape(-1)[:: max(1, x.numel() // 1000)]
-        mark.update(some.double().cpu().numpy().tobytes())
+        if type(x) is Tensor and not x.is_meta:  # else it is quantised or offloaded
+            some = x.reshape(-1)[:: max(1, x.numel() // 1000)]
+            mark.update(some.double().cpu().numpy().tobytes())
     return mark.hexdigest()[:16]

@@ -215,6 +215,18 @@ def test_a_folder_of_a_target_that_decodes_with_drafts(method, target_folder, tm
     answer = model.generate(**inputs, streamer=streamer, **options)
     assert torch.equal(answer, target.generate(**inputs, **options))
     assert streamer.ended
+    # As if it had been read from the hub.
+    asked = []
+
+    def download(name, **given):
+        asked.append((name, given))
+        return str(out)
+
+    again = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+    again.name_or_path = "org/served"
+    again.generate.func.__globals__["snapshot_download"] = download
+    assert torch.equal(again.generate(**inputs, **options), answer)
+    assert asked == [("org/served", {"allow_patterns": "drafter/*"})]
     # Without trust, the same folder is the target alone.
     alone = AutoModelForCausalLM.from_pretrained(out)
     assert "generate" not in vars(alone)

@@ -3,8 +3,10 @@ settings of a trainer's, and with a tokenizer that is not theirs."""
 
 import itertools
 import json
+import types
 
 import accelerate
+import chat
 import pytest
 import torch
 import transformers
@@ -16,7 +18,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 import bench
 import common
 import falcon
+import glide
 import specdecpp
+import train
 from support import arms, cli, data, prompts
 from support.rivals import lookup
 
@@ -112,6 +116,58 @@ def test_a_target_quantised_by_torchao_decodes_and_gets_drafters(head):
         untrained(specdecpp, target)
 
 
+@pytest.mark.slow
+def test_a_drafter_learns_from_a_target_saved_quantised(
+    folder, tmp_path, fresh_accelerate, capsys
+):
+    """And a run on it is continued, because it is known to be the same target."""
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="needs torchao: requirements-dev.txt"
+    )
+    config = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    target = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "data.jsonl").write_bytes((folder / "data.jsonl").read_bytes())
+    target.save_pretrained(tmp_path)
+    for more in (["--steps", 2], ["--steps", 3, "--resume"]):
+        train.main(chat.options(tmp_path, tmp_path / "out", *more))
+        assert json.loads(capsys.readouterr().out)["step"] == more[1]
+    target, _ = common.load_target(str(tmp_path))
+    drafter = common.load_drafter(glide.Drafter, tmp_path / "out", target)
+    check(target, {"glide": lambda decoding: glide.drafts(decoding, drafter)})
+
+
+class Codes(torch.nn.Module):
+    """A linear layer whose weight is kept as bytes (N, 1), as bitsandbytes does."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.shape = layer.weight.shape
+        self.scale = layer.weight.abs().amax(1, keepdim=True) / 127
+        codes = (layer.weight / self.scale).round().add(128).to(torch.uint8)
+        self.weight = torch.nn.Parameter(codes.reshape(-1, 1), requires_grad=False)
+
+    def forward(self, x):
+        weight = (self.weight.view(self.shape).to(x.dtype) - 128) * self.scale
+        return torch.nn.functional.linear(x, weight)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_a_target_whose_weights_are_bytes_decodes_and_gets_drafters(head):
+    target = make_llama()
+    before = made(target)
+    for name, module in list(target.named_modules()):
+        if isinstance(module, torch.nn.Linear) and (head or name != "lm_head"):
+            target.set_submodule(name, Codes(module))
+    check(target, before)
+    check(target, made(target, ("glide", "cape", "falcon", "ctc_drafter")))
+    with refused("quantised.* load the target without quantisation"):
+        untrained(specdecpp, target)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_target_of_quantize_dynamic_decodes():
     """Its rows share the scale of activations, so an answer may differ from plain."""
@@ -159,16 +215,26 @@ def test_a_target_without_a_device_is_told_what_to_load(tmp_path):
             untrained(cli.import_method(method), target)
 
 
+def test_a_target_on_several_devices_is_refused(monkeypatch):
+    target = make_llama()
+    weights = list(target.parameters())
+    elsewhere = types.SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(target, "parameters", lambda: iter([*weights, elsewhere]))
+    with refused("the target is spread over cpu, cuda:1: load it on one device"):
+        common.check_target(target)
+
+
 # ------------------------------------------------------------------- unusual families
 
 
 def test_layers_may_differ_in_the_size_of_their_heads():
     """Gemma 4's full attention has larger heads than its sliding windows."""
-    more = {"sliding_window": 64, "hidden_size_per_layer_input": 0}
-    target = family("Gemma4", **more).float()
-    assert common.target_shape(target)["head_dim"] == 512
+    more = {"sliding_window": 64, "global_head_dim": 16}
+    target = family("Gemma4", hidden_size_per_layer_input=0, **more).float()
+    assert common.target_shape(target)["head_dim"] == 16
     check(target, made(target))
-    target = family("Gemma4", sliding_window=64).float()
+    more |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40}
+    target = family("Gemma4", **more).float()
     check(target, made(target, ("glide", "falcon", "ctc_drafter")))
     with refused("read an embedding of their own.* name a draft_model"):
         untrained(specdecpp, target)
@@ -274,7 +340,7 @@ def test_token_ids_without_an_embedding_are_told_of(llama):
 
 
 def test_a_tokenizer_with_more_tokens_than_the_target(folder, tmp_path, capsys):
-    """Tokens were added and the embedding was not resized; only lines with them fail."""
+    """Tokens were added, and the embedding not resized: such lines are left out."""
     target, tokenizer = common.load_target(str(folder))
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
     lines = [{"prompt": f"w{i}", "response": "w2 w3"} for i in range(8)]

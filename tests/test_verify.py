@@ -705,7 +705,7 @@ MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
         ("guidance_scale 1.5 .* set guidance_scale=1 in", {"guidance_scale": 1.5}),
         ("set watermarking_config=None in", {"watermarking_config": MARK}),
         ("only text", {"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}),
-        ("already holds tokens: pass all tokens, and no cache", {"past_key_values": ONE_LAYER}),
+        ("holds tokens already: pass all tokens, and no cache", {"past_key_values": ONE_LAYER}),
     ],
 )
 def test_a_request_that_trees_cannot_decode_is_refused(llama, message, options):
