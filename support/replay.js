@@ -698,11 +698,12 @@ function goTo(address) {
   go(Number(number));
 }
 
-/** Where the page opens: at a tree with three accepted tokens, if there is one. */
+/** Where the page opens: at the smallest tree of which three tokens are accepted. */
 function opening() {
   const all = run().methods.flatMap((each, index) =>
     each.rounds.map((round, n) => ({ index, number: n + 1, round })),
   );
+  all.sort((a, b) => a.round.tokens.length - b.round.tokens.length);
   const branches = ({ parents }) => new Set(parents).size < parents.length;
   return (
     all.find(({ round }) => round.path.length >= 3 && branches(round)) ??
