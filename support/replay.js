@@ -426,9 +426,15 @@ function ruleOfAcceptance(rounds) {
       "probability p."
     );
   }
+  const second = rounds.some((round) =>
+    round.tokens.some((_, n) => n < round.drawn && acceptance(round, n) === null),
+  );
   return (
-    "Sampling: a token that the drafter drew is accepted with probability " +
-    "min(1, p/q). The others are not judged: where no drawn token is accepted, the " +
+    "Sampling: a token that the drafter drew is accepted with probability min(1, p/q)" +
+    (second
+      ? ", in which what is left of p stands for p after a rejected sibling"
+      : "") +
+    ". The others are not judged: where no drawn token is accepted, the " +
     "target draws one of its own, from p or, after a rejection, from what is left " +
     "of p, max(p − q, 0), and a draft token that holds this draw is accepted."
   );
