@@ -426,9 +426,15 @@ function ruleOfAcceptance(rounds) {
       "probability p."
     );
   }
+  const second = rounds.some((round) =>
+    round.tokens.some((_, n) => n < round.drawn && acceptance(round, n) === null),
+  );
   return (
-    "Sampling: a token that the drafter drew is accepted with probability " +
-    "min(1, p/q). The others are not judged: where no drawn token is accepted, the " +
+    "Sampling: a token that the drafter drew is accepted with probability min(1, p/q)" +
+    (second
+      ? ", in which what is left of p stands for p after a rejected sibling"
+      : "") +
+    ". The others are not judged: where no drawn token is accepted, the " +
     "target draws one of its own, from p or, after a rejection, from what is left " +
     "of p, max(p − q, 0), and a draft token that holds this draw is accepted."
   );
@@ -698,11 +704,12 @@ function goTo(address) {
   go(Number(number));
 }
 
-/** Where the page opens: at a tree with three accepted tokens, if there is one. */
+/** Where the page opens: at the smallest tree of which three tokens are accepted. */
 function opening() {
   const all = run().methods.flatMap((each, index) =>
     each.rounds.map((round, n) => ({ index, number: n + 1, round })),
   );
+  all.sort((a, b) => a.round.tokens.length - b.round.tokens.length);
   const branches = ({ parents }) => new Set(parents).size < parents.length;
   return (
     all.find(({ round }) => round.path.length >= 3 && branches(round)) ??
