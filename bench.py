@@ -9,13 +9,13 @@
     python bench.py --table results/cpu_*.json     # tables of earlier runs
 
 An arm is [BASE+]NAME[:SETTINGS][+copies][@DIR]. NAME is a method or a rival (medusa,
-eagle, beam, lookup). EAGLE is Falcon with the drafter checkpoints/eagle. SETTINGS are
-fields of its Config that may change after training, as gamma=3,sizes=2-1-1-0 (a list
-has - in between), or the name of some of them in its VARIANTS. BASE is the method whose
-chains CAPE expands, glide if it is left out; settings that are not CAPE's go to that
-method. +copies adds tokens copied from the context to each draft. DIR holds a drafter
-to use instead of checkpoints/NAME. The arms prompt-lookup and assisted are
-transformers' own.
+eagle, beam, lookup); EAGLE is Falcon with the drafter checkpoints/eagle. SETTINGS are
+fields of its Config that may change after training, such as gamma=3,sizes=2-1-1-0 (a -
+stands between the numbers of a list), or a name from its VARIANTS, which stands for
+several of them. BASE is the method whose chains CAPE expands, glide if it is left out;
+settings that are not CAPE's go to that method. +copies adds tokens copied from the
+context to each draft. DIR holds a drafter to use instead of checkpoints/NAME. The arms
+prompt-lookup and assisted are transformers' own.
 
 Protocol: all arms answer a turn before the next turn begins. Their order is drawn anew
 for each turn, because a machine's speed drifts. All arms see the same earlier answers,
