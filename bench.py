@@ -507,10 +507,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def check(args: argparse.Namespace) -> None:
     """Raise a UserError if options do not go together; nothing is loaded yet."""
-    asked = args.method or args.cost_curve or args.table
+    idle = not (args.method or args.cost_curve or args.table)
     other = args.table and (args.method or args.json)
     paged = args.replay and (args.json or args.plot)
-    drafts = args.sweep or args.replay
+    no_drafts = (args.sweep or args.replay) and not args.method
     unused = args.top_p < 1 and not args.temperature
     alone = args.sweep or {"all", *PEERS} & set(args.method)
     batched = args.batch_size > 1 and alone
@@ -519,16 +519,10 @@ def check(args: argparse.Namespace) -> None:
     nowhere = file and (Path(file).is_dir() or not folder.is_dir())
     peers = ", ".join(PEERS)
     common.refuse(
-        (
-            not asked,
-            "nothing to do: give --method, --cost-curve or --table; see --help",
-        ),
+        (idle, "nothing to do: give --method, --cost-curve or --table; see --help"),
         (other, "--table takes no other option but --plot"),
         (paged, "with --replay leave out --json and --plot"),
-        (
-            drafts and not args.method,
-            "--sweep and --replay need drafts: give a --method",
-        ),
+        (no_drafts, "--sweep and --replay need drafts: give a --method"),
         (unused, "--top-p needs a --temperature"),
         (batched, f"--batch-size: leave out --sweep, all, {peers}"),
         (nowhere, f"cannot write {file}: name a file in a folder that is there"),
