@@ -9,13 +9,13 @@
     python bench.py --table results/cpu_*.json     # tables of earlier runs
 
 An arm is [BASE+]NAME[:SETTINGS][+copies][@DIR]. NAME is a method or a rival (medusa,
-eagle, beam, lookup). EAGLE is Falcon with the drafter checkpoints/eagle. SETTINGS are
-fields of its Config that may change after training, as gamma=3,sizes=2-1-1-0 (a list
-has - in between), or the name of some of them in its VARIANTS. BASE is the method whose
-chains CAPE expands, glide if it is left out; settings that are not CAPE's go to that
-method. +copies adds tokens copied from the context to each draft. DIR holds a drafter
-to use instead of checkpoints/NAME. The arms prompt-lookup and assisted are
-transformers' own.
+eagle, beam, lookup); EAGLE is Falcon with the drafter checkpoints/eagle. SETTINGS are
+fields of its Config that may change after training, such as gamma=3,sizes=2-1-1-0 (a -
+stands between the numbers of a list), or a name from its VARIANTS, which stands for
+several of them. BASE is the method whose chains CAPE expands, glide if it is left out;
+settings that are not CAPE's go to that method. +copies adds tokens copied from the
+context to each draft. DIR holds a drafter to use instead of checkpoints/NAME. The arms
+prompt-lookup and assisted are transformers' own.
 
 Protocol: all arms answer a turn before the next turn begins. Their order is drawn anew
 for each turn, because a machine's speed drifts. All arms see the same earlier answers,
@@ -507,10 +507,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def check(args: argparse.Namespace) -> None:
     """Raise a UserError if options do not go together; nothing is loaded yet."""
-    asked = args.method or args.cost_curve or args.table
+    idle = not (args.method or args.cost_curve or args.table)
     other = args.table and (args.method or args.json)
     paged = args.replay and (args.json or args.plot)
-    drafts = args.sweep or args.replay
+    no_drafts = (args.sweep or args.replay) and not args.method
     unused = args.top_p < 1 and not args.temperature
     alone = args.sweep or {"all", *PEERS} & set(args.method)
     batched = args.batch_size > 1 and alone
@@ -519,16 +519,10 @@ def check(args: argparse.Namespace) -> None:
     nowhere = file and (Path(file).is_dir() or not folder.is_dir())
     peers = ", ".join(PEERS)
     common.refuse(
-        (
-            not asked,
-            "nothing to do: give --method, --cost-curve or --table; see --help",
-        ),
+        (idle, "nothing to do: give --method, --cost-curve or --table; see --help"),
         (other, "--table takes no other option but --plot"),
         (paged, "with --replay leave out --json and --plot"),
-        (
-            drafts and not args.method,
-            "--sweep and --replay need drafts: give a --method",
-        ),
+        (no_drafts, "--sweep and --replay need drafts: give a --method"),
         (unused, "--top-p needs a --temperature"),
         (batched, f"--batch-size: leave out --sweep, all, {peers}"),
         (nowhere, f"cannot write {file}: name a file in a folder that is there"),

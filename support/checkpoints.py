@@ -59,7 +59,7 @@ class Run:
 
 
 def identity(args, target, sequences) -> dict:
-    """What decides a run, beside the options of its method."""
+    """{option: value} of what decides a run, beside the options of its method."""
     content = hashlib.sha256()
     for ids, mask in sequences:
         content.update(ids.numpy().tobytes() + mask.numpy().tobytes())

@@ -74,7 +74,7 @@ class Features:
             states = {}
         if states.keys() >= {"hidden", *(f"k{layer}" for layer in self.layers)}:
             return states
-        states |= self._computed(ids)  # a file may hold other layers
+        states |= self._computed(ids)  # beside other layers, perhaps
         try:
             with files.whole(path) as part:
                 save_file(states, part)

@@ -149,7 +149,7 @@ def by_prompt(answers: list[Answer]) -> dict[str, list]:
 
 
 def by_position(answers: list[Answer]) -> list[float]:
-    """Per level, the share of the rounds offering it that accept it."""
+    """For each level, the share of rounds that accept it, of those that offer it."""
     rounds = [
         each for answer in answers for each in zip(answer.offered, answer.accepted)
     ]
@@ -162,8 +162,9 @@ def by_position(answers: list[Answer]) -> list[float]:
 
 
 def settings(arm) -> dict:
-    """The Config of an arm's drafter, without shapes of models, and what differs."""
+    """The Config of an arm's drafter, with the changes that the arm makes to it."""
     config = {} if arm.drafter is None else vars(arm.drafter.config)
+    # Shapes of models are left out.
     plain = {
         name: value for name, value in config.items() if not isinstance(value, dict)
     }

@@ -160,7 +160,7 @@ def test_sampling_has_no_greedy_verdict_and_is_cut_by_top_p_alone(capsys):
 def test_a_sweep_is_measured_and_shown(capsys):
     result, out = run(capsys, command("--sweep", "--num-prompts", "1"))
     points = result["sweep"]["points"]
-    assert set(points) == {"K", "confidence", "entropy", "oracle"}
+    assert set(points) == {"K", "confidence", "product", "entropy", "oracle"}
     n_target, n_discarded, speed = points["K"]["2"]
     row = f"| K | 2 | {n_target:.2f} | {n_discarded:.2f} | {speed:.1f} |"
     assert row in " ".join(out.split())
@@ -594,7 +594,7 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
         ("--method falcon+cape", r"write \[BASE\+\]NAME\[:SETTINGS\]\[\+copies\]\[@DIR\]; BASE is"),
         ("--method glide+lookup", "BASE is glide or specdecpp, and only for cape"),
         ("--method glide@glide glide@./glide", "two arms would be called glide@glide"),
-        ("--method glide@glide --max-new-tokens 300", "exceed the target's context of 256: lower"),
+        ("--method glide@glide --max-new-tokens 300", "the target's context of 256: set a lower"),
         ("--method glide --prompts /nowhere.jsonl", "no prompt file /nowhere.jsonl"),
         ("--method glide --prompt x", "--prompt: not allowed with argument --prompts"),
         ("--method prompt-lookup --batch-size 2", "leave out --sweep, all, prompt-lookup"),
