@@ -16,22 +16,27 @@ CAPE has no weights of its own. It wraps any generator of chains:
 
     cape.drafts(glide.drafts(decoding, drafter, gamma=4))
 
+An extra helps only where the trajectory is first rejected, and nothing follows it, so a
+round gains one token from all of them at most.
+
 Names that differ from the paper's: p_D is `q_draft`, p_i is `confidences[i - 1]`, K_i
 is `counts[i - 1]`, S is `set_size`; the proposal before its expansion is the
-`trajectory`.
+`trajectory`. common.tree_inputs is Algorithm 2.
 
 Deviations from the paper:
-    1. Where section 4.2 and Algorithm 1 differ, the code follows 4.2: a set excludes
-       the trajectory's token, and p = .3, .6 and .8 belong to the range below.
+    1. Section 4.2 and Algorithm 1 differ, and 4.2 is followed. The sizes of Algorithm
+       1, 8, 6, 4 and 2, count the drafted token as well, so they are 4.2's 7, 5, 3 and
+       1. But its floor(10 p) gives 5 extras at p = .3, and 4.2 gives 7.
     2. The paper decodes greedily. When sampling, X_i excludes the sampled x_(t+i), and
        p_i is still the largest probability of q_draft, after temperature and filters.
     3. The shipped drafters draft only frequent tokens. q_draft is normalised over
        these, so confidences are higher than over the whole vocabulary.
     4. Tokens of probability 0 are never extras.
+    5. gamma is 4, but the shipped GLIDE has learned in blocks of 3. So its fourth token
+       lacks one more of the target's rows than training ever hid.
 
-Authors' code: gamma is fixed at 4, which the paper does not say; 4 x (1 + 7) = 32 are
-the tokens that section 5.3 allows. Its sets follow Algorithm 1, with floor(10 p) as the
-range, where this file follows section 4.2.
+Authors' code: gamma is fixed at 4, which the paper does not say; 4 x (1 + 7) = 32 draft
+tokens are what section 5.3 allows. Its sets follow Algorithm 1.
 
 Licence: Apache-2.0.
 """
@@ -64,10 +69,11 @@ class Config:
             )
 
 
-VARIANTS = {
+VARIANTS = {  # named settings for bench.py, as in --method cape:cpu
     "none": {"sizes": [0], "bounds": []},  # the trajectory alone
     "fixed": {"sizes": [4], "bounds": []},  # 5.4
-    # Fitted to the shipped GLIDE on two CPU cores; gamma is that of the chains.
+    # Fitted to the shipped GLIDE on two CPU cores. gamma is no field of this Config:
+    # bench.py gives it to the method whose chains are expanded.
     "cpu": {"gamma": 3, "sizes": [2, 1, 1, 0]},
 }
 
@@ -91,17 +97,17 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     drafted one and those of probability 0; p_i is the largest probability of the step.
     Two steps over four tokens, with sizes [2, 1] and bounds [.55]:
 
-        step   q_draft            drafted   p_i   S(p_i)   X_i
-        0      .10 .50 .25 .15    1         .50   2        2, 3
-        1      .60 .30 .06 .04    0         .60   1        1
+        i   q_draft            drafted   p_i   S(p_i)   X_i
+        1   .10 .50 .25 .15    1         .50   2        2, 3
+        2   .60 .30 .06 .04    0         .60   1        1
 
-    The tokens become 1 0, then 2 3, then 1, and the parents -1 (the root) 0, then
-    -1 -1, then 0.
+        tokens     1   0    2   3    1
+        parents   -1   0   -1  -1    0        -1 is the root
 
     trajectory: a chain with its `probs`, as common.chain makes it; an empty one is
         returned as it is.
     Returns a Draft with {"confidences": [...], "counts": [...]} in its notes. A count
-    is S(p), even where fewer extras were left.
+    is S(p_i), even where fewer tokens were left.
     Raises UserError for a draft that is no chain.
     """
     length = len(trajectory.tokens)  # gamma, or less at the end of an answer
@@ -145,9 +151,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     #         2   a2    x  .  .   .  .   x   .
     #         3   a3    x  x  .   .  .   .   x
     notes = {"confidences": confidences, "counts": counts}
-    # When sampling, only the trajectory was drawn from q_draft, so `probs` has no rows
-    # for the extras. The output still follows the target: common.draw first draws the
-    # token without looking at them, and only then is an extra that holds it accepted.
+    # `probs` has nothing for the extras, because they were not drawn: see common.draw.
     return common.Draft(tokens, parents, q_draft, trajectory.notes | notes)
 
 

@@ -6,9 +6,10 @@ one Draft per round, and the Decoding commits what the target accepts of it:
     for draft in glide.drafts(decoding, drafter):
         decoding.verify(draft)
 
-The first part, down to Stats, is all that a reader of a method needs: Draft, `score`,
-`walk`, `draw`, Decoding, `speculate`. Below stand the parts that these are made of,
-then KV caches, what methods use of a target and of a drafter, and what is refused.
+The first part, down to Stats, is what all methods share, and what a reader of any needs
+first: Draft, `score`, `walk`, `draw`, Decoding, `speculate`. Below stand the parts that
+these are made of, then KV caches, what methods use of a target and of a drafter (look
+up `pick`, DraftCache and Batch where a method calls them), and what is refused.
 
 Words:
     target      the large model whose text is wanted; a *forward* is a run of it
@@ -71,9 +72,9 @@ class UserError(ValueError):
 class Draft:
     """A tree of N candidate tokens below the root.
 
-    When sampling, the first M nodes were drawn from `probs`. The others were not drawn
-    at random; they are the likeliest tokens, for instance. Greedy decoding treats all
-    nodes alike.
+    When sampling, the first M nodes were drawn from `probs`. The others may have been
+    chosen in any way, for instance as the likeliest tokens, because `draw` does not
+    look at them. Greedy decoding treats all nodes alike.
     """
 
     tokens: Tensor  # (N,) ids, on the target's device
@@ -122,16 +123,17 @@ def chain(steps, like: Tensor, **notes) -> Draft:
 
 
 def tree_mask(parents: list[int]) -> Tensor:
-    """What root and nodes see of one another, (N + 1, N + 1) bool.
+    """What root and nodes may read of one another, (N + 1, N + 1) bool.
 
-    A row sees the root, its ancestors and itself. For parents -1, 0, 0, 1:
+    Each reads the root, its ancestors and itself. For parents -1, 0, 0, 1:
 
-               root  n0 n1 n2 n3
-         root   x    .  .  .  .
-         n0     x    x  .  .  .
-         n1     x    x  x  .  .
-         n2     x    x  .  x  .
-         n3     x    x  x  .  x
+           key  root  n0 n1 n2 n3
+        query
+         root    x    .  .  .  .
+         n0      x    x  .  .  .
+         n1      x    x  x  .  .
+         n2      x    x  .  x  .
+         n3      x    x  x  .  x
     """
     sees = torch.eye(len(parents) + 1, dtype=torch.bool)
     for node, parent in enumerate(parents):
@@ -180,7 +182,8 @@ def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
 def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
     """Draw a token that is distributed as p_target (V,), by rejection sampling.
 
-    Whatever the drafter says, the token follows the target. Why, for three tokens x:
+    Whatever the drafter proposes, the token follows the target. An example with three
+    tokens x shows why; the last two rows are probabilities of both events together:
 
         x                           0     1     2     sum
         p_target                   .35   .55   .10     1
@@ -199,8 +202,9 @@ def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
         the drafter after the ones before it, from a q_draft of its own. After a
         rejection the residual takes the place of p_target, and the next sibling is
         judged by it in the same way.
-    Returns the token; all randomness is torch.rand's. Children that were not sampled
-    play no part in the draw, so it remains exact if one of them then holds the token.
+    Returns the token; all randomness is torch.rand's. The draw ignores children that
+    were not sampled. If one of them holds the token, `walk` accepts it, which does not
+    change how the token is distributed.
     Source: Leviathan et al. (2023), and SpecInfer (Miao et al., 2024) for siblings.
     """
     assert not p_target.isnan().any(), "the logits processors forbid every token"
@@ -224,8 +228,8 @@ class Decoding:
 
         ids       (1, P + 1)  committed tokens; the newest, the root, is not cached
         cache                 the target's keys and values of the first P
-        hidden    (1, n, D)   last hidden states of the n rows that were cached last,
-                              in the newest round (at first: of the prompt)
+        hidden    (1, n, D)   the target's last hidden states of the n tokens cached in
+                              the newest round; at first, of those of the prompt
         done                  True after the last token
         do_sample, ends       whether tokens are drawn; the end-of-sequence ids
 
@@ -235,7 +239,7 @@ class Decoding:
         hidden              h_3  h_4
 
     given: what transformers passes to a `custom_generate` function.
-    Raises UserError for a target or a request that token trees cannot decode.
+    Raises UserError for a target or a request that cannot be decoded with token trees.
     """
 
     def __init__(self, target, input_ids: Tensor, **given):
@@ -263,7 +267,7 @@ class Decoding:
 
     @property
     def room(self) -> int:
-        """Levels that a draft may have: one place is the bonus token's."""
+        """How deep a draft may be: what is left of max_length, less the bonus token."""
         return self.generation_config.max_length - self.ids.shape[1] - 1
 
     def process(self, logits: Tensor, tokens: list[int] = ()) -> Tensor:
@@ -279,23 +283,25 @@ class Decoding:
         return self.commit(draft, *score(self.target, self.ids, draft, self.cache))
 
     def commit(self, draft: Draft, logits: Tensor, hidden: Tensor) -> list[int]:
-        """`verify`, after the forward; logits (N + 1, V), hidden (N + 1, D)."""
+        """The second half of `verify`, after a forward that was made elsewhere.
+
+        logits: (N + 1, V). hidden: (N + 1, D).
+        """
         prefix = self.ids.shape[1] - 1  # P
         drawn = draft.drawn() if self.do_sample else {}
-        newest = None  # the token chosen last, (1, 1) on the target's device
 
         def choose(node: int, tokens: list[int]) -> int:
-            nonlocal newest
-            scores = self.process(logits[node + 1])  # self.ids holds the tokens already
+            # self.ids holds `tokens` already: each is added when it is chosen.
+            scores = self.process(logits[node + 1])
             if self.do_sample:
                 token = draw(scores.softmax(-1), drawn.get(node, []))
-                newest = self.ids.new_tensor([[token]])
+                token = self.ids.new_tensor(token)
             else:
-                newest = scores.argmax().view(1, 1)
-            return int(newest)
+                token = scores.argmax()
+            self.ids = torch.cat([self.ids, token.view(1, 1)], dim=1)
+            return int(token)
 
         def ended(tokens: list[int]) -> bool:
-            self.ids = torch.cat([self.ids, newest], dim=1)
             self.done = bool(self.stopping_criteria(self.ids, None).all())
             return self.done
 
@@ -337,8 +343,8 @@ def speculate(drafts, *args, streamer=None, each=None, **changes):
 
     drafts: called with (decoding, *args, **changes), a generator of drafts.
     streamer: receives the prompt, and then the tokens of each round. It is given here,
-        because transformers keeps `streamer`, `assistant_model`, and `tokenizer` with
-        `stop_strings` to itself: no custom_generate ever sees these.
+        because transformers does not hand its own `streamer` on to a custom_generate,
+        nor `assistant_model`, nor `tokenizer` with `stop_strings`.
     each: called with (decoding, draft, path) after each round, as Stats is.
     """
 
@@ -373,7 +379,8 @@ class Stats:
     def __call__(self, decoding: Decoding, draft: Draft, path: list[int]) -> None:
         self.target_forwards += 1
         self.drafted += len(draft.tokens)
-        self.emitted += decoding.hidden.shape[1]  # a row was cached for each
+        # As many rows were kept: the root has one, and the newest token has none.
+        self.emitted += decoding.hidden.shape[1]
         self.offered.append(max(draft.depths(), default=0))
         self.accepted.append(len(path))
 

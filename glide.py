@@ -3,9 +3,9 @@
 Paper: Du et al., ICML 2024, arXiv:2402.02082, section 4.1.
 
 The drafter is a small transformer. Beside its self-attention, each layer has a
-cross-attention over the keys and values that the target has cached. They tell what the
-target made of the text so far, and they cost nothing, because the target has computed
-them anyway.
+cross-attention over the keys and values that the target has cached. They hold what the
+target made of the text so far, and the target has computed them anyway, so the drafter
+pays only for attending to them.
 
 The target chose the newest token x_t from its last logits, and will be fed x_t only
 together with the next draft. Therefore it has no row for x_t yet, nor for the tokens
@@ -28,15 +28,16 @@ Deviations from the paper:
     2. It drafts only frequent tokens (`draft_vocab`).
     3. It learns from texts that the target wrote, which the paper tries in appendix C,
        and from the target's distributions (`distill`) in place of the texts' tokens.
-    4. The first block has a random length, so that a token is met at every place in a
-       block. The formula of 4.1 is followed: a query belongs to the block of its own
-       token. In the prose, it belongs to the block of the token that it predicts.
-    5. All tokens query, and there is a norm before the cross-attention.
-    6. The shipped drafter's one layer reads target layer 18 of 0 to 29.
+    4. The first block has a random length, and all tokens query. The prose of 4.1 takes
+       the queries from the block of the token that they predict, so that no query
+       would learn to predict the first token of a block.
+    5. 4.1 mentions no residual connection around the cross-attention, no rotation of
+       its queries and no norm before it. Query heads may share a key-value head.
+    6. The shipped drafter has L = 3 and gamma = 3 (the paper: 5 and 5), and its one
+       layer reads target layer 18 of 0 to 29 (the paper: the top one).
 
-Authors' code: as here, and unlike the text, there is a residual connection around the
-cross-attention, queries rotate as the cached keys do, and all tokens query. It has no
-norm there, and lets the first block read causally.
+Authors' code: it also has the residual connection and the rotated queries, and lets all
+tokens query. It has no norm there, and its first block reads causally.
 
 Licence: Apache-2.0.
 """
@@ -59,12 +60,14 @@ class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     num_layers: int = option(1, "drafter layers, N_D")
     intermediate_size: int = option(1536, "width of the feed-forward layer")
-    cross_attention: bool = option(True, "read the target's cache (off: Vanilla)")
+    cross_attention: bool = option(True, "read the target's cache (off: 5.2's Vanilla)")
     kv_layer: int = option(-1, "target layer that all layers read; -1: the top ones")
     query_norm: bool = option(False, "normalise queries, as Qwen3 (filled in by build)")
     block_size: int = option(5, "L, tokens in a block of the training mask")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
-    distill: bool = option(True, "train on the target's distribution, not on the data")
+    distill: bool = option(
+        True, "learn the target's distribution; off: the text's tokens"
+    )
     gamma: int = option(5, "draft tokens per round", decode=True)
 
     def __post_init__(self):
@@ -72,7 +75,7 @@ class Config:
         common.at_least(self, draft_vocab=0, gamma=0)
 
 
-VARIANTS = {}
+VARIANTS = {}  # named settings for bench.py
 
 
 # ---------------------------------------------------------------------- architecture
@@ -105,9 +108,9 @@ class CrossAttention(nn.Module):
         q = common.rotate(q, tables)
         k, v = (rows.to(q.dtype) for rows in kv)
 
-        # In training, the queries of the first block may read no row at all, and a
-        # softmax over no rows is 0 / 0. So we let such a query read all rows, and then
-        # put zero in the place of what it got.
+        # In training, the queries of the first block may read no row at all. A softmax
+        # over no rows is undefined, and kernels may return NaN. So we let such a query
+        # read all rows, and then put zero in the place of what it got.
         any_row = 1
         if mask is not None:
             any_row = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1) bool
@@ -139,8 +142,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, tables, self_mask, cache, glimpse) -> Tensor:
         """x (B, T, D) to (B, T, D).
 
-        tables, self_mask, cache: of the self-attention, see Drafter.forward.
-        glimpse: kv, tables and mask of the cross-attention; None without one.
+        tables: cos and sin for the self-attention, (B or 1, T, Dh) each.
+        self_mask, cache: of the self-attention, see Drafter.forward.
+        glimpse: kv, tables and mask for CrossAttention; None: it is left out.
         """
         normed = self.input_layernorm(x)
         x = x + self.self_attn(normed, tables, self_mask, past_key_values=cache)[0]
@@ -168,7 +172,7 @@ class Drafter(
 
     @property
     def kv_layers(self) -> list[int]:
-        """The target layer that each layer reads: l = N_T - N_D + m, or `kv_layer`."""
+        """The target layer, from 0, that each layer m reads: N_T - N_D + m (4.1)."""
         config = self.config
         if not config.cross_attention:
             return []
@@ -184,8 +188,8 @@ class Drafter(
 
         positions: (B or 1, T).
         kv: {target layer: (K, V)}, each (B, Hkv, P, Dh).
-        self_mask: (B or 1, 1, T, P_own + T) bool; None is causal, for T = 1 or without
-            a cache.
+        self_mask: (B or 1, 1, T, P_own + T) bool; None: causal, which is right only if
+            T = 1 or there is no cache.
         cross_mask: (B or 1, 1, T, P) bool; None: all rows are read.
         cache: the drafter's own, to which T rows are added.
         """
@@ -193,16 +197,16 @@ class Drafter(
         x = target.get_input_embeddings()(ids)  # (B, T, D)
         x = x.to(self.norm.weight.dtype)
         top = shape["num_layers"] - 1
-        reads = self.kv_layers or [top] * len(self.layers)
-        for layer, read in zip(self.layers, reads):
+        sources = self.kv_layers or [top] * len(self.layers)
+        for layer, source in zip(self.layers, sources):
             # A query has to be rotated as the keys that it meets. The layers of some
             # targets differ in that, so the tables are those of the layer that is read.
             # Self-attention takes the same tables, widened to all Dh dimensions.
-            tables = common.rotary(target, positions, read)
-            glimpse = (kv[read], tables, cross_mask) if kv else None
-            whole = common.whole_rotary(tables, shape["head_dim"])
-            whole = tuple(table.to(x.dtype) for table in whole)
-            x = layer(x, whole, self_mask, cache, glimpse)
+            tables = common.rotary(target, positions, source)
+            glimpse = (kv[source], tables, cross_mask) if kv else None
+            own_tables = common.whole_rotary(tables, shape["head_dim"])
+            own_tables = tuple(table.to(x.dtype) for table in own_tables)
+            x = layer(x, own_tables, self_mask, cache, glimpse)
         return self.norm(x)
 
 
@@ -239,13 +243,12 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
                 "--no-cross-attention"
             )
 
-    # A layer starts as the target's layer at the same height. Its cross-attention
-    # starts as the attention of the layer that it reads, because those queries fit the
-    # keys.
+    # The layers start as the target's topmost ones. A cross-attention starts as the
+    # attention of the layer that it reads, because those queries fit the keys.
     layers = common.target_layers(target)
     pairs = list(zip(drafter.layers, layers[-config.num_layers :]))
-    for layer, read in zip(drafter.layers, drafter.kv_layers):
-        theirs = layers[read] if layers else None
+    for layer, source in zip(drafter.layers, drafter.kv_layers):
+        theirs = layers[source] if layers else None
         if hasattr(theirs, "self_attn"):  # not in GPT-NeoX
             pairs.append((layer.cross_attn, theirs.self_attn))
         if hasattr(theirs, "input_layernorm"):  # not in OLMo-2
@@ -303,9 +306,10 @@ def training_pass(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
-    """The cross-entropy (5.1), summed over the positions, and their number.
+    """The cross-entropy, summed over the M positions, and their number.
 
-    batch: a common.Batch, with the keys and values of `kv_layers`.
+    The labels are the target's distributions, or without `distill` the text's tokens,
+    as in 5.1. batch: a common.Batch, with the keys and values of `kv_layers`.
     """
     logits, hidden = training_pass(drafter, target, batch)
     vocab_ids = drafter.vocab_ids  # (Vd,)
@@ -324,7 +328,11 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """The acceptance rate alpha (5.1) on a batch, summed over M places, and M."""
+    """The acceptance rate alpha (5.1), summed over the M positions, and M.
+
+    It is that at temperature 1 under `block_mask`, so a mean over tokens that lack 1 to
+    L of the target's rows.
+    """
     logits, hidden = training_pass(drafter, target, batch)
     q_draft = logits.softmax(-1)  # (M, Vd)
     # The paper prints E_(x ~ p_D) min(p_T, p_D) and must mean the probability that a
@@ -391,7 +399,9 @@ def propose(drafter: Drafter, decoding, memory: Memory):
     Yields pairs of a token (1,) and the q_draft (V,) that it was chosen from. Ends
     early where the logits processors allow no token of `vocab_ids`.
     """
-    # Drop the drafter's rows of rejected tokens; what has no row is fed.
+    # Drop the drafter's rows of rejected tokens; what has no row is fed. The rows of
+    # accepted tokens stay, though fewer of the target's rows were there when they were
+    # made. Training has the same: each row is made under the mask of its block.
     new = memory.cache.rewind(decoding.ids)  # (1, n)
     drafted = []
     while True:
@@ -407,9 +417,10 @@ def propose(drafter: Drafter, decoding, memory: Memory):
         token = picked[0]
         new = token[None]  # (1, 1); it is fed only if the caller wants another one
         if decoding.logits_processor:
-            # They may look at the tokens drafted so far, but must never be asked what
-            # follows the end of a text. Without them, drafting beyond the end is only
-            # idle, and cheaper on a GPU than waiting for each token to be copied over.
+            # They are given the tokens drafted so far, and a grammar, for one, may have
+            # no answer to what follows the end of a text. Without processors, drafting
+            # beyond the end is only idle, and on a GPU that is cheaper than waiting for
+            # each token to be copied over.
             drafted.append(int(token))
             if drafted[-1] in decoding.ends:
                 return
