@@ -594,7 +594,7 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
         ("--method falcon+cape", r"write \[BASE\+\]NAME\[:SETTINGS\]\[\+copies\]\[@DIR\]; BASE is"),
         ("--method glide+lookup", "BASE is glide or specdecpp, and only for cape"),
         ("--method glide@glide glide@./glide", "two arms would be called glide@glide"),
-        ("--method glide@glide --max-new-tokens 300", "exceed the target's context of 256: set a lower"),
+        ("--method glide@glide --max-new-tokens 300", "the target's context of 256: set a lower"),
         ("--method glide --prompts /nowhere.jsonl", "no prompt file /nowhere.jsonl"),
         ("--method glide --prompt x", "--prompt: not allowed with argument --prompts"),
         ("--method prompt-lookup --batch-size 2", "leave out --sweep, all, prompt-lookup"),
