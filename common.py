@@ -1051,14 +1051,16 @@ def check_states(target) -> None:
 def check_target(target) -> None:
     """Raise a UserError if token trees would change the target's output."""
     config = target.config.get_text_config()
-    # PEFT replaces this method to put learned tokens before a prompt. It is not called
-    # here, so they would be left out.
-    feeds = getattr(target.prepare_inputs_for_generation, "__self__", None)
-    prompted = feeds is not target
+    adapters = getattr(target, "peft_config", {}).values()
     if hasattr(target, "get_base_model"):  # PEFT's wrapper, which `build` may be given
-        adapter = getattr(target, "active_peft_config", None)
-        prompted = getattr(adapter, "is_prompt_learning", False)
         target = target.get_base_model()
+    # PEFT replaces a method to put learned tokens before a prompt, but nobody calls it
+    # here. And it has aLoRA begin at a place that it counts from the prompt's end.
+    feeds = getattr(target.prepare_inputs_for_generation, "__self__", None)
+    prepared = feeds is not target
+    for adapter in adapters:
+        prepared = prepared or getattr(adapter, "is_prompt_learning", False)
+        prepared = prepared or getattr(adapter, "alora_invocation_tokens", None)
     parameters = inspect.signature(target.forward).parameters
     missing = ", ".join({"position_ids", "past_key_values"} - parameters.keys())
     # ALiBi, GPT-Neo and Doge count cache rows; trees count levels.
@@ -1085,7 +1087,7 @@ def check_target(target) -> None:
         (whole, f"the target's layers cannot be run without its LM head: {plain}"),
         (offloaded, f"the target's embedding is offloaded: {device_map}"),
         (spread, f"the target is spread over {spread}: load it on one device"),
-        (prompted, f"the target's inputs are prepared by other code (PEFT): {plain}"),
+        (prepared, f"learned prompts and aLoRA (PEFT) are not supported: {plain}"),
         (
             uncached,
             "the target is in train mode with gradient checkpointing, which switches "

@@ -81,15 +81,22 @@ def test_an_adapter_of_lora_counts_in_the_answer(modules):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
-def test_learned_prompts_are_refused_and_not_left_out(kind):
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("PromptTuningConfig", {"num_virtual_tokens": 3}),
+        ("PrefixTuningConfig", {"num_virtual_tokens": 3}),
+        ("LoraConfig", {"target_modules": ["q_proj"], "alora_invocation_tokens": [4]}),
+    ],
+)
+def test_adapters_that_act_outside_of_a_forward_are_refused(kind, options):
     peft = pytest.importorskip("peft", reason="needs peft: requirements-dev.txt")
     drafts, _ = make_drafts("falcon", make_llama())
-    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
     target = peft.get_peft_model(make_llama(), config).double().eval()
-    with refused(r"inputs are prepared by other code \(PEFT\)"):
+    with refused(r"learned prompts and aLoRA \(PEFT\) are not supported"):
         decode(target, drafts, **GREEDY)
-    with refused(r"inputs are prepared by other code \(PEFT\)"):
+    with refused(r"learned prompts and aLoRA \(PEFT\) are not supported"):
         untrained(falcon, target)
 
 
