@@ -102,14 +102,6 @@ function fate(round, node) {
   return node < before ? "rejected" : "passed";
 }
 
-/** The chance that a drawn node is accepted, once it is its turn; null for others. */
-function acceptance(round, node) {
-  if (node >= round.drawn) return null;
-  // After a rejected sibling, what is left of p takes the place of p.
-  if (round.parents.indexOf(round.parents[node]) < node) return null;
-  return Math.min(1, round.p[node] / round.q[node]);
-}
-
 const VERDICTS = {
   root: "newest token",
   own: "target's own",
@@ -235,7 +227,7 @@ const COLUMNS = {
     head: "pass, slot",
     says: (round) =>
       `One pass of the drafter fills ${round.notes.k} levels of the tree at once, ` +
-      "its slots. All tokens of a first slot have the same candidates below them, " +
+      "its slots. All tokens of a first slot have the same q for what is below them, " +
       "because one pass predicts both.",
     cell: (round, node) => {
       const level = lineage(round, node).length - 2; // from 0 on
@@ -282,8 +274,8 @@ function showDraft() {
     add(row, "td", "", drafted ? meter("q", round.q[node]) : "");
     add(row, "td", "", drafted ? meter("p", round.p[node]) : "");
     if (draws) {
-      const odds = drafted ? acceptance(round, node) : null;
-      add(row, "td", "", odds === null ? "" : meter("p", odds));
+      const known = drafted && round.acceptance[node] !== null;
+      add(row, "td", "", known ? meter("p", round.acceptance[node]) : "");
     }
     if (column) {
       const noted =
@@ -427,7 +419,7 @@ function ruleOfAcceptance(rounds) {
     );
   }
   const second = rounds.some((round) =>
-    round.tokens.some((_, n) => n < round.drawn && acceptance(round, n) === null),
+    round.acceptance.some((each, n) => n < round.drawn && each === null),
   );
   return (
     "Sampling: a token that the drafter drew is accepted with probability min(1, p/q)" +

@@ -52,14 +52,18 @@ def record(target, drafts, encoded: dict, options: dict, text) -> list[dict]:
         path = decoding.commit(draft, logits, hidden)
         verified = clock(target)
         committed = decoding.ids[0, before.ids.shape[1] :].tolist()
+        drawn = sampled_nodes(draft) if decoding.do_sample else 0
+        q = draft_probs(draft)
+        p = target_probs(before, draft, logits)
         rounds.append(
             {
                 "tokens": [text(token) for token in draft.tokens.tolist()],
                 "parents": draft.parents,
                 "kinds": kinds(draft),
-                "drawn": sampled_nodes(draft) if decoding.do_sample else 0,
-                "q": draft_probs(draft),
-                "p": target_probs(before, draft, logits),
+                "drawn": drawn,
+                "q": q,
+                "p": p,
+                "acceptance": acceptance(draft.parents, drawn, p, q),
                 "notes": shown_notes(draft.notes, text),
                 "path": path,
                 "committed": [text(token) for token in committed],
@@ -117,6 +121,18 @@ def target_probs(
         scores = before.process(logits[parent + 1], above)
         found.append(float(scores.softmax(-1)[token]))
         paths.append([*above, token])
+    return found
+
+
+def acceptance(parents: list[int], drawn: int, p: list, q: list) -> list:
+    """min(1, p/q), the chance of each drawn node; None for the others.
+
+    It is None after a drawn sibling, too: what is left of p then stands in its place.
+    """
+    found = []
+    for node, parent in enumerate(parents):
+        judged_by_p = node < drawn and parent not in parents[:node]
+        found.append(min(1.0, p[node] / q[node]) if judged_by_p else None)
     return found
 
 

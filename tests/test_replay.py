@@ -80,6 +80,15 @@ def test_the_q_of_a_drawn_node_is_that_of_its_own_row(llama):
         [told] = recorded(llama, draft, max_new_tokens=8, do_sample=sampled)
         assert report.rounded(told["q"]) == [0.6, 0.5, 0.2, 0.3]
         assert told["drawn"] == drawn
+        chances = [min(1, p / q) for p, q in zip(told["p"], told["q"])]
+        assert told["acceptance"] == [*chances[:drawn], *[None] * (4 - drawn)]
+
+
+def test_a_second_drawn_sibling_is_not_judged_by_p():
+    """It is judged by what the first one left of p, and its own first child by p."""
+    parents = [-1, -1, 1, -1]
+    p, q = [0.25, 0.5, 0.1, 0.1], [0.5, 0.25, 0.2, 0.2]
+    assert replay.acceptance(parents, 3, p, q) == [0.5, None, 0.5, None]
 
 
 @pytest.mark.parametrize(
@@ -379,11 +388,10 @@ def test_stepping_through_the_rounds_in_a_browser(browser, written):
             # The target has cached the root and all nodes, and keeps those of the text.
             assert seen["kept"] == len(told["committed"])
             assert seen["kept"] + seen["cut"] == 1 + len(told["tokens"])
-            for node in range(len(told["tokens"])):
+            for node, chance in enumerate(told["acceptance"]):
                 odds = seen["odds"][str(node)]
-                assert (odds != "") == (node < told["drawn"])
+                assert (odds == "") == (chance is None)
                 if odds:
-                    chance = min(1, told["p"][node] / told["q"][node])
                     assert float(odds) == pytest.approx(chance, abs=0.0051)
             body.send_keys(Keys.ARROW_RIGHT)
         assert run["sampled"] or emitted == 24
