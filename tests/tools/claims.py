@@ -19,8 +19,6 @@ from support import data, report
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "results"
 DRAWS = 10_000  # of the bootstrap
-MAIN, VARIANTS = "cpu_main.json", "cpu_variants.json"
-ALIKE_FALCON = "cpu_rivals_falcon.json"
 BEAM, RANKING, PLACES = "beam_tau.json", "ranking_tau.json", "glide_places.json"
 TRAINED = {  # the training runs of the shipped drafters, stage after stage
     "glide": "glide_before glide",
@@ -538,6 +536,11 @@ def code_is_easiest(file: str, *names: str) -> Seen:
 
 # ----------------------------------------------------------------------- the claims
 
+MAIN, VARIANTS, ALIKE_FALCON = (
+    "cpu_main.json",
+    "cpu_variants.json",
+    "cpu_rivals_falcon.json",
+)
 GLIDE_18 = "&".join(f"glide_18_s{seed}:gamma3" for seed in range(3))
 NO_CSGD = "not compared: this Falcon was trained without CSGD, with one layer"
 TRAINING = "not compared: one was trained more than twice as long"
