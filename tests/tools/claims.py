@@ -249,20 +249,17 @@ def flat(arm: Arm) -> float:
     return float(tau(arm.sums.sum(0))) * arm.plain_ms / (arm.plain_ms + draft_ms)
 
 
-def ratio(file: str, ours: str, theirs: str, timed: bool = True) -> Seen:
-    """How many times one arm's tau is another's, on the same prompts of one run.
-
-    timed: whether the times of both are those of today's code.
-    """
+def ratio(file: str, ours: str, theirs: str) -> Seen:
+    """How many times one arm's tau is another's, on the same prompts of one run."""
     pair = [arm_of(file, names) for names in (ours, theirs)]
     sums = [arm.sums for arm in pair]
     value, low, high = bootstrap(lambda a, b: tau(a) / tau(b), *sums)
     shown = f"{title(ours)} / {title(theirs)}: {interval(value, low, high)}"
     low, high = round(low, 2), round(high, 2)  # judged as printed
     costs = cpu = None
-    if timed and pair[0].plain_ms:
+    if pair[0].plain_ms:
         costs = f"{flat(pair[0]) / flat(pair[1]):.2f}"
-    if timed and not sums[0][:, SECONDS].isnan().any():
+    if not sums[0][:, SECONDS].isnan().any():
         cpu = interval(*bootstrap(lambda a, b: speed(a) / speed(b), *sums))
     return Seen(shown, low, high, costs, cpu, source(file, *pair))
 
