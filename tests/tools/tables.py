@@ -18,6 +18,8 @@ comment above a table says what is in it:
             a paper's claims (claims.py), or for all papers how many have which verdict
     <!-- runs: run.json more.json -->
             where and how they were made
+    <!-- command: run.json -->
+            the command that makes such a run
     <!-- loops: run.json -->
             plain decoding in every way at hand
     <!-- batches: run.json more.json -->
@@ -51,7 +53,7 @@ FILES = (
     "tests/solutions.md",
     "CONTRIBUTING.md",
 )
-KINDS = "table|kinds|curves|taus|claims|runs|loops|batches|launches"
+KINDS = "table|kinds|curves|taus|claims|runs|command|loops|batches|launches"
 COMMENT = rf"<!-- ({KINDS}): ((?:(?!-->).)*) -->\n\n"
 TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 
@@ -210,6 +212,17 @@ def runs(words: str) -> str:
     return report.markdown([*heads, "commit"], rows)
 
 
+def command(file: str) -> str:
+    """The command of a run, by its arms and options."""
+    result = claims.read(file)
+    names = " ".join(name for name in report.arms_of(result) if name != "baseline")
+    asked = f"--num-prompts {result['prompts']}"
+    asked += f" --max-new-tokens {result['max_new_tokens']}"
+    return report.markdown(
+        ["command"], [[f"`python bench.py --method {names} {asked}`"]]
+    )
+
+
 def loops(file: str) -> str:
     """Plain decoding: stock transformers, on the packed target, and our own loop."""
     found = report.arms_of(claims.read(file))["baseline"]["loops"]
@@ -278,6 +291,7 @@ def written(text: str) -> str:
         "taus": taus,
         "claims": claims.table,
         "runs": runs,
+        "command": command,
         "loops": loops,
         "batches": batches,
         "launches": launches,
