@@ -17,8 +17,8 @@ def drawn(draw, numbers, folder):
 @pytest.mark.parametrize(
     ("times", "title"),
     [
-        ([10, 10.9, 11.1, 30], "4 tokens for little more than the price of one; 64 for 3.0 times"),
-        ([10, 12, 13, 40], "Every token that is added makes a forward longer; 64 for 4.0 times"),
+        ([10, 10.9, 11.1, 30], "4 tokens for little more than the price of one; 64 for 3.0 times that"),
+        ([10, 12, 13, 40], "Every token that is added makes a forward longer; 64 for 4.0 times that"),
     ],
 )  # fmt: skip
 def test_the_price_of_a_token(times, title, tmp_path):
