@@ -76,8 +76,9 @@ def one_arm(file: str, name: str) -> Arm:
     result = read(file)
     if "runs" in result:  # counts of an untimed run
         run = result["runs"][name]
-        counts = [run["prompts"][prompt] for prompt in sorted(run["prompts"])]
-        counts = torch.tensor(counts, dtype=torch.float64)
+        other, *_ = result["runs"].values()
+        assert list(run["prompts"]) == list(other["prompts"]), "not in the same order"
+        counts = torch.tensor(list(run["prompts"].values()), dtype=torch.float64)
         tokens, forwards, drafted, accepted = counts.unbind(1)
         no_seconds = torch.full_like(tokens, torch.nan)
         sums = torch.stack([tokens, forwards, accepted, no_seconds], dim=1)
