@@ -7,6 +7,8 @@ import torch
 
 import common
 
+EXCLUDED = "not shown; the paper's size is excluded"
+
 
 @pytest.mark.parametrize(
     ("low", "high", "paper", "expected"),
@@ -14,14 +16,14 @@ import common
         (0.90, 0.99, None, "the opposite"),
         (0.90, 0.99, claims.over(3, 2), "the opposite"),
         (1.00, 1.10, claims.over(1.1, 1), "not shown"),
-        (0.98, 1.05, claims.with_bonus(3.34, 2.78), "not shown; the paper's size is excluded"),
+        (0.98, 1.05, claims.with_bonus(3.34, 2.78), EXCLUDED),
         (1.01, 1.14, claims.with_bonus(3.34, 2.78), "smaller"),
         (1.01, 1.15, claims.with_bonus(3.34, 2.78), "confirmed"),
         (1.01, 1.02, None, "confirmed"),
         (1.01, 1.02, claims.over(2.61, 2.17, time=True), "confirmed"),
         (1.01, 1.10, claims.Paper(1.05, 1.9), "confirmed"),  # its smallest size counts
     ],
-)  # fmt: skip
+)
 def test_verdicts(low, high, paper, expected):
     assert claims.verdict(claims.Seen("", low, high), paper) == expected
 

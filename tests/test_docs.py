@@ -185,14 +185,6 @@ def test_every_option_of_a_command_exists(command, monkeypatch, capsys):
         assert words[0] in coursework.EXERCISES
 
 
-def test_the_command_of_the_main_run_names_its_arms():
-    main = json.loads((ROOT / "results/cpu_main.json").read_text())
-    [words] = [c for c in commands(TEXTS["results/README.md"]) if "128" in c]
-    named = words[words.index("--method") + 1 : words.index("--num-prompts")]
-    assert ["baseline", *named] == list(main["arms"])
-    assert int(words[words.index("--num-prompts") + 1]) == main["prompts"]
-
-
 def python_block(start):
     """The Python example of the README that begins with this text."""
     found = [

@@ -18,6 +18,8 @@ comment above a table says what is in it:
             a paper's claims (claims.py), or for all papers how many have which verdict
     <!-- runs: run.json more.json -->
             where and how they were made
+    <!-- command: run.json -->
+            the command that makes such a run
     <!-- loops: run.json -->
             plain decoding in every way at hand
     <!-- batches: run.json more.json -->
@@ -35,7 +37,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))  # where this is run as a script
 
 import claims  # noqa: E402
-import torch  # noqa: E402
 
 from support import pictures, report  # noqa: E402
 
@@ -51,7 +52,7 @@ FILES = (
     "tests/solutions.md",
     "CONTRIBUTING.md",
 )
-KINDS = "table|kinds|curves|taus|claims|runs|loops|batches|launches"
+KINDS = "table|kinds|curves|taus|claims|runs|command|loops|batches|launches"
 COMMENT = rf"<!-- ({KINDS}): ((?:(?!-->).)*) -->\n\n"
 TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 
@@ -141,52 +142,23 @@ def curves(words: str) -> str:
 
 def taus(words: str) -> str:
     """Tau of drafters, and its ratio to that of the first one on the same prompts."""
+
+    def over_first(ours, theirs):
+        return claims.tau(ours) / claims.tau(theirs)
+
     file, *parts = [part.strip() for part in words.split(";")]
-    runs = claims.read(file)["runs"]
     rows = []
     first = None
     for part in parts:
         label, _, name = part.partition(": ")
-        # By prompt: tokens emitted, target forwards, draft tokens, accepted ones.
-        counts = torch.tensor(list(runs[name]["prompts"].values()), dtype=torch.float64)
-        first = counts if first is None else first
-        assert (
-            runs[name]["prompts"].keys()
-            == runs[parts[0].split(": ")[1]]["prompts"].keys()
-        )
-        generator = torch.Generator().manual_seed(0)
-        draws = torch.randint(len(counts), (10_000, len(counts)), generator=generator)
-        ratios = tau_of(counts[draws]) / tau_of(first[draws])
-        low, high = ratios.quantile(
-            torch.tensor([0.025, 0.975], dtype=torch.float64)
-        ).tolist()
-        ratio = float(tau_of(counts) / tau_of(first))
-        nodes = float(counts[:, 2].sum() / counts[:, 1].sum())
-        rows.append(
-            [
-                label,
-                f"{runs[name]['tokens'] / 1e6:.2f}M",
-                f"{nodes:.1f}",
-                f"{float(tau_of(counts)):.2f}",
-                f"{ratio:.2f}",
-                f"{low:.2f}-{high:.2f}",
-            ]
-        )
-    heads = [
-        "drafter",
-        "token-steps",
-        "nodes a round",
-        "tau",
-        "ratio to the first",
-        "95%",
-    ]
-    return report.markdown(heads, rows)
-
-
-def tau_of(counts):
-    """Tokens per target forward, of counts (..., prompts, 4)."""
-    sums = counts.sum(-2)
-    return sums[..., 0] / sums[..., 1]
+        arm = claims.arm_of(file, name)
+        first = first or arm
+        ratio, *ends = claims.bootstrap(over_first, arm.sums, first.sums)
+        own = float(claims.tau(arm.sums.sum(0)))
+        figures = [f"{arm.steps / 1e6:.2f}M", f"{arm.nodes:.1f}", f"{own:.2f}"]
+        rows.append([label, *figures, f"{ratio:.2f}", report.cell(ends)])
+    heads = ["drafter", "token-steps", "nodes a round", "tau", "ratio to the first"]
+    return report.markdown([*heads, "95%"], rows)
 
 
 def runs(words: str) -> str:
@@ -208,6 +180,17 @@ def runs(words: str) -> str:
             ]
         )
     return report.markdown([*heads, "commit"], rows)
+
+
+def command(file: str) -> str:
+    """The command of a run, by its arms and options."""
+    result = claims.read(file)
+    names = " ".join(name for name in report.arms_of(result) if name != "baseline")
+    asked = f"--num-prompts {result['prompts']}"
+    asked += f" --max-new-tokens {result['max_new_tokens']}"
+    return report.markdown(
+        ["command"], [[f"`python bench.py --method {names} {asked}`"]]
+    )
 
 
 def loops(file: str) -> str:
@@ -278,6 +261,7 @@ def written(text: str) -> str:
         "taus": taus,
         "claims": claims.table,
         "runs": runs,
+        "command": command,
         "loops": loops,
         "batches": batches,
         "launches": launches,

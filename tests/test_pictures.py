@@ -1,0 +1,51 @@
+"""Titles of the pictures say what the numbers say."""
+
+import pytest
+
+from support import pictures
+
+pytest.importorskip("matplotlib")
+
+
+def drawn(draw, numbers, folder):
+    """The text of the picture that a function draws."""
+    draw(numbers, folder)
+    [path] = folder.glob("*.svg")
+    return path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("times", "title"),
+    [
+        ([10, 10.9, 11.1, 30], "4 tokens for little more than the price of one"),
+        ([10, 12, 13, 30], "Every token that is added makes a forward longer"),
+    ],
+)
+def test_the_price_of_a_token(times, title, tmp_path):
+    curve = {"context": 256, "by_tokens": dict(zip(("1", "4", "8", "64"), times))}
+    text = drawn(pictures.costs, curve, tmp_path)
+    assert f">{title}; 64 for 3.0 times that<" in text
+
+
+def test_arms_that_beat_plain_decoding(tmp_path):
+    arms = {
+        "glide": {"speedup": 1.5, "speedup_ci": [1.2, 1.8]},
+        "cape+copies": {"speedup": 1.1, "speedup_ci": [0.9, 1.3]},
+        "medusa": {"speedup": 1.3, "speedup_ci": None},  # fewer than five prompts
+    }
+    title = "2 of 3 arms beat plain decoding; the best is 1.5 times as fast"
+    assert f">{title}<" in drawn(pictures.speedups, arms, tmp_path)
+
+
+def test_the_oracle_is_no_stop_rule(tmp_path):
+    points = {"K": {"2": [0.6, 0.5, 20.0], "4": [0.5, 1.0, 25.0]}}
+    points |= {"head": {"0.7": [0.5, 0.9, 24.0]}, "oracle": {"": [0.4, 0.0, 50.0]}}
+    title = "No stop rule reaches more than 50% of the oracle's speed"
+    assert f">{title}<" in drawn(pictures.stop_rules, {"points": points}, tmp_path)
+
+
+def test_methods_keep_their_colours():
+    assert pictures.colour("glide:gamma=2") == pictures.colour("glide") == "C0"
+    assert pictures.colour("ctc_drafter+copies") == pictures.colour("ctc_drafter@x")
+    assert pictures.colour("specdecpp+cape") == pictures.colour("cape:cpu") == "C1"
+    assert pictures.colour("medusa") == pictures.colour("lookup") == "C8"
