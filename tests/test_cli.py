@@ -1,4 +1,4 @@
-"""Command lines: options from a Config, help, and mistakes that end with one line and code 2."""
+"""Command lines: options from a Config, help, mistakes (one line and code 2)."""
 
 import sys
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from support import cli
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
-# --------------------------------------------------------------------------- the end of a program
+# ----------------------------------------------------------------- the end of a program
 
 
 def end_of(capsys, main, *argv):
@@ -35,9 +35,12 @@ def test_mistakes_are_one_line_and_bugs_are_tracebacks(capsys):
 
         return main
 
-    assert end_of(capsys, raising(common.UserError("two\n  lines"))) == (2, "train.py: two lines\n")
-    assert end_of(capsys, raising(FileNotFoundError("no x"))) == (2, "train.py: no x\n")
-    assert end_of(capsys, raising(KeyboardInterrupt())) == (130, "train.py: interrupted\n")
+    for problem, code, said in (
+        (common.UserError("two\n  lines"), 2, "two lines"),
+        (FileNotFoundError("no x"), 2, "no x"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ):
+        assert end_of(capsys, raising(problem)) == (code, f"train.py: {said}\n")
     for bug in (ValueError, RuntimeError, KeyError, AssertionError):
         with pytest.raises(bug):
             cli.run(raising(bug("a bug")))
@@ -52,13 +55,22 @@ MISTAKES = [
     ("--minutes 1", "give --steps or --minutes, one of the two"),
     ("--lr nan", "argument --lr: must be at least 0"),
     ("--warmup 1.1", "argument --warmup: must be from 0 to 1"),
-    ("--batch-size 3 --accumulate 2", "--batch-size 3 must be a multiple of 1 processes"),
+    (
+        "--batch-size 3 --accumulate 2",
+        "--batch-size 3 must be a multiple of 1 processes",
+    ),
     ("--num-layers 0", "num_layers 0: take an int of at least 1"),
     ("--gamma x", "argument --gamma: invalid int value"),
-    ("--target ./no-such", "cannot load model './no-such' (no such file or folder); give"),
+    (
+        "--target ./no-such",
+        "cannot load model './no-such' (no such file or folder); give",
+    ),
     ("--data missing.jsonl", "no data file missing.jsonl; train.py --make-data"),
     ("--data {tmp}", " is a folder: name its files"),
-    ("--data conversations/answers.jsonl.gz", "is what eval_alpha is measured on: leave it out"),
+    (
+        "--data conversations/answers.jsonl.gz",
+        "is what eval_alpha is measured on: leave it out",
+    ),
     ("--out {tmp}/file", "file is a file; name a folder"),
     ("--init {tmp}", "no drafter in"),
     ("--init {tmp}/broken", "/broken holds no glide drafter, or a damaged one ("),
@@ -87,7 +99,11 @@ def test_a_mistake_of_train_py_is_told_in_a_line(folder, tmp_path, capsys, words
 
 
 CONFIG_MISTAKES = [
-    ("glide", {"num_layers": 4}, "num_layers 4, kv_layer -1: the target has layers 0 to 2"),
+    (
+        "glide",
+        {"num_layers": 4},
+        "num_layers 4, kv_layer -1: the target has layers 0 to 2",
+    ),
     ("glide", {"gamma": 2.5}, "gamma 2.5: take an int of at least 0"),
     ("falcon", {"noise": "3"}, "noise '3': take a number of at least 0"),
     ("falcon", {"noise": float("nan")}, "noise nan: take a number of at least 0"),
@@ -110,7 +126,7 @@ CONFIG_MISTAKES = [
 
 @pytest.mark.parametrize("method, fields, said", CONFIG_MISTAKES, ids=str)
 def test_a_config_checks_itself(llama, method, fields, said):
-    """Some fields, when a drafter is built for a target of three layers and 48 tokens."""
+    """Some fields, when a drafter is built for a target (three layers, 48 tokens)."""
     module = cli.import_method(method)
     with pytest.raises(common.UserError, match=said):
         config = module.Config(**fields)
@@ -132,9 +148,12 @@ def test_what_is_missing_is_named(capsys, words, said):
 
 def test_methods_and_rivals_by_name(monkeypatch, tmp_path):
     assert cli.import_method("medusa").__name__ == "support.rivals.medusa"
-    assert {"glide", "specdecpp", "falcon", "ctc_drafter", "medusa"} <= set(cli.trainable())
-    assert not {"cape", "beam", "lookup"} & set(cli.trainable())
-    with pytest.raises(common.UserError, match="unknown method '../x': take glide, cape"):
+    trainable = set(cli.trainable())
+    assert {"glide", "specdecpp", "falcon", "ctc_drafter", "medusa"} <= trainable
+    assert not {"cape", "beam", "lookup"} & trainable
+    with pytest.raises(
+        common.UserError, match="unknown method '../x': take glide, cape"
+    ):
         cli.import_method("../x")
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     (tmp_path / "glide.py").touch()
@@ -143,7 +162,7 @@ def test_methods_and_rivals_by_name(monkeypatch, tmp_path):
         cli.import_method("falcon")
 
 
-# ------------------------------------------------------------------------------ options of a Config
+# ------------------------------------------------------------------ options of a Config
 
 
 @dataclass
@@ -155,7 +174,8 @@ class Config:
     csgd: bool = option(True, "whether")
     word: str = option("a", "what", decode=True)
     sizes: list = option(lambda: [1, 2], "of each")
-    more: int = field(default=1, metadata={"help": "of a course's own", "decode": False})
+    own = {"help": "of a course's own", "decode": False}  # no field, as it has no type
+    more: int = field(default=1, metadata=own)
 
 
 def parser_of():
@@ -169,9 +189,10 @@ def test_every_field_of_a_config_is_an_option_of_its_type():
     nothing = vars(parser_of().parse_args([]))
     assert set(nothing) == {"layer", "count", "rate", "csgd", "word", "sizes", "more"}
     assert set(nothing.values()) == {None}
-    words = "--layer -1 --count 7 --rate x --no-csgd --word b --sizes [4] --more 2".split()
-    given = {"layer": -1, "count": 7, "rate": "x", "csgd": False, "word": "b", "sizes": [4]}
-    assert vars(parser_of().parse_args(words)) == given | {"more": 2}
+    words = "--layer -1 --count 7 --rate x --no-csgd --word b --sizes [4] --more 2"
+    given = {"layer": -1, "count": 7, "rate": "x", "csgd": False, "word": "b"}
+    given |= {"sizes": [4], "more": 2}
+    assert vars(parser_of().parse_args(words.split())) == given
     for bad in ("--count x", "--sizes 4", "--sizes [1", "--csg", "--target {}"):
         with pytest.raises(common.UserError, match="see --help"):
             parser_of().parse_args(bad.split())

