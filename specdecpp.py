@@ -468,7 +468,8 @@ def until_stop(steps, head, threshold: float, chances: list):
             chances.append(all_accepted)
         # The head lags behind by one token: the pass that returns e_(i-1) also returns
         # q_i, so when y_(i-1) is judged, y_i costs no further pass. It is submitted
-        # unjudged, and a round that the head ends has two tokens or more, whatever h.
+        # unjudged (as in the MDP of 3.1, where a stop draws one more token), so a round
+        # that the head ends has two tokens or more, whatever h.
         yield token, q_draft, hidden
         # The judged token is submitted as well, even if it caused the end. A token that
         # is dropped because of a judgement on it would bias what is sampled: those that

@@ -1,7 +1,9 @@
 """stopping.py: a replay counts what decoding does; figures of rules and heads by hand."""
 
+import ast
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ import specdecpp
 from support import stopping
 from support.stopping import Round
 
+ROOT = Path(__file__).parent.parent
 PROMPT = torch.tensor([[9, 8, 7]])
 TURN = {"input_ids": PROMPT, "max_new_tokens": 30, "do_sample": False}
 
@@ -300,3 +303,12 @@ def test_arms_of_other_trees_than_chains_are_refused(name):
     ):
         stopping.longest_chains(make_arm(None, None, name))
     stopping.longest_chains(make_arm(None, None, "specdecpp:threshold=0.5@a+b"))
+
+
+def test_the_example_of_the_results_page_runs(capsys, monkeypatch):
+    """A rule of one's own, on the record that is shipped."""
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "results" / "README.md").read_text()
+    exec(text.split("```python\n")[1].split("```")[0], {})
+    value, (low, high) = ast.literal_eval(capsys.readouterr().out)
+    assert 1 < low < value < high < 1.1

@@ -26,6 +26,10 @@ comment above a table says what is in it:
             speedups of runs with several sequences at once
     <!-- launches: launches.json -->
             what a round asks of a GPU (launches.py)
+    <!-- rules: two layers: rounds.json.gz; six layers: rounds_six.json.gz -->
+            SpecDec++'s stop rules, replayed (support/stopping.py)
+    <!-- heads: heads.json -->
+            SpecDec++'s heads, trained on cached states
 """
 
 import argparse
@@ -38,7 +42,7 @@ sys.path.insert(0, str(ROOT))  # where this is run as a script
 
 import claims  # noqa: E402
 
-from support import pictures, report  # noqa: E402
+from support import pictures, report, stopping  # noqa: E402
 
 FILES = (
     "README.md",
@@ -52,7 +56,7 @@ FILES = (
     "tests/solutions.md",
     "CONTRIBUTING.md",
 )
-KINDS = "table|kinds|curves|taus|claims|runs|command|loops|batches|launches"
+KINDS = "table|kinds|curves|taus|claims|runs|command|loops|batches|launches|rules|heads"
 COMMENT = rf"<!-- ({KINDS}): ((?:(?!-->).)*) -->\n\n"
 TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 
@@ -252,6 +256,56 @@ def launches(file: str) -> str:
     return report.markdown(heads, rows)
 
 
+COSTS = (0.1, 0.209)  # of a pass in forwards: of this CPU, and of the paper's models
+
+
+def rules(words: str) -> str:
+    """How many times as fast one stop rule is as another, for each cost of a pass."""
+    judges = {
+        "head": lambda each: each.accepts[0],
+        "confidence": lambda each: each.confidence[0],
+        "entropy": lambda each: -each.entropy[0],
+    }
+    product, settings = stopping.RULES["product"]
+    others = {
+        "plain decoding": (lambda each, _: 0, (None,)),
+        "product, one token late": (lambda each, h: 1 + product(each, h), settings),
+    }
+    pairs = [("K", "plain decoding"), ("head", "K"), ("product", "K")]
+    pairs += [("head", "product"), ("product, one token late", "K")]
+    pairs += [(rule, "K") for rule in ("confidence", "entropy", "oracle")]
+    rows = []
+    for part in words.split(";"):
+        label, _, file = part.strip().partition(": ")
+        answers = stopping.read(claims.RESULTS / file)
+        found = {rule: stopping.counts(answers, rule) for rule in stopping.RULES}
+        found |= {name: stopping.counts(answers, rule) for name, rule in others.items()}
+        for ours, theirs in pairs:
+            row = [label, f"{ours} / {theirs}"]
+            for cost in COSTS:
+                value, ends = stopping.faster(answers, found[ours], found[theirs], cost)
+                row += [report.cell(value, ".3f"), report.cell(ends, ".3f")]
+            score = stopping.auc(answers, judges[ours]) if ours in judges else None
+            rows.append([*row, report.cell(None if theirs == "product" else score)])
+    heads = ["drafts", "rules"]
+    for cost in COSTS:
+        heads += [f"c = {cost:g}", "95%"]
+    return report.markdown([*heads, "AUC"], rows)
+
+
+def trained_heads(file: str) -> str:
+    """SpecDec++'s heads: how well they predict, and what they gain over a fixed K."""
+    columns = ("loss", "constant", "auc", "auc_confidence", "auc_prompts")
+    rows = []
+    for head in claims.read(file)["heads"]:
+        cells = [report.cell(head[name], ".3f") for name in columns]
+        value, *ends = head["over_K_0.1"]
+        gain = [report.cell(value, ".3f"), report.cell(ends, ".3f")]
+        rows.append([head["label"], str(head["steps"]), *cells, *gain])
+    heads = ["head", "steps", "loss", "of a constant", "AUC", "of the confidence"]
+    return report.markdown([*heads, "AUC on prompts", "over best K", "95%"], rows)
+
+
 def written(text: str) -> str:
     """A README with its tables made anew."""
     makers = {
@@ -265,6 +319,8 @@ def written(text: str) -> str:
         "loops": loops,
         "batches": batches,
         "launches": launches,
+        "rules": rules,
+        "heads": trained_heads,
     }
     return TABLE.sub(lambda match: match[1] + makers[match[2]](match[3]) + "\n\n", text)
 
