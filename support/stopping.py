@@ -1,15 +1,15 @@
 """Compare stop rules on recorded drafts (SpecDec++, Figure 4 and Table 1).
 
-What a rule saves or wastes can be computed without drafting again, if it is known what
-the drafter drafts at every place of an answer and how much of that the target accepts.
-`record` finds that out, for up to LONGEST tokens at each place, and `replay` walks
-through an answer as a rule would, from round to round, and counts
+If it is known what a drafter drafts at every place of an answer, and how much of that
+the target accepts, then what a stop rule saves and wastes follows without drafting
+again. `record` finds this out, for LONGEST tokens at each place. `replay` goes through
+an answer from round to round, as the rule would, and counts
 
     N_target / N       verification rate: target forwards per answer token
     N_discarded / N    discard rate: discarded draft tokens per answer token
 
-from which Eq. 2.2 computes the time that the answer takes. `compare` compares two
-rules, and a rule of one's own is a function of a Round and a setting:
+from which Eq. 2.2 computes how long the answer takes. A rule of one's own is a function
+of a Round and a setting:
 
     answers = stopping.read("results/rounds_greedy.json.gz")
     rule = lambda each, level: 1 + stopping.first(c < level for c in each.confidence)
@@ -45,8 +45,10 @@ class Round:
     tokens: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)  # (m,) the maximum of q_draft
     entropy: list[float] = field(default_factory=list)  # (m,) of q_draft, in nats
-    accepts: list[float] = field(default_factory=list)  # (m - 1,) the head's, of y_i
-    agreed: int = 0  # how many of the tokens the target accepts
+    accepts: list[float] = field(
+        default_factory=list
+    )  # (m - 1,) the head's predictions
+    agreed: int = 0  # how many of the tokens, from the first on, the target accepts
 
 
 def round_of(draft: common.Draft) -> Round:
@@ -104,17 +106,17 @@ def commit_one(decoding: common.Decoding, draft: common.Draft) -> None:
 
 
 def join(rounds: list[Round]) -> None:
-    """Let each round go on as the next one does, as long as its tokens are accepted.
+    """Let a draft go on as the next place's does, once its first token is accepted.
 
-    A draft whose first token is accepted stands, after that token, where the next
-    place's draft begins. When sampling, the two have drawn different tokens there, but
-    from the same q_draft. Only the next place's first token was verified together with
-    the answer, so that one is taken, and after it, if it is accepted as well, the first
-    token of the place after next, up to a token that is rejected. What a rule then
-    replays has the distribution of real rounds: each draft token comes from q_draft
-    after the tokens before it, and each is accepted or replaced as in `common.draw`.
-    Greedy rounds stay as they are.
+    rounds: of all places of an answer. Only the first token of each has been verified,
+        so `agreed` is 0 or 1; afterwards it counts all tokens that are accepted.
     """
+    # A draft whose first token is accepted stands where the next place's draft begins.
+    # Decoding greedily, the two go on alike, and nothing changes here. When sampling,
+    # they have drawn different tokens, from the same q_draft. But only the next place's
+    # was verified together with the answer: it was accepted, and is the answer's token,
+    # or it was rejected, and the answer's token came from the residual. So that draft
+    # is taken, and a replayed round has the distribution of a real one.
     for each, after in reversed(list(itertools.pairwise(rounds))):
         if each.agreed:
             for name in ("tokens", "confidence", "entropy"):
@@ -144,14 +146,12 @@ def record(chains, target, turn: dict) -> list[Round]:
 # ------------------------------------------------------------------------- the file
 
 # What a value is multiplied by before it is rounded.
-SCALES = {"confidence": 1000, "entropy": 100, "accepts": 1000}
+SCALES = {"tokens": 1, "confidence": 1000, "entropy": 100, "accepts": 1000}
 
 
 def as_integers(rounds: list[Round]) -> dict:
     """The rounds of an answer as a file holds them, in lists of integers."""
-    data = {
-        name: [getattr(each, name) for each in rounds] for name in ("tokens", "agreed")
-    }
+    data = {"agreed": [each.agreed for each in rounds]}
     for name, scale in SCALES.items():
         rows = [getattr(each, name) for each in rounds]
         data[name] = [[round(scale * value) for value in row] for row in rows]
@@ -167,16 +167,16 @@ def read(path, kind: str = "") -> list[list[Round]]:
     opened = gzip.open if str(path).endswith(".gz") else open
     with opened(path, "rt") as file:
         data = json.load(file)
-    found = []
+    answers = []
     for answer in data.get("sweep", data)["answers"]:
         if answer["name"].startswith(kind):
-            columns = [answer["tokens"]]
+            rounds = [Round(agreed=count) for count in answer["agreed"]]
             for name, scale in SCALES.items():
-                columns.append(
-                    [[value / scale for value in row] for row in answer[name]]
-                )
-            found.append([Round(*row) for row in zip(*columns, answer["agreed"])])
-    return found
+                for each, row in zip(rounds, answer[name], strict=True):
+                    values = row if scale == 1 else [value / scale for value in row]
+                    setattr(each, name, values)
+            answers.append(rounds)
+    return answers
 
 
 # ------------------------------------------------------------------------- the rules
@@ -192,21 +192,21 @@ def products(chances):
     return itertools.accumulate(chances, operator.mul)
 
 
-HS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)  # settings of a threshold h
+H = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)  # settings of a threshold h
 
 # {rule: (function of a Round and a setting, settings)}. The function returns how many
-# tokens are drafted; where that is more than the Round holds, all of them are. All
-# rules but the head judge a token when it is drawn. The head has to read it, so one
-# more token is drafted by then and submitted, too.
+# tokens are drafted; where that is more than the Round holds, all of them are. The head
+# has to read a token before it judges it, so one more is drafted by then and submitted
+# as well. The other rules judge a token by the q_draft that it is drawn from.
 RULES = {
     "K": (lambda each, k: k, (1, 2, 3, 4, 5, 6, 8, 10, 12)),
     "head": (
         lambda each, h: 2 + first(1 - p > h for p in products(each.accepts)),
-        HS,
+        H,
     ),
     "product": (
         lambda each, h: 1 + first(1 - p > h for p in products(each.confidence)),
-        HS,
+        H,
     ),
     "confidence": (
         lambda each, level: 1 + first(c < level for c in each.confidence),
