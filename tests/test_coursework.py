@@ -83,7 +83,7 @@ def test_a_copy_for_students_is_small_and_tells_no_solution(tmp_path):
 
 
 def test_the_points_of_the_assignment_add_up():
-    """And each coded part begins with the first of its tests, worth five points each."""
+    """And each coded part begins with the first of its tests, of five points each."""
     rows = []
     for line in (ROOT / "tests" / "assignment.md").read_text().splitlines():
         if cells := re.match(r"\| (\w\d?) \| (.*) \| (\d+) \| \d+ \| (.*)\|", line):

@@ -1,4 +1,4 @@
-"""ctc_drafter.py: transform, sampling and loss against brute force; mask and windows."""
+"""ctc_drafter.py: transform, sampling and loss by brute force; mask and windows."""
 
 import dataclasses
 import itertools

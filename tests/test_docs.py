@@ -47,6 +47,7 @@ def test_every_file_named_is_there(name):
         (ROOT / name).parent,
         ROOT / "results" / "curves",
         ROOT / "conversations",
+        ROOT / "prompts",
     ]
     named = set(re.findall(rf"`([\w/.*-]+(?:\.(?:{kinds})|/))`", TEXTS[name]))
     missing = []

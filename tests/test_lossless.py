@@ -1,5 +1,6 @@
-"""Every method and rival, on every family of targets: one training step, save, load, and decoding
-that equals the target's own."""
+"""Every method and rival, on every family of targets: one training step, save, load,
+and decoding that equals the target's own.
+"""
 
 import copy
 import functools
@@ -38,9 +39,15 @@ LARGE = 40  # more, for trees of 20 ranks
 SMALL = 7  # so few that all answers can be enumerated
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 FIELDS = {"intermediate_size": 16}  # of a Config that has them
-FAST = [*(name for name in FAMILIES if name not in ("GPTNeoX", "Cohere")), "Gemma3 with images"]
+FAST = [
+    *(name for name in FAMILIES if name not in ("GPTNeoX", "Cohere")),
+    "Gemma3 with images",
+]
 RARER = {
-    "Llama, one head of keys, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "Llama, one head of keys, tied": {
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    },
     "Llama, biases": {"attention_bias": True, "mlp_bias": True},
     "GPT2, untied": {"tie_word_embeddings": False},
     "GPTNeoX": {},
@@ -51,7 +58,9 @@ RARER = {
 
 @functools.cache
 def make_target(name, vocab=VOCAB):
-    """A tiny target in float64, a prompt of seven tokens, and 20 tokens of the target's own."""
+    """A tiny target in float64, a prompt of seven tokens, and 20 tokens of the target's
+    own.
+    """
     if name == "Gemma3 with images":
         target = sighted(vocab_size=vocab)
     else:
@@ -62,7 +71,8 @@ def make_target(name, vocab=VOCAB):
 
 
 def train_one_step(module, drafter, target):
-    """A step on three random sequences; every part of the contract of training is used."""
+    """A step on three random sequences; every part of the contract of training is used.
+    """
     batch = random_batch(target, (9, 14, 6), layers=drafter.kv_layers)
     weights = [p for p in drafter.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in weights]
@@ -70,7 +80,9 @@ def train_one_step(module, drafter, target):
     (total / weight).backward()
     torch.optim.SGD(weights, lr=0.01).step()
     assert all(p.isfinite().all() for p in weights)
-    assert any(not torch.equal(p, old) for p, old in zip(weights, before)), "nothing learns"
+    assert any(not torch.equal(p, old) for p, old in zip(weights, before)), (
+        "nothing learns"
+    )
     with torch.no_grad():
         rate, count = module.acceptance(drafter.eval(), target, batch)
     assert 0 <= float(rate) <= float(count)
@@ -89,27 +101,35 @@ def make_drafter(module, target):
     for key, ours in loaded.state_dict().items():
         assert torch.equal(ours, drafter.state_dict()[key].to(ours.dtype)), key
         if key != "vocab_ids":
-            assert vocab not in ours.shape, f"{key}: embedding and LM head are the target's"
+            assert vocab not in ours.shape, (
+                f"{key}: embedding and LM head are the target's"
+            )
     return loaded
 
 
 def drafts_of(name, target_name, vocab=VOCAB, **changes):
     """A method's drafts for a tiny target, with a drafter that one step has trained."""
-    return make_drafts(name, make_target(target_name, vocab)[0], make_drafter, **changes)[0]
+    return make_drafts(
+        name, make_target(target_name, vocab)[0], make_drafter, **changes
+    )[0]
 
 
 def decode(target, ids, drafts, **options):
-    """The target's `generate` with drafts, a function of a Decoding, and what it counts."""
+    """The target's `generate` with drafts, a function of a Decoding, and what it
+    counts.
+    """
     stats = common.Stats()
     decoder = common.speculate(drafts, each=stats)
     return target.generate(ids, custom_generate=decoder, **options), stats
 
 
-# ------------------------------------------------------------------------------------- greedy
+# ------------------------------------------------------------------------------- greedy
 
 
 def within(stats, left):
-    """Whether every draft left a place for the bonus token, in an answer of `left` tokens."""
+    """Whether every draft left a place for the bonus token, in an answer of `left`
+    tokens.
+    """
     for offered, accepted in zip(stats.offered, stats.accepted):
         if offered >= left:
             return False
@@ -124,7 +144,8 @@ def test_greedy_output_is_the_targets_own(target_name, method):
     stats = common.Stats()
     got = []  # by a streamer of transformers
     streamer = types.SimpleNamespace(
-        put=lambda tokens: got.append(tokens.flatten().tolist()), end=lambda: got.append("end")
+        put=lambda tokens: got.append(tokens.flatten().tolist()),
+        end=lambda: got.append("end"),
     )
     drafts = drafts_of(method, target_name)
     decoder = common.speculate(drafts, streamer=streamer, each=stats)
@@ -159,7 +180,9 @@ def variants():
 @pytest.mark.parametrize("method, variant", variants())
 def test_every_variant_is_lossless(method, variant):
     target, ids, truth = make_target("Llama", LARGE)
-    drafts = drafts_of(method, "Llama", LARGE, **cli.import_method(method).VARIANTS[variant])
+    drafts = drafts_of(
+        method, "Llama", LARGE, **cli.import_method(method).VARIANTS[variant]
+    )
     assert torch.equal(decode(target, ids, drafts, **GREEDY)[0], truth)
 
 
@@ -197,7 +220,9 @@ def test_logits_processors_see_what_they_see_in_plain_decoding(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_answer_ends_where_plain_decoding_ends(method):
-    """At an end-of-sequence token, by a criterion, and at the last token that may be written."""
+    """At an end-of-sequence token, by a criterion, and at the last token that may be
+    written.
+    """
     target, ids, truth = make_target("Llama")
     drafts = drafts_of(method, "Llama")
     sixth = int(truth[0, 12])
@@ -234,7 +259,9 @@ def test_a_constraint_is_never_asked_about_a_text_that_has_ended(method):
     options |= {"prefix_allowed_tokens_fn": allowed}
     expected = target.generate(ids, **options)
     plain, asked = asked, []
-    assert torch.equal(decode(target, ids, drafts_of(method, "Llama"), **options)[0], expected)
+    assert torch.equal(
+        decode(target, ids, drafts_of(method, "Llama"), **options)[0], expected
+    )
     assert all(said in asked for said in plain)
 
 
@@ -250,7 +277,10 @@ def test_a_prompt_may_be_one_token(method):
 WINDOWS = {
     "Mistral": {"sliding_window": 8},
     "Phi3": {"sliding_window": 8},
-    "Gemma3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "Gemma3": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "GptOss": {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -262,20 +292,25 @@ WINDOWS = {
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_text_may_be_longer_than_a_sliding_window(name, method):
-    """Prompts shorter and longer than the window; a wrong mask would show by other tokens."""
+    """Prompts shorter and longer than the window; a wrong mask would show by other
+    tokens.
+    """
     target = family(name, vocab_size=VOCAB, **WINDOWS[name])
     if name == "GptOss":
         target = target.float()  # its experts have no float64
     drafts, _ = make_drafts(method, target)
     for length in (3, 12):
-        ids = torch.randint(1, VOCAB, (1, length), generator=torch.Generator().manual_seed(4))
+        ids = torch.randint(
+            1, VOCAB, (1, length), generator=torch.Generator().manual_seed(4)
+        )
         truth = target.generate(ids, **GREEDY)
         output, _ = decode(target, ids, drafts, **GREEDY)
         assert torch.equal(output, truth)
 
 
 class Largest(TorchDispatchMode):
-    """Sees every tensor that is computed; keeps the number of elements of the largest."""
+    """Sees every tensor that is computed; keeps the number of elements of the largest.
+    """
 
     def __init__(self):
         super().__init__()
@@ -296,7 +331,9 @@ def test_memory_grows_with_a_prompt_and_not_with_its_square(method):
     drafts, _ = make_drafts(method, target)
     largest = {}
     for length in (1000, 2000):
-        ids = torch.randint(1, 40, (1, length), generator=torch.Generator().manual_seed(4))
+        ids = torch.randint(
+            1, 40, (1, length), generator=torch.Generator().manual_seed(4)
+        )
         with Largest() as seen:
             decoding = common.start(target, input_ids=ids, max_new_tokens=9)
             next(drafts(decoding))
@@ -322,7 +359,7 @@ def test_copies_that_are_right_are_accepted_beside_any_draft(method, monkeypatch
     assert stats.target_forwards == 3 and within(stats, 20)
 
 
-# ------------------------------------------------------------------------------------ sampled
+# ------------------------------------------------------------------------------ sampled
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -348,7 +385,7 @@ def test_negative_control_a_chain_that_lies_about_its_probabilities(monkeypatch)
     assert sampled_p_value(target, ids, 2, draws=200, custom_generate=decoder) < 1e-6
 
 
-# ---------------------------------------------------------------------------- on another device
+# -------------------------------------------------------------------- on another device
 
 
 @torch.no_grad()
@@ -362,7 +399,9 @@ def summed_loss(method, target, drafter):
 
 
 def check_the_device(pretend):
-    """Every method trains and decodes on a device that keeps a GPU's rules (tools/pretend.py)."""
+    """Every method trains and decodes on a device that keeps a GPU's rules
+    (tools/pretend.py).
+    """
     FIELDS["fusion"] = "linear"  # the device has no LSTM
     with pretend.gpu():
         there = torch.ones(3, device="pretend")
@@ -390,11 +429,14 @@ def check_the_device(pretend):
 
 
 def check_the_counts(pretend):
-    """Neither copies nor launches grow with the tree; kept rows take one copy for all layers."""
+    """Neither copies nor launches grow with the tree; kept rows take one copy for all
+    layers.
+    """
     target, ids, truth = make_target("Llama")
     right = truth[0, 7]  # the token after the prompt
     wrong = torch.tensor([token for token in range(VOCAB) if token != right])
-    trees = {  # children of the root; accepted rows of the cache are in place if `right` is first
+    # Children of the root; accepted rows of the cache are in place if `right` is first.
+    trees = {
         "in place": [right, *wrong[:8]],
         "moved": [wrong[0], right],
         "moved, more nodes": [*wrong[:8], right],
@@ -421,10 +463,14 @@ def check_the_counts(pretend):
             pretend.counts.clear()
             decoding.verify(draft)
             seen[name] = dict(pretend.counts)
-            assert torch.equal(decoding.ids.cpu(), truth[:, :9])  # accepted, and the bonus token
+            assert torch.equal(
+                decoding.ids.cpu(), truth[:, :9]
+            )  # accepted, and the bonus token
     assert seen["moved"] == seen["moved, more nodes"]
     assert seen["moved"]["to_host"] == seen["in place"]["to_host"]
-    assert seen["moved"]["to_device"] == seen["in place"]["to_device"] + 1  # where to move from
+    assert (
+        seen["moved"]["to_device"] == seen["in place"]["to_device"] + 1
+    )  # where to move from
     assert seen["moved"]["launches"] > seen["in place"]["launches"]
 
 

@@ -1,4 +1,6 @@
-"""common.py: mask, caches, verification, copies from the context, decoding, what is refused."""
+"""common.py: mask, caches, verification, copies from the context, decoding, what is
+refused.
+"""
 
 import collections
 import contextlib
@@ -54,7 +56,7 @@ def cached(target, ids):
     return cache
 
 
-# ----------------------------------------------------------------------------------------- masks
+# -------------------------------------------------------------------------------- masks
 
 
 def test_the_mask_of_the_docstring():
@@ -74,7 +76,9 @@ def test_the_mask_against_brute_force():
             ways.append([*ways[parent + 1], node])
         expected = []
         for way in ways:
-            expected.append("x" + "".join("x" if n in way else "." for n in range(nodes)))
+            expected.append(
+                "x" + "".join("x" if n in way else "." for n in range(nodes))
+            )
         got = drawn(common.tree_mask(parents))
         told = [f"given parents {parents}", "expected", *expected, "got", *got]
         assert got == expected, "\n".join(told)
@@ -91,13 +95,23 @@ def test_what_the_target_reads_of_a_tree(llama, dtype):
     assert fed.tolist() == [[4, 7, 8, 9, 6]]
     assert positions.tolist() == [[3, 4, 5, 5, 6]]
     [(kind, mask)] = masks.items()
-    assert kind == "full_attention" and mask.shape == (1, 1, 5, 8) and mask.dtype == dtype
-    assert drawn(mask == 0) == ["xxxx....", "xxxxx...", "xxxxxx..", "xxxxx.x.", "xxxxxx.x"]
+    assert (
+        kind == "full_attention" and mask.shape == (1, 1, 5, 8) and mask.dtype == dtype
+    )
+    assert drawn(mask == 0) == [
+        "xxxx....",
+        "xxxxx...",
+        "xxxxxx..",
+        "xxxxx.x.",
+        "xxxxxx.x",
+    ]
     assert set(mask.flatten().tolist()) == {0.0, torch.finfo(dtype).min}
 
 
 def test_layers_that_reach_back_by_position_have_masks_of_their_own(llama, monkeypatch):
-    """A window of three and chunks of four; the tree stands at 5, 6 6, 7: two are siblings."""
+    """A window of three and chunks of four; the tree stands at 5, 6 6, 7: two are
+    siblings.
+    """
     kinds = ["sliding_attention", "full_attention", "chunked_attention"]
     monkeypatch.setattr(llama.config, "layer_types", kinds, raising=False)
     monkeypatch.setattr(llama.config, "sliding_window", 3, raising=False)
@@ -112,7 +126,7 @@ def test_layers_that_reach_back_by_position_have_masks_of_their_own(llama, monke
     assert {kind: drawn(mask == 0) for kind, mask in masks.items()} == drawings
 
 
-# -------------------------------------------------------------------------------------- caches
+# ------------------------------------------------------------------------------- caches
 
 
 def test_a_growing_layer_holds_what_a_list_would():
@@ -169,12 +183,14 @@ def test_a_draft_cache_forgets_rejected_tokens():
     assert rewind(3, 4, 5) == [5]
 
 
-# ---------------------------------------------------------------------------------- the target
+# --------------------------------------------------------------------------- the target
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_target_logits_are_the_targets_own(name):
-    """Including soft caps (Gemma-2), scaling (Granite, Cohere) and a bias of the LM head."""
+    """Including soft caps (Gemma-2), scaling (Granite, Cohere) and a bias of the LM
+    head.
+    """
     target = make_family(name)
     if name == "Llama":
         target.lm_head.bias = torch.nn.Parameter(torch.randn(40, dtype=torch.float64))
@@ -207,7 +223,9 @@ def test_rotated_keys_are_those_that_the_target_caches(name, monkeypatch):
     _, kv = common.target_features(target, torch.arange(1, 9)[None], range(4))
     for layer in range(4):
         tables = common.rotary(target, torch.arange(8)[None], layer)
-        torch.testing.assert_close(common.rotate(unrotated[layer], tables), kv[layer][0])
+        torch.testing.assert_close(
+            common.rotate(unrotated[layer], tables), kv[layer][0]
+        )
 
 
 def test_widened_tables_by_hand():
@@ -219,7 +237,7 @@ def test_widened_tables_by_hand():
     assert sin.flatten() == pytest.approx([0.1, 0.2, 0, 0, 0.1, 0.2, 0, 0])
 
 
-# ---------------------------------------------------------------------------------- the greedy walk
+# ---------------------------------------------------------------------- the greedy walk
 
 
 def next_token(target, ids, processor):
@@ -240,7 +258,9 @@ def helped_tree(target, ids, processor, generator):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_verify_sees_every_node_as_plain_decoding_would(name):
-    """Each node gets the logits of its own prefix, and the cache is that of the accepted path."""
+    """Each node gets the logits of its own prefix, and the cache is that of the
+    accepted path.
+    """
     target = make_family(name)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 40, (1, 5), generator=generator)
@@ -252,7 +272,8 @@ def test_verify_sees_every_node_as_plain_decoding_would(name):
         draft = helped_tree(target, before, penalty, generator)
         logits, hidden = common.score(target, before, draft, decoding.cache)
         path = decoding.commit(draft, logits, hidden)
-        # What was committed is what plain decoding says, and the walk went as far as it could.
+        # What was committed is what plain decoding says, and the walk went as far as it
+        # could.
         tokens = decoding.ids[0, before.shape[1] :].tolist()
         text = before
         for token in tokens:
@@ -286,24 +307,36 @@ def test_greedy_walk_takes_the_longest_accepted_path():
         return truth[len(tokens)]
 
     path, tokens = common.walk(draft, choose, lambda tokens: False)
-    given = "given tokens 9 5 9 6 7, parents -1 -1 1 1 3, and a target that says 5 6 7 8"
+    given = (
+        "given tokens 9 5 9 6 7, parents -1 -1 1 1 3, and a target that says 5 6 7 8"
+    )
     assert path == [1, 3, 4], f"{given}: expected the path [1, 3, 4], got {path}"
-    assert tokens == truth, f"{given}: expected all of that to be returned, got {tokens}"
+    assert tokens == truth, (
+        f"{given}: expected all of that to be returned, got {tokens}"
+    )
     expected = [(-1, []), (1, [5]), (3, [5, 6]), (4, [5, 6, 7])]
-    assert asked == expected, f"{given}: expected choose to be called with {expected}, got {asked}"
+    assert asked == expected, (
+        f"{given}: expected choose to be called with {expected}, got {asked}"
+    )
 
 
 @pytest.mark.parametrize("end, path", [(1, [1]), (2, [1, 3]), (4, [1, 3, 4])])
 def test_a_walk_does_not_go_beyond_the_end_of_the_answer(end, path):
     """At a token that a node holds, which then is accepted, or at the bonus token."""
     draft = draft_of([9, 5, 9, 6, 7], [-1, -1, 1, 1, 3])
-    got = common.walk(draft, lambda _, said: 5 + len(said), lambda said: len(said) == end)
+    got = common.walk(
+        draft, lambda _, said: 5 + len(said), lambda said: len(said) == end
+    )
     expected = (path, [5, 6, 7, 8][:end])
-    assert got == expected, f"the answer ends after {end} tokens: expected {expected}, got {got}"
+    assert got == expected, (
+        f"the answer ends after {end} tokens: expected {expected}, got {got}"
+    )
 
 
 def test_greedy_compares_in_float32_as_transformers_does(llama):
-    """Where float64 sees a difference that float32 does not, the lower id is the argmax."""
+    """Where float64 sees a difference that float32 does not, the lower id is the
+    argmax.
+    """
     logits = torch.zeros(1, 48, dtype=torch.float64)
     logits[0, 5] = 1
     logits[0, 7] = 1 + 1e-12
@@ -315,7 +348,7 @@ def test_greedy_compares_in_float32_as_transformers_does(llama):
     assert decoding.ids[0, -1] == 5
 
 
-# --------------------------------------------------------------------------- the sampled walk
+# --------------------------------------------------------------------- the sampled walk
 
 
 def law_of_draw(p_target, q_draft, grid=50):
@@ -367,14 +400,19 @@ def without(q_draft, token):
 
 def test_draws_follow_the_target_exactly():
     law, accepted, asked = law_of_draw(P_TARGET, Q_DRAFT)
-    expected, q, got = ([round(x, 3) for x in row.tolist()] for row in (P_TARGET, Q_DRAFT, law))
-    given = f"p_target {expected}, two siblings drawn from q_draft {q} without replacement"
-    told = f"{given}: returned tokens should have the shares of p_target: expected {expected}"
+    expected, q, got = (
+        [round(x, 3) for x in row.tolist()] for row in (P_TARGET, Q_DRAFT, law)
+    )
+    given = (
+        f"p_target {expected}, two siblings drawn from q_draft {q} without replacement"
+    )
+    told = f"{given}: expected returned tokens to have the shares {expected} of p_target"
     assert got == pytest.approx(expected, abs=0.015), f"{told}, got {got}"
-    # .35 by the first sibling; .65 are left, all after token 2, with the residual .23 .77 0 and
-    # q .8 .2 0: the second sibling is accepted in .43 of these.
+    # .35 by the first sibling; .65 are left, all after token 2, with the residual .23
+    # .77 0 and q .8 .2 0: the second sibling is accepted in .43 of these.
     assert accepted == pytest.approx(0.35 + 0.65 * 0.431, abs=0.015), (
-        f"{given}: one of two siblings is to be accepted in 0.63 of the cases, got {accepted:.2f}"
+        f"{given}: one of two siblings is to be accepted in 0.63 of the cases, got "
+        f"{accepted:.2f}"
     )
     # Numbers from elsewhere would be other ones in each run, and so would the verdict.
     assert asked, f"{given}: expected torch.rand to be called, got no call"
@@ -429,10 +467,14 @@ Q = torch.tensor([0.3, 0.05, 0.05, 0.2, 0.1, 0.25, 0.05])
 
 
 def sampled_and_deterministic():
-    """Two siblings drawn from Q without replacement and a child; 4 and 5 beside, 2 below them."""
+    """Two siblings drawn from Q without replacement and a child; 4 and 5 beside, 2
+    below them.
+    """
     first = torch.multinomial(Q, 1)
     rest = without(Q, first)
-    drawn = torch.cat([first, torch.multinomial(rest, 1), torch.multinomial(Q.flip(0), 1)]).tolist()
+    drawn = torch.cat(
+        [first, torch.multinomial(rest, 1), torch.multinomial(Q.flip(0), 1)]
+    ).tolist()
     parents = [-1, -1, 0, -1, -1, 0]
     return draft_of([*drawn, 4, 5, 2], parents, torch.stack([Q, rest, Q.flip(0)]))
 
@@ -455,7 +497,9 @@ def chance_of_acceptance(p_target):
 
 
 def test_sampled_output_follows_the_target(small_llama):
-    """And as much of the draft is accepted as can be: rejecting everything is lossless as well."""
+    """And as much of the draft is accepted as can be: rejecting everything is lossless
+    as well.
+    """
     accepted = []
 
     def decode(target, input_ids, **given):
@@ -473,8 +517,9 @@ def test_sampled_output_follows_the_target(small_llama):
     spread = 4 * (expected * (1 - expected) / len(accepted)) ** 0.5
     got = sum(accepted) / len(accepted)
     assert abs(got - expected) <= spread, (
-        f"given p_target {p_target.tolist()}, q_draft {Q.tolist()}: expected a child of the root "
-        f"to be accepted in {expected:.3f} +- {spread:.3f} of the rounds, got {got:.3f}"
+        f"given p_target {p_target.tolist()}, q_draft {Q.tolist()}: expected a child of "
+        f"the root to be accepted in {expected:.3f} +- {spread:.3f} of the rounds, got "
+        f"{got:.3f}"
     )
 
 
@@ -495,7 +540,7 @@ def test_each_draw_is_given_all_sampled_siblings(llama, monkeypatch):
     assert offered == [[(1, first), (2, second)], [(3, third)]]
 
 
-# -------------------------------------------------------------------------------------- copies
+# ------------------------------------------------------------------------------- copies
 
 
 def found_by_search(text, most):
@@ -523,7 +568,10 @@ def test_copies_are_found_as_by_a_search():
         lookup = Lookup(most)
         for end in range(1, len(text) + 1, chance.randint(1, 5)):
             expected = found_by_search(text[:end], most) if most else []
-            assert lookup.find(torch.tensor([text[:end]])) == expected, (text[:end], most)
+            assert lookup.find(torch.tensor([text[:end]])) == expected, (
+                text[:end],
+                most,
+            )
 
 
 def test_a_copy_shares_all_that_it_begins_with():
@@ -550,12 +598,14 @@ def test_a_merged_tree_holds_the_drafts_paths_and_the_copys():
         before, after = paths(draft), paths(merged)
         assert after[:nodes] == before
         assert len(set(after)) == len(after) == len(merged.notes["q"])
-        assert set(after) == set(before) | {tuple(copy[:n]) for n in range(1, len(copy) + 1)}
+        assert set(after) == set(before) | {
+            tuple(copy[:n]) for n in range(1, len(copy) + 1)
+        }
         assert merged.notes.get("copied", 0) == len(after) - nodes
         assert merged.probs is draft.probs, "a copy was not sampled"
 
 
-# ------------------------------------------------------------------------------------ Decoding
+# ----------------------------------------------------------------------------- Decoding
 
 
 def test_an_answer_ends_inside_the_accepted_tokens(llama):
@@ -570,7 +620,9 @@ def test_an_answer_ends_inside_the_accepted_tokens(llama):
         assert decoding.ids[0, 5:].tolist() == truth[:2]
         # All but the newest token are cached, as after every round, and nothing else.
         assert decoding.hidden.shape[1] == 2
-        for ours, fresh in zip(decoding.cache.layers, cached(llama, decoding.ids).layers):
+        for ours, fresh in zip(
+            decoding.cache.layers, cached(llama, decoding.ids).layers
+        ):
             assert_close(ours.keys, fresh.keys)
 
 
@@ -579,7 +631,9 @@ def test_an_answer_without_an_end_knows_none(llama):
     assert [opened(llama, **each).ends for each in ends] == [set(), {3}, {3, 4}]
 
 
-def test_every_round_leaves_a_place_for_the_bonus_token_and_the_states_of_its_rows(llama):
+def test_every_round_leaves_a_place_for_the_bonus_token_and_the_states_of_its_rows(
+    llama,
+):
     whole = llama.generate(IDS, max_new_tokens=6, do_sample=False)
     truth = whole[0, 5:].tolist()
     states, _ = common.target_features(llama, whole)
@@ -599,11 +653,12 @@ def test_every_round_leaves_a_place_for_the_bonus_token_and_the_states_of_its_ro
     assert torch.equal(decoding.ids, whole)
 
 
-# ----------------------------------------------------------------------------------- speculate
+# ---------------------------------------------------------------------------- speculate
 
 
 def test_what_speculate_streams_counts_and_returns(llama):
-    """A round with two accepted nodes of three, an empty draft, and one that is right."""
+    """A round with two accepted nodes of three, an empty draft, and one that is right.
+    """
     whole = llama.generate(IDS, max_new_tokens=6, do_sample=False)
     truth = whole[0, 5:].tolist()
     trees = [
@@ -613,7 +668,8 @@ def test_what_speculate_streams_counts_and_returns(llama):
     ]
     told = []
     streamer = types.SimpleNamespace(
-        put=lambda ids: told.append(ids.flatten().tolist()), end=partial(told.append, "end")
+        put=lambda ids: told.append(ids.flatten().tolist()),
+        end=partial(told.append, "end"),
     )
     stats = common.Stats()
     rounds = []
@@ -625,8 +681,12 @@ def test_what_speculate_streams_counts_and_returns(llama):
     def drafts(decoding, trees, start=0):
         yield from trees[start:]
 
-    decoder = common.speculate(drafts, [None, *trees], streamer=streamer, each=each, start=1)
-    output = llama.generate(IDS, custom_generate=decoder, max_new_tokens=6, do_sample=False)
+    decoder = common.speculate(
+        drafts, [None, *trees], streamer=streamer, each=each, start=1
+    )
+    output = llama.generate(
+        IDS, custom_generate=decoder, max_new_tokens=6, do_sample=False
+    )
     assert torch.equal(output, whole)
     assert told == [IDS[0].tolist(), truth[:3], truth[3:4], truth[4:], "end"]
     assert rounds == [(trees[0], [0, 1], 8), (trees[1], [], 9), (trees[2], [0], 11)]
@@ -683,7 +743,7 @@ def test_pick_gives_nothing_where_the_processors_allow_nothing(llama, scores):
     assert common.pick(decoding, torch.zeros(48), torch.arange(48), []) is None
 
 
-# ------------------------------------------------------------------------------ what is refused
+# ---------------------------------------------------------------------- what is refused
 
 
 def refused(message):
@@ -698,14 +758,20 @@ MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
 @pytest.mark.parametrize(
     "message, options",
     [
-        ("attention_mask has zeros", {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}),
+        (
+            "attention_mask has zeros",
+            {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])},
+        ),
         ("num_beams 2 is not supported .*: set num_beams=1 in", {"num_beams": 2}),
         ("set prompt_lookup_num_tokens=None in", {"prompt_lookup_num_tokens": 3}),
         ("position_ids are counted from 0", {"position_ids": torch.arange(1, 6)[None]}),
         ("guidance_scale 1.5 .* set guidance_scale=1 in", {"guidance_scale": 1.5}),
         ("set watermarking_config=None in", {"watermarking_config": MARK}),
         ("only text", {"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}),
-        ("holds tokens already: pass all tokens, and no cache", {"past_key_values": ONE_LAYER}),
+        (
+            "holds tokens already: pass all tokens, and no cache",
+            {"past_key_values": ONE_LAYER},
+        ),
     ],
 )
 def test_a_request_that_trees_cannot_decode_is_refused(llama, message, options):
@@ -719,12 +785,16 @@ def test_a_call_without_the_targets_generate_is_told_of_it(llama):
 
 
 def test_flash_attention_is_told_what_to_load(llama, monkeypatch):
-    monkeypatch.setattr(llama.config, "_attn_implementation_internal", "flash_attention_2")
+    monkeypatch.setattr(
+        llama.config, "_attn_implementation_internal", "flash_attention_2"
+    )
     with refused("attn_implementation='sdpa'"):
         common.check_target(llama)
 
 
-BORDER = {"original_max_position_embeddings": 15}  # beyond, all positions get the long factors
+BORDER = {
+    "original_max_position_embeddings": 15
+}  # beyond, all positions get the long factors
 ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 ROPE |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
 LONG_ROPE = {"rope_parameters": ROPE | BORDER} | BORDER
@@ -740,15 +810,21 @@ YARN = {"rope_parameters": YARN | {"original_max_position_embeddings": 8}}
         ("range of short RoPE factors", "Phi3", LONG_ROPE),
     ],
 )
-def test_what_a_target_attends_to_is_used_up_to_its_end_and_not_beyond(reach, name, options):
+def test_what_a_target_attends_to_is_used_up_to_its_end_and_not_beyond(
+    reach, name, options
+):
     target = family(name, **options)
     opened(target, max_new_tokens=11)
-    with refused(f"17 exceed the target's {reach} of 16: set a lower max_new_tokens in"):
+    with refused(
+        f"17 exceed the target's {reach} of 16: set a lower max_new_tokens in"
+    ):
         opened(target, max_new_tokens=12)
 
 
 def test_a_prompt_beyond_the_border_of_long_rope_stays_beyond_it():
-    """Four of its five tokens are cached at first: beyond a border of three, but not of four."""
+    """Four of its five tokens are cached at first: beyond a border of three, but not of
+    four.
+    """
     for border in (3, 4):
         original = {"original_max_position_embeddings": border}
         target = family("Phi3", rope_parameters=ROPE | original, **original)
@@ -766,7 +842,11 @@ def test_the_default_target_is_read_from_its_folder(folder, monkeypatch):
     [
         ("no position_ids", "Mpt", {}),
         ("alibi", "Llama", {"alibi": True}),
-        ("{'conv'} layers cannot undo", "Lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+        (
+            "{'conv'} layers cannot undo",
+            "Lfm2",
+            {"layer_types": ["conv", "full_attention"] * 2},
+        ),
     ],
 )
 def test_a_target_that_would_misread_a_tree_is_refused(message, name, options):
@@ -775,7 +855,7 @@ def test_a_target_that_would_misread_a_tree_is_refused(message, name, options):
         opened(target)
 
 
-# ----------------------------------------------------------------------------------- the drafter
+# -------------------------------------------------------------------------- the drafter
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "Gemma3"])
@@ -824,7 +904,9 @@ def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
 def test_a_drafter_of_another_kind_is_refused(llama):
     drafter = make_glide(llama)
     common.check_drafter(drafter, glide.Drafter, llama)
-    with refused("the drafter is a <class 'glide.Drafter'>: load a <class 'falcon.Drafter'>"):
+    with refused(
+        "the drafter is a <class 'glide.Drafter'>: load a <class 'falcon.Drafter'>"
+    ):
         common.check_drafter(drafter, falcon.Drafter, llama)
     with refused("the drafter is for another target .*vocab_size 48 != 40"):
         common.check_drafter(drafter, glide.Drafter, make_family("Llama"))
@@ -840,7 +922,9 @@ def test_drafters_of_version_1_0_are_read(llama, tmp_path):
     weights["draft_ids"] = weights.pop("vocab_ids")
     save_file(weights, tmp_path / "model.safetensors")
     loaded = common.load_drafter(glide.Drafter, tmp_path, llama)
-    assert torch.equal(loaded.vocab_ids, drafter.vocab_ids) and len(loaded.vocab_ids) == 20
+    assert (
+        torch.equal(loaded.vocab_ids, drafter.vocab_ids) and len(loaded.vocab_ids) == 20
+    )
 
 
 def test_overlap_is_summed_over_all_rows(llama):
@@ -849,15 +933,23 @@ def test_overlap_is_summed_over_all_rows(llama):
     q_draft = torch.rand(300, 24).double().softmax(-1)
     p_target = common.target_logits(llama, hidden).softmax(-1)[:, vocab_ids]
     expected = torch.minimum(p_target, q_draft.float()).sum()
-    torch.testing.assert_close(common.overlap(llama, hidden, q_draft, vocab_ids), expected)
+    torch.testing.assert_close(
+        common.overlap(llama, hidden, q_draft, vocab_ids), expected
+    )
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_demo_streams_and_sets_accepted_tokens_apart(folder, monkeypatch, capsys, terminal):
+def test_the_demo_streams_and_sets_accepted_tokens_apart(
+    folder, monkeypatch, capsys, terminal
+):
     target, tokenizer = common.load_target(str(folder))
     target.config.max_position_embeddings = 512
-    asked = tokenizer("<user> w1 w2 <end> <assistant>", return_tensors="pt")["input_ids"]
-    whole = target.generate(asked, max_new_tokens=128, do_sample=False)[0, asked.shape[1] :]
+    asked = tokenizer("<user> w1 w2 <end> <assistant>", return_tensors="pt")[
+        "input_ids"
+    ]
+    whole = target.generate(asked, max_new_tokens=128, do_sample=False)[
+        0, asked.shape[1] :
+    ]
 
     def drafts(decoding, drafter):
         yield draft_of(whole[:2].tolist(), [-1, 0])
@@ -873,6 +965,9 @@ def test_the_demo_streams_and_sets_accepted_tokens_apart(folder, monkeypatch, ca
     green, plain = ("\033[32m", "\033[0m") if terminal else ("", "")
     accepted = tokenizer.decode(whole[:2], skip_special_tokens=True)
     assert out.startswith(f"{green}{accepted}{plain}")
-    answer, _, last = out.replace("\033[32m", "").replace("\033[0m", "").rpartition("\n\n")
+    answer, _, last = (
+        out.replace("\033[32m", "").replace("\033[0m", "").rpartition("\n\n")
+    )
     assert answer == tokenizer.decode(whole, skip_special_tokens=True)
-    assert last == f"{len(whole)} tokens, 2 accepted from the drafter; 1.02 per target forward\n"
+    counts = f"{len(whole)} tokens, 2 accepted from the drafter"
+    assert last == f"{counts}; 1.02 per target forward\n"

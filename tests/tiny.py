@@ -1,4 +1,6 @@
-"""Tiny random targets, drafters that have seen a little of them, and statistics, for all tests."""
+"""Tiny random targets, drafters that have seen a little of them, and statistics, for
+all tests.
+"""
 
 import collections
 import dataclasses
@@ -41,13 +43,17 @@ def slow(*values):
 
 
 def make_batch(target, sequences, layers=(), progress=0.0):
-    """A common.Batch of (token ids (T,), loss mask (T,)) pairs; the seeds are 0, 1, 2, ..."""
+    """A common.Batch of (token ids (T,), loss mask (T,)) pairs; the seeds are 0, 1, 2,
+    ...
+    """
     seeds = torch.arange(len(sequences))
     return Features(target, layers, None).batch(sequences, seeds, progress)
 
 
 def random_batch(target, lengths=(9, 12, 7), prompt=3, layers=(), seed=7):
-    """A batch of random tokens, all but the prompts to be predicted; seeds count from `seed`."""
+    """A batch of random tokens, all but the prompts to be predicted; seeds count from
+    `seed`.
+    """
     generator = torch.Generator().manual_seed(0)
     vocab = target.config.get_text_config().vocab_size
     sequences = []
@@ -78,11 +84,15 @@ def drawn(mask):
         return [f"no tensor, {mask!r}"]
     if mask.dtype != torch.bool or mask.ndim < 2:
         return [f"no bool mask, {mask.dtype} of shape {tuple(mask.shape)}"]
-    return ["".join(".x"[int(allowed)] for allowed in row) for row in mask.flatten(0, -2)]
+    return [
+        "".join(".x"[int(allowed)] for allowed in row) for row in mask.flatten(0, -2)
+    ]
 
 
 def teach(method, drafter, target, steps, lr, rows=4, length=46):
-    """Train on what the target says to `rows` prompts of a token; returns each step's loss."""
+    """Train on what the target says to `rows` prompts of a token; returns each step's
+    loss.
+    """
     prompts = torch.arange(1, rows + 1)[:, None]
     ids = target.generate(prompts, max_new_tokens=length - 1, do_sample=False)
     sequences = [(row, torch.arange(len(row)) > 0) for row in ids]
@@ -104,7 +114,9 @@ def teach(method, drafter, target, steps, lr, rows=4, length=46):
 
 
 def family(name, seed=1, **more):
-    """A tiny random model, float64 and frozen; its distributions are neither flat nor certain."""
+    """A tiny random model, float64 and frozen; its distributions are neither flat nor
+    certain.
+    """
     torch.manual_seed(seed)
     shape = dict(
         vocab_size=40,
@@ -132,7 +144,11 @@ def family(name, seed=1, **more):
 
 
 def make_llama(vocab=48, layers=3, seed=0, **more):
-    shape = {"vocab_size": vocab, "num_hidden_layers": layers, "max_position_embeddings": 512}
+    shape = {
+        "vocab_size": vocab,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 512,
+    }
     return family("Llama", seed, **shape | more)
 
 
@@ -147,7 +163,9 @@ def sighted(**more):
 
 
 def untrained(module, target, **fields):
-    """A method's drafter for a target, in its dtype; fields: of its Config, where it has them."""
+    """A method's drafter for a target, in its dtype; fields: of its Config, where it
+    has them.
+    """
     fields = {"intermediate_size": 48, "draft_vocab": 0, "stage": "head"} | fields
     known = {field.name for field in dataclasses.fields(module.Config)}
     config = module.Config(**{name: fields[name] for name in fields if name in known})
@@ -157,7 +175,8 @@ def untrained(module, target, **fields):
 
 
 def make_drafts(name, target, make_drafter=untrained, **changes):
-    """A method's generator of drafts, as a function of a Decoding, and its drafter or None.
+    """A method's generator of drafts, as a function of a Decoding, and its drafter or
+    None.
 
     make_drafter: gets a module and the target. changes: settings of the method; CAPE's
         and the beam's drafter is one of GLIDE.
@@ -180,8 +199,12 @@ def make_drafts(name, target, make_drafter=untrained, **changes):
 
 
 def make_glide(target, **options):
-    """An untrained drafter of GLIDE for a target, in its dtype; by default of all its tokens."""
-    glide = cli.import_method("glide")  # not on top: a student's file may not be importable
+    """An untrained drafter of GLIDE for a target, in its dtype; by default of all its
+    tokens.
+    """
+    glide = cli.import_method(
+        "glide"
+    )  # not on top: a student's file may not be importable
     torch.manual_seed(5)
     config = glide.Config(**{"intermediate_size": 48, "draft_vocab": 0} | options)
     counts = torch.arange(target.config.get_text_config().vocab_size)
@@ -189,20 +212,26 @@ def make_glide(target, **options):
 
 
 def enumerate_joint(target, prompt, length):
-    """Exact probabilities of all continuations of `length` tokens, {tokens: probability}."""
+    """Exact probabilities of all continuations of `length` tokens, {tokens:
+    probability}.
+    """
     joint = {(): 1.0}
     for _ in range(length):
         grown = {}
         for tokens, probability in joint.items():
             ids = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1)
             next_probs = target(ids).logits[0, -1].float().softmax(-1)
-            grown |= {(*tokens, i): probability * float(p) for i, p in enumerate(next_probs)}
+            grown |= {
+                (*tokens, i): probability * float(p) for i, p in enumerate(next_probs)
+            }
         joint = grown
     return joint
 
 
 def chi_square_p_value(counts, expected):
-    """P-value of counts {outcome: n} against probabilities {outcome: p}; rare ones are pooled."""
+    """P-value of counts {outcome: n} against probabilities {outcome: p}; rare ones are
+    pooled.
+    """
     total = sum(counts.values())
     assert set(counts) <= set(expected), "an outcome of probability zero was drawn"
     statistic, bins, rare_seen, rare_expected = 0.0, 0, 0, 0.0
@@ -211,11 +240,20 @@ def chi_square_p_value(counts, expected):
             rare_seen += counts.get(outcome, 0)
             rare_expected += total * probability
         else:
-            statistic += (counts.get(outcome, 0) - total * probability) ** 2 / (total * probability)
+            statistic += (counts.get(outcome, 0) - total * probability) ** 2 / (
+                total * probability
+            )
             bins += 1
     if rare_expected > 1:
-        statistic, bins = statistic + (rare_seen - rare_expected) ** 2 / rare_expected, bins + 1
-    return float(torch.special.gammaincc(torch.tensor((bins - 1) / 2), torch.tensor(statistic / 2)))
+        statistic, bins = (
+            statistic + (rare_seen - rare_expected) ** 2 / rare_expected,
+            bins + 1,
+        )
+    return float(
+        torch.special.gammaincc(
+            torch.tensor((bins - 1) / 2), torch.tensor(statistic / 2)
+        )
+    )
 
 
 def sampled_p_value(target, prompt, length, draws, **options):
@@ -239,7 +277,11 @@ def random_tree(generator, nodes, vocab):
     for node in range(nodes):
         parent = int(torch.randint(-1, node, (1,), generator=generator)) if node else -1
         taken = used.setdefault(parent, set())
-        choices = [t for t in torch.randperm(vocab, generator=generator).tolist() if t not in taken]
+        choices = [
+            t
+            for t in torch.randperm(vocab, generator=generator).tolist()
+            if t not in taken
+        ]
         taken.add(choices[0])
         parents.append(parent)
         tokens.append(choices[0])

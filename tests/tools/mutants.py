@@ -1,8 +1,9 @@
 """The mutants of mutation.py, {file: [(old, new, what is wrong)]}.
 
-A mutant is written as a diff, after a line that says what is wrong. The old text (-) occurs once in
-the file; a second line of it begins with - as well. Changes that leave the program right are no
-mutants: a rejected token, for instance, has no probability left, whatever is done about it.
+A mutant is written as a diff, after a line that says what is wrong. The old text (-)
+occurs once in the file; a second line of it begins with - as well. Changes that leave
+the program right are no mutants: a rejected token, for instance, has no probability
+left, whatever is done about it.
 """
 
 import re
