@@ -90,6 +90,18 @@ queries turn the other way than keys
 Mistral is decoded beyond its window
 - kinds = ["sliding_attention" if window else "full_attention"]
 + kinds = ["full_attention"]
+a quantised head gives the logits of all tokens
+- return logits if token_ids is None else logits[..., token_ids]
++ return logits
+a quantised head is converted together with a drafter
+- self.given = target, token_ids
++ self.target, self.given = target, (target, token_ids)
+the loss of a router is computed while decoding
+- options["output_router_logits"] = False
++ options["output_router_logits"] = True
+Gemma 4's heads are all as small as its lowest ones
+- top = getattr(config, "per_layer_config", [config])[-1]
++ top = getattr(config, "per_layer_config", [config])[0]
 """
 
 GLIDE = r"""
