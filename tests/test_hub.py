@@ -298,6 +298,7 @@ def test_the_commands_of_the_readme_write_the_folders(
         r"`(target\.generate\(\*\*ids,\s+custom_generate=\"mine\"[^`]*)`", README
     )
     ids = inputs_of(tokenizer)
+    target.generation_config.max_new_tokens = 9
     answer = eval(" ".join(call[1].split()), {"target": target, "ids": ids})
     assert torch.equal(answer, target.generate(**ids))
 
@@ -452,6 +453,6 @@ def test_transformers_serve_streams_drafted_answers(target_folder, tmp_path):
         stopped = client.chat.completions.create(**request, stop=[said[9:12]])
         assert stopped.choices[0].message.content == said[:12]
     finally:
-        server.terminate()
+        server.kill()
         server.wait()
         log.close()
