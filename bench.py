@@ -358,9 +358,8 @@ def summary(arms, loops, asked: list, answers: dict, greedy: bool) -> dict:
 
     told = ("tokens_per_s", "vs_stock", "vs_stock_ci", "verify_ms")
     plain = {loop.name: {key: found[loop.name][key] for key in told} for loop in loops}
-    result = {
-        "baseline": found[baseline.name] | {"loop": baseline.name, "loops": plain}
-    }
+    result = {"baseline": found[baseline.name]}
+    result["baseline"] |= {"loop": baseline.name, "loops": plain}
     result |= {arm.name: found[arm.name] for arm in arms}
     return report.rounded(result)
 

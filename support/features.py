@@ -105,7 +105,7 @@ def _stack(sequences: list[dict], name: str) -> Tensor:
 
 
 def fingerprint(target) -> str:
-    """A hash of the target: its config and 1000 numbers of every tensor."""
+    """A hash of the target: its config, and 1000 numbers of each plain tensor."""
     config = target.config.to_dict()
     for key in ("_name_or_path", "transformers_version"):  # not content
         config.pop(key, None)
