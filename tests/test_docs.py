@@ -233,7 +233,7 @@ def test_the_idea_of_the_readme_follows_the_target(small_llama):
         torch.manual_seed(0)
         counts = collections.Counter()
         for _ in range(400):
-            answer = scope["speculate"](small_llama, drafter, prompt, 2, 2)
+            answer = scope["speculative_decoding"](small_llama, drafter, prompt, 2, 2)
             counts[tuple(answer[0, 3:].tolist())] += 1
         return chi_square_p_value(counts, expected)
 
