@@ -15,17 +15,13 @@ def make_drafter(target, **options):
     settings = {"intermediate_size": 48, "draft_vocab": 0} | options
     config = falcon.Config(target=common.target_shape(target), **settings)
     torch.manual_seed(5)
-    return (
-        falcon.build(config, target, torch.arange(target.config.vocab_size))
-        .double()
-        .eval()
-    )
+    counts = torch.arange(target.config.vocab_size)
+    return falcon.build(config, target, counts).double().eval()
 
 
 def random_ids(length, seed):
-    return torch.randint(
-        0, 48, (1, length), generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 48, (1, length), generator=generator)
 
 
 def compare(call, expected, got):
@@ -34,11 +30,11 @@ def compare(call, expected, got):
     assert got == expected, "\n" + "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------ decoding
+# ----------------------------------------------------------------------------- decoding
 
 
 def from_scratch(drafter, target, ids, branch):
-    """Logits (k, Vd) after committed ids and drafted tokens, by plain forwards block by block."""
+    """Logits (k, Vd) after committed and drafted tokens, attended block by block."""
     k = drafter.config.k
     total = ids.shape[1] - 1
     hidden = common.target_features(target, ids)[0][:, :-1]
@@ -57,7 +53,7 @@ def from_scratch(drafter, target, ids, branch):
 @pytest.mark.parametrize("k", [1, 2, 3])
 @torch.no_grad()
 def test_a_tree_holds_what_each_branch_alone_would_give(llama, k, fusion):
-    """Every node of a tree of three passes, from forwards of its own over its branch."""
+    """Every node of a tree of three passes, by attending to its own branch alone."""
     drafter = make_drafter(llama, k=k, fusion=fusion, num_layers=2, draft_vocab=20)
     tree = []
     for path in ([1, 0, 2] * 3, [0] * 9, [1, 0, 2, 0, 1, 0, 0, 2, 1], [0, 2, 1] * 3):
@@ -70,21 +66,15 @@ def test_a_tree_holds_what_each_branch_alone_would_give(llama, k, fusion):
         decoding = common.start(llama, input_ids=ids, max_new_tokens=20)
         draft = next(falcon.drafts(decoding, drafter, tree=tree))
         tokens = dict(zip(paths, draft.tokens.tolist()))
-        assert (
-            len(draft.tokens) == len(paths)
-            and draft.probs is None
-            and draft.notes["k"] == k
-        )
+        assert len(draft.tokens) == len(paths) and draft.probs is None
+        assert draft.notes["k"] == k
         for node, path in enumerate(paths):
-            assert draft.parents[node] == (
-                paths.index(path[:-1]) if len(path) > 1 else -1
-            )
+            parent = paths.index(path[:-1]) if len(path) > 1 else -1
+            assert draft.parents[node] == parent
             start = (len(path) - 1) // k * k
             branch = [tokens[path[:end]] for end in range(1, start + 1)]
-            q_draft = from_scratch(drafter, llama, decoding.ids, branch).softmax(
-                -1
-            )  # (k, Vd)
-            slot = q_draft[len(path) - start - 1]
+            slots = from_scratch(drafter, llama, decoding.ids, branch)  # (k, Vd)
+            slot = slots[len(path) - start - 1].softmax(-1)
             choice = slot.argsort(descending=True)[path[-1]]
             assert tokens[path] == int(drafter.vocab_ids[choice]), path
             assert draft.notes["q"][node] == pytest.approx(
@@ -96,7 +86,7 @@ def test_a_tree_holds_what_each_branch_alone_would_give(llama, k, fusion):
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 @torch.no_grad()
 def test_rounds_of_any_length_leave_what_an_uncached_forward_computes(llama, k, fusion):
-    """The newest k slots are one block; a slot sees as far as it saw when it last attended."""
+    """The newest k slots are a block; a slot sees what it saw when it last attended."""
     drafter = make_drafter(llama, k=k, fusion=fusion, num_layers=2)
     ids = random_ids(40, seed=k)
     hidden = common.target_features(llama, ids)[0]
@@ -124,9 +114,8 @@ def test_rounds_of_any_length_leave_what_an_uncached_forward_computes(llama, k, 
                 assert len(draft.tokens) == 0
                 continue
             for slot in range(max(0, before - (k - 1)), total):
-                reach[slot] = (
-                    total - 1 - (total - 1 - slot) // k * k
-                )  # the end of its block
+                later_blocks = (total - 1 - slot) // k
+                reach[slot] = total - 1 - later_blocks * k  # the end of its block
             ends = torch.tensor([reach[slot] for slot in range(total)])
             mask = (ends[:, None] >= torch.arange(total))[None, None]
             plain = common.GrowingCache(2)
@@ -144,7 +133,7 @@ def test_rounds_of_any_length_leave_what_an_uncached_forward_computes(llama, k, 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @torch.no_grad()
 def test_a_prompt_is_read_as_if_attended_at_once(k):
-    """`first_pass` lets 256 blocks attend at a time; a part may begin with a broken block."""
+    """`first_pass` lets 256 blocks attend at a time; the first may be incomplete."""
     target = make_llama(max_position_embeddings=2048)
     drafter = make_drafter(target, k=k)
     for total in (256 * k, 256 * k + 1, 512 * k + k // 2):
@@ -183,7 +172,7 @@ def test_the_plan_of_the_drawing():
 @pytest.mark.parametrize("k", [1, 2, 3])
 @torch.no_grad()
 def test_a_tree_is_cut_where_the_room_ends(llama, k, monkeypatch):
-    """By levels; what is left is drafted as in the whole tree, and in no more passes."""
+    """By levels; the rest is drafted as in the whole tree, and in no more passes."""
     drafter = make_drafter(llama, k=k)
     ids = random_ids(9, seed=1)
     tree = falcon.layered_tree([3, 4, 4, 2, 2, 1])
@@ -215,7 +204,7 @@ def test_a_tree_is_cut_where_the_room_ends(llama, k, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"k": 3}, {"fusion": "linear"}, {"k": 1}])
 @torch.no_grad()
 def test_rounds_draft_what_a_new_generator_would(llama, options):
-    """With one layer a cached row depends on its slot alone, not on the blocks of its round."""
+    """With one layer a cached row depends on its slot alone, not on any block."""
     drafter = make_drafter(llama, num_layers=1, **options)
     ids = random_ids(5, seed=2)
     given = {"max_new_tokens": 40, "do_sample": False}
@@ -235,16 +224,15 @@ def test_rounds_draft_what_a_new_generator_would(llama, options):
 def test_only_tree_and_sampled_may_change(llama):
     decoding = common.start(llama, input_ids=random_ids(5, seed=2), max_new_tokens=8)
     drafter = make_drafter(llama)
-    with pytest.raises(
-        common.UserError, match="cannot change k: it can change tree, sampled"
-    ):
+    can = "cannot change k: it can change tree, sampled"
+    with pytest.raises(common.UserError, match=can):
         next(falcon.drafts(decoding, drafter, k=3))
     with pytest.raises(common.UserError, match=r"add its parent \[1\]"):
         next(falcon.drafts(decoding, drafter, tree=[[0], [1, 0]]))
     assert len(next(falcon.drafts(decoding, drafter, tree=[])).tokens) == 0
 
 
-# ------------------------------------------------------------------------ sampling
+# ----------------------------------------------------------------------------- sampling
 
 
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]
@@ -281,9 +269,8 @@ def test_nodes_are_drawn_from_what_their_siblings_leave(llama, k, sampled):
         for node, path in enumerate(paths):
             start = (len(path) - 1) // k * k
             branch = [tokens[path[:end]] for end in range(1, start + 1)]
-            scores = from_scratch(drafter, llama, decoding.ids, branch)[
-                len(path) - 1 - start
-            ]
+            slots = from_scratch(drafter, llama, decoding.ids, branch)  # (k, Vd)
+            scores = slots[len(path) - start - 1]
             whole = torch.full((48,), -torch.inf, dtype=scores.dtype)
             whole[drafter.vocab_ids] = scores
             whole[[tokens[(*path[:-1], rank)] for rank in range(path[-1])]] = -torch.inf
@@ -291,10 +278,8 @@ def test_nodes_are_drawn_from_what_their_siblings_leave(llama, k, sampled):
                 whole[whole < whole.topk(12).values[-1]] = -torch.inf
                 expected = (whole / 0.7).softmax(-1).float()
                 torch.testing.assert_close(draft.probs[node], expected)
-                assert expected[tokens[path]] > 0
-                assert draft.notes["q"][node] == pytest.approx(
-                    float(expected[tokens[path]])
-                )
+                told = float(expected[tokens[path]])
+                assert draft.notes["q"][node] == pytest.approx(told) and told > 0
                 unlikely += tokens[path] != int(expected.argmax())
             else:
                 assert tokens[path] == int(whole.argmax()), path
@@ -326,7 +311,7 @@ def test_sampled_trees_follow_the_target(sampled, sure):
 
 
 def test_negative_control_nodes_that_share_a_random_number(monkeypatch):
-    """So a node depends on what an earlier one drew, and its told probabilities do not."""
+    """A node then depends on what an earlier one drew, but its q_draft does not."""
     pick = common.pick
     uniform = None
 
@@ -357,7 +342,7 @@ def test_negative_control_siblings_that_forget_what_they_leave_out(monkeypatch):
 
 @pytest.mark.parametrize("sampled", ["first", "all"])
 def test_processors_are_asked_only_about_texts_that_the_target_may_write(sampled):
-    """Not after an end, nor after a token that is forbidden, nor beyond the last one."""
+    """Not after an end, nor after a forbidden token, nor beyond the last one."""
     target, drafter, ids = small_target(1.0)
 
     def allowed(_, text):
@@ -376,11 +361,11 @@ def test_processors_are_asked_only_about_texts_that_the_target_may_write(sampled
         assert said[0] == 3 and 3 not in said[1:]
 
 
-# --------------------------------------------------------------------------------------- masks
+# -------------------------------------------------------------------------------- masks
 
 
 def test_relaxed_mask_drawing_and_definition():
-    """The drawing of the docstring; then every k and phase: no block after one's own."""
+    """The drawing of the docstring; then, for every k and phase, no later block."""
     expected = ["x....", "xxx..", "xxx..", "xxxxx", "xxxxx"]
     got = drawn(falcon.relaxed_mask(5, 2, torch.tensor([1])))
     compare("relaxed_mask(length=5, k=2, phase=[1])", expected, got)
@@ -408,7 +393,7 @@ def test_the_branch_masks_of_the_docstring():
     compare("branch_mask, pass 3", ["xxxxx....xx..", "xxx....xx..xx"], drawn(third))
 
 
-# ---------------------------------------------------------------------------- CSGD and the loss
+# -------------------------------------------------------------------- CSGD and the loss
 
 
 def glance(wrong, learns, rate, k, seed):
@@ -461,7 +446,8 @@ def test_glancing_worked_by_hand():
     ]
     for wrong, learns, rate, phase, expected in outcomes:
         got = {glance(wrong, learns, rate, 3, 3 * n + phase) for n in range(60)}
-        call = f"glance(wrong={wrong}, learns={learns}, rate={rate}, k=3, seed=[3 n + {phase}])"
+        call = f"glance(wrong={wrong}, learns={learns}, rate={rate}, k=3, "
+        call += f"seed=[3 n + {phase}])"
         compare(f"{call}: all outcomes for n < 60", sorted(expected), sorted(got))
 
 
@@ -628,7 +614,7 @@ def test_acceptance_is_the_overlap_at_every_slot(llama):
     assert count == 9 and float(total) == pytest.approx(expected, rel=1e-5)
 
 
-# --------------------------------------------------------------------------- trees and settings
+# ------------------------------------------------------------------- trees and settings
 
 
 def test_trees_have_their_counts_at_each_depth():
