@@ -183,8 +183,9 @@ def stop_rules(sweep: dict, folder: Path) -> None:
     points = sweep["points"]
     fastest = {rule: max(p[2] for p in each.values()) for rule, each in points.items()}
     oracle = fastest.pop("oracle")
-    reached = 100 * max(fastest.values()) / oracle
-    title = f"No stop rule reaches more than {reached:.0f}% of the oracle's speed"
+    best = max(fastest, key=fastest.get)
+    reached = 100 * fastest[best] / oracle
+    title = f"The best stop rule ({best}) reaches {reached:.0f}% of the oracle's speed"
     with picture(folder / "stopping.svg", title, size=(8, 5)) as axes:
         for rule, each in points.items():
             line = sorted((wasted, forwards) for forwards, wasted, _ in each.values())

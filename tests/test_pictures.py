@@ -40,7 +40,7 @@ def test_arms_that_beat_plain_decoding(tmp_path):
 def test_the_oracle_is_no_stop_rule(tmp_path):
     points = {"K": {"2": [0.6, 0.5, 20.0], "4": [0.5, 1.0, 25.0]}}
     points |= {"head": {"0.7": [0.5, 0.9, 24.0]}, "oracle": {"": [0.4, 0.0, 50.0]}}
-    title = "No stop rule reaches more than 50% of the oracle's speed"
+    title = "The best stop rule (K) reaches 50% of the oracle's speed"
     assert f">{title}<" in drawn(pictures.stop_rules, {"points": points}, tmp_path)
 
 

@@ -42,6 +42,7 @@ sys.path.insert(0, str(ROOT))  # where this is run as a script
 
 import claims  # noqa: E402
 
+import specdecpp  # noqa: E402
 from support import pictures, report, stopping  # noqa: E402
 
 FILES = (
@@ -325,6 +326,17 @@ def written(text: str) -> str:
     return TABLE.sub(lambda match: match[1] + makers[match[2]](match[3]) + "\n\n", text)
 
 
+def rule_points() -> dict:
+    """Rates and speed of each stop rule and setting, on this CPU's cost of a pass."""
+    answers = stopping.read(claims.RESULTS / "rounds_greedy.json.gz")
+    found = {rule: stopping.points(answers, rule) for rule in stopping.RULES}
+    for settings in found.values():
+        for setting, rates in settings.items():
+            speed = specdecpp.throughput(*rates, t_draft=COSTS[0], t_target=1.0)
+            settings[setting] = [*rates, speed]
+    return found
+
+
 LAST_STAGE = ("glide", "specdecpp", "falcon", "ctc_drafter")  # of curves.svg
 
 
@@ -336,7 +348,7 @@ def draw() -> None:
     del arms["baseline"]
     pictures.speedups(arms, folder)
     pictures.costs(claims.read("cpu_cost.json")["cost_curve"], folder)
-    pictures.stop_rules(claims.read("cpu_variants.json")["sweep"], folder)
+    pictures.stop_rules({"points": rule_points()}, folder)
     curves = [claims.RESULTS / "curves" / f"{name}.json" for name in LAST_STAGE]
     pictures.curves(curves, folder)
 
