@@ -102,7 +102,7 @@ VARIANTS = {
 }
 
 
-# ------------------------------------------------------------------- the draft model
+# ---------------------------------------------------------------------- the draft model
 
 
 class DraftModel(NamedTuple):
@@ -255,7 +255,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     return drafter
 
 
-# -------------------------------------------------------------------------- the head
+# ----------------------------------------------------------------------------- the head
 
 
 class AcceptanceHead(nn.Module):
@@ -277,7 +277,7 @@ class AcceptanceHead(nn.Module):
         return self.out(x)[..., 0].float()
 
 
-# ---------------------------------------------------------------- training objective
+# ------------------------------------------------------------------- training objective
 
 KEEP = 0.15  # r, the share of X in Z (3.3); the value is that of the authors' code
 
@@ -413,7 +413,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     return common.overlap(target, theirs, q_draft, model.vocab_ids), len(q_draft)
 
 
-# -------------------------------------------------------------------------- decoding
+# ----------------------------------------------------------------------------- decoding
 
 
 def propose(model: DraftModel, decoding, cache: common.DraftCache):
@@ -536,7 +536,7 @@ def drafts(decoding, drafter: Drafter | None, draft_model=None, **changes):
         yield common.chain(pairs, decoding.ids, chances=chances)
 
 
-# ---------------------------------------------------------------------------- theory
+# ------------------------------------------------------------------------------- theory
 
 
 def throughput(
@@ -576,9 +576,9 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
     """
     # If a token is rejected, going on wastes at least a pass, c1. If none is, stopping
     # costs at most c2 + delta more than going on. At the bound R c1 = (1 - R)(c2 +
-    # delta). With the paper's times, 0.0234 s and 0.112 s (4.2), it is .79 at delta 0.
+    # delta). With the paper's times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
     #
-    # The bound says why a threshold on R is the rule, and that it rises as passes become
+    # The bound says why a threshold on R is the rule, and that it rises as passes get
     # cheaper. It is no value for h: delta is unknown, stopping may be cheaper at a
     # smaller R as well (the condition is sufficient, not necessary), and 1 - p^ is not
     # R, because the loss biases the head (see `loss`). So h is tuned (4.1).

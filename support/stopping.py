@@ -35,7 +35,7 @@ from support import cli, report
 LONGEST = 12  # tokens drafted at each place
 
 
-# --------------------------------------------------------------------- the recording
+# ------------------------------------------------------------------------ the recording
 
 
 @dataclass
@@ -143,7 +143,7 @@ def record(chains, target, turn: dict) -> list[Round]:
     return rounds
 
 
-# ------------------------------------------------------------------------- the file
+# ----------------------------------------------------------------------------- the file
 
 # What a value is multiplied by before it is rounded.
 SCALES = {"tokens": 1, "confidence": 1000, "entropy": 100, "accepts": 1000}
@@ -179,7 +179,7 @@ def read(path, kind: str = "") -> list[list[Round]]:
     return answers
 
 
-# ------------------------------------------------------------------------- the rules
+# ---------------------------------------------------------------------------- the rules
 
 
 def first(flags) -> int:
@@ -236,7 +236,7 @@ def replay(rounds: list[Round], rule, setting) -> tuple[int, int]:
 
 
 def counts(answers: list[list[Round]], rule) -> Tensor:
-    """(N_target, N_discarded) at every setting of a rule, of every answer: (S, n, 2)."""
+    """(N_target, N_discarded) of n answers at all S settings of a rule: (S, n, 2)."""
     function, settings = RULES[rule] if isinstance(rule, str) else rule
     rows = [[replay(each, function, s) for each in answers] for s in settings]
     return torch.tensor(rows, dtype=torch.float64)
@@ -301,7 +301,7 @@ def auc(answers: list[list[Round]], judge) -> float:
     return float((above.sign() + 1).double().mean() / 2)
 
 
-# ------------------------------------------------------------------------- the sweep
+# ---------------------------------------------------------------------------- the sweep
 
 
 def forward_times(answers: list) -> tuple[float, float, float | None]:
@@ -335,9 +335,9 @@ def sweep(arm, turns: list[dict], answers: list) -> dict:
 
     turns: arguments of target.generate for each prompt.
     answers: of the arm to these turns, see `forward_times`.
-    Returns {"t_draft_ms", "t_target_ms", "r2", "points": {rule: {setting: [N_target / N,
-    N_discarded / N, tokens/s]}}, "answers"}, the latter for `read`, or {} if not even
-    one answer was recorded.
+    Returns {"t_draft_ms", "t_target_ms", "r2", "points": {rule: {setting: [N_target /
+    N, N_discarded / N, tokens/s]}}, "answers"}, the latter for `read`, or {} if not
+    even one answer was recorded.
     Raises UserError, see `longest_chains`.
     """
     chains = longest_chains(arm)

@@ -7,7 +7,16 @@ import json
 
 import pytest
 import torch
-from tiny import OPT, family, make_batch, make_llama, random_batch, row_of, sampled_p_value, teach
+from tiny import (
+    OPT,
+    family,
+    make_batch,
+    make_llama,
+    random_batch,
+    row_of,
+    sampled_p_value,
+    teach,
+)
 
 import common
 import specdecpp
@@ -21,12 +30,19 @@ def make_drafter(target, **options):
     settings = dict(layers=[0, -1], draft_vocab=0, stage="head", head_depth=2) | options
     torch.manual_seed(5)
     config = specdecpp.Config(**settings)
-    return specdecpp.build(config, target, torch.arange(target.config.vocab_size)).double().eval()
+    token_counts = torch.arange(target.config.vocab_size)
+    return specdecpp.build(config, target, token_counts).double().eval()
 
 
-def decode(target, ids, drafter=None, draft_model=None, max_new_tokens=40, eos=None, **changes):
+def decode(
+    target, ids, drafter=None, draft_model=None, max_new_tokens=40, eos=None, **changes
+):
     """(greedy output, Stats, drafts) with the changed fields of Config."""
-    options = {"do_sample": False, "max_new_tokens": max_new_tokens, "eos_token_id": eos}
+    options = {
+        "do_sample": False,
+        "max_new_tokens": max_new_tokens,
+        "eos_token_id": eos,
+    }
     decoding = common.start(target, input_ids=ids, **options)
     stats = common.Stats()
     made = []
@@ -56,12 +72,12 @@ def trained(llama):
     return second
 
 
-# ------------------------------------------------------------------------------------ drafting
+# ----------------------------------------------------------------------------- drafting
 
 
 @pytest.mark.parametrize("rule", [{}, {"stop": "fixed", "gamma": 9}], ids=str)
 def test_nothing_is_drafted_after_an_end_of_sequence(llama, rule):
-    """All layers are copied: the end is drafted, and a pass of the draft model after it is lost."""
+    """With all layers copied the end is drafted, and a pass after it would be lost."""
     drafter = constant_head(make_drafter(llama, layers=[0, 1, 2]), 8.0)
     eos = int(llama.generate(PROMPT, max_new_tokens=7, do_sample=False)[0, -1])
     passes = []
@@ -77,8 +93,10 @@ def picky(steps, head, threshold, chances):
 
 
 @pytest.mark.parametrize("rule", [specdecpp.until_stop, picky])
-def test_a_rule_that_withholds_tokens_is_noticed_in_the_sampled_output(rule, monkeypatch):
-    """What the head sees must not show in what comes out; the second rule is the control."""
+def test_a_rule_that_withholds_tokens_is_noticed_in_the_sampled_output(
+    rule, monkeypatch
+):
+    """What the head sees must not show in the output; the second rule is the control."""
     monkeypatch.setattr(specdecpp, "until_stop", rule)
     target = make_llama(vocab=5, layers=1, seed=3)  # all answers can be enumerated
     drafter = make_drafter(target, layers=[0])
@@ -101,7 +119,7 @@ def test_drafting_with_a_cache_equals_drafting_from_scratch(llama, trained):
     assert rejected > 0
 
 
-# ---------------------------------------------------------------------------------- stop rules
+# --------------------------------------------------------------------------- stop rules
 
 
 def run_rule(h, chances, most=5):
@@ -111,7 +129,9 @@ def run_rule(h, chances, most=5):
         return torch.logit(torch.tensor(chances[int(hidden[0])]))
 
     q_draft = torch.full((30,), 1 / 30)
-    steps = [(torch.tensor([i]), q_draft, torch.tensor([float(i - 1)])) for i in range(most)]
+    steps = [
+        (torch.tensor([i]), q_draft, torch.tensor([float(i - 1)])) for i in range(most)
+    ]
     noted = []
     left = iter(steps)
     submitted = len(list(specdecpp.until_stop(left, head, h, noted)))
@@ -121,32 +141,39 @@ def run_rule(h, chances, most=5):
 
 
 @pytest.mark.parametrize(
-    "h, expected", [(0.0, 2), (0.05, 2), (0.101, 3), (0.2, 3), (0.3, 4), (0.6, 4), (0.65, 5)]
+    "h, expected",
+    [(0.0, 2), (0.05, 2), (0.101, 3), (0.2, 3), (0.3, 4), (0.6, 4), (0.65, 5)],
 )
 def test_algorithm_2_by_hand(h, expected):
-    """1 - 0.9 = 0.1, 1 - 0.72 = 0.28, 1 - 0.36 = 0.64: each known once the next is drafted."""
+    """1 - p^ is 0.1, 0.28 and 0.64, each known once the next token is drafted."""
     said = [0.9, 0.8, 0.5, 0.9, 0.9]
     got, noted = run_rule(h, said)
     given = f"h = {h} and a head that says {said}"
     assert got == expected, f"{given}: expected {expected} tokens, got {got}"
     chances = [0.9, 0.72, 0.36, 0.324][: expected - 1]
-    assert noted == pytest.approx(chances), f"{given}: expected chances {chances}, got {noted}"
+    assert noted == pytest.approx(chances), (
+        f"{given}: expected chances {chances}, got {noted}"
+    )
 
 
 def test_a_round_holds_two_tokens_to_max_draft(llama, trained):
     for most in (20, 7, 1, 0):
         assert run_rule(0.7, [1.0] * 30, most)[0] == most
     for logit, length in ((9.0, 7), (-9.0, 2)):
-        _, stats, made = decode(llama, PROMPT, constant_head(trained, logit), max_draft=7)
+        _, stats, made = decode(
+            llama, PROMPT, constant_head(trained, logit), max_draft=7
+        )
         assert stats.offered[0] == max(stats.offered) == length
-        for draft in made:  # each round notes its own p^, all but that of the newest token
+        for (
+            draft
+        ) in made:  # each round notes its own p^, all but that of the newest token
             assert len(draft.notes["chances"]) == max(0, len(draft.tokens) - 1)
     _, stats, _ = decode(llama, PROMPT, trained, stop="fixed", gamma=3, max_draft=2)
     assert max(stats.offered) == 3
 
 
 def test_the_head_reads_the_same_in_training_and_in_decoding(llama, monkeypatch):
-    """On a text of its own drafts, e_t of `labelled` is what `until_stop` hands to the head."""
+    """On a text of its own drafts, `labelled` gives the head what `until_stop` does."""
     monkeypatch.setattr(specdecpp, "KEEP", 0.0)
     drafter = make_drafter(llama, layers=[0, 1, 2])
     ids = llama.generate(PROMPT, max_new_tokens=9, do_sample=False)
@@ -155,15 +182,17 @@ def test_the_head_reads_the_same_in_training_and_in_decoding(llama, monkeypatch)
     seen = []
     drafter.head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     decode(llama, PROMPT, drafter, max_new_tokens=10, threshold=1.0)
-    assert len(seen) == 8 and labels.min() == 1  # of nine drafts, the newest is not judged
+    assert (
+        len(seen) == 8 and labels.min() == 1
+    )  # of nine drafts, the newest is not judged
     torch.testing.assert_close(torch.stack(seen), states[:8], atol=1e-5, rtol=1e-5)
 
 
-# ------------------------------------------------------------------------------ labels and losses
+# -------------------------------------------------------------------- labels and losses
 
 
 def brute_force_labels(drafter, target, batch):
-    """(Z, [(row, place, label)]) from forwards of single prefixes, with the same chance."""
+    """(Z, [(row, place, label)]) from forwards of single prefixes, drawn alike."""
     config = drafter.config
     model = arms.causal_lm(drafter, target)
     mixed = batch.input_ids.clone()
@@ -192,7 +221,7 @@ def brute_force_labels(drafter, target, batch):
 
 @pytest.mark.parametrize("temperature, keep", [(0.0, 0.0), (1.0, 0.5), (0.7, 0.0)])
 def test_labels_against_brute_force(llama, temperature, keep, monkeypatch):
-    """Label and hidden state of each judged draft, from forwards of one prefix at a time."""
+    """Label and hidden state of each judged token, one prefix at a time."""
     monkeypatch.setattr(specdecpp, "KEEP", keep)
     options = {"temperature": temperature, "draft_vocab": 40}
     drafter, batch = make_drafter(llama, **options), random_batch(llama)
@@ -207,9 +236,12 @@ def test_labels_against_brute_force(llama, temperature, keep, monkeypatch):
     got = got_labels.tolist()
     assert len(got) == len(labels), f"expected {len(labels)} labels, got {len(got)}"
     for (row, place, label), ours in zip(expected, got):
-        given = f"{options}, tokens {batch.input_ids[row].tolist()}, the draft at place {place}"
-        assert ours == pytest.approx(label, abs=1e-5), f"{given}: expected {label}, got {ours}"
-    told = "the head read other tokens than the mixture: are they ids of the target's vocabulary?"
+        tokens = batch.input_ids[row].tolist()
+        given = f"{options}, tokens {tokens}, the draft at place {place}"
+        assert ours == pytest.approx(label, abs=1e-5), (
+            f"{given}: expected {label}, got {ours}"
+        )
+    told = "the head read other tokens than Z: are they of the target's vocabulary?"
     assert torch.allclose(got_states, states, atol=1e-5, rtol=1e-5), told
 
 
@@ -221,15 +253,21 @@ def test_the_mixture_by_hand():
     to_mix = torch.tensor([[0.0, 0.0, 0.9, 0.1], [0.9, 0.6, 0.5, 0.9]])
     mixed, judged = specdecpp.mix(batch, torch.tensor([11, 12, 13, 14]), to_mix, 0.5)
     wanted = [[1, 2, 11, 4], [5, 13, 14, 0]]
-    given = f"X {ids.tolist()}, Y 11 12 13 14, keep 0.5, to_mix 0 0 .9 .1 and .9 .6 .5 .9"
-    assert mixed.tolist() == wanted, f"{given}: expected mixed {wanted}, got {mixed.tolist()}"
+    given = (
+        f"X {ids.tolist()}, Y 11 12 13 14, keep 0.5, to_mix 0 0 .9 .1 and .9 .6 .5 .9"
+    )
+    assert mixed.tolist() == wanted, (
+        f"{given}: expected mixed {wanted}, got {mixed.tolist()}"
+    )
     wanted = [[False, False, True, False], [False, True, True, False]]
-    assert judged.tolist() == wanted, f"{given}: expected judged {wanted}, got {judged.tolist()}"
+    assert judged.tolist() == wanted, (
+        f"{given}: expected judged {wanted}, got {judged.tolist()}"
+    )
 
 
 @torch.no_grad()
 def test_the_sums_of_a_batch_are_those_of_its_sequences(llama):
-    """So that neither padding nor a split changes a step; 314 positions are more than one part."""
+    """So neither padding nor a split changes a step; 314 places are two parts."""
     drafter = make_drafter(llama, temperature=1.0)
     lengths = (180, 140)
     batch = random_batch(llama, lengths)
@@ -270,7 +308,7 @@ def test_weighted_bce_by_hand(llama, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("w_rej, best", [(1.0, 0.72), (6.0, 0.3)])
 def test_the_weight_of_rejections_biases_the_head(llama, monkeypatch, w_rej, best):
-    """At P = 0.72: with w_rej = 6, the loss is smallest where 1 - s is the shipped h = 0.7."""
+    """At P = 0.72 and w_rej = 6 the loss is smallest where 1 - s is h = 0.7."""
     drafter = make_drafter(llama, w_rej=w_rej)
     monkeypatch.setattr(specdecpp, "labelled", lambda *_: (said, torch.tensor([0.72])))
     monkeypatch.setattr(drafter.head, "forward", lambda hidden: hidden)
@@ -283,7 +321,10 @@ def test_the_weight_of_rejections_biases_the_head(llama, monkeypatch, w_rej, bes
 
 @torch.no_grad()
 def test_distillation_by_hand(llama):
-    drafter, batch = make_drafter(llama, stage="draft", draft_vocab=30), random_batch(llama)
+    drafter, batch = (
+        make_drafter(llama, stage="draft", draft_vocab=30),
+        random_batch(llama),
+    )
     model = arms.causal_lm(drafter, llama)
     expected = 0.0
     for row, place in batch.loss_mask.nonzero().tolist():
@@ -298,29 +339,37 @@ def test_distillation_by_hand(llama):
 def test_each_stage_trains_its_own_part(llama, trained):
     for stage, part in (("draft", "body"), ("head", "head")):
         drafter = make_drafter(llama, stage=stage)
-        learns = [name for name, weight in drafter.named_parameters() if weight.requires_grad]
+        learns = [
+            name for name, weight in drafter.named_parameters() if weight.requires_grad
+        ]
         assert {name.partition(".")[0] for name in learns} == {part}
-    answers = llama.generate(torch.arange(1, 5)[:, None], max_new_tokens=39, do_sample=False)
+    answers = llama.generate(
+        torch.arange(1, 5)[:, None], max_new_tokens=39, do_sample=False
+    )
     batch = make_batch(llama, [(ids, torch.arange(40) > 0) for ids in answers])
     hidden, labels = specdecpp.labelled(trained, llama, batch)
     predicted = trained.head(hidden).sigmoid()
     assert predicted[labels == 1].mean() > predicted[labels == 0].mean() + 0.2
 
 
-# ------------------------------------------------------------------------------ what drafts
+# -------------------------------------------------------------------------- what drafts
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Gemma3", "GPT2", "OPT"])
 def test_layers_of_every_family_are_copied(name):
-    """With every layer copied the draft model is the target; else it has the chosen ones."""
+    """With all layers copied the draft model is the target; else it has the chosen."""
     target = family(name, **OPT if name == "OPT" else {})
     ids = torch.arange(1, 9)[None]
     whole = make_drafter(target, layers=list(range(target.config.num_hidden_layers)))
-    torch.testing.assert_close(arms.causal_lm(whole, target)(ids).logits, target(ids).logits)
+    torch.testing.assert_close(
+        arms.causal_lm(whole, target)(ids).logits, target(ids).logits
+    )
     chosen = [1, -1, 0, 0, 2]  # more than the target's four
     drafter = make_drafter(target, layers=chosen)
     specdecpp.loss(drafter.train(), target, random_batch(target))
-    assert not any(part.training for part in drafter.body.modules())  # GPT-2 would drop out
+    assert not any(
+        part.training for part in drafter.body.modules()
+    )  # GPT-2 would drop out
     layers = "h" if name == "GPT2" else "layers"
     kept = getattr(target.get_decoder(), layers)
     for place, copied in zip(chosen, getattr(drafter.body.get_decoder(), layers)):
@@ -333,8 +382,10 @@ def test_layers_of_every_family_are_copied(name):
 
 @torch.no_grad()
 def test_layers_that_cannot_be_copied_are_refused(monkeypatch):
-    """A weight of another shape, as in quantised layers, or of another name, as with LoRA."""
-    monkeypatch.setattr(common, "check_states", lambda target: None)  # it would run the target
+    """A weight of another shape (quantised layers), or of another name (LoRA)."""
+    monkeypatch.setattr(
+        common, "check_states", lambda target: None
+    )  # it would run the target
     quantised, adapted = make_llama(), make_llama()
     projection = quantised.model.layers[0].mlp.up_proj
     projection.weight = torch.nn.Parameter(projection.weight.reshape(-1, 1))
@@ -383,7 +434,7 @@ def test_a_head_on_a_causal_lm_is_trained_and_decodes(llama, small):
 
 
 def test_a_causal_lm_drafts_without_a_head(llama, small):
-    """The target itself is right about every token; a round has gamma, and the bonus token."""
+    """The target itself is right about every token; a round has gamma and the bonus."""
     truth = llama.generate(PROMPT, max_new_tokens=40, do_sample=False)
     output, stats, _ = decode(llama, PROMPT, None, llama, gamma=4)
     assert torch.equal(output, truth)
@@ -415,14 +466,16 @@ def test_mistakes_get_one_clear_line(llama):
         "no acceptance head has been trained": lambda: decode(llama, PROMPT, draft),
         "take stop fixed": lambda: decode(llama, PROMPT, None, llama, stop="head"),
         "nothing to draft with": lambda: decode(llama, PROMPT, **FIXED),
-        "20 tokens, not 48: take another": lambda: decode(llama, PROMPT, None, wide, **FIXED),
+        "20 tokens, not 48: take another": lambda: decode(
+            llama, PROMPT, None, wide, **FIXED
+        ),
     }
     for message, call in mistakes.items():
         with pytest.raises(common.UserError, match=message):
             call()
 
 
-# -------------------------------------------------------------------------------------- theory
+# ------------------------------------------------------------------------------- theory
 
 
 def policies(agrees, place=0):
@@ -432,7 +485,10 @@ def policies(agrees, place=0):
     outcomes = set()
     for length in range(len(agrees) - place):  # the bonus token is never drafted
         run = next((i for i in range(length) if not agrees[place + i]), length)
-        outcomes |= {(1 + n, length - run + lost) for n, lost in policies(agrees, place + run + 1)}
+        outcomes |= {
+            (1 + n, length - run + lost)
+            for n, lost in policies(agrees, place + run + 1)
+        }
     return outcomes
 
 
@@ -441,10 +497,16 @@ def test_the_oracle_against_all_stopping_policies():
         outcomes = policies(agrees)
         best = min(n for n, _ in outcomes)
         got = specdecpp.oracle(list(agrees))
-        assert got == best, f"agrees {list(agrees)}: expected {best} target forwards, got {got}"
-        assert best == min(n for n, lost in outcomes if lost == 0)  # and nothing is discarded
+        assert got == best, (
+            f"agrees {list(agrees)}: expected {best} target forwards, got {got}"
+        )
+        assert best == min(
+            n for n, lost in outcomes if lost == 0
+        )  # and nothing is discarded
         rejected = [i for i, agree in enumerate(agrees) if not agree]
-        assert best == len(rejected) + 1 - (6 in rejected)  # |S| + 1, but for the last token
+        assert best == len(rejected) + 1 - (
+            6 in rejected
+        )  # |S| + 1, but for the last token
 
 
 def test_throughput_and_stop_threshold_by_hand():
@@ -455,4 +517,6 @@ def test_throughput_and_stop_threshold_by_hand():
     rejection = specdecpp.stop_threshold(0.02, 0.09, 0.05)
     assert rejection * 0.02 == pytest.approx((1 - rejection) * (0.09 + 0.05))
     # The paper's times.
-    assert specdecpp.stop_threshold(0.0234, 0.112 - 0.0234) == pytest.approx(0.79, abs=0.002)
+    assert specdecpp.stop_threshold(0.0234, 0.112 - 0.0234) == pytest.approx(
+        0.79, abs=0.002
+    )

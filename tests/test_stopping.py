@@ -1,4 +1,4 @@
-"""stopping.py: a replay counts what decoding does; figures of rules and heads by hand."""
+"""stopping.py: a replay counts what decoding does; rules and figures by hand."""
 
 import ast
 import dataclasses
@@ -53,7 +53,7 @@ def decode(target, drafter, turn, **rule):
     return stats.target_forwards, stats.drafted - sum(stats.accepted), stats.emitted
 
 
-# ---------------------------------------------------------------------- the recording
+# ------------------------------------------------------------------------ the recording
 
 
 @pytest.mark.parametrize("name", ["K=2", slow("K=12"), "head=0.1", "head=0.7"])
@@ -164,7 +164,7 @@ def test_every_place_is_recorded_to_the_full_length(llama, drafter):
     assert [len(each.tokens) for each in rounds] == lengths
 
 
-# -------------------------------------------------------------------------- the rules
+# ---------------------------------------------------------------------------- the rules
 
 
 def test_replay_by_hand():
@@ -239,14 +239,14 @@ def test_rules_are_compared_with_an_interval():
 
 
 def test_auc_by_hand():
-    """Of 2 x 2 pairs three are in order and one is a tie; a single token is left out."""
+    """Of 2 x 2 pairs three are in order, one is a tie; a single token is left out."""
     scores, agreed = [0.9, 0.5, 0.5, 0.1], [1, 1, 0, 0]
     rounds = [Round([1, 1], [c, 0.0], agreed=n) for c, n in zip(scores, agreed)]
     rounds.append(Round([1], [0.0], agreed=1))
     assert stopping.auc([rounds], lambda each: each.confidence[0]) == 3.5 / 4
 
 
-# -------------------------------------------------------------------------- the sweep
+# ---------------------------------------------------------------------------- the sweep
 
 
 def timed(n_draft, n_target, draft, verify):
