@@ -96,7 +96,7 @@ def picky(steps, head, threshold, chances):
 def test_a_rule_that_withholds_tokens_is_noticed_in_the_sampled_output(
     rule, monkeypatch
 ):
-    """What the head sees must not show in the output; the second rule is the control."""
+    """What the head sees must not show in the output; the second rule is a control."""
     monkeypatch.setattr(specdecpp, "until_stop", rule)
     target = make_llama(vocab=5, layers=1, seed=3)  # all answers can be enumerated
     drafter = make_drafter(target, layers=[0])

@@ -282,6 +282,8 @@ def rules(words: str) -> str:
         found = {rule: stopping.counts(answers, rule) for rule in stopping.RULES}
         found |= {name: stopping.counts(answers, rule) for name, rule in others.items()}
         for ours, theirs in pairs:
+            if ours == "head" and not answers[0][0].accepts:
+                continue  # none was trained
             row = [label, f"{ours} / {theirs}"]
             for cost in COSTS:
                 value, ends = stopping.faster(answers, found[ours], found[theirs], cost)
