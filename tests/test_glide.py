@@ -57,8 +57,7 @@ def attention_by_loop(layer, x, keys, values, angles, mask):
 
 
 def test_cross_attention_is_attention_of_grouped_heads_with_partial_rotary():
-    """Normed and partly rotated queries against a loop; rows 0 and 1 may read nothing.
-    """
+    """Normed, partly rotated queries against a loop; rows 0 and 1 read nothing."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     layer = glide.CrossAttention(glide.Config(target=shape, query_norm=True)).double()

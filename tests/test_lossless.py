@@ -71,8 +71,7 @@ def make_target(name, vocab=VOCAB):
 
 
 def train_one_step(module, drafter, target):
-    """A step on three random sequences; every part of the contract of training is used.
-    """
+    """A step on three random sequences, with all parts of the contract of training."""
     batch = random_batch(target, (9, 14, 6), layers=drafter.kv_layers)
     weights = [p for p in drafter.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in weights]
@@ -309,8 +308,7 @@ def test_a_text_may_be_longer_than_a_sliding_window(name, method):
 
 
 class Largest(TorchDispatchMode):
-    """Sees every tensor that is computed; keeps the number of elements of the largest.
-    """
+    """Sees every tensor that is computed, and keeps the size of the largest."""
 
     def __init__(self):
         super().__init__()

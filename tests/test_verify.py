@@ -406,7 +406,9 @@ def test_draws_follow_the_target_exactly():
     given = (
         f"p_target {expected}, two siblings drawn from q_draft {q} without replacement"
     )
-    told = f"{given}: expected returned tokens to have the shares {expected} of p_target"
+    told = (
+        f"{given}: expected returned tokens to have the shares {expected} of p_target"
+    )
     assert got == pytest.approx(expected, abs=0.015), f"{told}, got {got}"
     # .35 by the first sibling; .65 are left, all after token 2, with the residual .23
     # .77 0 and q .8 .2 0: the second sibling is accepted in .43 of these.
@@ -517,8 +519,8 @@ def test_sampled_output_follows_the_target(small_llama):
     spread = 4 * (expected * (1 - expected) / len(accepted)) ** 0.5
     got = sum(accepted) / len(accepted)
     assert abs(got - expected) <= spread, (
-        f"given p_target {p_target.tolist()}, q_draft {Q.tolist()}: expected a child of "
-        f"the root to be accepted in {expected:.3f} +- {spread:.3f} of the rounds, got "
+        f"given p_target {p_target.tolist()}, q_draft {Q.tolist()}: expected a child "
+        f"of the root to be accepted in {expected:.3f} +- {spread:.3f} of the rounds, got "
         f"{got:.3f}"
     )
 
@@ -657,8 +659,7 @@ def test_every_round_leaves_a_place_for_the_bonus_token_and_the_states_of_its_ro
 
 
 def test_what_speculate_streams_counts_and_returns(llama):
-    """A round with two accepted nodes of three, an empty draft, and one that is right.
-    """
+    """Two accepted nodes of three, an empty draft, and one that is right."""
     whole = llama.generate(IDS, max_new_tokens=6, do_sample=False)
     truth = whole[0, 5:].tolist()
     trees = [

@@ -376,7 +376,7 @@ def time_share(file: str, *names: str) -> Seen:
 
 
 def stop_rules(file: str, ours: str, theirs: str, at: float | None = None) -> Seen:
-    """How many times as fast a stop rule is as another, with the paper's cost of a pass.
+    """How many times as fast as another a stop rule is, at the paper's cost of a pass.
 
     at: the setting of `ours`, if not the best one.
     """
