@@ -519,9 +519,9 @@ def test_sampled_output_follows_the_target(small_llama):
     spread = 4 * (expected * (1 - expected) / len(accepted)) ** 0.5
     got = sum(accepted) / len(accepted)
     assert abs(got - expected) <= spread, (
-        f"given p_target {p_target.tolist()}, q_draft {Q.tolist()}: expected a child "
-        f"of the root to be accepted in {expected:.3f} +- {spread:.3f} of the rounds, got "
-        f"{got:.3f}"
+        f"given p_target {p_target.tolist()}, q_draft {Q.tolist()}: expected that a "
+        f"child of the root is accepted in {expected:.3f} +- {spread:.3f} of the "
+        f"rounds, got {got:.3f}"
     )
 
 
