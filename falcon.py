@@ -615,18 +615,18 @@ def draw_nodes(drafter, decoding, plan: Plan, logits, tokens, q, probs) -> None:
     tokens, q: (n,) of all nodes so far, the m last; changed in place.
     probs: {node: q_draft (V,)} of the drawn nodes so far; the new ones are added.
     """
-    start = len(tokens) - len(logits)
-    for node, choices in enumerate(logits, start):
+    for node, choices in enumerate(logits, len(tokens) - len(logits)):
         # Siblings are drawn without replacement: a node chooses from the tokens that
         # those before it have left, and its q_draft is the distribution over these. The
         # verification comes to a node after the nodes above it and those siblings. The
         # node's distribution depends on nothing else that was drawn, so `common.draw`
         # gives the target's.
         parent = plan.parents[node]
-        siblings = [n for n in range(start, node) if plan.parents[n] == parent]
-        taken = torch.isin(drafter.vocab_ids, tokens[siblings])  # (Vd,)
+        first = plan.parents.index(parent)  # siblings are neighbours, from here on
+        taken = torch.isin(drafter.vocab_ids, tokens[first:node])  # (Vd,)
         choices = choices.masked_fill(taken, float("-inf"))
-        above = tokens[plan.above[node]].tolist()
+        drafted = tokens.tolist()
+        above = [drafted[n] for n in plan.above[node]]
         # Logits processors may be asked only about a text that the target may write. So
         # all tokens above were drawn as they allow, and none has ended the answer.
         possible = parent == -1 or (parent in probs and above[-1] not in decoding.ends)
@@ -636,7 +636,8 @@ def draw_nodes(drafter, decoding, plan: Plan, logits, tokens, q, probs) -> None:
         if picked is not None:
             tokens[node], probs[node] = picked
             q[node] = probs[node][tokens[node]]
-        elif any(n in probs for n in siblings):  # the likeliest one that is left
+        elif any(n in probs for n in range(first, node)):
+            # Its likeliest token may be taken, so it holds the likeliest that is left.
             tokens[node] = drafter.vocab_ids[choices.argmax()]
             q[node] = choices.softmax(-1, dtype=torch.float32).max()
 
@@ -649,9 +650,8 @@ def drawn_first(draft: common.Draft, probs: dict) -> common.Draft:
     parents = [draft.parents[node] for node in order]
     parents = [order.index(parent) if parent >= 0 else -1 for parent in parents]
     notes = draft.notes | {"q": [draft.notes["q"][node] for node in order]}
-    return common.Draft(
-        draft.tokens[order], parents, torch.stack(list(probs.values())), notes
-    )
+    tokens = draft.tokens[draft.tokens.new_tensor(order)]
+    return common.Draft(tokens, parents, torch.stack(list(probs.values())), notes)
 
 
 def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Draft:

@@ -221,7 +221,7 @@ a branch sees other branches
 - return torch.cat([mask[origins], own
 + return torch.cat([torch.ones_like(mask[origins]), own
 a drawn node may hold the token of an earlier sibling
-- taken = torch.isin(drafter.vocab_ids, tokens[siblings])
+- taken = torch.isin(drafter.vocab_ids, tokens[first:node])
 + taken = torch.isin(drafter.vocab_ids, tokens[:0])
 drawn nodes are told each other's probabilities
 - torch.stack(list(probs.values()))
