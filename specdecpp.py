@@ -26,7 +26,7 @@ Deviations from the paper:
     1. The draft model consists of layers of the target, distilled in stage "draft",
        unless `draft_model` names another LM, as in the paper. The two layers that are
        shipped agree with the target less often than the paper's 7B model with its 70B
-       one, so the best fixed K is small and there is little to decide.
+       one, and results/README.md tells what that leaves to the head.
     2. Copied layers draft frequent tokens only (`draft_vocab`).
     3. Labels are greedy by default, for greedy decoding: P_i is 1 where the likeliest
        tokens of both models are the same, else 0. With a `temperature` of 1 they are
@@ -36,8 +36,7 @@ Deviations from the paper:
 Authors' code: its head applies one residual block D times; here there are D blocks, as
 the paper's "(D+1)-layer ResNet" is understood. Followed here, but not in the paper: e_0
 is not judged, r is 0.15, and a draft ends after an end-of-sequence token. Its benchmark
-always samples. In the paper the rows of Table 1 are swapped, and so are GSM8K and
-HumanEval in the list of contributions.
+always samples.
 
 Licence: Apache-2.0.
 """

@@ -165,8 +165,10 @@ def test_sampling_has_no_greedy_verdict_and_is_cut_by_top_p_alone(capsys):
     assert greedy == {"do_sample": False, "max_new_tokens": 12}
 
 
-def test_a_sweep_is_measured_and_shown(capsys):
-    result, out = run(capsys, command("--sweep", "--num-prompts", "1"))
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_a_sweep_is_measured_and_shown(capsys, temperature):
+    options = ("--sweep", "--num-prompts", "1", "--temperature", temperature)
+    result, out = run(capsys, command(*options))
     points = result["sweep"]["points"]
     assert set(points) == {"K", "confidence", "product", "entropy", "oracle"}
     n_target, n_discarded, speed = points["K"]["2"]
