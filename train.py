@@ -93,18 +93,21 @@ def train(args, module, overrides: dict) -> None:
             bar.update(1)
             # Clocks and signals differ between processes, so the first one decides.
             progress, stop = broadcast_object_list([run.fraction(args), bool(caught)])
-            ends = progress >= 1 or stop
+            ends = progress >= 1
 
-            if ends or run.step % args.eval_every == 0:
+            # A measurement takes longer than a signal leaves until the program is
+            # killed (10 s in Docker, 30 s with torchrun), so a stop only saves.
+            if not stop and (ends or run.step % args.eval_every == 0):
                 rates = measure(module, drafter, target, measured)
                 say(str(run.add_point(rates)))
-            due = ends or run.step % args.save_every == 0
+            due = ends or stop or run.step % args.save_every == 0
             if due and accelerator.is_main_process:
                 checkpoints.save(out, drafter, optimizer, run, identity)
 
     if accelerator.is_main_process:
         told = {"method": args.method, "out": args.out, "interrupted": progress < 1}
-        print(json.dumps(told | (run.curve[-1] if run.curve else {})))
+        told["step"] = run.step
+        print(json.dumps((run.curve[-1] if run.curve else {}) | told))
     # Free the wrapped model while all processes live, because it could hang later.
     del model, optimizer
     accelerator.free_memory()
@@ -354,7 +357,7 @@ def progress_bar(args, run) -> tqdm:
 def interrupts():
     """Yield a list that Ctrl-C and SIGTERM add to, instead of ending the program."""
     caught = []
-    text = b"train.py: measuring and saving; the same command with --resume continues\n"
+    text = b"train.py: saving; the same command with --resume continues\n"
 
     def note(*_):
         caught.append(True)

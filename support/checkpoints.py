@@ -89,6 +89,10 @@ def save(out: Path, drafter, optimizer, run: Run, identity: dict) -> None:
         (part / "curve.json").write_text(json.dumps(run.curve) + "\n")
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk
         shutil.rmtree(part, ignore_errors=True)
+        if isinstance(
+            error, torch.OutOfMemoryError
+        ):  # a RuntimeError, but not the disk
+            raise
         reason = str(error).strip().split("\n")[0]
         raise common.UserError(
             f"cannot save to {out} ({reason}); make room, then continue with --resume"

@@ -28,7 +28,7 @@ from .common import load_drafter, refuse, speculate
 from .{method} import Drafter, drafts
 
 DRAFTER = {drafter!r}  # None: beside the weights of the target
-loaded = weakref.WeakKeyDictionary()  # {{model: {{path: drafter}}}}
+loaded = weakref.WeakKeyDictionary()  # {{model: {{(path, device, dtype): drafter}}}}
 
 
 def generate(
@@ -41,12 +41,13 @@ def generate(
     drafter: a folder, or an id of the hub. settings: of the method, as {{"gamma": 3}}.
     """
     known = loaded.setdefault(model, {{}})
-    if drafter not in known:
+    key = drafter, model.device, model.dtype
+    if key not in known:
         folder = Path(drafter or model.name_or_path)
         if not drafter and not folder.is_dir():  # the target is on the hub
             folder = Path(snapshot_download(str(folder), allow_patterns="drafter/*"))
         path = drafter or folder / "drafter"
-        known[drafter] = load_drafter(Drafter, path, model)
+        known[key] = load_drafter(Drafter, path, model)
     given = {{name: value for name, value in given.items() if value is not None}}
     criteria = StoppingCriteriaList(stopping_criteria or [])
     if texts := stop_strings or getattr(generation_config, "stop_strings", None):
@@ -54,7 +55,7 @@ def generate(
         criteria.append(StopStringCriteria(tokenizer, texts))
         given["stop_strings"] = None  # of transformers, which would want the tokenizer
     given |= {{"stopping_criteria": criteria, "generation_config": generation_config}}
-    decode = speculate(drafts, known[drafter], streamer=streamer, **settings or {{}})
+    decode = speculate(drafts, known[key], streamer=streamer, **settings or {{}})
     # Not model.generate, which may be this function.
     return type(model).generate(model, inputs, custom_generate=decode, **given)
 '''

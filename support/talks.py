@@ -102,14 +102,14 @@ class Maker:
         """
         asked = [(self.opening, text) for text in given]
         asked += self.think_up([self.opening] * (size - len(given)), [""])
-        groups = {0.0: [], 0.8: []}  # by temperature
+        groups = {}  # what is answered at once
         for pair in asked:
             temperature = 0.0 if self.chance.random() < self.greedy else 0.8
-            groups[temperature].append(pair)
+            goes_on = self.chance.random() < self.second_turns
+            groups.setdefault((temperature, goes_on), []).append(pair)
         firsts = []
         seconds = []  # turns
-        for temperature, group in groups.items():
-            goes_on = self.chance.random() < self.second_turns
+        for (temperature, goes_on), group in groups.items():
             # An answer before a second turn is cut early.
             most = self.chance.randint(40, 140) if goes_on else MOST
             records = self.answer(group, temperature, most)

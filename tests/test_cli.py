@@ -50,7 +50,7 @@ MISTAKES = [
     ("--method nonsense", "argument --method: invalid choice: 'nonsense'"),
     ("--method cape", "cape has nothing to train"),
     ("--nonsense", "unrecognized arguments: --nonsense; see --help"),
-    ("--device nonsense", "has no device 'nonsense': take another"),
+    ("--device nonsense", "cannot use device 'nonsense' ("),
     ("--steps 0", "argument --steps: must be at least 1; see --help"),
     ("--minutes 1", "give --steps or --minutes, one of the two"),
     ("--lr nan", "argument --lr: must be at least 0"),

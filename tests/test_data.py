@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import math
+import random
 import subprocess
 from types import SimpleNamespace
 
@@ -516,6 +517,20 @@ def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, monkeypatch):
     few = (tmp_path / "few.jsonl").read_text().splitlines()
     assert len(few) == 8
     assert 4 <= sum(json.loads(line)["prompt"] in requests for line in few) < 8
+
+
+def test_a_second_turn_is_drawn_for_each_conversation(loaded, monkeypatch):
+    target, tokenizer = loaded
+    maker = talks.Maker(target, tokenizer, second_turns=0.5, greedy=0.5)
+    maker.chance = random.Random(0)
+    went_on = []
+    monkeypatch.setattr(maker, "answer", lambda asked, *_: list(asked))
+    monkeypatch.setattr(maker, "so_far", lambda record: went_on.append(record))
+    monkeypatch.setattr(maker, "think_up", lambda contexts, _: contexts)
+    for _ in range(5):
+        maker.hold(["w1"] * 32, 32)
+        assert 4 < len(went_on) < 28  # in each batch, not in all batches together
+        went_on.clear()
 
 
 def test_given_requests_are_asked_first_once_and_as_they_are(folder, tmp_path):

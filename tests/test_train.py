@@ -351,13 +351,14 @@ def test_an_interrupt_is_answered_at_once_saves_and_ends_the_run(
         capfd.readouterr()
         signal.raise_signal(kind)
         said = capfd.readouterr().err
-        assert "measuring and saving; the same command with --resume" in said
+        assert "saving; the same command with --resume" in said
         return loss(*given)
 
     monkeypatch.setattr(glide, "loss", interrupted)
     out = trained("out", "--steps", 100000)
     last = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert last["interrupted"] is True and last["step"] == 1
+    assert curve_of(out) == []
     assert state_of(out)["progress"]["step"] == 1 and config_in(out)
 
 
