@@ -121,9 +121,12 @@ def load(args) -> tuple:
     stock, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
     possible = packed.candidates(stock)
     if args.kernel and args.kernel not in possible:
-        remedy = f"take one of {', '.join(possible)}" if possible else "leave it out"
+        if not possible:
+            place = f"in {args.dtype} on {args.device}"
+            raise UserError(f"--kernel: nothing is packed {place}; leave it out")
         raise UserError(
-            f"--kernel {args.kernel} does not compute this target exactly: {remedy}"
+            f"--kernel {args.kernel} does not compute this target exactly: take one of "
+            f"{', '.join(possible)}"
         )
     kernels = (args.kernel, args.kernel) if args.kernel else None
     return stock, packed.pack(stock, kernels), tokenizer

@@ -1081,7 +1081,7 @@ def check_target(target) -> None:
     # accelerate keeps offloaded weights on meta, and computes with them elsewhere.
     devices = {str(x.device) for x in target.parameters()} - {"meta"}
     spread = ", ".join(sorted(devices)) if len(devices) > 1 else ""
-    plain = "leave custom_generate out, or take another target"
+    plain = "take another target, or decode without drafts"
     sdpa = "load the target with attn_implementation='sdpa'"
     device_map = "load it with a device_map that has the embedding on a device"
     refuse(
@@ -1185,7 +1185,7 @@ def _check_length(config, prefix: int, length: int) -> None:
     # Long RoPE changes its factors at a border. A prompt beyond it stays there.
     if rope.get("rope_type") == "longrope" and border and prefix <= border:
         reaches["range of short RoPE factors"] = border + 1
-    fits = "set a lower max_new_tokens in the call"
+    fits = "set a lower max_new_tokens"
     for name, reach in reaches.items():
         if reach and length > reach:
             remedy = fits if prefix + 1 < reach else "shorten the prompt"

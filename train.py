@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 2 train.py --method glide --data FILES --steps 1000 ...
 
 What differs between the methods is in their files: Config, build, loss and acceptance.
-What they share is in the function `train`, whose loop goes from a batch over loss and
-gradients to a step, a measurement and a checkpoint. accelerate takes care of processes,
+What they share is in the function `train`, whose loop takes a batch,
+computes loss and gradients, and steps; from time to time it measures and saves.
+accelerate takes care of processes,
 devices and mixed precision, so `accelerate launch` works like torchrun. `--method NAME
 --help` lists the options of the method as well.
 """
@@ -323,9 +324,9 @@ def new_drafter(args, module, overrides: dict, target, sequences: list):
         raise common.UserError(
             f"--init {args.init} does not fit the options: {reason}"
         ) from error
-    if missing or surplus:
-        names = ", ".join(missing + surplus)
-        say(f"{args.init} lacks these weights, or has more: {names}")
+    for names, what in ((missing, "lacks"), (surplus, "has, but there is no use for")):
+        if names:
+            say(f"{args.init} {what}: {', '.join(names)}")
     return drafter
 
 

@@ -4,6 +4,7 @@ Given its chat template up to the user's words, an instruct model writes a plaus
 request and answers it (Xu et al. 2024, arXiv:2406.08464).
 """
 
+import contextlib
 import json
 import math
 import os
@@ -188,6 +189,10 @@ def whole_lines(path: str) -> list[dict]:
     if not Path(path).is_file():
         return []
     content = Path(path).read_bytes()
+    unended = content.rpartition(b"\n")[2]
+    with contextlib.suppress(ValueError):
+        json.loads(unended)  # a whole record, but for its newline
+        content += b"\n"
     *lines, half = content.split(b"\n")
     start = b'{"prompt": "'
     try:
@@ -199,5 +204,9 @@ def whole_lines(path: str) -> list[dict]:
         raise common.UserError(
             f"{path} holds something other than conversations; give another --out"
         )
-    os.truncate(path, len(content) - len(half))
+    with open(path, "r+b") as file:
+        file.truncate(len(content) - len(half))  # adds a byte where \n is missing
+        if content.endswith(b"\n"):
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\n")
     return records
