@@ -50,6 +50,8 @@ def train(args, module, overrides: dict) -> None:
     not finite.
     """
     check(args)
+    if not (args.resume or args.init):  # else what is saved decides as well
+        module.Config(**overrides)
     out = Path(args.out)
     accelerator = launch(args)
     target, tokenizer = load_target(args, accelerator)
@@ -379,12 +381,21 @@ def interrupts():
 def main(argv: list[str] | None = None) -> None:
     """Train, make data or draw curves."""
     args, module = parse(sys.argv[1:] if argv is None else argv)
+    if args.bf16 is None:
+        args.bf16 = args.device.startswith("cuda")
     tasks = "--method NAME with --data and --out, --make-data N with --out, or --plot"
     asked = args.plot or args.make_data or args.method
+    several = sum(map(bool, (args.plot, args.make_data, args.method))) > 1
+    made = args.requests or args.second_turns or args.greedy != 0.5
     alone = args.plot and len(args.plot) < 2
     nowhere = not args.plot and not args.out
     common.refuse(
         (not asked, f"nothing to do: give {tasks}"),
+        (several, "--method, --make-data and --plot: give one of them"),
+        (
+            made and not args.make_data,
+            "--requests, --second-turns and --greedy go with --make-data",
+        ),
         (alone, "--plot: name the curves to draw after the folder"),
         (nowhere, "give --out, a folder for the drafter or a file for data"),
     )
@@ -403,6 +414,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def make_data(args) -> None:
     """Let the target write conversations."""
+    talks.whole_lines(args.out)  # refuses another file before the target is loaded
     requests = []
     if args.requests:
         prompts = data.read_prompts([Path(args.requests)], 0)
@@ -437,7 +449,9 @@ def options() -> cli.OneLineParser:
 
     add = parser.add_argument_group("what to do").add_argument
     add("--method", choices=cli.present(), help="whose drafter to train")
-    add("--make-data", type=count, metavar="N", help="answers that --out is to hold")
+    add(
+        "--make-data", type=count, metavar="N", help="write answers until --out holds N"
+    )
     text = "draw curves: a folder to draw in, then files"
     add("--plot", nargs="+", metavar="PATH", help=text)
     add("--out", help="checkpoint folder, or the file that --make-data appends to")
@@ -456,7 +470,7 @@ def options() -> cli.OneLineParser:
     add("--minutes", type=cli.number(float, 1e-3), help=text)
     add("--resume", action="store_true", help="continue the run in --out")
     add("--init", metavar="DIR", help="start from this drafter")
-    text = "keep the target's features here (2 kB a token)"
+    text = "keep the target's features here (2 kB a token for the default target)"
     add("--features", metavar="DIR", help=text)
     add("--batch-size", type=count, default=4, help="conversations a step, in all")
     text = "micro-batches to split a batch into"
@@ -468,8 +482,13 @@ def options() -> cli.OneLineParser:
     text = "tokens kept of a conversation"
     add("--max-length", type=cli.number(int, 2), default=512, help=text)
     either = argparse.BooleanOptionalAction
-    add("--bf16", action=either, default=gpu, help="autocast to bfloat16")
-    add("--held-out", type=cli.number(int, 0), default=32, help="kept to measure alpha")
+    add("--bf16", action=either, help="autocast to bfloat16 (default: on a GPU)")
+    add(
+        "--held-out",
+        type=cli.number(int, 0),
+        default=32,
+        help="conversations at the end of the last --data file",
+    )
     add("--eval-every", type=count, default=100, help="steps between measurements")
     add("--save-every", type=count, default=500, help="steps between checkpoints")
 

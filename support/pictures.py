@@ -172,7 +172,7 @@ def costs(curve: dict, folder: Path) -> None:
     most = max(times)
     title = f"{cheap} tokens for little more than the price of one"
     if cheap == min(times):
-        title = "Every token that is added makes a forward longer"
+        title = "Each additional token makes a forward slower"
     title += f"; {most} for {times[most] / one:.1f} times that"
     with picture(folder / "cost.svg", title) as axes:
         axes.plot(list(times), list(times.values()), "o-", linewidth=2, markersize=7)

@@ -280,7 +280,7 @@ BAD_LINES = [
     (b'{"prompt": "w1", "response": null}', "content that is text"),
     (b'{"prompt": "w1", "response": 3}', "content that is text"),
     (b'{"prompt": "w1", "completion": "\\ud83d"}', "half of a character"),
-    (b'{"prompt": "w1", "response": "w2", "tools": "w3"}', "tools are no JSON"),
+    (b'{"prompt": "w1", "response": "w2", "tools": "w3"}', "tools are not valid JSON"),
     (
         b'{"prompt": "w1", "response": "w2", "tools": [3]}',
         "template does not accept it",

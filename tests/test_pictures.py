@@ -19,7 +19,7 @@ def drawn(draw, numbers, folder):
     ("times", "title"),
     [
         ([10, 10.9, 11.1, 30], "4 tokens for little more than the price of one"),
-        ([10, 12, 13, 30], "Every token that is added makes a forward longer"),
+        ([10, 12, 13, 30], "Each additional token makes a forward slower"),
     ],
 )
 def test_the_price_of_a_token(times, title, tmp_path):
