@@ -34,6 +34,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 from pathlib import Path
@@ -93,10 +94,10 @@ def measure(args) -> dict:
 
 def prompts_of(args) -> list[dict]:
     """What to ask, see `data.read_prompts`; [] if there is no arm to answer it."""
-    if args.prompt is not None:
-        return [{"question_id": 1, "turns": [args.prompt]}]
     if not args.method:
         return []
+    if args.prompt is not None:
+        return [{"question_id": 1, "turns": [args.prompt]}]
     paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
     return data.read_prompts([Path(path) for path in paths], args.num_prompts)
 
@@ -120,9 +121,12 @@ def load(args) -> tuple:
     stock, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
     possible = packed.candidates(stock)
     if args.kernel and args.kernel not in possible:
-        remedy = f"take one of {', '.join(possible)}" if possible else "leave it out"
+        if not possible:
+            place = f"in {args.dtype} on {args.device}"
+            raise UserError(f"--kernel: nothing is packed {place}; leave it out")
         raise UserError(
-            f"--kernel {args.kernel} does not compute this target exactly: {remedy}"
+            f"--kernel {args.kernel} does not compute this target exactly: take one of "
+            f"{', '.join(possible)}"
         )
     kernels = (args.kernel, args.kernel) if args.kernel else None
     return stock, packed.pack(stock, kernels), tokenizer
@@ -143,7 +147,7 @@ def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
     asked, answers = ask(tokenizer, [*loops, *arms], groups, options, args.seed)
 
     figures = summary(arms, loops, asked, answers, not args.temperature)
-    count = answers[loops[0].name][-1].prompt + 1  # prompts or batches
+    count = len({answer.prompt for answer in answers[loops[0].name]})  # or of batches
     result = {"prompts": count * size}
     if size > 1:
         result["batch"] = {"size": size, "batches": count, "arms": figures}
@@ -168,8 +172,9 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
     groups: lists of prompts that are answered at once.
     options: of target.generate.
     Returns what was asked, as in `play`, and {arm's name: answers} in the same order,
-    of the turns that every arm has answered. Ctrl-C and a UserError (a prompt is too
-    long) end it early; before the end of the first turn they are raised.
+    of the turns that every arm has answered. A UserError (a prompt is too long) ends
+    its prompt or batch. Ctrl-C and a lack of memory end the run early. Either is raised
+    if nothing was answered.
     """
     device = arms[0].target.device
     opening = [encode(tokenizer, each["turns"][:1], device) for each in groups[0]]
@@ -183,16 +188,24 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
     bar = tqdm(total=total, desc="answers", disable=None)
     try:
         for number, group in enumerate(groups):
-            for turn, new in turns_of(group, arms, tokenizer, options, shuffle, bar):
-                asked += turn
-                for name, each in new.items():
-                    answers[name] += each
-                    for answer in each:
-                        answer.prompt = number
-    except (KeyboardInterrupt, UserError) as problem:
+            turns = turns_of(group, arms, tokenizer, options, shuffle, bar)
+            try:
+                for turn, new in turns:
+                    asked += turn
+                    for name, each in new.items():
+                        answers[name] += each
+                        for answer in each:
+                            answer.prompt = number
+            except UserError as problem:
+                if not asked and group is groups[-1]:
+                    raise
+                names = ", ".join(str(prompt["question_id"]) for prompt in group)
+                note = f"bench.py: prompt {names} is not answered to its end: {problem}"
+                bar.write(note, file=sys.stderr)
+    except (KeyboardInterrupt, torch.OutOfMemoryError) as problem:
         if not asked:
             raise
-        why = str(problem) or "interrupted"
+        why = str(problem).split("\n")[0] or "interrupted"
         covered = f"the figures cover {len(asked)} turns"
         bar.write(f"bench.py: {why}; {covered}", file=sys.stderr)
     finally:
@@ -415,7 +428,14 @@ def cost_curve(target) -> dict:
 
     Returns {"context", "by_tokens": {n: ms}}, medians of five after a warm-up.
     """
+    common.check_target(target)
     config = target.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None)
+    if context and context < CONTEXT + COUNTS[-1]:
+        raise UserError(
+            f"--cost-curve needs a context of {CONTEXT + COUNTS[-1]} tokens, and the "
+            f"target's is {context}: take another target"
+        )
     ids = torch.arange(CONTEXT + COUNTS[-1], device=target.device)[None]
     ids = ids % config.vocab_size
     cache = common.GrowingCache(config.num_hidden_layers)
@@ -509,7 +529,7 @@ def check(args: argparse.Namespace) -> None:
     idle = not (args.method or args.cost_curve or args.table)
     other = args.table and (args.method or args.json)
     paged = args.replay and (args.json or args.plot)
-    no_drafts = (args.sweep or args.replay) and not args.method
+    no_drafts = (args.sweep or args.replay) and not set(args.method) - set(PEERS)
     unused = args.top_p < 1 and not args.temperature
     alone = args.sweep or {"all", *PEERS} & set(args.method)
     batched = args.batch_size > 1 and alone
@@ -521,7 +541,7 @@ def check(args: argparse.Namespace) -> None:
         (idle, "nothing to do: give --method, --cost-curve or --table; see --help"),
         (other, "--table takes no other option but --plot"),
         (paged, "with --replay leave out --json and --plot"),
-        (no_drafts, "--sweep and --replay need drafts: give a --method"),
+        (no_drafts, "--sweep and --replay need drafts: give a --method of ours"),
         (unused, "--top-p needs a --temperature"),
         (batched, f"--batch-size: leave out --sweep, all, {peers}"),
         (nowhere, f"cannot write {file}: name a file in a folder that is there"),
@@ -539,4 +559,5 @@ def generate_options(args: argparse.Namespace) -> dict:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as Ctrl-C does
     cli.run(main)

@@ -595,9 +595,12 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
     """
     try:
         torch.zeros(1, device=device)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().split("\n")[0]
         raise UserError(
-            f"this torch has no device {device!r}: take another, such as cpu"
+            f"cannot use device {device!r} ({reason}): take another, such as cpu"
         ) from error
     if name is None:
         try:
@@ -901,8 +904,8 @@ def load_drafter(Drafter, path, target, **hub):
 
     path: a folder, or the id of a repository on the Hugging Face hub, "org/name".
     hub: arguments of the download, such as revision, as from_pretrained has them.
-    Raises UserError: there is none in it, or a damaged one, or one that does not fit
-    the target, or its weights are not finite.
+    Raises UserError if the drafter is missing, damaged, made for another target, or has
+    weights that are not finite.
     """
     check_target(target)  # an offloaded one has no device to go to
     drafter = read_drafter(Drafter, path, **hub)
@@ -1020,10 +1023,12 @@ def changed(config, changes: dict):
     """
     options = dataclasses.fields(config)
     free = [option.name for option in options if option.metadata.get("decode")]
-    wrong = ", ".join(sorted(changes.keys() - set(free)))
+    wrong = sorted(changes.keys() - set(free))
     if wrong:
         those = ", ".join(free) or "nothing"
-        raise UserError(f"decoding cannot change {wrong}: it can change {those}")
+        raise UserError(
+            f"decoding cannot change {', '.join(wrong)}: it can change {those}"
+        )
     return dataclasses.replace(config, **changes)
 
 
@@ -1076,7 +1081,7 @@ def check_target(target) -> None:
     # accelerate keeps offloaded weights on meta, and computes with them elsewhere.
     devices = {str(x.device) for x in target.parameters()} - {"meta"}
     spread = ", ".join(sorted(devices)) if len(devices) > 1 else ""
-    plain = "leave custom_generate out, or take another target"
+    plain = "take another target, or decode without drafts"
     sdpa = "load the target with attn_implementation='sdpa'"
     device_map = "load it with a device_map that has the embedding on a device"
     refuse(
@@ -1119,7 +1124,7 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
         value = getattr(generation_config, name, None)
         if value in (None, plain):
             continue
-        # Many a model comes with settings, of which the caller may not know.
+        # Models often ship with settings that the caller does not know about.
         own = getattr(target.generation_config, name, None) == value
         origin = ", which comes with the target," if own else ""
         shown = f" {value}" if isinstance(value, (int, float)) else ""
@@ -1180,7 +1185,7 @@ def _check_length(config, prefix: int, length: int) -> None:
     # Long RoPE changes its factors at a border. A prompt beyond it stays there.
     if rope.get("rope_type") == "longrope" and border and prefix <= border:
         reaches["range of short RoPE factors"] = border + 1
-    fits = "set a lower max_new_tokens in the call"
+    fits = "set a lower max_new_tokens"
     for name, reach in reaches.items():
         if reach and length > reach:
             remedy = fits if prefix + 1 < reach else "shorten the prompt"
@@ -1230,6 +1235,8 @@ def demo(Drafter, folder: str, drafts) -> None:
         target.generate(**inputs, custom_generate=decode, max_new_tokens=128)
     except (UserError, OSError) as problem:
         parser.exit(2, f"{parser.prog}: {problem}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, f"\n{parser.prog}: interrupted\n")
     tau = stats.emitted / stats.target_forwards
     accepted = f"{green}{sum(stats.accepted)} accepted from the drafter{plain}"
     print(f"\n\n{stats.emitted} tokens, {accepted}; {tau:.2f} per target forward")

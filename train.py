@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 2 train.py --method glide --data FILES --steps 1000 ...
 
 What differs between the methods is in their files: Config, build, loss and acceptance.
-What they share is in the function `train`, whose loop goes from a batch over loss and
-gradients to a step, a measurement and a checkpoint. accelerate takes care of processes,
+What they share is in the function `train`, whose loop takes a batch,
+computes loss and gradients, and steps; from time to time it measures and saves.
+accelerate takes care of processes,
 devices and mixed precision, so `accelerate launch` works like torchrun. `--method NAME
 --help` lists the options of the method as well.
 """
@@ -49,6 +50,8 @@ def train(args, module, overrides: dict) -> None:
     not finite.
     """
     check(args)
+    if not (args.resume or args.init):  # else what is saved decides as well
+        module.Config(**overrides)
     out = Path(args.out)
     accelerator = launch(args)
     target, tokenizer = load_target(args, accelerator)
@@ -93,18 +96,21 @@ def train(args, module, overrides: dict) -> None:
             bar.update(1)
             # Clocks and signals differ between processes, so the first one decides.
             progress, stop = broadcast_object_list([run.fraction(args), bool(caught)])
-            ends = progress >= 1 or stop
+            ends = progress >= 1
 
-            if ends or run.step % args.eval_every == 0:
+            # A measurement takes longer than a signal leaves until the program is
+            # killed (10 s in Docker, 30 s with torchrun), so a stop only saves.
+            if not stop and (ends or run.step % args.eval_every == 0):
                 rates = measure(module, drafter, target, measured)
                 say(str(run.add_point(rates)))
-            due = ends or run.step % args.save_every == 0
+            due = ends or stop or run.step % args.save_every == 0
             if due and accelerator.is_main_process:
                 checkpoints.save(out, drafter, optimizer, run, identity)
 
     if accelerator.is_main_process:
         told = {"method": args.method, "out": args.out, "interrupted": progress < 1}
-        print(json.dumps(told | (run.curve[-1] if run.curve else {})))
+        told["step"] = run.step
+        print(json.dumps((run.curve[-1] if run.curve else {}) | told))
     # Free the wrapped model while all processes live, because it could hang later.
     del model, optimizer
     accelerator.free_memory()
@@ -320,9 +326,9 @@ def new_drafter(args, module, overrides: dict, target, sequences: list):
         raise common.UserError(
             f"--init {args.init} does not fit the options: {reason}"
         ) from error
-    if missing or surplus:
-        names = ", ".join(missing + surplus)
-        say(f"{args.init} lacks these weights, or has more: {names}")
+    for names, what in ((missing, "lacks"), (surplus, "has, but there is no use for")):
+        if names:
+            say(f"{args.init} {what}: {', '.join(names)}")
     return drafter
 
 
@@ -354,7 +360,7 @@ def progress_bar(args, run) -> tqdm:
 def interrupts():
     """Yield a list that Ctrl-C and SIGTERM add to, instead of ending the program."""
     caught = []
-    text = b"train.py: measuring and saving; the same command with --resume continues\n"
+    text = b"train.py: saving; the same command with --resume continues\n"
 
     def note(*_):
         caught.append(True)
@@ -375,12 +381,21 @@ def interrupts():
 def main(argv: list[str] | None = None) -> None:
     """Train, make data or draw curves."""
     args, module = parse(sys.argv[1:] if argv is None else argv)
+    if args.bf16 is None:
+        args.bf16 = args.device.startswith("cuda")
     tasks = "--method NAME with --data and --out, --make-data N with --out, or --plot"
     asked = args.plot or args.make_data or args.method
+    several = sum(map(bool, (args.plot, args.make_data, args.method))) > 1
+    made = args.requests or args.second_turns or args.greedy != 0.5
     alone = args.plot and len(args.plot) < 2
     nowhere = not args.plot and not args.out
     common.refuse(
         (not asked, f"nothing to do: give {tasks}"),
+        (several, "--method, --make-data and --plot: give one of them"),
+        (
+            made and not args.make_data,
+            "--requests, --second-turns and --greedy go with --make-data",
+        ),
         (alone, "--plot: name the curves to draw after the folder"),
         (nowhere, "give --out, a folder for the drafter or a file for data"),
     )
@@ -399,6 +414,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def make_data(args) -> None:
     """Let the target write conversations."""
+    talks.whole_lines(args.out)  # refuses another file before the target is loaded
     requests = []
     if args.requests:
         prompts = data.read_prompts([Path(args.requests)], 0)
@@ -433,7 +449,9 @@ def options() -> cli.OneLineParser:
 
     add = parser.add_argument_group("what to do").add_argument
     add("--method", choices=cli.present(), help="whose drafter to train")
-    add("--make-data", type=count, metavar="N", help="answers that --out is to hold")
+    add(
+        "--make-data", type=count, metavar="N", help="write answers until --out holds N"
+    )
     text = "draw curves: a folder to draw in, then files"
     add("--plot", nargs="+", metavar="PATH", help=text)
     add("--out", help="checkpoint folder, or the file that --make-data appends to")
@@ -452,7 +470,7 @@ def options() -> cli.OneLineParser:
     add("--minutes", type=cli.number(float, 1e-3), help=text)
     add("--resume", action="store_true", help="continue the run in --out")
     add("--init", metavar="DIR", help="start from this drafter")
-    text = "keep the target's features here (2 kB a token)"
+    text = "keep the target's features here (2 kB a token for the default target)"
     add("--features", metavar="DIR", help=text)
     add("--batch-size", type=count, default=4, help="conversations a step, in all")
     text = "micro-batches to split a batch into"
@@ -464,8 +482,13 @@ def options() -> cli.OneLineParser:
     text = "tokens kept of a conversation"
     add("--max-length", type=cli.number(int, 2), default=512, help=text)
     either = argparse.BooleanOptionalAction
-    add("--bf16", action=either, default=gpu, help="autocast to bfloat16")
-    add("--held-out", type=cli.number(int, 0), default=32, help="kept to measure alpha")
+    add("--bf16", action=either, help="autocast to bfloat16 (default: on a GPU)")
+    add(
+        "--held-out",
+        type=cli.number(int, 0),
+        default=32,
+        help="conversations at the end of the last --data file",
+    )
     add("--eval-every", type=count, default=100, help="steps between measurements")
     add("--save-every", type=count, default=500, help="steps between checkpoints")
 

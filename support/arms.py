@@ -84,13 +84,13 @@ def parse(text: str) -> Parts:
     """
     words, _, folder = text.partition("@")
     method, _, settings = words.removesuffix("+copies").partition(":")
-    base, _, name = method.rpartition("+")
-    module = cli.import_method(name)
-    if base and (name != "cape" or base not in cli.CHAINS):
+    base, plus, name = method.rpartition("+")
+    if plus and (name != "cape" or base not in cli.CHAINS):
         bases = " or ".join(cli.CHAINS)
         raise UserError(
             f"{text} is no arm: write {FORM}; BASE is {bases}, and only for cape"
         )
+    module = cli.import_method(name)
     base = base or BASES.get(name, name)
     source = cli.import_method(base)
     if folder and not hasattr(source, "Drafter"):
@@ -124,7 +124,7 @@ def read_settings(name: str, text: str, *modules) -> dict:
         key, given, value = part.partition("=")
         if given and isinstance(defaults.get(key), list):
             changes[key] = read_list(part, value)
-        elif given:
+        elif given and key:
             changes[key] = read_value(value)
         elif key in variants:
             changes |= variants[key]

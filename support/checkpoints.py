@@ -89,6 +89,10 @@ def save(out: Path, drafter, optimizer, run: Run, identity: dict) -> None:
         (part / "curve.json").write_text(json.dumps(run.curve) + "\n")
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk
         shutil.rmtree(part, ignore_errors=True)
+        if isinstance(
+            error, torch.OutOfMemoryError
+        ):  # a RuntimeError, but not the disk
+            raise
         reason = str(error).strip().split("\n")[0]
         raise common.UserError(
             f"cannot save to {out} ({reason}); make room, then continue with --resume"
@@ -123,8 +127,13 @@ def read(out: Path, module, identity: dict, overrides: dict) -> dict:
     for name, value in (identity | trained).items():
         if value != begun.get(name):
             option = "--" + name.replace("_", "-")
+            was, now = f"{option} {begun.get(name)}", str(value)
+            if isinstance(value, bool):
+                was, now = option, option.replace("--", "--no-")
+                if value:
+                    was, now = now, was
             raise common.UserError(
-                f"{out} was started with {option} {begun.get(name)}, now {value}; "
+                f"{out} was started with {was}, now {now}; "
                 "resume with the same, or train anew with another --out"
             )
     return state

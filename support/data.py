@@ -183,7 +183,7 @@ def _conversation(record: dict) -> tuple[list[dict], list | None]:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError):
-            raise common.UserError("its tools are no JSON") from None
+            raise common.UserError("its tools are not valid JSON") from None
     return [_message(turn) for turn in turns], tools or None
 
 

@@ -10,6 +10,7 @@ also works as a part of a package.
 """
 
 import re
+import tempfile
 from pathlib import Path
 
 import common
@@ -28,7 +29,7 @@ from .common import load_drafter, refuse, speculate
 from .{method} import Drafter, drafts
 
 DRAFTER = {drafter!r}  # None: beside the weights of the target
-loaded = weakref.WeakKeyDictionary()  # {{model: {{path: drafter}}}}
+loaded = weakref.WeakKeyDictionary()  # {{model: {{(path, device, dtype): drafter}}}}
 
 
 def generate(
@@ -41,12 +42,13 @@ def generate(
     drafter: a folder, or an id of the hub. settings: of the method, as {{"gamma": 3}}.
     """
     known = loaded.setdefault(model, {{}})
-    if drafter not in known:
+    key = drafter, model.device, model.dtype
+    if key not in known:
         folder = Path(drafter or model.name_or_path)
         if not drafter and not folder.is_dir():  # the target is on the hub
             folder = Path(snapshot_download(str(folder), allow_patterns="drafter/*"))
         path = drafter or folder / "drafter"
-        known[drafter] = load_drafter(Drafter, path, model)
+        known[key] = load_drafter(Drafter, path, model)
     given = {{name: value for name, value in given.items() if value is not None}}
     criteria = StoppingCriteriaList(stopping_criteria or [])
     if texts := stop_strings or getattr(generation_config, "stop_strings", None):
@@ -54,7 +56,7 @@ def generate(
         criteria.append(StopStringCriteria(tokenizer, texts))
         given["stop_strings"] = None  # of transformers, which would want the tokenizer
     given |= {{"stopping_criteria": criteria, "generation_config": generation_config}}
-    decode = speculate(drafts, known[drafter], streamer=streamer, **settings or {{}})
+    decode = speculate(drafts, known[key], streamer=streamer, **settings or {{}})
     # Not model.generate, which may be this function.
     return type(model).generate(model, inputs, custom_generate=decode, **given)
 '''
@@ -64,24 +66,31 @@ def write(method: str, drafter: str, out: Path, target: str | None) -> None:
     """Write the folder `out` for a method's drafter, given by its folder or id."""
     if out.exists():
         raise common.UserError(f"{out} exists already: give another folder")
-    Drafter = cli.import_method(method).Drafter
-    if target is None:
-        network, place = common.read_drafter(Drafter, drafter), out
-    else:
-        model, tokenizer = common.load_target(cli.target(target), dtype="auto")
-        network, place = common.load_drafter(Drafter, drafter, model), out / "drafter"
-        model.save_pretrained(out)
-        tokenizer.save_pretrained(out)
-    network.bfloat16().save_pretrained(place)  # with a card, README.md
-    code = out / "custom_generate"
-    code.mkdir(parents=True)
-    for name in (method, "common"):
-        text = (cli.ROOT / f"{name}.py").read_text()
-        text = re.sub(r"^import common$", "from . import common", text, flags=re.M)
-        text = re.sub(r"^from common ", "from .common ", text, flags=re.M)
-        (code / f"{name}.py").write_text(text)
-    known = str(out.resolve()) if target is None else None
-    (code / "generate.py").write_text(GENERATE.format(method=method, drafter=known))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        part = Path(folder) / out.name  # becomes `out` when it is whole
+        Drafter = cli.import_method(method).Drafter
+        if target is None:
+            network, place = common.read_drafter(Drafter, drafter), part
+        else:
+            model, tokenizer = common.load_target(cli.target(target), dtype="auto")
+            network, place = (
+                common.load_drafter(Drafter, drafter, model),
+                part / "drafter",
+            )
+            model.save_pretrained(part)
+            tokenizer.save_pretrained(part)
+        network.bfloat16().save_pretrained(place)  # with a card, README.md
+        code = part / "custom_generate"
+        code.mkdir(parents=True)
+        for name in (method, "common"):
+            text = (cli.ROOT / f"{name}.py").read_text()
+            text = re.sub(r"^import common$", "from . import common", text, flags=re.M)
+            text = re.sub(r"^from common ", "from .common ", text, flags=re.M)
+            (code / f"{name}.py").write_text(text)
+        known = str(out.resolve()) if target is None else None
+        (code / "generate.py").write_text(GENERATE.format(method=method, drafter=known))
+        part.rename(out)
 
 
 def main() -> None:

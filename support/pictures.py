@@ -83,16 +83,22 @@ def picture(path: Path, title: str, rows: int = 1, columns: int = 1, size=(8, 4.
 def read_curve(path: Path) -> tuple[str, list[dict]]:
     """The name and the rows of a curve of train.py; a UserError if it is none."""
     name = path.parent.name if path.stem == "curve" else path.stem
+    rows = None
     try:
         rows = json.loads(path.read_text())
-        assert all(row["tokens"] >= 0 and row["alpha"] >= 0 for row in rows)
-    except (ValueError, TypeError, KeyError, AssertionError):
-        raise common.UserError(f"{path} is not a training curve of train.py") from None
+        # alpha is None in a run without held-out conversations.
+        ours = all(row["tokens"] >= 0 and (row["alpha"] or 0) >= 0 for row in rows)
+    except (ValueError, TypeError, KeyError):
+        ours = False
+    if not (rows and ours):
+        raise common.UserError(f"{path} is not a training curve of train.py")
     return name, rows
 
 
 def still_rises(rows: list[dict]) -> bool:
     """Whether alpha was higher at the end than ever before the last fifth."""
+    if rows[-1]["alpha"] is None:
+        return False
     early = [row["alpha"] for row in rows if row["tokens"] < 0.8 * rows[-1]["tokens"]]
     return bool(early) and rows[-1]["alpha"] > max(early)
 
@@ -166,7 +172,7 @@ def costs(curve: dict, folder: Path) -> None:
     most = max(times)
     title = f"{cheap} tokens for little more than the price of one"
     if cheap == min(times):
-        title = "Every token that is added makes a forward longer"
+        title = "Each additional token makes a forward slower"
     title += f"; {most} for {times[most] / one:.1f} times that"
     with picture(folder / "cost.svg", title) as axes:
         axes.plot(list(times), list(times.values()), "o-", linewidth=2, markersize=7)

@@ -233,6 +233,7 @@ def write(path: str, tokenizer, loops: list, arms: list, text: str, options: dic
 
     target = loops[0].target
     encoded = encode(tokenizer, [text], target.device)
+    common.check_ids(target, encoded["input_ids"])
     sampling = options if options.get("do_sample") else options | SAMPLING
     greedy = {name: options[name] for name in options if name not in SAMPLING}
     greedy["do_sample"] = False

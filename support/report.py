@@ -204,11 +204,11 @@ def paired(ours: dict, theirs: dict) -> tuple[float, list[float] | None]:
     return whole, ratio(prompts[draws].sum(1)).quantile(ends).tolist()
 
 
-def rounded(value, digits: int = 4):
-    """The same data as JSON holds it, with floats rounded; NaN becomes None."""
+def rounded(value, digits: int = 6):
+    """The same data as JSON holds it: floats of so many digits, None for NaN."""
     return json.loads(
         json.dumps(value),
-        parse_float=lambda text: round(float(text), digits),
+        parse_float=lambda text: float(f"{float(text):.{digits}g}"),
         parse_constant=lambda name: None,
     )
 
@@ -231,7 +231,9 @@ def tables(result: dict) -> str:
 
 def about(result: dict) -> str:
     """What was measured, in a line."""
-    place = f"{result['dtype']}, {result['device']}, commit {result['commit']}"
+    place = f"{result['dtype']}, {result['device']}"
+    if result["commit"]:  # None outside git
+        place += f", commit {result['commit']}"
     text = f"**{result['target']}**, {place}"
     if not arms_of(result):
         return text

@@ -4,6 +4,7 @@ Given its chat template up to the user's words, an instruct model writes a plaus
 request and answers it (Xu et al. 2024, arXiv:2406.08464).
 """
 
+import contextlib
 import json
 import math
 import os
@@ -102,14 +103,14 @@ class Maker:
         """
         asked = [(self.opening, text) for text in given]
         asked += self.think_up([self.opening] * (size - len(given)), [""])
-        groups = {0.0: [], 0.8: []}  # by temperature
+        groups = {}  # what is answered at once
         for pair in asked:
             temperature = 0.0 if self.chance.random() < self.greedy else 0.8
-            groups[temperature].append(pair)
+            goes_on = self.chance.random() < self.second_turns
+            groups.setdefault((temperature, goes_on), []).append(pair)
         firsts = []
         seconds = []  # turns
-        for temperature, group in groups.items():
-            goes_on = self.chance.random() < self.second_turns
+        for (temperature, goes_on), group in groups.items():
             # An answer before a second turn is cut early.
             most = self.chance.randint(40, 140) if goes_on else MOST
             records = self.answer(group, temperature, most)
@@ -188,6 +189,10 @@ def whole_lines(path: str) -> list[dict]:
     if not Path(path).is_file():
         return []
     content = Path(path).read_bytes()
+    unended = content.rpartition(b"\n")[2]
+    with contextlib.suppress(ValueError):
+        json.loads(unended)  # a whole record, but for its newline
+        content += b"\n"
     *lines, half = content.split(b"\n")
     start = b'{"prompt": "'
     try:
@@ -199,5 +204,9 @@ def whole_lines(path: str) -> list[dict]:
         raise common.UserError(
             f"{path} holds something other than conversations; give another --out"
         )
-    os.truncate(path, len(content) - len(half))
+    with open(path, "r+b") as file:
+        file.truncate(len(content) - len(half))  # adds a byte where \n is missing
+        if content.endswith(b"\n"):
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\n")
     return records

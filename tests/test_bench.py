@@ -593,6 +593,32 @@ def test_an_interrupted_run_says_so_and_keeps_whole_turns(loaded):
     assert "interrupted" not in compared(loaded, Arm("x", target, interrupted_in(9)))
 
 
+def test_a_prompt_that_is_too_long_is_left_out_and_the_others_stay(loaded, capsys):
+    """So does a lack of memory end a run with what it has."""
+    target = loaded[0]
+
+    def failing(turn, problem):
+        turns = itertools.count()
+
+        def drafts(decoding):
+            if next(turns) == turn:
+                raise problem
+            return plain_drafts(decoding)
+
+        return Arm("x", target, drafts)
+
+    result = compared(loaded, failing(1, UserError("too long")))
+    assert result["prompts"] == 1 and result["arms"]["x"]["tokens"] == 12
+    said = "prompt 1 is not answered to its end: too long"
+    assert said in capsys.readouterr().err
+    result = compared(loaded, failing(2, torch.OutOfMemoryError("no memory")))
+    assert result["prompts"] == 1 and result["interrupted"] is True
+
+
+def test_a_small_margin_is_no_tie():
+    assert report.rounded([3e-5, 1.23456789, float("nan")]) == [3e-5, 1.23457, None]
+
+
 def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
     said = []
     for name in ("a", "b"):
@@ -616,6 +642,10 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
         ("--method glide:gamma=x", "gamma 'x': take an int of at least 0"),
         ("--method cape:sizes=2-x", "'sizes=2-x': write a list as numbers"),
         ("--method cape:sizes=2-1", "one size more than bounds"),
+        ("--method glide:=3", "glide has no variant ''"),
+        ("--method falcon+copies:depth=3", "falcon[+]copies:depth=3 is no arm"),
+        ("--method +glide", "[+]glide is no arm"),
+        ("--method prompt-lookup --replay x.html", "need drafts"),
         ("--method flacon", "unknown method 'flacon': take glide"),
         ("--method glide@/nowhere", "no drafter in /nowhere"),
         ("--method lookup@glide", "lookup has no weights: leave out @glide"),

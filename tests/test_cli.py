@@ -50,7 +50,7 @@ MISTAKES = [
     ("--method nonsense", "argument --method: invalid choice: 'nonsense'"),
     ("--method cape", "cape has nothing to train"),
     ("--nonsense", "unrecognized arguments: --nonsense; see --help"),
-    ("--device nonsense", "has no device 'nonsense': take another"),
+    ("--device nonsense", "cannot use device 'nonsense' ("),
     ("--steps 0", "argument --steps: must be at least 1; see --help"),
     ("--minutes 1", "give --steps or --minutes, one of the two"),
     ("--lr nan", "argument --lr: must be at least 0"),
@@ -79,6 +79,7 @@ MISTAKES = [
     ("--make-data 4 --out {tmp}", "Is a directory"),
     ("--make-data 4 --out {tmp}/x.jsonl.gz", "give --out a plain .jsonl file"),
     ("--plot {tmp}", "name the curves"),
+    ("--second-turns 0.5", "--greedy go with --make-data"),
 ]
 
 
@@ -91,6 +92,8 @@ def test_a_mistake_of_train_py_is_told_in_a_line(folder, tmp_path, capsys, words
     before = snapshot(tmp_path)
     more = [word.format(tmp=tmp_path) for word in words.split()]
     argv = options(folder, tmp_path / "out", "--steps", 1, *more)
+    if {"--make-data", "--plot"} & set(more):
+        argv = ["--target", folder, "--out", tmp_path / "out", *more]
     code, text = end_of(capsys, train.main, *argv)
     [line] = [line for line in text.splitlines() if line.startswith("train.py: ")]
     assert code == 2 and said in line, text
@@ -138,6 +141,7 @@ def test_a_config_checks_itself(llama, method, fields, said):
     [
         ("--out x", "nothing to do: give --method NAME"),
         ("--method glide", "give --out"),
+        ("--method glide --make-data 4 --out x", "give one of them"),
         ("--method glide --out x", "training needs --data"),
     ],
 )

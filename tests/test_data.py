@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import math
+import random
 import subprocess
 from types import SimpleNamespace
 
@@ -279,7 +280,7 @@ BAD_LINES = [
     (b'{"prompt": "w1", "response": null}', "content that is text"),
     (b'{"prompt": "w1", "response": 3}', "content that is text"),
     (b'{"prompt": "w1", "completion": "\\ud83d"}', "half of a character"),
-    (b'{"prompt": "w1", "response": "w2", "tools": "w3"}', "tools are no JSON"),
+    (b'{"prompt": "w1", "response": "w2", "tools": "w3"}', "tools are not valid JSON"),
     (
         b'{"prompt": "w1", "response": "w2", "tools": [3]}',
         "template does not accept it",
@@ -518,6 +519,20 @@ def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, monkeypatch):
     assert 4 <= sum(json.loads(line)["prompt"] in requests for line in few) < 8
 
 
+def test_a_second_turn_is_drawn_for_each_conversation(loaded, monkeypatch):
+    target, tokenizer = loaded
+    maker = talks.Maker(target, tokenizer, second_turns=0.5, greedy=0.5)
+    maker.chance = random.Random(0)
+    went_on = []
+    monkeypatch.setattr(maker, "answer", lambda asked, *_: list(asked))
+    monkeypatch.setattr(maker, "so_far", lambda record: went_on.append(record))
+    monkeypatch.setattr(maker, "think_up", lambda contexts, _: contexts)
+    for _ in range(5):
+        maker.hold(["w1"] * 32, 32)
+        assert 4 < len(went_on) < 28  # in each batch, not in all batches together
+        went_on.clear()
+
+
 def test_given_requests_are_asked_first_once_and_as_they_are(folder, tmp_path):
     turns = (["w1 w2", "w9"], ["w3 w4 w5"], ["w6"])
     requests = "".join(json.dumps({"turns": texts}) + "\n" for texts in turns)
@@ -536,8 +551,9 @@ def test_a_file_is_continued_wherever_it_ends(tmp_path):
     path = tmp_path / "d.jsonl"
     for end in range(len(whole) + 1):
         path.write_bytes(whole[:end])
-        assert len(talks.whole_lines(str(path))) == whole[:end].count(b"\n")
-        assert path.read_bytes() == whole[: whole[:end].rfind(b"\n") + 1]
+        kept = whole[:end] + b"\n" if whole[end - 1 : end] == b"}" else whole[:end]
+        assert len(talks.whole_lines(str(path))) == kept.count(b"\n")
+        assert path.read_bytes() == kept[: kept.rfind(b"\n") + 1]
     for other in (b"notes\n", b'{"prompt": "a"}\nnotes', b'{"text": "a"}\n', b"[3]\n"):
         path.write_bytes(other)
         with refused("holds something other than conversations"):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from common import UserError
 from support import pictures
 
 pytest.importorskip("matplotlib")
@@ -18,7 +19,7 @@ def drawn(draw, numbers, folder):
     ("times", "title"),
     [
         ([10, 10.9, 11.1, 30], "4 tokens for little more than the price of one"),
-        ([10, 12, 13, 30], "Every token that is added makes a forward longer"),
+        ([10, 12, 13, 30], "Each additional token makes a forward slower"),
     ],
 )
 def test_the_price_of_a_token(times, title, tmp_path):
@@ -42,6 +43,19 @@ def test_the_oracle_is_no_stop_rule(tmp_path):
     points |= {"head": {"0.7": [0.5, 0.9, 24.0]}, "oracle": {"": [0.4, 0.0, 50.0]}}
     title = "The best stop rule (K) reaches 50% of the oracle's speed"
     assert f">{title}<" in drawn(pictures.stop_rules, {"points": points}, tmp_path)
+
+
+def test_a_curve_without_held_out_conversations_is_one_and_an_empty_one_is_not(
+    tmp_path,
+):
+    path = tmp_path / "curve.json"
+    path.write_text('[{"tokens": 5, "alpha": null, "eval_alpha": 0.5}]')
+    pictures.curves([str(path)], tmp_path)
+    assert (tmp_path / "curves.svg").is_file()
+    for text in ("{}", "[]", '{"a": 1}', '[{"tokens": 1}]'):
+        path.write_text(text)
+        with pytest.raises(UserError, match="is not a training curve"):
+            pictures.curves([str(path)], tmp_path)
 
 
 def test_methods_keep_their_colours():
