@@ -21,8 +21,8 @@ Words:
     bonus token the token of the target's own that ends a round
     row         what a KV cache holds of one token: its key and its value
     residual    what is left of the target's distribution after a rejection
-    p_target, q_draft     the distributions of target and drafter, after the logits
-                processors (temperature, top-p and so on)
+    p_target, q_draft     the distributions of target and drafter; when decoding, after
+                the logits processors (temperature, top-p and so on)
 
 Shapes: B batch, T sequence, P cached rows, K draft depth, N nodes, A accepted nodes,
 V vocabulary, Vd draft vocabulary, D hidden size, H heads, Hkv key-value heads,
@@ -183,7 +183,8 @@ def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
     """Draw a token that is distributed as p_target (V,), by rejection sampling.
 
     Whatever the drafter proposes, the token follows the target. An example with three
-    tokens x shows why; the last two rows are probabilities of both events together:
+    tokens x shows why. The last two rows are the probabilities that x is drafted and
+    accepted, and that the draft is rejected and x is drawn instead:
 
         x                           0     1     2     sum
         p_target                   .35   .55   .10     1
@@ -198,10 +199,11 @@ def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
     max(p - q, 0) divided by its sum: this supplies exactly what is lacking, and the
     last two rows of the table add up to p.
 
-    siblings: (token, q_draft (V,)) of the children that were sampled, each drawn by
-        the drafter after the ones before it, from a q_draft of its own. After a
-        rejection the residual takes the place of p_target, and the next sibling is
-        judged by it in the same way.
+    siblings: (token, q_draft (V,)) of the children that the drafter has sampled, in the
+        order in which they were drawn. Each q_draft must be the distribution that its
+        token was drawn from, given the text, the tokens above and the siblings before
+        it. After a rejection the residual takes the place of p_target, and the next
+        sibling is judged by it in the same way.
     Returns the token; all randomness is torch.rand's. The draw ignores children that
     were not sampled. If one of them holds the token, `walk` accepts it, which does not
     change how the token is distributed.

@@ -487,7 +487,8 @@ def continuations(q_slots: Tensor, prefix: tuple) -> Tensor:
     """
     # The steps of `prefix_search`, for one prefix and all slots: entry t of a list is
     # the probability that the first t slots have become exactly the tokens so far.
-    *q_prefix, q_blank = q_slots[:, [*prefix, -1]].T.tolist()
+    columns = torch.tensor([*prefix, -1], device=q_slots.device)
+    *q_prefix, q_blank = q_slots[:, columns].T.tolist()
     in_blank = [1.0, *itertools.accumulate(q_blank, operator.mul)]  # no token so far
     either = in_blank
     for before, token, q in zip((None, *prefix), prefix, q_prefix):

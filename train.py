@@ -5,11 +5,10 @@
     torchrun --nproc-per-node 2 train.py --method glide --data FILES --steps 1000 ...
 
 What differs between the methods is in their files: Config, build, loss and acceptance.
-What they share is in the function `train`, whose loop takes a batch,
-computes loss and gradients, and steps; from time to time it measures and saves.
-accelerate takes care of processes,
-devices and mixed precision, so `accelerate launch` works like torchrun. `--method NAME
---help` lists the options of the method as well.
+What they share is in the function `train`, whose loop takes a batch, computes loss and
+gradients, and steps; from time to time it measures and saves. accelerate takes care of
+processes, devices and mixed precision, so `accelerate launch` works like torchrun.
+`--method NAME --help` lists the options of the method as well.
 """
 
 import argparse

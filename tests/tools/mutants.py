@@ -184,7 +184,7 @@ the relaxed mask is plain causal
 a slot learns the state before its answer
 - answers=F.pad(hidden, (0, 0, 0, k))[:, k:-1]
 + answers=F.pad(hidden, (0, 0, 0, k))[:, k - 1 : -2]
-as many answers are revealed as there are slots, not misses
+as many labels are revealed as there are slots, not misses
 - count = round(rate * int(wrong[row].sum()))
 + count = round(rate * len(learning))
 the tokens of answers are revealed, and not their hidden states
@@ -323,8 +323,8 @@ SIGTERM ends the run at once
 - kinds = (signal.SIGINT, signal.SIGTERM)
 + kinds = (signal.SIGINT,)
 an interrupted run is not saved
-- ends = progress >= 1 or stop
-+ ends = progress >= 1
+- due = ends or stop or run
++ due = ends or run
 conversations that are held out are learned, too
 - return sequences[:border], sequences[border:], answers
 + return sequences, sequences[border:], answers
