@@ -131,6 +131,7 @@ def test_a_run_ends_with_the_promised_json_and_its_tables_can_be_printed_again(
 
 
 def test_the_json_is_left_out_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "CONTEXT", 32)  # the target has a context of 256
     argv = ["--cost-curve", "--target", "target"]
     result, _ = run(capsys, argv)
     assert list(result["cost_curve"]["by_tokens"]) == list(map(str, bench.COUNTS))
