@@ -59,5 +59,7 @@ ENDS += [("incomplete/cape", "glide.py, whose drafts")]
 def test_a_script_that_lacks_a_file_ends_with_one_line(told, folder, said):
     code, errors = told[folder]["script"]
     assert code == 2
-    assert errors.startswith(f"{Path(folder).name}.py: {said}")
-    assert errors.count("\n") == 1
+    # Where torchao is installed, it complains on import of what it lacks.
+    lines = [line for line in errors.splitlines() if "torchao" not in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{Path(folder).name}.py: {said}")
