@@ -539,7 +539,7 @@ def check(args: argparse.Namespace) -> None:
     peers = ", ".join(PEERS)
     common.refuse(
         (idle, "nothing to do: give --method, --cost-curve or --table; see --help"),
-        (other, "--table takes no other option but --plot"),
+        (other, "--table prints earlier results: leave out --method and --json"),
         (paged, "with --replay leave out --json and --plot"),
         (no_drafts, "--sweep and --replay need drafts: give a --method of ours"),
         (unused, "--top-p needs a --temperature"),

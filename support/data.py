@@ -85,10 +85,8 @@ def _lines(path: str) -> list[tuple[int, bytes]]:
     """The lines of a file with their numbers, without blank ones."""
     if Path(path).is_dir():
         raise common.UserError(f"{path} is a folder: name its files")
-    if not Path(path).is_file():
-        raise common.UserError(
-            f"no data file {path}; train.py --make-data 2000 --out FILE makes one"
-        )
+    if not Path(path).exists():
+        raise common.UserError(f"no file {path}: name one that is there")
     content = Path(path).read_bytes()
     if content.startswith(b"\x1f\x8b"):
         try:

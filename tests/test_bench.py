@@ -668,7 +668,7 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
         ),
         ("--method glide --top-p 0.5", "--top-p needs a --temperature"),
         ("--method glide@glide --batch-size 4", "2 prompts fill no batch"),
-        ("--table prompts.jsonl --method glide", "--table takes no other option"),
+        ("--table prompts.jsonl --method glide", "--table prints earlier results"),
         (
             "--method glide --json nowhere/run.json",
             "cannot write nowhere/run.json: name a file in",

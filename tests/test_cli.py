@@ -65,7 +65,7 @@ MISTAKES = [
         "--target ./no-such",
         "cannot load model './no-such' (no such file or folder); give",
     ),
-    ("--data missing.jsonl", "no data file missing.jsonl; train.py --make-data"),
+    ("--data missing.jsonl", "no file missing.jsonl: name one that is there"),
     ("--data {tmp}", " is a folder: name its files"),
     (
         "--data conversations/answers.jsonl.gz",
