@@ -3,43 +3,47 @@
 Paper: Gao et al., AAAI 2025, arXiv:2412.12639.
 
 An autoregressive drafter needs a pass for every level of its draft, while Falcon's
-drafts k levels in one. It reads a sequence of slots. Slot i holds the target's last
-hidden state h_i (a "feature") and the token one step ahead, x_(i+1), and predicts
-h_(i+k), from which the LM head drafts x_(i+k+1). The newest k slots form a block: they
-see each other and all earlier blocks, and their predictions are fed to the next pass.
-In the example of 3.1, k = 2 and the newest token is x_3; h'_i is a prediction of h_i:
+drafts k levels in one. It reads a sequence of slots. Slot i is the pair of h_i, the
+target's last hidden state (a "feature"), and the token one step ahead, x_(i+1). Its
+label is h_(i+k), from which the LM head drafts x_(i+k+1). The newest k slots form a
+block: they see each other and all earlier slots. Their predictions and the tokens that
+are drafted from them become the slots of the next pass. In the example of 3.1, k = 2
+and the newest token is x_3; h'_i is a prediction of h_i:
 
     pass    slots                        predictions     tokens drafted
     1       (h_1, x_2)   (h_2, x_3)      h'_3   h'_4     x_4   x_5
     2       (h'_3, x_4)  (h'_4, x_5)     h'_5   h'_6     x_6   x_7
 
-The second slot has to draft x_5 without x_4, because one pass drafts both. In training,
-coupled sequential glancing distillation (CSGD) feeds some first slots their answer,
-(h_3, x_4), and the second slot sees it. When drafting it never does.
+The second slot has to draft x_5 without knowing x_4, because one pass drafts both.
+Coupled sequential glancing distillation (CSGD) gives it x_4, but in training only: it
+feeds the first slot of some blocks its label, here (h_3, x_4) in place of (h_1, x_2).
 
-Names that differ from the paper's: t_i is x_i, f_i is h_i (`hidden`, `answers`),
+The paper's names and ours: t_i is x_i, f_i is h_i (`hidden`, as a label `labels`),
 f^draft is `h_draft`, p is `p_target`, p^draft is `q_draft`, omega_dist is
-`distill_weight`.
+`distill_weight`. Shapes, beside those of common.py: S slots, M slots that learn, b
+branches, m nodes of a pass, r slots fed, P_own rows in the drafter's cache.
 
 Deviations from the paper:
-    1. A slot predicts k places ahead, as in 3.1. By Eq. 1 it is one place, but then
-       slot i + 1, which slot i may see, would hold the answer of slot i.
+    1. A slot predicts k places ahead, as in the example of 3.1. In Eq. 1 it predicts
+       one place ahead, but then slot i + 1, which slot i may see, would hold its label.
     2. The first block has a random length in training. When drafting, blocks are
-       counted back from the newest slot.
-    3. Hidden states, embeddings and predictions are normalised, the layers start as the
-       target's top ones, and `fusion="linear"` is ours. Only frequent tokens are
-       drafted; no others count in L_dist and in the Hamming distance.
-    4. The default tree has 13 nodes in two passes (the paper's: four passes). When
-       sampling, only its first choices are drawn (appendix A: all nodes).
+       counted back from the newest slot (see `first_pass`).
+    3. Hidden states, embeddings and predictions are normalised, and the layers start
+       as the target's top ones. `fusion="linear"` is EAGLE's.
+    4. Only frequent tokens are drafted, and L_dist and the Hamming distance are
+       computed over these. lambda falls at each step, the paper's at each epoch.
+    5. The default tree has 13 nodes in two passes, the paper's 118 in four. When
+       sampling, only its first choices are drawn; in appendix A all nodes are.
 
-Authors' code: as here, CSGD reveals the text's tokens (the paper: the target's). Not
-followed: revealed slots keep their loss, lambda falls from .45 to .10, the label of
-L_hard is sampled, blocks are counted from the first slot, and the LSTM, which lacks
-batch_first, has no memory in batches of one.
+Authors' code: as in this file, CSGD reveals the text's tokens; the paper's reveals the
+target's. Unlike in paper and file, revealed slots keep their loss, lambda falls from
+.45 to .10, the label of L_hard is sampled, blocks are counted from the first slot, and
+the LSTM, called without batch_first, remembers nothing in batches of one.
 
-The shipped drafter has linear fusion, omega_dist = 1, nine nodes in two passes, and no
-CSGD in its last stage. `--k 1 --no-csgd --fusion linear --num-layers 1` is EAGLE's
-drafter, the paper's main rival.
+The shipped drafter has linear fusion, omega_dist = 1 and nine nodes in two passes. Its
+last stage was without CSGD, which did not raise alpha here (checkpoints/README.md).
+`--k 1 --no-csgd --fusion linear --num-layers 1` makes a drafter like that of EAGLE, the
+paper's main rival.
 
 Licence: Apache-2.0.
 """
@@ -61,9 +65,9 @@ from common import option
 @dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
-    k: int = option(2, "tokens predicted by a pass")
+    k: int = option(2, "levels drafted by a pass")
     num_layers: int = option(2, "attention layers (Figure 2)")
-    intermediate_size: int = option(1536, "width of the feed-forward layer")
+    intermediate_size: int = option(1536, "width of the feed-forward layers")
     fusion: str = option("lstm", "lstm or linear")
     csgd: bool = option(True, "coupled sequential glancing distillation")
     noise: float = option(0.1, "hidden states get U(-noise, noise) in training")
@@ -97,8 +101,6 @@ class Drafter(
         self.config = config
         self.kv_layers = []  # it reads no keys and values of the target
         width = config.target["hidden_size"]
-        # The paper calls its head "equivalent to merely two Transformer layers", which
-        # its attention layers are. At 7B the LSTM is as large as another 1.7 of them.
         self.feature_norm = nn.RMSNorm(width, eps=1e-5)
         self.embed_norm = nn.RMSNorm(width, eps=1e-5)
         if config.fusion == "linear":
@@ -112,7 +114,7 @@ class Drafter(
         common.add_vocab_ids(self, config.draft_vocab)
 
     def fuse(self, target, hidden: Tensor, token_ids: Tensor, state=None):
-        """Make one vector of the hidden state and the token of each slot (3.2).
+        """Combine the hidden state and the token of each slot into one vector (3.2).
 
         hidden: (n, t, D), of n sequences or branches.
         token_ids: (n, t), each one step ahead of its hidden state.
@@ -125,7 +127,8 @@ class Drafter(
         pairs = torch.cat([self.feature_norm(hidden), embeds], dim=-1)  # (n, t, 2 D)
         if self.config.fusion == "linear":
             return self.fusion(pairs), ()
-        # The LSTM reads the slots in order, so only `attend` looks ahead in a block.
+        # The LSTM reads the slots in order, so a slot sees the later slots of its block
+        # only in `attend`.
         # It is slow in bfloat16, so autocast leaves it out.
         with torch.autocast(pairs.device.type, enabled=False):
             return self.fusion(pairs, state)
@@ -133,7 +136,7 @@ class Drafter(
     def attend(self, target, x: Tensor, positions: Tensor, mask: Tensor, cache=None):
         """The predictions h_draft (B, r, D) of r fused slots x (B, r, D).
 
-        positions: (1, r), numbers of the slots.
+        positions: (1, r), indices of the slots in the text.
         mask: (B, 1, r, P_own + r) bool, True where a slot sees another.
         cache: the drafter's own, of P_own rows, to which r are added.
         """
@@ -169,8 +172,8 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
     """Relaxed causal mask (3.2, 3.4): a slot sees its own and all earlier blocks.
 
-    The answer of slot i is the input of slot i + k, which is in the next block, so no
-    slot sees its own answer. k = 2, phase 1:
+    The label of slot i is the input of slot i + k, which is in the next block, so no
+    slot sees its own label. k = 2, phase 1:
 
            key   0  1  2  3  4        blocks: 0 | 1 2 | 3 4
         slot 0   x  .  .  .  .
@@ -179,8 +182,8 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
              3   x  x  x  x  x
              4   x  x  x  x  x
 
-    phase: (B,) how many slots the first block lacks, 0 to k - 1. It varies in training,
-        so that a token is met at every place of a block.
+    phase: (B,) how many of its k slots the first block lacks, 0 to k - 1. It varies in
+        training, because when drafting a block may start at any slot.
     Returns (B, 1, S, S) bool, True where a slot sees another; S is `length`.
     """
     slots = torch.arange(length, device=phase.device)
@@ -193,9 +196,9 @@ class Slots(NamedTuple):
 
     hidden: Tensor  # (B, S, D) h_i
     token_ids: Tensor  # (B, S) x_(i+1)
-    answers: Tensor  # (B, S, D) h_(i+k)
-    answer_ids: Tensor  # (B, S) x_(i+k+1)
-    learns: Tensor  # (B, S) bool, has a loss
+    labels: Tensor  # (B, S, D) h_(i+k)
+    label_ids: Tensor  # (B, S) x_(i+k+1)
+    learns: Tensor  # (B, S) bool, True for slots that have a loss
     phase: Tensor  # (B,) of `relaxed_mask`
 
 
@@ -204,26 +207,26 @@ def training_slots(drafter: Drafter, batch) -> Slots:
 
         slot      0        1        2        3        4
         input   h_0 x_1  h_1 x_2  h_2 x_3  h_3 x_4  h_4 x_5
-        answer  h_2 x_3  h_3 x_4  h_4 x_5  h_5 -      -
+        label   h_2 x_3  h_3 x_4  h_4 x_5  h_5 -      -
 
-    A slot learns if its answer's token is to be predicted (`batch.loss_mask`).
+    A slot learns if its label's token is to be predicted (`batch.loss_mask`).
     """
     k = drafter.config.k
     hidden = batch.hidden.to(drafter.norm.weight.dtype)  # (B, T, D)
     return Slots(
         hidden=hidden[:, :-1],
         token_ids=batch.input_ids[:, 1:],
-        # The last k slots do not learn, because their answers' tokens are beyond the
+        # The last k slots do not learn, because their labels' tokens are beyond the
         # text. Zeros stand there.
-        answers=F.pad(hidden, (0, 0, 0, k))[:, k:-1],
-        answer_ids=F.pad(batch.input_ids, (0, k))[:, k + 1 :],
+        labels=F.pad(hidden, (0, 0, 0, k))[:, k:-1],
+        label_ids=F.pad(batch.input_ids, (0, k))[:, k + 1 :],
         learns=F.pad(batch.loss_mask, (0, k))[:, k + 1 :],
         phase=batch.seed % k,
     )
 
 
 def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
-    """h_draft (M, D), logits (M, Vd) and answers (M, D) of the M slots that learn."""
+    """h_draft (M, D), logits (M, Vd) and labels (M, D) of the M slots that learn."""
     length = slots.hidden.shape[1]
     positions = torch.arange(length, device=slots.phase.device)[None]
     mask = relaxed_mask(length, drafter.config.k, slots.phase)
@@ -231,24 +234,23 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
     h_draft = drafter.attend(target, fused, positions, mask)[slots.learns]
     head = common.draft_head(target, drafter.vocab_ids)
     logits = head.to(h_draft.dtype)(h_draft)
-    answers = slots.answers[slots.learns]
-    return h_draft.float(), logits.float(), answers.float()
+    labels = slots.labels[slots.learns]
+    return h_draft.float(), logits.float(), labels.float()
 
 
 def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
     """Choose the slots to reveal (3.2): N = rate * d, rounded, in each sequence.
 
     The paper reveals slots "preceding those to be predicted", in runs (Choice 1 to 3 of
-    Figure 2). So a run starts a block, and leaves at least the last slot to learn from
-    the answers before it. Which blocks, and how long the runs are, the paper does not
-    say; both are random here, as in the authors' code. For example, k = 3, phase 1,
-    N = 3, and slots 8 to 10 do not learn. Block 5 6 7 comes first and has a run of two,
-    then block 2 3 4, whose run of two is cut short at N:
+    Figure 2). So only complete blocks whose slots all learn are used. A run starts such
+    a block and leaves out at least its last slot, which learns from the labels before
+    it. Which blocks, and how long the runs are, the paper does not say; both are random
+    here, as in the authors' code. For example, k = 3, phase 1, N = 3, and slots 8 to 10
+    do not learn. Block 5 6 7 comes first and has a run of two, then block 2 3 4, whose
+    run of two is cut short at N:
 
         blocks       0 1 | 2 3 4 | 5 6 7 | 8 9 10
         revealed     . .   x . .   x x .   . . .
-
-    An incomplete first block is left out, and so are slots that do not learn.
 
     wrong: (B, S) bool, True where a slot learns and its likeliest token is not the
         target's. Their number is d, the Hamming distance.
@@ -257,45 +259,43 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     Returns (B, S) bool, True where revealed.
     """
     revealed = torch.zeros_like(learns, device="cpu")
-    for row, own_seed in enumerate(seed.tolist()):
-        learning = learns[row].tolist()
-        slots = range(len(learning))
-        first = -own_seed % k  # the first slot of a complete block
-        blocks = [slots[start : start + k] for start in slots[first::k]]
-        blocks = [block for block in blocks if any(learning[slot] for slot in block)]
+    for sequence, own_seed in enumerate(seed.tolist()):
+        learning = learns[sequence].tolist()
+        starts = range(-own_seed % k, len(learning) - k + 1, k)  # of complete blocks
+        blocks = [range(start, start + k) for start in starts]
+        blocks = [block for block in blocks if all(learning[slot] for slot in block)]
         numbers = common.generator(own_seed)
         order = []  # all slots of all runs, of which the first N are revealed
         for n in torch.randperm(len(blocks), generator=numbers).tolist():
             run = torch.randint(1, k, (), generator=numbers)  # 1 to k - 1
-            order += [slot for slot in blocks[n][:run] if learning[slot]]
-        count = round(rate * int(wrong[row].sum()))  # N
-        revealed[row, order[:count]] = True
+            order += blocks[n][:run]
+        count = round(rate * int(wrong[sequence].sum()))  # N
+        revealed[sequence, order[:count]] = True
     return revealed.to(learns.device)
 
 
 @torch.no_grad()
 def reveal(drafter: Drafter, target, slots: Slots, batch) -> Slots:
-    """CSGD (3.2, Figure 2): feed some slots their answers, in proportion to the errors.
+    """CSGD (3.2, Figure 2): feed some slots their labels, in proportion to the errors.
 
-    k = 2, the first slot of a block is revealed. The second one, which is to learn x_4,
-    now sees x_3 and h_2:
+    k = 2, and the first slot of a block is revealed. The second one, whose label is
+    (h_3, x_4), can now read x_3:
 
-        before      h_0 x_1   h_1 x_2        after    h_2 x_3   h_1 x_2
-        to learn    h_2 x_3   h_3 x_4                 -         h_3 x_4
+        before     h_0 x_1   h_1 x_2        after    h_2 x_3   h_1 x_2
+        label      h_2 x_3   h_3 x_4                 -         h_3 x_4
     """
-    # The second slot of a draft never sees x_3, which is drafted together with x_4. So
-    # what may help there is only that the layers have learned to connect the slots of a
-    # block. The theory of 3.3 does not settle whether it does: Eq. 10 and 12 write one
-    # sum, H(X) + H(Y), in two ways, and so hold for any training.
-    _, logits, answers = predict(drafter, target, slots)  # a first pass, without noise
-    truth = common.target_logits(target, answers, drafter.vocab_ids)
+    # When drafting, the second slot never sees x_3, which is drafted together with x_4.
+    # What may help there is only that the layers have learned to connect the slots of a
+    # block. What the revealed slot held is gone, for later blocks as well.
+    _, logits, labels = predict(drafter, target, slots)  # a forward without noise
+    truth = common.target_logits(target, labels, drafter.vocab_ids)
     wrong = torch.zeros_like(slots.learns)
     wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
     rate = 0.4 * (1 - batch.progress)  # lambda; the paper lowers it by epochs
     revealed = glance(wrong, slots.learns, rate, drafter.config.k, batch.seed)
     return slots._replace(
-        hidden=torch.where(revealed[..., None], slots.answers, slots.hidden),
-        token_ids=torch.where(revealed, slots.answer_ids, slots.token_ids),
+        hidden=torch.where(revealed[..., None], slots.labels, slots.hidden),
+        token_ids=torch.where(revealed, slots.label_ids, slots.token_ids),
         learns=slots.learns & ~revealed,  # they would only copy what they are fed
     )
 
@@ -307,7 +307,7 @@ def noisy(hidden: Tensor, amplitude: float, seed: Tensor) -> Tensor:
     """
     noise = []
     for own_seed in seed.tolist():
-        numbers = common.generator(own_seed, use=1)  # others than those of `glance`
+        numbers = common.generator(own_seed, use=1)  # not the numbers of `glance`
         own_noise = torch.empty(hidden.shape[1:], dtype=torch.float32)
         noise.append(own_noise.uniform_(-1, 1, generator=numbers))
     return hidden + amplitude * torch.stack(noise).to(hidden)
@@ -317,14 +317,14 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """L (Eq. 8), summed over the M slots that learn, and M. batch: a common.Batch."""
     config = drafter.config
     slots = training_slots(drafter, batch)
-    if config.csgd and config.k > 1:  # a block of one slot has none before it
+    if config.csgd and config.k > 1:  # with k = 1 no slot precedes another in its block
         slots = reveal(drafter, target, slots, batch)
     slots = slots._replace(hidden=noisy(slots.hidden, config.noise, batch.seed))
-    h_draft, logits, answers = predict(drafter, target, slots)  # Eq. 1
+    h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1
     # L_reg, a mean over D (Eq. 2)
-    l_reg = F.smooth_l1_loss(h_draft, answers, reduction="sum") / answers.shape[-1]
-    # p and p^draft (Eq. 6, 7), here their logarithms (M, Vd)
-    truth = common.target_logits(target, answers, drafter.vocab_ids)
+    l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum") / labels.shape[-1]
+    # p and p^draft (Eq. 6, 7) over the draft vocabulary, as logarithms (M, Vd)
+    truth = common.target_logits(target, labels, drafter.vocab_ids)
     log_p_target = truth.log_softmax(-1)
     log_q_draft = logits.log_softmax(-1)
     # L_soft, L_hard (Eq. 3, 4), L_dist with alpha = 0.9 (Eq. 5), L (Eq. 8)
@@ -337,13 +337,14 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft), summed over the M slots that learn, and M.
 
-    The alpha of 4.2 is something else: the share of the drafter's tokens in an answer,
-    which is tau / (1 + tau) with the paper's tau.
+    This is the probability that a token drawn at temperature 1 is accepted. The paper's
+    alpha (4.2) is another quantity: the share of draft tokens in the text, which is
+    tau / (1 + tau) with its tau.
     """
     slots = training_slots(drafter, batch)
-    _, logits, answers = predict(drafter, target, slots)
+    _, logits, labels = predict(drafter, target, slots)
     q_draft = logits.softmax(-1)  # (M, Vd)
-    return common.overlap(target, answers, q_draft, drafter.vocab_ids), len(q_draft)
+    return common.overlap(target, labels, q_draft, drafter.vocab_ids), len(q_draft)
 
 
 # --------------------------------------------------------------------- decoding tree
@@ -369,10 +370,8 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
 
 def paper_tree() -> list[list[int]]:
     """The paper's tree of 118 nodes, eight levels and m = 20 children of the root."""
-    # Appendix A does not name the nodes; they are those of kmask2_8layer_tree_3 in the
-    # authors' code. There the eight children of [0, 1] have ranks 0 and 3 to 9, here 0
-    # to 7, because appendix A takes the top m. It says m = 20 of Figure 5, but in the
-    # copy of the paper beside that code, this tree is Figure 6.
+    # Appendix A does not list its nodes. They are those of kmask2_8layer_tree_3 in the
+    # authors' code, with ranks 0 to 7 below [0, 1] (PAPERS.md).
     children = {(): 20, (0,): 11, (1,): 4, (2,): 4, (0, 0): 7, (0, 1): 8}  # m of a path
     children |= {(0,) * 3: 10, (0,) * 4: 10, (0,) * 5: 4, (0,) * 6: 4, (0,) * 7: 3}
     tree = {(*path, rank) for path, m in children.items() for rank in range(m)}
@@ -383,10 +382,13 @@ def paper_tree() -> list[list[int]]:
 
 
 def checked_tree(tree, vocab: float) -> list[list[int]]:
-    """The paths, each once and sorted by depth.
+    """The paths without duplicates, sorted by depth.
+
+    Ranks may have gaps. When sampling, the siblings of a drawn node do not keep to
+    their ranks: each takes the likeliest token that is left.
 
     vocab: number of tokens that can be drafted.
-    Raises UserError for what is no tree of ranks below `vocab`.
+    Raises UserError if the paths form no tree, or if a rank is not below `vocab`.
     """
     try:
         paths = sorted({tuple(path) for path in tree})
@@ -413,10 +415,11 @@ VARIANTS = {
 }
 
 
-# How passes draft a tree, k levels each (3.4). Slot j of a block drafts level j of the
-# pass: its likeliest tokens, by rank. The next pass has a branch for each node of the
-# last level that has children, its tip. A branch is a block of k slots, which are fed
-# the last k tokens down to the tip. For example, k = 2 and a tree of nine nodes:
+# A pass drafts k levels of the tree (3.4). Slot j of a branch gives the tokens of level
+# j of the pass: a node of rank r holds the slot's token number r by probability. A node
+# on the last of these levels that has children is a tip. In the next pass each tip has
+# a branch, a block of k slots with the k tokens down to the tip. For example, k = 2 and
+# this tree (which is not the shipped one):
 #
 #     root -+- 0 -+- 2 --- 5 --- 7
 #           |     +- 3
@@ -425,12 +428,12 @@ VARIANTS = {
 #     pass     1     1     2     2
 #     slot     0     1     0     1
 #
-# Nodes 2 and 4 hold the same token, the likeliest one of slot 1, because this slot
-# knows neither token 0 nor token 1. They are the tips of pass 2.
+# Nodes 2 and 4 are the tips. Both hold the likeliest token of slot 1, because this slot
+# knows neither token 0 nor token 1. That is the price of drafting two levels at once.
 
 
 class PassPlan(NamedTuple):
-    """What a pass over b branches is fed, and where in its output m nodes are."""
+    """What a pass over b branches is fed, and which of its outputs give the m nodes."""
 
     # in the example:            pass 1       pass 2
     origins: Tensor  # (b,)      -            0 0       the branch that each continues
@@ -502,7 +505,7 @@ class Memory:
 
 
 class Pass(NamedTuple):
-    """What a pass leaves, of b branches."""
+    """The output of a pass over b branches."""
 
     h_draft: Tensor  # (b, k, D) predictions
     positions: Tensor  # (k,) of the slots, the same in each branch
@@ -532,20 +535,21 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     #     blocks now        0 | 1 2 3 | 4 5 6
     #     attend now                3   4 5 6
     #
-    # The newest block may reach back to k - 1 old slots, here slot 4, and these attend
-    # again. It is always all k - 1, because that is simpler; slot 3 need not. They are
-    # kept fused, because fusing them anew would need an older state of the LSTM.
+    # The newest block may contain up to k - 1 old slots, here slot 4. They attend
+    # again, because they now see new ones. For simplicity the last k - 1 old slots
+    # always do, here 3 and 4. They are kept fused: to fuse them anew would take an
+    # older state of the LSTM.
     fused = torch.cat([memory.fused, new], dim=1)  # (1, r, D)
     length = fused.shape[1]  # r
     memory.fused = fused[:, max(0, length - (k - 1)) :]
     if total < k:
         return None
-    # Their rows leave the cache, and so do those of the last draft, accepted or not,
-    # because these were computed from predictions. All older rows stay as they are,
-    # though the borders were others then: slot 2 has seen slot 4. This costs nothing.
-    # With one layer a row does not depend on borders. With the two of the shipped
-    # drafter, all slots attended anew in 401 rounds for comparison: 392 drafts were the
-    # same, and as many tokens, 519, were accepted.
+    # Drop their rows, and those of the last draft, which were computed from predicted
+    # hidden states. Older rows stay, although slot 2 saw slot 4 when its row was made
+    # and would not see it now. With one layer a row depends on its own slot alone. With
+    # two this is an approximation, which cost nothing where it was measured: in 401
+    # rounds of the shipped drafter, 392 drafts were those of slots that all attended
+    # anew, and as many tokens, 519, were accepted.
     memory.cache.cut(total - length)
     slots = torch.arange(total, device=fused.device)
     phase = -total % k  # of `relaxed_mask`, so that the newest block is full
@@ -567,8 +571,8 @@ def branch_mask(mask: Tensor, origins: Tensor, k: int) -> Tensor:
     """What each branch of a later pass sees (Figure 3).
 
     It sees its own block, and all that is seen by the branch that it continues. Its k
-    slots share a row of the mask. k = 2; in pass 3, D continues A, and E continues C.
-    The columns are rows of the cache:
+    slots see the same. k = 2; in pass 3, D continues A, and E continues C. Each column
+    is a slot in the cache:
 
                   committed A A B B C C   D D E E
         pass 2  A   x x x   x x . . . .
@@ -594,22 +598,23 @@ def later_pass(drafter, decoding, memory, before: Pass, origins, token_ids) -> P
     """
     k = drafter.config.k
     # Branches that continue the same one are fed the same predictions, and differ in
-    # their tokens alone. Figure 1 draws others; the authors' code repeats them, too.
+    # their tokens alone. In Figure 1 each branch has predictions of its own; in the
+    # authors' code they are shared, as here.
     hidden = before.h_draft[origins]  # (n, k, D)
     state = tuple(x[:, origins] for x in before.state)  # (2, n, D) each
     fused, state = drafter.fuse(decoding.target, hidden, token_ids, state)
-    # They attend side by side in one row, where the mask keeps them apart.
-    row = fused.flatten(0, 1)[None]  # (1, n k, D)
+    # All branches form one sequence, and the mask keeps them apart.
+    sequence = fused.flatten(0, 1)[None]  # (1, n k, D)
     positions = before.positions + k
     places = positions.repeat(len(origins))[None]  # (1, n k)
     mask = branch_mask(before.mask, origins, k)  # (n, P_own + n k)
     by_slot = mask.repeat_interleave(k, dim=0)[None, None]
-    x = drafter.attend(decoding.target, row, places, by_slot, memory.cache)
+    x = drafter.attend(decoding.target, sequence, places, by_slot, memory.cache)
     return Pass(x[0].unflatten(0, (-1, k)), positions, mask, state)
 
 
 def draw_nodes(drafter, decoding, plan: Plan, logits, tokens, q, probs) -> None:
-    """Give drawn tokens to the nodes of a pass that are to be sampled (appendix A).
+    """Draw the nodes of a pass that are to be sampled; keep the others different (A).
 
     logits: (m, Vd), from which each of the m nodes chooses.
     tokens, q: (n,) of all nodes so far, the m last; changed in place.
@@ -617,18 +622,17 @@ def draw_nodes(drafter, decoding, plan: Plan, logits, tokens, q, probs) -> None:
     """
     for node, choices in enumerate(logits, len(tokens) - len(logits)):
         # Siblings are drawn without replacement: a node chooses from the tokens that
-        # those before it have left, and its q_draft is the distribution over these. The
-        # verification comes to a node after the nodes above it and those siblings. The
-        # node's distribution depends on nothing else that was drawn, so `common.draw`
-        # gives the target's.
+        # those before it have left, and its q_draft is the distribution over these. So
+        # it depends on the tokens above it and on the siblings before it, and on no
+        # other drawn token, as `common.draw` requires.
         parent = plan.parents[node]
         first = plan.parents.index(parent)  # siblings are neighbours, from here on
         taken = torch.isin(drafter.vocab_ids, tokens[first:node])  # (Vd,)
         choices = choices.masked_fill(taken, float("-inf"))
         drafted = tokens.tolist()
         above = [drafted[n] for n in plan.above[node]]
-        # Logits processors may be asked only about a text that the target may write. So
-        # all tokens above were drawn as they allow, and none has ended the answer.
+        # A logits processor may fail on a text that it forbids itself. So a node is
+        # drawn only below drawn nodes, and not after the end of a text.
         possible = parent == -1 or (parent in probs and above[-1] not in decoding.ends)
         picked = None
         if node in plan.sampled and possible:
@@ -657,8 +661,9 @@ def drawn_first(draft: common.Draft, probs: dict) -> common.Draft:
 def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Draft:
     """Draft the planned tree after `decoding.ids`, as far down as there is room.
 
-    Returns a Draft whose notes are k, and q: the probability with which each node's
-    token was chosen. It is empty after a prompt of k tokens or fewer.
+    Returns a Draft, which has no nodes after a prompt of k tokens or fewer. Its notes
+    are k, and for display q: the drafter's probability of each node's token, after the
+    logits processors if it was drawn.
     """
     count = sum(len(above) < decoding.room for above in plan.above)  # sorted by depth
     latest = first_pass(drafter, decoding, memory) if count else None
@@ -682,8 +687,8 @@ def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Dr
         if decoding.do_sample and plan.sampled:
             by_node = logits[each.branch, each.slot][: len(tokens) - start]  # (m, Vd)
             draw_nodes(drafter, decoding, plan, by_node, tokens, q, probs)
-    # The nodes below an end-of-sequence token are useless, but the plan is the same in
-    # every round.
+    # Nodes below an end-of-sequence token are kept, although they are never accepted,
+    # so that the plan stays the same in every round.
     notes = {"k": drafter.config.k, "q": q.tolist()}
     draft = common.Draft(tokens, plan.parents[:count], notes=notes)
     return drawn_first(draft, probs) if probs else draft

@@ -406,24 +406,12 @@ def test_glancing_worked_by_hand():
     cases = [
         # With k = 2 a run is one slot. N = 4 is the first slot of every block.
         ("xxxxxxxx", "xxxxxxxx", 0.5, 2, 4, "x.x.x.x."),
-        (
-            "xxxxxxxx",
-            "xxxxxxxx",
-            0.5,
-            2,
-            5,
-            ".x.x.x.x",
-        ),  # the first block is incomplete
+        # The first block and the last one are incomplete.
+        ("xxxxxxxx", "xxxxxxxx", 0.5, 2, 5, ".x.x.x.."),
         ("xxxxxxxx", "xxxxxxxx", 0.0, 2, 4, "........"),  # the end of training
         ("........", "xxxxxxxx", 0.5, 2, 4, "........"),  # nothing was wrong
-        (
-            "...xxxxx",
-            "...xxxxx",
-            0.6,
-            2,
-            4,
-            "....x.x.",
-        ),  # N = 3, but slot 2 is of the prompt
+        # N = 3, but slot 2 is of the prompt.
+        ("...xxxxx", "...xxxxx", 0.6, 2, 4, "....x.x."),
     ]
     for *inputs, expected in cases:
         call = "glance(wrong={}, learns={}, rate={}, k={}, seed=[{}])".format(*inputs)
@@ -433,8 +421,8 @@ def test_glancing_worked_by_hand():
         # Two blocks: for N = 3 runs of two and one, or of one and one; then N = 2.
         ("xxxxxx", "xxxxxx", 0.5, 0, {"xx.x..", "x..xx.", "x..x.."}),
         ("xxxxxx", "xxxxxx", 0.34, 0, {"x..x..", "xx....", "...xx."}),
-        # Their first slots do not learn: a run of one reveals nothing.
-        (".xx.xx", ".xx.xx", 0.5, 0, {"......", ".x....", "....x.", ".x..x."}),
+        # A block whose first slot does not learn is left out.
+        (".xxxxx", ".xxxxx", 0.5, 0, {"...x..", "...xx."}),
         # The docstring's case is the first of these.
         (
             "xxxxxx.....",
@@ -455,7 +443,8 @@ def test_glancing_worked_by_hand():
 def test_glancing_against_the_definition(k):
     generator = torch.Generator().manual_seed(k)
     for _ in range(30):
-        learns = torch.rand(3, 41, generator=generator) < 0.9
+        start = torch.randint(12, (3, 1), generator=generator)  # of the answer
+        learns = torch.arange(41) >= start
         wrong = learns & (torch.rand(3, 41, generator=generator) < 0.5)
         seed = torch.randint(1000, (3,), generator=generator)
         revealed = falcon.glance(wrong, learns, 0.4, k, seed)
@@ -472,12 +461,11 @@ def test_glancing_against_the_definition(k):
             for start in range(first, 41, k):
                 run = revealed[row, start : start + k].tolist()
                 if any(run):
-                    last = max(i for i, hit in enumerate(run) if hit)
-                    learning = learns[row, start : start + last + 1].tolist()
-                    assert last < k - 1, "the last slot of a block was revealed"
-                    assert run[: last + 1] == learning, (
-                        "a gap among the slots of a block"
-                    )
+                    length = sum(run)
+                    assert run[:length] == [True] * length, "a run starts a block"
+                    assert length < k, "the last slot of a block was revealed"
+                    whole = learns[row, start : start + k]
+                    assert len(whole) == k and whole.all(), "a slot does not learn"
 
 
 def test_noise_and_glancing_do_not_depend_on_padding_or_batch():
@@ -506,7 +494,7 @@ def test_noise_and_glancing_do_not_depend_on_padding_or_batch():
 
 
 @torch.no_grad()
-def test_reveal_feeds_answers_and_takes_their_loss(llama):
+def test_reveal_feeds_labels_and_takes_their_loss(llama):
     """Of the slots that `glance` chooses, by hand; other slots stay as they were."""
     drafter = make_drafter(llama, k=3)
     batch = random_batch(llama, lengths=(40, 31), prompt=2)
@@ -520,7 +508,7 @@ def test_reveal_feeds_answers_and_takes_their_loss(llama):
             shift = 3 if revealed[row, slot] else 0
             assert torch.equal(after.hidden[row, slot], batch.hidden[row, slot + shift])
             assert after.token_ids[row, slot] == batch.input_ids[row, slot + shift + 1]
-    for untouched in ("answers", "answer_ids", "phase"):
+    for untouched in ("labels", "label_ids", "phase"):
         assert getattr(after, untouched) is getattr(slots, untouched)
     batch.progress = 1.0  # lambda = 0
     assert torch.equal(falcon.reveal(drafter, llama, slots, batch).learns, slots.learns)

@@ -181,19 +181,19 @@ FALCON = r"""
 the relaxed mask is plain causal
 - return (block[:, :, None] >= block[:, None, :])[:, None]
 + return (slots[:, None] >= slots).expand(len(phase), 1, -1, -1)
-a slot learns the state before its answer
-- answers=F.pad(hidden, (0, 0, 0, k))[:, k:-1]
-+ answers=F.pad(hidden, (0, 0, 0, k))[:, k - 1 : -2]
+a slot learns the state before its label
+- labels=F.pad(hidden, (0, 0, 0, k))[:, k:-1]
++ labels=F.pad(hidden, (0, 0, 0, k))[:, k - 1 : -2]
 as many labels are revealed as there are slots, not misses
-- count = round(rate * int(wrong[row].sum()))
+- count = round(rate * int(wrong[sequence].sum()))
 + count = round(rate * len(learning))
-the tokens of answers are revealed, and not their hidden states
-- hidden=torch.where(revealed[..., None], slots.answers, slots.hidden),
+the tokens of labels are revealed, and not their hidden states
+- hidden=torch.where(revealed[..., None], slots.labels, slots.hidden),
 + hidden=slots.hidden,
 the noise is made of the numbers that chose what is revealed
 - common.generator(own_seed, use=1)
 + common.generator(own_seed)
-slots learn the answer that they hold
+slots learn the label that they hold
 - learns=slots.learns & ~revealed
 + learns=slots.learns
 soft and hard losses exchange their weights
