@@ -25,8 +25,10 @@ Deviations, and choices where the paper is silent:
     1. The slots' inputs, masks and initial weights, and the blank's own logit are ours;
        S = 6, U = 3 and the next token as an input are the authors' code's.
     2. We sum log P (Eq. 1), not P (Eq. 2). `first_token` adds a loss.
-    3. The default, `prefixes`, ranks a sequence by the sum over its alignments; the
-       paper's `alignments` by the likeliest. It masks what it removes; we build a trie.
+    3. The paper collapses the "most valuable" combinations of all slots, and masks what
+       it removes. `alignments` goes through them by probability until it has enough
+       sequences; the default, `prefixes`, sums over all alignments. Both make a trie.
+       `none` leaves blanks out, while in Table 2 they spoil the untransformed drafts.
     4. Only frequent tokens are drafted (`draft_vocab`). When sampling, the first tokens
        are sampled (`sampled`); the paper decodes greedily.
     5. Section 2 prints min(1, p'/p), which is upside down: see common.draw.
@@ -81,7 +83,7 @@ class Config:
 
 VARIANTS = {
     "alignments": {"transform": "alignments"},  # "CTC verify" of Table 2
-    "none": {"transform": "none"},  # "Medusa verify"
+    "none": {"transform": "none"},  # no merging, and no blanks: not quite Table 2's
     "paper": {"transform": "alignments", "symbols": 10, "nodes": 63, "sampled": 0},
     "deterministic": {"sampled": 0},  # differs from the default only when sampling
 }
@@ -360,11 +362,12 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
     return [list(zip(*slot)) for slot in zip(ids.tolist(), q.tolist())]
 
 
-def alignments(slots: list[list[tuple]], nodes: int, merge: bool = True) -> dict:
+def alignments(slots: list[list[tuple]], nodes: int, merge=True, ends=()) -> dict:
     """The transform of 3.3: {sequence: probability} of the `nodes` likeliest.
 
     slots: of `top_symbols`. A sequence is a tuple of tokens.
     merge: if not, there is no transform; see below.
+    ends: tokens after which a sequence does not go on.
     """
     # A raw candidate fills the first one, two, ... slots. (The paper's fill all slots,
     # and their beginnings are the nodes of its tree.) Its probability is the product of
@@ -379,8 +382,8 @@ def alignments(slots: list[list[tuple]], nodes: int, merge: bool = True) -> dict
     #     e b     .4 x .5 = .20  b
     #     a e     .6 x .3 = .18  a         known already, as are a a and e a
     #
-    # Without `merge`, raw candidates are drafted as they are, and none has a blank:
-    # "Medusa verify" of Table 2, and Medusa's own heads.
+    # Without `merge`, repeats stay and the blank is no candidate, as with Medusa's
+    # heads. In "Medusa verify" of Table 2 blanks stay in the candidates.
     if not merge:
         slots = [tokens for *tokens, _ in slots]
     # Best-first search. A raw candidate is at most as likely as its beginnings, so they
@@ -391,15 +394,17 @@ def alignments(slots: list[list[tuple]], nodes: int, merge: bool = True) -> dict
     while raw and len(found) < nodes:
         minus_q, candidate = heapq.heappop(raw)
         sequence = collapse(candidate) if merge else candidate
-        # Two that fill as many slots, become the same sequence and end in the same
-        # symbol also continue alike, so only the likelier one, which comes first, does.
+        # Candidates that fill as many slots, become the same sequence and end in the
+        # same symbol have the same continuations. The likeliest of them comes first, so
+        # the others are skipped.
         alike = (len(candidate), sequence, candidate[-1:])
         if alike in seen:
             continue
         seen.add(alike)
         if sequence:
             found.setdefault(sequence, -minus_q)
-        if len(candidate) < len(slots):
+        over = sequence and sequence[-1] in ends
+        if len(candidate) < len(slots) and not over:
             for symbol, q in slots[len(candidate)]:
                 heapq.heappush(raw, (minus_q * q, (*candidate, symbol)))
     return found
@@ -576,17 +581,20 @@ def make_tree(decoding, q_slots, vocab_ids, config, transform: str) -> common.Dr
     if transform == "prefixes":
         prefixes = prefix_search(slots, config.candidates)
     else:
-        prefixes = alignments(slots, config.nodes, merge)
-    # A node that is the likeliest token is accepted as often as the target draws this
-    # token, with probability p. One that was drawn from q is accepted with the sum of
-    # min(p, q) over all tokens (common.draw), which is mostly more. So when sampling,
-    # the tree begins with a sampled chain. At temperature 1 a chain of two raises tau
-    # by 7%, and a longer one by no more (results/README.md).
+        prefixes = alignments(slots, config.nodes, merge, decoding.ends)
+    # A node that was not sampled is accepted with the target's probability of its
+    # token. One that was drawn from q is accepted with probability sum_x min(p(x),
+    # q(x)), which is usually higher. So when sampling, the tree begins with a sampled
+    # chain. At temperature 1 a chain of two raises tau by 7%, and a longer one by no
+    # more (results/README.md).
     chain, probs = {}, []
     if decoding.do_sample:
         most = min(config.sampled, config.nodes, decoding.room)
         chain, probs = sample_chain(decoding, q_slots, vocab_ids, most, merge)
     draft = token_tree(decoding, prefixes | chain, config.nodes, first=chain)
+    # common.draw takes row i of `probs` for node i, so no node of the chain may be left
+    # out or moved.
+    assert draft.tokens[: len(chain)].tolist() == [prefix[-1] for prefix in chain]
     draft.probs = torch.stack(probs) if probs else None
     return draft
 

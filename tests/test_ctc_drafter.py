@@ -155,6 +155,13 @@ def test_a_sequence_has_the_probability_of_its_likeliest_candidate(merge, nodes)
         assert list(found) == likeliest
 
 
+def test_what_follows_an_end_takes_no_place_among_the_sequences():
+    q_slots = torch.tensor([[0.9, 0.1, 0.0], [0.6, 0.4, 0.0]])  # 0, 1 and the blank
+    for merge in (True, False):
+        found = ctc_drafter.alignments(top(q_slots, 2), 3, merge, ends={0})
+        assert {sequence for sequence, q in found.items() if q} == {(0,), (1,), (1, 0)}
+
+
 def test_alignments_on_the_two_slots_of_its_comment():
     """By the likeliest alignment, and without merging; summed it is .68, .30, .20."""
     for merge, expected in (
