@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 PINNED = {  # mean loss, acceptance rate
     "glide": (3.76231, 0.17250),
     "specdecpp": (10.53157, 0.57779),
-    "falcon": (0.71996, 0.15612),
+    "falcon": (0.69701, 0.15612),  # the loss: with the slots that CSGD reveals today
     "ctc_drafter": (20.94833, 0.16727),
     "medusa": (10.24182, 0.15768),
 }
