@@ -14,8 +14,8 @@ The CTC loss sums over all alignments of the right sequence (Eq. 6), so the laye
 choose which slot holds which token. But in training this sequence always has U = 3
 tokens, which leaves little to choose. The shipped drafter puts them into the first
 three slots and leaves the others idle: the mean probability of the blank in slots 1 to
-6 is .00 .05 .00 1.00 .97 .98 (668 greedy contexts). So the transform gains nothing over
-drafting the slots as they are (results/README.md). In a trial with 1 to 6 tokens it was
+6 is .00 .03 .00 1.00 .98 .97. So the transform gains nothing over drafting the slots as
+they are (results/README.md, "Ranking"). In a trial with 1 to 6 tokens the blank was
 used (.06 .39 .50 .54 .55 .54), but tau was not higher (checkpoints/README.md).
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
@@ -29,8 +29,9 @@ Deviations, and choices where the paper is silent:
        it removes. `alignments` goes through them by probability until it has enough
        sequences; the default, `prefixes`, sums over all alignments. Both make a trie.
        `none` leaves blanks out, while in Table 2 they spoil the untransformed drafts.
-    4. Only frequent tokens are drafted (`draft_vocab`). When sampling, the first tokens
-       are sampled (`sampled`); the paper decodes greedily.
+    4. Only frequent tokens are drafted, and labels are chosen among them
+       (`draft_vocab`). A step trains at 64 places of a text at most (`anchors`). When
+       sampling, the first tokens are sampled (`sampled`); the paper decodes greedily.
     5. Section 2 prints min(1, p'/p), which is upside down: see common.draw.
 
 Authors' code: where it differs, we follow the paper. It has four passes of EAGLE's
@@ -230,7 +231,7 @@ def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
     return mask.repeat_interleave(slots, dim=1)[:, None]
 
 
-def windows(drafter, target, batch) -> tuple[Tensor, Tensor]:
+def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     """Choose anchors and their labels.
 
     Returns anchors (B, A), filled up with -1 where a sequence has fewer, and labels
@@ -262,10 +263,10 @@ def windows(drafter, target, batch) -> tuple[Tensor, Tensor]:
         drawn = rows[order][: anchors.shape[1]]
         anchors[b, : len(drawn)] = drawn
     anchors = anchors.to(y.device)
-    return anchors, rows_at(labels, anchors)
+    return anchors, at_anchors(labels, anchors)
 
 
-def rows_at(x: Tensor, anchors: Tensor) -> Tensor:
+def at_anchors(x: Tensor, anchors: Tensor) -> Tensor:
     """The rows (W, ...) of x (B, n, ...) at anchors (B, A) that are not -1."""
     b, a = (anchors >= 0).nonzero(as_tuple=True)
     return x[b, anchors[b, a]]
@@ -312,7 +313,7 @@ def first_token_log_q(log_q: Tensor) -> Tensor:
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """The CTC loss (Eq. 6), summed over W anchors, and W."""
-    anchors, labels = windows(drafter, target, batch)
+    anchors, labels = anchors_and_labels(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)
     if len(labels) == 0:  # too few for F.ctc_loss
         return log_q.sum(), 0  # zero, with a gradient for all weights
@@ -324,7 +325,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     # learned with a weight of 1.
     if drafter.config.first_token:
         # After anchor i the first token is x_(i+2), which h_(i+1) predicts.
-        hidden = rows_at(batch.hidden[:, 1:], anchors)
+        hidden = at_anchors(batch.hidden[:, 1:], anchors)
         logits = common.target_logits(target, hidden, drafter.vocab_ids)
         teacher = logits.softmax(-1)  # (W, Vd)
         cross_entropy = -(teacher * first_token_log_q(log_q)).sum()
@@ -334,10 +335,10 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft) of the first token, summed over W anchors; and W."""
-    anchors, _ = windows(drafter, target, batch)
+    anchors, _ = anchors_and_labels(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)
     q_draft = first_token_log_q(log_q).exp()  # (W, Vd)
-    hidden = rows_at(batch.hidden[:, 1:], anchors)
+    hidden = at_anchors(batch.hidden[:, 1:], anchors)
     total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
     return total, len(hidden)
 
@@ -362,67 +363,71 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
     return [list(zip(*slot)) for slot in zip(ids.tolist(), q.tolist())]
 
 
-def alignments(slots: list[list[tuple]], nodes: int, merge=True, ends=()) -> dict:
+# Two searches look for the likeliest sequences. With two slots, a .6, e .4 and a .2, b
+# .5, e .3, these are the alignments of the first slot or of both:
+#
+#     a       .6             a
+#     e       .4             (nothing)
+#     a b     .6 x .5 = .30  a b
+#     e b     .4 x .5 = .20  b
+#     a e     .6 x .3 = .18  a            as in slot 1 already: a merges, e is dropped
+#     a a     .6 x .2 = .12  a            likewise
+#     e e     .4 x .3 = .12  (nothing)
+#     e a     .4 x .2 = .08  a            a comes in slot 2
+#
+# `likeliest_alignments`, the paper's, gives each sequence the probability of its
+# likeliest alignment: a .60, a b .30, b .20. `prefix_search` sums over all alignments
+# that begin with it, whatever the later slots hold: a .60 + .08 = .68, a b .30, b .20.
+# Neither finds a a, which needs three slots, a e a.
+
+
+def likeliest_alignments(
+    choices: list[list[tuple]], nodes: int, merge=True, ends=()
+) -> dict:
     """The transform of 3.3: {sequence: probability} of the `nodes` likeliest.
 
-    slots: of `top_symbols`. A sequence is a tuple of tokens.
-    merge: if not, there is no transform; see below.
+    choices: of `top_symbols`. A sequence is a tuple of tokens.
+    merge: if not, sequences are not transformed, and blanks are left out.
     ends: tokens after which a sequence does not go on.
     """
-    # A raw candidate fills the first one, two, ... slots. (The paper's fill all slots,
-    # and their beginnings are the nodes of its tree.) Its probability is the product of
-    # theirs (Eq. 7), whatever the later slots hold. Several raw candidates collapse to
-    # the same sequence, which has the probability of the likeliest one, whereas
-    # `prefix_search` sums over all. Slots a .6, e .4 and a .2, b .5, e .3:
-    #
-    #     raw     probability    sequence
-    #     a       .6             a
-    #     e       .4
-    #     a b     .6 x .5 = .30  a b
-    #     e b     .4 x .5 = .20  b
-    #     a e     .6 x .3 = .18  a         known already, as are a a and e a
-    #
-    # Without `merge`, repeats stay and the blank is no candidate, as with Medusa's
-    # heads. In "Medusa verify" of Table 2 blanks stay in the candidates.
+    # Medusa's heads have no blank. In "Medusa verify" of Table 2 blanks stay in the
+    # candidates.
     if not merge:
-        slots = [tokens for *tokens, _ in slots]
-    # Best-first search. A raw candidate is at most as likely as its beginnings, so they
-    # leave the heap in decreasing order, each before those that continue it.
-    raw = [(-1.0, ())]  # a heap of (minus the probability, raw candidate)
+        choices = [tokens for *tokens, _ in choices]
+    # Best-first search over alignments of the first one, two, ... slots. (The paper's
+    # fill all slots, and their beginnings are the nodes of its tree.) An alignment has
+    # the product of its slots' probabilities (Eq. 7), so it is at most as likely as its
+    # beginnings. They leave the heap in decreasing order, each before those that
+    # continue it.
+    heap = [(-1.0, ())]  # of (minus the probability, alignment)
     seen = set()
     found = {}
-    while raw and len(found) < nodes:
-        minus_q, candidate = heapq.heappop(raw)
-        sequence = collapse(candidate) if merge else candidate
-        # Candidates that fill as many slots, become the same sequence and end in the
+    while heap and len(found) < nodes:
+        minus_q, alignment = heapq.heappop(heap)
+        sequence = collapse(alignment) if merge else alignment
+        # Alignments that fill as many slots, become the same sequence and end in the
         # same symbol have the same continuations. The likeliest of them comes first, so
         # the others are skipped.
-        alike = (len(candidate), sequence, candidate[-1:])
+        alike = (len(alignment), sequence, alignment[-1:])
         if alike in seen:
             continue
         seen.add(alike)
         if sequence:
             found.setdefault(sequence, -minus_q)
         over = sequence and sequence[-1] in ends
-        if len(candidate) < len(slots) and not over:
-            for symbol, q in slots[len(candidate)]:
-                heapq.heappush(raw, (minus_q * q, (*candidate, symbol)))
+        if len(alignment) < len(choices) and not over:
+            for symbol, q in choices[len(alignment)]:
+                heapq.heappush(heap, (minus_q * q, (*alignment, symbol)))
     return found
 
 
-def prefix_search(slots: list[list[tuple]], candidates: int) -> dict:
+def prefix_search(choices: list[list[tuple]], candidates: int) -> dict:
     """CTC prefix search: {prefix: probability that the sequence begins with it}.
 
     The probability is a sum over all alignments (Eq. 6) of all sequences that begin
-    with the prefix, a tuple of tokens. Slots a .6, e .4 and a .2, b .5, e .3:
+    with the prefix, a tuple of tokens.
 
-        prefix  by slot 1  by slot 2     sum
-        a       a   .6     e a  .4 x .2  .68  a a merges
-        b                  e b  .4 x .5  .20
-        a b                a b  .6 x .5  .30
-        a a                              0    needs three slots, a e a
-
-    slots: of `top_symbols`; a token that is not among them counts as impossible.
+    choices: of `top_symbols`; a token that is not among them counts as impossible.
     candidates: how many prefixes are read on after each slot, the empty one included:
         those that the slots so far have become with the greatest probability. Others
         keep the sums that they have by then, which may be too small.
@@ -436,7 +441,7 @@ def prefix_search(slots: list[list[tuple]], candidates: int) -> dict:
     # none is counted twice.
     prefixes = defaultdict(float)
     kept = {(): (1.0, 0.0)}  # {prefix: (in_blank, in_token)}
-    for *tokens, (_, q_blank) in slots:
+    for *tokens, (_, q_blank) in choices:
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
         for prefix, (in_blank, in_token) in kept.items():
@@ -514,7 +519,7 @@ def continuations(q_slots: Tensor, prefix: tuple) -> Tensor:
 def sample_chain(decoding, q_slots: Tensor, vocab_ids: Tensor, most: int, merge: bool):
     """Sample up to `most` tokens, each from its distribution after those before it.
 
-    merge: see `alignments`.
+    merge: see `likeliest_alignments`.
     Returns {prefix: probability} of the first token, the first two and so on, and a
     list of the q_draft (V,) that each was drawn from.
     """
@@ -576,12 +581,13 @@ def make_tree(decoding, q_slots, vocab_ids, config, transform: str) -> common.Dr
     q_slots: (S, Vd + 1), the blank last. vocab_ids: (Vd,).
     config: has symbols, nodes, sampled, and candidates if `transform` is "prefixes".
     """
-    slots = top_symbols(q_slots, vocab_ids, config.symbols)
+    choices = top_symbols(q_slots, vocab_ids, config.symbols)
     merge = transform != "none"
     if transform == "prefixes":
-        prefixes = prefix_search(slots, config.candidates)
+        prefixes = prefix_search(choices, config.candidates)
     else:
-        prefixes = alignments(slots, config.nodes, merge, decoding.ends)
+        nodes, ends = config.nodes, decoding.ends
+        prefixes = likeliest_alignments(choices, nodes, merge, ends)
     # A node that was not sampled is accepted with the target's probability of its
     # token. One that was drawn from q is accepted with probability sum_x min(p(x),
     # q(x)), which is usually higher. So when sampling, the tree begins with a sampled

@@ -125,7 +125,7 @@ def test_prefix_search_keeps_the_likeliest_prefixes():
 
 
 def by_likeliest_candidate(q_slots, merge):
-    """{sequence: probability of the likeliest raw candidate that becomes it}."""
+    """{sequence: probability of the likeliest alignment that becomes it}."""
     blank = q_slots.shape[1] - 1
     best = {}
     for count in range(1, len(q_slots) + 1):  # of the first slots
@@ -150,7 +150,7 @@ def test_a_sequence_has_the_probability_of_its_likeliest_candidate(merge, nodes)
         exact = by_likeliest_candidate(q_slots, merge)
         likeliest = sorted(exact, key=exact.get, reverse=True)[:nodes]
         expected = {sequence: exact[sequence] for sequence in likeliest}
-        found = ctc_drafter.alignments(top(q_slots, 3), nodes, merge)
+        found = ctc_drafter.likeliest_alignments(top(q_slots, 3), nodes, merge)
         assert found == pytest.approx(expected)
         assert list(found) == likeliest
 
@@ -158,7 +158,7 @@ def test_a_sequence_has_the_probability_of_its_likeliest_candidate(merge, nodes)
 def test_what_follows_an_end_takes_no_place_among_the_sequences():
     q_slots = torch.tensor([[0.9, 0.1, 0.0], [0.6, 0.4, 0.0]])  # 0, 1 and the blank
     for merge in (True, False):
-        found = ctc_drafter.alignments(top(q_slots, 2), 3, merge, ends={0})
+        found = ctc_drafter.likeliest_alignments(top(q_slots, 2), 3, merge, ends={0})
         assert {sequence for sequence, q in found.items() if q} == {(0,), (1,), (1, 0)}
 
 
@@ -168,7 +168,7 @@ def test_alignments_on_the_two_slots_of_its_comment():
         (True, {(0,): 0.6, (0, 1): 0.3, (1,): 0.2}),
         (False, {(0,): 0.6, (0, 1): 0.3, (0, 0): 0.12}),
     ):
-        found = ctc_drafter.alignments(top(TWO, 2), 9, merge)
+        found = ctc_drafter.likeliest_alignments(top(TWO, 2), 9, merge)
         found = {sequence: q for sequence, q in found.items() if q}
         assert found == pytest.approx(expected), merge
 
@@ -183,7 +183,9 @@ def test_candidates_that_continue_alike_are_continued_once(monkeypatch):
         return real(alignment)
 
     monkeypatch.setattr(ctc_drafter, "collapse", counted)
-    found = ctc_drafter.alignments(top(torch.tensor([[0.5, 0.5]] * 16), 1), nodes=99)
+    found = ctc_drafter.likeliest_alignments(
+        top(torch.tensor([[0.5, 0.5]] * 16), 1), nodes=99
+    )
     assert sorted(map(len, found)) == [*range(1, 9)]
     assert len(calls) < 1000
 
@@ -271,7 +273,7 @@ def test_loss_and_acceptance_of_a_batch_by_hand(small_llama, weight):
     options = dict(slots=4, window=2, draft_vocab=5)
     drafter = make_drafter(small_llama, first_token=weight, **options)
     batch = random_batch(small_llama, lengths=(8, 6))
-    anchors, labels = ctc_drafter.windows(drafter, small_llama, batch)
+    anchors, labels = ctc_drafter.anchors_and_labels(drafter, small_llama, batch)
     log_q = ctc_drafter.training_log_q(drafter, small_llama, batch, anchors).detach()
     expected = 0.0
     overlap = 0.0
@@ -310,7 +312,7 @@ def test_windows_hold_what_the_target_says_after_the_newest_token(llama, prompt)
     """Each row whose four labels are all of the response is an anchor, once."""
     drafter = make_drafter(llama, anchors=20)
     batch = random_batch(llama, prompt=prompt)
-    anchors, labels = ctc_drafter.windows(drafter, llama, batch)
+    anchors, labels = ctc_drafter.anchors_and_labels(drafter, llama, batch)
     best = llama(batch.input_ids).logits.argmax(-1)  # best[t] follows x_t
     labels = iter(labels.tolist())
     for row, length in enumerate((9, 12, 7)):
@@ -322,14 +324,18 @@ def test_windows_hold_what_the_target_says_after_the_newest_token(llama, prompt)
     seen = set()
     for step in range(9):
         again = dataclasses.replace(batch, seed=batch.seed + step)
-        seen.add(tuple(ctc_drafter.windows(few, llama, again)[0][:, 0].tolist()))
+        seen.add(
+            tuple(ctc_drafter.anchors_and_labels(few, llama, again)[0][:, 0].tolist())
+        )
     assert len(seen) > 1
 
 
 def test_windows_of_a_second_turn_do_not_cross_what_the_user_says(llama):
     batch = random_batch(llama, lengths=(16,), prompt=2)
     batch.loss_mask[0, 8:10] = False
-    anchors, _ = ctc_drafter.windows(make_drafter(llama, anchors=20), llama, batch)
+    anchors, _ = ctc_drafter.anchors_and_labels(
+        make_drafter(llama, anchors=20), llama, batch
+    )
     chosen = anchors[anchors >= 0].tolist()
     assert sorted(chosen) == [0, 1, 2, 8, 9, 10]  # labels 2-5 ... 4-7, 10-13 ...
 

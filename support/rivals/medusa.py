@@ -105,8 +105,8 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
 def training_logits(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
     """Logits (W, U, Vd) of the heads at W anchors."""
-    hidden = ctc_drafter.rows_at(batch.hidden, anchors)  # (W, D)
-    next_ids = ctc_drafter.rows_at(batch.input_ids[:, 1:], anchors)
+    hidden = ctc_drafter.at_anchors(batch.hidden, anchors)  # (W, D)
+    next_ids = ctc_drafter.at_anchors(batch.input_ids[:, 1:], anchors)
     states = drafter(target, hidden, next_ids)  # (W, U, D)
     head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
     return head(states).float()
@@ -114,7 +114,7 @@ def training_logits(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """Cross-entropy of head j times 0.8^j, summed over heads and W anchors; and W."""
-    anchors, labels = ctc_drafter.windows(drafter, target, batch)
+    anchors, labels = ctc_drafter.anchors_and_labels(drafter, target, batch)
     logits = training_logits(drafter, target, batch, anchors)
     logits = logits.flatten(0, 1)  # (W U, Vd)
     losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
@@ -124,10 +124,10 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft) of the first token, summed over W anchors, and W."""
-    anchors, _ = ctc_drafter.windows(drafter, target, batch)
+    anchors, _ = ctc_drafter.anchors_and_labels(drafter, target, batch)
     logits = training_logits(drafter, target, batch, anchors)
     q_draft = logits[:, 0].softmax(-1)  # (W, Vd)
-    hidden = ctc_drafter.rows_at(batch.hidden[:, 1:], anchors)
+    hidden = ctc_drafter.at_anchors(batch.hidden[:, 1:], anchors)
     total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
     return total, len(hidden)
 
