@@ -140,9 +140,9 @@ def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
     if not groups:
         raise UserError(f"{len(prompts)} prompts fill no batch: lower --batch-size")
     if args.sweep:
-        from support import stopping  # needs specdecpp.py
+        from support import rules  # needs specdecpp.py
 
-        stopping.longest_chains(arms[0])  # a UserError comes before the long run
+        rules.longest_chains(arms[0])  # a UserError comes before the long run
     loops = plain_loops(stock, target, size)
     asked, answers = ask(tokenizer, [*loops, *arms], groups, options, args.seed)
 
@@ -157,7 +157,7 @@ def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
         result["interrupted"] = True
     if args.sweep:
         turns = [inputs | options for inputs in asked]
-        found = stopping.sweep(arms[0], turns, answers[arms[0].name])
+        found = rules.sweep(arms[0], turns, answers[arms[0].name])
         result["sweep"] = report.rounded(found)
     return result
 
@@ -510,7 +510,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = group.add_mutually_exclusive_group().add_argument
     text = "time target forwards over 1 to 64 tokens"
     add("--cost-curve", action="store_true", help=text)
-    text = "replay every stop rule on the first arm's chains"
+    text = "try every stop rule on the first arm's chains"
     add("--sweep", action="store_true", help=text)
     text = "only write a page that replays a prompt's first answer"
     add("--replay", metavar="FILE", help=text)

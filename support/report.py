@@ -294,7 +294,7 @@ def cost_table(curve: dict) -> list[str]:
 
 
 def sweep_table(sweep: dict) -> list[str]:
-    """A line and a table of `stopping.sweep`."""
+    """A line and a table of `rules.sweep`."""
     rows = []
     for rule, points in sweep["points"].items():
         for setting, (n_target, n_discarded, speed) in points.items():

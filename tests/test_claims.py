@@ -1,11 +1,10 @@
-"""The verdicts of results/claims.md, and the replay of CAPE's sets, by hand."""
+"""The verdicts of results/claims.md, and CAPE's sets of a fixed size, by hand."""
 
 import claims
-import expansion
 import pytest
 import torch
 
-import common
+from support.rules import Round
 
 EXCLUDED = "not shown; the paper's size is excluded"
 
@@ -58,45 +57,13 @@ def test_flat_cost():
     assert claims.flat(arm([20.0], [10.0], draft_ms=10.0)) == pytest.approx(1.5)
 
 
-def test_a_place_by_hand():
-    q_draft = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.1, 0.4], [0.0, 0.2, 0.8]])
-    draft = common.Draft(torch.tensor([1, 0, 2]), [-1, 0, 1], q_draft)
-    confidences = [0.6, 0.5, 0.8]
-    assert expansion.place_of(draft, [1, 0, 2, 2]) == [3, -1, *confidences]
-    assert expansion.place_of(draft, [1, 2, 2]) == [1, 1, *confidences]
-    assert expansion.place_of(draft, [0]) == [0, 2, *confidences]
-    assert expansion.place_of(draft, [1, 0, 0]) == [2, -1, *confidences]
-
-
-def test_a_replay_by_hand():
-    places = [
-        [1, 2, 0.9, 0.2],  # the second step misses, and its second extra would be right
-        [0, 5, 0.1, 0.5],
-        [2, -1, 0.9, 0.9],
-        [0, 1, 0.2, 0.2],
-        [1, -1, 0.7, 0.7],
-        [0, 1, 0.9, 0.9],  # the last token
-    ]
-
-    def counts(rule):
-        return expansion.replay([places], rule, gamma=2).tolist()[0]
-
-    # Without extras rounds begin at places 0, 2 and 5.
-    assert counts(expansion.fixed(0)) == [6, 3, 6]
-    # With two, place 0 commits three tokens, then 3, then 5.
-    assert counts(expansion.fixed(2)) == [6, 3, 18]
-    # With one, place 0 commits two, and 2 commits three.
-    assert counts(expansion.fixed(1)) == [6, 3, 12]
-    # The paper's sizes: 1 + 7, 7 + 7, 1 + 1.
-    assert counts(expansion.paper) == [6, 3, 6 + 8 + 14 + 2]
-
-
 def test_fixed_sizes_and_equal_nodes():
-    rule = expansion.fixed(1.5)
-    assert [rule(0.5) for _ in range(4)] == [1, 2, 1, 2]
-    places = [[[0, 1, 0.9, 0.1]] * 40]
-    size = expansion.equal_nodes(places, expansion.paper, gamma=2)
-    assert size == pytest.approx(4, abs=0.1)  # the paper's sets have 1 and 7
+    """The paper's sets have 1 and 7."""
+    rounds = [Round(confidence=[0.9, 0.1], rank=1) for _ in range(40)]
+    rule = claims.fixed(1.5)
+    assert [rule(rounds[0], 2), rule(rounds[0], 2)] == [[1, 2], [1, 2]]
+    size = claims.equal_nodes([rounds], claims.by_paper, gamma=2)
+    assert size == pytest.approx(4, abs=0.1)
 
 
 def test_kinds_of_prompts_are_those_of_the_files():

@@ -9,17 +9,18 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-import expansion
 import torch
 from torch import Tensor
 
+import cape
 import glide
-from support import data, report, stopping
+from support import data, report, rules
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "results"
 DRAWS = 10_000  # of the bootstrap
-BEAM, RANKING, PLACES = "beam_tau.json", "ranking_tau.json", "glide_places.json"
+BEAM, RANKING = "beam_tau.json", "ranking_tau.json"
+GLIDE_ROUNDS = "rounds_glide.json.gz"
 TRAINED = {  # the training runs of the shipped drafters, stage after stage
     "glide": "glide_before glide",
     "specdecpp": "specdecpp_before specdecpp",
@@ -380,12 +381,12 @@ def stop_rules(file: str, ours: str, theirs: str, at: float | None = None) -> Se
 
     at: the setting of `ours`, if not the best one.
     """
-    answers = stopping.read(RESULTS / file)
+    answers = rules.read(RESULTS / file)
     rule, named = ours, ours
     if at is not None:
-        function, _ = stopping.RULES[ours]
+        function, _ = rules.RULES[ours]
         rule, named = (function, (at,)), f"{ours} {at:g}"
-    value, (low, high) = stopping.compare(answers, rule, theirs, cost=0.209)
+    value, (low, high) = rules.compare(answers, rule, theirs, cost=0.209)
     return Seen(
         f"{named} / {theirs}: {interval(value, low, high, '.3f')}, modelled",
         low,
@@ -432,10 +433,11 @@ def curves_cross(ours: str, theirs: str) -> Seen:
 
 def by_confidence() -> Seen:
     """Whether the target accepts GLIDE's first draft token, by its confidence."""
-    answers = expansion.read()
+    answers = rules.read(RESULTS / GLIDE_ROUNDS)
     firsts = []  # confidence, whether accepted, and answer, of the first draft tokens
-    for n, places in enumerate(answers):
-        firsts += [(each[2], each[0] > 0, n) for each in places if len(each) > 2]
+    for n, rounds in enumerate(answers):
+        drafted = [each for each in rounds if each.confidence]
+        firsts += [(each.confidence[0], each.agreed > 0, n) for each in drafted]
     firsts.sort()
     ends = [len(firsts) * n // 10 for n in range(11)]
     tenths = [firsts[start:end] for start, end in zip(ends, ends[1:])]
@@ -454,15 +456,58 @@ def by_confidence() -> Seen:
         f"{value:+.1f} points ({low:+.1f} to {high:+.1f})",
         low,
         high,
-        source=f"[{Path(PLACES).stem}]({PLACES})",
+        source=f"[{GLIDE_ROUNDS.partition('.')[0]}]({GLIDE_ROUNDS})",
         neutral=0.0,
     )
 
 
+def by_paper(each: rules.Round, gamma: int) -> list[int]:
+    """CAPE's sets, S(p) of the paper."""
+    return [cape.set_size(p, cape.Config()) for p in each.confidence[:gamma]]
+
+
+def fixed(size: float):
+    """A rule with `size` extras on average, whatever the confidence."""
+    given = 0.0
+
+    def rule(each, gamma):
+        nonlocal given
+        sizes = []
+        for _ in each.confidence[:gamma]:
+            before = int(given)
+            given += size
+            sizes.append(int(given) - before)
+        return sizes
+
+    return rule
+
+
+def equal_nodes(answers: list, rule, gamma: int) -> float:
+    """The size with which `fixed` drafts as many nodes a round as a rule."""
+
+    def nodes_of(rule):
+        n_target, _, nodes = rules.counts(answers, (rule, (gamma,)))[0].sum(0)
+        return float(nodes / n_target)
+
+    wanted = nodes_of(rule)
+    low, high = 0.0, 20.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        if nodes_of(fixed(middle)) < wanted:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
 def replayed(ours, theirs, names: str, gamma: int = 4) -> Seen:
     """Tau of two rules for CAPE's sets in the same record."""
-    answers = expansion.read()
-    sums = [expansion.replay(answers, rule, gamma) for rule in (ours, theirs)]
+    answers = rules.read(RESULTS / GLIDE_ROUNDS)
+    tokens = torch.tensor([len(rounds) for rounds in answers]).double()
+    sums = []  # (answers, 3): tokens, forwards, nodes
+    for rule in (ours, theirs):
+        n_target, _, nodes = rules.counts(answers, (rule, (gamma,)))[0].unbind(-1)
+        sums.append(torch.stack([tokens, n_target, nodes], -1))
     value, low, high = bootstrap(lambda a, b: tau(a) / tau(b), *sums)
     nodes = ", ".join(
         f"{float(s[:, 2].sum() / s[:, FORWARDS].sum()):.1f}" for s in sums
@@ -472,7 +517,7 @@ def replayed(ours, theirs, names: str, gamma: int = 4) -> Seen:
         round(low, 3),
         round(high, 3),
         flat=f"{value:.2f}",  # both draft the same chain
-        source=f"[{Path(PLACES).stem}]({PLACES}); {nodes}",
+        source=f"[{GLIDE_ROUNDS.partition('.')[0]}]({GLIDE_ROUNDS}); {nodes}",
     )
 
 
@@ -605,7 +650,7 @@ def glide_claims() -> list[list]:
 
 
 def cape_claims() -> list[list]:
-    size = expansion.equal_nodes(expansion.read(), expansion.paper, gamma=4)
+    size = equal_nodes(rules.read(RESULTS / GLIDE_ROUNDS), by_paper, gamma=4)
     return [
         row(
             "Acceptance rises with the drafter's confidence (figure 1 b)",
@@ -621,8 +666,8 @@ def cape_claims() -> list[list]:
             "Sizes by confidence beat one size for all (5.4: 68.4 to 70.6 tokens/s)",
             over(70.6, 68.4, time=True),
             replayed(
-                expansion.paper,
-                expansion.fixed(size),
+                by_paper,
+                fixed(size),
                 f"S(p) / sets of {size:.1f} on average",
             ),
         ),

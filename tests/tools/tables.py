@@ -27,7 +27,7 @@ comment above a table says what is in it:
     <!-- launches: launches.json -->
             what a round asks of a GPU (launches.py)
     <!-- rules: two layers: rounds.json.gz; six layers: rounds_six.json.gz -->
-            SpecDec++'s stop rules, replayed (support/stopping.py)
+            SpecDec++'s stop rules, replayed (support/rules.py)
     <!-- heads: heads.json -->
             SpecDec++'s heads, trained on cached states
 """
@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT))  # where this is run as a script
 import claims  # noqa: E402
 
 import specdecpp  # noqa: E402
-from support import pictures, report, stopping  # noqa: E402
+from support import pictures, report, rules  # noqa: E402
 
 FILES = (
     "README.md",
@@ -260,14 +260,14 @@ def launches(file: str) -> str:
 COSTS = (0.1, 0.209)  # of a pass in forwards: of this CPU, and of the paper's models
 
 
-def rules(words: str) -> str:
+def stop_rules(words: str) -> str:
     """How many times as fast one stop rule is as another, for each cost of a pass."""
     judges = {
         "head": lambda each: each.accepts[0],
         "confidence": lambda each: each.confidence[0],
         "entropy": lambda each: -each.entropy[0],
     }
-    product, settings = stopping.RULES["product"]
+    product, settings = rules.RULES["product"]
     others = {
         "plain decoding": (lambda each, _: 0, (None,)),
         "product, one token late": (lambda each, h: 1 + product(each, h), settings),
@@ -278,17 +278,17 @@ def rules(words: str) -> str:
     rows = []
     for part in words.split(";"):
         label, _, file = part.strip().partition(": ")
-        answers = stopping.read(claims.RESULTS / file)
-        found = {rule: stopping.counts(answers, rule) for rule in stopping.RULES}
-        found |= {name: stopping.counts(answers, rule) for name, rule in others.items()}
+        answers = rules.read(claims.RESULTS / file)
+        found = {rule: rules.counts(answers, rule) for rule in rules.RULES}
+        found |= {name: rules.counts(answers, rule) for name, rule in others.items()}
         for ours, theirs in pairs:
             if ours == "head" and not answers[0][0].accepts:
                 continue  # none was trained
             row = [label, f"{ours} / {theirs}"]
             for cost in COSTS:
-                value, ends = stopping.faster(answers, found[ours], found[theirs], cost)
+                value, ends = rules.faster(answers, found[ours], found[theirs], cost)
                 row += [report.cell(value, ".3f"), report.cell(ends, ".3f")]
-            score = stopping.auc(answers, judges[ours]) if ours in judges else None
+            score = rules.auc(answers, judges[ours]) if ours in judges else None
             rows.append([*row, report.cell(None if theirs == "product" else score)])
     heads = ["drafts", "rules"]
     for cost in COSTS:
@@ -322,7 +322,7 @@ def written(text: str) -> str:
         "loops": loops,
         "batches": batches,
         "launches": launches,
-        "rules": rules,
+        "rules": stop_rules,
         "heads": trained_heads,
     }
     return TABLE.sub(lambda match: match[1] + makers[match[2]](match[3]) + "\n\n", text)
@@ -330,8 +330,8 @@ def written(text: str) -> str:
 
 def rule_points() -> dict:
     """Rates and speed of each stop rule and setting, on this CPU's cost of a pass."""
-    answers = stopping.read(claims.RESULTS / "rounds_greedy.json.gz")
-    found = {rule: stopping.points(answers, rule) for rule in stopping.RULES}
+    answers = rules.read(claims.RESULTS / "rounds_greedy.json.gz")
+    found = {rule: rules.points(answers, rule) for rule in rules.RULES}
     for settings in found.values():
         for setting, rates in settings.items():
             speed = specdecpp.throughput(*rates, t_draft=COSTS[0], t_target=1.0)

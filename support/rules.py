@@ -1,19 +1,24 @@
-"""Compare stop rules on recorded drafts (SpecDec++, Figure 4 and Table 1).
+"""Try rules on recorded drafts: where a chain stops, and which sets CAPE adds to it.
 
 If it is known what a drafter drafts at every place of an answer, and how much of that
-the target accepts, then what a stop rule saves and wastes follows without drafting
-again. `record` finds this out, for LONGEST tokens at each place. `replay` goes through
-an answer from round to round, as the rule would, and counts
+the target accepts, then what a rule saves and wastes follows without drafting again.
+`record` finds this out. `count` goes through an answer from round to round, as decoding
+with the rule would, and counts
 
     N_target / N       verification rate: target forwards per answer token
-    N_discarded / N    discard rate: discarded draft tokens per answer token
+    N_discarded / N    discard rate: passes per answer token that brought no token
 
-from which Eq. 2.2 computes how long the answer takes. A rule of one's own is a function
-of a Round and a setting:
+from which Eq. 2.2 of SpecDec++ computes how long the answer takes. A rule of one's own
+is a function of a Round and a setting. It returns how many tokens are drafted there,
+or a list with S(p), CAPE's number of extras, for each of them:
 
-    answers = stopping.read("results/rounds_greedy.json.gz")
-    rule = lambda each, level: 1 + stopping.first(c < level for c in each.confidence)
-    print(stopping.compare(answers, (rule, (0.3, 0.5, 0.7)), "K", cost=0.1))
+    answers = rules.read("results/rounds_greedy.json.gz")
+    rule = lambda each, level: 1 + rules.first(c < level for c in each.confidence)
+    print(rules.compare(answers, (rule, (0.3, 0.5, 0.7)), "K", cost=0.1))
+
+    answers = rules.read("results/rounds_glide.json.gz")
+    sets = lambda each, gamma: [8 if p < 0.5 else 1 for p in each.confidence[:gamma]]
+    print(rules.compare(answers, (sets, (2, 3, 4, 5)), "K", cost=0.1))
 """
 
 import functools
@@ -21,6 +26,7 @@ import gzip
 import itertools
 import json
 import operator
+import os
 import sys
 from dataclasses import dataclass, field
 
@@ -33,6 +39,7 @@ import specdecpp
 from support import cli, report
 
 LONGEST = 12  # tokens drafted at each place
+LIKELIEST = 20  # other tokens of a step, from which CAPE's sets are
 
 
 # ------------------------------------------------------------------------ the recording
@@ -40,19 +47,21 @@ LONGEST = 12  # tokens drafted at each place
 
 @dataclass
 class Round:
-    """What is drafted at one place of an answer: m tokens."""
+    """What is drafted at one place of an answer: a chain of m tokens."""
 
     tokens: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)  # (m,) the maximum of q_draft
     entropy: list[float] = field(default_factory=list)  # (m,) of q_draft, in nats
-    accepts: list[float] = field(
-        default_factory=list
-    )  # (m - 1,) the head's predictions
+    # (m - 1,) the head's predictions, if there is a head
+    accepts: list[float] = field(default_factory=list)
     agreed: int = 0  # how many of the tokens, from the first on, the target accepts
+    # The place of the answer's next token among the others of q_draft in the step after
+    # these, from 1 for the likeliest. -1 if it is not among the first LIKELIEST.
+    rank: int = -1
 
 
 def round_of(draft: common.Draft) -> Round:
-    """The Round of a chain; how many of its tokens are accepted is not known yet."""
+    """The Round of a chain, without what follows from the answer: agreed and rank."""
     each = Round(draft.tokens.tolist())
     for q_draft in [] if draft.probs is None else draft.probs:  # None if it is empty
         each.confidence.append(float(q_draft.max()))
@@ -105,24 +114,45 @@ def commit_one(decoding: common.Decoding, draft: common.Draft) -> None:
     decoding.commit(empty, logits, hidden)
 
 
+def likeliest(draft: common.Draft) -> list[list[int]]:
+    """For each step of a chain its LIKELIEST tokens but the drafted one, best first."""
+    if draft.probs is None:  # it is empty
+        return []
+    others = draft.probs.scatter(1, draft.tokens[:, None], 0.0)
+    best = others.topk(min(LIKELIEST, others.shape[1]))
+    steps = zip(best.indices.tolist(), best.values.tolist())
+    return [[token for token, p in zip(*step) if p > 0] for step in steps]
+
+
+def judge(each: Round, others: list[list[int]], answer: list[int]) -> None:
+    """Note where a round leaves the answer: agreed and rank.
+
+    others: of `likeliest`.
+    answer: its tokens from the place of the round on.
+    """
+    each.agreed = len(os.path.commonprefix([each.tokens, answer]))
+    if each.agreed < min(len(each.tokens), len(answer)):
+        token, ids = answer[each.agreed], others[each.agreed]
+        each.rank = ids.index(token) + 1 if token in ids else -1
+
+
 def join(rounds: list[Round]) -> None:
     """Let a draft go on as the next place's does, once its first token is accepted.
 
-    rounds: of all places of an answer. Only the first token of each has been verified,
-        so `agreed` is 0 or 1; afterwards it counts all tokens that are accepted.
+    rounds: of all places of a sampled answer.
     """
     # A draft whose first token is accepted stands where the next place's draft begins.
-    # Decoding greedily, the two go on alike, and nothing changes here. When sampling,
-    # they have drawn different tokens, from the same q_draft. But only the next place's
-    # was verified together with the answer: it was accepted, and is the answer's token,
-    # or it was rejected, and the answer's token came from the residual. So that draft
-    # is taken, and a replayed round has the distribution of a real one.
+    # There the two have drawn different tokens, from the same q_draft. But only the
+    # next place's was verified together with the answer: it was accepted, and is the
+    # answer's token, or it was rejected, and the answer's token came from the residual.
+    # So that draft is taken, and what is counted has the distribution of real rounds.
     for each, after in reversed(list(itertools.pairwise(rounds))):
         if each.agreed:
             for name in ("tokens", "confidence", "entropy"):
                 getattr(each, name)[1:] = getattr(after, name)[: LONGEST - 1]
             each.accepts[1:] = after.accepts[: LONGEST - 2]
-            each.agreed += after.agreed
+            each.agreed = 1 + after.agreed
+            each.rank = after.rank
 
 
 @torch.no_grad()
@@ -132,26 +162,34 @@ def record(chains, target, turn: dict) -> list[Round]:
     chains: of `longest_chains`.
     turn: arguments of target.generate, such as input_ids (1, T).
     """
+    # Decoding goes on by one token a round, so the drafter starts anew at each place.
+    # GLIDE then sees the target's rows up to there, while in a real round it lacks
+    # those of the draft tokens that were accepted. This makes little difference.
     decoding = common.start(target, **turn)
     rounds = []
+    others = []
     for draft in chains(decoding):
         commit_one(decoding, draft)
         rounds.append(round_of(draft))
-        newest = int(decoding.ids[0, -1])
-        rounds[-1].agreed = int(draft.tokens[:1].tolist() == [newest])
-    join(rounds)
+        others.append(likeliest(draft))
+    answer = decoding.ids[0, -len(rounds) :].tolist()
+    for place, (each, best) in enumerate(zip(rounds, others)):
+        judge(each, best, answer[place:])
+    if decoding.do_sample:
+        join(rounds)
     return rounds
 
 
 # ----------------------------------------------------------------------------- the file
 
-# What a value is multiplied by before it is rounded.
+PLAIN = ("agreed", "rank")  # one integer a Round
+# One number a token, with what it is multiplied by before it is rounded.
 SCALES = {"tokens": 1, "confidence": 1000, "entropy": 100, "accepts": 1000}
 
 
 def as_integers(rounds: list[Round]) -> dict:
     """The rounds of an answer as a file holds them, in lists of integers."""
-    data = {"agreed": [each.agreed for each in rounds]}
+    data = {name: [getattr(each, name) for each in rounds] for name in PLAIN}
     for name, scale in SCALES.items():
         rows = [getattr(each, name) for each in rounds]
         data[name] = [[round(scale * value) for value in row] for row in rows]
@@ -170,11 +208,13 @@ def read(path, kind: str = "") -> list[list[Round]]:
     answers = []
     for answer in data.get("sweep", data)["answers"]:
         if answer["name"].startswith(kind):
-            rounds = [Round(agreed=count) for count in answer["agreed"]]
-            for name, scale in SCALES.items():
-                for each, row in zip(rounds, answer[name], strict=True):
-                    values = row if scale == 1 else [value / scale for value in row]
-                    setattr(each, name, values)
+            rounds = [Round() for _ in answer["agreed"]]  # with what was recorded
+            for name in answer.keys() - {"name"}:
+                scale = SCALES.get(name, 1)
+                for each, value in zip(rounds, answer[name], strict=True):
+                    if scale > 1:
+                        value = [x / scale for x in value]
+                    setattr(each, name, value)
             answers.append(rounds)
     return answers
 
@@ -220,25 +260,37 @@ RULES = {
 }
 
 
-def replay(rounds: list[Round], rule, setting) -> tuple[int, int]:
-    """(N_target, N_discarded) of an answer whose drafts a rule ends."""
+def count(rounds: list[Round], rule, setting) -> tuple[int, int, int]:
+    """(N_target, N_discarded, nodes) of an answer whose drafts follow a rule."""
     place = 0
     n_target = 0
-    n_discarded = 0
+    n_discarded = 0  # passes that brought no token
+    nodes = 0
     while place < len(rounds):
         each = rounds[place]
-        submitted = min(rule(each, setting), len(each.tokens))
-        accepted = min(submitted, each.agreed)
+        sizes = rule(each, setting)  # of the set of each step
+        if not isinstance(sizes, list):  # a number of tokens without sets
+            sizes = [0] * sizes
+        sizes = sizes[: len(each.confidence)]
+        accepted = min(each.agreed, len(sizes))
+        # Where the chain is rejected, the set of that step may hold the token. It is a
+        # leaf, so after it only the bonus token follows.
+        if accepted < len(sizes) and 1 <= each.rank <= sizes[accepted]:
+            accepted += 1
         n_target += 1
-        n_discarded += submitted - accepted
+        n_discarded += len(sizes) - accepted
+        nodes += len(sizes) + sum(sizes)
         place += accepted + 1
-    return n_target, n_discarded
+    return n_target, n_discarded, nodes
 
 
 def counts(answers: list[list[Round]], rule) -> Tensor:
-    """(N_target, N_discarded) of n answers at all S settings of a rule: (S, n, 2)."""
+    """What `count` returns for n answers at all S settings of a rule, (S, n, 3).
+
+    rule: a name of RULES, or (function, settings).
+    """
     function, settings = RULES[rule] if isinstance(rule, str) else rule
-    rows = [[replay(each, function, s) for each in answers] for s in settings]
+    rows = [[count(rounds, function, s) for rounds in answers] for s in settings]
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -246,7 +298,7 @@ def points(answers: list[list[Round]], rule) -> dict[str, tuple[float, float]]:
     """Figure 4: {setting: (N_target / N, N_discarded / N)} of a rule."""
     _, settings = RULES[rule]
     tokens = sum(map(len, answers))  # N
-    rates = counts(answers, rule).sum(1) / tokens  # (S, 2)
+    rates = counts(answers, rule)[..., :2].sum(1) / tokens  # (S, 2)
     return {str(s): tuple(row) for s, row in zip(settings, rates.tolist())}
 
 
@@ -256,11 +308,11 @@ def times(answers: list[list[Round]], found: Tensor, cost: float) -> Tensor:
     Each is judged with the setting that is best on the other half of the answers (every
     second one), so that no setting is chosen on what it is judged on.
 
-    found: (S, n, 2), of `counts`.
+    found: (S, n, 3), of `counts`.
     cost: t_draft / t_target.
     """
     tokens = torch.tensor([len(rounds) for rounds in answers])  # (n,)
-    n_target, n_discarded = found.unbind(-1)  # (S, n)
+    n_target, n_discarded, _ = found.unbind(-1)  # (S, n)
     rates = (n_target / tokens, n_discarded / tokens)
     taken = tokens / specdecpp.throughput(*rates, t_draft=cost, t_target=1.0)  # (S, n)
     odd = torch.arange(len(answers)) % 2 == 1
@@ -272,7 +324,7 @@ def times(answers: list[list[Round]], found: Tensor, cost: float) -> Tensor:
 def faster(answers, ours: Tensor, theirs: Tensor, cost: float) -> tuple:
     """How many times as fast one rule is as another, and a 95% interval over answers.
 
-    ours, theirs: (S, n, 2), of `counts`.
+    ours, theirs: (S, n, 3), of `counts`.
     cost: t_draft / t_target.
     """
     tokens = [len(rounds) for rounds in answers]
@@ -281,7 +333,7 @@ def faster(answers, ours: Tensor, theirs: Tensor, cost: float) -> tuple:
 
 
 def compare(answers: list[list[Round]], ours, theirs, cost: float) -> tuple:
-    """`faster`, of two rules: names of RULES, or (function, settings)."""
+    """`faster`, of two rules as `counts` takes them."""
     return faster(answers, counts(answers, ours), counts(answers, theirs), cost)
 
 
@@ -294,7 +346,7 @@ def auc(answers: list[list[Round]], judge) -> float:
     judge: a function of a Round, which returns the number for its first token. It is
         asked where a second token was drafted, because the head judges only there.
     """
-    rounds = [each for answer in answers for each in answer if len(each.tokens) > 1]
+    rounds = [each for rounds in answers for each in rounds if len(each.confidence) > 1]
     pairs = [(judge(each), each.agreed > 0) for each in rounds]
     scores, accepted = map(torch.tensor, zip(*pairs))
     above = scores[accepted][:, None] - scores[~accepted]  # every accepted, every other

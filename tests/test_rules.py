@@ -1,4 +1,4 @@
-"""stopping.py: a replay counts what decoding does; rules and figures by hand."""
+"""rules.py: a record counts what decoding does; rules and figures by hand."""
 
 import ast
 import dataclasses
@@ -13,8 +13,8 @@ from tiny import make_glide, make_llama, slow, teach
 import common
 import glide
 import specdecpp
-from support import stopping
-from support.stopping import Round
+from support import rules
+from support.rules import Round
 
 ROOT = Path(__file__).parent.parent
 PROMPT = torch.tensor([[9, 8, 7]])
@@ -42,7 +42,7 @@ def make_arm(target, drafter, name="specdecpp", module=specdecpp):
 def record(target, drafter, turn=TURN, **fields):
     """The rounds of a turn, as the sweep records them."""
     arm = make_arm(target, drafter, **fields)
-    return stopping.record(stopping.longest_chains(arm), target, turn)
+    return rules.record(rules.longest_chains(arm), target, turn)
 
 
 def decode(target, drafter, turn, **rule):
@@ -64,14 +64,21 @@ def test_replayed_counts_are_those_of_decoding(llama, drafter, name, place):
     if place is not None:
         turn["eos_token_id"] = int(llama.generate(**TURN)[0, 3 + place])
     kind, value = name.split("=")
-    rule = {"threshold": float(value), "max_draft": stopping.LONGEST}
+    setting = int(value) if kind == "K" else float(value)
+    rule = {"threshold": setting, "max_draft": rules.LONGEST}
     if kind == "K":
-        rule = {"stop": "fixed", "gamma": int(value)}
+        rule = {"stop": "fixed", "gamma": setting}
     *expected, emitted = decode(llama, drafter, turn, **rule)
     rounds = record(llama, drafter, turn)
     assert len(rounds) == emitted
-    function, _ = stopping.RULES[kind]
-    assert stopping.replay(rounds, function, float(value)) == tuple(expected)
+    function, _ = rules.RULES[kind]
+    assert rules.count(rounds, function, setting)[:2] == tuple(expected)
+
+
+def keep_first(rounds):
+    """Let only first tokens be accepted, which are those that were verified."""
+    for each in rounds:
+        each.agreed = min(each.agreed, 1)
 
 
 def means(rows):
@@ -84,18 +91,18 @@ def means(rows):
 def test_a_sampled_replay_counts_on_average_what_decoding_does(monkeypatch, joined):
     """Not so, if a round at each place goes on with tokens that no place verifies."""
     if not joined:
-        monkeypatch.setattr(stopping, "join", lambda rounds: None)
+        monkeypatch.setattr(rules, "join", keep_first)
     target = make_llama(vocab=5, layers=2, seed=3)
     torch.manual_seed(0)
     config = specdecpp.Config(layers=[0], draft_vocab=0, stage="head", head_depth=1)
     drafter = specdecpp.build(config, target, torch.arange(5)).double().eval()
     turn = TURN | {"input_ids": PROMPT % 5, "do_sample": True, "max_new_tokens": 8}
-    function, _ = stopping.RULES["K"]
+    function, _ = rules.RULES["K"]
     replayed = []
     decoded = []
     for _ in range(40):
         rounds = record(target, drafter, turn)
-        replayed.append(stopping.replay(rounds, function, 4))
+        replayed.append(rules.count(rounds, function, 4)[:2])
         decoded.append(decode(target, drafter, turn, stop="fixed", gamma=4)[:2])
     (ours, error), (theirs, other) = means(replayed), means(decoded)
     z = (ours - theirs).abs() / (error + other).sqrt()
@@ -112,7 +119,7 @@ def test_rounds_joined_by_hand():
         Round(agreed=0),
     ]
     last = dataclasses.replace(rounds[2])
-    stopping.join(rounds)
+    rules.join(rounds)
     assert rounds[0] == Round(
         [5, 6, 7, 4],
         [0.5, 0.6, 0.9, 0.3],
@@ -124,12 +131,14 @@ def test_rounds_joined_by_hand():
     assert rounds[2] == last and rounds[3].tokens == [2] and rounds[3].agreed == 1
 
 
-def test_a_greedy_record_needs_no_joining(llama, drafter, monkeypatch):
+def test_a_greedy_record_needs_no_joining(llama, drafter):
     joined = record(llama, drafter)
-    monkeypatch.setattr(stopping, "join", lambda rounds: None)
+    rules.join(joined)
     for ours, theirs in zip(record(llama, drafter), joined, strict=True):
-        assert (ours.agreed > 0) == (theirs.agreed > 0)
+        assert ours.agreed == min(theirs.agreed, rules.LONGEST)
         assert ours.tokens == theirs.tokens
+        if ours.agreed < rules.LONGEST:
+            assert ours.rank == theirs.rank
         for name in ("confidence", "entropy", "accepts"):
             assert getattr(ours, name) == pytest.approx(getattr(theirs, name))
 
@@ -140,19 +149,36 @@ def test_a_round_by_hand():
         (torch.tensor([0]), torch.tensor([0.8, 0.2])),
         (torch.tensor([0]), torch.tensor([0.8, 0.2])),
     ]
-    each = stopping.round_of(common.chain(steps, PROMPT, chances=[0.9, 0.45]))
+    each = rules.round_of(common.chain(steps, PROMPT, chances=[0.9, 0.45]))
     assert each.tokens == [1, 0, 0]
     assert each.confidence == pytest.approx([0.5, 0.8, 0.8])
     assert each.entropy == pytest.approx([0.6931, 0.5004, 0.5004], abs=1e-4)
     assert each.accepts == pytest.approx([0.9, 0.5])
-    assert stopping.round_of(common.chain([], PROMPT)) == Round()
+    assert rules.round_of(common.chain([], PROMPT)) == Round()
+
+
+def test_a_round_is_judged_by_the_answer():
+    q_draft = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.1, 0.4], [0.0, 0.2, 0.8]])
+    draft = common.Draft(torch.tensor([1, 0, 2]), [-1, 0, 1], q_draft)
+    others = rules.likeliest(draft)
+    assert others == [[2, 0], [2, 1], [1]]  # of the third step, one has probability 0
+    for answer, agreed, rank in (
+        ([1, 0, 2, 2], 3, -1),
+        ([1, 2, 2], 1, 1),
+        ([0], 0, 2),
+        ([1, 0, 0], 2, -1),
+        ([1], 1, -1),  # the answer ends
+    ):
+        each = rules.round_of(draft)
+        rules.judge(each, others, answer)
+        assert (each.agreed, each.rank) == (agreed, rank)
 
 
 def test_every_place_is_recorded_to_the_full_length(llama, drafter):
     """Whatever the drafter's own rule, with a head or without; fewer near the end."""
     impatient = dataclasses.replace(drafter.config, threshold=0.0, max_draft=3, gamma=2)
     unjudged = dataclasses.replace(impatient, stage="draft")
-    lengths = [min(stopping.LONGEST, 29 - place) for place in range(30)]
+    lengths = [min(rules.LONGEST, 29 - place) for place in range(30)]
     for config, judged in ((impatient, True), (unjudged, False)):
         other = specdecpp.Drafter(config).double()
         other.load_state_dict(drafter.state_dict())
@@ -173,16 +199,40 @@ def test_replay_by_hand():
     Rates are of the tokens of all answers: another one has one token at one forward.
     """
     rounds = [
-        Round([1] * m, agreed=n) for m, n in zip((4, 3, 2, 1, 0), (1, 0, 0, 0, 0))
+        Round([1] * m, [0.5] * m, agreed=n)
+        for m, n in zip((4, 3, 2, 1, 0), (1, 0, 0, 0, 0))
     ]
-    fixed, _ = stopping.RULES["K"]
-    assert stopping.replay(rounds, fixed, 3) == (4, 2 + 2 + 1)
-    assert stopping.replay(rounds, fixed, 1) == (4, 0 + 1 + 1)
+    fixed, _ = rules.RULES["K"]
+    assert rules.count(rounds, fixed, 3) == (4, 2 + 2 + 1, 3 + 2 + 1)
+    assert rules.count(rounds, fixed, 1) == (4, 0 + 1 + 1, 1 + 1 + 1)
     answers = [rounds, [Round()]]
-    assert stopping.points(answers, "K")["3"] == pytest.approx((5 / 6, 5 / 6))
+    assert rules.points(answers, "K")["3"] == pytest.approx((5 / 6, 5 / 6))
     # Disagreements at 1, 2, 3, and at 4, which is the last place.
-    assert stopping.points(answers, "oracle")[""] == pytest.approx((5 / 6, 0))
+    assert rules.points(answers, "oracle")[""] == pytest.approx((5 / 6, 0))
     assert specdecpp.oracle([each.agreed > 0 for each in rounds]) == 4
+
+
+def test_sets_by_hand():
+    places = [
+        ([0.9, 0.2], 1, 2),  # the second step misses, and its second extra is right
+        ([0.1, 0.5], 0, 5),
+        ([0.9, 0.9], 2, -1),
+        ([0.2, 0.2], 0, 1),
+        ([0.7, 0.7], 1, -1),
+        ([0.9, 0.9], 0, 1),  # the last token
+    ]
+    rounds = [Round(confidence=c, agreed=n, rank=rank) for c, n, rank in places]
+
+    def counts(rule):
+        return rules.count(rounds, rule, None)
+
+    # Without extras rounds begin at places 0, 2 and 5.
+    assert counts(lambda each, _: [0, 0]) == (3, 3, 6)
+    assert counts(lambda each, _: 2) == (3, 3, 6)
+    # With two, place 0 commits three tokens, then 3, then 5, each with its extra.
+    assert counts(lambda each, _: [2] * 9) == (3, 2, 18)
+    # With one, place 0 commits two, and 2 commits three.
+    assert counts(lambda each, _: [1, 1]) == (3, 2, 12)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +255,7 @@ def test_lengths_by_hand(rule, setting, length):
     The head judges a token only once the next one has been drafted.
     """
     each = Round([1] * 4, [0.8, 0.6, 0.2, 0.9], [0.2, 0.8, 1.7, 2.5], [0.95, 0.5, 0.9])
-    assert stopping.RULES[rule][0](each, setting) == length
+    assert rules.RULES[rule][0](each, setting) == length
 
 
 def test_settings_are_chosen_on_the_other_half():
@@ -213,13 +263,13 @@ def test_settings_are_chosen_on_the_other_half():
 
     Of three tokens: a draft of two is right, or is wrong from its first token on.
     """
-    bad = [Round([1, 1]), Round([1]), Round()]
-    good = [Round([1, 1], agreed=2), Round([1], agreed=1), Round()]
+    bad = [Round([1, 1], [1, 1]), Round([1], [1]), Round()]
+    good = [Round([1, 1], [1, 1], agreed=2), Round([1], [1], agreed=1), Round()]
     rule = (lambda each, k: k, (1, 2))
     # Even answers are judged with 2: T = 0.1 N_draft + N_target, 3 of 3 + 3 x 0.1.
     for answers, expected in (([bad, good], [3.3, 2.1]), ([good, bad], [2.1, 3.3])):
-        found = stopping.counts(answers, rule)
-        assert stopping.times(answers, found, 0.1).tolist() == pytest.approx(expected)
+        found = rules.counts(answers, rule)
+        assert rules.times(answers, found, 0.1).tolist() == pytest.approx(expected)
 
 
 def test_rules_are_compared_with_an_interval():
@@ -228,13 +278,13 @@ def test_rules_are_compared_with_an_interval():
     for _ in range(20):
         right = (torch.rand(30, generator=generator) < 0.5).tolist()
         rounds = [Round([1] * 5, [0.5] * 5, agreed=int(agreed)) for agreed in right]
-        stopping.join(rounds)
+        rules.join(rounds)
         answers.append(rounds)
-    value, (low, high) = stopping.compare(answers, "oracle", "K", 0.1)
+    value, (low, high) = rules.compare(answers, "oracle", "K", 0.1)
     assert 1.05 < low < value < high
-    assert stopping.compare(answers, "K", "K", 0.1) == (1.0, [1.0, 1.0])
-    found = [stopping.counts(answers, rule) for rule in ("K", "oracle")]
-    taken = [float(stopping.times(answers, each, 0.1).sum()) for each in found]
+    assert rules.compare(answers, "K", "K", 0.1) == (1.0, [1.0, 1.0])
+    found = [rules.counts(answers, rule) for rule in ("K", "oracle")]
+    taken = [float(rules.times(answers, each, 0.1).sum()) for each in found]
     assert value == pytest.approx(taken[0] / taken[1])
 
 
@@ -243,7 +293,7 @@ def test_auc_by_hand():
     scores, agreed = [0.9, 0.5, 0.5, 0.1], [1, 1, 0, 0]
     rounds = [Round([1, 1], [c, 0.0], agreed=n) for c, n in zip(scores, agreed)]
     rounds.append(Round([1], [0.0], agreed=1))
-    assert stopping.auc([rounds], lambda each: each.confidence[0]) == 3.5 / 4
+    assert rules.auc([rounds], lambda each: each.confidence[0]) == 3.5 / 4
 
 
 # ---------------------------------------------------------------------------- the sweep
@@ -261,27 +311,27 @@ def test_forward_times_by_hand():
     """10 ms and 100 ms explain all answers, or only a part of what they take."""
     counts = ((12, 3), (20, 5), (8, 4))
     exact = [timed(d, t, 0.01 * d, 0.1 * t) for d, t in counts]
-    assert stopping.forward_times(exact) == pytest.approx((0.01, 0.1, 1.0))
+    assert rules.forward_times(exact) == pytest.approx((0.01, 0.1, 1.0))
     slower = [timed(10, 4, 0.1, 0.3), timed(10, 4, 0.1, 0.5)]  # alike, but not in time
-    assert stopping.forward_times(slower) == pytest.approx((0.01, 0.1, 0.0))
-    assert stopping.forward_times(exact[:1])[2] is None  # nothing to explain
-    assert stopping.forward_times([timed(0, 4, 0.0, 1.0)])[:2] == (0, 0.25)
+    assert rules.forward_times(slower) == pytest.approx((0.01, 0.1, 0.0))
+    assert rules.forward_times(exact[:1])[2] is None  # nothing to explain
+    assert rules.forward_times([timed(0, 4, 0.0, 1.0)])[:2] == (0, 0.25)
 
 
 def test_the_sweep_of_a_run(llama, drafter, tmp_path):
     arm = make_arm(llama, drafter)
-    result = stopping.sweep(arm, [TURN], [timed(10, 5, 0.2, 0.5)])
+    result = rules.sweep(arm, [TURN], [timed(10, 5, 0.2, 0.5)])
     assert (result["t_draft_ms"], result["t_target_ms"]) == pytest.approx((20, 100))
     rounds = record(llama, drafter)
-    for rule in stopping.RULES:
-        for setting, rates in stopping.points([rounds], rule).items():
+    for rule in rules.RULES:
+        for setting, rates in rules.points([rounds], rule).items():
             *found, speed = result["points"][rule][setting]
             assert found == pytest.approx(rates)
             assert speed == pytest.approx(specdecpp.throughput(*rates, 0.02, 0.1))
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"sweep": result}))
-    assert not stopping.read(path, "other")
-    for ours, theirs in zip(*stopping.read(path, "5"), rounds, strict=True):
+    assert not rules.read(path, "other")
+    for ours, theirs in zip(*rules.read(path, "5"), rounds, strict=True):
         assert repr(ours.tokens) == repr(theirs.tokens) and ours.agreed == theirs.agreed
         assert ours.confidence == pytest.approx(theirs.confidence, abs=6e-4)
         assert ours.entropy == pytest.approx(theirs.entropy, abs=6e-3)
@@ -290,7 +340,7 @@ def test_the_sweep_of_a_run(llama, drafter, tmp_path):
 
 def test_the_sweep_of_chains_without_a_head(llama):
     arm = make_arm(llama, make_glide(llama), "glide:gamma=3", glide)
-    result = stopping.sweep(arm, [TURN], [timed(10, 5, 0.2, 0.5)])
+    result = rules.sweep(arm, [TURN], [timed(10, 5, 0.2, 0.5)])
     assert list(result["points"]) == ["K", "product", "confidence", "entropy", "oracle"]
 
 
@@ -301,14 +351,15 @@ def test_arms_of_other_trees_than_chains_are_refused(name):
     with pytest.raises(
         common.UserError, match="no plain chains: take glide or specdecpp"
     ):
-        stopping.longest_chains(make_arm(None, None, name))
-    stopping.longest_chains(make_arm(None, None, "specdecpp:threshold=0.5@a+b"))
+        rules.longest_chains(make_arm(None, None, name))
+    rules.longest_chains(make_arm(None, None, "specdecpp:threshold=0.5@a+b"))
 
 
-def test_the_example_of_the_results_page_runs(capsys, monkeypatch):
-    """A rule of one's own, on the record that is shipped."""
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_examples_of_the_results_page_run(number, capsys, monkeypatch):
+    """Rules of one's own, on the records that are shipped."""
     monkeypatch.chdir(ROOT)
     text = (ROOT / "results" / "README.md").read_text()
-    exec(text.split("```python\n")[1].split("```")[0], {})
+    exec(text.split("```python\n")[number].split("```")[0], {})
     value, (low, high) = ast.literal_eval(capsys.readouterr().out)
-    assert 1 < low < value < high < 1.1
+    assert 0.9 < low < value < high < 1.1
