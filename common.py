@@ -65,6 +65,11 @@ class UserError(ValueError):
     """A mistake of the user's; the message names the problem and the remedy."""
 
 
+def one_line(error: Exception) -> str:
+    """What an error says, in one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200]
+
+
 # ------------------------------------------------------------------------- a draft
 
 
@@ -600,7 +605,7 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = one_line(error)
         raise UserError(
             f"cannot use device {device!r} ({reason}): take another, such as cpu"
         ) from error
@@ -618,7 +623,7 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the readers of transformers raise many kinds
-        reason = str(error).strip().split("\n")[0]
+        reason = one_line(error)
         raise UserError(
             f"cannot load model {str(name)!r} ({reason}); give a Hugging Face id, a "
             "folder of tokenizer and *.safetensors, or a .gguf file"
@@ -938,7 +943,7 @@ def read_drafter(Drafter, path, **hub):
         with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
             return Drafter.from_pretrained(str(folder), strict=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         raise UserError(f"{damaged} ({reason}): take another folder") from error
 
 
@@ -957,7 +962,7 @@ def _drafter_folder(path, hub: dict) -> Path:
     try:
         folder = Path(snapshot_download(str(path), allow_patterns=files, **hub))
     except (OSError, ValueError) as error:  # of the hub, the network and the cache
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         raise UserError(f"{missing}, nor on the hub ({reason}); {remedy}") from error
     if not (folder / "config.json").is_file():
         raise UserError(f"{path} on the hub has no config.json: take another id")
@@ -1018,13 +1023,18 @@ def check_drafter(drafter, Drafter, target) -> None:
     )
 
 
+def decode_fields(config) -> list[str]:
+    """The fields of a Config, or of its class, that may change after training."""
+    options = dataclasses.fields(config)
+    return [option.name for option in options if option.metadata.get("decode")]
+
+
 def changed(config, changes: dict):
     """The Config with other values of fields that may change after training.
 
     Raises UserError for any other field.
     """
-    options = dataclasses.fields(config)
-    free = [option.name for option in options if option.metadata.get("decode")]
+    free = decode_fields(config)
     wrong = sorted(changes.keys() - set(free))
     if wrong:
         those = ", ".join(free) or "nothing"
@@ -1221,7 +1231,7 @@ def demo(Drafter, folder: str, drafts) -> None:
         for stop, colour in ((accepted, green), (end, plain)):
             ids = decoding.ids[0, length:stop]
             text = tokenizer.decode(ids, skip_special_tokens=True)
-            text = text.rstrip("\ufffd")  # a part of a letter
+            text = text.rstrip("\ufffd")  # a part of a character
             print(colour + text[len(printed) :] + plain, end="", flush=True)
             printed = text
 

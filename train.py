@@ -321,7 +321,7 @@ def new_drafter(args, module, overrides: dict, target, sequences: list):
     try:
         missing, surplus = drafter.load_state_dict(given.state_dict(), strict=False)
     except RuntimeError as error:  # weights of other shapes
-        reason = " ".join(str(error).split())[:160]
+        reason = common.one_line(error)
         raise common.UserError(
             f"--init {args.init} does not fit the options: {reason}"
         ) from error

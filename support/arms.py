@@ -99,7 +99,7 @@ def parse(text: str) -> Parts:
     changes = read_settings(name, settings, source, module)
     chain = {}
     if name == "cape":  # what is not its own is a setting of the chains
-        own = cli.decode_fields(module)
+        own = common.decode_fields(module.Config)
         chain = {"gamma": 4}  # as the authors' code fixes it
         chain |= {key: value for key, value in changes.items() if key not in own}
         changes = {key: value for key, value in changes.items() if key in own}
@@ -231,7 +231,7 @@ def decode_settings(module, drafter, changes: dict) -> dict:
     """The settings of a method that may change after training, with these changes."""
     config = module.Config() if drafter is None else drafter.config
     config = common.changed(config, changes)
-    return {name: getattr(config, name) for name in cli.decode_fields(module)}
+    return {name: getattr(config, name) for name in common.decode_fields(config)}
 
 
 def peer(name: str, target, load) -> Arm:

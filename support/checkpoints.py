@@ -11,13 +11,21 @@ import torch
 from safetensors import SafetensorError
 
 import common
-from support import cli
 from support.features import fingerprint
 
 # Options that a resumed run must keep. --steps and --minutes are not among them: a run
 # can be made longer while its learning rate is constant.
 DECIDING = (
-    "method dtype bf16 seed batch_size lr warmup clip max_length held_out".split()
+    "method",
+    "dtype",
+    "bf16",
+    "seed",
+    "batch_size",
+    "lr",
+    "warmup",
+    "clip",
+    "max_length",
+    "held_out",
 )
 
 
@@ -89,11 +97,9 @@ def save(out: Path, drafter, optimizer, run: Run, identity: dict) -> None:
         (part / "curve.json").write_text(json.dumps(run.curve) + "\n")
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk
         shutil.rmtree(part, ignore_errors=True)
-        if isinstance(
-            error, torch.OutOfMemoryError
-        ):  # a RuntimeError, but not the disk
+        if isinstance(error, torch.OutOfMemoryError):  # which says what is to be done
             raise
-        reason = str(error).strip().split("\n")[0]
+        reason = common.one_line(error)
         raise common.UserError(
             f"cannot save to {out} ({reason}); make room, then continue with --resume"
         ) from error
@@ -117,12 +123,12 @@ def read(out: Path, module, identity: dict, overrides: dict) -> dict:
         begun = state["config"] | state["identity"]
         state["progress"] = Run(**state["progress"])
     except Exception as error:  # torch raises many kinds on a damaged file
-        reason = str(error).strip().split("\n")[0]
+        reason = common.one_line(error)
         raise common.UserError(
             f"{path} is damaged or of another version ({reason}); train anew with "
             "another --out"
         ) from error
-    free = cli.decode_fields(module)
+    free = common.decode_fields(module.Config)
     trained = {name: value for name, value in overrides.items() if name not in free}
     for name, value in (identity | trained).items():
         if value != begun.get(name):

@@ -46,16 +46,10 @@ def trainable() -> list[str]:
     return [name for name in present() if hasattr(import_method(name), "Drafter")]
 
 
-def decode_fields(module) -> list[str]:
-    """The fields of a method's Config that may change after training."""
-    options = dataclasses.fields(module.Config)
-    return [option.name for option in options if option.metadata["decode"]]
-
-
-def method_named(argv: list[str]) -> list[str]:
-    """The words after --method, whatever else is on the command line."""
+def method_named(argv: list[str]) -> str | None:
+    """The word after --method, whatever else is on the command line."""
     parser = OneLineParser(add_help=False)
-    parser.add_argument("--method", nargs="+", default=[])
+    parser.add_argument("--method")
     return parser.parse_known_args(argv)[0].method
 
 

@@ -36,7 +36,7 @@ def read_conversations(
 
     A line is {"prompt_ids", "response_ids"}, {"prompt", "response"} or {"prompt",
     "completion"}, {"messages"}, or ShareGPT's {"conversations"}. The loss is on the
-    assistant's tokens. stderr is told about lines that cannot be used, and about
+    assistant's tokens. Lines that cannot be used are reported on stderr, and so are
     answers that are cut or not learned.
 
     max_length: tokens that are kept of each.
@@ -237,7 +237,7 @@ def render(
             tokenize=False,
         )
     except Exception as error:  # a template is a program, which may fail in any way
-        reason = " ".join(str(error).split())
+        reason = common.one_line(error)
         raise common.UserError(
             f"the chat template does not accept it: {reason}"
         ) from error
@@ -365,7 +365,7 @@ def _changed(messages: list[dict], tools) -> dict[str, tuple[list[dict], list | 
 
 
 def _shared(some, others) -> int:
-    """How many letters or ids two texts or lists begin with in common."""
+    """How many characters or ids two texts or lists begin with in common."""
     return len(os.path.commonprefix([some, others]))
 
 

@@ -17,3 +17,9 @@ def whole(path: Path):
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a text file that appears whole or not at all."""
+    with whole(path) as part:
+        part.write_text(text, encoding="utf-8")

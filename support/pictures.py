@@ -48,14 +48,11 @@ def check(folder: str) -> None:
 
 def colour(name: str) -> str:
     """The colour of a method in all pictures, and another one for all rivals."""
-    words = re.split(r"[:@ _]", name.replace("ctc_drafter", "ctc-drafter"))[0].split(
-        "+"
-    )
-    methods = [
-        word.replace("-", "_") for word in words
-    ]  # perhaps with a base, or copies
-    known = [word for word in methods if word in cli.METHODS]
-    return f"C{cli.METHODS.index(known[-1])}" if known else "C8"
+    # Of an arm such as glide+cape:cpu@DIR, or of a curve such as glide_before.
+    known = []
+    for word in re.split("[:@ ]", name.replace("-", "_"))[0].split("+"):
+        known += [n for n, method in enumerate(cli.METHODS) if word.startswith(method)]
+    return f"C{known[-1]}" if known else "C8"
 
 
 @contextlib.contextmanager
@@ -109,7 +106,7 @@ def curves(paths: list[str], folder: Path) -> None:
     Each method measures alpha at other places, so each curve has axes of its own. The
     solid line is held-out alpha, the dashed one `eval_alpha`, if any.
 
-    Raises: UserError: a file that is no curve.
+    Raises UserError for a file that is no curve.
     """
     drawn = [read_curve(Path(path)) for path in paths]
     title = "Acceptance while training"

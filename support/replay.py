@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 import common
-from support import report
+from support import files, report
 from support.prompts import encode
 from support.report import clock
 
@@ -210,9 +210,8 @@ def page(data: dict) -> str:
     whole = (HERE / "replay.html").read_text(encoding="utf-8")
     for mark, file in (("{{style}}", "replay.css"), ("{{script}}", "replay.js")):
         whole = whole.replace(mark, (HERE / file).read_text(encoding="utf-8"))
-    return whole.replace(
-        "{{data}}", text
-    )  # last: a token that spells a mark stays text
+    # Last, so that a token that spells a mark stays text.
+    return whole.replace("{{data}}", text)
 
 
 def write(path: str, tokenizer, loops: list, arms: list, text: str, options: dict):
@@ -227,7 +226,7 @@ def write(path: str, tokenizer, loops: list, arms: list, text: str, options: dic
 
     def token_text(token: int) -> str:
         word = tokenizer.decode([token])
-        if not word or "\ufffd" in word:  # a part of a letter: its name
+        if not word or "\ufffd" in word:  # a part of a character: its name
             return str(tokenizer.convert_ids_to_tokens(token))
         return word
 
@@ -251,7 +250,7 @@ def write(path: str, tokenizer, loops: list, arms: list, text: str, options: dic
     }
     prompt = [token_text(token) for token in encoded["input_ids"][0].tolist()]
     whole = page({"about": about, "prompt": prompt, "runs": runs})
-    report.write_whole(whole, Path(path))
+    files.write(Path(path), whole)
     print(f"{path}: {len(whole) // 1024} KB, open it in a browser")
 
 

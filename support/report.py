@@ -381,13 +381,7 @@ def write_result(result: dict, path: str) -> None:
     text = json.dumps(result, indent=1)
     numbers = re.compile(r"\[\n([-+\d.e,\s]+)\]")
     text = numbers.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
-    write_whole(text + "\n", Path(path))
-
-
-def write_whole(text: str, path: Path) -> None:
-    """Write a file that appears whole or not at all."""
-    with files.whole(path) as part:
-        part.write_text(text, encoding="utf-8")
+    files.write(Path(path), text + "\n")
 
 
 def read_result(path: str) -> dict:
