@@ -31,6 +31,7 @@ answers.
 """
 
 import argparse
+import copy
 import json
 import os
 import random
@@ -52,7 +53,6 @@ from support.prompts import answer_padded, encode
 from support.report import Answer, clock
 
 ALPHA_ANSWERS = 32  # most answers of the baseline to measure alpha on
-WARM_UP_TOKENS = 12
 CONTEXT = 256  # of the cost curve, in tokens
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the cost curve
 
@@ -61,10 +61,7 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the cost curve
 
 
 def measure(args) -> dict:
-    """Measure, print the tables and write --json; returns the result.
-
-    With --replay only the page is written.
-    """
+    """The result of a run: a cost curve, what the arms did, or both."""
     prompts = prompts_of(args)
     if prompts:
         warn_if_busy()
@@ -76,18 +73,25 @@ def measure(args) -> dict:
         arms = make_arms(args.method, target)
         options = generate_options(args)
         torch.manual_seed(args.seed)
-        if args.replay:
-            loops = plain_loops(stock, target)
-            turn = prompts[0]["turns"][0]
-            replay.write(args.replay, tokenizer, loops, arms, turn, options)
-            return {"replay": args.replay}
         result |= compare(args, stock, target, tokenizer, arms, prompts, options)
+    return result
 
-    print(report.tables(result))
-    if args.json:
-        report.write_result(result, args.json)
+
+def write_page(args) -> None:
+    """Write the page of --replay, which answers the first prompt only."""
+    turn = prompts_of(args)[0]["turns"][0]
+    stock, target, tokenizer = load(args)
+    loops = plain_loops(stock, target)
+    arms = make_arms(args.method, target)
+    torch.manual_seed(args.seed)
+    replay.write(args.replay, tokenizer, loops, arms, turn, generate_options(args))
+
+
+def without_answers(result: dict) -> dict:
+    """A result without what is too long for a line: the answers, token by token."""
+    result = copy.deepcopy(result)
     for numbers in report.arms_of(result).values():
-        del numbers["answers"]  # too long for the last line of the output
+        del numbers["answers"]
     result.get("sweep", {}).pop("answers", None)
     return result
 
@@ -179,7 +183,7 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
     device = arms[0].target.device
     opening = [encode(tokenizer, each["turns"][:1], device) for each in groups[0]]
     for arm in arms:  # a warm-up
-        play(arm, opening, options | {"max_new_tokens": WARM_UP_TOKENS})
+        play(arm, opening, options | {"max_new_tokens": replay.WARM_UP_TOKENS})
 
     asked = []
     answers = {arm.name: [] for arm in arms}
@@ -462,15 +466,21 @@ def main(argv: list[str] | None = None) -> None:
     """Measure, or print the tables of earlier runs."""
     args = parse(sys.argv[1:] if argv is None else argv)
     check(args)
-    if args.table:
+    if args.replay:
+        write_page(args)
+    elif args.table:
         results = [report.read_result(path) for path in args.table]
         print("\n\n".join(report.tables(result) for result in results))
     else:
-        results = [measure(args)]
+        result = measure(args)
+        results = [result]
+        print(report.tables(result))
+        if args.json:
+            report.write_result(result, args.json)
+        if not sys.stdout.isatty():  # for a program that reads the last line
+            print("\n" + json.dumps(without_answers(result)))
     if args.plot:
         pictures.plot(results, Path(args.plot))
-    if not args.table and not sys.stdout.isatty():
-        print("\n" + json.dumps(results[0]))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -480,42 +490,91 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
     add = parser.add_argument_group("what to decode, and how").add_argument
     names = ", ".join((*cli.METHODS, *cli.RIVALS, *cli.MADE_WITH, *PEERS))
-    text = f"{names}, or all; see above"
-    add("--method", nargs="+", default=[], metavar="ARM", type=arm_text, help=text)
+    add(
+        "--method",
+        nargs="+",
+        default=[],
+        metavar="ARM",
+        type=arm_text,
+        help=f"{names}, or all; see above",
+    )
     add("--target", type=cli.target, help=cli.TARGET_HELP)
     dtypes = ("float32", "bfloat16", "float16", "float64")
-    text = "of target and drafters"
-    add("--dtype", default="float32", choices=dtypes, help=text)
+    add(
+        "--dtype",
+        default="float32",
+        choices=dtypes,
+        help="dtype of target and drafters",
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=device, help="of torch, such as cpu or cuda:1")
-    text = "of linear layers (default: the fastest)"
-    add("--kernel", choices=packed.KERNELS, help=text)
-    add("--max-new-tokens", type=number(int, 1), default=48, help="per turn")
+    add(
+        "--device", default=device, help="torch device to run on, such as cpu or cuda:1"
+    )
+    add(
+        "--kernel",
+        choices=packed.KERNELS,
+        help="kernel of the linear layers (default: the fastest)",
+    )
+    add(
+        "--max-new-tokens",
+        type=number(int, 1),
+        default=48,
+        help="tokens of a turn, at most",
+    )
     add("--temperature", type=number(float, 0), default=0.0, help="0 is greedy")
-    text = "share of the likeliest tokens"
-    add("--top-p", type=number(float, 0.001, 1), default=1.0, help=text)
-    text = "of sampling and the order of arms"
-    add("--seed", type=number(int, 0, 2**31), default=0, help=text)
+    add(
+        "--top-p",
+        type=number(float, 0.001, 1),
+        default=1.0,
+        help="share of the likeliest tokens",
+    )
+    add(
+        "--seed",
+        type=number(int, 0, 2**31),
+        default=0,
+        help="seed of sampling and of the order of arms",
+    )
     add("--batch-size", type=number(int, 1), default=1, help="prompts answered at once")
 
     group = parser.add_argument_group("what to ask")
-    text = "spread over all files; 0: all"
-    group.add_argument("--num-prompts", type=number(int, 0), default=5, help=text)
+    group.add_argument(
+        "--num-prompts",
+        type=number(int, 0),
+        default=5,
+        help="spread over all files; 0: all",
+    )
     add = group.add_mutually_exclusive_group().add_argument
-    text = "FastChat JSONL (default: all of prompts/)"
-    add("--prompts", nargs="+", metavar="FILE", help=text)
+    add(
+        "--prompts",
+        nargs="+",
+        metavar="FILE",
+        help="FastChat JSONL (default: all of prompts/)",
+    )
     add("--prompt", metavar="TEXT", help="ask this instead of a prompt file")
 
     group = parser.add_argument_group("what else to do")
     add = group.add_mutually_exclusive_group().add_argument
-    text = "time target forwards over 1 to 64 tokens"
-    add("--cost-curve", action="store_true", help=text)
-    text = "try every stop rule on the first arm's chains"
-    add("--sweep", action="store_true", help=text)
-    text = "only write a page that replays a prompt's first answer"
-    add("--replay", metavar="FILE", help=text)
-    text = "only print the tables of these results"
-    add("--table", nargs="+", metavar="FILE", help=text)
+    add(
+        "--cost-curve",
+        action="store_true",
+        help="time target forwards over 1 to 64 tokens",
+    )
+    add(
+        "--sweep",
+        action="store_true",
+        help="try every stop rule on the first arm's chains",
+    )
+    add(
+        "--replay",
+        metavar="FILE",
+        help="only write a page that replays a prompt's first answer",
+    )
+    add(
+        "--table",
+        nargs="+",
+        metavar="FILE",
+        help="only print the tables of these results",
+    )
     add = group.add_argument
     add("--json", metavar="FILE", help="write the result and all answers")
     add("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
@@ -526,25 +585,40 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def check(args: argparse.Namespace) -> None:
     """Raise a UserError if options do not go together; nothing is loaded yet."""
-    idle = not (args.method or args.cost_curve or args.table)
-    other = args.table and (args.method or args.json)
-    paged = args.replay and (args.json or args.plot)
-    no_drafts = (args.sweep or args.replay) and not set(args.method) - set(PEERS)
-    unused = args.top_p < 1 and not args.temperature
+    has_drafts = set(args.method) - set(PEERS)  # transformers shows none of its own
     alone = args.sweep or {"all", *PEERS} & set(args.method)
-    batched = args.batch_size > 1 and alone
     file = args.json or args.replay
-    folder = file and Path(file).resolve().parent
-    nowhere = file and (Path(file).is_dir() or not folder.is_dir())
-    peers = ", ".join(PEERS)
     common.refuse(
-        (idle, "nothing to do: give --method, --cost-curve or --table; see --help"),
-        (other, "--table prints earlier results: leave out --method and --json"),
-        (paged, "with --replay leave out --json and --plot"),
-        (no_drafts, "--sweep and --replay need drafts: give a --method of ours"),
-        (unused, "--top-p needs a --temperature"),
-        (batched, f"--batch-size: leave out --sweep, all, {peers}"),
-        (nowhere, f"cannot write {file}: name a file in a folder that is there"),
+        (
+            not (args.method or args.cost_curve or args.table),
+            "nothing to do: give --method, --cost-curve or --table; see --help",
+        ),
+        (
+            args.table and (args.method or args.json),
+            "--table prints earlier results: leave out --method and --json",
+        ),
+        (
+            args.replay and (args.json or args.plot),
+            "with --replay leave out --json and --plot",
+        ),
+        (
+            (args.sweep or args.replay) and not has_drafts,
+            "--sweep and --replay need drafts: give a --method of ours",
+        ),
+        (
+            args.top_p < 1 and not args.temperature,
+            "--top-p needs a --temperature",
+        ),
+        (
+            args.batch_size > 1 and alone,
+            "--batch-size above 1 does not work with --sweep or the arms all, "
+            "prompt-lookup and assisted: leave them out",
+        ),
+        # What took an hour must not be lost at its end.
+        (
+            file and (Path(file).is_dir() or not Path(file).resolve().parent.is_dir()),
+            f"cannot write {file}: name a file in a folder that is there",
+        ),
     )
     if args.plot:
         pictures.check(args.plot)

@@ -50,7 +50,7 @@ def train(args, module, overrides: dict) -> None:
     """
     check(args)
     if not (args.resume or args.init):  # else what is saved decides as well
-        module.Config(**overrides)
+        module.Config(**overrides)  # a wrong value is told before the target is loaded
     out = Path(args.out)
     accelerator = launch(args)
     target, tokenizer = load_target(args, accelerator)
@@ -66,6 +66,7 @@ def train(args, module, overrides: dict) -> None:
 
     announce(args, run, sequences, held_out)
     features = Features(target, drafter.kv_layers, args.features)
+    # What is measured on is the same each time, so its features are computed once.
     measured = {
         "alpha": features.batches(held_out),
         "eval_alpha": features.batches(answers),
@@ -84,6 +85,8 @@ def train(args, module, overrides: dict) -> None:
                 for part, part_seeds in micro_batches(accelerator, chosen, seeds)
             )
             loss = gradients(accelerator, model, batches)
+            # Clipping returns the norm from before, which is infinite or nan if any of
+            # the gradients is. Such a step is not taken, nor saved.
             norm = float(accelerator.clip_grad_norm_(model.parameters(), args.clip))
             check_finite(args, run, loss, norm)
             optimizer.param_groups[0]["lr"] = args.lr * schedule(progress, args.warmup)
@@ -154,18 +157,19 @@ def gradients(accelerator, model, batches) -> float:
     for batch in batches:
         # In this block, processes exchange gradients after the last micro-batch only.
         with accelerator.accumulate(model):
-            total, weight = model(batch)
-            total.backward()  # accelerator.backward would divide by --accumulate
-        sums += torch.tensor([total.item(), float(weight)])
+            loss, weight = model(batch)
+            loss.backward()  # accelerator.backward would divide by --accumulate
+        sums += torch.tensor([loss.item(), float(weight)])
     # Losses and gradients are summed over all micro-batches of all processes and
     # divided once, by the total weight.
-    total, weight = accelerator.reduce(sums.to(total.device), "sum").tolist()
-    weight = weight or 1.0  # there may be nothing to learn in a step
+    device = next(model.parameters()).device
+    loss_sum, weight_sum = accelerator.reduce(sums.to(device), "sum").tolist()
+    weight_sum = weight_sum or 1.0  # there may be nothing to learn in a step
     for parameter in model.parameters():
         if parameter.grad is not None:
             # DistributedDataParallel has averaged over the processes.
-            parameter.grad *= accelerator.num_processes / weight
-    return total / weight
+            parameter.grad *= accelerator.num_processes / weight_sum
+    return loss_sum / weight_sum
 
 
 def check_finite(args, run, loss: float, norm: float) -> None:
@@ -182,6 +186,8 @@ def schedule(progress: float, warmup: float) -> float:
 
     It rises linearly to 1, stays there, and falls linearly in the last fifth.
     """
+    # Progress is a share of the steps or of the minutes, so the rate falls to 0 at the
+    # end of either.
     rise = (progress + 1e-3) / warmup if warmup else 1.0  # above 0 in the first step
     return min(rise, 1.0, (1 - progress) / 0.2)
 
@@ -206,24 +212,38 @@ def measure(module, drafter, target, measured: dict) -> dict:
 def check(args) -> None:
     """Refuse options that do not go together, before anything is loaded."""
     out = Path(args.out)
-    no_data = not args.data
-    on_answers = ANSWERS in [Path(path).resolve() for path in args.data or []]
-    one_length = bool(args.steps) != bool(args.minutes)
-    both = args.resume and args.init
     begun = (out / "training_state.pt").is_file()
-    missing = args.resume and not begun
-    holds = not args.resume and (out / "config.json").is_file()
-    remedy = "continue with --resume, or"
+    on_answers = ANSWERS in [Path(path).resolve() for path in args.data or []]
+    go_on = "continue with --resume, or"
     if not begun:
-        remedy = f"start from it with --init {out} and"
-    leave = f"{ANSWERS.name} is what eval_alpha is measured on: leave it out of --data"
+        go_on = f"start from it with --init {out} and"
     common.refuse(
-        (no_data, "training needs --data, files of conversations (--make-data N)"),
-        (on_answers, leave),
-        (not one_length, "give --steps or --minutes, one of the two"),
-        (both, "--resume takes the weights in --out: leave out --init"),
-        (missing, f"nothing to resume in {out}: leave out --resume to begin"),
-        (holds, f"{out} already holds a drafter: {remedy} give another --out"),
+        (
+            not args.data,
+            "training needs --data, files of conversations (--make-data N)",
+        ),
+        # Alpha on answers that were learned would look better than it is.
+        (
+            on_answers,
+            f"{ANSWERS.name} is what eval_alpha is measured on: leave it out of --data",
+        ),
+        (
+            bool(args.steps) == bool(args.minutes),
+            "give --steps or --minutes, one of the two",
+        ),
+        (
+            args.resume and args.init,
+            "--resume takes the weights in --out: leave out --init",
+        ),
+        (
+            args.resume and not begun,
+            f"nothing to resume in {out}: leave out --resume to begin",
+        ),
+        # A drafter that took hours is not written over.
+        (
+            not args.resume and (out / "config.json").is_file(),
+            f"{out} already holds a drafter: {go_on} give another --out",
+        ),
         (out.is_file(), f"--out {out} is a file; name a folder for the drafter"),
     )
 
@@ -235,8 +255,10 @@ def launch(args) -> Accelerator:
     accelerator = Accelerator(
         cpu=args.device == "cpu",
         device_placement=False,  # everything goes where the target is
+        # Not fp16, whose gradients need scaling; bf16 has the range of float32.
         mixed_precision="bf16" if args.bf16 else "no",
         gradient_accumulation_plugin=plugin,
+        # Else a process would wait for gradients of weights that a step has not used.
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
     count = accelerator.num_processes
@@ -250,6 +272,7 @@ def launch(args) -> Accelerator:
 
 def load_target(args, accelerator) -> tuple:
     """The target, frozen, and its tokenizer, on this process's device."""
+    # Of several processes, each has a GPU of its own, which accelerate has chosen.
     device = accelerator.device if accelerator.num_processes > 1 else args.device
     dtype = getattr(torch, args.dtype)
     target, tokenizer = common.load_target(args.target, dtype=dtype, device=str(device))
@@ -263,20 +286,25 @@ def read_data(args, target, tokenizer) -> tuple[list, list, list]:
     Each sequence is (token ids (T,), loss mask (T,)).
     """
     config = target.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None) or 2**31
+    context = (
+        getattr(config, "max_position_embeddings", None) or 2**31
+    )  # none: no limit
+    length = min(args.max_length, context)
     sequences = []
     for path in args.data:
-        length = min(args.max_length, context)
         sequences += data.read_conversations(path, tokenizer, length, target)
     sequences = data.join_turns(sequences)
-    # The last conversations are held out, at most half of them all.
+    # The last conversations are held out, at most half of them all. This comes after
+    # join_turns, so no held-out text begins with a first turn that is learned.
     border = len(sequences) - min(args.held_out, len(sequences) // 2)
-    path = args.eval
-    if path is None and args.target is None and ANSWERS.is_file():
-        path = str(ANSWERS)
+
+    measured_on = args.eval
+    # The default answers are the default target's, and say nothing about another.
+    if measured_on is None and args.target is None and ANSWERS.is_file():
+        measured_on = str(ANSWERS)
     answers = []
-    if path:
-        answers = data.read_conversations(path, tokenizer, context, target)
+    if measured_on:
+        answers = data.read_conversations(measured_on, tokenizer, context, target)
     return sequences[:border], sequences[border:], answers
 
 
@@ -285,7 +313,7 @@ def start(args, module, overrides: dict, target, sequences: list, state: dict | 
 
     state: of `checkpoints.read`, to go on from; None in a new run.
     """
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # of the weights; data and noise have seeds by step
     if state:
         drafter = module.Drafter(module.Config(**state["config"] | overrides))
         drafter.load_state_dict(state["model"])
@@ -294,6 +322,7 @@ def start(args, module, overrides: dict, target, sequences: list, state: dict | 
     # Weights are trained in float32, whatever the target's dtype is.
     drafter = drafter.to(target.device).float().train()
     optimizer = torch.optim.AdamW(
+        # SpecDec++ freezes its head while its layers are trained, and its layers after.
         [weight for weight in drafter.parameters() if weight.requires_grad],
         lr=args.lr,
         betas=(0.9, 0.95),
@@ -309,6 +338,7 @@ def new_drafter(args, module, overrides: dict, target, sequences: list):
 
     Raises UserError if those have other shapes.
     """
+    # The draft vocabulary is made of the tokens that are learned most often.
     learned = torch.cat([ids[mask] for ids, mask in sequences])
     vocab = common.target_shape(target)["vocab_size"]
     counts = torch.bincount(learned, minlength=vocab)
@@ -317,6 +347,8 @@ def new_drafter(args, module, overrides: dict, target, sequences: list):
 
     given = common.load_drafter(module.Drafter, args.init, target)
     config = dataclasses.replace(given.config, **overrides)
+    # A drafter of the new settings, which may have parts that the given one lacks, such
+    # as SpecDec++'s head: those begin as `build` makes them.
     drafter = module.build(config, target, counts)
     try:
         missing, surplus = drafter.load_state_dict(given.state_dict(), strict=False)
@@ -382,21 +414,27 @@ def main(argv: list[str] | None = None) -> None:
     args, module = parse(sys.argv[1:] if argv is None else argv)
     if args.bf16 is None:
         args.bf16 = args.device.startswith("cuda")
-    tasks = "--method NAME with --data and --out, --make-data N with --out, or --plot"
-    asked = args.plot or args.make_data or args.method
-    several = sum(map(bool, (args.plot, args.make_data, args.method))) > 1
+    tasks = sum(map(bool, (args.plot, args.make_data, args.method)))
     made = args.requests or args.second_turns or args.greedy != 0.5
-    alone = args.plot and len(args.plot) < 2
-    nowhere = not args.plot and not args.out
     common.refuse(
-        (not asked, f"nothing to do: give {tasks}"),
-        (several, "--method, --make-data and --plot: give one of them"),
+        (
+            tasks == 0,
+            "nothing to do: give --method NAME with --data and --out, --make-data N "
+            "with --out, or --plot",
+        ),
+        (tasks > 1, "--method, --make-data and --plot: give one of them"),
         (
             made and not args.make_data,
             "--requests, --second-turns and --greedy go with --make-data",
         ),
-        (alone, "--plot: name the curves to draw after the folder"),
-        (nowhere, "give --out, a folder for the drafter or a file for data"),
+        (
+            args.plot and len(args.plot) < 2,
+            "--plot: name the curves to draw after the folder",
+        ),
+        (
+            not args.plot and not args.out,
+            "give --out, a folder for the drafter or a file for data",
+        ),
     )
     if args.plot:
         folder, *curves = args.plot
@@ -428,14 +466,12 @@ def make_data(args) -> None:
 def parse(argv: list[str]):
     """The options, with those of `--method`, and its module or None."""
     parser = options()
-    named = cli.method_named(argv)
-    if not named or named[0] not in cli.present():
-        return parser.parse_args(argv), None
-    module = cli.import_method(named[0])
-    if not hasattr(module, "Drafter"):
-        ours = ", ".join(cli.trainable())
-        raise common.UserError(f"{named[0]} has nothing to train: take {ours}")
-    cli.add_config_options(parser, module.Config)
+    # A method's options are known only once its name is, so the name is read first.
+    name = cli.method_named(argv)
+    module = None
+    if name in cli.trainable():  # else argparse refuses it below
+        module = cli.import_method(name)
+        cli.add_config_options(parser, module.Config)
     return parser.parse_args(argv), module
 
 
@@ -447,39 +483,65 @@ def options() -> cli.OneLineParser:
     gpu = torch.cuda.is_available()
 
     add = parser.add_argument_group("what to do").add_argument
-    add("--method", choices=cli.present(), help="whose drafter to train")
+    add("--method", choices=cli.trainable(), help="whose drafter to train")
     add(
         "--make-data", type=count, metavar="N", help="write answers until --out holds N"
     )
-    text = "draw curves: a folder to draw in, then files"
-    add("--plot", nargs="+", metavar="PATH", help=text)
+    add(
+        "--plot",
+        nargs="+",
+        metavar="PATH",
+        help="draw curves: a folder to draw in, then files",
+    )
     add("--out", help="checkpoint folder, or the file that --make-data appends to")
     add("--target", type=cli.target, help=cli.TARGET_HELP)
     dtypes = ("float32", "bfloat16")
     add("--dtype", default="float32", choices=dtypes, help="of the target")
-    add("--device", default="cuda" if gpu else "cpu", help="of torch")
-    text = "of all random choices"
-    add("--seed", type=cli.number(int, 0, 2**31), default=0, help=text)
+    add("--device", default="cuda" if gpu else "cpu", help="torch device to run on")
+    add(
+        "--seed",
+        type=cli.number(int, 0, 2**31),
+        default=0,
+        help="seed of all random choices",
+    )
 
     add = parser.add_argument_group("training").add_argument
     add("--data", nargs="+", metavar="FILE", help="conversations, .jsonl or .jsonl.gz")
     add("--eval", metavar="FILE", help="conversations to measure eval_alpha on")
     add("--steps", type=count, help="optimizer steps")
-    text = "train this long instead, in all sittings"
-    add("--minutes", type=cli.number(float, 1e-3), help=text)
+    add(
+        "--minutes",
+        type=cli.number(float, 1e-3),
+        help="train this long instead, in all sittings",
+    )
     add("--resume", action="store_true", help="continue the run in --out")
     add("--init", metavar="DIR", help="start from this drafter")
-    text = "keep the target's features here (2 kB a token for the default target)"
-    add("--features", metavar="DIR", help=text)
+    add(
+        "--features",
+        metavar="DIR",
+        help="keep the target's features here (2 kB a token for the default target)",
+    )
     add("--batch-size", type=count, default=4, help="conversations a step, in all")
-    text = "micro-batches to split a batch into"
-    add("--accumulate", type=count, default=1, help=text)
+    add(
+        "--accumulate",
+        type=count,
+        default=1,
+        help="micro-batches to split a batch into",
+    )
     add("--lr", type=cli.number(float, 0), default=2e-3, help="peak learning rate")
     add("--warmup", type=share, default=0.02, help="share of the run that warms up")
-    text = "largest gradient norm"
-    add("--clip", type=cli.number(float, 1e-6), default=1.0, help=text)
-    text = "tokens kept of a conversation"
-    add("--max-length", type=cli.number(int, 2), default=512, help=text)
+    add(
+        "--clip",
+        type=cli.number(float, 1e-6),
+        default=1.0,
+        help="largest gradient norm",
+    )
+    add(
+        "--max-length",
+        type=cli.number(int, 2),
+        default=512,
+        help="tokens kept of a conversation",
+    )
     either = argparse.BooleanOptionalAction
     add("--bf16", action=either, help="autocast to bfloat16 (default: on a GPU)")
     add(
@@ -493,10 +555,18 @@ def options() -> cli.OneLineParser:
 
     add = parser.add_argument_group("--make-data").add_argument
     add("--requests", metavar="FILE", help="prompts to ask first, as those of bench.py")
-    text = "share of conversations with a second turn"
-    add("--second-turns", type=share, default=0.0, help=text)
-    text = "share answered greedily, the rest at T = 0.8"
-    add("--greedy", type=share, default=0.5, help=text)
+    add(
+        "--second-turns",
+        type=share,
+        default=0.0,
+        help="share of conversations with a second turn",
+    )
+    add(
+        "--greedy",
+        type=share,
+        default=0.5,
+        help="share answered greedily, the rest at T = 0.8",
+    )
     return parser
 
 

@@ -664,7 +664,7 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
         ("--method glide --prompt x", "--prompt: not allowed with argument --prompts"),
         (
             "--method prompt-lookup --batch-size 2",
-            "leave out --sweep, all, prompt-lookup",
+            "--batch-size above 1 does not work with --sweep or the arms all",
         ),
         ("--method glide --top-p 0.5", "--top-p needs a --temperature"),
         ("--method glide@glide --batch-size 4", "2 prompts fill no batch"),

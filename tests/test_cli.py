@@ -48,7 +48,7 @@ def test_mistakes_are_one_line_and_bugs_are_tracebacks(capsys):
 
 MISTAKES = [
     ("--method nonsense", "argument --method: invalid choice: 'nonsense'"),
-    ("--method cape", "cape has nothing to train"),
+    ("--method cape", "argument --method: invalid choice: 'cape'"),
     ("--nonsense", "unrecognized arguments: --nonsense; see --help"),
     ("--device nonsense", "cannot use device 'nonsense' ("),
     ("--steps 0", "argument --steps: must be at least 1; see --help"),

@@ -290,10 +290,10 @@ all processes take the same micro-batches
 - parts[accelerator.process_index :: processes]
 + parts[::processes]
 the gradient is divided by the number of micro-batches
-- total.backward()  #
-+ accelerator.backward(total)  #
+- loss.backward()  #
++ accelerator.backward(loss)  #
 a process divides by the weight of its own micro-batches
-- accelerator.reduce(sums.to(total.device), "sum").tolist()
+- accelerator.reduce(sums.to(device), "sum").tolist()
 + sums.tolist()
 the average over the processes stays
 - accelerator.num_processes / weight
