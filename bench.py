@@ -108,7 +108,7 @@ def prompts_of(args) -> list[dict]:
 
 def warn_if_busy() -> None:
     """Say so if other programs disturb the measurement."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0  # not on Windows
     if load > os.cpu_count():
         print(
             f"bench.py: other programs are using this machine (load {load:.1f}), so "
@@ -139,7 +139,8 @@ def load(args) -> tuple:
 def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
     """Let the arms and plain decoding answer; returns their part of the result."""
     size = args.batch_size
-    starts = range(0, len(prompts) - size + 1, size)  # what fills no batch is left out
+    # Prompts that fill no batch are left out: a smaller batch has another speed.
+    starts = range(0, len(prompts) - size + 1, size)
     groups = [prompts[start : start + size] for start in starts]
     if not groups:
         raise UserError(f"{len(prompts)} prompts fill no batch: lower --batch-size")
@@ -181,8 +182,13 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
     if nothing was answered.
     """
     device = arms[0].target.device
-    opening = [encode(tokenizer, each["turns"][:1], device) for each in groups[0]]
-    for arm in arms:  # a warm-up
+    # A warm-up: first calls load kernels and fill caches. It asks what is shortest,
+    # because a prompt that is too long would end the run here.
+    easiest = min(
+        groups, key=lambda group: max(len(each["turns"][0]) for each in group)
+    )
+    opening = [encode(tokenizer, each["turns"][:1], device) for each in easiest]
+    for arm in arms:
         play(arm, opening, options | {"max_new_tokens": replay.WARM_UP_TOKENS})
 
     asked = []
@@ -194,6 +200,8 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
         for number, group in enumerate(groups):
             turns = turns_of(group, arms, tokenizer, options, shuffle, bar)
             try:
+                # A turn counts once all arms have answered it, so that the figures of
+                # all are of the same turns, also after an interruption.
                 for turn, new in turns:
                     asked += turn
                     for name, each in new.items():
@@ -268,6 +276,8 @@ def play(arm: Arm, asked: list[dict], options: dict) -> list[Answer]:
         answers = [timed_answer(arm, asked[0], options)]
     else:
         answers = batched_answers(arm, asked, options)
+    # What is left of the time goes to transformers' set-up and our own bookkeeping. All
+    # of it counts, as it does for who waits for the answer.
     share = (clock(arm.target) - start) / len(asked)
     for answer in answers:
         answer.seconds["other"] = share - answer.seconds.total()
@@ -281,6 +291,7 @@ def timed_answer(arm: Arm, inputs: dict, options: dict) -> Answer:
     phase = "prefill"  # up to the first draft, for which the drafter reads the prompt
     begin = clock(target)
     decoding = common.start(target, **inputs, **options)
+    # `for` asks the generator for a draft, which is where the drafter works.
     for draft in arm.drafts(decoding):
         drafted = clock(target)
         path = decoding.verify(draft)
@@ -310,6 +321,7 @@ def batched_answers(arm: Arm, asked: list[dict], options: dict) -> list[Answer]:
 
 def transformers_answer(arm: Arm, inputs: dict, options: dict) -> Answer:
     """Decode with a loop of transformers, and count what the target reads."""
+    # transformers does not report its forwards, so a hook on the target counts them.
     fed = []  # tokens of each target forward
 
     def note(_module, _args, kwargs):
@@ -357,6 +369,7 @@ def summary(arms, loops, asked: list, answers: dict, greedy: bool) -> dict:
     """
     stock = loops[0]
     found = {name: report.figures(answers[name]) for name in answers}
+    # A speedup over a slower loop than the fastest would be due to that loop.
     baseline = max(loops, key=lambda loop: found[loop.name]["tokens_per_s"])
     for numbers in found.values():
         numbers |= report.speed_ratio("speedup", numbers, found[baseline.name])
@@ -387,6 +400,8 @@ def acceptance_rate(arm: Arm, asked: list[dict], answers: list[Answer]) -> float
     total = 0.0
     count = 0
     pairs = list(zip(asked, answers))
+    # All drafters are judged on the same text, token by token of the baseline's answer,
+    # whatever an arm would have drafted there.
     for number, (inputs, answer) in enumerate(pairs[:ALPHA_ANSWERS]):
         prompt = inputs["input_ids"]
         ids = torch.cat([prompt, prompt.new_tensor([answer.tokens])], dim=1)  # (1, T)
@@ -417,6 +432,8 @@ def divergence(target, asked: list, answers: list[Answer], reference: list[Answe
         ids = inputs["input_ids"]
         ids = torch.cat([ids, ids.new_tensor([theirs.tokens[:place]])], dim=1)
         best, second = target(ids).logits[0, -1].float().topk(2).values.tolist()
+        # An exact method differs only where two logits are equal but for rounding, so
+        # a large margin would be a bug.
         first = {"question_id": ours.question_id, "position": place}
         first["top2_margin"] = best - second
     return {
@@ -440,6 +457,7 @@ def cost_curve(target) -> dict:
             f"--cost-curve needs a context of {CONTEXT + COUNTS[-1]} tokens, and the "
             f"target's is {context}: take another target"
         )
+    # Any tokens will do, because the time depends on their number alone.
     ids = torch.arange(CONTEXT + COUNTS[-1], device=target.device)[None]
     ids = ids % config.vocab_size
     cache = common.GrowingCache(config.num_hidden_layers)
@@ -454,7 +472,7 @@ def cost_curve(target) -> dict:
             start = clock(target)
             common.score(target, committed, draft, cache)
             times.append(1000 * (clock(target) - start))
-            cache.cut(CONTEXT)
+            cache.cut(CONTEXT)  # each time begins with the same cache
         by_tokens[str(count)] = round(statistics.median(times[1:]), 3)
     return {"context": CONTEXT, "by_tokens": by_tokens}
 
@@ -628,6 +646,7 @@ def generate_options(args: argparse.Namespace) -> dict:
     """Arguments of target.generate."""
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
     if args.temperature:
+        # Without top_k=0, transformers would sample among 50 tokens only.
         options |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
     return options
 

@@ -616,6 +616,24 @@ def test_a_prompt_that_is_too_long_is_left_out_and_the_others_stay(loaded, capsy
     assert result["prompts"] == 1 and result["interrupted"] is True
 
 
+def test_a_first_prompt_that_is_too_long_does_not_end_the_run(loaded, capsys):
+    """The warm-up asks another one."""
+
+    def drafts(decoding):
+        if decoding.ids.shape[1] > 100:
+            raise UserError("too long")
+        return plain_drafts(decoding)
+
+    target, tokenizer = loaded
+    args = bench.parse(command())
+    prompts = [{"question_id": 7, "turns": ["word " * 200]}, *TURNS]
+    options = bench.generate_options(args)
+    arms = [Arm("x", target, drafts)]
+    result = bench.compare(args, target, target, tokenizer, arms, prompts, options)
+    assert result["prompts"] == len(TURNS)
+    assert "prompt 7 is not answered to its end" in capsys.readouterr().err
+
+
 def test_a_small_margin_is_no_tie():
     assert report.rounded([3e-5, 1.23456789, float("nan")]) == [3e-5, 1.23457, None]
 

@@ -42,7 +42,7 @@ def test_tables_are_those_of_the_measured_runs(name):
 def test_every_file_named_is_there(name):
     """Names in backquotes: from the top, from the README's folder, of data, curves."""
     kinds = r"py|json|jsonl|gz|sh|md|svg|html"
-    made_by_a_command = {"config.json", "conversations.jsonl", "page.html", "run.json"}
+    made_by_a_command = {"config.json", "page.html", "run.json"}
     made_by_a_command |= {"AGENTS.md", "mine.py"}  # and by a student
     places = [
         ROOT,

@@ -1,13 +1,11 @@
 """Drafters on the hub, and folders that support/export.py writes for transformers."""
 
-import functools
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -319,8 +317,7 @@ def scope(target_folder):
     drafter = untrained(glide, target)
     decode = common.speculate(glide.drafts, drafter)
     names = {"target": target, "tokenizer": tokenizer, "drafter": drafter}
-    names |= {"decode": decode, "glide": glide, "common": common, "torch": torch}
-    return names | {"functools": functools, "threading": threading}
+    return names | {"decode": decode, "glide": glide, "common": common}
 
 
 def test_there_is_a_snippet_for_each_of_three_programs():
@@ -373,7 +370,6 @@ def test_the_snippet_for_lm_eval(scope):
     huggingface = pytest.importorskip("lm_eval.models.huggingface", reason=reason)
     from lm_eval.api.instance import Instance
 
-    scope["HFLM"] = huggingface.HFLM
     target = scope["target"]
     requests = []
     for number, text in enumerate(["Hi!", "Good-morning"]):
