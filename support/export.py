@@ -25,7 +25,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from transformers import StoppingCriteriaList, StopStringCriteria
 
-from .common import load_drafter, refuse, speculate
+from .common import UserError, load_drafter, speculate
 from .{method} import Drafter, drafts
 
 DRAFTER = {drafter!r}  # None: beside the weights of the target
@@ -52,7 +52,8 @@ def generate(
     given = {{name: value for name, value in given.items() if value is not None}}
     criteria = StoppingCriteriaList(stopping_criteria or [])
     if texts := stop_strings or getattr(generation_config, "stop_strings", None):
-        refuse((tokenizer is None, "stop_strings need tokenizer=..."))
+        if tokenizer is None:
+            raise UserError("stop_strings need tokenizer=...")
         criteria.append(StopStringCriteria(tokenizer, texts))
         given["stop_strings"] = None  # of transformers, which would want the tokenizer
     given |= {{"stopping_criteria": criteria, "generation_config": generation_config}}
@@ -71,13 +72,12 @@ def write(method: str, drafter: str, out: Path, target: str | None) -> None:
         part = Path(folder) / out.name  # becomes `out` when it is whole
         Drafter = cli.import_method(method).Drafter
         if target is None:
-            network, place = common.read_drafter(Drafter, drafter), part
+            network = common.read_drafter(Drafter, drafter)
+            place = part
         else:
             model, tokenizer = common.load_target(cli.target(target), dtype="auto")
-            network, place = (
-                common.load_drafter(Drafter, drafter, model),
-                part / "drafter",
-            )
+            network = common.load_drafter(Drafter, drafter, model)
+            place = part / "drafter"
             model.save_pretrained(part)
             tokenizer.save_pretrained(part)
         network.bfloat16().save_pretrained(place)  # with a card, README.md

@@ -264,7 +264,9 @@ def count(rounds: list[Round], rule, setting) -> tuple[int, int, int]:
     """(N_target, N_discarded, nodes) of an answer whose drafts follow a rule."""
     place = 0
     n_target = 0
-    n_discarded = 0  # passes that brought no token
+    # Of passes, not of nodes: a set costs no pass, and in Eq. 2.2 every pass brings a
+    # token or a discarded one.
+    n_discarded = 0
     nodes = 0
     while place < len(rounds):
         each = rounds[place]
@@ -367,12 +369,12 @@ def forward_times(answers: list) -> tuple[float, float, float | None]:
         `seconds` spent on "draft" and on "verify". The first draft reads the prompt, so
         its time does not count, and neither do its passes.
     """
-    n_draft = torch.tensor([sum(each.offered[1:]) for each in answers]).double()  # (n,)
-    n_target = torch.tensor([each.target_forwards for each in answers]).double()
-    drafting = torch.tensor(
-        [each.seconds.get("draft", 0.0) for each in answers]
-    ).double()
-    verifying = torch.tensor([each.seconds["verify"] for each in answers]).double()
+    rows = []
+    for each in answers:
+        seconds = (each.seconds.get("draft", 0.0), each.seconds["verify"])
+        rows.append((sum(each.offered[1:]), each.target_forwards, *seconds))
+    columns = torch.tensor(rows, dtype=torch.float64).T  # (4, n)
+    n_draft, n_target, drafting, verifying = columns
     t_draft = drafting.sum() / n_draft.sum().clamp(min=1)
     t_target = verifying.sum() / n_target.sum()
     seconds = drafting + verifying  # T
