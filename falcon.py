@@ -2,8 +2,8 @@
 
 Paper: Gao et al., AAAI 2025, arXiv:2412.12639.
 
-An autoregressive drafter needs a pass for every level of its draft, while Falcon's
-drafts k levels in one. It reads a sequence of slots. Slot i is the pair of h_i, the
+An autoregressive drafter needs a pass for every level of its draft. Falcon drafts k
+levels in one pass. It reads a sequence of slots. Slot i is the pair of h_i, the
 target's last hidden state (a "feature"), and the token one step ahead, x_(i+1). Its
 label is h_(i+k), from which the LM head drafts x_(i+k+1). The newest k slots form a
 block: they see each other and all earlier slots. Their predictions and the tokens that
@@ -15,35 +15,38 @@ and the newest token is x_3; h'_i is a prediction of h_i:
     2       (h'_3, x_4)  (h'_4, x_5)     h'_5   h'_6     x_6   x_7
 
 The second slot has to draft x_5 without knowing x_4, because one pass drafts both.
-Coupled sequential glancing distillation (CSGD) gives it x_4, but in training only: it
-feeds the first slot of some blocks its label, here (h_3, x_4) in place of (h_1, x_2).
+Coupled sequential glancing distillation (CSGD) gives that slot x_4, in training only,
+by feeding the first slot of some blocks its own label: (h_3, x_4), not (h_1, x_2).
 
-The paper's names and ours: t_i is x_i, f_i is h_i (`hidden`, as a label `labels`),
-f^draft is `h_draft`, p is `p_target`, p^draft is `q_draft`, omega_dist is
-`distill_weight`. Shapes, beside those of common.py: S slots, M slots that learn, b
-branches, m nodes of a pass, r slots fed, P_own rows in the drafter's cache.
+    in the paper           here
+    t_i, f_i               x_i, h_i (`hidden`, and as a label `labels`)
+    f^draft, p, p^draft    `h_draft`, `p_target`, `q_draft`
+    omega_dist             `distill_weight`
 
-Deviations from the paper:
+Shapes, beside those of common.py: S slots, M slots that learn, b branches, m nodes of a
+pass, r slots fed, P_own rows in the drafter's cache.
+
+What differs from the paper, or is our choice where it says nothing:
     1. A slot predicts k places ahead, as in the example of 3.1. In Eq. 1 it predicts
        one place ahead, but then slot i + 1, which slot i may see, would hold its label.
-    2. The first block has a random length in training. When drafting, blocks are
+    2. What CSGD feeds in place of h_1 (h_1^t in Figure 2) is not spelt out. We take the
+       label, k places ahead, as the authors' code does. Its token is the text's, in the
+       paper the target's. Slots that are fed their label have no loss here.
+    3. The first block has a random length in training. When drafting, blocks are
        counted back from the newest slot (see `first_pass`).
-    3. Hidden states, embeddings and predictions are normalised, and the layers start
-       as the target's top ones. `fusion="linear"` is EAGLE's.
-    4. Only frequent tokens are drafted, and L_dist and the Hamming distance are
-       computed over these. lambda falls at each step, the paper's at each epoch.
-    5. The default tree has 13 nodes in two passes, the paper's 118 in four. When
-       sampling, only its first choices are drawn; in appendix A all nodes are.
+    4. Hidden states, embeddings and predictions are normalised, and the layers start
+       as the target's top ones.
+    5. Only frequent tokens are drafted, and L_dist and the Hamming distance are
+       computed over these. lambda falls at each step, in the paper at each epoch.
+    6. The default tree has 13 nodes in two passes, the paper's tree has 118 in four.
+       When sampling, only its first choices are drawn; in appendix A all nodes are.
 
-Authors' code: as in this file, CSGD reveals the text's tokens; the paper's reveals the
-target's. Unlike in paper and file, revealed slots keep their loss, lambda falls from
-.45 to .10, the label of L_hard is sampled, blocks are counted from the first slot, and
-the LSTM, called without batch_first, remembers nothing in batches of one.
+Authors' code: PAPERS.md says what differs there. Among others, lambda falls from .45 to
+.10, the label of L_hard is sampled, and slots that are fed their label have a loss.
 
-The shipped drafter has linear fusion, omega_dist = 1 and nine nodes in two passes. Its
-last stage was without CSGD, which did not raise alpha here (checkpoints/README.md).
-`--k 1 --no-csgd --fusion linear --num-layers 1` makes a drafter like that of EAGLE, the
-paper's main rival.
+The shipped drafter has linear fusion, omega_dist = 1 and nine nodes; CSGD did not raise
+alpha here (checkpoints/README.md). With k = 1, one layer and linear fusion this file
+makes a drafter like that of EAGLE, the paper's main rival (`eagle` in train.sh there).
 
 Licence: Apache-2.0.
 """
@@ -118,9 +121,9 @@ class Drafter(
 
         hidden: (n, t, D), of n sequences or branches.
         token_ids: (n, t), each one step ahead of its hidden state.
-        state: what the LSTM made of the slots before these, a pair of (2, n, D) for its
-            two layers; None before the first slot.
-        Returns fused slots (n, t, D), and the new state, which is () of a linear layer.
+        state: what the LSTM made of the slots before these, two (2, n, D); None before
+            the first slot. A linear layer ignores it, and its new state is ().
+        Returns fused slots (n, t, D), and the new state.
         """
         embeds = target.get_input_embeddings()(token_ids)
         embeds = self.embed_norm(embeds.to(hidden.dtype))
@@ -128,8 +131,7 @@ class Drafter(
         if self.config.fusion == "linear":
             return self.fusion(pairs), ()
         # The LSTM reads the slots in order, so a slot sees the later slots of its block
-        # only in `attend`.
-        # It is slow in bfloat16, so autocast leaves it out.
+        # only in `attend`. It is slow in bfloat16, so autocast leaves it out.
         with torch.autocast(pairs.device.type, enabled=False):
             return self.fusion(pairs, state)
 
@@ -239,36 +241,36 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
 
 
 def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
-    """Choose the slots to reveal (3.2): N = rate * d, rounded, in each sequence.
+    """Choose the slots to reveal (3.2): N = lambda d, rounded, in each sequence.
 
-    The paper reveals slots "preceding those to be predicted", in runs (Choice 1 to 3 of
-    Figure 2). So only complete blocks whose slots all learn are used. A run starts such
-    a block and leaves out at least its last slot, which learns from the labels before
-    it. Which blocks, and how long the runs are, the paper does not say; both are random
-    here, as in the authors' code. For example, k = 3, phase 1, N = 3, and slots 8 to 10
-    do not learn. Block 5 6 7 comes first and has a run of two, then block 2 3 4, whose
-    run of two is cut short at N:
+    For example, k = 3, phase 1, N = 3, and slots 8 to 10 do not learn:
 
-        blocks       0 1 | 2 3 4 | 5 6 7 | 8 9 10
-        revealed     . .   x . .   x x .   . . .
+        blocks                       0 1 | 2 3 4 | 5 6 7 | 8 9 10
+        first, a run of two          . .   . . .   x x .   . . .
+        then, cut short at N         . .   x . .   x x .   . . .
 
     wrong: (B, S) bool, True where a slot learns and its likeliest token is not the
-        target's. Their number is d, the Hamming distance.
+        target's. Their number in a sequence is d, the Hamming distance.
     learns: (B, S) bool. rate: lambda.
     seed: (B,), which gives the phase of `relaxed_mask` and the random numbers.
     Returns (B, S) bool, True where revealed.
     """
+    # The paper reveals slots "preceding those to be predicted", in runs (Choice 1 to 3
+    # of Figure 2). So a run starts a complete block whose slots all learn, and leaves
+    # out at least the last one, which learns from the labels before it. Which blocks,
+    # and how long the runs are, the paper does not say. Both are random here, as in the
+    # authors' code.
     revealed = torch.zeros_like(learns, device="cpu")
+    learning = learns.cpu()
     for sequence, own_seed in enumerate(seed.tolist()):
-        learning = learns[sequence].tolist()
-        starts = range(-own_seed % k, len(learning) - k + 1, k)  # of complete blocks
-        blocks = [range(start, start + k) for start in starts]
-        blocks = [block for block in blocks if all(learning[slot] for slot in block)]
+        phase = own_seed % k  # as in `training_slots`
+        starts = range(-phase % k, learning.shape[1] - k + 1, k)  # of complete blocks
+        starts = [n for n in starts if learning[sequence, n : n + k].all()]
         numbers = common.generator(own_seed)
         order = []  # all slots of all runs, of which the first N are revealed
-        for n in torch.randperm(len(blocks), generator=numbers).tolist():
-            run = torch.randint(1, k, (), generator=numbers)  # 1 to k - 1
-            order += blocks[n][:run]
+        for n in torch.randperm(len(starts), generator=numbers).tolist():
+            run = int(torch.randint(1, k, (), generator=numbers))  # 1 to k - 1
+            order += range(starts[n], starts[n] + run)
         count = round(rate * int(wrong[sequence].sum()))  # N
         revealed[sequence, order[:count]] = True
     return revealed.to(learns.device)
@@ -278,20 +280,19 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 def reveal(drafter: Drafter, target, slots: Slots, batch) -> Slots:
     """CSGD (3.2, Figure 2): feed some slots their labels, in proportion to the errors.
 
-    k = 2, and the first slot of a block is revealed. The second one, whose label is
-    (h_3, x_4), can now read x_3:
+    In the header's example the first slot is revealed. The second one can now read x_4:
 
-        before     h_0 x_1   h_1 x_2        after    h_2 x_3   h_1 x_2
-        label      h_2 x_3   h_3 x_4                 -         h_3 x_4
+        before     (h_1, x_2)  (h_2, x_3)      after    (h_3, x_4)  (h_2, x_3)
+        label      (h_3, x_4)  (h_4, x_5)               -           (h_4, x_5)
     """
-    # When drafting, the second slot never sees x_3, which is drafted together with x_4.
-    # What may help there is only that the layers have learned to connect the slots of a
-    # block. What the revealed slot held is gone, for later blocks as well.
+    # When drafting, the second slot never sees x_4. CSGD can only teach the layers to
+    # connect the slots of a block. The revealed slot's own input is lost to all later
+    # slots.
     _, logits, labels = predict(drafter, target, slots)  # a forward without noise
     truth = common.target_logits(target, labels, drafter.vocab_ids)
     wrong = torch.zeros_like(slots.learns)
     wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
-    rate = 0.4 * (1 - batch.progress)  # lambda; the paper lowers it by epochs
+    rate = 0.4 * (1 - batch.progress)  # lambda
     revealed = glance(wrong, slots.learns, rate, drafter.config.k, batch.seed)
     return slots._replace(
         hidden=torch.where(revealed[..., None], slots.labels, slots.hidden),
@@ -321,25 +322,23 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
         slots = reveal(drafter, target, slots, batch)
     slots = slots._replace(hidden=noisy(slots.hidden, config.noise, batch.seed))
     h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1
-    # L_reg, a mean over D (Eq. 2)
-    l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum") / labels.shape[-1]
-    # p and p^draft (Eq. 6, 7) over the draft vocabulary, as logarithms (M, Vd)
+    l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum")  # Eq. 2, with a mean
+    l_reg = l_reg / labels.shape[-1]  # over D
+    # Logarithms of p_target and q_draft over the draft vocabulary (M, Vd)
     truth = common.target_logits(target, labels, drafter.vocab_ids)
-    log_p_target = truth.log_softmax(-1)
-    log_q_draft = logits.log_softmax(-1)
-    # L_soft, L_hard (Eq. 3, 4), L_dist with alpha = 0.9 (Eq. 5), L (Eq. 8)
-    l_soft = F.kl_div(log_q_draft, log_p_target, log_target=True, reduction="sum")
-    l_hard = F.nll_loss(log_q_draft, log_p_target.argmax(-1), reduction="sum")
-    l_dist = 0.9 * l_soft + 0.1 * l_hard
-    return l_reg + config.distill_weight * l_dist, slots.learns.sum()
+    log_p = truth.log_softmax(-1)  # Eq. 6
+    log_q = logits.log_softmax(-1)  # Eq. 7
+    l_soft = F.kl_div(log_q, log_p, log_target=True, reduction="sum")  # Eq. 3
+    l_hard = F.nll_loss(log_q, log_p.argmax(-1), reduction="sum")  # Eq. 4
+    l_dist = 0.9 * l_soft + 0.1 * l_hard  # Eq. 5
+    return l_reg + config.distill_weight * l_dist, slots.learns.sum()  # Eq. 8
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft), summed over the M slots that learn, and M.
 
     This is the probability that a token drawn at temperature 1 is accepted. The paper's
-    alpha (4.2) is another quantity: the share of draft tokens in the text, which is
-    tau / (1 + tau) with its tau.
+    alpha (4.2) is another quantity: the share of draft tokens in the text.
     """
     slots = training_slots(drafter, batch)
     _, logits, labels = predict(drafter, target, slots)
@@ -372,7 +371,8 @@ def paper_tree() -> list[list[int]]:
     """The paper's tree of 118 nodes, eight levels and m = 20 children of the root."""
     # Appendix A does not list its nodes. They are those of kmask2_8layer_tree_3 in the
     # authors' code, with ranks 0 to 7 below [0, 1] (PAPERS.md).
-    children = {(): 20, (0,): 11, (1,): 4, (2,): 4, (0, 0): 7, (0, 1): 8}  # m of a path
+    # {path: how many children it has}
+    children = {(): 20, (0,): 11, (1,): 4, (2,): 4, (0, 0): 7, (0, 1): 8}
     children |= {(0,) * 3: 10, (0,) * 4: 10, (0,) * 5: 4, (0,) * 6: 4, (0,) * 7: 3}
     tree = {(*path, rank) for path, m in children.items() for rank in range(m)}
     # Six branches go on with the likeliest token of each level, down to the eighth.
@@ -387,23 +387,24 @@ def checked_tree(tree, vocab: float) -> list[list[int]]:
     Ranks may have gaps. When sampling, the siblings of a drawn node do not keep to
     their ranks: each takes the likeliest token that is left.
 
-    vocab: number of tokens that can be drafted.
+    vocab: number of tokens that can be drafted; inf if it is not known yet.
     Raises UserError if the paths form no tree, or if a rank is not below `vocab`.
     """
     try:
-        paths = sorted({tuple(path) for path in tree})
+        known = {tuple(path) for path in tree}
+        paths = sorted(known, key=lambda path: (len(path), path))
     except TypeError:
         remedy = "give a list of paths, as [[0], [0, 1]]"
         raise common.UserError(f"tree {tree!r}: {remedy}") from None
     for path in paths:
         name = f"tree path {list(path)}"
-        good = all(isinstance(rank, int) and 0 <= rank < vocab for rank in path)
-        if not path or not good:
-            remedy = f"give a list of ranks from 0 on, below {vocab}"
-            raise common.UserError(f"{name}: {remedy}")
-        if path[:-1] not in [(), *paths]:
+        # An int, and not True, which Python counts as 1.
+        if not path or not all(type(r) is int and 0 <= r < vocab for r in path):
+            limit = f", below {vocab}" if vocab < math.inf else ""
+            raise common.UserError(f"{name}: give a list of ranks from 0 on{limit}")
+        if path[:-1] not in known | {()}:
             raise common.UserError(f"{name}: add its parent {list(path[:-1])}")
-    return [list(path) for path in sorted(paths, key=len)]
+    return [list(path) for path in paths]
 
 
 VARIANTS = {
@@ -458,28 +459,26 @@ def make_plan(config: Config, device) -> Plan:
     k = config.k
     paths = [tuple(path) for path in config.tree]
     node_of = {path: node for node, path in enumerate(paths)}
-    passes = []
-    tips = [()]  # the first pass continues the committed tokens
+    passes, before = [], []
     for depth in range(0, max(map(len, paths), default=0), k):  # of the tips
-        origins, reads = [], []
-        if depth > 0:
-            before = tips
-            tips = sorted({path[:depth] for path in paths if len(path) > depth})
-            # A branch continues that of the tip k levels higher.
-            origins = [before.index(tip[:-k]) for tip in tips]
-            ends = range(depth - k + 1, depth + 1)
-            reads = [[node_of[tip[:end]] for end in ends] for tip in tips]
+        # The root is the tip of pass 1, which continues no branch and reads no node.
+        tips = sorted({path[:depth] for path in paths if len(path) > depth})
+        ends = range(depth - k + 1, depth + 1)
         drafted = [path for path in paths if depth < len(path) <= depth + k]
-        branch = [tips.index(path[:depth]) for path in drafted]
-        slot = [len(path) - depth - 1 for path in drafted]
-        rank = [path[-1] for path in drafted]
-        columns = (origins, reads, branch, slot, rank)
+        columns = (
+            [before.index(tip[:-k]) for tip in tips if tip],
+            [[node_of[tip[:end]] for end in ends] for tip in tips if tip],
+            [tips.index(path[:depth]) for path in drafted],
+            [len(path) - depth - 1 for path in drafted],
+            [path[-1] for path in drafted],
+        )
         columns = (torch.tensor(x, dtype=torch.long, device=device) for x in columns)
         passes.append(PassPlan(*columns))
-    parents = [node_of.get(path[:-1], -1) for path in paths]
+        before = tips
     above = [[node_of[path[:end]] for end in range(1, len(path))] for path in paths]
-    # At temperature 1, drawing the first choices raises the shipped drafter's tau by 9%
-    # (4 to 14%, 16 prompts), and drawing all nodes raises it by as much.
+    parents = [nodes[-1] if nodes else -1 for nodes in above]
+    # Drawing the first choices raises the shipped drafter's tau by some 9% at
+    # temperature 1, and drawing all nodes by as much (results/README.md).
     sampled = {
         "first": {node_of[path] for path in paths if not any(path)},  # all ranks are 0
         "all": set(node_of.values()),
@@ -527,36 +526,30 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     token_ids = decoding.ids[:, -hidden.shape[1] :]  # one step ahead
     new, memory.state = drafter.fuse(target, hidden, token_ids, memory.state)
 
-    # Only a full block predicts k tokens, so blocks are counted back from the newest
-    # slot, and their borders move with it. For example, k = 3, and slots 5 and 6 are
-    # new:
+    # Blocks are counted back from the newest slot, so that the last one is full, and
+    # their borders move each round. For example, k = 3, and slots 5 and 6 are new:
     #
     #     blocks before     0 1 | 2 3 4
     #     blocks now        0 | 1 2 3 | 4 5 6
     #     attend now                3   4 5 6
     #
-    # The newest block may contain up to k - 1 old slots, here slot 4. They attend
-    # again, because they now see new ones. For simplicity the last k - 1 old slots
-    # always do, here 3 and 4. They are kept fused: to fuse them anew would take an
-    # older state of the LSTM.
+    # Up to k - 1 old slots, here slot 4, are in a block with new ones and attend again.
+    # For simplicity the last k - 1 always do, kept fused because the LSTM cannot go
+    # back.
     fused = torch.cat([memory.fused, new], dim=1)  # (1, r, D)
     length = fused.shape[1]  # r
     memory.fused = fused[:, max(0, length - (k - 1)) :]
     if total < k:
         return None
     # Drop their rows, and those of the last draft, which were computed from predicted
-    # hidden states. Older rows stay, although slot 2 saw slot 4 when its row was made
-    # and would not see it now. With one layer a row depends on its own slot alone. With
-    # two this is an approximation, which cost nothing where it was measured: in 401
-    # rounds of the shipped drafter, 392 drafts were those of slots that all attended
-    # anew, and as many tokens, 519, were accepted.
+    # hidden states. Older rows stay, although their blocks have changed. With one layer
+    # a row depends on its own slot alone; with more this is an approximation.
     memory.cache.cut(total - length)
     slots = torch.arange(total, device=fused.device)
     phase = -total % k  # of `relaxed_mask`, so that the newest block is full
     block = (slots + phase) // k  # (P,)
     # A prompt attends in parts, because one mask for all of it would grow with the
-    # square of its length. A slot sees its whole block, so no part may end within one:
-    # parts are counted back from the newest slot as well.
+    # square of its length. Parts are counted back as well, so none ends within a block.
     borders = sorted(range(length - 256 * k, 0, -256 * k))
     for part in fused.tensor_split(borders, dim=1):  # (1, n, D)
         start = memory.cache.get_seq_length()  # P_own
@@ -603,59 +596,56 @@ def later_pass(drafter, decoding, memory, before: Pass, origins, token_ids) -> P
     hidden = before.h_draft[origins]  # (n, k, D)
     state = tuple(x[:, origins] for x in before.state)  # (2, n, D) each
     fused, state = drafter.fuse(decoding.target, hidden, token_ids, state)
-    # All branches form one sequence, and the mask keeps them apart.
-    sequence = fused.flatten(0, 1)[None]  # (1, n k, D)
     positions = before.positions + k
-    places = positions.repeat(len(origins))[None]  # (1, n k)
     mask = branch_mask(before.mask, origins, k)  # (n, P_own + n k)
-    by_slot = mask.repeat_interleave(k, dim=0)[None, None]
-    x = drafter.attend(decoding.target, sequence, places, by_slot, memory.cache)
+    # All branches form one sequence of n k slots, and the mask keeps them apart.
+    x = drafter.attend(
+        decoding.target,
+        fused.flatten(0, 1)[None],
+        positions.repeat(len(origins))[None],
+        mask.repeat_interleave(k, dim=0)[None, None],
+        memory.cache,
+    )
     return Pass(x[0].unflatten(0, (-1, k)), positions, mask, state)
 
 
-def draw_nodes(drafter, decoding, plan: Plan, logits, tokens, q, probs) -> None:
-    """Draw the nodes of a pass that are to be sampled; keep the others different (A).
+def draw_nodes(drafter, decoding, plan: Plan, logits, tokens, chances, probs) -> None:
+    """Draw the nodes of a pass that are to be sampled (appendix A).
 
     logits: (m, Vd), from which each of the m nodes chooses.
-    tokens, q: (n,) of all nodes so far, the m last; changed in place.
+    tokens, chances: (n,) of all nodes so far, the m last; both are changed in place. A
+        chance is the drafter's probability of the node's token.
     probs: {node: q_draft (V,)} of the drawn nodes so far; the new ones are added.
     """
     for node, choices in enumerate(logits, len(tokens) - len(logits)):
+        parent = plan.parents[node]
+        first = plan.parents.index(parent)  # siblings are neighbours, from here on
+        beside_drawn = any(n in probs for n in range(first, node))
+        # A logits processor may fail on a text that it forbids itself. So a node is
+        # drawn only below drawn nodes, and not after the end of a text.
+        to_draw = node in plan.sampled and (
+            parent == -1 or parent in probs and int(tokens[parent]) not in decoding.ends
+        )
+        if not to_draw and not beside_drawn:
+            continue
         # Siblings are drawn without replacement: a node chooses from the tokens that
         # those before it have left, and its q_draft is the distribution over these. So
         # it depends on the tokens above it and on the siblings before it, and on no
         # other drawn token, as `common.draw` requires.
-        parent = plan.parents[node]
-        first = plan.parents.index(parent)  # siblings are neighbours, from here on
         taken = torch.isin(drafter.vocab_ids, tokens[first:node])  # (Vd,)
         choices = choices.masked_fill(taken, float("-inf"))
-        drafted = tokens.tolist()
-        above = [drafted[n] for n in plan.above[node]]
-        # A logits processor may fail on a text that it forbids itself. So a node is
-        # drawn only below drawn nodes, and not after the end of a text.
-        possible = parent == -1 or (parent in probs and above[-1] not in decoding.ends)
         picked = None
-        if node in plan.sampled and possible:
+        if to_draw:
+            drafted = tokens.tolist()  # a list as index would first be copied to a GPU
+            above = [drafted[n] for n in plan.above[node]]
             picked = common.pick(decoding, choices, drafter.vocab_ids, above)
         if picked is not None:
             tokens[node], probs[node] = picked
-            q[node] = probs[node][tokens[node]]
-        elif any(n in probs for n in range(first, node)):
+            chances[node] = probs[node][tokens[node]]
+        elif beside_drawn:
             # Its likeliest token may be taken, so it holds the likeliest that is left.
             tokens[node] = drafter.vocab_ids[choices.argmax()]
-            q[node] = choices.softmax(-1, dtype=torch.float32).max()
-
-
-def drawn_first(draft: common.Draft, probs: dict) -> common.Draft:
-    """The draft with its drawn nodes, {node: q_draft (V,)}, before all others."""
-    others = [node for node in range(len(draft.tokens)) if node not in probs]
-    # A node still comes after its parent, because the parent of a drawn node is drawn.
-    order = [*probs, *others]
-    parents = [draft.parents[node] for node in order]
-    parents = [order.index(parent) if parent >= 0 else -1 for parent in parents]
-    notes = draft.notes | {"q": [draft.notes["q"][node] for node in order]}
-    tokens = draft.tokens[draft.tokens.new_tensor(order)]
-    return common.Draft(tokens, parents, torch.stack(list(probs.values())), notes)
+            chances[node] = choices.softmax(-1, dtype=torch.float32).max()
 
 
 def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Draft:
@@ -665,33 +655,39 @@ def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Dr
     are k, and for display q: the drafter's probability of each node's token, after the
     logits processors if it was drawn.
     """
-    count = sum(len(above) < decoding.room for above in plan.above)  # sorted by depth
+    # Logits processors must see no text beyond the last token, so the tree, which is
+    # sorted by depth, ends there.
+    count = sum(len(above) < decoding.room for above in plan.above)
     latest = first_pass(drafter, decoding, memory) if count else None
-    if latest is None:
-        return common.chain([], decoding.ids, k=drafter.config.k)
     tokens = decoding.ids.new_zeros(0)
-    q = torch.zeros(0, device=tokens.device)
+    chances = torch.zeros(0, device=tokens.device)
     probs = {}  # {node: q_draft (V,)} of the nodes that are drawn
-    for number, each in enumerate(plan.passes):
+    for number, planned in enumerate(plan.passes if latest else []):
         start = len(tokens)
         if start >= count:
             break
         if number > 0:
-            fed = tokens[each.reads]
-            latest = later_pass(drafter, decoding, memory, latest, each.origins, fed)
+            fed, origins = tokens[planned.reads], planned.origins
+            latest = later_pass(drafter, decoding, memory, latest, origins, fed)
         logits = memory.head(latest.h_draft)  # (b, k, Vd)
         best = logits.softmax(-1, dtype=torch.float32).topk(plan.ranks)
-        nodes = each.branch, each.slot, each.rank
+        nodes = planned.branch, planned.slot, planned.rank
         tokens = torch.cat([tokens, drafter.vocab_ids[best.indices[nodes]]])[:count]
-        q = torch.cat([q, best.values[nodes]])[:count]
+        chances = torch.cat([chances, best.values[nodes]])[:count]
         if decoding.do_sample and plan.sampled:
-            by_node = logits[each.branch, each.slot][: len(tokens) - start]  # (m, Vd)
-            draw_nodes(drafter, decoding, plan, by_node, tokens, q, probs)
+            by_node = logits[planned.branch, planned.slot][: len(tokens) - start]
+            draw_nodes(drafter, decoding, plan, by_node, tokens, chances, probs)
     # Nodes below an end-of-sequence token are kept, although they are never accepted,
     # so that the plan stays the same in every round.
-    notes = {"k": drafter.config.k, "q": q.tolist()}
-    draft = common.Draft(tokens, plan.parents[:count], notes=notes)
-    return drawn_first(draft, probs) if probs else draft
+    # Drawn nodes come first (common.Draft). The sort is stable, and the parent of a
+    # drawn node is drawn, so parents still come before their children.
+    order = sorted(range(len(tokens)), key=lambda node: node not in probs)
+    place = {-1: -1} | {node: n for n, node in enumerate(order)}
+    parents = [place[plan.parents[node]] for node in order]
+    drawn = torch.stack(list(probs.values())) if probs else None
+    index = tokens.new_tensor(order)
+    notes = {"k": drafter.config.k, "q": chances[index].tolist()}
+    return common.Draft(tokens[index], parents, drawn, notes)
 
 
 @torch.no_grad()

@@ -186,7 +186,7 @@ a slot learns the state before its label
 + labels=F.pad(hidden, (0, 0, 0, k))[:, k - 1 : -2]
 as many labels are revealed as there are slots, not misses
 - count = round(rate * int(wrong[sequence].sum()))
-+ count = round(rate * len(learning))
++ count = round(rate * learns.shape[1])
 the tokens of labels are revealed, and not their hidden states
 - hidden=torch.where(revealed[..., None], slots.labels, slots.hidden),
 + hidden=slots.hidden,
@@ -200,8 +200,8 @@ soft and hard losses exchange their weights
 - l_dist = 0.9 * l_soft + 0.1 * l_hard
 + l_dist = 0.1 * l_soft + 0.9 * l_hard
 each branch of a later pass continues the first one
-- origins = [before.index(tip[:-k]) for tip in tips]
-+ origins = [0 for tip in tips]
+- [before.index(tip[:-k]) for tip in tips if tip]
++ [0 for tip in tips if tip]
 each branch is fed the first tokens on its path, not the last ones
 - ends = range(depth - k + 1, depth + 1)
 + ends = range(1, k + 1)
@@ -227,7 +227,7 @@ drawn nodes are told each other's probabilities
 - torch.stack(list(probs.values()))
 + torch.stack(list(probs.values())[::-1])
 nodes below an end of the answer are drawn
-- (parent in probs and above[-1] not in decoding.ends)
+- parent in probs and int(tokens[parent]) not in decoding.ends
 + parent in probs
 the tree goes on beyond the last token that may be written
 - count = sum(len(above) < decoding.room for above in plan.above)
