@@ -29,24 +29,22 @@ pass, r slots fed, P_own rows in the drafter's cache.
 What differs from the paper, or is our choice where it says nothing:
     1. A slot predicts k places ahead, as in the example of 3.1. In Eq. 1 it predicts
        one place ahead, but then slot i + 1, which slot i may see, would hold its label.
-    2. What CSGD feeds in place of h_1 (h_1^t in Figure 2) is not spelt out. We take the
-       label, k places ahead, as the authors' code does. Its token is the text's, in the
-       paper the target's. Slots that are fed their label have no loss here.
+    2. The paper does not say which h_1^t CSGD puts in place of h_1 (Figure 2). We take
+       the label, k places ahead, as the authors' code does, with the token of the text,
+       where the paper says the target's. Slots that are fed it have no loss here.
     3. The first block has a random length in training. When drafting, blocks are
        counted back from the newest slot (see `first_pass`).
-    4. Hidden states, embeddings and predictions are normalised, and the layers start
-       as the target's top ones.
+    4. Inputs and predictions are normalised. Layers start as the target's top ones.
     5. Only frequent tokens are drafted, and L_dist and the Hamming distance are
        computed over these. lambda falls at each step, in the paper at each epoch.
     6. The default tree has 13 nodes in two passes, the paper's tree has 118 in four.
        When sampling, only its first choices are drawn; in appendix A all nodes are.
 
-Authors' code: PAPERS.md says what differs there. Among others, lambda falls from .45 to
-.10, the label of L_hard is sampled, and slots that are fed their label have a loss.
-
-The shipped drafter has linear fusion, omega_dist = 1 and nine nodes; CSGD did not raise
-alpha here (checkpoints/README.md). With k = 1, one layer and linear fusion this file
-makes a drafter like that of EAGLE, the paper's main rival (`eagle` in train.sh there).
+Authors' code: among others, lambda falls from .45 to .10, the label of L_hard is
+sampled, and slots that are fed their label have a loss. PAPERS.md lists what differs.
+The shipped drafter has linear fusion, omega_dist = 1, nine nodes, and a last stage
+without CSGD, which did not raise alpha here (checkpoints/README.md). `eagle` in
+checkpoints/train.sh has k = 1 and stands for EAGLE, the paper's main rival.
 
 Licence: Apache-2.0.
 """
@@ -257,9 +255,8 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     """
     # The paper reveals slots "preceding those to be predicted", in runs (Choice 1 to 3
     # of Figure 2). So a run starts a complete block whose slots all learn, and leaves
-    # out at least the last one, which learns from the labels before it. Which blocks,
-    # and how long the runs are, the paper does not say. Both are random here, as in the
-    # authors' code.
+    # out at least the last one, which learns from the labels before it. Blocks and
+    # lengths, of which the paper says nothing, are random, as in the authors' code.
     revealed = torch.zeros_like(learns, device="cpu")
     learning = learns.cpu()
     for sequence, own_seed in enumerate(seed.tolist()):
@@ -286,8 +283,7 @@ def reveal(drafter: Drafter, target, slots: Slots, batch) -> Slots:
         label      (h_3, x_4)  (h_4, x_5)               -           (h_4, x_5)
     """
     # When drafting, the second slot never sees x_4. CSGD can only teach the layers to
-    # connect the slots of a block. The revealed slot's own input is lost to all later
-    # slots.
+    # connect the slots of a block. What the revealed slot held is lost to later slots.
     _, logits, labels = predict(drafter, target, slots)  # a forward without noise
     truth = common.target_logits(target, labels, drafter.vocab_ids)
     wrong = torch.zeros_like(slots.learns)
@@ -302,10 +298,8 @@ def reveal(drafter: Drafter, target, slots: Slots, batch) -> Slots:
 
 
 def noisy(hidden: Tensor, amplitude: float, seed: Tensor) -> Tensor:
-    """Hidden states (B, S, D) plus U(-amplitude, amplitude) (3.2).
-
-    The noise stands in for the errors of predictions, which later passes are fed.
-    """
+    """Hidden states (B, S, D) plus U(-amplitude, amplitude) (3.2)."""
+    # The noise stands in for the errors of predictions, which later passes are fed.
     noise = []
     for own_seed in seed.tolist():
         numbers = common.generator(own_seed, use=1)  # not the numbers of `glance`
@@ -322,12 +316,11 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
         slots = reveal(drafter, target, slots, batch)
     slots = slots._replace(hidden=noisy(slots.hidden, config.noise, batch.seed))
     h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1
-    l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum")  # Eq. 2, with a mean
-    l_reg = l_reg / labels.shape[-1]  # over D
-    # Logarithms of p_target and q_draft over the draft vocabulary (M, Vd)
-    truth = common.target_logits(target, labels, drafter.vocab_ids)
-    log_p = truth.log_softmax(-1)  # Eq. 6
-    log_q = logits.log_softmax(-1)  # Eq. 7
+    l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum")
+    l_reg = l_reg / labels.shape[-1]  # Eq. 2, a mean over D
+    truth = common.target_logits(target, labels, drafter.vocab_ids)  # (M, Vd)
+    log_p = truth.log_softmax(-1)  # of p_target, Eq. 6
+    log_q = logits.log_softmax(-1)  # of q_draft, Eq. 7
     l_soft = F.kl_div(log_q, log_p, log_target=True, reduction="sum")  # Eq. 3
     l_hard = F.nll_loss(log_q, log_p.argmax(-1), reduction="sum")  # Eq. 4
     l_dist = 0.9 * l_soft + 0.1 * l_hard  # Eq. 5
@@ -371,7 +364,7 @@ def paper_tree() -> list[list[int]]:
     """The paper's tree of 118 nodes, eight levels and m = 20 children of the root."""
     # Appendix A does not list its nodes. They are those of kmask2_8layer_tree_3 in the
     # authors' code, with ranks 0 to 7 below [0, 1] (PAPERS.md).
-    # {path: how many children it has}
+    # The number of children of a path:
     children = {(): 20, (0,): 11, (1,): 4, (2,): 4, (0, 0): 7, (0, 1): 8}
     children |= {(0,) * 3: 10, (0,) * 4: 10, (0,) * 5: 4, (0,) * 6: 4, (0,) * 7: 3}
     tree = {(*path, rank) for path, m in children.items() for rank in range(m)}
@@ -382,10 +375,7 @@ def paper_tree() -> list[list[int]]:
 
 
 def checked_tree(tree, vocab: float) -> list[list[int]]:
-    """The paths without duplicates, sorted by depth.
-
-    Ranks may have gaps. When sampling, the siblings of a drawn node do not keep to
-    their ranks: each takes the likeliest token that is left.
+    """The paths without duplicates, sorted by depth; ranks may have gaps.
 
     vocab: number of tokens that can be drafted; inf if it is not known yet.
     Raises UserError if the paths form no tree, or if a rank is not below `vocab`.
@@ -398,7 +388,7 @@ def checked_tree(tree, vocab: float) -> list[list[int]]:
         raise common.UserError(f"tree {tree!r}: {remedy}") from None
     for path in paths:
         name = f"tree path {list(path)}"
-        # An int, and not True, which Python counts as 1.
+        # True is no rank, but isinstance(True, int).
         if not path or not all(type(r) is int and 0 <= r < vocab for r in path):
             limit = f", below {vocab}" if vocab < math.inf else ""
             raise common.UserError(f"{name}: give a list of ranks from 0 on{limit}")
@@ -534,8 +524,7 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     #     attend now                3   4 5 6
     #
     # Up to k - 1 old slots, here slot 4, are in a block with new ones and attend again.
-    # For simplicity the last k - 1 always do, kept fused because the LSTM cannot go
-    # back.
+    # For simplicity the last k - 1 always do. The LSTM cannot go back: they stay fused.
     fused = torch.cat([memory.fused, new], dim=1)  # (1, r, D)
     length = fused.shape[1]  # r
     memory.fused = fused[:, max(0, length - (k - 1)) :]
@@ -590,9 +579,8 @@ def later_pass(drafter, decoding, memory, before: Pass, origins, token_ids) -> P
     token_ids: (n, k) the drafted tokens, the tip's last.
     """
     k = drafter.config.k
-    # Branches that continue the same one are fed the same predictions, and differ in
-    # their tokens alone. In Figure 1 each branch has predictions of its own; in the
-    # authors' code they are shared, as here.
+    # Branches that continue the same one share its predictions and differ in tokens, as
+    # in the authors' code. In Figure 1 each branch has predictions of its own.
     hidden = before.h_draft[origins]  # (n, k, D)
     state = tuple(x[:, origins] for x in before.state)  # (2, n, D) each
     fused, state = drafter.fuse(decoding.target, hidden, token_ids, state)
@@ -643,7 +631,7 @@ def draw_nodes(drafter, decoding, plan: Plan, logits, tokens, chances, probs) ->
             tokens[node], probs[node] = picked
             chances[node] = probs[node][tokens[node]]
         elif beside_drawn:
-            # Its likeliest token may be taken, so it holds the likeliest that is left.
+            # The token of its rank may be taken. It gets the likeliest that is left.
             tokens[node] = drafter.vocab_ids[choices.argmax()]
             chances[node] = choices.softmax(-1, dtype=torch.float32).max()
 
@@ -655,18 +643,17 @@ def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Dr
     are k, and for display q: the drafter's probability of each node's token, after the
     logits processors if it was drawn.
     """
-    # Logits processors must see no text beyond the last token, so the tree, which is
-    # sorted by depth, ends there.
-    count = sum(len(above) < decoding.room for above in plan.above)
+    # Logits processors must see no text beyond the last token, so the tree ends there.
+    count = sum(len(above) < decoding.room for above in plan.above)  # sorted by depth
     latest = first_pass(drafter, decoding, memory) if count else None
     tokens = decoding.ids.new_zeros(0)
     chances = torch.zeros(0, device=tokens.device)
     probs = {}  # {node: q_draft (V,)} of the nodes that are drawn
-    for number, planned in enumerate(plan.passes if latest else []):
+    for planned in plan.passes if latest else []:
         start = len(tokens)
         if start >= count:
             break
-        if number > 0:
+        if start > 0:
             fed, origins = tokens[planned.reads], planned.origins
             latest = later_pass(drafter, decoding, memory, latest, origins, fed)
         logits = memory.head(latest.h_draft)  # (b, k, Vd)
@@ -677,10 +664,9 @@ def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Dr
         if decoding.do_sample and plan.sampled:
             by_node = logits[planned.branch, planned.slot][: len(tokens) - start]
             draw_nodes(drafter, decoding, plan, by_node, tokens, chances, probs)
-    # Nodes below an end-of-sequence token are kept, although they are never accepted,
-    # so that the plan stays the same in every round.
-    # Drawn nodes come first (common.Draft). The sort is stable, and the parent of a
-    # drawn node is drawn, so parents still come before their children.
+    # Nodes below an end-of-sequence token are never accepted, but they stay, so that all
+    # rounds have one plan. Drawn nodes come first (common.Draft). The sort is stable,
+    # and the parent of a drawn node is drawn, so parents still precede their children.
     order = sorted(range(len(tokens)), key=lambda node: node not in probs)
     place = {-1: -1} | {node: n for n, node in enumerate(order)}
     parents = [place[plan.parents[node]] for node in order]

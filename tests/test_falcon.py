@@ -624,6 +624,14 @@ def test_trees_have_their_counts_at_each_depth():
     assert tree == [[0], [1], [0, 1], [1, 0]], "parents come first, and no path twice"
 
 
+def test_ranks_are_ints_and_an_unknown_vocabulary_is_no_limit():
+    for tree in ([[True]], [[0], [0, -1]], [[]]):
+        with pytest.raises(common.UserError, match="give a list of ranks from 0 on$"):
+            falcon.Config(tree=tree, draft_vocab=0)
+    with pytest.raises(common.UserError, match="from 0 on, below 9$"):
+        falcon.Config(tree=[[9]], draft_vocab=9)
+
+
 def test_a_drafter_starts_as_the_targets_top_layers():
     target = make_llama()
     for place, weight in enumerate(p for p in target.parameters() if p.dim() == 1):
