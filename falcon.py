@@ -664,7 +664,7 @@ def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Dr
         if decoding.do_sample and plan.sampled:
             by_node = logits[planned.branch, planned.slot][: len(tokens) - start]
             draw_nodes(drafter, decoding, plan, by_node, tokens, chances, probs)
-    # Nodes below an end-of-sequence token are never accepted, but they stay, so that all
+    # Nodes below an end-of-sequence token are never accepted. They stay, so that all
     # rounds have one plan. Drawn nodes come first (common.Draft). The sort is stable,
     # and the parent of a drawn node is drawn, so parents still precede their children.
     order = sorted(range(len(tokens)), key=lambda node: node not in probs)
