@@ -41,9 +41,9 @@ What differs from the paper, or is our choice where it says nothing:
        When sampling, only its first choices are drawn; in appendix A all nodes are.
 
 Authors' code: among others, lambda falls from .45 to .10, the label of L_hard is
-sampled, and slots that are fed their label have a loss. PAPERS.md lists what differs.
-The shipped drafter has linear fusion, omega_dist = 1, nine nodes, and a last stage
-without CSGD, which did not raise alpha here (checkpoints/README.md). `eagle` in
+sampled, and slots that are fed their label have a loss (more in PAPERS.md).
+The shipped drafter has linear fusion like EAGLE, omega_dist = 1, nine nodes, and a last
+stage without CSGD, which did not raise alpha here (checkpoints/README.md). `eagle` in
 checkpoints/train.sh has k = 1 and stands for EAGLE, the paper's main rival.
 
 Licence: Apache-2.0.
@@ -456,7 +456,7 @@ def make_plan(config: Config, device) -> Plan:
         ends = range(depth - k + 1, depth + 1)
         drafted = [path for path in paths if depth < len(path) <= depth + k]
         columns = (
-            [before.index(tip[:-k]) for tip in tips if tip],
+            [before.index(tip[:-k]) for tip in tips if tip],  # k levels higher
             [[node_of[tip[:end]] for end in ends] for tip in tips if tip],
             [tips.index(path[:depth]) for path in drafted],
             [len(path) - depth - 1 for path in drafted],
