@@ -7,9 +7,9 @@ one Draft per round, and the Decoding commits what the target accepts of it:
         decoding.verify(draft)
 
 The first part, down to Stats, is what all methods share, and what a reader of any needs
-first: Draft, `score`, `walk`, `draw`, Decoding, `speculate`. Below stand the parts that
-these are made of, then KV caches, what methods use of a target and of a drafter (look
-up `pick`, DraftCache and Batch where a method calls them), and what is refused.
+first: Draft, `score`, `walk`, `draw`, Decoding, `pick`, `speculate`. Below stand the
+parts that these are made of, then KV caches, what methods use of a target and of a
+drafter (look up DraftCache and Batch where a method uses them), and what is refused.
 
 Words:
     target      the large model whose text is wanted; a *forward* is a run of it
@@ -18,7 +18,7 @@ Words:
     root        the newest committed token. The target chose it from its last logits and
                 has not been fed it yet, so each forward feeds it before the draft
     node        a draft token; the nodes form a tree below the root
-    bonus token the token of the target's own that ends a round
+    bonus token the target's own token that ends a round, after a rejection as well
     row         what a KV cache holds of one token: its key and its value
     residual    what is left of the target's distribution after a rejection
     p_target, q_draft     the distributions of target and drafter; when decoding, after
@@ -51,14 +51,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import rotate_half
-
-# Caches, masks and `custom_generate` of transformers change between its versions.
-TESTED = "5.23"
-if not transformers.__version__.startswith(f"{TESTED}."):
-    warnings.warn(
-        f"common.py was tested with transformers {TESTED}, and this is "
-        f"{transformers.__version__}: compare an answer with plain decoding first"
-    )
 
 
 class UserError(ValueError):
@@ -164,9 +156,10 @@ def score(target, ids: Tensor, draft: Draft, cache) -> tuple[Tensor, Tensor]:
 def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
     """Descend from the root while a child holds the token that the target chooses.
 
-    choose: a function of a node (-1 is the root) and the tokens chosen so far, which
-        returns the target's next token after them.
-    ended: a function of the tokens chosen so far; True ends the answer there.
+    choose: called once with the root, which is -1, and once with each accepted node, on
+        the way down; returns the token that the target chooses after it.
+    ended: called without arguments after each choice; True ends the answer with the
+        token chosen.
     Returns the accepted nodes from the root down, and the tokens chosen: theirs and
     then the bonus token, unless an accepted one ended the answer.
     """
@@ -175,11 +168,11 @@ def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
     tokens = []
     node = -1
     while node is not None:
-        tokens.append(choose(node, tokens))
+        tokens.append(choose(node))
         node = child.get((node, tokens[-1]))
         if node is not None:
             path.append(node)
-        if ended(tokens):
+        if ended():
             break
     return path, tokens
 
@@ -297,9 +290,8 @@ class Decoding:
         prefix = self.ids.shape[1] - 1  # P
         drawn = draft.drawn() if self.do_sample else {}
 
-        def choose(node: int, tokens: list[int]) -> int:
-            # self.ids holds `tokens` already: each is added when it is chosen.
-            scores = self.process(logits[node + 1])
+        def choose(node: int) -> int:
+            scores = self.process(logits[node + 1])  # self.ids ends with this node
             if self.do_sample:
                 token = draw(scores.softmax(-1), drawn.get(node, []))
                 token = self.ids.new_tensor(token)
@@ -308,7 +300,7 @@ class Decoding:
             self.ids = torch.cat([self.ids, token.view(1, 1)], dim=1)
             return int(token)
 
-        def ended(tokens: list[int]) -> bool:
+        def ended() -> bool:
             self.done = bool(self.stopping_criteria(self.ids, None).all())
             return self.done
 
@@ -326,19 +318,23 @@ class Decoding:
         return path
 
 
-def start(target, **inputs) -> Decoding:
-    """The Decoding that `target.generate(**inputs)` would use, for a loop of one's own.
+def pick(decoding: Decoding, logits: Tensor, vocab_ids: Tensor, drafted: list[int]):
+    """Choose a draft token; returns it (1,) with its q_draft (V,).
 
-    decoding = common.start(target, **encoded, max_new_tokens=64)
-    for draft in glide.drafts(decoding, drafter):
-        decoding.verify(draft)
+    Returns None if the logits processors allow none of the draft vocabulary.
+
+    logits: (Vd,) of the tokens vocab_ids (Vd,).
+    drafted: the tokens between the committed ones and this one.
     """
-
-    def begin(target, input_ids, **given):
-        return Decoding(target, input_ids, **given)
-
-    inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
-    return target.generate(**inputs, custom_generate=begin)
+    vocab = decoding.target.config.get_text_config().vocab_size
+    whole = logits.new_full((vocab,), float("-inf"), dtype=torch.float32)
+    whole[vocab_ids] = logits.float()
+    scores = decoding.process(whole, drafted)
+    if decoding.logits_processor and not scores.max() > float("-inf"):  # -inf, or NaN
+        return None
+    q_draft = scores.softmax(-1)  # (V,)
+    token = sample(q_draft) if decoding.do_sample else q_draft.argmax(keepdim=True)
+    return token, q_draft
 
 
 def speculate(drafts, *args, streamer=None, each=None, **changes):
@@ -390,6 +386,24 @@ class Stats:
         self.emitted += decoding.hidden.shape[1]
         self.offered.append(max(draft.depths(), default=0))
         self.accepted.append(len(path))
+
+
+def start(target, **inputs) -> Decoding:
+    """The Decoding that `target.generate(**inputs)` would use, for a loop of one's own.
+
+        decoding = common.start(target, input_ids=ids, max_new_tokens=64)
+        for draft in glide.drafts(decoding, drafter):
+            decoding.verify(draft)
+
+    inputs: arguments of `generate`; the prompt is given by name, as `input_ids`.
+    """
+
+    def begin(target, input_ids, **given):
+        return Decoding(target, input_ids, **given)
+
+    # Without a mask, transformers guesses padding where the prompt holds pad_token_id.
+    inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+    return target.generate(**inputs, custom_generate=begin)
 
 
 # ---------------------------------------------- what verifying and drafting are made of
@@ -489,25 +503,6 @@ def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
     return torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
 
 
-def pick(decoding: Decoding, logits: Tensor, vocab_ids: Tensor, drafted: list[int]):
-    """Choose a draft token; returns it (1,) with its q_draft (V,).
-
-    Returns None if the logits processors allow none of the draft vocabulary.
-
-    logits: (Vd,) of the tokens vocab_ids (Vd,).
-    drafted: the tokens between the committed ones and this one.
-    """
-    vocab = decoding.target.config.get_text_config().vocab_size
-    whole = logits.new_full((vocab,), float("-inf"), dtype=torch.float32)
-    whole[vocab_ids] = logits.float()
-    scores = decoding.process(whole, drafted)
-    if decoding.logits_processor and not scores.max() > float("-inf"):  # -inf, or NaN
-        return None
-    q_draft = scores.softmax(-1)  # (V,)
-    token = sample(q_draft) if decoding.do_sample else q_draft.argmax(keepdim=True)
-    return token, q_draft
-
-
 def end_ids(generation_config) -> set[int]:
     """The end-of-sequence ids, of which a config names one, several or none."""
     ends = generation_config.eos_token_id
@@ -515,6 +510,14 @@ def end_ids(generation_config) -> set[int]:
 
 
 # ---------------------------------------------------------------------------- KV caches
+
+# Caches, masks and `custom_generate` of transformers change between its versions.
+TESTED = "5.23"
+if not transformers.__version__.startswith(f"{TESTED}."):
+    warnings.warn(
+        f"common.py was tested with transformers {TESTED}, and this is "
+        f"{transformers.__version__}: compare an answer with plain decoding first"
+    )
 
 
 class GrowingLayer(DynamicLayer):

@@ -41,10 +41,10 @@ greedy: any child is accepted
 + node = next((n for (p, _), n in child.items() if p == node), None)
 processors do not see the path to a node
 - scores = self.process(logits[node + 1])
-+ scores = logits[node + 1] if tokens else self.process(logits[node + 1])
++ scores = logits[node + 1] if node >= 0 else self.process(logits[node + 1])
 a walk goes on after the end of the answer
-- if ended(tokens):
-+ if ended(tokens) and False:
+- if ended():
++ if ended() and False:
 hidden states of rejected nodes
 - hidden = hidden[rows]
 + pass
