@@ -470,14 +470,11 @@ def attention_masks(target, sees: Tensor, positions: Tensor) -> dict[str, Tensor
     masks = {}
     for kind in layer_kinds(config):
         reach = sees
-        # Some layers reach back a number of positions, or to a multiple of one. Rows
-        # of the cache are no measure: siblings are neighbours there, at one position.
+        # Distance is counted in positions, not in cache rows, because siblings share a
+        # position.
         if kind == "sliding_attention":
             reach = sees & (query - key < config.sliding_window)
-        elif kind == "chunked_attention":
-            size = config.attention_chunk_size
-            reach = sees & (query // size == key // size)
-        # Not a boolean mask: eager attention would add that to the scores as well.
+        # Not a boolean mask, because eager attention would add it as 0 and 1.
         mask = torch.zeros(reach.shape, dtype=target.dtype)
         mask.masked_fill_(~reach, torch.finfo(target.dtype).min)
         masks[kind] = mask[None, None].to(target.device)
@@ -655,7 +652,7 @@ def target_shape(target) -> dict:
     config = target.config.get_text_config()
     # Gemma 4's layers differ in the size of their heads. Drafters start from the
     # topmost layer, so its sizes count.
-    top = getattr(config, "per_layer_config", [config])[-1]
+    top = config.per_layer_config[-1]
     heads = top.num_attention_heads
     return {
         "vocab_size": config.vocab_size,
@@ -1013,17 +1010,18 @@ def check_drafter(drafter, Drafter, target) -> None:
     for name, size in target_shape(target).items():
         if made_for.get(name) != size:
             wrong.append(f"{name} {made_for.get(name)} != {size}")
+    if wrong:
+        wrong = ", ".join(wrong)
+        raise UserError(
+            f"the drafter is for another target ({wrong}): train one with train.py"
+        )
     weight = next(drafter.parameters())
     own = f"{weight.dtype} on {weight.device.type}"
     theirs = f"{target.dtype} on {target.device.type}"
-    other = f"the drafter is for another target ({', '.join(wrong)})"
-    refuse(
-        (wrong, f"{other}: train one with train.py"),
-        (
-            own != theirs,
-            f"the drafter is {own}: move it with .to(target.device, target.dtype)",
-        ),
-    )
+    if own != theirs:
+        raise UserError(
+            f"the drafter is {own}: move it with .to(target.device, target.dtype)"
+        )
 
 
 def decode_fields(config) -> list[str]:
@@ -1054,8 +1052,10 @@ def check_states(target) -> None:
     ids = torch.arange(1, 3, device=target.device)[None]
     output = target(ids, output_hidden_states=True, **plain_output(target))
     hidden = last_hidden(target, ids)
-    close = {"atol": 0.05, "rtol": 0.05}  # bfloat16 rounds
-    # OPT-350m projects its last hidden states to another width.
+    rounds = target.dtype in (torch.float16, torch.bfloat16)
+    close = dict.fromkeys(("atol", "rtol"), 0.05 if rounds else 1e-3)
+    # Decoding takes hidden_states[-1], training takes the decoder's output; a drafter
+    # needs them to be the same. OPT-350m projects them to another width.
     same = hidden.shape[-1] == target_shape(target)["hidden_size"]
     same = same and torch.allclose(output.hidden_states[-1], hidden, **close)
     if same:
@@ -1071,58 +1071,71 @@ def check_states(target) -> None:
 def check_target(target) -> None:
     """Raise a UserError if token trees would change the target's output."""
     config = target.config.get_text_config()
+    instead = "take another target, or decode without drafts"
     adapters = getattr(target, "peft_config", {}).values()
     if hasattr(target, "get_base_model"):  # PEFT's wrapper, which `build` may be given
         target = target.get_base_model()
-    # PEFT replaces a method to put learned tokens before a prompt, but nobody calls it
-    # here. And it has aLoRA begin at a place that it counts from the prompt's end.
-    feeds = getattr(target.prepare_inputs_for_generation, "__self__", None)
-    prepared = feeds is not target
-    for adapter in adapters:
-        prepared = prepared or getattr(adapter, "is_prompt_learning", False)
-        prepared = prepared or getattr(adapter, "alora_invocation_tokens", None)
+
+    # Siblings share a position, and the rows of rejected nodes leave the cache.
     parameters = inspect.signature(target.forward).parameters
     missing = ", ".join({"position_ids", "past_key_values"} - parameters.keys())
-    # ALiBi, GPT-Neo and Doge count cache rows; trees count levels.
-    row_counters = ("alibi", "attention_layers", "keep_window_size")
-    counting = ", ".join(name for name in row_counters if getattr(config, name, None))
-    kinds = set(getattr(config, "layer_types", None) or [])
-    others = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+    if missing:
+        raise UserError(
+            f"the target takes no {missing}, as token trees need: {instead}"
+        )
+    # ALiBi, GPT-Neo and Doge measure distance in cache rows, not in positions.
+    for name in ("alibi", "attention_layers", "keep_window_size"):
+        if getattr(config, name, None):
+            raise UserError(f"{name} counts cache rows, not positions: {instead}")
+    # Convolutions and recurrences cannot undo a rejected token, and `attention_masks`
+    # makes no masks for the chunks of Llama 4.
+    for kind in layer_kinds(config):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UserError(f"token trees do not work with {kind} layers: {instead}")
+    # These kernels do not add a mask to the scores.
     kernel = str(config._attn_implementation)
-    no_mask = "flash" in kernel or "flex" in kernel
-    whole = hasattr(target.get_decoder(), "lm_head")  # Llama 4
-    uncached = target.training and target.is_activation_checkpointing
-    offloaded = target.device.type == "meta"
-    # accelerate keeps offloaded weights on meta, and computes with them elsewhere.
+    if "flash" in kernel or "flex" in kernel:
+        raise UserError(
+            f"{kernel} takes no tree mask: load the target with "
+            "attn_implementation='sdpa'"
+        )
+    # Where transformers finds no decoder, as in Llama 4, it returns the whole model.
+    if hasattr(target.get_decoder(), "lm_head"):
+        raise UserError(
+            f"the target's layers cannot be run without its LM head: {instead}"
+        )
+    # Prompts and drafters go to the device of the embedding.
+    if target.device.type == "meta":
+        raise UserError(
+            "the target's embedding is offloaded: load it with a device_map that has "
+            "the embedding on a device"
+        )
+    # A mask is made for one device. The weights that accelerate has offloaded are on
+    # meta, but it computes with them where the others are.
     devices = {str(x.device) for x in target.parameters()} - {"meta"}
-    spread = ", ".join(sorted(devices)) if len(devices) > 1 else ""
-    plain = "take another target, or decode without drafts"
-    sdpa = "load the target with attn_implementation='sdpa'"
-    device_map = "load it with a device_map that has the embedding on a device"
-    refuse(
-        (missing, f"the target takes no {missing}, as token trees need: {plain}"),
-        (counting, f"{counting} counts cache rows, not positions: {plain}"),
-        (others, f"{others} layers cannot undo a rejected token: {plain}"),
-        (no_mask, f"{kernel} takes no tree mask: {sdpa}"),
-        (whole, f"the target's layers cannot be run without its LM head: {plain}"),
-        (offloaded, f"the target's embedding is offloaded: {device_map}"),
-        (spread, f"the target is spread over {spread}: load it on one device"),
-        (prepared, f"learned prompts and aLoRA (PEFT) are not supported: {plain}"),
-        (
-            uncached,
+    if len(devices) > 1:
+        spread = ", ".join(sorted(devices))
+        raise UserError(f"the target is spread over {spread}: load it on one device")
+    # PEFT puts learned tokens before the prompt in `prepare_inputs_for_generation`,
+    # which is not called here; aLoRA finds its start from the prompt's end.
+    prepares = getattr(target.prepare_inputs_for_generation, "__self__", None)
+    kinds = ("is_prompt_learning", "alora_invocation_tokens")
+    unusual = any(getattr(x, kind, None) for x in adapters for kind in kinds)
+    if prepares is not target or unusual:
+        raise UserError(
+            f"learned prompts and aLoRA (PEFT) are not supported: {instead}"
+        )
+    # Gradient checkpointing makes transformers drop the cache, but only in train mode.
+    if target.training and target.is_activation_checkpointing:
+        raise UserError(
             "the target is in train mode with gradient checkpointing, which switches "
-            "its cache off: call target.eval()",
-        ),
-    )
+            "its cache off: call target.eval()"
+        )
 
 
-# Settings of `generate` that trees do not follow, with the values of plain decoding.
-# The second kind counts only where it changes how transformers decodes.
+# Settings of `generate` that token trees do not follow, with their usual values.
 OUTSIDE = {"guidance_scale": 1, "return_dict_in_generate": False}
 OUTSIDE |= {"num_return_sequences": 1, "num_beams": 1}
-MODES = {"penalty_alpha": None, "dola_layers": None, "constraints": None}
-MODES |= {"force_words_ids": None, "prompt_lookup_num_tokens": None}
-MODES |= {"assistant_early_exit": None, "use_mtp": False}
 
 
 def _check_request(target, input_ids: Tensor, generation_config, given: dict) -> None:
@@ -1130,52 +1143,64 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
 
     given: the other arguments that transformers hands on.
     """
-    mode = generation_config.get_generation_mode().value
-    watermark = type(generation_config.watermarking_config).__name__
-    settings = OUTSIDE if mode in ("greedy_search", "sample") else OUTSIDE | MODES
-    if "SynthID" in watermark:
-        settings = settings | {"watermarking_config": None}
-    for name, plain in settings.items():
+    for name, usual in OUTSIDE.items():
         value = getattr(generation_config, name, None)
-        if value in (None, plain):
+        if value in (None, usual):
             continue
         # Models often ship with settings that the caller does not know about.
         own = getattr(target.generation_config, name, None) == value
         origin = ", which comes with the target," if own else ""
-        shown = f" {value}" if isinstance(value, (int, float)) else ""
         raise UserError(
-            f"{name}{shown}{origin} is not supported by token trees: set "
-            f"{name}={plain} in the call"
+            f"{name} {value}{origin} is not supported by token trees: set "
+            f"{name}={usual} in the call"
         )
-
+    # Contrastive search, DoLa, constraints, prompt lookup, early exit.
+    mode = generation_config.get_generation_mode().value
+    if mode not in ("greedy_search", "sample"):
+        raise UserError(
+            f"{mode} is not supported by token trees: set to None what asks for it, "
+            "and decode greedily or sample"
+        )
+    # SynthID's logits processor keeps a state from one call to the next, but a tree
+    # asks about several texts in a round.
+    if "SynthID" in type(generation_config.watermarking_config).__name__:
+        raise UserError(
+            "SynthID's watermark is not supported by token trees: set "
+            "watermarking_config=None in the call"
+        )
     rows, length = input_ids.shape
-    elsewhere = input_ids.device.type != target.device.type
+    if input_ids.device.type != target.device.type:
+        raise UserError(
+            f"the prompt is on {input_ids.device}: move it with .to(target.device)"
+        )
+    if length == 0:
+        raise UserError("no token ids: pass input_ids, not inputs_embeds")
+    if rows != 1:
+        raise UserError(f"{rows} rows of ids: pass one prompt at a time")
+    # Every token of the prompt is read, at a position that is its index.
     mask = given.get("attention_mask")
-    past = given.get("past_key_values")
+    if mask is not None and not mask.all():
+        raise UserError(
+            "attention_mask has zeros (transformers makes such a mask where the prompt "
+            "holds pad_token_id): pass no padding, and a mask of ones"
+        )
     positions = given.get("position_ids")
-    padded = mask is not None and not mask.all()
-    cached = past is not None and past.get_seq_length() > 0
-    shifted = positions is not None and positions.tolist() != [list(range(length))]
-    more = any(getattr(x, "ndim", 0) > 2 for x in given.values())
-    refuse(
-        (
-            elsewhere,
-            f"the prompt is on {input_ids.device}: move it with .to(target.device)",
-        ),
-        (length == 0, "no token ids: pass input_ids, not inputs_embeds"),
-        (rows != 1, f"{rows} rows of ids: pass one prompt at a time"),
-        (padded, "attention_mask has zeros: pass no padding, and a mask of ones"),
-        (shifted, "position_ids are counted from 0 here: leave them out"),
-        (cached, "past_key_values holds tokens already: pass all tokens, and no cache"),
-        (more, "only text is decoded here: pass nothing beside token ids, no images"),
-        (
-            mode not in ("greedy_search", "sample"),
-            f"{mode} is not supported by token trees: decode greedily, or sample",
-        ),
-    )
+    if positions is not None and positions.tolist() != [list(range(length))]:
+        raise UserError("position_ids are counted from 0 here: leave them out")
+    # Decoding makes a cache of its own, from which rejected nodes can be dropped.
+    past = given.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        raise UserError(
+            "past_key_values holds tokens already: pass all tokens, and no cache"
+        )
+    # Images and embeddings have a dimension more than ids and masks of text.
+    if any(getattr(x, "ndim", 0) > 2 for x in given.values()):
+        raise UserError(
+            "only text is decoded here: pass nothing beside token ids, no images"
+        )
     check_ids(target, input_ids)
     config = target.config.get_text_config()
-    _check_length(config, length - 1, generation_config.max_length)
+    _check_length(config, length, generation_config.max_length)
 
 
 def check_ids(target, ids: Tensor) -> None:
@@ -1189,23 +1214,26 @@ def check_ids(target, ids: Tensor) -> None:
         )
 
 
-def _check_length(config, prefix: int, length: int) -> None:
-    """Raise a UserError beyond the length where token trees are exact."""
+def _check_length(config, prompt_length: int, max_length: int) -> None:
+    """Raise a UserError beyond the length that the target was made for."""
     rope = getattr(config, "rope_parameters", None) or {}
     border = rope.get("original_max_position_embeddings")
     context = getattr(config, "max_position_embeddings", None)
     if rope.get("rope_type") == "yarn" and border:  # it extends the original context
         context = max(context or 0, round(rope["factor"] * border))
     reaches = {"context": context}
-    # Long RoPE changes its factors at a border. A prompt beyond it stays there.
-    if rope.get("rope_type") == "longrope" and border and prefix <= border:
+    # Long RoPE rotates all keys by other factors beyond a border, and the cached ones
+    # have been rotated already. A prompt whose cached part is longer than the border
+    # uses the long factors throughout.
+    long = rope.get("rope_type") == "longrope"
+    if long and border and prompt_length - 1 <= border:
         reaches["range of short RoPE factors"] = border + 1
     fits = "set a lower max_new_tokens"
     for name, reach in reaches.items():
-        if reach and length > reach:
-            remedy = fits if prefix + 1 < reach else "shorten the prompt"
+        if reach and max_length > reach:
+            remedy = fits if prompt_length < reach else "shorten the prompt"
             raise UserError(
-                f"prompt + new tokens = {length} exceed the target's {name} of "
+                f"prompt + new tokens = {max_length} exceed the target's {name} of "
                 f"{reach}: {remedy}"
             )
 

@@ -100,8 +100,8 @@ the loss of a router is computed while decoding
 - options["output_router_logits"] = False
 + options["output_router_logits"] = True
 Gemma 4's heads are all as small as its lowest ones
-- top = getattr(config, "per_layer_config", [config])[-1]
-+ top = getattr(config, "per_layer_config", [config])[0]
+- top = config.per_layer_config[-1]
++ top = config.per_layer_config[0]
 """
 
 GLIDE = r"""
