@@ -205,19 +205,21 @@ def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
     Returns the token; all randomness is torch.rand's. The draw ignores children that
     were not sampled. If one of them holds the token, `walk` accepts it, which does not
     change how the token is distributed.
-    Source: Leviathan et al. (2023), and SpecInfer (Miao et al., 2024) for siblings.
+    Source: Leviathan et al. (2023), and SpecInfer (Miao et al., 2024) for siblings (and
+        Jeon et al., 2024, arXiv:2402.14160, for siblings drawn without replacement).
     """
     assert not p_target.isnan().any(), "the logits processors forbid every token"
+    left = p_target  # after a rejection, the residual
     for token, q_draft in siblings:
         # Accept with probability min(1, p / q).
-        uniform = torch.rand((), dtype=p_target.dtype, device=p_target.device)
-        if uniform * q_draft[token] < p_target[token]:
+        uniform = torch.rand((), dtype=left.dtype, device=left.device)
+        if uniform * q_draft[token] < left[token]:
             return token
-        residual = (p_target - q_draft).clamp(min=0)
+        residual = (left - q_draft).clamp(min=0)
         # Where p and q are equal but for rounding, a rejection may leave nothing.
         if residual.sum() > 0:
-            p_target = residual / residual.sum()
-    return int(sample(p_target))
+            left = residual / residual.sum()
+    return int(sample(left))
 
 
 # --------------------------------------------------------------------------- decoding
@@ -228,8 +230,9 @@ class Decoding:
 
         ids       (1, P + 1)  committed tokens; the newest, the root, is not cached
         cache                 the target's keys and values of the first P
-        hidden    (1, n, D)   the target's last hidden states of the n tokens cached in
-                              the newest round; at first, of those of the prompt
+        hidden    (1, n, D)   the target's last hidden states, after the final norm, of
+                              the n tokens cached in the newest round; at first, of the
+                              prompt's tokens but the last
         done                  True after the last token
         do_sample, ends       whether tokens are drawn; the end-of-sequence ids
 
@@ -263,7 +266,8 @@ class Decoding:
             self.hidden = input_ids.new_empty(empty, dtype=target.dtype)
         else:
             prompt = input_ids[:, :-1]
-            self.hidden = last_hidden(target, prompt, self.cache)  # without logits
+            # Without logits, which would be T x V numbers.
+            self.hidden = last_hidden(target, prompt, self.cache)
 
     @property
     def room(self) -> int:
@@ -272,7 +276,9 @@ class Decoding:
 
     def process(self, logits: Tensor, tokens: list[int] = ()) -> Tensor:
         """Logits (V,) after the ids and `tokens`, through the logits processors."""
-        scores = logits[None].to(dtype=torch.float32, copy=True)  # they may write in it
+        # In float32, as transformers does, so that ties break alike. A copy, because
+        # the processors may write in it.
+        scores = logits[None].to(dtype=torch.float32, copy=True)
         if self.logits_processor:
             ids = torch.cat([self.ids, self.ids.new_tensor([tokens])], dim=1)
             scores = self.logits_processor(ids, scores)
@@ -305,9 +311,8 @@ class Decoding:
             return self.done
 
         path, tokens = walk(draft, choose, ended)
-        # The forward cached a row for the root and for each node. Keep those of the
-        # root and of the nodes that another token has followed, in the order of the
-        # text. The newest token has no row, because it is the next root.
+        # The forward cached a row for the root and for each node. Keep the root's row
+        # and the accepted nodes', except a last one that ended the answer.
         kept = [0, *(node + 1 for node in path)][: len(tokens)]
         if kept != list(range(len(kept))):  # a chain's accepted rows are in place
             rows = torch.tensor(kept, device=hidden.device)
@@ -345,9 +350,9 @@ def speculate(drafts, *args, streamer=None, each=None, **changes):
         speculate(lambda decoding: cape.drafts(glide.drafts(decoding, drafter)))
 
     drafts: called with (decoding, *args, **changes), a generator of drafts.
-    streamer: receives the prompt, and then the tokens of each round. It is given here,
-        because transformers does not hand its own `streamer` on to a custom_generate,
-        nor `assistant_model`, nor `tokenizer` with `stop_strings`.
+    streamer: receives the prompt, and then the tokens of each round. transformers does
+        not pass its own `streamer` on, so it is given here. `assistant_model` is not
+        passed on either, nor is `tokenizer`, which `stop_strings` need.
     each: called with (decoding, draft, path) after each round, as Stats is.
     """
 
@@ -382,7 +387,8 @@ class Stats:
     def __call__(self, decoding: Decoding, draft: Draft, path: list[int]) -> None:
         self.target_forwards += 1
         self.drafted += len(draft.tokens)
-        # As many rows were kept: the root has one, and the newest token has none.
+        # One row was kept for each token committed: the root has one, the newest token
+        # has none.
         self.emitted += decoding.hidden.shape[1]
         self.offered.append(max(draft.depths(), default=0))
         self.accepted.append(len(path))
@@ -427,7 +433,7 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
     output = target(
         fed,
         past_key_values=cache,
-        attention_mask=mask if fed.shape[1] > 1 else None,  # one row is plain decoding
+        attention_mask=mask if fed.shape[1] > 1 else None,  # the root alone needs none
         position_ids=positions,
         output_hidden_states=True,
         **plain_output(target),
@@ -436,14 +442,14 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
 
 
 def last_hidden(target, ids: Tensor, cache=None) -> Tensor:
-    """Last hidden states (B, T, D) of ids (B, T), which the cache gets rows of."""
+    """Last hidden states (B, T, D) of ids (B, T), whose rows a cache is given."""
     decoder = target.get_decoder()
     options = plain_output(target)
     return decoder(ids, past_key_values=cache, output_hidden_states=False, **options)[0]
 
 
 def plain_output(target) -> dict:
-    """Arguments of a forward that take the place of what the target's config says.
+    """Arguments of a forward that override the target's config.
 
     Training leaves settings in a saved config: to return attention weights, to add the
     loss of a router, or to keep no cache. They would slow down or break what is done
@@ -492,7 +498,8 @@ def layer_kinds(config) -> list[str]:
 
 def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
     """Draw ids (..., 1) from probs (..., V) with `uniform` in [0, 1)."""
-    # torch.multinomial takes ten times as long on a CPU. MPS has no float64.
+    # torch.multinomial takes many times as long on a CPU. float32 sums would lose rare
+    # tokens, but MPS has no float64.
     exact = probs if probs.device.type == "mps" else probs.double()
     sums = exact.cumsum(-1)  # (..., V)
     if uniform is None:
@@ -518,24 +525,28 @@ if not transformers.__version__.startswith(f"{TESTED}."):
 
 
 class GrowingLayer(DynamicLayer):
-    """A cache layer that copies old rows only to double its buffers."""
+    """A cache layer that copies old rows only to double its buffers.
+
+    DynamicLayer concatenates, which copies the whole cache at every forward. Layers
+    that share another's keys (Gemma-3n) are never fed, and then there are no buffers.
+    """
 
     def update(
         self, key_states, value_states, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Append n rows; returns keys and values (B, Hkv, P + n, Dh)."""
-        start = self.get_seq_length()
-        end = start + key_states.shape[2]
+        old = self.get_seq_length()
+        end = old + key_states.shape[2]
         if not self.is_initialized:
             self.buffers = [key_states[:, :, :0], value_states[:, :, :0]]
             self.is_initialized = True
         if end > self.buffers[0].shape[2]:
-            spare = max(256, 2 * end) - start
+            spare = max(256, 2 * end) - old
             self.buffers = [
-                F.pad(x[:, :, :start], (0, 0, 0, spare)) for x in self.buffers
+                F.pad(x[:, :, :old], (0, 0, 0, spare)) for x in self.buffers
             ]
-        self.buffers[0][:, :, start:end] = key_states
-        self.buffers[1][:, :, start:end] = value_states
+        self.buffers[0][:, :, old:end] = key_states
+        self.buffers[1][:, :, old:end] = value_states
         self.cut(end)
         return self.keys, self.values
 
@@ -544,11 +555,11 @@ class GrowingLayer(DynamicLayer):
         if self.is_initialized:
             self.keys, self.values = (x[:, :, :length] for x in self.buffers)
 
-    def move(self, rows: Tensor, start: int) -> None:
-        """Copy `rows` (n,) to start, start + 1, ..."""
+    def move(self, rows: Tensor, first: int) -> None:
+        """Copy `rows` (n,) to first, first + 1, ..."""
         if self.is_initialized:
             for x in self.buffers:
-                x[:, :, start : start + len(rows)] = x[:, :, rows.to(x.device)]
+                x[:, :, first : first + len(rows)] = x[:, :, rows.to(x.device)]
 
 
 class GrowingCache(DynamicCache):
@@ -558,10 +569,10 @@ class GrowingCache(DynamicCache):
         super().__init__()  # without a config: sliding layers keep all rows, too
         self.layers = [GrowingLayer() for _ in range(num_layers)]
 
-    def move(self, rows: Tensor, start: int) -> None:
-        """Copy `rows` (n,) of every layer to start, start + 1, ..."""
+    def move(self, rows: Tensor, first: int) -> None:
+        """Copy `rows` (n,) of every layer to first, first + 1, ..."""
         for layer in self.layers:
-            layer.move(rows, start)
+            layer.move(rows, first)
 
     def cut(self, length: int) -> None:
         """Keep the first `length` rows of every layer."""
@@ -579,17 +590,17 @@ class DraftCache(GrowingCache):
         fed = self.fed.to(input_ids.device)
         end = min(fed.shape[1], input_ids.shape[1] - 1)  # feed at least one
         same = fed[0, :end] == input_ids[0, :end]
-        agreed = int(same.cumprod(0).sum())
+        agreed = int(same.cumprod(0).sum())  # leading tokens that agree
         self.cut(agreed)
         self.fed = input_ids[:, :agreed]
         return input_ids[:, agreed:]
 
     def record(self, token_ids: Tensor) -> Tensor:
         """Note that `token_ids` (1, n) are fed; returns their positions."""
-        start = self.fed.shape[1]
+        old = self.fed.shape[1]
         self.fed = torch.cat([self.fed, token_ids], dim=1)
         end = self.fed.shape[1]
-        return torch.arange(start, end, device=token_ids.device)[None]  # (1, n)
+        return torch.arange(old, end, device=token_ids.device)[None]  # (1, n)
 
 
 # --------------------------------------------------------------------------- the target
@@ -600,40 +611,30 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
 
     name: Hugging Face id, folder or .gguf file; None: the default one.
     """
+    label = name or "the default target of support/default_target.py"
     try:
-        torch.zeros(1, device=device)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, AssertionError) as error:
-        reason = one_line(error)
-        raise UserError(
-            f"cannot use device {device!r} ({reason}): take another, such as cpu"
-        ) from error
-    if name is None:
-        try:
+        torch.zeros(1, device=device)  # a wrong device is noticed before a long load
+        if name is None:
             from support import default_target
-        except ImportError as error:
-            raise UserError(
-                "no target named, and support/default_target.py, which fetches the "
-                "default one, is not here: name one, or copy it"
-            ) from error
-        name = default_target.folder()
-    try:
+
+            name = default_target.folder()
         return _read_target(name, dtype, device)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UserError):
         raise
-    except Exception as error:  # the readers of transformers raise many kinds
-        reason = one_line(error)
+    except Exception as error:  # torch and the readers of transformers raise many kinds
         raise UserError(
-            f"cannot load model {str(name)!r} ({reason}); give a Hugging Face id, a "
-            "folder of tokenizer and *.safetensors, or a .gguf file"
+            f"cannot load {label} on {device} ({one_line(error)}); give a Hugging Face "
+            "id, a folder of tokenizer and *.safetensors, or a .gguf file; and a "
+            "device that torch has"
         ) from error
 
 
 def _read_target(name, dtype, device):
-    path = Path(name)
+    path = Path(name).expanduser()
     gguf = path.name if path.suffix == ".gguf" else None
-    local = gguf or ("/" in str(name) and path.parent.is_dir())  # else ask the hub
+    # Anything else is an id, which is looked for on the hub.
+    local = gguf or path.is_absolute() or str(name).startswith(".")
+    local = local or ("/" in str(name) and path.parent.is_dir())
     if local and not path.exists():
         raise FileNotFoundError("no such file or folder")
     folder = (path.parent if gguf else path).as_posix()
@@ -664,7 +665,7 @@ def target_shape(target) -> dict:
     }
 
 
-def readable(weight) -> bool:
+def is_plain_weight(weight) -> bool:
     """Whether a weight is a tensor of numbers, which can be copied or indexed."""
     # A quantised weight holds codes. torchao's are of types of its own, and those of
     # torch's quantize_dynamic are no tensors. An offloaded one is on the device meta.
@@ -685,9 +686,9 @@ def _head_weight(target) -> Tensor | None:
     """The LM head's weight (V, D); None if only a call of the head gives its logits."""
     head = target.get_output_embeddings()
     # The layer that an adapter makes of it is no nn.Linear any more.
-    return (
-        head.weight if isinstance(head, nn.Linear) and readable(head.weight) else None
-    )
+    if isinstance(head, nn.Linear) and is_plain_weight(head.weight):
+        return head.weight
+    return None
 
 
 def _head_logits(target, hidden: Tensor, token_ids: Tensor | None) -> Tensor:
@@ -734,7 +735,8 @@ def draft_head(target, token_ids: Tensor) -> nn.Module:
     """
     head = target.get_output_embeddings()
     scale = _logit_scale(target)
-    if hasattr(head, "select") and scale == 1:  # as in support/packed.py
+    # A PackedLinear (support/packed.py) picks rows of its own packed weight.
+    if hasattr(head, "select") and scale == 1:
         return head.select(token_ids)
     weight = _head_weight(target)
     if weight is None:
@@ -743,6 +745,7 @@ def draft_head(target, token_ids: Tensor) -> nn.Module:
         weight = weight[token_ids]
     if scale != 1:
         weight = weight * scale
+    # On the device meta there is nothing to initialise.
     rows = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     rows.weight = nn.Parameter(weight, requires_grad=False)
     return rows
@@ -750,6 +753,7 @@ def draft_head(target, token_ids: Tensor) -> nn.Module:
 
 def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """A layer's cos and sin (B, T, R), R <= Dh, at positions (B, T)."""
+    # The tables get the dtype and device of `like`; nothing else is read of it.
     like = torch.empty(0, dtype=target.dtype, device=position_ids.device)
     module = getattr(target.get_decoder(), "rotary_emb", None)
     if module is None:  # learned positions (GPT-2, OPT): rotate by zero
@@ -847,7 +851,7 @@ def add_vocab_ids(drafter, size: int) -> None:
     vocab = drafter.config.target["vocab_size"]
     drafter.register_buffer("vocab_ids", torch.arange(min(size or vocab, vocab)))
 
-    def rename(module, state_dict, *_):  # v1.0 saved them under another name
+    def rename(module, state_dict, *_):  # the shipped drafters have another name
         if "draft_ids" in state_dict:
             state_dict["vocab_ids"] = state_dict.pop("draft_ids")
 
@@ -864,10 +868,12 @@ def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
     """Set `drafter.vocab_ids` to the most frequent tokens; copy weights.
 
     token_counts: (V,) how often each token occurs in the responses.
-    pairs: (drafter's module, target's module to copy from).
+    pairs: (drafter's module, target's module to copy from). A drafter's `norm` gets the
+        weights of the target's final norm as well.
     """
     check_states(target)
     most_frequent = token_counts.topk(len(drafter.vocab_ids)).indices
+    # Sorted, so that a whole vocabulary keeps the order of the LM head's rows.
     drafter.vocab_ids.copy_(most_frequent.sort().values)
     for ours, theirs in pairs:
         _copy_weights(ours, theirs)
@@ -883,10 +889,11 @@ def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
         # LoRA has renamed the weights that it adapts, and those of a quantised or
         # offloaded layer cannot be copied. A drafter learns without such a start.
         other = source.get(name)
-        if not readable(other) or other.shape != weight.shape:
+        if not is_plain_weight(other) or other.shape != weight.shape:
             continue
         parent = theirs.get_submodule(name.rpartition(".")[0])
-        # Leave out norms that scale by 1 + w (Gemma): ours scale by w.
+        # Ours are RMS norms that scale by w, so ones become w. Leave out those that
+        # scale by 1 + w (Gemma), and LayerNorms, which map ones to their bias.
         if "Norm" in type(parent).__name__ and name.endswith("weight"):
             scale = parent(torch.ones_like(other))
             if not torch.allclose(scale, other, atol=1e-2, rtol=1e-2):
@@ -954,7 +961,7 @@ def _drafter_folder(path, hub: dict) -> Path:
         return folder
     missing = f"no drafter in {path}"
     remedy = f"make one with train.py --out {path}"
-    # An id is a name and, before it, the name of an owner that is no folder here.
+    # An id is owner/name, where owner is not a local folder.
     is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not folder.parent.is_dir()
     if not is_id:
         raise UserError(f"{missing}; {remedy}")
@@ -985,8 +992,8 @@ def generator(seed: int, use: int = 0) -> torch.Generator:
     """Random numbers for one sequence of a batch, from its seed.
 
     Neither padding nor the other sequences of the batch change them, so a step gives
-    the same result however it is split. use: tells apart, by 0 and 1, two things that
-    a method draws for a sequence.
+    the same result however it is split. use: 0 or 1, so that a method may have two
+    independent streams for a sequence.
     """
     return torch.Generator().manual_seed(2 * seed + use)
 
@@ -1222,9 +1229,9 @@ def _check_length(config, prompt_length: int, max_length: int) -> None:
     if rope.get("rope_type") == "yarn" and border:  # it extends the original context
         context = max(context or 0, round(rope["factor"] * border))
     reaches = {"context": context}
-    # Long RoPE rotates all keys by other factors beyond a border, and the cached ones
-    # have been rotated already. A prompt whose cached part is longer than the border
-    # uses the long factors throughout.
+    # Beyond a border, long RoPE rotates all keys by other factors, but the cached ones
+    # have been rotated already. A prompt that is already longer uses the long factors
+    # throughout.
     long = rope.get("rope_type") == "longrope"
     if long and border and prompt_length - 1 <= border:
         reaches["range of short RoPE factors"] = border + 1
@@ -1249,37 +1256,43 @@ def demo(Drafter, folder: str, drafts) -> None:
     parser = argparse.ArgumentParser(description="Answer with the shipped drafter.")
     prompt = "Explain photosynthesis to a child in five sentences."
     parser.add_argument("prompt", nargs="?", default=prompt)
-    message = {"role": "user", "content": parser.parse_args().prompt}
+    prompt = parser.parse_args().prompt
+    try:
+        _show_answer(Drafter, folder, drafts, prompt)
+    except (UserError, OSError) as problem:
+        parser.exit(2, f"{parser.prog}: {problem}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, f"\n{parser.prog}: interrupted\n")
+
+
+def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
+    """Print an answer while it is decoded, with accepted draft tokens in green."""
+    target, tokenizer = load_target()
+    checkpoint = Path(__file__).with_name("checkpoints") / folder
+    drafter = load_drafter(Drafter, checkpoint, target)
+    message = {"role": "user", "content": prompt}
+    inputs = tokenizer.apply_chat_template(
+        [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    length = inputs["input_ids"].shape[1]
     stats = Stats()
-    green, plain = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    green, reset = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
     printed = ""
 
     def show(decoding, draft, path):
         nonlocal printed
         stats(decoding, draft, path)
         end = decoding.ids.shape[1]
-        accepted = end - decoding.hidden.shape[1] + len(path)
-        for stop, colour in ((accepted, green), (end, plain)):
+        accepted_end = end - decoding.hidden.shape[1] + len(path)
+        for stop, colour in ((accepted_end, green), (end, reset)):
             ids = decoding.ids[0, length:stop]
             text = tokenizer.decode(ids, skip_special_tokens=True)
             text = text.rstrip("\ufffd")  # a part of a character
-            print(colour + text[len(printed) :] + plain, end="", flush=True)
+            print(colour + text[len(printed) :] + reset, end="", flush=True)
             printed = text
 
-    try:
-        target, tokenizer = load_target()
-        checkpoint = Path(__file__).with_name("checkpoints") / folder
-        drafter = load_drafter(Drafter, checkpoint, target)
-        inputs = tokenizer.apply_chat_template(
-            [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        length = inputs["input_ids"].shape[1]
-        decode = speculate(drafts, drafter, each=show)
-        target.generate(**inputs, custom_generate=decode, max_new_tokens=128)
-    except (UserError, OSError) as problem:
-        parser.exit(2, f"{parser.prog}: {problem}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, f"\n{parser.prog}: interrupted\n")
+    decode = speculate(drafts, drafter, each=show)
+    target.generate(**inputs, custom_generate=decode, max_new_tokens=128)
     tau = stats.emitted / stats.target_forwards
-    accepted = f"{green}{sum(stats.accepted)} accepted from the drafter{plain}"
+    accepted = f"{green}{sum(stats.accepted)} accepted from the drafter{reset}"
     print(f"\n\n{stats.emitted} tokens, {accepted}; {tau:.2f} per target forward")

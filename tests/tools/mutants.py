@@ -25,8 +25,8 @@ rejected rows stay in the cache
 - self.cache.cut(prefix + len(kept))
 + pass
 a cache that doubles loses its newest row
-- F.pad(x[:, :, :start], (0, 0, 0, spare))
-+ F.pad(x[:, :, : start - 1], (0, 0, 0, spare + 1))
+- F.pad(x[:, :, :old], (0, 0, 0, spare))
++ F.pad(x[:, :, : old - 1], (0, 0, 0, spare + 1))
 a drafter keeps the rows of rejected tokens
 - agreed = int(same.cumprod(0).sum())
 + agreed = end
@@ -34,8 +34,8 @@ nothing may be left to feed
 - end = min(fed.shape[1], input_ids.shape[1] - 1)
 + end = min(fed.shape[1], input_ids.shape[1])
 a drafter's positions are one too high
-- return torch.arange(start, end, device
-+ return torch.arange(start + 1, end + 1, device
+- return torch.arange(old, end, device
++ return torch.arange(old + 1, end + 1, device
 greedy: any child is accepted
 - node = child.get((node, tokens[-1]))
 + node = next((n for (p, _), n in child.items() if p == node), None)
@@ -58,11 +58,11 @@ only one sibling is tried
 - for token, q_draft in siblings:
 + for token, q_draft in siblings[:1]:
 sampling: too much is accepted
-- * q_draft[token] < p_target[token]
-+ * q_draft[token] < 2 * p_target[token]
+- * q_draft[token] < left[token]
++ * q_draft[token] < 2 * left[token]
 sampling: no residual
-- residual = (p_target - q_draft).clamp(min=0)
-+ residual = p_target.clone()
+- residual = (left - q_draft).clamp(min=0)
++ residual = left.clone()
 a draw of 0 takes the first token, even one of probability 0
 - uniform * sums[..., -1:], right=True)
 + uniform * sums[..., -1:])
