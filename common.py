@@ -436,7 +436,7 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
         attention_mask=mask if fed.shape[1] > 1 else None,  # the root alone needs none
         position_ids=positions,
         output_hidden_states=True,
-        **plain_output(target),
+        **forward_options(target),
     )
     return output.logits[0], output.hidden_states[-1][0]
 
@@ -444,11 +444,11 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
 def last_hidden(target, ids: Tensor, cache=None) -> Tensor:
     """Last hidden states (B, T, D) of ids (B, T), whose rows a cache is given."""
     decoder = target.get_decoder()
-    options = plain_output(target)
+    options = forward_options(target)
     return decoder(ids, past_key_values=cache, output_hidden_states=False, **options)[0]
 
 
-def plain_output(target) -> dict:
+def forward_options(target) -> dict:
     """Arguments of a forward that override the target's config.
 
     Training leaves settings in a saved config: to return attention weights, to add the
@@ -851,7 +851,7 @@ def add_vocab_ids(drafter, size: int) -> None:
     vocab = drafter.config.target["vocab_size"]
     drafter.register_buffer("vocab_ids", torch.arange(min(size or vocab, vocab)))
 
-    def rename(module, state_dict, *_):  # the shipped drafters have another name
+    def rename(module, state_dict, *_):  # the shipped drafters' name for them
         if "draft_ids" in state_dict:
             state_dict["vocab_ids"] = state_dict.pop("draft_ids")
 
@@ -1057,7 +1057,7 @@ def check_states(target) -> None:
     """Raise a UserError unless `target_logits` gives the target's logits."""
     check_target(target)
     ids = torch.arange(1, 3, device=target.device)[None]
-    output = target(ids, output_hidden_states=True, **plain_output(target))
+    output = target(ids, output_hidden_states=True, **forward_options(target))
     hidden = last_hidden(target, ids)
     rounds = target.dtype in (torch.float16, torch.bfloat16)
     close = dict.fromkeys(("atol", "rtol"), 0.05 if rounds else 1e-3)
@@ -1087,9 +1087,7 @@ def check_target(target) -> None:
     parameters = inspect.signature(target.forward).parameters
     missing = ", ".join({"position_ids", "past_key_values"} - parameters.keys())
     if missing:
-        raise UserError(
-            f"the target takes no {missing}, as token trees need: {instead}"
-        )
+        raise UserError(f"the target's forward takes no {missing}: {instead}")
     # ALiBi, GPT-Neo and Doge measure distance in cache rows, not in positions.
     for name in ("alibi", "attention_layers", "keep_window_size"):
         if getattr(config, name, None):
@@ -1102,15 +1100,11 @@ def check_target(target) -> None:
     # These kernels do not add a mask to the scores.
     kernel = str(config._attn_implementation)
     if "flash" in kernel or "flex" in kernel:
-        raise UserError(
-            f"{kernel} takes no tree mask: load the target with "
-            "attn_implementation='sdpa'"
-        )
-    # Where transformers finds no decoder, as in Llama 4, it returns the whole model.
+        load = "load the target with attn_implementation='sdpa'"
+        raise UserError(f"{kernel} takes no tree mask: {load}")
+    # Of Llama 4 and Mllama, transformers gives the whole model for the decoder.
     if hasattr(target.get_decoder(), "lm_head"):
-        raise UserError(
-            f"the target's layers cannot be run without its LM head: {instead}"
-        )
+        raise UserError(f"the target's decoder includes its LM head: {instead}")
     # Prompts and drafters go to the device of the embedding.
     if target.device.type == "meta":
         raise UserError(
@@ -1132,12 +1126,9 @@ def check_target(target) -> None:
         raise UserError(
             f"learned prompts and aLoRA (PEFT) are not supported: {instead}"
         )
-    # Gradient checkpointing makes transformers drop the cache, but only in train mode.
+    # In eval mode, transformers ignores gradient checkpointing.
     if target.training and target.is_activation_checkpointing:
-        raise UserError(
-            "the target is in train mode with gradient checkpointing, which switches "
-            "its cache off: call target.eval()"
-        )
+        raise UserError("gradient checkpointing drops the cache: call target.eval()")
 
 
 # Settings of `generate` that token trees do not follow, with their usual values.
@@ -1161,7 +1152,7 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
             f"{name} {value}{origin} is not supported by token trees: set "
             f"{name}={usual} in the call"
         )
-    # Contrastive search, DoLa, constraints, prompt lookup, early exit.
+    # Such as contrastive search, DoLa, constraints, prompt lookup or early exit.
     mode = generation_config.get_generation_mode().value
     if mode not in ("greedy_search", "sample"):
         raise UserError(
@@ -1197,14 +1188,10 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
     # Decoding makes a cache of its own, from which rejected nodes can be dropped.
     past = given.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
-        raise UserError(
-            "past_key_values holds tokens already: pass all tokens, and no cache"
-        )
+        raise UserError("past_key_values holds tokens: pass all tokens, and no cache")
     # Images and embeddings have a dimension more than ids and masks of text.
     if any(getattr(x, "ndim", 0) > 2 for x in given.values()):
-        raise UserError(
-            "only text is decoded here: pass nothing beside token ids, no images"
-        )
+        raise UserError("only text is decoded: pass token ids alone, and no images")
     check_ids(target, input_ids)
     config = target.config.get_text_config()
     _check_length(config, length, generation_config.max_length)

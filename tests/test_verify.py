@@ -766,7 +766,7 @@ MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
         ("set watermarking_config=None in", {"watermarking_config": MARK}),
         ("only text", {"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}),
         (
-            "holds tokens already: pass all tokens, and no cache",
+            "holds tokens: pass all tokens, and no cache",
             {"past_key_values": ONE_LAYER},
         ),
     ],
@@ -835,7 +835,7 @@ def test_the_default_target_is_read_from_its_folder(folder, monkeypatch):
 @pytest.mark.parametrize(
     "message, name, options",
     [
-        ("no position_ids", "Mpt", {}),
+        ("forward takes no position_ids", "Mpt", {}),
         ("alibi", "Llama", {"alibi": True}),
         (
             "do not work with conv layers",
