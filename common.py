@@ -57,11 +57,6 @@ class UserError(ValueError):
     """A mistake of the user's; the message names the problem and the remedy."""
 
 
-def one_line(error: Exception) -> str:
-    """What an error says, in one line of at most 200 characters."""
-    return " ".join(str(error).split())[:200]
-
-
 # ------------------------------------------------------------------------- a draft
 
 
@@ -156,8 +151,8 @@ def score(target, ids: Tensor, draft: Draft, cache) -> tuple[Tensor, Tensor]:
 def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
     """Descend from the root while a child holds the token that the target chooses.
 
-    choose: called once with the root, which is -1, and once with each accepted node, on
-        the way down; returns the token that the target chooses after it.
+    choose: called with the root, which is -1, and then with each accepted node that did
+        not end the answer; returns the token that the target chooses after it.
     ended: called without arguments after each choice; True ends the answer with the
         token chosen.
     Returns the accepted nodes from the root down, and the tokens chosen: theirs and
@@ -531,9 +526,7 @@ class GrowingLayer(DynamicLayer):
     that share another's keys (Gemma-3n) are never fed, and then there are no buffers.
     """
 
-    def update(
-        self, key_states, value_states, *args, **kwargs
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states, value_states, *args, **kwargs) -> tuple:
         """Append n rows; returns keys and values (B, Hkv, P + n, Dh)."""
         old = self.get_seq_length()
         end = old + key_states.shape[2]
@@ -541,10 +534,8 @@ class GrowingLayer(DynamicLayer):
             self.buffers = [key_states[:, :, :0], value_states[:, :, :0]]
             self.is_initialized = True
         if end > self.buffers[0].shape[2]:
-            spare = max(256, 2 * end) - old
-            self.buffers = [
-                F.pad(x[:, :, :old], (0, 0, 0, spare)) for x in self.buffers
-            ]
+            spare = (0, 0, 0, max(256, 2 * end) - old)
+            self.buffers = [F.pad(x[:, :, :old], spare) for x in self.buffers]
         self.buffers[0][:, :, old:end] = key_states
         self.buffers[1][:, :, old:end] = value_states
         self.cut(end)
@@ -999,6 +990,11 @@ def generator(seed: int, use: int = 0) -> torch.Generator:
 
 
 # ---------------------------------------------------------------------- what is refused
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, in one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200]
 
 
 def refuse(*checks: tuple[object, str]) -> None:

@@ -25,8 +25,8 @@ rejected rows stay in the cache
 - self.cache.cut(prefix + len(kept))
 + pass
 a cache that doubles loses its newest row
-- F.pad(x[:, :, :old], (0, 0, 0, spare))
-+ F.pad(x[:, :, : old - 1], (0, 0, 0, spare + 1))
+- F.pad(x[:, :, :old], spare)
++ F.pad(x[:, :, : old - 1], (0, 0, 0, spare[-1] + 1))
 a drafter keeps the rows of rejected tokens
 - agreed = int(same.cumprod(0).sum())
 + agreed = end
