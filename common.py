@@ -7,9 +7,9 @@ one Draft per round, and the Decoding commits what the target accepts of it:
         decoding.verify(draft)
 
 The first part, down to Stats, is what all methods share, and what a reader of any needs
-first: Draft, `score`, `walk`, `draw`, Decoding, `speculate`. Below stand the parts that
-these are made of, then KV caches, what methods use of a target and of a drafter (look
-up `pick`, DraftCache and Batch where a method calls them), and what is refused.
+first: Draft, `score`, `walk`, `draw`, Decoding, `pick`, `speculate`. Below stand the
+parts that these are made of, then KV caches, what methods use of a target and of a
+drafter (look up DraftCache and Batch where a method uses them), and what is refused.
 
 Words:
     target      the large model whose text is wanted; a *forward* is a run of it
@@ -18,7 +18,7 @@ Words:
     root        the newest committed token. The target chose it from its last logits and
                 has not been fed it yet, so each forward feeds it before the draft
     node        a draft token; the nodes form a tree below the root
-    bonus token the token of the target's own that ends a round
+    bonus token the target's own token that ends a round, after a rejection as well
     row         what a KV cache holds of one token: its key and its value
     residual    what is left of the target's distribution after a rejection
     p_target, q_draft     the distributions of target and drafter; when decoding, after
@@ -52,22 +52,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import rotate_half
 
-# Caches, masks and `custom_generate` of transformers change between its versions.
-TESTED = "5.23"
-if not transformers.__version__.startswith(f"{TESTED}."):
-    warnings.warn(
-        f"common.py was tested with transformers {TESTED}, and this is "
-        f"{transformers.__version__}: compare an answer with plain decoding first"
-    )
-
 
 class UserError(ValueError):
     """A mistake of the user's; the message names the problem and the remedy."""
-
-
-def one_line(error: Exception) -> str:
-    """What an error says, in one line of at most 200 characters."""
-    return " ".join(str(error).split())[:200]
 
 
 # ------------------------------------------------------------------------- a draft
@@ -164,9 +151,10 @@ def score(target, ids: Tensor, draft: Draft, cache) -> tuple[Tensor, Tensor]:
 def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
     """Descend from the root while a child holds the token that the target chooses.
 
-    choose: a function of a node (-1 is the root) and the tokens chosen so far, which
-        returns the target's next token after them.
-    ended: a function of the tokens chosen so far; True ends the answer there.
+    choose: called with the root, which is -1, and then with each accepted node that did
+        not end the answer; returns the token that the target chooses after it.
+    ended: called without arguments after each choice; True ends the answer with the
+        token chosen.
     Returns the accepted nodes from the root down, and the tokens chosen: theirs and
     then the bonus token, unless an accepted one ended the answer.
     """
@@ -175,11 +163,11 @@ def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
     tokens = []
     node = -1
     while node is not None:
-        tokens.append(choose(node, tokens))
+        tokens.append(choose(node))
         node = child.get((node, tokens[-1]))
         if node is not None:
             path.append(node)
-        if ended(tokens):
+        if ended():
             break
     return path, tokens
 
@@ -212,19 +200,21 @@ def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
     Returns the token; all randomness is torch.rand's. The draw ignores children that
     were not sampled. If one of them holds the token, `walk` accepts it, which does not
     change how the token is distributed.
-    Source: Leviathan et al. (2023), and SpecInfer (Miao et al., 2024) for siblings.
+    Source: Leviathan et al. (2023), and SpecInfer (Miao et al., 2024) for siblings (and
+        Jeon et al., 2024, arXiv:2402.14160, for siblings drawn without replacement).
     """
     assert not p_target.isnan().any(), "the logits processors forbid every token"
+    left = p_target  # after a rejection, the residual
     for token, q_draft in siblings:
         # Accept with probability min(1, p / q).
-        uniform = torch.rand((), dtype=p_target.dtype, device=p_target.device)
-        if uniform * q_draft[token] < p_target[token]:
+        uniform = torch.rand((), dtype=left.dtype, device=left.device)
+        if uniform * q_draft[token] < left[token]:
             return token
-        residual = (p_target - q_draft).clamp(min=0)
+        residual = (left - q_draft).clamp(min=0)
         # Where p and q are equal but for rounding, a rejection may leave nothing.
         if residual.sum() > 0:
-            p_target = residual / residual.sum()
-    return int(sample(p_target))
+            left = residual / residual.sum()
+    return int(sample(left))
 
 
 # --------------------------------------------------------------------------- decoding
@@ -235,8 +225,9 @@ class Decoding:
 
         ids       (1, P + 1)  committed tokens; the newest, the root, is not cached
         cache                 the target's keys and values of the first P
-        hidden    (1, n, D)   the target's last hidden states of the n tokens cached in
-                              the newest round; at first, of those of the prompt
+        hidden    (1, n, D)   the target's last hidden states, after the final norm, of
+                              the n tokens cached in the newest round; at first, of the
+                              prompt's tokens but the last
         done                  True after the last token
         do_sample, ends       whether tokens are drawn; the end-of-sequence ids
 
@@ -270,7 +261,8 @@ class Decoding:
             self.hidden = input_ids.new_empty(empty, dtype=target.dtype)
         else:
             prompt = input_ids[:, :-1]
-            self.hidden = last_hidden(target, prompt, self.cache)  # without logits
+            # Without logits, which would be T x V numbers.
+            self.hidden = last_hidden(target, prompt, self.cache)
 
     @property
     def room(self) -> int:
@@ -279,7 +271,9 @@ class Decoding:
 
     def process(self, logits: Tensor, tokens: list[int] = ()) -> Tensor:
         """Logits (V,) after the ids and `tokens`, through the logits processors."""
-        scores = logits[None].to(dtype=torch.float32, copy=True)  # they may write in it
+        # In float32, as transformers does, so that ties break alike. A copy, because
+        # the processors may write in it.
+        scores = logits[None].to(dtype=torch.float32, copy=True)
         if self.logits_processor:
             ids = torch.cat([self.ids, self.ids.new_tensor([tokens])], dim=1)
             scores = self.logits_processor(ids, scores)
@@ -297,9 +291,8 @@ class Decoding:
         prefix = self.ids.shape[1] - 1  # P
         drawn = draft.drawn() if self.do_sample else {}
 
-        def choose(node: int, tokens: list[int]) -> int:
-            # self.ids holds `tokens` already: each is added when it is chosen.
-            scores = self.process(logits[node + 1])
+        def choose(node: int) -> int:
+            scores = self.process(logits[node + 1])  # self.ids ends with this node
             if self.do_sample:
                 token = draw(scores.softmax(-1), drawn.get(node, []))
                 token = self.ids.new_tensor(token)
@@ -308,14 +301,13 @@ class Decoding:
             self.ids = torch.cat([self.ids, token.view(1, 1)], dim=1)
             return int(token)
 
-        def ended(tokens: list[int]) -> bool:
+        def ended() -> bool:
             self.done = bool(self.stopping_criteria(self.ids, None).all())
             return self.done
 
         path, tokens = walk(draft, choose, ended)
-        # The forward cached a row for the root and for each node. Keep those of the
-        # root and of the nodes that another token has followed, in the order of the
-        # text. The newest token has no row, because it is the next root.
+        # The forward cached a row for the root and for each node. Keep the root's row
+        # and the accepted nodes', except a last one that ended the answer.
         kept = [0, *(node + 1 for node in path)][: len(tokens)]
         if kept != list(range(len(kept))):  # a chain's accepted rows are in place
             rows = torch.tensor(kept, device=hidden.device)
@@ -326,19 +318,23 @@ class Decoding:
         return path
 
 
-def start(target, **inputs) -> Decoding:
-    """The Decoding that `target.generate(**inputs)` would use, for a loop of one's own.
+def pick(decoding: Decoding, logits: Tensor, vocab_ids: Tensor, drafted: list[int]):
+    """Choose a draft token; returns it (1,) with its q_draft (V,).
 
-    decoding = common.start(target, **encoded, max_new_tokens=64)
-    for draft in glide.drafts(decoding, drafter):
-        decoding.verify(draft)
+    Returns None if the logits processors allow none of the draft vocabulary.
+
+    logits: (Vd,) of the tokens vocab_ids (Vd,).
+    drafted: the tokens between the committed ones and this one.
     """
-
-    def begin(target, input_ids, **given):
-        return Decoding(target, input_ids, **given)
-
-    inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
-    return target.generate(**inputs, custom_generate=begin)
+    vocab = decoding.target.config.get_text_config().vocab_size
+    whole = logits.new_full((vocab,), float("-inf"), dtype=torch.float32)
+    whole[vocab_ids] = logits.float()
+    scores = decoding.process(whole, drafted)
+    if decoding.logits_processor and not scores.max() > float("-inf"):  # -inf, or NaN
+        return None
+    q_draft = scores.softmax(-1)  # (V,)
+    token = sample(q_draft) if decoding.do_sample else q_draft.argmax(keepdim=True)
+    return token, q_draft
 
 
 def speculate(drafts, *args, streamer=None, each=None, **changes):
@@ -349,9 +345,9 @@ def speculate(drafts, *args, streamer=None, each=None, **changes):
         speculate(lambda decoding: cape.drafts(glide.drafts(decoding, drafter)))
 
     drafts: called with (decoding, *args, **changes), a generator of drafts.
-    streamer: receives the prompt, and then the tokens of each round. It is given here,
-        because transformers does not hand its own `streamer` on to a custom_generate,
-        nor `assistant_model`, nor `tokenizer` with `stop_strings`.
+    streamer: receives the prompt, and then the tokens of each round. transformers does
+        not pass its own `streamer` on, so it is given here. `assistant_model` is not
+        passed on either, nor is `tokenizer`, which `stop_strings` need.
     each: called with (decoding, draft, path) after each round, as Stats is.
     """
 
@@ -386,10 +382,29 @@ class Stats:
     def __call__(self, decoding: Decoding, draft: Draft, path: list[int]) -> None:
         self.target_forwards += 1
         self.drafted += len(draft.tokens)
-        # As many rows were kept: the root has one, and the newest token has none.
+        # One row was kept for each token committed: the root has one, the newest token
+        # has none.
         self.emitted += decoding.hidden.shape[1]
         self.offered.append(max(draft.depths(), default=0))
         self.accepted.append(len(path))
+
+
+def start(target, **inputs) -> Decoding:
+    """The Decoding that `target.generate(**inputs)` would use, for a loop of one's own.
+
+        decoding = common.start(target, input_ids=ids, max_new_tokens=64)
+        for draft in glide.drafts(decoding, drafter):
+            decoding.verify(draft)
+
+    inputs: arguments of `generate`; the prompt is given by name, as `input_ids`.
+    """
+
+    def begin(target, input_ids, **given):
+        return Decoding(target, input_ids, **given)
+
+    # Without a mask, transformers guesses padding where the prompt holds pad_token_id.
+    inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+    return target.generate(**inputs, custom_generate=begin)
 
 
 # ---------------------------------------------- what verifying and drafting are made of
@@ -413,23 +428,23 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
     output = target(
         fed,
         past_key_values=cache,
-        attention_mask=mask if fed.shape[1] > 1 else None,  # one row is plain decoding
+        attention_mask=mask if fed.shape[1] > 1 else None,  # the root alone needs none
         position_ids=positions,
         output_hidden_states=True,
-        **plain_output(target),
+        **forward_options(target),
     )
     return output.logits[0], output.hidden_states[-1][0]
 
 
 def last_hidden(target, ids: Tensor, cache=None) -> Tensor:
-    """Last hidden states (B, T, D) of ids (B, T), which the cache gets rows of."""
+    """Last hidden states (B, T, D) of ids (B, T), whose rows a cache is given."""
     decoder = target.get_decoder()
-    options = plain_output(target)
+    options = forward_options(target)
     return decoder(ids, past_key_values=cache, output_hidden_states=False, **options)[0]
 
 
-def plain_output(target) -> dict:
-    """Arguments of a forward that take the place of what the target's config says.
+def forward_options(target) -> dict:
+    """Arguments of a forward that override the target's config.
 
     Training leaves settings in a saved config: to return attention weights, to add the
     loss of a router, or to keep no cache. They would slow down or break what is done
@@ -456,14 +471,11 @@ def attention_masks(target, sees: Tensor, positions: Tensor) -> dict[str, Tensor
     masks = {}
     for kind in layer_kinds(config):
         reach = sees
-        # Some layers reach back a number of positions, or to a multiple of one. Rows
-        # of the cache are no measure: siblings are neighbours there, at one position.
+        # Distance is counted in positions, not in cache rows, because siblings share a
+        # position.
         if kind == "sliding_attention":
             reach = sees & (query - key < config.sliding_window)
-        elif kind == "chunked_attention":
-            size = config.attention_chunk_size
-            reach = sees & (query // size == key // size)
-        # Not a boolean mask: eager attention would add that to the scores as well.
+        # Not a boolean mask, because eager attention would add it as 0 and 1.
         mask = torch.zeros(reach.shape, dtype=target.dtype)
         mask.masked_fill_(~reach, torch.finfo(target.dtype).min)
         masks[kind] = mask[None, None].to(target.device)
@@ -481,31 +493,13 @@ def layer_kinds(config) -> list[str]:
 
 def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
     """Draw ids (..., 1) from probs (..., V) with `uniform` in [0, 1)."""
-    # torch.multinomial takes ten times as long on a CPU. MPS has no float64.
+    # torch.multinomial takes many times as long on a CPU. float32 sums would lose rare
+    # tokens, but MPS has no float64.
     exact = probs if probs.device.type == "mps" else probs.double()
     sums = exact.cumsum(-1)  # (..., V)
     if uniform is None:
         uniform = torch.rand_like(sums[..., :1])
     return torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
-
-
-def pick(decoding: Decoding, logits: Tensor, vocab_ids: Tensor, drafted: list[int]):
-    """Choose a draft token; returns it (1,) with its q_draft (V,).
-
-    Returns None if the logits processors allow none of the draft vocabulary.
-
-    logits: (Vd,) of the tokens vocab_ids (Vd,).
-    drafted: the tokens between the committed ones and this one.
-    """
-    vocab = decoding.target.config.get_text_config().vocab_size
-    whole = logits.new_full((vocab,), float("-inf"), dtype=torch.float32)
-    whole[vocab_ids] = logits.float()
-    scores = decoding.process(whole, drafted)
-    if decoding.logits_processor and not scores.max() > float("-inf"):  # -inf, or NaN
-        return None
-    q_draft = scores.softmax(-1)  # (V,)
-    token = sample(q_draft) if decoding.do_sample else q_draft.argmax(keepdim=True)
-    return token, q_draft
 
 
 def end_ids(generation_config) -> set[int]:
@@ -516,26 +510,34 @@ def end_ids(generation_config) -> set[int]:
 
 # ---------------------------------------------------------------------------- KV caches
 
+# Caches, masks and `custom_generate` of transformers change between its versions.
+TESTED = "5.23"
+if not transformers.__version__.startswith(f"{TESTED}."):
+    warnings.warn(
+        f"common.py was tested with transformers {TESTED}, and this is "
+        f"{transformers.__version__}: compare an answer with plain decoding first"
+    )
+
 
 class GrowingLayer(DynamicLayer):
-    """A cache layer that copies old rows only to double its buffers."""
+    """A cache layer that copies old rows only to double its buffers.
 
-    def update(
-        self, key_states, value_states, *args, **kwargs
-    ) -> tuple[Tensor, Tensor]:
+    DynamicLayer concatenates, which copies the whole cache at every forward. Layers
+    that share another's keys (Gemma-3n) are never fed, and then there are no buffers.
+    """
+
+    def update(self, key_states, value_states, *args, **kwargs) -> tuple:
         """Append n rows; returns keys and values (B, Hkv, P + n, Dh)."""
-        start = self.get_seq_length()
-        end = start + key_states.shape[2]
+        old = self.get_seq_length()
+        end = old + key_states.shape[2]
         if not self.is_initialized:
             self.buffers = [key_states[:, :, :0], value_states[:, :, :0]]
             self.is_initialized = True
         if end > self.buffers[0].shape[2]:
-            spare = max(256, 2 * end) - start
-            self.buffers = [
-                F.pad(x[:, :, :start], (0, 0, 0, spare)) for x in self.buffers
-            ]
-        self.buffers[0][:, :, start:end] = key_states
-        self.buffers[1][:, :, start:end] = value_states
+            spare = (0, 0, 0, max(256, 2 * end) - old)
+            self.buffers = [F.pad(x[:, :, :old], spare) for x in self.buffers]
+        self.buffers[0][:, :, old:end] = key_states
+        self.buffers[1][:, :, old:end] = value_states
         self.cut(end)
         return self.keys, self.values
 
@@ -544,11 +546,11 @@ class GrowingLayer(DynamicLayer):
         if self.is_initialized:
             self.keys, self.values = (x[:, :, :length] for x in self.buffers)
 
-    def move(self, rows: Tensor, start: int) -> None:
-        """Copy `rows` (n,) to start, start + 1, ..."""
+    def move(self, rows: Tensor, first: int) -> None:
+        """Copy `rows` (n,) to first, first + 1, ..."""
         if self.is_initialized:
             for x in self.buffers:
-                x[:, :, start : start + len(rows)] = x[:, :, rows.to(x.device)]
+                x[:, :, first : first + len(rows)] = x[:, :, rows.to(x.device)]
 
 
 class GrowingCache(DynamicCache):
@@ -558,10 +560,10 @@ class GrowingCache(DynamicCache):
         super().__init__()  # without a config: sliding layers keep all rows, too
         self.layers = [GrowingLayer() for _ in range(num_layers)]
 
-    def move(self, rows: Tensor, start: int) -> None:
-        """Copy `rows` (n,) of every layer to start, start + 1, ..."""
+    def move(self, rows: Tensor, first: int) -> None:
+        """Copy `rows` (n,) of every layer to first, first + 1, ..."""
         for layer in self.layers:
-            layer.move(rows, start)
+            layer.move(rows, first)
 
     def cut(self, length: int) -> None:
         """Keep the first `length` rows of every layer."""
@@ -579,17 +581,17 @@ class DraftCache(GrowingCache):
         fed = self.fed.to(input_ids.device)
         end = min(fed.shape[1], input_ids.shape[1] - 1)  # feed at least one
         same = fed[0, :end] == input_ids[0, :end]
-        agreed = int(same.cumprod(0).sum())
+        agreed = int(same.cumprod(0).sum())  # leading tokens that agree
         self.cut(agreed)
         self.fed = input_ids[:, :agreed]
         return input_ids[:, agreed:]
 
     def record(self, token_ids: Tensor) -> Tensor:
         """Note that `token_ids` (1, n) are fed; returns their positions."""
-        start = self.fed.shape[1]
+        old = self.fed.shape[1]
         self.fed = torch.cat([self.fed, token_ids], dim=1)
         end = self.fed.shape[1]
-        return torch.arange(start, end, device=token_ids.device)[None]  # (1, n)
+        return torch.arange(old, end, device=token_ids.device)[None]  # (1, n)
 
 
 # --------------------------------------------------------------------------- the target
@@ -600,40 +602,30 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
 
     name: Hugging Face id, folder or .gguf file; None: the default one.
     """
+    label = name or "the default target of support/default_target.py"
     try:
-        torch.zeros(1, device=device)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, AssertionError) as error:
-        reason = one_line(error)
-        raise UserError(
-            f"cannot use device {device!r} ({reason}): take another, such as cpu"
-        ) from error
-    if name is None:
-        try:
+        torch.zeros(1, device=device)  # a wrong device is noticed before a long load
+        if name is None:
             from support import default_target
-        except ImportError as error:
-            raise UserError(
-                "no target named, and support/default_target.py, which fetches the "
-                "default one, is not here: name one, or copy it"
-            ) from error
-        name = default_target.folder()
-    try:
+
+            name = default_target.folder()
         return _read_target(name, dtype, device)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UserError):
         raise
-    except Exception as error:  # the readers of transformers raise many kinds
-        reason = one_line(error)
+    except Exception as error:  # torch and the readers of transformers raise many kinds
         raise UserError(
-            f"cannot load model {str(name)!r} ({reason}); give a Hugging Face id, a "
-            "folder of tokenizer and *.safetensors, or a .gguf file"
+            f"cannot load {label} on {device} ({one_line(error)}); give a Hugging Face "
+            "id, a folder of tokenizer and *.safetensors, or a .gguf file; and a "
+            "device that torch has"
         ) from error
 
 
 def _read_target(name, dtype, device):
-    path = Path(name)
+    path = Path(name).expanduser()
     gguf = path.name if path.suffix == ".gguf" else None
-    local = gguf or ("/" in str(name) and path.parent.is_dir())  # else ask the hub
+    # Anything else is an id, which is looked for on the hub.
+    local = gguf or path.is_absolute() or str(name).startswith(".")
+    local = local or ("/" in str(name) and path.parent.is_dir())
     if local and not path.exists():
         raise FileNotFoundError("no such file or folder")
     folder = (path.parent if gguf else path).as_posix()
@@ -652,7 +644,7 @@ def target_shape(target) -> dict:
     config = target.config.get_text_config()
     # Gemma 4's layers differ in the size of their heads. Drafters start from the
     # topmost layer, so its sizes count.
-    top = getattr(config, "per_layer_config", [config])[-1]
+    top = config.per_layer_config[-1]
     heads = top.num_attention_heads
     return {
         "vocab_size": config.vocab_size,
@@ -664,7 +656,7 @@ def target_shape(target) -> dict:
     }
 
 
-def readable(weight) -> bool:
+def is_plain_weight(weight) -> bool:
     """Whether a weight is a tensor of numbers, which can be copied or indexed."""
     # A quantised weight holds codes. torchao's are of types of its own, and those of
     # torch's quantize_dynamic are no tensors. An offloaded one is on the device meta.
@@ -685,9 +677,9 @@ def _head_weight(target) -> Tensor | None:
     """The LM head's weight (V, D); None if only a call of the head gives its logits."""
     head = target.get_output_embeddings()
     # The layer that an adapter makes of it is no nn.Linear any more.
-    return (
-        head.weight if isinstance(head, nn.Linear) and readable(head.weight) else None
-    )
+    if isinstance(head, nn.Linear) and is_plain_weight(head.weight):
+        return head.weight
+    return None
 
 
 def _head_logits(target, hidden: Tensor, token_ids: Tensor | None) -> Tensor:
@@ -734,7 +726,8 @@ def draft_head(target, token_ids: Tensor) -> nn.Module:
     """
     head = target.get_output_embeddings()
     scale = _logit_scale(target)
-    if hasattr(head, "select") and scale == 1:  # as in support/packed.py
+    # A PackedLinear (support/packed.py) picks rows of its own packed weight.
+    if hasattr(head, "select") and scale == 1:
         return head.select(token_ids)
     weight = _head_weight(target)
     if weight is None:
@@ -743,6 +736,7 @@ def draft_head(target, token_ids: Tensor) -> nn.Module:
         weight = weight[token_ids]
     if scale != 1:
         weight = weight * scale
+    # On the device meta there is nothing to initialise.
     rows = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     rows.weight = nn.Parameter(weight, requires_grad=False)
     return rows
@@ -750,6 +744,7 @@ def draft_head(target, token_ids: Tensor) -> nn.Module:
 
 def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """A layer's cos and sin (B, T, R), R <= Dh, at positions (B, T)."""
+    # The tables get the dtype and device of `like`; nothing else is read of it.
     like = torch.empty(0, dtype=target.dtype, device=position_ids.device)
     module = getattr(target.get_decoder(), "rotary_emb", None)
     if module is None:  # learned positions (GPT-2, OPT): rotate by zero
@@ -847,7 +842,7 @@ def add_vocab_ids(drafter, size: int) -> None:
     vocab = drafter.config.target["vocab_size"]
     drafter.register_buffer("vocab_ids", torch.arange(min(size or vocab, vocab)))
 
-    def rename(module, state_dict, *_):  # v1.0 saved them under another name
+    def rename(module, state_dict, *_):  # the shipped drafters' name for them
         if "draft_ids" in state_dict:
             state_dict["vocab_ids"] = state_dict.pop("draft_ids")
 
@@ -864,10 +859,12 @@ def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
     """Set `drafter.vocab_ids` to the most frequent tokens; copy weights.
 
     token_counts: (V,) how often each token occurs in the responses.
-    pairs: (drafter's module, target's module to copy from).
+    pairs: (drafter's module, target's module to copy from). A drafter's `norm` gets the
+        weights of the target's final norm as well.
     """
     check_states(target)
     most_frequent = token_counts.topk(len(drafter.vocab_ids)).indices
+    # Sorted, so that a whole vocabulary keeps the order of the LM head's rows.
     drafter.vocab_ids.copy_(most_frequent.sort().values)
     for ours, theirs in pairs:
         _copy_weights(ours, theirs)
@@ -883,10 +880,11 @@ def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
         # LoRA has renamed the weights that it adapts, and those of a quantised or
         # offloaded layer cannot be copied. A drafter learns without such a start.
         other = source.get(name)
-        if not readable(other) or other.shape != weight.shape:
+        if not is_plain_weight(other) or other.shape != weight.shape:
             continue
         parent = theirs.get_submodule(name.rpartition(".")[0])
-        # Leave out norms that scale by 1 + w (Gemma): ours scale by w.
+        # Ours are RMS norms that scale by w, so ones become w. Leave out those that
+        # scale by 1 + w (Gemma), and LayerNorms, which map ones to their bias.
         if "Norm" in type(parent).__name__ and name.endswith("weight"):
             scale = parent(torch.ones_like(other))
             if not torch.allclose(scale, other, atol=1e-2, rtol=1e-2):
@@ -954,7 +952,7 @@ def _drafter_folder(path, hub: dict) -> Path:
         return folder
     missing = f"no drafter in {path}"
     remedy = f"make one with train.py --out {path}"
-    # An id is a name and, before it, the name of an owner that is no folder here.
+    # An id is owner/name, where owner is not a local folder.
     is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not folder.parent.is_dir()
     if not is_id:
         raise UserError(f"{missing}; {remedy}")
@@ -985,13 +983,18 @@ def generator(seed: int, use: int = 0) -> torch.Generator:
     """Random numbers for one sequence of a batch, from its seed.
 
     Neither padding nor the other sequences of the batch change them, so a step gives
-    the same result however it is split. use: tells apart, by 0 and 1, two things that
-    a method draws for a sequence.
+    the same result however it is split. use: 0 or 1, so that a method may have two
+    independent streams for a sequence.
     """
     return torch.Generator().manual_seed(2 * seed + use)
 
 
 # ---------------------------------------------------------------------- what is refused
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, in one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200]
 
 
 def refuse(*checks: tuple[object, str]) -> None:
@@ -1010,17 +1013,18 @@ def check_drafter(drafter, Drafter, target) -> None:
     for name, size in target_shape(target).items():
         if made_for.get(name) != size:
             wrong.append(f"{name} {made_for.get(name)} != {size}")
+    if wrong:
+        wrong = ", ".join(wrong)
+        raise UserError(
+            f"the drafter is for another target ({wrong}): train one with train.py"
+        )
     weight = next(drafter.parameters())
     own = f"{weight.dtype} on {weight.device.type}"
     theirs = f"{target.dtype} on {target.device.type}"
-    other = f"the drafter is for another target ({', '.join(wrong)})"
-    refuse(
-        (wrong, f"{other}: train one with train.py"),
-        (
-            own != theirs,
-            f"the drafter is {own}: move it with .to(target.device, target.dtype)",
-        ),
-    )
+    if own != theirs:
+        raise UserError(
+            f"the drafter is {own}: move it with .to(target.device, target.dtype)"
+        )
 
 
 def decode_fields(config) -> list[str]:
@@ -1049,10 +1053,12 @@ def check_states(target) -> None:
     """Raise a UserError unless `target_logits` gives the target's logits."""
     check_target(target)
     ids = torch.arange(1, 3, device=target.device)[None]
-    output = target(ids, output_hidden_states=True, **plain_output(target))
+    output = target(ids, output_hidden_states=True, **forward_options(target))
     hidden = last_hidden(target, ids)
-    close = {"atol": 0.05, "rtol": 0.05}  # bfloat16 rounds
-    # OPT-350m projects its last hidden states to another width.
+    rounds = target.dtype in (torch.float16, torch.bfloat16)
+    close = dict.fromkeys(("atol", "rtol"), 0.05 if rounds else 1e-3)
+    # Decoding takes hidden_states[-1], training takes the decoder's output; a drafter
+    # needs them to be the same. OPT-350m projects them to another width.
     same = hidden.shape[-1] == target_shape(target)["hidden_size"]
     same = same and torch.allclose(output.hidden_states[-1], hidden, **close)
     if same:
@@ -1068,58 +1074,62 @@ def check_states(target) -> None:
 def check_target(target) -> None:
     """Raise a UserError if token trees would change the target's output."""
     config = target.config.get_text_config()
+    instead = "take another target, or decode without drafts"
     adapters = getattr(target, "peft_config", {}).values()
     if hasattr(target, "get_base_model"):  # PEFT's wrapper, which `build` may be given
         target = target.get_base_model()
-    # PEFT replaces a method to put learned tokens before a prompt, but nobody calls it
-    # here. And it has aLoRA begin at a place that it counts from the prompt's end.
-    feeds = getattr(target.prepare_inputs_for_generation, "__self__", None)
-    prepared = feeds is not target
-    for adapter in adapters:
-        prepared = prepared or getattr(adapter, "is_prompt_learning", False)
-        prepared = prepared or getattr(adapter, "alora_invocation_tokens", None)
+
+    # Siblings share a position, and the rows of rejected nodes leave the cache.
     parameters = inspect.signature(target.forward).parameters
     missing = ", ".join({"position_ids", "past_key_values"} - parameters.keys())
-    # ALiBi, GPT-Neo and Doge count cache rows; trees count levels.
-    row_counters = ("alibi", "attention_layers", "keep_window_size")
-    counting = ", ".join(name for name in row_counters if getattr(config, name, None))
-    kinds = set(getattr(config, "layer_types", None) or [])
-    others = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+    if missing:
+        raise UserError(f"the target's forward takes no {missing}: {instead}")
+    # ALiBi, GPT-Neo and Doge measure distance in cache rows, not in positions.
+    for name in ("alibi", "attention_layers", "keep_window_size"):
+        if getattr(config, name, None):
+            raise UserError(f"{name} counts cache rows, not positions: {instead}")
+    # Convolutions and recurrences cannot undo a rejected token, and `attention_masks`
+    # makes no masks for the chunks of Llama 4.
+    for kind in layer_kinds(config):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UserError(f"token trees do not work with {kind} layers: {instead}")
+    # These kernels do not add a mask to the scores.
     kernel = str(config._attn_implementation)
-    no_mask = "flash" in kernel or "flex" in kernel
-    whole = hasattr(target.get_decoder(), "lm_head")  # Llama 4
-    uncached = target.training and target.is_activation_checkpointing
-    offloaded = target.device.type == "meta"
-    # accelerate keeps offloaded weights on meta, and computes with them elsewhere.
+    if "flash" in kernel or "flex" in kernel:
+        load = "load the target with attn_implementation='sdpa'"
+        raise UserError(f"{kernel} takes no tree mask: {load}")
+    # Of Llama 4 and Mllama, transformers gives the whole model for the decoder.
+    if hasattr(target.get_decoder(), "lm_head"):
+        raise UserError(f"the target's decoder includes its LM head: {instead}")
+    # Prompts and drafters go to the device of the embedding.
+    if target.device.type == "meta":
+        raise UserError(
+            "the target's embedding is offloaded: load it with a device_map that has "
+            "the embedding on a device"
+        )
+    # A mask is made for one device. The weights that accelerate has offloaded are on
+    # meta, but it computes with them where the others are.
     devices = {str(x.device) for x in target.parameters()} - {"meta"}
-    spread = ", ".join(sorted(devices)) if len(devices) > 1 else ""
-    plain = "take another target, or decode without drafts"
-    sdpa = "load the target with attn_implementation='sdpa'"
-    device_map = "load it with a device_map that has the embedding on a device"
-    refuse(
-        (missing, f"the target takes no {missing}, as token trees need: {plain}"),
-        (counting, f"{counting} counts cache rows, not positions: {plain}"),
-        (others, f"{others} layers cannot undo a rejected token: {plain}"),
-        (no_mask, f"{kernel} takes no tree mask: {sdpa}"),
-        (whole, f"the target's layers cannot be run without its LM head: {plain}"),
-        (offloaded, f"the target's embedding is offloaded: {device_map}"),
-        (spread, f"the target is spread over {spread}: load it on one device"),
-        (prepared, f"learned prompts and aLoRA (PEFT) are not supported: {plain}"),
-        (
-            uncached,
-            "the target is in train mode with gradient checkpointing, which switches "
-            "its cache off: call target.eval()",
-        ),
-    )
+    if len(devices) > 1:
+        spread = ", ".join(sorted(devices))
+        raise UserError(f"the target is spread over {spread}: load it on one device")
+    # PEFT puts learned tokens before the prompt in `prepare_inputs_for_generation`,
+    # which is not called here; aLoRA finds its start from the prompt's end.
+    prepares = getattr(target.prepare_inputs_for_generation, "__self__", None)
+    kinds = ("is_prompt_learning", "alora_invocation_tokens")
+    unusual = any(getattr(x, kind, None) for x in adapters for kind in kinds)
+    if prepares is not target or unusual:
+        raise UserError(
+            f"learned prompts and aLoRA (PEFT) are not supported: {instead}"
+        )
+    # In eval mode, transformers ignores gradient checkpointing.
+    if target.training and target.is_activation_checkpointing:
+        raise UserError("gradient checkpointing drops the cache: call target.eval()")
 
 
-# Settings of `generate` that trees do not follow, with the values of plain decoding.
-# The second kind counts only where it changes how transformers decodes.
+# Settings of `generate` that token trees do not follow, with their usual values.
 OUTSIDE = {"guidance_scale": 1, "return_dict_in_generate": False}
 OUTSIDE |= {"num_return_sequences": 1, "num_beams": 1}
-MODES = {"penalty_alpha": None, "dola_layers": None, "constraints": None}
-MODES |= {"force_words_ids": None, "prompt_lookup_num_tokens": None}
-MODES |= {"assistant_early_exit": None, "use_mtp": False}
 
 
 def _check_request(target, input_ids: Tensor, generation_config, given: dict) -> None:
@@ -1127,52 +1137,60 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
 
     given: the other arguments that transformers hands on.
     """
-    mode = generation_config.get_generation_mode().value
-    watermark = type(generation_config.watermarking_config).__name__
-    settings = OUTSIDE if mode in ("greedy_search", "sample") else OUTSIDE | MODES
-    if "SynthID" in watermark:
-        settings = settings | {"watermarking_config": None}
-    for name, plain in settings.items():
+    for name, usual in OUTSIDE.items():
         value = getattr(generation_config, name, None)
-        if value in (None, plain):
+        if value in (None, usual):
             continue
         # Models often ship with settings that the caller does not know about.
         own = getattr(target.generation_config, name, None) == value
         origin = ", which comes with the target," if own else ""
-        shown = f" {value}" if isinstance(value, (int, float)) else ""
         raise UserError(
-            f"{name}{shown}{origin} is not supported by token trees: set "
-            f"{name}={plain} in the call"
+            f"{name} {value}{origin} is not supported by token trees: set "
+            f"{name}={usual} in the call"
         )
-
+    # Such as contrastive search, DoLa, constraints, prompt lookup or early exit.
+    mode = generation_config.get_generation_mode().value
+    if mode not in ("greedy_search", "sample"):
+        raise UserError(
+            f"{mode} is not supported by token trees: set to None what asks for it, "
+            "and decode greedily or sample"
+        )
+    # SynthID's logits processor keeps a state from one call to the next, but a tree
+    # asks about several texts in a round.
+    if "SynthID" in type(generation_config.watermarking_config).__name__:
+        raise UserError(
+            "SynthID's watermark is not supported by token trees: set "
+            "watermarking_config=None in the call"
+        )
     rows, length = input_ids.shape
-    elsewhere = input_ids.device.type != target.device.type
+    if input_ids.device.type != target.device.type:
+        raise UserError(
+            f"the prompt is on {input_ids.device}: move it with .to(target.device)"
+        )
+    if length == 0:
+        raise UserError("no token ids: pass input_ids, not inputs_embeds")
+    if rows != 1:
+        raise UserError(f"{rows} rows of ids: pass one prompt at a time")
+    # Every token of the prompt is read, at a position that is its index.
     mask = given.get("attention_mask")
-    past = given.get("past_key_values")
+    if mask is not None and not mask.all():
+        raise UserError(
+            "attention_mask has zeros (transformers makes such a mask where the prompt "
+            "holds pad_token_id): pass no padding, and a mask of ones"
+        )
     positions = given.get("position_ids")
-    padded = mask is not None and not mask.all()
-    cached = past is not None and past.get_seq_length() > 0
-    shifted = positions is not None and positions.tolist() != [list(range(length))]
-    more = any(getattr(x, "ndim", 0) > 2 for x in given.values())
-    refuse(
-        (
-            elsewhere,
-            f"the prompt is on {input_ids.device}: move it with .to(target.device)",
-        ),
-        (length == 0, "no token ids: pass input_ids, not inputs_embeds"),
-        (rows != 1, f"{rows} rows of ids: pass one prompt at a time"),
-        (padded, "attention_mask has zeros: pass no padding, and a mask of ones"),
-        (shifted, "position_ids are counted from 0 here: leave them out"),
-        (cached, "past_key_values holds tokens already: pass all tokens, and no cache"),
-        (more, "only text is decoded here: pass nothing beside token ids, no images"),
-        (
-            mode not in ("greedy_search", "sample"),
-            f"{mode} is not supported by token trees: decode greedily, or sample",
-        ),
-    )
+    if positions is not None and positions.tolist() != [list(range(length))]:
+        raise UserError("position_ids are counted from 0 here: leave them out")
+    # Decoding makes a cache of its own, from which rejected nodes can be dropped.
+    past = given.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        raise UserError("past_key_values holds tokens: pass all tokens, and no cache")
+    # Images and embeddings have a dimension more than ids and masks of text.
+    if any(getattr(x, "ndim", 0) > 2 for x in given.values()):
+        raise UserError("only text is decoded: pass token ids alone, and no images")
     check_ids(target, input_ids)
     config = target.config.get_text_config()
-    _check_length(config, length - 1, generation_config.max_length)
+    _check_length(config, length, generation_config.max_length)
 
 
 def check_ids(target, ids: Tensor) -> None:
@@ -1186,23 +1204,26 @@ def check_ids(target, ids: Tensor) -> None:
         )
 
 
-def _check_length(config, prefix: int, length: int) -> None:
-    """Raise a UserError beyond the length where token trees are exact."""
+def _check_length(config, prompt_length: int, max_length: int) -> None:
+    """Raise a UserError beyond the length that the target was made for."""
     rope = getattr(config, "rope_parameters", None) or {}
     border = rope.get("original_max_position_embeddings")
     context = getattr(config, "max_position_embeddings", None)
     if rope.get("rope_type") == "yarn" and border:  # it extends the original context
         context = max(context or 0, round(rope["factor"] * border))
     reaches = {"context": context}
-    # Long RoPE changes its factors at a border. A prompt beyond it stays there.
-    if rope.get("rope_type") == "longrope" and border and prefix <= border:
+    # Beyond a border, long RoPE rotates all keys by other factors, but the cached ones
+    # have been rotated already. A prompt that is already longer uses the long factors
+    # throughout.
+    long = rope.get("rope_type") == "longrope"
+    if long and border and prompt_length - 1 <= border:
         reaches["range of short RoPE factors"] = border + 1
     fits = "set a lower max_new_tokens"
     for name, reach in reaches.items():
-        if reach and length > reach:
-            remedy = fits if prefix + 1 < reach else "shorten the prompt"
+        if reach and max_length > reach:
+            remedy = fits if prompt_length < reach else "shorten the prompt"
             raise UserError(
-                f"prompt + new tokens = {length} exceed the target's {name} of "
+                f"prompt + new tokens = {max_length} exceed the target's {name} of "
                 f"{reach}: {remedy}"
             )
 
@@ -1218,37 +1239,43 @@ def demo(Drafter, folder: str, drafts) -> None:
     parser = argparse.ArgumentParser(description="Answer with the shipped drafter.")
     prompt = "Explain photosynthesis to a child in five sentences."
     parser.add_argument("prompt", nargs="?", default=prompt)
-    message = {"role": "user", "content": parser.parse_args().prompt}
+    prompt = parser.parse_args().prompt
+    try:
+        _show_answer(Drafter, folder, drafts, prompt)
+    except (UserError, OSError) as problem:
+        parser.exit(2, f"{parser.prog}: {problem}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, f"\n{parser.prog}: interrupted\n")
+
+
+def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
+    """Print an answer while it is decoded, with accepted draft tokens in green."""
+    target, tokenizer = load_target()
+    checkpoint = Path(__file__).with_name("checkpoints") / folder
+    drafter = load_drafter(Drafter, checkpoint, target)
+    message = {"role": "user", "content": prompt}
+    inputs = tokenizer.apply_chat_template(
+        [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    length = inputs["input_ids"].shape[1]
     stats = Stats()
-    green, plain = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    green, reset = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
     printed = ""
 
     def show(decoding, draft, path):
         nonlocal printed
         stats(decoding, draft, path)
         end = decoding.ids.shape[1]
-        accepted = end - decoding.hidden.shape[1] + len(path)
-        for stop, colour in ((accepted, green), (end, plain)):
+        accepted_end = end - decoding.hidden.shape[1] + len(path)
+        for stop, colour in ((accepted_end, green), (end, reset)):
             ids = decoding.ids[0, length:stop]
             text = tokenizer.decode(ids, skip_special_tokens=True)
             text = text.rstrip("\ufffd")  # a part of a character
-            print(colour + text[len(printed) :] + plain, end="", flush=True)
+            print(colour + text[len(printed) :] + reset, end="", flush=True)
             printed = text
 
-    try:
-        target, tokenizer = load_target()
-        checkpoint = Path(__file__).with_name("checkpoints") / folder
-        drafter = load_drafter(Drafter, checkpoint, target)
-        inputs = tokenizer.apply_chat_template(
-            [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        length = inputs["input_ids"].shape[1]
-        decode = speculate(drafts, drafter, each=show)
-        target.generate(**inputs, custom_generate=decode, max_new_tokens=128)
-    except (UserError, OSError) as problem:
-        parser.exit(2, f"{parser.prog}: {problem}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, f"\n{parser.prog}: interrupted\n")
+    decode = speculate(drafts, drafter, each=show)
+    target.generate(**inputs, custom_generate=decode, max_new_tokens=128)
     tau = stats.emitted / stats.target_forwards
-    accepted = f"{green}{sum(stats.accepted)} accepted from the drafter{plain}"
+    accepted = f"{green}{sum(stats.accepted)} accepted from the drafter{reset}"
     print(f"\n\n{stats.emitted} tokens, {accepted}; {tau:.2f} per target forward")

@@ -59,8 +59,7 @@ EXERCISES = {
         "test_verify_sees_every_node_as_plain_decoding_would",
     ),
     "common.walk": Exercise(
-        "tokens = [choose(-1, [])]  # the target's own token; accepts nothing\n"
-        "ended(tokens)",
+        "tokens = [choose(-1)]  # the target's own token; accepts nothing\nended()",
         "test_greedy_walk_takes_the_longest_accepted_path",
         "test_a_walk_does_not_go_beyond_the_end_of_the_answer",
         "test_verify_sees_every_node_as_plain_decoding_would",

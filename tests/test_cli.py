@@ -50,7 +50,7 @@ MISTAKES = [
     ("--method nonsense", "argument --method: invalid choice: 'nonsense'"),
     ("--method cape", "argument --method: invalid choice: 'cape'"),
     ("--nonsense", "unrecognized arguments: --nonsense; see --help"),
-    ("--device nonsense", "cannot use device 'nonsense' ("),
+    ("--device nonsense", " on nonsense ("),
     ("--steps 0", "argument --steps: must be at least 1; see --help"),
     ("--minutes 1", "give --steps or --minutes, one of the two"),
     ("--lr nan", "argument --lr: must be at least 0"),
@@ -63,7 +63,7 @@ MISTAKES = [
     ("--gamma x", "argument --gamma: invalid int value"),
     (
         "--target ./no-such",
-        "cannot load model './no-such' (no such file or folder); give",
+        "cannot load ./no-such on cpu (no such file or folder); give",
     ),
     ("--data missing.jsonl", "no file missing.jsonl: name one that is there"),
     ("--data {tmp}", " is a folder: name its files"),

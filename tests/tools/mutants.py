@@ -25,8 +25,8 @@ rejected rows stay in the cache
 - self.cache.cut(prefix + len(kept))
 + pass
 a cache that doubles loses its newest row
-- F.pad(x[:, :, :start], (0, 0, 0, spare))
-+ F.pad(x[:, :, : start - 1], (0, 0, 0, spare + 1))
+- F.pad(x[:, :, :old], spare)
++ F.pad(x[:, :, : old - 1], (0, 0, 0, spare[-1] + 1))
 a drafter keeps the rows of rejected tokens
 - agreed = int(same.cumprod(0).sum())
 + agreed = end
@@ -34,17 +34,17 @@ nothing may be left to feed
 - end = min(fed.shape[1], input_ids.shape[1] - 1)
 + end = min(fed.shape[1], input_ids.shape[1])
 a drafter's positions are one too high
-- return torch.arange(start, end, device
-+ return torch.arange(start + 1, end + 1, device
+- return torch.arange(old, end, device
++ return torch.arange(old + 1, end + 1, device
 greedy: any child is accepted
 - node = child.get((node, tokens[-1]))
 + node = next((n for (p, _), n in child.items() if p == node), None)
 processors do not see the path to a node
 - scores = self.process(logits[node + 1])
-+ scores = logits[node + 1] if tokens else self.process(logits[node + 1])
++ scores = logits[node + 1] if node >= 0 else self.process(logits[node + 1])
 a walk goes on after the end of the answer
-- if ended(tokens):
-+ if ended(tokens) and False:
+- if ended():
++ if ended() and False:
 hidden states of rejected nodes
 - hidden = hidden[rows]
 + pass
@@ -58,11 +58,11 @@ only one sibling is tried
 - for token, q_draft in siblings:
 + for token, q_draft in siblings[:1]:
 sampling: too much is accepted
-- * q_draft[token] < p_target[token]
-+ * q_draft[token] < 2 * p_target[token]
+- * q_draft[token] < left[token]
++ * q_draft[token] < 2 * left[token]
 sampling: no residual
-- residual = (p_target - q_draft).clamp(min=0)
-+ residual = p_target.clone()
+- residual = (left - q_draft).clamp(min=0)
++ residual = left.clone()
 a draw of 0 takes the first token, even one of probability 0
 - uniform * sums[..., -1:], right=True)
 + uniform * sums[..., -1:])
@@ -100,8 +100,8 @@ the loss of a router is computed while decoding
 - options["output_router_logits"] = False
 + options["output_router_logits"] = True
 Gemma 4's heads are all as small as its lowest ones
-- top = getattr(config, "per_layer_config", [config])[-1]
-+ top = getattr(config, "per_layer_config", [config])[0]
+- top = config.per_layer_config[-1]
++ top = config.per_layer_config[0]
 """
 
 GLIDE = r"""
