@@ -113,7 +113,7 @@ CONFIG_MISTAKES = [
     ("cape", {"sizes": [1, 2]}, "one size more than bounds"),
     ("cape", {"sizes": [7, 5, 3, -1]}, "no negative size"),
     ("cape", {"bounds": [0.6, 0.3, 0.8]}, "ascending bounds"),
-    ("specdecpp", {"draft_model": "small"}, "take stage head"),
+    ("specdecpp", {"draft_model": "small"}, "use --stage head"),
     ("specdecpp", {"stop": "never"}, "stop 'never': take head or fixed"),
     ("specdecpp", {"w_rej": 0}, "w_rej 0: take a weight above 0"),
     ("specdecpp", {"layers": [3]}, "name some of the target's"),
