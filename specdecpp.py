@@ -17,9 +17,9 @@ threshold h:
     y judged by it                           y_1   y_2   y_3
 
 Algorithm 2 is `propose` and `until_stop`, and Decoding.verify in common.py. With
-stop="fixed" a round has gamma tokens, which is Algorithm 1. The head learns from labels
-of tokens drafted after the target's own text X, but from their hidden states after Z, a
-mixture of X and drafted tokens (3.3, `labelled`).
+stop="fixed" a round has gamma tokens, which is Algorithm 1. The head's labels are of
+tokens drafted after X, the target's own text, but the hidden states that it reads in
+training are after Z, which mixes X and drafted tokens (3.3, `labelled`).
 
 Names that differ from the paper's: p is `target`, q is `DraftModel`, e_i is `hidden`,
 p^ is `all_accepted`, h is `threshold`, K is `gamma`, r is `KEEP`, P_i is `accept_prob`,
@@ -40,9 +40,9 @@ Deviations from the paper:
 Authors' code: its head applies one residual block D times; here there are D blocks,
 which is how we read the paper's "(D+1)-layer ResNet". It has two outputs and a softmax,
 ours one logit and a sigmoid (Eq. 3.1). Followed here, but not in sections 1 to 6: r is
-0.15, the loss is divided by the sum of its weights, a round has 2 to 20 tokens, as with
-`--bound 2 20`, and it ends after an end-of-sequence token. The benchmark commands of
-its README sample.
+0.15, the loss is divided by the sum of its weights, and a draft ends after an
+end-of-sequence token. Its `--bound 2 20` is our least round and `max_draft`. The
+benchmark commands of its README sample.
 
 Licence: Apache-2.0.
 """
@@ -99,9 +99,7 @@ class Config:
         common.at_least(self, draft_vocab=0, head_depth=0, temperature=0)
         common.at_least(self, w_rej=0, threshold=0, max_draft=0, gamma=0)
         if not 0 < self.w_rej < math.inf:
-            raise common.UserError(
-                f"w_rej {self.w_rej}: take a weight above 0, below inf"
-            )
+            raise common.UserError(f"w_rej {self.w_rej}: take a finite weight above 0")
         if self.draft_model and self.stage == "draft":
             raise common.UserError(
                 "a draft_model is not trained, only its head: use --stage head"
@@ -156,8 +154,7 @@ class Drafter(
         self.config = config
         if not config.model:
             raise common.UserError(
-                "no draft model in the config: was this config.json saved by another "
-                "method?"
+                "no draft model in it: was this config.json saved by another method?"
             )
         self.body = None
         if not config.draft_model:
@@ -212,9 +209,8 @@ def small_config(target, layers: list[int]) -> dict:
 def causal_lm(model, target) -> DraftModel:
     """Another language model of transformers, as in the paper.
 
-    Raises UserError if rejected tokens cannot be taken from its cache, or if its
-    vocabulary has another size than the target's; that the tokens are the same is for
-    you to see to.
+    Raises UserError if its cache cannot undo a rejected token, or if its vocabulary has
+    another size than the target's. That the tokens are the same is for you to see to.
     """
     kinds = set(common.layer_kinds(model.config.get_text_config()))
     kinds -= {"full_attention", "sliding_attention", "chunked_attention"}
@@ -324,16 +320,13 @@ def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """
     model = draft_model_of(drafter, named_model(drafter.config, target), target)
     # Two numbers in [0, 1) for each place, one to draw Y_t and one to mix Z.
-    size = (batch.input_ids.shape[1], 2)
-    uniform = []
-    for seed in batch.seed.tolist():
-        own = common.generator(seed)
-        uniform.append(torch.rand(size, generator=own, dtype=torch.float32))
-    uniform = torch.stack(uniform).to(batch.input_ids.device)
-    for_y, for_z = uniform.unbind(-1)  # (B, T) each
+    options = {"size": (batch.input_ids.shape[1], 2), "dtype": torch.float32}
+    own = map(common.generator, batch.seed.tolist())  # of each sequence
+    uniform = torch.stack([torch.rand(generator=each, **options) for each in own])
+    for_y, for_z = uniform.to(batch.input_ids.device).unbind(-1)  # (B, T) each
     # 1. X is the text of the batch, which the target wrote.
-    # 2. A label assumes that all tokens before Y_t were accepted, so Y_t is drawn, and
-    #    labelled with P_t, after X_1 to X_(t-1).
+    # 2. A label P_t assumes that all tokens before Y_t were accepted, so Y_t is drawn
+    #    and labelled after X_1 to X_(t-1).
     temperature = drafter.config.temperature
     drafted, accept_prob = draw_labels(model, target, batch, for_y, temperature)
     # 3. When decoding the head sees the states of drafts, so it learns from those of a
@@ -395,11 +388,7 @@ def mix(batch, drafted: Tensor, uniform: Tensor, keep: float) -> tuple[Tensor, T
 
 
 def response_hidden(model: DraftModel, batch) -> tuple[Tensor, Tensor]:
-    """Hidden states of the draft model and of the target, (M, D) each.
-
-    They are those from which the M answer tokens X_t are predicted. The widths D are
-    two where the draft model is another LM.
-    """
+    """Hidden states of draft model and target that predict the M tokens X_t, (M, D)."""
     predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T): t predicts t + 1
     hidden = model.hidden(batch.input_ids)
     return hidden[predicts], batch.hidden[predicts]
@@ -413,8 +402,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 
     Stage head: the weighted binary cross-entropy of 3.3 between the labels P and the
     head's predictions s, -(w_acc P log s + w_rej (1 - P) log(1 - s)) with w_acc = 1.
-    With w_rej > 1, the head is trained to stop rather too early than too late. The
-    weight is the sum of w_acc P + w_rej (1 - P).
+    A w_rej above 1 makes it end rounds too early rather than too late. The weight is
+    the sum of w_acc P + w_rej (1 - P).
     """
     if drafter.config.stage == "draft":
         model = copied_layers(drafter, target)
@@ -427,13 +416,13 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 
     hidden, accept_prob = labelled(drafter, target, batch)
     logits = drafter.head(hidden)  # (J,) whose sigmoid is s
-    # The paper's reasons for w_rej: rejections are rare (those of the shipped draft
-    # model, 30 to 41%, are not, and w_rej makes no difference there, see
-    # checkpoints/README.md), and because the head is trained on Z but decodes real
-    # drafts, it may be over-confident. But the weight biases s, so 1 - p^ is not the
-    # probability of a rejection, and h = 0.7 does not mean 70%. The loss is smallest at
-    # s = P / (P + w_rej (1 - P)) < P. For w_rej = 6 and P = .72 that is s = .3 for y_1,
-    # so the round ends as soon as P(y_1 is rejected) > .28 although h = .7.
+    # The paper weighs rejections more because they are rare, and because the head is
+    # trained on Z but judges real drafts, which may make it over-confident. (The
+    # shipped draft model is rejected 30 to 41% of the time, and there w_rej makes no
+    # difference, see checkpoints/README.md.) But the weight biases s, so 1 - p^ is not
+    # the probability of a rejection, and h = 0.7 does not mean 70%. The loss is
+    # smallest at s = P / (P + w_rej (1 - P)) < P. For w_rej = 6 and P = .72 that is
+    # s = .3, so the round ends as soon as P(y_1 is rejected) > .28 although h = .7.
     weight_acc = accept_prob
     weight_rej = drafter.config.w_rej * (1 - accept_prob)
     accepted = weight_acc * F.logsigmoid(logits)
@@ -547,12 +536,12 @@ def check_fit(drafter: Drafter | None, lm, config: Config) -> None:
 def drafts(decoding, drafter: Drafter | None, draft_model=None, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
 
-    In target.generate(**inputs, custom_generate=decode), with one of
+    For target.generate(**inputs, custom_generate=...), with speculate of common.py:
 
-        decode = common.speculate(drafts, drafter)                         # Algorithm 2
-        decode = common.speculate(drafts, drafter, stop="fixed", gamma=4)  # Algorithm 1
-        decode = common.speculate(drafts, None, small, gamma=4)       # any causal LM
-        decode = common.speculate(drafts, drafter, small)             # with its head
+        speculate(specdecpp.drafts, drafter)                         # Algorithm 2
+        speculate(specdecpp.drafts, drafter, stop="fixed", gamma=4)  # Algorithm 1
+        speculate(specdecpp.drafts, None, small, gamma=4)            # any causal LM
+        speculate(specdecpp.drafts, drafter, small)                  # with its head
 
     drafter: None drafts without a head, so a round has `gamma` tokens.
     draft_model: a causal LM with the target's vocabulary, which drafts in place of the
@@ -625,10 +614,10 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
     c1, c2: t_draft and t_target - t_draft.
     delta: depends on the policy, the prompt and both models, and is not known.
     """
-    # We read the bound so (the proof is in appendix D, which was not at hand): if a
-    # token is rejected, going on wastes at least a pass, c1. If none is, stopping costs
-    # at most c2 + delta more than going on. At the bound R c1 = (1 - R)(c2 + delta).
-    # With the paper's times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
+    # This is how we read the bound, without its proof in appendix D: if a token is
+    # rejected, going on wastes at least a pass, c1. If none is, stopping costs at most
+    # c2 + delta more than going on. At the bound R c1 = (1 - R)(c2 + delta). With the
+    # paper's times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
     #
     # The bound says why a threshold on R is the rule, and shows that it rises as passes
     # get cheaper. Do not use it as h: delta is unknown, stopping may be cheaper at a

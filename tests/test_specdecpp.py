@@ -18,7 +18,7 @@ from tiny import (
     sampled_p_value,
     teach,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
 import common
 import specdecpp
@@ -480,25 +480,15 @@ def test_a_head_refuses_another_model_that_is_loaded_by_its_name(
     decode(llama, PROMPT, drafter, max_new_tokens=4, **FIXED)  # asks no head
 
 
-@pytest.mark.parametrize(
-    "kind, options",
-    [
-        ("mamba", {"state_size": 4}),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
-    ],
-)
-def test_a_draft_model_that_cannot_undo_a_token_is_refused(
-    llama, trained, kind, options
-):
+def test_a_draft_model_that_cannot_undo_a_token_is_refused(llama, trained):
     sizes = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-    if kind == "mamba":
-        sizes = {name: sizes[name] for name in list(sizes)[:3]}
-    config = AutoConfig.for_model(kind, **sizes | options)
-    model = AutoModelForCausalLM.from_config(config)
-    for drafter in (None, trained):
-        with pytest.raises(common.UserError, match="cannot undo a token: choose"):
-            decode(llama, PROMPT, drafter, model)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    hybrid = Lfm2Config(**sizes, **heads, layer_types=["conv", "full_attention"])
+    for config in (MambaConfig(**sizes, state_size=4), hybrid):
+        model = AutoModelForCausalLM.from_config(config)
+        for drafter in (None, trained):
+            with pytest.raises(common.UserError, match="cannot undo a token: choose"):
+                decode(llama, PROMPT, drafter, model)
 
 
 def test_mistakes_get_one_clear_line(llama):
