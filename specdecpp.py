@@ -168,7 +168,7 @@ class Drafter(
             self.body.requires_grad_(config.stage == "draft")
         self.head = AcceptanceHead(config.model["hidden_size"], config.head_depth)
         self.head.requires_grad_(config.stage == "head")
-        common.add_vocab_ids(self, config.draft_vocab)
+        common.add_vocab_ids(self, config.draft_vocab)  # unused beside a causal LM
 
 
 def copied_layers(drafter: Drafter, target) -> DraftModel:
