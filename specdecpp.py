@@ -7,43 +7,52 @@ costs passes of the draft model, because all tokens after a rejected one are dis
 The best length differs from place to place, so it is decided while drafting. A small
 head reads e_i, the last hidden state of the draft model once it has read the draft
 token y_i, and predicts whether the target accepts y_i, given that it accepts y_1 to
-y_(i-1) (Eq. 3.1). The product of these predictions, p^, is the probability that all are
-accepted, and a round ends when 1 - p^ exceeds a threshold h:
+y_(i-1) (Eq. 3.1). The product p^ of these predictions estimates the probability that
+all are accepted (biased by w_rej, see `loss`), and a round ends when 1 - p^ exceeds a
+threshold h:
 
     a pass of the draft model reads    x_t   y_1   y_2   y_3
     its last hidden state is           e_0   e_1   e_2   e_3
-    from which is drawn                y_1   y_2   y_3   y_4
-    and by which is judged                   y_1   y_2   y_3
+    y drawn from it                    y_1   y_2   y_3   y_4
+    y judged by it                           y_1   y_2   y_3
 
 Algorithm 2 is `propose` and `until_stop`, and Decoding.verify in common.py. With
-stop="fixed" a round has gamma tokens, which is Algorithm 1.
+stop="fixed" a round has gamma tokens, which is Algorithm 1. The head's labels are of
+tokens drafted after X, the target's own text, but the hidden states that it reads in
+training are after Z, which mixes X and drafted tokens (3.3, `labelled`).
 
 Names that differ from the paper's: p is `target`, q is `DraftModel`, e_i is `hidden`,
-p^ is `all_accepted`, h is `threshold`, K is `gamma`, r is `KEEP`, P_i is `accept_prob`;
-D is `head_depth`, but the hidden size in shapes.
+p^ is `all_accepted`, h is `threshold`, K is `gamma`, r is `KEEP`, P_i is `accept_prob`,
+D is `head_depth`. In shapes D is the hidden size, of the draft model or of the target.
 
 Deviations from the paper:
     1. The draft model consists of layers of the target, distilled in stage "draft",
-       unless `draft_model` names another LM, as in the paper. The two layers that are
-       shipped agree with the target less often than the paper's 7B model with its 70B
-       one, and results/README.md tells what that leaves to the head.
+       unless `draft_model` names another LM, as in the paper. The shipped drafter has
+       two (0 and 29; the default is four). They agree with the target less often than
+       the paper's 7B model with its 70B one, and results/README.md shows how little the
+       head can gain then.
     2. Copied layers draft frequent tokens only (`draft_vocab`).
-    3. Labels are greedy by default, for greedy decoding: P_i is 1 where the likeliest
-       tokens of both models are the same, else 0. With a `temperature` of 1 they are
-       the paper's. A head is fit for decoding at the temperature of its labels.
-    4. Y and Z are drawn anew in each training step.
+    3. Labels are greedy by default: P_i is 1 where the likeliest tokens of both models
+       are the same, else 0. With a `temperature` of 1 they are the paper's. A head is
+       fit for decoding at the temperature of its labels.
+    4. Y and Z are drawn anew in each training step; the authors' code draws them once.
 
-Authors' code: its head applies one residual block D times; here there are D blocks, as
-the paper's "(D+1)-layer ResNet" is understood. Followed here, but not in the paper: e_0
-is not judged, r is 0.15, and a draft ends after an end-of-sequence token. Its benchmark
-always samples.
+Authors' code: its head applies one residual block D times; here there are D blocks,
+which is how we read the paper's "(D+1)-layer ResNet". It has two outputs and a softmax,
+ours one logit and a sigmoid (Eq. 3.1). Followed here, but not in sections 1 to 6: r is
+0.15, the loss is divided by the sum of its weights, and a draft ends after an
+end-of-sequence token. Its `--bound 2 20` is our least round and `max_draft`. The
+benchmark commands of its README sample.
 
 Licence: Apache-2.0.
 """
 
 import copy
+import dataclasses
 import functools
+import inspect
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,26 +81,28 @@ class Config:
     )
     stage: str = option("draft", "what to train: draft, then head")
     head_depth: int = option(3, "residual blocks of the head, D")
-    w_rej: float = option(
-        6.0, "weight of rejections in the head's loss; acceptances: 1"
-    )
-    temperature: float = option(0.0, "of the head's labels; 0: greedy")
+    w_rej: float = option(6.0, "weight of rejections in the head's loss, w_acc being 1")
+    temperature: float = option(0.0, "of the head's labels, not of decoding; 0: greedy")
     stop: str = option(
         "head", "what ends a round: head, or fixed (gamma tokens)", decode=True
     )
-    threshold: float = option(0.7, "h: end when P(a rejection) exceeds it", decode=True)
+    threshold: float = option(
+        0.7, "h: end when 1 - p^ exceeds it; from 1 on, never", decode=True
+    )
     max_draft: int = option(20, "stop head: at most this many tokens", decode=True)
-    gamma: int = option(5, "stop fixed: tokens per round, K", decode=True)
+    gamma: int = option(
+        5, "stop fixed: tokens per round, K (5: GLIDE's; paper: 2 to 14)", decode=True
+    )
 
     def __post_init__(self):
         common.one_of(self, stage=("draft", "head"), stop=("head", "fixed"))
         common.at_least(self, draft_vocab=0, head_depth=0, temperature=0)
-        common.at_least(self, threshold=0, max_draft=0, gamma=0)
-        if not self.w_rej > 0:
-            raise common.UserError(f"w_rej {self.w_rej}: take a weight above 0")
+        common.at_least(self, w_rej=0, threshold=0, max_draft=0, gamma=0)
+        if not 0 < self.w_rej < math.inf:
+            raise common.UserError(f"w_rej {self.w_rej}: take a finite weight above 0")
         if self.draft_model and self.stage == "draft":
             raise common.UserError(
-                "a draft_model is not trained, only its head: take stage head"
+                "a draft_model is not trained, only its head: use --stage head"
             )
 
 
@@ -109,7 +120,9 @@ class DraftModel(NamedTuple):
 
     decoder: nn.Module  # layers and final norm
     embed: nn.Module
-    lm_head: Callable  # hidden states (..., D) to logits (..., Vd)
+    # Hidden states (..., D) to logits (..., Vd); that of copied layers leaves out the
+    # target's bias and soft cap, because they learn without.
+    lm_head: Callable
     vocab_ids: Tensor  # (Vd,) the tokens that the logits are of
 
     def hidden(self, ids: Tensor, cache=None) -> Tensor:
@@ -141,59 +154,95 @@ class Drafter(
         self.config = config
         if not config.model:
             raise common.UserError(
-                "no draft model in the config: is it of another method?"
+                "no draft model in it: was this config.json saved by another method?"
             )
         self.body = None
         if not config.draft_model:
             # The layers get the target's embeddings and need no table of their own. So
             # the model is made for a vocabulary of one token, without special ones.
             special = ["pad_token_id", "bos_token_id", "eos_token_id"]
-            tiny = dict.fromkeys(special) | {"vocab_size": 1}
-            shape = AutoConfig.for_model(**config.model | tiny)
+            no_vocab = dict.fromkeys(special) | {"vocab_size": 1}
+            shape = AutoConfig.for_model(**config.model | no_vocab)
             self.body = AutoModel.from_config(shape, dtype=torch.float32)
             self.body.set_input_embeddings(nn.Identity())
             self.body.requires_grad_(config.stage == "draft")
         self.head = AcceptanceHead(config.model["hidden_size"], config.head_depth)
         self.head.requires_grad_(config.stage == "head")
-        common.add_vocab_ids(self, config.draft_vocab)
+        common.add_vocab_ids(self, config.draft_vocab)  # unused beside a causal LM
 
 
 def copied_layers(drafter: Drafter, target) -> DraftModel:
-    """A drafter's layers, between the target's embedding and some rows of its head."""
-    decoder = drafter.body.eval()  # without dropout, in training, too
+    """A drafter's layers, between the target's embedding and rows of its LM head."""
+    decoder = drafter.body.eval()  # drafting has no dropout, so training has none here
     embed = target.get_input_embeddings()
     lm_head = common.draft_head(target, drafter.vocab_ids).to(decoder.dtype)
     return DraftModel(decoder, embed, lm_head, drafter.vocab_ids)
 
 
+def small_config(target, layers: list[int]) -> dict:
+    """The config of the target, with as many layers as are to be copied.
+
+    Raises UserError for layers that the target lacks, or that cannot be copied.
+    """
+    config = copy.deepcopy(target.config.get_text_config())
+    if getattr(config, "hidden_size_per_layer_input", None):  # Gemma 3n, Gemma 4
+        raise common.UserError(
+            "the target's layers read an embedding of their own, which a copy lacks: "
+            "name a draft_model"
+        )
+    depth = config.num_hidden_layers
+    if not layers or not all(-depth <= layer < depth for layer in layers):
+        raise common.UserError(
+            f"layers {layers}: name some of the target's 0 to {depth - 1}"
+        )
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):  # sliding or full attention
+        config.layer_types = [config.layer_types[layer] for layer in layers]
+    model = config.to_diff_dict()
+    # The head needs the width by one name (GPT-2 calls it n_embd).
+    model["hidden_size"] = config.hidden_size
+    # The copy has the dtype of its training, and later that of the target.
+    model.pop("dtype", None)
+    return model
+
+
 def causal_lm(model, target) -> DraftModel:
     """Another language model of transformers, as in the paper.
 
-    Raises UserError if its vocabulary is not the target's.
+    Raises UserError if its cache cannot undo a rejected token, or if its vocabulary has
+    another size than the target's. That the tokens are the same is for you to see to.
     """
-    size, vocab = (common.target_shape(x)["vocab_size"] for x in (model, target))
-    if size != vocab:
-        raise common.UserError(
-            f"the draft model has {size} tokens, not {vocab}: take another"
-        )
+    kinds = set(common.layer_kinds(model.config.get_text_config()))
+    kinds -= {"full_attention", "sliding_attention", "chunked_attention"}
+    uncached = "past_key_values" not in inspect.signature(model.forward).parameters
+    size, vocab = (x.config.get_text_config().vocab_size for x in (model, target))
+    other = "choose another draft model"
+    common.refuse(
+        (kinds or uncached, f"{type(model).__name__} cannot undo a token: {other}"),
+        (size != vocab, f"the draft model has {size} tokens, not {vocab}: {other}"),
+    )
     embed = model.get_input_embeddings()
     lm_head = functools.partial(common.target_logits, model)
     vocab_ids = torch.arange(vocab, device=target.device)
     return DraftModel(model.get_decoder(), embed, lm_head, vocab_ids)
 
 
-def draft_model_of(drafter: Drafter, target) -> DraftModel:
-    """The draft model that a drafter was built with."""
-    name = drafter.config.draft_model
-    if not name:
-        return copied_layers(drafter, target)
-    return causal_lm(load_draft_model(name, target.dtype, target.device), target)
-
-
+# The LM is not saved with the head, and `loss` needs it at each step: it is kept.
 @functools.lru_cache(maxsize=1)
 def load_draft_model(name: str, dtype, device):
-    """The causal LM of Config.draft_model, which is not saved with the head."""
+    """The causal LM of Config.draft_model."""
     return common.load_target(name, dtype=dtype, device=str(device))[0]
+
+
+def named_model(config: Config, target):
+    """The causal LM that a config names; None for copied layers."""
+    name = config.draft_model
+    return load_draft_model(name, target.dtype, target.device) if name else None
+
+
+def draft_model_of(drafter: Drafter | None, lm, target) -> DraftModel:
+    """The draft model: a causal LM, or the copied layers of a drafter if it is None."""
+    return copied_layers(drafter, target) if lm is None else causal_lm(lm, target)
 
 
 def identity(model) -> dict:
@@ -206,50 +255,32 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
     token_counts: (V,) how often each token occurs in the responses.
     Raises UserError for layers that the target lacks or that cannot be copied, and for
-    a `draft_model` that cannot be loaded or has another vocabulary.
+    a `draft_model` that cannot be loaded or used.
     """
-    config.target = common.target_shape(target)
-    if config.draft_model:
-        model = load_draft_model(config.draft_model, target.dtype, target.device)
-        causal_lm(model, target)  # checks the vocabulary
-        config.model = identity(model)
-        config.draft_vocab = 0
-        return Drafter(config)
+    config = dataclasses.replace(config, target=common.target_shape(target))
+    lm = named_model(config, target)
+    if lm is not None:
+        causal_lm(lm, target)  # can it be used?
+        return Drafter(dataclasses.replace(config, model=identity(lm), draft_vocab=0))
 
-    # The config of the target, with as many layers as are chosen.
-    small = copy.deepcopy(target.config.get_text_config())
-    if getattr(small, "hidden_size_per_layer_input", None):  # Gemma 3n, Gemma 4
-        raise common.UserError(
-            "the target's layers read an embedding of their own, which a copy lacks: "
-            "name a draft_model"
-        )
-    depth = small.num_hidden_layers
-    chosen = config.layers
-    if not all(-depth <= layer < depth for layer in chosen):
-        raise common.UserError(
-            f"layers {chosen}: name some of the target's 0 to {depth - 1}"
-        )
-    small.num_hidden_layers = len(chosen)
-    if getattr(small, "layer_types", None):  # sliding or full attention
-        small.layer_types = [small.layer_types[layer] for layer in chosen]
-    config.model = small.to_diff_dict() | {"hidden_size": small.hidden_size}
-    config.model.pop("dtype", None)
-
-    drafter = Drafter(config)
+    model = small_config(target, config.layers)
+    drafter = Drafter(dataclasses.replace(config, model=model))
     common.start_from(drafter, target, token_counts)
     ours = drafter.body.get_decoder()  # OPT wraps it
     theirs = target.get_decoder()
-    name = "layers" if hasattr(ours, "layers") else "h"  # GPT-2
+    key = "layers" if hasattr(ours, "layers") else "h"  # GPT-2
+    weights = theirs.state_dict()
+    around = {n: w for n, w in weights.items() if not n.startswith(f"{key}.")}
     try:
-        # First what is around the layers, such as the final norm, then each layer.
-        ours.load_state_dict(theirs.state_dict(), strict=False)
-        for layer, place in zip(getattr(ours, name), chosen):
-            layer.load_state_dict(getattr(theirs, name)[place].state_dict())
+        ours.load_state_dict(around, strict=False)  # the final norm; no embedding
+        for layer, index in zip(getattr(ours, key), config.layers):
+            layer.load_state_dict(getattr(theirs, key)[index].state_dict())
     except RuntimeError as error:  # weights of other names (LoRA) or shapes (quantised)
         raise common.UserError(
             "the target's layers are adapted, quantised or offloaded and cannot be "
-            "copied: merge the adapter, load the target without quantisation and "
-            "without offloading, or name a draft_model"
+            "copied, or their kinds differ by place (mixture of experts): merge the "
+            "adapter, load the target without quantisation and without offloading, or "
+            "name a draft_model"
         ) from error
     return drafter
 
@@ -281,48 +312,62 @@ class AcceptanceHead(nn.Module):
 KEEP = 0.15  # r, the share of X in Z (3.3); the value is that of the authors' code
 
 
-def response_hidden(model: DraftModel, batch) -> tuple[Tensor, Tensor]:
-    """Hidden states of the draft model and of the target, (M, D) each.
+@torch.no_grad()
+def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
+    """What the head learns (3.3): hidden states e (J, D) and labels P (J,).
 
-    They are those from which the M answer tokens X_t are predicted.
+    J is the number of judged tokens in the batch.
     """
-    predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T): t predicts t + 1
-    hidden = model.hidden(batch.input_ids)
-    return hidden[predicts], batch.hidden[predicts]
+    model = draft_model_of(drafter, named_model(drafter.config, target), target)
+    # Two numbers in [0, 1) for each place, one to draw Y_t and one to mix Z.
+    options = {"size": (batch.input_ids.shape[1], 2), "dtype": torch.float32}
+    own = map(common.generator, batch.seed.tolist())  # of each sequence
+    uniform = torch.stack([torch.rand(generator=each, **options) for each in own])
+    for_y, for_z = uniform.to(batch.input_ids.device).unbind(-1)  # (B, T) each
+    # 1. X is the text of the batch, which the target wrote.
+    # 2. A label P_t assumes that all tokens before Y_t were accepted, so Y_t is drawn
+    #    and labelled after X_1 to X_(t-1).
+    temperature = drafter.config.temperature
+    drafted, accept_prob = draw_labels(model, target, batch, for_y, temperature)
+    # 3. When decoding the head sees the states of drafts, so it learns from those of a
+    #    text that is mostly drafted, Z.
+    mixed, judged = mix(batch, drafted, for_z, KEEP)
+    # 4. So e_t is read after Z_1 to Z_(t-1) and Y_t.
+    hidden = model.hidden(mixed)[judged]  # (J, D)
+    return hidden, accept_prob[judged[batch.loss_mask]]
 
 
-def distribution(logits: Tensor, temperature: float) -> Tensor:
-    """Probabilities of logits (M, V) at a temperature; at 0 they are one-hot."""
-    if temperature == 0:
-        best = logits.argmax(-1)  # (M,)
-        return F.one_hot(best, logits.shape[-1]).to(logits.dtype)
-    return (logits / temperature).softmax(-1)
-
-
-def draw(model: DraftModel, target, batch, to_draw: Tensor, temperature: float):
+def draw_labels(model: DraftModel, target, batch, uniform: Tensor, temperature: float):
     """Draw Y_t after X_1 to X_(t-1), for each of the M answer tokens X_t (3.3).
 
-    to_draw: (B, T) uniform numbers, one for each place.
-    Returns Y (M,), and accept_prob (M,), which is min(1, p_target / q_draft) of each.
+    uniform: (B, T) numbers in [0, 1), one for each place.
+    temperature: of both models; at 0, Y_t is the draft model's likeliest token.
+    Returns Y (M,), and accept_prob (M,), which is min(1, p_target / q_draft) of each;
+    at temperature 0 it is 1 where Y_t is the target's likeliest token, too, else 0.
     """
-    uniform = to_draw[batch.loss_mask][:, None]  # (M, 1)
+    uniform = uniform[batch.loss_mask][:, None]  # (M, 1)
     ours, theirs = response_hidden(model, batch)  # (M, D) each
     drafted = []
     accept_prob = []
     parts = [x.split(256) for x in (ours, theirs, uniform)]  # saves memory
-    for part, target_part, numbers in zip(*parts):
-        q_draft = distribution(model.logits(part), temperature)  # (m, Vd)
-        logits = common.target_logits(target, target_part)
-        p_target = distribution(logits, temperature)  # (m, V)
-        choice = common.sample(q_draft, numbers)  # (m, 1)
-        token = model.vocab_ids[choice]  # (m, 1)
-        ratio = p_target.gather(1, token) / q_draft.gather(1, choice)
+    for part, target_part, number in zip(*parts):
+        q_logits = model.logits(part)  # (m, Vd)
+        p_logits = common.target_logits(target, target_part)  # (m, V)
+        if temperature == 0:
+            token = model.vocab_ids[q_logits.argmax(-1, keepdim=True)]  # (m, 1)
+            label = (token == p_logits.argmax(-1, keepdim=True)).float()
+        else:
+            q_draft = (q_logits / temperature).softmax(-1)
+            p_target = (p_logits / temperature).softmax(-1)
+            choice = common.sample(q_draft, number)  # (m, 1)
+            token = model.vocab_ids[choice]
+            label = (p_target.gather(1, token) / q_draft.gather(1, choice)).clamp(max=1)
         drafted.append(token[:, 0])
-        accept_prob.append(ratio[:, 0].clamp(max=1))
+        accept_prob.append(label[:, 0])
     return torch.cat(drafted), torch.cat(accept_prob)
 
 
-def mix(batch, drafted: Tensor, to_mix: Tensor, keep: float) -> tuple[Tensor, Tensor]:
+def mix(batch, drafted: Tensor, uniform: Tensor, keep: float) -> tuple[Tensor, Tensor]:
     """The sequences Z, which take X_t with probability `keep`, else Y_t (3.3).
 
     Only the Y_t in them are judged, here three of four:
@@ -332,52 +377,36 @@ def mix(batch, drafted: Tensor, to_mix: Tensor, keep: float) -> tuple[Tensor, Te
         Z        y1 x2 y3 y4     e_3 is the hidden state after y1 x2 y3
         judged   1  .  1  1
 
-    drafted: (M,) all Y_t. to_mix: (B, T) uniform numbers, one for each place.
+    drafted: (M,) all Y_t.
+    uniform: (B, T) numbers in [0, 1), one for each place; one below `keep` keeps X_t.
     Returns Z (B, T), and judged (B, T) bool.
     """
     x = batch.input_ids  # (B, T)
     y = x.masked_scatter(batch.loss_mask, drafted)  # (B, T)
-    judged = batch.loss_mask & (to_mix >= keep)
+    judged = batch.loss_mask & (uniform >= keep)
     return torch.where(judged, y, x), judged
 
 
-@torch.no_grad()
-def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """What the head learns (3.3): hidden states e (J, D) and labels P (J,).
-
-    J is the number of judged tokens in the batch.
-    """
-    model = draft_model_of(drafter, target)
-    length = batch.input_ids.shape[1]
-    numbers = []  # two uniform ones for each place of a sequence
-    for seed in batch.seed.tolist():
-        own = common.generator(seed)
-        numbers.append(torch.rand(length, 2, generator=own, dtype=torch.float32))
-    numbers = torch.stack(numbers).to(batch.input_ids.device)
-    to_draw, to_mix = numbers.unbind(-1)  # (B, T)
-    # A label assumes that all tokens before Y_t were accepted, so Y_t is drawn after a
-    # text that the target wrote, X.
-    temperature = drafter.config.temperature
-    drafted, accept_prob = draw(model, target, batch, to_draw, temperature)
-    # When decoding the head sees the states of drafts, so it learns from those of a
-    # text that is mostly drafted, Z.
-    mixed, judged = mix(batch, drafted, to_mix, KEEP)
-    hidden = model.hidden(mixed)[judged]  # (J, D)
-    return hidden, accept_prob[judged[batch.loss_mask]]
+def response_hidden(model: DraftModel, batch) -> tuple[Tensor, Tensor]:
+    """Hidden states of draft model and target that predict the M tokens X_t, (M, D)."""
+    predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T): t predicts t + 1
+    hidden = model.hidden(batch.input_ids)
+    return hidden[predicts], batch.hidden[predicts]
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     """The summed loss, and the weight to divide it by.
 
-    Stage draft: cross-entropy of the draft model with the target's distribution over
-    the draft vocabulary, summed over M tokens; the weight is M.
+    Stage draft: cross-entropy between the target's distribution, renormalised over the
+    draft vocabulary, and the draft model's, summed over M tokens; the weight is M.
 
     Stage head: the weighted binary cross-entropy of 3.3 between the labels P and the
-    head's predictions s, -(w_acc P log s + w_rej (1 - P) log(1 - s)) with w_acc = 1;
-    the weight is the sum of w_acc P + w_rej (1 - P).
+    head's predictions s, -(w_acc P log s + w_rej (1 - P) log(1 - s)) with w_acc = 1.
+    A w_rej above 1 makes it end rounds too early rather than too late. The weight is
+    the sum of w_acc P + w_rej (1 - P).
     """
     if drafter.config.stage == "draft":
-        model = draft_model_of(drafter, target)
+        model = copied_layers(drafter, target)
         ours, theirs = response_hidden(model, batch)
         logits = model.logits(ours)  # (M, Vd)
         teacher = common.target_logits(target, theirs, model.vocab_ids)
@@ -387,12 +416,13 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 
     hidden, accept_prob = labelled(drafter, target, batch)
     logits = drafter.head(hidden)  # (J,) whose sigmoid is s
-    # Rejections weigh more because they are rare, and because Z is not what is drafted
-    # when decoding, so that the head may be over-confident. But the weight biases s:
-    # the loss is smallest at s = P / (P + w_rej (1 - P)), which is below P, so 1 - p^
-    # is no probability and h = 0.7 no probability of a rejection. With w_rej = 6, a
-    # head that has learned this predicts 1 - s > 0.7 of y_1, and so ends the round,
-    # as soon as the target rejects y_1 with a probability 1 - P above 0.28.
+    # The paper weighs rejections more because they are rare, and because the head is
+    # trained on Z but judges real drafts, which may make it over-confident. (The
+    # shipped draft model is rejected 30 to 41% of the time, and there w_rej makes no
+    # difference, see checkpoints/README.md.) But the weight biases s, so 1 - p^ is not
+    # the probability of a rejection, and h = 0.7 does not mean 70%. The loss is
+    # smallest at s = P / (P + w_rej (1 - P)) < P. For w_rej = 6 and P = .72 that is
+    # s = .3, so the round ends as soon as P(y_1 is rejected) > .28 although h = .7.
     weight_acc = accept_prob
     weight_rej = drafter.config.w_rej * (1 - accept_prob)
     accepted = weight_acc * F.logsigmoid(logits)
@@ -406,7 +436,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
     At each place of the batch's text it is sum_x min(p_target, q_draft).
     """
-    model = draft_model_of(drafter, target)
+    model = draft_model_of(drafter, named_model(drafter.config, target), target)
     ours, theirs = response_hidden(model, batch)
     q_draft = model.logits(ours).softmax(-1)  # (M, Vd)
     return common.overlap(target, theirs, q_draft, model.vocab_ids), len(q_draft)
@@ -423,9 +453,9 @@ def propose(model: DraftModel, decoding, cache: common.DraftCache):
     e_(i-1) (D,) that q_draft was computed from. Ends after an end-of-sequence token,
     because no text follows it, and where the logits processors allow no draft token.
     """
-    # The cache drops the rows of rejected tokens. If y_2 of y_1 y_2 y_3 was rejected,
-    # the row of y_1 stays. If all were accepted, y_3 is fed now, with the bonus token,
-    # because it has no row yet: nothing was drafted after it.
+    # `rewind` drops the rows of rejected tokens, and returns the ids that the draft
+    # model has not read: normally the bonus token; after a fully accepted draft also
+    # its last token, which was submitted without having been read.
     new = cache.rewind(decoding.ids)  # (1, n)
     drafted = []
     while True:
@@ -443,45 +473,50 @@ def propose(model: DraftModel, decoding, cache: common.DraftCache):
         new = token[None]  # (1, 1); fed only if the caller wants another one
 
 
-def until_stop(steps, head, threshold: float, chances: list):
-    """Yield the steps of a round until the head ends it (Algorithm 2).
+def until_stop(steps, head, threshold: float):
+    """End a round when the head expects a rejection (Algorithm 2).
 
-    steps: of `propose`.
-    head: maps e (D,) to a logit.
+    steps: of `propose`, (y_i, q_draft, e_(i-1)) for i = 1, 2, ...
+    head: maps e (D,) to a logit, whose sigmoid is the prediction for y_i at e_i.
     threshold: h.
-    chances: a list to which each p^ is appended.
+    Yields (y_i, q_draft, p^), where p^ is the product of the predictions for y_1 to
+    y_(i-1), as a float; the first is 1. y_i is the last if 1 - p^ exceeds h, and then
+    no further step is asked for.
 
     If the head predicts 0.9, 0.8 and 0.5 for y_1, y_2 and y_3, and h = 0.6:
 
-        pass i returns           q_1   e_1, q_2   e_2, q_3   e_3, q_4
-        y_i is drawn             y_1   y_2        y_3        y_4
-        p^, up to y_(i-1)        1     .9         .72        .36
-        1 - p^                   0     .1         .28        .64 > h
+        pass i returns       e_0, q_1   e_1, q_2   e_2, q_3   e_3, q_4
+        y_i is drawn         y_1        y_2        y_3        y_4
+        p^, up to y_(i-1)    1          .9         .72        .36
+        1 - p^               0          .1         .28        .64 > h
     """
     all_accepted = 1.0  # p^
     for i, (token, q_draft, hidden) in enumerate(steps, start=1):
-        # `hidden` is e_(i-1), by which y_(i-1) is judged. The printed algorithm judges
-        # by e_0 as well, but that is the state of a token of the text, not of a draft.
+        # `hidden` is e_(i-1), by which y_(i-1) is judged. e_0 judges nothing: Eq. 3.1
+        # has an e_i for draft tokens only, and the product of 3.2 begins with e_1. (The
+        # printed Algorithm 2 slips: it takes e_(i-1) at i = 1, too, where it has
+        # computed no e_0.)
         if i > 1:
             all_accepted *= float(head(hidden).sigmoid())
-            chances.append(all_accepted)
         # The head lags behind by one token: the pass that returns e_(i-1) also returns
         # q_i, so when y_(i-1) is judged, y_i costs no further pass. It is submitted
         # unjudged (as in the MDP of 3.1, where a stop draws one more token), so a round
         # that the head ends has two tokens or more, whatever h.
-        yield token, q_draft, hidden
+        yield token, q_draft, all_accepted
         # The judged token is submitted as well, even if it caused the end. A token that
         # is dropped because of a judgement on it would bias what is sampled: those that
         # survive such a filter no longer follow q, but verification assumes that they
-        # do. (A greedy answer does not depend on q, so there it would only be useless.)
+        # do. (A greedy answer does not depend on q. There, dropping the token would be
+        # safe but would gain nothing.)
         if 1 - all_accepted > threshold:
             return
 
 
-def check_head(drafter: Drafter | None, draft_model, config: Config) -> None:
-    """Raise a UserError if draft model or head is missing, or if they do not fit."""
-    if drafter is None and draft_model is None:
-        raise common.UserError("nothing to draft with: pass a drafter or a draft_model")
+def check_fit(drafter: Drafter | None, lm, config: Config) -> None:
+    """Raise a UserError if the head that is to end rounds is missing or does not fit.
+
+    lm: the causal LM that drafts; None for copied layers.
+    """
     if config.stop == "fixed":
         return
     remedy = "train one (stage head), or take stop fixed"
@@ -489,9 +524,9 @@ def check_head(drafter: Drafter | None, draft_model, config: Config) -> None:
         raise common.UserError(
             f"stop head, but no acceptance head has been trained: {remedy}"
         )
-    if draft_model is not None and drafter.config.model != identity(draft_model):
+    if lm is not None and drafter.config.model != identity(lm):
         own = drafter.config.draft_model or "its own layers"
-        given = draft_model.config.name_or_path
+        given = lm.config.name_or_path
         raise common.UserError(
             f"the head was trained on {own}, not on {given}: {remedy}"
         )
@@ -500,6 +535,8 @@ def check_head(drafter: Drafter | None, draft_model, config: Config) -> None:
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter | None, draft_model=None, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
+
+    For target.generate(**inputs, custom_generate=...), with speculate of common.py:
 
         speculate(specdecpp.drafts, drafter)                         # Algorithm 2
         speculate(specdecpp.drafts, drafter, stop="fixed", gamma=4)  # Algorithm 1
@@ -511,26 +548,29 @@ def drafts(decoding, drafter: Drafter | None, draft_model=None, **changes):
         drafter's own draft model.
     changes: other values for fields of the Config with decode=True, such as threshold.
     Raises UserError if there is nothing to draft with, or no head that was trained on
-    the draft model, or if vocabularies differ.
+    the draft model, or if that cannot be used. Nothing is said if the head's labels had
+    another temperature than decoding: the answer follows the target all the same, but
+    the head judges less well (checkpoints/README.md has an example).
     """
     config = Config(stop="fixed")
     if drafter is not None:
         common.check_drafter(drafter, Drafter, decoding.target)
         config = drafter.config
     config = common.changed(config, changes)
-    check_head(drafter, draft_model, config)
-    if draft_model is None:
-        model = draft_model_of(drafter, decoding.target)
-    else:
-        model = causal_lm(draft_model, decoding.target)
+    lm = named_model(config, decoding.target) if draft_model is None else draft_model
+    if drafter is None and lm is None:
+        raise common.UserError("nothing to draft with: pass a drafter or a draft_model")
+    model = draft_model_of(drafter, lm, decoding.target)
+    check_fit(drafter, lm, config)
     cache = common.DraftCache(model.decoder.config.num_hidden_layers)
     limit = config.gamma if config.stop == "fixed" else config.max_draft
     while not decoding.done:
-        chances = []  # filled while the chain below is drafted
         steps = propose(model, decoding, cache)
         steps = itertools.islice(steps, min(limit, decoding.room))
+        chances = []  # p^ of all tokens but the newest, for display
         if config.stop == "head":
-            steps = until_stop(steps, drafter.head, config.threshold, chances)
+            steps = list(until_stop(steps, drafter.head, config.threshold))
+            chances = [all_accepted for *_, all_accepted in steps[1:]]
         pairs = (step[:2] for step in steps)  # token and q_draft
         yield common.chain(pairs, decoding.ids, chances=chances)
 
@@ -547,8 +587,9 @@ def throughput(
     t_draft, t_target: seconds of a pass and of a forward.
     """
     # An answer takes T = t_draft N_draft + t_target N_target (Eq. 2.1). Each pass and
-    # each forward gives a token, so N_draft + N_target = N + N_discarded. With N_draft
-    # from this, T is Eq. 2.2, and divided by N it is
+    # each forward gives a token, so N_draft + N_target = N + N_discarded. (The last
+    # forward gives none where the end of the answer was drafted.) With N_draft from
+    # this, T is Eq. 2.2, and divided by N it is
     latency = t_draft + t_draft * discard + (t_target - t_draft) * verification
     return 1 / latency
 
@@ -557,7 +598,7 @@ def oracle(agrees: list[bool]) -> int:
     """N_target of the best stopping times, decoding greedily (Lemma 2.1).
 
     agrees[i]: whether the draft model's likeliest token, after the answer's tokens
-        before place i, is token i.
+        before place i, is token i. The answer has at least one token.
     """
     # Each round stops just before the next disagreement, and the target's own token
     # settles that. So there is a round for each place in S, the disagreements, and one
@@ -571,14 +612,15 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
 
     R is the probability that at least one token drafted so far is rejected.
     c1, c2: t_draft and t_target - t_draft.
-    delta: a constant of the policy and of both models, which nobody knows.
+    delta: depends on the policy, the prompt and both models, and is not known.
     """
-    # If a token is rejected, going on wastes at least a pass, c1. If none is, stopping
-    # costs at most c2 + delta more than going on. At the bound R c1 = (1 - R)(c2 +
-    # delta). With the paper's times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
+    # This is how we read the bound, without its proof in appendix D: if a token is
+    # rejected, going on wastes at least a pass, c1. If none is, stopping costs at most
+    # c2 + delta more than going on. At the bound R c1 = (1 - R)(c2 + delta). With the
+    # paper's times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
     #
-    # The bound says why a threshold on R is the rule, and that it rises as passes get
-    # cheaper. It is no value for h: delta is unknown, stopping may be cheaper at a
+    # The bound says why a threshold on R is the rule, and shows that it rises as passes
+    # get cheaper. Do not use it as h: delta is unknown, stopping may be cheaper at a
     # smaller R as well (the condition is sufficient, not necessary), and 1 - p^ is not
     # R, because the loss biases the head (see `loss`). So h is tuned (4.1).
     return (c2 + delta) / (c1 + c2 + delta)

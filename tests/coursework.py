@@ -97,7 +97,7 @@ EXERCISES = {
         "test_algorithm_2_by_hand",
         "test_a_round_holds_two_tokens_to_max_draft",
     ),
-    "specdecpp.draw": Exercise(
+    "specdecpp.draw_labels": Exercise(
         "count = int(batch.loss_mask.sum())\n"
         "return model.vocab_ids.new_zeros(count), torch.zeros(count)",
         "test_labels_against_brute_force",

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 
@@ -17,6 +18,7 @@ from tiny import (
     sampled_p_value,
     teach,
 )
+from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
 import common
 import specdecpp
@@ -87,7 +89,7 @@ def test_nothing_is_drafted_after_an_end_of_sequence(llama, rule):
     assert drafts[-1].tokens[-1] == eos
 
 
-def picky(steps, head, threshold, chances):
+def picky(steps, head, threshold):
     """A rule that submits a token, or not, because of what it is."""
     return itertools.takewhile(lambda step: step[0] == step[1].argmax(), steps)
 
@@ -123,7 +125,7 @@ def test_drafting_with_a_cache_equals_drafting_from_scratch(llama, trained):
 
 
 def run_rule(h, chances, most=5):
-    """(number of submitted tokens, p^); token i comes with e_(i-1) = (i - 1,)."""
+    """(number of submitted tokens, each p^); token i comes with e_(i-1) = (i - 1,)."""
 
     def head(hidden):
         return torch.logit(torch.tensor(chances[int(hidden[0])]))
@@ -132,12 +134,13 @@ def run_rule(h, chances, most=5):
     steps = [
         (torch.tensor([i]), q_draft, torch.tensor([float(i - 1)])) for i in range(most)
     ]
-    noted = []
     left = iter(steps)
-    submitted = len(list(specdecpp.until_stop(left, head, h, noted)))
-    drawn = most - len(list(left))
-    assert drawn == submitted, f"{drawn} tokens were drafted and {submitted} submitted"
-    return submitted, noted
+    submitted = list(specdecpp.until_stop(left, head, h))
+    drawn, count = most - len(list(left)), len(submitted)
+    assert drawn == count, f"{drawn} tokens were drafted and {count} submitted"
+    for (token, q_draft, _), step in zip(submitted, steps):
+        assert token is step[0] and q_draft is step[1], "it yielded another token"
+    return count, [chance for *_, chance in submitted]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_algorithm_2_by_hand(h, expected):
     got, noted = run_rule(h, said)
     given = f"h = {h} and a head that says {said}"
     assert got == expected, f"{given}: expected {expected} tokens, got {got}"
-    chances = [0.9, 0.72, 0.36, 0.324][: expected - 1]
+    chances = [1.0, 0.9, 0.72, 0.36, 0.324][:expected]
     assert noted == pytest.approx(chances), (
         f"{given}: expected chances {chances}, got {noted}"
     )
@@ -164,9 +167,7 @@ def test_a_round_holds_two_tokens_to_max_draft(llama, trained):
             llama, PROMPT, constant_head(trained, logit), max_draft=7
         )
         assert stats.offered[0] == max(stats.offered) == length
-        for (
-            draft
-        ) in made:  # each round notes its own p^, all but that of the newest token
+        for draft in made:  # each round notes its own p^, but not for the newest token
             assert len(draft.notes["chances"]) == max(0, len(draft.tokens) - 1)
     _, stats, _ = decode(llama, PROMPT, trained, stop="fixed", gamma=3, max_draft=2)
     assert max(stats.offered) == 3
@@ -250,11 +251,11 @@ def test_the_mixture_by_hand():
     ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]])
     mask = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]).bool()
     batch = common.Batch(ids, mask, None, {}, torch.zeros(2), 0.0)
-    to_mix = torch.tensor([[0.0, 0.0, 0.9, 0.1], [0.9, 0.6, 0.5, 0.9]])
-    mixed, judged = specdecpp.mix(batch, torch.tensor([11, 12, 13, 14]), to_mix, 0.5)
+    uniform = torch.tensor([[0.0, 0.0, 0.9, 0.1], [0.9, 0.6, 0.5, 0.9]])
+    mixed, judged = specdecpp.mix(batch, torch.tensor([11, 12, 13, 14]), uniform, 0.5)
     wanted = [[1, 2, 11, 4], [5, 13, 14, 0]]
     given = (
-        f"X {ids.tolist()}, Y 11 12 13 14, keep 0.5, to_mix 0 0 .9 .1 and .9 .6 .5 .9"
+        f"X {ids.tolist()}, Y 11 12 13 14, keep 0.5, uniform 0 0 .9 .1 and .9 .6 .5 .9"
     )
     assert mixed.tolist() == wanted, (
         f"{given}: expected mixed {wanted}, got {mixed.tolist()}"
@@ -380,6 +381,13 @@ def test_layers_of_every_family_are_copied(name):
         assert drafter.config.model["layer_types"] == [kinds[place] for place in chosen]
 
 
+def test_build_leaves_the_callers_config_as_it_was(llama):
+    config = specdecpp.Config(layers=[0], draft_vocab=0)
+    before = copy.deepcopy(config)
+    drafter = specdecpp.build(config, llama, torch.arange(48))
+    assert config == before and drafter.config.model and drafter.config.target
+
+
 @torch.no_grad()
 def test_layers_that_cannot_be_copied_are_refused(monkeypatch):
     """A weight of another shape (quantised layers), or of another name (LoRA)."""
@@ -459,6 +467,30 @@ def test_a_head_refuses_another_draft_model_of_the_same_width(llama, small, trai
             decode(llama, PROMPT, head, given)
 
 
+def test_a_head_refuses_another_model_that_is_loaded_by_its_name(
+    llama, small, monkeypatch
+):
+    drafter = make_drafter(llama, draft_model="small")
+    decode(llama, PROMPT, drafter, max_new_tokens=4)
+    deeper = causal_lm("there/small", layers=2, seed=4)
+    monkeypatch.setattr(common, "load_target", lambda name, **_: (deeper, None))
+    specdecpp.load_draft_model.cache_clear()
+    with pytest.raises(common.UserError, match="trained on small, not on there/small"):
+        decode(llama, PROMPT, drafter)
+    decode(llama, PROMPT, drafter, max_new_tokens=4, **FIXED)  # asks no head
+
+
+def test_a_draft_model_that_cannot_undo_a_token_is_refused(llama, trained):
+    sizes = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    hybrid = Lfm2Config(**sizes, **heads, layer_types=["conv", "full_attention"])
+    for config in (MambaConfig(**sizes, state_size=4), hybrid):
+        model = AutoModelForCausalLM.from_config(config)
+        for drafter in (None, trained):
+            with pytest.raises(common.UserError, match="cannot undo a token: choose"):
+                decode(llama, PROMPT, drafter, model)
+
+
 def test_mistakes_get_one_clear_line(llama):
     draft = make_drafter(llama, stage="draft")
     wide = make_llama(vocab=20)
@@ -466,10 +498,17 @@ def test_mistakes_get_one_clear_line(llama):
         "no acceptance head has been trained": lambda: decode(llama, PROMPT, draft),
         "take stop fixed": lambda: decode(llama, PROMPT, None, llama, stop="head"),
         "nothing to draft with": lambda: decode(llama, PROMPT, **FIXED),
-        "20 tokens, not 48: take another": lambda: decode(
+        "20 tokens, not 48: choose another": lambda: decode(
             llama, PROMPT, None, wide, **FIXED
         ),
+        "layers .*: name some of the target's 0 to 2": lambda: make_drafter(
+            llama, layers=[]
+        ),
     }
+    for w_rej in ("6", float("inf"), float("nan")):
+        mistakes[f"w_rej '?{w_rej}'?: take a"] = functools.partial(
+            specdecpp.Config, w_rej=w_rej
+        )
     for message, call in mistakes.items():
         with pytest.raises(common.UserError, match=message):
             call()

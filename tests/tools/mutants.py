@@ -151,26 +151,26 @@ a round ends where the head is sure
 - if 1 - all_accepted > threshold:
 + if 1 - all_accepted < threshold:
 the newest token is withheld
--         yield token, q_draft, hidden
+-         yield token, q_draft, all_accepted
 -         # The judged
 +         if 1 - all_accepted > threshold:
 +             return
-+         yield token, q_draft, hidden
++         yield token, q_draft, all_accepted
 +         # The judged
 e_0 is judged, too
 - if i > 1:
 + if i > 0:
 labels exceed 1
-- accept_prob.append(ratio[:, 0].clamp(max=1))
-+ accept_prob.append(ratio[:, 0])
+- q_draft.gather(1, choice)).clamp(max=1)
++ q_draft.gather(1, choice))
 Z exchanges the shares of X and Y
-- (to_mix >= keep)
-+ (to_mix < keep)
+- (uniform >= keep)
++ (uniform < keep)
 labels belong to other tokens
 - return hidden, accept_prob[judged[batch.loss_mask]]
 + return hidden, accept_prob[: len(hidden)]
 the first layers are copied, not the chosen ones
-- layer.load_state_dict(getattr(theirs, name)[place].state_dict())
+- layer.load_state_dict(getattr(theirs, key)[index].state_dict())
 + pass
 w_rej is ignored
 - weight_rej = drafter.config.w_rej * (1 - accept_prob)
