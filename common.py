@@ -195,8 +195,9 @@ def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
     siblings: (token, q_draft (V,)) of the children that the drafter has sampled, in the
         order in which they were drawn. Each q_draft must be the distribution that its
         token was drawn from, given the text, the tokens above and the siblings before
-        it. After a rejection the residual takes the place of p_target, and the next
-        sibling is judged by it in the same way.
+        it. A sibling after a rejected one is judged by the residual. This is the same
+        proof again: the residual does not depend on which token was rejected, and what
+        is returned has to follow it, so it takes the place of p.
     Returns the token; all randomness is torch.rand's. The draw ignores children that
     were not sampled. If one of them holds the token, `walk` accepts it, which does not
     change how the token is distributed.
@@ -235,6 +236,9 @@ class Decoding:
 
         ids       x_1  x_2  x_3  x_4  x_5
         hidden              h_3  h_4
+
+    `commit` cuts the target's cache after every round. The drafter's is cut by its
+    method when the next draft begins (`DraftCache.rewind`).
 
     given: what transformers passes to a `custom_generate` function.
     Raises UserError for a target or a request that cannot be decoded with token trees.
@@ -291,6 +295,10 @@ class Decoding:
         prefix = self.ids.shape[1] - 1  # P
         drawn = draft.drawn() if self.do_sample else {}
 
+        # Greedily, each token is the argmax after the tokens before it, whatever was
+        # drafted, and a draft only decides how many of these one forward supplies. When
+        # sampling, each token follows the target given those before it, because `draw`
+        # says so, and therefore the whole text does.
         def choose(node: int) -> int:
             scores = self.process(logits[node + 1])  # self.ids ends with this node
             if self.do_sample:

@@ -276,7 +276,8 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
               4    x  x  .  .  .  .        feeds x_(t+2): lacks 3
               5    x  x  x  x  x  .        feeds the next round's x_t
 
-    L should be at least gamma, or drafting lacks more rows than training ever hid.
+    L should be at least gamma, or drafting lacks more rows than training ever hid. The
+    self-attention has no such mask: its own rows are read causally, as in drafting.
 
     phase: (B,) how many tokens the first block of each sequence lacks.
     Returns (B, 1, T, T) bool, True where a query may read; T is `length`.

@@ -1,6 +1,7 @@
 """A method file and common.py, copied into a folder where nothing else is, decode."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,13 @@ ROOT = Path(__file__).parent.parent
 
 
 # CAPE has no drafter of its own: it expands the drafts of GLIDE.
-NEEDS = {"cape": ["glide"]}
+def imported(method: str) -> list[str]:
+    """The other methods that a method's file imports, such as glide in cape.py."""
+    found = re.findall(r"^ *import (\w+)", (ROOT / f"{method}.py").read_text(), re.M)
+    return [name for name in found if name in cli.METHODS]
+
+
+NEEDS = {method: imported(method) for method in cli.METHODS if imported(method)}
 
 
 @pytest.fixture(scope="module")

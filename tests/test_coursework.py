@@ -96,7 +96,8 @@ def test_the_points_of_the_assignment_add_up():
         tests = coursework.EXERCISES[name].tests
         assert int(points) == coursework.POINTS * len(tests)
         assert command == f"`tests/{coursework.tests_of(name)}::{tests[0]}`"
-    answers = (ROOT / "tests" / "solutions.md").read_text()
+    solutions = ROOT / "tests" / "solutions.md"  # a student's copy has none
+    answers = solutions.read_text() if solutions.exists() else ""
     for part, _, points, _ in rows:
         if found := re.search(rf"^## {part} \((.*) points\)$", answers, re.MULTILINE):
             assert sum(map(int, re.findall(r"\d+", found[1]))) == int(points)

@@ -270,3 +270,25 @@ def test_the_text_of_every_mutant_is_there_once():
         for old, new, what in changes:
             assert source.count(old) == 1, f"{file}: {what}"
             assert new != old
+
+
+def test_the_solutions_of_part_d_follow_from_the_main_run():
+    arms = json.loads((ROOT / "results" / "cpu_main.json").read_text())["arms"]
+    one = 1000 / arms["baseline"]["tokens_per_s"]  # T(1)
+    alpha, verify_ms = arms["glide"]["alpha"], arms["glide"]["verify_ms"]
+    c = arms["glide"]["draft_ms"] / 3 / one
+    tokens = (1 - alpha**4) / (1 - alpha)
+    costs = 3 * c + verify_ms / one
+    measured = arms["glide"]["speedup"]
+    told = (ROOT / "tests" / "solutions.md").read_text()
+    for figure in (
+        f"alpha {alpha:.3f}, draft ms {3 * c * one:.2f}, T(1) {one:.2f}: c = {c:.3f}.",
+        f"= {tokens / (3 * c + 1):.2f}. Measured: {measured:.2f}.",
+        f"took {verify_ms:.1f} ms, {verify_ms / one:.2f} times T(1)",
+        f"{verify_ms / one:.2f}) = {tokens / costs:.2f}.",
+        f"3 c + T(4) / T(1) = {costs:.2f}: below",
+    ):
+        assert figure.replace(" 0.", " .") in " ".join(told.split()), figure
+    # At the alpha that is told, the tokens of a round are worth what the round costs.
+    even = float(re.search(r"= \d\.\d\d: below (\.\d+)", told)[1])
+    assert 1 + even + even**2 + even**3 == pytest.approx(costs, abs=0.02)

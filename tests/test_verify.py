@@ -416,7 +416,7 @@ def test_draws_follow_the_target_exactly():
     assert asked, f"{given}: expected torch.rand to be called, got no call"
 
 
-def test_a_rejection_that_leaves_nothing_but_rounding_errors():
+def test_a_rejection_that_leaves_nothing_but_rounding_errors(monkeypatch):
     """In float32 q_draft may exceed p_target everywhere; 0 / 0 is no distribution."""
     p_target = [0.0, 0.5, 0.5]
     q_draft = [1e-7, 0.5, 0.5]  # it adds up to 1.0000001
@@ -427,6 +427,10 @@ def test_a_rejection_that_leaves_nothing_but_rounding_errors():
         f"p_target {p_target}, token 0 drafted from q_draft {q_draft}, so that p - q "
         f"leaves nothing: expected draws from p_target, of tokens 1 and 2, got {got}"
     )
+    # torch.rand may give 0 as well.
+    monkeypatch.setattr(torch, "rand", torch.zeros)
+    got = common.draw(torch.tensor(p_target), [(0, torch.tensor(q_draft))])
+    assert got != 0, "torch.rand gave 0, and token 0 was accepted: p_target has it at 0"
 
 
 def test_the_table_of_draw_is_right():
