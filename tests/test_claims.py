@@ -63,6 +63,27 @@ def test_curves_of_glide_s_layers_do_not_cross():
         assert all(min(ours[step]) > max(theirs[step]) for step in ours)
 
 
+def test_figures_in_the_notes_on_falcon():
+    paper, chain = (
+        claims.arm_of(claims.VARIANTS, f"falcon:{name}").sums
+        for name in ("paper", "chain")
+    )
+    ratio = claims.bootstrap(
+        lambda a, b: (claims.tau(a) - 1) / (claims.tau(b) - 1), paper, chain
+    )
+    assert [round(number, 2) for number in ratio] == [2.04, 1.87, 2.23]
+    arms = claims.report.arms_of(claims.read(claims.VARIANTS))
+    answers = arms["falcon:paper"]["answers"]
+    accepted = [each for answer in answers for each in answer["accepted"]]
+    assert round(sum(accepted) / len(accepted), 2) == 1.99
+    below = sum(max(0, each - 4) for each in accepted)
+    assert round(below / len(accepted), 2) == 0.12
+    arms = claims.report.arms_of(claims.read(claims.ALIKE_FALCON))
+    names = ("k2", "k2-seed1", "no-csgd", "no-csgd-seed1")
+    levels = [arms[f"falcon@{name}"]["acceptance_by_position"] for name in names]
+    assert [round(each[1] / each[0], 2) for each in levels] == [0.37, 0.37, 0.32, 0.34]
+
+
 def test_rank_of_coding():
     tokens = claims.rank_of_coding(claims.MAIN, "ctc_drafter").tokens
     assert tokens.startswith("`ctc_drafter` rank 1 of 8 (tau: coding 2.40, math 2.33")

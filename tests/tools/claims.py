@@ -201,7 +201,8 @@ def over(ours: float, theirs: float, time: bool = False) -> Paper:
     return Paper(ours / theirs, ours / theirs, time=time)
 
 
-LEAST, LONGER = 4e6, 1.5  # the page's legend has the reasons
+LEAST = 4e6  # token-steps of both sides; the page's legend says why
+LONGER = 1.5  # times as long as the other, at which a side is trained too long
 
 
 def unfair(seen: Seen) -> str | None:
@@ -268,6 +269,7 @@ def source(file: str, *arms: Arm) -> str:
 
 
 def steps_of(ours: Arm, theirs: Arm) -> tuple[float, float] | None:
+    """Token-steps of both sides; None if one of them has no drafter."""
     trained = ours.steps is not None and theirs.steps is not None
     return (ours.steps, theirs.steps) if trained else None
 
@@ -451,27 +453,27 @@ def batches(name: str, *files: str) -> Seen:
     )
 
 
-def curves_cross(ours: str, theirs: str, names: str) -> Seen:
+def curves_cross(ours: str, theirs: str, *names: str) -> Seen:
     """Alpha of two runs at the first and at the last token-steps that both have.
 
     names: of the two, as the page shows them.
     """
     curves = []
-    for name in (ours, theirs):
-        rows = read(f"curves/{name}.json")
+    for run in (ours, theirs):
+        rows = read(f"curves/{run}.json")
         curves.append(
             {row["tokens"]: row["alpha"] for row in rows if row["tokens"] > 9e5}
         )
     both = sorted(curves[0].keys() & curves[1].keys())
     shown = []
     for tokens in (both[0], both[-1]):
-        a, b = (curve[tokens] for curve in curves)
-        shown.append(f"{a:.3f} and {b:.3f} after {tokens / 1e6:.1f}M")
-    behind = [tokens for tokens in both if curves[0][tokens] <= curves[1][tokens]]
-    ahead = both[both.index(behind[-1]) + 1]  # from here to the end
-    shown.append(f"the first is ahead from {ahead / 1e6:.1f}M on")
+        pair = [f"{name} {curve[tokens]:.3f}" for name, curve in zip(names, curves)]
+        shown.append(f"{', '.join(pair)} after {tokens / 1e6:.1f}M")
+    behind = [place for place, n in enumerate(both) if curves[0][n] <= curves[1][n]]
+    ahead = both[behind[-1] + 1]  # from here to the end
+    shown.append(f"{names[0]} is ahead from {ahead / 1e6:.1f}M on")
     return Seen(
-        f"held-out alpha, {names}: {', '.join(shown)}",
+        f"held-out alpha: {'; '.join(shown)}",
         source=f"curves [{ours}](curves/{ours}.json), [{theirs}](curves/{theirs}.json)",
     )
 
@@ -897,7 +899,7 @@ def ctc_claims() -> list[list]:
         row(
             "A layer with CTC is better than Medusa's heads (table 2: 2.58 → 3.02)",
             None,  # the paper's figures are taus
-            curves_cross("ctc_drafter_before", "medusa", "CTC and Medusa"),
+            curves_cross("ctc_drafter_before", "medusa", "CTC", "Medusa"),
             "not compared: the curves cross, and alpha is not tau",
         ),
         row(
