@@ -1,5 +1,7 @@
 """The verdicts of results/claims.md, and CAPE's sets of a fixed size, by hand."""
 
+import json
+
 import claims
 import pytest
 import torch
@@ -25,6 +27,66 @@ EXCLUDED = "not shown; the paper's size is excluded"
 )
 def test_verdicts(low, high, paper, expected):
     assert claims.verdict(claims.Seen("", low, high), paper) == expected
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "steps", "expected"),
+    [
+        (1.1, 1.2, (5e6, 3.9e6), "not compared: fewer than 4 million token-steps"),
+        (1.1, 1.2, (4e6, 9e6), None),  # ahead with less training
+        (1.1, 1.2, (7e6, 5e6), None),
+        (1.1, 1.2, (9e6, 5e6), "not compared: one side was trained 1.8 times as long"),
+        (0.8, 0.9, (9e6, 5e6), None),
+        (0.8, 0.9, (5e6, 9e6), "not compared: one side was trained 1.8 times as long"),
+        (0.9, 1.1, (5e6, 9e6), "not compared: one side was trained 1.8 times as long"),
+        (0.9, 1.1, (5e6, 7e6), None),
+        (0.9, 1.1, None, None),
+    ],
+)
+def test_training_of_both_sides(low, high, steps, expected):
+    assert claims.unfair(claims.Seen("", low, high, steps=steps)) == expected
+
+
+def test_curves_of_glide_s_layers_do_not_cross():
+    """Which is why their rows are judged with fewer token-steps than others."""
+
+    def alphas(layer):
+        runs = sorted(claims.RESULTS.glob(f"curves/gpu_glide_{layer}_s*.json"))
+        rows = [each for run in runs for each in json.loads(run.read_text())]
+        return {
+            step: [each["eval_alpha"] for each in rows if each["step"] == step]
+            for step in range(500, 1001, 125)
+        }
+
+    for better, worse in (("29", "none"), ("18", "none"), ("29", "0"), ("18", "29")):
+        ours, theirs = alphas(better), alphas(worse)
+        assert all(min(ours[step]) > max(theirs[step]) for step in ours)
+
+
+def test_figures_in_the_notes_on_falcon():
+    paper, chain = (
+        claims.arm_of(claims.VARIANTS, f"falcon:{name}").sums
+        for name in ("paper", "chain")
+    )
+    ratio = claims.bootstrap(
+        lambda a, b: (claims.tau(a) - 1) / (claims.tau(b) - 1), paper, chain
+    )
+    assert [round(number, 2) for number in ratio] == [2.04, 1.87, 2.23]
+    arms = claims.report.arms_of(claims.read(claims.VARIANTS))
+    answers = arms["falcon:paper"]["answers"]
+    accepted = [each for answer in answers for each in answer["accepted"]]
+    assert round(sum(accepted) / len(accepted), 2) == 1.99
+    below = sum(max(0, each - 4) for each in accepted)
+    assert round(below / len(accepted), 2) == 0.12
+    arms = claims.report.arms_of(claims.read(claims.ALIKE_FALCON))
+    names = ("k2", "k2-seed1", "no-csgd", "no-csgd-seed1")
+    levels = [arms[f"falcon@{name}"]["acceptance_by_position"] for name in names]
+    assert [round(each[1] / each[0], 2) for each in levels] == [0.37, 0.37, 0.32, 0.34]
+
+
+def test_rank_of_coding():
+    tokens = claims.rank_of_coding(claims.MAIN, "ctc_drafter").tokens
+    assert tokens.startswith("`ctc_drafter` rank 1 of 8 (tau: coding 2.40, math 2.33")
 
 
 def test_points_are_judged_by_zero_and_by_the_paper_s_points():
