@@ -16,8 +16,8 @@ CAPE has no weights of its own. It wraps any generator of chains:
 
     cape.drafts(glide.drafts(decoding, drafter, gamma=4))
 
-An extra helps only where the trajectory is first rejected, and nothing follows it, so a
-round gains one token from all of them at most.
+An extra helps only where the trajectory is first rejected, and nothing follows it, so
+all of them together gain a round at most one token.
 
 Names that differ from the paper's: p_D is `q_draft`, p_i is `confidences[i - 1]`, K_i
 is `counts[i - 1]`, S is `set_size`; the proposal before its expansion is the
@@ -26,17 +26,19 @@ is `counts[i - 1]`, S is `set_size`; the proposal before its expansion is the
 Deviations from the paper:
     1. Section 4.2 and Algorithm 1 differ, and 4.2 is followed. The sizes of Algorithm
        1, 8, 6, 4 and 2, count the drafted token as well, so they are 4.2's 7, 5, 3 and
-       1. But its floor(10 p) gives 5 extras at p = .3, and 4.2 gives 7.
+       1. But its floor(10 p) gives 5 extras at p = .3, and 4.2 gives 7 (a float32 of
+       .3 lies a little above it, and gets 5 by both).
     2. The paper decodes greedily. When sampling, X_i excludes the sampled x_(t+i), and
        p_i is still the largest probability of q_draft, after temperature and filters.
     3. The shipped drafters draft only frequent tokens. q_draft is normalised over
        these, so confidences are higher than over the whole vocabulary.
     4. Tokens of probability 0 are never extras.
-    5. gamma is 4, but the shipped GLIDE has learned in blocks of 3. So its fourth token
-       lacks one more of the target's rows than training ever hid.
+    5. bench.py and the demo below draft gamma = 4 tokens, as the authors' code does,
+       but the shipped GLIDE was trained with blocks of 3. So its fourth token lacks one
+       more of the target's rows than training ever hid.
 
-Authors' code: gamma is fixed at 4, which the paper does not say; 4 x (1 + 7) = 32 draft
-tokens are what section 5.3 allows. Its sets follow Algorithm 1.
+Authors' code: gamma is fixed at 4; 4 x (1 + 7) = 32 draft tokens are what section 5.3
+allows. Its sets follow Algorithm 1.
 
 Licence: Apache-2.0.
 """
@@ -93,7 +95,7 @@ def set_size(confidence: float, config: Config) -> int:
 def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     """Append the expansion sets X_i to a chain (4.2, Algorithm 1).
 
-    X_i holds the S(p_i) most probable tokens of step i in decreasing order, but for the
+    X_i holds the S(p_i) most probable tokens of step i in decreasing order, except the
     drafted one and those of probability 0; p_i is the largest probability of the step.
     Two steps over four tokens, with sizes [2, 1] and bounds [.55]:
 
@@ -107,7 +109,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     trajectory: a chain with its `probs`, as common.chain makes it; an empty one is
         returned as it is.
     Returns a Draft with {"confidences": [...], "counts": [...]} in its notes. A count
-    is S(p_i), even where fewer tokens were left.
+    is S(p_i), even if fewer tokens had a probability above 0.
     Raises UserError for a draft that is no chain.
     """
     length = len(trajectory.tokens)  # gamma, or less at the end of an answer
@@ -138,9 +140,9 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
                 parents.append(step - 1)  # a sibling of the drafted token
     tokens = torch.cat([trajectory.tokens, trajectory.tokens.new_tensor(extras)])
 
-    # The parents say all that Mask_CAPE says, and common.tree_mask makes it of them: a
-    # token sees itself, and the trajectory before its position. For gamma 3 and counts
-    # 2 1 1:
+    # Mask_CAPE follows from the parents, and common.tree_mask builds it: a token sees
+    # itself, and the trajectory before its position. For gamma 3 and counts 2 1 1 (the
+    # root, which all tokens see, is left out here):
     #
     #                  x1 x2 x3  a1 b1  a2  a3
     #     pos 1   x1    x  .  .   .  .   .   .
@@ -151,7 +153,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     #         2   a2    x  .  .   .  .   x   .
     #         3   a3    x  x  .   .  .   .   x
     notes = {"confidences": confidences, "counts": counts}
-    # `probs` has nothing for the extras, because they were not drawn: see common.draw.
+    # `probs` has no rows for the extras, because they were not drawn: see common.draw.
     return common.Draft(tokens, parents, q_draft, trajectory.notes | notes)
 
 
@@ -161,7 +163,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
 def drafts(chains, **changes):
     """Yield the expansion of each chain; the caller verifies it before the next.
 
-    chains: a generator of chains, as glide.drafts or specdecpp.drafts.
+    chains: a generator of chains, such as glide.drafts or specdecpp.drafts.
     changes: sizes and bounds that differ from the paper's, see Config.
     """
     config = common.changed(Config(), changes)

@@ -2,42 +2,47 @@
 
 Paper: Du et al., ICML 2024, arXiv:2402.02082, section 4.1.
 
-The drafter is a small transformer. Beside its self-attention, each layer has a
+The drafter is a small transformer. In addition to its self-attention, each layer has a
 cross-attention over the keys and values that the target has cached. They hold what the
 target made of the text so far, and the target has computed them anyway, so the drafter
 pays only for attending to them.
 
 The target chose the newest token x_t from its last logits, and will be fed x_t only
 together with the next draft. Therefore it has no row for x_t yet, nor for the tokens
-that are being drafted. While the drafter drafts x_(t+i), it can read (x marks a row):
+that are being drafted. While the drafter drafts x_(t+i), it can read (* marks a row):
 
            tokens   x_1 ... x_(t-1)  x_t  x_(t+1) ... x_(t+i-1)
-    target's rows    x   x   x        .    .       .   .
-    drafter's own    x   x   x        x    x       x   x
+    target's rows    *   *   *        .    .       .   .
+    drafter's own    *   *   *        *    *       *   *
 
 So the i-th draft token lacks i of the target's rows. In training the target has rows
-for the whole text, and `block_mask` hides the last ones, so that the drafter learns to
-do without them.
+for the whole text, and `block_mask` hides the most recent ones, so that the drafter
+learns to do without them.
 
 Names that differ from the paper's: M_T and M_D are `target` and `drafter`, N_D is
 `num_layers`, L is `block_size`, p_D is `q_draft`, c is `cost`.
 
 Deviations from the paper:
-    1. The drafter has the target's width, frozen embedding and LM head, and starts
-       from the target's weights; the paper's is trained from scratch.
+    1. The drafter has the target's width (the paper: 4096 for every target), frozen
+       embedding and LM head, and starts from the target's weights; the paper's is
+       trained from scratch.
     2. It drafts only frequent tokens (`draft_vocab`).
     3. It learns from texts that the target wrote, which the paper tries in appendix C,
        and from the target's distributions (`distill`) in place of the texts' tokens.
-    4. The first block has a random length, and all tokens query. The prose of 4.1 takes
-       the queries from the block of the token that they predict, so that no query
-       would learn to predict the first token of a block.
+       The rest of the recipe is in checkpoints/README.md.
+    4. The first block has a random length, so that a token at any place learns to do
+       without 1 to L rows, and every token issues a query. The prose of 4.1 takes the
+       queries from the block of the token that they predict, so that none would learn
+       to predict the first token of a block. When decoding, it lets only x_t and later
+       tokens query. Here the prompt's do as well, which changes no draft of one layer.
     5. 4.1 mentions no residual connection around the cross-attention, no rotation of
        its queries and no norm before it. Query heads may share a key-value head.
     6. The shipped drafter has L = 3 and gamma = 3 (the paper: 5 and 5), and its one
-       layer reads target layer 18 of 0 to 29 (the paper: the top one).
+       layer reads target layer 18 (of 30, from 0; the paper: the top one).
 
 Authors' code: it also has the residual connection and the rotated queries, and lets all
-tokens query. It has no norm there, and its first block reads causally.
+tokens query. It has no norm there, its first block reads causally, and it drafts 4
+tokens a round.
 
 Licence: Apache-2.0.
 """
@@ -188,8 +193,8 @@ class Drafter(
 
         positions: (B or 1, T).
         kv: {target layer: (K, V)}, each (B, Hkv, P, Dh).
-        self_mask: (B or 1, 1, T, P_own + T) bool; None: causal, which is right only if
-            T = 1 or there is no cache.
+        self_mask: (B or 1, 1, T, P_own + T) bool; None: causal. It is needed if T > 1
+            and the cache is not empty.
         cross_mask: (B or 1, 1, T, P) bool; None: all rows are read.
         cache: the drafter's own, to which T rows are added.
         """
@@ -197,10 +202,13 @@ class Drafter(
         x = target.get_input_embeddings()(ids)  # (B, T, D)
         x = x.to(self.norm.weight.dtype)
         top = shape["num_layers"] - 1
+        # Without cross-attention any layer's tables do.
         sources = self.kv_layers or [top] * len(self.layers)
         for layer, source in zip(self.layers, sources):
-            # A query has to be rotated as the keys that it meets. The layers of some
-            # targets differ in that, so the tables are those of the layer that is read.
+            # A query is rotated in the same way as the keys it is compared with. Layers
+            # of some targets differ in that, so the tables are those of the layer that
+            # is read. (Cohere, GLM-4 and Ernie pair other dimensions, and some layers
+            # of SmolLM3 rotate nothing: there the drafter has to learn to match them.)
             # Self-attention takes the same tables, widened to all Dh dimensions.
             tables = common.rotary(target, positions, source)
             glimpse = (kv[source], tables, cross_mask) if kv else None
@@ -219,7 +227,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     common.check_target(target)
     shape = common.target_shape(target)
     depth = shape["num_layers"]
-    if max(config.num_layers - 1, config.kv_layer) >= depth:
+    if config.num_layers > depth or config.kv_layer >= depth:
         raise common.UserError(
             f"num_layers {config.num_layers}, kv_layer {config.kv_layer}: the target "
             f"has layers 0 to {depth - 1}"
@@ -243,8 +251,10 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
                 "--no-cross-attention"
             )
 
-    # The layers start as the target's topmost ones. A cross-attention starts as the
-    # attention of the layer that it reads, because those queries fit the keys.
+    # The layers start as the target's topmost ones (the feed-forward if it is as wide).
+    # A cross-attention starts as the attention of the layer that it reads. In Llama,
+    # Mistral and Qwen3 those queries fit the keys. Where a target scales scores in its
+    # own way, has biases or normalises all heads together, training has to fit them.
     layers = common.target_layers(target)
     pairs = list(zip(drafter.layers, layers[-config.num_layers :]))
     for layer, source in zip(drafter.layers, drafter.kv_layers):
@@ -263,10 +273,10 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
     """Mask_Block (4.1): a query reads the keys of earlier blocks only.
 
-    A block stands for a round. Its i-th query stands for the pass of `feed` that drafts
-    the i-th token of the round, and lacks as many of the target's rows as that pass:
-    its own and those before it in the block, i in all. Here L = 3, and phase 1 has
-    taken one token off the first block:
+    A block stands for a round. Its i-th query may not read the i newest rows: its own,
+    and the i - 1 of the queries before it in the block. The pass of `feed` that drafts
+    the i-th token of a round lacks just as many. Here L = 3, and with phase 1 the first
+    block is one token short:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
@@ -292,9 +302,12 @@ def training_pass(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 
     The M positions are those whose next token is to be learned. Column n of the logits
     belongs to the token vocab_ids[n].
+
+    batch: a common.Batch, with input_ids (B, T), loss_mask (B, T), which is True at the
+        tokens to be learned, hidden (B, T, D), the kv of `kv_layers`, and seed (B,).
     """
     ids = batch.input_ids  # (B, T)
-    # Padding stands on the right, where no earlier token looks, so it needs no mask.
+    # Padding is on the right, so under a causal mask no token sees it.
     positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, T)
     size = drafter.config.block_size
     # Each sequence has a seed of its own in each step, so its phase changes as well.
@@ -310,7 +323,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     """The cross-entropy, summed over the M positions, and their number.
 
     The labels are the target's distributions, or without `distill` the text's tokens,
-    as in 5.1. batch: a common.Batch, with the keys and values of `kv_layers`.
+    as in 5.1.
     """
     logits, hidden = training_pass(drafter, target, batch)
     vocab_ids = drafter.vocab_ids  # (Vd,)
@@ -322,7 +335,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     else:
         # One-hot rows of the tokens in the data. A token that cannot be drafted has a
         # row of zeros, and is not counted.
-        token = batch.input_ids[batch.loss_mask]  # (M,)
+        token = batch.input_ids[:, 1:][batch.loss_mask[:, 1:]]  # (M,)
         labels = (token[:, None] == vocab_ids).float()  # (M, Vd)
         count = labels.sum()
     return F.cross_entropy(logits, labels, reduction="sum"), count
@@ -331,8 +344,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """The acceptance rate alpha (5.1), summed over the M positions, and M.
 
-    It is that at temperature 1 under `block_mask`, so a mean over tokens that lack 1 to
-    L of the target's rows.
+    Measured at temperature 1 under `block_mask`, so it is a mean over tokens that lack
+    1 to L of the target's rows. Early places of a round count as much as later ones.
     """
     logits, hidden = training_pass(drafter, target, batch)
     q_draft = logits.softmax(-1)  # (M, Vd)
@@ -376,14 +389,14 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
     if prefix > 0:
         for layer in drafter.kv_layers:
             rows = decoding.cache.layers[layer]
-            # A part of a prompt reads no rows after it, so they are left out.
+            # A part of a prompt must not read rows beyond its end.
             kv[layer] = rows.keys[:, :, :end], rows.values[:, :, :end]
     self_mask = cross_mask = None  # a single token reads all rows that there are
     if new.shape[1] > 1:
-        # Several tokens are fed where the drafter has no rows yet: those of the prompt,
-        # or after a round the last accepted one, which was drafted but never fed, and
-        # the bonus token. Of the target's rows, each reads those before its own. So it
-        # lacks one, as the first query of a block does in training.
+        # Several tokens are fed for a prompt, and after a round whose last accepted
+        # token was never fed (the whole chain was accepted, or an extra of CAPE's):
+        # that token and the bonus token. Of the target's rows, each reads those before
+        # its own. So it lacks one, as the first query of a block does in training.
         places = torch.arange(end, device=new.device)
         query = positions[0, :, None]  # (n, 1)
         self_mask = (query >= places)[None, None]  # (1, 1, n, end)
@@ -400,9 +413,10 @@ def propose(drafter: Drafter, decoding, memory: Memory):
     Yields pairs of a token (1,) and the q_draft (V,) that it was chosen from. Ends
     early where the logits processors allow no token of `vocab_ids`.
     """
-    # Drop the drafter's rows of rejected tokens; what has no row is fed. The rows of
-    # accepted tokens stay, though fewer of the target's rows were there when they were
-    # made. Training has the same: each row is made under the mask of its block.
+    # `rewind` drops the drafter's rows of rejected tokens, and returns the tokens that
+    # have no row yet. The rows of accepted tokens stay. In the first layer they depend
+    # on tokens alone; those of higher layers were made with fewer of the target's rows,
+    # as in training, where each row is made under the mask of its block.
     new = memory.cache.rewind(decoding.ids)  # (1, n)
     drafted = []
     while True:
@@ -418,10 +432,10 @@ def propose(drafter: Drafter, decoding, memory: Memory):
         token = picked[0]
         new = token[None]  # (1, 1); it is fed only if the caller wants another one
         if decoding.logits_processor:
-            # They are given the tokens drafted so far, and a grammar, for one, may have
-            # no answer to what follows the end of a text. Without processors, drafting
-            # beyond the end is only idle, and on a GPU that is cheaper than waiting for
-            # each token to be copied over.
+            # Logits processors are given the tokens drafted so far, and a grammar, for
+            # one, may have no answer to what follows the end of a text. Without them,
+            # drafting beyond the end is merely wasted work, and on a GPU that costs
+            # less than waiting for each token to be copied over.
             drafted.append(int(token))
             if drafted[-1] in decoding.ends:
                 return
@@ -438,7 +452,7 @@ def drafts(decoding, drafter: Drafter, **changes):
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         steps = propose(drafter, decoding, memory)
-        length = min(config.gamma, decoding.room)
+        length = min(config.gamma, decoding.room)  # room: tokens before the bonus one
         yield common.chain(itertools.islice(steps, length), decoding.ids)
 
 
