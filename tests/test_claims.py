@@ -63,6 +63,13 @@ def test_curves_of_glide_s_layers_do_not_cross():
         assert all(min(ours[step]) > max(theirs[step]) for step in ours)
 
 
+def test_a_gap_below_zero_keeps_its_sign():
+    """Layer 0 and none, by equal steps: .3162 and .3214, .3161 and .3164."""
+    seen = claims.layers("0", "none")
+    assert seen.tokens.startswith("+0.3 points of alpha (-0.0 to +0.5 by seed)")
+    assert claims.verdict(seen, None) == "not shown"
+
+
 def test_figures_in_the_notes_on_falcon():
     paper, chain = (
         claims.arm_of(claims.VARIANTS, f"falcon:{name}").sums
@@ -90,7 +97,7 @@ def test_rank_of_coding():
 
 
 def test_points_are_judged_by_zero_and_by_the_paper_s_points():
-    seen = claims.Seen("", 0.8, 1.2, neutral=0.0, most=4.9)
+    seen = claims.Seen("", 4.7, 5.1, neutral=0.0)
     assert claims.verdict(seen, claims.Paper(5.4, 23.5)) == "smaller"
     assert claims.verdict(seen._replace(low=-0.1), None) == "not shown"
 
@@ -126,6 +133,35 @@ def test_fixed_sizes_and_equal_nodes():
     assert [rule(rounds[0], 2), rule(rounds[0], 2)] == [[1, 2], [1, 2]]
     size = claims.equal_nodes([rounds], claims.by_paper, gamma=2)
     assert size == pytest.approx(4, abs=0.1)
+
+
+def test_head_and_fixed_lengths_at_an_equal_discard_rate(monkeypatch):
+    """A head that knows how much is accepted, and one that says the same everywhere."""
+    agreed = [4, 0, 0, 0, 0, 1, 0, 2, 1, 0] * 4
+
+    def answers(judge):
+        row = [Round(confidence=[1.0] * 5, accepts=judge(n), agreed=n) for n in agreed]
+        return [row, row[::-1]] * 3
+
+    def seen(judge):
+        monkeypatch.setattr(claims.rules, "read", lambda path: answers(judge))
+        return claims.frontier("rounds.json.gz")
+
+    blind = seen(lambda n: [0.5] * 4)  # .5 and .25: it drafts three tokens, like K = 3
+    assert blind.low == blind.high == 1.0
+    assert seen(lambda n: [1.0] * n + [0.0] * (4 - n)).low > 1.1
+
+
+def test_cost_of_a_head_is_beside_a_line(monkeypatch):
+    def arm(passes, draft_ms):
+        offered = [9, passes, passes]  # the first round does not count
+        return {"draft_ms": draft_ms, "answers": [{"offered": offered}]}
+
+    arms = {"head": arm(3, 12.0), "two": arm(2, 8.0), "four": arm(4, 12.0)}
+    monkeypatch.setattr(claims, "read", lambda file: None)
+    monkeypatch.setattr(claims.report, "arms_of", lambda result: arms)
+    shown = claims.head_cost("run.json", "head", "two", "four").cpu
+    assert shown == "1.20 (12.0 and 10.0 ms for 3.00 passes)"
 
 
 def test_kinds_of_prompts_are_those_of_the_files():

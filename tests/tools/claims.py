@@ -172,7 +172,6 @@ class Seen(NamedTuple):
     flat: str | None = None  # at flat cost
     cpu: str | None = None
     source: str = ""
-    most: float | None = None  # what the paper's size is compared with, if not `high`
     neutral: float = 1.0  # no difference
     steps: tuple[float, float] | None = None  # token-steps of both sides, if they count
 
@@ -184,11 +183,13 @@ class Paper(NamedTuple):
     high: float
     form: str = ".2f"
     time: bool = False  # a ratio of times, whose size is not compared with tau's
+    unit: str = ""  # if it is neither tau nor measured time
 
     def __str__(self):
         low, high = format(self.low, self.form), format(self.high, self.form)
         text = low if low == high else f"{low} to {high}"
-        return text + (" in time" if self.time else "")
+        unit = "in time" if self.time else self.unit
+        return f"{text} {unit}".strip()
 
 
 def with_bonus(ours: float, theirs: float) -> Paper:
@@ -225,8 +226,7 @@ def unfair(seen: Seen) -> str | None:
 def verdict(seen: Seen, paper: Paper | None) -> str:
     """By the interval in tokens alone, and in this order."""
     sized = paper is not None and not paper.time
-    most = seen.high if seen.most is None else seen.most
-    above = sized and round(paper.low, 3) > most  # the smallest of the paper's sizes
+    above = sized and round(paper.low, 3) > seen.high  # its smallest size
     if seen.high < seen.neutral:
         return "the opposite"
     if seen.low <= seen.neutral:
@@ -280,21 +280,32 @@ def flat(arm: Arm) -> float:
     return float(tau(arm.sums.sum(0))) * arm.plain_ms / (arm.plain_ms + draft_ms)
 
 
-def ratio(file: str, ours: str, theirs: str) -> Seen:
-    """How many times one arm's tau is another's, on the same prompts of one run."""
-    pair = [arm_of(file, names) for names in (ours, theirs)]
+def ratio(file: str, ours: str, theirs: str, other: str | None = None) -> Seen:
+    """How many times one arm's tau is another's, on the same prompts.
+
+    other: the file of `theirs`, if it is not of the same run.
+    """
+    pair = [arm_of(file, ours), arm_of(other or file, theirs)]
+    if other:
+        prompts = [
+            list(next(iter(read(each)["runs"].values()))["prompts"])
+            for each in (file, other)
+        ]
+        assert prompts[0] == prompts[1], "not the same prompts, in the same order"
     sums = [arm.sums for arm in pair]
     value, low, high = bootstrap(lambda a, b: tau(a) / tau(b), *sums)
     shown = f"{title(ours)} / {title(theirs)}: {interval(value, low, high)}"
     low, high = round(low, 2), round(high, 2)  # judged as printed
     costs = cpu = None
-    if pair[0].plain_ms:
+    if pair[0].plain_ms and pair[1].plain_ms:
         costs = f"{flat(pair[0]) / flat(pair[1]):.2f}"
     if not sums[0][:, SECONDS].isnan().any():
         cpu = interval(*bootstrap(lambda a, b: speed(a) / speed(b), *sums))
-    return Seen(
-        shown, low, high, costs, cpu, source(file, *pair), steps=steps_of(*pair)
-    )
+    from_run = source(file, *pair)
+    if other:
+        files, _, fairness = from_run.partition("; ")
+        from_run = f"{files}, [{Path(other).stem}]({other}); {fairness}"
+    return Seen(shown, low, high, costs, cpu, from_run, steps=steps_of(*pair))
 
 
 def title(names: str) -> str:
@@ -336,30 +347,48 @@ def shares(file: str, ours: str, theirs: str) -> Seen:
     )
 
 
+def gaps(column: str, ours: list, theirs: list) -> tuple[float, float, float]:
+    """Points of alpha between curve rows: the mean, least and most of all pairs."""
+    all_pairs = [100 * (a[column] - b[column]) for a in ours for b in theirs]
+    return sum(all_pairs) / len(all_pairs), min(all_pairs), max(all_pairs)
+
+
 def layers(ours: str, theirs: str, step: int = 1000) -> Seen:
     """GLIDE's drafters that differ in the layer they read: points of alpha, and tau.
 
-    ours, theirs: as NAME of the runs curves/gpu_glide_NAME_s*.json. Alpha, on the
-    target's answers, is compared after `step` steps, tau with the last weights. The
-    verdict is that of tau, and the paper's size is compared with the points.
+    ours, theirs: as NAME of the runs curves/gpu_glide_NAME_s*.json. Alpha is compared
+    after `step` steps, tau with the last weights. The verdict is that of alpha on the
+    target's answers, because it compares equal steps.
     """
-    alphas, names = [], []
+    rows, names = [], []
     for name in (ours, theirs):
         runs = sorted((RESULTS / "curves").glob(f"gpu_glide_{name}_s*.json"))
-        rows = [row for run in runs for row in json.loads(run.read_text())]
-        alphas.append([row["eval_alpha"] for row in rows if row["step"] == step])
+        curves = [json.loads(run.read_text()) for run in runs]
+        rows.append([row for curve in curves for row in curve if row["step"] == step])
         names.append(
             "&".join(f"{run.stem.removeprefix('gpu_')}:gamma3" for run in runs)
         )
-    seen = ratio("gpu_tau.json", *names)
-    gaps = [100 * (a - b) for a in alphas[0] for b in alphas[1]]  # of pairs of seeds
-    mean, low, high = (
-        round(gap, 1) + 0.0 for gap in (sum(gaps) / len(gaps), min(gaps), max(gaps))
-    )
+    mean, low, high = gaps("eval_alpha", *rows)
+    held_out = "{:+.1f} ({:+.1f} to {:+.1f})".format(*gaps("alpha", *rows))
     points = f"{mean:+.1f} points of alpha ({low:+.1f} to {high:+.1f} by seed)"
+    seen = ratio("gpu_tau.json", *names)
     # Token-steps do not count, because the curves of alpha do not cross (a test holds).
-    text = f"{points}; tau of {seen.tokens}"
-    return seen._replace(tokens=text, most=high, steps=None)
+    return seen._replace(
+        tokens=f"{points}, held-out {held_out}; tau of {seen.tokens}",
+        low=round(low, 1),
+        high=round(high, 1),
+        neutral=0.0,
+        steps=None,
+    )
+
+
+def to_the_end(ours: str, theirs: str) -> str:
+    """Points of alpha between two runs whose learning rate has fallen to the end."""
+    ends = [[read(f"curves/{name}.json")[-1]] for name in (ours, theirs)]
+    answers, *_ = gaps("eval_alpha", *ends)
+    held_out, *_ = gaps("alpha", *ends)
+    steps = ends[0][0]["tokens"] / 1e6
+    return f"runs of {steps:.1f}M to the end: {answers:+.1f}, held-out {held_out:+.1f}"
 
 
 def predicted(file: str, name: str) -> Seen:
@@ -389,19 +418,24 @@ def draft_time(file: str, ours: str, theirs: str) -> Seen:
     return Seen(f"- ({shown})", cpu=cpu, source=f"[{Path(file).stem}]({file})")
 
 
-def pass_ms(file: str, name: str) -> float:
-    """Milliseconds of a pass of a chain drafter; the first draft reads the prompt."""
+def drafting(file: str, name: str) -> tuple[float, float]:
+    """Passes and milliseconds of a round; the first draft reads the prompt."""
     arm = report.arms_of(read(file))[name]
-    rounds = sum(len(each["offered"]) - 1 for each in arm["answers"])
-    passes = sum(sum(each["offered"][1:]) for each in arm["answers"])
-    return arm["draft_ms"] * rounds / passes
+    rounds = [each for answer in arm["answers"] for each in answer["offered"][1:]]
+    return sum(rounds) / len(rounds), arm["draft_ms"]
 
 
-def head_cost(file: str, ours: str, theirs: str) -> Seen:
-    """A pass of SpecDec++'s draft model with and without the head."""
-    times = [pass_ms(file, name) for name in (ours, theirs)]
-    each = f"`{ours}` {times[0]:.1f}, `{theirs}` {times[1]:.1f} ms"
-    cpu = f"{times[0] / times[1]:.2f} ({each})"
+def head_cost(file: str, ours: str, *fixed: str) -> Seen:
+    """Drafting a round with the head, over as many passes without it.
+
+    fixed: two arms with a fixed K. Beside its passes a round has a cost of its own, so
+    the line through these two arms is what a round without the head takes.
+    """
+    passes, with_head = drafting(file, ours)
+    (few, least), (many, most) = (drafting(file, name) for name in fixed)
+    without = least + (passes - few) * (most - least) / (many - few)
+    each = f"{with_head:.1f} and {without:.1f} ms for {passes:.2f} passes"
+    cpu = f"{with_head / without:.2f} ({each})"
     return Seen("-", cpu=cpu, source=f"[{Path(file).stem}]({file})")
 
 
@@ -415,21 +449,58 @@ def time_share(file: str, *names: str) -> Seen:
     return Seen("-", cpu=", ".join(shown), source=f"[{Path(file).stem}]({file})")
 
 
-def stop_rules(file: str, ours: str, theirs: str, at: float | None = None) -> Seen:
+def stop_rules(file: str, ours: str, theirs: str, at=None, even=False) -> Seen:
     """How many times as fast as another a stop rule is, at the paper's cost of a pass.
 
-    at: the setting of `ours`, if not the best one.
+    at: the setting of `ours`, if not the best one. even: theirs is K, but even.
     """
     answers = rules.read(RESULTS / file)
     rule, named = ours, ours
     if at is not None:
         function, _ = rules.RULES[ours]
         rule, named = (function, (at,)), f"{ours} {at:g}"
-    value, (low, high) = rules.compare(answers, rule, theirs, cost=0.209)
+    rival = theirs
+    if even:
+        function, lengths = rules.RULES[theirs]
+        rival = function, [k for k in lengths if k % 2 == 0]
+        theirs = f"even {theirs}"
+    value, (low, high) = rules.compare(answers, rule, rival, cost=0.209)
     return Seen(
         f"{named} / {theirs}: {interval(value, low, high, '.3f')}, modelled",
         low,
         high,
+        source=f"[{file.partition('.')[0]}]({file})",
+    )
+
+
+def frontier(file: str, h: float = 0.7) -> Seen:
+    """Figure 4 of SpecDec++: tau of the head over fixed K's at an equal discard rate.
+
+    The head's discard rate lies between those of two K, so a line leads from each K to
+    the next.
+    """
+    answers = rules.read(RESULTS / file)
+    function, _ = rules.RULES["head"]
+    head, fixed = rules.counts(answers, (function, (h,))), rules.counts(answers, "K")
+    sums = torch.cat([head, fixed])[..., :2]  # N_target, N_discarded of (S, n)
+
+    def over_fixed(drawn):  # (..., 2 S)
+        target, discarded = drawn.unflatten(-1, (-1, 2)).unbind(-1)  # (..., S)
+        wanted = discarded[..., :1].contiguous()
+        target_k, discarded_k = target[..., 1:], discarded[..., 1:].contiguous()
+        more = torch.searchsorted(discarded_k, wanted).clamp(1, len(fixed) - 1)
+        (x0, x1), (y0, y1) = (
+            [rates.gather(-1, place) for place in (more - 1, more)]
+            for rates in (discarded_k, target_k)
+        )
+        without = y0 + (wanted - x0) * (y1 - y0) / (x1 - x0)
+        return (without / target[..., :1]).squeeze(-1)
+
+    value, low, high = bootstrap(over_fixed, sums.transpose(0, 1).flatten(1))
+    return Seen(
+        f"head {h:g} / K at an equal discard rate: {interval(value, low, high, '.3f')}",
+        round(low, 3),
+        round(high, 3),
         source=f"[{file.partition('.')[0]}]({file})",
     )
 
@@ -446,8 +517,9 @@ def batches(name: str, *files: str) -> Seen:
     sizes = ", ".join(str(result["batch"]["size"]) for result in results)
     arms = [report.arms_of(result)[name] for result in results]
     speedups = ", ".join(f"{arm['speedup']:.2f}" for arm in arms)
+    first = results[0]["batch"]["size"]
     return Seen(
-        f"`{name}`: tau {arms[0]['tau']:.2f}",
+        f"`{name}`: tau {arms[0]['tau']:.2f} in batches of {first}",
         cpu=f"{speedups} in batches of {sizes}",
         source=f"[{Path(files[0]).stem}]({files[0]})",
     )
@@ -617,7 +689,11 @@ MAIN, VARIANTS, ALIKE_FALCON = (
     "cpu_rivals_falcon.json",
 )
 ROUNDS, DEEP_ROUNDS = "rounds_greedy.json.gz", "rounds_rounded.json.gz"
-GLIDE_18 = "&".join(f"glide_18_s{seed}:gamma3" for seed in range(3))
+SAMPLED_ROUNDS = "rounds_sampled.json.gz"
+BY_MODEL = "(time by Eq. 2.3)"
+GLIDE_18, GLIDE_29 = (
+    "&".join(f"glide_{layer}_s{seed}:gamma3" for seed in range(3)) for layer in (18, 29)
+)
 NO_CSGD = "not compared: Falcon without CSGD, with one layer and linear fusion"
 MORE = "not compared: more nodes, and more than twice the training"
 
@@ -627,11 +703,15 @@ def glide_claims() -> list[list]:
         return glide.expected_speedup(ours, 5, 0) / glide.expected_speedup(theirs, 5, 0)
 
     batch_files = [f"cpu_batch{size}.json" for size in (2, 4, 8)]
+    top = layers("29", "none")
+    top_to_the_end = to_the_end("rival_glide29", "rival_vanilla")
+    alone = "GLIDE alone is better than Medusa (figure 6)"
     return [
         row(
             "Reading the target's cache raises acceptance (figure 4), top layer",
             Paper(5.4, 23.5, "+.1f"),
-            layers("29", "none"),
+            top._replace(tokens=f"{top.tokens}; {top_to_the_end}"),
+            "not compared: the size depends on run and text",
         ),
         row(
             "The same, with the layer that is best here",
@@ -646,20 +726,31 @@ def glide_claims() -> list[list]:
         row("The top layer is the best (figure 7)", None, layers("29", "18")),
         row("Even a low layer is better than none (5.4)", None, layers("0", "none")),
         row(
-            "GLIDE is accepted more often than a small LM (table 1; LLaMA-68m)",
-            Paper(by_alpha(0.648, 0.516), by_alpha(0.689, 0.315)),
+            "GLIDE is accepted more often than a small LM trained on the same data "
+            "(table 1; LLaMA-45m)",
+            Paper(by_alpha(0.564, 0.402), by_alpha(0.601, 0.367)),
             ratio(VARIANTS, "cape:none", "specdecpp:K4"),
             "not compared: the small LM here was distilled from the target",
         ),
         row(
-            "GLIDE alone is better than Medusa (figure 6), at equal nodes",
+            f"{alone}, at equal nodes, with layer 18",
             None,
             ratio("gpu_tau.json", GLIDE_18, "medusa:nodes3"),
         ),
         row(
-            "GLIDE alone is better than Medusa (figure 6), as shipped",
+            f"{alone}, at equal nodes, with the top layer",
+            None,
+            ratio("gpu_tau.json", GLIDE_29, "medusa:nodes3"),
+        ),
+        row(
+            f"{alone}, as shipped",
             None,
             ratio(MAIN, "glide", "medusa"),
+        ),
+        row(
+            f"{alone}, a chain of four and Medusa with 63 nodes",
+            None,
+            ratio(BEAM, "cape:none", "medusa:63", RANKING),
         ),
         row(
             "Alpha, gamma and c predict the speedup (5.1), at temperature 1",
@@ -691,9 +782,10 @@ def cape_claims() -> list[list]:
             by_confidence(),
         ),
         row(
-            "Expansion makes GLIDE faster (figure 6: 2.17 → 2.61)",
+            "Expansion makes GLIDE faster (abstract: up to 2.17, up to 2.61)",
             over(2.61, 2.17, time=True),
             ratio(VARIANTS, "cape", "cape:none"),
+            "-",
         ),
         row(
             "Sizes by confidence beat one size for all (5.4: 68.4 → 70.6 tokens/s)",
@@ -701,19 +793,21 @@ def cape_claims() -> list[list]:
             replayed(
                 by_paper,
                 fixed(size),
-                f"S(p) / sets of {size:.1f} on average",
+                f"S(p) / sets of {int(size)} or {int(size) + 1} in turn, "
+                "whatever the confidence",
             ),
         ),
         row(
-            "It is better than a beam of four (figure 6)",
+            "It is faster than a beam of four (figure 6)",
             None,
             ratio(BEAM, "cape", "beam"),
+            "-",
         ),
         row(
             "The same, and a beam of eight, which has as many nodes",
             None,
             ratio(BEAM, "cape", "beam:width8"),
-            "not compared: the paper reports a beam of four",
+            "-",
         ),
         row(
             "A beam can be slower than GLIDE alone (5.3)",
@@ -722,19 +816,20 @@ def cape_claims() -> list[list]:
             "-",
         ),
         row(
-            "It is better than Medusa (figure 6)",
+            "It is better than Medusa with 63 nodes (figure 6)",
             None,
-            ratio(MAIN, "cape", "medusa"),
+            ratio(BEAM, "cape", "medusa:63", RANKING),
         ),
         row(
-            "Expansion takes hardly any time (table 3: 5.3 → 5.5 ms)",
-            over(5.5, 5.3, time=True),
+            "Expansion takes hardly any time (table 3: 5.3 → 5.5, at 33B 9.1 → 8.9 ms)",
+            over(8.9, 9.1, time=True)._replace(high=5.5 / 5.3),
             draft_time(BEAM, "cape", "cape:none"),
             "-",
         ),
         row(
-            "A beam of four takes twice as long to draft (table 3: 5.5 → 10.9 ms)",
-            over(10.9, 5.5, time=True),
+            "A beam of four takes twice as long to draft as CAPE "
+            "(table 3: 5.5 → 10.9, at 33B 8.9 → 17.1 ms)",
+            over(17.1, 8.9, time=True)._replace(high=10.9 / 5.5),
             draft_time(BEAM, "beam", "cape"),
             "-",
         ),
@@ -742,40 +837,52 @@ def cape_claims() -> list[list]:
 
 
 def specdecpp_claims() -> list[list]:
+    best_k = Paper(18.88 / 17.62, 20.61 / 18.55, unit=BY_MODEL)
+    hindsight = over(27.06, 17.58)._replace(unit=BY_MODEL)
+    fewer = "At an equal discard rate the head needs fewer forwards (figure 4, 4.3)"
     return [
         row(
             "The head is faster than the best fixed length (table 1: 7% to 11%)",
-            Paper(18.88 / 17.62, 20.61 / 18.55, time=True),
+            best_k,
             stop_rules(ROUNDS, "head", "K"),
             "not compared: greedy, and two draft layers, which agree less often",
         ),
         row(
+            "The same at temperature 1, where the paper's K are even",
+            best_k,
+            stop_rules(SAMPLED_ROUNDS, "head", "K", even=True),
+            "not compared: a head for greedy drafts, and two draft layers",
+        ),
+        row(
             "The same, with a draft model of full depth",
-            Paper(18.88 / 17.62, 20.61 / 18.55, time=True),
+            best_k,
             stop_rules(DEEP_ROUNDS, "head", "K"),
             "not compared: greedy, and its head learned from 77,000 labels only",
         ),
         row(
             "The same by the product of confidences, with a draft model of full depth",
-            Paper(18.88 / 17.62, 20.61 / 18.55, time=True),
+            best_k,
             stop_rules(DEEP_ROUNDS, "product", "K"),
             "not compared: not the paper's rule",
         ),
+        row(f"{fewer}: tau", None, frontier(ROUNDS)),
+        row(f"{fewer}: tau, at temperature 1", None, frontier(SAMPLED_ROUNDS)),
+        row(f"{fewer}: tau, with full depth", None, frontier(DEEP_ROUNDS)),
         row(
             "An oracle would be much faster (2.1: 1.90 → 2.92)",
-            over(27.06, 17.58, time=True),
+            hindsight,
             stop_rules(ROUNDS, "oracle", "K"),
             "-",
         ),
         row(
             "The same, with a draft model of full depth",
-            over(27.06, 17.58, time=True),
+            hindsight,
             stop_rules(DEEP_ROUNDS, "oracle", "K"),
             "-",
         ),
         row(
             "One setting is within .7% of the best (4.3): h = .7",
-            Paper(0.993, 1.0, ".3f", time=True),
+            Paper(0.993, 1.0, ".3f", unit=BY_MODEL),
             stop_rules(ROUNDS, "head", "head", at=0.7),
             "not compared: one head and one kind of data",
         ),
@@ -788,7 +895,7 @@ def specdecpp_claims() -> list[list]:
         row(
             "The head takes hardly any time (4.2)",
             None,
-            head_cost(VARIANTS, "specdecpp", "specdecpp:K4"),
+            head_cost(VARIANTS, "specdecpp", "specdecpp:K2", "specdecpp:K4"),
             "not compared: two draft layers, the paper's model has 32",
         ),
         row(
