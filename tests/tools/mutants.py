@@ -121,8 +121,8 @@ of a long prompt only the end is fed
 - for part in new.split(512, dim=1):
 + for part in [new[:, -512:]]:
 without distillation the drafter learns its input
-- token = batch.input_ids[batch.loss_mask]
-+ token = batch.input_ids[batch.loss_mask.roll(-1, 1)]
+- token = batch.input_ids[:, 1:][batch.loss_mask[:, 1:]]
++ token = batch.input_ids[:, :-1][batch.loss_mask[:, 1:]]
 distillation sharpens the labels
 - hidden, vocab_ids).softmax(-1)  # (M, Vd)
 + hidden, vocab_ids).mul(2).softmax(-1)
