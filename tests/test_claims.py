@@ -91,6 +91,16 @@ def test_figures_in_the_notes_on_falcon():
     assert [round(each[1] / each[0], 2) for each in levels] == [0.37, 0.37, 0.32, 0.34]
 
 
+def test_figures_on_the_second_token_of_a_pass():
+    runs = claims.read("csgd_tau.json")["runs"]
+    page = " ".join((claims.ROOT / "checkpoints" / "README.md").read_text().split())
+    for name in ("csgd:pair", "no_csgd:pair"):
+        counts = runs[name]["second"].values()
+        _, first, both = map(sum, zip(*counts))
+        assert f"{100 * both / first:.0f}%" in page
+        assert f"({both} of {first})" in page
+
+
 def test_rank_of_coding():
     tokens = claims.rank_of_coding(claims.MAIN, "ctc_drafter").tokens
     assert tokens.startswith("`ctc_drafter` rank 1 of 8 (tau: coding 2.40, math 2.33")
