@@ -220,11 +220,12 @@ def batches(words: str) -> str:
     rows = []
     for file in words.split():
         result = claims.read(file)
-        arms = {
-            name: f"{arm['speedup']:.2f} ({report.cell(arm['speedup_ci'])})"
-            for name, arm in report.arms_of(result).items()
-            if name not in ("alone", "baseline")
-        }
+        arms = {}
+        for name, arm in report.arms_of(result).items():
+            if name not in ("alone", "baseline"):
+                arms[name] = f"{arm['speedup']:.2f}"
+                if arm["speedup_ci"]:  # too few batches have none
+                    arms[name] += f" ({report.cell(arm['speedup_ci'])})"
         rows.append([f"[{result['batch']['size']}]({file})", *arms.values()])
     return report.markdown(["sequences", *arms], rows)
 
