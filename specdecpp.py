@@ -16,10 +16,15 @@ threshold h:
     y drawn from it                    y_1   y_2   y_3   y_4
     y judged by it                           y_1   y_2   y_3
 
-Algorithm 2 is `propose` and `until_stop`, and Decoding.verify in common.py. With
-stop="fixed" a round has gamma tokens, which is Algorithm 1. The head's labels are of
-tokens drafted after X, the target's own text, but the hidden states that it reads in
-training are after Z, which mixes X and drafted tokens (3.3, `labelled`).
+Here x_t is the newest committed token. y_i is judged by e_i, one pass after it was
+drawn, so the last token of a draft is submitted unjudged. Algorithm 2 is `propose` and
+`until_stop`, and Decoding.verify in common.py. With stop="fixed" a round has gamma
+tokens, which is Algorithm 1.
+
+In training, each Y_t is drafted and labelled after the target's own text X_1 to
+X_(t-1), because the label assumes that all tokens before it were accepted. But its
+hidden state e_t is read after Z_1 to Z_(t-1), in which most X are replaced by Y,
+because drafts are what the head will judge (3.3, `labelled`).
 
 Names that differ from the paper's: p is `target`, q is `DraftModel`, e_i is `hidden`,
 p^ is `all_accepted`, h is `threshold`, K is `gamma`, r is `KEEP`, P_i is `accept_prob`,
@@ -28,21 +33,23 @@ D is `head_depth`. In shapes D is the hidden size, of the draft model or of the 
 Deviations from the paper:
     1. The draft model consists of layers of the target, distilled in stage "draft",
        unless `draft_model` names another LM, as in the paper. The shipped drafter has
-       two (0 and 29; the default is four). They agree with the target less often than
-       the paper's 7B model with its 70B one, and results/README.md shows how little the
-       head can gain then.
+       two (0 and 29; the default is four). They agree with the target less often (59%)
+       than the paper's pair (84%). What the head gains with them, and what limits it,
+       is in results/README.md ("Stop rules").
     2. Copied layers draft frequent tokens only (`draft_vocab`).
     3. Labels are greedy by default: P_i is 1 where the likeliest tokens of both models
-       are the same, else 0. With a `temperature` of 1 they are the paper's. A head is
-       fit for decoding at the temperature of its labels.
+       are the same, else 0. With a `temperature` of 1 they are the paper's, if the
+       target wrote the texts at that temperature, too. A head is fit for decoding at
+       the temperature of its labels.
     4. Y and Z are drawn anew in each training step; the authors' code draws them once.
 
 Authors' code: its head applies one residual block D times; here there are D blocks,
 which is how we read the paper's "(D+1)-layer ResNet". It has two outputs and a softmax,
-ours one logit and a sigmoid (Eq. 3.1). Followed here, but not in sections 1 to 6: r is
-0.15, the loss is divided by the sum of its weights, and a draft ends after an
-end-of-sequence token. Its `--bound 2 20` is our least round and `max_draft`. The
-benchmark commands of its README sample.
+ours one logit and a sigmoid (Eq. 3.1). Three things are taken from it, because sections
+1 to 6 do not state them (the appendices were not read): r is 0.15, the loss is divided
+by the sum of its weights, and a draft ends after an end-of-sequence token. The maximum
+of its `--bound 2 20` is `max_draft`, and its minimum needs no setting (`until_stop`).
+The benchmark commands of its README sample.
 
 Licence: Apache-2.0.
 """
@@ -91,7 +98,7 @@ class Config:
     )
     max_draft: int = option(20, "stop head: at most this many tokens", decode=True)
     gamma: int = option(
-        5, "stop fixed: tokens per round, K (5: GLIDE's; paper: 2 to 14)", decode=True
+        5, "stop fixed: tokens per round, K (the paper's are 2 to 14)", decode=True
     )
 
     def __post_init__(self):
@@ -210,7 +217,8 @@ def causal_lm(model, target) -> DraftModel:
     """Another language model of transformers, as in the paper.
 
     Raises UserError if its cache cannot undo a rejected token, or if its vocabulary has
-    another size than the target's. That the tokens are the same is for you to see to.
+    another size than the target's (also by padding). Only the size is checked: make
+    sure that both models use the same tokenizer.
     """
     kinds = set(common.layer_kinds(model.config.get_text_config()))
     kinds -= {"full_attention", "sliding_attention", "chunked_attention"}
@@ -227,7 +235,7 @@ def causal_lm(model, target) -> DraftModel:
     return DraftModel(model.get_decoder(), embed, lm_head, vocab_ids)
 
 
-# The LM is not saved with the head, and `loss` needs it at each step: it is kept.
+# Cached, because `loss` needs it in every step and a Drafter does not contain it.
 @functools.lru_cache(maxsize=1)
 def load_draft_model(name: str, dtype, device):
     """The causal LM of Config.draft_model."""
@@ -418,9 +426,9 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     logits = drafter.head(hidden)  # (J,) whose sigmoid is s
     # The paper weighs rejections more because they are rare, and because the head is
     # trained on Z but judges real drafts, which may make it over-confident. (The
-    # shipped draft model is rejected 30 to 41% of the time, and there w_rej makes no
-    # difference, see checkpoints/README.md.) But the weight biases s, so 1 - p^ is not
-    # the probability of a rejection, and h = 0.7 does not mean 70%. The loss is
+    # shipped draft model is rejected 30 to 41% of the time, and heads with w_rej = 1, 3
+    # or 6 are equally fast once h is tuned for each, see checkpoints/README.md.) The
+    # weight biases s, so h is a number to tune and not a probability: the loss is
     # smallest at s = P / (P + w_rej (1 - P)) < P. For w_rej = 6 and P = .72 that is
     # s = .3, so the round ends as soon as P(y_1 is rejected) > .28 although h = .7.
     weight_acc = accept_prob
@@ -434,7 +442,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """The acceptance rate at temperature 1, summed over M places, and M.
 
-    At each place of the batch's text it is sum_x min(p_target, q_draft).
+    At each place of the batch's text it is sum_x min(p_target, q_draft). It measures the
+    draft model only: while the head is trained it stays the same.
     """
     model = draft_model_of(drafter, named_model(drafter.config, target), target)
     ours, theirs = response_hidden(model, batch)
@@ -454,8 +463,8 @@ def propose(model: DraftModel, decoding, cache: common.DraftCache):
     because no text follows it, and where the logits processors allow no draft token.
     """
     # `rewind` drops the rows of rejected tokens, and returns the ids that the draft
-    # model has not read: normally the bonus token; after a fully accepted draft also
-    # its last token, which was submitted without having been read.
+    # model has not read: at first the prompt, later the bonus token, and after a fully
+    # accepted draft also its last token, which was submitted without having been read.
     new = cache.rewind(decoding.ids)  # (1, n)
     drafted = []
     while True:
@@ -476,7 +485,7 @@ def propose(model: DraftModel, decoding, cache: common.DraftCache):
 def until_stop(steps, head, threshold: float):
     """End a round when the head expects a rejection (Algorithm 2).
 
-    steps: of `propose`, (y_i, q_draft, e_(i-1)) for i = 1, 2, ...
+    steps: what `propose` yields, (y_i, q_draft, e_(i-1)) for i = 1, 2, ...
     head: maps e (D,) to a logit, whose sigmoid is the prediction for y_i at e_i.
     threshold: h.
     Yields (y_i, q_draft, p^), where p^ is the product of the predictions for y_1 to
@@ -494,8 +503,8 @@ def until_stop(steps, head, threshold: float):
     for i, (token, q_draft, hidden) in enumerate(steps, start=1):
         # `hidden` is e_(i-1), by which y_(i-1) is judged. e_0 judges nothing: Eq. 3.1
         # has an e_i for draft tokens only, and the product of 3.2 begins with e_1. (The
-        # printed Algorithm 2 slips: it takes e_(i-1) at i = 1, too, where it has
-        # computed no e_0.)
+        # printed Algorithm 2 has a slip: at i = 1, too, it multiplies by the prediction
+        # at e_(i-1), but it has computed no e_0.)
         if i > 1:
             all_accepted *= float(head(hidden).sigmoid())
         # The head lags behind by one token: the pass that returns e_(i-1) also returns
@@ -541,16 +550,16 @@ def drafts(decoding, drafter: Drafter | None, draft_model=None, **changes):
         speculate(specdecpp.drafts, drafter)                         # Algorithm 2
         speculate(specdecpp.drafts, drafter, stop="fixed", gamma=4)  # Algorithm 1
         speculate(specdecpp.drafts, None, small, gamma=4)            # any causal LM
-        speculate(specdecpp.drafts, drafter, small)                  # with its head
+        speculate(specdecpp.drafts, drafter, small)   # small, and a head trained on it
 
     drafter: None drafts without a head, so a round has `gamma` tokens.
     draft_model: a causal LM with the target's vocabulary, which drafts in place of the
         drafter's own draft model.
     changes: other values for fields of the Config with decode=True, such as threshold.
-    Raises UserError if there is nothing to draft with, or no head that was trained on
-    the draft model, or if that cannot be used. Nothing is said if the head's labels had
-    another temperature than decoding: the answer follows the target all the same, but
-    the head judges less well (checkpoints/README.md has an example).
+    Raises UserError if there is nothing to draft with, if the draft model cannot be
+    used, or if stop is "head" and no head was trained on it. There is no warning if
+    decoding has another temperature than the head's labels: the text still follows the
+    target, but the head judges less well (checkpoints/README.md has an example).
     """
     config = Config(stop="fixed")
     if drafter is not None:
@@ -567,7 +576,7 @@ def drafts(decoding, drafter: Drafter | None, draft_model=None, **changes):
     while not decoding.done:
         steps = propose(model, decoding, cache)
         steps = itertools.islice(steps, min(limit, decoding.room))
-        chances = []  # p^ of all tokens but the newest, for display
+        chances = []  # for display: p^ after y_1, after y_2, ...; not after the last
         if config.stop == "head":
             steps = list(until_stop(steps, drafter.head, config.threshold))
             chances = [all_accepted for *_, all_accepted in steps[1:]]
