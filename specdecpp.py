@@ -254,7 +254,11 @@ def draft_model_of(drafter: Drafter | None, lm, target) -> DraftModel:
 
 
 def identity(model) -> dict:
-    """A causal LM's name, without its path, and its shape."""
+    """A causal LM's shape and the last part of its path.
+
+    So a copy in a folder of another name counts as another model, and other weights in
+    a folder of the same name do not.
+    """
     return {"name": Path(model.config.name_or_path).name, **common.target_shape(model)}
 
 
@@ -442,8 +446,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """The acceptance rate at temperature 1, summed over M places, and M.
 
-    At each place of the batch's text it is sum_x min(p_target, q_draft). It measures the
-    draft model only: while the head is trained it stays the same.
+    At each place of the batch's text it is sum_x min(p_target, q_draft). This measures
+    the draft model only: while the head is trained it stays the same.
     """
     model = draft_model_of(drafter, named_model(drafter.config, target), target)
     ours, theirs = response_hidden(model, batch)
