@@ -12,38 +12,44 @@ neighbours, then it drops the blanks. The likeliest sequences are drafted, as a 
 
 The CTC loss sums over all alignments of the right sequence (Eq. 6), so the layer may
 choose which slot holds which token. But in training this sequence always has U = 3
-tokens, which leaves little to choose. The shipped drafter puts them into the first
-three slots and leaves the others idle: the mean probability of the blank in slots 1 to
-6 is .00 .03 .00 1.00 .98 .97. So the transform gains nothing over drafting the slots as
-they are (results/README.md, "Ranking"). In a trial with 1 to 6 tokens the blank was
-used (.06 .39 .50 .54 .55 .54), but tau was not higher (checkpoints/README.md).
+tokens, so no blank ever has to tell how long it is. Of the 84 alignments of three
+different tokens in six slots, the shipped drafter learned one: it puts the tokens into
+the first three slots and leaves the others blank. The mean P(blank) in slots 1 to 6 is
+.00 .03 .00 1.00 .98 .97. So the transform gains nothing over drafting the slots as they
+are (results/README.md, "Ranking"). In a trial with 1 to 6 tokens the blank was used
+(.06 .39 .50 .54 .55 .54), but tau was not higher (checkpoints/README.md).
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (in training its logarithm, `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S.
+The beta of Tables 1 and 2 is another one: tau, tokens per forward of the target.
 
 Deviations, and choices where the paper is silent:
     1. The slots' inputs, masks and initial weights, and the blank's own logit are ours;
        S = 6, U = 3 and the next token as an input are the authors' code's.
     2. We sum log P (Eq. 1), not P (Eq. 2). `first_token` adds a loss.
     3. The paper collapses the "most valuable" combinations of all slots, and masks what
-       it removes. `alignments` goes through them by probability until it has enough
-       sequences; the default, `prefixes`, sums over all alignments. Both make a trie.
+       it removes. `alignments` goes through those of the first one, two, ... slots, by
+       probability, until it has enough sequences. The default, `prefixes`, sums over
+       alignments, within `symbols` and `candidates`. Both make a trie.
        `none` leaves blanks out, while in Table 2 they spoil the untransformed drafts.
     4. Only frequent tokens are drafted, and labels are chosen among them
        (`draft_vocab`). A step trains at 64 places of a text at most (`anchors`). When
        sampling, the first tokens are sampled (`sampled`); the paper decodes greedily.
-    5. Section 2 prints min(1, p'/p), which is upside down: see common.draw.
+    5. Other training settings and data than in 4.1: see PAPERS.md.
+
+Section 2 misprints the acceptance as min(1, p'/p), where p' is the drafter's.
 
 Authors' code: where it differs, we follow the paper. It has four passes of EAGLE's
-layer, with EAGLE's losses and .01 of the CTC loss (`first_token` is nearer to that than
-CTC alone). Its blank is <unk>, blanks stay where no token repeats, and the tree is
-Medusa's, of 63 nodes (as many as the variant `paper` has).
+layer, with EAGLE's losses and .01 of the CTC loss. Its blank is <unk>, blanks stay
+where no token repeats, and the tree is Medusa's, of 63 nodes (as many as the variant
+`paper` has).
 
 Licence: Apache-2.0.
 """
 
 import heapq
 import itertools
+import math
 import operator
 from collections import defaultdict
 from dataclasses import dataclass
@@ -60,20 +66,21 @@ from common import option
 BLANK = -1  # in an alignment, where tokens are ids; in tensors it is the last column
 
 
+# The shipped drafter has first_token 1, symbols 6, candidates 8 and nodes 5.
 @dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     slots: int = option(6, "slots per pass, S")
-    window: int = option(3, "labels per anchor, U")
+    window: int = option(3, "labels that an anchor's slots learn, U")
     anchors: int = option(64, "places to train at, per sequence")
     first_token: float = option(0.0, "weight of the first token's own loss")
     intermediate_size: int = option(1536, "width of the feed-forward layer")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     transform: str = option("prefixes", "prefixes, alignments or none", decode=True)
     symbols: int = option(10, "likeliest tokens tried per slot, k", decode=True)
-    candidates: int = option(16, "prefixes kept per slot (`prefixes`)", decode=True)
-    nodes: int = option(10, "most nodes in the tree", decode=True)
-    sampled: int = option(2, "most sampled nodes, when sampling", decode=True)
+    candidates: int = option(16, "how many survive each slot (`prefixes`)", decode=True)
+    nodes: int = option(10, "at most this many nodes", decode=True)
+    sampled: int = option(2, "at most this many are sampled", decode=True)
 
     def __post_init__(self):
         common.at_least(self, window=1, anchors=1, first_token=0, draft_vocab=0)
@@ -82,9 +89,12 @@ class Config:
         common.one_of(self, transform=("prefixes", "alignments", "none"))
 
 
+# Changes to the settings that a drafter was saved with.
 VARIANTS = {
     "alignments": {"transform": "alignments"},  # "CTC verify" of Table 2
     "none": {"transform": "none"},  # no merging, and no blanks: not quite Table 2's
+    # The paper's decoding. k and the number of nodes are the authors' code's, and the
+    # shipped weights have learned with `first_token`, which is not in the paper.
     "paper": {"transform": "alignments", "symbols": 10, "nodes": 63, "sampled": 0},
     "deterministic": {"sampled": 0},  # differs from the default only when sampling
 }
@@ -99,7 +109,7 @@ VARIANTS = {
 
 
 class SlotAttention(LlamaAttention):
-    """Slots read rows and slots; rows read nothing, because nothing is made of them."""
+    """Slots attend to rows and slots. Rows do not: nobody needs their outputs."""
 
     def split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -107,6 +117,7 @@ class SlotAttention(LlamaAttention):
     def forward(self, rows, slots, tables, mask, cache) -> Tensor:
         """Output (B, m, D) of m slots, after n rows.
 
+        rows: (B, n, D). slots: (B, m, D), m = A S, one anchor's after another's.
         tables: rotary cos and sin (B, n + m, R).
         mask: (B, 1, m, n + m) bool, True where a slot reads; None: everywhere.
         cache: of P earlier rows, takes up rows and slots; None in training.
@@ -298,7 +309,8 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
         blank=size - 1,
         reduction="sum",
         # A window in which r neighbours are equal needs U + r slots, because a blank
-        # has to split each repeat. Where it has fewer, it adds nothing.
+        # has to split each repeat. Where it has fewer, which the default S never has,
+        # it adds nothing.
         zero_infinity=True,
     )
 
@@ -382,18 +394,21 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
 
 
 def likeliest_alignments(
-    choices: list[list[tuple]], nodes: int, merge=True, ends=()
+    choices: list[list[tuple]], nodes: int, merge=True, ends=(), room=math.inf
 ) -> dict:
-    """The transform of 3.3: {sequence: probability} of the `nodes` likeliest.
+    """The transform (3.1) of the likeliest combinations (3.3), at most `nodes`.
+
+    Returns {sequence: probability}.
 
     choices: of `top_symbols`. A sequence is a tuple of tokens.
     merge: if not, sequences are not transformed, and blanks are left out.
     ends: tokens after which a sequence does not go on.
+    room: how long a sequence may be.
     """
-    # Medusa's heads have no blank. In "Medusa verify" of Table 2 blanks stay in the
+    # In "Medusa verify" of Table 2 blanks stay in the
     # candidates.
     if not merge:
-        choices = [tokens for *tokens, _ in choices]
+        choices = [pairs for *pairs, _ in choices]
     # Best-first search over alignments of the first one, two, ... slots. (The paper's
     # fill all slots, and their beginnings are the nodes of its tree.) An alignment has
     # the product of its slots' probabilities (Eq. 7), so it is at most as likely as its
@@ -404,6 +419,8 @@ def likeliest_alignments(
     found = {}
     while heap and len(found) < nodes:
         minus_q, alignment = heapq.heappop(heap)
+        if minus_q == 0:  # and so is all that is left
+            break
         sequence = collapse(alignment) if merge else alignment
         # Alignments that fill as many slots, become the same sequence and end in the
         # same symbol have the same continuations. The likeliest of them comes first, so
@@ -414,7 +431,7 @@ def likeliest_alignments(
         seen.add(alike)
         if sequence:
             found.setdefault(sequence, -minus_q)
-        over = sequence and sequence[-1] in ends
+        over = sequence and (sequence[-1] in ends or len(sequence) >= room)
         if len(alignment) < len(choices) and not over:
             for symbol, q in choices[len(alignment)]:
                 heapq.heappush(heap, (minus_q * q, (*alignment, symbol)))
@@ -422,15 +439,15 @@ def likeliest_alignments(
 
 
 def prefix_search(choices: list[list[tuple]], candidates: int) -> dict:
-    """CTC prefix search: {prefix: probability that the sequence begins with it}.
+    """CTC prefix search (the paper's [9], as a beam): {prefix: probability}.
 
-    The probability is a sum over all alignments (Eq. 6) of all sequences that begin
-    with the prefix, a tuple of tokens.
+    That is the probability that the sequence begins with the prefix, a tuple of tokens:
+    a sum over all alignments (Eq. 6) of all sequences that do.
 
     choices: of `top_symbols`; a token that is not among them counts as impossible.
-    candidates: how many prefixes are read on after each slot, the empty one included:
-        those that the slots so far have become with the greatest probability. Others
-        keep the sums that they have by then, which may be too small.
+    candidates: how many prefixes survive each slot, the empty one included: those that
+        the slots so far have most probably become. A dropped prefix may be entered anew
+        from a shorter one, but what it had is not read on, so some sums are too small.
     """
     # The slots are read one after another. `kept` says how likely it is that those read
     # so far have become exactly this prefix. It is split in two, because the meaning of
@@ -441,13 +458,13 @@ def prefix_search(choices: list[list[tuple]], candidates: int) -> dict:
     # none is counted twice.
     prefixes = defaultdict(float)
     kept = {(): (1.0, 0.0)}  # {prefix: (in_blank, in_token)}
-    for *tokens, (_, q_blank) in choices:
+    for *pairs, (_, q_blank) in choices:
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
         for prefix, (in_blank, in_token) in kept.items():
             either = in_blank + in_token
             new_blank[prefix] = either * q_blank  # a blank changes nothing
-            for token, q in tokens:
+            for token, q in pairs:
                 entering = either * q
                 if prefix[-1:] == (token,):  # a repeat: only after a blank is it new
                     new_token[prefix] += in_token * q
@@ -580,14 +597,17 @@ def make_tree(decoding, q_slots, vocab_ids, config, transform: str) -> common.Dr
 
     q_slots: (S, Vd + 1), the blank last. vocab_ids: (Vd,).
     config: has symbols, nodes, sampled, and candidates if `transform` is "prefixes".
+    transform: apart from config, because Medusa's drafter (support/rivals/medusa.py),
+        which adds a blank of probability 0 and passes "none", has no such field.
     """
     choices = top_symbols(q_slots, vocab_ids, config.symbols)
     merge = transform != "none"
     if transform == "prefixes":
         prefixes = prefix_search(choices, config.candidates)
     else:
-        nodes, ends = config.nodes, decoding.ends
-        prefixes = likeliest_alignments(choices, nodes, merge, ends)
+        prefixes = likeliest_alignments(
+            choices, config.nodes, merge, decoding.ends, decoding.room
+        )
     # A node that was not sampled is accepted with the target's probability of its
     # token. One that was drawn from q is accepted with probability sum_x min(p(x),
     # q(x)), which is usually higher. So when sampling, the tree begins with a sampled

@@ -66,7 +66,7 @@ def top(q_slots, symbols):
 
 def test_collapse_merges_before_it_drops_blanks():
     for alignment, sequence in (
-        ("aaebcc", "abc"),  # the three of the header
+        ("aaebcc", "abc"),
         ("aebeec", "abc"),
         ("aeabee", "aab"),
         ("ee", ""),
@@ -160,6 +160,18 @@ def test_what_follows_an_end_takes_no_place_among_the_sequences():
     for merge in (True, False):
         found = ctc_drafter.likeliest_alignments(top(q_slots, 2), 3, merge, ends={0})
         assert {sequence for sequence, q in found.items() if q} == {(0,), (1,), (1, 0)}
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_sequences_beyond_the_room_and_impossible_ones_take_no_place(merge):
+    for room in (1, 2, 3):
+        found = ctc_drafter.likeliest_alignments(
+            top(some_slots(), 3), 3, merge, room=room
+        )
+        assert len(found) == 3 and max(map(len, found)) <= room
+    sure = torch.eye(3)  # the first slot says 0, the second 1, and the third is blank
+    found = ctc_drafter.likeliest_alignments(top(sure, 2), 9, merge)
+    assert found == {(0,): 1.0, (0, 1): 1.0}
 
 
 def test_alignments_on_the_two_slots_of_its_comment():

@@ -263,7 +263,7 @@ a sequence has the probability of its unlikeliest alignment
 - found.setdefault(sequence, -minus_q)
 + found[sequence] = -minus_q
 a blank is drafted where nothing is merged
-- choices = [tokens for *tokens, _ in choices]
+- choices = [pairs for *pairs, _ in choices]
 + pass
 drafts go on after an end
 - and not ended
