@@ -130,7 +130,7 @@ EXERCISES = {
     ),
     "ctc_drafter.prefix_search": Exercise(
         "return defaultdict(float)",
-        "test_prefix_search_on_the_two_slots_of_its_docstring",
+        "test_prefix_search_on_the_two_slots_of_the_example",
         "test_prefix_search_keeps_the_likeliest_prefixes",
         "test_prefix_search_sums_over_all_alignments",
     ),

@@ -98,7 +98,7 @@ def test_prefix_search_sums_over_all_alignments(seed):
         assert got == pytest.approx(expected), f"slots, blank last:\n{q_slots}\n{told}"
 
 
-def test_prefix_search_on_the_two_slots_of_its_docstring():
+def test_prefix_search_on_the_two_slots_of_the_example():
     found = ctc_drafter.prefix_search(top(TWO, 2), candidates=9)
     found = {prefix: q for prefix, q in found.items() if q}
     expected = {(0,): 0.68, (1,): 0.20, (0, 1): 0.30}
@@ -174,7 +174,7 @@ def test_sequences_beyond_the_room_and_impossible_ones_take_no_place(merge):
     assert found == {(0,): 1.0, (0, 1): 1.0}
 
 
-def test_alignments_on_the_two_slots_of_its_comment():
+def test_alignments_on_the_two_slots_of_the_example():
     """By the likeliest alignment, and without merging; summed it is .68, .30, .20."""
     for merge, expected in (
         (True, {(0,): 0.6, (0, 1): 0.3, (1,): 0.2}),

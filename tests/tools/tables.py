@@ -5,9 +5,8 @@
 The pictures need matplotlib. A test fails where a table is not what this would write. A
 comment above a table says what is in it:
 
-    <!-- table: run.json; glide cape eagle?; speedup tau; paper's: 1.96 2.5 - -->
-            some arms of a run, some of their figures, and figures to compare; an arm
-            with ? is left out if the run does not have it
+    <!-- table: run.json; glide cape eagle; speedup tau; paper's: 1.96 2.5 - -->
+            some arms of a run, some of their figures, and figures to compare
     <!-- kinds: run.json; category; glide cape; tau -->
             a figure of some arms by the category of the prompts, or by their file
     <!-- curves: GLIDE: glide more; CAPE: cape; Falcon: falcon@1000 -->
@@ -66,16 +65,11 @@ def table(words: str) -> str:
     """The table that a comment asks for."""
     file, names, columns, *more = [part.strip() for part in words.split(";")]
     arms = report.arms_of(claims.read(file))
-    names = names.split()
-    is_there = [not name.endswith("?") or name[:-1] in arms for name in names]
-    shown = [name.removesuffix("?") for name, there in zip(names, is_there) if there]
-    heads, rows = report.arm_table(arms, shown, columns.split())
+    heads, rows = report.arm_table(arms, names.split(), columns.split())
     for part in more:
         head, _, values = part.partition(": ")
         heads.append(head)
-        given = zip(values.split(), is_there, strict=True)
-        cells = [value for value, there in given if there]
-        for row, value in zip(rows, cells, strict=True):
+        for row, value in zip(rows, values.split(), strict=True):
             row.append(None if value == "-" else value)
     return report.markdown(heads, rows)
 
@@ -88,10 +82,7 @@ def kinds(words: str) -> str:
     """
     file, kind, names, figure = [part.strip() for part in words.split(";")]
     result = claims.read(file)
-    arms = report.arms_of(result)
-    names = [
-        name.removesuffix("?") for name in names.split() if name.rstrip("?") in arms
-    ]
+    names = names.split()
     of_prompt = [each[kind] for each in claims.kinds_of(result)]
     sums = {name: claims.arm_of(file, name).sums for name in ("baseline", *names)}
     rows = []
