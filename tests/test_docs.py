@@ -21,6 +21,7 @@ import mutation
 import pytest
 import tables
 import torch
+from test_verify import law_of_draw
 from tiny import chi_square_p_value, enumerate_joint, make_llama
 
 import common
@@ -273,13 +274,44 @@ def test_the_text_of_every_mutant_is_there_once():
             assert new != old
 
 
+def test_the_figures_of_solution_a2_come_out_of_draw():
+    torch.manual_seed(0)
+    p, q = torch.tensor([0.4, 0.5, 0.1]), torch.tensor([0.3, 0.2, 0.5])
+    told = " ".join((ROOT / "tests" / "solutions.md").read_text().split())
+
+    def pair(honest: bool):
+        x = common.sample(q).item()
+        without_x = q.index_fill(0, torch.tensor(x), 0)
+        y = common.sample(without_x / without_x.sum()).item()
+        return [(x, q), (y, without_x / without_x.sum() if honest else q)]
+
+    for siblings, expected in (
+        (lambda: pair(honest=True), p.tolist()),
+        (lambda: pair(honest=False), [0.5, 0.4, 0.1]),
+        (lambda: [(int(q.argmax()), q)], [0.2, 0.6, 0.2]),
+    ):
+        drawn = [common.draw(p, siblings()) for _ in range(4000)]
+        shares = [drawn.count(x) / 4000 for x in range(3)]
+        assert shares == pytest.approx(expected, abs=0.03)  # 3.8 standard deviations
+        text = f"({', '.join(f'{x:.1f}'[1:] for x in expected)})"
+        assert text in told or expected == p.tolist()
+    accepted = law_of_draw(p, q)[1]
+    assert accepted == pytest.approx(0.86, abs=0.01) and "In .86:" in told
+
+
 def test_the_solutions_of_part_d_follow_from_the_main_run():
     arms = json.loads((ROOT / "results" / "cpu_main.json").read_text())["arms"]
-    one = 1000 / arms["baseline"]["tokens_per_s"]  # T(1)
+    one = arms["baseline"]["loops"]["plain"]["verify_ms"]  # T(1)
     alpha, verify_ms = arms["glide"]["alpha"], arms["glide"]["verify_ms"]
     c = arms["glide"]["draft_ms"] / 3 / one
     tokens = (1 - alpha**4) / (1 - alpha)
+    slope = (verify_ms / one - 1) / 3  # of T(n) / T(1)
     costs = 3 * c + verify_ms / one
+    line = {
+        n: sum(alpha**i for i in range(n + 1)) / (n * c + n * slope + 1)
+        for n in range(1, 9)
+    }
+    assert sorted(line, key=line.get)[-2:] == [3, 2]
     measured = arms["glide"]["speedup"]
     told = (ROOT / "tests" / "solutions.md").read_text()
     for figure in (
@@ -287,6 +319,9 @@ def test_the_solutions_of_part_d_follow_from_the_main_run():
         f"= {tokens / (3 * c + 1):.2f}. Measured: {measured:.2f}.",
         f"took {verify_ms:.1f} ms, {verify_ms / one:.2f} times T(1)",
         f"{verify_ms / one:.2f}) = {tokens / costs:.2f}.",
+        f"so tau is {arms['glide']['tau']:.2f} and not {tokens:.2f}, which would give "
+        f"{arms['glide']['tau'] / costs:.2f}.",
+        f"it is 2 with {line[2]:.2f}, and 3 has {line[3]:.2f}.",
         f"3 c + T(4) / T(1) = {costs:.2f}: below",
     ):
         assert figure.replace(" 0.", " .") in " ".join(told.split()), figure
