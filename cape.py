@@ -10,14 +10,14 @@ because nothing is drafted after them, but they do cost rows in the verification
     root -+- x_(t+1) -+- x_(t+2) -+- x_(t+3)   the trajectory, gamma = 3
           |           |           |
           +- a1       +- a2       +- a3        X_1 = {a1, b1}: the drafter was unsure
-          +- b1                                X_2 = {a2}, X_3 = {a3}
+          +- b1                                X_2 = {a2}, X_3 = {a3}: it was sure
 
 CAPE has no weights of its own. It wraps any generator of chains:
 
     cape.drafts(glide.drafts(decoding, drafter, gamma=4))
 
 An extra helps only where the trajectory is first rejected, and nothing follows it, so
-all of them together gain a round at most one token.
+all of them together add at most one token to a round.
 
 Names that differ from the paper's: p_D is `q_draft`, p_i is `confidences[i - 1]`, K_i
 is `counts[i - 1]`, S is `set_size`; the proposal before its expansion is the
@@ -26,16 +26,18 @@ is `counts[i - 1]`, S is `set_size`; the proposal before its expansion is the
 Deviations from the paper:
     1. Section 4.2 and Algorithm 1 differ, and 4.2 is followed. The sizes of Algorithm
        1, 8, 6, 4 and 2, count the drafted token as well, so they are 4.2's 7, 5, 3 and
-       1. But its floor(10 p) gives 5 extras at p = .3, and 4.2 gives 7 (a float32 of
-       .3 lies a little above it, and gets 5 by both).
-    2. The paper decodes greedily. When sampling, X_i excludes the sampled x_(t+i), and
-       p_i is still the largest probability of q_draft, after temperature and filters.
+       1. But its floor(10 p) gives 5, 3 and 1 extras at p = .3, .6 and .8, where 4.2
+       gives 7, 5 and 3, and at p = 1 it points beyond the end of S. (A float32 of .3
+       lies a little above it, and gets 5 by both.)
+    2. The paper evaluates CAPE greedily (5.1). When sampling, X_i excludes the sampled
+       x_(t+i), and p_i is still the largest probability of q_draft, after temperature
+       and filters.
     3. The shipped drafters draft only frequent tokens. q_draft is normalised over
        these, so confidences are higher than over the whole vocabulary.
     4. Tokens of probability 0 are never extras.
-    5. bench.py and the demo below draft gamma = 4 tokens, as the authors' code does,
-       but the shipped GLIDE was trained with blocks of 3. So its fourth token lacks one
-       more of the target's rows than training ever hid.
+    5. The paper gives no gamma for CAPE. bench.py and the demo below draft 4 tokens, as
+       the authors' code does, but the shipped GLIDE was trained with blocks of 3. So
+       its fourth token lacks one more of the target's rows than training ever hid.
 
 Authors' code: gamma is fixed at 4; 4 x (1 + 7) = 32 draft tokens are what section 5.3
 allows. Its sets follow Algorithm 1.
@@ -73,7 +75,7 @@ class Config:
 
 VARIANTS = {  # named settings for bench.py, as in --method cape:cpu
     "none": {"sizes": [0], "bounds": []},  # the trajectory alone
-    "fixed": {"sizes": [4], "bounds": []},  # 5.4
+    "fixed": {"sizes": [4], "bounds": []},  # 5.4 (if the drafted token is not in its 4)
     # Fitted to the shipped GLIDE on two CPU cores. gamma is no field of this Config:
     # bench.py gives it to the method whose chains are expanded.
     "cpu": {"gamma": 3, "sizes": [2, 1, 1, 0]},
@@ -107,7 +109,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
         parents   -1   0   -1  -1    0        -1 is the root
 
     trajectory: a chain with its `probs`, as common.chain makes it; an empty one is
-        returned as it is.
+        returned as it is, without these notes.
     Returns a Draft with {"confidences": [...], "counts": [...]} in its notes. A count
     is S(p_i), even if fewer tokens had a probability above 0.
     Raises UserError for a draft that is no chain.
@@ -128,17 +130,13 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     # The drafted token is not always the most probable one, because when sampling it
     # may be any. So it is taken out by its id, and not as the first in order.
     others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
-    best = others.topk(min(max(counts), others.shape[1]))  # (gamma, most)
-    best_ids = best.indices.tolist()
-    best_probs = best.values.tolist()
-    extras = []
-    parents = list(trajectory.parents)
-    for step, count in enumerate(counts):
-        for token, probability in zip(best_ids[step][:count], best_probs[step]):
-            if probability > 0:
-                extras.append(token)
-                parents.append(step - 1)  # a sibling of the drafted token
-    tokens = torch.cat([trajectory.tokens, trajectory.tokens.new_tensor(extras)])
+    best = others.topk(min(max(counts), others.shape[1]))  # (gamma, max(K_i))
+    rank = torch.arange(best.values.shape[1], device=q_draft.device)
+    within = rank < rank.new_tensor(counts)[:, None]
+    extra = within & (best.values > 0)  # (gamma, max(K_i)) bool
+    tokens = torch.cat([trajectory.tokens, best.indices[extra]])
+    steps = extra.nonzero()[:, 0].tolist()  # counted from 0
+    parents = trajectory.parents + [step - 1 for step in steps]  # as the drafted token
 
     # Mask_CAPE follows from the parents, and common.tree_mask builds it: a token sees
     # itself, and the trajectory before its position. For gamma 3 and counts 2 1 1 (the
@@ -161,7 +159,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
 
 
 def drafts(chains, **changes):
-    """Yield the expansion of each chain; the caller verifies it before the next.
+    """Yield the expansion of each chain; the caller verifies each before the next.
 
     chains: a generator of chains, such as glide.drafts or specdecpp.drafts.
     changes: sizes and bounds that differ from the paper's, see Config.

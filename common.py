@@ -350,7 +350,7 @@ def speculate(drafts, *args, streamer=None, each=None, **changes):
 
         target.generate(**inputs, custom_generate=speculate(glide.drafts, drafter))
         speculate(glide.drafts, drafter, gamma=5)        # another length of drafts
-        speculate(lambda decoding: cape.drafts(glide.drafts(decoding, drafter)))
+        speculate(lambda d: cape.drafts(glide.drafts(d, drafter, gamma=4)))
 
     drafts: called with (decoding, *args, **changes), a generator of drafts.
     streamer: receives the prompt, and then the tokens of each round. transformers does

@@ -47,6 +47,7 @@ where no token repeats, and the tree is Medusa's, of 63 nodes (as many as the va
 Licence: Apache-2.0.
 """
 
+import dataclasses
 import heapq
 import itertools
 import math
@@ -209,7 +210,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
     token_counts: (V,) how often each token occurs in the training data.
     """
-    config.target = common.target_shape(target)
+    config = dataclasses.replace(config, target=common.target_shape(target))
     drafter = Drafter(config)
     both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2 D): a sum
     drafter.fusion.weight.data.copy_(both)

@@ -26,27 +26,32 @@ Deviations from the paper:
     1. The drafter has the target's width (the paper: 4096 for every target), frozen
        embedding and LM head, and starts from the target's weights; the paper's is
        trained from scratch.
-    2. It drafts only frequent tokens (`draft_vocab`).
+    2. It drafts only frequent tokens (`draft_vocab`), and learns from these alone: the
+       target's distribution is normalised over them, or other tokens are not counted.
     3. It learns from texts that the target wrote, which the paper tries in appendix C,
        and from the target's distributions (`distill`) in place of the texts' tokens.
        The rest of the recipe is in checkpoints/README.md.
     4. The first block has a random length, so that a token at any place learns to do
        without 1 to L rows, and every token issues a query. The prose of 4.1 takes the
        queries from the block of the token that they predict, so that none would learn
-       to predict the first token of a block. When decoding, it lets only x_t and later
-       tokens query. Here the prompt's do as well, which changes no draft of one layer.
-    5. 4.1 mentions no residual connection around the cross-attention, no rotation of
-       its queries and no norm before it. Query heads may share a key-value head.
-    6. The shipped drafter has L = 3 and gamma = 3 (the paper: 5 and 5), and its one
-       layer reads target layer 18 (of 30, from 0; the paper: the top one).
+       to predict the first token of a block. When decoding, 4.1 lets only x_t and later
+       tokens query. Here the prompt's do as well, and so does an accepted token that
+       was not fed before. With one layer this changes no draft.
+    5. The mask leaves the first block nothing to read. There the cross-attention adds
+       zero, where the printed softmax would be undefined.
+    6. The cross-attention has a residual connection, a norm before it and rotated
+       queries, none of which 4.1 mentions. Query heads may share a key-value head.
+    7. The shipped drafter has L = 3 and gamma = 3 (the paper: 5, and 5 without CAPE),
+       and its one layer reads target layer 18 (of 30, from 0; the paper: the top one).
 
 Authors' code: it also has the residual connection and the rotated queries, and lets all
-tokens query. It has no norm there, its first block reads causally, and it drafts 4
-tokens a round.
+tokens query, when decoding without a mask. It has no norm there, its first block reads
+causally, and it drafts 4 tokens a round.
 
 Licence: Apache-2.0.
 """
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 
@@ -65,9 +70,12 @@ class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     num_layers: int = option(1, "drafter layers, N_D")
     intermediate_size: int = option(1536, "width of the feed-forward layer")
-    cross_attention: bool = option(True, "read the target's cache (off: 5.2's Vanilla)")
+    cross_attention: bool = option(
+        True, "read the target's cache; off: Vanilla Drafter (5.2)"
+    )
     kv_layer: int = option(-1, "target layer that all layers read; -1: the top ones")
     query_norm: bool = option(False, "normalise queries, as Qwen3 (filled in by build)")
+    # L should be at least gamma, or drafting lacks more rows than training ever hid.
     block_size: int = option(5, "L, tokens in a block of the training mask")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     distill: bool = option(
@@ -100,22 +108,22 @@ class CrossAttention(nn.Module):
         if config.query_norm:
             self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6)
 
-    def forward(self, x: Tensor, kv, tables, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rows, tables, mask: Tensor | None) -> Tensor:
         """x (B, T, D) to (B, T, D).
 
-        kv: the target's K and V, each (B, Hkv, P, Dh).
-        tables: the rotary cos and sin of the queries' positions.
+        rows: the target's K and V, each (B, Hkv, P, Dh).
+        tables: cos and sin of the queries' positions, (B or 1, T, R) each, R <= Dh.
         mask: (B or 1, 1, T, P) bool, True where a query may read; None: everywhere.
         """
         # Q^(m,j) = H^m W_j, for all heads j at once.
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, Dh)
         q = self.q_norm(q).transpose(1, 2)  # (B, H, T, Dh)
         q = common.rotate(q, tables)
-        k, v = (rows.to(q.dtype) for rows in kv)
+        k, v = (each.to(q.dtype) for each in rows)
 
         # In training, the queries of the first block may read no row at all. A softmax
-        # over no rows is undefined, and kernels may return NaN. So we let such a query
-        # read all rows, and then put zero in the place of what it got.
+        # over nothing is undefined, so such a query reads all rows, and its result is
+        # set to zero.
         any_row = 1
         if mask is not None:
             any_row = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1) bool
@@ -144,15 +152,15 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
         self.mlp = LlamaMLP(llama)
 
-    def forward(self, x: Tensor, tables, self_mask, cache, glimpse) -> Tensor:
+    def forward(self, x: Tensor, own_tables, self_mask, cache, glimpse) -> Tensor:
         """x (B, T, D) to (B, T, D).
 
-        tables: cos and sin for the self-attention, (B or 1, T, Dh) each.
+        own_tables: cos and sin for the self-attention, (B or 1, T, Dh) each.
         self_mask, cache: of the self-attention, see Drafter.forward.
-        glimpse: kv, tables and mask for CrossAttention; None: it is left out.
+        glimpse: rows, tables and mask for CrossAttention; None: it is left out.
         """
         normed = self.input_layernorm(x)
-        x = x + self.self_attn(normed, tables, self_mask, past_key_values=cache)[0]
+        x = x + self.self_attn(normed, own_tables, self_mask, past_key_values=cache)[0]
         if glimpse is not None:
             normed = self.cross_layernorm(x)
             x = x + self.cross_attn(normed, *glimpse)
@@ -162,7 +170,7 @@ class Layer(nn.Module):
 class Drafter(
     nn.Module,
     PyTorchModelHubMixin,
-    paper_url="https://arxiv.org/abs/2402.02082",  # on the card of a drafter on the hub
+    paper_url="https://arxiv.org/abs/2402.02082",  # shown on a drafter's model card
     license="apache-2.0",
     tags=["speculative-decoding", "glide"],
 ):
@@ -177,7 +185,10 @@ class Drafter(
 
     @property
     def kv_layers(self) -> list[int]:
-        """The target layer, from 0, that each layer m reads: N_T - N_D + m (4.1)."""
+        """The target layer that each layer m reads, N_T - N_D + m (4.1).
+
+        The paper counts both from 1. Here both are counted from 0.
+        """
         config = self.config
         if not config.cross_attention:
             return []
@@ -202,13 +213,13 @@ class Drafter(
         x = target.get_input_embeddings()(ids)  # (B, T, D)
         x = x.to(self.norm.weight.dtype)
         top = shape["num_layers"] - 1
-        # Without cross-attention any layer's tables do.
+        # Without cross-attention, any layer's tables can be used.
         sources = self.kv_layers or [top] * len(self.layers)
         for layer, source in zip(self.layers, sources):
             # A query is rotated in the same way as the keys it is compared with. Layers
             # of some targets differ in that, so the tables are those of the layer that
-            # is read. (Cohere, GLM-4 and Ernie pair other dimensions, and some layers
-            # of SmolLM3 rotate nothing: there the drafter has to learn to match them.)
+            # is read. (Cohere, GLM-4 and Ernie rotate other pairs of dimensions, and
+            # some layers of SmolLM3 none: there the drafter has to learn the match.)
             # Self-attention takes the same tables, widened to all Dh dimensions.
             tables = common.rotary(target, positions, source)
             glimpse = (kv[source], tables, cross_mask) if kv else None
@@ -222,26 +233,27 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """A drafter before training, with weights of the target.
 
     token_counts: (V,) how often each token occurs in the training data.
-    Raises UserError for a target whose cached rows it cannot read.
+    Raises UserError for layers that the target lacks, or whose cached rows are not
+    ordinary keys and values, and for a target that `check_target` refuses.
     """
     common.check_target(target)
     shape = common.target_shape(target)
     depth = shape["num_layers"]
     if config.num_layers > depth or config.kv_layer >= depth:
         raise common.UserError(
-            f"num_layers {config.num_layers}, kv_layer {config.kv_layer}: the target "
-            f"has layers 0 to {depth - 1}"
+            f"num_layers {config.num_layers}, kv_layer {config.kv_layer}: take at most "
+            f"{depth} layers, and a kv_layer below {depth}"
         )
     # Qwen3 normalises the query of each head, and its cached keys expect that.
     weights = dict(target.get_decoder().named_parameters())
     q_norm = weights.get("layers.0.self_attn.q_norm.weight", [])
-    config.target = shape
-    config.query_norm = len(q_norm) == shape["head_dim"]
+    query_norm = len(q_norm) == shape["head_dim"]
+    config = dataclasses.replace(config, target=shape, query_norm=query_norm)
     drafter = Drafter(config)
 
     # Not every layer caches ordinary keys, so we look at what one token leaves there.
-    token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
-    _, kv = common.target_features(target, token, drafter.kv_layers)
+    probe = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    _, kv = common.target_features(target, probe, drafter.kv_layers)
     ordinary = (1, shape["num_kv_heads"], 1, shape["head_dim"])
     for layer, (keys, values) in kv.items():
         if not keys.shape == values.shape == ordinary:
@@ -253,8 +265,9 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
     # The layers start as the target's topmost ones (the feed-forward if it is as wide).
     # A cross-attention starts as the attention of the layer that it reads. In Llama,
-    # Mistral and Qwen3 those queries fit the keys. Where a target scales scores in its
-    # own way, has biases or normalises all heads together, training has to fit them.
+    # Mistral and Qwen3 the copied queries match the cached keys. Where a target scales
+    # scores in its own way, has biases or normalises all heads together, training has
+    # to learn the match.
     layers = common.target_layers(target)
     pairs = list(zip(drafter.layers, layers[-config.num_layers :]))
     for layer, source in zip(drafter.layers, drafter.kv_layers):
@@ -286,9 +299,6 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
               4    x  x  .  .  .  .        feeds x_(t+2): lacks 3
               5    x  x  x  x  x  .        feeds the next round's x_t
 
-    L should be at least gamma, or drafting lacks more rows than training ever hid. The
-    self-attention has no such mask: its own rows are read causally, as in drafting.
-
     phase: (B,) how many tokens the first block of each sequence lacks.
     Returns (B, 1, T, T) bool, True where a query may read; T is `length`.
     """
@@ -301,7 +311,7 @@ def training_pass(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """Draft logits (M, Vd) and the target's last hidden states (M, D).
 
     The M positions are those whose next token is to be learned. Column n of the logits
-    belongs to the token vocab_ids[n].
+    belongs to the token drafter.vocab_ids[n].
 
     batch: a common.Batch, with input_ids (B, T), loss_mask (B, T), which is True at the
         tokens to be learned, hidden (B, T, D), the kv of `kv_layers`, and seed (B,).
@@ -312,46 +322,49 @@ def training_pass(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     size = drafter.config.block_size
     # Each sequence has a seed of its own in each step, so its phase changes as well.
     mask = block_mask(ids.shape[1], size, batch.seed % size)
-    hidden = drafter(target, ids, positions, batch.kv, cross_mask=mask)
-    predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T): place t predicts t + 1
-    head = common.draft_head(target, drafter.vocab_ids).to(hidden.dtype)
-    logits = head(hidden[predicts]).float()
+    # The self-attention reads its own rows causally, as in drafting.
+    states = drafter(target, ids, positions, batch.kv, cross_mask=mask)  # (B, T, D)
+    predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T): t predicts t + 1
+    head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
+    logits = head(states[predicts]).float()
     return logits, batch.hidden[predicts]
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
-    """The cross-entropy, summed over the M positions, and their number.
+    """The cross-entropy, summed over positions, and the number of those counted.
 
     The labels are the target's distributions, or without `distill` the text's tokens,
     as in 5.1.
     """
-    logits, hidden = training_pass(drafter, target, batch)
+    logits, target_hidden = training_pass(drafter, target, batch)
     vocab_ids = drafter.vocab_ids  # (Vd,)
     if drafter.config.distill:
         # A softmax over the logits of the draft vocabulary alone: p_target, normalised
         # over the tokens that the drafter can propose.
-        labels = common.target_logits(target, hidden, vocab_ids).softmax(-1)  # (M, Vd)
+        labels = common.target_logits(target, target_hidden, vocab_ids).softmax(-1)
         count = len(labels)
     else:
-        # One-hot rows of the tokens in the data. A token that cannot be drafted has a
-        # row of zeros, and is not counted.
-        token = batch.input_ids[:, 1:][batch.loss_mask[:, 1:]]  # (M,)
-        labels = (token[:, None] == vocab_ids).float()  # (M, Vd)
-        count = labels.sum()
+        # The index in vocab_ids of each token of the text. One that cannot be drafted
+        # is not counted; F.cross_entropy ignores the label -100.
+        tokens = batch.input_ids[:, 1:][batch.loss_mask[:, 1:]]  # (M,)
+        same = tokens[:, None] == vocab_ids  # (M, Vd)
+        labels = torch.where(same.any(1), same.int().argmax(1), -100)  # (M,)
+        count = same.sum()
     return F.cross_entropy(logits, labels, reduction="sum"), count
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """The acceptance rate alpha (5.1), summed over the M positions, and M.
 
-    Measured at temperature 1 under `block_mask`, so it is a mean over tokens that lack
-    1 to L of the target's rows. Early places of a round count as much as later ones.
+    It is measured at temperature 1, after the text of the batch, under `block_mask`.
     """
-    logits, hidden = training_pass(drafter, target, batch)
+    # When decoding, the i-th place of a round is reached only if the places before it
+    # were accepted. Here a token lacks 1 to L rows with equal weight.
+    logits, target_hidden = training_pass(drafter, target, batch)
     q_draft = logits.softmax(-1)  # (M, Vd)
     # The paper prints E_(x ~ p_D) min(p_T, p_D) and must mean the probability that a
     # drafted token is accepted, E_(x ~ p_D) min(1, p_T / p_D) = sum_x min(p_T, p_D).
-    total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
+    total = common.overlap(target, target_hidden, q_draft, drafter.vocab_ids)
     return total, len(logits)
 
 
@@ -380,27 +393,28 @@ class Memory:
 def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
     """Feed tokens (1, n) that follow those in the drafter's cache.
 
-    Returns the last token's hidden state (1, D), from which the next one is drafted.
+    A single token must be the newest committed one or a drafted one, because it may
+    read all rows of the target. Returns the last token's hidden state (1, D), from
+    which the next one is drafted.
     """
-    positions = memory.cache.record(new)  # (1, n)
+    positions = memory.cache.record(new)  # (1, n), of the new tokens
     prefix = decoding.cache.get_seq_length()  # P
-    end = memory.cache.fed.shape[1]  # P_own + n
     kv = {}  # stays empty after a prompt of one token, when the target has no rows
     if prefix > 0:
         for layer in drafter.kv_layers:
             rows = decoding.cache.layers[layer]
-            # A part of a prompt must not read rows beyond its end.
-            kv[layer] = rows.keys[:, :, :end], rows.values[:, :, :end]
+            kv[layer] = rows.keys, rows.values
     self_mask = cross_mask = None  # a single token reads all rows that there are
     if new.shape[1] > 1:
         # Several tokens are fed for a prompt, and after a round whose last accepted
         # token was never fed (the whole chain was accepted, or an extra of CAPE's):
         # that token and the bonus token. Of the target's rows, each reads those before
         # its own. So it lacks one, as the first query of a block does in training.
-        places = torch.arange(end, device=new.device)
         query = positions[0, :, None]  # (n, 1)
-        self_mask = (query >= places)[None, None]  # (1, 1, n, end)
-        cross_mask = (query > places[:prefix])[None, None]  # (1, 1, n, min(P, end))
+        own = torch.arange(memory.cache.fed.shape[1], device=new.device)
+        self_mask = (query >= own)[None, None]  # (1, 1, n, P_own + n)
+        theirs = torch.arange(prefix, device=new.device)
+        cross_mask = (query > theirs)[None, None]  # (1, 1, n, P)
     hidden = drafter(
         decoding.target, new, positions, kv, self_mask, cross_mask, memory.cache
     )
@@ -446,6 +460,7 @@ def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
 
     changes: other values for fields of the Config with decode=True, such as gamma.
+    Raises UserError, at the first draft, for other changes or another drafter's target.
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)

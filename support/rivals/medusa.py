@@ -24,6 +24,7 @@ Deviations from the paper:
 Licence: Apache-2.0.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +96,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
     token_counts: (V,) how often each token occurs in the training data.
     """
-    config.target = common.target_shape(target)
+    config = dataclasses.replace(config, target=common.target_shape(target))
     drafter = Drafter(config)
     both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2D): a sum
     drafter.fusion.weight.data.copy_(both)

@@ -839,7 +839,9 @@ def cape_claims() -> list[list]:
 def specdecpp_claims() -> list[list]:
     best_k = Paper(18.88 / 17.62, 20.61 / 18.55, unit=BY_MODEL)
     hindsight = over(27.06, 17.58)._replace(unit=BY_MODEL)
-    fewer = "At an equal discard rate the head at h = .7 needs fewer forwards (figure 4)"
+    fewer = (
+        "At an equal discard rate the head at h = .7 needs fewer forwards (figure 4)"
+    )
     return [
         row(
             "The head is faster than the best fixed length (table 1: 7% to 11%)",

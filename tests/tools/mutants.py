@@ -115,17 +115,17 @@ a position that may read nothing reads all
 - heads = heads * any_row
 + heads = heads
 while drafting a token reads its own row of the target
-- cross_mask = (query > places
-+ cross_mask = (query >= places
+- cross_mask = (query > theirs
++ cross_mask = (query >= theirs
 of a long prompt only the end is fed
 - for part in new.split(512, dim=1):
 + for part in [new[:, -512:]]:
 without distillation the drafter learns its input
-- token = batch.input_ids[:, 1:][batch.loss_mask[:, 1:]]
-+ token = batch.input_ids[:, :-1][batch.loss_mask[:, 1:]]
+- tokens = batch.input_ids[:, 1:][batch.loss_mask[:, 1:]]
++ tokens = batch.input_ids[:, :-1][batch.loss_mask[:, 1:]]
 distillation sharpens the labels
-- hidden, vocab_ids).softmax(-1)  # (M, Vd)
-+ hidden, vocab_ids).mul(2).softmax(-1)
+- target_hidden, vocab_ids).softmax(-1)
++ target_hidden, vocab_ids).mul(2).softmax(-1)
 """
 
 CAPE = r"""
@@ -133,8 +133,8 @@ a range does not hold its upper bound
 - bisect.bisect_left(config.bounds, confidence)
 + bisect.bisect_right(config.bounds, confidence)
 extras are one level too deep
-- parents.append(step - 1)
-+ parents.append(step)
+- [step - 1 for step in steps]
++ [step for step in steps]
 a set holds the trajectory's token
 - others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
 + others = q_draft
