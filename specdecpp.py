@@ -11,19 +11,18 @@ y_(i-1) (Eq. 3.1). The product p^ of these predictions estimates the probability
 all are accepted (biased by w_rej, see `loss`), and a round ends when 1 - p^ exceeds a
 threshold h:
 
-    a pass of the draft model reads    x_t   y_1   y_2   y_3
+    a pass of the draft model reads    root  y_1   y_2   y_3
     its last hidden state is           e_0   e_1   e_2   e_3
     y drawn from it                    y_1   y_2   y_3   y_4
     y judged by it                           y_1   y_2   y_3
 
-Here x_t is the newest committed token. y_i is judged by e_i, one pass after it was
-drawn, so the last token of a draft is submitted unjudged. Algorithm 2 is `propose` and
-`until_stop`, and Decoding.verify in common.py. With stop="fixed" a round has gamma
-tokens, which is Algorithm 1.
+y_i is judged by e_i, one pass after it was drawn, so the last token of a draft is
+submitted unjudged. Algorithm 2 is `propose` and `until_stop`, and Decoding.verify in
+common.py. With stop="fixed" a round has gamma tokens, which is Algorithm 1.
 
 In training, each Y_t is drafted and labelled after the target's own text X_1 to
 X_(t-1), because the label assumes that all tokens before it were accepted. But its
-hidden state e_t is read after Z_1 to Z_(t-1), in which most X are replaced by Y,
+hidden state e_t is read after Z_1 to Z_(t-1) and Y_t itself. Most of the Z are Y,
 because drafts are what the head will judge (3.3, `labelled`).
 
 Names that differ from the paper's: p is `target`, q is `DraftModel`, e_i is `hidden`,
@@ -31,25 +30,24 @@ p^ is `all_accepted`, h is `threshold`, K is `gamma`, r is `KEEP`, P_i is `accep
 D is `head_depth`. In shapes D is the hidden size, of the draft model or of the target.
 
 Deviations from the paper:
-    1. The draft model consists of layers of the target, distilled in stage "draft",
-       unless `draft_model` names another LM, as in the paper. The shipped drafter has
-       two (0 and 29; the default is four). They agree with the target less often (59%)
-       than the paper's pair (84%). What the head gains with them, and what limits it,
-       is in results/README.md ("Stop rules").
+    1. The paper takes the draft model as given (3.1). Here it consists of layers of the
+       target, distilled in stage "draft", unless `draft_model` names another LM. The
+       two layers that are shipped (0 and 29; the default is four) agree with the target
+       at 59% of the places, the paper's pair at 84% (1 - .164, 2.1). What the head
+       gains with them, and what limits it, is in results/README.md ("Stop rules").
     2. Copied layers draft frequent tokens only (`draft_vocab`).
     3. Labels are greedy by default: P_i is 1 where the likeliest tokens of both models
        are the same, else 0. With a `temperature` of 1 they are the paper's, if the
-       target wrote the texts at that temperature, too. A head is fit for decoding at
-       the temperature of its labels.
+       target wrote the texts at that temperature, too. Decode as the labels were made:
+       at their temperature, without other logits processors.
     4. Y and Z are drawn anew in each training step; the authors' code draws them once.
 
 Authors' code: its head applies one residual block D times; here there are D blocks,
 which is how we read the paper's "(D+1)-layer ResNet". It has two outputs and a softmax,
 ours one logit and a sigmoid (Eq. 3.1). Three things are taken from it, because sections
 1 to 6 do not state them (the appendices were not read): r is 0.15, the loss is divided
-by the sum of its weights, and a draft ends after an end-of-sequence token. The maximum
-of its `--bound 2 20` is `max_draft`, and its minimum needs no setting (`until_stop`).
-The benchmark commands of its README sample.
+by the sum of its weights, and a draft ends after an end-of-sequence token. The
+benchmark commands in its README use --do_sample.
 
 Licence: Apache-2.0.
 """
@@ -75,6 +73,8 @@ import common
 from common import option
 
 
+# head_depth, w_rej and threshold are by default as recommended in 4.3, max_draft as in
+# 4.1. The minimum of two tokens follows from the rule (`until_stop`).
 @dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
@@ -86,26 +86,30 @@ class Config:
     model: dict = option(
         dict, "config of the layers, or identity of the LM (filled in by build)"
     )
-    stage: str = option("draft", "what to train: draft, then head")
-    head_depth: int = option(3, "residual blocks of the head, D")
+    stage: str = option("draft", "what to train: draft, then head (with --init DRAFT)")
+    head_depth: int = option(3, "residual blocks of the head (the paper's D)")
     w_rej: float = option(6.0, "weight of rejections in the head's loss, w_acc being 1")
-    temperature: float = option(0.0, "of the head's labels, not of decoding; 0: greedy")
+    temperature: float = option(
+        0.0, "temperature of the head's labels, not of decoding; 0: greedy"
+    )
     stop: str = option(
         "head", "what ends a round: head, or fixed (gamma tokens)", decode=True
     )
     threshold: float = option(
-        0.7, "h: end when 1 - p^ exceeds it; from 1 on, never", decode=True
+        0.7, "h: end when 1 - p^ exceeds it; at 1 or above, never", decode=True
     )
-    max_draft: int = option(20, "stop head: at most this many tokens", decode=True)
+    max_draft: int = option(20, "with stop=head: at most so many tokens", decode=True)
     gamma: int = option(
-        5, "stop fixed: tokens per round, K (the paper's are 2 to 14)", decode=True
+        5, "with stop=fixed: tokens a round, K (the paper: 2 to 14)", decode=True
     )
 
     def __post_init__(self):
         common.one_of(self, stage=("draft", "head"), stop=("head", "fixed"))
         common.at_least(self, draft_vocab=0, head_depth=0, temperature=0)
         common.at_least(self, w_rej=0, threshold=0, max_draft=0, gamma=0)
-        if not 0 < self.w_rej < math.inf:
+        if not all(type(layer) is int for layer in self.layers):
+            raise common.UserError(f"layers {self.layers}: take a list of ints")
+        if not 0 < self.w_rej < math.inf:  # at_least has checked the type
             raise common.UserError(f"w_rej {self.w_rej}: take a finite weight above 0")
         if self.draft_model and self.stage == "draft":
             raise common.UserError(
@@ -113,7 +117,7 @@ class Config:
             )
 
 
-VARIANTS = {
+VARIANTS = {  # named settings for bench.py, as in --method specdecpp:K2
     "K2": {"stop": "fixed", "gamma": 2},
     "K4": {"stop": "fixed", "gamma": 4},
 }
@@ -130,7 +134,7 @@ class DraftModel(NamedTuple):
     # Hidden states (..., D) to logits (..., Vd); that of copied layers leaves out the
     # target's bias and soft cap, because they learn without.
     lm_head: Callable
-    vocab_ids: Tensor  # (Vd,) the tokens that the logits are of
+    vocab_ids: Tensor  # (Vd,) the ids that the logits belong to
 
     def hidden(self, ids: Tensor, cache=None) -> Tensor:
         """Last hidden states (B, T, D) of ids (B, T), after those of the cache."""
@@ -141,14 +145,14 @@ class DraftModel(NamedTuple):
         return output[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (..., Vd) of the next token, of hidden states (..., D)."""
+        """Logits (..., Vd) of the token after each hidden state (..., D)."""
         return self.lm_head(hidden).float()
 
 
 class Drafter(
     nn.Module,
     PyTorchModelHubMixin,
-    paper_url="https://arxiv.org/abs/2405.19715",  # on the card of a drafter on the hub
+    paper_url="https://arxiv.org/abs/2405.19715",  # shown on a drafter's model card
     license="apache-2.0",
     tags=["speculative-decoding", "specdecpp"],
 ):
@@ -161,7 +165,8 @@ class Drafter(
         self.config = config
         if not config.model:
             raise common.UserError(
-                "no draft model in it: was this config.json saved by another method?"
+                "the config has no draft model: make the drafter with specdecpp.build, "
+                "or was this config.json saved by another method?"
             )
         self.body = None
         if not config.draft_model:
@@ -203,8 +208,10 @@ def small_config(target, layers: list[int]) -> dict:
             f"layers {layers}: name some of the target's 0 to {depth - 1}"
         )
     config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):  # sliding or full attention
-        config.layer_types = [config.layer_types[layer] for layer in layers]
+    # Whether a layer slides, and in SmolLM3 whether it rotates.
+    for name in ("layer_types", "no_rope_layers"):
+        if each := getattr(config, name, None):
+            setattr(config, name, [each[layer] for layer in layers])
     model = config.to_diff_dict()
     # The head needs the width by one name (GPT-2 calls it n_embd).
     model["hidden_size"] = config.hidden_size
@@ -213,26 +220,28 @@ def small_config(target, layers: list[int]) -> dict:
     return model
 
 
-def causal_lm(model, target) -> DraftModel:
-    """Another language model of transformers, as in the paper.
+def causal_lm(lm, target) -> DraftModel:
+    """A draft model made of a causal LM of transformers (4.1).
 
-    Raises UserError if its cache cannot undo a rejected token, or if its vocabulary has
-    another size than the target's (also by padding). Only the size is checked: make
-    sure that both models use the same tokenizer.
+    Raises UserError if its cache cannot undo a rejected token, if it is on another
+    device, or if its vocabulary differs in size from the target's, padding included.
+    Only the size is checked: make sure that both models use the same tokenizer.
     """
-    kinds = set(common.layer_kinds(model.config.get_text_config()))
+    kinds = set(common.layer_kinds(lm.config.get_text_config()))
     kinds -= {"full_attention", "sliding_attention", "chunked_attention"}
-    uncached = "past_key_values" not in inspect.signature(model.forward).parameters
-    size, vocab = (x.config.get_text_config().vocab_size for x in (model, target))
+    uncached = "past_key_values" not in inspect.signature(lm.forward).parameters
+    size, vocab = (x.config.get_text_config().vocab_size for x in (lm, target))
     other = "choose another draft model"
+    move = f"move it to {target.device}"
     common.refuse(
-        (kinds or uncached, f"{type(model).__name__} cannot undo a token: {other}"),
+        (kinds or uncached, f"{type(lm).__name__} cannot undo a token: {other}"),
         (size != vocab, f"the draft model has {size} tokens, not {vocab}: {other}"),
+        (lm.device != target.device, f"the draft model is on {lm.device}: {move}"),
     )
-    embed = model.get_input_embeddings()
-    lm_head = functools.partial(common.target_logits, model)
+    embed = lm.get_input_embeddings()
+    lm_head = functools.partial(common.target_logits, lm)
     vocab_ids = torch.arange(vocab, device=target.device)
-    return DraftModel(model.get_decoder(), embed, lm_head, vocab_ids)
+    return DraftModel(lm.get_decoder(), embed, lm_head, vocab_ids)
 
 
 # Cached, because `loss` needs it in every step and a Drafter does not contain it.
@@ -249,17 +258,15 @@ def named_model(config: Config, target):
 
 
 def draft_model_of(drafter: Drafter | None, lm, target) -> DraftModel:
-    """The draft model: a causal LM, or the copied layers of a drafter if it is None."""
+    """The draft model: the causal LM, or if `lm` is None a drafter's copied layers."""
     return copied_layers(drafter, target) if lm is None else causal_lm(lm, target)
 
 
-def identity(model) -> dict:
-    """A causal LM's shape and the last part of its path.
-
-    So a copy in a folder of another name counts as another model, and other weights in
-    a folder of the same name do not.
-    """
-    return {"name": Path(model.config.name_or_path).name, **common.target_shape(model)}
+def identity(lm) -> dict:
+    """A causal LM's shape and the last part of its path."""
+    # The same weights in a folder of another name count as another model, and other
+    # weights of the same shape in a folder of the same name do not.
+    return {"name": Path(lm.config.name_or_path).name, **common.target_shape(lm)}
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
@@ -275,16 +282,17 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
         causal_lm(lm, target)  # can it be used?
         return Drafter(dataclasses.replace(config, model=identity(lm), draft_vocab=0))
 
-    model = small_config(target, config.layers)
-    drafter = Drafter(dataclasses.replace(config, model=model))
+    shape = small_config(target, config.layers)
+    drafter = Drafter(dataclasses.replace(config, model=shape))
     common.start_from(drafter, target, token_counts)
     ours = drafter.body.get_decoder()  # OPT wraps it
     theirs = target.get_decoder()
     key = "layers" if hasattr(ours, "layers") else "h"  # GPT-2
     weights = theirs.state_dict()
-    around = {n: w for n, w in weights.items() if not n.startswith(f"{key}.")}
+    outside = {n: w for n, w in weights.items() if not n.startswith(f"{key}.")}
     try:
-        ours.load_state_dict(around, strict=False)  # the final norm; no embedding
+        # The final norm, and learned positions; ours has no embedding of tokens.
+        ours.load_state_dict(outside, strict=False)
         for layer, index in zip(getattr(ours, key), config.layers):
             layer.load_state_dict(getattr(theirs, key)[index].state_dict())
     except RuntimeError as error:  # weights of other names (LoRA) or shapes (quantised)
@@ -321,21 +329,28 @@ class AcceptanceHead(nn.Module):
 
 # ------------------------------------------------------------------- training objective
 
+# `batch` is a common.Batch: input_ids (B, T); loss_mask (B, T), which is True at the M
+# answer tokens X_t; the target's last hidden states, batch.hidden (B, T, D); and a seed
+# (B,) for each sequence, new in each step.
+
 KEEP = 0.15  # r, the share of X in Z (3.3); the value is that of the authors' code
 
 
 @torch.no_grad()
 def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """What the head learns (3.3): hidden states e (J, D) and labels P (J,).
+    """What the head learns (3.3): hidden states e_t (J, D) and labels P_t (J,).
 
     J is the number of judged tokens in the batch.
     """
     model = draft_model_of(drafter, named_model(drafter.config, target), target)
     # Two numbers in [0, 1) for each place, one to draw Y_t and one to mix Z.
-    options = {"size": (batch.input_ids.shape[1], 2), "dtype": torch.float32}
-    own = map(common.generator, batch.seed.tolist())  # of each sequence
-    uniform = torch.stack([torch.rand(generator=each, **options) for each in own])
-    for_y, for_z = uniform.to(batch.input_ids.device).unbind(-1)  # (B, T) each
+    size = batch.input_ids.shape[1], 2
+    uniform = []
+    for seed in batch.seed.tolist():
+        numbers = common.generator(seed)
+        uniform.append(torch.rand(size, generator=numbers, dtype=torch.float32))
+    uniform = torch.stack(uniform).to(batch.input_ids.device)  # (B, T, 2)
+    for_y, for_z = uniform.unbind(-1)  # (B, T) each
     # 1. X is the text of the batch, which the target wrote.
     # 2. A label P_t assumes that all tokens before Y_t were accepted, so Y_t is drawn
     #    and labelled after X_1 to X_(t-1).
@@ -346,7 +361,8 @@ def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     mixed, judged = mix(batch, drafted, for_z, KEEP)
     # 4. So e_t is read after Z_1 to Z_(t-1) and Y_t.
     hidden = model.hidden(mixed)[judged]  # (J, D)
-    return hidden, accept_prob[judged[batch.loss_mask]]
+    among = judged[batch.loss_mask]  # (M,) bool, which Y_t are judged
+    return hidden, accept_prob[among]
 
 
 def draw_labels(model: DraftModel, target, batch, uniform: Tensor, temperature: float):
@@ -402,20 +418,20 @@ def mix(batch, drafted: Tensor, uniform: Tensor, keep: float) -> tuple[Tensor, T
 def response_hidden(model: DraftModel, batch) -> tuple[Tensor, Tensor]:
     """Hidden states of draft model and target that predict the M tokens X_t, (M, D)."""
     predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T): t predicts t + 1
-    hidden = model.hidden(batch.input_ids)
-    return hidden[predicts], batch.hidden[predicts]
+    ours = model.hidden(batch.input_ids)
+    return ours[predicts], batch.hidden[predicts]
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     """The summed loss, and the weight to divide it by.
 
-    Stage draft: cross-entropy between the target's distribution, renormalised over the
-    draft vocabulary, and the draft model's, summed over M tokens; the weight is M.
+    Stage draft (ours): cross-entropy between the target's distribution, renormalised
+    over the draft vocabulary, and the draft model's, summed over M tokens; the weight
+    is M.
 
     Stage head: the weighted binary cross-entropy of 3.3 between the labels P and the
     head's predictions s, -(w_acc P log s + w_rej (1 - P) log(1 - s)) with w_acc = 1.
-    A w_rej above 1 makes it end rounds too early rather than too late. The weight is
-    the sum of w_acc P + w_rej (1 - P).
+    The weight is the sum of w_acc P + w_rej (1 - P).
     """
     if drafter.config.stage == "draft":
         model = copied_layers(drafter, target)
@@ -446,13 +462,16 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """The acceptance rate at temperature 1, summed over M places, and M.
 
-    At each place of the batch's text it is sum_x min(p_target, q_draft). This measures
-    the draft model only: while the head is trained it stays the same.
+    At each place of the batch's text it is sum_x min(p_target, q_draft).
     """
+    # This is about the draft model: while the head is trained it stays the same.
     model = draft_model_of(drafter, named_model(drafter.config, target), target)
     ours, theirs = response_hidden(model, batch)
-    q_draft = model.logits(ours).softmax(-1)  # (M, Vd)
-    return common.overlap(target, theirs, q_draft, model.vocab_ids), len(q_draft)
+    total = torch.zeros((), device=ours.device)
+    for part, target_part in zip(ours.split(256), theirs.split(256)):  # saves memory
+        q_draft = model.logits(part).softmax(-1)  # (m, Vd)
+        total += common.overlap(target, target_part, q_draft, model.vocab_ids)
+    return total, len(ours)
 
 
 # ----------------------------------------------------------------------------- decoding
@@ -464,7 +483,7 @@ def propose(model: DraftModel, decoding, cache: common.DraftCache):
     cache: the draft model's, of this answer.
     Yields y_i (1,), the q_draft (V,) that it was chosen from, and the hidden state
     e_(i-1) (D,) that q_draft was computed from. Ends after an end-of-sequence token,
-    because no text follows it, and where the logits processors allow no draft token.
+    and where the logits processors allow no draft token.
     """
     # `rewind` drops the rows of rejected tokens, and returns the ids that the draft
     # model has not read: at first the prompt, later the bonus token, and after a fully
@@ -481,7 +500,7 @@ def propose(model: DraftModel, decoding, cache: common.DraftCache):
         token, q_draft = picked
         yield token, q_draft, hidden[0]
         drafted.append(int(token))
-        if drafted[-1] in decoding.ends:
+        if drafted[-1] in decoding.ends:  # no text follows it
             return
         new = token[None]  # (1, 1); fed only if the caller wants another one
 
@@ -508,7 +527,7 @@ def until_stop(steps, head, threshold: float):
         # `hidden` is e_(i-1), by which y_(i-1) is judged. e_0 judges nothing: Eq. 3.1
         # has an e_i for draft tokens only, and the product of 3.2 begins with e_1. (The
         # printed Algorithm 2 has a slip: at i = 1, too, it multiplies by the prediction
-        # at e_(i-1), but it has computed no e_0.)
+        # at e_(i-1), but it has computed no e_0. The authors' code skips i = 1.)
         if i > 1:
             all_accepted *= float(head(hidden).sigmoid())
         # The head lags behind by one token: the pass that returns e_(i-1) also returns
@@ -559,11 +578,10 @@ def drafts(decoding, drafter: Drafter | None, draft_model=None, **changes):
     drafter: None drafts without a head, so a round has `gamma` tokens.
     draft_model: a causal LM with the target's vocabulary, which drafts in place of the
         drafter's own draft model.
-    changes: other values for fields of the Config with decode=True, such as threshold.
+    changes: other values for fields of the Config with decode=True. threshold and
+        max_draft count with stop="head" alone, and gamma with stop="fixed".
     Raises UserError if there is nothing to draft with, if the draft model cannot be
-    used, or if stop is "head" and no head was trained on it. There is no warning if
-    decoding has another temperature than the head's labels: the text still follows the
-    target, but the head judges less well (checkpoints/README.md has an example).
+    used, or if stop is "head" and no head was trained on it.
     """
     config = Config(stop="fixed")
     if drafter is not None:
@@ -574,18 +592,26 @@ def drafts(decoding, drafter: Drafter | None, draft_model=None, **changes):
     if drafter is None and lm is None:
         raise common.UserError("nothing to draft with: pass a drafter or a draft_model")
     model = draft_model_of(drafter, lm, decoding.target)
+    # There is no warning if the head's labels have another temperature: the text still
+    # follows the target, but the head judges less well (see checkpoints/README.md).
     check_fit(drafter, lm, config)
+    context = getattr(model.decoder.config, "max_position_embeddings", None)
+    if lm is not None and context and decoding.generation_config.max_length > context:
+        raise common.UserError(
+            f"the draft model reads {context} tokens at most: set a lower "
+            "max_new_tokens, or choose another draft model"
+        )
     cache = common.DraftCache(model.decoder.config.num_hidden_layers)
     limit = config.gamma if config.stop == "fixed" else config.max_draft
     while not decoding.done:
         steps = propose(model, decoding, cache)
         steps = itertools.islice(steps, min(limit, decoding.room))
-        chances = []  # for display: p^ after y_1, after y_2, ...; not after the last
+        p_hats = []  # for display: p^ after y_1, after y_2, ...; not after the last
         if config.stop == "head":
             steps = list(until_stop(steps, drafter.head, config.threshold))
-            chances = [all_accepted for *_, all_accepted in steps[1:]]
+            p_hats = [all_accepted for *_, all_accepted in steps[1:]]
         pairs = (step[:2] for step in steps)  # token and q_draft
-        yield common.chain(pairs, decoding.ids, chances=chances)
+        yield common.chain(pairs, decoding.ids, chances=p_hats)
 
 
 # ------------------------------------------------------------------------------- theory
@@ -616,26 +642,28 @@ def oracle(agrees: list[bool]) -> int:
     # Each round stops just before the next disagreement, and the target's own token
     # settles that. So there is a round for each place in S, the disagreements, and one
     # more, the last. The lemma's |S| + 1 is one too many if the answer's last token is
-    # in S, because no round follows it.
+    # in S, because no round follows it. Between two disagreements in a row the best
+    # round drafts nothing, which Algorithm 2 cannot do.
     return 1 + sum(not agree for agree in agrees[:-1])
 
 
 def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
-    """Theorem 3.1: stopping is cheaper once R reaches this bound.
+    """Theorem 3.1: once R reaches this bound, stopping has the smaller expected cost.
 
-    R is the probability that at least one token drafted so far is rejected.
+    It holds for time-homogeneous policies with a bounded draft length. R is the
+    probability that at least one of y_1 to y_k is rejected; a stop draws y_(k+1), too.
     c1, c2: t_draft and t_target - t_draft.
-    delta: depends on the policy, the prompt and both models, and is not known.
+    delta: depends on the policy, the prompt, both models, c1 and c2; it is not known.
     """
     # This is how we read the bound, without its proof in appendix D: if a token is
     # rejected, going on wastes at least a pass, c1. If none is, stopping costs at most
     # c2 + delta more than going on. At the bound R c1 = (1 - R)(c2 + delta). With the
     # paper's times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
     #
-    # The bound says why a threshold on R is the rule, and shows that it rises as passes
-    # get cheaper. Do not use it as h: delta is unknown, stopping may be cheaper at a
-    # smaller R as well (the condition is sufficient, not necessary), and 1 - p^ is not
-    # R, because the loss biases the head (see `loss`). So h is tuned (4.1).
+    # The bound says why a threshold on R is the rule, and at a fixed delta it rises as
+    # passes get cheaper. Do not use it as h: delta is unknown, stopping may be cheaper
+    # at a smaller R as well (the condition is sufficient, not necessary), and 1 - p^ is
+    # not R, because the loss biases the head (see `loss`). So h is tuned (4.1).
     return (c2 + delta) / (c1 + c2 + delta)
 
 

@@ -356,7 +356,9 @@ def test_each_stage_trains_its_own_part(llama, trained):
 # -------------------------------------------------------------------------- what drafts
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Gemma3", "GPT2", "OPT"])
+@pytest.mark.parametrize(
+    "name", ["Llama", "Gemma2", "Gemma3", "SmolLM3", "GPT2", "OPT"]
+)
 def test_layers_of_every_family_are_copied(name):
     """With all layers copied the draft model is the target; else it has the chosen."""
     target = family(name, **OPT if name == "OPT" else {})
@@ -376,9 +378,11 @@ def test_layers_of_every_family_are_copied(name):
     for place, copied in zip(chosen, getattr(drafter.body.get_decoder(), layers)):
         weights = kept[place].state_dict()
         torch.testing.assert_close(copied.state_dict(), weights, rtol=0, atol=0)
-    if name == "Gemma2":
-        kinds = target.config.layer_types  # sliding, full, sliding, full
-        assert drafter.config.model["layer_types"] == [kinds[place] for place in chosen]
+    each = {"Gemma2": "layer_types", "SmolLM3": "no_rope_layers"}.get(name)
+    if each is not None:  # an entry for each layer, and not all are alike
+        kinds = getattr(target.config, each)
+        assert len(set(kinds)) == 2
+        assert getattr(drafter.body.config, each) == [kinds[place] for place in chosen]
 
 
 def test_build_leaves_the_callers_config_as_it_was(llama):
@@ -493,8 +497,13 @@ def test_a_draft_model_that_cannot_undo_a_token_is_refused(llama, trained):
 
 def test_mistakes_get_one_clear_line(llama):
     draft = make_drafter(llama, stage="draft")
-    wide = make_llama(vocab=20)
+    wide, short = make_llama(vocab=20), make_llama()
+    short.config.max_position_embeddings = 16
+    away = copy.deepcopy(short).to("meta")
     mistakes = {
+        "reads 16 tokens at most: set": lambda: decode(llama, PROMPT, None, short),
+        "is on meta: move it to cpu": lambda: decode(llama, PROMPT, None, away),
+        r"layers \[0.0\]: take": lambda: specdecpp.Config(layers=[0.0]),
         "no acceptance head has been trained": lambda: decode(llama, PROMPT, draft),
         "take stop fixed": lambda: decode(llama, PROMPT, None, llama, stop="head"),
         "nothing to draft with": lambda: decode(llama, PROMPT, **FIXED),

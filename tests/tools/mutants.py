@@ -167,7 +167,7 @@ Z exchanges the shares of X and Y
 - (uniform >= keep)
 + (uniform < keep)
 labels belong to other tokens
-- return hidden, accept_prob[judged[batch.loss_mask]]
+- return hidden, accept_prob[among]
 + return hidden, accept_prob[: len(hidden)]
 the first layers are copied, not the chosen ones
 - layer.load_state_dict(getattr(theirs, key)[index].state_dict())
