@@ -140,7 +140,7 @@ class SlotAttention(LlamaAttention):
 class Drafter(
     nn.Module,
     PyTorchModelHubMixin,
-    paper_url="https://arxiv.org/abs/2412.00061",  # on the card of a drafter on the hub
+    paper_url="https://arxiv.org/abs/2412.00061",  # shown on a drafter's model card
     license="apache-2.0",
     tags=["speculative-decoding", "ctc-drafter"],
 ):

@@ -61,7 +61,7 @@ VARIANTS = {
 class Drafter(
     nn.Module,
     PyTorchModelHubMixin,
-    paper_url="https://arxiv.org/abs/2401.10774",  # on the card of a drafter on the hub
+    paper_url="https://arxiv.org/abs/2401.10774",  # shown on a drafter's model card
     license="apache-2.0",
     tags=["speculative-decoding", "medusa"],
 ):
