@@ -329,7 +329,8 @@ class Decoding:
 def pick(decoding: Decoding, logits: Tensor, vocab_ids: Tensor, drafted: list[int]):
     """Choose a draft token; returns it (1,) with its q_draft (V,).
 
-    Returns None if the logits processors allow none of the draft vocabulary.
+    Returns None if the logits processors leave no finite score. A processor may force a
+    token that is not among vocab_ids.
 
     logits: (Vd,) of the tokens vocab_ids (Vd,).
     drafted: the tokens between the committed ones and this one.

@@ -2,47 +2,53 @@
 
 Paper: Wen et al., 2024, arXiv:2412.00061.
 
-One transformer layer fills the S slots after the newest token in a single pass. Each
-slot holds a token or a blank (e), whatever the other slots hold (Eq. 7). The CTC
-transform turns such a filling, an alignment, into a sequence of tokens: it merges equal
-neighbours, then it drops the blanks. The likeliest sequences are drafted, as a tree:
+One transformer layer fills the S slots after the newest token in a single pass. Given
+the text the slots are independent (Eq. 7), and each holds a token or a blank (e). The
+CTC transform turns such a filling, an alignment, into a sequence of tokens: it merges
+equal neighbours, then it drops the blanks. The likeliest sequences are drafted, as a
+tree:
 
     a a e b c c  ->  a b c
     a e a b e e  ->  a a b   a blank splits a repeat
 
 The CTC loss sums over all alignments of the right sequence (Eq. 6), so the layer may
-choose which slot holds which token. But in training this sequence always has U = 3
-tokens, so no blank ever has to tell how long it is. Of the 84 alignments of three
-different tokens in six slots, the shipped drafter learned one: it puts the tokens into
-the first three slots and leaves the others blank. The mean P(blank) in slots 1 to 6 is
-.00 .03 .00 1.00 .98 .97. So the transform gains nothing over drafting the slots as they
-are (results/README.md, "Ranking"). In a trial with 1 to 6 tokens the blank was used
-(.06 .39 .50 .54 .55 .54), but tau was not higher (checkpoints/README.md).
+choose which slot holds which token. But here the right sequence has U = 3 tokens at
+every place, so the number of blanks need not carry information. Of the 84 alignments of
+three different tokens in six slots, the shipped drafter learned one: the tokens in the
+first three slots and blanks in the others. The transform gains at most about 1% in tau
+over `none`, which drafts the first slots as they are. In a trial with 1 to 6 tokens the
+blank was in use, and the transform gained no more (checkpoints/README.md).
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (in training its logarithm, `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S.
-The beta of Tables 1 and 2 is another one: tau, tokens per forward of the target.
+In Tables 1 and 2 beta means something else, the tokens per forward of the target (tau).
 
 Deviations, and choices where the paper is silent:
-    1. The slots' inputs, masks and initial weights, and the blank's own logit are ours;
-       S = 6, U = 3 and the next token as an input are the authors' code's.
+    1. The layer also reads the embedding of the next token, as the authors' code does;
+       Eq. 9 has hidden states alone. The slots' inputs, masks and initial weights, and
+       the blank's own logit are ours, and besides the layer we train the fusion of its
+       inputs, a vector for each slot, the blank's weights and three norms.
     2. We sum log P (Eq. 1), not P (Eq. 2). `first_token` adds a loss.
-    3. The paper collapses the "most valuable" combinations of all slots, and masks what
-       it removes. `alignments` goes through those of the first one, two, ... slots, by
-       probability, until it has enough sequences. The default, `prefixes`, sums over
-       alignments, within `symbols` and `candidates`. Both make a trie.
-       `none` leaves blanks out, while in Table 2 they spoil the untransformed drafts.
+    3. The paper takes the "most valuable" combinations of all slots, collapses them,
+       and masks what falls away. `alignments` visits the combinations of the first 1,
+       2, ..., S slots in decreasing probability, until they make enough sequences. The
+       default, `prefixes`, ranks a sequence by the sum over its alignments, with
+       `symbols` tokens a slot and `candidates` sequences kept. The blank is always
+       among a slot's choices; in the paper it is one of the k likeliest or left out.
+       The sequences make a trie. `none` never drafts blanks; in Table 2 they stay in
+       the untransformed drafts and spoil them.
     4. Only frequent tokens are drafted, and labels are chosen among them
        (`draft_vocab`). A step trains at 64 places of a text at most (`anchors`). When
        sampling, the first tokens are sampled (`sampled`); the paper decodes greedily.
     5. Other training settings and data than in 4.1: see PAPERS.md.
 
-Section 2 misprints the acceptance as min(1, p'/p), where p' is the drafter's.
+Section 2 has the acceptance probability upside down, min(1, p'/p); p' is the drafter's.
 
-Authors' code: where it differs, we follow the paper. It has four passes of EAGLE's
-layer, with EAGLE's losses and .01 of the CTC loss. Its blank is <unk>, blanks stay
-where no token repeats, and the tree is Medusa's, of 63 nodes (as many as the variant
-`paper` has).
+Authors' code: where it differs, we follow the paper, except for the layer's input. It
+drafts four tokens in four passes of EAGLE's layer, and trains with EAGLE's losses and
+.01 of the CTC loss, whose S = 6 slots are consecutive places of the text; S and U = 3
+are from it. Its blank is <unk>, blanks stay where no token repeats, and the tree is
+Medusa's, of 63 nodes.
 
 Licence: Apache-2.0.
 """
@@ -77,7 +83,11 @@ class Config:
     first_token: float = option(0.0, "weight of the first token's own loss")
     intermediate_size: int = option(1536, "width of the feed-forward layer")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
-    transform: str = option("prefixes", "prefixes, alignments or none", decode=True)
+    transform: str = option(
+        "prefixes",
+        "rank by prefixes (a sum), alignments (the likeliest) or none (no transform)",
+        decode=True,
+    )
     symbols: int = option(10, "likeliest tokens tried per slot, k", decode=True)
     candidates: int = option(16, "how many survive each slot (`prefixes`)", decode=True)
     nodes: int = option(10, "at most this many nodes", decode=True)
@@ -94,8 +104,8 @@ class Config:
 VARIANTS = {
     "alignments": {"transform": "alignments"},  # "CTC verify" of Table 2
     "none": {"transform": "none"},  # no merging, and no blanks: not quite Table 2's
-    # The paper's decoding. k and the number of nodes are the authors' code's, and the
-    # shipped weights have learned with `first_token`, which is not in the paper.
+    # As near to the paper's decoding as this file comes. k and the number of nodes are
+    # the authors' code's. The shipped weights were trained with `first_token`.
     "paper": {"transform": "alignments", "symbols": 10, "nodes": 63, "sampled": 0},
     "deterministic": {"sampled": 0},  # differs from the default only when sampling
 }
@@ -105,12 +115,14 @@ VARIANTS = {
 
 # The layer reads a row for each token x_(i+1) but the first: its embedding, and h_i,
 # the target's hidden state that predicted it. (The target has not read the newest token
-# yet, so its newest hidden state is the one before.) An anchor is a row that slots
-# follow: when drafting the newest row, in training many rows of a text at once.
+# yet, so the newest hidden state belongs to the token before it.) An anchor is a row
+# that slots follow: when drafting the newest row, in training many rows of a text at
+# once. Its window is the U labels that its slots learn; W counts the anchors that have
+# one.
 
 
 class SlotAttention(LlamaAttention):
-    """Slots attend to rows and slots. Rows do not: nobody needs their outputs."""
+    """Slots attend to rows and slots."""
 
     def split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -121,7 +133,7 @@ class SlotAttention(LlamaAttention):
         rows: (B, n, D). slots: (B, m, D), m = A S, one anchor's after another's.
         tables: rotary cos and sin (B, n + m, R).
         mask: (B, 1, m, n + m) bool, True where a slot reads; None: everywhere.
-        cache: of P earlier rows, takes up rows and slots; None in training.
+        cache: holds P earlier rows, and gets rows and slots; None in training.
         """
         x = torch.cat([rows, slots], dim=1)
         k = self.split(self.k_proj(x))
@@ -129,7 +141,7 @@ class SlotAttention(LlamaAttention):
         k = common.rotate(k, tables)  # (B, Hkv, n + m, Dh)
         if cache is not None:
             k, v = cache.update(k, v, 0)  # (B, Hkv, P + n + m, Dh)
-        q = self.split(self.q_proj(slots))  # (B, H, m, Dh)
+        q = self.split(self.q_proj(slots))  # (B, H, m, Dh); rows need no outputs
         tables = [table[:, rows.shape[1] :] for table in tables]
         q = common.rotate(q, tables)
         out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
@@ -171,8 +183,7 @@ class Drafter(
 
         hidden: (B, n, D) of the target. next_ids: (B, n), the tokens after them.
         anchors: (B, A), which of these n rows they are.
-        mask: of `slot_mask`. When drafting it is None: the anchor is the newest row,
-            so its slots may read everything.
+        mask: from `slot_mask`; None: slots read everything.
         cache: see SlotAttention.
         """
         dtype = self.norm.weight.dtype
@@ -255,14 +266,15 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     #     anchor 0    h_0  x_1 [y_2  y_3  y_4]
     #     anchor 1         h_1  x_2 [y_3  y_4  y_5]
     #
-    # The labels of a window are not always a text: y_3 is what the target says after
-    # x_0, x_1 and x_2, and x_2 is y_2 only where the text is the target's own greedy
-    # answer.
+    # The labels of a window need not be a coherent text: y_3 is what the target says
+    # after x_0, x_1 and x_2, and x_2 is y_2 only where the text is the target's own
+    # greedy answer.
     U = drafter.config.window
     logits = common.target_logits(target, batch.hidden, drafter.vocab_ids)
     y = F.pad(logits.argmax(-1)[:, :-1], (1, 0))  # h_(t-1) gives y_t
     y = y.where(batch.loss_mask, -1)  # (B, T); -1 outside the answer
-    y = F.pad(y[:, 2:], (0, U), value=-1)
+    # Windows at the end of the text run into -1.
+    y = F.pad(y[:, 2:], (0, U), value=-1)  # (B, T - 2 + U)
     labels = y.unfold(1, U, 1)  # (B, T - 1, U): row i learns y_(i+2) to y_(i+1+U)
 
     # Draw anchors among the rows whose labels all lie in the answer. They follow from a
@@ -270,9 +282,9 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     whole = (labels >= 0).all(-1).cpu()
     anchors = torch.full((len(y), drafter.config.anchors), -1)
     for b, seed in enumerate(batch.seed.tolist()):
-        rows = whole[b].nonzero()[:, 0]
-        order = torch.randperm(len(rows), generator=common.generator(seed))
-        drawn = rows[order][: anchors.shape[1]]
+        usable = whole[b].nonzero()[:, 0]
+        order = torch.randperm(len(usable), generator=common.generator(seed))
+        drawn = usable[order][: anchors.shape[1]]
         anchors[b, : len(drawn)] = drawn
     anchors = anchors.to(y.device)
     return anchors, at_anchors(labels, anchors)
@@ -288,9 +300,9 @@ def training_log_q(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
     """Log-probabilities (W, S, Vd + 1) of the slots after W anchors."""
     hidden = batch.hidden[:, :-1]  # (B, n, D)
     next_ids = batch.input_ids[:, 1:]  # (B, n)
-    rows = anchors.clamp(min=0)
-    mask = slot_mask(rows, next_ids.shape[1], drafter.config.slots)
-    states = drafter(target, hidden, next_ids, rows, mask)  # (B, A, S, D)
+    places = anchors.clamp(min=0)  # -1 becomes 0, and its slots are dropped below
+    mask = slot_mask(places, next_ids.shape[1], drafter.config.slots)
+    states = drafter(target, hidden, next_ids, places, mask)  # (B, A, S, D)
     states = states[anchors >= 0]  # (W, S, D)
     head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
     return drafter.logits(states, head).log_softmax(-1)
@@ -310,8 +322,8 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
         blank=size - 1,
         reduction="sum",
         # A window in which r neighbours are equal needs U + r slots, because a blank
-        # has to split each repeat. Where it has fewer, which the default S never has,
-        # it adds nothing.
+        # has to split each repeat. With fewer its loss is infinite, and is set to 0.
+        # That cannot happen with the default S and U.
         zero_infinity=True,
     )
 
@@ -324,21 +336,29 @@ def first_token_log_q(log_q: Tensor) -> Tensor:
     return (before + log_q[..., :-1]).logsumexp(1)
 
 
+def first_token_hidden(batch, anchors: Tensor) -> Tensor:
+    """The target's states (W, D) that predict the first token after each anchor."""
+    return at_anchors(batch.hidden[:, 1:], anchors)  # after row i, h_(i+1): x_(i+2)
+
+
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """The CTC loss (Eq. 6), summed over W anchors, and W."""
+    """Minus the logarithm of Eq. 6, summed over W anchors, and W.
+
+    With `first_token` a cross-entropy of the first token is added (not in the paper).
+    The target must be frozen, as load_target leaves it.
+    """
     anchors, labels = anchors_and_labels(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)
     if len(labels) == 0:  # too few for F.ctc_loss
         return log_q.sum(), 0  # zero, with a gradient for all weights
     total = ctc_loss(log_q, labels)
-    # To CTC all tokens of a window count alike, but nothing of a draft is accepted
+    # CTC weighs all tokens of a window equally, but nothing of a draft is accepted
     # where its first token is wrong. So the first token may get a cross-entropy of its
-    # own, with the target's distribution as its label. It raises the acceptance rate
-    # (.374 without, .396 with it, checkpoints/README.md), and the shipped drafter has
-    # learned with a weight of 1.
+    # own, with the target's distribution as its label. In trials of 875 steps, one seed
+    # each, it raised alpha on answers from .374 to .396, and the shipped drafter was
+    # trained with a weight of 1.
     if drafter.config.first_token:
-        # After anchor i the first token is x_(i+2), which h_(i+1) predicts.
-        hidden = at_anchors(batch.hidden[:, 1:], anchors)
+        hidden = first_token_hidden(batch, anchors)
         logits = common.target_logits(target, hidden, drafter.vocab_ids)
         teacher = logits.softmax(-1)  # (W, Vd)
         cross_entropy = -(teacher * first_token_log_q(log_q)).sum()
@@ -351,7 +371,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     anchors, _ = anchors_and_labels(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)
     q_draft = first_token_log_q(log_q).exp()  # (W, Vd)
-    hidden = at_anchors(batch.hidden[:, 1:], anchors)
+    hidden = first_token_hidden(batch, anchors)
     total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
     return total, len(hidden)
 
@@ -366,7 +386,7 @@ def collapse(alignment, blank=BLANK) -> tuple:
 
 
 def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[tuple]]:
-    """(token, probability) of each slot's likeliest tokens, and last of its blank.
+    """Pairs (token, probability) of each slot: its likeliest tokens, then its blank.
 
     q_slots: (S, Vd + 1). symbols: how many tokens, the "top k" of 3.3.
     """
@@ -376,8 +396,9 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
     return [list(zip(*slot)) for slot in zip(ids.tolist(), q.tolist())]
 
 
-# Two searches look for the likeliest sequences. With two slots, a .6, e .4 and a .2, b
-# .5, e .3, these are the alignments of the first slot or of both:
+# Two searches look for the likeliest sequences. Suppose that slot 1 holds a (.6) or e
+# (.4), and slot 2 holds a (.2), b (.5) or e (.3). These are all alignments, at first of
+# slot 1 alone:
 #
 #     a       .6             a
 #     e       .4             (nothing)
@@ -401,26 +422,23 @@ def likeliest_alignments(
 
     Returns {sequence: probability}.
 
-    choices: of `top_symbols`. A sequence is a tuple of tokens.
+    choices: what `top_symbols` returns. A sequence is a tuple of tokens.
     merge: if not, sequences are not transformed, and blanks are left out.
     ends: tokens after which a sequence does not go on.
     room: how long a sequence may be.
     """
-    # In "Medusa verify" of Table 2 blanks stay in the
-    # candidates.
-    if not merge:
+    if not merge:  # unlike Table 2's "Medusa verify", which drafts blanks as well
         choices = [pairs for *pairs, _ in choices]
     # Best-first search over alignments of the first one, two, ... slots. (The paper's
-    # fill all slots, and their beginnings are the nodes of its tree.) An alignment has
-    # the product of its slots' probabilities (Eq. 7), so it is at most as likely as its
-    # beginnings. They leave the heap in decreasing order, each before those that
-    # continue it.
+    # fill all slots.) An alignment has the product of its slots' probabilities (Eq. 7),
+    # so it is at most as likely as any that it continues. They leave the heap in
+    # decreasing order, each before those that continue it.
     heap = [(-1.0, ())]  # of (minus the probability, alignment)
     seen = set()
     found = {}
     while heap and len(found) < nodes:
         minus_q, alignment = heapq.heappop(heap)
-        if minus_q == 0:  # and so is all that is left
+        if minus_q == 0:  # and so are all that are left
             break
         sequence = collapse(alignment) if merge else alignment
         # Alignments that fill as many slots, become the same sequence and end in the
@@ -439,16 +457,18 @@ def likeliest_alignments(
     return found
 
 
-def prefix_search(choices: list[list[tuple]], candidates: int) -> dict:
-    """CTC prefix search (the paper's [9], as a beam): {prefix: probability}.
+def prefix_search(
+    choices: list[list[tuple]], candidates: int, ends=(), room=math.inf
+) -> dict:
+    """Prefix search (Graves et al., 2006), as a beam: {prefix: probability}.
 
     That is the probability that the sequence begins with the prefix, a tuple of tokens:
     a sum over all alignments (Eq. 6) of all sequences that do.
 
-    choices: of `top_symbols`; a token that is not among them counts as impossible.
+    choices: what `top_symbols` returns; other tokens count as impossible.
     candidates: how many prefixes survive each slot, the empty one included: those that
-        the slots so far have most probably become. A dropped prefix may be entered anew
-        from a shorter one, but what it had is not read on, so some sums are too small.
+        the slots so far have most probably become.
+    ends, room: as in `likeliest_alignments`.
     """
     # The slots are read one after another. `kept` says how likely it is that those read
     # so far have become exactly this prefix. It is split in two, because the meaning of
@@ -465,6 +485,8 @@ def prefix_search(choices: list[list[tuple]], candidates: int) -> dict:
         for prefix, (in_blank, in_token) in kept.items():
             either = in_blank + in_token
             new_blank[prefix] = either * q_blank  # a blank changes nothing
+            if prefix and (prefix[-1] in ends or len(prefix) >= room):
+                continue  # what would continue it is not drafted
             for token, q in pairs:
                 entering = either * q
                 if prefix[-1:] == (token,):  # a repeat: only after a blank is it new
@@ -475,18 +497,20 @@ def prefix_search(choices: list[list[tuple]], candidates: int) -> dict:
                     new_token[longer] += entering
                     prefixes[longer] += entering
         total = {p: new_blank[p] + new_token[p] for p in new_blank | new_token}
+        # A dropped prefix may come back from a shorter one, but without the probability
+        # that it had. So some sums are too small.
         likeliest = heapq.nlargest(candidates, total, key=total.get)
         kept = {p: (new_blank[p], new_token[p]) for p in likeliest}
     return prefixes
 
 
-def token_tree(decoding, prefixes: dict, nodes: int, first=()) -> common.Draft:
+def token_tree(decoding, ranked: dict, nodes: int, first=()) -> common.Draft:
     """A Draft of the `nodes` likeliest prefixes: a trie, where a node ends each.
 
-    prefixes: {prefix: probability}. first: those that become the first nodes.
+    ranked: {prefix: probability}. first: those that become the first nodes.
     """
     node_of = {(): -1}  # {prefix: its node}
-    for prefix in [*first, *sorted(prefixes, key=prefixes.get, reverse=True)]:
+    for prefix in [*first, *sorted(ranked, key=ranked.get, reverse=True)]:
         if len(node_of) > nodes:
             break
         # A prefix is at least as likely as those that continue it, so its node is there
@@ -499,7 +523,7 @@ def token_tree(decoding, prefixes: dict, nodes: int, first=()) -> common.Draft:
     drafted = list(node_of)[1:]
     tokens = decoding.ids.new_tensor([prefix[-1] for prefix in drafted])
     parents = [node_of[prefix[:-1]] for prefix in drafted]
-    return common.Draft(tokens, parents, notes={"q": [prefixes[p] for p in drafted]})
+    return common.Draft(tokens, parents, notes={"q": [ranked[p] for p in drafted]})
 
 
 # -------------------------------------------------------------------------- sampling
@@ -513,8 +537,9 @@ def continuations(q_slots: Tensor, prefix: tuple) -> Tensor:
 
     q_slots: (S, Vd + 1). prefix: indices of tokens in it.
     """
-    # The steps of `prefix_search`, for one prefix and all slots: entry t of a list is
-    # the probability that the first t slots have become exactly the tokens so far.
+    # The steps of `prefix_search`, for one prefix and all slots. Entry t of a list, 0
+    # to S, is the probability that slots 1 to t have become exactly the tokens so far;
+    # in `in_blank` slot t is blank as well, and in `in_token` it is not.
     columns = torch.tensor([*prefix, -1], device=q_slots.device)
     *q_prefix, q_blank = q_slots[:, columns].T.tolist()
     in_blank = [1.0, *itertools.accumulate(q_blank, operator.mul)]  # no token so far
@@ -534,7 +559,9 @@ def continuations(q_slots: Tensor, prefix: tuple) -> Tensor:
     return new
 
 
-def sample_chain(decoding, q_slots: Tensor, vocab_ids: Tensor, most: int, merge: bool):
+def sample_chain(
+    decoding, q_slots: Tensor, vocab_ids: Tensor, most: int, merge: bool
+) -> tuple[dict, list[Tensor]]:
     """Sample up to `most` tokens, each from its distribution after those before it.
 
     merge: see `likeliest_alignments`.
@@ -546,25 +573,29 @@ def sample_chain(decoding, q_slots: Tensor, vocab_ids: Tensor, most: int, merge:
     tokens = ()
     columns = ()  # of these tokens in q_slots
     q = 1.0
-    while len(chain) < min(most, len(q_slots)):
+    for _ in range(min(most, len(q_slots))):
         if merge:
-            begins = continuations(q_slots, columns)
+            next_q = continuations(q_slots, columns)
         else:
-            begins = q * q_slots[len(columns), :-1]
-        if not begins.max() > 0:  # the tokens so far take up all slots
+            next_q = q * q_slots[len(columns), :-1]
+        if not next_q.max() > 0:  # the tokens so far take up all slots
             break
         # `pick` divides by the sum and applies temperature, top-p and so on.
-        picked = common.pick(decoding, begins.log(), vocab_ids, list(tokens))
+        picked = common.pick(decoding, next_q.log(), vocab_ids, list(tokens))
         if picked is None:
             break
         token, q_draft = picked
-        column = int((vocab_ids == token).nonzero())
-        q = float(begins[column])
-        columns = (*columns, column)
+        column = (vocab_ids == token).nonzero()[:, 0].tolist()
+        # A logits processor may force a token that is not in the draft vocabulary. It
+        # stays in the chain, because leaving out a token for its value would bias what
+        # is sampled, but the slots do not say what comes after it.
+        forced = not column
+        q = 0.0 if forced else float(next_q[column[0]])
+        columns = (*columns, *column)
         tokens = (*tokens, int(token))
         chain[tokens] = q
         probs.append(q_draft)
-        if tokens[-1] in decoding.ends:
+        if forced or tokens[-1] in decoding.ends:
             break
     return chain, probs
 
@@ -587,28 +618,21 @@ def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     hidden = decoding.hidden  # (1, n, D)
     n = hidden.shape[1]
     next_ids = decoding.ids[:, -n:]  # (1, n)
-    anchor = next_ids.new_full((1, 1), n - 1)
+    anchor = next_ids.new_full((1, 1), n - 1)  # the newest row: its slots read all
     states = drafter(decoding.target, hidden, next_ids, anchor, cache=memory.cache)
     memory.cache.cut(decoding.ids.shape[1] - 1)  # the rows stay, the slots do not
     return drafter.logits(states[0, 0], memory.head).softmax(-1)
 
 
-def make_tree(decoding, q_slots, vocab_ids, config, transform: str) -> common.Draft:
-    """The tree of a pass.
-
-    q_slots: (S, Vd + 1), the blank last. vocab_ids: (Vd,).
-    config: has symbols, nodes, sampled, and candidates if `transform` is "prefixes".
-    transform: apart from config, because Medusa's drafter (support/rivals/medusa.py),
-        which adds a blank of probability 0 and passes "none", has no such field.
-    """
+def make_tree(decoding, q_slots, vocab_ids, config) -> common.Draft:
+    """The tree of a pass; q_slots (S, Vd + 1), the blank last; vocab_ids (Vd,)."""
     choices = top_symbols(q_slots, vocab_ids, config.symbols)
-    merge = transform != "none"
-    if transform == "prefixes":
-        prefixes = prefix_search(choices, config.candidates)
+    merge = config.transform != "none"
+    limits = decoding.ends, decoding.room
+    if config.transform == "prefixes":
+        ranked = prefix_search(choices, config.candidates, *limits)
     else:
-        prefixes = likeliest_alignments(
-            choices, config.nodes, merge, decoding.ends, decoding.room
-        )
+        ranked = likeliest_alignments(choices, config.nodes, merge, *limits)
     # A node that was not sampled is accepted with the target's probability of its
     # token. One that was drawn from q is accepted with probability sum_x min(p(x),
     # q(x)), which is usually higher. So when sampling, the tree begins with a sampled
@@ -618,7 +642,8 @@ def make_tree(decoding, q_slots, vocab_ids, config, transform: str) -> common.Dr
     if decoding.do_sample:
         most = min(config.sampled, config.nodes, decoding.room)
         chain, probs = sample_chain(decoding, q_slots, vocab_ids, most, merge)
-    draft = token_tree(decoding, prefixes | chain, config.nodes, first=chain)
+    # The chain's sums replace what the search has found for its prefixes.
+    draft = token_tree(decoding, ranked | chain, config.nodes, first=chain)
     # common.draw takes row i of `probs` for node i, so no node of the chain may be left
     # out or moved.
     assert draft.tokens[: len(chain)].tolist() == [prefix[-1] for prefix in chain]
@@ -632,9 +657,8 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
     if decoding.hidden.shape[1] == 0 or decoding.room == 0:
         return common.chain([], decoding.ids)
     q_slots = fill_slots(drafter, decoding, memory)
-    vocab_ids = drafter.vocab_ids
-    draft = make_tree(decoding, q_slots, vocab_ids, config, config.transform)
-    draft.notes |= {"q_slots": q_slots, "vocab_ids": vocab_ids}
+    draft = make_tree(decoding, q_slots, drafter.vocab_ids, config)
+    draft.notes |= {"q_slots": q_slots, "vocab_ids": drafter.vocab_ids}
     return draft
 
 

@@ -265,6 +265,20 @@ def test_a_constraint_is_never_asked_about_a_text_that_has_ended(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_a_processor_may_force_tokens_that_no_drafter_drafts(method):
+    """transformers allows those of `prefix_allowed_tokens_fn` where all others are
+    -inf, so a drafter without them drafts them as well.
+    """
+    target, ids, _ = make_target("Llama")
+    options = {"max_new_tokens": 8, "do_sample": True, "top_k": 0}
+    options["prefix_allowed_tokens_fn"] = lambda *_: [0, 1]  # the rarest two
+    torch.manual_seed(0)
+    for _ in range(3):
+        output, _ = decode(target, ids, drafts_of(method, "Llama"), **options)
+        assert set(output[0, ids.shape[1] :].tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_prompt_may_be_one_token(method):
     target, ids, _ = make_target("GPT2")
     options = {"max_new_tokens": 12, "do_sample": False}

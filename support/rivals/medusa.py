@@ -47,6 +47,8 @@ class Config:
     nodes: int = option(10, "most nodes in the tree", decode=True)
     sampled: int = option(2, "most sampled nodes, when sampling", decode=True)
 
+    transform = "none"  # no field: for ctc_drafter.make_tree, as heads have no blank
+
     def __post_init__(self):
         common.at_least(self, window=1, anchors=1, draft_vocab=0)
         common.at_least(self, symbols=1, nodes=0, sampled=0)
@@ -128,7 +130,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     anchors, _ = ctc_drafter.anchors_and_labels(drafter, target, batch)
     logits = training_logits(drafter, target, batch, anchors)
     q_draft = logits[:, 0].softmax(-1)  # (W, Vd)
-    hidden = ctc_drafter.at_anchors(batch.hidden[:, 1:], anchors)
+    hidden = ctc_drafter.first_token_hidden(batch, anchors)
     total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
     return total, len(hidden)
 
@@ -158,4 +160,4 @@ def drafts(decoding, drafter: Drafter, **changes):
             continue
         q_heads = run_heads(drafter, decoding, head)
         q_slots = F.pad(q_heads, (0, 1))  # a head has no blank
-        yield ctc_drafter.make_tree(decoding, q_slots, vocab_ids, config, "none")
+        yield ctc_drafter.make_tree(decoding, q_slots, vocab_ids, config)

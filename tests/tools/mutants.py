@@ -275,14 +275,14 @@ after a repeat, the next token may be the same without a blank
 - new[prefix[-1]] = repeat[prefix[-1]]
 + pass
 a chain goes on from the empty prefix
-- begins = continuations(q_slots, columns)
-+ begins = continuations(q_slots, ())
+- next_q = continuations(q_slots, columns)
++ next_q = continuations(q_slots, ())
 sampled nodes count as chosen
 - draft.probs = torch.stack(probs) if probs else None
 + draft.probs = None
 chosen nodes come before sampled ones
-- for prefix in [*first, *sorted(prefixes, key=prefixes.get, reverse=True)]:
-+ for prefix in sorted(prefixes, key=prefixes.get, reverse=True):
+- for prefix in [*first, *sorted(ranked, key=ranked.get, reverse=True)]:
++ for prefix in sorted(ranked, key=ranked.get, reverse=True):
 """
 
 TRAIN = r"""
