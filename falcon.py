@@ -7,8 +7,8 @@ levels in one pass. It reads a sequence of slots. Slot i is the pair of h_i, the
 target's last hidden state (a "feature"), and the token one step ahead, x_(i+1). It
 predicts its label, h_(i+k), and the LM head drafts x_(i+k+1) from the prediction. The
 newest k slots form a block: they see each other and all earlier slots. Their
-predictions and drafted tokens are the slots of the next pass. In the example of 3.1,
-k = 2, the newest token is x_3, and h'_i is a prediction of h_i:
+predictions and drafted tokens are the slots of the next pass. In the example of 3.1, k
+= 2, the newest token is x_3, and h'_i is a prediction of h_i:
 
     pass    slots                        predictions     tokens drafted
     1       (h_1, x_2)   (h_2, x_3)      h'_3   h'_4     x_4   x_5
@@ -31,7 +31,6 @@ What differs from the paper, or is our choice where it says nothing (more in PAP
     2. Figure 2 leaves h_1^t open: here it is the label, as in the authors' code, with
        the text's token, not the target's. Its runs are of 1 to 3 slots of four; ours
        lie within a block and leave out its last slot, so with k = 2 they are one slot.
-       They have no loss.
     3. Blocks are counted from a random slot in training, from the newest in drafting.
        With two layers older cached rows keep what earlier blocks gave, approximately.
     4. Inputs and predictions are normalised. Layers start as the target's top ones.
@@ -43,9 +42,9 @@ What differs from the paper, or is our choice where it says nothing (more in PAP
        Figure 1 each has its own), and siblings are drawn without replacement.
 
 The authors' code differs, among other things, in that lambda falls from .45 to .10, the
-label of L_hard is sampled, and slots that are fed their label have a loss. The shipped
-drafter has linear fusion like EAGLE, omega_dist = 1, nine nodes, and a last stage
-without CSGD, because CSGD did not raise alpha here.
+label of L_hard is sampled, and slots that are fed their label have a loss (here none).
+The shipped drafter has linear fusion like EAGLE, omega_dist = 1, nine nodes, and a last
+stage without CSGD, because CSGD did not raise alpha here.
 
 Licence: Apache-2.0.
 """
@@ -168,8 +167,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
         drafter.fusion.weight.data.copy_(identity.repeat(1, 2))
         nn.init.zeros_(drafter.fusion.bias)
     top_layers = common.target_layers(target)[-config.num_layers :]
-    pairs = zip(drafter.layers, top_layers)
-    common.start_from(drafter, target, token_counts, pairs)
+    common.start_from(drafter, target, token_counts, zip(drafter.layers, top_layers))
     return drafter
 
 
@@ -261,10 +259,9 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     Returns (B, S) bool, True where revealed; fewer than N where all runs hold fewer.
     """
     # The paper reveals runs of slots "preceding those to be predicted" (Figure 2). So a
-    # run starts a complete block whose slots all learn, and leaves out at least the
-    # last one, which learns from the labels before it. Figure 2 samples which slots;
-    # that blocks are drawn uniformly, and lengths from 1 to k - 1, is our reading, as
-    # in the authors' code.
+    # run starts a complete block whose slots all learn, and leaves out its last slot,
+    # which learns from the labels before it. Figure 2 samples slots; that blocks are
+    # uniform, and lengths from 1 to k - 1, is our reading, as in the authors' code.
     revealed = torch.zeros_like(learns, device="cpu")
     learning = learns.cpu()
     for sequence, own_seed in enumerate(seed.tolist()):
@@ -339,8 +336,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft), summed over the M slots that learn, and M.
 
-    This is the probability that a token of a first pass, drawn at temperature 1, is
-    accepted after the text.
+    It is how likely a first pass's token, drawn at temperature 1, is to be accepted.
     """
     slots = training_slots(drafter, batch)
     _, logits, labels = predict(drafter, target, slots)
@@ -460,12 +456,11 @@ def make_plan(config: Config, device) -> Plan:
     node_of = {path: node for node, path in enumerate(paths)}
     passes, tips_before = [], []
     for depth in range(0, max(map(len, paths), default=0), k):  # of the pass's tips
-        # The root is the tip of pass 1, which continues no branch and reads no node.
         tips = sorted({path[:depth] for path in paths if len(path) > depth})
         ends = range(depth - k + 1, depth + 1)
         drafted = [path for path in paths if depth < len(path) <= depth + k]
         columns = (
-            # the branch of its ancestor k levels up
+            # the branch of its ancestor k levels up; pass 1's tip, the root, has none
             [tips_before.index(tip[:-k]) for tip in tips if tip],
             [[node_of[tip[:end]] for end in ends] for tip in tips if tip],
             [tips.index(path[:depth]) for path in drafted],
@@ -483,8 +478,7 @@ def make_plan(config: Config, device) -> Plan:
         "all": set(node_of.values()),
         "none": set(),
     }[config.sampled]
-    ranks = 1 + max(map(max, paths), default=0)
-    return Plan(passes, parents, above, drawn, ranks)
+    return Plan(passes, parents, above, drawn, 1 + max(map(max, paths), default=0))
 
 
 # -------------------------------------------------------------------------- decoding
@@ -496,9 +490,8 @@ class Memory:
     def __init__(self, drafter: Drafter, target):
         self.cache = common.GrowingCache(drafter.config.num_layers)
         self.head = common.draft_head(target, drafter.vocab_ids)  # D -> Vd
-        width = drafter.config.target["hidden_size"]
         # The last k - 1 slots, fused, and the LSTM's state after the last one.
-        self.fused = drafter.norm.weight.new_empty(1, 0, width)
+        self.fused = drafter.norm.weight.new_empty(1, 0, len(drafter.norm.weight))
         self.state = None
 
 
@@ -532,17 +525,15 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     #     attend now                3   4 5 6
     #
     # Up to k - 1 old slots, here slot 4, share a block with new ones. For simplicity
-    # the last k - 1 old slots always attend again. The LSTM cannot step back, so memory
-    # keeps them fused.
+    # the last k - 1 old slots always attend again.
     fused = torch.cat([memory.fused, new], dim=1)  # (1, r, D)
     length = fused.shape[1]  # r
-    memory.fused = fused[:, max(0, length - (k - 1)) :]
+    memory.fused = fused[:, max(0, length - (k - 1)) :]  # the LSTM cannot step back
     if total < k:
         return None
     # Drop the cached rows of the slots that attend again, and those of the last draft,
     # which are of predictions. Older rows stay, although their blocks have changed:
-    # with one layer a row depends on its slot alone, with more this is an
-    # approximation.
+    # with one layer a row depends on its slot alone, with more they are approximate.
     memory.cache.cut(total - length)
     positions = torch.arange(total, device=fused.device)
     phase = -total % k  # of `relaxed_mask`, so that the newest block is full
@@ -599,8 +590,7 @@ def later_pass(drafter, decoding, memory, before: Pass, origins, token_ids) -> P
         decoding.target,
         fused.flatten(0, 1)[None],
         positions.repeat(len(origins))[None],
-        # the k slots of a branch see the same
-        mask.repeat_interleave(k, dim=0)[None, None],
+        mask.repeat_interleave(k, dim=0)[None, None],  # its k slots see the same
         memory.cache,
     )
     return Pass(x[0].unflatten(0, (-1, k)), positions, mask, state)

@@ -283,6 +283,8 @@ def test_nodes_are_drawn_from_what_their_siblings_leave(llama, k, sampled):
                 unlikely += tokens[path] != int(expected.argmax())
             else:
                 assert tokens[path] == int(whole.argmax()), path
+                own = scores.softmax(-1)[drafter.vocab_ids == tokens[path]]
+                assert draft.notes["q"][node] == pytest.approx(float(own), rel=1e-4)
     assert unlikely > 0 or sampled == "none"
 
 
