@@ -44,7 +44,7 @@ What differs from the paper, or is our choice where it says nothing (more in PAP
 The authors' code differs, among other things, in that lambda falls from .45 to .10, the
 label of L_hard is sampled, and slots that are fed their label have a loss (here none).
 The shipped drafter has linear fusion like EAGLE, omega_dist = 1, nine nodes, and a last
-stage without CSGD, because CSGD did not raise alpha here.
+stage without CSGD, because CSGD did not raise alpha here (checkpoints/README.md).
 
 Licence: Apache-2.0.
 """
