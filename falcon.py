@@ -30,9 +30,9 @@ What differs from the paper, or is our choice where it says nothing (more in PAP
        which slot i may see, would hold the label of slot i.
     2. Figure 2 leaves h_1^t open: here it is the label, as in the authors' code, with
        the text's token, not the target's. Its runs are of 1 to 3 slots of four; ours
-       lie within a block and leave out its last slot, so with k = 2 they are one slot.
+       lie within a block and leave out its last slot, so with k = 2 they have one slot.
     3. Blocks are counted from a random slot in training, from the newest in drafting.
-       With two layers older cached rows keep what earlier blocks gave, approximately.
+       With two layers older rows keep what their earlier blocks gave, an approximation.
     4. Inputs and predictions are normalised. Layers start as the target's top ones.
        Only frequent tokens are drafted, and enter L_dist and the Hamming distance.
     5. The default tree has 13 nodes in two passes; one of the paper's two trees has 118
@@ -367,8 +367,8 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
 
 def paper_tree() -> list[list[int]]:
     """One of the paper's two trees: 118 nodes in eight levels, m = 20 at the root."""
-    # Appendix A does not list its nodes. They are those of kmask2_8layer_tree_3 in the
-    # authors' code, with ranks 0 to 7 below [0, 1] (PAPERS.md); `children`: m by path.
+    # Appendix A lists no nodes. They are those of kmask2_8layer_tree_3 in the authors'
+    # code, but with ranks 0 to 7 below [0, 1] (PAPERS.md). `children` is {path: m}.
     children = {(): 20, (0,): 11, (1,): 4, (2,): 4, (0, 0): 7, (0, 1): 8}
     children |= {(0,) * 3: 10, (0,) * 4: 10, (0,) * 5: 4, (0,) * 6: 4, (0,) * 7: 3}
     tree = {(*path, rank) for path, m in children.items() for rank in range(m)}
@@ -533,7 +533,7 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
         return None
     # Drop the cached rows of the slots that attend again, and those of the last draft,
     # which are of predictions. Older rows stay, although their blocks have changed:
-    # with one layer a row depends on its slot alone, with more they are approximate.
+    # with one layer a row depends on its slot alone, with more it is approximate.
     memory.cache.cut(total - length)
     positions = torch.arange(total, device=fused.device)
     phase = -total % k  # of `relaxed_mask`, so that the newest block is full
@@ -590,7 +590,7 @@ def later_pass(drafter, decoding, memory, before: Pass, origins, token_ids) -> P
         decoding.target,
         fused.flatten(0, 1)[None],
         positions.repeat(len(origins))[None],
-        mask.repeat_interleave(k, dim=0)[None, None],  # its k slots see the same
+        mask.repeat_interleave(k, dim=0)[None, None],  # slots of a branch see the same
         memory.cache,
     )
     return Pass(x[0].unflatten(0, (-1, k)), positions, mask, state)
@@ -629,7 +629,7 @@ def draw_nodes(drafter, decoding, plan: Plan, logits, tokens, chances, probs) ->
             ids[node] = int(tokens[node])
             chances[node] = probs[node][ids[node]]
         elif beside_drawn:
-            # The token of its rank may be taken, so it gets the likeliest that is left.
+            # Ranks do not count beside a drawn node: it gets the likeliest token left.
             best = left.argmax()
             tokens[node] = drafter.vocab_ids[best]
             chances[node] = scores.softmax(-1, dtype=torch.float32)[best]
