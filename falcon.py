@@ -191,8 +191,7 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
     """
     indices = torch.arange(length, device=phase.device)
     block = (indices + phase[:, None]) // k  # (B, S)
-    # The label of slot i is the input of slot i + k, which is in the next block, so no
-    # slot sees its own label.
+    # The label of slot i is fed to slot i + k, a block later, so no slot sees its own.
     return (block[:, :, None] >= block[:, None, :])[:, None]
 
 
@@ -336,7 +335,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft), summed over the M slots that learn, and M.
 
-    It is how likely a first pass's token, drawn at temperature 1, is to be accepted.
+    This is the probability that a token of a first pass, drawn at temperature 1, is
+    accepted after the text.
     """
     slots = training_slots(drafter, batch)
     _, logits, labels = predict(drafter, target, slots)
