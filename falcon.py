@@ -49,8 +49,8 @@ stage without CSGD, because CSGD did not raise alpha here (checkpoints/README.md
 Licence: Apache-2.0.
 """
 
+import dataclasses
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -63,7 +63,7 @@ import common
 from common import option
 
 
-@dataclass
+@dataclasses.dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     k: int = option(2, "levels drafted by a pass")
@@ -154,13 +154,13 @@ class Drafter(
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter before training. Fills in config.target.
+    """A drafter before training, of the config with its target filled in.
 
     A linear fusion starts as a sum, an LSTM at random, layers as the target's top ones.
 
     token_counts: (V,) how often each token occurs in the training data.
     """
-    config.target = common.target_shape(target)
+    config = dataclasses.replace(config, target=common.target_shape(target))
     drafter = Drafter(config)
     if config.fusion == "linear":
         identity = torch.eye(config.target["hidden_size"])  # for the sum of both halves
