@@ -4,11 +4,11 @@ Paper: Gao et al., AAAI 2025, arXiv:2412.12639.
 
 An autoregressive drafter needs a pass for every level of its draft. Falcon drafts k
 levels in one pass. It reads a sequence of slots. Slot i is the pair of h_i, the
-target's last hidden state (a "feature"), and the token one step ahead, x_(i+1). Its
-label is h_(i+k), from which the LM head drafts x_(i+k+1). The newest k slots form a
-block: they see each other and all earlier slots. Their predictions and the tokens that
-are drafted from them become the slots of the next pass. In the example of 3.1, k = 2
-and the newest token is x_3; h'_i is a prediction of h_i:
+target's last hidden state (a "feature"), and the token one step ahead, x_(i+1). It
+predicts its label, h_(i+k), and the LM head drafts x_(i+k+1) from the prediction. The
+newest k slots form a block: they see each other and all earlier slots. Their
+predictions and drafted tokens are the slots of the next pass. In the example of 3.1, k
+= 2, the newest token is x_3, and h'_i is a prediction of h_i:
 
     pass    slots                        predictions     tokens drafted
     1       (h_1, x_2)   (h_2, x_3)      h'_3   h'_4     x_4   x_5
@@ -19,38 +19,38 @@ Coupled sequential glancing distillation (CSGD) gives that slot x_4, in training
 by feeding the first slot of some blocks its own label: (h_3, x_4), not (h_1, x_2).
 
     in the paper           here
-    t_i, f_i               x_i, h_i (`hidden`, and as a label `labels`)
-    f^draft, p, p^draft    `h_draft`, `p_target`, `q_draft`
-    omega_dist             `distill_weight`
+    t_i, f_i, f^draft      x_i, h_i (`hidden`, and as a label `labels`), `h_draft`
+    p, p^draft             `log_p` and `log_q` in `loss`; when drafting, q_draft
 
-Shapes, beside those of common.py: S slots, M slots that learn, b branches, m nodes of a
+Shapes, beside those of common.py: S slots, M slots that learn, b branches, c nodes of a
 pass, r slots fed, P_own rows in the drafter's cache.
 
-What differs from the paper, or is our choice where it says nothing:
-    1. A slot predicts k places ahead, as in the example of 3.1. In Eq. 1 it predicts
-       one place ahead, but then slot i + 1, which slot i may see, would hold its label.
-    2. The paper does not say which h_1^t CSGD puts in place of h_1 (Figure 2). We take
-       the label, k places ahead, as the authors' code does, with the token of the text,
-       where the paper says the target's. Slots that are fed it have no loss here.
-    3. The first block has a random length in training. When drafting, blocks are
-       counted back from the newest slot (see `first_pass`).
+What differs from the paper, or is our choice where it says nothing (more in PAPERS.md):
+    1. A slot predicts k places ahead, as in 3.1. With Eq. 1's shift of one, slot i + 1,
+       which slot i may see, would hold the label of slot i.
+    2. Figure 2 leaves h_1^t open: here it is the label, as in the authors' code, with
+       the text's token, not the target's. Its runs are of 1 to 3 slots of four; ours
+       lie within a block and leave out its last slot, so with k = 2 they have one slot.
+    3. Blocks are counted from a random slot in training, from the newest in drafting.
+       With two layers older rows keep what their earlier blocks gave, an approximation.
     4. Inputs and predictions are normalised. Layers start as the target's top ones.
-    5. Only frequent tokens are drafted, and L_dist and the Hamming distance are
-       computed over these. lambda falls at each step, in the paper at each epoch.
-    6. The default tree has 13 nodes in two passes, the paper's tree has 118 in four.
-       When sampling, only its first choices are drawn; in appendix A all nodes are.
+       Only frequent tokens are drafted, and enter L_dist and the Hamming distance.
+    5. The default tree has 13 nodes in two passes; one of the paper's two trees has 118
+       in four (by the authors' code). When sampling, only the first-rank chain ([0],
+       [0, 0], ...) is drawn; in appendix A all nodes are.
+    6. As in the authors' code, branches of one block are fed the same predictions (in
+       Figure 1 each has its own), and siblings are drawn without replacement.
 
-Authors' code: among others, lambda falls from .45 to .10, the label of L_hard is
-sampled, and slots that are fed their label have a loss (more in PAPERS.md).
+The authors' code differs, among other things, in that lambda falls from .45 to .10, the
+label of L_hard is sampled, and slots that are fed their label have a loss (here none).
 The shipped drafter has linear fusion like EAGLE, omega_dist = 1, nine nodes, and a last
-stage without CSGD, which did not raise alpha here (checkpoints/README.md). `eagle` in
-checkpoints/train.sh has k = 1 and stands for EAGLE, the paper's main rival.
+stage without CSGD, because CSGD did not raise alpha here (checkpoints/README.md).
 
 Licence: Apache-2.0.
 """
 
+import dataclasses
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -63,7 +63,7 @@ import common
 from common import option
 
 
-@dataclass
+@dataclasses.dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     k: int = option(2, "levels drafted by a pass")
@@ -72,10 +72,14 @@ class Config:
     fusion: str = option("lstm", "lstm or linear")
     csgd: bool = option(True, "coupled sequential glancing distillation")
     noise: float = option(0.1, "hidden states get U(-noise, noise) in training")
-    distill_weight: float = option(0.1, "omega_dist, weight of the losses on tokens")
+    distill_weight: float = option(0.1, "omega_dist, weight of L_dist")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
-    tree: list = option(lambda: layered_tree([4, 4, 3, 2]), "rank paths", decode=True)
-    sampled: str = option("first", "nodes to sample: first, all or none", decode=True)
+    tree: list = option(
+        lambda: layered_tree([4, 4, 3, 2]), "nodes, each a path of ranks", decode=True
+    )
+    sampled: str = option(
+        "first", "sample first (the first-rank chain), all or none", decode=True
+    )
 
     def __post_init__(self):
         common.at_least(self, k=1, num_layers=1, draft_vocab=0)
@@ -91,7 +95,7 @@ class Config:
 class Drafter(
     nn.Module,
     PyTorchModelHubMixin,
-    paper_url="https://arxiv.org/abs/2412.12639",  # on the card of a drafter on the hub
+    paper_url="https://arxiv.org/abs/2412.12639",  # shown on a drafter's model card
     license="apache-2.0",
     tags=["speculative-decoding", "falcon"],
 ):
@@ -117,7 +121,7 @@ class Drafter(
     def fuse(self, target, hidden: Tensor, token_ids: Tensor, state=None):
         """Combine the hidden state and the token of each slot into one vector (3.2).
 
-        hidden: (n, t, D), of n sequences or branches.
+        hidden: (n, t, D), of n sequences or branches, t slots of each.
         token_ids: (n, t), each one step ahead of its hidden state.
         state: what the LSTM made of the slots before these, two (2, n, D); None before
             the first slot. A linear layer ignores it, and its new state is ().
@@ -136,6 +140,7 @@ class Drafter(
     def attend(self, target, x: Tensor, positions: Tensor, mask: Tensor, cache=None):
         """The predictions h_draft (B, r, D) of r fused slots x (B, r, D).
 
+        In a later pass B = 1, and r = b k slots of all branches.
         positions: (1, r), indices of the slots in the text.
         mask: (B, 1, r, P_own + r) bool, True where a slot sees another.
         cache: the drafter's own, of P_own rows, to which r are added.
@@ -149,20 +154,20 @@ class Drafter(
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter before training, with the target's top layers.
+    """A drafter before training, of the config with its target filled in.
+
+    A linear fusion starts as a sum, an LSTM at random, layers as the target's top ones.
 
     token_counts: (V,) how often each token occurs in the training data.
     """
-    config.target = common.target_shape(target)
+    config = dataclasses.replace(config, target=common.target_shape(target))
     drafter = Drafter(config)
     if config.fusion == "linear":
-        # Start as the sum of the normalised hidden state and embedding.
-        identity = torch.eye(config.target["hidden_size"])
+        identity = torch.eye(config.target["hidden_size"])  # for the sum of both halves
         drafter.fusion.weight.data.copy_(identity.repeat(1, 2))
         nn.init.zeros_(drafter.fusion.bias)
     top_layers = common.target_layers(target)[-config.num_layers :]
-    pairs = zip(drafter.layers, top_layers)
-    common.start_from(drafter, target, token_counts, pairs)
+    common.start_from(drafter, target, token_counts, zip(drafter.layers, top_layers))
     return drafter
 
 
@@ -172,8 +177,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
     """Relaxed causal mask (3.2, 3.4): a slot sees its own and all earlier blocks.
 
-    The label of slot i is the input of slot i + k, which is in the next block, so no
-    slot sees its own label. k = 2, phase 1:
+    For example, k = 2, phase 1:
 
            key   0  1  2  3  4        blocks: 0 | 1 2 | 3 4
         slot 0   x  .  .  .  .
@@ -182,12 +186,12 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
              3   x  x  x  x  x
              4   x  x  x  x  x
 
-    phase: (B,) how many of its k slots the first block lacks, 0 to k - 1. It varies in
-        training, because when drafting a block may start at any slot.
+    phase: (B,) how many of its k slots the first block lacks, 0 to k - 1.
     Returns (B, 1, S, S) bool, True where a slot sees another; S is `length`.
     """
-    slots = torch.arange(length, device=phase.device)
-    block = (slots + phase[:, None]) // k  # (B, S)
+    indices = torch.arange(length, device=phase.device)
+    block = (indices + phase[:, None]) // k  # (B, S)
+    # The label of slot i is fed to slot i + k, a block later, so no slot sees its own.
     return (block[:, :, None] >= block[:, None, :])[:, None]
 
 
@@ -217,11 +221,11 @@ def training_slots(drafter: Drafter, batch) -> Slots:
         hidden=hidden[:, :-1],
         token_ids=batch.input_ids[:, 1:],
         # The last k slots do not learn, because their labels' tokens are beyond the
-        # text. Zeros stand there.
+        # text. What is missing is padded with zeros.
         labels=F.pad(hidden, (0, 0, 0, k))[:, k:-1],
         label_ids=F.pad(batch.input_ids, (0, k))[:, k + 1 :],
         learns=F.pad(batch.loss_mask, (0, k))[:, k + 1 :],
-        phase=batch.seed % k,
+        phase=batch.seed % k,  # random, as a block may start anywhere when drafting
     )
 
 
@@ -251,12 +255,12 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
         target's. Their number in a sequence is d, the Hamming distance.
     learns: (B, S) bool. rate: lambda.
     seed: (B,), which gives the phase of `relaxed_mask` and the random numbers.
-    Returns (B, S) bool, True where revealed.
+    Returns (B, S) bool, True where revealed; fewer than N where all runs hold fewer.
     """
-    # The paper reveals slots "preceding those to be predicted", in runs (Choice 1 to 3
-    # of Figure 2). So a run starts a complete block whose slots all learn, and leaves
-    # out at least the last one, which learns from the labels before it. Blocks and
-    # lengths, of which the paper says nothing, are random, as in the authors' code.
+    # The paper reveals runs of slots "preceding those to be predicted" (Figure 2). So a
+    # run starts a complete block whose slots all learn, and leaves out its last slot,
+    # which learns from the labels before it. Figure 2 samples slots; that blocks are
+    # uniform, and lengths from 1 to k - 1, is our reading, as in the authors' code.
     revealed = torch.zeros_like(learns, device="cpu")
     learning = learns.cpu()
     for sequence, own_seed in enumerate(seed.tolist()):
@@ -282,13 +286,13 @@ def reveal(drafter: Drafter, target, slots: Slots, batch) -> Slots:
         before     (h_1, x_2)  (h_2, x_3)      after    (h_3, x_4)  (h_2, x_3)
         label      (h_3, x_4)  (h_4, x_5)               -           (h_4, x_5)
     """
-    # When drafting, the second slot never sees x_4. CSGD can only teach the layers to
-    # connect the slots of a block. What the revealed slot held is lost to later slots.
-    _, logits, labels = predict(drafter, target, slots)  # a forward without noise
+    # When drafting, the second slot never sees x_4. So CSGD trains the connection
+    # between the slots of a block, not what is fed when drafting.
+    _, logits, labels = predict(drafter, target, slots)  # a pass without noise
     truth = common.target_logits(target, labels, drafter.vocab_ids)
     wrong = torch.zeros_like(slots.learns)
     wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
-    rate = 0.4 * (1 - batch.progress)  # lambda
+    rate = 0.4 * (1 - batch.progress)  # lambda, which in the paper falls by epochs
     revealed = glance(wrong, slots.learns, rate, drafter.config.k, batch.seed)
     return slots._replace(
         hidden=torch.where(revealed[..., None], slots.labels, slots.hidden),
@@ -299,7 +303,7 @@ def reveal(drafter: Drafter, target, slots: Slots, batch) -> Slots:
 
 def noisy(hidden: Tensor, amplitude: float, seed: Tensor) -> Tensor:
     """Hidden states (B, S, D) plus U(-amplitude, amplitude) (3.2)."""
-    # The noise stands in for the errors of predictions, which later passes are fed.
+    # Later passes are fed predictions; the noise stands in for their errors.
     noise = []
     for own_seed in seed.tolist():
         numbers = common.generator(own_seed, use=1)  # not the numbers of `glance`
@@ -314,6 +318,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     slots = training_slots(drafter, batch)
     if config.csgd and config.k > 1:  # with k = 1 no slot precedes another in its block
         slots = reveal(drafter, target, slots, batch)
+    # Thus revealed labels are noisy, too; in the authors' code they have no noise.
     slots = slots._replace(hidden=noisy(slots.hidden, config.noise, batch.seed))
     h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1
     l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum")
@@ -330,8 +335,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft), summed over the M slots that learn, and M.
 
-    This is the probability that a token drawn at temperature 1 is accepted. The paper's
-    alpha (4.2) is another quantity: the share of draft tokens in the text.
+    This is the probability that a token of a first pass, drawn at temperature 1, is
+    accepted after the text.
     """
     slots = training_slots(drafter, batch)
     _, logits, labels = predict(drafter, target, slots)
@@ -361,10 +366,9 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
 
 
 def paper_tree() -> list[list[int]]:
-    """The paper's tree of 118 nodes, eight levels and m = 20 children of the root."""
-    # Appendix A does not list its nodes. They are those of kmask2_8layer_tree_3 in the
-    # authors' code, with ranks 0 to 7 below [0, 1] (PAPERS.md).
-    # The number of children of a path:
+    """One of the paper's two trees: 118 nodes in eight levels, m = 20 at the root."""
+    # Appendix A lists no nodes. They are those of kmask2_8layer_tree_3 in the authors'
+    # code, but with ranks 0 to 7 below [0, 1] (PAPERS.md). `children` is {path: m}.
     children = {(): 20, (0,): 11, (1,): 4, (2,): 4, (0, 0): 7, (0, 1): 8}
     children |= {(0,) * 3: 10, (0,) * 4: 10, (0,) * 5: 4, (0,) * 6: 4, (0,) * 7: 3}
     tree = {(*path, rank) for path, m in children.items() for rank in range(m)}
@@ -390,7 +394,7 @@ def checked_tree(tree, vocab: float) -> list[list[int]]:
         name = f"tree path {list(path)}"
         # True is no rank, but isinstance(True, int).
         if not path or not all(type(r) is int and 0 <= r < vocab for r in path):
-            limit = f", below {vocab}" if vocab < math.inf else ""
+            limit = f", below {vocab} (draft_vocab)" if vocab < math.inf else ""
             raise common.UserError(f"{name}: give a list of ranks from 0 on{limit}")
         if path[:-1] not in known | {()}:
             raise common.UserError(f"{name}: add its parent {list(path[:-1])}")
@@ -398,8 +402,8 @@ def checked_tree(tree, vocab: float) -> list[list[int]]:
 
 
 VARIANTS = {
-    "chain": {"tree": layered_tree([1, 1, 1, 1])},  # Table 4
-    "one_pass": {"tree": layered_tree([3, 4])},  # with k = 2
+    "chain": {"tree": layered_tree([1, 1, 1, 1])},  # Table 4, of height 4 instead of 8
+    "one_pass": {"tree": layered_tree([3, 4])},  # one pass only if k >= 2
     "paper": {"tree": paper_tree()},
     "none": {"sampled": "none"},  # the likeliest tokens, as in greedy decoding
     "all": {"sampled": "all"},  # appendix A
@@ -407,10 +411,10 @@ VARIANTS = {
 
 
 # A pass drafts k levels of the tree (3.4). Slot j of a branch gives the tokens of level
-# j of the pass: a node of rank r holds the slot's token number r by probability. A node
-# on the last of these levels that has children is a tip. In the next pass each tip has
-# a branch, a block of k slots with the k tokens down to the tip. For example, k = 2 and
-# this tree (which is not the shipped one):
+# j of the pass: a node of rank r holds the slot's r-th likeliest token, counted from 0.
+# A node on the last of these levels is a tip if it has children. In the next pass each
+# tip has a branch, a block of k slots with the k tokens down to and including the
+# tip's. For example, k = 2 and this tree:
 #
 #     root -+- 0 -+- 2 --- 5 --- 7
 #           |     +- 3
@@ -420,18 +424,19 @@ VARIANTS = {
 #     slot     0     1     0     1
 #
 # Nodes 2 and 4 are the tips. Both hold the likeliest token of slot 1, because this slot
-# knows neither token 0 nor token 1. That is the price of drafting two levels at once.
+# knows neither node 0's token nor node 1's. This is the price of two levels at once.
 
 
 class PassPlan(NamedTuple):
-    """What a pass over b branches is fed, and which of its outputs give the m nodes."""
+    """What a pass over b branches is fed, and which of its outputs give the c nodes."""
 
+    # Pass 1 has one branch, fed committed slots: its origins and reads are empty, (0,).
     # in the example:            pass 1       pass 2
     origins: Tensor  # (b,)      -            0 0       the branch that each continues
     reads: Tensor  # (b, k)      -            0 2, 1 4  the nodes whose tokens are fed
-    branch: Tensor  # (m,)       0 0 0 0 0    0 1 0 1   of nodes 0 to 4, and 5 to 8
-    slot: Tensor  # (m,)         0 0 1 1 1    0 0 1 1
-    rank: Tensor  # (m,)         0 1 0 1 0    0 0 0 0
+    branch: Tensor  # (c,)       0 0 0 0 0    0 1 0 1   of nodes 0 to 4, and 5 to 8
+    slot: Tensor  # (c,)         0 0 1 1 1    0 0 1 1
+    rank: Tensor  # (c,)         0 1 0 1 0    0 0 0 0
 
 
 class Plan(NamedTuple):
@@ -440,7 +445,7 @@ class Plan(NamedTuple):
     passes: list[PassPlan]
     parents: list[int]  # of N nodes; -1 is the root
     above: list[list[int]]  # of N nodes: the nodes on the way to it, from the root down
-    sampled: set[int]  # nodes to draw when sampling
+    drawn: set[int]  # nodes to draw when sampling
     ranks: int  # how many of a slot's likeliest tokens are needed
 
 
@@ -449,14 +454,14 @@ def make_plan(config: Config, device) -> Plan:
     k = config.k
     paths = [tuple(path) for path in config.tree]
     node_of = {path: node for node, path in enumerate(paths)}
-    passes, before = [], []
-    for depth in range(0, max(map(len, paths), default=0), k):  # of the tips
-        # The root is the tip of pass 1, which continues no branch and reads no node.
+    passes, tips_before = [], []
+    for depth in range(0, max(map(len, paths), default=0), k):  # of the pass's tips
         tips = sorted({path[:depth] for path in paths if len(path) > depth})
         ends = range(depth - k + 1, depth + 1)
         drafted = [path for path in paths if depth < len(path) <= depth + k]
         columns = (
-            [before.index(tip[:-k]) for tip in tips if tip],  # k levels higher
+            # the branch of its ancestor k levels up; pass 1's tip, the root, has none
+            [tips_before.index(tip[:-k]) for tip in tips if tip],
             [[node_of[tip[:end]] for end in ends] for tip in tips if tip],
             [tips.index(path[:depth]) for path in drafted],
             [len(path) - depth - 1 for path in drafted],
@@ -464,18 +469,16 @@ def make_plan(config: Config, device) -> Plan:
         )
         columns = (torch.tensor(x, dtype=torch.long, device=device) for x in columns)
         passes.append(PassPlan(*columns))
-        before = tips
+        tips_before = tips
     above = [[node_of[path[:end]] for end in range(1, len(path))] for path in paths]
     parents = [nodes[-1] if nodes else -1 for nodes in above]
-    # Drawing the first choices raises the shipped drafter's tau by some 9% at
-    # temperature 1. Drawing all nodes adds no more than noise (results/README.md).
-    sampled = {
+    # Drawing more than the first-rank chain did not raise tau more (results/README.md).
+    drawn = {
         "first": {node_of[path] for path in paths if not any(path)},  # all ranks are 0
         "all": set(node_of.values()),
         "none": set(),
-    }
-    ranks = 1 + max(map(max, paths), default=0)
-    return Plan(passes, parents, above, sampled[config.sampled], ranks)
+    }[config.sampled]
+    return Plan(passes, parents, above, drawn, 1 + max(map(max, paths), default=0))
 
 
 # -------------------------------------------------------------------------- decoding
@@ -487,9 +490,8 @@ class Memory:
     def __init__(self, drafter: Drafter, target):
         self.cache = common.GrowingCache(drafter.config.num_layers)
         self.head = common.draft_head(target, drafter.vocab_ids)  # D -> Vd
-        width = drafter.config.target["hidden_size"]
         # The last k - 1 slots, fused, and the LSTM's state after the last one.
-        self.fused = drafter.norm.weight.new_empty(1, 0, width)
+        self.fused = drafter.norm.weight.new_empty(1, 0, len(drafter.norm.weight))
         self.state = None
 
 
@@ -503,18 +505,17 @@ class Pass(NamedTuple):
 
 
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
-    """Feed the slots of the newly committed tokens. The newest k are its one branch.
+    """Feed the slots of the newly committed tokens.
 
-    Returns None if there are fewer than k slots.
+    The newest k slots form the one branch of this pass; None if there are fewer slots.
     """
     k = drafter.config.k
-    target = decoding.target
     total = decoding.ids.shape[1] - 1  # P
     if total == 0:  # a prompt of one token, before which there is no hidden state
         return None
-    hidden = decoding.hidden  # (1, n, D)
+    hidden = decoding.hidden  # (1, new, D)
     token_ids = decoding.ids[:, -hidden.shape[1] :]  # one step ahead
-    new, memory.state = drafter.fuse(target, hidden, token_ids, memory.state)
+    new, memory.state = drafter.fuse(decoding.target, hidden, token_ids, memory.state)
 
     # Blocks are counted back from the newest slot, so that the last one is full, and
     # their borders move each round. For example, k = 3, and slots 5 and 6 are new:
@@ -523,38 +524,37 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     #     blocks now        0 | 1 2 3 | 4 5 6
     #     attend now                3   4 5 6
     #
-    # Up to k - 1 old slots, here slot 4, are in a block with new ones and attend again.
-    # For simplicity the last k - 1 always do. The LSTM cannot go back: they stay fused.
+    # Up to k - 1 old slots, here slot 4, share a block with new ones. For simplicity
+    # the last k - 1 old slots always attend again.
     fused = torch.cat([memory.fused, new], dim=1)  # (1, r, D)
     length = fused.shape[1]  # r
-    memory.fused = fused[:, max(0, length - (k - 1)) :]
+    memory.fused = fused[:, max(0, length - (k - 1)) :]  # the LSTM cannot step back
     if total < k:
         return None
-    # Drop their rows, and those of the last draft, which were computed from predicted
-    # hidden states. Older rows stay, although their blocks have changed. With one layer
-    # a row depends on its own slot alone; with more this is an approximation.
+    # Drop the cached rows of the slots that attend again, and those of the last draft,
+    # which are of predictions. Older rows stay, although their blocks have changed:
+    # with one layer a row depends on its slot alone, with more it is approximate.
     memory.cache.cut(total - length)
-    slots = torch.arange(total, device=fused.device)
+    positions = torch.arange(total, device=fused.device)
     phase = -total % k  # of `relaxed_mask`, so that the newest block is full
-    block = (slots + phase) // k  # (P,)
+    block = (positions + phase) // k  # (P,)
     # A prompt attends in parts, because one mask for all of it would grow with the
     # square of its length. Parts are counted back as well, so none ends within a block.
-    borders = sorted(range(length - 256 * k, 0, -256 * k))
-    for part in fused.tensor_split(borders, dim=1):  # (1, n, D)
+    size = 256 * k  # a multiple of k
+    for part in fused.tensor_split(sorted(range(length - size, 0, -size)), dim=1):
         start = memory.cache.get_seq_length()  # P_own
-        end = start + part.shape[1]  # P_own + n
-        positions = slots[None, start:end]
+        end = start + part.shape[1]  # P_own + part
         mask = block[start:end, None] >= block[:end]
-        x = drafter.attend(target, part, positions, mask[None, None], memory.cache)
-    return Pass(x[:, -k:], slots[-k:], mask[-1:], memory.state)
+        here = positions[None, start:end]
+        x = drafter.attend(decoding.target, part, here, mask[None, None], memory.cache)
+    return Pass(x[:, -k:], positions[-k:], mask.new_ones(1, total), memory.state)
 
 
 def branch_mask(mask: Tensor, origins: Tensor, k: int) -> Tensor:
     """What each branch of a later pass sees (Figure 3).
 
-    It sees its own block, and all that is seen by the branch that it continues. Its k
-    slots see the same. k = 2; in pass 3, D continues A, and E continues C. Each column
-    is a slot in the cache:
+    It sees its own block, and all that is seen by the branch that it continues. k = 2;
+    in pass 3, D continues A, and E continues C. Each column is a slot in the cache:
 
                   committed A A B B C C   D D E E
         pass 2  A   x x x   x x . . . .
@@ -563,35 +563,34 @@ def branch_mask(mask: Tensor, origins: Tensor, k: int) -> Tensor:
         pass 3  D   x x x   x x . . . .   x x . .
                 E   x x x   . . . . x x   . . x x
 
-    mask: (b, P_own) bool, of the pass before.
-    origins: (n,) the branch that each new branch continues.
-    Returns (n, P_own + n k) bool.
+    mask: (b_before, P_own) bool, of the pass before.
+    origins: (b,) the branch that each new branch continues.
+    Returns (b, P_own + b k) bool.
     """
     own = torch.eye(len(origins), dtype=torch.bool, device=mask.device)
-    own = own.repeat_interleave(k, 1)  # (n, n k)
+    own = own.repeat_interleave(k, 1)  # (b, b k)
     return torch.cat([mask[origins], own], dim=1)
 
 
 def later_pass(drafter, decoding, memory, before: Pass, origins, token_ids) -> Pass:
-    """Feed n branches, each a block of k predictions and drafted tokens.
+    """Feed b branches, each a block of k predictions and drafted tokens.
 
-    origins: (n,) the branches of `before` that they continue.
-    token_ids: (n, k) the drafted tokens, the tip's last.
+    origins: (b,) the branches of `before` that they continue.
+    token_ids: (b, k) the drafted tokens, the tip's last.
     """
     k = drafter.config.k
-    # Branches that continue the same one share its predictions and differ in tokens, as
-    # in the authors' code. In Figure 1 each branch has predictions of its own.
-    hidden = before.h_draft[origins]  # (n, k, D)
-    state = tuple(x[:, origins] for x in before.state)  # (2, n, D) each
+    # Branches that continue the same one share its predictions and differ in tokens.
+    hidden = before.h_draft[origins]  # (b, k, D)
+    state = tuple(x[:, origins] for x in before.state)  # (2, b, D) each
     fused, state = drafter.fuse(decoding.target, hidden, token_ids, state)
     positions = before.positions + k
-    mask = branch_mask(before.mask, origins, k)  # (n, P_own + n k)
-    # All branches form one sequence of n k slots, and the mask keeps them apart.
+    mask = branch_mask(before.mask, origins, k)  # (b, P_own + b k)
+    # All branches form one sequence of b k slots, and the mask keeps them apart.
     x = drafter.attend(
         decoding.target,
         fused.flatten(0, 1)[None],
         positions.repeat(len(origins))[None],
-        mask.repeat_interleave(k, dim=0)[None, None],
+        mask.repeat_interleave(k, dim=0)[None, None],  # slots of a branch see the same
         memory.cache,
     )
     return Pass(x[0].unflatten(0, (-1, k)), positions, mask, state)
@@ -600,56 +599,57 @@ def later_pass(drafter, decoding, memory, before: Pass, origins, token_ids) -> P
 def draw_nodes(drafter, decoding, plan: Plan, logits, tokens, chances, probs) -> None:
     """Draw the nodes of a pass that are to be sampled (appendix A).
 
-    logits: (m, Vd), from which each of the m nodes chooses.
-    tokens, chances: (n,) of all nodes so far, the m last; both are changed in place. A
-        chance is the drafter's probability of the node's token.
+    logits: (c, Vd), from which each of the c nodes chooses.
+    tokens, chances: of all nodes so far, those of the pass last; both are changed in
+        place. A chance is the drafter's probability of the node's token.
     probs: {node: q_draft (V,)} of the drawn nodes so far; the new ones are added.
     """
-    for node, choices in enumerate(logits, len(tokens) - len(logits)):
+    ids = tokens.tolist()  # read once, because each look at a GPU would wait for it
+    for node, scores in enumerate(logits, len(tokens) - len(logits)):
         parent = plan.parents[node]
-        first = plan.parents.index(parent)  # siblings are neighbours, from here on
-        beside_drawn = any(n in probs for n in range(first, node))
+        first = plan.parents.index(parent)  # of the siblings, which stand side by side
+        beside_drawn = any(n in probs for n in range(first, node))  # an earlier sibling
         # A logits processor may fail on a text that it forbids itself. So a node is
         # drawn only below drawn nodes, and not after the end of a text.
-        to_draw = node in plan.sampled and (
-            parent == -1 or parent in probs and int(tokens[parent]) not in decoding.ends
-        )
+        allowed = parent == -1 or (parent in probs and ids[parent] not in decoding.ends)
+        to_draw = allowed and node in plan.drawn
         if not to_draw and not beside_drawn:
             continue
-        # Siblings are drawn without replacement: a node chooses from the tokens that
-        # those before it have left, and its q_draft is the distribution over these. So
-        # it depends on the tokens above it and on the siblings before it, and on no
-        # other drawn token, as `common.draw` requires.
+        # Siblings are drawn without replacement: q_draft is the distribution over the
+        # tokens that earlier siblings leave. So it depends on them and on the tokens
+        # above, and on no other drawn token, as `common.draw` requires.
         taken = torch.isin(drafter.vocab_ids, tokens[first:node])  # (Vd,)
-        choices = choices.masked_fill(taken, float("-inf"))
+        left = scores.masked_fill(taken, float("-inf"))
         picked = None
         if to_draw:
-            drafted = tokens.tolist()  # a list as index would first be copied to a GPU
-            above = [drafted[n] for n in plan.above[node]]
-            picked = common.pick(decoding, choices, drafter.vocab_ids, above)
+            above = [ids[n] for n in plan.above[node]]
+            picked = common.pick(decoding, left, drafter.vocab_ids, above)
         if picked is not None:
             tokens[node], probs[node] = picked
-            chances[node] = probs[node][tokens[node]]
+            ids[node] = int(tokens[node])
+            chances[node] = probs[node][ids[node]]
         elif beside_drawn:
-            # The token of its rank may be taken. It gets the likeliest that is left.
-            tokens[node] = drafter.vocab_ids[choices.argmax()]
-            chances[node] = choices.softmax(-1, dtype=torch.float32).max()
+            # Ranks do not count beside a drawn node: it gets the likeliest token left.
+            best = left.argmax()
+            tokens[node] = drafter.vocab_ids[best]
+            chances[node] = scores.softmax(-1, dtype=torch.float32)[best]
 
 
 def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Draft:
     """Draft the planned tree after `decoding.ids`, as far down as there is room.
 
-    Returns a Draft, which has no nodes after a prompt of k tokens or fewer. Its notes
-    are k, and for display q: the drafter's probability of each node's token, after the
-    logits processors if it was drawn.
+    Returns a Draft, which has no nodes while the text has k tokens or fewer, or where
+    there is no room. Its notes are k, and for display q: the drafter's probability of
+    each node's token, after the logits processors if it was drawn.
     """
-    # Logits processors must see no text beyond the last token, so the tree ends there.
-    count = sum(len(above) < decoding.room for above in plan.above)  # sorted by depth
+    # Logits processors must see no text longer than max_length, so count the nodes of
+    # depth <= room. Depth is len(above) + 1, and nodes are sorted by depth.
+    count = sum(len(above) < decoding.room for above in plan.above)
     latest = first_pass(drafter, decoding, memory) if count else None
     tokens = decoding.ids.new_zeros(0)
     chances = torch.zeros(0, device=tokens.device)
     probs = {}  # {node: q_draft (V,)} of the nodes that are drawn
-    for planned in plan.passes if latest else []:
+    for planned in plan.passes if latest is not None else []:
         start = len(tokens)
         if start >= count:
             break
@@ -661,7 +661,7 @@ def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Dr
         nodes = planned.branch, planned.slot, planned.rank
         tokens = torch.cat([tokens, drafter.vocab_ids[best.indices[nodes]]])[:count]
         chances = torch.cat([chances, best.values[nodes]])[:count]
-        if decoding.do_sample and plan.sampled:
+        if decoding.do_sample and plan.drawn:
             by_node = logits[planned.branch, planned.slot][: len(tokens) - start]
             draw_nodes(drafter, decoding, plan, by_node, tokens, chances, probs)
     # Nodes below an end-of-sequence token are never accepted. They stay, so that all
@@ -670,10 +670,10 @@ def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Dr
     order = sorted(range(len(tokens)), key=lambda node: node not in probs)
     place = {-1: -1} | {node: n for n, node in enumerate(order)}
     parents = [place[plan.parents[node]] for node in order]
-    drawn = torch.stack(list(probs.values())) if probs else None
+    q_draft = torch.stack(list(probs.values())) if probs else None
     index = tokens.new_tensor(order)
     notes = {"k": drafter.config.k, "q": chances[index].tolist()}
-    return common.Draft(tokens[index], parents, drawn, notes)
+    return common.Draft(tokens[index], parents, q_draft, notes)
 
 
 @torch.no_grad()

@@ -155,7 +155,7 @@ def test_the_plan_of_the_drawing():
     assert got == [first, second]
     assert plan.parents == [-1, -1, 0, 0, 1, 2, 4, 5, 6] and plan.ranks == 2
     assert plan.above == [[], [], [0], [0], [1], [0, 2], [1, 4], [0, 2, 5], [1, 4, 6]]
-    assert plan.sampled == {0, 2, 5, 7}
+    assert plan.drawn == {0, 2, 5, 7}
     deeper = falcon.Config(tree=[*tree, [0] * 5, [1, 0, 0, 0, 0]], k=2)
     third = falcon.make_plan(deeper, "cpu").passes[2]
     # Its branches continue both of pass 2, and are fed nodes 5 7 and 6 8.
@@ -283,6 +283,8 @@ def test_nodes_are_drawn_from_what_their_siblings_leave(llama, k, sampled):
                 unlikely += tokens[path] != int(expected.argmax())
             else:
                 assert tokens[path] == int(whole.argmax()), path
+                own = scores.softmax(-1)[drafter.vocab_ids == tokens[path]]
+                assert draft.notes["q"][node] == pytest.approx(float(own), rel=1e-4)
     assert unlikely > 0 or sampled == "none"
 
 
@@ -628,7 +630,7 @@ def test_ranks_are_ints_and_an_unknown_vocabulary_is_no_limit():
     for tree in ([[True]], [[0], [0, -1]], [[]]):
         with pytest.raises(common.UserError, match="give a list of ranks from 0 on$"):
             falcon.Config(tree=tree, draft_vocab=0)
-    with pytest.raises(common.UserError, match="from 0 on, below 9$"):
+    with pytest.raises(common.UserError, match=r"from 0 on, below 9 \(draft_vocab\)$"):
         falcon.Config(tree=[[9]], draft_vocab=9)
 
 

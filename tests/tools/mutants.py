@@ -180,7 +180,7 @@ w_rej is ignored
 FALCON = r"""
 the relaxed mask is plain causal
 - return (block[:, :, None] >= block[:, None, :])[:, None]
-+ return (slots[:, None] >= slots).expand(len(phase), 1, -1, -1)
++ return (indices[:, None] >= indices).expand(len(phase), 1, -1, -1)
 a slot learns the state before its label
 - labels=F.pad(hidden, (0, 0, 0, k))[:, k:-1]
 + labels=F.pad(hidden, (0, 0, 0, k))[:, k - 1 : -2]
@@ -200,20 +200,20 @@ soft and hard losses exchange their weights
 - l_dist = 0.9 * l_soft + 0.1 * l_hard
 + l_dist = 0.1 * l_soft + 0.9 * l_hard
 each branch of a later pass continues the first one
-- [before.index(tip[:-k]) for tip in tips if tip]
+- [tips_before.index(tip[:-k]) for tip in tips if tip]
 + [0 for tip in tips if tip]
 each branch is fed the first tokens on its path, not the last ones
 - ends = range(depth - k + 1, depth + 1)
 + ends = range(1, k + 1)
 drafting is plain causal
 - mask = block[start:end, None] >= block[:end]
-+ mask = slots[start:end, None] >= slots[:end]
++ mask = positions[start:end, None] >= positions[:end]
 blocks are counted from the first slot when drafting
 - phase = -total % k
 + phase = 0
 a part of a prompt ends within a block
-- borders = sorted(range(length - 256 * k, 0, -256 * k))
-+ borders = list(range(256 * k, length, 256 * k))
+- sorted(range(length - size, 0, -size))
++ list(range(size, length, size))
 the LSTM forgets what it has read
 - return self.fusion(pairs, state)
 + return self.fusion(pairs)
@@ -227,7 +227,7 @@ drawn nodes are told each other's probabilities
 - torch.stack(list(probs.values()))
 + torch.stack(list(probs.values())[::-1])
 nodes below an end of the answer are drawn
-- parent in probs and int(tokens[parent]) not in decoding.ends
+- parent in probs and ids[parent] not in decoding.ends
 + parent in probs
 the tree goes on beyond the last token that may be written
 - count = sum(len(above) < decoding.room for above in plan.above)
