@@ -1,7 +1,8 @@
 """Shared code: verify a draft, decode, load a target and a drafter.
 
 A method is a generator of drafts. Given a Decoding, the state of one answer, it yields
-one Draft per round, and the Decoding commits what the target accepts of it:
+one Draft per round until `decoding.done`, and the Decoding commits what the target
+accepts of each before the next one is asked for:
 
     for draft in glide.drafts(decoding, drafter):
         decoding.verify(draft)
@@ -15,18 +16,20 @@ Words:
     target      the large model whose text is wanted; a *forward* is a run of it
     drafter     what proposes tokens; a *pass* is a run of it
     round       one draft, its verification by one forward, and the tokens committed
-    root        the newest committed token. The target chose it from its last logits and
-                has not been fed it yet, so each forward feeds it before the draft
+    root        the newest committed token (at first, the prompt's last one). It has no
+                cached row yet, so each forward feeds it before the draft
     node        a draft token; the nodes form a tree below the root
-    bonus token the target's own token that ends a round, after a rejection as well
+    bonus token the target's own token that ends a round (elsewhere it is called so only
+                after a draft that was accepted whole)
     row         what a KV cache holds of one token: its key and its value
-    residual    what is left of the target's distribution after a rejection
+    residual    max(p - q, 0), divided by its sum: what is left of the target's
+                distribution after a rejection
     p_target, q_draft     the distributions of target and drafter; when decoding, after
                 the logits processors (temperature, top-p and so on)
 
-Shapes: B batch, T sequence, P cached rows, K draft depth, N nodes, A accepted nodes,
-V vocabulary, Vd draft vocabulary, D hidden size, H heads, Hkv key-value heads,
-Dh head size.
+Shapes: B batch, T sequence, P cached rows, n tokens fed at once, N nodes, V vocabulary,
+Vd draft vocabulary, D hidden size, H heads, Hkv key-value heads, Dh head size, R how
+many of these are rotated. M is said where it is used.
 
 Licence: Apache-2.0.
 """
@@ -52,6 +55,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import rotate_half
 
+# Caches, masks and `custom_generate` of transformers change between its versions.
+TESTED = "5.23"
+if not transformers.__version__.startswith(f"{TESTED}."):
+    warnings.warn(
+        f"common.py was tested with transformers {TESTED}, and this is "
+        f"{transformers.__version__}: compare an answer with plain decoding first"
+    )
+
 
 class UserError(ValueError):
     """A mistake of the user's; the message names the problem and the remedy."""
@@ -64,15 +75,17 @@ class UserError(ValueError):
 class Draft:
     """A tree of N candidate tokens below the root.
 
-    When sampling, the first M nodes were drawn from `probs`. The others may have been
-    chosen in any way, for instance as the likeliest tokens, because `draw` does not
-    look at them. Greedy decoding treats all nodes alike.
+    When sampling, the first M nodes were drawn from `probs`, siblings in the order of
+    drawing, each below the root or another drawn node. A method must submit every token
+    that it has drawn: to leave one out because of what it is changes the distribution
+    of the text. The other nodes may have been chosen in any way, for instance as the
+    likeliest tokens. Greedy decoding treats all nodes alike.
     """
 
     tokens: Tensor  # (N,) ids, on the target's device
-    parents: list[int]  # N nodes, each before its children; -1 is the root
+    parents: list[int]  # of each node, a smaller index; -1 is the root
     probs: Tensor | None = None  # (M, V) q_draft of the first M nodes
-    notes: dict = field(default_factory=dict)  # on the round, for display only
+    notes: dict = field(default_factory=dict)  # of the method, for display only
 
     def depths(self) -> list[int]:
         """The depth of each node; children of the root have depth 1."""
@@ -82,7 +95,7 @@ class Draft:
         return depths
 
     def children(self) -> dict[tuple[int, int], int]:
-        """{(parent, token): node}, with the first of equal siblings."""
+        """{(parent, token): node}; of siblings with equal tokens, the first."""
         child = {}
         for node, place in enumerate(zip(self.parents, self.tokens.tolist())):
             child.setdefault(place, node)
@@ -101,7 +114,7 @@ def chain(steps, like: Tensor, **notes) -> Draft:
     """A draft in which each token follows the one before.
 
     steps: pairs of a token (1,) and the q_draft (V,) that it was drawn from.
-    like: ids on the device of the target.
+    like: ids on the device of the target, for a chain without tokens.
     """
     steps = list(steps)
     if not steps:  # plain decoding: only the root is fed
@@ -115,9 +128,9 @@ def chain(steps, like: Tensor, **notes) -> Draft:
 
 
 def tree_mask(parents: list[int]) -> Tensor:
-    """What root and nodes may read of one another, (N + 1, N + 1) bool.
+    """What root and nodes see of one another, (N + 1, N + 1) bool.
 
-    Each reads the root, its ancestors and itself. For parents -1, 0, 0, 1:
+    Each sees the root, its ancestors and itself. For parents -1, 0, 0, 1:
 
            key  root  n0 n1 n2 n3
         query
@@ -140,7 +153,7 @@ def score(target, ids: Tensor, draft: Draft, cache) -> tuple[Tensor, Tensor]:
 
     ids: (1, P + 1) committed tokens; the last one is the root.
     cache: the target's. It has P rows before, and P + 1 + N after.
-    Returns logits (N + 1, V) and last hidden states (N + 1, D), of the root first.
+    Returns logits (N + 1, V) and last hidden states (N + 1, D); index 0 is the root.
     """
     prefix = ids.shape[1] - 1  # P
     assert cache.get_seq_length() == prefix, "all tokens but the newest must be cached"
@@ -195,16 +208,23 @@ def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
     siblings: (token, q_draft (V,)) of the children that the drafter has sampled, in the
         order in which they were drawn. Each q_draft must be the distribution that its
         token was drawn from, given the text, the tokens above and the siblings before
-        it. A sibling after a rejected one is judged by the residual. This is the same
-        proof again: the residual does not depend on which token was rejected, and what
-        is returned has to follow it, so it takes the place of p.
+        it. After a rejection the token must follow the residual, whichever token was
+        rejected, so the next sibling is judged as the first was, with the residual in
+        the place of p.
     Returns the token; all randomness is torch.rand's. The draw ignores children that
     were not sampled. If one of them holds the token, `walk` accepts it, which does not
     change how the token is distributed.
-    Source: Leviathan et al. (2023), and SpecInfer (Miao et al., 2024) for siblings (and
-        Jeon et al., 2024, arXiv:2402.14160, for siblings drawn without replacement).
+    Raises UserError for probabilities that are not numbers.
+    Source: Leviathan et al. (2023), Algorithm 1, where the residual is p'; for siblings
+        SpecInfer (Miao et al., 2024), multi-step speculative sampling, which takes them
+        in random order; for those drawn without replacement Jeon et al. (2024,
+        arXiv:2402.14160).
     """
-    assert not p_target.isnan().any(), "the logits processors forbid every token"
+    if p_target.isnan().any():
+        raise UserError(
+            "the target's probabilities are not numbers: its logits overflow in this "
+            "dtype, or the logits processors forbid every token"
+        )
     left = p_target  # after a rejection, the residual
     for token, q_draft in siblings:
         # Accept with probability min(1, p / q).
@@ -230,7 +250,9 @@ class Decoding:
                               the n tokens cached in the newest round; at first, of the
                               prompt's tokens but the last
         done                  True after the last token
-        do_sample, ends       whether tokens are drawn; the end-of-sequence ids
+        room                  how deep a draft may be
+        do_sample             whether tokens are drawn, or the argmax is taken
+        ends                  the end-of-sequence ids, a set
 
     After a round that accepted x_4 and added the bonus token x_5:
 
@@ -297,10 +319,11 @@ class Decoding:
 
         # Greedily, each token is the argmax after the tokens before it, whatever was
         # drafted, and a draft only decides how many of these one forward supplies. When
-        # sampling, each token follows the target given those before it, because `draw`
-        # says so, and therefore the whole text does.
+        # sampling, each token follows the target given those before it, as `draw`
+        # guarantees, and so the whole text does.
         def choose(node: int) -> int:
-            scores = self.process(logits[node + 1])  # self.ids ends with this node
+            # `walk` goes down from the root, so self.ids ends with this node's token.
+            scores = self.process(logits[node + 1])
             if self.do_sample:
                 token = draw(scores.softmax(-1), drawn.get(node, []))
                 token = self.ids.new_tensor(token)
@@ -354,10 +377,14 @@ def speculate(drafts, *args, streamer=None, each=None, **changes):
         speculate(lambda d: cape.drafts(glide.drafts(d, drafter, gamma=4)))
 
     drafts: called with (decoding, *args, **changes), a generator of drafts.
-    streamer: receives the prompt, and then the tokens of each round. transformers does
-        not pass its own `streamer` on, so it is given here. `assistant_model` is not
-        passed on either, nor is `tokenizer`, which `stop_strings` need.
+    streamer: receives the prompt, and then the tokens of each round.
     each: called with (decoding, draft, path) after each round, as Stats is.
+
+    transformers keeps three arguments of `generate` to itself: a `streamer` given there
+    gets the prompt alone, `assistant_model` has no effect, and in place of
+    `stop_strings` pass stopping_criteria=[StopStringCriteria(tokenizer, [...])]. The
+    cache is always one of our own. Logits processors are called on draft tokens, too,
+    so they must depend on the ids alone.
     """
 
     def generate(target, input_ids, **given):
@@ -371,6 +398,9 @@ def speculate(drafts, *args, streamer=None, each=None, **changes):
                 streamer.put(decoding.ids[0, length:].cpu())
             if each is not None:
                 each(decoding, draft, path)
+            if decoding.done:
+                break
+        assert decoding.done, "the drafts ended before the answer"
         if streamer is not None:
             streamer.end()
         return decoding.ids
@@ -385,8 +415,8 @@ class Stats:
     target_forwards: int = 0  # without the one over the prompt
     drafted: int = 0  # draft tokens submitted for verification
     emitted: int = 0  # tokens committed, bonus tokens included
-    offered: list[int] = field(default_factory=list)  # levels drafted, per round
-    accepted: list[int] = field(default_factory=list)  # draft tokens, per round
+    offered: list[int] = field(default_factory=list)  # depth of each round's draft
+    accepted: list[int] = field(default_factory=list)  # draft tokens of each round
 
     def __call__(self, decoding: Decoding, draft: Draft, path: list[int]) -> None:
         self.target_forwards += 1
@@ -446,19 +476,17 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
 
 
 def last_hidden(target, ids: Tensor, cache=None) -> Tensor:
-    """Last hidden states (B, T, D) of ids (B, T), whose rows a cache is given."""
+    """Last hidden states (B, T, D) of ids (B, T); their rows go into the cache."""
     decoder = target.get_decoder()
     options = forward_options(target)
     return decoder(ids, past_key_values=cache, output_hidden_states=False, **options)[0]
 
 
 def forward_options(target) -> dict:
-    """Arguments of a forward that override the target's config.
-
-    Training leaves settings in a saved config: to return attention weights, to add the
-    loss of a router, or to keep no cache. They would slow down or break what is done
-    here, so each of them is given in the call.
-    """
+    """Arguments of a forward that override the target's config."""
+    # Training leaves settings in a saved config: to return attention weights, to add
+    # the loss of a router, or to keep no cache. They would slow down or break what is
+    # done here, so each of them is given in the call.
     options = {"use_cache": True, "output_attentions": False}
     if hasattr(target.config.get_text_config(), "output_router_logits"):
         options["output_router_logits"] = False  # other models do not know it
@@ -466,10 +494,10 @@ def forward_options(target) -> dict:
 
 
 def attention_masks(target, sees: Tensor, positions: Tensor) -> dict[str, Tensor]:
-    """The target's attention masks for n rows after P cached ones, by kind of layer.
+    """The target's attention masks for n tokens after P cached rows, by kind of layer.
 
-    sees: (n, n) bool, of the rows among themselves; all see the P cached ones.
-    positions: (n,) of the rows; the cached ones are at 0 to P - 1.
+    sees: (n, n) bool, of the tokens among themselves; all see the P cached rows.
+    positions: (n,) of the tokens; the first is at P, the cached rows at 0 to P - 1.
     Returns {kind: (1, 1, n, P + n)}, in the target's dtype, to be added to the scores.
     """
     prefix = int(positions[0])  # P
@@ -501,9 +529,13 @@ def layer_kinds(config) -> list[str]:
 
 
 def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
-    """Draw ids (..., 1) from probs (..., V) with `uniform` in [0, 1)."""
+    """Draw ids (..., 1) from probs (..., V).
+
+    uniform: (..., 1) in [0, 1); None: torch.rand's.
+    """
     # torch.multinomial takes many times as long on a CPU. float32 sums would lose rare
-    # tokens, but MPS has no float64.
+    # tokens, but MPS has no float64. With right=True the id is the first whose sum
+    # exceeds the number, so never one of probability 0.
     exact = probs if probs.device.type == "mps" else probs.double()
     sums = exact.cumsum(-1)  # (..., V)
     if uniform is None:
@@ -519,21 +551,12 @@ def end_ids(generation_config) -> set[int]:
 
 # ---------------------------------------------------------------------------- KV caches
 
-# Caches, masks and `custom_generate` of transformers change between its versions.
-TESTED = "5.23"
-if not transformers.__version__.startswith(f"{TESTED}."):
-    warnings.warn(
-        f"common.py was tested with transformers {TESTED}, and this is "
-        f"{transformers.__version__}: compare an answer with plain decoding first"
-    )
-
 
 class GrowingLayer(DynamicLayer):
-    """A cache layer that copies old rows only to double its buffers.
+    """A cache layer that copies old rows only to double its buffers."""
 
-    DynamicLayer concatenates, which copies the whole cache at every forward. Layers
-    that share another's keys (Gemma-3n) are never fed, and then there are no buffers.
-    """
+    # DynamicLayer concatenates, which copies the whole cache at every forward. Layers
+    # that share another's keys (Gemma-3n) are never fed, and then there are no buffers.
 
     def update(self, key_states, value_states, *args, **kwargs) -> tuple:
         """Append n rows; returns keys and values (B, Hkv, P + n, Dh)."""
@@ -596,7 +619,7 @@ class DraftCache(GrowingCache):
         return input_ids[:, agreed:]
 
     def record(self, token_ids: Tensor) -> Tensor:
-        """Note that `token_ids` (1, n) are fed; returns their positions."""
+        """Note, after `rewind`, that `token_ids` (1, n) are fed; returns positions."""
         old = self.fed.shape[1]
         self.fed = torch.cat([self.fed, token_ids], dim=1)
         end = self.fed.shape[1]
@@ -706,7 +729,10 @@ def _head_logits(target, hidden: Tensor, token_ids: Tensor | None) -> Tensor:
 
 
 def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """Logits (..., V), or (..., Vd) of `token_ids`, of hidden (..., D)."""
+    """Logits (..., V), or (..., Vd) of `token_ids`, of hidden (..., D).
+
+    token_ids: (Vd,), ascending.
+    """
     logits = _head_logits(target, hidden, token_ids).float()
     scale = _logit_scale(target)
     if scale != 1:  # saves a pass over all logits
@@ -729,9 +755,9 @@ class CalledHead(nn.Module):
 
 
 def draft_head(target, token_ids: Tensor) -> nn.Module:
-    """Rows `token_ids` (Vd,) of the LM head, frozen, for a drafter.
+    """The part of the LM head for `token_ids` (Vd,), ascending; frozen, for a drafter.
 
-    No bias and no soft cap: a drafter learns without them.
+    No soft cap, and no bias unless the head can only be called.
     """
     head = target.get_output_embeddings()
     scale = _logit_scale(target)
@@ -745,7 +771,7 @@ def draft_head(target, token_ids: Tensor) -> nn.Module:
         weight = weight[token_ids]
     if scale != 1:
         weight = weight * scale
-    # On the device meta there is nothing to initialise.
+    # On the device meta no time is spent on initial weights.
     rows = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     rows.weight = nn.Parameter(weight, requires_grad=False)
     return rows
@@ -790,7 +816,10 @@ def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, 
 
 @torch.no_grad()
 def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]:
-    """Last hidden states (B, T, D), {layer: (K, V)} of right-padded ids."""
+    """Last hidden states (B, T, D), {layer: (keys, values)} of right-padded ids.
+
+    layers: indices of target layers, from 0. What stands at the padding means nothing.
+    """
     cache = DynamicCache()  # without a config: sliding layers keep all rows
     hidden = last_hidden(target, input_ids, cache)
     if layers and max(layers) >= len(cache.layers):  # as Gemma-3n's top layers
@@ -816,7 +845,7 @@ def at_least(config, **bounds: float) -> None:
     for name, bound in bounds.items():
         value = getattr(config, name)
         kinds = (int, type(getattr(config.__class__, name)))  # of the default
-        if not isinstance(value, kinds) or not value >= bound:  # nor nan
+        if type(value) not in kinds or not value >= bound:  # neither a bool nor nan
             kind = "a number" if float in kinds else "an int"
             raise UserError(f"{name} {value!r}: take {kind} of at least {bound}")
 
@@ -892,8 +921,9 @@ def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
         if not is_plain_weight(other) or other.shape != weight.shape:
             continue
         parent = theirs.get_submodule(name.rpartition(".")[0])
-        # Ours are RMS norms that scale by w, so ones become w. Leave out those that
-        # scale by 1 + w (Gemma), and LayerNorms, which map ones to their bias.
+        # The drafter's norms are RMS norms that scale by w, so ones become w. Leave out
+        # those that scale by 1 + w (Gemma), and LayerNorms, which map ones to their
+        # bias.
         if "Norm" in type(parent).__name__ and name.endswith("weight"):
             scale = parent(torch.ones_like(other))
             if not torch.allclose(scale, other, atol=1e-2, rtol=1e-2):
@@ -902,7 +932,7 @@ def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def overlap(target, hidden: Tensor, q_draft: Tensor, vocab_ids: Tensor) -> Tensor:
-    """sum_x min(p_target, q_draft), summed over M rows.
+    """sum_x min(p_target, q_draft), summed over M places.
 
     hidden: (M, D) of the target, for p_target. q_draft: (M, Vd).
     """
@@ -941,7 +971,8 @@ def read_drafter(Drafter, path, **hub):
     damaged = f"{path} holds no {method} drafter, or a damaged one"
     try:
         shape = json.loads((folder / "config.json").read_bytes())["target"]
-        whole = bool(shape) and all(type(size) is int for size in shape.values())
+        sizes = shape.values()
+        whole = bool(shape) and all(type(x) is int and x > 0 for x in sizes)
     except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:  # said here, so that the method's own code may rely on it
@@ -983,7 +1014,7 @@ class Batch:
     input_ids: Tensor  # (B, T)
     loss_mask: Tensor  # (B, T) bool, True for tokens to predict, not at t = 0
     hidden: Tensor  # (B, T, D) last hidden states, after the final norm
-    kv: dict[int, tuple[Tensor, Tensor]]  # {layer: (K, V)}, (B, Hkv, T, Dh)
+    kv: dict[int, tuple[Tensor, Tensor]]  # {layer: (keys, values)}, (B, Hkv, T, Dh)
     seed: Tensor  # (B,) new in each step; all random choices follow from it
     progress: float  # completed fraction of the training run, in [0, 1)
 
@@ -991,10 +1022,10 @@ class Batch:
 def generator(seed: int, use: int = 0) -> torch.Generator:
     """Random numbers for one sequence of a batch, from its seed.
 
-    Neither padding nor the other sequences of the batch change them, so a step gives
-    the same result however it is split. use: 0 or 1, so that a method may have two
-    independent streams for a sequence.
+    use: 0 or 1, so that a method may have two independent streams for a sequence.
     """
+    # Neither padding nor the other sequences of the batch change them, so a step gives
+    # the same result however it is split.
     return torch.Generator().manual_seed(2 * seed + use)
 
 
@@ -1065,7 +1096,8 @@ def check_states(target) -> None:
     output = target(ids, output_hidden_states=True, **forward_options(target))
     hidden = last_hidden(target, ids)
     rounds = target.dtype in (torch.float16, torch.bfloat16)
-    close = dict.fromkeys(("atol", "rtol"), 0.05 if rounds else 1e-3)
+    tolerance = 0.05 if rounds else 1e-3
+    close = {"atol": tolerance, "rtol": tolerance}
     # Decoding takes hidden_states[-1], training takes the decoder's output; a drafter
     # needs them to be the same. OPT-350m projects them to another width.
     same = hidden.shape[-1] == target_shape(target)["hidden_size"]
@@ -1090,7 +1122,8 @@ def check_target(target) -> None:
 
     # Siblings share a position, and the rows of rejected nodes leave the cache.
     parameters = inspect.signature(target.forward).parameters
-    missing = ", ".join({"position_ids", "past_key_values"} - parameters.keys())
+    needed = ("past_key_values", "position_ids")
+    missing = ", ".join(name for name in needed if name not in parameters)
     if missing:
         raise UserError(f"the target's forward takes no {missing}: {instead}")
     # ALiBi, GPT-Neo and Doge measure distance in cache rows, not in positions.
@@ -1171,15 +1204,15 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
             "SynthID's watermark is not supported by token trees: set "
             "watermarking_config=None in the call"
         )
-    rows, length = input_ids.shape
+    batch, length = input_ids.shape
     if input_ids.device.type != target.device.type:
         raise UserError(
             f"the prompt is on {input_ids.device}: move it with .to(target.device)"
         )
     if length == 0:
         raise UserError("no token ids: pass input_ids, not inputs_embeds")
-    if rows != 1:
-        raise UserError(f"{rows} rows of ids: pass one prompt at a time")
+    if batch != 1:
+        raise UserError(f"{batch} rows of ids: pass one prompt at a time")
     # Every token of the prompt is read, at a position that is its index.
     mask = given.get("attention_mask")
     if mask is not None and not mask.all():
@@ -1232,7 +1265,7 @@ def _check_length(config, prompt_length: int, max_length: int) -> None:
         if reach and max_length > reach:
             remedy = fits if prompt_length < reach else "shorten the prompt"
             raise UserError(
-                f"prompt + new tokens = {max_length} exceed the target's {name} of "
+                f"prompt + new tokens = {max_length}, more than the target's {name} of "
                 f"{reach}: {remedy}"
             )
 

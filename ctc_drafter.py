@@ -504,10 +504,11 @@ def prefix_search(
     return prefixes
 
 
-def token_tree(decoding, ranked: dict, nodes: int, first=()) -> common.Draft:
+def token_tree(ids: Tensor, ranked: dict, nodes: int, first=()) -> common.Draft:
     """A Draft of the `nodes` likeliest prefixes: a trie, where a node ends each.
 
-    ranked: {prefix: probability}. first: those that become the first nodes.
+    ids: on the device of the target. ranked: {prefix: probability}.
+    first: the prefixes that become the first nodes.
     """
     node_of = {(): -1}  # {prefix: its node}
     for prefix in [*first, *sorted(ranked, key=ranked.get, reverse=True)]:
@@ -515,13 +516,10 @@ def token_tree(decoding, ranked: dict, nodes: int, first=()) -> common.Draft:
             break
         # A prefix is at least as likely as those that continue it, so its node is there
         # before theirs. But rounding may put equals into the wrong order.
-        parent = prefix[:-1]
-        ended = parent and parent[-1] in decoding.ends
-        fits = len(prefix) <= decoding.room and not ended
-        if fits and parent in node_of and prefix not in node_of:
+        if prefix[:-1] in node_of and prefix not in node_of:
             node_of[prefix] = len(node_of) - 1
     drafted = list(node_of)[1:]
-    tokens = decoding.ids.new_tensor([prefix[-1] for prefix in drafted])
+    tokens = ids.new_tensor([prefix[-1] for prefix in drafted], dtype=torch.long)
     parents = [node_of[prefix[:-1]] for prefix in drafted]
     return common.Draft(tokens, parents, notes={"q": [ranked[p] for p in drafted]})
 
@@ -643,7 +641,7 @@ def make_tree(decoding, q_slots, vocab_ids, config) -> common.Draft:
         most = min(config.sampled, config.nodes, decoding.room)
         chain, probs = sample_chain(decoding, q_slots, vocab_ids, most, merge)
     # The chain's sums replace what the search has found for its prefixes.
-    draft = token_tree(decoding, ranked | chain, config.nodes, first=chain)
+    draft = token_tree(decoding.ids, ranked | chain, config.nodes, first=chain)
     # common.draw takes row i of `probs` for node i, so no node of the chain may be left
     # out or moved.
     assert draft.tokens[: len(chain)].tolist() == [prefix[-1] for prefix in chain]

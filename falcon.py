@@ -51,6 +51,7 @@ Licence: Apache-2.0.
 
 import dataclasses
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ import common
 from common import option
 
 
-@dataclasses.dataclass
+@dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     k: int = option(2, "levels drafted by a pass")

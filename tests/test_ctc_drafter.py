@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import types
 from collections import defaultdict
 
 import pytest
@@ -206,20 +205,16 @@ def test_the_tree_is_a_trie_of_the_likeliest_prefixes():
     prefixes = {(3,): 0.6, (3, 5): 0.4, (3, 5, 5): 0.1}
     prefixes |= {(4,): 0.3, (4, 5): 0.25, (6,): 0.05}
 
-    def tree(prefixes, nodes=9, room=9, ends=(), first=()):
-        ids = torch.tensor([[1, 2]])
-        decoding = types.SimpleNamespace(ids=ids, room=room, ends=ends)
-        return ctc_drafter.token_tree(decoding, prefixes, nodes, first)
+    def tree(prefixes, nodes=9, first=()):
+        return ctc_drafter.token_tree(torch.tensor([[1, 2]]), prefixes, nodes, first)
 
     draft = tree(prefixes, nodes=4)
     assert draft.tokens.tolist() == [3, 5, 4, 5] and draft.parents == [-1, 0, -1, 2]
     assert draft.notes == {"q": [0.6, 0.4, 0.3, 0.25]} and draft.probs is None
-    assert paths(tree(prefixes, room=1)) == [(3,), (4,), (6,)]
-    assert paths(tree(prefixes, ends={3})) == [(3,), (4,), (4, 5), (6,)]
     assert paths(tree(prefixes, nodes=3, first=[(6,)])) == [(6,), (3,), (3, 5)]
     # Rounding may put a prefix before its own beginning.
     assert paths(tree({(3,): 0.5, (3, 5): 0.5000001})) == [(3,)]
-    nothing = tree(prefixes, room=0)
+    nothing = tree({})
     assert nothing.tokens.dtype == torch.long and nothing.tokens.shape == (0,)
     assert nothing.parents == [] and nothing.notes == {"q": []}
 

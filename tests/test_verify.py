@@ -816,7 +816,9 @@ def test_what_a_target_attends_to_is_used_up_to_its_end_and_not_beyond(
 ):
     target = family(name, **options)
     opened(target, max_new_tokens=11)
-    with refused(f"17 exceed the target's {reach} of 16: set a lower max_new_tokens"):
+    with refused(
+        f"17, more than the target's {reach} of 16: set a lower max_new_tokens"
+    ):
         opened(target, max_new_tokens=12)
 
 

@@ -155,7 +155,8 @@ def drafts(decoding, drafter: Drafter, **changes):
     vocab_ids = drafter.vocab_ids
     head = common.draft_head(decoding.target, vocab_ids)  # D -> Vd
     while not decoding.done:
-        if decoding.hidden.shape[1] == 0:  # a prompt of one token
+        # As in ctc_drafter.propose.
+        if decoding.hidden.shape[1] == 0 or decoding.room == 0:
             yield common.chain([], decoding.ids)
             continue
         q_heads = run_heads(drafter, decoding, head)

@@ -266,8 +266,8 @@ a blank is drafted where nothing is merged
 - choices = [pairs for *pairs, _ in choices]
 + pass
 drafts go on after an end
-- and not ended
-+ and True
+- (prefix[-1] in ends or len(prefix) >= room)
++ len(prefix) >= room
 a sampled repeat needs no blank before it
 - enters = in_blank if token == before else either
 + enters = either
