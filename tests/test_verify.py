@@ -695,6 +695,23 @@ def test_what_speculate_streams_counts_and_returns(llama):
     assert (stats.drafted, stats.emitted, stats.target_forwards) == (4, 6, 3)
 
 
+def test_a_generator_that_ends_early_or_never_is_noticed(llama):
+    def decode(drafts):
+        decoder = common.speculate(drafts)
+        return llama.generate(IDS, custom_generate=decoder, max_new_tokens=6)
+
+    empty = draft_of([], [])
+    endless = decode(lambda decoding: itertools.repeat(empty))
+    assert endless.shape[1] == 5 + 6
+    with pytest.raises(AssertionError, match="ended before the answer"):
+        decode(lambda decoding: [empty, empty])
+
+
+def test_probabilities_that_are_no_numbers_are_named(llama):
+    with refused("are not numbers: its logits overflow"):
+        common.draw(torch.tensor([0.5, float("nan")]), [])
+
+
 def test_settings_are_those_that_may_change_after_training(llama):
     drafter = make_glide(llama)
 
