@@ -615,6 +615,9 @@ def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     # it; in the first round, each token of the prompt but its first.
     hidden = decoding.hidden  # (1, n, D)
     n = hidden.shape[1]
+    read = memory.cache.get_seq_length() + n
+    told = "ask for a draft in every round, from the first"
+    assert read == decoding.ids.shape[1] - 1, told
     next_ids = decoding.ids[:, -n:]  # (1, n)
     anchor = next_ids.new_full((1, 1), n - 1)  # the newest row: its slots read all
     states = drafter(decoding.target, hidden, next_ids, anchor, cache=memory.cache)

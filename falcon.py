@@ -4,11 +4,11 @@ Paper: Gao et al., AAAI 2025, arXiv:2412.12639.
 
 An autoregressive drafter needs a pass for every level of its draft. Falcon drafts k
 levels in one pass. It reads a sequence of slots. Slot i is the pair of h_i, the
-target's last hidden state (a "feature"), and the token one step ahead, x_(i+1). It
-predicts its label, h_(i+k), and the LM head drafts x_(i+k+1) from the prediction. The
-newest k slots form a block: they see each other and all earlier slots. Their
-predictions and drafted tokens are the slots of the next pass. In the example of 3.1, k
-= 2, the newest token is x_3, and h'_i is a prediction of h_i:
+target's last hidden state after its final norm (a "feature"), and the token one step
+ahead, x_(i+1). It predicts its label, h_(i+k), and the LM head drafts x_(i+k+1) from
+the prediction. The newest k slots form a block: they see each other and all earlier
+slots. Their predictions and drafted tokens are the slots of the next pass. In 3.1's
+example, k = 2, the newest token is x_3, and h'_i is a prediction of h_i:
 
     pass    slots                        predictions     tokens drafted
     1       (h_1, x_2)   (h_2, x_3)      h'_3   h'_4     x_4   x_5
@@ -28,11 +28,13 @@ pass, r slots fed, P_own rows in the drafter's cache.
 What differs from the paper, or is our choice where it says nothing (more in PAPERS.md):
     1. A slot predicts k places ahead, as in 3.1. With Eq. 1's shift of one, slot i + 1,
        which slot i may see, would hold the label of slot i.
-    2. Figure 2 leaves h_1^t open: here it is the label, as in the authors' code, with
-       the text's token, not the target's. Its runs are of 1 to 3 slots of four; ours
-       lie within a block and leave out its last slot, so with k = 2 they have one slot.
+    2. In Figure 2 CSGD replaces a slot's h_i by h_i^t, without saying of which place it
+       is. Here it is the slot's label, as in the authors' code, with the token of the
+       text. The figure replaces the first 1 to 3 of four slots; here a run leaves out
+       the last slot of its block, so with k = 2 it is one slot.
     3. Blocks are counted from a random slot in training, from the newest in drafting.
-       With two layers older rows keep what their earlier blocks gave, an approximation.
+       With several layers cached rows are not recomputed when the borders of blocks
+       move (`first_pass`), which is an approximation.
     4. Inputs and predictions are normalised. Layers start as the target's top ones.
        Only frequent tokens are drafted, and enter L_dist and the Hamming distance.
     5. The default tree has 13 nodes in two passes; one of the paper's two trees has 118
@@ -44,7 +46,7 @@ What differs from the paper, or is our choice where it says nothing (more in PAP
 The authors' code differs, among other things, in that lambda falls from .45 to .10, the
 label of L_hard is sampled, and slots that are fed their label have a loss (here none).
 The shipped drafter has linear fusion like EAGLE, omega_dist = 1, nine nodes, and a last
-stage without CSGD, because CSGD did not raise alpha here (checkpoints/README.md).
+stage without CSGD, which did not raise `acceptance` here (checkpoints/README.md).
 
 Licence: Apache-2.0.
 """
@@ -122,15 +124,15 @@ class Drafter(
     def fuse(self, target, hidden: Tensor, token_ids: Tensor, state=None):
         """Combine the hidden state and the token of each slot into one vector (3.2).
 
-        hidden: (n, t, D), of n sequences or branches, t slots of each.
-        token_ids: (n, t), each one step ahead of its hidden state.
-        state: what the LSTM made of the slots before these, two (2, n, D); None before
+        hidden: (B, r, D), of B sequences or branches.
+        token_ids: (B, r), each one step ahead of its hidden state.
+        state: what the LSTM made of the slots before these, two (2, B, D); None before
             the first slot. A linear layer ignores it, and its new state is ().
-        Returns fused slots (n, t, D), and the new state.
+        Returns fused slots (B, r, D), and the new state.
         """
         embeds = target.get_input_embeddings()(token_ids)
         embeds = self.embed_norm(embeds.to(hidden.dtype))
-        pairs = torch.cat([self.feature_norm(hidden), embeds], dim=-1)  # (n, t, 2 D)
+        pairs = torch.cat([self.feature_norm(hidden), embeds], dim=-1)  # (B, r, 2 D)
         if self.config.fusion == "linear":
             return self.fusion(pairs), ()
         # The LSTM reads the slots in order, so a slot sees the later slots of its block
@@ -155,9 +157,10 @@ class Drafter(
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter before training, of the config with its target filled in.
+    """An untrained drafter for the target, whose shape it adds to the config.
 
-    A linear fusion starts as a sum, an LSTM at random, layers as the target's top ones.
+    A linear fusion starts as the sum of its halves, and an LSTM at random. The layers
+    get the weights of the target's top layers, where shapes are equal.
 
     token_counts: (V,) how often each token occurs in the training data.
     """
@@ -192,7 +195,8 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
     """
     indices = torch.arange(length, device=phase.device)
     block = (indices + phase[:, None]) // k  # (B, S)
-    # The label of slot i is fed to slot i + k, a block later, so no slot sees its own.
+    # The label of slot i is fed to slot i + k, a block later, so no slot sees its own
+    # label. (One that `reveal` feeds its label does, but has no loss.)
     return (block[:, :, None] >= block[:, None, :])[:, None]
 
 
@@ -261,7 +265,8 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     # The paper reveals runs of slots "preceding those to be predicted" (Figure 2). So a
     # run starts a complete block whose slots all learn, and leaves out its last slot,
     # which learns from the labels before it. Figure 2 samples slots; that blocks are
-    # uniform, and lengths from 1 to k - 1, is our reading, as in the authors' code.
+    # uniform, and lengths from 1 to k - 1, is our reading. In the authors' code a run
+    # starts at any k-th slot that has a loss, and for k > 2 there are N / k runs.
     revealed = torch.zeros_like(learns, device="cpu")
     learning = learns.cpu()
     for sequence, own_seed in enumerate(seed.tolist()):
@@ -287,8 +292,8 @@ def reveal(drafter: Drafter, target, slots: Slots, batch) -> Slots:
         before     (h_1, x_2)  (h_2, x_3)      after    (h_3, x_4)  (h_2, x_3)
         label      (h_3, x_4)  (h_4, x_5)               -           (h_4, x_5)
     """
-    # When drafting, the second slot never sees x_4. So CSGD trains the connection
-    # between the slots of a block, not what is fed when drafting.
+    # When drafting, the second slot never sees x_4. By the paper (3.3) the slots of a
+    # block learn from such inputs to depend on each other.
     _, logits, labels = predict(drafter, target, slots)  # a pass without noise
     truth = common.target_logits(target, labels, drafter.vocab_ids)
     wrong = torch.zeros_like(slots.learns)
@@ -321,7 +326,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
         slots = reveal(drafter, target, slots, batch)
     # Thus revealed labels are noisy, too; in the authors' code they have no noise.
     slots = slots._replace(hidden=noisy(slots.hidden, config.noise, batch.seed))
-    h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1
+    h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1, but k ahead
     l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum")
     l_reg = l_reg / labels.shape[-1]  # Eq. 2, a mean over D
     truth = common.target_logits(target, labels, drafter.vocab_ids)  # (M, Vd)
@@ -336,8 +341,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft), summed over the M slots that learn, and M.
 
-    This is the probability that a token of a first pass, drawn at temperature 1, is
-    accepted after the text.
+    The mean is the probability that a token of a first pass, drawn at temperature 1, is
+    accepted after the text. The alpha of 4.2 is another quantity, accepted / tau.
     """
     slots = training_slots(drafter, batch)
     _, logits, labels = predict(drafter, target, slots)
@@ -395,7 +400,7 @@ def checked_tree(tree, vocab: float) -> list[list[int]]:
         name = f"tree path {list(path)}"
         # True is no rank, but isinstance(True, int).
         if not path or not all(type(r) is int and 0 <= r < vocab for r in path):
-            limit = f", below {vocab} (draft_vocab)" if vocab < math.inf else ""
+            limit = f" to {vocab - 1}, as can be drafted" if vocab < math.inf else ""
             raise common.UserError(f"{name}: give a list of ranks from 0 on{limit}")
         if path[:-1] not in known | {()}:
             raise common.UserError(f"{name}: add its parent {list(path[:-1])}")
@@ -491,6 +496,7 @@ class Memory:
     def __init__(self, drafter: Drafter, target):
         self.cache = common.GrowingCache(drafter.config.num_layers)
         self.head = common.draft_head(target, drafter.vocab_ids)  # D -> Vd
+        self.slots = 0  # slots read so far
         # The last k - 1 slots, fused, and the LSTM's state after the last one.
         self.fused = drafter.norm.weight.new_empty(1, 0, len(drafter.norm.weight))
         self.state = None
@@ -501,12 +507,12 @@ class Pass(NamedTuple):
 
     h_draft: Tensor  # (b, k, D) predictions
     positions: Tensor  # (k,) of the slots, the same in each branch
-    mask: Tensor  # (b, P_own) the cached rows that a branch sees
+    mask: Tensor  # (b, P_own) which rows, cached after this pass, a branch sees
     state: tuple  # the LSTM's, two (2, b, D); () of a linear layer
 
 
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
-    """Feed the slots of the newly committed tokens.
+    """Feed the slots of the newly committed tokens, which memory then holds.
 
     The newest k slots form the one branch of this pass; None if there are fewer slots.
     """
@@ -515,6 +521,8 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     if total == 0:  # a prompt of one token, before which there is no hidden state
         return None
     hidden = decoding.hidden  # (1, new, D)
+    memory.slots += hidden.shape[1]
+    assert memory.slots == total, "ask for a draft in every round, from the first"
     token_ids = decoding.ids[:, -hidden.shape[1] :]  # one step ahead
     new, memory.state = drafter.fuse(decoding.target, hidden, token_ids, memory.state)
 
@@ -605,13 +613,13 @@ def draw_nodes(drafter, decoding, plan: Plan, logits, tokens, chances, probs) ->
         place. A chance is the drafter's probability of the node's token.
     probs: {node: q_draft (V,)} of the drawn nodes so far; the new ones are added.
     """
-    ids = tokens.tolist()  # read once, because each look at a GPU would wait for it
+    ids = tokens.tolist()  # one look at the GPU; only drawn nodes take another
     for node, scores in enumerate(logits, len(tokens) - len(logits)):
         parent = plan.parents[node]
         first = plan.parents.index(parent)  # of the siblings, which stand side by side
         beside_drawn = any(n in probs for n in range(first, node))  # an earlier sibling
-        # A logits processor may fail on a text that it forbids itself. So a node is
-        # drawn only below drawn nodes, and not after the end of a text.
+        # A logits processor may raise an error on a text that it would not have
+        # allowed. So a node is drawn only below drawn ones, not after the text's end.
         allowed = parent == -1 or (parent in probs and ids[parent] not in decoding.ends)
         to_draw = allowed and node in plan.drawn
         if not to_draw and not beside_drawn:

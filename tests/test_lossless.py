@@ -278,6 +278,17 @@ def test_a_processor_may_force_tokens_that_no_drafter_drafts(method):
         assert set(output[0, ids.shape[1] :].tolist()) <= {0, 1}
 
 
+@pytest.mark.parametrize("method", ["falcon", "ctc_drafter"])
+def test_a_drafter_of_hidden_states_notices_a_round_that_it_has_missed(method):
+    target, ids, _ = make_target("Llama")
+    decoding = common.start(target, input_ids=ids, max_new_tokens=12)
+    drafts = drafts_of(method, "Llama")(decoding)
+    decoding.verify(next(drafts))
+    decoding.verify(common.chain([], decoding.ids))  # a draft of somebody else's
+    with pytest.raises(AssertionError, match="a draft in every round"):
+        next(drafts)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_prompt_may_be_one_token(method):
     target, ids, _ = make_target("GPT2")
