@@ -108,11 +108,11 @@ def prompts_of(args) -> list[dict]:
 
 def warn_if_busy() -> None:
     """Say so if other programs disturb the measurement."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0  # not on Windows
-    if load > os.cpu_count():
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0  # not on Windows
+    if busy > 0.5 * os.cpu_count():
         print(
-            f"bench.py: other programs are using this machine (load {load:.1f}), so "
-            "speedups are not to be trusted: stop them, or set OMP_WAIT_POLICY=passive",
+            f"bench.py: other programs are using this machine (load {busy:.1f}), so "
+            "speedups are not to be trusted: stop them first",
             file=sys.stderr,
         )
 
@@ -139,11 +139,18 @@ def load(args) -> tuple:
 def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
     """Let the arms and plain decoding answer; returns their part of the result."""
     size = args.batch_size
-    # Prompts that fill no batch are left out: a smaller batch has another speed.
+    if size > 1:
+        # A smaller batch has another speed. So prompts with equally many turns share a
+        # batch, but for one at each border, and prompts that fill none are left out.
+        prompts = sorted(prompts, key=lambda prompt: len(prompt["turns"]))
     starts = range(0, len(prompts) - size + 1, size)
     groups = [prompts[start : start + size] for start in starts]
     if not groups:
         raise UserError(f"{len(prompts)} prompts fill no batch: lower --batch-size")
+    if left := len(prompts) - size * len(groups):
+        print(
+            f"bench.py: {left} prompts fill no batch and are left out", file=sys.stderr
+        )
     if args.sweep:
         from support import rules  # needs specdecpp.py
 
@@ -628,9 +635,9 @@ def check(args: argparse.Namespace) -> None:
             "--top-p needs a --temperature",
         ),
         (
-            args.batch_size > 1 and alone,
-            "--batch-size above 1 does not work with --sweep or the arms all, "
-            "prompt-lookup and assisted: leave them out",
+            args.batch_size > 1 and (alone or args.replay),
+            "--batch-size above 1 does not work with --sweep, --replay or the arms "
+            "all, prompt-lookup and assisted: leave them out",
         ),
         # What took an hour must not be lost at its end.
         (

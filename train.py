@@ -66,14 +66,14 @@ def train(args, module, overrides: dict) -> None:
 
     announce(args, run, sequences, held_out)
     features = Features(target, drafter.kv_layers, args.features)
-    # What is measured on is the same each time, so its features are computed once.
-    measured = {
-        "alpha": features.batches(held_out),
-        "eval_alpha": features.batches(answers),
-    }
     lengths = [len(ids) for ids, _ in sequences]
     order = data.steps(lengths, args.batch_size, args.seed, run.step)
     progress, stop = run.fraction(args), False  # a run goes from 0 to 1
+    # What is measured on is the same each time, so its features are computed once.
+    measured = {}
+    if progress < 1:
+        measured["alpha"] = features.batches(held_out)
+        measured["eval_alpha"] = features.batches(answers)
     begin = time.monotonic() - run.seconds  # what earlier sittings took counts as well
     with interrupts() as caught, progress_bar(args, run) as bar:
         while progress < 1 and not stop:
@@ -104,15 +104,16 @@ def train(args, module, overrides: dict) -> None:
             # killed (10 s in Docker, 30 s with torchrun), so a stop only saves.
             if not stop and (ends or run.step % args.eval_every == 0):
                 rates = measure(module, drafter, target, measured)
-                say(str(run.add_point(rates)))
+                point = run.add_point(rates)
+                say(", ".join(f"{key} {value}" for key, value in point.items()))
             due = ends or stop or run.step % args.save_every == 0
             if due and accelerator.is_main_process:
                 checkpoints.save(out, drafter, optimizer, run, identity)
 
     if accelerator.is_main_process:
         told = {"method": args.method, "out": args.out, "interrupted": progress < 1}
-        told["step"] = run.step
-        print(json.dumps((run.curve[-1] if run.curve else {}) | told))
+        told |= {"step": run.step, "tokens": run.tokens}
+        print(json.dumps(told | {"measured": run.curve[-1] if run.curve else None}))
     # Free the wrapped model while all processes live, because it could hang later.
     del model, optimizer
     accelerator.free_memory()
@@ -175,9 +176,12 @@ def gradients(accelerator, model, batches) -> float:
 def check_finite(args, run, loss: float, norm: float) -> None:
     """Raise a UserError unless the loss and the norm of its gradient are finite."""
     if not math.isfinite(loss + norm):
+        again = "train anew"
+        if (Path(args.out) / "config.json").is_file():
+            again = f"start from what is saved (--init {args.out}, another --out)"
         raise common.UserError(
-            f"loss is {loss} and its gradient {norm} at step {run.step}: train anew "
-            f"with a lower --lr than {args.lr} (what {args.out} holds stays as it is)"
+            f"loss is {loss} and its gradient {norm} at step {run.step}: {again} with "
+            f"a lower --lr than {args.lr}"
         )
 
 
@@ -188,7 +192,8 @@ def schedule(progress: float, warmup: float) -> float:
     """
     # Progress is a share of the steps or of the minutes, so the rate falls to 0 at the
     # end of either.
-    rise = (progress + 1e-3) / warmup if warmup else 1.0  # above 0 in the first step
+    # In the first step progress is 0, and the rate should not be.
+    rise = (progress + 1e-3) / warmup if warmup else 1.0
     return min(rise, 1.0, (1 - progress) / 0.2)
 
 
@@ -217,11 +222,14 @@ def check(args) -> None:
     go_on = "continue with --resume, or"
     if not begun:
         go_on = f"start from it with --init {out} and"
+    files = [*(args.data or []), *([args.eval] if args.eval else [])]
+    absent = next((path for path in files if not Path(path).exists()), None)
     common.refuse(
         (
             not args.data,
             "training needs --data, files of conversations (--make-data N)",
         ),
+        (absent, f"no file {absent}: name one that is there"),
         # Alpha on answers that were learned would look better than it is.
         (
             on_answers,
@@ -229,11 +237,7 @@ def check(args) -> None:
         ),
         (
             bool(args.steps) == bool(args.minutes),
-            "give --steps or --minutes, one of the two",
-        ),
-        (
-            args.resume and args.init,
-            "--resume takes the weights in --out: leave out --init",
+            "give either --steps or --minutes",
         ),
         (
             args.resume and not begun,
@@ -264,8 +268,8 @@ def launch(args) -> Accelerator:
     count = accelerator.num_processes
     if args.batch_size % (count * args.accumulate):
         raise common.UserError(
-            f"--batch-size {args.batch_size} must be a multiple of {count} processes x "
-            f"--accumulate {args.accumulate}"
+            f"--batch-size {args.batch_size} must be a multiple of "
+            f"{count * args.accumulate} (processes times --accumulate)"
         )
     return accelerator
 
@@ -286,9 +290,8 @@ def read_data(args, target, tokenizer) -> tuple[list, list, list]:
     Each sequence is (token ids (T,), loss mask (T,)).
     """
     config = target.config.get_text_config()
-    context = (
-        getattr(config, "max_position_embeddings", None) or 2**31
-    )  # none: no limit
+    context = getattr(config, "max_position_embeddings", None)
+    context = context or 2**31  # none: no limit
     length = min(args.max_length, context)
     sequences = []
     for path in args.data:
@@ -325,7 +328,7 @@ def start(args, module, overrides: dict, target, sequences: list, state: dict | 
         # SpecDec++ freezes its head while its layers are trained, and its layers after.
         [weight for weight in drafter.parameters() if weight.requires_grad],
         lr=args.lr,
-        betas=(0.9, 0.95),
+        betas=(0.9, 0.95),  # Falcon's (4.3), for all methods
         weight_decay=0.01,
     )
     if state:
@@ -372,7 +375,10 @@ def announce(args, run, sequences: list, held_out: list) -> None:
     text = f"{len(sequences)} conversations, {tokens} tokens to learn"
     say(f"{text}; {len(held_out)} held out")
     if run.fraction(args) >= 1:
-        say(f"{args.out} is finished; to continue, give more --steps or --minutes")
+        say(
+            f"{args.out} is finished. With more --steps or --minutes the learning rate "
+            f"rises again; else give --init {args.out}, another --out and a lower --lr"
+        )
 
 
 def say(text: str) -> None:
@@ -393,9 +399,12 @@ def interrupts():
     caught = []
     text = b"train.py: saving; the same command with --resume continues\n"
 
-    def note(*_):
+    def note(*given):
+        if caught:  # the second time, end at once
+            signal.default_int_handler(*given)
         caught.append(True)
-        os.write(2, text)  # not print: the signal may come while something is printed
+        if PartialState().is_main_process:
+            os.write(2, text)  # not print, which the signal may have interrupted
 
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = {kind: signal.signal(kind, note) for kind in kinds}
@@ -468,6 +477,11 @@ def parse(argv: list[str]):
     parser = options()
     # A method's options are known only once its name is, so the name is read first.
     name = cli.method_named(argv)
+    if name in ("cape", "eagle"):
+        raise common.UserError(
+            "cape has no weights, and eagle is falcon with --k 1 --no-csgd --fusion "
+            "linear --num-layers 1: take another --method"
+        )
     module = None
     if name in cli.trainable():  # else argparse refuses it below
         module = cli.import_method(name)
@@ -512,14 +526,15 @@ def options() -> cli.OneLineParser:
     add(
         "--minutes",
         type=cli.number(float, 1e-3),
-        help="train this long instead, in all sittings",
+        help="train this long instead, over all resumed runs",
     )
     add("--resume", action="store_true", help="continue the run in --out")
-    add("--init", metavar="DIR", help="start from this drafter")
+    add("--init", metavar="DIR", help="start from this drafter (not with --resume)")
     add(
         "--features",
         metavar="DIR",
-        help="keep the target's features here (2 kB a token for the default target)",
+        help="keep the target's features here, in bfloat16 (2 kB a token for the "
+        "default target)",
     )
     add("--batch-size", type=count, default=4, help="conversations a step, in all")
     add(
@@ -548,7 +563,7 @@ def options() -> cli.OneLineParser:
         "--held-out",
         type=cli.number(int, 0),
         default=32,
-        help="conversations at the end of the last --data file",
+        help="conversations at the end of --data that alpha is measured on",
     )
     add("--eval-every", type=count, default=100, help="steps between measurements")
     add("--save-every", type=count, default=500, help="steps between checkpoints")

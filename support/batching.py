@@ -16,8 +16,8 @@ There is no padding, and a finished sequence leaves the row.
 
 Only the target's forward is shared. The drafts are made one sequence after another,
 because sequences accept different numbers of tokens, so that each drafter would have to
-be written for rows of different lengths. In Table 4 all sequences of a batch are the
-same, which does not arise here.
+be written for rows of different lengths. Appendix E has no algorithm for that: it
+repeats one prompt, so that all lengths stay equal.
 
 Licence: Apache-2.0.
 """

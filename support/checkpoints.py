@@ -14,7 +14,7 @@ import common
 from support.features import fingerprint
 
 # Options that a resumed run must keep. --steps and --minutes are not among them: a run
-# can be made longer while its learning rate is constant.
+# that is made longer before its last fifth is the same as one that was planned so.
 DECIDING = (
     "method",
     "dtype",
@@ -67,7 +67,10 @@ class Run:
 
 
 def identity(args, target, sequences) -> dict:
-    """{option: value} of what decides a run, beside the options of its method."""
+    """{option: value} of what must stay the same when a run is resumed.
+
+    The options of the method are checked by `read`.
+    """
     content = hashlib.sha256()
     for ids, mask in sequences:
         content.update(ids.numpy().tobytes() + mask.numpy().tobytes())

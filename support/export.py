@@ -102,7 +102,9 @@ def main() -> None:
     parser.add_argument(
         "--target", help="write this target as well: " + cli.TARGET_HELP
     )
-    write(**vars(parser.parse_args()))
+    args = parser.parse_args()
+    write(**vars(args))
+    print(f"export.py: wrote {args.out}")
 
 
 if __name__ == "__main__":

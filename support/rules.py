@@ -6,7 +6,8 @@ the target accepts, then what a rule saves and wastes follows without drafting a
 with the rule would, and counts
 
     N_target / N       verification rate: target forwards per answer token
-    N_discarded / N    discard rate: passes per answer token that brought no token
+    N_discarded / N    discard rate: discarded tokens per answer token (with CAPE's
+                       sets: passes that brought none)
 
 from which Eq. 2.2 of SpecDec++ computes how long the answer takes. A rule of one's own
 is a function of a Round and a setting. It returns how many tokens are drafted there,

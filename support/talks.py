@@ -186,6 +186,10 @@ def whole_lines(path: str) -> list[dict]:
         raise common.UserError(
             f"cannot append to {path}; give --out a plain .jsonl file"
         )
+    if Path(path).is_dir() or not Path(path).resolve().parent.is_dir():
+        raise common.UserError(
+            f"cannot write {path}: name a file in a folder that is there"
+        )
     if not Path(path).is_file():
         return []
     content = Path(path).read_bytes()

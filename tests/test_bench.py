@@ -682,7 +682,7 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
         ("--method glide --prompt x", "--prompt: not allowed with argument --prompts"),
         (
             "--method prompt-lookup --batch-size 2",
-            "--batch-size above 1 does not work with --sweep or the arms all",
+            "--batch-size above 1 does not work with --sweep, --replay or the arms",
         ),
         ("--method glide --top-p 0.5", "--top-p needs a --temperature"),
         ("--method glide@glide --batch-size 4", "2 prompts fill no batch"),

@@ -48,16 +48,16 @@ def test_mistakes_are_one_line_and_bugs_are_tracebacks(capsys):
 
 MISTAKES = [
     ("--method nonsense", "argument --method: invalid choice: 'nonsense'"),
-    ("--method cape", "argument --method: invalid choice: 'cape'"),
+    ("--method cape", "cape has no weights, and eagle is falcon with --k 1"),
     ("--nonsense", "unrecognized arguments: --nonsense; see --help"),
     ("--device nonsense", " on nonsense ("),
     ("--steps 0", "argument --steps: must be at least 1; see --help"),
-    ("--minutes 1", "give --steps or --minutes, one of the two"),
+    ("--minutes 1", "give either --steps or --minutes"),
     ("--lr nan", "argument --lr: must be at least 0"),
     ("--warmup 1.1", "argument --warmup: must be from 0 to 1"),
     (
         "--batch-size 3 --accumulate 2",
-        "--batch-size 3 must be a multiple of 1 processes",
+        "--batch-size 3 must be a multiple of 2 (",
     ),
     ("--num-layers 0", "num_layers 0: take an int of at least 1"),
     ("--gamma x", "argument --gamma: invalid int value"),
@@ -67,6 +67,7 @@ MISTAKES = [
     ),
     ("--data missing.jsonl", "no file missing.jsonl: name one that is there"),
     ("--data {tmp}", " is a folder: name its files"),
+    ("--data nowhere.jsonl", "no file nowhere.jsonl: name one"),
     (
         "--data conversations/answers.jsonl.gz",
         "is what eval_alpha is measured on: leave it out",
@@ -75,8 +76,7 @@ MISTAKES = [
     ("--init {tmp}", "no drafter in"),
     ("--init {tmp}/broken", "/broken holds no glide drafter, or a damaged one ("),
     ("--resume", "nothing to resume in"),
-    ("--resume --init {tmp}", "leave out --init"),
-    ("--make-data 4 --out {tmp}", "Is a directory"),
+    ("--make-data 4 --out {tmp}", "name a file in a folder that is there"),
     ("--make-data 4 --out {tmp}/x.jsonl.gz", "give --out a plain .jsonl file"),
     ("--plot {tmp}", "name the curves"),
     ("--second-turns 0.5", "--greedy go with --make-data"),

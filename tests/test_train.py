@@ -221,8 +221,8 @@ def test_training_lowers_the_loss_and_a_finished_drafter_is_never_overwritten(
     assert [row["step"] for row in curve_of(out)] == [4, 8, 12, 16, 18]
     assert last["loss"] < first["loss"] and last["alpha"] > first["alpha"]
     said = capsys.readouterr().out.splitlines()[-1]
-    told = {"method": "glide", "out": str(out), "interrupted": False}
-    assert json.loads(said) == told | last
+    told = {"method": "glide", "out": str(out), "interrupted": False, "measured": last}
+    assert json.loads(said) == told | {"step": 18, "tokens": last["tokens"]}
     assert load_file(out / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
     before = snapshot(out)
     with pytest.raises(common.UserError, match="already holds a drafter"):
@@ -451,6 +451,9 @@ def test_init_starts_from_a_drafter_and_says_what_it_lacks(trained, capsys):
         torch.testing.assert_close(two[name], new[name])
     with pytest.raises(common.UserError, match="does not fit the options"):
         trained("other", *more, *init, "--intermediate-size", 8)
+    # The same command goes on, as train.sh has it.
+    again = trained("same", "--steps", 2, "--lr", 0, *init, "--resume")
+    assert state_of(again)["progress"]["step"] == 2
 
 
 def test_stored_features_are_those_of_the_target(folder, tmp_path):
