@@ -14,7 +14,7 @@ because nothing is drafted after them, but they do cost rows in the verification
 
 CAPE has no weights of its own. It wraps any generator of chains:
 
-    cape.drafts(glide.drafts(decoding, drafter, gamma=4))
+    speculate(lambda decoding: cape.drafts(glide.drafts(decoding, drafter, gamma=4)))
 
 An extra helps only where the trajectory is first rejected, and nothing follows it, so
 all of them together add at most one token to a round.
@@ -27,8 +27,8 @@ Deviations from the paper:
     1. Section 4.2 and Algorithm 1 differ, and 4.2 is followed. The sizes of Algorithm
        1, 8, 6, 4 and 2, count the drafted token as well, so they are 4.2's 7, 5, 3 and
        1. But its floor(10 p) gives 5, 3 and 1 extras at p = .3, .6 and .8, where 4.2
-       gives 7, 5 and 3, and at p = 1 it points beyond the end of S. (A float32 of .3
-       lies a little above it, and gets 5 by both.)
+       gives 7, 5 and 3 (no float32 has these values), and at p = 1 it points beyond
+       the end of S.
     2. The paper evaluates CAPE greedily (5.1). When sampling, X_i excludes the sampled
        x_(t+i), and p_i is still the largest probability of q_draft, after temperature
        and filters.
@@ -38,9 +38,10 @@ Deviations from the paper:
     5. The paper gives no gamma for CAPE. bench.py and the demo below draft 4 tokens, as
        the authors' code does, but the shipped GLIDE was trained with blocks of 3. So
        its fourth token lacks one more of the target's rows than training ever hid.
+    6. The limit of 32 draft tokens (5.3) is kept by gamma = 4, and not enforced.
 
 Authors' code: gamma is fixed at 4; 4 x (1 + 7) = 32 draft tokens are what section 5.3
-allows. Its sets follow Algorithm 1.
+allows. Its sets follow Algorithm 1, with two more entries for p = 1.
 
 Licence: Apache-2.0.
 """
@@ -66,7 +67,8 @@ class Config:
 
     def __post_init__(self):
         fits = len(self.sizes) == len(self.bounds) + 1
-        if not fits or min(self.sizes) < 0 or self.bounds != sorted(self.bounds):
+        ascending = list(self.bounds) == sorted(self.bounds)
+        if not fits or min(self.sizes) < 0 or not ascending:
             raise common.UserError(
                 f"sizes {self.sizes}, bounds {self.bounds}: take one size more than "
                 "bounds, no negative size, and ascending bounds"
@@ -136,7 +138,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     extra = within & (best.values > 0)  # (gamma, max(K_i)) bool
     tokens = torch.cat([trajectory.tokens, best.indices[extra]])
     steps = extra.nonzero()[:, 0].tolist()  # counted from 0
-    parents = trajectory.parents + [step - 1 for step in steps]  # as the drafted token
+    parents = trajectory.parents + [trajectory.parents[step] for step in steps]
 
     # Mask_CAPE follows from the parents, and common.tree_mask builds it: a token sees
     # itself, and the trajectory before its position. For gamma 3 and counts 2 1 1 (the
@@ -162,7 +164,9 @@ def drafts(chains, **changes):
     """Yield the expansion of each chain; the caller verifies each before the next.
 
     chains: a generator of chains, such as glide.drafts or specdecpp.drafts.
-    changes: sizes and bounds that differ from the paper's, see Config.
+    changes: other values for sizes and bounds, see Config.
+    Raises UserError, at the first draft, for other changes and for drafts that are no
+    chains.
     """
     config = common.changed(Config(), changes)
     for trajectory in chains:

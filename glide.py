@@ -27,7 +27,8 @@ Deviations from the paper:
        embedding and LM head, and starts from the target's weights; the paper's is
        trained from scratch.
     2. It drafts only frequent tokens (`draft_vocab`), and learns from these alone: the
-       target's distribution is normalised over them, or other tokens are not counted.
+       target's distribution is normalised over them; without `distill`, other tokens
+       are not counted.
     3. It learns from texts that the target wrote, which the paper tries in appendix C,
        and from the target's distributions (`distill`) in place of the texts' tokens.
        The rest of the recipe is in checkpoints/README.md.
@@ -36,16 +37,18 @@ Deviations from the paper:
        queries from the block of the token that they predict, so that none would learn
        to predict the first token of a block. When decoding, 4.1 lets only x_t and later
        tokens query. Here the prompt's do as well, and so does an accepted token that
-       was not fed before. With one layer this changes no draft.
+       was not fed before. With one layer this changes no draft; with more, the rows of
+       a prompt that the higher layers read lack one target row, in training 1 to L.
     5. The mask leaves the first block nothing to read. There the cross-attention adds
        zero, where the printed softmax would be undefined.
     6. The cross-attention has a residual connection, a norm before it and rotated
        queries, none of which 4.1 mentions. Query heads may share a key-value head.
-    7. The shipped drafter has L = 3 and gamma = 3 (the paper: 5, and 5 without CAPE),
-       and its one layer reads target layer 18 (of 30, from 0; the paper: the top one).
+    7. The shipped drafter has L = 3 and gamma = 3 (the paper: L = 5, and gamma = 5 for
+       GLIDE alone), and its one layer reads target layer 18 (of 30, from 0; the paper:
+       the top one).
 
 Authors' code: it also has the residual connection and the rotated queries, and lets all
-tokens query, when decoding without a mask. It has no norm there, its first block reads
+tokens query (in decoding without any mask). It has no norm there, its first block reads
 causally, and it drafts 4 tokens a round.
 
 Licence: Apache-2.0.
@@ -203,7 +206,7 @@ class Drafter(
         """Hidden states (B, T, D) of ids (B, T).
 
         positions: (B or 1, T).
-        kv: {target layer: (K, V)}, each (B, Hkv, P, Dh).
+        kv: {target layer: (K, V)}, each (B, Hkv, P, Dh); {}: no cross-attention.
         self_mask: (B or 1, 1, T, P_own + T) bool; None: causal. It is needed if T > 1
             and the cache is not empty.
         cross_mask: (B or 1, 1, T, P) bool; None: all rows are read.
@@ -255,10 +258,10 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     probe = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     _, kv = common.target_features(target, probe, drafter.kv_layers)
     ordinary = (1, shape["num_kv_heads"], 1, shape["head_dim"])
-    for layer, (keys, values) in kv.items():
+    for index, (keys, values) in kv.items():
         if not keys.shape == values.shape == ordinary:
             raise common.UserError(
-                f"target layer {layer} caches keys of shape {tuple(keys.shape)}, not "
+                f"target layer {index} caches keys of shape {tuple(keys.shape)}, not "
                 f"{ordinary}: take another layer, another method, or "
                 "--no-cross-attention"
             )
@@ -356,7 +359,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """The acceptance rate alpha (5.1), summed over the M positions, and M.
 
-    It is measured at temperature 1, after the text of the batch, under `block_mask`.
+    It is measured at temperature 1 and under `block_mask`; each token is predicted
+    after the batch's own text (teacher forcing).
     """
     # When decoding, the i-th place of a round is reached only if the places before it
     # were accepted. Here a token lacks 1 to L rows with equal weight.
@@ -424,8 +428,9 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
 def propose(drafter: Drafter, decoding, memory: Memory):
     """Draft a chain after `decoding.ids`, until the caller stops.
 
-    Yields pairs of a token (1,) and the q_draft (V,) that it was chosen from. Ends
-    early where the logits processors allow no token of `vocab_ids`.
+    Yields pairs of a token (1,) and the q_draft (V,) that it was chosen from. If there
+    are logits processors, it ends where they leave no finite score, and after a token
+    that ends the text.
     """
     # `rewind` drops the drafter's rows of rejected tokens, and returns the tokens that
     # have no row yet. The rows of accepted tokens stay. In the first layer they depend
@@ -460,7 +465,8 @@ def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
 
     changes: other values for fields of the Config with decode=True, such as gamma.
-    Raises UserError, at the first draft, for other changes or another drafter's target.
+    Raises UserError, at the first draft, for a change of any other field, and for a
+    drafter that is not of this method or not for this target.
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)

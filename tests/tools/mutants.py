@@ -133,8 +133,8 @@ a range does not hold its upper bound
 - bisect.bisect_left(config.bounds, confidence)
 + bisect.bisect_right(config.bounds, confidence)
 extras are one level too deep
-- [step - 1 for step in steps]
-+ [step for step in steps]
+- [trajectory.parents[step] for step in steps]
++ steps
 a set holds the trajectory's token
 - others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
 + others = q_draft
