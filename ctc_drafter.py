@@ -5,19 +5,21 @@ Paper: Wen et al., 2024, arXiv:2412.00061.
 One transformer layer fills the S slots after the newest token in a single pass. Given
 the text the slots are independent (Eq. 7), and each holds a token or a blank (e). The
 CTC transform turns such a filling, an alignment, into a sequence of tokens: it merges
-equal neighbours, then it drops the blanks. The likeliest sequences are drafted, as a
-tree:
+equal neighbours, then it drops the blanks:
 
     a a e b c c  ->  a b c
     a e a b e e  ->  a a b   a blank splits a repeat
 
+The likeliest sequences are drafted, as a tree.
+
 The CTC loss sums over all alignments of the right sequence (Eq. 6), so the layer may
-choose which slot holds which token. But here the right sequence has U = 3 tokens at
-every place, so the number of blanks need not carry information. Of the 84 alignments of
-three different tokens in six slots, the shipped drafter learned one: the tokens in the
-first three slots and blanks in the others. The transform gains at most about 1% in tau
-over `none`, which drafts the first slots as they are. In a trial with 1 to 6 tokens the
-blank was in use, and the transform gained no more (checkpoints/README.md).
+choose which slot holds which token. But here the right sequence has U = 3 tokens (in an
+early stage of the shipped drafter also fewer), so the drafter need not choose how many
+blanks to leave. Of the 84 alignments of three different tokens in six slots, it learned
+one: the tokens in the first three slots and blanks in the others. The transform gains
+at most about 1% in tau over `none`, which drafts the likeliest tokens of the first
+slots and no blanks. In a trial with 1 to 6 tokens the blank was in use, and the
+transform gained no more (checkpoints/README.md).
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (in training its logarithm, `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S.
@@ -28,7 +30,8 @@ Deviations, and choices where the paper is silent:
        Eq. 9 has hidden states alone. The slots' inputs, masks and initial weights, and
        the blank's own logit are ours, and besides the layer we train the fusion of its
        inputs, a vector for each slot, the blank's weights and three norms.
-    2. We sum log P (Eq. 1), not P (Eq. 2). `first_token` adds a loss.
+    2. We sum log P (Eq. 1), not P (Eq. 2). With `first_token` (1 in the shipped
+       drafter) a cross-entropy of the first token is added.
     3. The paper takes the "most valuable" combinations of all slots, collapses them,
        and masks what falls away. `alignments` visits the combinations of the first 1,
        2, ..., S slots in decreasing probability, until they make enough sequences. The
@@ -47,8 +50,8 @@ Section 2 has the acceptance probability upside down, min(1, p'/p); p' is the dr
 Authors' code: where it differs, we follow the paper, except for the layer's input. It
 drafts four tokens in four passes of EAGLE's layer, and trains with EAGLE's losses and
 .01 of the CTC loss, whose S = 6 slots are consecutive places of the text; S and U = 3
-are from it. Its blank is <unk>, blanks stay where no token repeats, and the tree is
-Medusa's, of 63 nodes.
+are from it. Its blank is <unk>, its transform does nothing unless some candidate has a
+repeat, so that most blanks stay, and the tree is Medusa's, of 63 nodes.
 
 Licence: Apache-2.0.
 """
@@ -113,11 +116,11 @@ VARIANTS = {
 
 # ---------------------------------------------------------------------- architecture
 
-# The layer reads a row for each token x_(i+1) but the first: its embedding, and h_i,
-# the target's hidden state that predicted it. (The target has not read the newest token
+# The layer reads rows. Row i joins h_i, the target's hidden state after x_i, with the
+# embedding of x_(i+1), so x_0 has none. (The target has not read the newest token
 # yet, so the newest hidden state belongs to the token before it.) An anchor is a row
-# that slots follow: when drafting the newest row, in training many rows of a text at
-# once. Its window is the U labels that its slots learn; W counts the anchors that have
+# that slots follow. When drafting, it is the newest row; in training, a text has A of
+# them. Its window is the U labels that its slots learn, and W anchors of a batch have
 # one.
 
 
@@ -349,14 +352,13 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """
     anchors, labels = anchors_and_labels(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)
-    if len(labels) == 0:  # too few for F.ctc_loss
+    if len(labels) == 0:  # F.ctc_loss refuses an empty batch
         return log_q.sum(), 0  # zero, with a gradient for all weights
     total = ctc_loss(log_q, labels)
     # CTC weighs all tokens of a window equally, but nothing of a draft is accepted
     # where its first token is wrong. So the first token may get a cross-entropy of its
     # own, with the target's distribution as its label. In trials of 875 steps, one seed
-    # each, it raised alpha on answers from .374 to .396, and the shipped drafter was
-    # trained with a weight of 1.
+    # each, it raised `acceptance` on answers from .374 to .396.
     if drafter.config.first_token:
         hidden = first_token_hidden(batch, anchors)
         logits = common.target_logits(target, hidden, drafter.vocab_ids)
@@ -368,9 +370,10 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft) of the first token, summed over W anchors; and W."""
-    anchors, _ = anchors_and_labels(drafter, target, batch)
+    anchors, _ = anchors_and_labels(drafter, target, batch)  # those of `loss`
     log_q = training_log_q(drafter, target, batch, anchors)
-    q_draft = first_token_log_q(log_q).exp()  # (W, Vd)
+    # Divided by its sum, as in `sample_chain`.
+    q_draft = first_token_log_q(log_q).softmax(-1)  # (W, Vd)
     hidden = first_token_hidden(batch, anchors)
     total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
     return total, len(hidden)
@@ -409,16 +412,17 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
 #     e e     .4 x .3 = .12  (nothing)
 #     e a     .4 x .2 = .08  a            a comes in slot 2
 #
-# `likeliest_alignments`, the paper's, gives each sequence the probability of its
-# likeliest alignment: a .60, a b .30, b .20. `prefix_search` sums over all alignments
-# that begin with it, whatever the later slots hold: a .60 + .08 = .68, a b .30, b .20.
+# `likeliest_alignments`, nearer to the paper, gives each sequence the probability of
+# its likeliest alignment: a .60, a b .30, b .20. `prefix_search` sums over all
+# alignments that begin with it, whatever the later slots hold: a .60 + .08 = .68, a b
+# .30, b .20.
 # Neither finds a a, which needs three slots, a e a.
 
 
 def likeliest_alignments(
     choices: list[list[tuple]], nodes: int, merge=True, ends=(), room=math.inf
 ) -> dict:
-    """The transform (3.1) of the likeliest combinations (3.3), at most `nodes`.
+    """The sequences of the likeliest alignments (3.1, 3.3), at most `nodes`.
 
     Returns {sequence: probability}.
 
@@ -431,8 +435,8 @@ def likeliest_alignments(
         choices = [pairs for *pairs, _ in choices]
     # Best-first search over alignments of the first one, two, ... slots. (The paper's
     # fill all slots.) An alignment has the product of its slots' probabilities (Eq. 7),
-    # so it is at most as likely as any that it continues. They leave the heap in
-    # decreasing order, each before those that continue it.
+    # so a longer one is never likelier than one that it extends. Alignments therefore
+    # leave the heap in decreasing order, each before its extensions.
     heap = [(-1.0, ())]  # of (minus the probability, alignment)
     seen = set()
     found = {}
@@ -441,8 +445,8 @@ def likeliest_alignments(
         if minus_q == 0:  # and so are all that are left
             break
         sequence = collapse(alignment) if merge else alignment
-        # Alignments that fill as many slots, become the same sequence and end in the
-        # same symbol have the same continuations. The likeliest of them comes first, so
+        # Alignments of as many slots that become the same sequence and end in the same
+        # symbol have the same continuations. The likeliest of them comes first, so
         # the others are skipped.
         alike = (len(alignment), sequence, alignment[-1:])
         if alike in seen:
@@ -462,12 +466,12 @@ def prefix_search(
 ) -> dict:
     """Prefix search (Graves et al., 2006), as a beam: {prefix: probability}.
 
-    That is the probability that the sequence begins with the prefix, a tuple of tokens:
-    a sum over all alignments (Eq. 6) of all sequences that do.
+    The probability of a prefix, a tuple of tokens, is that of all sequences that begin
+    with it: a sum over all their alignments (Eq. 6).
 
     choices: what `top_symbols` returns; other tokens count as impossible.
-    candidates: how many prefixes survive each slot, the empty one included: those that
-        the slots so far have most probably become.
+    candidates: how many prefixes are continued after each slot, the empty one among
+        them; those that the slots so far have most probably become.
     ends, room: as in `likeliest_alignments`.
     """
     # The slots are read one after another. `kept` says how likely it is that those read
@@ -483,10 +487,10 @@ def prefix_search(
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
         for prefix, (in_blank, in_token) in kept.items():
-            either = in_blank + in_token
-            new_blank[prefix] = either * q_blank  # a blank changes nothing
             if prefix and (prefix[-1] in ends or len(prefix) >= room):
                 continue  # what would continue it is not drafted
+            either = in_blank + in_token
+            new_blank[prefix] = either * q_blank  # a blank changes nothing
             for token, q in pairs:
                 entering = either * q
                 if prefix[-1:] == (token,):  # a repeat: only after a blank is it new
@@ -544,8 +548,9 @@ def continuations(q_slots: Tensor, prefix: tuple) -> Tensor:
     either = in_blank
     for before, token, q in zip((None, *prefix), prefix, q_prefix):
         enters = in_blank if token == before else either  # a repeat: only after a blank
+        # From here on `enters` is of the shorter prefix, and `either` of this one.
         in_blank, in_token, either = [0.0], [0.0], [0.0]
-        for t in range(len(q_slots)):
+        for t in range(len(q_slots)):  # q[t] is of slot t + 1
             in_blank.append(either[t] * q_blank[t])
             in_token.append((in_token[t] + enters[t]) * q[t])
             either.append(in_blank[-1] + in_token[-1])
@@ -616,12 +621,12 @@ def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     hidden = decoding.hidden  # (1, n, D)
     n = hidden.shape[1]
     read = memory.cache.get_seq_length() + n
-    told = "ask for a draft in every round, from the first"
-    assert read == decoding.ids.shape[1] - 1, told
+    message = "ask for a draft in every round, from the first"
+    assert read == decoding.ids.shape[1] - 1, message
     next_ids = decoding.ids[:, -n:]  # (1, n)
     anchor = next_ids.new_full((1, 1), n - 1)  # the newest row: its slots read all
     states = drafter(decoding.target, hidden, next_ids, anchor, cache=memory.cache)
-    memory.cache.cut(decoding.ids.shape[1] - 1)  # the rows stay, the slots do not
+    memory.cache.cut(read)  # the rows stay, the slots do not
     return drafter.logits(states[0, 0], memory.head).softmax(-1)
 
 

@@ -257,7 +257,7 @@ windows begin with the newest token
 - F.pad(y[:, 2:], (0, U), value=-1)
 + F.pad(y[:, 1:-1], (0, U), value=-1)
 the slots of earlier rounds stay in the cache
-- memory.cache.cut(decoding.ids.shape[1] - 1)
+- memory.cache.cut(read)
 + pass
 a sequence has the probability of its unlikeliest alignment
 - found.setdefault(sequence, -minus_q)
