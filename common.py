@@ -85,7 +85,7 @@ class Draft:
     tokens: Tensor  # (N,) ids, on the target's device
     parents: list[int]  # of each node, a smaller index; -1 is the root
     probs: Tensor | None = None  # (M, V) q_draft of the first M nodes
-    notes: dict = field(default_factory=dict)  # of the method, for display only
+    notes: dict = field(default_factory=dict)  # of the method; decoding ignores them
 
     def depths(self) -> list[int]:
         """The depth of each node; children of the root have depth 1."""
@@ -540,7 +540,8 @@ def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
     sums = exact.cumsum(-1)  # (..., V)
     if uniform is None:
         uniform = torch.rand_like(sums[..., :1])
-    return torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
+    ids = torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
+    return ids.clamp(max=sums.shape[-1] - 1)  # a drafter's sums may overflow to nan
 
 
 def end_ids(generation_config) -> set[int]:

@@ -707,6 +707,16 @@ def test_a_generator_that_ends_early_or_never_is_noticed(llama):
         decode(lambda decoding: [empty, empty])
 
 
+def test_a_drafter_whose_logits_are_no_numbers_costs_drafts_only(llama):
+    """Its token is some id, which `draw` rejects."""
+    nan = torch.full((48,), float("nan"))
+    for do_sample in (True, False):
+        decoding = opened(llama, do_sample=do_sample, top_k=0)
+        token, q_draft = common.pick(decoding, nan, torch.arange(48), [])
+        assert 0 <= int(token) < 48
+        decoding.verify(common.chain([(token, q_draft)], decoding.ids))
+
+
 def test_probabilities_that_are_no_numbers_are_named(llama):
     with refused("are not numbers: its logits overflow"):
         common.draw(torch.tensor([0.5, float("nan")]), [])
