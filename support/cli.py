@@ -80,7 +80,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def add_config_options(parser: argparse.ArgumentParser, config_class) -> None:
     """Add an option for each field of a Config that the parser does not have yet.
 
-    An option that is not given is None. The Config checks the values.
+    Fields that `build` fills in, as their help says, get none. An option that is not
+    given is None. The Config checks the values.
     """
     module = config_class.__module__.rpartition(".")[2]
     group = parser.add_argument_group(f"{module} options")
@@ -88,13 +89,14 @@ def add_config_options(parser: argparse.ArgumentParser, config_class) -> None:
     defaults = config_class()
     for option in dataclasses.fields(config_class):
         default = getattr(defaults, option.name)
-        if option.name in taken or isinstance(default, dict):
+        help = option.metadata["help"]
+        if option.name in taken or "filled in by build" in help:
             continue
         kind = {"type": json_list if isinstance(default, list) else type(default)}
         if isinstance(default, bool):
             kind = {"action": argparse.BooleanOptionalAction}
         shown = default if isinstance(default, str) else json.dumps(default)
-        text = f"{option.metadata['help']} (default: {shown})".replace("%", "%%")
+        text = f"{help} (default: {shown})".replace("%", "%%")
         group.add_argument("--" + option.name.replace("_", "-"), help=text, **kind)
 
 

@@ -171,7 +171,8 @@ def test_methods_and_rivals_by_name(monkeypatch, tmp_path):
 
 @dataclass
 class Config:
-    target: dict = option(dict, "not on the command line")
+    target: dict = option(dict, "a shape (filled in by build)")
+    built: bool = option(False, "whether (filled in by build)")
     layer: int = option(-1, "which", decode=True)
     count: int = option(3, "100% of them", decode=True)
     rate: float = option(0.5, "how fast")
@@ -197,6 +198,13 @@ def test_every_field_of_a_config_is_an_option_of_its_type():
     given = {"layer": -1, "count": 7, "rate": "x", "csgd": False, "word": "b"}
     given |= {"sizes": [4], "more": 2}
     assert vars(parser_of().parse_args(words.split())) == given
-    for bad in ("--count x", "--sizes 4", "--sizes [1", "--csg", "--target {}"):
+    for bad in (
+        "--count x",
+        "--sizes 4",
+        "--sizes [1",
+        "--csg",
+        "--target {}",
+        "--built",
+    ):
         with pytest.raises(common.UserError, match="see --help"):
             parser_of().parse_args(bad.split())
