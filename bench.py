@@ -601,7 +601,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="only print the tables of these results",
     )
     add = group.add_argument
-    add("--json", metavar="FILE", help="write the result and all answers")
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the result and all answers (in a pipe, the result without answers "
+        "is also the last line)",
+    )
     add("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
     args = parser.parse_args(argv)
     args.argv = argv
