@@ -112,7 +112,7 @@ def warn_if_busy() -> None:
     if busy > 0.5 * os.cpu_count():
         print(
             f"bench.py: other programs are using this machine (load {busy:.1f}), so "
-            "speedups are not to be trusted: stop them first",
+            "speedups are not to be trusted (tau is): stop them first if you can",
             file=sys.stderr,
         )
 
@@ -575,7 +575,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="FILE",
         help="FastChat JSONL (default: all of prompts/)",
     )
-    add("--prompt", metavar="TEXT", help="ask this instead of a prompt file")
+    add("--prompt", metavar="TEXT", help="a question of your own, no prompt file")
 
     group = parser.add_argument_group("what else to do")
     add = group.add_mutually_exclusive_group().add_argument

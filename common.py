@@ -7,10 +7,10 @@ accepts of each before the next one is asked for:
     for draft in glide.drafts(decoding, drafter):
         decoding.verify(draft)
 
-The first part, down to Stats, is what all methods share, and what a reader of any needs
-first: Draft, `score`, `walk`, `draw`, Decoding, `pick`, `speculate`. Below stand the
-parts that these are made of, then KV caches, what methods use of a target and of a
-drafter (look up DraftCache and Batch where a method uses them), and what is refused.
+The first part, down to Stats, is shared by all methods, so read it before any of them:
+Draft, `score`, `walk`, `draw`, Decoding, `pick`, `speculate`. Below stand the parts
+that these are made of, then KV caches, what methods use of a target and of a drafter
+(look up DraftCache and Batch where a method uses them), and what is refused.
 
 Words:
     target      the large model whose text is wanted; a *forward* is a run of it
@@ -29,7 +29,7 @@ Words:
 
 Shapes: B batch, T sequence, P cached rows, n tokens fed at once, N nodes, V vocabulary,
 Vd draft vocabulary, D hidden size, H heads, Hkv key-value heads, Dh head size, R how
-many of these are rotated. M is said where it is used.
+many of these are rotated. M is explained where it is used.
 
 Licence: Apache-2.0.
 """
@@ -91,6 +91,7 @@ class Draft:
         """The depth of each node; children of the root have depth 1."""
         depths = []
         for parent in self.parents:
+            assert parent < len(depths), "a parent must come before its children"
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
 
@@ -142,7 +143,6 @@ def tree_mask(parents: list[int]) -> Tensor:
     """
     sees = torch.eye(len(parents) + 1, dtype=torch.bool)
     for node, parent in enumerate(parents):
-        assert parent < node, "a child before its parent would not see it"
         sees[node + 1] |= sees[parent + 1]  # all that its parent sees, and itself
     return sees
 
@@ -312,7 +312,8 @@ class Decoding:
     def commit(self, draft: Draft, logits: Tensor, hidden: Tensor) -> list[int]:
         """The second half of `verify`, after a forward that was made elsewhere.
 
-        logits: (N + 1, V). hidden: (N + 1, D).
+        The forward has left the rows of the P committed tokens, the root and the N
+        nodes in the cache, in this order. logits: (N + 1, V). hidden: (N + 1, D).
         """
         prefix = self.ids.shape[1] - 1  # P
         drawn = draft.drawn() if self.do_sample else {}
@@ -415,8 +416,9 @@ class Stats:
     target_forwards: int = 0  # without the one over the prompt
     drafted: int = 0  # draft tokens submitted for verification
     emitted: int = 0  # tokens committed, bonus tokens included
-    offered: list[int] = field(default_factory=list)  # depth of each round's draft
-    accepted: list[int] = field(default_factory=list)  # draft tokens of each round
+    # The depth of each round's draft, and how many of its tokens were accepted.
+    offered: list[int] = field(default_factory=list, repr=False)
+    accepted: list[int] = field(default_factory=list, repr=False)
 
     def __call__(self, decoding: Decoding, draft: Draft, path: list[int]) -> None:
         self.target_forwards += 1
@@ -463,6 +465,7 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
 
     masks: {kind of layer: mask}, of `attention_masks`.
     """
+    # A model with several kinds of layers takes a mask for each kind, others just one.
     mask = masks if len(masks) > 1 else next(iter(masks.values()))
     output = target(
         fed,
@@ -476,10 +479,16 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
 
 
 def last_hidden(target, ids: Tensor, cache=None) -> Tensor:
-    """Last hidden states (B, T, D) of ids (B, T); their rows go into the cache."""
-    decoder = target.get_decoder()
-    options = forward_options(target)
-    return decoder(ids, past_key_values=cache, output_hidden_states=False, **options)[0]
+    """Last hidden states (B, T, D) of ids (B, T), whose rows go into an empty cache."""
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    output = target.get_decoder()(
+        ids,
+        past_key_values=cache,
+        position_ids=positions,  # RoBERTa would not count from 0
+        output_hidden_states=False,
+        **forward_options(target),
+    )
+    return output[0]
 
 
 def forward_options(target) -> dict:
@@ -557,7 +566,7 @@ class GrowingLayer(DynamicLayer):
     """A cache layer that copies old rows only to double its buffers."""
 
     # DynamicLayer concatenates, which copies the whole cache at every forward. Layers
-    # that share another's keys (Gemma-3n) are never fed, and then there are no buffers.
+    # that share another's keys (Gemma 4) are never fed, and then there are no buffers.
 
     def update(self, key_states, value_states, *args, **kwargs) -> tuple:
         """Append n rows; returns keys and values (B, Hkv, P + n, Dh)."""
@@ -635,12 +644,17 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
 
     name: Hugging Face id, folder or .gguf file; None: the default one.
     """
-    label = name or "the default target of support/default_target.py"
+    label = name or "the default target"
     try:
         torch.zeros(1, device=device)  # a wrong device is noticed before a long load
         if name is None:
-            from support import default_target
-
+            try:
+                from support import default_target
+            except ModuleNotFoundError:
+                raise UserError(
+                    "the default target needs the folder support/, which is not here: "
+                    "copy it, or name a target"
+                ) from None
             name = default_target.folder()
         return _read_target(name, dtype, device)
     except (torch.OutOfMemoryError, UserError):
@@ -675,8 +689,8 @@ def _read_target(name, dtype, device):
 def target_shape(target) -> dict:
     """The sizes that a drafter and its target must share."""
     config = target.config.get_text_config()
-    # Gemma 4's layers differ in the size of their heads. Drafters start from the
-    # topmost layer, so its sizes count.
+    # Gemma 4's layers differ in the size of their heads, so transformers gives a config
+    # for each layer. Drafters start from the topmost layer, so its sizes count.
     top = config.per_layer_config[-1]
     heads = top.num_attention_heads
     return {
@@ -819,11 +833,11 @@ def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, 
 def target_features(target, input_ids: Tensor, layers=()) -> tuple[Tensor, dict]:
     """Last hidden states (B, T, D), {layer: (keys, values)} of right-padded ids.
 
-    layers: indices of target layers, from 0. What stands at the padding means nothing.
+    layers: indices of target layers, from 0. Values at the padding are meaningless.
     """
     cache = DynamicCache()  # without a config: sliding layers keep all rows
     hidden = last_hidden(target, input_ids, cache)
-    if layers and max(layers) >= len(cache.layers):  # as Gemma-3n's top layers
+    if layers and max(layers) >= len(cache.layers):  # as Gemma 4's top layers
         raise UserError(
             f"target layer {max(layers)} caches no keys and values: name a lower one"
         )
@@ -845,8 +859,10 @@ def at_least(config, **bounds: float) -> None:
     """Raise a UserError if a field is below its bound or of a wrong type."""
     for name, bound in bounds.items():
         value = getattr(config, name)
+        # An int may stand for a float. isinstance would let True pass as an int, and
+        # `not >=` refuses nan.
         kinds = (int, type(getattr(config.__class__, name)))  # of the default
-        if type(value) not in kinds or not value >= bound:  # neither a bool nor nan
+        if type(value) not in kinds or not value >= bound:
             kind = "a number" if float in kinds else "an int"
             raise UserError(f"{name} {value!r}: take {kind} of at least {bound}")
 
@@ -880,12 +896,13 @@ def add_vocab_ids(drafter, size: int) -> None:
     """
     vocab = drafter.config.target["vocab_size"]
     drafter.register_buffer("vocab_ids", torch.arange(min(size or vocab, vocab)))
+    drafter.register_load_state_dict_pre_hook(_rename_vocab_ids)
 
-    def rename(module, state_dict, *_):  # the shipped drafters' name for them
-        if "draft_ids" in state_dict:
-            state_dict["vocab_ids"] = state_dict.pop("draft_ids")
 
-    drafter.register_load_state_dict_pre_hook(rename)
+def _rename_vocab_ids(module, state_dict: dict, prefix: str, *_) -> None:
+    old = prefix + "draft_ids"  # their name in drafters that were saved with v1.0
+    if old in state_dict:
+        state_dict[prefix + "vocab_ids"] = state_dict.pop(old)
 
 
 def target_layers(target) -> list[nn.Module]:
@@ -1060,8 +1077,8 @@ def check_drafter(drafter, Drafter, target) -> None:
             f"the drafter is for another target ({wrong}): train one with train.py"
         )
     weight = next(drafter.parameters())
-    own = f"{weight.dtype} on {weight.device.type}"
-    theirs = f"{target.dtype} on {target.device.type}"
+    own = f"{weight.dtype} on {weight.device}"
+    theirs = f"{target.dtype} on {target.device}"
     if own != theirs:
         raise UserError(
             f"the drafter is {own}: move it with .to(target.device, target.dtype)"
@@ -1069,7 +1086,7 @@ def check_drafter(drafter, Drafter, target) -> None:
 
 
 def decode_fields(config) -> list[str]:
-    """The fields of a Config, or of its class, that may change after training."""
+    """The fields that may change after training, of a Config or of such a class."""
     options = dataclasses.fields(config)
     return [option.name for option in options if option.metadata.get("decode")]
 
@@ -1094,22 +1111,27 @@ def check_states(target) -> None:
     """Raise a UserError unless `target_logits` gives the target's logits."""
     check_target(target)
     ids = torch.arange(1, 3, device=target.device)[None]
-    output = target(ids, output_hidden_states=True, **forward_options(target))
+    options = forward_options(target) | {"position_ids": ids - 1}
+    output = target(ids, output_hidden_states=True, **options)
     hidden = last_hidden(target, ids)
     rounds = target.dtype in (torch.float16, torch.bfloat16)
     tolerance = 0.05 if rounds else 1e-3
     close = {"atol": tolerance, "rtol": tolerance}
     # Decoding takes hidden_states[-1], training takes the decoder's output; a drafter
-    # needs them to be the same. OPT-350m projects them to another width.
+    # needs them to be the same. OPT-350m projects them to another width, which is also
+    # what the LM heads of Electra and RemBert read.
     same = hidden.shape[-1] == target_shape(target)["hidden_size"]
     same = same and torch.allclose(output.hidden_states[-1], hidden, **close)
+    weight = _head_weight(target)
+    same = same and (weight is None or weight.shape[1] == hidden.shape[-1])
     if same:
         logits = target_logits(target, hidden)
         same = torch.allclose(output.logits.float(), logits, **close)
     if not same:
+        # In train mode dropout makes two forwards differ.
+        remedy = "call target.eval()" if target.training else "take another target"
         raise UserError(
-            "the target's logits do not follow from its last hidden states: take "
-            "another target"
+            f"the target's logits do not follow from its last hidden states: {remedy}"
         )
 
 
@@ -1141,9 +1163,14 @@ def check_target(target) -> None:
     if "flash" in kernel or "flex" in kernel:
         load = "load the target with attn_implementation='sdpa'"
         raise UserError(f"{kernel} takes no tree mask: {load}")
-    # Of Llama 4 and Mllama, transformers gives the whole model for the decoder.
-    if hasattr(target.get_decoder(), "lm_head"):
+    # Of Llama 4 and Mllama, transformers gives the whole model for the decoder, and of
+    # ModernBERT the LM head.
+    decoder = target.get_decoder()
+    if hasattr(decoder, "lm_head") or isinstance(decoder, nn.Linear):
         raise UserError(f"the target's decoder includes its LM head: {instead}")
+    # Gemma-3n has several hidden states for a token.
+    if getattr(config, "altup_num_inputs", None):
+        raise UserError(f"a token has more than one hidden state: {instead}")
     # Prompts and drafters go to the device of the embedding.
     if target.device.type == "meta":
         raise UserError(
@@ -1206,7 +1233,7 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
             "watermarking_config=None in the call"
         )
     batch, length = input_ids.shape
-    if input_ids.device.type != target.device.type:
+    if input_ids.device != target.device:
         raise UserError(
             f"the prompt is on {input_ids.device}: move it with .to(target.device)"
         )
@@ -1221,8 +1248,9 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
             "attention_mask has zeros (transformers makes such a mask where the prompt "
             "holds pad_token_id): pass no padding, and a mask of ones"
         )
-    positions = given.get("position_ids")
-    if positions is not None and positions.tolist() != [list(range(length))]:
+    positions = given.pop("position_ids", None)  # Qwen-VL makes them, (3, 1, T)
+    counted = torch.arange(length, device=input_ids.device)
+    if positions is not None and not (positions == counted).all():
         raise UserError("position_ids are counted from 0 here: leave them out")
     # Decoding makes a cache of its own, from which rejected nodes can be dropped.
     past = given.get("past_key_values")
@@ -1279,9 +1307,10 @@ def demo(Drafter, folder: str, drafts) -> None:
 
     drafts: called with (decoding, drafter), a generator of drafts.
     """
-    parser = argparse.ArgumentParser(description="Answer with the shipped drafter.")
+    about = "Answer a prompt with the shipped drafter (for timings see bench.py)."
+    parser = argparse.ArgumentParser(description=about)
     prompt = "Explain photosynthesis to a child in five sentences."
-    parser.add_argument("prompt", nargs="?", default=prompt)
+    parser.add_argument("prompt", nargs="?", default=prompt, help=f"default: {prompt}")
     prompt = parser.parse_args().prompt
     try:
         _show_answer(Drafter, folder, drafts, prompt)

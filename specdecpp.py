@@ -288,6 +288,9 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     ours = drafter.body.get_decoder()  # OPT wraps it
     theirs = target.get_decoder()
     key = "layers" if hasattr(ours, "layers") else "h"  # GPT-2
+    common.refuse(
+        (not hasattr(ours, key), "the target has no list of layers: name a draft_model")
+    )
     weights = theirs.state_dict()
     outside = {n: w for n, w in weights.items() if not n.startswith(f"{key}.")}
     try:

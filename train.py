@@ -72,9 +72,13 @@ def train(args, module, overrides: dict) -> None:
     # What is measured on is the same each time, so its features are computed once.
     measured = {}
     if progress < 1:
+        say(
+            f"{len(held_out) + len(answers)} conversations are read first, on which "
+            "alpha is measured (--held-out, --eval)"
+        )
         measured["alpha"] = features.batches(held_out)
         measured["eval_alpha"] = features.batches(answers)
-    begin = time.monotonic() - run.seconds  # what earlier sittings took counts as well
+    begin = time.monotonic() - run.seconds  # the time before a resumption counts, too
     with interrupts() as caught, progress_bar(args, run) as bar:
         while progress < 1 and not stop:
             # The target computes a micro-batch's features when `gradients` asks for it,
@@ -118,6 +122,8 @@ def train(args, module, overrides: dict) -> None:
     del model, optimizer
     accelerator.free_memory()
     accelerator.end_training()
+    if progress < 1:  # as Ctrl-C ends a program, or a script would go on after it
+        sys.exit(130)
 
 
 class Loss(nn.Module):
@@ -563,7 +569,8 @@ def options() -> cli.OneLineParser:
         "--held-out",
         type=cli.number(int, 0),
         default=32,
-        help="conversations at the end of --data that alpha is measured on",
+        help="conversations at the end of --data that alpha is measured on; at most "
+        "half of them",
     )
     add("--eval-every", type=count, default=100, help="steps between measurements")
     add("--save-every", type=count, default=500, help="steps between checkpoints")

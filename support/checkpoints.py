@@ -35,7 +35,7 @@ class Run:
 
     step: int = 0
     tokens: int = 0  # response tokens trained on, repetitions included
-    seconds: float = 0.0  # over all sittings
+    seconds: float = 0.0  # over all runs of the command
     average: float | None = None  # running mean of the loss
     curve: list[dict] = field(default_factory=list)  # a point for every measurement
 

@@ -29,7 +29,7 @@ def import_method(name: str):
     """The module of a method or rival; a UserError if it is not here."""
     name = MADE_WITH.get(name, name)
     if name not in present():
-        names = ", ".join(present())
+        names = ", ".join([*present(), *MADE_WITH])
         raise common.UserError(f"unknown method {name!r}: take {names}")
     return importlib.import_module(f"support.rivals.{name}" if name in RIVALS else name)
 

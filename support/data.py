@@ -431,7 +431,7 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
     prompts = []
     for path in paths:
         if not path.exists():
-            raise common.UserError(f"no prompt file {path}")
+            raise common.UserError(f"no prompt file {path}: name one that is there")
         for number, line in _lines(str(path)):
             try:
                 record = _object(line)

@@ -3,6 +3,7 @@ settings of a trainer's, and with a tokenizer that is not theirs."""
 
 import itertools
 import json
+import pickle
 import types
 
 import accelerate
@@ -255,6 +256,71 @@ def test_layers_that_cannot_be_run_alone_are_refused():
             untrained(cli.import_method(method), target)
     with refused("decoder includes its LM head"):
         common.start(target, input_ids=IDS, max_new_tokens=4)
+
+
+def test_a_model_with_images_answers_texts():
+    """`generate` hands on Qwen2.5-VL's positions, a row of them for each axis."""
+    shape = family("Llama").config.to_dict()
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    keys += ("num_attention_heads", "num_key_value_heads", "initializer_range")
+    text = {key: shape[key] for key in keys}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    sight = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text | {"rope_parameters": rope},
+        vision_config=sight | {"out_hidden_size": 32},
+    )
+    torch.manual_seed(1)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    target = model.eval().requires_grad_(False)
+    check(target, made(target, ("glide", "falcon", "ctc_drafter")))
+
+
+def test_positions_are_counted_from_0():
+    """RoBERTa, left to itself, counts from the id of the padding on."""
+    target = family("Roberta", is_decoder=True).float()
+    check(target, {"lookup": lookup.drafts})
+    with refused("position_ids are counted from 0 here: leave them out"):
+        common.start(target, input_ids=IDS, position_ids=1 + torch.arange(5)[None])
+
+
+@pytest.mark.parametrize(
+    "name, more, message",
+    [
+        (
+            "Gemma3n",
+            {
+                "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": 40,
+                "altup_num_inputs": 2,
+                "num_kv_shared_layers": 0,
+                "laurel_rank": 4,
+                "activation_sparsity_pattern": [0.0] * 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            "a token has more than one hidden state",
+        ),
+        ("ModernBertDecoder", {}, "decoder includes its LM head"),
+    ],
+)
+def test_unusual_decoders_are_refused(name, more, message):
+    target = family(name, bos_token_id=1, eos_token_id=2, **more).float()
+    with refused(message):
+        common.start(target, input_ids=IDS, **GREEDY)
+
+
+def test_dropout_is_told_from_another_computation():
+    target = family("GPT2", resid_pdrop=0.5).float()
+    untrained(falcon, target)
+    with refused(r"do not follow from its last hidden states: call target.eval\(\)"):
+        untrained(falcon, target.train())
+
+
+@pytest.mark.parametrize("method", ["glide", "specdecpp", "falcon", "ctc_drafter"])
+def test_a_drafter_can_be_pickled(method):
+    drafter = untrained(cli.import_method(method), make_llama())
+    again = pickle.loads(pickle.dumps(drafter))
+    assert torch.equal(again.vocab_ids, drafter.vocab_ids)
 
 
 # ---------------------------------------------------------------- what training leaves

@@ -337,7 +337,7 @@ def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=lambda x: x.name)
 def test_an_interrupt_is_answered_at_once_saves_and_ends_the_run(
-    trained, monkeypatch, capfd, request, kind
+    trained, tmp_path, monkeypatch, capfd, request, kind
 ):
     """Ctrl-C sends SIGINT; `kill` and cluster schedulers send SIGTERM."""
 
@@ -355,7 +355,9 @@ def test_an_interrupt_is_answered_at_once_saves_and_ends_the_run(
         return loss(*given)
 
     monkeypatch.setattr(glide, "loss", interrupted)
-    out = trained("out", "--steps", 100000)
+    with pytest.raises(SystemExit, match="130"):
+        trained("out", "--steps", 100000)
+    out = tmp_path / "out"
     last = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert last["interrupted"] is True and last["step"] == 1
     assert curve_of(out) == []

@@ -132,11 +132,11 @@ def family(name, seed=1, **more):
         bos_token_id=None,
         eos_token_id=None,
     )
-    if name in ("GPT2", "GPTNeoX", "OPT"):
+    if name in ("GPT2", "GPTNeoX", "OPT", "Roberta"):
         shape.pop("num_key_value_heads"), shape.pop("head_dim")
     if name == "Phi3":
         shape["original_max_position_embeddings"] = 128
-    text_only = name in ("Gemma3", "Gemma4", "Llama4")
+    text_only = name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4")
     kind = name + ("TextConfig" if text_only else "Config")
     config = getattr(transformers, kind)(**shape | more)
     kind = "GPT2LMHeadModel" if name == "GPT2" else name + "ForCausalLM"
