@@ -34,12 +34,18 @@ def test_verdicts(low, high, paper, expected):
     [
         (1.1, 1.2, (5e6, 3.9e6), "not compared: fewer than 4 million token-steps"),
         (1.1, 1.2, (4e6, 9e6), None),  # ahead with less training
-        (1.1, 1.2, (7e6, 5e6), None),
+        (1.1, 1.2, (6.7e6, 5e6), None),
         (1.1, 1.2, (9e6, 5e6), "not compared: one side was trained 1.8 times as long"),
         (0.8, 0.9, (9e6, 5e6), None),
         (0.8, 0.9, (5e6, 9e6), "not compared: one side was trained 1.8 times as long"),
         (0.9, 1.1, (5e6, 9e6), "not compared: one side was trained 1.8 times as long"),
-        (0.9, 1.1, (5e6, 7e6), None),
+        (0.9, 1.1, (5e6, 6.7e6), None),
+        (
+            0.9,
+            1.1,
+            (5e6, 6.8e6),
+            "not compared: one side was trained 1.4 times as long",
+        ),
         (0.9, 1.1, None, None),
     ],
 )
