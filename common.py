@@ -1248,10 +1248,12 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
             "attention_mask has zeros (transformers makes such a mask where the prompt "
             "holds pad_token_id): pass no padding, and a mask of ones"
         )
-    positions = given.pop("position_ids", None)  # Qwen-VL makes them, (3, 1, T)
-    counted = torch.arange(length, device=input_ids.device)
-    if positions is not None and not (positions == counted).all():
-        raise UserError("position_ids are counted from 0 here: leave them out")
+    positions = given.pop("position_ids", None)
+    if positions is not None:
+        counted = torch.arange(length, device=positions.device)
+        # Qwen-VL makes several rows of positions, (3, 1, T).
+        if not all(row.equal(counted) for row in positions.flatten(0, -2)):
+            raise UserError("position_ids are counted from 0 here: leave them out")
     # Decoding makes a cache of its own, from which rejected nodes can be dropped.
     past = given.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
