@@ -6,7 +6,6 @@
     python bench.py --method glide:gamma=2 glide:gamma=4 glide:gamma=6
     python bench.py --method all                   # all, and transformers' own
     python bench.py --cost-curve                   # milliseconds of a target forward
-    python bench.py --table results/cpu_*.json     # tables of earlier runs
 
 An arm is [BASE+]NAME[:SETTINGS][+copies][@DIR]. NAME is a method or a rival (medusa,
 eagle, beam, lookup); EAGLE is Falcon with the drafter checkpoints/eagle. SETTINGS are
@@ -47,12 +46,15 @@ from tqdm import tqdm
 
 import common
 from common import UserError
-from support import batching, cli, data, packed, pictures, replay, report
-from support.arms import PEERS, Arm, arm_text, make_arms, plain_loops
-from support.prompts import answer_padded, encode
-from support.report import Answer, clock
+from support import cli, packed
+from support.measuring import batching, report
+from support.measuring.arms import PEERS, Arm, arm_text, make_arms, plain_loops
+from support.measuring.prompts import answer_padded, encode
+from support.measuring.report import Answer, clock
+from support.training import data
 
 ALPHA_ANSWERS = 32  # most answers of the baseline to measure alpha on
+WARM_UP_TOKENS = 12
 CONTEXT = 256  # of the cost curve, in tokens
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the cost curve
 
@@ -77,22 +79,11 @@ def measure(args) -> dict:
     return result
 
 
-def write_page(args) -> None:
-    """Write the page of --replay, which answers the first prompt only."""
-    turn = prompts_of(args)[0]["turns"][0]
-    stock, target, tokenizer = load(args)
-    loops = plain_loops(stock, target)
-    arms = make_arms(args.method, target)
-    torch.manual_seed(args.seed)
-    replay.write(args.replay, tokenizer, loops, arms, turn, generate_options(args))
-
-
 def without_answers(result: dict) -> dict:
     """A result without what is too long for a line: the answers, token by token."""
     result = copy.deepcopy(result)
     for numbers in report.arms_of(result).values():
         del numbers["answers"]
-    result.get("sweep", {}).pop("answers", None)
     return result
 
 
@@ -123,17 +114,7 @@ def load(args) -> tuple:
     transformers.logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)
     stock, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
-    possible = packed.candidates(stock)
-    if args.kernel and args.kernel not in possible:
-        if not possible:
-            place = f"in {args.dtype} on {args.device}"
-            raise UserError(f"--kernel: nothing is packed {place}; leave it out")
-        raise UserError(
-            f"--kernel {args.kernel} does not compute this target exactly: take one of "
-            f"{', '.join(possible)}"
-        )
-    kernels = (args.kernel, args.kernel) if args.kernel else None
-    return stock, packed.pack(stock, kernels), tokenizer
+    return stock, packed.pack(stock), tokenizer
 
 
 def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
@@ -151,10 +132,6 @@ def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
         print(
             f"bench.py: {left} prompts fill no batch and are left out", file=sys.stderr
         )
-    if args.sweep:
-        from support import rules  # needs specdecpp.py
-
-        rules.longest_chains(arms[0])  # a UserError comes before the long run
     loops = plain_loops(stock, target, size)
     asked, answers = ask(tokenizer, [*loops, *arms], groups, options, args.seed)
 
@@ -167,10 +144,6 @@ def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
         result["arms"] = figures
     if len(asked) < sum(len(prompt["turns"]) for group in groups for prompt in group):
         result["interrupted"] = True
-    if args.sweep:
-        turns = [inputs | options for inputs in asked]
-        found = rules.sweep(arms[0], turns, answers[arms[0].name])
-        result["sweep"] = report.rounded(found)
     return result
 
 
@@ -196,7 +169,7 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
     )
     opening = [encode(tokenizer, each["turns"][:1], device) for each in easiest]
     for arm in arms:
-        play(arm, opening, options | {"max_new_tokens": replay.WARM_UP_TOKENS})
+        play(arm, opening, options | {"max_new_tokens": WARM_UP_TOKENS})
 
     asked = []
     answers = {arm.name: [] for arm in arms}
@@ -488,30 +461,46 @@ def cost_curve(target) -> dict:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, or print the tables of earlier runs."""
+    """Measure, and print the tables."""
     args = parse(sys.argv[1:] if argv is None else argv)
     check(args)
-    if args.replay:
-        write_page(args)
-    elif args.table:
-        results = [report.read_result(path) for path in args.table]
-        print("\n\n".join(report.tables(result) for result in results))
-    else:
-        result = measure(args)
-        results = [result]
-        print(report.tables(result))
-        if args.json:
-            report.write_result(result, args.json)
-        if not sys.stdout.isatty():  # for a program that reads the last line
-            print("\n" + json.dumps(without_answers(result)))
-    if args.plot:
-        pictures.plot(results, Path(args.plot))
+    result = measure(args)
+    print(report.tables(result))
+    if args.json:
+        report.write_result(result, args.json)
+    if not sys.stdout.isatty():  # for a program that reads the last line
+        print("\n" + json.dumps(without_answers(result)))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the options."""
+    """The options, and with them `argv`."""
+    parser = options(__doc__)
+    parser.add_argument(
+        "--batch-size",
+        type=cli.number(int, 1),
+        default=1,
+        help="prompts answered at once",
+    )
+    parser.add_argument(
+        "--cost-curve",
+        action="store_true",
+        help="time target forwards over 1 to 64 tokens",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the result and all answers (in a pipe, the result without answers "
+        "is also the last line)",
+    )
+    args = parser.parse_args(argv)
+    args.argv = argv
+    return args
+
+
+def options(description: str) -> cli.OneLineParser:
+    """What to decode, how, and what to ask: the options of all that runs arms."""
     number = cli.number
-    parser = cli.OneLineParser(description=__doc__)
+    parser = cli.OneLineParser(description=description)
 
     add = parser.add_argument_group("what to decode, and how").add_argument
     names = ", ".join((*cli.METHODS, *cli.RIVALS, *cli.MADE_WITH, *PEERS))
@@ -536,11 +525,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--device", default=device, help="torch device to run on, such as cpu or cuda:1"
     )
     add(
-        "--kernel",
-        choices=packed.KERNELS,
-        help="kernel of the linear layers (default: the fastest)",
-    )
-    add(
         "--max-new-tokens",
         type=number(int, 1),
         default=48,
@@ -559,7 +543,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default=0,
         help="seed of sampling and of the order of arms",
     )
-    add("--batch-size", type=number(int, 1), default=1, help="prompts answered at once")
 
     group = parser.add_argument_group("what to ask")
     group.add_argument(
@@ -576,82 +559,29 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="FastChat JSONL (default: all of prompts/)",
     )
     add("--prompt", metavar="TEXT", help="a question of your own, no prompt file")
-
-    group = parser.add_argument_group("what else to do")
-    add = group.add_mutually_exclusive_group().add_argument
-    add(
-        "--cost-curve",
-        action="store_true",
-        help="time target forwards over 1 to 64 tokens",
-    )
-    add(
-        "--sweep",
-        action="store_true",
-        help="try every stop rule on the first arm's chains",
-    )
-    add(
-        "--replay",
-        metavar="FILE",
-        help="only write a page that replays a prompt's first answer",
-    )
-    add(
-        "--table",
-        nargs="+",
-        metavar="FILE",
-        help="only print the tables of these results",
-    )
-    add = group.add_argument
-    add(
-        "--json",
-        metavar="FILE",
-        help="write the result and all answers (in a pipe, the result without answers "
-        "is also the last line)",
-    )
-    add("--plot", metavar="DIR", help="draw pictures (needs matplotlib)")
-    args = parser.parse_args(argv)
-    args.argv = argv
-    return args
+    return parser
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise a UserError if options do not go together; nothing is loaded yet."""
-    has_drafts = set(args.method) - set(PEERS)  # transformers shows none of its own
-    alone = args.sweep or {"all", *PEERS} & set(args.method)
-    file = args.json or args.replay
+    alone = {"all", *PEERS} & set(args.method)  # arms that answer one at a time
     common.refuse(
         (
-            not (args.method or args.cost_curve or args.table),
-            "nothing to do: give --method, --cost-curve or --table; see --help",
-        ),
-        (
-            args.table and (args.method or args.json),
-            "--table prints earlier results: leave out --method and --json",
-        ),
-        (
-            args.replay and (args.json or args.plot),
-            "with --replay leave out --json and --plot",
-        ),
-        (
-            (args.sweep or args.replay) and not has_drafts,
-            "--sweep and --replay need drafts: give a --method of ours",
+            not (args.method or args.cost_curve),
+            "nothing to do: give --method or --cost-curve; see --help",
         ),
         (
             args.top_p < 1 and not args.temperature,
             "--top-p needs a --temperature",
         ),
         (
-            args.batch_size > 1 and (alone or args.replay),
-            "--batch-size above 1 does not work with --sweep, --replay or the arms "
-            "all, prompt-lookup and assisted: leave them out",
-        ),
-        # What took an hour must not be lost at its end.
-        (
-            file and (Path(file).is_dir() or not Path(file).resolve().parent.is_dir()),
-            f"cannot write {file}: name a file in a folder that is there",
+            args.batch_size > 1 and alone,
+            "--batch-size above 1 does not work with the arms all, prompt-lookup and "
+            "assisted: leave them out",
         ),
     )
-    if args.plot:
-        pictures.check(args.plot)
+    if args.json:
+        cli.check_writable(args.json)
 
 
 def generate_options(args: argparse.Namespace) -> dict:

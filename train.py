@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import common
-from support import checkpoints, cli, data, pictures, talks
-from support.features import Features
+from support import cli
+from support.training import checkpoints, data, self_written
+from support.training.features import Features
 
 # What eval_alpha is measured on by default: answers of the default target.
 ANSWERS = cli.ROOT / "conversations" / "answers.jsonl.gz"
@@ -425,37 +426,28 @@ def interrupts():
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train, make data or draw curves."""
+    """Train, or make data."""
     args, module = parse(sys.argv[1:] if argv is None else argv)
     if args.bf16 is None:
         args.bf16 = args.device.startswith("cuda")
-    tasks = sum(map(bool, (args.plot, args.make_data, args.method)))
     made = args.requests or args.second_turns or args.greedy != 0.5
     common.refuse(
         (
-            tasks == 0,
-            "nothing to do: give --method NAME with --data and --out, --make-data N "
-            "with --out, or --plot",
+            not (args.make_data or args.method),
+            "nothing to do: give --method NAME with --data and --out, or --make-data N "
+            "with --out",
         ),
-        (tasks > 1, "--method, --make-data and --plot: give one of them"),
+        (
+            args.make_data and args.method,
+            "--method and --make-data: give one of them",
+        ),
         (
             made and not args.make_data,
             "--requests, --second-turns and --greedy go with --make-data",
         ),
-        (
-            args.plot and len(args.plot) < 2,
-            "--plot: name the curves to draw after the folder",
-        ),
-        (
-            not args.plot and not args.out,
-            "give --out, a folder for the drafter or a file for data",
-        ),
+        (not args.out, "give --out, a folder for the drafter or a file for data"),
     )
-    if args.plot:
-        folder, *curves = args.plot
-        pictures.check(folder)
-        pictures.curves(curves, Path(folder))
-    elif args.make_data:
+    if args.make_data:
         make_data(args)
     else:
         names = {field.name for field in dataclasses.fields(module.Config)}
@@ -466,14 +458,15 @@ def main(argv: list[str] | None = None) -> None:
 
 def make_data(args) -> None:
     """Let the target write conversations."""
-    talks.whole_lines(args.out)  # refuses another file before the target is loaded
+    # Another file in the place of --out is refused before the target is loaded.
+    self_written.whole_lines(args.out)
     requests = []
     if args.requests:
         prompts = data.read_prompts([Path(args.requests)], 0)
         requests = [prompt["turns"][0] for prompt in prompts]
     dtype = getattr(torch, args.dtype)
     target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
-    maker = talks.Maker(target, tokenizer, args.second_turns, args.greedy)
+    maker = self_written.Maker(target, tokenizer, args.second_turns, args.greedy)
     held = maker.fill(args.out, args.make_data, requests, args.seed)
     print(f"train.py: {args.out} holds {held} answers", file=sys.stderr)
 
@@ -506,12 +499,6 @@ def options() -> cli.OneLineParser:
     add("--method", choices=cli.trainable(), help="whose drafter to train")
     add(
         "--make-data", type=count, metavar="N", help="write answers until --out holds N"
-    )
-    add(
-        "--plot",
-        nargs="+",
-        metavar="PATH",
-        help="draw curves: a folder to draw in, then files",
     )
     add("--out", help="checkpoint folder, or the file that --make-data appends to")
     add("--target", type=cli.target, help=cli.TARGET_HELP)

@@ -1,2 +1,1 @@
-"""What train.py and bench.py need besides the methods and common.py; a method file
-needs none of it."""
+"""What the methods, train.py and bench.py need besides; see README.md."""

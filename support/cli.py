@@ -134,6 +134,14 @@ def target(name: str) -> str | None:
     return None if named else name
 
 
+def check_writable(path: str) -> None:
+    """Raise a UserError if `path` cannot become a file, before hours of work."""
+    if Path(path).is_dir() or not Path(path).resolve().parent.is_dir():
+        raise common.UserError(
+            f"cannot write {path}: name a file in a folder that is there"
+        )
+
+
 # ---------------------------------------------------------------------------- running
 
 

@@ -5,7 +5,8 @@ import torch
 from tiny import FAMILIES, family, make_drafts, sampled_p_value
 
 import common
-from support import batching, cli
+from support import cli
+from support.measuring import batching
 from support.rivals import lookup
 
 IDS = (

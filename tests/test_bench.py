@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import chat
 import pytest
+import stop_rules
 import torch
 from tiny import make_llama
 
@@ -19,10 +20,12 @@ import falcon
 import glide
 import specdecpp
 from common import UserError
-from support import arms as arms_of
-from support import packed, report
-from support.arms import Arm, plain_drafts, plain_loops
-from support.report import Answer
+from support import packed
+from support.measuring import arms as arms_of
+from support.measuring import report
+from support.measuring.arms import Arm, plain_drafts, plain_loops
+from support.measuring.report import Answer
+from support.replay import __main__ as replay
 
 ROOT = Path(bench.__file__).parent
 TURNS = [
@@ -100,8 +103,7 @@ def test_a_run_ends_with_the_promised_json_and_its_tables_can_be_printed_again(
     options = ("--json", str(file), "--max-new-tokens", "24")
     arms = ["glide:gamma=3@glide", "glide:gamma=3+copies@glide", "lookup"]
     last_line, out = run(capsys, command(*options, method=" ".join(arms)))
-    bench.main(["--table", str(file)])
-    assert capsys.readouterr().out.strip() in out and report.LEGEND in out
+    assert report.tables(report.read_result(str(file))) in out and report.LEGEND in out
     written = json.loads(file.read_text())
     assert written.keys() == last_line.keys()
     promised = "target device dtype commit command prompts max_new_tokens temperature"
@@ -167,14 +169,27 @@ def test_sampling_has_no_greedy_verdict_and_is_cut_by_top_p_alone(capsys):
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
-def test_a_sweep_is_measured_and_shown(capsys, temperature):
-    options = ("--sweep", "--num-prompts", "1", "--temperature", temperature)
-    result, out = run(capsys, command(*options))
-    points = result["sweep"]["points"]
+def test_a_sweep_is_measured_and_shown(capsys, tmp_path, temperature):
+    file = tmp_path / "sweep.json"
+    options = ("--num-prompts", "1", "--temperature", temperature, "--json", str(file))
+    stop_rules.main(command(*options))
+    out = capsys.readouterr().out
+    points = json.loads(file.read_text())["sweep"]["points"]
+    assert len(stop_rules.read(file)) == 2  # the turns of a prompt
     assert set(points) == {"K", "confidence", "product", "entropy", "oracle"}
     n_target, n_discarded, speed = points["K"]["2"]
     row = f"| K | 2 | {n_target:.2f} | {n_discarded:.2f} | {speed:.1f} |"
     assert row in " ".join(out.split())
+
+
+def test_a_page_is_written_by_a_command_of_its_own(capsys, tmp_path):
+    file = tmp_path / "page.html"
+    replay.main([str(file), *command(method="glide@glide lookup")])
+    assert '"name":"glide@glide"' in file.read_text()
+    with pytest.raises(UserError, match="a page needs drafts"):
+        replay.main([str(file), *command(method="prompt-lookup")])
+    with pytest.raises(UserError, match="cannot write .*: name a file in"):
+        replay.main([str(tmp_path / "no" / "page.html"), *command()])
 
 
 def test_batches_are_measured_and_filled(capsys):
@@ -397,9 +412,12 @@ def test_the_baseline_is_the_fastest_plain_decoding(llama):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_stock_transformers_on_the_target_as_loaded_is_always_a_candidate(capsys, size):
+def test_stock_transformers_on_the_target_as_loaded_is_always_a_candidate(
+    capsys, monkeypatch, size
+):
     """No packed layer may be in it, whatever else the run decodes with."""
-    argv = command("--batch-size", str(size), "--kernel", "linear", method="lookup")
+    monkeypatch.setattr(packed, "fastest", lambda *_: ("linear", "linear"))
+    argv = command("--batch-size", str(size), method="lookup")
     result, _ = run(capsys, [*argv, "--dtype", "float32"])
     assert result["kernels"] == ["linear", "linear"]
     told = report.arms_of(result)["baseline"]["loops"]
@@ -664,7 +682,6 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
         ("--method glide:=3", "glide has no variant ''"),
         ("--method falcon+copies:depth=3", "falcon[+]copies:depth=3 is no arm"),
         ("--method +glide", "[+]glide is no arm"),
-        ("--method prompt-lookup --replay x.html", "need drafts"),
         ("--method flacon", "unknown method 'flacon': take glide"),
         ("--method glide@/nowhere", "no drafter in /nowhere"),
         ("--method lookup@glide", "lookup has no weights: leave out @glide"),
@@ -682,23 +699,13 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
         ("--method glide --prompt x", "--prompt: not allowed with argument --prompts"),
         (
             "--method prompt-lookup --batch-size 2",
-            "--batch-size above 1 does not work with --sweep, --replay or the arms",
+            "--batch-size above 1 does not work with the arms all",
         ),
         ("--method glide --top-p 0.5", "--top-p needs a --temperature"),
         ("--method glide@glide --batch-size 4", "2 prompts fill no batch"),
-        ("--table prompts.jsonl --method glide", "--table prints earlier results"),
         (
             "--method glide --json nowhere/run.json",
             "cannot write nowhere/run.json: name a file in",
-        ),
-        (
-            "--method glide --replay x --sweep",
-            "--sweep: not allowed with argument --replay",
-        ),
-        ("--table prompts.jsonl", "is not a result of bench.py --json"),
-        (
-            "--table prompts.jsonl --plot prompts.jsonl",
-            "is a file; name a folder to draw in",
         ),
         ("", "nothing to do"),
     ],

@@ -5,8 +5,7 @@ import json
 import claims
 import pytest
 import torch
-
-from support.rules import Round
+from stop_rules import Round
 
 EXCLUDED = "not shown; the paper's size is excluded"
 
@@ -160,7 +159,7 @@ def test_head_and_fixed_lengths_at_an_equal_discard_rate(monkeypatch):
         return [row, row[::-1]] * 3
 
     def seen(judge):
-        monkeypatch.setattr(claims.rules, "read", lambda path: answers(judge))
+        monkeypatch.setattr(claims.stop_rules, "read", lambda path: answers(judge))
         return claims.frontier("rounds.json.gz")
 
     blind = seen(lambda n: [0.5] * 4)  # .5 and .25: it drafts three tokens, like K = 3

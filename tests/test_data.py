@@ -18,7 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 import common
 import train
-from support import data, default_target, prompts, talks
+from support import default_target
+from support.measuring import prompts
+from support.training import data, self_written
 
 
 @pytest.fixture
@@ -447,7 +449,7 @@ def plain(target, ids, most, ends=()):
 
 def test_answers_in_a_batch_are_those_of_each_prompt_alone(loaded):
     """Each up to an end token of the answer, or the limit."""
-    maker = talks.Maker(*loaded)
+    maker = self_written.Maker(*loaded)
     target = loaded[0]
     prompts = [[30, 10, 40], [10], [5, 9, 47, 6, 5, 47, 5], [8, 9]]
     whole = plain(target, prompts[0], 25)
@@ -468,8 +470,8 @@ def make(folder, path, count, *more):
 
 def test_made_conversations_are_what_the_target_says(folder, tmp_path, monkeypatch):
     """Template, request, answer: greedy lines are the target's own greedy answers."""
-    monkeypatch.setattr(talks, "BATCH", 3)
-    monkeypatch.setattr(talks, "MOST", 40)
+    monkeypatch.setattr(self_written, "BATCH", 3)
+    monkeypatch.setattr(self_written, "MOST", 40)
     records = make(folder, tmp_path / "d.jsonl", 6)
     target, tokenizer = common.load_target(str(folder))
     assert {record["temperature"] for record in records} == {0.0, 0.8}
@@ -493,8 +495,8 @@ def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, monkeypatch):
     target.config.max_position_embeddings = 2000
     target.lm_head.bias = torch.nn.Parameter(torch.zeros(48), requires_grad=False)
     target.lm_head.bias[0] = 1.0  # it is quick to end
-    monkeypatch.setattr(talks, "MOST", 45)
-    maker = talks.Maker(target, tokenizer, second_turns=1.0, greedy=1.0)
+    monkeypatch.setattr(self_written, "MOST", 45)
+    maker = self_written.Maker(target, tokenizer, second_turns=1.0, greedy=1.0)
     requests = [f"w{i} w1 w5" for i in range(16)]
     maker.fill(str(tmp_path / "d.jsonl"), 40, requests)
     lines = (tmp_path / "d.jsonl").read_text().splitlines()
@@ -521,7 +523,7 @@ def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, monkeypatch):
 
 def test_a_second_turn_is_drawn_for_each_conversation(loaded, monkeypatch):
     target, tokenizer = loaded
-    maker = talks.Maker(target, tokenizer, second_turns=0.5, greedy=0.5)
+    maker = self_written.Maker(target, tokenizer, second_turns=0.5, greedy=0.5)
     maker.chance = random.Random(0)
     went_on = []
     monkeypatch.setattr(maker, "answer", lambda asked, *_: list(asked))
@@ -552,12 +554,12 @@ def test_a_file_is_continued_wherever_it_ends(tmp_path):
     for end in range(len(whole) + 1):
         path.write_bytes(whole[:end])
         kept = whole[:end] + b"\n" if whole[end - 1 : end] == b"}" else whole[:end]
-        assert len(talks.whole_lines(str(path))) == kept.count(b"\n")
+        assert len(self_written.whole_lines(str(path))) == kept.count(b"\n")
         assert path.read_bytes() == kept[: kept.rfind(b"\n") + 1]
     for other in (b"notes\n", b'{"prompt": "a"}\nnotes', b'{"text": "a"}\n', b"[3]\n"):
         path.write_bytes(other)
         with refused("holds something other than conversations"):
-            talks.whole_lines(str(path))
+            self_written.whole_lines(str(path))
         assert path.read_bytes() == other
 
 

@@ -25,7 +25,8 @@ from test_verify import law_of_draw
 from tiny import chi_square_p_value, enumerate_joint, make_llama
 
 import common
-from support import arms, cli
+from support import cli
+from support.measuring import arms
 
 ROOT = Path(__file__).parent.parent
 FILES = tables.FILES
@@ -34,7 +35,7 @@ TEXTS = {name: (ROOT / name).read_text() for name in FILES}
 
 @pytest.mark.parametrize("name", FILES)
 def test_tables_are_those_of_the_measured_runs(name):
-    """python tests/tools/tables.py writes them anew."""
+    """python results/tools/tables.py writes them anew."""
     assert tables.written(TEXTS[name]) == TEXTS[name]
     if name in ("README.md", "results/README.md"):
         assert tables.TABLE.search(TEXTS[name])
@@ -81,15 +82,19 @@ def test_every_link_leads_somewhere(name):
 # ------------------------------------------------------------ the map of the papers
 
 
+ROOMS = ("rivals", "training", "measuring", "replay")
+PACKAGES = ("support.", *(f"support.{room}." for room in ROOMS))
+
+
 def named(text):
     """What a name such as `glide.Layer` or `glide.Config.gamma` stands for."""
     name, *parts = text.split(".")
-    for package in ("", "support.", "support.rivals."):
+    for package in ("", *PACKAGES):
         if (ROOT / f"{package}{name}".replace(".", "/")).with_suffix(".py").exists():
             found = importlib.import_module(package + name)
             break
     else:
-        found = importlib.import_module(name)  # of tests/tools/
+        found = importlib.import_module(name)  # in results/tools/ or tests/tools/
     for part in parts:
         if dataclasses.is_dataclass(found):
             fields = {field.name: field for field in dataclasses.fields(found)}
@@ -162,7 +167,9 @@ def commands(text):
     for line in (*lines, *spans):
         for part in line.split("&&"):
             found = re.search(
-                r"(?:python|torchrun .*?|accelerate launch) ([\w/]+\.py)(.*)", part
+                r"(?:python|torchrun .*?|accelerate launch) "
+                r"([\w/]+\.py|-m support\.\w+)(.*)",
+                part,
             )
             if found:
                 yield [found[1], *shlex.split(found[2], comments=True)]
@@ -185,7 +192,10 @@ def test_every_option_of_a_command_exists(command, monkeypatch, capsys):
     # test_train.py cannot fork any more.
     monkeypatch.setitem(sys.modules, "pretend", types.ModuleType("pretend"))
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+        if script.startswith("-m "):
+            runpy.run_module(script[3:], run_name="__main__")
+        else:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
     assert not ended.value.code
     given = {word for word in words if word.startswith("--")}
     assert given <= set(re.findall(r"--[\w-]+", capsys.readouterr().out))

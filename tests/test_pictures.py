@@ -1,9 +1,11 @@
 """Titles of the pictures say what the numbers say."""
 
+import json
+
+import pictures
 import pytest
 
 from common import UserError
-from support import pictures
 
 pytest.importorskip("matplotlib")
 
@@ -63,3 +65,26 @@ def test_methods_keep_their_colours():
     assert pictures.colour("ctc_drafter+copies") == pictures.colour("ctc_drafter@x")
     assert pictures.colour("specdecpp+cape") == pictures.colour("cape:cpu") == "C1"
     assert pictures.colour("medusa") == pictures.colour("lookup") == "C8"
+
+
+def test_training_curves_are_drawn(tmp_path):
+    rows = [{"tokens": 1000000, "alpha": 0.1}, {"tokens": 2000000, "alpha": 0.2}]
+    both = [row | {"eval_alpha": row["alpha"] / 2} for row in rows]
+    (tmp_path / "falcon_k3").mkdir()
+    (tmp_path / "falcon_k3" / "curve.json").write_text(json.dumps(rows))
+    (tmp_path / "glide.json").write_text(json.dumps(both))
+    paths = [str(tmp_path / "falcon_k3" / "curve.json"), str(tmp_path / "glide.json")]
+    pictures.main([str(tmp_path / "drawn"), *paths])
+    text = (tmp_path / "drawn" / "curves.svg").read_text()
+    assert ">falcon_k3<" in text and ">glide<" in text and text.count(">answers<") == 1
+    assert ">Acceptance was still rising when training ended<" in text
+    both[1]["alpha"] = 0.05
+    (tmp_path / "glide.json").write_text(json.dumps(both))
+    pictures.main([str(tmp_path / "drawn"), *paths])
+    drawn = (tmp_path / "drawn" / "curves.svg").read_text()
+    assert ">Acceptance while training<" in drawn
+    (tmp_path / "other.json").write_text('{"arms": {}}')
+    (tmp_path / "list.json").write_text("[1]")
+    for name, what in (("other", "result of bench.py"), ("list", "training curve")):
+        with pytest.raises(UserError, match=f"{name}.json is not a {what}"):
+            pictures.main([str(tmp_path / "drawn"), str(tmp_path / f"{name}.json")])

@@ -12,8 +12,10 @@ import torch
 from tiny import draft_of, make_llama, untrained
 
 import common
-from support import arms as arms_of
-from support import cli, replay, report
+from support import cli
+from support.measuring import arms as arms_of
+from support.measuring import report
+from support.replay import page
 
 EVIL = "</script><script>window.broken = 1</script>"
 WORDS = [EVIL, "<!--", "{{script}}", " the", "\n", "&lt;", '"', "\\", "\u2028"]
@@ -38,7 +40,7 @@ def arm_of(text, target):
 
 def recorded(target, *drafts, **options):
     """The rounds of these drafts; tokens stay numbers."""
-    return replay.record(target, lambda decoding: drafts, ENCODED, options, int)
+    return page.record(target, lambda decoding: drafts, ENCODED, options, int)
 
 
 def test_a_round_by_hand_tells_what_was_drafted_and_what_became_of_it(llama):
@@ -88,7 +90,7 @@ def test_a_second_drawn_sibling_is_not_judged_by_p():
     """It is judged by what the first one left of p, and its own first child by p."""
     parents = [-1, -1, 1, -1]
     p, q = [0.25, 0.5, 0.1, 0.1], [0.5, 0.25, 0.2, 0.2]
-    assert replay.acceptance(parents, 3, p, q) == [0.5, None, 0.5, None]
+    assert page.acceptance(parents, 3, p, q) == [0.5, None, 0.5, None]
 
 
 @pytest.mark.parametrize(
@@ -119,8 +121,8 @@ def test_p_is_the_targets_probability_after_the_parents_text(llama, options):
 def test_times_are_of_one_round_and_not_of_its_description(llama, monkeypatch):
     """By a clock that shows a second more at each look, and at each token's text."""
     seconds = itertools.count()
-    monkeypatch.setattr(replay, "clock", lambda _: next(seconds))
-    first, *rounds = replay.record(
+    monkeypatch.setattr(page, "clock", lambda _: next(seconds))
+    first, *rounds = page.record(
         llama, arms_of.plain_drafts, ENCODED, GREEDY, text=lambda token: next(seconds)
     )
     assert first["seconds"] == {"prefill": 1, "verify": 1}
@@ -132,7 +134,7 @@ def test_times_are_of_one_round_and_not_of_its_description(llama, monkeypatch):
 def test_every_method_can_be_played(llama, name):
     """The answer is the greedy one, and what the page relies on is there."""
     answer = llama.generate(PROMPT, **GREEDY)[0, PROMPT.shape[1] :].tolist()
-    rounds = replay.play(arm_of(f"{name}+copies", llama), ENCODED, GREEDY, int)
+    rounds = page.play(arm_of(f"{name}+copies", llama), ENCODED, GREEDY, int)
     assert [token for each in rounds for token in each["committed"]] == answer
     kinds = set()
     for each in rounds:
@@ -160,7 +162,7 @@ def test_plain_decoding_is_timed_at_each_token(llama):
     """By transformers' loop and by ours, from the start of the prompt on."""
     answer = llama.generate(PROMPT, **GREEDY)[0, PROMPT.shape[1] :].tolist()
     for loop in arms_of.plain_loops(llama, llama):
-        plain = replay.plain_answer(loop, ENCODED, GREEDY, int)
+        plain = page.plain_answer(loop, ENCODED, GREEDY, int)
         assert plain["tokens"] == answer
         seconds = plain["seconds"]
         assert len(seconds) == GREEDY["max_new_tokens"]
@@ -205,9 +207,9 @@ def written(tmp_path_factory):
     arms.append(arms_of.Arm("right", target, right_drafts))
     tokenizer = types.SimpleNamespace(decode=lambda ids: WORDS[ids[0]])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "encode", lambda *_: ENCODED)
-        patch.setattr(replay, "plain_answer", lambda *_: next(race))
-        replay.write(path, tokenizer, loops, arms, EVIL, options)
+        patch.setattr(page, "encode", lambda *_: ENCODED)
+        patch.setattr(page, "plain_answer", lambda *_: next(race))
+        page.write(path, tokenizer, loops, arms, EVIL, options)
     assert [each.name for each in path.parent.iterdir()] == ["page.html"]
     text = path.read_text(encoding="utf-8")
     data = json.loads(Reader(text).scripts[0])
@@ -260,13 +262,13 @@ def test_the_second_run_samples_as_asked(monkeypatch, tmp_path, llama):
         asked.append(options)
         return {}
 
-    monkeypatch.setattr(replay, "answers", answers)
-    monkeypatch.setattr(replay, "encode", lambda *_: ENCODED)
+    monkeypatch.setattr(page, "answers", answers)
+    monkeypatch.setattr(page, "encode", lambda *_: ENCODED)
     tokenizer = types.SimpleNamespace(decode=lambda ids: "x")
     options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0}
     options["max_new_tokens"] = 5
     loops = arms_of.plain_loops(llama, llama)
-    replay.write(tmp_path / "page.html", tokenizer, loops, [], "?", options)
+    page.write(tmp_path / "page.html", tokenizer, loops, [], "?", options)
     assert asked == [{"max_new_tokens": 5, "do_sample": False}, options]
     data = json.loads(Reader((tmp_path / "page.html").read_text()).scripts[0])
     assert data["runs"][1]["name"] == "temperature 0.7, top-p 0.9"
@@ -278,7 +280,7 @@ def test_every_character_survives_the_way_into_a_script():
         + "<!-- ]]> & \u2028 \x00 \U0001f600 {{data}} "
         + "".join(map(chr, range(32)))
     )
-    read = Reader(replay.page({"prompt": [text, "{{script}}</title>"]}))
+    read = Reader(page.html({"prompt": [text, "{{script}}</title>"]}))
     assert json.loads(read.scripts[0]) == {"prompt": [text, "{{script}}</title>"]}
     assert read.tags.count("script") == 2
 

@@ -1,4 +1,4 @@
-"""rules.py: a record counts what decoding does; rules and figures by hand."""
+"""stop_rules.py: a record counts what decoding does; rules and figures by hand."""
 
 import ast
 import dataclasses
@@ -7,14 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import stop_rules
 import torch
+from stop_rules import Round
 from tiny import make_glide, make_llama, slow, teach
 
 import common
 import glide
 import specdecpp
-from support import rules
-from support.rules import Round
 
 ROOT = Path(__file__).parent.parent
 PROMPT = torch.tensor([[9, 8, 7]])
@@ -42,7 +42,7 @@ def make_arm(target, drafter, name="specdecpp", module=specdecpp):
 def record(target, drafter, turn=TURN, **fields):
     """The rounds of a turn, as the sweep records them."""
     arm = make_arm(target, drafter, **fields)
-    return rules.record(rules.longest_chains(arm), target, turn)
+    return stop_rules.record(stop_rules.longest_chains(arm), target, turn)
 
 
 def decode(target, drafter, turn, **rule):
@@ -65,14 +65,14 @@ def test_replayed_counts_are_those_of_decoding(llama, drafter, name, place):
         turn["eos_token_id"] = int(llama.generate(**TURN)[0, 3 + place])
     kind, value = name.split("=")
     setting = int(value) if kind == "K" else float(value)
-    rule = {"threshold": setting, "max_draft": rules.LONGEST}
+    rule = {"threshold": setting, "max_draft": stop_rules.LONGEST}
     if kind == "K":
         rule = {"stop": "fixed", "gamma": setting}
     *expected, emitted = decode(llama, drafter, turn, **rule)
     rounds = record(llama, drafter, turn)
     assert len(rounds) == emitted
-    function, _ = rules.RULES[kind]
-    assert rules.count(rounds, function, setting)[:2] == tuple(expected)
+    function, _ = stop_rules.RULES[kind]
+    assert stop_rules.count(rounds, function, setting)[:2] == tuple(expected)
 
 
 def keep_first(rounds):
@@ -91,18 +91,18 @@ def means(rows):
 def test_a_sampled_replay_counts_on_average_what_decoding_does(monkeypatch, joined):
     """Not so, if a round at each place goes on with tokens that no place verifies."""
     if not joined:
-        monkeypatch.setattr(rules, "join", keep_first)
+        monkeypatch.setattr(stop_rules, "join", keep_first)
     target = make_llama(vocab=5, layers=2, seed=3)
     torch.manual_seed(0)
     config = specdecpp.Config(layers=[0], draft_vocab=0, stage="head", head_depth=1)
     drafter = specdecpp.build(config, target, torch.arange(5)).double().eval()
     turn = TURN | {"input_ids": PROMPT % 5, "do_sample": True, "max_new_tokens": 8}
-    function, _ = rules.RULES["K"]
+    function, _ = stop_rules.RULES["K"]
     replayed = []
     decoded = []
     for _ in range(40):
         rounds = record(target, drafter, turn)
-        replayed.append(rules.count(rounds, function, 4)[:2])
+        replayed.append(stop_rules.count(rounds, function, 4)[:2])
         decoded.append(decode(target, drafter, turn, stop="fixed", gamma=4)[:2])
     (ours, error), (theirs, other) = means(replayed), means(decoded)
     z = (ours - theirs).abs() / (error + other).sqrt()
@@ -119,7 +119,7 @@ def test_rounds_joined_by_hand():
         Round(agreed=0),
     ]
     last = dataclasses.replace(rounds[2])
-    rules.join(rounds)
+    stop_rules.join(rounds)
     assert rounds[0] == Round(
         [5, 6, 7, 4],
         [0.5, 0.6, 0.9, 0.3],
@@ -133,11 +133,11 @@ def test_rounds_joined_by_hand():
 
 def test_a_greedy_record_needs_no_joining(llama, drafter):
     joined = record(llama, drafter)
-    rules.join(joined)
+    stop_rules.join(joined)
     for ours, theirs in zip(record(llama, drafter), joined, strict=True):
-        assert ours.agreed == min(theirs.agreed, rules.LONGEST)
+        assert ours.agreed == min(theirs.agreed, stop_rules.LONGEST)
         assert ours.tokens == theirs.tokens
-        if ours.agreed < rules.LONGEST:
+        if ours.agreed < stop_rules.LONGEST:
             assert ours.rank == theirs.rank
         for name in ("confidence", "entropy", "accepts"):
             assert getattr(ours, name) == pytest.approx(getattr(theirs, name))
@@ -149,18 +149,18 @@ def test_a_round_by_hand():
         (torch.tensor([0]), torch.tensor([0.8, 0.2])),
         (torch.tensor([0]), torch.tensor([0.8, 0.2])),
     ]
-    each = rules.round_of(common.chain(steps, PROMPT, chances=[0.9, 0.45]))
+    each = stop_rules.round_of(common.chain(steps, PROMPT, chances=[0.9, 0.45]))
     assert each.tokens == [1, 0, 0]
     assert each.confidence == pytest.approx([0.5, 0.8, 0.8])
     assert each.entropy == pytest.approx([0.6931, 0.5004, 0.5004], abs=1e-4)
     assert each.accepts == pytest.approx([0.9, 0.5])
-    assert rules.round_of(common.chain([], PROMPT)) == Round()
+    assert stop_rules.round_of(common.chain([], PROMPT)) == Round()
 
 
 def test_a_round_is_judged_by_the_answer():
     q_draft = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.1, 0.4], [0.0, 0.2, 0.8]])
     draft = common.Draft(torch.tensor([1, 0, 2]), [-1, 0, 1], q_draft)
-    others = rules.likeliest(draft)
+    others = stop_rules.likeliest(draft)
     assert others == [[2, 0], [2, 1], [1]]  # of the third step, one has probability 0
     for answer, agreed, rank in (
         ([1, 0, 2, 2], 3, -1),
@@ -169,8 +169,8 @@ def test_a_round_is_judged_by_the_answer():
         ([1, 0, 0], 2, -1),
         ([1], 1, -1),  # the answer ends
     ):
-        each = rules.round_of(draft)
-        rules.judge(each, others, answer)
+        each = stop_rules.round_of(draft)
+        stop_rules.judge(each, others, answer)
         assert (each.agreed, each.rank) == (agreed, rank)
 
 
@@ -178,7 +178,7 @@ def test_every_place_is_recorded_to_the_full_length(llama, drafter):
     """Whatever the drafter's own rule, with a head or without; fewer near the end."""
     impatient = dataclasses.replace(drafter.config, threshold=0.0, max_draft=3, gamma=2)
     unjudged = dataclasses.replace(impatient, stage="draft")
-    lengths = [min(rules.LONGEST, 29 - place) for place in range(30)]
+    lengths = [min(stop_rules.LONGEST, 29 - place) for place in range(30)]
     for config, judged in ((impatient, True), (unjudged, False)):
         other = specdecpp.Drafter(config).double()
         other.load_state_dict(drafter.state_dict())
@@ -202,13 +202,13 @@ def test_replay_by_hand():
         Round([1] * m, [0.5] * m, agreed=n)
         for m, n in zip((4, 3, 2, 1, 0), (1, 0, 0, 0, 0))
     ]
-    fixed, _ = rules.RULES["K"]
-    assert rules.count(rounds, fixed, 3) == (4, 2 + 2 + 1, 3 + 2 + 1)
-    assert rules.count(rounds, fixed, 1) == (4, 0 + 1 + 1, 1 + 1 + 1)
+    fixed, _ = stop_rules.RULES["K"]
+    assert stop_rules.count(rounds, fixed, 3) == (4, 2 + 2 + 1, 3 + 2 + 1)
+    assert stop_rules.count(rounds, fixed, 1) == (4, 0 + 1 + 1, 1 + 1 + 1)
     answers = [rounds, [Round()]]
-    assert rules.points(answers, "K")["3"] == pytest.approx((5 / 6, 5 / 6))
+    assert stop_rules.points(answers, "K")["3"] == pytest.approx((5 / 6, 5 / 6))
     # Disagreements at 1, 2, 3, and at 4, which is the last place.
-    assert rules.points(answers, "oracle")[""] == pytest.approx((5 / 6, 0))
+    assert stop_rules.points(answers, "oracle")[""] == pytest.approx((5 / 6, 0))
     assert specdecpp.oracle([each.agreed > 0 for each in rounds]) == 4
 
 
@@ -224,7 +224,7 @@ def test_sets_by_hand():
     rounds = [Round(confidence=c, agreed=n, rank=rank) for c, n, rank in places]
 
     def counts(rule):
-        return rules.count(rounds, rule, None)
+        return stop_rules.count(rounds, rule, None)
 
     # Without extras rounds begin at places 0, 2 and 5.
     assert counts(lambda each, _: [0, 0]) == (3, 3, 6)
@@ -255,7 +255,7 @@ def test_lengths_by_hand(rule, setting, length):
     The head judges a token only once the next one has been drafted.
     """
     each = Round([1] * 4, [0.8, 0.6, 0.2, 0.9], [0.2, 0.8, 1.7, 2.5], [0.95, 0.5, 0.9])
-    assert rules.RULES[rule][0](each, setting) == length
+    assert stop_rules.RULES[rule][0](each, setting) == length
 
 
 def test_settings_are_chosen_on_the_other_half():
@@ -268,8 +268,8 @@ def test_settings_are_chosen_on_the_other_half():
     rule = (lambda each, k: k, (1, 2))
     # Even answers are judged with 2: T = 0.1 N_draft + N_target, 3 of 3 + 3 x 0.1.
     for answers, expected in (([bad, good], [3.3, 2.1]), ([good, bad], [2.1, 3.3])):
-        found = rules.counts(answers, rule)
-        assert rules.times(answers, found, 0.1).tolist() == pytest.approx(expected)
+        found = stop_rules.counts(answers, rule)
+        assert stop_rules.times(answers, found, 0.1).tolist() == pytest.approx(expected)
 
 
 def test_rules_are_compared_with_an_interval():
@@ -278,13 +278,13 @@ def test_rules_are_compared_with_an_interval():
     for _ in range(20):
         right = (torch.rand(30, generator=generator) < 0.5).tolist()
         rounds = [Round([1] * 5, [0.5] * 5, agreed=int(agreed)) for agreed in right]
-        rules.join(rounds)
+        stop_rules.join(rounds)
         answers.append(rounds)
-    value, (low, high) = rules.compare(answers, "oracle", "K", 0.1)
+    value, (low, high) = stop_rules.compare(answers, "oracle", "K", 0.1)
     assert 1.05 < low < value < high
-    assert rules.compare(answers, "K", "K", 0.1) == (1.0, [1.0, 1.0])
-    found = [rules.counts(answers, rule) for rule in ("K", "oracle")]
-    taken = [float(rules.times(answers, each, 0.1).sum()) for each in found]
+    assert stop_rules.compare(answers, "K", "K", 0.1) == (1.0, [1.0, 1.0])
+    found = [stop_rules.counts(answers, rule) for rule in ("K", "oracle")]
+    taken = [float(stop_rules.times(answers, each, 0.1).sum()) for each in found]
     assert value == pytest.approx(taken[0] / taken[1])
 
 
@@ -293,7 +293,7 @@ def test_auc_by_hand():
     scores, agreed = [0.9, 0.5, 0.5, 0.1], [1, 1, 0, 0]
     rounds = [Round([1, 1], [c, 0.0], agreed=n) for c, n in zip(scores, agreed)]
     rounds.append(Round([1], [0.0], agreed=1))
-    assert rules.auc([rounds], lambda each: each.confidence[0]) == 3.5 / 4
+    assert stop_rules.auc([rounds], lambda each: each.confidence[0]) == 3.5 / 4
 
 
 # ---------------------------------------------------------------------------- the sweep
@@ -311,27 +311,27 @@ def test_forward_times_by_hand():
     """10 ms and 100 ms explain all answers, or only a part of what they take."""
     counts = ((12, 3), (20, 5), (8, 4))
     exact = [timed(d, t, 0.01 * d, 0.1 * t) for d, t in counts]
-    assert rules.forward_times(exact) == pytest.approx((0.01, 0.1, 1.0))
+    assert stop_rules.forward_times(exact) == pytest.approx((0.01, 0.1, 1.0))
     slower = [timed(10, 4, 0.1, 0.3), timed(10, 4, 0.1, 0.5)]  # alike, but not in time
-    assert rules.forward_times(slower) == pytest.approx((0.01, 0.1, 0.0))
-    assert rules.forward_times(exact[:1])[2] is None  # nothing to explain
-    assert rules.forward_times([timed(0, 4, 0.0, 1.0)])[:2] == (0, 0.25)
+    assert stop_rules.forward_times(slower) == pytest.approx((0.01, 0.1, 0.0))
+    assert stop_rules.forward_times(exact[:1])[2] is None  # nothing to explain
+    assert stop_rules.forward_times([timed(0, 4, 0.0, 1.0)])[:2] == (0, 0.25)
 
 
 def test_the_sweep_of_a_run(llama, drafter, tmp_path):
     arm = make_arm(llama, drafter)
-    result = rules.sweep(arm, [TURN], [timed(10, 5, 0.2, 0.5)])
+    result = stop_rules.sweep(arm, [TURN], [timed(10, 5, 0.2, 0.5)])
     assert (result["t_draft_ms"], result["t_target_ms"]) == pytest.approx((20, 100))
     rounds = record(llama, drafter)
-    for rule in rules.RULES:
-        for setting, rates in rules.points([rounds], rule).items():
+    for rule in stop_rules.RULES:
+        for setting, rates in stop_rules.points([rounds], rule).items():
             *found, speed = result["points"][rule][setting]
             assert found == pytest.approx(rates)
             assert speed == pytest.approx(specdecpp.throughput(*rates, 0.02, 0.1))
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"sweep": result}))
-    assert not rules.read(path, "other")
-    for ours, theirs in zip(*rules.read(path, "5"), rounds, strict=True):
+    assert not stop_rules.read(path, "other")
+    for ours, theirs in zip(*stop_rules.read(path, "5"), rounds, strict=True):
         assert repr(ours.tokens) == repr(theirs.tokens) and ours.agreed == theirs.agreed
         assert ours.confidence == pytest.approx(theirs.confidence, abs=6e-4)
         assert ours.entropy == pytest.approx(theirs.entropy, abs=6e-3)
@@ -340,7 +340,7 @@ def test_the_sweep_of_a_run(llama, drafter, tmp_path):
 
 def test_the_sweep_of_chains_without_a_head(llama):
     arm = make_arm(llama, make_glide(llama), "glide:gamma=3", glide)
-    result = rules.sweep(arm, [TURN], [timed(10, 5, 0.2, 0.5)])
+    result = stop_rules.sweep(arm, [TURN], [timed(10, 5, 0.2, 0.5)])
     assert list(result["points"]) == ["K", "product", "confidence", "entropy", "oracle"]
 
 
@@ -349,10 +349,10 @@ def test_the_sweep_of_chains_without_a_head(llama):
 )
 def test_arms_of_other_trees_than_chains_are_refused(name):
     with pytest.raises(
-        common.UserError, match="no plain chains: take glide or specdecpp"
+        common.UserError, match="does not draft plain chains: take glide or specdecpp"
     ):
-        rules.longest_chains(make_arm(None, None, name))
-    rules.longest_chains(make_arm(None, None, "specdecpp:threshold=0.5@a+b"))
+        stop_rules.longest_chains(make_arm(None, None, name))
+    stop_rules.longest_chains(make_arm(None, None, "specdecpp:threshold=0.5@a+b"))
 
 
 @pytest.mark.parametrize("number", [1, 2])

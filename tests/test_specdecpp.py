@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
 import common
 import specdecpp
-from support import arms
+from support.measuring import arms
 
 FIXED = {"stop": "fixed", "gamma": 4}
 PROMPT = torch.tensor([[9, 8, 7]])

@@ -22,8 +22,10 @@ import falcon
 import glide
 import specdecpp
 import train
-from support import arms, cli, data, prompts
+from support import cli
+from support.measuring import arms, prompts
 from support.rivals import lookup
+from support.training import data
 
 METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
 IDS = torch.tensor([[3, 1, 4, 1, 5]])

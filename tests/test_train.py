@@ -20,8 +20,9 @@ from tiny import family, make_drafts, random_batch, snapshot
 import common
 import glide
 import train
-from support import cli, data
-from support.features import Features
+from support import cli
+from support.training import data
+from support.training.features import Features
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 PINNED = {  # mean loss, acceptance rate
@@ -558,25 +559,3 @@ def test_a_full_disk_leaves_the_old_checkpoint(trained):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
     assert snapshot(out) == before
-
-
-def test_training_curves_are_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = [{"tokens": 1000000, "alpha": 0.1}, {"tokens": 2000000, "alpha": 0.2}]
-    both = [row | {"eval_alpha": row["alpha"] / 2} for row in rows]
-    (tmp_path / "falcon_k3").mkdir()
-    (tmp_path / "falcon_k3" / "curve.json").write_text(json.dumps(rows))
-    (tmp_path / "glide.json").write_text(json.dumps(both))
-    paths = [str(tmp_path / "falcon_k3" / "curve.json"), str(tmp_path / "glide.json")]
-    train.main(["--plot", str(tmp_path / "drawn"), *paths])
-    text = (tmp_path / "drawn" / "curves.svg").read_text()
-    assert ">falcon_k3<" in text and ">glide<" in text and text.count(">answers<") == 1
-    assert ">Acceptance was still rising when training ended<" in text
-    both[1]["alpha"] = 0.05
-    (tmp_path / "glide.json").write_text(json.dumps(both))
-    train.main(["--plot", str(tmp_path / "drawn"), *paths])
-    drawn = (tmp_path / "drawn" / "curves.svg").read_text()
-    assert ">Acceptance while training<" in drawn
-    (tmp_path / "other.json").write_text('{"arms": {}}')
-    with pytest.raises(common.UserError, match="other.json is not a training curve"):
-        train.main(["--plot", str(tmp_path / "drawn"), str(tmp_path / "other.json")])

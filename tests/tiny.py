@@ -14,7 +14,7 @@ import transformers
 
 import common
 from support import cli
-from support.features import Features
+from support.training.features import Features
 
 FAMILIES = {  # name: options of a tiny model
     "Llama": {},

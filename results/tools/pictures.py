@@ -1,7 +1,10 @@
 """SVG pictures of results and training curves, for white or black pages.
 
-    python bench.py --table results/run.json --plot pictures/
-    python train.py --plot pictures/ results/curves/glide.json runs/falcon/curve.json
+    python results/tools/pictures.py pictures/ run.json
+    python results/tools/pictures.py pictures/ results/curves/glide.json
+
+What bench.py --json wrote gives speedups and a cost curve, what stop_rules.py wrote
+gives stop rules, and curve.json files of train.py give one picture of all curves.
 
 A title says what the picture shows, in words that are computed from the numbers. The
 background is transparent, text and axes are grey.
@@ -15,8 +18,11 @@ import re
 import sys
 from pathlib import Path
 
-import common
-from support import cli, report
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import common  # noqa: E402
+from support import cli  # noqa: E402
+from support.measuring import report  # noqa: E402
 
 GREY = "#808080"  # 3.9 : 1 on white, 5.3 : 1 on black
 STYLE = {
@@ -41,9 +47,9 @@ STYLE = {
 def check(folder: str) -> None:
     """Raise a UserError if no pictures can be drawn into `folder`."""
     if Path(folder).is_file():
-        raise common.UserError(f"--plot {folder} is a file; name a folder to draw in")
+        raise common.UserError(f"{folder} is a file; name a folder to draw in")
     if importlib.util.find_spec("matplotlib") is None:
-        raise common.UserError("--plot needs matplotlib: pip install matplotlib")
+        raise common.UserError("pictures need matplotlib: pip install matplotlib")
 
 
 def colour(name: str) -> str:
@@ -215,3 +221,24 @@ def plot(results: list[dict], folder: Path) -> None:
         found = [result[key] for result in results if result.get(key)]
         if found:
             draw(found[0], folder)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Draw what the files hold."""
+    parser = cli.OneLineParser(description=__doc__)
+    parser.add_argument("folder", help="folder to draw in")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="results or curves")
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    check(args.folder)
+    # A curve is a list of points, a result a dict; `curves` and `read_result` refuse
+    # anything else.
+    drawn = [path for path in args.files if Path(path).read_text().startswith("[")]
+    if drawn:
+        curves(drawn, Path(args.folder))
+    results = [report.read_result(path) for path in args.files if path not in drawn]
+    if results:
+        plot(results, Path(args.folder))
+
+
+if __name__ == "__main__":
+    cli.run(main)

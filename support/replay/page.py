@@ -1,10 +1,8 @@
-"""The replay page: an answer, round by round, as a single HTML file.
+"""What the replay page shows: every round of an answer, as plain lists.
 
-    python bench.py --method glide falcon --prompt "Why is it blue?" --replay page.html
-
-`record` decodes with a method's drafts and describes its rounds by plain lists. `write`
-does so twice for each method, greedily and with sampling, and `page` puts all of it as
-JSON into replay.html, with replay.css and replay.js, which draws.
+`record` decodes with a method's drafts and describes its rounds. `write` does so twice
+for each method, greedily and with sampling, and `html` puts all of it as JSON into
+replay.html, with replay.css and replay.js, which draws.
 """
 
 import copy
@@ -19,9 +17,10 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 import common
-from support import files, report
-from support.prompts import encode
-from support.report import clock
+from support import files
+from support.measuring import report
+from support.measuring.prompts import encode
+from support.measuring.report import clock
 
 HERE = Path(__file__).parent
 SYMBOLS = 5  # shown of each CTC slot
@@ -200,7 +199,7 @@ def warm_up_and(options: dict) -> list[dict]:
 # ----------------------------------------------------------------------------- the page
 
 
-def page(data: dict) -> str:
+def html(data: dict) -> str:
     """The page as HTML text.
 
     data: "prompt" (the texts of its tokens), "about" and "runs", as in `write`.
@@ -218,7 +217,7 @@ def write(path: str, tokenizer, loops: list, arms: list, text: str, options: dic
     """Answer one prompt with every arm that is a method, and write the page.
 
     loops: of plain decoding; the methods race against the fastest.
-    arms: of support/arms.py.
+    arms: of support/measuring/arms.py.
     text: the prompt as the user wrote it.
     options: of `target.generate`, among them max_new_tokens. The page shows greedy
         decoding, and sampling with these options, or else at temperature 1.
@@ -249,7 +248,7 @@ def write(path: str, tokenizer, loops: list, arms: list, text: str, options: dic
         "device": target.device.type,
     }
     prompt = [token_text(token) for token in encoded["input_ids"][0].tolist()]
-    whole = page({"about": about, "prompt": prompt, "runs": runs})
+    whole = html({"about": about, "prompt": prompt, "runs": runs})
     files.write(Path(path), whole)
     print(f"{path}: {len(whole) // 1024} KB, open it in a browser")
 

@@ -3,7 +3,7 @@
 import torch
 
 import common
-from support import data
+from support.training import data
 
 
 def encode(tokenizer, messages: list[str], device) -> dict:

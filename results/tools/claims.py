@@ -9,12 +9,14 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import stop_rules
 import torch
 from torch import Tensor
 
 import cape
 import glide
-from support import data, report, rules
+from support.measuring import report
+from support.training import data
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "results"
@@ -449,22 +451,22 @@ def time_share(file: str, *names: str) -> Seen:
     return Seen("-", cpu=", ".join(shown), source=f"[{Path(file).stem}]({file})")
 
 
-def stop_rules(file: str, ours: str, theirs: str, at=None, even=False) -> Seen:
+def rule_speed(file: str, ours: str, theirs: str, at=None, even=False) -> Seen:
     """How many times as fast as another a stop rule is, at the paper's cost of a pass.
 
     at: the setting of `ours`, if not the best one. even: theirs is K, but even.
     """
-    answers = rules.read(RESULTS / file)
+    answers = stop_rules.read(RESULTS / file)
     rule, named = ours, ours
     if at is not None:
-        function, _ = rules.RULES[ours]
+        function, _ = stop_rules.RULES[ours]
         rule, named = (function, (at,)), f"{ours} {at:g}"
     rival = theirs
     if even:
-        function, lengths = rules.RULES[theirs]
+        function, lengths = stop_rules.RULES[theirs]
         rival = function, [k for k in lengths if k % 2 == 0]
         theirs = f"even {theirs}"
-    value, (low, high) = rules.compare(answers, rule, rival, cost=0.209)
+    value, (low, high) = stop_rules.compare(answers, rule, rival, cost=0.209)
     return Seen(
         f"{named} / {theirs}: {interval(value, low, high, '.3f')}, modelled",
         low,
@@ -482,7 +484,7 @@ def frontier(file: str) -> Seen:
     It is judged by the intervals of all thresholds together, because the paper's
     frontier is better everywhere.
     """
-    answers = rules.read(RESULTS / file)
+    answers = stop_rules.read(RESULTS / file)
     each = [at_equal_discards(answers, h) for h in THRESHOLDS]
     shown = ", ".join(f"{value:.3f}" for value, _, _ in each)
     low = round(min(low for _, low, _ in each), 3)
@@ -503,8 +505,11 @@ def at_equal_discards(answers: list, h: float) -> tuple[float, float, float]:
     The head's discard rate lies between those of two K, so a line leads from each K to
     the next.
     """
-    function, _ = rules.RULES["head"]
-    head, fixed = rules.counts(answers, (function, (h,))), rules.counts(answers, "K")
+    function, _ = stop_rules.RULES["head"]
+    head, fixed = (
+        stop_rules.counts(answers, (function, (h,))),
+        stop_rules.counts(answers, "K"),
+    )
     sums = torch.cat([head, fixed])[..., :2]  # N_target, N_discarded of (S, n)
 
     def over_fixed(drawn):  # (..., 2 S)
@@ -569,7 +574,7 @@ def curves_cross(ours: str, theirs: str, *names: str) -> Seen:
 
 def by_confidence() -> Seen:
     """Whether the target accepts GLIDE's first draft token, by its confidence."""
-    answers = rules.read(RESULTS / GLIDE_ROUNDS)
+    answers = stop_rules.read(RESULTS / GLIDE_ROUNDS)
     firsts = []  # confidence, whether accepted, and answer, of the first draft tokens
     for n, rounds in enumerate(answers):
         drafted = [each for each in rounds if each.confidence]
@@ -597,7 +602,7 @@ def by_confidence() -> Seen:
     )
 
 
-def by_paper(each: rules.Round, gamma: int) -> list[int]:
+def by_paper(each: stop_rules.Round, gamma: int) -> list[int]:
     """CAPE's sets, S(p) of the paper."""
     return [cape.set_size(p, cape.Config()) for p in each.confidence[:gamma]]
 
@@ -622,7 +627,7 @@ def equal_nodes(answers: list, rule, gamma: int) -> float:
     """The size with which `fixed` drafts as many nodes a round as a rule."""
 
     def nodes_of(rule):
-        n_target, _, nodes = rules.counts(answers, (rule, (gamma,)))[0].sum(0)
+        n_target, _, nodes = stop_rules.counts(answers, (rule, (gamma,)))[0].sum(0)
         return float(nodes / n_target)
 
     wanted = nodes_of(rule)
@@ -638,11 +643,11 @@ def equal_nodes(answers: list, rule, gamma: int) -> float:
 
 def replayed(ours, theirs, names: str, gamma: int = 4) -> Seen:
     """Tau of two rules for CAPE's sets in the same record."""
-    answers = rules.read(RESULTS / GLIDE_ROUNDS)
+    answers = stop_rules.read(RESULTS / GLIDE_ROUNDS)
     tokens = torch.tensor([len(rounds) for rounds in answers]).double()
     sums = []  # (answers, 3): tokens, forwards, nodes
     for rule in (ours, theirs):
-        n_target, _, nodes = rules.counts(answers, (rule, (gamma,)))[0].unbind(-1)
+        n_target, _, nodes = stop_rules.counts(answers, (rule, (gamma,)))[0].unbind(-1)
         sums.append(torch.stack([tokens, n_target, nodes], -1))
     value, low, high = bootstrap(lambda a, b: tau(a) / tau(b), *sums)
     nodes = ", ".join(
@@ -801,7 +806,7 @@ def glide_claims() -> list[list]:
 
 
 def cape_claims() -> list[list]:
-    size = equal_nodes(rules.read(RESULTS / GLIDE_ROUNDS), by_paper, gamma=4)
+    size = equal_nodes(stop_rules.read(RESULTS / GLIDE_ROUNDS), by_paper, gamma=4)
     return [
         row(
             "Acceptance rises with the drafter's confidence (figure 1 b)",
@@ -872,31 +877,31 @@ def specdecpp_claims() -> list[list]:
         row(
             "The head is faster than the best fixed length (table 1: 7% to 11%)",
             best_k,
-            stop_rules(ROUNDS, "head", "K"),
+            rule_speed(ROUNDS, "head", "K"),
             "not compared: greedy, and two draft layers, which agree less often",
         ),
         row(
             "The same at temperature 1, where the paper's K are even",
             best_k,
-            stop_rules(SAMPLED_ROUNDS, "head", "K", even=True),
+            rule_speed(SAMPLED_ROUNDS, "head", "K", even=True),
             "not compared: a head for greedy drafts, and two draft layers",
         ),
         row(
             "The same, with a draft model of six layers",
             best_k,
-            stop_rules(SIX_ROUNDS, "head", "K"),
+            rule_speed(SIX_ROUNDS, "head", "K"),
             "not compared: greedy, and its head learned for 125 steps only",
         ),
         row(
             "The same, with a draft model of full depth",
             best_k,
-            stop_rules(DEEP_ROUNDS, "head", "K"),
+            rule_speed(DEEP_ROUNDS, "head", "K"),
             "not compared: greedy, and its head learned from 77,000 labels only",
         ),
         row(
             "The same by the product of confidences, with a draft model of full depth",
             best_k,
-            stop_rules(DEEP_ROUNDS, "product", "K"),
+            rule_speed(DEEP_ROUNDS, "product", "K"),
             "not compared: not the paper's rule",
         ),
         row(fewer, None, frontier(ROUNDS)),
@@ -906,19 +911,19 @@ def specdecpp_claims() -> list[list]:
         row(
             "An oracle would be much faster (2.1: 1.90 → 2.92)",
             hindsight,
-            stop_rules(ROUNDS, "oracle", "K"),
+            rule_speed(ROUNDS, "oracle", "K"),
             "-",
         ),
         row(
             "The same, with a draft model of full depth",
             hindsight,
-            stop_rules(DEEP_ROUNDS, "oracle", "K"),
+            rule_speed(DEEP_ROUNDS, "oracle", "K"),
             "-",
         ),
         row(
             "One setting is within .7% of the best (4.3): h = .7",
             Paper(0.993, 1.0, ".3f", unit=BY_MODEL),
-            stop_rules(ROUNDS, "head", "head", at=0.7),
+            rule_speed(ROUNDS, "head", "head", at=0.7),
             "not compared: one head and one kind of data",
         ),
         row(

@@ -1,6 +1,6 @@
 """Count what a round asks of a GPU, on the device of pretend.py: results/launches.json.
 
-    python tests/tools/launches.py        # takes minutes; prints the table
+    python results/tools/launches.py        # takes minutes; prints the table
 
 A fast GPU computes a small target's operators in less time than the CPU needs to launch
 them, so their number decides how long a round takes. A copy between the two makes the
@@ -24,7 +24,9 @@ sys.path.insert(0, str(ROOT))  # where this is run as a script
 import tables  # noqa: E402
 
 import common  # noqa: E402
-from support import arms, cli, data, default_target, prompts, report  # noqa: E402
+from support import cli, default_target  # noqa: E402
+from support.measuring import arms, prompts, report  # noqa: E402
+from support.training import data  # noqa: E402
 
 COUNTED = ("rounds", "tokens", "launches", "drafting", "to_host", "to_device")
 METHODS = ("glide", "cape", "cape:cpu", "specdecpp", "falcon", "ctc_drafter")

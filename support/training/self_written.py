@@ -15,8 +15,8 @@ import torch
 from tqdm import tqdm
 
 import common
-from support import data
-from support.prompts import answer_padded
+from support.measuring.prompts import answer_padded
+from support.training import data
 
 BATCH = 32  # conversations held at a time
 MOST = 320  # tokens of an answer

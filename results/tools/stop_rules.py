@@ -1,25 +1,31 @@
 """Try rules on recorded drafts: where a chain stops, and which sets CAPE adds to it.
 
-If it is known what a drafter drafts at every place of an answer, and how much of that
-the target accepts, then what a rule saves and wastes follows without drafting again.
-`record` finds this out. `count` goes through an answer from round to round, as decoding
-with the rule would, and counts
+    python results/tools/stop_rules.py --method specdecpp --num-prompts 0 --json F.json
+
+This asks the first arm what bench.py would ask, records its chains, and prints a table
+of all rules and settings. A record says what a drafter drafts at every place of an
+answer, and how much of that the target accepts. Then what a rule saves and wastes
+follows without drafting again: `count` goes through an answer from round to round, as
+decoding with the rule would, and counts
 
     N_target / N       verification rate: target forwards per answer token
     N_discarded / N    discard rate: discarded tokens per answer token (with CAPE's
                        sets: passes that brought none)
 
-from which Eq. 2.2 of SpecDec++ computes how long the answer takes. A rule of one's own
-is a function of a Round and a setting. It returns how many tokens are drafted there,
-or a list with S(p), CAPE's number of extras, for each of them:
+from which Eq. 2.2 of SpecDec++ computes how long the answer takes. Your own rule is a
+function of a Round and a setting. It returns how many tokens are drafted there, or a
+list with S(p), CAPE's number of extras, for each of them:
 
-    answers = rules.read("results/rounds_greedy.json.gz")
-    rule = lambda each, level: 1 + rules.first(c < level for c in each.confidence)
-    print(rules.compare(answers, (rule, (0.3, 0.5, 0.7)), "K", cost=0.1))
+    from results.tools import stop_rules
 
-    answers = rules.read("results/rounds_glide.json.gz")
+    answers = stop_rules.read("results/rounds_greedy.json.gz")
+    falls = lambda each, level: (p < level for p in each.confidence)
+    rule = lambda each, level: 1 + stop_rules.first(falls(each, level))
+    print(stop_rules.compare(answers, (rule, (0.3, 0.5, 0.7)), "K", cost=0.1))
+
+    answers = stop_rules.read("results/rounds_glide.json.gz")
     sets = lambda each, gamma: [8 if p < 0.5 else 1 for p in each.confidence[:gamma]]
-    print(rules.compare(answers, (sets, (2, 3, 4, 5)), "K", cost=0.1))
+    print(stop_rules.compare(answers, (sets, (2, 3, 4, 5)), "K", cost=0.1))
 """
 
 import functools
@@ -30,14 +36,19 @@ import operator
 import os
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import common
-import specdecpp
-from support import cli, report
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import bench  # noqa: E402
+import common  # noqa: E402
+import specdecpp  # noqa: E402
+from support import cli  # noqa: E402
+from support.measuring import arms, report  # noqa: E402
 
 LONGEST = 12  # tokens drafted at each place
 LIKELIEST = 20  # other tokens of a step, from which CAPE's sets are
@@ -89,7 +100,7 @@ def longest_chains(arm):
     if plain.partition(":")[0] not in cli.CHAINS or "+" in plain:
         methods = " or ".join(cli.CHAINS)
         raise common.UserError(
-            f"--sweep: {arm.name} drafts no plain chains: take {methods} first"
+            f"{arm.name} does not draft plain chains: take {methods} first"
         )
     changes = {"gamma": LONGEST}
     if has_head(arm):  # it judges all tokens, but 1 - p^ never exceeds 1
@@ -200,7 +211,7 @@ def as_integers(rounds: list[Round]) -> dict:
 def read(path, kind: str = "") -> list[list[Round]]:
     """The answers in a file, each a list with the Round of every place.
 
-    path: of a file of results/, or of `bench.py --sweep --json`.
+    path: of a file in results/, or what --json wrote.
     kind: take only the answers whose name begins with it, such as "math".
     """
     opened = gzip.open if str(path).endswith(".gz") else open
@@ -402,7 +413,7 @@ def sweep(arm, turns: list[dict], answers: list) -> dict:
             recorded.append(record(chains, arm.target, turn))
     except KeyboardInterrupt:
         covered = f"the sweep covers {len(recorded)} answers"
-        print(f"bench.py: interrupted; {covered}", file=sys.stderr)
+        print(f"stop_rules.py: interrupted; {covered}", file=sys.stderr)
     if not recorded:
         return {}
     t_draft, t_target, r2 = forward_times(answers)
@@ -418,3 +429,54 @@ def sweep(arm, turns: list[dict], answers: list) -> dict:
     for answer, rounds in zip(answers, recorded):
         kept.append({"name": str(answer.question_id), **as_integers(rounds)})
     return milliseconds | {"r2": r2, "points": found, "answers": kept}
+
+
+def table(sweep: dict) -> list[str]:
+    """A line and a table of `sweep`."""
+    rows = []
+    for rule, settings in sweep["points"].items():
+        for setting, (n_target, n_discarded, speed) in settings.items():
+            numbers = [report.cell(n_target), report.cell(n_discarded)]
+            rows.append([rule, setting, *numbers, report.cell(speed, ".1f")])
+    t_draft, t_target = sweep["t_draft_ms"], sweep["t_target_ms"]
+    return [
+        f"Stop rules, replayed; modelled tokens/s from T = {t_draft:.1f} ms N_draft + "
+        f"{t_target:.1f} ms N_target",
+        report.markdown(["rule", "setting", "N_t/N", "N_d/N", "tokens/s"], rows),
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure the first arm, record its chains, and print the table of all rules."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = bench.options(__doc__)
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result, as `read` takes it"
+    )
+    args = parser.parse_args(argv)
+    args.argv = argv
+    if args.json:
+        cli.check_writable(args.json)
+    prompts = bench.prompts_of(args)
+    if not prompts:
+        raise common.UserError("nothing to record: give --method")
+    stock, target, tokenizer = bench.load(args)
+    arm = arms.make_arms(args.method, target)[0]
+    longest_chains(arm)  # a UserError comes before the long run
+    torch.manual_seed(args.seed)
+    options = bench.generate_options(args)
+    loops = arms.plain_loops(stock, target)
+    groups = [[prompt] for prompt in prompts]
+    asked, answers = bench.ask(tokenizer, [*loops, arm], groups, options, args.seed)
+    result = report.header(args, target, "results/tools/stop_rules.py")
+    result["prompts"] = len(prompts)
+    turns = [inputs | options for inputs in asked]
+    result["sweep"] = report.rounded(sweep(arm, turns, answers[arm.name]))
+    if result["sweep"]:
+        print("\n\n".join([report.about(result), *table(result["sweep"])]))
+    if args.json:
+        report.write_result(result, args.json)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,9 +1,10 @@
 """Write the tables of the README files and the pictures anew from results/.
 
-    python tests/tools/tables.py
+    python results/tools/tables.py                          # all; needs matplotlib
+    python results/tools/tables.py results/cpu_main.json    # print those of a result
 
-The pictures need matplotlib. A test fails where a table is not what this would write. A
-comment above a table says what is in it:
+A test fails where a table is not what this would write. A comment above a table says
+what is in it:
 
     <!-- table: run.json; glide cape eagle; speedup tau; paper's: 1.96 2.5 - -->
             some arms of a run, some of their figures, and figures to compare
@@ -26,7 +27,7 @@ comment above a table says what is in it:
     <!-- launches: launches.json -->
             what a round asks of a GPU (launches.py)
     <!-- rules: two layers: rounds.json.gz; six layers: rounds_six.json.gz -->
-            SpecDec++'s stop rules, replayed (support/rules.py)
+            SpecDec++'s stop rules, replayed (results/tools/stop_rules.py)
     <!-- heads: heads.json -->
             SpecDec++'s heads, trained on cached states
 """
@@ -40,9 +41,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))  # where this is run as a script
 
 import claims  # noqa: E402
+import pictures  # noqa: E402
+import stop_rules  # noqa: E402
 
 import specdecpp  # noqa: E402
-from support import pictures, report, rules  # noqa: E402
+from support.measuring import report  # noqa: E402
 
 FILES = (
     "README.md",
@@ -252,14 +255,14 @@ def launches(file: str) -> str:
 COSTS = (0.1, 0.209)  # of a pass in forwards: of this CPU, and of the paper's models
 
 
-def stop_rules(words: str) -> str:
+def rules(words: str) -> str:
     """How many times as fast one stop rule is as another, for each cost of a pass."""
     judges = {
         "head": lambda each: each.accepts[0],
         "confidence": lambda each: each.confidence[0],
         "entropy": lambda each: -each.entropy[0],
     }
-    product, settings = rules.RULES["product"]
+    product, settings = stop_rules.RULES["product"]
     others = {
         "plain decoding": (lambda each, _: 0, (None,)),
         "product, one token late": (lambda each, h: 1 + product(each, h), settings),
@@ -270,17 +273,21 @@ def stop_rules(words: str) -> str:
     rows = []
     for part in words.split(";"):
         label, _, file = part.strip().partition(": ")
-        answers = rules.read(claims.RESULTS / file)
-        found = {rule: rules.counts(answers, rule) for rule in rules.RULES}
-        found |= {name: rules.counts(answers, rule) for name, rule in others.items()}
+        answers = stop_rules.read(claims.RESULTS / file)
+        found = {rule: stop_rules.counts(answers, rule) for rule in stop_rules.RULES}
+        found |= {
+            name: stop_rules.counts(answers, rule) for name, rule in others.items()
+        }
         for ours, theirs in pairs:
             if ours == "head" and not answers[0][0].accepts:
                 continue  # none was trained
             row = [label, f"{ours} / {theirs}"]
             for cost in COSTS:
-                value, ends = rules.faster(answers, found[ours], found[theirs], cost)
+                value, ends = stop_rules.faster(
+                    answers, found[ours], found[theirs], cost
+                )
                 row += [report.cell(value, ".3f"), report.cell(ends, ".3f")]
-            score = rules.auc(answers, judges[ours]) if ours in judges else None
+            score = stop_rules.auc(answers, judges[ours]) if ours in judges else None
             rows.append([*row, report.cell(None if theirs == "product" else score)])
     heads = ["drafts", "rules"]
     for cost in COSTS:
@@ -314,7 +321,7 @@ def written(text: str) -> str:
         "loops": loops,
         "batches": batches,
         "launches": launches,
-        "rules": stop_rules,
+        "rules": rules,
         "heads": trained_heads,
     }
     return TABLE.sub(lambda match: match[1] + makers[match[2]](match[3]) + "\n\n", text)
@@ -322,8 +329,8 @@ def written(text: str) -> str:
 
 def rule_points() -> dict:
     """Rates and speed of each stop rule and setting, on this CPU's cost of a pass."""
-    answers = rules.read(claims.RESULTS / "rounds_greedy.json.gz")
-    found = {rule: rules.points(answers, rule) for rule in rules.RULES}
+    answers = stop_rules.read(claims.RESULTS / "rounds_greedy.json.gz")
+    found = {rule: stop_rules.points(answers, rule) for rule in stop_rules.RULES}
     for settings in found.values():
         for setting, rates in settings.items():
             speed = specdecpp.throughput(*rates, t_draft=COSTS[0], t_target=1.0)
@@ -351,7 +358,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.parse_args()
+    parser.add_argument(
+        "results", nargs="*", metavar="FILE", help="results of bench.py --json to print"
+    )
+    files = parser.parse_args().results
+    if files:
+        shown = [report.tables(report.read_result(file)) for file in files]
+        print("\n\n".join(shown))
+        return
     for name in FILES:
         path = ROOT / name
         path.write_text(written(path.read_text()))

@@ -217,15 +217,13 @@ def rounded(value, digits: int = 6):
 
 
 def tables(result: dict) -> str:
-    """All tables of a result, for the end of a run and `bench.py --table`."""
+    """All tables of a result."""
     parts = [about(result)]
     if arms := arms_of(result):
         parts += [markdown(*arm_table(arms)), LEGEND]
         parts += [line for name in arms if (line := departure(name, arms[name]))]
     if curve := result.get("cost_curve"):
         parts += cost_table(curve)
-    if sweep := result.get("sweep"):
-        parts += sweep_table(sweep)
     return "\n\n".join(parts)
 
 
@@ -293,21 +291,6 @@ def cost_table(curve: dict) -> list[str]:
     ]
 
 
-def sweep_table(sweep: dict) -> list[str]:
-    """A line and a table of `rules.sweep`."""
-    rows = []
-    for rule, points in sweep["points"].items():
-        for setting, (n_target, n_discarded, speed) in points.items():
-            numbers = [cell(n_target), cell(n_discarded), cell(speed, ".1f")]
-            rows.append([rule, setting, *numbers])
-    t_draft, t_target = sweep["t_draft_ms"], sweep["t_target_ms"]
-    return [
-        f"Stop rules, replayed; modelled tokens/s from T = {t_draft:.1f} ms N_draft + "
-        f"{t_target:.1f} ms N_target",
-        markdown(["rule", "setting", "N_t/N", "N_d/N", "tokens/s"], rows),
-    ]
-
-
 def cell(value, form: str = ".2f") -> str | None:
     """A figure or an interval as text; None stays None."""
     if isinstance(value, bool):
@@ -334,7 +317,7 @@ def markdown(heads: list[str], rows: list[list]) -> str:
 # ------------------------------------------------------------------------- a result
 
 
-def header(args, target) -> dict:
+def header(args, target, program: str = "bench.py") -> dict:
     """Where, when and how a result was made."""
     cuda = target.device.type == "cuda"
     name = torch.cuda.get_device_name(target.device) if cuda else processor()
@@ -344,7 +327,7 @@ def header(args, target) -> dict:
         "dtype": str(target.dtype).removeprefix("torch."),
         "kernels": getattr(target, "kernels", None),  # for one token, and for several
         "commit": commit(),
-        "command": "python bench.py " + shlex.join(args.argv),
+        "command": f"python {program} {shlex.join(args.argv)}",
         "prompts": 0,
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,

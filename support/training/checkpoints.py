@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 import common
-from support.features import fingerprint
+from support.training.features import fingerprint
 
 # Options that a resumed run must keep. --steps and --minutes are not among them: a run
 # that is made longer before its last fifth is the same as one that was planned so.

@@ -1,0 +1,1 @@
+"""What only bench.py and the commands built on it need."""

@@ -1,0 +1,1 @@
+"""The replay page: an answer, round by round, as a single HTML file."""
