@@ -14,16 +14,16 @@ then it drops the blanks:
 
 Many alignments become the same sequence, and CTC adds up their probabilities (Eq. 6).
 In training, the sum for the right sequence is maximised, so the layer may choose which
-slots hold its tokens. In decoding, the likeliest sequences are drafted, as a tree.
-
-With windows of one length, as in the recipe here, it makes no use of this freedom: see
-"The blank" at the end of this file.
+slots hold its tokens. (If all sequences have one length, as in the recipe here, it need
+not choose: see "The blank" at the end of this file.) In decoding, the likeliest
+sequences are drafted, as a tree.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. In Tables 1
 and 2 beta means the tokens per forward of the target (tau).
 
 Deviations from the paper and what the authors' code does: at the end of this file.
+
 Licence: Apache-2.0.
 """
 
@@ -422,22 +422,23 @@ def prefix_search(
     candidates: how many prefixes, the empty one among them, each slot continues.
     ends, room: see `complete`.
     """
-    # The slots are read from the first to the last. `kept` holds what the slots read so
-    # far may have become, {prefix: (in_blank, in_token)}: the probability that they
-    # have become exactly this prefix and the last of them is blank, and that they have
-    # and it holds a token. These two are kept apart, because they decide what the same
-    # token makes of the prefix next. For the prefix a:
+    # The slots are read one after another. `kept` has the probability that those read
+    # so far have become exactly a prefix, as a sum of two: that the last of them is
+    # blank, and that it holds a token. They decide what the next slot does to the
+    # prefix. For the prefix a:
     #
-    #     next slot    after a blank    after a token, which is a
-    #     e            a                a
-    #     a            a a              a       merged
-    #     b            a b              a b
+    #     next slot    if the last one is blank    if the last one holds a token, a
+    #     e            a                           a
+    #     a            a a                         a    it merges
+    #     b            a b                         a b
     #
-    # A prefix gets one token longer in exactly one slot of an alignment. From there on
-    # the sequence begins with it, whatever the later slots hold. So the probability of
-    # getting longer, summed over the slots, is what we look for.
+    # In an alignment, one slot completes the prefix. From there on the sequence begins
+    # with it, whatever the later slots hold. So the probability that we look for is the
+    # sum over the slots of the probability that this slot completes it.
     prefixes = defaultdict(float)
-    kept = {(): (1.0, 0.0)}  # no slot has been read, so no token can merge
+    kept = {
+        (): (1.0, 0.0)
+    }  # {prefix: (in_blank, in_token)}; at first nothing can merge
     for *pairs, (_, q_blank) in choices:
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
@@ -451,12 +452,12 @@ def prefix_search(
                 if prefix[-1:] == (token,):
                     new_token[prefix] += in_token * q  # it merges
                     entering = in_blank * q
-                if entering > 0:
+                if entering > 0:  # this slot completes a longer prefix
                     longer = (*prefix, token)
                     new_token[longer] += entering
                     prefixes[longer] += entering
-        # The next slot continues the likeliest of them. If one that is dropped here
-        # comes back from a shorter one, what it had is lost, and its sum is too small.
+        # The next slot continues the likeliest. If one that is dropped here comes back
+        # from a shorter one, what it had is lost, so its sum may be too small.
         total = {p: new_blank[p] + new_token[p] for p in new_blank | new_token}
         likeliest = heapq.nlargest(candidates, total, key=total.get)
         kept = {p: (new_blank[p], new_token[p]) for p in likeliest}
@@ -476,12 +477,12 @@ def likeliest_alignments(
     # that a sequence and its beginnings are all ranked.
     #
     # The heap holds alignments that have not been collapsed yet, the likeliest on top.
-    # Another slot makes an alignment less likely, never likelier. So alignments leave
-    # the heap in decreasing probability, and a sequence is found by its likeliest one.
+    # Another slot can only make an alignment less likely. So alignments leave the heap
+    # in decreasing probability, and the first that becomes a sequence is its likeliest.
     heap = [(-1.0, ())]  # of (minus the probability, alignment)
-    found = {}
+    ranked = {}
     seen = set()
-    while heap and len(found) < nodes:
+    while heap and len(ranked) < nodes:
         minus_q, alignment = heapq.heappop(heap)
         if minus_q == 0:  # and so are all that are left
             break
@@ -493,11 +494,11 @@ def likeliest_alignments(
             continue
         seen.add(state)
         if sequence:
-            found.setdefault(sequence, -minus_q)
+            ranked.setdefault(sequence, -minus_q)
         if len(alignment) < len(choices) and not complete(sequence, ends, room):
             for symbol, q in choices[len(alignment)]:
                 heapq.heappush(heap, (minus_q * q, (*alignment, symbol)))
-    return found
+    return ranked
 
 
 def likeliest_combinations(
@@ -507,8 +508,8 @@ def likeliest_combinations(
 
     Returns {sequence: product of its tokens' probabilities}. Arguments: as above.
     """
-    found = {}
-    level = {(): 1.0}
+    ranked = {}
+    level = {(): 1.0}  # the sequences of one length
     for *pairs, _ in choices:  # without the blank
         longer = {
             (*sequence, token): q_sequence * q
@@ -520,8 +521,8 @@ def likeliest_combinations(
         # A sequence is never likelier than its beginning. So one whose beginning is not
         # among the `nodes` likeliest of a length is not among the `nodes` likeliest.
         level = {s: longer[s] for s in heapq.nlargest(nodes, longer, key=longer.get)}
-        found |= level
-    return found
+        ranked |= level
+    return ranked
 
 
 def token_tree(ids: Tensor, ranked: dict, nodes: int, first=()) -> common.Draft:

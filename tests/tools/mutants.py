@@ -260,8 +260,8 @@ the slots of earlier rounds stay in the cache
 - memory.cache.cut(read)
 + pass
 a sequence has the probability of its unlikeliest alignment
-- found.setdefault(sequence, -minus_q)
-+ found[sequence] = -minus_q
+- ranked.setdefault(sequence, -minus_q)
++ ranked[sequence] = -minus_q
 a blank is drafted where nothing is merged
 - for *pairs, _ in choices:
 + for pairs in choices:
