@@ -560,12 +560,11 @@ def test_a_drawn_token_that_the_search_left_out_has_nothing_below_it(small_llama
 
 def test_slots_that_are_blank_for_certain_still_draw(small_llama):
     """Their tokens' probabilities are too small for a float, their logarithms not."""
-    log_q = torch.tensor([[-200.0, -201.0, 0.0]]).repeat(4, 1)
-    config = ctc_drafter.Config(slots=4)
-    decoding = opened(small_llama)
-    draft = ctc_drafter.make_tree(decoding, log_q, torch.tensor([2, 5]), config)
-    assert len(draft.tokens) == 1
-    assert draft.probs[0, [2, 5]].tolist() == pytest.approx([0.731, 0.269], abs=1e-3)
+    drafter = make_drafter(small_llama)
+    drafter.blank.bias.data.fill_(500.0)
+    draft = next(ctc_drafter.drafts(opened(small_llama), drafter))
+    assert not draft.notes["q_slots"][:, :-1].any() and len(draft.tokens) == 1
+    assert draft.probs.sum() == pytest.approx(1) and draft.probs.max() < 0.99
 
 
 class Toy:
