@@ -2,56 +2,27 @@
 
 Paper: Wen et al., 2024, arXiv:2412.00061.
 
-One transformer layer fills the S slots after the newest token in a single pass. Given
-the text the slots are independent (Eq. 7), and each holds a token or a blank (e). The
-CTC transform turns such a filling, an alignment, into a sequence of tokens: it merges
-equal neighbours, then it drops the blanks:
+One transformer layer fills the S slots after the newest token in a single pass, each
+with a token or with a blank (e). A filling is called an alignment. Given the text, the
+slots are independent (Eq. 7), so an alignment has the product of their probabilities.
+The CTC transform makes a sequence of tokens from it: it merges equal neighbours, and
+then it drops the blanks:
 
-    a a e b c c  ->  a b c
-    a e a b e e  ->  a a b   a blank splits a repeat
+    slots       a a e b c c        a e a b e e
+    merged      a   e b c          a e a b e
+    sequence    a     b c          a   a b          a blank keeps two equal tokens apart
 
-The likeliest sequences are drafted, as a tree.
-
-The CTC loss sums over all alignments of the right sequence (Eq. 6), so the layer may
-choose which slot holds which token. But here the right sequence has U = 3 tokens (in an
-early stage of the shipped drafter also fewer), so the drafter need not choose how many
-blanks to leave. Of the 84 alignments of three different tokens in six slots, it learned
-one: the tokens in the first three slots and blanks in the others. The transform gains
-at most about 1% in tau over `none`, which drafts the likeliest tokens of the first
-slots and no blanks. In a trial with 1 to 6 tokens the blank was in use, and the
-transform gained no more (checkpoints/README.md).
+Many alignments become the same sequence, and CTC adds up their probabilities (Eq. 6).
+In training, the sum for the right sequence is maximised, so the layer may choose which
+slots hold its tokens. (If all sequences have one length, as in the recipe here, it need
+not choose: see "The blank" at the end of this file.) In decoding, the likeliest
+sequences are drafted, as a tree.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
-`q_slots` (in training its logarithm, `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S.
-In Tables 1 and 2 beta means something else, the tokens per forward of the target (tau).
+`q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. In Tables 1
+and 2 beta means the tokens per forward of the target (tau).
 
-Deviations, and choices where the paper is silent:
-    1. The layer also reads the embedding of the next token, as the authors' code does;
-       Eq. 9 has hidden states alone. The slots' inputs, masks and initial weights, and
-       the blank's own logit are ours, and besides the layer we train the fusion of its
-       inputs, a vector for each slot, the blank's weights and three norms.
-    2. We sum log P (Eq. 1), not P (Eq. 2). With `first_token` (1 in the shipped
-       drafter) a cross-entropy of the first token is added.
-    3. The paper takes the "most valuable" combinations of all slots, collapses them,
-       and masks what falls away. `alignments` visits the combinations of the first 1,
-       2, ..., S slots in decreasing probability, until they make enough sequences. The
-       default, `prefixes`, ranks a sequence by the sum over its alignments, with
-       `symbols` tokens a slot and `candidates` sequences kept. The blank is always
-       among a slot's choices; in the paper it is one of the k likeliest or left out.
-       The sequences make a trie. `none` never drafts blanks; in Table 2 they stay in
-       the untransformed drafts and spoil them.
-    4. Only frequent tokens are drafted, and labels are chosen among them
-       (`draft_vocab`). A step trains at 64 places of a text at most (`anchors`). When
-       sampling, the first tokens are sampled (`sampled`); the paper decodes greedily.
-    5. Other training settings and data than in 4.1: see PAPERS.md.
-
-Section 2 has the acceptance probability upside down, min(1, p'/p); p' is the drafter's.
-
-Authors' code: where it differs, we follow the paper, except for the layer's input. It
-drafts four tokens in four passes of EAGLE's layer, and trains with EAGLE's losses and
-.01 of the CTC loss, whose S = 6 slots are consecutive places of the text; S and U = 3
-are from it. Its blank is <unk>, its transform does nothing unless some candidate has a
-repeat, so that most blanks stay, and the tree is Medusa's, of 63 nodes.
+Deviations from the paper and what the authors' code does: at the end of this file.
 
 Licence: Apache-2.0.
 """
@@ -60,7 +31,6 @@ import dataclasses
 import heapq
 import itertools
 import math
-import operator
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -94,12 +64,10 @@ class Config:
     symbols: int = option(10, "likeliest tokens tried per slot, k", decode=True)
     candidates: int = option(16, "how many survive each slot (`prefixes`)", decode=True)
     nodes: int = option(10, "at most this many nodes", decode=True)
-    sampled: int = option(2, "at most this many are sampled", decode=True)
 
     def __post_init__(self):
         common.at_least(self, window=1, anchors=1, first_token=0, draft_vocab=0)
-        common.at_least(self, slots=self.window, symbols=1, candidates=1)
-        common.at_least(self, nodes=0, sampled=0)
+        common.at_least(self, slots=self.window, symbols=1, candidates=1, nodes=0)
         common.one_of(self, transform=("prefixes", "alignments", "none"))
 
 
@@ -108,20 +76,20 @@ VARIANTS = {
     "alignments": {"transform": "alignments"},  # "CTC verify" of Table 2
     "none": {"transform": "none"},  # no merging, and no blanks: not quite Table 2's
     # As near to the paper's decoding as this file comes. k and the number of nodes are
-    # the authors' code's. The shipped weights were trained with `first_token`.
-    "paper": {"transform": "alignments", "symbols": 10, "nodes": 63, "sampled": 0},
-    "deterministic": {"sampled": 0},  # differs from the default only when sampling
+    # from the authors' code. The shipped weights were trained with `first_token`.
+    "paper": {"transform": "alignments", "symbols": 10, "nodes": 63},
 }
 
 
 # ---------------------------------------------------------------------- architecture
 
 # The layer reads rows. Row i joins h_i, the target's hidden state after x_i, with the
-# embedding of x_(i+1), so x_0 has none. (The target has not read the newest token
-# yet, so the newest hidden state belongs to the token before it.) An anchor is a row
-# that slots follow. When drafting, it is the newest row; in training, a text has A of
-# them. Its window is the U labels that its slots learn, and W anchors of a batch have
-# one.
+# embedding of x_(i+1). (The target has not read the newest token yet, so the newest
+# hidden state belongs to the token before it, and a text of T tokens has T - 1 rows.)
+#
+# An anchor is a row that slots follow. When drafting, it is the newest row. In
+# training, a text has up to A anchors, each with a window: the U labels that its slots
+# learn. W is how many anchors a batch has.
 
 
 class SlotAttention(LlamaAttention):
@@ -308,6 +276,8 @@ def training_log_q(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
     states = drafter(target, hidden, next_ids, places, mask)  # (B, A, S, D)
     states = states[anchors >= 0]  # (W, S, D)
     head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
+    # The logarithm of a softmax would be -inf where a probability is too small for a
+    # float. F.ctc_loss then returns a finite loss, but gradients that are NaN.
     return drafter.logits(states, head).log_softmax(-1)
 
 
@@ -332,8 +302,13 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
 
 
 def first_token_log_q(log_q: Tensor) -> Tensor:
-    """Log-probability (W, Vd) that each token comes first; log_q: (W, S, Vd + 1)."""
-    # The token in slot j comes first if slots 1 to j - 1 are blank.
+    """Log-probability (W, Vd) that each token comes first; log_q: (W, S, Vd + 1).
+
+    It is the sum over all alignments whose sequence begins with the token. The
+    probabilities add up to less than 1, by that of the alignment of blanks alone.
+    """
+    # The token in slot j comes first if slots 1 to j - 1 are blank, whatever the later
+    # slots hold.
     blanks = log_q[:, :-1, -1].cumsum(-1)
     before = F.pad(blanks, (1, 0))[..., None]  # (W, S, 1)
     return (before + log_q[..., :-1]).logsumexp(1)
@@ -372,7 +347,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft) of the first token, summed over W anchors; and W."""
     anchors, _ = anchors_and_labels(drafter, target, batch)  # those of `loss`
     log_q = training_log_q(drafter, target, batch, anchors)
-    # Divided by its sum, as in `sample_chain`.
+    # Given that a token comes first, as in `make_tree`.
     q_draft = first_token_log_q(log_q).softmax(-1)  # (W, Vd)
     hidden = first_token_hidden(batch, anchors)
     total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
@@ -393,72 +368,46 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
 
     q_slots: (S, Vd + 1). symbols: how many tokens, the "top k" of 3.3.
     """
+    # Of equally likely tokens, topk may keep others than argmax would. That can cost
+    # acceptance, but it cannot change the text.
     best = q_slots[:, :-1].topk(min(symbols, len(vocab_ids)))  # (S, k)
     ids = F.pad(vocab_ids[best.indices], (0, 1), value=BLANK)  # (S, k + 1)
     q = torch.cat([best.values, q_slots[:, -1:]], dim=1)
     return [list(zip(*slot)) for slot in zip(ids.tolist(), q.tolist())]
 
 
-# Two searches look for the likeliest sequences. Suppose that slot 1 holds a (.6) or e
-# (.4), and slot 2 holds a (.2), b (.5) or e (.3). These are all alignments, at first of
-# slot 1 alone:
+# Which sequences are drafted? There are three answers, one for each `transform`. Take
+# two slots. Slot 1 holds a (.6) or e (.4), slot 2 holds a (.2), b (.5) or e (.3). These
+# are the alignments of slot 1 alone and of both slots, with the sequences that they
+# become:
 #
 #     a       .6             a
 #     e       .4             (nothing)
 #     a b     .6 x .5 = .30  a b
 #     e b     .4 x .5 = .20  b
-#     a e     .6 x .3 = .18  a            as in slot 1 already: a merges, e is dropped
-#     a a     .6 x .2 = .12  a            likewise
+#     a e     .6 x .3 = .18  a            as after slot 1: the blank is dropped
+#     a a     .6 x .2 = .12  a            as after slot 1: the second a merges
 #     e e     .4 x .3 = .12  (nothing)
-#     e a     .4 x .2 = .08  a            a comes in slot 2
+#     e a     .4 x .2 = .08  a            here a comes in slot 2
 #
-# `likeliest_alignments`, nearer to the paper, gives each sequence the probability of
-# its likeliest alignment: a .60, a b .30, b .20. `prefix_search` sums over all
-# alignments that begin with it, whatever the later slots hold: a .60 + .08 = .68, a b
-# .30, b .20.
-# Neither finds a a, which needs three slots, a e a.
+# A node of the tree is a sequence, and the tree has those that rank highest:
+#
+#     prefixes      a .68   a b .30   b .20      the probability that what the slots
+#                   become begins with it; for a it is .60 + .08 (`prefix_search`)
+#     alignments    a .60   a b .30   b .20      the probability of the likeliest
+#                   alignment that becomes it (`likeliest_alignments`)
+#     none          a .60   a b .30   a a .12    the product of its tokens in the first
+#                   slots; nothing is merged or blank (`likeliest_combinations`)
+#
+# With a transform, a a would need three slots: a e a.
 
 
-def likeliest_alignments(
-    choices: list[list[tuple]], nodes: int, merge=True, ends=(), room=math.inf
-) -> dict:
-    """The sequences of the likeliest alignments (3.1, 3.3), at most `nodes`.
+def complete(sequence: tuple, ends, room: int) -> bool:
+    """Whether nothing is drafted after a sequence.
 
-    Returns {sequence: probability}.
-
-    choices: what `top_symbols` returns. A sequence is a tuple of tokens.
-    merge: if not, sequences are not transformed, and blanks are left out.
-    ends: tokens after which a sequence does not go on.
-    room: how long a sequence may be.
+    ends: the end-of-sequence ids. room: how long a sequence may be.
     """
-    if not merge:  # unlike Table 2's "Medusa verify", which drafts blanks as well
-        choices = [pairs for *pairs, _ in choices]
-    # Best-first search over alignments of the first one, two, ... slots. (The paper's
-    # fill all slots.) An alignment has the product of its slots' probabilities (Eq. 7),
-    # so a longer one is never likelier than one that it extends. Alignments therefore
-    # leave the heap in decreasing order, each before its extensions.
-    heap = [(-1.0, ())]  # of (minus the probability, alignment)
-    seen = set()
-    found = {}
-    while heap and len(found) < nodes:
-        minus_q, alignment = heapq.heappop(heap)
-        if minus_q == 0:  # and so are all that are left
-            break
-        sequence = collapse(alignment) if merge else alignment
-        # Alignments of as many slots that become the same sequence and end in the same
-        # symbol have the same continuations. The likeliest of them comes first, so
-        # the others are skipped.
-        alike = (len(alignment), sequence, alignment[-1:])
-        if alike in seen:
-            continue
-        seen.add(alike)
-        if sequence:
-            found.setdefault(sequence, -minus_q)
-        over = sequence and (sequence[-1] in ends or len(sequence) >= room)
-        if len(alignment) < len(choices) and not over:
-            for symbol, q in choices[len(alignment)]:
-                heapq.heappush(heap, (minus_q * q, (*alignment, symbol)))
-    return found
+    return len(sequence) > 0 and (sequence[-1] in ends or len(sequence) >= room)
 
 
 def prefix_search(
@@ -466,141 +415,134 @@ def prefix_search(
 ) -> dict:
     """Prefix search (Graves et al., 2006), as a beam: {prefix: probability}.
 
-    The probability of a prefix, a tuple of tokens, is that of all sequences that begin
-    with it: a sum over all their alignments (Eq. 6).
+    A prefix is a tuple of tokens. Its probability is that of all sequences that begin
+    with it, each a sum over its alignments (Eq. 6).
 
-    choices: what `top_symbols` returns; other tokens count as impossible.
-    candidates: how many prefixes are continued after each slot, the empty one among
-        them; those that the slots so far have most probably become.
-    ends, room: as in `likeliest_alignments`.
+    choices: from `top_symbols`. Tokens that are not in it count as impossible.
+    candidates: how many prefixes, the empty one among them, each slot continues.
+    ends, room: see `complete`.
     """
-    # The slots are read one after another. `kept` says how likely it is that those read
-    # so far have become exactly this prefix. It is split in two, because the meaning of
-    # the next slot depends on whether the last one is blank: after a blank, the last
-    # token of the prefix is a repeat, and otherwise it merges. `prefixes` sums up how
-    # likely it is that a slot completes the prefix. Whatever the later slots hold, the
-    # sequence then begins with it. An alignment completes a prefix in one slot only, so
-    # none is counted twice.
+    # The slots are read one after another. `kept` has the probability that those read
+    # so far have become exactly a prefix, as a sum of two: that the last of them is
+    # blank, and that it holds a token. They decide what the next slot does to the
+    # prefix. For the prefix a:
+    #
+    #     next slot    if the last one is blank    if the last one holds a token, a
+    #     e            a                           a
+    #     a            a a                         a    it merges
+    #     b            a b                         a b
+    #
+    # In an alignment, one slot completes the prefix. From there on the sequence begins
+    # with it, whatever the later slots hold. So the probability that we look for is the
+    # sum over the slots of the probability that this slot completes it.
     prefixes = defaultdict(float)
-    kept = {(): (1.0, 0.0)}  # {prefix: (in_blank, in_token)}
+    kept = {
+        (): (1.0, 0.0)
+    }  # {prefix: (in_blank, in_token)}; at first nothing can merge
     for *pairs, (_, q_blank) in choices:
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
         for prefix, (in_blank, in_token) in kept.items():
-            if prefix and (prefix[-1] in ends or len(prefix) >= room):
-                continue  # what would continue it is not drafted
+            if complete(prefix, ends, room):
+                continue
             either = in_blank + in_token
-            new_blank[prefix] = either * q_blank  # a blank changes nothing
+            new_blank[prefix] = either * q_blank
             for token, q in pairs:
                 entering = either * q
-                if prefix[-1:] == (token,):  # a repeat: only after a blank is it new
-                    new_token[prefix] += in_token * q
+                if prefix[-1:] == (token,):
+                    new_token[prefix] += in_token * q  # it merges
                     entering = in_blank * q
-                if entering > 0:
+                if entering > 0:  # this slot completes a longer prefix
                     longer = (*prefix, token)
                     new_token[longer] += entering
                     prefixes[longer] += entering
+        # The next slot continues the likeliest. If one that is dropped here comes back
+        # from a shorter one, what it had is lost, so its sum may be too small.
         total = {p: new_blank[p] + new_token[p] for p in new_blank | new_token}
-        # A dropped prefix may come back from a shorter one, but without the probability
-        # that it had. So some sums are too small.
         likeliest = heapq.nlargest(candidates, total, key=total.get)
         kept = {p: (new_blank[p], new_token[p]) for p in likeliest}
     return prefixes
 
 
-def token_tree(ids: Tensor, ranked: dict, nodes: int, first=()) -> common.Draft:
-    """A Draft of the `nodes` likeliest prefixes: a trie, where a node ends each.
+def likeliest_alignments(
+    choices: list[list[tuple]], nodes: int, ends=(), room=math.inf
+) -> dict:
+    """The sequences of the likeliest alignments (3.1, 3.3), at most `nodes`.
 
-    ids: on the device of the target. ranked: {prefix: probability}.
-    first: the prefixes that become the first nodes.
+    Returns {sequence: probability of its likeliest alignment}, likeliest first.
+
+    choices: from `top_symbols`. ends, room: see `complete`.
     """
-    node_of = {(): -1}  # {prefix: its node}
-    for prefix in [*first, *sorted(ranked, key=ranked.get, reverse=True)]:
+    # The paper's alignments fill all slots. Here one may fill the first slots alone, so
+    # that a sequence and its beginnings are all ranked.
+    #
+    # The heap holds alignments that have not been collapsed yet, the likeliest on top.
+    # Another slot can only make an alignment less likely. So alignments leave the heap
+    # in decreasing probability, and the first that becomes a sequence is its likeliest.
+    heap = [(-1.0, ())]  # of (minus the probability, alignment)
+    ranked = {}
+    seen = set()
+    while heap and len(ranked) < nodes:
+        minus_q, alignment = heapq.heappop(heap)
+        if minus_q == 0:  # and so are all that are left
+            break
+        sequence = collapse(alignment)
+        # What an alignment can still become depends only on its length, its sequence
+        # and its last symbol. So one that equals a likelier one in these is left out.
+        state = (len(alignment), sequence, alignment[-1:])
+        if state in seen:
+            continue
+        seen.add(state)
+        if sequence:
+            ranked.setdefault(sequence, -minus_q)
+        if len(alignment) < len(choices) and not complete(sequence, ends, room):
+            for symbol, q in choices[len(alignment)]:
+                heapq.heappush(heap, (minus_q * q, (*alignment, symbol)))
+    return ranked
+
+
+def likeliest_combinations(
+    choices: list[list[tuple]], nodes: int, ends=(), room=math.inf
+) -> dict:
+    """The likeliest combinations of the first slots' tokens, without a transform.
+
+    Returns {sequence: product of its tokens' probabilities}. Arguments: as above.
+    """
+    ranked = {}
+    level = {(): 1.0}  # the sequences of one length
+    for *pairs, _ in choices:  # without the blank
+        longer = {
+            (*sequence, token): q_sequence * q
+            for sequence, q_sequence in level.items()
+            if not complete(sequence, ends, room)
+            for token, q in pairs
+            if q > 0
+        }
+        # A sequence is never likelier than its beginning. So one whose beginning is not
+        # among the `nodes` likeliest of a length is not among the `nodes` likeliest.
+        level = {s: longer[s] for s in heapq.nlargest(nodes, longer, key=longer.get)}
+        ranked |= level
+    return ranked
+
+
+def token_tree(ids: Tensor, ranked: dict, nodes: int, first=()) -> common.Draft:
+    """A Draft of the `nodes` likeliest sequences: a trie, where a node ends each.
+
+    ids: on the device of the target. ranked: {sequence: probability}.
+    first: the sequences of the first nodes, whatever their rank.
+    """
+    node_of = {(): -1}  # {sequence: its node}
+    for sequence in [*first, *sorted(ranked, key=ranked.get, reverse=True)]:
         if len(node_of) > nodes:
             break
-        # A prefix is at least as likely as those that continue it, so its node is there
-        # before theirs. But rounding may put equals into the wrong order.
-        if prefix[:-1] in node_of and prefix not in node_of:
-            node_of[prefix] = len(node_of) - 1
+        # A sequence is at least as likely as those that continue it, so its node is
+        # there before theirs. But rounding may put equals into the wrong order.
+        if sequence[:-1] in node_of and sequence not in node_of:
+            node_of[sequence] = len(node_of) - 1
     drafted = list(node_of)[1:]
-    tokens = ids.new_tensor([prefix[-1] for prefix in drafted], dtype=torch.long)
-    parents = [node_of[prefix[:-1]] for prefix in drafted]
-    return common.Draft(tokens, parents, notes={"q": [ranked[p] for p in drafted]})
-
-
-# -------------------------------------------------------------------------- sampling
-
-
-def continuations(q_slots: Tensor, prefix: tuple) -> Tensor:
-    """Probability (Vd,) that the sequence begins with `prefix` and then each token.
-
-    It is the sum of `prefix_search`, but without limits. Divided by its own sum, it is
-    the distribution of the token after the prefix, if there is one.
-
-    q_slots: (S, Vd + 1). prefix: indices of tokens in it.
-    """
-    # The steps of `prefix_search`, for one prefix and all slots. Entry t of a list, 0
-    # to S, is the probability that slots 1 to t have become exactly the tokens so far;
-    # in `in_blank` slot t is blank as well, and in `in_token` it is not.
-    columns = torch.tensor([*prefix, -1], device=q_slots.device)
-    *q_prefix, q_blank = q_slots[:, columns].T.tolist()
-    in_blank = [1.0, *itertools.accumulate(q_blank, operator.mul)]  # no token so far
-    either = in_blank
-    for before, token, q in zip((None, *prefix), prefix, q_prefix):
-        enters = in_blank if token == before else either  # a repeat: only after a blank
-        # From here on `enters` is of the shorter prefix, and `either` of this one.
-        in_blank, in_token, either = [0.0], [0.0], [0.0]
-        for t in range(len(q_slots)):  # q[t] is of slot t + 1
-            in_blank.append(either[t] * q_blank[t])
-            in_token.append((in_token[t] + enters[t]) * q[t])
-            either.append(in_blank[-1] + in_token[-1])
-    # The next token may enter in any slot.
-    enters = q_slots.new_tensor([either[:-1], in_blank[:-1]])  # (2, S)
-    new, repeat = enters @ q_slots[:, :-1]  # (Vd,) each
-    if prefix:
-        new[prefix[-1]] = repeat[prefix[-1]]
-    return new
-
-
-def sample_chain(
-    decoding, q_slots: Tensor, vocab_ids: Tensor, most: int, merge: bool
-) -> tuple[dict, list[Tensor]]:
-    """Sample up to `most` tokens, each from its distribution after those before it.
-
-    merge: see `likeliest_alignments`.
-    Returns {prefix: probability} of the first token, the first two and so on, and a
-    list of the q_draft (V,) that each was drawn from.
-    """
-    chain = {}
-    probs = []
-    tokens = ()
-    columns = ()  # of these tokens in q_slots
-    q = 1.0
-    for _ in range(min(most, len(q_slots))):
-        if merge:
-            next_q = continuations(q_slots, columns)
-        else:
-            next_q = q * q_slots[len(columns), :-1]
-        if not next_q.max() > 0:  # the tokens so far take up all slots
-            break
-        # `pick` divides by the sum and applies temperature, top-p and so on.
-        picked = common.pick(decoding, next_q.log(), vocab_ids, list(tokens))
-        if picked is None:
-            break
-        token, q_draft = picked
-        column = (vocab_ids == token).nonzero()[:, 0].tolist()
-        # A logits processor may force a token that is not in the draft vocabulary. It
-        # stays in the chain, because leaving out a token for its value would bias what
-        # is sampled, but the slots do not say what comes after it.
-        forced = not column
-        q = 0.0 if forced else float(next_q[column[0]])
-        columns = (*columns, *column)
-        tokens = (*tokens, int(token))
-        chain[tokens] = q
-        probs.append(q_draft)
-        if forced or tokens[-1] in decoding.ends:
-            break
-    return chain, probs
+    tokens = ids.new_tensor([sequence[-1] for sequence in drafted], dtype=torch.long)
+    parents = [node_of[sequence[:-1]] for sequence in drafted]
+    return common.Draft(tokens, parents, notes={"q": [ranked[s] for s in drafted]})
 
 
 # -------------------------------------------------------------------------- decoding
@@ -615,7 +557,7 @@ class Memory:
 
 
 def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
-    """One pass: the probabilities q_slots (S, Vd + 1) after the newest token."""
+    """One pass: log-probabilities (S, Vd + 1) of the slots after the newest token."""
     # Each token that the last round committed makes a row, with the hidden state before
     # it; in the first round, each token of the prompt but its first.
     hidden = decoding.hidden  # (1, n, D)
@@ -627,33 +569,47 @@ def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     anchor = next_ids.new_full((1, 1), n - 1)  # the newest row: its slots read all
     states = drafter(decoding.target, hidden, next_ids, anchor, cache=memory.cache)
     memory.cache.cut(read)  # the rows stay, the slots do not
-    return drafter.logits(states[0, 0], memory.head).softmax(-1)
+    return drafter.logits(states[0, 0], memory.head).log_softmax(-1)
 
 
-def make_tree(decoding, q_slots, vocab_ids, config) -> common.Draft:
-    """The tree of a pass; q_slots (S, Vd + 1), the blank last; vocab_ids (Vd,)."""
-    choices = top_symbols(q_slots, vocab_ids, config.symbols)
-    merge = config.transform != "none"
+def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
+    """The tree of a pass: the likeliest sequences, and when sampling a drawn token.
+
+    log_q: (S, Vd + 1), the blank last. vocab_ids: (Vd,).
+    """
+    choices = top_symbols(log_q.exp(), vocab_ids, config.symbols)
     limits = decoding.ends, decoding.room
     if config.transform == "prefixes":
         ranked = prefix_search(choices, config.candidates, *limits)
+    elif config.transform == "alignments":
+        ranked = likeliest_alignments(choices, config.nodes, *limits)
     else:
-        ranked = likeliest_alignments(choices, config.nodes, merge, *limits)
-    # A node that was not sampled is accepted with the target's probability of its
-    # token. One that was drawn from q is accepted with probability sum_x min(p(x),
-    # q(x)), which is usually higher. So when sampling, the tree begins with a sampled
-    # chain. At temperature 1 a chain of two raises tau by 7%, and a longer one by no
-    # more (results/README.md).
-    chain, probs = {}, []
-    if decoding.do_sample:
-        most = min(config.sampled, config.nodes, decoding.room)
-        chain, probs = sample_chain(decoding, q_slots, vocab_ids, most, merge)
-    # The chain's sums replace what the search has found for its prefixes.
-    draft = token_tree(decoding.ids, ranked | chain, config.nodes, first=chain)
-    # common.draw takes row i of `probs` for node i, so no node of the chain may be left
-    # out or moved.
-    assert draft.tokens[: len(chain)].tolist() == [prefix[-1] for prefix in chain]
-    draft.probs = torch.stack(probs) if probs else None
+        ranked = likeliest_combinations(choices, config.nodes, *limits)
+        log_q = log_q[:1]  # only slot 1 may hold the first token
+
+    # A token that was chosen is accepted with the target's probability of it, p(x). One
+    # that was drawn from q is accepted with probability sum_x min(p(x), q(x)), which is
+    # usually more. So when sampling, the first token of the draft is drawn, once; the
+    # other nodes stay as they are. At temperature 1 this raises tau by 5%
+    # (results/README.md).
+    first = []
+    probs = None
+    if decoding.do_sample and config.nodes > 0:
+        # That all slots are blank is possible, but there is no draft without a token.
+        # `pick` divides by the sum of the tokens' probabilities, so q_draft is their
+        # distribution given that one comes first.
+        picked = common.pick(decoding, first_token_log_q(log_q[None])[0], vocab_ids, [])
+        if picked is not None:
+            token, q_draft = picked
+            # It must be submitted whatever it is (see common.Draft), so it is node 0.
+            # If the search has found it as well, they are one node, with all that was
+            # found below it. Otherwise it has nothing below it, for instance where a
+            # logits processor forces a token that is not in the draft vocabulary.
+            first = [(int(token),)]
+            ranked[first[0]] = float(q_draft[token])
+            probs = q_draft[None]
+    draft = token_tree(decoding.ids, ranked, config.nodes, first)
+    draft.probs = probs
     return draft
 
 
@@ -662,9 +618,9 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
     # A prompt of one token has no row, and without room no token can be drafted.
     if decoding.hidden.shape[1] == 0 or decoding.room == 0:
         return common.chain([], decoding.ids)
-    q_slots = fill_slots(drafter, decoding, memory)
-    draft = make_tree(decoding, q_slots, drafter.vocab_ids, config)
-    draft.notes |= {"q_slots": q_slots, "vocab_ids": drafter.vocab_ids}
+    log_q = fill_slots(drafter, decoding, memory)
+    draft = make_tree(decoding, log_q, drafter.vocab_ids, config)
+    draft.notes |= {"q_slots": log_q.exp(), "vocab_ids": drafter.vocab_ids}
     return draft
 
 
@@ -673,6 +629,8 @@ def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
 
     changes: other values for fields of the Config with decode=True, such as nodes.
+    Raises UserError, at the first draft, for a change of any other field, and for a
+    drafter that is not of this method or not for this target.
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
@@ -683,3 +641,58 @@ def drafts(decoding, drafter: Drafter, **changes):
 
 if __name__ == "__main__":
     common.demo(Drafter, "ctc_drafter", drafts)
+
+
+# --------------------------------- deviations from the paper, and the authors' code
+
+# The blank. Every window has U = 3 labels (in an early stage of the shipped drafter
+# some had fewer), so the layer need not decide how many slots to leave blank. Of the 84
+# alignments of three different tokens in six slots it has learned one, tokens in slots
+# 1 to 3 and blanks in slots 4 to 6: in 354 rounds of answers to twelve prompts the mean
+# probability of a blank was .00 .03 .00 1.00 .99 .97. So the transforms gain at most
+# about 1% in tau over `none`. In a trial with windows of 1 to 6 labels the blank was in
+# use, but the transforms gained no more (checkpoints/README.md).
+#
+# Deviations from the paper, and choices where it is silent:
+#     1. The layer also reads the embedding of the next token, as the authors' does; Eq.
+#        9 has hidden states alone. How slots start, what they attend to and the blank's
+#        own logit are ours, because the paper does not say. The layer starts with the
+#        weights of the target's top layer. Besides it we train the fusion of its
+#        inputs, a vector for each slot, the blank's weights and three norms.
+#     2. The loss is the sum of -log P (Eq. 1); Eq. 2 maximises the sum of P. With
+#        `first_token`, which is 1 in the shipped drafter, a cross-entropy of the first
+#        token is added.
+#     3. The paper takes the "most valuable" combinations of all slots, collapses them,
+#        and masks what falls away. Here sequences of all lengths make a trie, and the
+#        default, `prefixes`, ranks them by sums over alignments. The blank is always
+#        among a slot's choices; in the paper it is one of the k likeliest symbols or
+#        left out. `none` never drafts blanks; in Table 2 they stay in the drafts that
+#        are not transformed, and spoil them.
+#     4. Only frequent tokens are drafted, and labels are chosen among them
+#        (`draft_vocab`). A step learns at 64 random places of a text at most
+#        (`anchors`).
+#     5. The paper decodes greedily. Here, when sampling, the first token is drawn.
+#     6. The learning rate is 2e-3, later 1e-3 (4.1: 3e-5). The norm of the gradients is
+#        clipped at 1 (4.1: at .5), and texts are cut at 384 or 512 tokens (4.1: at
+#        2048). The target wrote them; the paper's are from ShareGPT.
+#
+# Section 2 prints the probability of acceptance upside down: min(1, p'/p), where p' is
+# the drafter's. `common.draw` accepts with min(1, p/p').
+#
+# What the authors' code does:
+#     - The drafter is EAGLE's causal layer. It drafts four tokens in four passes, one
+#       after another.
+#     - The loss is 1.0 SmoothL1 + 0.1 cross-entropy, as EAGLE's is, + 0.01 CTC. Its CTC
+#       loss equals ours on the same logits. The S = 6 slots, for U = 3 labels, are
+#       consecutive places of the text. We took S and U from there.
+#     - A place learns if its input token is in the answer, so the first tokens of an
+#       answer are never learned. Here a window is learned if all its labels are in it.
+#     - It trains for 21 epochs (the loop over 20 includes both ends) with 2000 steps of
+#       warm-up, clips each gradient value at .5, and cuts texts at 1600 tokens.
+#     - The blank is the token <unk>. k is 10, and the tree is Medusa's, of 63 nodes.
+#     - The transform returns early unless some candidate has a repeat, so most blanks
+#       stay. Where it removes a repeat, the tokens after it keep their positions, so
+#       the target reads them one place too far, and the index that gathers logits is
+#       out of date from then on. With an oracle as the drafter, whose slots hold y1 y1
+#       y2 y3, the answers to four of four prompts left the greedy ones at the fourth
+#       new token.

@@ -1,16 +1,19 @@
-"""ctc_drafter.py: transform, sampling and loss by brute force; mask and windows."""
+"""ctc_drafter.py: transform and loss by brute force; mask, windows and sampling."""
 
 import dataclasses
 import itertools
+import json
 import math
-from collections import defaultdict
+import types
+from collections import Counter, defaultdict
 
 import pytest
 import torch
-from tiny import drawn, make_llama, paths, random_batch, sampled_p_value
+from tiny import chi_square_p_value, drawn, make_llama, paths, random_batch
 
 import common
 import ctc_drafter
+from support.rivals import medusa
 
 
 def make_drafter(target, **options):
@@ -123,69 +126,86 @@ def test_prefix_search_keeps_the_likeliest_prefixes():
         assert got == pytest.approx(expected), f"{told}: expected {expected}, got {got}"
 
 
-def by_likeliest_candidate(q_slots, merge):
+def by_likeliest_alignment(q_slots):
     """{sequence: probability of the likeliest alignment that becomes it}."""
     blank = q_slots.shape[1] - 1
     best = {}
     for count in range(1, len(q_slots) + 1):  # of the first slots
-        for candidate in itertools.product(range(blank + 1), repeat=count):
-            if merge:
-                sequence = ctc_drafter.collapse(candidate, blank)
-            elif blank in candidate:
-                continue
-            else:
-                sequence = candidate
-            q = [float(q_slots[slot, symbol]) for slot, symbol in enumerate(candidate)]
+        for alignment in itertools.product(range(blank + 1), repeat=count):
+            sequence = ctc_drafter.collapse(alignment, blank)
+            q = [float(q_slots[slot, symbol]) for slot, symbol in enumerate(alignment)]
             best[sequence] = max(best.get(sequence, 0.0), math.prod(q))
     best.pop((), None)
     return best
 
 
+def by_product(q_slots):
+    """{sequence: product of its tokens in the first slots}."""
+    products = {}
+    for count in range(1, len(q_slots) + 1):
+        for sequence in itertools.product(range(q_slots.shape[1] - 1), repeat=count):
+            q = [float(q_slots[slot, token]) for slot, token in enumerate(sequence)]
+            products[sequence] = math.prod(q)
+    return products
+
+
+def likeliest(ranked, nodes):
+    """The `nodes` likeliest of {sequence: probability}, in order."""
+    best = sorted(ranked, key=ranked.get, reverse=True)[:nodes]
+    return [(sequence, pytest.approx(ranked[sequence])) for sequence in best]
+
+
+BEST = {
+    ctc_drafter.likeliest_alignments: by_likeliest_alignment,
+    ctc_drafter.likeliest_combinations: by_product,
+}
+
+
 @pytest.mark.parametrize("nodes", [0, 1, 7, 1000])
-@pytest.mark.parametrize("merge", [True, False])
-def test_a_sequence_has_the_probability_of_its_likeliest_candidate(merge, nodes):
+@pytest.mark.parametrize("search", BEST)
+def test_the_likeliest_sequences_are_found(search, nodes):
     for seed in range(4):
         q_slots = some_slots(seed=seed)
-        exact = by_likeliest_candidate(q_slots, merge)
-        likeliest = sorted(exact, key=exact.get, reverse=True)[:nodes]
-        expected = {sequence: exact[sequence] for sequence in likeliest}
-        found = ctc_drafter.likeliest_alignments(top(q_slots, 3), nodes, merge)
-        assert found == pytest.approx(expected)
-        assert list(found) == likeliest
+        exact = likeliest(BEST[search](q_slots), nodes)
+        found = search(top(q_slots, 3), nodes)
+        best = sorted(found, key=found.get, reverse=True)[:nodes]
+        assert [(sequence, found[sequence]) for sequence in best] == exact
 
 
-def test_what_follows_an_end_takes_no_place_among_the_sequences():
+def test_alignments_come_in_order_and_are_no_more_than_asked_for():
+    found = ctc_drafter.likeliest_alignments(top(some_slots(), 3), 7)
+    assert len(found) == 7
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+
+
+@pytest.mark.parametrize("search", BEST)
+def test_what_follows_an_end_takes_no_place_among_the_sequences(search):
     q_slots = torch.tensor([[0.9, 0.1, 0.0], [0.6, 0.4, 0.0]])  # 0, 1 and the blank
-    for merge in (True, False):
-        found = ctc_drafter.likeliest_alignments(top(q_slots, 2), 3, merge, ends={0})
-        assert {sequence for sequence, q in found.items() if q} == {(0,), (1,), (1, 0)}
+    found = search(top(q_slots, 2), 3, ends={0})
+    best = sorted(found, key=found.get, reverse=True)[:3]
+    assert best == [(0,), (1,), (1, 0)]
 
 
-@pytest.mark.parametrize("merge", [True, False])
-def test_sequences_beyond_the_room_and_impossible_ones_take_no_place(merge):
+@pytest.mark.parametrize("search", BEST)
+def test_sequences_beyond_the_room_and_impossible_ones_take_no_place(search):
     for room in (1, 2, 3):
-        found = ctc_drafter.likeliest_alignments(
-            top(some_slots(), 3), 3, merge, room=room
-        )
-        assert len(found) == 3 and max(map(len, found)) <= room
+        found = search(top(some_slots(), 3), 3, room=room)
+        assert len(found) >= 3 and max(map(len, found)) <= room
     sure = torch.eye(3)  # the first slot says 0, the second 1, and the third is blank
-    found = ctc_drafter.likeliest_alignments(top(sure, 2), 9, merge)
-    assert found == {(0,): 1.0, (0, 1): 1.0}
+    assert search(top(sure, 2), 9) == {(0,): 1.0, (0, 1): 1.0}
 
 
-def test_alignments_on_the_two_slots_of_the_example():
-    """By the likeliest alignment, and without merging; summed it is .68, .30, .20."""
-    for merge, expected in (
-        (True, {(0,): 0.6, (0, 1): 0.3, (1,): 0.2}),
-        (False, {(0,): 0.6, (0, 1): 0.3, (0, 0): 0.12}),
+def test_the_other_searches_on_the_two_slots_of_the_example():
+    """By the likeliest alignment, and without a transform."""
+    for search, expected in (
+        (ctc_drafter.likeliest_alignments, {(0,): 0.6, (0, 1): 0.3, (1,): 0.2}),
+        (ctc_drafter.likeliest_combinations, {(0,): 0.6, (0, 1): 0.3, (0, 0): 0.12}),
     ):
-        found = ctc_drafter.likeliest_alignments(top(TWO, 2), 9, merge)
-        found = {sequence: q for sequence, q in found.items() if q}
-        assert found == pytest.approx(expected), merge
+        assert search(top(TWO, 2), 9) == pytest.approx(expected), search.__name__
 
 
-def test_candidates_that_continue_alike_are_continued_once(monkeypatch):
-    """Sixteen slots that say a or blank have 2^16 fillings, but eight sequences."""
+def test_alignments_that_continue_alike_are_continued_once(monkeypatch):
+    """Sixteen slots that say a or blank have 2^16 alignments, but eight sequences."""
     calls = []
     real = ctc_drafter.collapse
 
@@ -223,7 +243,7 @@ def first_draft(target, monkeypatch, changes, **options):
     """A draft where the slots say 5 5 blank 6 6 6 7 blank."""
     q_slots = torch.full((8, 49), 0.05 / 48)
     q_slots[torch.arange(8), [5, 5, 48, 6, 6, 6, 7, 48]] = 0.95
-    monkeypatch.setattr(ctc_drafter, "fill_slots", lambda *_: q_slots)
+    monkeypatch.setattr(ctc_drafter, "fill_slots", lambda *_: q_slots.log())
     options = {"input_ids": torch.tensor([[9, 8, 7]]), "max_new_tokens": 9} | options
     decoding = common.start(target, **options)
     return next(ctc_drafter.drafts(decoding, make_drafter(target), **changes))
@@ -304,6 +324,25 @@ def test_loss_and_acceptance_of_a_batch_by_hand(small_llama, weight):
     )
 
 
+@pytest.mark.parametrize("first_token", [0.0, 1.0])
+def test_probabilities_that_are_too_small_for_a_float_leave_finite_gradients(
+    llama, first_token
+):
+    """A class at -inf would leave a finite loss, and gradients that are not numbers."""
+    drafter = make_drafter(llama, first_token=first_token).float()
+    drafter.norm.weight.data *= 300
+    drafter.blank.weight.data *= 10
+    batch = random_batch(llama)
+    anchors, _ = ctc_drafter.anchors_and_labels(drafter, llama, batch)
+    log_q = ctc_drafter.training_log_q(drafter, llama, batch, anchors)
+    assert (log_q.exp() == 0).any() and log_q.isfinite().all()
+    total, _ = ctc_drafter.loss(drafter, llama, batch)
+    total.backward()
+    assert total.isfinite()
+    for name, weight in drafter.named_parameters():
+        assert weight.grad.isfinite().all(), name
+
+
 def test_a_batch_without_a_whole_window_gives_zeros(llama):
     drafter = make_drafter(llama, first_token=0.5)
     total, count = ctc_drafter.loss(drafter, llama, random_batch(llama, lengths=(6, 2)))
@@ -382,8 +421,8 @@ def test_drafting_round_by_round_equals_one_training_pass(llama):
     for end in (3, 4, 8, 12):  # tokens committed
         decoding.ids = batch.input_ids[:, :end]
         decoding.hidden = batch.hidden[:, start : end - 1]
-        q_slots = ctc_drafter.fill_slots(drafter, decoding, memory)
-        torch.testing.assert_close(q_slots.log(), log_q[end - 2], atol=1e-4, rtol=1e-4)
+        drafted = ctc_drafter.fill_slots(drafter, decoding, memory)
+        torch.testing.assert_close(drafted, log_q[end - 2], atol=1e-4, rtol=1e-4)
         start = end - 1
         assert memory.cache.get_seq_length() == start
 
@@ -421,16 +460,15 @@ def test_slots_stand_after_their_anchor(llama, monkeypatch):
 # ----------------------------------------------------------------------------- sampling
 
 
-@pytest.mark.parametrize("slots", [1, 3, 4])
-def test_continuations_sum_over_all_alignments(slots):
-    """For every prefix that fits into the slots, and some that do not."""
-    q_slots = some_slots(slots, seed=slots)
-    exact = beginnings(q_slots)
-    for length in range(slots + 2):
-        for prefix in itertools.product(range(3), repeat=length):
-            expected = [exact[(*prefix, token)] for token in range(3)]
-            found = ctc_drafter.continuations(q_slots, prefix).tolist()
-            assert found == pytest.approx(expected)
+def make_medusa(target, **options):
+    torch.manual_seed(5)
+    counts = torch.arange(target.config.vocab_size)
+    config = medusa.Config(**{"draft_vocab": 0, "anchors": 6} | options)
+    return medusa.build(config, target, counts).double().eval()
+
+
+MAKE = {ctc_drafter: make_drafter, medusa: make_medusa}
+BOTH = pytest.mark.parametrize("method", MAKE, ids=lambda method: method.__name__)
 
 
 def opened(target, **options):
@@ -446,79 +484,197 @@ def processed(q, temperature, kept):
     return q / q.sum()
 
 
-@pytest.mark.parametrize("transform", ["prefixes", "none"])
-def test_a_chain_is_sampled_from_the_conditional_of_its_prefix(
+@pytest.mark.parametrize("slots", [1, 3, 4])
+def test_the_marginal_of_the_first_token_is_a_sum_over_all_alignments(slots):
+    """What it lacks of 1 is the probability that all slots are blank."""
+    q_slots = some_slots(slots, seed=slots)
+    exact = beginnings(q_slots)
+    found = ctc_drafter.first_token_log_q(q_slots.log()[None])[0].exp()
+    assert found.tolist() == pytest.approx([exact[token,] for token in range(3)])
+    assert float(1 - found.sum()) == pytest.approx(float(q_slots[:, -1].prod()))
+
+
+@pytest.mark.parametrize("transform", LIKELIEST)
+def test_the_first_token_is_drawn_from_its_marginal(
     small_llama, monkeypatch, transform
 ):
-    """Through the logits processors, from the draft vocabulary; other nodes are not."""
+    """Through the logits processors, from the draft vocabulary; other nodes are not
+    drawn.
+    """
     drafter = make_drafter(small_llama, slots=4, window=2, draft_vocab=3)
     q_slots = some_slots()
-    monkeypatch.setattr(ctc_drafter, "fill_slots", lambda *_: q_slots)
-    decoding = opened(small_llama, temperature=0.5, top_k=2)
+    monkeypatch.setattr(ctc_drafter, "fill_slots", lambda *_: q_slots.log())
     starts = beginnings(q_slots)
-    torch.manual_seed(0)
-    drafts = ctc_drafter.drafts(decoding, drafter, transform=transform, nodes=6)
-    seen = set()
-    for draft in itertools.islice(drafts, 50):  # in one place: nothing is verified
-        assert draft.parents[:2] == [-1, 0] and len(draft.tokens) == 6
-        assert len(set(paths(draft))) == 6 and draft.probs.shape == (2, 7)
-        first, second = (
-            (drafter.vocab_ids == draft.tokens[:2, None]).nonzero()[:, 1].tolist()
-        )
-        for prefix, q_draft in zip([(), (first,)], draft.probs):
-            q = [starts[(*prefix, token)] for token in range(3)]
-            if transform == "none":
-                q = q_slots[len(prefix), :3].tolist()
-            expected = torch.zeros(7)
-            expected[drafter.vocab_ids] = processed(torch.tensor(q), 0.5, kept=2)
-            torch.testing.assert_close(q_draft, expected, atol=1e-5, rtol=1e-5)
-        if transform == "prefixes":
-            expected = [starts[first,], starts[first, second]]
-            assert draft.notes["q"][:2] == pytest.approx(expected)
-        seen.add((first, second))
-    assert len(seen) == 4  # two kept for each
-    likeliest = next(ctc_drafter.drafts(decoding, drafter, sampled=0, nodes=6))
-    assert likeliest.probs is None
-    greedy = next(
-        ctc_drafter.drafts(opened(small_llama, do_sample=False), drafter, nodes=6)
-    )
-    assert greedy.probs is None and paths(greedy) == paths(likeliest)
+    q = [starts[token,] for token in range(3)]
+    if transform == "none":  # it is slot 1's
+        q = q_slots[0, :3].tolist()
+    expected = torch.zeros(7)
+    expected[drafter.vocab_ids] = processed(torch.tensor(q), 0.5, kept=2)
 
-
-def test_the_sampled_chain_ends_with_the_answer_the_slots_or_the_vocabulary(
-    small_llama,
-):
-    q_slots = torch.tensor([[1.0, 0.0, 0.0]]).repeat(3, 1)  # a a a is one token
-    vocab_ids = torch.tensor([2, 5])
-
-    def sampled(most=9, merge=True, **options):
+    def trees(count, **options):
         decoding = opened(small_llama, **options)
-        given = (decoding, q_slots, vocab_ids, most, merge)
-        chain, probs = ctc_drafter.sample_chain(*given)
-        assert len(chain) == len(probs)
-        return list(chain)
+        changes = {"transform": transform, "symbols": 2, "nodes": 6}
+        drafts = ctc_drafter.drafts(decoding, drafter, **changes)
+        return list(itertools.islice(drafts, count))  # nothing is verified
 
-    assert sampled() == [(2,)]
-    assert sampled(merge=False) == [(2,), (2, 2), (2, 2, 2)]
-    assert sampled(merge=False, most=2) == [(2,), (2, 2)]
-    assert sampled(merge=False, eos_token_id=[2, 6]) == [(2,)]
-    assert sampled(suppress_tokens=[2, 5]) == []
+    torch.manual_seed(0)
+    [greedy] = trees(1, do_sample=False)
+    assert greedy.probs is None and len(greedy.tokens) == 6
+    seen = set()
+    for draft in trees(50, temperature=0.5, top_k=2):
+        assert draft.parents[0] == -1 and draft.probs.shape == (1, 7)
+        torch.testing.assert_close(draft.probs[0], expected, atol=1e-5, rtol=1e-5)
+        first, *others = paths(draft)
+        q_drawn = float(draft.probs[0, first[0]])
+        assert draft.notes["q"][0] == pytest.approx(q_drawn)
+        # The others are those of greedy decoding, as far as there is room for them.
+        assert len(draft.tokens) == 6 == len({first, *others})
+        kept = [path for path in paths(greedy) if path != first]
+        assert others == kept[:5] if first not in paths(greedy) else kept
+        seen.add(first)
+    assert len(seen) == 2  # the two that are kept
 
 
-def test_sampled_answers_follow_the_target_and_would_not_if_the_chain_lied(monkeypatch):
-    """Three tokens, so that a round has room for the chain of two."""
-    target = make_llama(vocab=5, layers=1, seed=3)
-    drafter = make_drafter(target, slots=4, window=2)
-    decode = common.speculate(ctc_drafter.drafts, drafter, nodes=4)
-    prompt = torch.tensor([[4, 2, 3]])
-    asked = dict(length=3, draws=150, custom_generate=decode)
-    assert sampled_p_value(target, prompt, **asked) > 1e-3
+def test_a_drawn_token_that_the_search_left_out_has_nothing_below_it(small_llama):
+    """Nor does one that a logits processor forces; and nothing is drawn in vain."""
+    q_slots = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.8, 0.1, 0.0]])
+    vocab_ids = torch.tensor([2, 5, 6])
+    config = ctc_drafter.Config(slots=2, window=2, symbols=1, nodes=3)
 
+    def tree(nodes=3, **options):
+        changed = dataclasses.replace(config, nodes=nodes)
+        decoding = opened(small_llama, **options)
+        return ctc_drafter.make_tree(decoding, q_slots.log(), vocab_ids, changed)
+
+    torch.manual_seed(0)
+    trees = {tuple(paths(tree())) for _ in range(50)}
+    found = ((2,), (2, 5))
+    assert trees == {found, ((5,), *found), ((6,), *found)}
+    forced = tree(prefix_allowed_tokens_fn=lambda *_: [3])  # it cannot be drafted
+    assert paths(forced) == [(3,), *found]
+    assert forced.probs.tolist() == [[0, 0, 0, 1, 0, 0, 0]]
+    assert tree(nodes=0).probs is None
+    nothing = tree(suppress_tokens=[2, 5, 6])  # all that can be drafted is forbidden
+    assert nothing.probs is None and paths(nothing) == [*found]
+
+
+def test_slots_that_are_blank_for_certain_still_draw(small_llama):
+    """Their tokens' probabilities are too small for a float, their logarithms not."""
+    drafter = make_drafter(small_llama)
+    drafter.blank.bias.data.fill_(500.0)
+    draft = next(ctc_drafter.drafts(opened(small_llama), drafter))
+    assert not draft.notes["q_slots"][:, :-1].any() and len(draft.tokens) == 1
+    assert draft.probs.sum() == pytest.approx(1) and draft.probs.max() < 0.99
+
+
+class Toy:
+    """A target whose next token depends on the last one alone, and slots that always
+    say the same. So a thousand answers take seconds.
+    """
+
+    def __init__(self, method, monkeypatch, **options):
+        target = make_llama(vocab=5, layers=1)  # only its shape matters
+        generator = torch.Generator().manual_seed(2)
+        self.logits = 0.5 * torch.randn(5, 5, generator=generator)  # after each token
+        log_q = (1.5 * torch.randn(4, 6, generator=generator)).log_softmax(-1)
+        drafter = MAKE[method](target, window=4)
+        if method is medusa:
+            monkeypatch.setattr(medusa, "run_heads", lambda *_: log_q[:, :5])
+        else:
+            monkeypatch.setattr(ctc_drafter, "fill_slots", lambda *_: log_q)
+        self.decoding = opened(target, **options)
+        nothing = types.SimpleNamespace(cut=lambda *_: None, move=lambda *_: None)
+        self.decoding.cache = nothing
+        self.drafts = method.drafts(self.decoding, drafter, nodes=4, symbols=2)
+
+    def next_probs(self, token):
+        """The target's distribution after a token, through the processors."""
+        return self.decoding.process(self.logits[token]).softmax(-1).tolist()
+
+    def verify(self, draft):
+        fed = [int(self.decoding.ids[0, -1]), *draft.tokens.tolist()]
+        self.decoding.commit(draft, self.logits[fed], torch.zeros(len(fed), 32))
+
+    def p_value(self, draws=1000):
+        """Whether the first two tokens of the answers follow the target."""
+        prompt = self.decoding.ids
+        counts = Counter()
+        torch.manual_seed(0)
+        for draft in itertools.islice(self.drafts, draws):
+            self.verify(draft)
+            if self.decoding.ids.shape[1] < 5:  # the draft had one token of the two
+                self.verify(common.chain([], prompt))
+            counts[tuple(self.decoding.ids[0, 3:5].tolist())] += 1
+            self.decoding.ids = prompt
+        expected = {
+            (a, b): p_a * p_b
+            for a, p_a in enumerate(self.next_probs(int(prompt[0, -1])))
+            for b, p_b in enumerate(self.next_probs(a))
+            if p_a * p_b > 0
+        }
+        return chi_square_p_value(counts, expected)
+
+
+SAMPLING = {
+    "temperature 1": {},
+    "temperature and top-p": {"temperature": 0.5, "top_p": 0.9},
+}
+SAMPLINGS = pytest.mark.parametrize("options", SAMPLING.values(), ids=SAMPLING)
+
+
+@BOTH
+@SAMPLINGS
+def test_sampled_answers_follow_the_target(method, options, monkeypatch):
+    assert Toy(method, monkeypatch, **options).p_value() > 1e-3
+
+
+@BOTH
+@SAMPLINGS
+def test_negative_control_a_q_draft_that_lies(method, options, monkeypatch):
     honest = common.pick
 
     def lying(*args):
         token, q_draft = honest(*args)
-        return token, q_draft / 1000  # so that all is accepted
+        return token, q_draft * 0.7  # so that it is accepted too often
 
     monkeypatch.setattr(common, "pick", lying)
-    assert sampled_p_value(target, prompt, **asked) < 1e-6
+    assert Toy(method, monkeypatch, **options).p_value() < 1e-6
+
+
+@BOTH
+def test_negative_control_a_q_draft_before_the_processors(method, monkeypatch):
+    honest = common.pick
+
+    def unprocessed(decoding, logits, vocab_ids, drafted):
+        token, q_draft = honest(decoding, logits, vocab_ids, drafted)
+        return token, q_draft.index_copy(0, vocab_ids, logits.softmax(-1).float())
+
+    monkeypatch.setattr(common, "pick", unprocessed)
+    options = SAMPLING["temperature and top-p"]
+    assert Toy(method, monkeypatch, **options).p_value() < 1e-6
+
+
+@BOTH
+@SAMPLINGS
+def test_negative_control_a_drawn_token_that_is_left_out(method, options, monkeypatch):
+    """Because of what it is, so that being drafted says something about a token."""
+    honest = ctc_drafter.make_tree
+
+    def choosy(decoding, *args):
+        draft = honest(decoding, *args)
+        likeliest = draft.tokens[0] == draft.probs[0].argmax()
+        return common.chain([], decoding.ids) if likeliest else draft
+
+    monkeypatch.setattr(ctc_drafter, "make_tree", choosy)
+    assert Toy(method, monkeypatch, **options).p_value() < 1e-6
+
+
+@BOTH
+def test_folders_with_the_setting_sampled_are_read(method, llama, tmp_path):
+    """Drafters were saved with it up to v1.0."""
+    drafter = MAKE[method](llama)
+    drafter.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"sampled": 2}))
+    loaded = common.load_drafter(method.Drafter, str(tmp_path), llama)
+    assert loaded.config == drafter.config

@@ -30,10 +30,10 @@ def make_medusa(target, **options):
 
 @torch.no_grad()
 def head_probs(target, drafter, ids):
-    """q_heads (U, Vd) after the tokens ids (T,), the last of them the newest."""
+    """Probabilities (U, Vd) after the tokens ids (T,), the last of them the newest."""
     decoding = opened(target, input_ids=ids[None])
     head = common.draft_head(target, drafter.vocab_ids)
-    return medusa.run_heads(drafter, decoding, head)
+    return medusa.run_heads(drafter, decoding, head).exp()
 
 
 def test_medusas_head_j_learns_token_j_and_weighs_less(llama):
@@ -62,13 +62,24 @@ def test_medusa_drafts_products_and_merges_no_repeats(llama, monkeypatch):
     """Heads that agree on a token draft it twice; the blank, which they lack, never."""
     q_heads = torch.full((3, 48), 0.1 / 47)
     q_heads[:, 4] = 0.9
-    monkeypatch.setattr(medusa, "run_heads", lambda *_: q_heads)
+    monkeypatch.setattr(medusa, "run_heads", lambda *_: q_heads.log())
     drafter = make_medusa(llama)
     draft = next(medusa.drafts(opened(llama), drafter, nodes=3, symbols=1))
     assert paths(draft) == [(4,), (4, 4), (4, 4, 4)]
     assert draft.notes["q"] == pytest.approx([0.9, 0.9**2, 0.9**3])
     draft = next(medusa.drafts(opened(llama, eos_token_id=4), drafter, nodes=3))
     assert (4,) in paths(draft) and all(4 not in path[:-1] for path in paths(draft))
+
+
+@torch.no_grad()
+def test_medusa_draws_the_first_token_from_its_first_head(llama):
+    """The distribution of sampled answers is tested in test_ctc_drafter.py."""
+    drafter = make_medusa(llama)
+    decoding = opened(llama, do_sample=True, top_k=0)
+    draft = next(medusa.drafts(decoding, drafter))
+    q_heads = head_probs(llama, drafter, PROMPT[0])
+    torch.testing.assert_close(draft.probs[0, drafter.vocab_ids], q_heads[0])
+    assert draft.probs.shape == (1, 48) and draft.parents[0] == -1
 
 
 # --------------------------------------------------------------------------------- beam

@@ -10,16 +10,7 @@ The combinations of their tokens with the greatest products of probabilities for
 tree. Label windows, ranking and tree are those of ctc_drafter.py, so that the two
 differ in the drafter and its loss alone.
 
-Deviations from the paper:
-    1. Heads read h_i and the next token, normalised and fused by a linear layer; the
-       paper's read h_i alone. Our heads' outputs are normalised before the LM head.
-    2. They share the target's LM head; the paper's train a copy each.
-    3. The tree's shape changes every round; the paper's is fixed.
-    4. Heads start at random; the paper's start as the identity.
-    5. Labels are the target's argmax over frequent tokens; the paper's are the data's
-       tokens.
-    6. Verification is lossless; the paper's typical acceptance is not. When sampling,
-       the first tokens of the tree are sampled (`sampled`).
+Deviations from the paper and what the authors' code does: at the end of this file.
 
 Licence: Apache-2.0.
 """
@@ -45,19 +36,15 @@ class Config:
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     symbols: int = option(10, "likeliest tokens tried per head", decode=True)
     nodes: int = option(10, "most nodes in the tree", decode=True)
-    sampled: int = option(2, "most sampled nodes, when sampling", decode=True)
 
     transform = "none"  # no field: for ctc_drafter.make_tree, as heads have no blank
 
     def __post_init__(self):
         common.at_least(self, window=1, anchors=1, draft_vocab=0)
-        common.at_least(self, symbols=1, nodes=0, sampled=0)
+        common.at_least(self, symbols=1, nodes=0)
 
 
-VARIANTS = {
-    "paper": {"symbols": 10, "nodes": 63, "sampled": 0},
-    "deterministic": {"sampled": 0},
-}
+VARIANTS = {"paper": {"symbols": 10, "nodes": 63}}
 
 
 class Drafter(
@@ -136,12 +123,12 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 
 def run_heads(drafter: Drafter, decoding, head: nn.Module) -> Tensor:
-    """One pass: the probabilities q_heads (U, Vd) after the newest token.
+    """One pass: log-probabilities (U, Vd) of the tokens after the newest one.
 
     head: the target's LM head, D -> Vd.
     """
     states = drafter(decoding.target, decoding.hidden[0, -1], decoding.ids[0, -1])
-    return head(states).float().softmax(-1)
+    return head(states).float().log_softmax(-1)
 
 
 @torch.no_grad()
@@ -159,6 +146,28 @@ def drafts(decoding, drafter: Drafter, **changes):
         if decoding.hidden.shape[1] == 0 or decoding.room == 0:
             yield common.chain([], decoding.ids)
             continue
-        q_heads = run_heads(drafter, decoding, head)
-        q_slots = F.pad(q_heads, (0, 1))  # a head has no blank
-        yield ctc_drafter.make_tree(decoding, q_slots, vocab_ids, config)
+        log_q = run_heads(drafter, decoding, head)
+        log_q = F.pad(log_q, (0, 1), value=float("-inf"))  # a head has no blank
+        yield ctc_drafter.make_tree(decoding, log_q, vocab_ids, config)
+
+
+# --------------------------------- deviations from the paper, and the authors' code
+
+# Deviations from the paper:
+#     1. Heads read h_i and the next token, normalised and fused by a linear layer; the
+#        paper's read h_i alone. Our heads' outputs are normalised before the LM head.
+#     2. They share the target's LM head; in the paper each trains a copy of it.
+#     3. Heads start at random. In the paper they start as the identity.
+#     4. The loss has the paper's weights, 0.8^j, but its labels are the target's argmax
+#        over frequent tokens. The paper's are the data's tokens.
+#     5. The tree's shape changes every round; the paper's is fixed.
+#     6. Verification is lossless; the paper's typical acceptance is not. When sampling,
+#        the first token is drawn, as in ctc_drafter.py.
+#
+# What the authors' code does:
+#     - The published training code (train_legacy.py) also shares the target's LM
+#       head, and sums the heads' losses without weights.
+#     - A head's linear layer starts with its weight at zero, but not its bias. So it
+#       adds SiLU of a random vector, and is not quite the identity.
+#     - Candidates are padded with token 0. After a leaf, the padding counts as one more
+#       accepted token if token 0 is what the target says there.

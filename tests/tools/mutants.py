@@ -260,29 +260,29 @@ the slots of earlier rounds stay in the cache
 - memory.cache.cut(read)
 + pass
 a sequence has the probability of its unlikeliest alignment
-- found.setdefault(sequence, -minus_q)
-+ found[sequence] = -minus_q
+- ranked.setdefault(sequence, -minus_q)
++ ranked[sequence] = -minus_q
 a blank is drafted where nothing is merged
-- choices = [pairs for *pairs, _ in choices]
+- for *pairs, _ in choices:
++ for pairs in choices:
+drafts continue after an end
+- (sequence[-1] in ends or len(sequence) >= room)
++ len(sequence) >= room
+probabilities that are too small for a float have no gradient
+- drafter.logits(states, head).log_softmax(-1)
++ drafter.logits(states, head).softmax(-1).log()
+a slot that is blank for certain has no other logarithm
+- memory.head).log_softmax(-1)
++ memory.head).softmax(-1).log()
+without a transform, the first token may come from any slot
+- log_q = log_q[:1]
 + pass
-drafts go on after an end
-- (prefix[-1] in ends or len(prefix) >= room)
-+ len(prefix) >= room
-a sampled repeat needs no blank before it
-- enters = in_blank if token == before else either
-+ enters = either
-after a repeat, the next token may be the same without a blank
-- new[prefix[-1]] = repeat[prefix[-1]]
-+ pass
-a chain goes on from the empty prefix
-- next_q = continuations(q_slots, columns)
-+ next_q = continuations(q_slots, ())
-sampled nodes count as chosen
-- draft.probs = torch.stack(probs) if probs else None
+a token is drawn, but does not count as drawn
+- draft.probs = probs
 + draft.probs = None
-chosen nodes come before sampled ones
-- for prefix in [*first, *sorted(ranked, key=ranked.get, reverse=True)]:
-+ for prefix in sorted(ranked, key=ranked.get, reverse=True):
+the drawn token is submitted only if it is likely
+- for sequence in [*first, *sorted(ranked, key=ranked.get, reverse=True)]:
++ for sequence in sorted(ranked, key=ranked.get, reverse=True):
 """
 
 TRAIN = r"""
