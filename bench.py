@@ -114,6 +114,7 @@ def load(args) -> tuple:
     transformers.logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)
     stock, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
+    cli.plain_settings(stock)
     return stock, packed.pack(stock), tokenizer
 
 

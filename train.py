@@ -466,6 +466,7 @@ def make_data(args) -> None:
         requests = [prompt["turns"][0] for prompt in prompts]
     dtype = getattr(torch, args.dtype)
     target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
+    cli.plain_settings(target)
     maker = self_written.Maker(target, tokenizer, args.second_turns, args.greedy)
     held = maker.fill(args.out, args.make_data, requests, args.seed)
     print(f"train.py: {args.out} holds {held} answers", file=sys.stderr)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers import GenerationConfig
 
 import common
 from support import default_target
@@ -18,6 +19,7 @@ RIVALS = ("medusa", "beam", "lookup")  # in support/rivals/
 # EAGLE is Falcon with k = 1 and no CSGD, so it has a drafter but no file of its own.
 MADE_WITH = {"eagle": "falcon"}
 CHAINS = ("glide", "specdecpp")  # their drafts are chains, which CAPE expands
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 ROOT = Path(__file__).resolve().parent.parent
 TARGET_HELP = f"Hugging Face id, folder or .gguf (default: {default_target.NAME})"
 
@@ -132,6 +134,22 @@ def target(name: str) -> str | None:
     """The name of a target; None for the default one by its name."""
     named = name == default_target.NAME and not Path(name).exists()
     return None if named else name
+
+
+def plain_settings(target) -> None:
+    """Take the saved generation settings from a target, but for its special tokens.
+
+    Beams, penalties or stop strings that somebody saved with a model would change what
+    is measured, or written as greedy answers. stderr names those that are not used.
+    """
+    saved = target.generation_config
+    tokens = {name: getattr(saved, name) for name in SPECIAL}
+    unused = saved.to_diff_dict().keys() - {*SPECIAL, "transformers_version"}
+    unused = sorted(name for name in unused if not name.startswith("_"))
+    if unused:
+        names = ", ".join(f"{name} {getattr(saved, name)}" for name in unused)
+        print(f"not used, of the target's generation_config: {names}", file=sys.stderr)
+    target.generation_config = GenerationConfig(**tokens)
 
 
 def check_writable(path: str) -> None:

@@ -2,13 +2,14 @@
 
 import functools
 import gzip
+import inspect
 import itertools
 import json
 import os
 import re
 import sys
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
@@ -19,11 +20,18 @@ import common
 
 # ShareGPT's names, and those of chat templates.
 NAMES = {"from": "role", "value": "content"}
-ROLES = {"human": "user", "gpt": "assistant"}
-# What a message may say beside its content.
-BESIDE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+SPEAKERS = {"human": "user", "gpt": "assistant"}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# What an answer was given, or says besides its content. Learning the answer without it
+# would be wrong, so a line is left out if the chat template does not write it.
+CONDITIONS = {"tools", "documents", "system_prompt", "history", "context", "input"}
+CONDITIONS |= {"instruction", "images", "image", "videos", "audio", "weights"}
+PARTS = {"tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"}
+# The keys of a line that has ids and was written by train.py --make-data.
+MADE = {"prompt_ids", "response_ids", "prompt", "response", "temperature", "finished"}
 # The chat template of a target that has none.
 PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+AS_IT_IS = "leave it out of the data, or give prompt_ids and response_ids"
 
 
 # ---------------------------------------------------------------------- conversations
@@ -36,20 +44,23 @@ def read_conversations(
 
     A line is {"prompt_ids", "response_ids"}, {"prompt", "response"} or {"prompt",
     "completion"}, {"messages"}, or ShareGPT's {"conversations"}. The loss is on the
-    assistant's tokens. Lines that cannot be used are reported on stderr, and so are
-    answers that are cut or not learned.
+    assistant's tokens. A line is read whole or left out. Lines that are left out are
+    reported on stderr, and so are keys that are not read, and answers that are cut or
+    not learned.
 
     max_length: tokens that are kept of each.
     Raises UserError for no file, no JSONL, or no line that can be used.
     """
     sequences = []
     skipped = defaultdict(list)  # numbers of lines, by the reason
+    unread = Counter()  # lines, by the key
     cut = lost = 0  # answers
     limit = f"{max_length} tokens (--max-length or the target's context)"
+    size = len(tokenizer)  # which takes long where thousands of tokens were added
     lines = _lines(path)
     for number, line in tqdm(lines, f"reading {path}", leave=False, disable=None):
         try:
-            ids, answers = _tokenize(_object(line), tokenizer)
+            ids, answers, keys = _tokenize(_object(line), tokenizer, size)
             if target is not None:  # which may have fewer tokens than the tokenizer
                 common.check_ids(target, torch.tensor(ids))
             mask = _loss_mask(len(ids), answers)[:max_length]
@@ -59,6 +70,7 @@ def read_conversations(
             skipped[str(reason)].append(number)
             continue
         sequences.append((torch.tensor(ids[:max_length]), mask))
+        unread.update(keys)
         cut += sum(stop > max_length for _, stop in answers)
         lost += sum(start == stop for start, stop in answers)
 
@@ -68,6 +80,12 @@ def read_conversations(
         raise common.UserError(f"{path} holds nothing to learn from: {reasons}")
     if skipped:
         notes.append(f"skipped {len(lines) - len(sequences)} of {len(lines)} lines")
+    if unread:
+        counts = (
+            f"{key} ({count:,} line{'s' if count > 1 else ''})"
+            for key, count in unread.items()
+        )
+        notes.append(f"not read: {', '.join(counts)}")
     if cut:
         notes.append(f"answers cut after {limit}: {cut}")
     if lost:
@@ -79,6 +97,22 @@ def read_conversations(
         for note in notes:
             print(f"{path}: {note}", file=sys.stderr)
     return sequences
+
+
+# How files of other kinds begin: their name, and what makes JSONL of them.
+KINDS = {
+    b"PAR1": (
+        "Parquet",
+        "pandas writes it: read_parquet(FILE).to_json('NEW.jsonl', orient='records', "
+        "lines=True)",
+    ),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", "zstd -d FILE"),
+    b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl"),
+    b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl"),
+    b"[": ("a JSON array", "jq -c '.[]' FILE > NEW.jsonl"),
+    b"{\n": ("JSON over several lines", "jq -c . FILE > NEW.jsonl"),
+    b"{\r\n": ("JSON over several lines", "jq -c . FILE > NEW.jsonl"),
+}
 
 
 def _lines(path: str) -> list[tuple[int, bytes]]:
@@ -95,48 +129,77 @@ def _lines(path: str) -> list[tuple[int, bytes]]:
             raise common.UserError(
                 f"{path} is damaged ({error}); make it again"
             ) from error
-    if content.lstrip().startswith(b"["):
-        raise common.UserError(
-            f"{path} is a JSON array; data is JSONL, an object a line: "
-            "jq -c '.[]' FILE > NEW.jsonl"
-        )
-    if content.startswith(b"PAR1"):
-        raise common.UserError(
-            f"{path} is Parquet; data is JSONL, which pandas writes: "
-            "read_parquet(FILE).to_json('NEW.jsonl', orient='records', lines=True)"
-        )
+    content = content.removeprefix(b"\xef\xbb\xbf")  # a mark that says UTF-8
+    for mark, (kind, remedy) in KINDS.items():
+        if content.lstrip(b" \r\n\t").startswith(mark):
+            raise common.UserError(
+                f"{path} is {kind}; data is JSONL in UTF-8, an object a line: {remedy}"
+            )
     return [item for item in enumerate(content.split(b"\n"), 1) if item[1].strip()]
 
 
 def _object(line: bytes) -> dict:
-    """The JSON object that a line holds."""
+    """The JSON object that a line holds, without what is null."""
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode())
+    except UnicodeDecodeError:
+        raise common.UserError(
+            "not UTF-8 (iconv -f LATIN1 -t UTF-8 FILE > NEW.jsonl, if it is Latin-1)"
+        ) from None
     except RecursionError:
         raise common.UserError("the JSON is nested too deep") from None
     except ValueError:
         record = None
     if not isinstance(record, dict):
         raise common.UserError("no JSON object")
-    return record
+    return _without_null(record)
 
 
-def _tokenize(record: dict, tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids of a line, and where its answers start and stop in them."""
+def _without_null(value):
+    """The same JSON value without keys whose value is null."""
+    # Tables (Arrow, Parquet, pandas) give each row the keys of all rows, also within
+    # messages, tools and the arguments of calls.
+    if isinstance(value, dict):
+        return {key: _without_null(x) for key, x in value.items() if x is not None}
+    if isinstance(value, list):
+        return [_without_null(x) for x in value]
+    return value
+
+
+def _tokenize(record: dict, tokenizer, size: int) -> tuple[list[int], list, set]:
+    """Token ids of a line, where its answers start and stop, and keys not read.
+
+    size: number of ids that the tokenizer knows.
+    """
     if not {"prompt_ids", "response_ids"} <= record.keys():
-        messages, tools = _conversation(record)
-        return _locate(messages, tools, tokenizer)
+        messages, rest = _conversation(record)
+        variables, unread = _variables(messages, rest, tokenizer)
+        ids, answers, fields = _locate(messages, variables, tokenizer)
+        return ids, answers, unread | fields
     prompt, response = record["prompt_ids"], record["response_ids"]
     lists = isinstance(prompt, list) and isinstance(response, list)
     ids = prompt + response if lists else [None]
-    if not all(type(x) is int and 0 <= x < len(tokenizer) for x in ids):
+    make = "make data for this target with train.py --make-data"
+    if not all(type(x) is int and 0 <= x < size for x in ids):
         raise common.UserError(
-            f"token ids must be lists of numbers from 0 to below {len(tokenizer)}; "
-            "make data for this target with train.py --make-data"
+            f"token ids must be lists of numbers from 0 to below {size}; {make}"
         )
     if not response or len(ids) == 1:
         raise common.UserError("response_ids hold nothing to learn")
-    return ids, [(len(prompt), len(ids))]
+    for key, part in (("prompt", prompt), ("response", response)):
+        text = record.get(key)
+        if isinstance(text, str) and not _says(part, text.strip(), tokenizer):
+            raise common.UserError(
+                f"{key}_ids do not hold the text of {key}, so they are another "
+                f"tokenizer's; {make}"
+            )
+    return ids, [(len(prompt), len(ids))], record.keys() - MADE
+
+
+def _says(ids: list[int], text: str, tokenizer) -> bool:
+    """Whether ids hold a text, which may have been kept without special tokens."""
+    skip = (tokenizer.decode(ids, skip_special_tokens=each) for each in (False, True))
+    return any(text in decoded for decoded in skip)
 
 
 def _loss_mask(length: int, answers: list[tuple[int, int]]) -> Tensor:
@@ -157,51 +220,63 @@ def _skip_note(reason: str, numbers: list[int]) -> str:
 # ------------------------------------------------------------ from a line to messages
 
 
-def _conversation(record: dict) -> tuple[list[dict], list | None]:
-    """The messages of a line and its tools, as chat templates want them."""
-    answer = next((key for key in ("response", "completion") if key in record), None)
-    if "prompt" in record and answer:
+def _conversation(record: dict) -> tuple[list[dict], dict]:
+    """The messages of a line up to the last answer, and what else the line says."""
+    rest = dict(record)
+    answer = next((key for key in ("response", "completion") if key in rest), None)
+    if "prompt" in rest and answer:
         turns = []
-        for role, said in (("user", record["prompt"]), ("assistant", record[answer])):
+        for role, said in (
+            ("user", rest.pop("prompt")),
+            ("assistant", rest.pop(answer)),
+        ):
             # TRL's prompts and completions may be lists of messages.
             turns += (
                 said if isinstance(said, list) else [{"role": role, "content": said}]
             )
     else:
-        turns = record.get("messages") or record.get("conversations")
+        turns = rest.pop("messages" if rest.get("messages") else "conversations", None)
         if not isinstance(turns, list):
             raise common.UserError(
                 "no conversation; give prompt and response (or completion), messages, "
                 "conversations (ShareGPT's), or prompt_ids and response_ids"
             )
-    if record.get("system"):
-        turns = [{"role": "system", "content": record["system"]}, *turns]
-    tools = record.get("tools")
-    if isinstance(tools, str) and tools:
+    if system := rest.pop("system", None):
+        turns = [{"role": "system", "content": system}, *turns]
+    if isinstance(rest.get("tools"), str) and rest["tools"]:
         try:
-            tools = json.loads(tools)
+            rest["tools"] = json.loads(rest["tools"])
         except (ValueError, RecursionError):
             raise common.UserError("its tools are not valid JSON") from None
-    return [_message(turn) for turn in turns], tools or None
+    messages = [_message(turn) for turn in turns]
+    answered = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+    if not answered:
+        raise common.UserError("no answer, a message by assistant (ShareGPT's gpt)")
+    if answered == [0]:
+        raise common.UserError("the only answer comes first, where nobody asked")
+    return messages[: answered[-1] + 1], {k: x for k, x in rest.items() if x != []}
 
 
 def _message(turn) -> dict:
     """A message with its role, its content and all else that it says."""
     if not isinstance(turn, dict):
         raise common.UserError("a message is not a JSON object")
-    # transformers leaves null out as well.
-    told = {key: value for key, value in turn.items() if value not in (None, [])}
-    message = {NAMES.get(key, key): value for key, value in told.items()}
+    message = {NAMES.get(key, key): value for key, value in turn.items() if value != []}
     role, content = message.get("role"), message.get("content")
     if isinstance(content, list) and all(map(_is_text, content)):
         content = "".join(part["text"] for part in content)
-    if content is None and any(key in message for key in BESIDE):
+    if content is None and PARTS & message.keys():
         content = ""
     if not isinstance(role, str) or not isinstance(content, str):
         raise common.UserError(
             "a message needs a role, and content that is text or parts of text"
         )
-    return message | {"role": ROLES.get(role, role), "content": content}
+    role = SPEAKERS.get(role, role)
+    if role not in ROLES:
+        raise common.UserError(f"a message by {role!r}: take {', '.join(ROLES)}")
+    if message.pop("weight", 1) != 1:  # OpenAI's: 0 keeps an answer out of the loss
+        raise common.UserError(f"weights of messages are not used: {AS_IT_IS}")
+    return message | {"role": role, "content": content}
 
 
 def _is_text(part) -> bool:
@@ -221,20 +296,19 @@ def chat(texts: list[str]) -> list[dict]:
 # ----------------------------------------------------------- from messages to tokens
 
 
-def render(
-    messages: list[dict], tokenizer, tools: list | None = None, ask=False
-) -> str:
+def render(messages: list[dict], tokenizer, ask: bool = False, **variables) -> str:
     """Messages in the target's chat template, and the head of an answer if `ask`.
 
+    variables: of the template, such as tools or documents.
     Raises UserError if the template does not accept them, or their text is broken.
     """
     try:
         text = tokenizer.apply_chat_template(
             messages,
-            tools=tools,
             chat_template=None if tokenizer.chat_template else PLAIN,
             add_generation_prompt=ask,
             tokenize=False,
+            **variables,
         )
     except Exception as error:  # a template is a program, which may fail in any way
         reason = common.one_line(error)
@@ -257,22 +331,77 @@ def check_text(text: str) -> None:
 
 def token_ids(text: str, tokenizer) -> list[int]:
     """Ids of a rendered conversation."""
-    # A chat template writes the special tokens itself.
-    special = not tokenizer.chat_template
-    return tokenizer(text, add_special_tokens=special)["input_ids"]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if tokenizer.chat_template:  # which writes the special tokens itself
+        return ids
+    # Some tokenizers put special tokens before a text and others behind it. What comes
+    # behind would end a request before it is answered.
+    whole = tokenizer(text)["input_ids"]
+    before = next((n for n in range(len(whole)) if whole[n : n + len(ids)] == ids), 0)
+    return whole[: before + len(ids)]
 
 
-def _locate(messages, tools, tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids up to the last answer's end, and where answers start and stop in them.
+def _variables(messages, rest: dict, tokenizer) -> tuple[dict, set[str]]:
+    """What else a line says: variables of the chat template, and keys that it ignores.
+
+    Whether the template reads a key is found by trying.
+    Raises UserError for a key that changes what an answer means and is not written.
+    """
+    named = rest.pop("chat_template_kwargs", {})
+    if not isinstance(named, dict):
+        raise common.UserError("chat_template_kwargs is not a JSON object")
+    reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+    reserved -= {"tools", "documents"}
+    written = {}
+    unread = set()
+    plain = _both(messages, tokenizer)
+    for key, value in {**rest, **named}.items():
+        if key not in reserved:
+            texts = _both(messages, tokenizer, **written, **{key: value})
+            if texts != plain and _holds(texts[1], value):
+                written[key], plain = value, texts
+                continue
+        if key in CONDITIONS or key in named:
+            raise common.UserError(
+                f"the target's chat template does not write {key}; {AS_IT_IS}"
+            )
+        unread.add(key)
+    return written, unread
+
+
+def _both(messages, tokenizer, **variables) -> tuple[str, str]:
+    """The request for the last answer, and the whole conversation."""
+    request = render(messages[:-1], tokenizer, ask=True, **variables)
+    return request, render(messages, tokenizer, **variables)
+
+
+def _holds(text: str, value) -> bool:
+    """Whether all words of a JSON value are in a text, as they are or as JSON."""
+    if isinstance(value, str):
+        as_json = json.dumps(value, ensure_ascii=False)[1:-1]
+        return value.strip() in text or as_json in text
+    if isinstance(value, dict):  # templates may leave out ids and types
+        return all(_holds(text, x) for k, x in value.items() if k not in ("id", "type"))
+    return not isinstance(value, list) or all(_holds(text, x) for x in value)
+
+
+def _locate(messages, variables: dict, tokenizer) -> tuple[list[int], list, set[str]]:
+    """Token ids of a conversation, where its answers start and stop, fields not read.
 
     An answer that cannot be located stops where it starts.
     """
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not places:
-        raise common.UserError("no answer, a message by assistant (ShareGPT's gpt)")
-    _check_complete(messages[: places[-1] + 1], tools, tokenizer)
+    unread = set()
+    whole = render(messages, tokenizer, **variables)
+    for message in messages:
+        if message["role"] != "assistant" and not _holds(whole, message["content"]):
+            raise _unwritten(f"messages by {message['role']}")
     # The conversation up to each answer, as it was when the target wrote this answer.
-    moments = [_last_answer(messages[: n + 1], tools, tokenizer) for n in places]
+    moments = []
+    for n in places:
+        *moment, fields = _last_answer(messages[: n + 1], variables, tokenizer)
+        moments.append(moment)
+        unread |= fields
     ids = moments[-1][0]  # of the whole conversation
     answers = []
     for then, start in moments:
@@ -287,18 +416,22 @@ def _locate(messages, tools, tokenizer) -> tuple[list[int], list[tuple[int, int]
     if not any(stop for _, stop in answers):
         raise common.UserError(
             "the answer cannot be located, because the chat template rewrites what "
-            "stands before it, or because nobody asked; give prompt_ids and "
-            "response_ids"
+            "stands before it; give prompt_ids and response_ids"
         )
-    return ids, answers
+    return ids, answers, unread
 
 
-def _last_answer(messages, tools, tokenizer) -> tuple[list[int], int]:
-    """Token ids up to the end of the last message, and where it starts in them."""
+def _last_answer(messages, variables, tokenizer) -> tuple[list[int], int, set[str]]:
+    """Token ids up to the end of the last message, where it starts, fields not read.
+
+    Raises UserError if the template does not write all that the message says.
+    """
     if len(messages) == 1:  # nobody asked, and transformers renders no empty chat
-        return [], 0
-    request = render(messages[:-1], tokenizer, tools, ask=True)
-    text = render(messages, tokenizer, tools)
+        return [], 0, set()
+    request, text = _both(messages, tokenizer, **variables)
+    before = render(messages[:-1], tokenizer, **variables)
+    turn = text[_shared(before, text) :]
+    unread = _unread_fields(messages[-1], turn)
     begin = _shared(request, text)  # where the answer begins in the text
     if tail := _special_tail(tokenizer).search(text, begin):
         # The target stops at the first of the special tokens at the end. Templates go
@@ -309,7 +442,6 @@ def _last_answer(messages, tools, tokenizer) -> tuple[list[int], int]:
     if begin < len(request):
         # Some templates ask for an answer with the head of a thought, which is not
         # there once the answer is. But what stands before the head has to be the same.
-        before = render(messages[:-1], tokenizer, tools)
         start = start if text.startswith(before) else len(ids)
     elif start < len(request_ids):
         # A token holds the end of the request and the beginning of the answer, such as
@@ -317,7 +449,35 @@ def _last_answer(messages, tools, tokenizer) -> tuple[list[int], int]:
         # learned, but only the tokens behind it, which are those of the answer alone.
         alone = token_ids(text[begin:], tokenizer)
         start = len(ids) - _shared(alone[::-1], ids[::-1])
-    return ids, start
+    return ids, start, unread
+
+
+def _unread_fields(message: dict, turn: str) -> set[str]:
+    """The fields of an answer that the template does not write in its turn.
+
+    Raises UserError if these are its content, a thought or a call.
+    """
+    if not _holds(turn, message["content"]):
+        raise _unwritten("the content of answers")
+    unread = set()
+    for key in message.keys() - {"role", "content"}:
+        if not _holds(turn, message[key]):
+            if key in PARTS:
+                raise _unwritten(key)
+            unread.add(f"{key} of messages")
+    for call in message.get("tool_calls", []):
+        # As text, arguments have to be written as they are: as JSON of a text they
+        # would be quoted twice.
+        arguments = call.get("function", {}).get("arguments")
+        if isinstance(arguments, str) and arguments not in turn:
+            raise _unwritten("arguments that are text instead of an object")
+    return unread
+
+
+def _unwritten(thing: str) -> common.UserError:
+    return common.UserError(
+        f"the target's chat template does not write {thing}; {AS_IT_IS}"
+    )
 
 
 @functools.lru_cache(maxsize=1)  # some tokenizers have thousands
@@ -326,42 +486,6 @@ def _special_tail(tokenizer) -> re.Pattern:
     tokens = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
     one = "|".join(map(re.escape, tokens)) or "(?!)"  # or none
     return re.compile(rf"({one})(?:\s|{one})*\Z")
-
-
-def _check_complete(messages, tools, tokenizer) -> None:
-    """Refuse a conversation if the chat template leaves something out of it."""
-    whole = render(messages, tokenizer, tools)
-    for thing, (changed, given) in _changed(messages, tools).items():
-        if (changed, given) == (messages, tools):  # it is not there
-            continue
-        try:
-            left_out = render(changed, tokenizer, given) == whole
-        except common.UserError:  # the template looks at it
-            continue
-        if left_out:
-            raise common.UserError(
-                f"the target's chat template does not write {thing}; leave it out of "
-                "the data, or take another target"
-            )
-
-
-def _changed(messages: list[dict], tools) -> dict[str, tuple[list[dict], list | None]]:
-    """{thing: (messages, tools)}: the conversation without the thing, or with another.
-
-    If there is no such thing in it, they are equal.
-    """
-    others = {"tools": (messages, None)}
-    for key in BESIDE:
-        without = [{k: m[k] for k in m if k != key or not m[k]} for m in messages]
-        others[key] = (without, tools)
-    for role in {message["role"] for message in messages} - {"user", "assistant"}:
-        without = [m for m in messages if m["role"] != role or not m["content"]]
-        others[f"messages by {role}"] = (without, tools)
-    said = {"content": "something else"}
-    other = [
-        m | said if m["role"] == "assistant" and m["content"] else m for m in messages
-    ]
-    return others | {"the content of answers": (other, tools)}
 
 
 def _shared(some, others) -> int:

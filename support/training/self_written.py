@@ -9,12 +9,14 @@ import json
 import math
 import os
 import random
+import sys
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import common
+from support import cli
 from support.measuring.prompts import answer_padded
 from support.training import data
 
@@ -63,6 +65,17 @@ class Maker:
                 "or take another target"
             )
         self.opening, _, self.between, self.closing = pieces
+        # The saved ids may lack the token that ends a turn in this template (those of a
+        # base model often do). Then answers would run on into invented turns.
+        end = self.between[0] if self.between else None
+        if end in tokenizer.all_special_ids and end not in self.ends:
+            self.ends.add(end)
+            target.generation_config.eos_token_id = sorted(self.ends)
+            print(
+                f"the chat template ends an answer with {tokenizer.decode([end])!r}, "
+                "which is not among the target's eos_token_id: it ends answers here",
+                file=sys.stderr,
+            )
 
     def fill(self, path: str, count: int, requests=(), seed: int = 0) -> int:
         """Append records to `path` until it holds `count`; returns how many it holds.
@@ -186,10 +199,7 @@ def whole_lines(path: str) -> list[dict]:
         raise common.UserError(
             f"cannot append to {path}; give --out a plain .jsonl file"
         )
-    if Path(path).is_dir() or not Path(path).resolve().parent.is_dir():
-        raise common.UserError(
-            f"cannot write {path}: name a file in a folder that is there"
-        )
+    cli.check_writable(path)
     if not Path(path).is_file():
         return []
     content = Path(path).read_bytes()

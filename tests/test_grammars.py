@@ -1,0 +1,110 @@
+"""support/grammars.py with the real engines: legal texts, and greedy ones as without
+drafts.
+"""
+
+import re
+
+import pytest
+import torch
+from test_data import CHATML
+from tiny import make_llama, untrained
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import cape
+import common
+import glide
+from support import cli, grammars
+
+pytestmark = pytest.mark.slow
+FORM = r"\[[abc]+(,[abc]+)*\]"  # what answers look like
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A token for each byte."""
+    vocab = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    core = Tokenizer(models.BPE({token: n for n, token in enumerate(vocab)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=SPECIAL[1])
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def target(tokenizer):
+    target = make_llama(vocab=len(tokenizer), layers=2, seed=1)
+    target.generation_config.eos_token_id = 1
+    return target
+
+
+def xgrammar(tokenizer, length):
+    engine = pytest.importorskip("xgrammar")
+    size = len(tokenizer)
+    info = engine.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
+    grammar = engine.GrammarCompiler(info).compile_regex(FORM)
+    return {"logits_processor": [grammars.XGrammar(grammar, length)]}
+
+
+def llguidance(tokenizer, length):
+    engine = pytest.importorskip("llguidance")
+    hf = pytest.importorskip("llguidance.hf")
+    grammar = engine.LLMatcher.grammar_from_regex(FORM)
+    matcher = engine.LLMatcher(hf.from_tokenizer(tokenizer), grammar)
+    return {"logits_processor": [grammars.LLGuidance(matcher, length)]}
+
+
+def lm_format_enforcer(tokenizer, length):
+    engine = pytest.importorskip("lmformatenforcer")
+    core = pytest.importorskip("lmformatenforcer.tokenenforcer")
+    words = [(n, tokenizer.decode([n]), False) for n in range(2, len(tokenizer))]
+    decode = tokenizer.decode
+    data = core.TokenEnforcerTokenizerData(words, decode, [1], False, len(tokenizer))
+    enforcer = core.TokenEnforcer(data, engine.RegexParser(FORM))
+
+    def allowed(_, ids):
+        return enforcer.get_allowed_tokens(ids.tolist()).allowed_tokens
+
+    return {"prefix_allowed_tokens_fn": allowed}
+
+
+def drafts_of(name, target):
+    """A function of a decoding that returns the generator of its drafts."""
+    if name == "cape":
+        drafter = untrained(glide, target)
+        return lambda decoding: cape.drafts(glide.drafts(decoding, drafter, gamma=4))
+    module = cli.import_method(name)
+    drafter = untrained(module, target)
+    return lambda decoding: module.drafts(decoding, drafter)
+
+
+@pytest.mark.parametrize("engine", [xgrammar, llguidance, lm_format_enforcer])
+@pytest.mark.parametrize("name", cli.METHODS)
+def test_texts_are_those_of_the_grammar(tokenizer, target, engine, name):
+    ids = tokenizer("list: ", return_tensors="pt")["input_ids"]
+    decode = common.speculate(drafts_of(name, target))
+
+    def answer(**how):
+        more = engine(tokenizer, ids.shape[1])
+        options = {"max_new_tokens": 24, "pad_token_id": 0, **more, **how}
+        return tokenizer.decode(target.generate(ids, **options)[0, ids.shape[1] :])
+
+    plain = answer(do_sample=False)
+    assert plain.startswith("[")
+    assert answer(do_sample=False, custom_generate=decode) == plain
+    whole = 0
+    for seed in range(6):
+        torch.manual_seed(seed)
+        said = answer(do_sample=True, top_k=0, custom_generate=decode)
+        text, end, after = said.partition(SPECIAL[1])
+        assert not after
+        whole += bool(end)
+        # A text that was cut is the beginning of one.
+        assert (
+            re.fullmatch(FORM, text if end else text.rstrip("],") + "]")
+            or len(text) < 2
+        )
+    assert whole, "no text was ended"
