@@ -603,24 +603,24 @@ def choose_nodes(drafter, plan: Plan, nodes: slice, logits, tokens, chances) -> 
 def draw_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int]):
     """Draw siblings one after another, without replacement (appendix A).
 
-    Yields pairs of a token (1,) and the q_draft (V,) that it was drawn from, until all
-    tokens that the logits processors allow are taken.
+    Yields pairs of a token (1,) and the q_draft (V,) that it was drawn from, until the
+    logits processors allow none of the tokens that are left.
 
     logits: (Vd,) of the tokens vocab_ids (Vd,).
     above: the tokens drafted on the way to the siblings.
     """
-    picked = common.pick(decoding, logits, vocab_ids, above)
-    while picked is not None:
+    taken = []
+    while True:
+        # A softmax over the tokens that earlier siblings leave, so q_draft sums to 1.
+        picked = common.pick(decoding, logits, vocab_ids, above)
+        # A processor may force a token that is taken. This looks at q_draft and not at
+        # the token, because what is drawn must not decide whether it is submitted.
+        if picked is None or picked[1][taken].any():
+            return
         yield picked
-        token, q_draft = picked
-        # The next sibling is drawn from what this one and those before it leave. With
-        # the other probabilities divided by their sum that is a distribution again, and
-        # `common.draw` is given it.
-        left = q_draft.index_fill(0, token, 0)
-        picked = None
-        if left.sum() > 0:
-            q_draft = left / left.sum()
-            picked = common.sample(q_draft), q_draft
+        token = picked[0]
+        taken.append(int(token))
+        logits = logits.masked_fill(vocab_ids == token, float("-inf"))
 
 
 def draw_nodes(
@@ -737,8 +737,9 @@ if __name__ == "__main__":
 #  7. The default tree has 13 nodes in two passes; `paper_tree` has 118 in four.
 #  8. Branches that continue the same one are fed the same predictions, as in the
 #     authors' code; in Figure 1 each has its own. Siblings are drawn without
-#     replacement, also as there; appendix A does not say. When the logits processors
-#     leave fewer tokens than there are siblings, the draft is the smaller one.
+#     replacement, also as there; appendix A does not say. Logits processors judge what
+#     earlier siblings leave. If they allow no token, a sibling is left out of the
+#     draft, and so is all that would be below it.
 #  9. The shipped drafter has linear fusion like EAGLE's, omega_dist = 1, nine nodes,
 #     and a last stage without CSGD, which did not raise `acceptance` here (checkpoints/
 #     README.md).

@@ -1,6 +1,5 @@
 """falcon.py: what a draft holds, planned passes, masks, CSGD, the loss, trees."""
 
-import collections
 import dataclasses
 import json
 from types import SimpleNamespace
@@ -271,8 +270,8 @@ def test_nodes_are_drawn_from_what_their_siblings_leave(llama, k):
             scores = slots[len(path) - start - 1]
             whole = torch.full((48,), -torch.inf, dtype=scores.dtype)
             whole[drafter.vocab_ids] = scores
-            whole[whole < whole.topk(12).values[-1]] = -torch.inf
             whole[[tokens[(*path[:-1], rank)] for rank in range(path[-1])]] = -torch.inf
+            whole[whole < whole.topk(12).values[-1]] = -torch.inf
             expected = (whole / 0.7).softmax(-1).float()
             torch.testing.assert_close(draft.probs[node], expected)
             assert expected[tokens[path]] > 0
@@ -287,28 +286,26 @@ def test_no_node_holds_a_token_that_cannot_be_drawn(llama, k):
 
     So are those below an end of the text. Siblings never hold one token twice.
     """
-    drafter = make_drafter(llama, k=k, draft_vocab=20)
+    drafter = make_drafter(llama, k=k, draft_vocab=4)
     wide = [[0], [1], [2], [3], [0, 0], [0, 1], [0, 2], [3, 0], [3, 0, 0], [0, 1, 0]]
-    ends = drafter.vocab_ids[:4].tolist()
-    given = {"do_sample": True, "max_new_tokens": 9, "eos_token_id": ends}
-    sizes = collections.Counter()
-    for options in ({"top_k": 2}, {"top_k": 0, "top_p": 0.5}, {"top_k": 1}):
-        for seed in range(12):
+    known = drafter.vocab_ids.tolist()
+    given = {"do_sample": True, "max_new_tokens": 9, "eos_token_id": known[3]}
+    pair = {"prefix_allowed_tokens_fn": lambda *_: [5, *known[1:3]], "top_k": 0}
+    one = {"prefix_allowed_tokens_fn": lambda *_: known[:1], "top_k": 0}
+    for options, most in ((pair, 2), (one, 1), ({"top_k": 1}, 4), ({"top_p": 0.5}, 4)):
+        for seed in range(8):
             torch.manual_seed(seed)
             ids = random_ids(7, seed)
             decoding = common.start(llama, input_ids=ids, **given, **options)
             draft = next(falcon.drafts(decoding, drafter, tree=wide))
             assert len(draft.probs) == len(draft.tokens) == len(draft.parents)
             assert len(draft.children()) == len(draft.tokens), "a token twice"
+            assert draft.parents.count(-1) == most
             for node, token in enumerate(draft.tokens.tolist()):
                 assert draft.probs[node, token] > 0
                 parent = draft.parents[node]
-                assert parent < 0 or int(draft.tokens[parent]) not in ends
-            below_root = draft.parents.count(-1)
-            assert below_root <= options.get("top_k") or "top_p" in options
-            sizes[below_root] += 1
+                assert parent < 0 or int(draft.tokens[parent]) != known[3]
             decoding.verify(draft)
-    assert sizes[1] and sizes[2], sizes
 
 
 @torch.no_grad()
@@ -351,7 +348,6 @@ def p_value(sure, k=2, top_k=0):
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("sure, top_k", [(0.0, 0), (4.0, 0), (4.0, 2)])
 def test_sampled_trees_follow_the_target(k, sure, top_k):
-    """With top_k = 1 or 2 there are fewer tokens than siblings."""
     assert p_value(sure, k, top_k) > 1e-3
 
 
@@ -362,7 +358,7 @@ def test_negative_control_nodes_that_share_a_random_number(monkeypatch):
 
     def shared(decoding, logits, vocab_ids, drafted):
         nonlocal uniform
-        if not drafted:
+        if not drafted and logits.isfinite().all():  # the first node of a draft
             uniform = torch.rand(1, dtype=torch.float64)
         _, q_draft = pick(decoding, logits, vocab_ids, drafted)
         return common.sample(q_draft, uniform), q_draft

@@ -221,11 +221,11 @@ a branch sees other branches
 -- return torch.cat([mask[continued], own
 + return torch.cat([torch.ones_like(mask[continued]), own
 a sibling may hold the token of an earlier one
--- left = q_draft.index_fill(0, token, 0)
-+ left = q_draft
-siblings are judged by what they were drawn from, but not renormalised
--- q_draft = left / left.sum()
-+ q_draft = left
+-- logits = logits.masked_fill(vocab_ids == token, float("-inf"))
++ logits = logits
+a sibling may hold a token that a logits processor forces again
+-- if picked is None or picked[1][taken].any():
++ if picked is None:
 drawn nodes are told each other's probabilities
 -- torch.stack(list(probs.values()))
 + torch.stack(list(probs.values())[::-1])
