@@ -389,10 +389,10 @@ VARIANTS = {  # named settings for bench.py, as in --method falcon:chain
 # One pass drafts k levels of the tree (3.4). It has one or more branches, each a block
 # of k slots that continues the tree below one node, the branch's tip. In pass 1 the tip
 # is the root. In a later pass the tips are those nodes of the last level drafted that
-# have children, and a branch is fed the k tokens on the way down to its tip. Slot j of
-# a branch drafts the j-th level below the tip, both counted from 0: a node of rank r
-# holds the slot's r-th likeliest token, or when sampling is the r-th of its siblings
-# that is drawn, also from 0. For example, k = 2:
+# have children, and a branch is fed the k tokens on the way down to its tip. Slot 0 of
+# a branch drafts the level below its tip, slot 1 the next one, and so on. In greedy
+# decoding a node of rank r holds its slot's r-th likeliest token, counted from 0. When
+# sampling, siblings are drawn in the order of their ranks. For example, k = 2:
 #
 #     root -+- 0 -+- 2 --- 5 --- 7         node     0  1  2  3  4    5  6  7  8
 #           |     +- 3                     branch   0  0  0  0  0    0  1  0  1
@@ -676,9 +676,9 @@ def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Dr
             fed, continued = tokens[planned.fed], planned.continued
             latest = later_pass(drafter, decoding, memory, latest, continued, fed)
         logits = memory.head(latest.h_draft)  # (b, k, Vd)
-        # All rounds have one plan. So a branch is also fed nodes that were not drawn,
-        # which hold token 0, and nodes at an end of the text. The first get no children
-        # and the children of the others are never accepted.
+        # All rounds have one plan. So a branch may also be fed a node that ends the
+        # text, or one that was not drawn and holds token 0. When sampling nothing is
+        # drawn below these, and greedily nothing below an end is ever accepted.
         if decoding.do_sample:
             probs |= draw_nodes(drafter, decoding, plan, planned, logits, tokens, texts)
         else:
