@@ -12,7 +12,7 @@ because nothing is drafted after them, but they do cost rows in the verification
           +- a1       +- a2       +- a3        X_1 = {a1, b1}: the drafter was unsure
           +- b1                                X_2 = {a2}, X_3 = {a3}: it was sure
 
-CAPE has no weights of its own. It wraps any generator of chains:
+CAPE has no weights. It wraps any generator of chains:
 
     speculate(lambda decoding: cape.drafts(glide.drafts(decoding, drafter, gamma=4)))
 
@@ -20,29 +20,10 @@ An extra helps only where the trajectory is first rejected, and nothing follows 
 all of them together add at most one token to a round.
 
 Names that differ from the paper's: p_D is `q_draft`, p_i is `confidences[i - 1]`, K_i
-is `counts[i - 1]`, S is `set_size`; the proposal before its expansion is the
-`trajectory`. common.tree_inputs is Algorithm 2.
+is `counts[i - 1]`, S is `set_size`, the unexpanded proposal is the `trajectory`, and
+Algorithm 2 is common.tree_inputs.
 
-Deviations from the paper:
-    1. Section 4.2 and Algorithm 1 differ, and 4.2 is followed. The sizes of Algorithm
-       1, 8, 6, 4 and 2, count the drafted token as well, so they are 4.2's 7, 5, 3 and
-       1. But its floor(10 p) gives 5, 3 and 1 extras at p = .3, .6 and .8, where 4.2
-       gives 7, 5 and 3 (no float32 has these values), and at p = 1 it points beyond
-       the end of S.
-    2. The paper evaluates CAPE greedily (5.1). When sampling, X_i excludes the sampled
-       x_(t+i), and p_i is still the largest probability of q_draft, after temperature
-       and filters.
-    3. The shipped drafters draft only frequent tokens. q_draft is normalised over
-       these, so confidences are higher than over the whole vocabulary.
-    4. Tokens of probability 0 are never extras.
-    5. The paper gives no gamma for CAPE. bench.py and the demo below draft 4 tokens, as
-       the authors' code does, but the shipped GLIDE was trained with blocks of 3. So
-       its fourth token lacks one more of the target's rows than training ever hid.
-    6. The limit of 32 draft tokens (5.3) is kept by gamma = 4, and not enforced.
-
-Authors' code: gamma is fixed at 4; 4 x (1 + 7) = 32 draft tokens are what section 5.3
-allows. Its sets follow Algorithm 1, with two more entries for p = 1.
-
+Deviations from the paper and what the authors' code does: at the end of this file.
 Licence: Apache-2.0.
 """
 
@@ -78,7 +59,7 @@ class Config:
 VARIANTS = {  # named settings for bench.py, as in --method cape:cpu
     "none": {"sizes": [0], "bounds": []},  # the trajectory alone
     "fixed": {"sizes": [4], "bounds": []},  # 5.4 (if the drafted token is not in its 4)
-    # Fitted to the shipped GLIDE on two CPU cores. gamma is no field of this Config:
+    # Fitted to the shipped GLIDE on two CPU cores. gamma is not a field of this Config:
     # bench.py gives it to the method whose chains are expanded.
     "cpu": {"gamma": 3, "sizes": [2, 1, 1, 0]},
 }
@@ -114,7 +95,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
         returned as it is, without these notes.
     Returns a Draft with {"confidences": [...], "counts": [...]} in its notes. A count
     is S(p_i), even if fewer tokens had a probability above 0.
-    Raises UserError for a draft that is no chain.
+    Raises UserError for a draft that is not a chain.
     """
     length = len(trajectory.tokens)  # gamma, or less at the end of an answer
     if length == 0:
@@ -165,7 +146,7 @@ def drafts(chains, **changes):
 
     chains: a generator of chains, such as glide.drafts or specdecpp.drafts.
     changes: other values for sizes and bounds, see Config.
-    Raises UserError, at the first draft, for other changes and for drafts that are no
+    Raises UserError, at the first draft, for other changes and for drafts that are not
     chains.
     """
     config = common.changed(Config(), changes)
@@ -185,3 +166,27 @@ if __name__ == "__main__":
         "glide",
         lambda decoding, drafter: drafts(glide.drafts(decoding, drafter, gamma=4)),
     )
+
+
+# --------------------------------- deviations from the paper, and the authors' code
+#
+# Deviations from the paper, and choices where it says nothing:
+#  1. Section 4.2 and Algorithm 1 differ, and 4.2 is followed. The sizes of Algorithm 1,
+#     8, 6, 4 and 2, count the drafted token as well, so they are 4.2's 7, 5, 3 and 1.
+#     But its floor(10 p) gives 5, 3 and 1 extras at p = .3, .6 and .8, where 4.2 gives
+#     7, 5 and 3. (No float32 has these values.) At p = 1 it points beyond the end of S.
+#  2. The paper evaluates CAPE greedily (5.1). When sampling, X_i excludes the sampled
+#     x_(t+i), and p_i is still the largest probability of q_draft, after temperature
+#     and filters.
+#  3. The shipped drafters draft only frequent tokens. q_draft is normalised over these,
+#     so confidences are higher than over the whole vocabulary.
+#  4. Tokens of probability 0 are never extras.
+#  5. The paper gives no gamma for CAPE. bench.py and the demo draft 4 tokens, as the
+#     authors' code does. But the shipped GLIDE was trained with blocks of 3, so its
+#     fourth token lacks one more of the target's rows than training ever hid.
+#  6. The limit of 32 draft tokens (5.3) is kept because 4 x (1 + 7) = 32. It is not
+#     enforced.
+#
+# Authors' code. It was run beside this file with the same random weights, and its
+# extras are the same in 30 of 30 nodes. gamma is fixed at 4. S is looked up by floor(10
+# p), as in Algorithm 1, in an array with two more entries for p = 1.

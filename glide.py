@@ -22,35 +22,7 @@ learns to do without them.
 Names that differ from the paper's: M_T and M_D are `target` and `drafter`, N_D is
 `num_layers`, L is `block_size`, p_D is `q_draft`, c is `cost`.
 
-Deviations from the paper:
-    1. The drafter has the target's width (the paper: 4096 for every target), frozen
-       embedding and LM head, and starts from the target's weights; the paper's is
-       trained from scratch.
-    2. It drafts only frequent tokens (`draft_vocab`), and learns from these alone: the
-       target's distribution is normalised over them; without `distill`, other tokens
-       are not counted.
-    3. It learns from texts that the target wrote, which the paper tries in appendix C,
-       and from the target's distributions (`distill`) in place of the texts' tokens.
-       The rest of the recipe is in checkpoints/README.md.
-    4. The first block has a random length, so that a token at any place learns to do
-       without 1 to L rows, and every token issues a query. The prose of 4.1 takes the
-       queries from the block of the token that they predict, so that none would learn
-       to predict the first token of a block. When decoding, 4.1 lets only x_t and later
-       tokens query. Here the prompt's do as well, and so does an accepted token that
-       was not fed before. With one layer this changes no draft; with more, the rows of
-       a prompt that the higher layers read lack one target row, in training 1 to L.
-    5. The mask leaves the first block nothing to read. There the cross-attention adds
-       zero, where the printed softmax would be undefined.
-    6. The cross-attention has a residual connection, a norm before it and rotated
-       queries, none of which 4.1 mentions. Query heads may share a key-value head.
-    7. The shipped drafter has L = 3 and gamma = 3 (the paper: L = 5, and gamma = 5 for
-       GLIDE alone), and its one layer reads target layer 18 (of 30, from 0; the paper:
-       the top one).
-
-Authors' code: it also has the residual connection and the rotated queries, and lets all
-tokens query (in decoding without any mask). It has no norm there, its first block reads
-causally, and it drafts 4 tokens a round.
-
+Deviations from the paper and what the authors' code does: at the end of this file.
 Licence: Apache-2.0.
 """
 
@@ -479,3 +451,43 @@ def drafts(decoding, drafter: Drafter, **changes):
 
 if __name__ == "__main__":
     common.demo(Drafter, "glide", drafts)
+
+
+# --------------------------------- deviations from the paper, and the authors' code
+#
+# Deviations from the paper, and choices where it says nothing:
+#  1. The drafter has the target's width (the paper: 4096 for every target), its
+#     embedding and LM head, frozen, and starts from its weights. The paper's is trained
+#     from scratch.
+#  2. It drafts only frequent tokens (`draft_vocab`), and learns from these alone: the
+#     target's distribution is normalised over them, and without `distill` other tokens
+#     are not counted.
+#  3. It learns from texts that the target wrote, which the paper tries in appendix C,
+#     and from the target's distributions (`distill`) instead of the texts' tokens. The
+#     rest of the recipe is in checkpoints/README.md.
+#  4. The first block has a random length, so that a token at any place learns to do
+#     without 1 to L rows, and every token issues a query. In the prose of 4.1 a query
+#     belongs to the block of the token that it predicts, so none would learn to predict
+#     the first token of a block. When decoding, 4.1 lets only x_t and later tokens
+#     query. Here the prompt's tokens do as well, and so does an accepted token that was
+#     not fed before. With one layer this changes no draft. With more, the rows of a
+#     prompt that the higher layers read lack one target row, in training 1 to L.
+#  5. The mask leaves the first block nothing to read. There the cross-attention adds
+#     zero, where the printed softmax would be undefined.
+#  6. The cross-attention has a residual connection, a norm before it and rotated
+#     queries, none of which 4.1 mentions. Query heads may share a key-value head.
+#  7. The shipped drafter has L = 3 and gamma = 3 (the paper: L = 5, and gamma = 5 for
+#     GLIDE alone), and its one layer reads target layer 18 of 30, counted from 0 (the
+#     paper: the top one).
+#
+# Authors' code. It was run beside this file with the same random weights. Apart from
+# what follows, forwards, losses and, with one layer, drafts agree:
+#  - It has the residual connection and the rotated queries, but no norm before the
+#    cross-attention. The queries rotate with base 10000, whatever the target's base is.
+#  - The first block reads causally. So its tokens also read their own target rows,
+#    which they never can when decoding.
+#  - All tokens query, and when decoding the prompt's do so without a mask. With two
+#    layers the drafts therefore differ.
+#  - It drafts 4 tokens a round.
+#  - Its training script makes a drafter with the shape of LLaMA-68m, of width 768,
+#    where the paper says 4096.

@@ -488,9 +488,9 @@ ARMS = {
         "name": "specdecpp",
         "changes": {"threshold": 0.5, "stop": "head"},
     },
-    "eagle:none+copies@a": {
+    "eagle:tree=+copies@a": {
         "name": "eagle",
-        "changes": {"sampled": "none"},
+        "changes": {"tree": []},
         "copies": True,
         "folder": "a",
     },
@@ -572,8 +572,7 @@ def test_eagle_is_falcon_with_a_drafter_of_its_own(loaded, tmp_path):
     assert [arm.name for arm in made] == [*texts[:3], "eagle@falcon"]
     assert {arm.module for arm in made} == {falcon}
     assert [arm.drafter.config.k for arm in made] == [2, 1, 1, 2]
-    settings = {"sampled": "first", "copies": 16}
-    assert made[2].settings == falcon.VARIANTS["chain"] | settings
+    assert made[2].settings == falcon.VARIANTS["chain"] | {"copies": 16}
     assert [chain_of(arm).notes["k"] for arm in made] == [2, 1, 1, 2]
     assert chain_of(made[2]).parents == [-1, 0, 1, 2]
 

@@ -1,11 +1,13 @@
 """falcon.py: what a draft holds, planned passes, masks, CSGD, the loss, trees."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import drawn, family, make_llama, random_batch, sampled_p_value
+from transformers import LogitsProcessorList
 
 import common
 import falcon
@@ -149,24 +151,23 @@ def test_a_prompt_is_read_as_if_attended_at_once(k):
 def test_the_plan_of_the_drawing():
     tree = [[0], [1], [0, 0], [0, 1], [1, 0], [0] * 3, [1, 0, 0], [0] * 4, [1, 0, 0, 0]]
     plan = falcon.make_plan(falcon.Config(tree=tree, k=2), "cpu")
-    first = ([], [], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 1, 0])
-    second = ([0, 0], [[0, 2], [1, 4]], [0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0])
-    got = [tuple(column.tolist() for column in each) for each in plan.passes]
-    assert got == [first, second]
-    assert plan.parents == [-1, -1, 0, 0, 1, 2, 4, 5, 6] and plan.ranks == 2
-    assert plan.above == [[], [], [0], [0], [1], [0, 2], [1, 4], [0, 2, 5], [1, 4, 6]]
-    assert plan.drawn == {0, 2, 5, 7}
+    assert plan.parents == [-1, -1, 0, 0, 1, 2, 4, 5, 6]
+    assert plan.depths == [1, 1, 2, 2, 2, 3, 3, 4, 4] and plan.most == 2
+    assert plan.branch.tolist() == [0, 0, 0, 0, 0, 0, 1, 0, 1]
+    assert plan.slot.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 1]
+    assert plan.rank.tolist() == [0, 1, 0, 1, 0, 0, 0, 0, 0]
+    first, second = plan.passes
+    families = [(-1, [0, 1]), (0, [2, 3]), (1, [4])]
+    assert first == (slice(0, 5), families, None, None)
+    assert second.nodes == slice(5, 9)
+    assert second.families == [(2, [5]), (4, [6]), (5, [7]), (6, [8])]
+    assert second.continued.tolist() == [0, 0]
+    assert second.fed.tolist() == [[0, 2], [1, 4]]
     deeper = falcon.Config(tree=[*tree, [0] * 5, [1, 0, 0, 0, 0]], k=2)
     third = falcon.make_plan(deeper, "cpu").passes[2]
     # Its branches continue both of pass 2, and are fed nodes 5 7 and 6 8.
-    assert third.origins.tolist() == [0, 1] and third.reads.tolist() == [[5, 7], [6, 8]]
-    assert falcon.make_plan(falcon.Config(tree=[], k=2), "cpu") == (
-        [],
-        [],
-        [],
-        set(),
-        1,
-    )
+    assert third.continued.tolist() == [0, 1] and third.fed.tolist() == [[5, 7], [6, 8]]
+    assert falcon.make_plan(falcon.Config(tree=[], k=2), "cpu").passes == []
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -221,10 +222,10 @@ def test_rounds_draft_what_a_new_generator_would(llama, options):
     assert accepted > 0, "no row of a draft was ever dropped after it was accepted"
 
 
-def test_only_tree_and_sampled_may_change(llama):
+def test_only_the_tree_may_change(llama):
     decoding = common.start(llama, input_ids=random_ids(5, seed=2), max_new_tokens=8)
     drafter = make_drafter(llama)
-    can = "cannot change k: it can change tree, sampled"
+    can = "cannot change k: it can change tree$"
     with pytest.raises(common.UserError, match=can):
         next(falcon.drafts(decoding, drafter, k=3))
     with pytest.raises(common.UserError, match=r"add its parent \[1\]"):
@@ -248,23 +249,19 @@ def names(draft):
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("sampled", ["first", "all", "none"])
 @torch.no_grad()
-def test_nodes_are_drawn_from_what_their_siblings_leave(llama, k, sampled):
-    """Told probabilities and likeliest tokens, from forwards of their own."""
-    drafter = make_drafter(llama, k=k, draft_vocab=20, sampled=sampled)
+def test_nodes_are_drawn_from_what_their_siblings_leave(llama, k):
+    """Every q_draft, from a forward over the node's own branch alone."""
+    drafter = make_drafter(llama, k=k, draft_vocab=20)
     given = {"do_sample": True, "temperature": 0.7, "top_k": 12, "max_new_tokens": 9}
-    drawn = {"none": 0, "first": 3, "all": 8}[sampled]
     unlikely = 0
     for seed in range(5):
         torch.manual_seed(seed)
         decoding = common.start(llama, input_ids=random_ids(7, seed), **given)
         draft = next(falcon.drafts(decoding, drafter, tree=TREE))
         paths = names(draft)
-        assert sorted(paths) == sorted(map(tuple, TREE))
-        assert (0 if draft.probs is None else len(draft.probs)) == drawn
-        if sampled == "first":
-            assert paths[:3] == [(0,), (0, 0), (0, 0, 0)]
+        assert paths == [tuple(path) for path in TREE]
+        assert len(draft.probs) == len(TREE), "every node is drawn"
         tokens = dict(zip(paths, draft.tokens.tolist()))
         for node, path in enumerate(paths):
             start = (len(path) - 1) // k * k
@@ -274,42 +271,84 @@ def test_nodes_are_drawn_from_what_their_siblings_leave(llama, k, sampled):
             whole = torch.full((48,), -torch.inf, dtype=scores.dtype)
             whole[drafter.vocab_ids] = scores
             whole[[tokens[(*path[:-1], rank)] for rank in range(path[-1])]] = -torch.inf
-            if node < drawn:
-                whole[whole < whole.topk(12).values[-1]] = -torch.inf
-                expected = (whole / 0.7).softmax(-1).float()
-                torch.testing.assert_close(draft.probs[node], expected)
-                told = float(expected[tokens[path]])
-                assert draft.notes["q"][node] == pytest.approx(told) and told > 0
-                unlikely += tokens[path] != int(expected.argmax())
-            else:
-                assert tokens[path] == int(whole.argmax()), path
-                own = scores.softmax(-1)[drafter.vocab_ids == tokens[path]]
-                assert draft.notes["q"][node] == pytest.approx(float(own), rel=1e-4)
-    assert unlikely > 0 or sampled == "none"
+            whole[whole < whole.topk(12).values[-1]] = -torch.inf
+            expected = (whole / 0.7).softmax(-1).float()
+            torch.testing.assert_close(draft.probs[node], expected)
+            assert expected[tokens[path]] > 0
+            unlikely += tokens[path] != int(expected.argmax())
+    assert unlikely > 0
 
 
-def small_target(sure):
+@pytest.mark.parametrize("k", [1, 2, 3])
+@torch.no_grad()
+def test_no_node_holds_a_token_that_cannot_be_drawn(llama, k):
+    """Where fewer tokens are left than siblings, a node and all below it are missing.
+
+    So are those below an end of the text. Siblings never hold one token twice.
+    """
+    drafter = make_drafter(llama, k=k, draft_vocab=4)
+    wide = [[0], [1], [2], [3], [0, 0], [0, 1], [0, 2], [3, 0], [3, 0, 0], [0, 1, 0]]
+    known = drafter.vocab_ids.tolist()
+    given = {"do_sample": True, "max_new_tokens": 9, "eos_token_id": known[3]}
+    pair = {"prefix_allowed_tokens_fn": lambda *_: [5, *known[1:3]], "top_k": 0}
+    one = {"prefix_allowed_tokens_fn": lambda *_: known[:1], "top_k": 0}
+    for options, most in ((pair, 2), (one, 1), ({"top_k": 1}, 4), ({"top_p": 0.5}, 4)):
+        for seed in range(8):
+            torch.manual_seed(seed)
+            ids = random_ids(7, seed)
+            decoding = common.start(llama, input_ids=ids, **given, **options)
+            draft = next(falcon.drafts(decoding, drafter, tree=wide))
+            assert len(draft.probs) == len(draft.tokens) == len(draft.parents)
+            assert len(draft.children()) == len(draft.tokens), "a token twice"
+            assert draft.parents.count(-1) == most
+            for node, token in enumerate(draft.tokens.tolist()):
+                assert draft.probs[node, token] > 0
+                parent = draft.parents[node]
+                assert parent < 0 or int(draft.tokens[parent]) != known[3]
+            decoding.verify(draft)
+
+
+@torch.no_grad()
+def test_without_a_token_to_draw_the_draft_is_empty(llama):
+    """The target may write only a token that the drafter does not know."""
+    drafter = make_drafter(llama, draft_vocab=20)
+    unknown = min(set(range(48)) - set(drafter.vocab_ids.tolist()))
+    others = torch.arange(48) != unknown
+    forbid = LogitsProcessorList(
+        [lambda _, scores: scores.masked_fill(others, -torch.inf)]
+    )
+    given = {"do_sample": True, "max_new_tokens": 6, "logits_processor": forbid}
+    decoding = common.start(llama, input_ids=random_ids(7, 0), **given)
+    for draft in falcon.drafts(decoding, drafter):
+        assert len(draft.tokens) == 0
+        decoding.verify(draft)
+    assert decoding.ids[0, 7:].tolist() == [unknown] * 6
+
+
+def small_target(sure, k=2):
     """A target of four tokens, so that its answers can be enumerated.
 
     sure: what the drafter's logits are multiplied by; 0 makes all tokens alike.
     """
     target = family("Llama", vocab_size=4, num_hidden_layers=2)
-    drafter = make_drafter(target, num_layers=1)
+    drafter = make_drafter(target, num_layers=1, k=k)
     drafter.norm.weight.data *= sure
     ids = torch.randint(1, 4, (1, 6), generator=torch.Generator().manual_seed(4))
     return target, drafter, ids
 
 
-def p_value(sampled, sure):
-    """Of answers of four tokens; the third level is drafted by the second pass."""
-    target, drafter, ids = small_target(sure)
-    decoder = common.speculate(falcon.drafts, drafter, tree=TREE, sampled=sampled)
-    return sampled_p_value(target, ids, 4, draws=300, custom_generate=decoder)
+def p_value(sure, k=2, top_k=0):
+    """Of the first three tokens of answers, drafted in three passes or in two."""
+    target, drafter, ids = small_target(sure, k)
+    decoder = common.speculate(falcon.drafts, drafter, tree=TREE)
+    given = {"custom_generate": decoder, "top_k": top_k}
+    return sampled_p_value(target, ids, 3, draws=300, max_new_tokens=4, **given)
 
 
-@pytest.mark.parametrize("sampled, sure", [("first", 0.0), ("all", 4.0)])
-def test_sampled_trees_follow_the_target(sampled, sure):
-    assert p_value(sampled, sure) > 1e-3
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("sure, top_k", [(0.0, 0), (4.0, 0), (4.0, 2)])
+def test_sampled_trees_follow_the_target(k, sure, top_k):
+    assert p_value(sure, k, top_k) > 1e-3
 
 
 def test_negative_control_nodes_that_share_a_random_number(monkeypatch):
@@ -319,31 +358,31 @@ def test_negative_control_nodes_that_share_a_random_number(monkeypatch):
 
     def shared(decoding, logits, vocab_ids, drafted):
         nonlocal uniform
-        if not drafted:
+        if not drafted and logits.isfinite().all():  # the first node of a draft
             uniform = torch.rand(1, dtype=torch.float64)
         _, q_draft = pick(decoding, logits, vocab_ids, drafted)
         return common.sample(q_draft, uniform), q_draft
 
     monkeypatch.setattr(common, "pick", shared)
-    assert p_value("first", 0.0) < 1e-5
+    assert p_value(0.0) < 1e-5
 
 
-def test_negative_control_siblings_that_forget_what_they_leave_out(monkeypatch):
-    pick = common.pick
-    told = {}
+@pytest.mark.parametrize("k", [1, 2])
+def test_negative_control_siblings_that_forget_what_they_leave_out(monkeypatch, k):
+    """Each is judged by the distribution of the first one."""
+    draw_siblings = falcon.draw_siblings
 
-    def forgetful(decoding, logits, vocab_ids, drafted):
-        token, q_draft = pick(decoding, logits, vocab_ids, drafted)
-        if logits.isfinite().all():
-            told[tuple(drafted)] = q_draft
-        return token, told[tuple(drafted)]
+    def forgetful(*inputs):
+        first = None
+        for token, q_draft in draw_siblings(*inputs):
+            first = q_draft if first is None else first
+            yield token, first
 
-    monkeypatch.setattr(common, "pick", forgetful)
-    assert p_value("all", 4.0) < 1e-5
+    monkeypatch.setattr(falcon, "draw_siblings", forgetful)
+    assert p_value(4.0, k) < 3e-4
 
 
-@pytest.mark.parametrize("sampled", ["first", "all"])
-def test_processors_are_asked_only_about_texts_that_the_target_may_write(sampled):
+def test_processors_are_asked_only_about_texts_that_the_target_may_write():
     """Not after an end, nor after a forbidden token, nor beyond the last one."""
     target, drafter, ids = small_target(1.0)
 
@@ -354,13 +393,23 @@ def test_processors_are_asked_only_about_texts_that_the_target_may_write(sampled
         assert len(said) < 12, "beyond the last token"
         return [0, 1, 2] if said else [3]
 
-    decoder = common.speculate(falcon.drafts, drafter, tree=TREE, sampled=sampled)
+    decoder = common.speculate(falcon.drafts, drafter, tree=TREE)
     given = {"do_sample": True, "top_k": 0, "max_new_tokens": 12, "eos_token_id": 2}
     for seed in range(8):
         torch.manual_seed(seed)
         given |= {"prefix_allowed_tokens_fn": allowed, "custom_generate": decoder}
         said = target.generate(ids, **given)[0, 6:].tolist()
         assert said[0] == 3 and 3 not in said[1:]
+
+
+def test_a_drafter_saved_with_settings_of_the_past_is_read(llama, tmp_path):
+    """config.json once had `sampled`; it had no effect on greedy decoding."""
+    drafter = make_drafter(llama)
+    drafter.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sampled": "first"}))
+    again = common.load_drafter(falcon.Drafter, tmp_path, llama)
+    assert again.config == drafter.config
 
 
 # -------------------------------------------------------------------------------- masks

@@ -211,16 +211,22 @@ def make_glide(target, **options):
     return glide.build(config, target, counts).to(target.dtype).eval()
 
 
-def enumerate_joint(target, prompt, length):
+def enumerate_joint(target, prompt, length, top_k=0):
     """Exact probabilities of all continuations of `length` tokens, {tokens:
     probability}.
+
+    top_k: how many tokens may follow a text; 0: all.
     """
     joint = {(): 1.0}
     for _ in range(length):
         grown = {}
         for tokens, probability in joint.items():
             ids = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1)
-            next_probs = target(ids).logits[0, -1].float().softmax(-1)
+            logits = target(ids).logits[0, -1].float()
+            if top_k:
+                lowest = logits.topk(top_k).values[-1]
+                logits = logits.masked_fill(logits < lowest, float("-inf"))
+            next_probs = logits.softmax(-1)
             grown |= {
                 (*tokens, i): probability * float(p) for i, p in enumerate(next_probs)
             }
@@ -257,14 +263,19 @@ def chi_square_p_value(counts, expected):
 
 
 def sampled_p_value(target, prompt, length, draws, **options):
-    """How well `draws` sampled answers follow the target's own distribution."""
+    """How well `draws` sampled answers follow the target's own distribution.
+
+    length: how many tokens of an answer are looked at; an answer may be longer.
+    """
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": length} | options
     torch.manual_seed(0)
     counts = collections.Counter()
     for _ in range(draws):
         output = target.generate(prompt, **options)
-        counts[tuple(output[0, prompt.shape[1] :].tolist())] += 1
-    return chi_square_p_value(counts, enumerate_joint(target, prompt, length))
+        counts[tuple(output[0, prompt.shape[1] :][:length].tolist())] += 1
+    expected = enumerate_joint(target, prompt, length, options["top_k"])
+    expected = {tokens: p for tokens, p in expected.items() if p > 0}
+    return chi_square_p_value(counts, expected)
 
 
 def draft_of(tokens, parents, probs=None, **notes):

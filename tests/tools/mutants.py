@@ -200,10 +200,10 @@ soft and hard losses exchange their weights
 - l_dist = 0.9 * l_soft + 0.1 * l_hard
 + l_dist = 0.1 * l_soft + 0.9 * l_hard
 each branch of a later pass continues the first one
-- [tips_before.index(tip[:-k]) for tip in tips if tip]
-+ [0 for tip in tips if tip]
+- continued = tensor([branch[node_of[tip]] for tip in tips])
++ continued = tensor([0 for tip in tips])
 each branch is fed the first tokens on its path, not the last ones
-- ends = range(depth - k + 1, depth + 1)
+- ends = range(start - k + 1, start + 1)
 + ends = range(1, k + 1)
 drafting is plain causal
 - mask = block[start:end, None] >= block[:end]
@@ -218,20 +218,26 @@ the LSTM forgets what it has read
 - return self.fusion(pairs, state)
 + return self.fusion(pairs)
 a branch sees other branches
-- return torch.cat([mask[origins], own
-+ return torch.cat([torch.ones_like(mask[origins]), own
-a drawn node may hold the token of an earlier sibling
-- taken = torch.isin(drafter.vocab_ids, tokens[first:node])
-+ taken = torch.isin(drafter.vocab_ids, tokens[:0])
+- return torch.cat([mask[continued], own
++ return torch.cat([torch.ones_like(mask[continued]), own
+a sibling may hold the token of an earlier one
+- logits = logits.masked_fill(vocab_ids == token, float("-inf"))
++ logits = logits
+a sibling may hold a token that a logits processor forces again
+- if picked is None or picked[1][taken].any():
++ if picked is None:
 drawn nodes are told each other's probabilities
 - torch.stack(list(probs.values()))
 + torch.stack(list(probs.values())[::-1])
 nodes below an end of the answer are drawn
-- parent in probs and ids[parent] not in decoding.ends
-+ parent in probs
+- if int(token) not in decoding.ends:
++ if True:
 the tree goes on beyond the last token that may be written
-- count = sum(len(above) < decoding.room for above in plan.above)
-+ count = len(plan.above)
+- count = sum(depth <= decoding.room for depth in plan.depths)
++ count = len(plan.depths)
+drawn nodes go on beyond the last token that may be written
+- if above is None or len(above) >= decoding.room:
++ if above is None:
 """
 
 CTC_DRAFTER = r"""
