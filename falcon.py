@@ -51,6 +51,9 @@ class Config:
     csgd: bool = option(True, "coupled sequential glancing distillation")
     noise: float = option(0.1, "hidden states get U(-noise, noise) in training")
     distill_weight: float = option(0.1, "omega_dist, weight of L_dist")
+    norms: bool = option(True, "normalise inputs and predictions; the authors do not")
+    bias: bool = option(True, "linear fusion has a bias; engines may read none")
+    layer: dict = option(dict, "more of LlamaConfig (filled in by support.authors)")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     tree: list = option(
         lambda: layered_tree([4, 4, 3, 2]), "nodes, each a path of ranks", decode=True
@@ -81,16 +84,21 @@ class Drafter(
         self.config = config
         self.kv_layers = []  # it reads no keys and values of the target
         width = config.target["hidden_size"]
-        self.feature_norm = nn.RMSNorm(width, eps=1e-5)
-        self.embed_norm = nn.RMSNorm(width, eps=1e-5)
+        # Without norms the drafter has the authors' architecture, and EAGLE's.
+        norm = nn.RMSNorm if config.norms else nn.Identity
+        self.feature_norm = norm(width, eps=1e-5)
+        self.embed_norm = norm(width, eps=1e-5)
         if config.fusion == "linear":
-            self.fusion = nn.Linear(2 * width, width)
+            self.fusion = nn.Linear(2 * width, width, bias=config.bias)
         else:
             self.fusion = nn.LSTM(2 * width, width, num_layers=2, batch_first=True)
         llama = common.llama_config(config.target, config.intermediate_size)
+        llama.update(config.layer)
         layers = [LlamaDecoderLayer(llama, n) for n in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
-        self.norm = nn.RMSNorm(width, eps=1e-5)
+        if not config.norms:
+            self.layers[0].input_layernorm = nn.Identity()
+        self.norm = norm(width, eps=1e-5)
         common.add_vocab_ids(self, config.draft_vocab)
 
     def fuse(self, target, hidden: Tensor, token_ids: Tensor, state=None):
@@ -141,7 +149,8 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     if config.fusion == "linear":
         identity = torch.eye(config.target["hidden_size"])  # for the sum of both halves
         drafter.fusion.weight.data.copy_(identity.repeat(1, 2))
-        nn.init.zeros_(drafter.fusion.bias)
+        if config.bias:
+            nn.init.zeros_(drafter.fusion.bias)
     top_layers = common.target_layers(target)[-config.num_layers :]
     common.start_from(drafter, target, token_counts, zip(drafter.layers, top_layers))
     return drafter
@@ -193,7 +202,7 @@ def training_slots(drafter: Drafter, batch) -> Slots:
     A slot learns if its label's token is to be predicted (`batch.loss_mask`).
     """
     k = drafter.config.k
-    hidden = batch.hidden.to(drafter.norm.weight.dtype)  # (B, T, D)
+    hidden = batch.hidden.to(next(drafter.parameters()).dtype)  # (B, T, D)
     return Slots(
         hidden=hidden[:, :-1],
         token_ids=batch.input_ids[:, 1:],
@@ -479,7 +488,8 @@ class Memory:
         self.head = common.draft_head(target, drafter.vocab_ids)  # D -> Vd
         self.slots = 0  # slots read so far
         # The last k - 1 slots, fused, and the LSTM's state after the last one.
-        self.fused = drafter.norm.weight.new_empty(1, 0, len(drafter.norm.weight))
+        width = drafter.config.target["hidden_size"]
+        self.fused = next(drafter.parameters()).new_empty(1, 0, width)
         self.state = None
 
 

@@ -82,8 +82,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def add_config_options(parser: argparse.ArgumentParser, config_class) -> None:
     """Add an option for each field of a Config that the parser does not have yet.
 
-    Fields that `build` fills in, as their help says, get none. An option that is not
-    given is None. The Config checks the values.
+    Fields that are filled in elsewhere, as their help says, get none. An option that is
+    not given is None. The Config checks the values.
     """
     module = config_class.__module__.rpartition(".")[2]
     group = parser.add_argument_group(f"{module} options")
@@ -92,7 +92,7 @@ def add_config_options(parser: argparse.ArgumentParser, config_class) -> None:
     for option in dataclasses.fields(config_class):
         default = getattr(defaults, option.name)
         help = option.metadata["help"]
-        if option.name in taken or "filled in by build" in help:
+        if option.name in taken or "filled in by" in help:
             continue
         kind = {"type": json_list if isinstance(default, list) else type(default)}
         if isinstance(default, bool):
