@@ -81,11 +81,11 @@ class Config:
         common.at_least(self, draft_vocab=0, head_depth=0, temperature=0)
         common.at_least(self, w_rej=0, threshold=0, max_draft=0, gamma=0)
         ints = isinstance(self.layers, list) and {type(x) for x in self.layers} == {int}
-        rejections = f"w_rej {self.w_rej}: take a finite weight above 0"
+        finite = math.isfinite(self.w_rej + self.temperature)
         common.refuse(
             (not ints, f"layers {self.layers}: take a list of ints, such as [0,-1]"),
-            (not 0 < self.w_rej < math.inf, rejections),
-            (self.temperature == math.inf, "temperature inf: take a finite number"),
+            (self.w_rej == 0, "w_rej 0: take a weight above 0"),
+            (not finite, "w_rej and temperature: take finite numbers"),
         )
 
 
@@ -132,8 +132,7 @@ class Drafter(
         super().__init__()
         self.config = config
         width = config.model["hidden_size"]  # of the draft model
-        # Either copied layers, or a function that returns the DraftModel of a causal LM
-        # (see `wrap`).
+        # The draft model: copied layers, or a causal LM (see `wrap`).
         self.body = None if config.draft_model else new_layers(config)
         self.lm = None
         self.head = AcceptanceHead(width, config.head_depth)
@@ -171,12 +170,11 @@ def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     #    and labelled after X_1 to X_(t-1).
     temperature = drafter.config.temperature
     drafted, accept_prob = draw_labels(model, target, batch, for_y, temperature)
-    # 3. To read each Y_t after X_1 to X_(t-1) would take a pass for each t. One pass
-    #    over a text that is mostly drafted, Z, gives a hidden state for most of the
-    #    Y_t, where one over X would give none: that is the sparse signal of section 1.
+    # 3. The head learns from hidden states at draft tokens, and X holds hardly any (the
+    #    sparse signal of section 1). So one pass reads Z, in which most tokens are Y_t.
     mixed, judged = mix(batch, drafted, for_z, KEEP)
-    # 4. So e_t is read after Z_1 to Z_(t-1) and Y_t, and P_t belongs to another text
-    #    before Y_t. The paper accepts this shift, and weighs rejections more (`loss`).
+    # 4. Thus e_t is read after Z_1 to Z_(t-1) and Y_t, though P_t was computed after
+    #    X_1 to X_(t-1). The paper accepts this difference.
     hidden = model.hidden(mixed)[judged]  # (J, D)
     among = judged[batch.loss_mask]  # (M,) bool, which Y_t are judged
     return hidden, accept_prob[among]
@@ -323,10 +321,9 @@ def until_stop(steps, head, threshold: float):
         # multiplies by a prediction when i = 1, for which it has computed no e_0.)
         if i > 1:
             p_hat *= float(head(hidden).sigmoid())
-        # The head is one token behind: the pass that returns e_(i-1) also returns q_i,
-        # so when y_(i-1) is judged, y_i costs no further pass. It is submitted unjudged
-        # (as in the MDP of 3.1, where a stop draws one more token), so a round that the
-        # head ends has two tokens or more, whatever h.
+        # The pass that returned e_(i-1) also returned q_i, so when y_(i-1) is judged,
+        # y_i costs no further pass. It is submitted unjudged (as in the MDP of 3.1,
+        # where a stop draws one more token), so a round has two tokens or more.
         yield token, q_draft, p_hat
         # The judged token is submitted as well, even if it caused the end. To drop it
         # because of the judgement would bias what is sampled: tokens that survive such
@@ -449,15 +446,14 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
     c1, c2: t_draft and t_target - t_draft.
     delta: depends on the policy, the prompt, both models, c1 and c2; it is not known.
     """
-    # This is how we read the bound, without its proof in appendix D: if a token is
-    # rejected, to continue wastes at least a pass, c1. If none is, to stop costs at
-    # most c2 + delta more than to continue. At the bound R c1 = (1 - R)(c2 + delta).
-    # With the paper's times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
+    # How we read the bound, without its proof in appendix D: if a token is rejected, to
+    # continue wastes at least a pass, c1. If none is, to stop costs at most c2 + delta
+    # more than to continue. At the bound R c1 = (1 - R)(c2 + delta). With the paper's
+    # times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
     #
-    # The bound says why a threshold on R is the rule, and at a fixed delta it rises as
-    # passes get cheaper. Do not use it as h: delta is unknown, stopping may be cheaper
-    # at a smaller R as well (the condition is sufficient, not necessary), and 1 - p^ is
-    # not R, because the loss biases the head (see `loss`). So h is tuned (4.1).
+    # Do not use it as h: delta is unknown, stopping may be cheaper at a smaller R as
+    # well (the condition is sufficient, not necessary), and 1 - p^ is not R, because
+    # the loss biases the head (see `loss`). So h is tuned (4.1).
     return (c2 + delta) / (c1 + c2 + delta)
 
 
@@ -518,17 +514,17 @@ def wrap(lm, target, drafter: Drafter | None = None) -> Drafter:
     model, width = whole_lm(lm, target)
     name = lm.config.name_or_path or "an LM in memory"
     if drafter is None:
-        config = Config(stop="fixed", draft_model=name, model={"hidden_size": width})
-        sizes = {"target": common.target_shape(target), "draft_vocab": 0}
-        drafter = Drafter(dataclasses.replace(config, **sizes))
-        drafter = drafter.to(target.device, target.dtype).eval()
+        shape = common.target_shape(target)
+        config = Config(shape, stop="fixed", draft_model=name, draft_vocab=0)
+        config.model = {"hidden_size": width}
+        drafter = Drafter(config).to(target.device, target.dtype).eval()
     if drafter.body is not None or drafter.config.model["hidden_size"] != width:
         raise common.UserError(
             f"the head was not trained on {name}: train one on it (stage head), or "
             "wrap the LM without a drafter"
         )
-    # A function, because a module would become a part of the drafter, and would be
-    # saved, converted and copied with it.
+    # A module would become a part of the drafter, to be saved, converted and copied with
+    # it. A function does not.
     drafter.lm = lambda: model
     return drafter
 
@@ -541,23 +537,21 @@ def whole_lm(lm, target) -> tuple[DraftModel, int]:
     models use the same tokenizer.
     """
     size, vocab = (x.config.get_text_config().vocab_size for x in (lm, target))
+    there, here = lm.device, target.device
     other = "choose another draft model"
     common.refuse(
         (size != vocab, f"the draft model has {size} tokens, not {vocab}: {other}"),
-        (
-            lm.device != target.device,
-            f"the draft model is on {lm.device}: move it to {target.device}",
-        ),
+        (there != here, f"the draft model is on {there}: move it to {here}"),
     )
     reason = "its logits do not follow from its hidden states and its cache"
-    ids = torch.tensor([[1, 2, 3, 4, 3, 1]], device=lm.device)
     try:
         decoder = lm.get_decoder()
         lm_head = functools.partial(common.target_logits, lm)
-        vocab_ids = torch.arange(vocab, device=lm.device)
         context = getattr(decoder.config, "max_position_embeddings", None)
+        vocab_ids = torch.arange(vocab, device=here)
         model = DraftModel(decoder, None, lm_head, vocab_ids, context)
         # Draft 3 and 4 after 1 and 2, let them be rejected, and read 3 and 1.
+        ids = torch.tensor([[1, 2, 3, 4, 3, 1]], device=here)
         cache = common.DraftCache(decoder.config.num_hidden_layers)
         model.hidden(ids[:, :4], cache)
         cache.cut(2)
@@ -614,11 +608,11 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """
     common.check_states(target)
     sizes = {"target": common.target_shape(target)}
+    given = config.draft_model and config.stage == "draft"
+    common.refuse(
+        (given, "a draft_model is not trained, only its head: use --stage head")
+    )
     if config.draft_model:
-        if config.stage == "draft":
-            raise common.UserError(
-                "a draft_model is not trained, only its head: use --stage head"
-            )
         lm = load_lm(config.draft_model, target)
         sizes |= {"model": {"hidden_size": whole_lm(lm, target)[1]}, "draft_vocab": 0}
         return wrap(lm, target, Drafter(dataclasses.replace(config, **sizes)))
@@ -644,9 +638,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
             layer.load_state_dict(getattr(theirs, key)[index].state_dict())
         # Try them: some of Gemma's read embeddings of their own.
         draft_model(drafter, target).hidden(drafter.vocab_ids[None, :2])
-    except (
-        Exception
-    ) as error:  # weights have other names (LoRA) or shapes, for instance
+    except Exception as error:  # weights of other names (LoRA) or shapes, for example
         raise common.UserError(
             "the target's layers are adapted, quantised, offloaded or of a kind that "
             f"cannot be copied ({common.one_line(error)}): merge the adapter, load the "
