@@ -523,8 +523,8 @@ def wrap(lm, target, drafter: Drafter | None = None) -> Drafter:
             f"the head was not trained on {name}: train one on it (stage head), or "
             "wrap the LM without a drafter"
         )
-    # A module would become a part of the drafter, to be saved, converted and copied with
-    # it. A function does not.
+    # As a module the LM would become a part of the drafter: it would be saved, converted
+    # and copied with it.
     drafter.lm = lambda: model
     return drafter
 
