@@ -70,7 +70,7 @@ class Config:
     )
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     draft_model: str = option(
-        "", "causal LM to draft with, instead of copied layers: an id or a folder"
+        "", "causal LM that drafts instead: an id, or a folder with its tokenizer"
     )
     model: dict = option(
         dict, "config of the layers, or sizes of the LM (filled in by build)"
@@ -523,18 +523,19 @@ def wrap(lm, target, drafter: Drafter | None = None) -> Drafter:
             f"the head was not trained on {name}: train one on it (stage head), or "
             "wrap the LM without a drafter"
         )
-    # As a module the LM would become a part of the drafter: it would be saved, converted
-    # and copied with it.
+    # In a function, because as a module it would become a part of the drafter, to be
+    # saved, converted and copied with it.
     drafter.lm = lambda: model
     return drafter
 
 
 @torch.no_grad()
 def whole_lm(lm, target) -> tuple[DraftModel, int]:
-    """A causal LM as the draft model, after a try; and its hidden size.
+    """A causal LM as the draft model, and its hidden size.
 
-    Of its vocabulary only the size is compared with the target's: make sure that both
-    models use the same tokenizer.
+    Raises UserError unless its logits follow from its last hidden states and a rejected
+    token can be undone in its cache, which is tried here. Of its vocabulary only the
+    size is compared: make sure that it has the target's tokenizer.
     """
     size, vocab = (x.config.get_text_config().vocab_size for x in (lm, target))
     there, here = lm.device, target.device
@@ -543,7 +544,7 @@ def whole_lm(lm, target) -> tuple[DraftModel, int]:
         (size != vocab, f"the draft model has {size} tokens, not {vocab}: {other}"),
         (there != here, f"the draft model is on {there}: move it to {here}"),
     )
-    reason = "its logits do not follow from its hidden states and its cache"
+    reason = "its logits do not follow from its last hidden states or from its cache"
     try:
         decoder = lm.get_decoder()
         lm_head = functools.partial(common.target_logits, lm)
@@ -634,6 +635,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
         outside = {n: w for n, w in weights.items() if not n.startswith(f"{key}.")}
         # The final norm, and learned positions; ours has no embedding of tokens.
         ours.load_state_dict(outside, strict=False)
+        # A layer that scales by its index, an option of GPT-2, does so by the new one.
         for layer, index in zip(getattr(ours, key), layers):
             layer.load_state_dict(getattr(theirs, key)[index].state_dict())
         # Try them: some of Gemma's read embeddings of their own.
