@@ -117,43 +117,20 @@ class AcceptanceHead(nn.Module):
         return self.out(x)[..., 0].float()
 
 
-class Drafter(
-    nn.Module,
-    PyTorchModelHubMixin,
-    paper_url="https://arxiv.org/abs/2405.19715",  # shown on a drafter's model card
-    license="apache-2.0",
-    tags=["speculative-decoding", "specdecpp"],
-):
-    """What is trained and saved: the head, and the layers of a copied draft model."""
-
-    kv_layers = ()  # no keys and values of the target are read
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.config = config
-        width = config.model["hidden_size"]  # of the draft model
-        # The draft model: copied layers, or a causal LM (see `wrap`).
-        self.body = None if config.draft_model else new_layers(config)
-        self.lm = None
-        self.head = AcceptanceHead(width, config.head_depth)
-        self.head.requires_grad_(config.stage == "head")
-        common.add_vocab_ids(self, config.draft_vocab)  # of copied layers
-
-
 # ------------------------------------------------------------------- training objective
 
 # `batch` is a common.Batch: input_ids (B, T); loss_mask (B, T), which is True at the M
 # answer tokens X_t; the target's last hidden states, batch.hidden (B, T, D); and a seed
-# (B,) for each sequence, new in each step. The paper's i is t here.
-#
-# `model` is the draft model (DraftModel): model.hidden gives its last hidden states
-# (B, T, D), and model.logits of these the logits of the Vd tokens model.vocab_ids.
+# (B,) for each sequence, new in each step. The paper's i is t here. `drafter` has the
+# head and the draft model, which `draft_model` returns as `model`: model.hidden gives
+# last hidden states (B, T, D), and model.logits of these logits (..., Vd) of the tokens
+# model.vocab_ids.
 
 KEEP = 0.15  # the share of X in Z, r / 100 (3.3); the value is the authors' code's
 
 
 @torch.no_grad()
-def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
+def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     """What the head learns (3.3): hidden states e_t (J, D) and labels P_t (J,).
 
     J is the number of judged tokens in the batch.
@@ -180,9 +157,7 @@ def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     return hidden, accept_prob[among]
 
 
-def draw_labels(
-    model: "DraftModel", target, batch, uniform: Tensor, temperature: float
-):
+def draw_labels(model, target, batch, uniform: Tensor, temperature: float):
     """Draw Y_t after X_1 to X_(t-1), for each of the M answer tokens X_t (3.3).
 
     uniform: (B, T) numbers in [0, 1), one for each place.
@@ -233,14 +208,14 @@ def mix(batch, drafted: Tensor, uniform: Tensor, keep: float) -> tuple[Tensor, T
     return torch.where(judged, y, x), judged
 
 
-def response_hidden(model: "DraftModel", batch) -> tuple[Tensor, Tensor]:
+def response_hidden(model, batch) -> tuple[Tensor, Tensor]:
     """Hidden states of draft model and target that predict the M tokens X_t, (M, D)."""
     predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T): t predicts t + 1
     ours = model.hidden(batch.input_ids)
     return ours[predicts], batch.hidden[predicts]
 
 
-def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
+def loss(drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     """The summed loss, and the weight to divide it by.
 
     Stage head: the weighted binary cross-entropy of 3.3 between the labels P and the
@@ -277,7 +252,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     return total, (weight_acc + weight_rej).sum()
 
 
-def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
+def acceptance(drafter, target, batch) -> tuple[Tensor, int]:
     """The draft model's acceptance rate at temperature 1, summed over M places, and M.
 
     At each place of the batch's text it is sum_x min(p_target, q_draft). It stays the
@@ -333,7 +308,7 @@ def until_stop(steps, head, threshold: float):
             return
 
 
-def propose(model: "DraftModel", decoding, cache: common.DraftCache):
+def propose(model, decoding, cache: common.DraftCache):
     """Draft a chain after `decoding.ids`, until the caller stops.
 
     cache: the draft model's, of this answer.
@@ -362,7 +337,7 @@ def propose(model: "DraftModel", decoding, cache: common.DraftCache):
 
 
 @torch.no_grad()
-def drafts(decoding, drafter: Drafter, **changes):
+def drafts(decoding, drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
 
     For target.generate(**inputs, custom_generate=...), with speculate of common.py:
@@ -485,11 +460,35 @@ class DraftModel(NamedTuple):
         return self.lm_head(hidden).float()
 
 
+class Drafter(
+    nn.Module,
+    PyTorchModelHubMixin,
+    paper_url="https://arxiv.org/abs/2405.19715",  # shown on a drafter's model card
+    license="apache-2.0",
+    tags=["speculative-decoding", "specdecpp"],
+):
+    """What is trained and saved: the head, and the layers of a copied draft model."""
+
+    kv_layers = ()  # no keys and values of the target are read
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        width = config.model["hidden_size"]  # of the draft model
+        # The draft model: copied layers, or a causal LM (see `wrap`).
+        self.body = None if config.draft_model else new_layers(config)
+        self.lm = None
+        self.head = AcceptanceHead(width, config.head_depth)
+        self.head.requires_grad_(config.stage == "head")
+        common.add_vocab_ids(self, config.draft_vocab)  # of copied layers
+
+
 def draft_model(drafter: Drafter, target) -> DraftModel:
     """The draft model of a drafter; an LM that its config names is loaded once."""
     if drafter.body is not None:
         decoder = drafter.body.eval()  # drafting has no dropout, so training has none
-        # Without the target's bias and soft cap, because the layers learn without.
+        # Without the target's soft cap, and without its bias unless the head can only
+        # be called: the layers learn so.
         lm_head = common.draft_head(target, drafter.vocab_ids).to(decoder.dtype)
         embed = target.get_input_embeddings()
         return DraftModel(decoder, embed, lm_head, drafter.vocab_ids, None)
