@@ -2,14 +2,13 @@
 
 Paper: Huang et al., 2024, arXiv:2405.19715v1.
 
-A draft that ends too early costs forwards of the target, and one that goes on too long
-costs passes of the draft model, because all tokens after a rejected one are discarded.
-The best length differs from place to place, so it is decided while drafting. A small
-head reads e_i, the last hidden state of the draft model once it has read the draft
-token y_i, and predicts whether the target accepts y_i, given that it accepts y_1 to
-y_(i-1) (Eq. 3.1). The product p^ of these predictions estimates the probability that
-all are accepted (biased by w_rej, see `loss`), and a round ends when 1 - p^ exceeds a
-threshold h:
+A draft that ends too early costs forwards of the target. One that ends too late costs
+passes of the draft model, because all tokens after a rejected one are discarded. The
+best length differs from place to place, so it is decided while drafting. A small head
+reads e_i, the last hidden state of the draft model after it has read the draft token
+y_i, and predicts whether the target accepts y_i, given that it accepts y_1 to y_(i-1)
+(Eq. 3.1). The product p^ of these predictions estimates the probability that all are
+accepted, and a round ends when 1 - p^ exceeds a threshold h (Algorithm 2):
 
     a pass of the draft model reads    root  y_1   y_2   y_3
     its last hidden state is           e_0   e_1   e_2   e_3
@@ -17,50 +16,22 @@ threshold h:
     y judged by it                           y_1   y_2   y_3
 
 y_i is judged by e_i, one pass after it was drawn, so the last token of a draft is
-submitted unjudged. Algorithm 2 is `propose` and `until_stop`, and Decoding.verify in
-common.py. With stop="fixed" a round has gamma tokens, which is Algorithm 1.
-
-In training, each Y_t is drafted and labelled after the target's own text X_1 to
-X_(t-1), because the label assumes that all tokens before it were accepted. But its
-hidden state e_t is read after Z_1 to Z_(t-1) and Y_t itself. Most of the Z are Y,
-because drafts are what the head will judge (3.3, `labelled`).
+submitted unjudged. With stop="fixed" a round has gamma tokens (Algorithm 1).
 
 Names that differ from the paper's: p is `target`, q is `DraftModel`, e_i is `hidden`,
-p^ is `all_accepted`, h is `threshold`, K is `gamma`, r is `KEEP`, P_i is `accept_prob`,
+p^ is `p_hat`, h is `threshold`, K is `gamma`, P_i is `accept_prob`, r / 100 is `KEEP`,
 D is `head_depth`. In shapes D is the hidden size, of the draft model or of the target.
 
-Deviations from the paper:
-    1. The paper takes the draft model as given (3.1). Here it consists of layers of the
-       target, distilled in stage "draft", unless `draft_model` names another LM. The
-       two layers that are shipped (0 and 29; the default is four) agree with the target
-       at 59% of the places, the paper's pair at 84% (1 - .164, 2.1). What the head
-       gains with them, and what limits it, is in results/README.md ("Stop rules").
-    2. Copied layers draft frequent tokens only (`draft_vocab`).
-    3. Labels are greedy by default: P_i is 1 where the likeliest tokens of both models
-       are the same, else 0. With a `temperature` of 1 they are the paper's, if the
-       target wrote the texts at that temperature, too. Decode as the labels were made:
-       at their temperature, without other logits processors.
-    4. Y and Z are drawn anew in each training step; the authors' code draws them once.
-
-Authors' code: its head applies one residual block D times; here there are D blocks,
-which is how we read the paper's "(D+1)-layer ResNet". It has two outputs and a softmax,
-ours one logit and a sigmoid (Eq. 3.1). Three things are taken from it, because sections
-1 to 6 do not state them (the appendices were not read): r is 0.15, the loss is divided
-by the sum of its weights, and a draft ends after an end-of-sequence token. The
-benchmark commands in its README use --do_sample.
-
+Deviations and what the authors' code does: at the end of this file.
 Licence: Apache-2.0.
 """
 
-import copy
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -73,20 +44,10 @@ import common
 from common import option
 
 
-# head_depth, w_rej and threshold are by default as recommended in 4.3, max_draft as in
-# 4.1. The minimum of two tokens follows from the rule (`until_stop`).
+# The defaults of head_depth, w_rej and threshold are those of 4.3, of max_draft 4.1's.
 @dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
-    layers: list[int] = option(
-        lambda: [0, 1, -2, -1], "target layers that the draft model copies"
-    )
-    draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
-    draft_model: str = option("", "causal LM to draft with, instead of copied layers")
-    model: dict = option(
-        dict, "config of the layers, or identity of the LM (filled in by build)"
-    )
-    stage: str = option("draft", "what to train: draft, then head (with --init DRAFT)")
     head_depth: int = option(3, "residual blocks of the head (the paper's D)")
     w_rej: float = option(6.0, "weight of rejections in the head's loss, w_acc being 1")
     temperature: float = option(
@@ -98,214 +59,40 @@ class Config:
     threshold: float = option(
         0.7, "h: end when 1 - p^ exceeds it; at 1 or above, never", decode=True
     )
-    max_draft: int = option(20, "with stop=head: at most so many tokens", decode=True)
+    max_draft: int = option(20, "with stop=head: at most this many tokens", decode=True)
     gamma: int = option(
         5, "with stop=fixed: tokens a round, K (the paper: 2 to 14)", decode=True
+    )
+    # The draft model: see the last part of this file.
+    stage: str = option("draft", "what to train: draft, then head (with --init DRAFT)")
+    layers: list[int] = option(
+        lambda: [0, 1, -2, -1], "target layers that the draft model copies, each once"
+    )
+    draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
+    draft_model: str = option(
+        "", "causal LM that drafts instead: an id, or a folder with its tokenizer"
+    )
+    model: dict = option(
+        dict, "config of the layers, or sizes of the LM (filled in by build)"
     )
 
     def __post_init__(self):
         common.one_of(self, stage=("draft", "head"), stop=("head", "fixed"))
         common.at_least(self, draft_vocab=0, head_depth=0, temperature=0)
         common.at_least(self, w_rej=0, threshold=0, max_draft=0, gamma=0)
-        if not all(type(layer) is int for layer in self.layers):
-            raise common.UserError(f"layers {self.layers}: take a list of ints")
-        if not 0 < self.w_rej < math.inf:  # at_least has checked the type
-            raise common.UserError(f"w_rej {self.w_rej}: take a finite weight above 0")
-        if self.draft_model and self.stage == "draft":
-            raise common.UserError(
-                "a draft_model is not trained, only its head: use --stage head"
-            )
+        ints = isinstance(self.layers, list) and {type(x) for x in self.layers} == {int}
+        finite = math.isfinite(self.w_rej + self.temperature)
+        common.refuse(
+            (not ints, f"layers {self.layers}: take a list of ints, such as [0,-1]"),
+            (self.w_rej == 0, "w_rej 0: take a weight above 0"),
+            (not finite, "w_rej and temperature: take finite numbers"),
+        )
 
 
 VARIANTS = {  # named settings for bench.py, as in --method specdecpp:K2
     "K2": {"stop": "fixed", "gamma": 2},
     "K4": {"stop": "fixed", "gamma": 4},
 }
-
-
-# ---------------------------------------------------------------------- the draft model
-
-
-class DraftModel(NamedTuple):
-    """The draft model q, made by `copied_layers` or `causal_lm`."""
-
-    decoder: nn.Module  # layers and final norm
-    embed: nn.Module
-    # Hidden states (..., D) to logits (..., Vd); that of copied layers leaves out the
-    # target's bias and soft cap, because they learn without.
-    lm_head: Callable
-    vocab_ids: Tensor  # (Vd,) the ids that the logits belong to
-
-    def hidden(self, ids: Tensor, cache=None) -> Tensor:
-        """Last hidden states (B, T, D) of ids (B, T), after those of the cache."""
-        embeds = self.embed(ids).to(self.decoder.dtype)  # (B, T, D)
-        output = self.decoder(
-            inputs_embeds=embeds, past_key_values=cache, use_cache=cache is not None
-        )
-        return output[0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (..., Vd) of the token after each hidden state (..., D)."""
-        return self.lm_head(hidden).float()
-
-
-class Drafter(
-    nn.Module,
-    PyTorchModelHubMixin,
-    paper_url="https://arxiv.org/abs/2405.19715",  # shown on a drafter's model card
-    license="apache-2.0",
-    tags=["speculative-decoding", "specdecpp"],
-):
-    """What is trained and saved: the copied layers, if any, and the head."""
-
-    kv_layers = ()  # no keys and values of the target are read
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.config = config
-        if not config.model:
-            raise common.UserError(
-                "the config has no draft model: make the drafter with specdecpp.build, "
-                "or was this config.json saved by another method?"
-            )
-        self.body = None
-        if not config.draft_model:
-            # The layers get the target's embeddings and need no table of their own. So
-            # the model is made for a vocabulary of one token, without special ones.
-            special = ["pad_token_id", "bos_token_id", "eos_token_id"]
-            no_vocab = dict.fromkeys(special) | {"vocab_size": 1}
-            shape = AutoConfig.for_model(**config.model | no_vocab)
-            self.body = AutoModel.from_config(shape, dtype=torch.float32)
-            self.body.set_input_embeddings(nn.Identity())
-            self.body.requires_grad_(config.stage == "draft")
-        self.head = AcceptanceHead(config.model["hidden_size"], config.head_depth)
-        self.head.requires_grad_(config.stage == "head")
-        common.add_vocab_ids(self, config.draft_vocab)  # unused beside a causal LM
-
-
-def copied_layers(drafter: Drafter, target) -> DraftModel:
-    """A drafter's layers, between the target's embedding and rows of its LM head."""
-    decoder = drafter.body.eval()  # drafting has no dropout, so training has none here
-    embed = target.get_input_embeddings()
-    lm_head = common.draft_head(target, drafter.vocab_ids).to(decoder.dtype)
-    return DraftModel(decoder, embed, lm_head, drafter.vocab_ids)
-
-
-def small_config(target, layers: list[int]) -> dict:
-    """The config of the target, with as many layers as are to be copied.
-
-    Raises UserError for layers that the target lacks, or that cannot be copied.
-    """
-    config = copy.deepcopy(target.config.get_text_config())
-    if getattr(config, "hidden_size_per_layer_input", None):  # Gemma 3n, Gemma 4
-        raise common.UserError(
-            "the target's layers read an embedding of their own, which a copy lacks: "
-            "name a draft_model"
-        )
-    depth = config.num_hidden_layers
-    if not layers or not all(-depth <= layer < depth for layer in layers):
-        raise common.UserError(
-            f"layers {layers}: name some of the target's 0 to {depth - 1}"
-        )
-    config.num_hidden_layers = len(layers)
-    # Whether a layer slides, and in SmolLM3 whether it rotates.
-    for name in ("layer_types", "no_rope_layers"):
-        if each := getattr(config, name, None):
-            setattr(config, name, [each[layer] for layer in layers])
-    model = config.to_diff_dict()
-    # The head needs the width by one name (GPT-2 calls it n_embd).
-    model["hidden_size"] = config.hidden_size
-    # The copy has the dtype of its training, and later that of the target.
-    model.pop("dtype", None)
-    return model
-
-
-def causal_lm(lm, target) -> DraftModel:
-    """A draft model made of a causal LM of transformers (4.1).
-
-    Raises UserError if its cache cannot undo a rejected token, if it is on another
-    device, or if its vocabulary differs in size from the target's, padding included.
-    Only the size is checked: make sure that both models use the same tokenizer.
-    """
-    kinds = set(common.layer_kinds(lm.config.get_text_config()))
-    kinds -= {"full_attention", "sliding_attention", "chunked_attention"}
-    uncached = "past_key_values" not in inspect.signature(lm.forward).parameters
-    size, vocab = (x.config.get_text_config().vocab_size for x in (lm, target))
-    other = "choose another draft model"
-    move = f"move it to {target.device}"
-    common.refuse(
-        (kinds or uncached, f"{type(lm).__name__} cannot undo a token: {other}"),
-        (size != vocab, f"the draft model has {size} tokens, not {vocab}: {other}"),
-        (lm.device != target.device, f"the draft model is on {lm.device}: {move}"),
-    )
-    embed = lm.get_input_embeddings()
-    lm_head = functools.partial(common.target_logits, lm)
-    vocab_ids = torch.arange(vocab, device=target.device)
-    return DraftModel(lm.get_decoder(), embed, lm_head, vocab_ids)
-
-
-# Cached, because `loss` needs it in every step and a Drafter does not contain it.
-@functools.lru_cache(maxsize=1)
-def load_draft_model(name: str, dtype, device):
-    """The causal LM of Config.draft_model."""
-    return common.load_target(name, dtype=dtype, device=str(device))[0]
-
-
-def named_model(config: Config, target):
-    """The causal LM that a config names; None for copied layers."""
-    name = config.draft_model
-    return load_draft_model(name, target.dtype, target.device) if name else None
-
-
-def draft_model_of(drafter: Drafter | None, lm, target) -> DraftModel:
-    """The draft model: the causal LM, or if `lm` is None a drafter's copied layers."""
-    return copied_layers(drafter, target) if lm is None else causal_lm(lm, target)
-
-
-def identity(lm) -> dict:
-    """A causal LM's shape and the last part of its path."""
-    # The same weights in a folder of another name count as another model, and other
-    # weights of the same shape in a folder of the same name do not.
-    return {"name": Path(lm.config.name_or_path).name, **common.target_shape(lm)}
-
-
-def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter before training, with copied layers or with a head alone.
-
-    token_counts: (V,) how often each token occurs in the responses.
-    Raises UserError for layers that the target lacks or that cannot be copied, and for
-    a `draft_model` that cannot be loaded or used.
-    """
-    config = dataclasses.replace(config, target=common.target_shape(target))
-    lm = named_model(config, target)
-    if lm is not None:
-        causal_lm(lm, target)  # can it be used?
-        return Drafter(dataclasses.replace(config, model=identity(lm), draft_vocab=0))
-
-    shape = small_config(target, config.layers)
-    drafter = Drafter(dataclasses.replace(config, model=shape))
-    common.start_from(drafter, target, token_counts)
-    ours = drafter.body.get_decoder()  # OPT wraps it
-    theirs = target.get_decoder()
-    key = "layers" if hasattr(ours, "layers") else "h"  # GPT-2
-    common.refuse(
-        (not hasattr(ours, key), "the target has no list of layers: name a draft_model")
-    )
-    weights = theirs.state_dict()
-    outside = {n: w for n, w in weights.items() if not n.startswith(f"{key}.")}
-    try:
-        # The final norm, and learned positions; ours has no embedding of tokens.
-        ours.load_state_dict(outside, strict=False)
-        for layer, index in zip(getattr(ours, key), config.layers):
-            layer.load_state_dict(getattr(theirs, key)[index].state_dict())
-    except RuntimeError as error:  # weights of other names (LoRA) or shapes (quantised)
-        raise common.UserError(
-            "the target's layers are adapted, quantised or offloaded and cannot be "
-            "copied, or their kinds differ by place (mixture of experts): merge the "
-            "adapter, load the target without quantisation and without offloading, or "
-            "name a draft_model"
-        ) from error
-    return drafter
 
 
 # ----------------------------------------------------------------------------- the head
@@ -334,53 +121,56 @@ class AcceptanceHead(nn.Module):
 
 # `batch` is a common.Batch: input_ids (B, T); loss_mask (B, T), which is True at the M
 # answer tokens X_t; the target's last hidden states, batch.hidden (B, T, D); and a seed
-# (B,) for each sequence, new in each step.
+# (B,) for each sequence, new in each step. The paper's i is t here. `drafter` has the
+# head and the draft model, which `draft_model` returns as `model`: model.hidden gives
+# last hidden states (B, T, D), and model.logits of these logits (..., Vd) of the tokens
+# model.vocab_ids.
 
-KEEP = 0.15  # r, the share of X in Z (3.3); the value is that of the authors' code
+KEEP = 0.15  # the share of X in Z, r / 100 (3.3); the value is the authors' code's
 
 
 @torch.no_grad()
-def labelled(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
+def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     """What the head learns (3.3): hidden states e_t (J, D) and labels P_t (J,).
 
     J is the number of judged tokens in the batch.
     """
-    model = draft_model_of(drafter, named_model(drafter.config, target), target)
+    model = draft_model(drafter, target)
     # Two numbers in [0, 1) for each place, one to draw Y_t and one to mix Z.
     size = batch.input_ids.shape[1], 2
-    uniform = []
-    for seed in batch.seed.tolist():
-        numbers = common.generator(seed)
-        uniform.append(torch.rand(size, generator=numbers, dtype=torch.float32))
-    uniform = torch.stack(uniform).to(batch.input_ids.device)  # (B, T, 2)
+    generators = [common.generator(seed) for seed in batch.seed.tolist()]
+    rows = [torch.rand(size, generator=g, dtype=torch.float32) for g in generators]
+    uniform = torch.stack(rows).to(batch.input_ids.device)  # (B, T, 2)
     for_y, for_z = uniform.unbind(-1)  # (B, T) each
     # 1. X is the text of the batch, which the target wrote.
     # 2. A label P_t assumes that all tokens before Y_t were accepted, so Y_t is drawn
     #    and labelled after X_1 to X_(t-1).
     temperature = drafter.config.temperature
     drafted, accept_prob = draw_labels(model, target, batch, for_y, temperature)
-    # 3. When decoding the head sees the states of drafts, so it learns from those of a
-    #    text that is mostly drafted, Z.
+    # 3. The head learns from hidden states at draft tokens, and X holds hardly any (the
+    #    sparse signal of section 1). So one pass reads Z, in which most tokens are Y_t.
     mixed, judged = mix(batch, drafted, for_z, KEEP)
-    # 4. So e_t is read after Z_1 to Z_(t-1) and Y_t.
+    # 4. Thus e_t is read after Z_1 to Z_(t-1) and Y_t, though P_t was computed after
+    #    X_1 to X_(t-1). The paper accepts this difference.
     hidden = model.hidden(mixed)[judged]  # (J, D)
     among = judged[batch.loss_mask]  # (M,) bool, which Y_t are judged
     return hidden, accept_prob[among]
 
 
-def draw_labels(model: DraftModel, target, batch, uniform: Tensor, temperature: float):
+def draw_labels(model, target, batch, uniform: Tensor, temperature: float):
     """Draw Y_t after X_1 to X_(t-1), for each of the M answer tokens X_t (3.3).
 
     uniform: (B, T) numbers in [0, 1), one for each place.
     temperature: of both models; at 0, Y_t is the draft model's likeliest token.
     Returns Y (M,), and accept_prob (M,), which is min(1, p_target / q_draft) of each;
-    at temperature 0 it is 1 where Y_t is the target's likeliest token, too, else 0.
+    at temperature 0 it is 1 where Y_t is also the target's likeliest token, else 0.
     """
     uniform = uniform[batch.loss_mask][:, None]  # (M, 1)
     ours, theirs = response_hidden(model, batch)  # (M, D) each
     drafted = []
     accept_prob = []
-    parts = [x.split(256) for x in (ours, theirs, uniform)]  # saves memory
+    # In parts of m <= 256 places, because M x V logits would take much memory.
+    parts = [x.split(256) for x in (ours, theirs, uniform)]
     for part, target_part, number in zip(*parts):
         q_logits = model.logits(part)  # (m, Vd)
         p_logits = common.target_logits(target, target_part)  # (m, V)
@@ -418,26 +208,26 @@ def mix(batch, drafted: Tensor, uniform: Tensor, keep: float) -> tuple[Tensor, T
     return torch.where(judged, y, x), judged
 
 
-def response_hidden(model: DraftModel, batch) -> tuple[Tensor, Tensor]:
+def response_hidden(model, batch) -> tuple[Tensor, Tensor]:
     """Hidden states of draft model and target that predict the M tokens X_t, (M, D)."""
     predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T): t predicts t + 1
     ours = model.hidden(batch.input_ids)
     return ours[predicts], batch.hidden[predicts]
 
 
-def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
+def loss(drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     """The summed loss, and the weight to divide it by.
-
-    Stage draft (ours): cross-entropy between the target's distribution, renormalised
-    over the draft vocabulary, and the draft model's, summed over M tokens; the weight
-    is M.
 
     Stage head: the weighted binary cross-entropy of 3.3 between the labels P and the
     head's predictions s, -(w_acc P log s + w_rej (1 - P) log(1 - s)) with w_acc = 1.
     The weight is the sum of w_acc P + w_rej (1 - P).
+
+    Stage draft (ours): cross-entropy between the target's distribution, renormalised
+    over the draft vocabulary, and the draft model's, summed over M tokens; the weight
+    is M.
     """
     if drafter.config.stage == "draft":
-        model = copied_layers(drafter, target)
+        model = draft_model(drafter, target)
         ours, theirs = response_hidden(model, batch)
         logits = model.logits(ours)  # (M, Vd)
         teacher = common.target_logits(target, theirs, model.vocab_ids)
@@ -448,12 +238,12 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     hidden, accept_prob = labelled(drafter, target, batch)
     logits = drafter.head(hidden)  # (J,) whose sigmoid is s
     # The paper weighs rejections more because they are rare, and because the head is
-    # trained on Z but judges real drafts, which may make it over-confident. (The
-    # shipped draft model is rejected 30 to 41% of the time, and heads with w_rej = 1, 3
-    # or 6 are equally fast once h is tuned for each, see checkpoints/README.md.) The
-    # weight biases s, so h is a number to tune and not a probability: the loss is
-    # smallest at s = P / (P + w_rej (1 - P)) < P. For w_rej = 6 and P = .72 that is
-    # s = .3, so the round ends as soon as P(y_1 is rejected) > .28 although h = .7.
+    # trained on Z but judges real drafts, which may make it over-confident. The weight
+    # biases s, so h is a number to tune and not a probability: the loss is smallest at
+    # s = P / (P + w_rej (1 - P)), which is less than P if w_rej > 1. For w_rej = 6 and
+    # P = .72 that is s = .3, so a round ends as soon as P(y_1 is rejected) > .28
+    # although h = .7. (Heads with w_rej = 1, 3 or 6 are equally fast here once h is
+    # tuned for each, see checkpoints/README.md.)
     weight_acc = accept_prob
     weight_rej = drafter.config.w_rej * (1 - accept_prob)
     accepted = weight_acc * F.logsigmoid(logits)
@@ -462,25 +252,63 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     return total, (weight_acc + weight_rej).sum()
 
 
-def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """The acceptance rate at temperature 1, summed over M places, and M.
+def acceptance(drafter, target, batch) -> tuple[Tensor, int]:
+    """The draft model's acceptance rate at temperature 1, summed over M places, and M.
 
-    At each place of the batch's text it is sum_x min(p_target, q_draft).
+    At each place of the batch's text it is sum_x min(p_target, q_draft). It stays the
+    same while the head is trained.
     """
-    # This is about the draft model: while the head is trained it stays the same.
-    model = draft_model_of(drafter, named_model(drafter.config, target), target)
+    model = draft_model(drafter, target)
     ours, theirs = response_hidden(model, batch)
     total = torch.zeros((), device=ours.device)
     for part, target_part in zip(ours.split(256), theirs.split(256)):  # saves memory
-        q_draft = model.logits(part).softmax(-1)  # (m, Vd)
+        q_draft = model.logits(part).softmax(-1)  # (m, Vd), m <= 256
         total += common.overlap(target, target_part, q_draft, model.vocab_ids)
     return total, len(ours)
 
 
 # ----------------------------------------------------------------------------- decoding
 
+# Algorithm 2 is `until_stop` and `propose`, and then Decoding.verify of common.py.
 
-def propose(model: DraftModel, decoding, cache: common.DraftCache):
+
+def until_stop(steps, head, threshold: float):
+    """End a round when the head expects a rejection (Algorithm 2).
+
+    steps: what `propose` yields, (y_i, q_draft, e_(i-1)) for i = 1, 2, ...
+    head: maps e (D,) to a logit, whose sigmoid is the prediction for y_i at e_i.
+    threshold: h.
+    Yields (y_i, q_draft, p^), where p^ is the product of the predictions for y_1 to
+    y_(i-1), as a float; the first is 1. y_i is the last if 1 - p^ exceeds h, and then
+    no further step is asked for.
+
+    If the head predicts 0.9, 0.8 and 0.5 for y_1, y_2 and y_3, and h = 0.6:
+
+        pass i returns       e_0, q_1   e_1, q_2   e_2, q_3   e_3, q_4
+        y_i is drawn         y_1        y_2        y_3        y_4
+        p^, up to y_(i-1)    1          .9         .72        .36
+        1 - p^               0          .1         .28        .64 > h
+    """
+    p_hat = 1.0
+    for i, (token, q_draft, hidden) in enumerate(steps, start=1):
+        # `hidden` is e_(i-1), by which y_(i-1) is judged. e_0 judges nothing: Eq. 3.1
+        # has an e_i for draft tokens only. (The printed Algorithm 2 has a slip: it also
+        # multiplies by a prediction when i = 1, for which it has computed no e_0.)
+        if i > 1:
+            p_hat *= float(head(hidden).sigmoid())
+        # The pass that returned e_(i-1) also returned q_i, so when y_(i-1) is judged,
+        # y_i costs no further pass. It is submitted unjudged (as in the MDP of 3.1,
+        # where a stop draws one more token), so a round has two tokens or more.
+        yield token, q_draft, p_hat
+        # The judged token is submitted as well, even if it caused the end. To drop it
+        # because of the judgement would bias what is sampled: tokens that survive such
+        # a filter no longer follow q, but verification assumes that they do. (In greedy
+        # decoding it would be safe, but would gain little: its pass has been made.)
+        if 1 - p_hat > threshold:
+            return
+
+
+def propose(model, decoding, cache: common.DraftCache):
     """Draft a chain after `decoding.ids`, until the caller stops.
 
     cache: the draft model's, of this answer.
@@ -508,100 +336,35 @@ def propose(model: DraftModel, decoding, cache: common.DraftCache):
         new = token[None]  # (1, 1); fed only if the caller wants another one
 
 
-def until_stop(steps, head, threshold: float):
-    """End a round when the head expects a rejection (Algorithm 2).
-
-    steps: what `propose` yields, (y_i, q_draft, e_(i-1)) for i = 1, 2, ...
-    head: maps e (D,) to a logit, whose sigmoid is the prediction for y_i at e_i.
-    threshold: h.
-    Yields (y_i, q_draft, p^), where p^ is the product of the predictions for y_1 to
-    y_(i-1), as a float; the first is 1. y_i is the last if 1 - p^ exceeds h, and then
-    no further step is asked for.
-
-    If the head predicts 0.9, 0.8 and 0.5 for y_1, y_2 and y_3, and h = 0.6:
-
-        pass i returns       e_0, q_1   e_1, q_2   e_2, q_3   e_3, q_4
-        y_i is drawn         y_1        y_2        y_3        y_4
-        p^, up to y_(i-1)    1          .9         .72        .36
-        1 - p^               0          .1         .28        .64 > h
-    """
-    all_accepted = 1.0  # p^
-    for i, (token, q_draft, hidden) in enumerate(steps, start=1):
-        # `hidden` is e_(i-1), by which y_(i-1) is judged. e_0 judges nothing: Eq. 3.1
-        # has an e_i for draft tokens only, and the product of 3.2 begins with e_1. (The
-        # printed Algorithm 2 has a slip: at i = 1, too, it multiplies by the prediction
-        # at e_(i-1), but it has computed no e_0. The authors' code skips i = 1.)
-        if i > 1:
-            all_accepted *= float(head(hidden).sigmoid())
-        # The head lags behind by one token: the pass that returns e_(i-1) also returns
-        # q_i, so when y_(i-1) is judged, y_i costs no further pass. It is submitted
-        # unjudged (as in the MDP of 3.1, where a stop draws one more token), so a round
-        # that the head ends has two tokens or more, whatever h.
-        yield token, q_draft, all_accepted
-        # The judged token is submitted as well, even if it caused the end. A token that
-        # is dropped because of a judgement on it would bias what is sampled: those that
-        # survive such a filter no longer follow q, but verification assumes that they
-        # do. (A greedy answer does not depend on q. There, dropping the token would be
-        # safe but would gain nothing.)
-        if 1 - all_accepted > threshold:
-            return
-
-
-def check_fit(drafter: Drafter | None, lm, config: Config) -> None:
-    """Raise a UserError if the head that is to end rounds is missing or does not fit.
-
-    lm: the causal LM that drafts; None for copied layers.
-    """
-    if config.stop == "fixed":
-        return
-    remedy = "train one (stage head), or take stop fixed"
-    if drafter is None or drafter.config.stage == "draft":
-        raise common.UserError(
-            f"stop head, but no acceptance head has been trained: {remedy}"
-        )
-    if lm is not None and drafter.config.model != identity(lm):
-        own = drafter.config.draft_model or "its own layers"
-        given = lm.config.name_or_path
-        raise common.UserError(
-            f"the head was trained on {own}, not on {given}: {remedy}"
-        )
-
-
 @torch.no_grad()
-def drafts(decoding, drafter: Drafter | None, draft_model=None, **changes):
+def drafts(decoding, drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
 
     For target.generate(**inputs, custom_generate=...), with speculate of common.py:
 
         speculate(specdecpp.drafts, drafter)                         # Algorithm 2
         speculate(specdecpp.drafts, drafter, stop="fixed", gamma=4)  # Algorithm 1
-        speculate(specdecpp.drafts, None, small, gamma=4)            # any causal LM
-        speculate(specdecpp.drafts, drafter, small)   # small, and a head trained on it
+        speculate(specdecpp.drafts, specdecpp.wrap(lm, target))      # any causal LM
+        speculate(specdecpp.drafts, specdecpp.wrap(lm, target, drafter))
 
-    drafter: None drafts without a head, so a round has `gamma` tokens.
-    draft_model: a causal LM with the target's vocabulary, which drafts in place of the
-        drafter's own draft model.
     changes: other values for fields of the Config with decode=True. threshold and
         max_draft count with stop="head" alone, and gamma with stop="fixed".
-    Raises UserError if there is nothing to draft with, if the draft model cannot be
-    used, or if stop is "head" and no head was trained on it.
+    Raises UserError if the draft model cannot be used, or if stop is "head" and no head
+    has been trained.
     """
-    config = Config(stop="fixed")
-    if drafter is not None:
-        common.check_drafter(drafter, Drafter, decoding.target)
-        config = drafter.config
-    config = common.changed(config, changes)
-    lm = named_model(config, decoding.target) if draft_model is None else draft_model
-    if drafter is None and lm is None:
-        raise common.UserError("nothing to draft with: pass a drafter or a draft_model")
-    model = draft_model_of(drafter, lm, decoding.target)
+    common.check_drafter(drafter, Drafter, decoding.target)
+    config = common.changed(drafter.config, changes)
     # There is no warning if the head's labels have another temperature: the text still
     # follows the target, but the head judges less well (see checkpoints/README.md).
-    check_fit(drafter, lm, config)
-    context = getattr(model.decoder.config, "max_position_embeddings", None)
-    if lm is not None and context and decoding.generation_config.max_length > context:
+    if config.stop == "head" and config.stage == "draft":
         raise common.UserError(
-            f"the draft model reads {context} tokens at most: set a lower "
+            "stop head, but no acceptance head has been trained: train one (stage "
+            "head), or take stop fixed"
+        )
+    model = draft_model(drafter, decoding.target)
+    if model.context and decoding.generation_config.max_length > model.context:
+        raise common.UserError(
+            f"the draft model reads {model.context} tokens at most: set a lower "
             "max_new_tokens, or choose another draft model"
         )
     cache = common.DraftCache(model.decoder.config.num_hidden_layers)
@@ -612,7 +375,7 @@ def drafts(decoding, drafter: Drafter | None, draft_model=None, **changes):
         p_hats = []  # for display: p^ after y_1, after y_2, ...; not after the last
         if config.stop == "head":
             steps = list(until_stop(steps, drafter.head, config.threshold))
-            p_hats = [all_accepted for *_, all_accepted in steps[1:]]
+            p_hats = [p_hat for *_, p_hat in steps[1:]]
         pairs = (step[:2] for step in steps)  # token and q_draft
         yield common.chain(pairs, decoding.ids, chances=p_hats)
 
@@ -654,21 +417,272 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
     """Theorem 3.1: once R reaches this bound, stopping has the smaller expected cost.
 
     It holds for time-homogeneous policies with a bounded draft length. R is the
-    probability that at least one of y_1 to y_k is rejected; a stop draws y_(k+1), too.
+    probability that at least one of y_1 to y_k is rejected; a stop also draws y_(k+1).
     c1, c2: t_draft and t_target - t_draft.
     delta: depends on the policy, the prompt, both models, c1 and c2; it is not known.
     """
-    # This is how we read the bound, without its proof in appendix D: if a token is
-    # rejected, going on wastes at least a pass, c1. If none is, stopping costs at most
-    # c2 + delta more than going on. At the bound R c1 = (1 - R)(c2 + delta). With the
-    # paper's times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
+    # How we read the bound, without its proof in appendix D: if a token is rejected, to
+    # continue wastes at least a pass, c1. If none is, to stop costs at most c2 + delta
+    # more than to continue. At the bound R c1 = (1 - R)(c2 + delta). With the paper's
+    # times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
     #
-    # The bound says why a threshold on R is the rule, and at a fixed delta it rises as
-    # passes get cheaper. Do not use it as h: delta is unknown, stopping may be cheaper
-    # at a smaller R as well (the condition is sufficient, not necessary), and 1 - p^ is
-    # not R, because the loss biases the head (see `loss`). So h is tuned (4.1).
+    # Do not use it as h: delta is unknown, stopping may be cheaper at a smaller R as
+    # well (the condition is sufficient, not necessary), and 1 - p^ is not R, because
+    # the loss biases the head (see `loss`). So h is tuned (4.1).
     return (c2 + delta) / (c1 + c2 + delta)
+
+
+# ---------------------------------------------------------------------- the draft model
+
+# The paper takes the draft model as given (3.1). Here it is either a causal LM with the
+# target's vocabulary, or some layers of the target, copied and then distilled.
+
+
+class DraftModel(NamedTuple):
+    """The draft model q."""
+
+    decoder: nn.Module  # layers and final norm
+    embed: nn.Module | None  # the target's, for copied layers; an LM has its own
+    lm_head: Callable  # hidden states (..., D) to logits (..., Vd)
+    vocab_ids: Tensor  # (Vd,) the ids that the logits belong to
+    context: int | None  # most tokens that an LM reads
+
+    def hidden(self, ids: Tensor, cache=None) -> Tensor:
+        """Last hidden states (B, T, D) of ids (B, T), after those of the cache."""
+        fed = {"input_ids": ids}
+        if self.embed is not None:
+            fed = {"inputs_embeds": self.embed(ids).to(self.decoder.dtype)}
+        cached = cache is not None
+        return self.decoder(**fed, past_key_values=cache, use_cache=cached)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (..., Vd) of the token after each hidden state (..., D)."""
+        return self.lm_head(hidden).float()
+
+
+class Drafter(
+    nn.Module,
+    PyTorchModelHubMixin,
+    paper_url="https://arxiv.org/abs/2405.19715",  # shown on a drafter's model card
+    license="apache-2.0",
+    tags=["speculative-decoding", "specdecpp"],
+):
+    """What is trained and saved: the head, and the layers of a copied draft model."""
+
+    kv_layers = ()  # no keys and values of the target are read
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        width = config.model["hidden_size"]  # of the draft model
+        # The draft model: copied layers, or a causal LM (see `wrap`).
+        self.body = None if config.draft_model else new_layers(config)
+        self.lm = None
+        self.head = AcceptanceHead(width, config.head_depth)
+        self.head.requires_grad_(config.stage == "head")
+        common.add_vocab_ids(self, config.draft_vocab)  # of copied layers
+
+
+def draft_model(drafter: Drafter, target) -> DraftModel:
+    """The draft model of a drafter; an LM that its config names is loaded once."""
+    if drafter.body is not None:
+        decoder = drafter.body.eval()  # drafting has no dropout, so training has none
+        # Without the target's soft cap, and without its bias unless the head can only
+        # be called: the layers learn so.
+        lm_head = common.draft_head(target, drafter.vocab_ids).to(decoder.dtype)
+        embed = target.get_input_embeddings()
+        return DraftModel(decoder, embed, lm_head, drafter.vocab_ids, None)
+    if drafter.lm is None:
+        wrap(load_lm(drafter.config.draft_model, target), target, drafter)
+    return drafter.lm()
+
+
+def load_lm(name: str, target):
+    """A causal LM, in the target's dtype and on its device."""
+    return common.load_target(name, dtype=target.dtype, device=str(target.device))[0]
+
+
+def wrap(lm, target, drafter: Drafter | None = None) -> Drafter:
+    """A drafter that drafts with a causal LM (4.1).
+
+    drafter: one whose head was trained on this LM; it is what is returned. None: a new
+        one without a trained head, so that a round has `gamma` tokens.
+    Raises UserError if the LM cannot draft for the target, or the head was trained on
+    another draft model.
+    """
+    model, width = whole_lm(lm, target)
+    name = lm.config.name_or_path or "an LM in memory"
+    if drafter is None:
+        shape = common.target_shape(target)
+        config = Config(shape, stop="fixed", draft_model=name, draft_vocab=0)
+        config.model = {"hidden_size": width}
+        drafter = Drafter(config).to(target.device, target.dtype).eval()
+    if drafter.body is not None or drafter.config.model["hidden_size"] != width:
+        raise common.UserError(
+            f"the head was not trained on {name}: train one on it (stage head), or "
+            "wrap the LM without a drafter"
+        )
+    # In a function, because as a module it would become a part of the drafter, to be
+    # saved, converted and copied with it.
+    drafter.lm = lambda: model
+    return drafter
+
+
+@torch.no_grad()
+def whole_lm(lm, target) -> tuple[DraftModel, int]:
+    """A causal LM as the draft model, and its hidden size.
+
+    Raises UserError unless its logits follow from its last hidden states and a rejected
+    token can be undone in its cache, which is tried here. Of its vocabulary only the
+    size is compared: make sure that it has the target's tokenizer.
+    """
+    size, vocab = (x.config.get_text_config().vocab_size for x in (lm, target))
+    there, here = lm.device, target.device
+    other = "choose another draft model"
+    common.refuse(
+        (size != vocab, f"the draft model has {size} tokens, not {vocab}: {other}"),
+        (there != here, f"the draft model is on {there}: move it to {here}"),
+    )
+    reason = "its logits do not follow from its last hidden states or from its cache"
+    try:
+        decoder = lm.get_decoder()
+        lm_head = functools.partial(common.target_logits, lm)
+        context = getattr(decoder.config, "max_position_embeddings", None)
+        vocab_ids = torch.arange(vocab, device=here)
+        model = DraftModel(decoder, None, lm_head, vocab_ids, context)
+        # Draft 3 and 4 after 1 and 2, let them be rejected, and read 3 and 1.
+        ids = torch.tensor([[1, 2, 3, 4, 3, 1]], device=here)
+        cache = common.DraftCache(decoder.config.num_hidden_layers)
+        model.hidden(ids[:, :4], cache)
+        cache.cut(2)
+        hidden = model.hidden(ids[:, 4:], cache)  # (1, 2, D)
+        # The LM itself should say the same, but for rounding in bfloat16.
+        logits = lm(ids[:, [0, 1, 4, 5]])[0][:, 2:].float()
+        apart = (model.logits(hidden) - logits).abs().max()
+        right = apart < 0.05 * logits.abs().max()
+    except Exception as error:  # whatever the LM raises, it cannot be used
+        right, reason = False, common.one_line(error)
+    if not right:
+        name = type(lm).__name__
+        raise common.UserError(f"{name} cannot draft ({reason}): eval() it, or {other}")
+    return model, hidden.shape[-1]
+
+
+def new_layers(config: Config) -> nn.Module:
+    """Layers and final norm, which are fed with embeddings."""
+    # They get the target's embeddings. So the model is made for a vocabulary of one
+    # token, which is then each of the special ones.
+    tokens = {"vocab_size": 1}
+    for name, value in config.model.items():
+        if name.endswith("_token_id") and value is not None:
+            tokens[name] = 0
+    shape = AutoConfig.for_model(**config.model | tokens)
+    body = AutoModel.from_config(shape, dtype=torch.float32)
+    body.set_input_embeddings(nn.Identity())
+    return body.requires_grad_(config.stage == "draft")
+
+
+def cut_config(whole, layers: list[int]) -> dict:
+    """The config of a model with some layers of another; `whole` is the other's."""
+    model = whole.to_diff_dict()
+    for name, value in whole.to_dict().items():
+        # An entry for each layer: its kind, in SmolLM3 also whether it rotates.
+        if isinstance(value, list) and len(value) == whole.num_hidden_layers:
+            model[name] = [value[layer] for layer in layers]
+    if each := model.get("per_layer_config"):  # {layer: what is different there}
+        pairs = enumerate(each.get(str(layer)) for layer in layers)
+        model["per_layer_config"] = {str(i): own for i, own in pairs if own}
+    depth = whole.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    model[depth] = len(layers)  # GPT-2 calls it n_layer
+    model["hidden_size"] = whole.hidden_size  # for the head; GPT-2 calls it n_embd
+    model.pop("dtype", None)  # that of the training, and later that of the target
+    return model
+
+
+def build(config: Config, target, token_counts: Tensor) -> Drafter:
+    """A drafter before training, with copied layers or with a head alone.
+
+    token_counts: (V,) how often each token occurs in the responses.
+    Raises UserError for layers that the target lacks or that cannot be copied, and for
+    a `draft_model` that cannot be loaded or used.
+    """
+    common.check_states(target)
+    sizes = {"target": common.target_shape(target)}
+    given = config.draft_model and config.stage == "draft"
+    common.refuse(
+        (given, "a draft_model is not trained, only its head: use --stage head")
+    )
+    if config.draft_model:
+        lm = load_lm(config.draft_model, target)
+        sizes |= {"model": {"hidden_size": whole_lm(lm, target)[1]}, "draft_vocab": 0}
+        return wrap(lm, target, Drafter(dataclasses.replace(config, **sizes)))
+
+    whole = target.config.get_text_config()
+    depth = whole.num_hidden_layers
+    if not all(-depth <= layer < depth for layer in config.layers):
+        raise common.UserError(
+            f"layers {config.layers}: name some of the target's 0 to {depth - 1}"
+        )
+    # Each is copied once: if there are three, 1 and -2 are the same.
+    layers = list(dict.fromkeys(layer % depth for layer in config.layers))
+    try:
+        sizes["model"] = cut_config(whole, layers)
+        drafter = Drafter(dataclasses.replace(config, **sizes)).to(target.device)
+        ours, theirs = drafter.body.get_decoder(), target.get_decoder()  # OPT wraps it
+        key = "layers" if hasattr(ours, "layers") else "h"  # GPT-2
+        weights = theirs.state_dict()
+        outside = {n: w for n, w in weights.items() if not n.startswith(f"{key}.")}
+        # The final norm, and learned positions; ours has no embedding of tokens.
+        ours.load_state_dict(outside, strict=False)
+        # A layer that scales by its index, an option of GPT-2, does so by the new one.
+        for layer, index in zip(getattr(ours, key), layers):
+            layer.load_state_dict(getattr(theirs, key)[index].state_dict())
+        # Try them: some of Gemma's read embeddings of their own.
+        draft_model(drafter, target).hidden(drafter.vocab_ids[None, :2])
+    except Exception as error:  # weights of other names (LoRA) or shapes, for example
+        raise common.UserError(
+            "the target's layers are adapted, quantised, offloaded or of a kind that "
+            f"cannot be copied ({common.one_line(error)}): merge the adapter, load the "
+            "target without quantisation and without offloading, or name a draft_model"
+        ) from error
+    common.start_from(drafter, target, token_counts)
+    return drafter
 
 
 if __name__ == "__main__":
     common.demo(Drafter, "specdecpp", drafts)
+
+
+# ------------------------------------------------------------ deviations from the paper
+
+# 1. In the paper the draft model is given (3.1). By default it consists here of layers
+#    of the target, which first learn the target's distributions (stage "draft"). The
+#    two that are shipped, 0 and 29, agree with the target at 58% of the places of its
+#    greedy answers, the paper's pair at about 84% (2.1: with the best stopping times
+#    N_target / N is .164, and N_target is one more than the disagreements). What the
+#    head gains with them, and what limits it, is in results/README.md ("Stop rules").
+# 2. Copied layers draft frequent tokens only (`draft_vocab`).
+# 3. Labels are greedy by default: P_t is 1 where the likeliest tokens of both models
+#    are the same, else 0. With a `temperature` of 1 they are the paper's, if the target
+#    also wrote the texts at that temperature. Decode as the labels were made: at their
+#    temperature, without other logits processors. (The benchmark commands in the README
+#    of the authors' code use --do_sample.)
+# 4. Y and Z are drawn anew in each training step.
+# 5. A draft has at most 20 tokens. 4.1 stops a round when the tokens exceed 20, which
+#    could also mean 21.
+
+# -------------------------------------------------------------------- the authors' code
+
+# Its head applies one residual block D times, so it has as many weights for D = 3 as
+# for D = 1. Here there are D blocks, which is how we read the paper's "(D+1)-layer
+# ResNet". It has two outputs and a softmax, ours one logit and a sigmoid (Eq. 3.1). It
+# draws Y and Z once, before the training. It skips the slip in Algorithm 2 (i = 1).
+#
+# Three things are taken from it, because sections 1 to 6 do not state them (the
+# appendices were not read): r is 15%, the loss is divided by the sum of its weights,
+# and a draft ends after an end-of-sequence token.
+#
+# In the last rounds of an answer it drafts beyond the greatest length, and such tokens
+# count as discarded. Ours drafts no further than the answer may go.
+#
+# In the paper's Table 1 the two rows are exchanged.

@@ -114,7 +114,7 @@ CONFIG_MISTAKES = [
     ("cape", {"bounds": [0.6, 0.3, 0.8]}, "ascending bounds"),
     ("specdecpp", {"draft_model": "small"}, "use --stage head"),
     ("specdecpp", {"stop": "never"}, "stop 'never': take head or fixed"),
-    ("specdecpp", {"w_rej": 0}, "w_rej 0: take a finite weight above 0"),
+    ("specdecpp", {"w_rej": 0}, "w_rej 0: take a weight above 0"),
     ("specdecpp", {"layers": [3]}, "name some of the target's"),
     ("falcon", {"tree": [[0], [1, 0]]}, r"tree path \[1, 0\]: add its parent \[1\]"),
     ("falcon", {"tree": 4}, "tree 4: give a list"),

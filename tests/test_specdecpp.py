@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
+import re
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from tiny import (
     sampled_p_value,
     teach,
 )
-from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
+from transformers import AutoModelForCausalLM, MambaConfig
 
 import common
 import specdecpp
@@ -36,9 +38,7 @@ def make_drafter(target, **options):
     return specdecpp.build(config, target, token_counts).double().eval()
 
 
-def decode(
-    target, ids, drafter=None, draft_model=None, max_new_tokens=40, eos=None, **changes
-):
+def decode(target, ids, drafter, max_new_tokens=40, eos=None, **changes):
     """(greedy output, Stats, drafts) with the changed fields of Config."""
     options = {
         "do_sample": False,
@@ -48,7 +48,7 @@ def decode(
     decoding = common.start(target, input_ids=ids, **options)
     stats = common.Stats()
     made = []
-    for draft in specdecpp.drafts(decoding, drafter, draft_model, **changes):
+    for draft in specdecpp.drafts(decoding, drafter, **changes):
         stats(decoding, draft, decoding.verify(draft))
         made.append(draft)
     return decoding.ids, stats, made
@@ -84,7 +84,7 @@ def test_nothing_is_drafted_after_an_end_of_sequence(llama, rule):
     eos = int(llama.generate(PROMPT, max_new_tokens=7, do_sample=False)[0, -1])
     passes = []
     drafter.body.register_forward_hook(lambda *_: passes.append(1))
-    _, stats, drafts = decode(llama, PROMPT, drafter, None, 30, [47, eos], **rule)
+    _, stats, drafts = decode(llama, PROMPT, drafter, 30, [47, eos], **rule)
     assert len(passes) == stats.drafted == sum(stats.accepted)
     assert drafts[-1].tokens[-1] == eos
 
@@ -112,7 +112,7 @@ def test_a_rule_that_withholds_tokens_is_noticed_in_the_sampled_output(
 def test_drafting_with_a_cache_equals_drafting_from_scratch(llama, trained):
     """After rejections, too: the cache then holds tokens that were not committed."""
     decoding = common.start(llama, input_ids=PROMPT, do_sample=False, max_new_tokens=40)
-    model = specdecpp.copied_layers(trained, llama)
+    model = specdecpp.draft_model(trained, llama)
     rejected = 0
     for draft in specdecpp.drafts(decoding, trained, stop="fixed"):
         steps = specdecpp.propose(model, decoding, common.DraftCache(num_layers=2))
@@ -367,8 +367,8 @@ def test_layers_of_every_family_are_copied(name):
     torch.testing.assert_close(
         arms.causal_lm(whole, target)(ids).logits, target(ids).logits
     )
-    chosen = [1, -1, 0, 0, 2]  # more than the target's four
-    drafter = make_drafter(target, layers=chosen)
+    drafter = make_drafter(target, layers=[1, -1, 0, 3, 2])  # -1 is 3
+    chosen = [1, 3, 0, 2]
     specdecpp.loss(drafter.train(), target, random_batch(target))
     assert not any(
         part.training for part in drafter.body.modules()
@@ -378,11 +378,6 @@ def test_layers_of_every_family_are_copied(name):
     for place, copied in zip(chosen, getattr(drafter.body.get_decoder(), layers)):
         weights = kept[place].state_dict()
         torch.testing.assert_close(copied.state_dict(), weights, rtol=0, atol=0)
-    each = {"Gemma2": "layer_types", "SmolLM3": "no_rope_layers"}.get(name)
-    if each is not None:  # an entry for each layer, and not all are alike
-        kinds = getattr(target.config, each)
-        assert len(set(kinds)) == 2
-        assert getattr(drafter.body.config, each) == [kinds[place] for place in chosen]
 
 
 def test_build_leaves_the_callers_config_as_it_was(llama):
@@ -418,7 +413,68 @@ def test_keys_of_config_json_that_are_no_fields_any_more_are_ignored(llama, tmp_
     assert torch.equal(loaded.head.out.weight, drafter.head.out.weight)
 
 
-def causal_lm(name, **options):
+EACH = {  # {family: (options, lists with an entry for each layer, not all alike)}
+    "Gemma2": ({}, ["layer_types"]),
+    "SmolLM3": ({}, ["no_rope_layers"]),
+    "ExaoneMoe": ({"sliding_window": 16}, ["layer_types", "mlp_layer_types"]),
+    "Laguna": (
+        {
+            "num_attention_heads_per_layer": [4, 8, 4, 8],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+        },
+        ["num_attention_heads_per_layer", "mlp_layer_types"],
+    ),
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_lists_by_layer_follow_the_copied_layers(name):
+    more, lists = EACH[name]
+    experts = EXPERTS if "mlp_layer_types" in lists else {}  # they have no float64
+    target = family(name, **more | experts).float()
+    truth = target.generate(PROMPT, max_new_tokens=12, do_sample=False)
+    for chosen in ([3, 0], [1, -1, 2]):
+        drafter = make_drafter(target, layers=chosen).float()
+        for key in lists:
+            values = getattr(target.config, key)
+            assert len(set(values)) > 1, f"{key} of {name} is the same for all layers"
+            copied = getattr(drafter.body.config, key)
+            assert copied == [values[layer] for layer in chosen]
+        assert torch.equal(decode(target, PROMPT, drafter, 12, **FIXED)[0], truth)
+
+
+def test_sizes_by_layer_follow_the_copied_layers():
+    """Gemma 4's config has a mapping of the layers that differ; 3 is the last."""
+    more = {"hidden_size_per_layer_input": 0, "global_head_dim": 16}
+    target = family("Gemma4", sliding_window=64, **more)
+    kinds = target.config.layer_types
+    assert kinds[0] == "sliding_attention" and kinds[3] == "full_attention"
+    drafter = make_drafter(target, layers=[0, 3])
+    widths = [layer.self_attn.head_dim for layer in drafter.body.layers]
+    assert widths == [8, 16]
+    assert drafter.config.model["per_layer_config"] == {"1": {"head_dim": 16}}
+
+
+def test_a_copy_has_no_special_tokens_outside_its_vocabulary(caplog):
+    """A vocabulary of one token holds token 0; strict configs refuse None instead."""
+    target = family("Gemma3", unk_token_id=3, pad_token_id=7, eos_token_id=5)
+    logger = logging.getLogger("transformers.configuration_utils")
+    logger.addHandler(caplog.handler)
+    drafter = make_drafter(target)
+    logger.removeHandler(caplog.handler)
+    assert "vocabulary" not in caplog.text
+    config = drafter.body.config
+    assert config.vocab_size == 1
+    assert config.pad_token_id == config.eos_token_id == config.unk_token_id == 0
+    assert drafter.config.model["pad_token_id"] == 7  # for support/arms.py
+
+
+# ----------------------------------------------------------------- a causal LM drafts
+
+
+def named(name, **options):
     model = make_llama(**options)
     model.config.name_or_path = name
     return model
@@ -426,98 +482,206 @@ def causal_lm(name, **options):
 
 @pytest.fixture
 def small(monkeypatch):
-    """A causal LM that load_target finds under any name."""
-    model = causal_lm("there/small", layers=1, seed=4)
-    monkeypatch.setattr(common, "load_target", lambda name, **_: (model, None))
-    specdecpp.load_draft_model.cache_clear()
+    """A causal LM that load_target finds under any name, and `small.loads` counts."""
+    model = named("there/small", layers=1, seed=4)
+    model.loads = 0
+
+    def load(name, **_):
+        model.loads += 1
+        return model, None
+
+    monkeypatch.setattr(common, "load_target", load)
     return model
 
 
-def test_a_head_on_a_causal_lm_is_trained_and_decodes(llama, small):
+def test_a_head_on_a_causal_lm_is_trained_and_decodes(llama, small, tmp_path):
     drafter = make_drafter(llama, draft_model="small")
     losses = teach(specdecpp, drafter, llama, 20, 5e-3)
     assert sum(losses[-5:]) < sum(losses[:5])
-    assert drafter.body is None  # the causal LM is not saved with it
     truth = llama.generate(PROMPT, max_new_tokens=40, do_sample=False)
-    for model in (None, small):
-        assert torch.equal(decode(llama, PROMPT, drafter, model)[0], truth)
+    output, stats, made = decode(llama, PROMPT, drafter)
+    assert torch.equal(output, truth) and small.loads == 1
+    assert made[0].notes["chances"], "the head judged nothing"
     with pytest.raises(common.UserError, match="only a head"):
         arms.causal_lm(drafter, llama)
+    # The LM is neither saved nor copied. A loaded drafter gets it by its name, once, or
+    # from memory.
+    assert all(name.startswith(("head.", "vocab_ids")) for name in drafter.state_dict())
+    assert copy.deepcopy(drafter).lm().decoder is small.model
+    drafter.save_pretrained(tmp_path)
+    loaded = common.load_drafter(specdecpp.Drafter, tmp_path, llama)
+    for _ in range(2):
+        assert torch.equal(decode(llama, PROMPT, loaded)[0], truth)
+    assert small.loads == 2
+    loaded = common.load_drafter(specdecpp.Drafter, tmp_path, llama)
+    again = decode(llama, PROMPT, specdecpp.wrap(small, llama, loaded))
+    assert small.loads == 2
+    assert again[1].offered == stats.offered and torch.equal(again[0], truth)
 
 
-def test_a_causal_lm_drafts_without_a_head(llama, small):
+def test_a_folder_that_names_a_causal_lm_by_its_sizes_is_read(llama, small, tmp_path):
+    """As they were saved before: all sizes of the LM, and the end of its path."""
+    drafter = make_drafter(llama, draft_model="small")
+    drafter.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["model"] = {"name": "small", **common.target_shape(small)}
+    path.write_text(json.dumps(config))
+    loaded = common.load_drafter(specdecpp.Drafter, tmp_path, llama)
+    offered = [decode(llama, PROMPT, each)[1].offered for each in (drafter, loaded)]
+    assert offered[0] == offered[1]
+
+
+def test_a_causal_lm_drafts_without_a_head(llama):
     """The target itself is right about every token; a round has gamma and the bonus."""
     truth = llama.generate(PROMPT, max_new_tokens=40, do_sample=False)
-    output, stats, _ = decode(llama, PROMPT, None, llama, gamma=4)
+    output, stats, _ = decode(llama, PROMPT, specdecpp.wrap(llama, llama), gamma=4)
     assert torch.equal(output, truth)
     assert stats.offered == stats.accepted == [4] * 8
-    output, stats, _ = decode(llama, PROMPT, None, small)
+    other = specdecpp.wrap(make_llama(layers=1, seed=4), llama)
+    output, stats, _ = decode(llama, PROMPT, other)
     assert torch.equal(output, truth)
-    assert sum(stats.accepted) < sum(stats.offered)
+    assert sum(stats.accepted) < sum(stats.offered) and max(stats.offered) == 5
 
 
-def test_a_head_refuses_another_draft_model_of_the_same_width(llama, small, trained):
-    drafter = make_drafter(llama, draft_model="small")
-    decode(llama, PROMPT, drafter, causal_lm("elsewhere/small", layers=1, seed=4), 4)
-    other = causal_lm("other", layers=1, seed=5)
-    decode(llama, PROMPT, drafter, other, 4, **FIXED)  # asks no head
-    deeper = causal_lm("there/small", layers=2, seed=4)
-    for head, given, said in (
-        (drafter, other, "trained on small, not on other"),
-        (drafter, deeper, "trained on small, not on there/small"),
-        (trained, small, "trained on its own layers, not on there/small"),
-    ):
-        with pytest.raises(common.UserError, match=said):
-            decode(llama, PROMPT, head, given)
+LMS = {  # {name: (family, options)}; all of 40 tokens
+    "Gemma2": ("Gemma2", {"final_logit_softcapping": 2.0}),
+    "Granite": ("Granite", {"logits_scaling": 4.0}),
+    "GPT2": ("GPT2", {}),
+    "OPT-350m": ("OPT", OPT | {"word_embed_proj_dim": 16}),
+    "Gemma3n": (
+        "Gemma3n",
+        {
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 40,
+            "num_kv_shared_layers": 2,
+            "laurel_rank": 4,
+        },
+    ),
+    "Gemma4": (
+        "Gemma4",
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40},
+    ),
+}
 
 
-def test_a_head_refuses_another_model_that_is_loaded_by_its_name(
-    llama, small, monkeypatch
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LMS)
+def test_q_is_the_causal_lms_own(name, dtype):
+    """In every round, after rejections: what a forward of the whole LM says."""
+    kind, more = LMS[name]
+    lm = family(kind, seed=2, **more).to(dtype)
+    target = make_llama(vocab=40).to(dtype)
+    drafter = specdecpp.wrap(lm, target)
+    torch.manual_seed(0)
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
+    decoding = common.start(target, input_ids=PROMPT, **options)
+    rejected = 0
+    for draft in specdecpp.drafts(decoding, drafter, gamma=3):
+        length = decoding.ids.shape[1]
+        rejected += len(draft.tokens) - len(decoding.verify(draft))
+        if draft.probs is not None:
+            before = decoding.ids[:, :length]
+            ids = torch.cat([before, draft.tokens[None]], dim=1)
+            q_draft = lm(ids).logits[0, length - 1 : -1].float().softmax(-1)
+            close = 0.05 if dtype == torch.bfloat16 else 1e-5
+            assert torch.allclose(draft.probs, q_draft, atol=close)
+    assert rejected > 0
+
+
+def in_train_mode(kind, **more):
+    return family(kind, **more, resid_pdrop=0.5).train()
+
+
+def uncached(config):
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2}
+    return AutoModelForCausalLM.from_config(config(**sizes)).eval()
+
+
+REFUSED = {
+    "projected": (lambda: family("Roberta", is_decoder=True), "do not follow from"),
+    "both ways": (lambda: family("Roberta"), "do not follow from"),
+    "scaled": (
+        lambda: family("Mpt", d_model=32, n_heads=4, n_layers=2, logit_scale=0.3),
+        "do not follow from",
+    ),
+    "decoder with LM head": (
+        lambda: family("Llama4", num_local_experts=4),
+        "Llama4ForCausalLM cannot draft .mat1",
+    ),
+    "dropout": (lambda: in_train_mode("GPT2"), "do not follow from.*eval\\(\\) it"),
+    "recurrent": (
+        lambda: uncached(functools.partial(MambaConfig, state_size=4)),
+        "MambaForCausalLM cannot draft.* choose another draft model",
+    ),
+    "convolutions": (
+        lambda: family("Lfm2", layer_types=["conv", "full_attention"] * 2),
+        "Lfm2ForCausalLM cannot draft.*choose another draft model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_causal_lm_that_cannot_draft_is_refused(name):
+    make, said = REFUSED[name]
+    torch.manual_seed(0)
+    with pytest.raises(common.UserError, match=said):
+        specdecpp.wrap(make(), make_llama(vocab=40))
+
+
+@pytest.mark.slow
+def test_a_causal_lm_with_an_adapter_drafts(llama):
+    peft = pytest.importorskip("peft", reason="needs peft: requirements-dev.txt")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+    adapted = peft.get_peft_model(make_llama(layers=1, seed=4), config)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    adapted = adapted.double().eval()
+    _, _, made = decode(llama, PROMPT, specdecpp.wrap(adapted, llama))
+    ids = torch.cat([PROMPT, made[0].tokens[None]], dim=1)
+    q_draft = adapted(ids).logits[0, 2:-1].float().softmax(-1)
+    torch.testing.assert_close(made[0].probs, q_draft)
+
+
+def test_a_head_refuses_the_draft_model_that_it_was_not_trained_on(
+    llama, small, trained
 ):
     drafter = make_drafter(llama, draft_model="small")
-    decode(llama, PROMPT, drafter, max_new_tokens=4)
-    deeper = causal_lm("there/small", layers=2, seed=4)
-    monkeypatch.setattr(common, "load_target", lambda name, **_: (deeper, None))
-    specdecpp.load_draft_model.cache_clear()
-    with pytest.raises(common.UserError, match="trained on small, not on there/small"):
-        decode(llama, PROMPT, drafter)
-    decode(llama, PROMPT, drafter, max_new_tokens=4, **FIXED)  # asks no head
-
-
-def test_a_draft_model_that_cannot_undo_a_token_is_refused(llama, trained):
-    sizes = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    hybrid = Lfm2Config(**sizes, **heads, layer_types=["conv", "full_attention"])
-    for config in (MambaConfig(**sizes, state_size=4), hybrid):
-        model = AutoModelForCausalLM.from_config(config)
-        for drafter in (None, trained):
-            with pytest.raises(common.UserError, match="cannot undo a token: choose"):
-                decode(llama, PROMPT, drafter, model)
+    wide = make_llama(hidden_size=48, seed=5)
+    for head, lm in ((drafter, wide), (trained, small)):
+        with pytest.raises(common.UserError, match="was not trained on"):
+            specdecpp.wrap(lm, llama, head)
 
 
 def test_mistakes_get_one_clear_line(llama):
     draft = make_drafter(llama, stage="draft")
-    wide, short = make_llama(vocab=20), make_llama()
+    short = make_llama()
     short.config.max_position_embeddings = 16
-    away = copy.deepcopy(short).to("meta")
+    wrap = functools.partial(specdecpp.wrap, target=llama)
     mistakes = {
-        "reads 16 tokens at most: set": lambda: decode(llama, PROMPT, None, short),
-        "is on meta: move it to cpu": lambda: decode(llama, PROMPT, None, away),
-        r"layers \[0.0\]: take": lambda: specdecpp.Config(layers=[0.0]),
+        "reads 16 tokens at most: set": lambda: decode(llama, PROMPT, wrap(short)),
+        "is on meta: move it to cpu": lambda: wrap(copy.deepcopy(short).to("meta")),
+        "20 tokens, not 48: choose another": lambda: wrap(make_llama(vocab=20)),
         "no acceptance head has been trained": lambda: decode(llama, PROMPT, draft),
-        "take stop fixed": lambda: decode(llama, PROMPT, None, llama, stop="head"),
-        "nothing to draft with": lambda: decode(llama, PROMPT, **FIXED),
-        "20 tokens, not 48: choose another": lambda: decode(
-            llama, PROMPT, None, wide, **FIXED
-        ),
+        "take stop fixed": lambda: decode(llama, PROMPT, wrap(short), stop="head"),
+        "the drafter is a": lambda: decode(llama, PROMPT, llama),
         "layers .*: name some of the target's 0 to 2": lambda: make_drafter(
-            llama, layers=[]
+            llama, layers=[0, 3]
         ),
     }
-    for w_rej in ("6", float("inf"), float("nan")):
-        mistakes[f"w_rej '?{w_rej}'?: take a"] = functools.partial(
+    for wrong in ([0.0], [True], [], 5, None):
+        mistakes[f"layers {re.escape(str(wrong))}: take a list"] = functools.partial(
+            specdecpp.Config, layers=wrong
+        )
+    for w_rej, said in (("6", "'6'"), (float("nan"), "nan"), (-1, "-1")):
+        mistakes[f"w_rej {said}: take a number"] = functools.partial(
             specdecpp.Config, w_rej=w_rej
         )
+    for name in ("w_rej", "temperature"):
+        with pytest.raises(common.UserError, match="temperature: take finite numbers"):
+            specdecpp.Config(**{name: float("inf")})
     for message, call in mistakes.items():
         with pytest.raises(common.UserError, match=message):
             call()

@@ -145,17 +145,17 @@ extras claim to be sampled
 
 SPECDECPP = r"""
 a round ends by its last token alone
-- all_accepted *= float(
-+ all_accepted = float(
+- p_hat *= float(
++ p_hat = float(
 a round ends where the head is sure
-- if 1 - all_accepted > threshold:
-+ if 1 - all_accepted < threshold:
+- if 1 - p_hat > threshold:
++ if 1 - p_hat < threshold:
 the newest token is withheld
--         yield token, q_draft, all_accepted
+-         yield token, q_draft, p_hat
 -         # The judged
-+         if 1 - all_accepted > threshold:
++         if 1 - p_hat > threshold:
 +             return
-+         yield token, q_draft, all_accepted
++         yield token, q_draft, p_hat
 +         # The judged
 e_0 is judged, too
 - if i > 1:
@@ -172,6 +172,12 @@ labels belong to other tokens
 the first layers are copied, not the chosen ones
 - layer.load_state_dict(getattr(theirs, key)[index].state_dict())
 + pass
+a list by layer is that of the first layers
+- model[name] = [value[layer] for layer in layers]
++ model[name] = value[: len(layers)]
+a causal LM is believed
+- right = apart < 0.05 * logits.abs().max()
++ right = True
 w_rej is ignored
 - weight_rej = drafter.config.w_rej * (1 - accept_prob)
 + weight_rej = 1 - accept_prob
