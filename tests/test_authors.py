@@ -1,0 +1,203 @@
+"""Published drafters' formats: what is read computes what the format means."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from transformers.models.llama.modeling_llama import rotate_half
+
+import common
+import falcon
+import specdecpp
+from support import authors
+from support.rivals import medusa
+
+D, V, HEADS, SIZE = 16, 48, 2, 24  # of the target in `folder`, SIZE of its drafter
+PROMPT = torch.tensor([[5, 9, 47, 6, 5, 47, 5]])
+EAGLE = {
+    "hidden_size": D,
+    "intermediate_size": SIZE,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return common.load_target(str(folder))[0]
+
+
+def numbers(**shapes):
+    """Random weights by name, of these shapes."""
+    torch.manual_seed(3)
+    return {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+
+
+def close(ours, theirs):
+    return (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def eagle_weights(*more):
+    attention = "layers.0.self_attn."
+    shapes = {"fc.weight": (D, 2 * D), attention + "q_proj.weight": (D, D)}
+    shapes |= {f"{attention}{x}_proj.weight": (D // HEADS, D) for x in "kv"}
+    shapes |= {attention + "o_proj.weight": (D, D)}
+    shapes |= {f"layers.0.mlp.{x}_proj.weight": (SIZE, D) for x in ("gate", "up")}
+    shapes |= {"layers.0.mlp.down_proj.weight": (D, SIZE)}
+    shapes |= {"layers.0.post_attention_layernorm.weight": (D,)}
+    if more:  # Qwen2's layers
+        shapes |= {"fc.bias": (D,), attention + "q_proj.bias": (D,)}
+        shapes |= {f"{attention}{x}_proj.bias": (D // HEADS,) for x in "kv"}
+    return numbers(**shapes)
+
+
+def eagle_layer(weights, features, embeds):
+    """EAGLE's outputs for features (T, D) and the embeddings of the next tokens."""
+
+    def linear(name, x):
+        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    x = linear("fc", torch.cat([embeds, features], dim=-1))
+    length, size = len(x), D // HEADS
+    angles = torch.arange(length)[:, None] / 10000 ** (torch.arange(0, size, 2) / size)
+    cos, sin = (torch.cat([t, t], -1) for t in (angles.cos(), angles.sin()))
+    q, k, v = (
+        linear(f"layers.0.self_attn.{name}_proj", x)
+        .view(length, -1, size)
+        .transpose(0, 1)
+        for name in "qkv"
+    )
+    q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+    scores = q @ k.transpose(1, 2) / size**0.5
+    scores += torch.full((length, length), float("-inf")).triu(1)
+    heads = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+    x = x + linear("layers.0.self_attn.o_proj", heads)
+    scale = weights["layers.0.post_attention_layernorm.weight"]
+    y = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * scale
+    gated = F.silu(linear("layers.0.mlp.gate_proj", y)) * linear(
+        "layers.0.mlp.up_proj", y
+    )
+    return x + linear("layers.0.mlp.down_proj", gated)
+
+
+def written(folder, tmp_path, method, config, weights, file, *more):
+    """The folder that authors.py makes of a published one."""
+    source, out = tmp_path / "published", tmp_path / "out"
+    source.mkdir(exist_ok=True)
+    (source / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file(weights, source / file)
+    else:
+        torch.save(weights, source / file)
+    argv = [method, str(source), str(out), "--target", str(folder), *more]
+    authors.main(argv)
+    return out
+
+
+def decodes_as_plain(target, drafts, drafter):
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    decode = common.speculate(drafts, drafter)
+    ours = target.generate(PROMPT, custom_generate=decode, **options)
+    return torch.equal(ours, target.generate(PROMPT, **options))
+
+
+@pytest.mark.parametrize("biases", [(), ("biases",)])
+def test_eagle(folder, target, tmp_path, biases):
+    weights = eagle_weights(*biases)
+    embedding = target.get_input_embeddings().weight
+    stored = weights | {"embed_tokens.weight": embedding.clone()}
+    file = "pytorch_model.bin" if biases else "model.safetensors"
+    out = written(folder, tmp_path, "eagle", EAGLE, stored, file)
+    drafter = common.load_drafter(falcon.Drafter, out, target)
+    features = torch.randn(1, 6, D)
+    with torch.no_grad():
+        expected = eagle_layer(weights, features[0], embedding[PROMPT[0, 1:]])
+        fused, _ = drafter.fuse(target, features, PROMPT[:, 1:])
+        positions = torch.arange(6)[None]
+        mask = falcon.relaxed_mask(6, 1, torch.zeros(1, dtype=torch.long))
+        found = drafter.attend(target, fused, positions, mask)[0]
+    assert close(found, expected)
+    # The newest prediction is fed back as it is, without a norm.
+    assert decodes_as_plain(target, falcon.drafts, drafter)
+
+
+def test_the_head_of_specdecpp(folder, target, tmp_path):
+    """One residual block, applied D times; two outputs, of which the second accepts."""
+    block = numbers(weight=(D, D), bias=(D,))
+    outputs = numbers(weight=(2, D), bias=(2,))
+    stored = {f"model.2.{name}": x for name, x in outputs.items()}
+    for n in range(2):
+        stored |= {f"model.{n}.linear.{name}": x.clone() for name, x in block.items()}
+    config = {"hidden_size": D, "num_layers": 2}
+    more = ("--draft-model", str(folder))
+    file = "model.safetensors"
+    out = written(folder, tmp_path, "specdecpp", config, stored, file, *more)
+    drafter = common.load_drafter(specdecpp.Drafter, out, target)
+    states = torch.randn(5, D)
+    x = states
+    for _ in range(2):
+        x = x + F.silu(F.linear(x, block["weight"], block["bias"]))
+    both = F.linear(x, outputs["weight"], outputs["bias"]).softmax(-1)
+    assert close(drafter.head(states).sigmoid(), both[:, 1])
+    assert decodes_as_plain(target, specdecpp.drafts, drafter)
+
+
+def test_medusa(folder, target, tmp_path):
+    weights = {}
+    for n in range(2):
+        shapes = {"0.linear.weight": (D, D), "0.linear.bias": (D,), "1.weight": (V, D)}
+        made = numbers(**shapes)
+        weights |= {f"{n}.{name}": (1 + n) * x for name, x in made.items()}
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1}
+    out = written(folder, tmp_path, "medusa", config, weights, "medusa_lm_head.pt")
+    drafter = common.load_drafter(medusa.Drafter, out, target)
+    hidden = torch.randn(3, D)
+    found = medusa.read_out(drafter, drafter(target, hidden, PROMPT[0, :3]), None)
+    for n in range(2):
+        linear = F.linear(
+            hidden, weights[f"{n}.0.linear.weight"], weights[f"{n}.0.linear.bias"]
+        )
+        expected = F.linear(hidden + F.silu(linear), weights[f"{n}.1.weight"])
+        assert close(found[:, n], expected)
+    assert decodes_as_plain(target, medusa.drafts, drafter)
+
+
+def test_what_is_not_in_the_format_is_named(folder, tmp_path):
+    good = eagle_weights()
+
+    def refused(said, config=EAGLE, **weights):
+        given = {name: x for name, x in (good | weights).items() if x is not None}
+        with pytest.raises(common.UserError, match=f"published.*{said}"):
+            written(folder, tmp_path, "eagle", config, given, "model.safetensors")
+
+    refused("not in eagle's format .'fc.weight'", **{"fc.weight": None})
+    missing = "layers.0.self_attn.q_proj.weight"
+    refused(f"format .*Missing key.*{missing}", **{missing: None})
+    refused("format .*size mismatch", **{missing: torch.zeros(D, D + 1)})
+    refused("format .*Unexpected key.*norm.weight", **{"norm.weight": torch.ones(D)})
+    embedding = {"embed_tokens.weight": torch.ones(V, D)}
+    refused("its embedding is not the target's", **embedding)
+    refused("rotates by base 500000", config=EAGLE | {"rope_theta": 500000.0})
+    refused(r"it has \(4, 1\) heads", config=EAGLE | {"num_attention_heads": 4})
+    refused(
+        "format .'rms_norm_eps'",
+        config={k: x for k, x in EAGLE.items() if "rms" not in k},
+    )
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "empty").mkdir()
+    argv = [
+        "eagle",
+        str(tmp_path / "empty"),
+        str(tmp_path / "out"),
+        "--target",
+        str(folder),
+    ]
+    with pytest.raises(common.UserError, match="empty has no config.json with"):
+        authors.main(argv)
+    with pytest.raises(common.UserError, match="--draft-model goes with specdecpp"):
+        authors.main(["specdecpp", *argv[1:]])
