@@ -3,18 +3,36 @@
     python -m support.export falcon checkpoints/falcon OUT
     python -m support.export falcon checkpoints/falcon OUT --target your/model
 
-The first writes the drafter alone, for programs that have the target. The second
-writes the target, too: whoever loads OUT with trust_remote_code=True decodes with
-drafts. Both may be uploaded to the hub. OUT/custom_generate has relative imports, so it
-also works as a part of a package.
+The first writes the drafter alone, for programs that have the target. The second also
+writes the target: whoever loads OUT with trust_remote_code=True decodes with drafts.
+Both may be uploaded to the hub. OUT/custom_generate has relative imports, so it also
+works as a part of a package.
+
+    python -m support.export specdecpp checkpoints/specdecpp OUT --engine
+    python -m support.export eagle runs/eagle OUT --engine
+
+These write what other engines read, for the target that the drafter was made for
+(--target, without which it is the default one). SpecDec++'s draft model becomes an
+ordinary causal LM with two layers and the target's tokenizer: for transformers'
+assistant_model=, for vLLM and SGLang as a draft model, and for llama.cpp's converter.
+It drafts without the head. EAGLE's drafter becomes a folder in EAGLE's own format, if
+it has no norms and no bias (train.py --no-norms --no-bias).
 """
 
+import copy
+import json
 import re
+import sys
 import tempfile
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
 import common
-from support import cli
+from support import cli, default_target
+from support.authors import check_rotation
 
 # It runs from a cache of transformers and is not told which folder it came from.
 GENERATE = '''"""`generate` with drafts of {method}.py; support/export.py wrote this."""
@@ -65,9 +83,6 @@ def generate(
 
 def write(method: str, drafter: str, out: Path, target: str | None) -> None:
     """Write the folder `out` for a method's drafter, given by its folder or id."""
-    if out.exists():
-        raise common.UserError(f"{out} exists already: give another folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         part = Path(folder) / out.name  # becomes `out` when it is whole
         Drafter = cli.import_method(method).Drafter
@@ -93,17 +108,117 @@ def write(method: str, drafter: str, out: Path, target: str | None) -> None:
         part.rename(out)
 
 
-def main() -> None:
+# --------------------------------------------------------------------- other engines
+
+
+def causal_lm(drafter, target):
+    """The copied layers of a SpecDec++ drafter, as a causal LM of transformers.
+
+    It has the target's embedding and LM head, so it drafts from the whole vocabulary.
+    """
+    if drafter.body is None:
+        model = drafter.config.draft_model
+        raise common.UserError(f"the drafter holds only a head: load {model}")
+    config = AutoConfig.for_model(**drafter.config.model)
+    model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
+    model = model.to(target.device)
+    layers = drafter.body.get_decoder().state_dict()
+    model.get_decoder().load_state_dict(layers, strict=False)  # without an embedding
+    model.set_input_embeddings(target.get_input_embeddings())
+    model.set_output_embeddings(target.get_output_embeddings())
+    model.generation_config = copy.deepcopy(target.generation_config)
+    return model.eval().requires_grad_(False)
+
+
+def eagle_files(drafter, target) -> tuple[dict, dict]:
+    """The config and the weights of an EAGLE drafter, as its authors name them.
+
+    Raises UserError for a drafter of another architecture.
+    """
+    config = drafter.config
+    right = (config.k, config.num_layers, config.fusion) == (1, 1, "linear")
+    if not right or config.norms or config.bias:
+        raise common.UserError(
+            "engines read EAGLE's architecture alone: train falcon with --k 1 "
+            "--num-layers 1 --fusion linear --no-norms --no-bias"
+        )
+    weights = drafter.state_dict()
+    del weights["vocab_ids"]
+    # Ours reads feature and embedding in this order, theirs the other way round.
+    feature, embed = weights.pop("fusion.weight").chunk(2, dim=1)  # (D, D) each
+    weights["fc.weight"] = torch.cat([embed, feature], dim=1)
+    names = [f"self_attn.{x}_proj" for x in "qkvo"]
+    names += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    names.append("post_attention_layernorm")
+    expected = {"fc.weight", *(f"layers.0.{name}.weight" for name in names)}
+    # Engines load a folder in which a name is missing, and draft with random weights.
+    assert weights.keys() == expected, weights.keys() ^ expected
+    whole = target.config.get_text_config()
+    shape = common.llama_config(config.target, config.intermediate_size).to_diff_dict()
+    shape |= config.layer
+    shape |= {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "vocab_size": whole.vocab_size,
+        "max_position_embeddings": whole.max_position_embeddings,
+        "rope_theta": whole.rope_parameters["rope_theta"],
+        "rope_parameters": whole.rope_parameters,
+    }
+    check_rotation(shape, target)
+    return shape, {name: x.contiguous() for name, x in weights.items()}
+
+
+def write_engine(method: str, drafter: str, out: Path, target: str | None) -> None:
+    """Write the folder `out` for other engines, see above."""
+    model, tokenizer = common.load_target(target, dtype="auto")
+    network = common.load_drafter(cli.import_method(method).Drafter, drafter, model)
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        part = Path(folder) / out.name  # becomes `out` when it is whole
+        part.mkdir()
+        if method == "specdecpp":
+            causal_lm(network, model).save_pretrained(part)
+            tokenizer.save_pretrained(part)
+        else:
+            shape, weights = eagle_files(network, model)
+            (part / "config.json").write_text(json.dumps(shape, indent=1) + "\n")
+            save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
+            # For SGLang's --speculative-token-map.
+            torch.save(network.vocab_ids.cpu(), part / "vocab_ids.pt")
+        part.rename(out)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write a folder."""
     parser = cli.OneLineParser(description=__doc__)
     ours = [name for name in cli.METHODS if name in cli.trainable()]
-    parser.add_argument("method", choices=ours)
+    parser.add_argument("method", choices=[*ours, "eagle"])
     parser.add_argument("drafter", help="its folder, or an id of the hub")
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument(
         "--target", help="write this target as well: " + cli.TARGET_HELP
     )
-    args = parser.parse_args()
-    write(**vars(args))
+    parser.add_argument(
+        "--engine", action="store_true", help="for vLLM, SGLang and others; see above"
+    )
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    engine = args.method in ("specdecpp", "eagle")
+    common.refuse(
+        (args.out.exists(), f"{args.out} exists already: give another folder"),
+        (
+            args.engine and not engine,
+            f"no engine reads {args.method}'s drafters: take specdecpp or eagle",
+        ),
+        (
+            args.method == "eagle" and not args.engine,
+            "eagle is a drafter of falcon.py: take falcon, or add --engine",
+        ),
+    )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    where = args.method, args.drafter, args.out
+    if args.engine:
+        write_engine(*where, cli.target(args.target or default_target.NAME))
+    else:
+        write(*where, args.target)
     print(f"export.py: wrote {args.out}")
 
 

@@ -1,5 +1,6 @@
 """Published drafters' formats: what is read computes what the format means."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,7 +12,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 import common
 import falcon
 import specdecpp
-from support import authors
+from support import authors, export
 from support.rivals import medusa
 
 D, V, HEADS, SIZE = 16, 48, 2, 24  # of the target in `folder`, SIZE of its drafter
@@ -165,6 +166,52 @@ def test_medusa(folder, target, tmp_path):
         expected = F.linear(hidden + F.silu(linear), weights[f"{n}.1.weight"])
         assert close(found[:, n], expected)
     assert decodes_as_plain(target, medusa.drafts, drafter)
+
+
+def test_what_is_exported_is_what_the_authors_format_holds(folder, target, tmp_path):
+    """EAGLE's drafter leaves in a folder that the same reader takes."""
+    shape = common.target_shape(target)
+    sizes = {"intermediate_size": SIZE, "num_layers": 1, "draft_vocab": 0}
+    config = falcon.Config(
+        shape, k=1, fusion="linear", csgd=False, norms=False, **sizes
+    )
+    counts = torch.arange(V)
+    drafter = falcon.build(dataclasses.replace(config, bias=False), target, counts)
+    drafter.save_pretrained(tmp_path / "ours")
+    out = str(tmp_path / "engine")
+    argv = ["eagle", str(tmp_path / "ours"), out, "--engine", "--target", str(folder)]
+    export.main(argv)
+    again = authors.convert("eagle", out, target)
+    for name, weight in drafter.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name])
+    assert (
+        json.loads((tmp_path / "engine" / "config.json").read_text())["vocab_size"] == V
+    )
+    falcon.build(config, target, counts).save_pretrained(tmp_path / "biased")
+    argv[1], argv[2] = str(tmp_path / "biased"), str(tmp_path / "no")
+    with pytest.raises(common.UserError, match="train falcon with --k 1"):
+        export.main(argv)
+    assert not (tmp_path / "no").exists()
+
+
+def test_copied_layers_leave_as_a_causal_lm(folder, target, tmp_path):
+    config = specdecpp.Config(layers=[0, -1], draft_vocab=32)
+    drafter = specdecpp.build(config, target, torch.arange(V))
+    drafter.save_pretrained(tmp_path / "ours")
+    out = str(tmp_path / "lm")
+    where = ["specdecpp", str(tmp_path / "ours"), out]
+    export.main([*where, "--engine", "--target", str(folder)])
+    lm, tokenizer = common.load_target(out)
+    assert len(tokenizer) == V
+    model = specdecpp.draft_model(drafter, target)
+    with torch.no_grad():
+        expected = model.logits(model.hidden(PROMPT))
+        assert close(lm(PROMPT).logits[..., drafter.vocab_ids], expected)
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    assisted = target.generate(PROMPT, assistant_model=lm, **options)
+    assert torch.equal(assisted, target.generate(PROMPT, **options))
+    with pytest.raises(common.UserError, match="no engine reads glide's drafters"):
+        export.main(["glide", *where[1:2], str(tmp_path / "x"), "--engine"])
 
 
 def test_what_is_not_in_the_format_is_named(folder, tmp_path):

@@ -231,7 +231,7 @@ def test_a_folder_of_a_target_that_decodes_with_drafts(method, target_folder, tm
     alone = AutoModelForCausalLM.from_pretrained(out)
     assert "generate" not in vars(alone)
     with refused(f"{out} exists already: give another folder"):
-        export.write(method, str(tmp_path / "drafter"), out, None)
+        export.main([method, str(tmp_path / "drafter"), str(out)])
 
 
 def test_an_exported_method_works_inside_a_package(target_folder, tmp_path):

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, MambaConfig
 
 import common
 import specdecpp
-from support.measuring import arms
+from support import export
 
 FIXED = {"stop": "fixed", "gamma": 4}
 PROMPT = torch.tensor([[9, 8, 7]])
@@ -195,7 +195,7 @@ def test_the_head_reads_the_same_in_training_and_in_decoding(llama, monkeypatch)
 def brute_force_labels(drafter, target, batch):
     """(Z, [(row, place, label)]) from forwards of single prefixes, drawn alike."""
     config = drafter.config
-    model = arms.causal_lm(drafter, target)
+    model = export.causal_lm(drafter, target)
     mixed = batch.input_ids.clone()
     labels = []
     for row, place in batch.loss_mask.nonzero().tolist():
@@ -231,7 +231,7 @@ def test_labels_against_brute_force(llama, temperature, keep, monkeypatch):
     assert len(expected) < 19 if keep else len(expected) == 19
     labels = [label for *_, label in expected]
     assert len(set(labels)) > 1
-    states = arms.causal_lm(drafter, llama).base_model(mixed)[0]
+    states = export.causal_lm(drafter, llama).base_model(mixed)[0]
     states = torch.stack([states[row, place] for row, place, _ in expected])
     got_states, got_labels = specdecpp.labelled(drafter, llama, batch)
     got = got_labels.tolist()
@@ -326,7 +326,7 @@ def test_distillation_by_hand(llama):
         make_drafter(llama, stage="draft", draft_vocab=30),
         random_batch(llama),
     )
-    model = arms.causal_lm(drafter, llama)
+    model = export.causal_lm(drafter, llama)
     expected = 0.0
     for row, place in batch.loss_mask.nonzero().tolist():
         ids = batch.input_ids[row : row + 1, :place]
@@ -365,7 +365,7 @@ def test_layers_of_every_family_are_copied(name):
     ids = torch.arange(1, 9)[None]
     whole = make_drafter(target, layers=list(range(target.config.num_hidden_layers)))
     torch.testing.assert_close(
-        arms.causal_lm(whole, target)(ids).logits, target(ids).logits
+        export.causal_lm(whole, target)(ids).logits, target(ids).logits
     )
     drafter = make_drafter(target, layers=[1, -1, 0, 3, 2])  # -1 is 3
     chosen = [1, 3, 0, 2]
@@ -503,7 +503,7 @@ def test_a_head_on_a_causal_lm_is_trained_and_decodes(llama, small, tmp_path):
     assert torch.equal(output, truth) and small.loads == 1
     assert made[0].notes["chances"], "the head judged nothing"
     with pytest.raises(common.UserError, match="only a head"):
-        arms.causal_lm(drafter, llama)
+        export.causal_lm(drafter, llama)
     # The LM is neither saved nor copied. A loaded drafter gets it by its name, once, or
     # from memory.
     assert all(name.startswith(("head.", "vocab_ids")) for name in drafter.state_dict())

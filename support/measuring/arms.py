@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -10,11 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from transformers import AutoConfig, AutoModelForCausalLM
-
 import common
 from common import UserError
-from support import cli, packed
+from support import cli, export, packed
 from support.rivals import lookup
 
 FORM = "[BASE+]NAME[:SETTINGS][+copies][@DIR]"
@@ -239,24 +236,5 @@ def peer(name: str, target, load) -> Arm:
     if name == "prompt-lookup":
         return Arm(name, target, kwargs={"prompt_lookup_num_tokens": 10})
     kernels = getattr(target, "kernels", None)
-    assistant = packed.pack(causal_lm(load("specdecpp", ""), target), kernels)
+    assistant = packed.pack(export.causal_lm(load("specdecpp", ""), target), kernels)
     return Arm(name, target, kwargs={"assistant_model": assistant})
-
-
-def causal_lm(drafter, target):
-    """SpecDec++'s copied layers as a causal LM, for `assistant_model=`.
-
-    It drafts from the whole vocabulary.
-    """
-    if drafter.body is None:
-        model = drafter.config.draft_model
-        raise UserError(f"the drafter holds only a head: load {model}")
-    config = AutoConfig.for_model(**drafter.config.model)
-    model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
-    model = model.to(target.device)
-    layers = drafter.body.get_decoder().state_dict()
-    model.get_decoder().load_state_dict(layers, strict=False)  # without an embedding
-    model.set_input_embeddings(target.get_input_embeddings())
-    model.set_output_embeddings(target.get_output_embeddings())
-    model.generation_config = copy.deepcopy(target.generation_config)
-    return model.eval().requires_grad_(False)
