@@ -598,7 +598,7 @@ def sample_chain(
         tokens = (*tokens, int(token))
         chain[tokens] = q
         probs.append(q_draft)
-        if forced or tokens[-1] in decoding.ends:
+        if forced or tokens[-1] in decoding.eos_ids:
             break
     return chain, probs
 
@@ -634,7 +634,7 @@ def make_tree(decoding, q_slots, vocab_ids, config) -> common.Draft:
     """The tree of a pass; q_slots (S, Vd + 1), the blank last; vocab_ids (Vd,)."""
     choices = top_symbols(q_slots, vocab_ids, config.symbols)
     merge = config.transform != "none"
-    limits = decoding.ends, decoding.room
+    limits = decoding.eos_ids, decoding.room
     if config.transform == "prefixes":
         ranked = prefix_search(choices, config.candidates, *limits)
     else:

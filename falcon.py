@@ -620,7 +620,9 @@ def draw_nodes(drafter, decoding, plan: Plan, logits, tokens, chances, probs) ->
         beside_drawn = any(n in probs for n in range(first, node))  # an earlier sibling
         # A logits processor may raise an error on a text that it would not have
         # allowed. So a node is drawn only below drawn ones, not after the text's end.
-        allowed = parent == -1 or (parent in probs and ids[parent] not in decoding.ends)
+        allowed = parent == -1 or (
+            parent in probs and ids[parent] not in decoding.eos_ids
+        )
         to_draw = allowed and node in plan.drawn
         if not to_draw and not beside_drawn:
             continue

@@ -227,7 +227,7 @@ def causal_lm(lm, target) -> DraftModel:
     device, or if its vocabulary differs in size from the target's, padding included.
     Only the size is checked: make sure that both models use the same tokenizer.
     """
-    kinds = set(common.layer_kinds(lm.config.get_text_config()))
+    kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
     kinds -= {"full_attention", "sliding_attention", "chunked_attention"}
     uncached = "past_key_values" not in inspect.signature(lm.forward).parameters
     size, vocab = (x.config.get_text_config().vocab_size for x in (lm, target))
@@ -503,7 +503,7 @@ def propose(model: DraftModel, decoding, cache: common.DraftCache):
         token, q_draft = picked
         yield token, q_draft, hidden[0]
         drafted.append(int(token))
-        if drafted[-1] in decoding.ends:  # no text follows it
+        if drafted[-1] in decoding.eos_ids:  # no text follows it
             return
         new = token[None]  # (1, 1); fed only if the caller wants another one
 

@@ -48,7 +48,7 @@ class Maker:
         self.tokenizer = tokenizer
         self.second_turns = second_turns
         self.greedy = greedy
-        self.ends = common.end_ids(target.generation_config)
+        self.ends = common.eos_ids(target.generation_config)
         if not (tokenizer.chat_template and self.ends):
             raise common.UserError(
                 "this target has no chat template or no eos_token_id: take another"
