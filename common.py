@@ -7,10 +7,10 @@ accepts of each before the next one is asked for:
     for draft in glide.drafts(decoding, drafter):
         decoding.verify(draft)
 
-The first part, down to Stats, is shared by all methods, so read it before any of them:
-Draft, `score`, `walk`, `draw`, Decoding, `pick`, `speculate`. Below stand the parts
-that these are made of, then KV caches, what methods use of a target and of a drafter
-(look up DraftCache and Batch where a method uses them), and what is refused.
+All methods share the first part, so read it before any of them: Draft, `score`, `walk`,
+`draw`, Decoding, `pick`, `speculate`. It ends at the line "reading can stop here". The
+rest is for looking up: masks and forwards, KV caches, what methods need from a target
+and from a drafter (DraftCache and Batch, above all), and what is refused and why.
 
 Words:
     target      the large model whose text is wanted; a *forward* is a run of it
@@ -19,9 +19,9 @@ Words:
     root        the newest committed token (at first, the prompt's last one). It has no
                 cached row yet, so each forward feeds it before the draft
     node        a draft token; the nodes form a tree below the root
-    bonus token the target's own token that ends a round (elsewhere it is called so only
-                after a draft that was accepted whole)
-    row         what a KV cache holds of one token: its key and its value
+    bonus token the target's own token that ends a round (other texts use the term only
+                after a fully accepted draft)
+    row         what a KV cache holds for one token: its key and its value
     residual    max(p - q, 0), divided by its sum: what is left of the target's
                 distribution after a rejection
     p_target, q_draft     the distributions of target and drafter; when decoding, after
@@ -38,10 +38,13 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import io
 import json
+import math
 import re
 import sys
 import warnings
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -252,7 +255,7 @@ class Decoding:
         done                  True after the last token
         room                  how deep a draft may be
         do_sample             whether tokens are drawn, or the argmax is taken
-        ends                  the end-of-sequence ids, a set
+        eos_ids               the end-of-sequence ids, a set
 
     After a round that accepted x_4 and added the bonus token x_5:
 
@@ -275,9 +278,9 @@ class Decoding:
         check_target(target)
         _check_request(target, input_ids, self.generation_config, given)
         self.target = target
-        self.ids = input_ids
+        self.ids = input_ids.long()
         self.do_sample = self.generation_config.do_sample
-        self.ends = end_ids(self.generation_config)
+        self.eos_ids = eos_ids(self.generation_config)
         self.done = False
         # Cache the prompt but for its last token, which is the first root.
         config = target.config.get_text_config()
@@ -431,7 +434,7 @@ class Stats:
 
 
 def start(target, **inputs) -> Decoding:
-    """The Decoding that `target.generate(**inputs)` would use, for a loop of one's own.
+    """The Decoding that `target.generate(**inputs)` would use, for your own loop.
 
         decoding = common.start(target, input_ids=ids, max_new_tokens=64)
         for draft in glide.drafts(decoding, drafter):
@@ -447,6 +450,12 @@ def start(target, **inputs) -> Decoding:
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     return target.generate(**inputs, custom_generate=begin)
 
+
+# ======================================================================================
+#                               Reading can stop here.
+#
+#          Below is what the above is made of, for looking up where it is used.
+# ======================================================================================
 
 # ---------------------------------------------- what verifying and drafting are made of
 
@@ -510,17 +519,17 @@ def attention_masks(target, sees: Tensor, positions: Tensor) -> dict[str, Tensor
     Returns {kind: (1, 1, n, P + n)}, in the target's dtype, to be added to the scores.
     """
     prefix = int(positions[0])  # P
-    config = target.config.get_text_config()
+    window = getattr(decoder_config(target), "sliding_window", None)
     sees = F.pad(sees, (prefix, 0), value=True)  # (n, P + n)
     query = positions[:, None]
     key = torch.cat([torch.arange(prefix), positions])  # (P + n,)
     masks = {}
-    for kind in layer_kinds(config):
+    for kind in layer_kinds(target):
         reach = sees
         # Distance is counted in positions, not in cache rows, because siblings share a
         # position.
         if kind == "sliding_attention":
-            reach = sees & (query - key < config.sliding_window)
+            reach = sees & (query - key < window)
         # Not a boolean mask, because eager attention would add it as 0 and 1.
         mask = torch.zeros(reach.shape, dtype=target.dtype)
         mask.masked_fill_(~reach, torch.finfo(target.dtype).min)
@@ -528,13 +537,16 @@ def attention_masks(target, sees: Tensor, positions: Tensor) -> dict[str, Tensor
     return masks
 
 
-def layer_kinds(config) -> list[str]:
-    """The kinds of attention in a model's layers."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # Mistral names none; all its layers slide if it has a window
-        window = getattr(config, "sliding_window", None)
-        kinds = ["sliding_attention" if window else "full_attention"]
-    return sorted(set(kinds))
+def layer_kinds(target) -> list[str]:
+    """The kinds of attention in the target's layers, as `check_target` found them."""
+    if target not in _TRIED:
+        check_target(target)
+    return _TRIED[target][1]
+
+
+def decoder_config(target):
+    """The config that the target's decoder reads; it may be a copy of the target's."""
+    return getattr(target.get_decoder(), "config", target.config).get_text_config()
 
 
 def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
@@ -553,10 +565,10 @@ def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
     return ids.clamp(max=sums.shape[-1] - 1)  # a drafter's sums may overflow to nan
 
 
-def end_ids(generation_config) -> set[int]:
+def eos_ids(generation_config) -> set[int]:
     """The end-of-sequence ids, of which a config names one, several or none."""
-    ends = generation_config.eos_token_id
-    return {ends} if isinstance(ends, int) else set(ends or [])
+    named = generation_config.eos_token_id
+    return set() if named is None else set(torch.as_tensor(named).view(-1).tolist())
 
 
 # ---------------------------------------------------------------------------- KV caches
@@ -786,6 +798,7 @@ def draft_head(target, token_ids: Tensor) -> nn.Module:
         weight = weight[token_ids]
     if scale != 1:
         weight = weight * scale
+    weight = weight.to(target.dtype)  # an LM head may be kept in float32
     # On the device meta no time is spent on initial weights.
     rows = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     rows.weight = nn.Parameter(weight, requires_grad=False)
@@ -803,7 +816,11 @@ def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     if "layer_type" in inspect.signature(module.forward).parameters:  # Gemma-3
         kind = target.config.get_text_config().layer_types[layer]
         return module(like, position_ids, kind)
-    return module(like, position_ids)
+    tables = module(like, position_ids)
+    if not isinstance(tables, tuple):  # DeepSeek-V2: complex numbers (B, T, R/2)
+        halves = tables.real.to(like.dtype), tables.imag.to(like.dtype)
+        tables = tuple(torch.cat([half, half], dim=-1) for half in halves)
+    return tables
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
@@ -900,7 +917,7 @@ def add_vocab_ids(drafter, size: int) -> None:
 
 
 def _rename_vocab_ids(module, state_dict: dict, prefix: str, *_) -> None:
-    old = prefix + "draft_ids"  # their name in drafters that were saved with v1.0
+    old = prefix + "draft_ids"  # their name in v1.0, which saved the shipped drafters
     if old in state_dict:
         state_dict[prefix + "vocab_ids"] = state_dict.pop(old)
 
@@ -996,7 +1013,7 @@ def read_drafter(Drafter, path, **hub):
     if not whole:  # said here, so that the method's own code may rely on it
         raise UserError(f"{damaged} (config.json has no target): take another folder")
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # the hub's loader prints
+        with contextlib.redirect_stdout(io.StringIO()):  # the hub's loader prints
             return Drafter.from_pretrained(str(folder), strict=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = one_line(error)
@@ -1106,71 +1123,44 @@ def changed(config, changes: dict):
     return dataclasses.replace(config, **changes)
 
 
-@torch.no_grad()
 def check_states(target) -> None:
-    """Raise a UserError unless `target_logits` gives the target's logits."""
+    """Raise a UserError unless `target_logits` gives the target's logits.
+
+    Drafters need that; copies from the context do not. ELECTRA and OPT-350m have
+    another layer between their last hidden states and the LM head.
+    """
     check_target(target)
-    ids = torch.arange(1, 3, device=target.device)[None]
-    options = forward_options(target) | {"position_ids": ids - 1}
-    output = target(ids, output_hidden_states=True, **options)
-    hidden = last_hidden(target, ids)
-    rounds = target.dtype in (torch.float16, torch.bfloat16)
-    tolerance = 0.05 if rounds else 1e-3
-    close = {"atol": tolerance, "rtol": tolerance}
-    # Decoding takes hidden_states[-1], training takes the decoder's output; a drafter
-    # needs them to be the same. OPT-350m projects them to another width, which is also
-    # what the LM heads of Electra and RemBert read.
-    same = hidden.shape[-1] == target_shape(target)["hidden_size"]
-    same = same and torch.allclose(output.hidden_states[-1], hidden, **close)
-    weight = _head_weight(target)
-    same = same and (weight is None or weight.shape[1] == hidden.shape[-1])
-    if same:
-        logits = target_logits(target, hidden)
-        same = torch.allclose(output.logits.float(), logits, **close)
-    if not same:
-        # In train mode dropout makes two forwards differ.
-        remedy = "call target.eval()" if target.training else "take another target"
+    if not _TRIED[target][2]:
         raise UserError(
-            f"the target's logits do not follow from its last hidden states: {remedy}"
+            "the target's logits do not follow from its last hidden states: take "
+            "another target"
         )
 
 
 def check_target(target) -> None:
-    """Raise a UserError if token trees would change the target's output."""
-    config = target.config.get_text_config()
+    """Raise a UserError if token trees would change the target's output.
+
+    This is found by trying a small tree: once, and again when the target has changed
+    its attention kernel, dtype, device, mode, window or adapters.
+    """
     instead = "take another target, or decode without drafts"
-    adapters = getattr(target, "peft_config", {}).values()
+    adapters = getattr(target, "peft_config", {})
     if hasattr(target, "get_base_model"):  # PEFT's wrapper, which `build` may be given
         target = target.get_base_model()
+    config = target.config.get_text_config()
 
-    # Siblings share a position, and the rows of rejected nodes leave the cache.
+    # First, what a short text does not show, or not in half precision. Siblings share a
+    # position, and the rows of rejected nodes leave the cache.
     parameters = inspect.signature(target.forward).parameters
     needed = ("past_key_values", "position_ids")
     missing = ", ".join(name for name in needed if name not in parameters)
     if missing:
         raise UserError(f"the target's forward takes no {missing}: {instead}")
-    # ALiBi, GPT-Neo and Doge measure distance in cache rows, not in positions.
-    for name in ("alibi", "attention_layers", "keep_window_size"):
-        if getattr(config, name, None):
-            raise UserError(f"{name} counts cache rows, not positions: {instead}")
-    # Convolutions and recurrences cannot undo a rejected token, and `attention_masks`
-    # makes no masks for the chunks of Llama 4.
-    for kind in layer_kinds(config):
-        if kind not in ("full_attention", "sliding_attention"):
-            raise UserError(f"token trees do not work with {kind} layers: {instead}")
     # These kernels do not add a mask to the scores.
     kernel = str(config._attn_implementation)
     if "flash" in kernel or "flex" in kernel:
         load = "load the target with attn_implementation='sdpa'"
         raise UserError(f"{kernel} takes no tree mask: {load}")
-    # Of Llama 4 and Mllama, transformers gives the whole model for the decoder, and of
-    # ModernBERT the LM head.
-    decoder = target.get_decoder()
-    if hasattr(decoder, "lm_head") or isinstance(decoder, nn.Linear):
-        raise UserError(f"the target's decoder includes its LM head: {instead}")
-    # Gemma-3n has several hidden states for a token.
-    if getattr(config, "altup_num_inputs", None):
-        raise UserError(f"a token has more than one hidden state: {instead}")
     # Prompts and drafters go to the device of the embedding.
     if target.device.type == "meta":
         raise UserError(
@@ -1187,7 +1177,7 @@ def check_target(target) -> None:
     # which is not called here; aLoRA finds its start from the prompt's end.
     prepares = getattr(target.prepare_inputs_for_generation, "__self__", None)
     kinds = ("is_prompt_learning", "alora_invocation_tokens")
-    unusual = any(getattr(x, kind, None) for x in adapters for kind in kinds)
+    unusual = any(getattr(x, kind, None) for x in adapters.values() for kind in kinds)
     if prepares is not target or unusual:
         raise UserError(
             f"learned prompts and aLoRA (PEFT) are not supported: {instead}"
@@ -1195,6 +1185,147 @@ def check_target(target) -> None:
     # In eval mode, transformers ignores gradient checkpointing.
     if target.training and target.is_activation_checkpointing:
         raise UserError("gradient checkpointing drops the cache: call target.eval()")
+    # For ModernBERT, transformers returns the LM head.
+    if not hasattr(target.get_decoder(), "config"):
+        raise UserError(f"the target's decoder cannot be run alone: {instead}")
+    # Convolutions and recurrences cannot undo a rejected token, and `attention_masks`
+    # makes no masks for chunks (Llama 4) and indexers (DeepSeek-V3.2).
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UserError(f"token trees do not work with {kind} layers: {instead}")
+    # GPT-Neo's local attention and Doge's choice of keys count cache rows, of which a
+    # tree has several at one position.
+    active = []  # adapters, of each layer
+    for module in target.modules():
+        names = getattr(module, "active_adapters", None)
+        active += names if isinstance(names, list) else []
+        local = getattr(module, "attention_type", None) == "local"
+        if local or hasattr(module, "keep_window_size"):
+            name = type(module).__name__
+            raise UserError(f"{name} counts cache rows, not positions: {instead}")
+
+    window = getattr(decoder_config(target), "sliding_window", None)
+    state = kernel, target.dtype, target.device, target.training, window, active
+    if target not in _TRIED or _TRIED[target][0] != state:
+        _TRIED[target] = state, *_try_tree(target)
+
+
+# {target: (the state in which it was tried, the kinds of its layers, whether
+# `target_logits` gives its logits)}
+_TRIED = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _try_tree(target) -> tuple[list[str], bool]:
+    """Decode a short text in two rounds, and compare that with a plain forward.
+
+    Returns the last two parts of _TRIED. Raises UserError if the two differ by more
+    than rounding, or if one of them fails.
+    """
+    config = decoder_config(target)
+    # Not the first ids: what a model makes of special tokens may be far from ordinary.
+    ids = config.vocab_size * torch.arange(1, 8, device=target.device)[None] // 8
+    half = target.dtype in (torch.float16, torch.bfloat16)
+    tolerance = 0.15 if half else 2e-3
+    # A config may hold keys that its model does not read. So try each meaning that they
+    # can have, with a window that is shorter than the text.
+    window = getattr(config, "sliding_window", None)
+    meanings = [["full_attention"]]
+    if window:
+        named = getattr(config, "layer_types", None) or ()
+        meanings += [["sliding_attention"], sorted(set(named))]
+        config.sliding_window = 3
+    results = []
+    try:
+        for kinds in meanings:
+            _TRIED[target] = None, kinds, False  # `attention_masks` looks there
+            try:
+                result = _compare(target, ids, tolerance)
+            except Exception as error:  # models raise many kinds
+                result = math.inf, f"{type(error).__name__}: {one_line(error)}", False
+            results.append((*result, kinds))
+    finally:
+        del _TRIED[target]
+        if window:
+            config.sliding_window = window
+    error, what, follows, kinds = min(results, key=lambda result: result[0])
+    if error > tolerance and error < math.inf and not target.training:
+        alone, together = _plain(target, ids[:, :3]), _plain(target, ids)
+        if _errors(alone[0], together[0][:3]).max() > tolerance:
+            warnings.warn(
+                "the target's logits depend on the later tokens of a forward (as where "
+                "activations are quantised), so an answer may differ from plain "
+                "decoding"
+            )
+            return kinds, follows
+    if error > tolerance:
+        remedy = "take another target, or decode without drafts"
+        if target.training:  # dropout makes two forwards differ
+            remedy = "call target.eval()"
+        raise UserError(f"token trees do not fit this target ({what}): {remedy}")
+    return kinds, follows
+
+
+def _compare(target, ids: Tensor, tolerance: float) -> tuple[float, str, bool]:
+    """The largest relative error of a row, what it is, and whether logits follow.
+
+    The seven ids are a text t_0, t_1, ... whose tokens come after wrong siblings; t_3
+    after eight, so that in half precision it shows if a model counts cache rows:
+
+        t_2 -- 8 wrong ones         t_5 -- wrong
+         `---- t_3 -- wrong          `---- t_6
+                `---- t_4
+    """
+    cache = GrowingCache(target.config.get_text_config().num_hidden_layers)
+    outputs = []
+    decoder = target.get_decoder()
+    with decoder.register_forward_hook(lambda *x: outputs.append(x[-1][0])):
+        logits, hidden = _plain(target, ids, cache)
+    assert hidden.shape[:-1] == (7,), "a token has more than one hidden state"
+
+    cache.cut(2)
+    draft = Draft(ids[0, [*[0] * 8, 3, 0, 4]], [-1] * 9 + [8, 8])
+    first = score(target, ids[:, :3], draft, cache)
+    kept = torch.tensor([0, 9, 11])  # t_2, t_3 and t_4
+    cache.move(2 + kept, 2)
+    cache.cut(5)
+    draft = Draft(ids[0, [0, 6]], [-1, -1])
+    second = score(target, ids[:, :6], draft, cache)
+    errors = [
+        _errors(torch.cat([one[kept], two[[0, 2]]]), right[2:])
+        for one, two, right in zip(first, second, (logits, hidden))
+    ]
+    error, row = torch.maximum(*errors).nan_to_num(math.inf).max(0)
+    where = ["the root", "a sibling", "a sibling of depth 2"][int(row) % 3]
+    what = f"its logits or last hidden states for {where} are off by {error:.1%}"
+
+    # Drafters read what the decoder returns, and compute logits from that.
+    width = target_shape(target)["hidden_size"]
+    weight = _head_weight(target)
+    shapes = [x.shape for x in (hidden[None], *outputs)]
+    if shapes != [(1, 7, width)] * 2 or not (
+        weight is None or weight.shape[1] == width
+    ):
+        return float(error), what, False
+    some = torch.arange(0, logits.shape[1], 1 + logits.shape[1] // 256).to(ids.device)
+    own = target_logits(target, outputs[0], some)[0]
+    same = _errors(own, logits[:, some]), _errors(outputs[0][0], hidden)
+    return float(error), what, bool(torch.cat(same).max() <= min(tolerance, 0.02))
+
+
+def _plain(target, ids: Tensor, cache=None) -> tuple[Tensor, Tensor]:
+    """Logits (T, V) and last hidden states (T, D) of ids (1, T)."""
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    options = forward_options(target) | {"output_hidden_states": True}
+    output = target(ids, past_key_values=cache, position_ids=positions, **options)
+    return output.logits[0], output.hidden_states[-1][0]
+
+
+def _errors(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The relative errors (n,) of rows (n, ...)."""
+    # Some models forbid tokens by logits of -inf.
+    ours, theirs = (x.float().clamp(min=-1e6) for x in (ours, theirs))
+    return (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-9)
 
 
 # Settings of `generate` that token trees do not follow, with their usual values.
@@ -1258,6 +1389,18 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
     past = given.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise UserError("past_key_values holds tokens: pass all tokens, and no cache")
+    # By such keys the cache of `generate` drops rows, even if the model ignores them.
+    config = decoder_config(target)
+    window = getattr(config, "sliding_window", None)
+    slides = window and any(getattr(past, "is_sliding", ()))
+    unread = slides and "sliding_attention" not in layer_kinds(target)
+    if unread and generation_config.max_length > window:
+        keys = [x for x in ("sliding_window", "layer_types") if hasattr(config, x)]
+        raise UserError(
+            f"the target attends to all tokens, but by its config the cache of "
+            f"transformers drops all but {window}: delete {' and '.join(keys)} from "
+            "target.config"
+        )
     # Images and embeddings have a dimension more than ids and masks of text.
     if any(getattr(x, "ndim", 0) > 2 for x in given.values()):
         raise UserError("only text is decoded: pass token ids alone, and no images")
@@ -1314,6 +1457,7 @@ def demo(Drafter, folder: str, drafts) -> None:
     prompt = "Explain photosynthesis to a child in five sentences."
     parser.add_argument("prompt", nargs="?", default=prompt, help=f"default: {prompt}")
     prompt = parser.parse_args().prompt
+    transformers.logging.disable_progress_bar()
     try:
         _show_answer(Drafter, folder, drafts, prompt)
     except (UserError, OSError) as problem:

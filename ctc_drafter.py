@@ -578,7 +578,7 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
     log_q: (S, Vd + 1), the blank last. vocab_ids: (Vd,).
     """
     choices = top_symbols(log_q.exp(), vocab_ids, config.symbols)
-    limits = decoding.ends, decoding.room
+    limits = decoding.eos_ids, decoding.room
     if config.transform == "prefixes":
         ranked = prefix_search(choices, config.candidates, *limits)
     elif config.transform == "alignments":

@@ -659,7 +659,7 @@ def draw_nodes(
         for node, (token, q_draft) in zip(siblings, steps):
             tokens[node] = token
             probs[node] = q_draft
-            if int(token) not in decoding.ends:
+            if int(token) not in decoding.eos_ids:
                 texts[node] = [*above, int(token)]
     return probs
 

@@ -428,7 +428,7 @@ def propose(drafter: Drafter, decoding, memory: Memory):
             # drafting beyond the end is merely wasted work, and on a GPU that costs
             # less than waiting for each token to be copied over.
             drafted.append(int(token))
-            if drafted[-1] in decoding.ends:
+            if drafted[-1] in decoding.eos_ids:
                 return
 
 

@@ -331,7 +331,7 @@ def propose(model, decoding, cache: common.DraftCache):
         token, q_draft = picked
         yield token, q_draft, hidden[0]
         drafted.append(int(token))
-        if drafted[-1] in decoding.ends:  # no text follows it
+        if drafted[-1] in decoding.eos_ids:  # no text follows it
             return
         new = token[None]  # (1, 1); fed only if the caller wants another one
 

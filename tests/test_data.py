@@ -582,7 +582,7 @@ def test_answers_end_where_the_chat_template_ends_them(loaded, capsys):
     target.generation_config.eos_token_id = 4
     capsys.readouterr()
     maker = self_written.Maker(target, tokenizer)
-    assert maker.ends == {0, 4} == common.end_ids(target.generation_config)
+    assert maker.eos_ids == {0, 4} == common.eos_ids(target.generation_config)
     assert "ends an answer with '<end>'" in capsys.readouterr().err
 
 
@@ -604,7 +604,7 @@ def test_saved_settings_do_not_reach_what_is_made_or_measured(loaded, capsys):
     [named] = capsys.readouterr().err.splitlines()
     assert all(f"{name} {value}" in named for name, value in SAVED.items())
     assert plain(target, [30, 10, 40], 9) == expected
-    assert common.end_ids(target.generation_config) == {0}
+    assert common.eos_ids(target.generation_config) == {0}
     cli.plain_settings(target)
     assert not capsys.readouterr().err
 

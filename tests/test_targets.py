@@ -185,6 +185,8 @@ def test_a_target_of_quantize_dynamic_decodes():
     before = made(target)
     layers = {torch.nn.Linear}
     target = torch.ao.quantization.quantize_dynamic(target, layers, torch.qint8)
+    with pytest.warns(UserWarning, match="logits depend on the later tokens"):
+        common.check_target(target)
     for drafts in (*before.values(), *made(target, ("glide", "falcon")).values()):
         assert decode(target, drafts, **GREEDY).shape == (1, 17)
     hidden = torch.randn(6, 32)
@@ -250,14 +252,42 @@ def test_layers_may_differ_in_the_size_of_their_heads():
         untrained(specdecpp, target)
 
 
-def test_layers_that_cannot_be_run_alone_are_refused():
+def test_a_decoder_that_includes_the_head_gets_no_drafter():
+    """Of Llama 4, transformers gives the whole model for the decoder."""
     kinds = ["full_attention"] * 4
     target = family("Llama4", layer_types=kinds, num_local_experts=4)
     for method in cli.trainable():
-        with refused("decoder includes its LM head"):
+        with refused("logits do not follow from its last hidden states"):
             untrained(cli.import_method(method), target)
-    with refused("decoder includes its LM head"):
-        common.start(target, input_ids=IDS, max_new_tokens=4)
+    check(target, {"lookup": lookup.drafts})
+
+
+def test_an_lm_head_may_be_kept_in_float32():
+    """As some trainers and servers do, with a hook that converts its input."""
+    target = make_llama().bfloat16()
+    target.lm_head.float()
+    target.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+    for method, drafts in made(target).items():
+        assert decode(target, drafts, **GREEDY).shape == (1, 17), method
+
+
+def test_ids_may_be_of_32_bits(llama):
+    plain = llama.generate(IDS, **GREEDY)
+    for method, drafts in made(llama).items():
+        got = decode(llama, drafts, IDS.int(), **GREEDY)
+        assert torch.equal(got, plain), method
+
+
+def test_positions_may_be_rotated_by_complex_numbers():
+    """As DeepSeek-V2's are; its cached keys are shared by all heads."""
+    mla = {"kv_lora_rank": 16, "q_lora_rank": 24, "v_head_dim": 8, "qk_head_dim": 16}
+    mla |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "num_key_value_heads": 4}
+    mla |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    mla |= {"moe_intermediate_size": 24, "first_k_dense_replace": 1}
+    target = family("DeepseekV2", n_group=1, topk_group=1, **mla).float()
+    check(target, made(target, ("specdecpp", "falcon", "ctc_drafter")))
+    with refused("caches keys of shape .* take another layer"):
+        untrained(glide, target)
 
 
 def test_a_model_with_images_answers_texts():
@@ -303,20 +333,158 @@ def test_positions_are_counted_from_0():
             },
             "a token has more than one hidden state",
         ),
-        ("ModernBertDecoder", {}, "decoder includes its LM head"),
+        ("ModernBertDecoder", {}, "decoder cannot be run alone"),
+        # Windows and choices of keys that count cache rows, longer than a trial's text.
+        ("GPTNeo", {"attention_types": [[["global", "local"], 2]]}, "counts cache"),
+        ("Doge", {}, "DogeAttention counts cache rows, not positions"),
     ],
 )
 def test_unusual_decoders_are_refused(name, more, message):
-    target = family(name, bos_token_id=1, eos_token_id=2, **more).float()
+    more = {"bos_token_id": 1, "eos_token_id": 2} | more
+    target = family(name, **more).float()
     with refused(message):
         common.start(target, input_ids=IDS, **GREEDY)
 
 
-def test_dropout_is_told_from_another_computation():
-    target = family("GPT2", resid_pdrop=0.5).float()
-    untrained(falcon, target)
-    with refused(r"do not follow from its last hidden states: call target.eval\(\)"):
-        untrained(falcon, target.train())
+def test_attention_that_is_global_alone_may_be_gpt_neos():
+    target = family("GPTNeo", attention_types=[[["global"], 4]]).float()
+    check(target, made(target, ("glide", "falcon", "ctc_drafter")))
+
+
+@pytest.mark.parametrize("name", ["Electra", "OPT"])
+def test_a_layer_below_the_head_leaves_copies_but_no_drafter(name):
+    """ELECTRA's head reads a narrower state, and so does that of OPT-350m."""
+    narrow = {"is_decoder": True, "embedding_size": 16}
+    if name == "OPT":
+        narrow = {"ffn_dim": 48, "word_embed_proj_dim": 16, "init_std": 0.3}
+    target = family(name, **narrow)
+    check(target, {"lookup": lookup.drafts})
+    for method in cli.trainable():
+        with refused("logits do not follow from its last hidden states: take another"):
+            untrained(cli.import_method(method), target)
+
+
+# ------------------------------------------------------------------ a trial of a target
+
+
+def trials(monkeypatch):
+    """A list that grows by each trial's kinds of layers."""
+    seen = []
+    run = common._compare
+
+    def noted(target, *options):
+        seen.append(common.layer_kinds(target))
+        return run(target, *options)
+
+    monkeypatch.setattr(common, "_compare", noted)
+    return seen
+
+
+def test_a_target_is_tried_once_and_again_when_it_has_changed(monkeypatch):
+    peft = pytest.importorskip("peft", reason="needs peft: requirements-dev.txt")
+    seen = trials(monkeypatch)
+    target = make_llama()
+    other = make_llama()
+    changes = [
+        lambda: None,
+        lambda: target.set_attn_implementation("eager"),
+        target.float,
+        target.train,
+        lambda: target.add_adapter(peft.LoraConfig(target_modules=["q_proj"])),
+        lambda: target.add_adapter(peft.LoraConfig(target_modules=["k_proj"]), "b"),
+        lambda: target.set_adapter("default"),
+    ]
+    for change in changes:
+        change()
+        before = len(seen)
+        for _ in range(3):
+            common.check_target(target)
+        assert len(seen) == before + 1
+    common.check_target(other)
+    assert len(seen) == len(changes) + 1
+    target.config.sliding_window = 7  # each meaning is tried: none, or all layers
+    common.check_target(target)
+    assert seen[-3:] == [["full_attention"], ["sliding_attention"], []]
+
+
+def test_what_a_forward_raises_in_a_trial_is_one_line(monkeypatch):
+    target = make_llama()
+    target.config.sliding_window = 7
+
+    def broken(input_ids, past_key_values, position_ids, **options):
+        raise RuntimeError("no kernel\nfor this")
+
+    monkeypatch.setattr(target, "forward", broken)
+    with refused(r"do not fit this target \(RuntimeError: no kernel for this\): take"):
+        common.check_target(target)
+    assert target.config.sliding_window == 7
+    monkeypatch.undo()
+    common.check_target(target)  # nothing is remembered of the failure
+
+
+def count_rows(module, args, kwargs):
+    """A hook before a decoder's forward: its positions become cache rows."""
+    cache = kwargs.get("past_key_values")
+    rows = 0 if cache is None else cache.get_seq_length()
+    length = kwargs["position_ids"].shape[-1]
+    return args, kwargs | {"position_ids": rows + torch.arange(length)[None]}
+
+
+def test_a_trial_tells_rows_from_positions_in_half_precision():
+    """And rounding alone is not taken for that."""
+    for name in ("Llama", "GPT2"):
+        target = family(name)
+        target.get_decoder().register_forward_pre_hook(count_rows, with_kwargs=True)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            with refused("states for a sibling.* are off by .*: take another target"):
+                common.check_target(target.to(dtype))
+    for name in ("Llama", "Gemma2", "GPT2", "Mixtral"):
+        more = {"num_local_experts": 4} if name == "Mixtral" else {}
+        target = family(name, **more)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            common.check_states(target.to(dtype))
+
+
+def test_logits_of_minus_infinity_are_compared_as_such():
+    target = make_llama()
+    target.lm_head.bias = torch.nn.Parameter(torch.zeros(48, dtype=torch.float64))
+    target.lm_head.bias.data[40:] = float("-inf")
+    common.check_states(target)
+
+
+# Keys that a family does not read, left over from the model that it was made from.
+LEFTOVER = {"window": {"sliding_window": 18}}
+LEFTOVER["kinds"] = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+LEFTOVER["kinds"] |= LEFTOVER["window"]
+
+
+@pytest.mark.parametrize("leftover", LEFTOVER)
+@pytest.mark.parametrize("name", ["Llama", "Olmo2", "Granite", "Glm", "GPT2", "Cohere"])
+def test_keys_that_a_model_does_not_read_change_nothing(name, leftover):
+    """But transformers' own cache obeys them, so a longer text is refused."""
+    target = family(name, **LEFTOVER[leftover])
+    assert common.layer_kinds(target) == ["full_attention"]
+    drafts = made(target)
+    check(target, drafts)  # 17 tokens
+    longer = GREEDY | {"max_new_tokens": 40}
+    keys = " and ".join(sorted(LEFTOVER[leftover], reverse=True))
+    with refused(f"cache .* all but 18: delete {keys} from target.config"):
+        decode(target, drafts["glide"], **longer)
+    for key in LEFTOVER[leftover]:
+        delattr(target.config, key)
+    plain = target.generate(IDS, **longer)
+    for method in drafts:
+        assert torch.equal(decode(target, drafts[method], **longer), plain), method
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Mixtral", "Starcoder2"])
+def test_a_window_counts_whatever_kinds_of_layers_are_named(name):
+    """These slide in all layers if there is a window, and read no kinds."""
+    more = {"sliding_window": 6, "layer_types": ["full_attention"] * 4}
+    more |= {"num_local_experts": 4} if name == "Mixtral" else {}
+    target = family(name, **more).float()
+    assert common.layer_kinds(target) == ["sliding_attention"]
+    check(target, made(target, ("glide", "falcon", "ctc_drafter")))
 
 
 @pytest.mark.parametrize("method", ["glide", "specdecpp", "falcon", "ctc_drafter"])
@@ -324,6 +492,13 @@ def test_a_drafter_can_be_pickled(method):
     drafter = untrained(cli.import_method(method), make_llama())
     again = pickle.loads(pickle.dumps(drafter))
     assert torch.equal(again.vocab_ids, drafter.vocab_ids)
+
+
+def test_dropout_is_told_from_another_computation():
+    target = family("GPT2", resid_pdrop=0.5).float()
+    untrained(falcon, target)
+    with refused(r"do not fit this target .*: call target.eval\(\)"):
+        untrained(falcon, target.train())
 
 
 # ---------------------------------------------------------------- what training leaves

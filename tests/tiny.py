@@ -132,7 +132,7 @@ def family(name, seed=1, **more):
         bos_token_id=None,
         eos_token_id=None,
     )
-    if name in ("GPT2", "GPTNeoX", "OPT", "Roberta"):
+    if name in ("GPT2", "GPTNeo", "GPTNeoX", "OPT", "Roberta", "Electra", "Falcon"):
         shape.pop("num_key_value_heads"), shape.pop("head_dim")
     if name == "Phi3":
         shape["original_max_position_embeddings"] = 128

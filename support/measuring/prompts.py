@@ -32,7 +32,7 @@ def answer_padded(target, prompts: list[list[int]], **options) -> list[list[int]
         pad_token_id=0,
         **options,
     )  # (B, T + n)
-    ends = common.end_ids(target.generation_config)
+    ends = common.eos_ids(target.generation_config)
     answers = []
     for new in output[:, width:].tolist():  # padding follows an end
         length = next((n + 1 for n, token in enumerate(new) if token in ends), len(new))

@@ -101,7 +101,7 @@ def propose(drafter, decoding, memory, depth: int, width: int) -> common.Draft:
     for _, path in beams:
         for end in range(1, depth + 1):
             node_of.setdefault(path[:end], len(node_of))
-            if path[end - 1] in decoding.ends:
+            if path[end - 1] in decoding.eos_ids:
                 break
     return common.Draft(
         decoding.ids.new_tensor([path[-1] for path in node_of]),

@@ -94,7 +94,7 @@ def with_copies(drafts, decoding, most: int = 16):
     """
     lookup = Lookup(most)
     for draft in drafts:
-        yield lookup.merge(draft, decoding.ids, decoding.room, decoding.ends)
+        yield lookup.merge(draft, decoding.ids, decoding.room, decoding.eos_ids)
 
 
 def drafts(decoding, **changes):
@@ -106,4 +106,4 @@ def drafts(decoding, **changes):
     lookup = Lookup(config.most)
     while not decoding.done:
         nothing = common.chain([], decoding.ids)
-        yield lookup.merge(nothing, decoding.ids, decoding.room, decoding.ends)
+        yield lookup.merge(nothing, decoding.ids, decoding.room, decoding.eos_ids)

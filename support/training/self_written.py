@@ -50,8 +50,8 @@ class Maker:
         self.tokenizer = tokenizer
         self.second_turns = second_turns
         self.greedy = greedy
-        self.ends = common.end_ids(target.generation_config)
-        if not (tokenizer.chat_template and self.ends):
+        self.eos_ids = common.eos_ids(target.generation_config)
+        if not (tokenizer.chat_template and self.eos_ids):
             raise common.UserError(
                 "this target has no chat template or no eos_token_id: take another"
             )
@@ -68,9 +68,9 @@ class Maker:
         # The saved ids may lack the token that ends a turn in this template (those of a
         # base model often do). Then answers would run on into invented turns.
         end = self.between[0] if self.between else None
-        if end in tokenizer.all_special_ids and end not in self.ends:
-            self.ends.add(end)
-            target.generation_config.eos_token_id = sorted(self.ends)
+        if end in tokenizer.all_special_ids and end not in self.eos_ids:
+            self.eos_ids.add(end)
+            target.generation_config.eos_token_id = sorted(self.eos_ids)
             print(
                 f"the chat template ends an answer with {tokenizer.decode([end])!r}, "
                 "which is not among the target's eos_token_id: it ends answers here",
@@ -152,7 +152,7 @@ class Maker:
         asked = []
         for context, start, said in zip(contexts, starts, self.say(prompts, 128, 1.0)):
             text = self.text(start + said[:-1])
-            if text and said[-1] in self.ends:
+            if text and said[-1] in self.eos_ids:
                 asked.append((context, text))
         return asked
 
@@ -166,7 +166,7 @@ class Maker:
                 "prompt": text,
                 "response": self.text(said),
                 "temperature": temperature,
-                "finished": said[-1] in self.ends,
+                "finished": said[-1] in self.eos_ids,
                 "prompt_ids": prompt,
                 "response_ids": said,
             }
