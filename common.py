@@ -282,6 +282,7 @@ class Decoding:
         self.do_sample = self.generation_config.do_sample
         self.eos_ids = eos_ids(self.generation_config)
         self.done = False
+        _check_processors(self)
         # Cache the prompt but for its last token, which is the first root.
         config = target.config.get_text_config()
         self.cache = GrowingCache(config.num_hidden_layers)
@@ -1356,13 +1357,6 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
             f"{mode} is not supported by token trees: set to None what asks for it, "
             "and decode greedily or sample"
         )
-    # SynthID's logits processor keeps a state from one call to the next, but a tree
-    # asks about several texts in a round.
-    if "SynthID" in type(generation_config.watermarking_config).__name__:
-        raise UserError(
-            "SynthID's watermark is not supported by token trees: set "
-            "watermarking_config=None in the call"
-        )
     batch, length = input_ids.shape
     if input_ids.device != target.device:
         raise UserError(
@@ -1407,6 +1401,42 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
     check_ids(target, input_ids)
     config = target.config.get_text_config()
     _check_length(config, length, generation_config.max_length)
+
+
+def _check_processors(decoding) -> None:
+    """Raise a UserError for a logits processor that answers by more than the ids.
+
+    A round asks about several texts, and about some of them more than once. So each
+    processor is asked three times about the prompt and about one token more.
+    """
+    config = decoding.target.config.get_text_config()
+    scores = torch.linspace(-1, 1, config.vocab_size, device=decoding.ids.device)[None]
+    for processor in decoding.logits_processor or ():
+        name = type(processor).__name__
+        answers = []
+        counters = []
+        text = decoding.ids
+        try:
+            for turn in range(6):
+                answers.append(processor(text, scores.clone()))
+                state = getattr(processor, "__dict__", {}).items()
+                counters.append({k: x for k, x in state if isinstance(x, (int, float))})
+                text = decoding.ids
+                if turn % 2 == 0:
+                    next_id = answers[0].argmax(-1, keepdim=True)
+                    text = torch.cat([text, next_id], dim=1)
+            # The first time a processor may prepare itself; a counter never stops.
+            same = all(map(torch.equal, answers[:-2], answers[2:]))
+            same = same and counters[2:4] == counters[4:]
+            reason = "gives other answers, or counts"
+        except Exception as error:  # a processor may raise anything
+            same, reason = False, f"fails ({one_line(error)})"
+        if not same:
+            raise UserError(
+                f"{name} {reason} when it is asked again about a text, but token trees "
+                "need logits processors that depend on the ids alone (for grammars see "
+                "support/grammars.py): take another, or decode without drafts"
+            )
 
 
 def check_ids(target, ids: Tensor) -> None:
