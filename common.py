@@ -1404,39 +1404,46 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
 
 
 def _check_processors(decoding) -> None:
-    """Raise a UserError for a logits processor that answers by more than the ids.
-
-    A round asks about several texts, and about some of them more than once. So each
-    processor is asked three times about the prompt and about one token more.
-    """
-    config = decoding.target.config.get_text_config()
-    scores = torch.linspace(-1, 1, config.vocab_size, device=decoding.ids.device)[None]
+    """Raise a UserError for a logits processor that answers by more than the ids."""
     for processor in decoding.logits_processor or ():
-        name = type(processor).__name__
-        answers = []
-        counters = []
-        text = decoding.ids
+        reason = "gives other answers, or counts,"
         try:
-            for turn in range(6):
-                answers.append(processor(text, scores.clone()))
-                state = getattr(processor, "__dict__", {}).items()
-                counters.append({k: x for k, x in state if isinstance(x, (int, float))})
-                text = decoding.ids
-                if turn % 2 == 0:
-                    next_id = answers[0].argmax(-1, keepdim=True)
-                    text = torch.cat([text, next_id], dim=1)
-            # The first time a processor may prepare itself; a counter never stops.
-            same = all(map(torch.equal, answers[:-2], answers[2:]))
-            same = same and counters[2:4] == counters[4:]
-            reason = "gives other answers, or counts"
+            fits = _answers_by_ids(processor, decoding)
         except Exception as error:  # a processor may raise anything
-            same, reason = False, f"fails ({one_line(error)})"
-        if not same:
+            fits, reason = False, f"fails ({one_line(error)})"
+        if not fits:
             raise UserError(
-                f"{name} {reason} when it is asked again about a text, but token trees "
-                "need logits processors that depend on the ids alone (for grammars see "
-                "support/grammars.py): take another, or decode without drafts"
+                f"{type(processor).__name__} {reason} when it is asked again about a "
+                "text, but token trees need logits processors that depend on the ids "
+                "alone (for grammars see support/grammars.py): take another, or decode "
+                "without drafts"
             )
+
+
+def _answers_by_ids(processor, decoding) -> bool:
+    """Whether a logits processor answers alike when it is asked again about a text.
+
+    A round asks about several texts, and about some of them more than once. So it is
+    asked three times about the prompt, and about one token more.
+    """
+    vocab = decoding.target.config.get_text_config().vocab_size
+    scores = torch.linspace(-1, 1, vocab, device=decoding.ids.device)[None]
+    answers = []
+    numbers = []  # that it keeps, such as a count of its calls
+
+    def ask(text: Tensor) -> None:
+        answers.append(processor(text, scores.clone()))
+        kept = getattr(processor, "__dict__", {}).items()
+        numbers.append({k: x for k, x in kept if isinstance(x, (int, float))})
+
+    ask(decoding.ids)
+    longer = torch.cat([decoding.ids, answers[0].argmax(-1)[None]], dim=1)
+    for text in (longer, decoding.ids, decoding.ids, longer, longer):
+        ask(text)
+    pairs = ((0, 2), (2, 3), (1, 4), (4, 5))  # calls about the same text
+    same = all(answers[i].equal(answers[j]) for i, j in pairs)
+    # The first calls may prepare something, but a count goes on for ever.
+    return same and numbers[2] == numbers[3] and numbers[4] == numbers[5]
 
 
 def check_ids(target, ids: Tensor) -> None:

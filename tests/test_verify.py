@@ -771,6 +771,69 @@ def test_pick_gives_nothing_where_the_processors_allow_nothing(llama, scores):
     assert common.pick(decoding, torch.zeros(48), torch.arange(48), []) is None
 
 
+# ------------------------------------------------------------------- logits processors
+
+
+PROMPT = torch.tensor([[3, 12, 13, 3, 12]])
+
+
+class Budget(transformers.LogitsProcessor):
+    """Ends a thought at its eighth call, as processors that people copy do."""
+
+    calls = 0
+
+    def __call__(self, ids, scores):
+        self.calls += 1
+        if self.calls == 8:
+            scores = torch.full_like(scores, float("-inf"))
+            scores[:, 4] = 0
+        return scores
+
+
+def alternating():
+    turns = itertools.cycle([0.0, 1.0])
+    return lambda ids, scores: scores * next(turns)
+
+
+def failing(ids, scores):
+    assert ids.shape[1] == PROMPT.shape[1], "a matcher that was told of the prompt"
+    return scores
+
+
+@pytest.mark.parametrize(
+    "processor, message",
+    [
+        (Budget(), "Budget gives other answers, or counts"),
+        (alternating(), "function gives other answers"),
+        (failing, "function fails .a matcher"),
+    ],
+)
+def test_a_processor_with_a_state_is_refused_by_name(llama, processor, message):
+    with refused(message):
+        common.start(
+            llama, input_ids=PROMPT, max_new_tokens=4, logits_processor=[processor]
+        )
+
+
+def test_processors_of_transformers_that_depend_on_the_ids_are_taken(llama):
+    """Some of them prepare themselves at the first call."""
+    options = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 2}
+    options |= {"bad_words_ids": [[5, 6]], "sequence_bias": {(7,): 1.5}}
+    options |= {"suppress_tokens": [8], "begin_suppress_tokens": [9]}
+    options |= {"min_new_tokens": 3, "forced_eos_token_id": 2, "eos_token_id": 2}
+    options |= {
+        "exponential_decay_length_penalty": (3, 1.1),
+        "renormalize_logits": True,
+    }
+    options |= {"temperature": 0.7, "top_p": 0.9, "top_k": 9, "min_p": 0.01}
+    options |= {"typical_p": 0.9, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3}
+    options |= {"watermarking_config": transformers.WatermarkingConfig()}
+    decoding = common.start(
+        llama, input_ids=PROMPT, max_new_tokens=9, do_sample=True, **options
+    )
+    assert len(decoding.logits_processor) >= 15
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -794,7 +857,7 @@ MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
         ("assisted_generation is not .* to None", {"prompt_lookup_num_tokens": 3}),
         ("position_ids are counted from 0", {"position_ids": torch.arange(1, 6)[None]}),
         ("guidance_scale 1.5 .* set guidance_scale=1 in", {"guidance_scale": 1.5}),
-        ("set watermarking_config=None in", {"watermarking_config": MARK}),
+        ("SynthID.* asked again about a text", {"watermarking_config": MARK}),
         ("only text", {"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}),
         (
             "holds tokens: pass all tokens, and no cache",
