@@ -115,6 +115,18 @@ def load(args) -> tuple:
     dtype = getattr(torch, args.dtype)
     stock, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
     cli.plain_settings(stock)
+    if not tokenizer.chat_template:
+        print(
+            "bench.py: the target has no chat template, as a base model: prompts and "
+            "answers are asked as plain lines",
+            file=sys.stderr,
+        )
+    if "prompt-lookup" in args.method and args.top_p < 1:
+        print(
+            f"bench.py: at --top-p {args.top_p} prompt-lookup cannot draft every token, "
+            "because transformers asks the processors about logits that are all equal",
+            file=sys.stderr,
+        )
     return stock, packed.pack(stock), tokenizer
 
 

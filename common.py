@@ -655,7 +655,9 @@ class DraftCache(GrowingCache):
 def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "cpu"):
     """Load a target, frozen and in eval mode, and its tokenizer.
 
-    name: Hugging Face id, folder or .gguf file; None: the default one.
+    name: Hugging Face id, folder or .gguf file; None: the default one. A .gguf is
+        converted each time, which takes a minute for 250 MB; a folder, made with
+        target.save_pretrained and tokenizer.save_pretrained, loads in seconds.
     """
     label = name or "the default target"
     try:
@@ -696,6 +698,9 @@ def _read_target(name, dtype, device):
     if not gguf:
         options["use_safetensors"] = True
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+    if gguf:  # its weights are floats now, so it can be saved
+        target.hf_quantizer = None
+        del target.config.quantization_config
     return target.to(device).eval().requires_grad_(False), tokenizer
 
 
@@ -811,13 +816,16 @@ def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     # The tables get the dtype and device of `like`; nothing else is read of it.
     like = torch.empty(0, dtype=target.dtype, device=position_ids.device)
     module = getattr(target.get_decoder(), "rotary_emb", None)
-    if module is None:  # learned positions (GPT-2, OPT): rotate by zero
+    tables = None
+    if module is not None:
+        given = [like, position_ids]
+        if "layer_type" in inspect.signature(module.forward).parameters:  # Gemma-3
+            given.append(target.config.get_text_config().layer_types[layer])
+        with contextlib.suppress(KeyError):  # Beam's full layers do not rotate
+            tables = module(*given)
+    if tables is None:  # as with learned positions (GPT-2, OPT): rotate by zero
         one = torch.ones(*position_ids.shape, 2, dtype=like.dtype, device=like.device)
         return one, torch.zeros_like(one)
-    if "layer_type" in inspect.signature(module.forward).parameters:  # Gemma-3
-        kind = target.config.get_text_config().layer_types[layer]
-        return module(like, position_ids, kind)
-    tables = module(like, position_ids)
     if not isinstance(tables, tuple):  # DeepSeek-V2: complex numbers (B, T, R/2)
         halves = tables.real.to(like.dtype), tables.imag.to(like.dtype)
         tables = tuple(torch.cat([half, half], dim=-1) for half in halves)
@@ -1495,6 +1503,7 @@ def demo(Drafter, folder: str, drafts) -> None:
     parser.add_argument("prompt", nargs="?", default=prompt, help=f"default: {prompt}")
     prompt = parser.parse_args().prompt
     transformers.logging.disable_progress_bar()
+    sys.stdout.reconfigure(errors="replace")  # a code page may lack letters
     try:
         _show_answer(Drafter, folder, drafts, prompt)
     except (UserError, OSError) as problem:

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 import transformers
 from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
 
@@ -86,15 +85,11 @@ def fetch(work: Path) -> None:
 
 def convert(gguf: Path, out: Path) -> None:
     """Write a GGUF's tokenizer and weights, in float16, as files that load quickly."""
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
     verbosity = transformers.logging.get_verbosity()
     # It warns of computing in float16, which is not done here.
     transformers.logging.set_verbosity_error()
-    target = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float16)
+    target, tokenizer = common.load_target(str(gguf), dtype=torch.float16)
     transformers.logging.set_verbosity(verbosity)
-    target.hf_quantizer = None  # the weights are floats now
-    del target.config.quantization_config
     target.save_pretrained(out)
     tokenizer.save_pretrained(out)
     (out / "size").write_text(str((out / "model.safetensors").stat().st_size))

@@ -93,7 +93,7 @@ def write(method: str, drafter: str, out: Path, target: str | None) -> None:
             model, tokenizer = common.load_target(cli.target(target), dtype="auto")
             network = common.load_drafter(Drafter, drafter, model)
             place = part / "drafter"
-            model.save_pretrained(part)
+            save_target(model, part)
             tokenizer.save_pretrained(part)
         network.bfloat16().save_pretrained(place)  # with a card, README.md
         code = part / "custom_generate"
@@ -106,6 +106,24 @@ def write(method: str, drafter: str, out: Path, target: str | None) -> None:
         known = str(out.resolve()) if target is None else None
         (code / "generate.py").write_text(GENERATE.format(method=method, drafter=known))
         part.rename(out)
+
+
+def save_target(model, folder: Path) -> None:
+    """Save a target, whole.
+
+    Raises UserError for an adapter, of which transformers saves itself alone, and for
+    quantised weights that cannot be saved.
+    """
+    if getattr(model, "peft_config", None):
+        raise common.UserError(
+            "the target has an adapter, which would be saved without its base: merge "
+            "it (merge_and_unload of PEFT), save that, and name its folder"
+        )
+    try:
+        model.save_pretrained(folder)
+    except Exception as error:  # each kind of quantisation has its own
+        reason = common.one_line(error)
+        raise common.UserError(f"the target cannot be saved ({reason})") from error
 
 
 # --------------------------------------------------------------------- other engines

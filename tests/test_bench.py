@@ -200,7 +200,7 @@ def test_batches_are_measured_and_filled(capsys):
     assert ours["identical_to_greedy"] and ours["tau"] > 1 and ours["tokens"] == 36
     assert ours["draft_ms"] is None and ours["speedup_ci"] is None
     assert set(batch["arms"]["baseline"]["loops"]) == {"stock", "one by one", "plain"}
-    assert "1 batches of 2" in out
+    assert "batches of 2: 1" in out
     copying = command("--batch-size", "2", method="glide+copies@glide")
     copies = run(capsys, copying)[0]["batch"]["arms"]["glide+copies@glide"]
     assert copies["identical_to_greedy"] and copies["drafted"] != ours["drafted"]

@@ -235,10 +235,13 @@ def about(result: dict) -> str:
     text = f"**{result['target']}**, {place}"
     if not arms_of(result):
         return text
-    text += f"; {result['prompts']} prompts, up to {result['max_new_tokens']} tokens"
+    count = result["prompts"]
+    text += (
+        f"; {count} prompt{'s' * (count != 1)}, up to {result['max_new_tokens']} tokens"
+    )
     text += f" a turn, temperature {result['temperature']:g}"
     if batch := result.get("batch"):
-        text += f", {batch['batches']} batches of {batch['size']}"
+        text += f", batches of {batch['size']}: {batch['batches']}"
     return text + ("; interrupted" if result.get("interrupted") else "")
 
 
