@@ -123,8 +123,8 @@ def load(args) -> tuple:
         )
     if "prompt-lookup" in args.method and args.top_p < 1:
         print(
-            f"bench.py: at --top-p {args.top_p} prompt-lookup cannot draft every token, "
-            "because transformers asks the processors about logits that are all equal",
+            "bench.py: with --top-p prompt-lookup cannot draft every token, because "
+            "transformers asks the processors about logits that are all equal",
             file=sys.stderr,
         )
     return stock, packed.pack(stock), tokenizer
