@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# Guess: OpenVINO GenAI samples with a draft model as the target alone would (rejection sampling,
+#   or sample and match), whatever the drafts are.
+# What happens: from the second token on, the tokens follow another distribution: chi-square is ten
+#   times its degrees of freedom and more, even if the target drafts for itself.
+# Why it matters: an answer at temperature 1 is not the target's any more. Greedy tests pass, so
+#   only a test of the distribution finds it.
+set -euo pipefail
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+if [ -z "${VENV:-}" ]; then
+  VENV=$work/venv
+  python3 -m venv "$VENV"
+  "$VENV/bin/pip" install -q torch==2.13.0 transformers==5.5.4 optimum==2.3.0 \
+    'optimum-intel[openvino]==2.2.0' openvino-genai==2026.4.1.0
+  "$VENV/bin/pip" uninstall -q -y torchvision torchaudio  # may be built for another torch
+fi
+cat > "$work/try.py" <<'EOF'
+import sys
+
+import numpy as np
+import openvino
+import openvino_genai as genai
+import torch
+from openvino_tokenizers import convert_tokenizer
+from optimum.intel import OVModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VERSION = "openvino-genai 2026.4.1.0, draft model, float32 caches and arithmetic"
+
+
+def write_model(folder, noise=0.0):
+    """A random Llama over bytes; `noise` is added to the same weights."""
+    symbols = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    inner = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(symbols), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+        initializer_range=0.25, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        model.lm_head.weight[98:] = 0
+        model.lm_head.weight *= 1.5
+        for p in model.parameters():
+            p += noise * p.std() * torch.randn(p.shape, generator=random)
+    model.save_pretrained("torch_" + folder)
+    tokenizer.save_pretrained("torch_" + folder)
+    OVModelForCausalLM.from_pretrained(
+        "torch_" + folder, export=True, load_in_8bit=False, compile=False).save_pretrained(folder)
+    there, back = convert_tokenizer(tokenizer, with_detokenizer=True)
+    openvino.save_model(there, folder + "/openvino_tokenizer.xml")
+    openvino.save_model(back, folder + "/openvino_detokenizer.xml")
+
+
+def pipeline(draft=None):
+    options = {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32",
+               "INFERENCE_NUM_THREADS": 1}
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size = 1
+    more = {"draft_model": genai.draft_model(draft, "CPU", **options)} if draft else {}
+    return genai.LLMPipeline("target", "CPU", scheduler_config=scheduler, **options, **more)
+
+
+def generate(name, **settings):
+    config = genai.GenerationConfig()
+    config.max_new_tokens, config.do_sample, config.apply_chat_template = 40, False, False
+    if name != "plain":
+        config.num_assistant_tokens = 4
+    for key, value in settings.items():
+        setattr(config, key, value)
+    ids = np.array([[10, 20, 30, 40, 50, 60, 20, 30, 40]], dtype=np.int64)
+    inputs = genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+    return engines[name].generate(inputs, config)
+
+
+write_model("target")
+write_model("noisy", noise=0.1)
+engines = {"plain": pipeline(), "itself": pipeline("target"), "noisy": pipeline("noisy")}
+
+
+def draws(name, first, count=1000):
+    """Counts of each token at four places, over `count` seeds."""
+    counts = np.zeros((4, 259))
+    for seed in range(first, first + count):
+        reply = generate(name, do_sample=True, temperature=1.0, rng_seed=seed, ignore_eos=True,
+                         max_new_tokens=4)
+        counts[np.arange(4), reply.tokens[0]] += 1
+    return counts
+
+
+def chi_square(a, b):
+    often = a + b >= 20
+    return ((a - b)[often] ** 2 / (a + b)[often]).sum(), often.sum() - 1
+
+
+print(VERSION + "\nTemperature 1, 1,000 seeds each, two samples compared: chi-square (degrees)")
+plain = draws("plain", 0)
+ratios = {}
+for name, first in (("plain", 50_000), ("itself", 100_000), ("noisy", 150_000)):
+    compared = [chi_square(a, b) for a, b in zip(plain, draws(name, first))]
+    print(f"plain and {name if name == 'plain' else 'a draft by ' + name:16}",
+          *(f"token {place}: {value:5.0f} ({degrees})"
+            for place, (value, degrees) in enumerate(compared, 1)))
+    ratios[name] = max(value / degrees for value, degrees in compared[1:])
+right = ratios["plain"] < 2 and ratios["itself"] > 4 and ratios["noisy"] > 4
+sys.exit(0 if right else "the behaviour has changed")
+EOF
+cd "$work"
+HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 "$VENV/bin/python" try.py 2> log || { tail -n 3 log >&2; exit 1; }
