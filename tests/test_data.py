@@ -258,6 +258,13 @@ TEMPLATES = {
     ),
     # DeepSeek-R1: the request ends with the head of a thought, which an answer has not.
     "request thinks": (EACH + ASK_THINKING, ["w2 <end>", "w4 <end>"], 0),
+    # Kimi-K3, Gemma 4: the token that ends an answer also ends its parts.
+    "parts end": (
+        "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}w8 <end> "
+        "{% endif %}{{ m.content }} <end> {% endfor %}" + ASK,
+        ["w8 <end> w2 <end>", "w8 <end> w4 <end>"],
+        0,
+    ),
     # Requests that answers follow differ from those that are asked.
     "number of messages": ("w{{ messages | length }} " + EACH + ASK, None, 0),
 }
@@ -315,7 +322,7 @@ NEWLINES = [
     ("\n", "<|im_end|>"),
     ("", "<|im_end|>"),
     ("Fine.\n\n", "Fine.\n\n<|im_end|>"),
-    ("Fine.<|im_end|>\nHello", "Fine.<|im_end|>"),
+    ("Fine.<|im_end|>", "Fine.<|im_end|>"),
 ]
 
 
@@ -411,6 +418,7 @@ BAD_LINES = [
     ),
     (b'{"prompt": "w1 w2", "prompt_ids": [5], "response_ids": [7]}', "another token"),
     (b'{"response": "w4", "prompt_ids": [5], "response_ids": [7]}', "another token"),
+    (b'{"prompt": "w1", "response": "w2 <end> w3"}', "after its end, <end>;"),
     (b'{"prompt_ids": [5], "response_ids": "w7"}', "ids must be lists of numbers"),
     (b'{"prompt_ids": [5], "response_ids": [48]}', "from 0 to below 48"),
     (b'{"prompt_ids": [5], "response_ids": []}', "nothing to learn"),

@@ -434,9 +434,14 @@ def _last_answer(messages, variables, tokenizer) -> tuple[list[int], int, set[st
     unread = _unread_fields(messages[-1], turn)
     begin = _shared(request, text)  # where the answer begins in the text
     if tail := _special_tail(tokenizer).search(text, begin):
-        # The target stops at the first of the special tokens at the end. Templates go
-        # on, with a newline or another end.
-        text = text[: text.index(tail[1], begin) + len(tail[1])]
+        # The target stops at the first of the special tokens at the end. Templates may
+        # write more, such as a newline or another end.
+        said = json.dumps(messages[-1], ensure_ascii=False)
+        if tail[1] in text[begin : tail.start()] and tail[1] in said:
+            raise common.UserError(
+                f"an answer continues after its end, {tail[1]}; cut it there"
+            )
+        text = text[: tail.end(1)]
     request_ids, ids = token_ids(request, tokenizer), token_ids(text, tokenizer)
     start = _shared(request_ids, ids)
     if begin < len(request):
