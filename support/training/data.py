@@ -172,9 +172,12 @@ def _tokenize(record: dict, tokenizer, size: int) -> tuple[list[int], list, set]
     size: number of ids that the tokenizer knows.
     """
     if not {"prompt_ids", "response_ids"} <= record.keys():
-        messages, rest = _conversation(record)
+        conversation, rest = _conversation(record)
+        messages = _to_last_answer(conversation)
         variables, unread = _variables(messages, rest, tokenizer)
         ids, answers, fields = _locate(messages, variables, tokenizer)
+        if len(messages) < len(conversation):
+            fields.add("messages after the last answer")
         return ids, answers, unread | fields
     prompt, response = record["prompt_ids"], record["response_ids"]
     lists = isinstance(prompt, list) and isinstance(response, list)
@@ -221,7 +224,7 @@ def _skip_note(reason: str, numbers: list[int]) -> str:
 
 
 def _conversation(record: dict) -> tuple[list[dict], dict]:
-    """The messages of a line up to the last answer, and what else the line says."""
+    """The messages of a line, and what else the line says."""
     rest = dict(record)
     answer = next((key for key in ("response", "completion") if key in rest), None)
     if "prompt" in rest and answer:
@@ -248,13 +251,17 @@ def _conversation(record: dict) -> tuple[list[dict], dict]:
             rest["tools"] = json.loads(rest["tools"])
         except (ValueError, RecursionError):
             raise common.UserError("its tools are not valid JSON") from None
-    messages = [_message(turn) for turn in turns]
+    return [_message(turn) for turn in turns], rest
+
+
+def _to_last_answer(messages: list[dict]) -> list[dict]:
+    """A conversation without what follows its last answer."""
     answered = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
     if not answered:
         raise common.UserError("no answer, a message by assistant (ShareGPT's gpt)")
     if answered == [0]:
         raise common.UserError("the only answer comes first, where nobody asked")
-    return messages[: answered[-1] + 1], {k: x for k, x in rest.items() if x != []}
+    return messages[: answered[-1] + 1]
 
 
 def _message(turn) -> dict:
@@ -344,7 +351,7 @@ def token_ids(text: str, tokenizer) -> list[int]:
 def _variables(messages, rest: dict, tokenizer) -> tuple[dict, set[str]]:
     """What else a line says: variables of the chat template, and keys that it ignores.
 
-    Whether the template reads a key is found by trying.
+    Whether the template reads a key is found by trying. What is empty counts as absent.
     Raises UserError for a key that changes what an answer means and is not written.
     """
     named = rest.pop("chat_template_kwargs", {})
@@ -356,9 +363,16 @@ def _variables(messages, rest: dict, tokenizer) -> tuple[dict, set[str]]:
     unread = set()
     plain = _both(messages, tokenizer)
     for key, value in {**rest, **named}.items():
+        if value in ("", [], {}):
+            continue
         if key not in reserved:
             texts = _both(messages, tokenizer, **written, **{key: value})
-            if texts != plain and _holds(texts[1], value):
+            # If the template takes this value by default, only its opposite makes a
+            # difference.
+            if _holds(texts[1], value) and (
+                texts != plain
+                or _other(texts, messages, tokenizer, **written, **{key: not value})
+            ):
                 written[key], plain = value, texts
                 continue
         if key in CONDITIONS or key in named:
@@ -373,6 +387,14 @@ def _both(messages, tokenizer, **variables) -> tuple[str, str]:
     """The request for the last answer, and the whole conversation."""
     request = render(messages[:-1], tokenizer, ask=True, **variables)
     return request, render(messages, tokenizer, **variables)
+
+
+def _other(texts, messages, tokenizer, **variables) -> bool:
+    """Whether these variables give other texts, or the template refuses them."""
+    try:
+        return _both(messages, tokenizer, **variables) != texts
+    except common.UserError:
+        return True
 
 
 def _holds(text: str, value) -> bool:
@@ -394,8 +416,8 @@ def _locate(messages, variables: dict, tokenizer) -> tuple[list[int], list, set[
     unread = set()
     whole = render(messages, tokenizer, **variables)
     for message in messages:
-        if message["role"] != "assistant" and not _holds(whole, message["content"]):
-            raise _unwritten(f"messages by {message['role']}")
+        if message["role"] != "assistant":
+            unread |= _unread_fields(message, whole)
     # The conversation up to each answer, as it was when the target wrote this answer.
     moments = []
     for n in places:
@@ -415,8 +437,8 @@ def _locate(messages, variables: dict, tokenizer) -> tuple[list[int], list, set[
         answers.append((start, stop) if located else (0, 0))
     if not any(stop for _, stop in answers):
         raise common.UserError(
-            "the answer cannot be located, because the chat template rewrites what "
-            "stands before it; give prompt_ids and response_ids"
+            "the answer cannot be located: it is empty, or the chat template rewrites "
+            "what is before it; give prompt_ids and response_ids"
         )
     return ids, answers, unread
 
@@ -434,9 +456,14 @@ def _last_answer(messages, variables, tokenizer) -> tuple[list[int], int, set[st
     unread = _unread_fields(messages[-1], turn)
     begin = _shared(request, text)  # where the answer begins in the text
     if tail := _special_tail(tokenizer).search(text, begin):
-        # The target stops at the first of the special tokens at the end. Templates go
-        # on, with a newline or another end.
-        text = text[: text.index(tail[1], begin) + len(tail[1])]
+        # The target stops at the first of the special tokens at the end. Templates may
+        # write more, such as a newline or another end.
+        said = json.dumps(messages[-1], ensure_ascii=False)
+        if tail[1] in text[begin : tail.start()] and tail[1] in said:
+            raise common.UserError(
+                f"an answer continues after its end, {tail[1]}; cut it there"
+            )
+        text = text[: tail.end(1)]
     request_ids, ids = token_ids(request, tokenizer), token_ids(text, tokenizer)
     start = _shared(request_ids, ids)
     if begin < len(request):
@@ -452,25 +479,29 @@ def _last_answer(messages, variables, tokenizer) -> tuple[list[int], int, set[st
     return ids, start, unread
 
 
-def _unread_fields(message: dict, turn: str) -> set[str]:
-    """The fields of an answer that the template does not write in its turn.
+def _unread_fields(message: dict, text: str) -> set[str]:
+    """The fields of a message that the template does not write in a text.
 
-    Raises UserError if these are its content, a thought or a call.
+    Raises UserError if one of them changes what is said: the content, a thought, a
+    call, a picture.
     """
-    if not _holds(turn, message["content"]):
-        raise _unwritten("the content of answers")
+    if not _holds(text, message["content"]):
+        raise _unwritten(f"the whole text of messages by {message['role']}")
     unread = set()
     for key in message.keys() - {"role", "content"}:
-        if not _holds(turn, message[key]):
-            if key in PARTS:
+        # Numbers and marks, such as {"train": false}, cannot be found in a text.
+        findable = isinstance(message[key], (str, list, dict))
+        if not (findable and _holds(text, message[key])):
+            if key in PARTS | CONDITIONS:
                 raise _unwritten(key)
             unread.add(f"{key} of messages")
     for call in message.get("tool_calls", []):
         # As text, arguments have to be written as they are: as JSON of a text they
         # would be quoted twice.
-        arguments = call.get("function", {}).get("arguments")
-        if isinstance(arguments, str) and arguments not in turn:
-            raise _unwritten("arguments that are text instead of an object")
+        match call:
+            case {"function": {"arguments": str(arguments)}}:
+                if arguments not in text:
+                    raise _unwritten("arguments that are text instead of an object")
     return unread
 
 
