@@ -388,8 +388,8 @@ def speculate(drafts, *args, streamer=None, each=None, **changes):
     transformers keeps three arguments of `generate` to itself: a `streamer` given there
     gets the prompt alone, `assistant_model` has no effect, and in place of
     `stop_strings` pass stopping_criteria=[StopStringCriteria(tokenizer, [...])]. The
-    cache is always one of our own. Logits processors are called on draft tokens, too,
-    so they must depend on the ids alone.
+    cache is always one of our own. Logits processors are called on draft tokens as
+    well, so they must depend on the ids alone.
     """
 
     def generate(target, input_ids, **given):
@@ -612,7 +612,7 @@ class GrowingCache(DynamicCache):
     """An empty cache of `num_layers` growing layers."""
 
     def __init__(self, num_layers: int):
-        super().__init__()  # without a config: sliding layers keep all rows, too
+        super().__init__()  # without a config: sliding layers keep all rows as well
         self.layers = [GrowingLayer() for _ in range(num_layers)]
 
     def move(self, rows: Tensor, first: int) -> None:
@@ -741,7 +741,7 @@ def _logit_scale(target) -> float:
 def _head_weight(target) -> Tensor | None:
     """The LM head's weight (V, D); None if only a call of the head gives its logits."""
     head = target.get_output_embeddings()
-    # The layer that an adapter makes of it is no nn.Linear any more.
+    # An adapter replaces the layer by one that is not an nn.Linear.
     if isinstance(head, nn.Linear) and is_plain_weight(head.weight):
         return head.weight
     return None

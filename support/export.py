@@ -34,7 +34,7 @@ import common
 from support import cli, default_target
 from support.authors import check_rotation
 
-# It runs from a cache of transformers and is not told which folder it came from.
+# It runs from a cache of transformers and does not learn which folder it came from.
 GENERATE = '''"""`generate` with drafts of {method}.py; support/export.py wrote this."""
 
 import weakref
