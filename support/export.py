@@ -172,6 +172,12 @@ def eagle_files(drafter, target) -> tuple[dict, dict]:
     # Engines load a folder in which a name is missing, and draft with random weights.
     assert weights.keys() == expected, weights.keys() ^ expected
     whole = target.config.get_text_config()
+    rotation = getattr(whole, "rope_parameters", None) or {}
+    if "rope_theta" not in rotation:  # none, or one for each kind of layers
+        raise common.UserError(
+            "EAGLE's layer rotates as Llama's do, and the target otherwise: engines "
+            "have no format for it"
+        )
     shape = common.llama_config(config.target, config.intermediate_size).to_diff_dict()
     shape |= config.layer
     shape |= {
@@ -179,8 +185,8 @@ def eagle_files(drafter, target) -> tuple[dict, dict]:
         "num_hidden_layers": 1,
         "vocab_size": whole.vocab_size,
         "max_position_embeddings": whole.max_position_embeddings,
-        "rope_theta": whole.rope_parameters["rope_theta"],
-        "rope_parameters": whole.rope_parameters,
+        "rope_theta": rotation["rope_theta"],
+        "rope_parameters": rotation,
     }
     check_rotation(shape, target)
     return shape, {name: x.contiguous() for name, x in weights.items()}

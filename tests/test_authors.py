@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from tiny import family
 from transformers.models.llama.modeling_llama import rotate_half
 
 import common
@@ -194,6 +195,25 @@ def test_what_is_exported_is_what_the_authors_format_holds(folder, target, tmp_p
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("GPT2", "engines have no format"),  # learned positions
+        ("Gemma3", "engines have no format"),  # two rotations
+        ("Cohere", "falcon.py rotates as the target"),  # other pairs
+    ],
+)
+def test_eagle_leaves_for_targets_that_rotate_as_llama_alone(name, said):
+    other = family(name)
+    config = falcon.Config(
+        common.target_shape(other), k=1, num_layers=1, fusion="linear", csgd=False
+    )
+    config = dataclasses.replace(config, norms=False, bias=False)
+    drafter = falcon.build(config, other, torch.arange(config.target["vocab_size"]))
+    with pytest.raises(common.UserError, match=said):
+        export.eagle_files(drafter, other)
+
+
 def test_copied_layers_leave_as_a_causal_lm(folder, target, tmp_path):
     config = specdecpp.Config(layers=[0, -1], draft_vocab=32)
     drafter = specdecpp.build(config, target, torch.arange(V))
@@ -246,5 +266,13 @@ def test_what_is_not_in_the_format_is_named(folder, tmp_path):
     ]
     with pytest.raises(common.UserError, match="empty has no config.json with"):
         authors.main(argv)
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    for file in authors.FILES:
+        (tmp_path / "empty" / file).write_bytes(b"damaged")
+        with pytest.raises(common.UserError, match="empty is not in eagle's format"):
+            authors.main(argv)
+        (tmp_path / "empty" / file).unlink()
+    with pytest.raises(common.UserError, match="no a/b/c, here or on the hub"):
+        authors.main([argv[0], "a/b/c", *argv[2:]])
     with pytest.raises(common.UserError, match="--draft-model goes with specdecpp"):
         authors.main(["specdecpp", *argv[1:]])
