@@ -47,6 +47,7 @@ import warnings
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -542,7 +543,7 @@ def layer_kinds(target) -> list[str]:
     """The kinds of attention in the target's layers, as `check_target` found them."""
     if target not in _TRIED:
         check_target(target)
-    return _TRIED[target][1]
+    return _TRIED[target].kinds
 
 
 def decoder_config(target):
@@ -1139,7 +1140,7 @@ def check_states(target) -> None:
     another layer between their last hidden states and the LM head.
     """
     check_target(target)
-    if not _TRIED[target][2]:
+    if not _TRIED[target].follows:
         raise UserError(
             "the target's logits do not follow from its last hidden states: take "
             "another target"
@@ -1215,21 +1216,27 @@ def check_target(target) -> None:
 
     window = getattr(decoder_config(target), "sliding_window", None)
     state = kernel, target.dtype, target.device, target.training, window, active
-    if target not in _TRIED or _TRIED[target][0] != state:
-        _TRIED[target] = state, *_try_tree(target)
+    if target not in _TRIED or _TRIED[target].state != state:
+        _TRIED[target] = Tried(state, *_try_tree(target))
 
 
-# {target: (the state in which it was tried, the kinds of its layers, whether
-# `target_logits` gives its logits)}
-_TRIED = weakref.WeakKeyDictionary()
+class Tried(NamedTuple):
+    """What was found by trying a target with a small tree."""
+
+    state: tuple | None  # in which the target was tried
+    kinds: list[str]  # of attention in its layers
+    follows: bool  # whether `target_logits` gives its logits
+
+
+_TRIED = weakref.WeakKeyDictionary()  # {target: Tried}
 
 
 @torch.no_grad()
 def _try_tree(target) -> tuple[list[str], bool]:
     """Decode a short text in two rounds, and compare that with a plain forward.
 
-    Returns the last two parts of _TRIED. Raises UserError if the two differ by more
-    than rounding, or if one of them fails.
+    Returns the last two parts of Tried. Raises UserError if the two differ by more than
+    rounding, or if one of them fails.
     """
     config = decoder_config(target)
     # Not the first ids: what a model makes of special tokens may be far from ordinary.
@@ -1247,7 +1254,8 @@ def _try_tree(target) -> tuple[list[str], bool]:
     results = []
     try:
         for kinds in meanings:
-            _TRIED[target] = None, kinds, False  # `attention_masks` looks there
+            # `attention_masks` looks there.
+            _TRIED[target] = Tried(None, kinds, follows=False)
             try:
                 result = _compare(target, ids, tolerance)
             except Exception as error:  # models raise many kinds
@@ -1258,7 +1266,12 @@ def _try_tree(target) -> tuple[list[str], bool]:
         if window:
             config.sliding_window = window
     error, what, follows, kinds = min(results, key=lambda result: result[0])
-    if error > tolerance and error < math.inf and not target.training:
+    if error <= tolerance:
+        return kinds, follows
+    remedy = "take another target, or decode without drafts"
+    if target.training:  # dropout makes two forwards differ
+        remedy = "call target.eval()"
+    elif error < math.inf:
         alone, together = _plain(target, ids[:, :3]), _plain(target, ids)
         if _errors(alone[0], together[0][:3]).max() > tolerance:
             warnings.warn(
@@ -1267,12 +1280,7 @@ def _try_tree(target) -> tuple[list[str], bool]:
                 "decoding"
             )
             return kinds, follows
-    if error > tolerance:
-        remedy = "take another target, or decode without drafts"
-        if target.training:  # dropout makes two forwards differ
-            remedy = "call target.eval()"
-        raise UserError(f"token trees do not fit this target ({what}): {remedy}")
-    return kinds, follows
+    raise UserError(f"token trees do not fit this target ({what}): {remedy}")
 
 
 def _compare(target, ids: Tensor, tolerance: float) -> tuple[float, str, bool]:

@@ -155,7 +155,8 @@ def eagle_files(drafter, target) -> tuple[dict, dict]:
     """
     config = drafter.config
     right = (config.k, config.num_layers, config.fusion) == (1, 1, "linear")
-    if not right or config.norms or config.bias:
+    biased = config.bias or config.layer.get("attention_bias")
+    if not right or config.norms or biased:
         raise common.UserError(
             "engines read EAGLE's architecture alone: train falcon with --k 1 "
             "--num-layers 1 --fusion linear --no-norms --no-bias"

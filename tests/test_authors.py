@@ -126,6 +126,14 @@ def test_eagle(folder, target, tmp_path, biases):
     assert close(found, expected)
     # The newest prediction is fed back as it is, without a norm.
     assert decodes_as_plain(target, falcon.drafts, drafter)
+    if biases:
+        with pytest.raises(common.UserError, match="engines read EAGLE's architecture"):
+            export.eagle_files(drafter, target)
+        return
+    config, found = export.eagle_files(drafter, target)
+    assert config["rms_norm_eps"] == EAGLE["rms_norm_eps"]
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_the_head_of_specdecpp(folder, target, tmp_path):
@@ -178,6 +186,9 @@ def test_what_is_exported_is_what_the_authors_format_holds(folder, target, tmp_p
     )
     counts = torch.arange(V)
     drafter = falcon.build(dataclasses.replace(config, bias=False), target, counts)
+    with torch.no_grad():  # a new drafter's fusion is a sum, the same in any order
+        for weight in drafter.parameters():
+            weight.normal_()
     drafter.save_pretrained(tmp_path / "ours")
     out = str(tmp_path / "engine")
     argv = ["eagle", str(tmp_path / "ours"), out, "--engine", "--target", str(folder)]
@@ -204,14 +215,24 @@ def test_what_is_exported_is_what_the_authors_format_holds(folder, target, tmp_p
     ],
 )
 def test_eagle_leaves_for_targets_that_rotate_as_llama_alone(name, said):
-    other = family(name)
+    with pytest.raises(common.UserError, match=said):
+        eagle_of(family(name))
+
+
+def test_eagle_leaves_with_the_scaling_of_a_rotation():
+    scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    config, _ = eagle_of(family("Llama", rope_parameters=scaling))
+    assert config["rope_parameters"]["factor"] == 4.0
+
+
+def eagle_of(other):
+    """What engines read of a new EAGLE drafter for a target."""
     config = falcon.Config(
         common.target_shape(other), k=1, num_layers=1, fusion="linear", csgd=False
     )
     config = dataclasses.replace(config, norms=False, bias=False)
     drafter = falcon.build(config, other, torch.arange(config.target["vocab_size"]))
-    with pytest.raises(common.UserError, match=said):
-        export.eagle_files(drafter, other)
+    return export.eagle_files(drafter, other)
 
 
 def test_copied_layers_leave_as_a_causal_lm(folder, target, tmp_path):
