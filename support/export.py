@@ -99,12 +99,13 @@ def write(method: str, drafter: str, out: Path, target: str | None) -> None:
         code = part / "custom_generate"
         code.mkdir(parents=True)
         for name in (method, "common"):
-            text = (cli.ROOT / f"{name}.py").read_text()
+            text = (cli.ROOT / f"{name}.py").read_text("utf-8")
             text = re.sub(r"^import common$", "from . import common", text, flags=re.M)
             text = re.sub(r"^from common ", "from .common ", text, flags=re.M)
-            (code / f"{name}.py").write_text(text)
+            (code / f"{name}.py").write_text(text, "utf-8")
         known = str(out.resolve()) if target is None else None
-        (code / "generate.py").write_text(GENERATE.format(method=method, drafter=known))
+        text = GENERATE.format(method=method, drafter=known)
+        (code / "generate.py").write_text(text, "utf-8")  # the path may hold any letter
         part.rename(out)
 
 
@@ -219,9 +220,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("method", choices=[*ours, "eagle"])
     parser.add_argument("drafter", help="its folder, or an id of the hub")
     parser.add_argument("out", type=Path, help="the folder to write")
-    parser.add_argument(
-        "--target", help="write this target as well: " + cli.TARGET_HELP
-    )
+    about = "write this target as well; with --engine: what the drafter was made for; "
+    parser.add_argument("--target", help=about + cli.TARGET_HELP)
     parser.add_argument(
         "--engine", action="store_true", help="for vLLM, SGLang and others; see above"
     )
