@@ -9,8 +9,8 @@
 
 An arm is [BASE+]NAME[:SETTINGS][+copies][@DIR]. NAME is a method or a rival (medusa,
 eagle, beam, lookup); EAGLE is Falcon with the drafter checkpoints/eagle. SETTINGS are
-fields of its Config that may change after training, such as gamma=3,sizes=2-1-1-0 (a -
-stands between the numbers of a list), or a name from its VARIANTS, which stands for
+fields of its Config that may change after training, such as gamma=3,sizes=2-1-1-0 (with
+a - between the numbers of a list), or a name from its VARIANTS, which is short for
 several of them. BASE is the method whose chains CAPE expands, glide if it is left out;
 settings that are not CAPE's go to that method. +copies adds tokens copied from the
 context to each draft. DIR holds a drafter to use instead of checkpoints/NAME. The arms
@@ -19,11 +19,11 @@ prompt-lookup and assisted are transformers' own.
 Protocol: all arms answer a turn before the next turn begins. Their order is drawn anew
 for each turn, because a machine's speed drifts. All arms see the same earlier answers,
 those of transformers' `generate`. A warm-up is discarded. The baseline is the fastest
-plain decoding that is at hand: stock transformers on the target as it was loaded,
+plain decoding that is available: stock transformers on the target as it was loaded,
 transformers on the target with packed layers (support/packed.py), or our own loop on
 the packed target.
 
-Figures: a legend stands below the table. tokens/s includes the prefill, tau does not.
+Figures: a legend follows the table. tokens/s includes the prefill, tau does not.
 speedup is relative to the baseline and x stock to stock transformers, each with a 95%
 bootstrap interval over five or more prompts. alpha is measured on the baseline's
 answers.
@@ -221,26 +221,26 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
 def turns_of(group: list[dict], arms, tokenizer, options: dict, shuffle, bar):
     """Yield what is asked in each turn of a group, and {arm's name: answers}."""
     device = arms[0].target.device
-    talks = [(prompt, []) for prompt in group]  # with the messages so far
+    chats = [(prompt, []) for prompt in group]  # with the messages so far
     for place in range(most_turns(group)):
         # Ask the prompts that have another turn.
-        talks = [talk for talk in talks if place < len(talk[0]["turns"])]
-        for prompt, messages in talks:
+        chats = [chat for chat in chats if place < len(chat[0]["turns"])]
+        for prompt, messages in chats:
             messages.append(prompt["turns"][place])
-        asked = [encode(tokenizer, messages, device) for _, messages in talks]
+        asked = [encode(tokenizer, messages, device) for _, messages in chats]
 
         # Let all arms answer, in an order of this turn's own.
         answers = {}
         for arm in shuffle.sample(arms, len(arms)):
             bar.set_postfix_str(arm.name)
             answers[arm.name] = play(arm, asked, options)
-            for answer, (prompt, _) in zip(answers[arm.name], talks):
+            for answer, (prompt, _) in zip(answers[arm.name], chats):
                 answer.question_id = prompt["question_id"]
             bar.update(1)
         yield asked, answers
 
-        # Go on with the first arm's answers.
-        for (_, messages), answer in zip(talks, answers[arms[0].name]):
+        # Continue with the first arm's answers.
+        for (_, messages), answer in zip(chats, answers[arms[0].name]):
             text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
             messages.append(text)
 
@@ -379,8 +379,8 @@ def summary(arms, loops, asked: list, answers: dict, greedy: bool) -> dict:
             ours, theirs = answers[arm.name], answers[stock.name]
             numbers |= divergence(stock.target, asked, ours, theirs)
 
-    told = ("tokens_per_s", "vs_stock", "vs_stock_ci", "verify_ms")
-    plain = {loop.name: {key: found[loop.name][key] for key in told} for loop in loops}
+    kept = ("tokens_per_s", "vs_stock", "vs_stock_ci", "verify_ms")
+    plain = {loop.name: {key: found[loop.name][key] for key in kept} for loop in loops}
     result = {"baseline": found[baseline.name]}
     result["baseline"] |= {"loop": baseline.name, "loops": plain}
     result |= {arm.name: found[arm.name] for arm in arms}

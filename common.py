@@ -47,6 +47,7 @@ import warnings
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -388,8 +389,8 @@ def speculate(drafts, *args, streamer=None, each=None, **changes):
     transformers keeps three arguments of `generate` to itself: a `streamer` given there
     gets the prompt alone, `assistant_model` has no effect, and in place of
     `stop_strings` pass stopping_criteria=[StopStringCriteria(tokenizer, [...])]. The
-    cache is always one of our own. Logits processors are called on draft tokens, too,
-    so they must depend on the ids alone.
+    cache is always one of our own. Logits processors are called on draft tokens as
+    well, so they must depend on the ids alone.
     """
 
     def generate(target, input_ids, **given):
@@ -542,7 +543,7 @@ def layer_kinds(target) -> list[str]:
     """The kinds of attention in the target's layers, as `check_target` found them."""
     if target not in _TRIED:
         check_target(target)
-    return _TRIED[target][1]
+    return _TRIED[target].kinds
 
 
 def decoder_config(target):
@@ -612,7 +613,7 @@ class GrowingCache(DynamicCache):
     """An empty cache of `num_layers` growing layers."""
 
     def __init__(self, num_layers: int):
-        super().__init__()  # without a config: sliding layers keep all rows, too
+        super().__init__()  # without a config: sliding layers keep all rows as well
         self.layers = [GrowingLayer() for _ in range(num_layers)]
 
     def move(self, rows: Tensor, first: int) -> None:
@@ -741,7 +742,7 @@ def _logit_scale(target) -> float:
 def _head_weight(target) -> Tensor | None:
     """The LM head's weight (V, D); None if only a call of the head gives its logits."""
     head = target.get_output_embeddings()
-    # The layer that an adapter makes of it is no nn.Linear any more.
+    # An adapter replaces the layer by one that is not an nn.Linear.
     if isinstance(head, nn.Linear) and is_plain_weight(head.weight):
         return head.weight
     return None
@@ -1139,7 +1140,7 @@ def check_states(target) -> None:
     another layer between their last hidden states and the LM head.
     """
     check_target(target)
-    if not _TRIED[target][2]:
+    if not _TRIED[target].follows:
         raise UserError(
             "the target's logits do not follow from its last hidden states: take "
             "another target"
@@ -1215,21 +1216,27 @@ def check_target(target) -> None:
 
     window = getattr(decoder_config(target), "sliding_window", None)
     state = kernel, target.dtype, target.device, target.training, window, active
-    if target not in _TRIED or _TRIED[target][0] != state:
-        _TRIED[target] = state, *_try_tree(target)
+    if target not in _TRIED or _TRIED[target].state != state:
+        _TRIED[target] = Tried(state, *_try_tree(target))
 
 
-# {target: (the state in which it was tried, the kinds of its layers, whether
-# `target_logits` gives its logits)}
-_TRIED = weakref.WeakKeyDictionary()
+class Tried(NamedTuple):
+    """What was found by trying a target with a small tree."""
+
+    state: tuple | None  # in which the target was tried
+    kinds: list[str]  # of attention in its layers
+    follows: bool  # whether `target_logits` gives its logits
+
+
+_TRIED = weakref.WeakKeyDictionary()  # {target: Tried}
 
 
 @torch.no_grad()
 def _try_tree(target) -> tuple[list[str], bool]:
     """Decode a short text in two rounds, and compare that with a plain forward.
 
-    Returns the last two parts of _TRIED. Raises UserError if the two differ by more
-    than rounding, or if one of them fails.
+    Returns the last two parts of Tried. Raises UserError if the two differ by more than
+    rounding, or if one of them fails.
     """
     config = decoder_config(target)
     # Not the first ids: what a model makes of special tokens may be far from ordinary.
@@ -1247,7 +1254,8 @@ def _try_tree(target) -> tuple[list[str], bool]:
     results = []
     try:
         for kinds in meanings:
-            _TRIED[target] = None, kinds, False  # `attention_masks` looks there
+            # `attention_masks` looks there.
+            _TRIED[target] = Tried(None, kinds, follows=False)
             try:
                 result = _compare(target, ids, tolerance)
             except Exception as error:  # models raise many kinds
@@ -1258,7 +1266,12 @@ def _try_tree(target) -> tuple[list[str], bool]:
         if window:
             config.sliding_window = window
     error, what, follows, kinds = min(results, key=lambda result: result[0])
-    if error > tolerance and error < math.inf and not target.training:
+    if error <= tolerance:
+        return kinds, follows
+    remedy = "take another target, or decode without drafts"
+    if target.training:  # dropout makes two forwards differ
+        remedy = "call target.eval()"
+    elif error < math.inf:
         alone, together = _plain(target, ids[:, :3]), _plain(target, ids)
         if _errors(alone[0], together[0][:3]).max() > tolerance:
             warnings.warn(
@@ -1267,12 +1280,7 @@ def _try_tree(target) -> tuple[list[str], bool]:
                 "decoding"
             )
             return kinds, follows
-    if error > tolerance:
-        remedy = "take another target, or decode without drafts"
-        if target.training:  # dropout makes two forwards differ
-            remedy = "call target.eval()"
-        raise UserError(f"token trees do not fit this target ({what}): {remedy}")
-    return kinds, follows
+    raise UserError(f"token trees do not fit this target ({what}): {remedy}")
 
 
 def _compare(target, ids: Tensor, tolerance: float) -> tuple[float, str, bool]:
@@ -1437,12 +1445,11 @@ def _answers_by_ids(processor, decoding) -> bool:
     vocab = decoding.target.config.get_text_config().vocab_size
     scores = torch.linspace(-1, 1, vocab, device=decoding.ids.device)[None]
     answers = []
-    numbers = []  # that it keeps, such as a count of its calls
+    states = []  # what it keeps, such as a count of its calls
 
     def ask(text: Tensor) -> None:
         answers.append(processor(text, scores.clone()))
-        kept = getattr(processor, "__dict__", {}).items()
-        numbers.append({k: x for k, x in kept if isinstance(x, (int, float))})
+        states.append(repr(getattr(processor, "__dict__", None)))
 
     ask(decoding.ids)
     longer = torch.cat([decoding.ids, answers[0].argmax(-1)[None]], dim=1)
@@ -1451,7 +1458,7 @@ def _answers_by_ids(processor, decoding) -> bool:
     pairs = ((0, 2), (2, 3), (1, 4), (4, 5))  # calls about the same text
     same = all(answers[i].equal(answers[j]) for i, j in pairs)
     # The first calls may prepare something, but a count goes on for ever.
-    return same and numbers[2] == numbers[3] and numbers[4] == numbers[5]
+    return same and states[2] == states[3] and states[4] == states[5]
 
 
 def check_ids(target, ids: Tensor) -> None:

@@ -402,16 +402,16 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
 # With a transform, a a would need three slots: a e a.
 
 
-def complete(sequence: tuple, ends, room: int) -> bool:
+def complete(sequence: tuple, eos_ids, room: int) -> bool:
     """Whether nothing is drafted after a sequence.
 
-    ends: the end-of-sequence ids. room: how long a sequence may be.
+    eos_ids: the end-of-sequence ids. room: how long a sequence may be.
     """
-    return len(sequence) > 0 and (sequence[-1] in ends or len(sequence) >= room)
+    return len(sequence) > 0 and (sequence[-1] in eos_ids or len(sequence) >= room)
 
 
 def prefix_search(
-    choices: list[list[tuple]], candidates: int, ends=(), room=math.inf
+    choices: list[list[tuple]], candidates: int, eos_ids=(), room=math.inf
 ) -> dict:
     """Prefix search (Graves et al., 2006), as a beam: {prefix: probability}.
 
@@ -420,7 +420,7 @@ def prefix_search(
 
     choices: from `top_symbols`. Tokens that are not in it count as impossible.
     candidates: how many prefixes, the empty one among them, each slot continues.
-    ends, room: see `complete`.
+    eos_ids, room: see `complete`.
     """
     # The slots are read one after another. `kept` has the probability that those read
     # so far have become exactly a prefix, as a sum of two: that the last of them is
@@ -443,7 +443,7 @@ def prefix_search(
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
         for prefix, (in_blank, in_token) in kept.items():
-            if complete(prefix, ends, room):
+            if complete(prefix, eos_ids, room):
                 continue
             either = in_blank + in_token
             new_blank[prefix] = either * q_blank
@@ -465,13 +465,13 @@ def prefix_search(
 
 
 def likeliest_alignments(
-    choices: list[list[tuple]], nodes: int, ends=(), room=math.inf
+    choices: list[list[tuple]], nodes: int, eos_ids=(), room=math.inf
 ) -> dict:
     """The sequences of the likeliest alignments (3.1, 3.3), at most `nodes`.
 
     Returns {sequence: probability of its likeliest alignment}, likeliest first.
 
-    choices: from `top_symbols`. ends, room: see `complete`.
+    choices: from `top_symbols`. eos_ids, room: see `complete`.
     """
     # The paper's alignments fill all slots. Here one may fill the first slots alone, so
     # that a sequence and its beginnings are all ranked.
@@ -495,14 +495,14 @@ def likeliest_alignments(
         seen.add(state)
         if sequence:
             ranked.setdefault(sequence, -minus_q)
-        if len(alignment) < len(choices) and not complete(sequence, ends, room):
+        if len(alignment) < len(choices) and not complete(sequence, eos_ids, room):
             for symbol, q in choices[len(alignment)]:
                 heapq.heappush(heap, (minus_q * q, (*alignment, symbol)))
     return ranked
 
 
 def likeliest_combinations(
-    choices: list[list[tuple]], nodes: int, ends=(), room=math.inf
+    choices: list[list[tuple]], nodes: int, eos_ids=(), room=math.inf
 ) -> dict:
     """The likeliest combinations of the first slots' tokens, without a transform.
 
@@ -514,7 +514,7 @@ def likeliest_combinations(
         longer = {
             (*sequence, token): q_sequence * q
             for sequence, q_sequence in level.items()
-            if not complete(sequence, ends, room)
+            if not complete(sequence, eos_ids, room)
             for token, q in pairs
             if q > 0
         }

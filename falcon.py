@@ -290,7 +290,7 @@ def reveal(drafter: Drafter, target, slots: Slots, batch) -> Slots:
 
 def noisy(hidden: Tensor, amplitude: float, seed: Tensor) -> Tensor:
     """Hidden states (B, S, D) plus U(-amplitude, amplitude) (3.2)."""
-    # Later passes are fed predictions; the noise stands in for their errors.
+    # Later passes are fed predictions; the noise imitates their errors.
     noise = []
     for own_seed in seed.tolist():
         numbers = common.generator(own_seed, use=1)  # not the numbers of `glance`
@@ -305,7 +305,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     slots = training_slots(drafter, batch)
     if config.csgd and config.k > 1:  # with k = 1 no slot precedes another in its block
         slots = reveal(drafter, target, slots, batch)
-    # Thus revealed labels are noisy, too; in the authors' code they have no noise.
+    # Thus revealed labels are noisy as well; in the authors' code they have no noise.
     slots = slots._replace(hidden=noisy(slots.hidden, config.noise, batch.seed))
     h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1, but k ahead
     l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum")

@@ -261,7 +261,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
     """Mask_Block (4.1): a query reads the keys of earlier blocks only.
 
-    A block stands for a round. Its i-th query may not read the i newest rows: its own,
+    A block imitates a round. Its i-th query may not read the i newest rows: its own,
     and the i - 1 of the queries before it in the block. The pass of `feed` that drafts
     the i-th token of a round lacks just as many. Here L = 3, and with phase 1 the first
     block is one token short:

@@ -51,13 +51,14 @@ def train(args, module, overrides: dict) -> None:
     """
     check(args)
     if not (args.resume or args.init):  # else what is saved decides as well
-        module.Config(**overrides)  # a wrong value is told before the target is loaded
+        # A wrong value is reported before the target is loaded.
+        module.Config(**overrides)
     out = Path(args.out)
     accelerator = launch(args)
     target, tokenizer = load_target(args, accelerator)
     sequences, held_out, answers = read_data(args, target, tokenizer)
 
-    # `run` says how far the training has come; --resume goes on from what was saved.
+    # `run` says how far the training has come; --resume continues from what was saved.
     identity = checkpoints.identity(args, target, sequences)
     state = checkpoints.read(out, module, identity, overrides) if args.resume else None
     run = state["progress"] if state else checkpoints.Run()
@@ -79,7 +80,8 @@ def train(args, module, overrides: dict) -> None:
         )
         measured["alpha"] = features.batches(held_out)
         measured["eval_alpha"] = features.batches(answers)
-    begin = time.monotonic() - run.seconds  # the time before a resumption counts, too
+    # The time before a resumption counts as well.
+    begin = time.monotonic() - run.seconds
     with interrupts() as caught, progress_bar(args, run) as bar:
         while progress < 1 and not stop:
             # The target computes a micro-batch's features when `gradients` asks for it,
@@ -103,27 +105,27 @@ def train(args, module, overrides: dict) -> None:
             bar.update(1)
             # Clocks and signals differ between processes, so the first one decides.
             progress, stop = broadcast_object_list([run.fraction(args), bool(caught)])
-            ends = progress >= 1
+            last = progress >= 1
 
             # A measurement takes longer than a signal leaves until the program is
             # killed (10 s in Docker, 30 s with torchrun), so a stop only saves.
-            if not stop and (ends or run.step % args.eval_every == 0):
+            if not stop and (last or run.step % args.eval_every == 0):
                 rates = measure(module, drafter, target, measured)
                 point = run.add_point(rates)
                 say(", ".join(f"{key} {value}" for key, value in point.items()))
-            due = ends or stop or run.step % args.save_every == 0
+            due = last or stop or run.step % args.save_every == 0
             if due and accelerator.is_main_process:
                 checkpoints.save(out, drafter, optimizer, run, identity)
 
     if accelerator.is_main_process:
-        told = {"method": args.method, "out": args.out, "interrupted": progress < 1}
-        told |= {"step": run.step, "tokens": run.tokens}
-        print(json.dumps(told | {"measured": run.curve[-1] if run.curve else None}))
+        summary = {"method": args.method, "out": args.out, "interrupted": progress < 1}
+        summary |= {"step": run.step, "tokens": run.tokens}
+        print(json.dumps(summary | {"measured": run.curve[-1] if run.curve else None}))
     # Free the wrapped model while all processes live, because it could hang later.
     del model, optimizer
     accelerator.free_memory()
     accelerator.end_training()
-    if progress < 1:  # as Ctrl-C ends a program, or a script would go on after it
+    if progress < 1:  # as Ctrl-C ends a program, or else a script would continue
         sys.exit(130)
 
 

@@ -6,7 +6,7 @@
 # first (CONVERSATIONS, 60000 by default), and a step has 32 conversations. STEPS are
 # those of a drafter, 24500 by default.
 #
-# Run it again after an interruption: what is done stays, what was begun goes on.
+# Run it again after an interruption: what is done stays, what was begun continues.
 set -euo pipefail
 mkdir -p "${1:?usage: bash checkpoints/train.sh OUT [NAME...]}"
 out=$(realpath "$1")

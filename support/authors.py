@@ -156,8 +156,13 @@ def convert(method: str, source: str, target, **more):
     Raises UserError if a file, a key or a shape is not what the format has.
     """
     folder = Path(source)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(source, allow_patterns=["config.json", *FILES]))
+    try:
+        if not folder.is_dir():
+            files = ["config.json", *FILES]
+            folder = Path(snapshot_download(source, allow_patterns=files))
+    except (OSError, ValueError) as error:  # of the hub, the network and the cache
+        reason = common.one_line(error)
+        raise UserError(f"no {source}, here or on the hub ({reason})") from error
     path = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if path is None or not (folder / "config.json").is_file():
         raise UserError(f"{source} has no config.json with {' or '.join(FILES)}")
@@ -173,7 +178,7 @@ def convert(method: str, source: str, target, **more):
         drafter.load_state_dict(weights)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+    except Exception as error:  # readers of damaged files raise many kinds
         reason = common.one_line(error)
         raise UserError(f"{source} is not in {method}'s format ({reason})") from error
     return drafter.to(dtype).eval()

@@ -20,6 +20,8 @@ RIVALS = ("medusa", "beam", "lookup")  # in support/rivals/
 MADE_WITH = {"eagle": "falcon"}
 CHAINS = ("glide", "specdecpp")  # their drafts are chains, which CAPE expands
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Generation settings that change no answer; transformers saves them with every model.
+IDLE = ("output_attentions", "output_hidden_states", "use_cache")
 ROOT = Path(__file__).resolve().parent.parent
 TARGET_HELP = f"Hugging Face id, folder or .gguf (default: {default_target.NAME})"
 
@@ -144,11 +146,11 @@ def plain_settings(target) -> None:
     """
     saved = target.generation_config
     tokens = {name: getattr(saved, name) for name in SPECIAL}
-    unused = saved.to_diff_dict().keys() - {*SPECIAL, "transformers_version"}
+    unused = saved.to_diff_dict().keys() - {*SPECIAL, *IDLE, "transformers_version"}
     unused = sorted(name for name in unused if not name.startswith("_"))
     if unused:
         names = ", ".join(f"{name} {getattr(saved, name)}" for name in unused)
-        print(f"not used, of the target's generation_config: {names}", file=sys.stderr)
+        print(f"not used from the target's generation_config: {names}", file=sys.stderr)
     target.generation_config = GenerationConfig(**tokens)
 
 

@@ -34,7 +34,7 @@ import common
 from support import cli, default_target
 from support.authors import check_rotation
 
-# It runs from a cache of transformers and is not told which folder it came from.
+# It runs from a cache of transformers and does not learn which folder it came from.
 GENERATE = '''"""`generate` with drafts of {method}.py; support/export.py wrote this."""
 
 import weakref
@@ -99,12 +99,13 @@ def write(method: str, drafter: str, out: Path, target: str | None) -> None:
         code = part / "custom_generate"
         code.mkdir(parents=True)
         for name in (method, "common"):
-            text = (cli.ROOT / f"{name}.py").read_text()
+            text = (cli.ROOT / f"{name}.py").read_text("utf-8")
             text = re.sub(r"^import common$", "from . import common", text, flags=re.M)
             text = re.sub(r"^from common ", "from .common ", text, flags=re.M)
-            (code / f"{name}.py").write_text(text)
+            (code / f"{name}.py").write_text(text, "utf-8")
         known = str(out.resolve()) if target is None else None
-        (code / "generate.py").write_text(GENERATE.format(method=method, drafter=known))
+        text = GENERATE.format(method=method, drafter=known)
+        (code / "generate.py").write_text(text, "utf-8")  # the path may hold any letter
         part.rename(out)
 
 
@@ -155,7 +156,8 @@ def eagle_files(drafter, target) -> tuple[dict, dict]:
     """
     config = drafter.config
     right = (config.k, config.num_layers, config.fusion) == (1, 1, "linear")
-    if not right or config.norms or config.bias:
+    biased = config.bias or config.layer.get("attention_bias")
+    if not right or config.norms or biased:
         raise common.UserError(
             "engines read EAGLE's architecture alone: train falcon with --k 1 "
             "--num-layers 1 --fusion linear --no-norms --no-bias"
@@ -172,6 +174,12 @@ def eagle_files(drafter, target) -> tuple[dict, dict]:
     # Engines load a folder in which a name is missing, and draft with random weights.
     assert weights.keys() == expected, weights.keys() ^ expected
     whole = target.config.get_text_config()
+    rotation = getattr(whole, "rope_parameters", None) or {}
+    if "rope_theta" not in rotation:  # none, or one for each kind of layers
+        raise common.UserError(
+            "EAGLE's layer rotates as Llama's do, and the target otherwise: engines "
+            "have no format for it"
+        )
     shape = common.llama_config(config.target, config.intermediate_size).to_diff_dict()
     shape |= config.layer
     shape |= {
@@ -179,8 +187,8 @@ def eagle_files(drafter, target) -> tuple[dict, dict]:
         "num_hidden_layers": 1,
         "vocab_size": whole.vocab_size,
         "max_position_embeddings": whole.max_position_embeddings,
-        "rope_theta": whole.rope_parameters["rope_theta"],
-        "rope_parameters": whole.rope_parameters,
+        "rope_theta": rotation["rope_theta"],
+        "rope_parameters": rotation,
     }
     check_rotation(shape, target)
     return shape, {name: x.contiguous() for name, x in weights.items()}
@@ -212,9 +220,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("method", choices=[*ours, "eagle"])
     parser.add_argument("drafter", help="its folder, or an id of the hub")
     parser.add_argument("out", type=Path, help="the folder to write")
-    parser.add_argument(
-        "--target", help="write this target as well: " + cli.TARGET_HELP
-    )
+    about = "write this target as well; with --engine: what the drafter was made for; "
+    parser.add_argument("--target", help=about + cli.TARGET_HELP)
     parser.add_argument(
         "--engine", action="store_true", help="for vLLM, SGLang and others; see above"
     )

@@ -2,8 +2,8 @@
 
 An engine's own processor takes each call for the next token of one text. A token tree
 asks about several texts in a round, so such a processor is refused by `speculate`.
-These follow the ids: they go back to where two texts part, and on from there. Copy what
-you need; each class needs its engine and transformers alone.
+These follow the ids: they go back to where two texts part, and read on from there. Copy
+what you need; each class needs its engine and transformers alone.
 
     grammar = xgrammar.GrammarCompiler(info).compile_json_schema(schema)
     processor = XGrammar(grammar, ids["input_ids"].shape[1])

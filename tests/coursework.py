@@ -334,7 +334,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("words", nargs="*", metavar="NAME", help=words)
     solutions = "one student's copy, or a folder of copies"
     parser.add_argument("--grade", type=Path, metavar="SOLUTIONS", help=solutions)
-    results = "write a results.json for Gradescope, too"
+    results = "also write a results.json for Gradescope"
     parser.add_argument("--results", type=Path, metavar="FILE", help=results)
     args = parser.parse_args()
     args.names, args.out = args.words, None

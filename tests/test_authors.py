@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from tiny import family
 from transformers.models.llama.modeling_llama import rotate_half
 
 import common
@@ -125,6 +126,14 @@ def test_eagle(folder, target, tmp_path, biases):
     assert close(found, expected)
     # The newest prediction is fed back as it is, without a norm.
     assert decodes_as_plain(target, falcon.drafts, drafter)
+    if biases:
+        with pytest.raises(common.UserError, match="engines read EAGLE's architecture"):
+            export.eagle_files(drafter, target)
+        return
+    config, found = export.eagle_files(drafter, target)
+    assert config["rms_norm_eps"] == EAGLE["rms_norm_eps"]
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_the_head_of_specdecpp(folder, target, tmp_path):
@@ -177,6 +186,9 @@ def test_what_is_exported_is_what_the_authors_format_holds(folder, target, tmp_p
     )
     counts = torch.arange(V)
     drafter = falcon.build(dataclasses.replace(config, bias=False), target, counts)
+    with torch.no_grad():  # a new drafter's fusion is a sum, the same in any order
+        for weight in drafter.parameters():
+            weight.normal_()
     drafter.save_pretrained(tmp_path / "ours")
     out = str(tmp_path / "engine")
     argv = ["eagle", str(tmp_path / "ours"), out, "--engine", "--target", str(folder)]
@@ -192,6 +204,35 @@ def test_what_is_exported_is_what_the_authors_format_holds(folder, target, tmp_p
     with pytest.raises(common.UserError, match="train falcon with --k 1"):
         export.main(argv)
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("GPT2", "engines have no format"),  # learned positions
+        ("Gemma3", "engines have no format"),  # two rotations
+        ("Cohere", "falcon.py rotates as the target"),  # other pairs
+    ],
+)
+def test_eagle_leaves_for_targets_that_rotate_as_llama_alone(name, said):
+    with pytest.raises(common.UserError, match=said):
+        eagle_of(family(name))
+
+
+def test_eagle_leaves_with_the_scaling_of_a_rotation():
+    scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    config, _ = eagle_of(family("Llama", rope_parameters=scaling))
+    assert config["rope_parameters"]["factor"] == 4.0
+
+
+def eagle_of(other):
+    """What engines read of a new EAGLE drafter for a target."""
+    config = falcon.Config(
+        common.target_shape(other), k=1, num_layers=1, fusion="linear", csgd=False
+    )
+    config = dataclasses.replace(config, norms=False, bias=False)
+    drafter = falcon.build(config, other, torch.arange(config.target["vocab_size"]))
+    return export.eagle_files(drafter, other)
 
 
 def test_copied_layers_leave_as_a_causal_lm(folder, target, tmp_path):
@@ -246,5 +287,13 @@ def test_what_is_not_in_the_format_is_named(folder, tmp_path):
     ]
     with pytest.raises(common.UserError, match="empty has no config.json with"):
         authors.main(argv)
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    for file in authors.FILES:
+        (tmp_path / "empty" / file).write_bytes(b"damaged")
+        with pytest.raises(common.UserError, match="empty is not in eagle's format"):
+            authors.main(argv)
+        (tmp_path / "empty" / file).unlink()
+    with pytest.raises(common.UserError, match="no a/b/c, here or on the hub"):
+        authors.main([argv[0], "a/b/c", *argv[2:]])
     with pytest.raises(common.UserError, match="--draft-model goes with specdecpp"):
         authors.main(["specdecpp", *argv[1:]])

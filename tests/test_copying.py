@@ -68,3 +68,14 @@ def test_a_script_that_lacks_a_file_ends_with_one_line(told, folder, said):
     lines = [line for line in errors.splitlines() if "torchao" not in line]
     assert len(lines) == 1
     assert lines[0].startswith(f"{Path(folder).name}.py: {said}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["launches", "pictures", "stop_rules", "tables"])
+def test_a_tool_of_results_starts_as_a_script(tmp_path, name):
+    """From any folder; pytest's own path would hide what a script does not find."""
+    script = ROOT / "results" / "tools" / f"{name}.py"
+    command = [sys.executable, script, "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"usage: {name}.py" in done.stdout

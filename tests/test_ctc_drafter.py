@@ -181,7 +181,7 @@ def test_alignments_come_in_order_and_are_no_more_than_asked_for():
 @pytest.mark.parametrize("search", BEST)
 def test_what_follows_an_end_takes_no_place_among_the_sequences(search):
     q_slots = torch.tensor([[0.9, 0.1, 0.0], [0.6, 0.4, 0.0]])  # 0, 1 and the blank
-    found = search(top(q_slots, 2), 3, ends={0})
+    found = search(top(q_slots, 2), 3, eos_ids={0})
     best = sorted(found, key=found.get, reverse=True)[:3]
     assert best == [(0,), (1,), (1, 0)]
 

@@ -468,7 +468,7 @@ def test_a_copy_has_no_special_tokens_outside_its_vocabulary(caplog):
     config = drafter.body.config
     assert config.vocab_size == 1
     assert config.pad_token_id == config.eos_token_id == config.unk_token_id == 0
-    assert drafter.config.model["pad_token_id"] == 7  # for support/arms.py
+    assert drafter.config.model["pad_token_id"] == 7  # for support/measuring/arms.py
 
 
 # ----------------------------------------------------------------- a causal LM drafts

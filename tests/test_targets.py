@@ -422,6 +422,12 @@ def test_what_a_forward_raises_in_a_trial_is_one_line(monkeypatch):
     common.check_target(target)  # nothing is remembered of the failure
 
 
+def test_a_trial_notices_that_accepted_rows_stay_where_they_were(monkeypatch):
+    monkeypatch.setattr(common.GrowingCache, "move", lambda *given: None)
+    with refused("do not fit this target .its logits or last hidden states"):
+        common.check_target(make_llama())
+
+
 def count_rows(module, args, kwargs):
     """A hook before a decoder's forward: its positions become cache rows."""
     cache = kwargs.get("past_key_values")

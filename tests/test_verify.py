@@ -795,6 +795,33 @@ def alternating():
     return lambda ids, scores: scores * next(turns)
 
 
+def once_different(call):
+    calls = itertools.count(1)
+    return lambda ids, scores: scores * (next(calls) != call)
+
+
+def never_back():
+    """It follows a text on, and does not notice that a shorter one is meant again."""
+    longest = [0]
+
+    def processor(ids, scores):
+        longest[0] = max(longest[0], ids.shape[1])
+        return scores * longest[0]
+
+    return processor
+
+
+class Log(transformers.LogitsProcessor):
+    """What it keeps grows with each call, and is not a number."""
+
+    def __init__(self, kept, grow):
+        self.kept, self.grow = kept, grow
+
+    def __call__(self, ids, scores):
+        self.grow(self.kept)
+        return scores
+
+
 def failing(ids, scores):
     assert ids.shape[1] == PROMPT.shape[1], "a matcher that was told of the prompt"
     return scores
@@ -805,6 +832,15 @@ def failing(ids, scores):
     [
         (Budget(), "Budget gives other answers, or counts"),
         (alternating(), "function gives other answers"),
+        (once_different(4), "function gives other answers"),
+        (once_different(6), "function gives other answers"),
+        (never_back(), "function gives other answers"),
+        (Log([], lambda calls: calls.append(1)), "Log gives other answers, or counts"),
+        (Log(torch.zeros(1), lambda calls: calls.add_(1)), "Log .* or counts"),
+        (
+            Log({}, lambda calls: calls.update(n=calls.get("n", 0) + 1)),
+            "Log .* or counts",
+        ),
         (failing, "function fails .a matcher"),
     ],
 )

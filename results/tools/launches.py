@@ -13,15 +13,14 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import pretend  # before autograd first runs
-import torch
-import transformers
-from tqdm import tqdm
-
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))  # where this is run as a script
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "tools")]
 
+import pretend  # noqa: E402  # before autograd first runs
 import tables  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 import common  # noqa: E402
 from support import cli, default_target  # noqa: E402

@@ -112,7 +112,7 @@ def curves(paths: list[str], folder: Path) -> None:
     Each method measures alpha at other places, so each curve has axes of its own. The
     solid line is held-out alpha, the dashed one `eval_alpha`, if any.
 
-    Raises UserError for a file that is no curve.
+    Raises UserError for a file that is not a curve.
     """
     drawn = [read_curve(Path(path)) for path in paths]
     title = "Acceptance while training"
@@ -150,7 +150,7 @@ def speedups(arms: dict[str, dict], folder: Path) -> None:
     title += f"the best is {best:.1f} times as fast"
     size = (8, 1.6 + 0.38 * len(arms))
     with picture(folder / "speedup.svg", title, size=size) as axes:
-        for name, arm in reversed(arms.items()):  # the first one stands on top
+        for name, arm in reversed(arms.items()):  # the first one comes on top
             value = arm["speedup"]
             low, high = arm["speedup_ci"] or (value, value)
             axes.plot([low, high], [name] * 2, color=colour(name), linewidth=3)

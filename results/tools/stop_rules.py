@@ -174,7 +174,7 @@ def record(chains, target, turn: dict) -> list[Round]:
     chains: of `longest_chains`.
     turn: arguments of target.generate, such as input_ids (1, T).
     """
-    # Decoding goes on by one token a round, so the drafter starts anew at each place.
+    # Decoding advances by one token a round, so the drafter starts anew at each place.
     # GLIDE then sees the target's rows up to there, while in a real round it lacks
     # those of the draft tokens that were accepted. This makes little difference.
     decoding = common.start(target, **turn)

@@ -21,7 +21,7 @@ what is in it:
     <!-- command: run.json -->
             the command that makes such a run
     <!-- loops: run.json -->
-            plain decoding in every way at hand
+            plain decoding in every way that we have
     <!-- batches: run.json more.json -->
             speedups of runs with several sequences at once
     <!-- launches: launches.json -->
@@ -110,7 +110,7 @@ def curve_end(name: str) -> dict:
 
 
 def curves(words: str) -> str:
-    """Runs that went on from one another: sums, and the last one's loss and alphas."""
+    """Runs that continued one another: sums, and the last one's loss and alphas."""
     heads = [
         "drafter",
         "steps",

@@ -37,7 +37,7 @@ class Arm:
 
 
 def plain_loops(stock, target, batch_size: int = 1) -> list[Arm]:
-    """Plain decoding in every way at hand; the fastest of them is the baseline.
+    """Plain decoding in every way that we have; the fastest is the baseline.
 
     stock: the target as loaded.
     target: the packed one, or `stock` again.
@@ -77,7 +77,7 @@ class Parts(NamedTuple):
 def parse(text: str) -> Parts:
     """Take the text of an arm apart.
 
-    Raises UserError if it is no arm, or for an unknown method, variant or setting.
+    Raises UserError if it is not an arm, or for an unknown method, variant or setting.
     """
     words, _, folder = text.partition("@")
     method, _, settings = words.removesuffix("+copies").partition(":")
@@ -85,7 +85,7 @@ def parse(text: str) -> Parts:
     if plus and (name != "cape" or base not in cli.CHAINS):
         bases = " or ".join(cli.CHAINS)
         raise UserError(
-            f"{text} is no arm: write {FORM}; BASE is {bases}, and only for cape"
+            f"{text} is not an arm: write {FORM}; BASE is {bases}, only for cape"
         )
     module = cli.import_method(name)
     base = base or BASES.get(name, name)

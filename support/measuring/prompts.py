@@ -32,9 +32,10 @@ def answer_padded(target, prompts: list[list[int]], **options) -> list[list[int]
         pad_token_id=0,
         **options,
     )  # (B, T + n)
-    ends = common.eos_ids(target.generation_config)
+    eos_ids = common.eos_ids(target.generation_config)
     answers = []
     for new in output[:, width:].tolist():  # padding follows an end
-        length = next((n + 1 for n, token in enumerate(new) if token in ends), len(new))
+        stops = (n + 1 for n, token in enumerate(new) if token in eos_ids)
+        length = next(stops, len(new))
         answers.append(new[:length])
     return answers

@@ -205,7 +205,7 @@ def paired(ours: dict, theirs: dict) -> tuple[float, list[float] | None]:
 
 
 def rounded(value, digits: int = 6):
-    """The same data as JSON holds it: floats of so many digits, None for NaN."""
+    """The same data as JSON holds it: floats with few digits, None for NaN."""
     return json.loads(
         json.dumps(value),
         parse_float=lambda text: float(f"{float(text):.{digits}g}"),

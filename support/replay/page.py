@@ -41,7 +41,7 @@ def record(target, drafts, encoded: dict, options: dict, text) -> list[dict]:
     text: a function that returns the text of a token id.
     """
     rounds = []
-    phase = "prefill"  # up to the first draft: the drafter reads the prompt, too
+    phase = "prefill"  # up to the first draft: the drafter also reads the prompt
     begin = clock(target)
     decoding = common.start(target, **encoded, **options)
     for draft in drafts(decoding):
@@ -126,7 +126,7 @@ def target_probs(
 def acceptance(parents: list[int], drawn: int, p: list, q: list) -> list:
     """min(1, p/q), the chance of each drawn node; None for the others.
 
-    It is None after a drawn sibling, too: what is left of p then stands in its place.
+    It is also None after a drawn sibling, where what is left of p is judged instead.
     """
     found = []
     for node, parent in enumerate(parents):

@@ -52,17 +52,17 @@ class Lookup:
         for n, length in self.lengths.items():  # the longest n-gram first
             start = self.follows.get(tuple(self.text[-n:]))
             if start is not None:
-                # A copy that reaches the end of the text goes on with what it copied.
+                # A copy that reaches the end of the text continues with what it copied.
                 found = self.text[start : start + length]
                 return list(itertools.islice(itertools.cycle(found), length))
         return []
 
-    def merge(self, draft: common.Draft, input_ids: Tensor, room: int, ends=()):
+    def merge(self, draft: common.Draft, input_ids: Tensor, room: int, eos_ids=()):
         """A Draft that also holds a copy; nodes that both have are shared.
 
-        The copy holds at most `room` tokens and ends with the first one of `ends`. Its
-        new nodes come last; they were not sampled. The notes count them, {"copied": n}.
-        Where there are none, the draft is returned as it is.
+        The copy holds at most `room` tokens and ends with the first one of `eos_ids`.
+        Its new nodes come last; they were not sampled. The notes count them, as in
+        {"copied": n}. Where there are none, the draft is returned as it is.
         """
         child = draft.children()
         tokens = []  # of the new nodes
@@ -75,7 +75,7 @@ class Lookup:
                 tokens.append(token)
                 parents.append(node)
                 node = len(parents) - 1
-            if token in ends:
+            if token in eos_ids:
                 break
         if not tokens:
             return draft

@@ -19,11 +19,20 @@ a window is one position too long
 - reach = sees & (query - key < window
 + reach = sees & (query - key <= window
 a target that has changed is not tried again
-- _TRIED[target][0] != state
+- _TRIED[target].state != state
 + False
 a trial takes a fault for rounding
 - tolerance = 0.15 if half else 2e-3
 + tolerance = 2.0
+in a trial the second round is not compared
+- torch.cat([one[kept], two[[0, 2]]])
++ torch.cat([one[kept], right[5:]])
+the state of a processor is not compared
+- return same and states[2] == states[3] and states[4] == states[5]
++ return same
+a processor is not asked again after a longer text
+- ((0, 2), (2, 3), (1, 4), (4, 5))
++ ((2, 3), (4, 5))
 in a trial no wrong sibling comes first
 - ids[0, [*[0] * 8, 3, 0, 4]], [-1] * 9 + [8, 8])
 + ids[0, [3, *[0] * 8, 0, 4]], [-1] * 9 + [0, 0])
@@ -54,7 +63,7 @@ greedy: any child is accepted
 processors do not see the path to a node
 - scores = self.process(logits[node + 1])
 + scores = logits[node + 1] if node >= 0 else self.process(logits[node + 1])
-a walk goes on after the end of the answer
+a walk continues after the end of the answer
 - if ended():
 + if ended() and False:
 hidden states of rejected nodes
@@ -84,7 +93,7 @@ drafters get the last hidden state of a round only
 no place is left for the bonus token
 - max_length - self.ids.shape[1] - 1
 + max_length - self.ids.shape[1]
-a draft token is drawn from another distribution than is told
+a draft token is drawn from another distribution than is reported
 - token = sample(q_draft) if decoding.do_sample
 + token = sample(q_draft.sqrt()) if decoding.do_sample
 processors do not see what was drafted before
@@ -169,7 +178,7 @@ the newest token is withheld
 +             return
 +         yield token, q_draft, p_hat
 +         # The judged
-e_0 is judged, too
+e_0 is judged as well
 - if i > 1:
 + if i > 0:
 labels exceed 1
@@ -244,13 +253,13 @@ a sibling may hold the token of an earlier one
 a sibling may hold a token that a logits processor forces again
 - if picked is None or picked[1][taken].any():
 + if picked is None:
-drawn nodes are told each other's probabilities
+drawn nodes get each other's probabilities
 - torch.stack(list(probs.values()))
 + torch.stack(list(probs.values())[::-1])
 nodes below an end of the answer are drawn
 - if int(token) not in decoding.eos_ids:
 + if True:
-the tree goes on beyond the last token that may be written
+the tree continues beyond the last token that may be written
 - count = sum(depth <= decoding.room for depth in plan.depths)
 + count = len(plan.depths)
 drawn nodes go on beyond the last token that may be written
@@ -290,7 +299,7 @@ a blank is drafted where nothing is merged
 - for *pairs, _ in choices:
 + for pairs in choices:
 drafts continue after an end
-- (sequence[-1] in ends or len(sequence) >= room)
+- (sequence[-1] in eos_ids or len(sequence) >= room)
 + len(sequence) >= room
 probabilities that are too small for a float have no gradient
 - drafter.logits(states, head).log_softmax(-1)
@@ -347,9 +356,9 @@ SIGTERM ends the run at once
 - kinds = (signal.SIGINT, signal.SIGTERM)
 + kinds = (signal.SIGINT,)
 an interrupted run is not saved
-- due = ends or stop or run
-+ due = ends or run
-conversations that are held out are learned, too
+- due = last or stop or run
++ due = last or run
+conversations that are held out are learned as well
 - return sequences[:border], sequences[border:], answers
 + return sequences, sequences[border:], answers
 the drafter is measured as it is in training
