@@ -136,7 +136,7 @@ def stand_in(target, folder: str) -> None:
     """Write a drafter in EAGLE's architecture, from weights that no training made.
 
     The fusion predicts the next hidden state by least squares. The layer is the
-    target's top layer with outputs of a tenth, so that an engine that gets the
+    target's top layer with small outputs, so that an engine that gets the
     attention wrong drafts other tokens.
     """
     import torch
@@ -160,10 +160,10 @@ def stand_in(target, folder: str) -> None:
         pairs = torch.cat([hidden[:-1], embeds], dim=1).double()  # (T - 1, 2 D)
         sums = sums + pairs.T @ pairs
         products = products + pairs.T @ hidden[1:].double()
-    ridge = 1e-3 * sums.diagonal().mean() * torch.eye(len(sums))
+    ridge = 1e-3 * torch.diag(sums.diagonal())
     drafter.fusion.weight.data = torch.linalg.solve(sums + ridge, products).T.float()
     for part in (drafter.layers[0].self_attn.o_proj, drafter.layers[0].mlp.down_proj):
-        part.weight.data *= 0.1
+        part.weight.data *= 0.005
     drafter.save_pretrained(folder)
 
 
