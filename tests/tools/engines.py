@@ -148,13 +148,13 @@ def stand_in(target, folder: str) -> None:
         k=1, num_layers=1, fusion="linear", csgd=False, norms=False, bias=False
     )
     with gzip.open(ROOT / "conversations" / "smollm2_third.jsonl.gz", "rt") as file:
-        records = [json.loads(line) for line in itertools.islice(file, 50)]
+        records = [json.loads(line) for line in itertools.islice(file, 40)]
     rows = [record["prompt_ids"] + record["response_ids"] for record in records]
     counts = torch.bincount(torch.tensor(sum(rows, [])), minlength=target.vocab_size)
     drafter = falcon.build(config, target, counts)
     sums = products = 0
     for row in rows:
-        ids = torch.tensor([row[:256]])
+        ids = torch.tensor([row[:200]])
         hidden = common.last_hidden(target, ids)[0]  # (T, D)
         embeds = target.get_input_embeddings()(ids[0, 1:])
         pairs = torch.cat([hidden[:-1], embeds], dim=1).double()  # (T - 1, 2 D)
