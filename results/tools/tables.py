@@ -52,6 +52,7 @@ FILES = (
     "PAPERS.md",
     "results/README.md",
     "results/claims.md",
+    "results/runtimes.md",
     "checkpoints/README.md",
     "conversations/README.md",
     "tests/README.md",
