@@ -659,6 +659,7 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
     name: Hugging Face id, folder or .gguf file; None: the default one. A .gguf is
         converted each time, which takes a minute for 250 MB; a folder, made with
         target.save_pretrained and tokenizer.save_pretrained, loads in seconds.
+    Raises UserError if it cannot be loaded, in this dtype or on this device.
     """
     label = name or "the default target"
     try:
@@ -725,7 +726,7 @@ def target_shape(target) -> dict:
 def is_plain_weight(weight) -> bool:
     """Whether a weight is a tensor of numbers, which can be copied or indexed."""
     # A quantised weight holds codes. torchao's are of types of its own, and those of
-    # torch's quantize_dynamic are no tensors. An offloaded one is on the device meta.
+    # torch's quantize_dynamic are not tensors. An offloaded one is on the device meta.
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     ordinary = type(weight) in (Tensor, nn.Parameter)
     return ordinary and weight.dtype in floats and weight.device.type != "meta"
@@ -814,7 +815,7 @@ def draft_head(target, token_ids: Tensor) -> nn.Module:
 
 def rotary(target, position_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """A layer's cos and sin (B, T, R), R <= Dh, at positions (B, T)."""
-    # The tables get the dtype and device of `like`; nothing else is read of it.
+    # The tables get the dtype and device of `like`; nothing else is read from it.
     like = torch.empty(0, dtype=target.dtype, device=position_ids.device)
     module = getattr(target.get_decoder(), "rotary_emb", None)
     tables = None
