@@ -1302,18 +1302,19 @@ def _compare(target, ids: Tensor, tolerance: float) -> tuple[float, str, bool]:
     assert hidden.shape[:-1] == (7,), "a token has more than one hidden state"
 
     cache.cut(2)
-    draft = Draft(ids[0, [*[0] * 8, 3, 0, 4]], [-1] * 9 + [8, 8])
+    fed = torch.tensor([0] * 8 + [3, 0, 4])
+    draft = Draft(ids[0, fed], [-1] * 9 + [8, 8])
     first = score(target, ids[:, :3], draft, cache)
     kept = torch.tensor([0, 9, 11])  # t_2, t_3 and t_4
     cache.move(2 + kept, 2)
     cache.cut(5)
-    draft = Draft(ids[0, [0, 6]], [-1, -1])
+    draft = Draft(ids[0, torch.tensor([0, 6])], [-1, -1])
     second = score(target, ids[:, :6], draft, cache)
     errors = [
-        _errors(torch.cat([one[kept], two[[0, 2]]]), right[2:])
+        _errors(torch.cat([one[kept], two[:3:2]]), right[2:])
         for one, two, right in zip(first, second, (logits, hidden))
     ]
-    error, row = torch.maximum(*errors).nan_to_num(math.inf).max(0)
+    error, row = torch.maximum(*errors).nan_to_num(math.inf).cpu().max(0)
     where = ["the root", "a sibling", "a sibling of depth 2"][int(row) % 3]
     what = f"its logits or last hidden states for {where} are off by {error:.1%}"
 
@@ -1511,7 +1512,8 @@ def demo(Drafter, folder: str, drafts) -> None:
     parser.add_argument("prompt", nargs="?", default=prompt, help=f"default: {prompt}")
     prompt = parser.parse_args().prompt
     transformers.logging.disable_progress_bar()
-    sys.stdout.reconfigure(errors="replace")  # a code page may lack letters
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has no such method
+        sys.stdout.reconfigure(errors="replace")  # a code page may lack letters
     try:
         _show_answer(Drafter, folder, drafts, prompt)
     except (UserError, OSError) as problem:

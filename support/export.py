@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import common
-from support import cli, default_target
+from support import cli, default_target, files
 from support.authors import check_rotation
 
 # It runs from a cache of transformers and does not learn which folder it came from.
@@ -204,6 +204,13 @@ def write_engine(method: str, drafter: str, out: Path, target: str | None) -> No
         if method == "specdecpp":
             causal_lm(network, model).save_pretrained(part)
             tokenizer.save_pretrained(part)
+            # transformers 5 writes the base into rope_parameters alone, where older
+            # readers (mlx-lm 0.32 among them) do not look.
+            path = part / "config.json"
+            config = json.loads(path.read_bytes())
+            base = (config.get("rope_parameters") or {}).get("rope_theta")
+            if base is not None:
+                files.write(path, json.dumps(config | {"rope_theta": base}, indent=1))
         else:
             shape, weights = eagle_files(network, model)
             (part / "config.json").write_text(json.dumps(shape, indent=1) + "\n")

@@ -688,7 +688,7 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
             "--method falcon+cape",
             r"write \[BASE\+\]NAME\[:SETTINGS\]\[\+copies\]\[@DIR\]; BASE is",
         ),
-        ("--method glide+lookup", "BASE is glide or specdecpp, and only for cape"),
+        ("--method glide+lookup", "BASE is glide or specdecpp, only for cape"),
         ("--method glide@glide glide@./glide", "two arms would be called glide@glide"),
         (
             "--method glide@glide --max-new-tokens 300",
