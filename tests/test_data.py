@@ -835,7 +835,7 @@ def test_a_download_that_fails_says_why_and_what_to_do(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_conversations_at_hand_are_read(tmp_path):
+def test_the_available_conversations_are_read(tmp_path):
     tokenizer = common.load_target()[1]
     for answer, expected in NEWLINES:
         record = {"prompt": "Hi", "response": answer}

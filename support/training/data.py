@@ -468,7 +468,7 @@ def _last_answer(messages, variables, tokenizer) -> tuple[list[int], int, set[st
     start = _shared(request_ids, ids)
     if begin < len(request):
         # Some templates ask for an answer with the head of a thought, which is not
-        # there once the answer is. But what stands before the head has to be the same.
+        # there once the answer is. But what is before the head has to be the same.
         start = start if text.startswith(before) else len(ids)
     elif start < len(request_ids):
         # A token holds the end of the request and the beginning of the answer, such as
@@ -581,7 +581,7 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
     """`count` prompts spread evenly over the files (0: all).
 
     Returns {"question_id", "category", "turns"} of each.
-    Raises UserError for a missing file, a line that is no prompt, or no line at all.
+    Raises UserError for a missing file, a line that is not a prompt, or no line at all.
     """
     prompts = []
     for path in paths:
