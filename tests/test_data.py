@@ -384,6 +384,27 @@ def test_a_token_with_the_end_of_the_request_is_not_learned(
     assert learned(path, turns, byte_level)[-1] == "Hello<|im_end|>"
 
 
+def test_a_token_that_is_not_special_ends_no_answer(byte_level, tmp_path):
+    byte_level = copy.deepcopy(byte_level)
+    byte_level.add_tokens(["</code>"])
+    record = {"prompt": "Hi", "response": "Fine.</code>"}
+    said = learned(tmp_path / "d.jsonl", record, byte_level)
+    assert said == ["Fine.</code><|im_end|>"]
+
+
+def test_a_mark_of_utf8_is_not_text(tokenizer, tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "w1", "response": "w2"}\n')
+    assert len(data.read_conversations(str(path), tokenizer, 64)) == 1
+
+
+def test_keys_do_not_reach_the_settings_of_transformers(tokenizer, tmp_path, capsys):
+    record = {"prompt": "w1", "response": "w2", "tokenize": True, "chat_template": "w3"}
+    assert learned(tmp_path / "d.jsonl", record, tokenizer) == ["w2 <end>"]
+    said = capsys.readouterr().err
+    assert "tokenize (1 line)" in said and "chat_template (1 line)" in said
+
+
 def test_without_a_chat_template_texts_are_lines(byte_level, tmp_path):
     """After the first token of all texts, as bench.py asks them."""
     byte_level = copy.deepcopy(byte_level)
@@ -444,6 +465,11 @@ BAD_LINES = [
     (b'{"messages": [{"role": "assistant"}]}', "a message needs a role, and content"),
     (
         b'{"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}',
+        "parts of text",
+    ),
+    (
+        b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "w1"}, '
+        b'{"type": "image"}]}, {"role": "assistant", "content": "w2"}]}',
         "parts of text",
     ),
     (b'{"messages": [{"role": "user", "content": "w1"}]}', "no answer"),
@@ -811,7 +837,7 @@ def test_a_download_that_fails_says_why_and_what_to_do(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_conversations_at_hand_are_read(tmp_path):
+def test_the_available_conversations_are_read(tmp_path):
     tokenizer = common.load_target()[1]
     for answer, expected in NEWLINES:
         record = {"prompt": "Hi", "response": answer}

@@ -581,7 +581,7 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
     """`count` prompts spread evenly over the files (0: all).
 
     Returns {"question_id", "category", "turns"} of each.
-    Raises UserError for a missing file, a line that is no prompt, or no line at all.
+    Raises UserError for a missing file, a line that is not a prompt, or no line at all.
     """
     prompts = []
     for path in paths:
