@@ -1141,6 +1141,8 @@ def check_states(target) -> None:
     another layer between their last hidden states and the LM head.
     """
     check_target(target)
+    if hasattr(target, "get_base_model"):  # PEFT's wrapper
+        target = target.get_base_model()
     if not _TRIED[target].follows:
         raise UserError(
             "the target's logits do not follow from its last hidden states: take "

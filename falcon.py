@@ -619,7 +619,7 @@ def draw_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int])
     logits: (Vd,) of the tokens vocab_ids (Vd,).
     above: the tokens drafted on the way to the siblings.
     """
-    taken = []
+    taken = vocab_ids[:0]  # earlier siblings
     while True:
         # A softmax over the tokens that earlier siblings leave, so q_draft sums to 1.
         picked = common.pick(decoding, logits, vocab_ids, above)
@@ -629,7 +629,7 @@ def draw_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int])
             return
         yield picked
         token = picked[0]
-        taken.append(int(token))
+        taken = torch.cat([taken, token])
         logits = logits.masked_fill(vocab_ids == token, float("-inf"))
 
 
