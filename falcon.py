@@ -702,7 +702,8 @@ def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Dr
     place = {-1: -1} | {node: n for n, node in enumerate(probs)}
     parents = [place[plan.parents[node]] for node in probs]
     q_draft = torch.stack(list(probs.values()))
-    return common.Draft(tokens[list(probs)], parents, q_draft, notes)
+    drawn = tokens[torch.tensor(list(probs))]
+    return common.Draft(drawn, parents, q_draft, notes)
 
 
 @torch.no_grad()
