@@ -13,7 +13,7 @@ trap 'rm -rf "$work"' EXIT
 if [ -z "${VENV:-}" ]; then
   VENV=$work/venv
   python3 -m venv "$VENV"
-  "$VENV/bin/pip" install -q xllamacpp==2026.10.11549 gguf==0.19.0 numpy==2.4.6
+  "$VENV"/bin/pip install -q xllamacpp==2026.10.11549 gguf==0.19.0 numpy==2.4.6
 fi
 cat > "$work/try.py" <<'EOF'
 import json

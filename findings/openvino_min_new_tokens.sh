@@ -11,9 +11,9 @@ trap 'rm -rf "$work"' EXIT
 if [ -z "${VENV:-}" ]; then
   VENV=$work/venv
   python3 -m venv "$VENV"
-  "$VENV/bin/pip" install -q torch==2.13.0 transformers==5.5.4 optimum==2.3.0 \
+  "$VENV"/bin/pip install -q torch==2.13.0 transformers==5.5.4 optimum==2.3.0 \
     'optimum-intel[openvino]==2.2.0' openvino-genai==2026.4.1.0
-  "$VENV/bin/pip" uninstall -q -y torchvision torchaudio  # may be built for another torch
+  "$VENV"/bin/pip uninstall -q -y torchvision torchaudio  # may be built for another torch
 fi
 cat > "$work/try.py" <<'EOF'
 import sys

@@ -13,9 +13,9 @@ trap 'rm -rf "$work"' EXIT
 if [ -z "${VENV:-}" ]; then
   VENV=$work/venv
   python3 -m venv "$VENV"
-  "$VENV/bin/pip" install -q torch==2.13.0 transformers==5.15.0 datasets==5.0.1 psutil
-  "$VENV/bin/python" -c 'import triton' 2> "$work/log" || "$VENV/bin/pip" install -q triton==3.9.0
-  "$VENV/bin/pip" install -q --no-deps specforge==0.2.0
+  "$VENV"/bin/pip install -q torch==2.13.0 transformers==5.15.0 datasets==5.0.1 psutil
+  "$VENV/bin/python" -c 'import triton' 2> "$work/log" || "$VENV"/bin/pip install -q triton==3.9.0
+  "$VENV"/bin/pip install -q --no-deps specforge==0.2.0
 fi
 cat > "$work/try.py" <<'EOF'
 import sys
