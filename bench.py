@@ -73,6 +73,12 @@ def measure(args) -> dict:
         result["cost_curve"] = cost_curve(target)
     if prompts:
         arms = make_arms(args.method, target)
+        if args.top_p < 1 and any(arm.name == "prompt-lookup" for arm in arms):
+            print(
+                "bench.py: at --top-p prompt-lookup cannot draft every token, because "
+                "transformers asks the processors about logits that are all equal",
+                file=sys.stderr,
+            )
         options = generate_options(args)
         torch.manual_seed(args.seed)
         result |= compare(args, stock, target, tokenizer, arms, prompts, options)
@@ -119,12 +125,6 @@ def load(args) -> tuple:
         print(
             "bench.py: the target has no chat template, as a base model: prompts and "
             "answers are asked as plain lines",
-            file=sys.stderr,
-        )
-    if "prompt-lookup" in args.method and args.top_p < 1:
-        print(
-            "bench.py: with --top-p prompt-lookup cannot draft every token, because "
-            "transformers asks the processors about logits that are all equal",
             file=sys.stderr,
         )
     return stock, packed.pack(stock), tokenizer

@@ -182,6 +182,13 @@ def test_a_sweep_is_measured_and_shown(capsys, tmp_path, temperature):
     assert row in " ".join(out.split())
 
 
+def test_prompt_lookup_is_said_to_miss_tokens_where_it_does(capsys):
+    sampled = ("--temperature", "1", "--num-prompts", "1")
+    for more, said in (((), False), (("--top-p", "0.5"), True)):
+        bench.main(command(*sampled, *more, method="prompt-lookup"))
+        assert ("cannot draft every token" in capsys.readouterr().err) == said
+
+
 def test_a_page_is_written_by_a_command_of_its_own(capsys, tmp_path):
     file = tmp_path / "page.html"
     replay.main([str(file), *command(method="glide@glide lookup")])
