@@ -21,7 +21,7 @@ import mutation
 import pytest
 import tables
 import torch
-from test_verify import law_of_draw
+from test_verify import argmax, law_of_draw, two_siblings, without_duplicates
 from tiny import chi_square_p_value, enumerate_joint, make_llama
 
 import common
@@ -285,28 +285,22 @@ def test_the_text_of_every_mutant_is_there_once():
 
 
 def test_the_figures_of_solution_a2_come_out_of_draw():
-    torch.manual_seed(0)
-    p, q = torch.tensor([0.4, 0.5, 0.1]), torch.tensor([0.3, 0.2, 0.5])
+    p, q = (torch.tensor(x).double() for x in ([0.4, 0.5, 0.1], [0.3, 0.2, 0.5]))
     told = " ".join((ROOT / "tests" / "solutions.md").read_text().split())
-
-    def pair(honest: bool):
-        x = common.sample(q).item()
-        without_x = q.index_fill(0, torch.tensor(x), 0)
-        y = common.sample(without_x / without_x.sum()).item()
-        return [(x, q), (y, without_x / without_x.sum() if honest else q)]
-
-    for siblings, expected in (
-        (lambda: pair(honest=True), p.tolist()),
-        (lambda: pair(honest=False), [0.5, 0.4, 0.1]),
-        (lambda: [(int(q.argmax()), q)], [0.2, 0.6, 0.2]),
+    law, accepted, _ = law_of_draw(p, two_siblings(q))
+    torch.testing.assert_close(law, p)
+    assert accepted == pytest.approx(0.86) and "In .86:" in told
+    given_q = []
+    for weight, siblings in two_siblings(q):
+        given_q.append((weight, [(token, q) for token, _ in siblings]))
+    for draws, text in (
+        (given_q, ".5, .4, .1"),
+        (argmax(q, claimed=True), ".2, .6, .2"),
+        (without_duplicates(q), ".45, .45, .1"),
     ):
-        drawn = [common.draw(p, siblings()) for _ in range(4000)]
-        shares = [drawn.count(x) / 4000 for x in range(3)]
-        assert shares == pytest.approx(expected, abs=0.03)  # 3.8 standard deviations
-        text = f"({', '.join(f'{x:.1f}'[1:] for x in expected)})"
-        assert text in told or expected == p.tolist()
-    accepted = law_of_draw(p, q)[1]
-    assert accepted == pytest.approx(0.86, abs=0.01) and "In .86:" in told
+        law = law_of_draw(p, draws)[0].tolist()
+        assert law == pytest.approx([float(x) for x in text.split(", ")])
+        assert f"({text})" in told
 
 
 def test_the_solutions_of_part_d_follow_from_the_main_run():

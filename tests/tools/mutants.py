@@ -75,6 +75,12 @@ every sibling is tried with the first one's probabilities
 only one sibling is tried
 - for token, q_draft in siblings:
 + for token, q_draft in siblings[:1]:
+siblings are tried in order of q, not of drawing
+- for token, q_draft in siblings:
++ for token, q_draft in sorted(siblings, key=lambda each: -float(each[1][each[0]])):
+of equal siblings only one is tried
+- for token, q_draft in siblings:
++ for token, q_draft in {each[0]: each for each in siblings}.values():
 sampling: too much is accepted
 - * q_draft[token] < left[token]
 + * q_draft[token] < 2 * left[token]
