@@ -14,7 +14,7 @@ because nothing is drafted after them, but they do cost rows in the verification
 
 CAPE has no weights. It wraps any generator of chains:
 
-    speculate(lambda decoding: cape.drafts(glide.drafts(decoding, drafter, gamma=4)))
+    speculate(lambda d: cape.drafts(glide.drafts(d, drafter, gamma=4), d))
 
 An extra helps only where the trajectory is first rejected, and nothing follows it, so
 all of them together add at most one token to a round.
@@ -77,7 +77,7 @@ def set_size(confidence: float, config: Config) -> int:
     return config.sizes[bisect.bisect_left(config.bounds, confidence)]
 
 
-def expand(trajectory: common.Draft, config: Config) -> common.Draft:
+def expand(trajectory: common.Draft, config: Config, sampled=False) -> common.Draft:
     """Append the expansion sets X_i to a chain (4.2, Algorithm 1).
 
     X_i holds the S(p_i) most probable tokens of step i in decreasing order, except the
@@ -91,6 +91,8 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
         tokens     1   0    2   3    1
         parents   -1   0   -1  -1    0        -1 is the root
 
+    sampled: whether the extras are drawn instead, without replacement (see deviation 2
+        at the end of this file).
     trajectory: a chain with its `probs`, as common.chain makes it; an empty one is
         returned as it is, without these notes.
     Returns a Draft with {"confidences": [...], "counts": [...]} in its notes. A count
@@ -113,11 +115,18 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     # The drafted token is not always the most probable one, because when sampling it
     # may be any. So it is taken out by its id, and not as the first in order.
     others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
-    best = others.topk(min(max(counts), others.shape[1]))  # (gamma, max(K_i))
-    rank = torch.arange(best.values.shape[1], device=q_draft.device)
-    within = rank < rank.new_tensor(counts)[:, None]
-    extra = within & (best.values > 0)  # (gamma, max(K_i)) bool
-    tokens = torch.cat([trajectory.tokens, best.indices[extra]])
+    best = others.topk(min(max(counts), others.shape[1])).indices  # (gamma, max(K_i))
+    rank = torch.arange(best.shape[1], device=q_draft.device)
+    possible = (others > 0).sum(1)
+    extra = rank < torch.minimum(possible.new_tensor(counts), possible)[:, None]  # bool
+    if sampled:  # each extra is drawn from what the tokens drawn before it have left
+        left = q_draft.new_empty(*best.shape, others.shape[1])  # (gamma, max(K_i), V)
+        for n in range(best.shape[1]):
+            left[:, n] = others / others.sum(1, keepdim=True)
+            best[:, n : n + 1] = common.sample(left[:, n])
+            others.scatter_(1, best[:, n : n + 1], 0.0)
+        q_draft = torch.cat([q_draft, left[extra]])
+    tokens = torch.cat([trajectory.tokens, best[extra]])
     steps = extra.nonzero()[:, 0].tolist()  # counted from 0
     parents = trajectory.parents + [trajectory.parents[step] for step in steps]
 
@@ -134,24 +143,25 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     #         2   a2    x  .  .   .  .   x   .
     #         3   a3    x  x  .   .  .   .   x
     notes = {"confidences": confidences, "counts": counts}
-    # `probs` has no rows for the extras, because they were not drawn: see common.draw.
+    # The most probable tokens have no rows in `probs`, because they were not drawn.
     return common.Draft(tokens, parents, q_draft, trajectory.notes | notes)
 
 
 # -------------------------------------------------------------------------- decoding
 
 
-def drafts(chains, **changes):
+def drafts(chains, decoding, **changes):
     """Yield the expansion of each chain; the caller verifies each before the next.
 
-    chains: a generator of chains, such as glide.drafts or specdecpp.drafts.
+    chains: a generator of chains for `decoding`, such as glide.drafts or
+        specdecpp.drafts.
     changes: other values for sizes and bounds, see Config.
     Raises UserError, at the first draft, for other changes and for drafts that are not
     chains.
     """
     config = common.changed(Config(), changes)
     for trajectory in chains:
-        yield expand(trajectory, config)
+        yield expand(trajectory, config, decoding.do_sample)
 
 
 if __name__ == "__main__":
@@ -164,7 +174,7 @@ if __name__ == "__main__":
     common.demo(
         glide.Drafter,
         "glide",
-        lambda decoding, drafter: drafts(glide.drafts(decoding, drafter, gamma=4)),
+        lambda d, drafter: drafts(glide.drafts(d, drafter, gamma=4), d),
     )
 
 
@@ -175,8 +185,10 @@ if __name__ == "__main__":
 #     8, 6, 4 and 2, count the drafted token as well, so they are 4.2's 7, 5, 3 and 1.
 #     But its floor(10 p) gives 5, 3 and 1 extras at p = .3, .6 and .8, where 4.2 gives
 #     7, 5 and 3. (No float32 has these values.) At p = 1 it points beyond the end of S.
-#  2. The paper evaluates CAPE greedily (5.1). When sampling, X_i excludes the sampled
-#     x_(t+i), and p_i is still the largest probability of q_draft, after temperature
+#  2. The paper evaluates CAPE greedily (5.1). When sampling, the extras are drawn as
+#     well, without replacement. A rejected token leaves what q_draft has too little of,
+#     and its likeliest tokens are rarely that: they accept less (results/README.md,
+#     Temperature 1). p_i is still the largest probability of q_draft, after temperature
 #     and filters.
 #  3. The shipped drafters draft only frequent tokens. q_draft is normalised over these,
 #     so confidences are higher than over the whole vocabulary.

@@ -380,7 +380,7 @@ def speculate(drafts, *args, streamer=None, each=None, **changes):
 
         target.generate(**inputs, custom_generate=speculate(glide.drafts, drafter))
         speculate(glide.drafts, drafter, gamma=5)        # another length of drafts
-        speculate(lambda d: cape.drafts(glide.drafts(d, drafter, gamma=4)))
+        speculate(lambda d: cape.drafts(glide.drafts(d, drafter, gamma=4), d))
 
     drafts: called with (decoding, *args, **changes), a generator of drafts.
     streamer: receives the prompt, and then the tokens of each round.

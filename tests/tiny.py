@@ -193,7 +193,8 @@ def make_drafts(name, target, make_drafter=untrained, **changes):
     chains = {key: changes.pop(key) for key in ("gamma",) if key in changes}
 
     def expanded(decoding):
-        return module.drafts(owner.drafts(decoding, drafter, **chains), **changes)
+        made = owner.drafts(decoding, drafter, **chains)
+        return module.drafts(made, decoding, **changes)
 
     return expanded, drafter
 

@@ -217,7 +217,7 @@ def make_arm(text: str, target, load) -> Arm:
     def drafts(decoding):
         given = [decoding] if drafter is None else [decoding, drafter]
         if name == "cape":
-            given = [source.drafts(*given, **chain)]
+            given = [source.drafts(*given, **chain), decoding]
         made = module.drafts(*given, **changes)
         return lookup.with_copies(made, decoding, COPIES) if copies else made
 
