@@ -17,16 +17,17 @@ from pathlib import Path
 
 import claims
 import coursework
+import facts
 import mutation
 import pytest
 import tables
+import test_verify
 import torch
-from test_verify import argmax, law_of_draw, two_siblings, without_duplicates
 from tiny import chi_square_p_value, enumerate_joint, make_llama
 
 import common
 from support import cli
-from support.measuring import arms
+from support.measuring import arms, report
 
 ROOT = Path(__file__).parent.parent
 FILES = tables.FILES
@@ -153,6 +154,30 @@ def test_the_map_leaves_out_no_figure_table_or_equation(paper):
     if paper == "SpecDec++":
         for name in ("Eq. 2.1, 2.2, 2.3", "Eq. 3.1", "Lemma 2.1", "Theorem 3.1"):
             assert name in rows
+
+
+def test_the_table_of_guesses_has_the_figures_that_were_computed():
+    section = TEXTS["PAPERS.md"].split("## What one would guess\n")[1].split("\n## ")[0]
+    truths = [row.split(" | ")[2] for row in re.findall(r"^\| .*", section, re.M)[1:]]
+    found = claims.read("facts.json")
+    assert report.rounded(facts.exact(), 4).items() <= found.items()
+    (mark,) = test_verify.test_how_far_from_the_target_wrong_siblings_lead.pytestmark
+    distances = [f"{case[-1]:g}" for case in mark.args[1]]
+    gammas, alphas, gains = found["gamma"], found["alpha"], found["block"]
+    expected = [
+        f"total variation {distances[0]}",
+        *distances[1:],
+        f"{found['typical']:.2f} (real p and q)",
+        f"accepted in {found['likeliest']:.2f} of the places, not "
+        f"{found['sampled']:.2f} (real p and q)",
+        f"{gammas[1]}; {gammas[0]} loses {found['gamma_loss']:.0%}",
+        ", ".join(f"{alpha:.2f}" for alpha in alphas),
+        ", ".join(f"{gain:.0%}" for gain in gains),
+        f"{found['cut']:.1%} low",
+        f"{found['slowest'][1]:.0%} if alpha is .5 to .9",
+    ]
+    assert truths == [text.replace("0.", ".") for text in expected]
+    assert f"{found['slowest'][0]:.0%}, as with one alpha" in section
 
 
 # ------------------------------------------------------------------------- commands
@@ -287,18 +312,18 @@ def test_the_text_of_every_mutant_is_there_once():
 def test_the_figures_of_solution_a2_come_out_of_draw():
     p, q = (torch.tensor(x).double() for x in ([0.4, 0.5, 0.1], [0.3, 0.2, 0.5]))
     told = " ".join((ROOT / "tests" / "solutions.md").read_text().split())
-    law, accepted, _ = law_of_draw(p, two_siblings(q))
+    law, accepted, _ = test_verify.law_of_draw(p, test_verify.two_siblings(q))
     torch.testing.assert_close(law, p)
     assert accepted == pytest.approx(0.86) and "In .86:" in told
     given_q = []
-    for weight, siblings in two_siblings(q):
+    for weight, siblings in test_verify.two_siblings(q):
         given_q.append((weight, [(token, q) for token, _ in siblings]))
     for draws, text in (
         (given_q, ".5, .4, .1"),
-        (argmax(q, claimed=True), ".2, .6, .2"),
-        (without_duplicates(q), ".45, .45, .1"),
+        (test_verify.argmax(q, claimed=True), ".2, .6, .2"),
+        (test_verify.without_duplicates(q), ".45, .45, .1"),
     ):
-        law = law_of_draw(p, draws)[0].tolist()
+        law = test_verify.law_of_draw(p, draws)[0].tolist()
         assert law == pytest.approx([float(x) for x in text.split(", ")])
         assert f"({text})" in told
 
