@@ -147,6 +147,18 @@ def test_the_expected_speedup_is_that_of_table_1():
     assert glide.expected_speedup(1.0, 4, 0.0) == 5
 
 
+def test_the_best_gamma_is_not_that_of_the_mean_alpha():
+    """The example of the docstring."""
+
+    def best(*alphas):
+        def speed(gamma):
+            return sum(glide.expected_speedup(alpha, gamma, 0.1) for alpha in alphas)
+
+        return max(range(1, 21), key=speed)
+
+    assert (best(0.6), best(0.9, 0.3)) == (3, 8)
+
+
 # -------------------------------------------------------------------------------- build
 
 
