@@ -186,10 +186,10 @@ if __name__ == "__main__":
 #     But its floor(10 p) gives 5, 3 and 1 extras at p = .3, .6 and .8, where 4.2 gives
 #     7, 5 and 3. (No float32 has these values.) At p = 1 it points beyond the end of S.
 #  2. The paper evaluates CAPE greedily (5.1). When sampling, the extras are drawn as
-#     well, without replacement. A rejected token leaves what q_draft has too little of,
-#     and its likeliest tokens are rarely that: they accept less (results/README.md,
-#     Temperature 1). p_i is still the largest probability of q_draft, after temperature
-#     and filters.
+#     well, without replacement. What a rejection leaves of p_target is what q_draft has
+#     too little of, so q_draft's likeliest tokens are accepted less often
+#     (results/README.md, Temperature 1). p_i is still the largest probability of
+#     q_draft, after temperature and filters.
 #  3. The shipped drafters draft only frequent tokens. q_draft is normalised over these,
 #     so confidences are higher than over the whole vocabulary.
 #  4. Tokens of probability 0 are never extras.
