@@ -2,8 +2,9 @@
 # Guess: with do_sample, transformers' assisted decoding follows the target's distribution whether
 #   the assistant has the target's tokenizer or another one (assistant_tokenizer=).
 # What happens: with another tokenizer the very first token already follows another distribution;
-#   a token of probability .004 can be drawn most of the time. With one tokenizer it is right, and
-#   so are greedy answers with two.
+#   a token of probability .004 can be drawn most of the time. How far it is off differs from
+#   process to process, whatever the seeds, because get_vocab() of a tokenizer has a random order
+#   in each. With one tokenizer it is right, and so are greedy answers with two.
 # Why it matters: an assistant with another tokenizer is the way to draft for a model that has no
 #   small sibling. At temperature 1 its answers are not the target's.
 set -euo pipefail
@@ -77,8 +78,12 @@ for name, options in ways.items():
     print(f"{name}: chi-square {value:.0f} at {often.sum() - 1} degrees of freedom; most often drawn "
           f"token {most}, {drawn[most] / count:.2f} (its probability {exact[most]:.3f}); "
           f"greedy equal: {greedy[0] == greedy[1]}")
-right = max(ratios[:2]) < 3 and min(ratios[2:]) > 5
+right = max(ratios[:2]) < 3 and max(ratios[2:]) > 5
 sys.exit(0 if right else "the behaviour has changed")
 EOF
 cd "$work"
-HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 "$VENV/bin/python" -u try.py 2> log || { tail -n 3 log >&2; exit 1; }
+for process in 1 2 3 4; do  # in some, the order of the vocabularies does little harm
+  if HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 "$VENV/bin/python" -u try.py 2> log; then exit 0; fi
+done
+tail -n 3 log >&2
+exit 1
