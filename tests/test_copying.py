@@ -94,7 +94,8 @@ names += ["Memcpy DtoD (Device -> Device)", "Memset (Device)"]
 kinds = launches.DeviceType
 events = [SimpleNamespace(name=name, device_type=kinds.CUDA) for name in names]
 events.append(SimpleNamespace(name="aten::mm", device_type=kinds.CPU))
-events.append(SimpleNamespace(name="mine", device_type=kinds.CUDA, is_user_annotation=1))
+named = {"name": "mine", "is_user_annotation": True}
+events.append(SimpleNamespace(device_type=kinds.CUDA, **named))
 assert launches.counted(events) == {"launches": 3, "to_host": 1, "to_device": 1}
 """
     command = [sys.executable, "-c", code, ROOT / "results" / "tools"]

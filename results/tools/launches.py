@@ -108,13 +108,15 @@ def measure(device: str, count: int, rounds: int) -> dict:
         "prompts": count,
         "sums": {},
     }
+    dtype = torch.float32
     if device != "pretend":
         result["device"] = device
-        if device.startswith("cuda"):
-            result["device"] = torch.cuda.get_device_name(device)
+    if device.startswith("cuda"):
+        result["device"] = torch.cuda.get_device_name(device)
+        dtype = torch.bfloat16  # as it is used there; attention has other kernels
     watch = pretended if device == "pretend" else profiled
     with pretend.gpu() if device == "pretend" else contextlib.nullcontext():
-        target, tokenizer = common.load_target(device=device)
+        target, tokenizer = common.load_target(dtype=dtype, device=device)
         plain = arms.Arm("plain", target, arms.plain_drafts)
         for arm in tqdm([plain, *arms.make_arms(METHODS, target)], disable=None):
             total = Counter()
