@@ -22,12 +22,14 @@ out=$(realpath "$out")
 here=$out/$stage
 cd "$(dirname "$0")/../.."
 
-device=cuda conversations=40000 writing=3 rounds=20 # writing: minutes
+device=cuda rounds=20 writing=180 # seconds
+known=(conversations/smollm2_*.jsonl.gz) more=
 dtypes=(bfloat16 float16)                           # the first is also that of the rows
 size=(--num-prompts 8 --max-new-tokens 64)
 minutes=(glide 4 ctc_drafter 4 falcon 5 specdecpp-draft 3 specdecpp 1 medusa 2)
 if [ "${3:-}" = --rehearse ]; then
-    device=cpu conversations=8 rounds=2
+    device=cpu rounds=2 writing=40
+    known=(conversations/smollm2_third.jsonl.gz) more="--max-length 64 --held-out 2 --batch-size 2"
     dtypes=(float32) # half precision is slow on a CPU
     size=(--num-prompts 1 --max-new-tokens 4)
     minutes=("${minutes[@]//[0-9]*/.02}")
@@ -86,14 +88,15 @@ time)
 train)
     data=$out/conversations.jsonl
     if [ ! -f "$out/written" ]; then
-        within $((60 * writing)) python train.py --make-data $conversations --out "$data" \
+        within $writing python train.py --make-data 60000 --out "$data" \
             --second-turns 0.5 --greedy 0.7 --dtype bfloat16 --device $device
         touch "$out/written"
     fi
+    [ ! -s "$data" ] || known+=("$data")
     for ((i = 0; i < ${#minutes[@]}; i += 2)); do
         name=${minutes[i]}
         [ ! -f "$out/$name.done" ] || continue
-        within 3600 env DATA="$data" MINUTES="${minutes[i + 1]}" \
+        within 3600 env DATA="${known[*]}" MORE="$more" MINUTES="${minutes[i + 1]}" \
             bash checkpoints/train.sh "$out/drafters" "$name"
         [ $SECONDS -ge $end ] || touch "$out/$name.done"
     done
