@@ -29,7 +29,11 @@ size=(--num-prompts 8 --max-new-tokens 64)
 minutes=(glide 4 ctc_drafter 4 falcon 5 specdecpp-draft 3 specdecpp 1 medusa 2)
 if [ "${3:-}" = --rehearse ]; then
     device=cpu rounds=2 writing=40
-    known=(conversations/smollm2_third.jsonl.gz) more="--max-length 64 --held-out 2 --batch-size 2"
+    known=("$out/few.jsonl")
+    more="--dtype float32 --max-length 64 --held-out 1 --batch-size 2 --eval $out/eval.jsonl"
+    gzip -dc conversations/smollm2_third.jsonl.gz >"$out/all.jsonl"
+    head -n 20 "$out/all.jsonl" >"$out/few.jsonl"
+    tail -n 4 "$out/all.jsonl" >"$out/eval.jsonl"
     dtypes=(float32) # half precision is slow on a CPU
     size=(--num-prompts 1 --max-new-tokens 4)
     minutes=("${minutes[@]//[0-9]*/.02}")
