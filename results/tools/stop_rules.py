@@ -48,7 +48,7 @@ import bench  # noqa: E402
 import common  # noqa: E402
 import specdecpp  # noqa: E402
 from support import cli  # noqa: E402
-from support.measuring import arms, report  # noqa: E402
+from support.measuring import arms, command, report  # noqa: E402
 
 LONGEST = 12  # tokens drafted at each place
 LIKELIEST = 20  # other tokens of a step, from which CAPE's sets are
@@ -449,7 +449,7 @@ def table(sweep: dict) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     """Measure the first arm, record its chains, and print the table of all rules."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = bench.options(__doc__)
+    parser = command.options(__doc__)
     parser.add_argument(
         "--json", metavar="FILE", help="write the result, as `read` takes it"
     )

@@ -1,6 +1,5 @@
 """The arms of bench.py, whose docstring says how they are written."""
 
-import argparse
 import contextlib
 import functools
 import sys
@@ -12,12 +11,12 @@ from typing import NamedTuple
 import common
 from common import UserError
 from support import cli, export, packed
+from support.cli import PEERS
 from support.rivals import lookup
 
 FORM = "[BASE+]NAME[:SETTINGS][+copies][@DIR]"
 COPIES = 16  # most tokens that +copies adds to a draft
 BASES = {"cape": "glide", "beam": "glide"}  # methods that use another one's drafter
-PEERS = ("prompt-lookup", "assisted")  # transformers' own methods
 # The arms of "all"; those that do not fit the target are skipped.
 ALL = (*cli.METHODS, "cape:cpu", "medusa", "eagle", "lookup", *PEERS)
 
@@ -146,16 +145,6 @@ def read_value(text: str):
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
-    return text
-
-
-def arm_text(text: str) -> str:
-    """A reader for `type=`: the text of an arm, of one of PEERS, or "all"."""
-    try:
-        if text not in ("all", *PEERS):
-            parse(text)
-    except UserError as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from problem
     return text
 
 

@@ -13,13 +13,14 @@ import torch
 import bench
 from common import UserError
 from support import cli
+from support.measuring import command
 from support.measuring.arms import PEERS, make_arms, plain_loops
 from support.replay import page
 
 
 def main(argv: list[str] | None = None) -> None:
     """Write the page."""
-    parser = bench.options(__doc__)
+    parser = command.options(__doc__)
     parser.prog = "python -m support.replay"
     parser.add_argument("page", metavar="FILE", help="the page to write")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)

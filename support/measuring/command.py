@@ -1,0 +1,108 @@
+"""The command line of bench.py, and what other commands share with it.
+
+Nothing here imports torch before an option needs it, so that --help comes at once.
+"""
+
+import argparse
+
+from support import cli
+
+
+def parse(argv: list[str], description: str) -> argparse.Namespace:
+    """The options of bench.py, and with them `argv`."""
+    parser = options(description)
+    parser.add_argument(
+        "--batch-size",
+        type=cli.number(int, 1),
+        default=1,
+        help="prompts answered at once",
+    )
+    parser.add_argument(
+        "--cost-curve",
+        action="store_true",
+        help="time target forwards over 1 to 64 tokens",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the result and all answers (in a pipe, the result without answers "
+        "is also the last line)",
+    )
+    args = parser.parse_args(argv)
+    args.argv = argv
+    return args
+
+
+def options(description: str) -> cli.OneLineParser:
+    """What to decode, how, and what to ask: the options of all that runs arms."""
+    number = cli.number
+    parser = cli.OneLineParser(description=description)
+
+    add = parser.add_argument_group("what to decode, and how").add_argument
+    names = ", ".join((*cli.METHODS, *cli.RIVALS, *cli.MADE_WITH, *cli.PEERS))
+    add(
+        "--method",
+        nargs="+",
+        default=[],
+        metavar="ARM",
+        type=arm_text,
+        help=f"{names}, or all; see above",
+    )
+    add("--target", type=cli.target, help=cli.TARGET_HELP)
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    add(
+        "--dtype",
+        default="float32",
+        choices=dtypes,
+        help="dtype of target and drafters",
+    )
+    add("--device", default="auto", type=cli.device, help=cli.DEVICE_HELP)
+    add(
+        "--max-new-tokens",
+        type=number(int, 1),
+        default=48,
+        help="tokens of a turn, at most",
+    )
+    add("--temperature", type=number(float, 0), default=0.0, help="0 is greedy")
+    add(
+        "--top-p",
+        type=number(float, 0.001, 1),
+        default=1.0,
+        help="share of the likeliest tokens",
+    )
+    add(
+        "--seed",
+        type=number(int, 0, 2**31),
+        default=0,
+        help="seed of sampling and of the order of arms",
+    )
+
+    group = parser.add_argument_group("what to ask")
+    group.add_argument(
+        "--num-prompts",
+        type=number(int, 0),
+        default=5,
+        help="spread over all files; 0: all",
+    )
+    add = group.add_mutually_exclusive_group().add_argument
+    add(
+        "--prompts",
+        nargs="+",
+        metavar="FILE",
+        help="FastChat JSONL (default: all of prompts/)",
+    )
+    add("--prompt", metavar="TEXT", help="a question of your own, no prompt file")
+    return parser
+
+
+def arm_text(text: str) -> str:
+    """A reader for `type=`: the text of an arm, of one of PEERS, or "all"."""
+    import common
+    from support.measuring import arms
+
+    try:
+        if text not in ("all", *cli.PEERS):
+            arms.parse(text)
+    except common.UserError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
+    return text
