@@ -1065,6 +1065,42 @@ class Batch:
     progress: float  # completed fraction of the training run, in [0, 1)
 
 
+@contextlib.contextmanager
+def only_at(places: Tensor, layer: nn.Module):
+    """Within this context, a layer computes only what some places of a batch need.
+
+    Those are the places that a loss reads. The layer should be the top one, because the
+    others are read at all places through the attention above them. The top one's keys
+    and values are still made everywhere, but its queries, its attention's outputs and
+    its feed-forward only at `places`. The layer's output elsewhere is meaningless.
+
+    places: (B, T) bool.
+    layer: only its modules named q_proj, o_proj and mlp are cut, as far as it has them.
+    """
+    size = places.shape
+    chosen = places.flatten().nonzero()[:, 0]  # (M,)
+
+    def gather(module, given):
+        flat = (x.flatten(0, 1) for x in given)  # in BLOOM there is a second one
+        return tuple(x.index_select(0, chosen)[None] for x in flat)  # (1, M, D) each
+
+    def scatter(module, given, output):
+        output = output[0]  # (M, D)
+        everywhere = output.new_zeros(size.numel(), output.shape[-1])
+        return everywhere.index_copy(0, chosen, output).unflatten(0, size)
+
+    hooks = []
+    for name, module in layer.named_modules():
+        if name.rpartition(".")[2] in ("q_proj", "o_proj", "mlp"):
+            hooks.append(module.register_forward_pre_hook(gather))
+            hooks.append(module.register_forward_hook(scatter))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def generator(seed: int, use: int = 0) -> torch.Generator:
     """Random numbers for one sequence of a batch, from its seed.
 

@@ -241,9 +241,11 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     # after x_0, x_1 and x_2, and x_2 is y_2 only where the text is the target's own
     # greedy answer.
     U = drafter.config.window
-    logits = common.target_logits(target, batch.hidden, drafter.vocab_ids)
-    y = F.pad(logits.argmax(-1)[:, :-1], (1, 0))  # h_(t-1) gives y_t
-    y = y.where(batch.loss_mask, -1)  # (B, T); -1 outside the answer
+    answer = batch.loss_mask[:, 1:]  # (B, T - 1)
+    hidden = batch.hidden[:, :-1][answer]  # (M, D); h_(t-1) gives y_t
+    logits = common.target_logits(target, hidden, drafter.vocab_ids)
+    y = torch.full_like(batch.input_ids, -1)  # (B, T); -1 outside the answer
+    y[:, 1:][answer] = logits.argmax(-1)
     # Windows at the end of the text run into -1.
     y = F.pad(y[:, 2:], (0, U), value=-1)  # (B, T - 2 + U)
     labels = y.unfold(1, U, 1)  # (B, T - 1, U): row i learns y_(i+2) to y_(i+1+U)
@@ -257,7 +259,8 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
         order = torch.randperm(len(usable), generator=common.generator(seed))
         drawn = usable[order][: anchors.shape[1]]
         anchors[b, : len(drawn)] = drawn
-    anchors = anchors.to(y.device)
+    most = int((anchors >= 0).sum(1).max())  # no place is computed for nothing
+    anchors = anchors[:, :most].to(y.device)
     return anchors, at_anchors(labels, anchors)
 
 

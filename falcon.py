@@ -221,7 +221,8 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
     positions = torch.arange(length, device=slots.phase.device)[None]
     mask = relaxed_mask(length, drafter.config.k, slots.phase)
     fused, _ = drafter.fuse(target, slots.hidden, slots.token_ids)
-    h_draft = drafter.attend(target, fused, positions, mask)[slots.learns]
+    with common.only_at(slots.learns, drafter.layers[-1]):  # saves time alone
+        h_draft = drafter.attend(target, fused, positions, mask)[slots.learns]
     head = common.draft_head(target, drafter.vocab_ids)
     logits = head.to(h_draft.dtype)(h_draft)
     labels = slots.labels[slots.learns]
@@ -265,8 +266,10 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 
 
 @torch.no_grad()
-def reveal(drafter: Drafter, target, slots: Slots, batch) -> Slots:
+def reveal(drafter: Drafter, target, slots: Slots, truth: Tensor, batch) -> Slots:
     """CSGD (3.2, Figure 2): feed some slots their labels, in proportion to the errors.
+
+    truth: (M, Vd) the target's logits at the slots that learn.
 
     In the header's example the first slot is revealed. The second one can now read x_4:
 
@@ -275,8 +278,7 @@ def reveal(drafter: Drafter, target, slots: Slots, batch) -> Slots:
     """
     # When drafting, the second slot never sees x_4. By the paper (3.3) the slots of a
     # block learn from such inputs to depend on each other.
-    _, logits, labels = predict(drafter, target, slots)  # a pass without noise
-    truth = common.target_logits(target, labels, drafter.vocab_ids)
+    _, logits, _ = predict(drafter, target, slots)  # a pass without noise
     wrong = torch.zeros_like(slots.learns)
     wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
     rate = 0.4 * (1 - batch.progress)  # lambda, which in the paper falls by epochs
@@ -303,14 +305,16 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """L (Eq. 8), summed over the M slots that learn, and M. batch: a common.Batch."""
     config = drafter.config
     slots = training_slots(drafter, batch)
+    learned = slots.learns
+    truth = common.target_logits(target, slots.labels[learned], drafter.vocab_ids)
     if config.csgd and config.k > 1:  # with k = 1 no slot precedes another in its block
-        slots = reveal(drafter, target, slots, batch)
+        slots = reveal(drafter, target, slots, truth, batch)
+        truth = truth[slots.learns[learned]]  # (M, Vd), of those that still learn
     # Thus revealed labels are noisy as well; in the authors' code they have no noise.
     slots = slots._replace(hidden=noisy(slots.hidden, config.noise, batch.seed))
     h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1, but k ahead
     l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum")
     l_reg = l_reg / labels.shape[-1]  # Eq. 2, a mean over D
-    truth = common.target_logits(target, labels, drafter.vocab_ids)  # (M, Vd)
     log_p = truth.log_softmax(-1)  # of p_target, Eq. 6
     log_q = logits.log_softmax(-1)  # of q_draft, Eq. 7
     l_soft = F.kl_div(log_q, log_p, log_target=True, reduction="sum")  # Eq. 3

@@ -339,6 +339,7 @@ def start(args, module, overrides: dict, target, sequences: list, state: dict | 
         lr=args.lr,
         betas=(0.9, 0.95),  # Falcon's (4.3), for all methods
         weight_decay=0.01,
+        fused=True,  # one pass over weights, gradients and moments instead of many
     )
     if state:
         optimizer.load_state_dict(state["optimizer"])
