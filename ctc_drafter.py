@@ -241,11 +241,9 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     # after x_0, x_1 and x_2, and x_2 is y_2 only where the text is the target's own
     # greedy answer.
     U = drafter.config.window
-    answer = batch.loss_mask[:, 1:]  # (B, T - 1)
-    hidden = batch.hidden[:, :-1][answer]  # (M, D); h_(t-1) gives y_t
-    logits = common.target_logits(target, hidden, drafter.vocab_ids)
+    teacher = common.teacher(target, batch, drafter.vocab_ids, batch.predicts)
     y = torch.full_like(batch.input_ids, -1)  # (B, T); -1 outside the answer
-    y[:, 1:][answer] = logits.argmax(-1)
+    y[:, 1:][batch.loss_mask[:, 1:]] = teacher.best  # h_(t-1) gives y_t
     # Windows at the end of the text run into -1.
     y = F.pad(y[:, 2:], (0, U), value=-1)  # (B, T - 2 + U)
     labels = y.unfold(1, U, 1)  # (B, T - 1, U): row i learns y_(i+2) to y_(i+1+U)

@@ -266,10 +266,10 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 
 
 @torch.no_grad()
-def reveal(drafter: Drafter, target, slots: Slots, truth: Tensor, batch) -> Slots:
+def reveal(drafter: Drafter, target, slots: Slots, best: Tensor, batch) -> Slots:
     """CSGD (3.2, Figure 2): feed some slots their labels, in proportion to the errors.
 
-    truth: (M, Vd) the target's logits at the slots that learn.
+    best: (M,) the target's likeliest token, as a column, where slots learn.
 
     In the header's example the first slot is revealed. The second one can now read x_4:
 
@@ -280,7 +280,7 @@ def reveal(drafter: Drafter, target, slots: Slots, truth: Tensor, batch) -> Slot
     # block learn from such inputs to depend on each other.
     _, logits, _ = predict(drafter, target, slots)  # a pass without noise
     wrong = torch.zeros_like(slots.learns)
-    wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
+    wrong[slots.learns] = logits.argmax(-1) != best
     rate = 0.4 * (1 - batch.progress)  # lambda, which in the paper falls by epochs
     revealed = glance(wrong, slots.learns, rate, drafter.config.k, batch.seed)
     return slots._replace(
@@ -306,19 +306,23 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     config = drafter.config
     slots = training_slots(drafter, batch)
     learned = slots.learns
-    truth = common.target_logits(target, slots.labels[learned], drafter.vocab_ids)
+    # Slot i has the label h_(i+k), so p_target is wanted there.
+    places = F.pad(learned, (config.k, 0))[:, : batch.input_ids.shape[1]]  # (B, T)
+    teacher = common.teacher(target, batch, drafter.vocab_ids, places)
     if config.csgd and config.k > 1:  # with k = 1 no slot precedes another in its block
-        slots = reveal(drafter, target, slots, truth, batch)
-        truth = truth[slots.learns[learned]]  # (M, Vd), of those that still learn
+        slots = reveal(drafter, target, slots, teacher.best, batch)
+        teacher = teacher.at(slots.learns[learned])  # where slots still learn
     # Thus revealed labels are noisy as well; in the authors' code they have no noise.
     slots = slots._replace(hidden=noisy(slots.hidden, config.noise, batch.seed))
     h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1, but k ahead
     l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum")
     l_reg = l_reg / labels.shape[-1]  # Eq. 2, a mean over D
-    log_p = truth.log_softmax(-1)  # of p_target, Eq. 6
-    log_q = logits.log_softmax(-1)  # of q_draft, Eq. 7
-    l_soft = F.kl_div(log_q, log_p, log_target=True, reduction="sum")  # Eq. 3
-    l_hard = F.nll_loss(log_q, log_p.argmax(-1), reduction="sum")  # Eq. 4
+    # Of p_target (Eq. 6) and q_draft (Eq. 7), whose logarithm is logits - log_sum.
+    log_sum = logits.logsumexp(-1)  # (M,)
+    cross_entropy = log_sum - teacher.expected_logit(h_draft)
+    l_soft = (cross_entropy - teacher.entropy).sum()  # Eq. 3, the KL divergence
+    best_logit = logits.gather(1, teacher.best[:, None])[:, 0]
+    l_hard = (log_sum - best_logit).sum()  # Eq. 4
     l_dist = 0.9 * l_soft + 0.1 * l_hard  # Eq. 5
     return l_reg + config.distill_weight * l_dist, slots.learns.sum()  # Eq. 8
 

@@ -67,7 +67,8 @@ def train(args, module, overrides: dict) -> None:
     out.mkdir(parents=True, exist_ok=True)  # if it cannot be made, fail before training
 
     announce(args, run, sequences, held_out)
-    features = Features(target, drafter.kv_layers, args.features)
+    layers, vocab_ids = drafter.kv_layers, drafter.vocab_ids
+    features = Features(target, layers, args.features, vocab_ids)
     lengths = [len(ids) for ids, _ in sequences]
     order = data.steps(lengths, args.batch_size, args.seed, run.step)
     progress, stop = run.fraction(args), False  # a run goes from 0 to 1
@@ -530,7 +531,7 @@ def options() -> cli.OneLineParser:
     add(
         "--features",
         metavar="DIR",
-        help="keep the target's features here, in bfloat16 (2 kB a token for the "
+        help="keep the target's features here, in bfloat16 (3 kB a token for the "
         "default target)",
     )
     add("--batch-size", type=count, default=4, help="conversations a step, in all")

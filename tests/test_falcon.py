@@ -551,8 +551,9 @@ def test_reveal_feeds_labels_and_takes_their_loss(llama):
     batch = random_batch(llama, lengths=(40, 31), prompt=2)
     batch.progress = 0.5
     slots = falcon.training_slots(drafter, batch)
-    truth = common.target_logits(llama, slots.labels[slots.learns], drafter.vocab_ids)
-    after = falcon.reveal(drafter, llama, slots, truth, batch)
+    labels = slots.labels[slots.learns]
+    best = common.target_logits(llama, labels, drafter.vocab_ids).argmax(-1)
+    after = falcon.reveal(drafter, llama, slots, best, batch)
     revealed = slots.learns & ~after.learns
     assert revealed.any() and not (after.learns & ~slots.learns).any()
     for row in range(2):
@@ -563,7 +564,7 @@ def test_reveal_feeds_labels_and_takes_their_loss(llama):
     for untouched in ("labels", "label_ids", "phase"):
         assert getattr(after, untouched) is getattr(slots, untouched)
     batch.progress = 1.0  # lambda = 0
-    after = falcon.reveal(drafter, llama, slots, truth, batch)
+    after = falcon.reveal(drafter, llama, slots, best, batch)
     assert torch.equal(after.learns, slots.learns)
 
 
