@@ -1139,11 +1139,16 @@ def only_at(places: Tensor, layer: nn.Module):
     chosen = places.flatten().nonzero()[:, 0]  # (M,)
 
     def gather(module, given):
-        flat = (x.flatten(0, 1) for x in given)  # in BLOOM there is a second one
-        return tuple(x.index_select(0, chosen)[None] for x in flat)  # (1, M, D) each
+        # Some families pass a second tensor (BLOOM), or None.
+        return tuple(
+            x if x is None else x.flatten(0, 1).index_select(0, chosen)[None]
+            for x in given
+        )  # (1, M, D) each
 
     def scatter(module, given, output):
-        output = output[0]  # (M, D)
+        if isinstance(output, tuple):  # gpt-oss: what the router scored comes second
+            return scatter(module, given, output[0]), *output[1:]
+        output = output.flatten(0, -2)  # (M, D)
         everywhere = output.new_zeros(size.numel(), output.shape[-1])
         return everywhere.index_copy(0, chosen, output).unflatten(0, size)
 

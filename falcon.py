@@ -120,12 +120,12 @@ class Drafter(
         with torch.autocast(pairs.device.type, enabled=False):
             return self.fusion(pairs, state)
 
-    def attend(self, target, x: Tensor, positions: Tensor, mask: Tensor, cache=None):
+    def attend(self, target, x: Tensor, positions: Tensor, mask, cache=None):
         """The predictions h_draft (B, r, D) of r fused slots x (B, r, D).
 
         In a later pass B = 1, and r = b k slots of all branches.
         positions: (1, r), indices of the slots in the text.
-        mask: (B, 1, r, P_own + r) bool, True where a slot sees another.
+        mask: (B, 1, r, P_own + r) bool, True where a slot sees another; None: causal.
         cache: the drafter's own, of P_own rows, to which r are added.
         """
         tables = common.rotary(target, positions, -1)  # of the target's top layer
@@ -219,7 +219,9 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
     """h_draft (M, D), logits (M, Vd) and labels (M, D) of the M slots that learn."""
     length = slots.hidden.shape[1]
     positions = torch.arange(length, device=slots.phase.device)[None]
-    mask = relaxed_mask(length, drafter.config.k, slots.phase)
+    mask = None  # with k = 1 the relaxed mask is the causal one
+    if drafter.config.k > 1:
+        mask = relaxed_mask(length, drafter.config.k, slots.phase)
     fused, _ = drafter.fuse(target, slots.hidden, slots.token_ids)
     with common.only_at(slots.learns, drafter.layers[-1]):  # saves time alone
         h_draft = drafter.attend(target, fused, positions, mask)[slots.learns]
