@@ -1119,7 +1119,8 @@ def teach(target, hidden: Tensor, vocab_ids: Tensor) -> Teacher:
         logits = target_logits(target, part, vocab_ids)  # (m, Vd)
         p = logits.softmax(-1)
         entropy = torch.special.entr(p).sum(-1)
-        parts.append((p @ rows, entropy, logits.argmax(-1)))
+        with torch.autocast(p.device.type, enabled=False):  # in float32
+            parts.append((p @ rows, entropy, logits.argmax(-1)))
     return Teacher(*(torch.cat(part) for part in zip(*parts)))
 
 
