@@ -1128,13 +1128,13 @@ def teach(target, hidden: Tensor, vocab_ids: Tensor) -> Teacher:
 def only_at(places: Tensor, layer: nn.Module):
     """Within this context, a layer computes only what some places of a batch need.
 
-    Those are the places that a loss reads. The layer should be the top one, because the
-    others are read at all places through the attention above them. The top one's keys
-    and values are still made everywhere, but its queries, its attention's outputs and
-    its feed-forward only at `places`. The layer's output elsewhere is meaningless.
+    Those are the places that a loss reads. Keys and values are still made everywhere,
+    but queries, the attention's outputs and the feed-forward only at `places`. The
+    layer's output elsewhere is meaningless.
 
     places: (B, T) bool.
-    layer: only its modules named q_proj, o_proj and mlp are cut, as far as it has them.
+    layer: the top one, because attention reads lower ones at all places. Of its modules
+        those named q_proj, o_proj and mlp are cut, as far as it has them.
     """
     size = places.shape
     chosen = places.flatten().nonzero()[:, 0]  # (M,)
