@@ -319,7 +319,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1, but k ahead
     l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum")
     l_reg = l_reg / labels.shape[-1]  # Eq. 2, a mean over D
-    # Of p_target (Eq. 6) and q_draft (Eq. 7), whose logarithm is logits - log_sum.
+    # The logarithm of q_draft (Eq. 7) is logits - log_sum. What is needed of p_target
+    # (Eq. 6) is in `teacher`.
     log_sum = logits.logsumexp(-1)  # (M,)
     cross_entropy = log_sum - teacher.expected_logit(h_draft)
     l_soft = (cross_entropy - teacher.entropy).sum()  # Eq. 3, the KL divergence
