@@ -1063,6 +1063,106 @@ class Batch:
     kv: dict[int, tuple[Tensor, Tensor]]  # {layer: (keys, values)}, (B, Hkv, T, Dh)
     seed: Tensor  # (B,) new in each step; all random choices follow from it
     progress: float  # completed fraction of the training run, in [0, 1)
+    teacher: "Teacher | None" = None  # p_target at all places, where it is kept
+
+    @property
+    def predicts(self) -> Tensor:
+        """(B, T) bool, True for places whose next token is to be predicted."""
+        return F.pad(self.loss_mask[:, 1:], (0, 1))
+
+
+class Teacher(NamedTuple):
+    """What losses need of p, which is p_target renormalised over a draft vocabulary.
+
+    A drafter's logits are W h, where W (Vd, D) are rows of the target's LM head and h
+    is the drafter's last hidden state. So its cross-entropy does not need all of p:
+
+        -sum_x p(x) log q(x)  =  logsumexp(logits) - sum_x p(x) logit_x
+                              =  logsumexp(logits) - h . (sum_x p(x) W_x)
+
+    The vector in brackets is `mean`. It takes as much room as a hidden state, so it can
+    be kept for each token of the training data, and p is computed once instead of once
+    an epoch.
+    """
+
+    mean: Tensor  # (..., D) the mean row of W, weighted by p
+    entropy: Tensor  # (...,) of p
+    best: Tensor  # (...,) which column of W h is the likeliest token's
+
+    def expected_logit(self, states: Tensor) -> Tensor:
+        """sum_x p(x) logit_x (...,) of a drafter's hidden states (..., D)."""
+        return (states.float() * self.mean).sum(-1)
+
+    def at(self, places: Tensor) -> "Teacher":
+        """The same at some of the places, which a mask selects."""
+        return Teacher(*(each[places] for each in self))
+
+
+def teacher(target, batch: Batch, vocab_ids: Tensor, places: Tensor) -> Teacher:
+    """The Teacher at M places (B, T) bool of a batch; vocab_ids: (Vd,), ascending."""
+    if batch.teacher is not None:
+        return batch.teacher.at(places)
+    return teach(target, batch.hidden[places], vocab_ids)
+
+
+@torch.no_grad()
+def teach(target, hidden: Tensor, vocab_ids: Tensor) -> Teacher:
+    """The Teacher at hidden (M, D) of the target, in float32."""
+    head = draft_head(target, vocab_ids)
+    if isinstance(head, nn.Linear):
+        rows = head.weight.float()  # (Vd, D)
+    else:  # one that can only be called: ask it for each dimension
+        eye = torch.eye(hidden.shape[1], dtype=target.dtype, device=hidden.device)
+        rows = (head(eye) - head(0 * eye)).float().T
+    parts = []
+    for part in hidden.split(256):  # saves memory
+        logits = target_logits(target, part, vocab_ids)  # (m, Vd)
+        p = logits.softmax(-1)
+        entropy = torch.special.entr(p).sum(-1)
+        with torch.autocast(p.device.type, enabled=False):  # in float32
+            parts.append((p @ rows, entropy, logits.argmax(-1)))
+    return Teacher(*(torch.cat(part) for part in zip(*parts)))
+
+
+@contextlib.contextmanager
+def only_at(places: Tensor, layer: nn.Module):
+    """Within this context, a layer computes only what some places of a batch need.
+
+    Those are the places that a loss reads. Keys and values are still made everywhere,
+    but queries, the attention's outputs and the feed-forward only at `places`. The
+    layer's output elsewhere is meaningless.
+
+    places: (B, T) bool.
+    layer: the top one, because attention reads lower ones at all places. Of its modules
+        those named q_proj, o_proj and mlp are cut, as far as it has them.
+    """
+    size = places.shape
+    chosen = places.flatten().nonzero()[:, 0]  # (M,)
+
+    def gather(module, given):
+        # Some families pass a second tensor (BLOOM), or None.
+        return tuple(
+            x if x is None else x.flatten(0, 1).index_select(0, chosen)[None]
+            for x in given
+        )  # (1, M, D) each
+
+    def scatter(module, given, output):
+        if isinstance(output, tuple):  # gpt-oss: what the router scored comes second
+            return scatter(module, given, output[0]), *output[1:]
+        output = output.flatten(0, -2)  # (M, D)
+        everywhere = output.new_zeros(size.numel(), output.shape[-1])
+        return everywhere.index_copy(0, chosen, output).unflatten(0, size)
+
+    hooks = []
+    for name, module in layer.named_modules():
+        if name.rpartition(".")[2] in ("q_proj", "o_proj", "mlp"):
+            hooks.append(module.register_forward_pre_hook(gather))
+            hooks.append(module.register_forward_hook(scatter))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def generator(seed: int, use: int = 0) -> torch.Generator:

@@ -241,9 +241,9 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     # after x_0, x_1 and x_2, and x_2 is y_2 only where the text is the target's own
     # greedy answer.
     U = drafter.config.window
-    logits = common.target_logits(target, batch.hidden, drafter.vocab_ids)
-    y = F.pad(logits.argmax(-1)[:, :-1], (1, 0))  # h_(t-1) gives y_t
-    y = y.where(batch.loss_mask, -1)  # (B, T); -1 outside the answer
+    teacher = common.teacher(target, batch, drafter.vocab_ids, batch.predicts)
+    y = torch.full_like(batch.input_ids, -1)  # (B, T); -1 outside the answer
+    y[:, 1:][batch.loss_mask[:, 1:]] = teacher.best  # h_(t-1) gives y_t
     # Windows at the end of the text run into -1.
     y = F.pad(y[:, 2:], (0, U), value=-1)  # (B, T - 2 + U)
     labels = y.unfold(1, U, 1)  # (B, T - 1, U): row i learns y_(i+2) to y_(i+1+U)
@@ -257,7 +257,8 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
         order = torch.randperm(len(usable), generator=common.generator(seed))
         drawn = usable[order][: anchors.shape[1]]
         anchors[b, : len(drawn)] = drawn
-    anchors = anchors.to(y.device)
+    most = int((anchors >= 0).sum(1).max())
+    anchors = anchors[:, :most].to(y.device)
     return anchors, at_anchors(labels, anchors)
 
 
@@ -273,7 +274,9 @@ def training_log_q(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
     next_ids = batch.input_ids[:, 1:]  # (B, n)
     places = anchors.clamp(min=0)  # -1 becomes 0, and its slots are dropped below
     mask = slot_mask(places, next_ids.shape[1], drafter.config.slots)
-    states = drafter(target, hidden, next_ids, places, mask)  # (B, A, S, D)
+    used = (anchors >= 0).repeat_interleave(drafter.config.slots, dim=1)  # (B, A S)
+    with common.only_at(used, drafter):  # saves time, changes nothing
+        states = drafter(target, hidden, next_ids, places, mask)  # (B, A, S, D)
     states = states[anchors >= 0]  # (W, S, D)
     head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
     # The logarithm of a softmax would be -inf where a probability is too small for a

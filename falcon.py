@@ -120,12 +120,12 @@ class Drafter(
         with torch.autocast(pairs.device.type, enabled=False):
             return self.fusion(pairs, state)
 
-    def attend(self, target, x: Tensor, positions: Tensor, mask: Tensor, cache=None):
+    def attend(self, target, x: Tensor, positions: Tensor, mask, cache=None):
         """The predictions h_draft (B, r, D) of r fused slots x (B, r, D).
 
         In a later pass B = 1, and r = b k slots of all branches.
         positions: (1, r), indices of the slots in the text.
-        mask: (B, 1, r, P_own + r) bool, True where a slot sees another.
+        mask: (B, 1, r, P_own + r) bool, True where a slot sees another; None: causal.
         cache: the drafter's own, of P_own rows, to which r are added.
         """
         tables = common.rotary(target, positions, -1)  # of the target's top layer
@@ -219,9 +219,12 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
     """h_draft (M, D), logits (M, Vd) and labels (M, D) of the M slots that learn."""
     length = slots.hidden.shape[1]
     positions = torch.arange(length, device=slots.phase.device)[None]
-    mask = relaxed_mask(length, drafter.config.k, slots.phase)
+    mask = None  # with k = 1 the relaxed mask is the causal one
+    if drafter.config.k > 1:
+        mask = relaxed_mask(length, drafter.config.k, slots.phase)
     fused, _ = drafter.fuse(target, slots.hidden, slots.token_ids)
-    h_draft = drafter.attend(target, fused, positions, mask)[slots.learns]
+    with common.only_at(slots.learns, drafter.layers[-1]):  # saves time alone
+        h_draft = drafter.attend(target, fused, positions, mask)[slots.learns]
     head = common.draft_head(target, drafter.vocab_ids)
     logits = head.to(h_draft.dtype)(h_draft)
     labels = slots.labels[slots.learns]
@@ -265,8 +268,10 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 
 
 @torch.no_grad()
-def reveal(drafter: Drafter, target, slots: Slots, batch) -> Slots:
+def reveal(drafter: Drafter, target, slots: Slots, best: Tensor, batch) -> Slots:
     """CSGD (3.2, Figure 2): feed some slots their labels, in proportion to the errors.
+
+    best: (M,) the target's likeliest token, as a column, where slots learn.
 
     In the header's example the first slot is revealed. The second one can now read x_4:
 
@@ -275,10 +280,9 @@ def reveal(drafter: Drafter, target, slots: Slots, batch) -> Slots:
     """
     # When drafting, the second slot never sees x_4. By the paper (3.3) the slots of a
     # block learn from such inputs to depend on each other.
-    _, logits, labels = predict(drafter, target, slots)  # a pass without noise
-    truth = common.target_logits(target, labels, drafter.vocab_ids)
+    _, logits, _ = predict(drafter, target, slots)  # a pass without noise
     wrong = torch.zeros_like(slots.learns)
-    wrong[slots.learns] = logits.argmax(-1) != truth.argmax(-1)
+    wrong[slots.learns] = logits.argmax(-1) != best
     rate = 0.4 * (1 - batch.progress)  # lambda, which in the paper falls by epochs
     revealed = glance(wrong, slots.learns, rate, drafter.config.k, batch.seed)
     return slots._replace(
@@ -303,18 +307,25 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """L (Eq. 8), summed over the M slots that learn, and M. batch: a common.Batch."""
     config = drafter.config
     slots = training_slots(drafter, batch)
+    learned = slots.learns
+    # Slot i has the label h_(i+k), so p_target is wanted there.
+    places = F.pad(learned, (config.k, 0))[:, : batch.input_ids.shape[1]]  # (B, T)
+    teacher = common.teacher(target, batch, drafter.vocab_ids, places)
     if config.csgd and config.k > 1:  # with k = 1 no slot precedes another in its block
-        slots = reveal(drafter, target, slots, batch)
+        slots = reveal(drafter, target, slots, teacher.best, batch)
+        teacher = teacher.at(slots.learns[learned])  # where slots still learn
     # Thus revealed labels are noisy as well; in the authors' code they have no noise.
     slots = slots._replace(hidden=noisy(slots.hidden, config.noise, batch.seed))
     h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1, but k ahead
     l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum")
     l_reg = l_reg / labels.shape[-1]  # Eq. 2, a mean over D
-    truth = common.target_logits(target, labels, drafter.vocab_ids)  # (M, Vd)
-    log_p = truth.log_softmax(-1)  # of p_target, Eq. 6
-    log_q = logits.log_softmax(-1)  # of q_draft, Eq. 7
-    l_soft = F.kl_div(log_q, log_p, log_target=True, reduction="sum")  # Eq. 3
-    l_hard = F.nll_loss(log_q, log_p.argmax(-1), reduction="sum")  # Eq. 4
+    # The logarithm of q_draft (Eq. 7) is logits - log_sum. What is needed of p_target
+    # (Eq. 6) is in `teacher`.
+    log_sum = logits.logsumexp(-1)  # (M,)
+    cross_entropy = log_sum - teacher.expected_logit(h_draft)
+    l_soft = (cross_entropy - teacher.entropy).sum()  # Eq. 3, the KL divergence
+    best_logit = logits.gather(1, teacher.best[:, None])[:, 0]
+    l_hard = (log_sum - best_logit).sum()  # Eq. 4
     l_dist = 0.9 * l_soft + 0.1 * l_hard  # Eq. 5
     return l_reg + config.distill_weight * l_dist, slots.learns.sum()  # Eq. 8
 

@@ -283,10 +283,10 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
 
 def training_pass(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """Draft logits (M, Vd) and the target's last hidden states (M, D).
+    """The drafter's last hidden states (M, D) and logits (M, Vd).
 
-    The M positions are those whose next token is to be learned. Column n of the logits
-    belongs to the token drafter.vocab_ids[n].
+    The M positions are those of `batch.predicts`, whose next token is to be learned.
+    Column n of the logits belongs to the token drafter.vocab_ids[n].
 
     batch: a common.Batch, with input_ids (B, T), loss_mask (B, T), which is True at the
         tokens to be learned, hidden (B, T, D), the kv of `kv_layers`, and seed (B,).
@@ -297,12 +297,12 @@ def training_pass(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     size = drafter.config.block_size
     # Each sequence has a seed of its own in each step, so its phase changes as well.
     mask = block_mask(ids.shape[1], size, batch.seed % size)
-    # The self-attention reads its own rows causally, as in drafting.
-    states = drafter(target, ids, positions, batch.kv, cross_mask=mask)  # (B, T, D)
-    predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))  # (B, T): t predicts t + 1
+    with common.only_at(batch.predicts, drafter.layers[-1]):  # saves time alone
+        # The self-attention reads its own rows causally, as in drafting.
+        states = drafter(target, ids, positions, batch.kv, cross_mask=mask)  # (B, T, D)
+    states = states[batch.predicts]  # (M, D)
     head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
-    logits = head(states[predicts]).float()
-    return logits, batch.hidden[predicts]
+    return states, head(states).float()
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
@@ -311,21 +311,19 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     The labels are the target's distributions, or without `distill` the text's tokens,
     as in 5.1.
     """
-    logits, target_hidden = training_pass(drafter, target, batch)
+    states, logits = training_pass(drafter, target, batch)
     vocab_ids = drafter.vocab_ids  # (Vd,)
     if drafter.config.distill:
-        # A softmax over the logits of the draft vocabulary alone: p_target, normalised
-        # over the tokens that the drafter can propose.
-        labels = common.target_logits(target, target_hidden, vocab_ids).softmax(-1)
-        count = len(labels)
-    else:
-        # The index in vocab_ids of each token of the text. One that cannot be drafted
-        # is not counted; F.cross_entropy ignores the label -100.
-        tokens = batch.input_ids[:, 1:][batch.loss_mask[:, 1:]]  # (M,)
-        same = tokens[:, None] == vocab_ids  # (M, Vd)
-        labels = torch.where(same.any(1), same.int().argmax(1), -100)  # (M,)
-        count = same.sum()
-    return F.cross_entropy(logits, labels, reduction="sum"), count
+        # p_target, normalised over the tokens that the drafter can propose.
+        teacher = common.teacher(target, batch, vocab_ids, batch.predicts)
+        cross_entropy = logits.logsumexp(-1) - teacher.expected_logit(states)  # (M,)
+        return cross_entropy.sum(), len(logits)
+    # The index in vocab_ids of each token of the text. One that cannot be drafted is
+    # not counted; F.cross_entropy ignores the label -100.
+    tokens = batch.input_ids[:, 1:][batch.loss_mask[:, 1:]]  # (M,)
+    same = tokens[:, None] == vocab_ids  # (M, Vd)
+    labels = torch.where(same.any(1), same.int().argmax(1), -100)  # (M,)
+    return F.cross_entropy(logits, labels, reduction="sum"), same.sum()
 
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
@@ -336,8 +334,9 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """
     # When decoding, the i-th place of a round is reached only if the places before it
     # were accepted. Here a token lacks 1 to L rows with equal weight.
-    logits, target_hidden = training_pass(drafter, target, batch)
+    _, logits = training_pass(drafter, target, batch)
     q_draft = logits.softmax(-1)  # (M, Vd)
+    target_hidden = batch.hidden[batch.predicts]  # (M, D)
     # The paper prints E_(x ~ p_D) min(p_T, p_D) and must mean the probability that a
     # drafted token is accepted, E_(x ~ p_D) min(1, p_T / p_D) = sum_x min(p_T, p_D).
     total = common.overlap(target, target_hidden, q_draft, drafter.vocab_ids)

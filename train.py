@@ -72,7 +72,8 @@ def train(args, module, overrides: dict) -> None:
     out.mkdir(parents=True, exist_ok=True)  # if it cannot be made, fail before training
 
     announce(args, run, sequences, held_out)
-    features = Features(target, drafter.kv_layers, args.features)
+    layers, vocab_ids = drafter.kv_layers, drafter.vocab_ids
+    features = Features(target, layers, args.features, vocab_ids)
     lengths = [len(ids) for ids, _ in sequences]
     order = data.steps(lengths, args.batch_size, args.seed, run.step)
     progress, stop = run.fraction(args), False  # a run goes from 0 to 1
@@ -344,6 +345,7 @@ def start(args, module, overrides: dict, target, sequences: list, state: dict | 
         lr=args.lr,
         betas=(0.9, 0.95),  # Falcon's (4.3), for all methods
         weight_decay=0.01,
+        fused=True,  # one pass over weights, gradients and moments instead of many
     )
     if state:
         optimizer.load_state_dict(state["optimizer"])

@@ -2,7 +2,7 @@
 # Make every drafter of this folder:   bash checkpoints/train.sh OUT [NAME...]
 #
 # On a CPU the conversations of the repository are the data. A drafter takes many hours on
-# one core, and the target's features 14 GB in OUT. On a GPU the target writes more data
+# one core, and the target's features 22 GB in OUT. On a GPU the target writes more data
 # first (CONVERSATIONS, 60000 by default), and a step has 32 conversations; so it has with
 # DATA, files of conversations to take instead, named from the folder of the repository.
 # STEPS are those of a drafter, 24500 by default, or give MINUTES. MORE is added to the

@@ -1,5 +1,6 @@
 """train.py on a tiny target: a step, resume, interrupts, processes, damaged files."""
 
+import contextlib
 import copy
 import itertools
 import json
@@ -15,7 +16,7 @@ import torch
 from accelerate import Accelerator, debug_launcher
 from chat import options
 from safetensors.torch import load_file
-from tiny import family, make_drafts, random_batch, snapshot
+from tiny import family, make_drafts, make_llama, random_batch, snapshot
 
 import common
 import glide
@@ -468,31 +469,95 @@ def test_stored_features_are_those_of_the_target(folder, tmp_path):
         ids = torch.randint(5, 48, (length,), generator=generator)
         sequences.append((ids, torch.ones(length, dtype=torch.bool)))
 
-    def check(layers):
+    def check(layers, vocab_ids):
         for part in (sequences, sequences[::-2]):
             seed = torch.arange(len(part))
-            ours = Features(target, layers, str(tmp_path)).batch(part, seed, 0.5)
-            fresh = Features(target, layers, None).batch(part, seed, 0.5)
+            stored = Features(target, layers, str(tmp_path), vocab_ids)
+            ours = stored.batch(part, seed, 0.5)
+            fresh = Features(target, layers).batch(part, seed, 0.5)
             assert torch.equal(ours.input_ids, fresh.input_ids)
             assert ours.kv.keys() == fresh.kv.keys() == set(layers)
             real = ours.loss_mask  # all but the padding
-            pairs = [(ours.hidden, fresh.hidden)]
+            pairs = [(ours.hidden[real], fresh.hidden[real])]
             for layer in layers:
                 for a, b in zip(ours.kv[layer], fresh.kv[layer]):
-                    pairs.append((a.transpose(1, 2), b.transpose(1, 2)))
+                    pairs.append((a.transpose(1, 2)[real], b.transpose(1, 2)[real]))
+            teachers = [
+                common.teacher(target, batch, vocab_ids, real)
+                for batch in (ours, fresh)
+            ]
+            pairs += [(a.float(), b.float()) for a, b in zip(*teachers)]
             for a, b in pairs:
-                torch.testing.assert_close(a[real], b[real], atol=0.05, rtol=0.05)
+                torch.testing.assert_close(a, b, atol=0.05, rtol=0.05)
 
-    for layers in ([1], [0, 1], []):
-        check(layers)
+    few = torch.arange(0, 48, 3)
+    for layers, vocab_ids in (([1], few), ([0, 1], few), ([], few + 1)):
+        check(layers, vocab_ids)
     files = snapshot(tmp_path)
     assert len(files) == 3
     for file in files:
         file.write_bytes(file.read_bytes()[:100])  # damaged
-    check([1])
+    check([1], few)
     assert all(len(content) > 100 for content in snapshot(tmp_path).values())
     target.model.norm.weight += 0.5  # another target
-    check([1])
+    check([1], few)
+
+
+@pytest.mark.parametrize("method", cli.trainable())
+def test_what_is_not_computed_changes_neither_loss_nor_gradient(method, monkeypatch):
+    """The top layer's work where no loss reads it, at the prompts and the padding."""
+    target = make_llama()
+    module = cli.import_method(method)
+    torch.manual_seed(6)
+    counts = torch.arange(48)
+    drafter = module.build(module.Config(draft_vocab=32), target, counts).train()
+    batch = random_batch(target, lengths=(25, 12), prompt=7, layers=drafter.kv_layers)
+    results = []
+    for context in (common.only_at, lambda *given: contextlib.nullcontext()):
+        monkeypatch.setattr(common, "only_at", context)
+        drafter.zero_grad()
+        total, weight = module.loss(drafter, target, batch)
+        total.backward()
+        named = drafter.named_parameters()
+        grads = {n: w.grad for n, w in named if w.grad is not None}
+        results.append((total.detach(), torch.as_tensor(weight), grads))
+    torch.testing.assert_close(*results)
+
+
+def test_a_layer_that_is_needed_at_some_places_computes_no_others():
+    layer = make_llama().model.layers[0]
+    rows = []
+    for module in (layer.mlp, layer.self_attn.q_proj, layer.self_attn.k_proj):
+        module.register_forward_hook(lambda _, given, out: rows.append(out.shape[1]))
+    x = torch.randn(2, 5, 32)
+    tables = torch.ones(1, 5, 8), torch.zeros(1, 5, 8)
+    everywhere = layer(x, position_embeddings=tables)
+    places = torch.tensor([[0, 0, 1, 1, 0], [0, 1, 1, 0, 0]]).bool()
+    with common.only_at(places, layer):
+        some = layer(x, position_embeddings=tables)
+    torch.testing.assert_close(some[places], everywhere[places])
+    again = layer(x, position_embeddings=tables)
+    assert torch.equal(again, everywhere)  # the hooks are gone
+    assert rows == [5, 5, 5, 4, 5, 4, 5, 5, 5]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Granite", "Gemma2", "called"])
+def test_a_teacher_gives_the_cross_entropy_of_the_whole_distribution(name):
+    """Also with scaled or capped logits, and a head that can only be called."""
+    target = family("Llama" if name == "called" else name).float()
+    if name == "called":
+        target.lm_head = torch.nn.Sequential(target.lm_head)
+    shape = common.target_shape(target)
+    vocab_ids = torch.arange(1, shape["vocab_size"], 2)
+    theirs, ours = torch.randn(2, 7, shape["hidden_size"])
+    teacher = common.teach(target, theirs, vocab_ids)
+    logits = common.draft_head(target, vocab_ids)(ours)
+    p = common.target_logits(target, theirs, vocab_ids).softmax(-1)
+    expected = torch.nn.functional.cross_entropy(logits, p, reduction="none")
+    found = logits.logsumexp(-1) - teacher.expected_logit(ours)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(teacher.entropy, -(p * p.log()).sum(-1))
+    assert torch.equal(teacher.best, p.argmax(-1))
 
 
 # ------------------------------------------------------------------------ damaged files

@@ -47,7 +47,7 @@ def make_batch(target, sequences, layers=(), progress=0.0):
     ...
     """
     seeds = torch.arange(len(sequences))
-    return Features(target, layers, None).batch(sequences, seeds, progress)
+    return Features(target, layers).batch(sequences, seeds, progress)
 
 
 def random_batch(target, lengths=(9, 12, 7), prompt=3, layers=(), seed=7):

@@ -64,7 +64,7 @@ def options(description: str) -> cli.OneLineParser:
     add(
         "--features",
         metavar="DIR",
-        help="keep the target's features here, in bfloat16 (2 kB a token for the "
+        help="keep the target's features here, in bfloat16 (3 kB a token for the "
         "default target)",
     )
     add("--batch-size", type=count, default=4, help="conversations a step, in all")

@@ -23,15 +23,22 @@ class Features:
     folder: what the target computes is kept there in bfloat16, one file for each
         sequence, for later epochs and runs on the same target. None: it is computed
         for each batch.
+    vocab_ids: (Vd,) the drafter's. With a folder, batches have a common.Teacher of it.
     """
 
-    def __init__(self, target, layers: list[int], folder: str | None):
+    def __init__(self, target, layers: list[int], folder=None, vocab_ids=None):
         self.target = target
         self.layers = sorted(set(layers))
+        self.vocab_ids = vocab_ids
         self.folder = None
         if folder:
             self.folder = Path(folder) / fingerprint(target)
             self.folder.mkdir(parents=True, exist_ok=True)
+            vocabulary = hashlib.sha256(vocab_ids.cpu().numpy().tobytes())
+            self.taught = [
+                f"{name}-{vocabulary.hexdigest()[:16]}"
+                for name in common.Teacher._fields
+            ]
 
     def batch(self, sequences: list, seed: Tensor, progress: float) -> common.Batch:
         """The sequences, right-padded, on the target's device."""
@@ -39,6 +46,7 @@ class Features:
         ids, masks = zip(*sequences)
         input_ids = pad_sequence(ids, batch_first=True).to(device)  # (B, T)
         loss_mask = pad_sequence(masks, batch_first=True).to(device)  # (B, T)
+        teacher = None
         if self.folder is None:
             hidden, kv = common.target_features(self.target, input_ids, self.layers)
         else:
@@ -49,7 +57,10 @@ class Features:
                 kv[layer] = tuple(
                     _stack(stored, f"{x}{layer}").to(device) for x in "kv"
                 )
-        return common.Batch(input_ids, loss_mask, hidden, kv, seed.to(device), progress)
+            mean, entropy, best = (_stack(stored, x).to(device) for x in self.taught)
+            teacher = common.Teacher(mean, entropy[..., 0], best[..., 0].long())
+        seed = seed.to(device)
+        return common.Batch(input_ids, loss_mask, hidden, kv, seed, progress, teacher)
 
     def batches(self, sequences: list) -> list[common.Batch]:
         """All sequences in order, eight per batch, for acceptance rates."""
@@ -64,6 +75,8 @@ class Features:
     def _stored(self, ids: Tensor) -> dict[str, Tensor]:
         """The states of ids (T,) by name ("hidden", "k3", "v3"), from their file.
 
+        Those of a common.Teacher have the draft vocabulary in their names.
+
         What is not there, or is damaged, is computed and written.
         """
         name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:32]
@@ -72,7 +85,8 @@ class Features:
             states = load_file(path)
         except (FileNotFoundError, SafetensorError):  # missing or damaged
             states = {}
-        if states.keys() >= {"hidden", *(f"k{layer}" for layer in self.layers)}:
+        wanted = {"hidden", *(f"k{layer}" for layer in self.layers), *self.taught}
+        if states.keys() >= wanted:
             return states
         states |= self._computed(ids)  # beside other layers, perhaps
         try:
@@ -85,14 +99,19 @@ class Features:
         return states
 
     def _computed(self, ids: Tensor) -> dict[str, Tensor]:
-        """The states of ids (T,) by name, in bfloat16 on the CPU."""
+        """The states of ids (T,) by name, numbers in bfloat16, on the CPU."""
         row = ids[None].to(self.target.device)
         hidden, kv = common.target_features(self.target, row, self.layers)
         states = {"hidden": hidden}
         for layer in self.layers:
             states[f"k{layer}"], states[f"v{layer}"] = kv[layer]
+        states = {name: x[0] for name, x in states.items()}
+        teacher = common.teach(self.target, hidden[0], self.vocab_ids)
+        states |= zip(self.taught, (teacher.mean, *(x[:, None] for x in teacher[1:])))
         return {
-            name: x[0].to("cpu", torch.bfloat16).contiguous()
+            name: x.to(
+                "cpu", torch.bfloat16 if x.is_floating_point() else torch.int32
+            ).contiguous()
             for name, x in states.items()
         }
 

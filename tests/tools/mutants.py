@@ -147,9 +147,9 @@ of a long prompt only the end is fed
 without distillation the drafter learns its input
 - tokens = batch.input_ids[:, 1:][batch.loss_mask[:, 1:]]
 + tokens = batch.input_ids[:, :-1][batch.loss_mask[:, 1:]]
-distillation sharpens the labels
-- target_hidden, vocab_ids).softmax(-1)
-+ target_hidden, vocab_ids).mul(2).softmax(-1)
+the target's expected logit counts half
+- teacher.expected_logit(states)
++ teacher.expected_logit(states / 2)
 """
 
 CAPE = r"""
