@@ -58,8 +58,15 @@ def pack(
     # A deep copy of the modules and configs, but not of the tensors.
     tensors = [*model.parameters(), *model.buffers()]
     twin = copy.deepcopy(model, {id(x): x for x in tensors})
+    for module in list(twin.modules()):
+        for names in TOGETHER:
+            join(module, names, kernels)
     for name, layer in linear_layers(twin).items():
         twin.set_submodule(name, PackedLinear(layer, kernels))
+    for name, module in list(twin.named_modules()):
+        norm = short_norm(module)
+        if norm is not None:
+            twin.set_submodule(name, norm)
     for module in twin.modules():  # a drafter has several with a config
         config = getattr(module, "config", None)
         if not isinstance(config, PreTrainedConfig):
@@ -80,9 +87,10 @@ class PackedLinear(nn.Linear):
     """A frozen linear layer on the CPU that computes with the chosen kernels.
 
     kernels: the names of one for a single token, and one for several.
+    outputs: a function from x (..., D) to (..., O); None: the layer's own product.
     """
 
-    def __init__(self, layer: nn.Linear, kernels: tuple[str, str]):
+    def __init__(self, layer: nn.Linear, kernels: tuple[str, str], outputs=None):
         super().__init__(
             layer.in_features, layer.out_features, bias=False, device="meta"
         )
@@ -91,16 +99,15 @@ class PackedLinear(nn.Linear):
         self.weight = layer.weight
         self.bias = layer.bias
         self.kernels = kernels
-        bias = None if layer.bias is None else layer.bias.detach()
-        made = {name: prepare(name, layer.weight.detach(), bias) for name in {*kernels}}
-        self.one, self.several = (made[name] for name in kernels)
+        if outputs is None:
+            bias = None if layer.bias is None else layer.bias.detach()
+            outputs = product(layer.weight.detach(), bias, kernels)
+        self.outputs = outputs
         self.selected = WeakIdKeyDictionary()  # {token_ids: layer}
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., D) to (..., O)."""
-        vectors = x.reshape(-1, self.in_features)  # (n, D)
-        product = self.one if len(vectors) == 1 else self.several
-        return product(vectors).view(*x.shape[:-1], self.out_features)
+        return self.outputs(x)
 
     def __deepcopy__(self, memo) -> "PackedLinear":
         return self  # all that it holds is frozen
@@ -115,7 +122,94 @@ class PackedLinear(nn.Linear):
         return self.selected[token_ids]
 
 
+# --------------------------------------------------------------------- fewer operators
+
+# Layers that read the same input, by their names in Llama and its relatives.
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def join(parent: nn.Module, names: tuple[str, ...], kernels: tuple[str, str]) -> None:
+    """Let the linear layers of `parent` with these names share one product."""
+    found = {name: getattr(parent, name, None) for name in names}
+    layers = {name: x for name, x in found.items() if type(x) is nn.Linear}
+    # `linear` packs nothing, so a joint weight would be a second one in memory.
+    same_input = len({layer.in_features for layer in layers.values()}) == 1
+    if len(layers) == 1 or not same_input or "linear" in kernels:
+        return
+    shared = SharedProduct(list(layers.values()), kernels)
+    for index, (name, layer) in enumerate(layers.items()):
+        packed = PackedLinear(layer, kernels, partial(shared, index))
+        setattr(parent, name, packed)
+
+
+class SharedProduct:
+    """The product of several layers, computed when the first of them is called.
+
+    For a few tokens, a call costs something whatever the size of its weight, so one
+    large product takes less time than three small ones.
+    """
+
+    def __init__(self, layers: list[nn.Linear], kernels: tuple[str, str]):
+        self.sizes = [layer.out_features for layer in layers]
+        bias = None
+        if any(layer.bias is not None for layer in layers):
+            zeros = [layer.weight.new_zeros(layer.out_features) for layer in layers]
+            biases = [
+                x.bias if x.bias is not None else z for x, z in zip(layers, zeros)
+            ]
+            bias = torch.cat(biases).detach()
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        self.product = product(weight, bias, kernels)
+        self.newest = (None, None, None)  # an input, its version, what it gave
+
+    def __call__(self, index: int, x: Tensor) -> Tensor:
+        """What layer `index` maps x (..., D) to."""
+        # The names only say that the layers are likely to be called with the same
+        # tensor. Whether they are is looked at here, and if not, each call computes.
+        version = None if x.is_inference() else x._version  # it counts writes into x
+        input, its_version, outputs = self.newest
+        if input is not x or its_version != version:
+            outputs = self.product(x).split(self.sizes, dim=-1)
+        last = index == len(self.sizes) - 1  # then nothing is kept
+        self.newest = (None, None, None) if last else (x, version, outputs)
+        return outputs[index].contiguous()
+
+
+def short_norm(module: nn.Module) -> nn.RMSNorm | None:
+    """torch's RMSNorm in the place of a model's own, where both give the same bits.
+
+    transformers computes the norm in six operators, of which a forward over one token
+    has hundreds. None: the module is something else.
+    """
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    named = type(module) is not nn.RMSNorm and "RMSNorm" in type(module).__name__
+    if not named or weight is None or eps is None:
+        return None
+    norm = nn.RMSNorm(weight.shape, eps, device="meta")
+    norm.weight = weight
+    # Some norms multiply by 1 + weight, or round in between, so it is tried.
+    x = torch.arange(8 * weight.numel(), dtype=weight.dtype).sin() * 10
+    x = x.view(8, *weight.shape)
+    with torch.no_grad():
+        return norm if torch.equal(norm(x), module(x)) else None
+
+
 # ---------------------------------------------------------------------------- kernels
+
+
+def product(weight: Tensor, bias: Tensor | None, kernels: tuple[str, str]):
+    """A function from (..., D) to (..., O): one kernel for a token, one for several."""
+    size, width = weight.shape
+    made = {name: prepare(name, weight, bias) for name in {*kernels}}
+    one, several = (made[name] for name in kernels)
+
+    def compute(x: Tensor) -> Tensor:
+        vectors = x.reshape(-1, width)  # (n, D)
+        kernel = one if len(vectors) == 1 else several
+        return kernel(vectors).view(*x.shape[:-1], size)
+
+    return compute
 
 
 def prepare(kernel: str, weight: Tensor, bias: Tensor | None):
@@ -201,12 +295,24 @@ def grouped_attention(
     # The G heads of a group read the same rows, so they become one head of G T queries,
     # for which those rows are read once.
     queries = query.reshape(*key.shape[:2], -1, key.shape[3])  # (B, Hkv, G T, Dh)
-    mask = torch.cat([attention_mask] * (query.shape[1] // key.shape[1]), dim=2)
+    mask = repeated(attention_mask, query.shape[1] // key.shape[1])
     out = F.scaled_dot_product_attention(
         queries, key, value, attn_mask=mask, scale=scaling
     )
     out = out.view(*query.shape[:3], -1)  # (B, H, T, Dh)
     return out.transpose(1, 2).contiguous(), None  # (B, T, H, Dh)
+
+
+REPEATED = WeakIdKeyDictionary()  # {mask: {G: the mask for G heads}}
+
+
+def repeated(mask: Tensor, groups: int) -> Tensor:
+    """A mask (B, 1, T, P) for the queries of G heads, (B, 1, G T, P)."""
+    # All layers of a forward are given the same tensor.
+    masks = REPEATED.setdefault(mask, {})
+    if groups not in masks:
+        masks[groups] = torch.cat([mask] * groups, dim=2)
+    return masks[groups]
 
 
 AttentionInterface.register(ATTENTION, grouped_attention)
