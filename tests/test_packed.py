@@ -190,3 +190,63 @@ def test_what_has_no_kernels_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.quantized, "engine", "qnnpack")
     assert packed.candidates(make_llama().float()) == ["linear"]
+
+
+def test_layers_that_read_one_input_share_a_product():
+    """Same bits as apart, also if the names mislead or the input is written to."""
+    kernels = [name for name in HERE if name != "linear"][-1:] * 2
+    if not kernels:
+        pytest.skip("no kernel here packs a weight")
+    parent = torch.nn.Module()
+    for name, size, bias in (("q", 40, True), ("k", 16, False), ("v", 16, True)):
+        layer = torch.nn.Linear(32, size, bias=bias).half().float()
+        setattr(parent, f"{name}_proj", layer.requires_grad_(False))
+    names = packed.TOGETHER[0]
+    apart = [packed.PackedLinear(getattr(parent, name), kernels) for name in names]
+    packed.join(parent, names, kernels)
+    joined = [getattr(parent, name) for name in names]
+    shared = joined[0].outputs.func
+    assert all(layer.outputs.func is shared for layer in joined)
+    calls = []
+    product = shared.product
+    shared.product = lambda x: calls.append(len(x)) or product(x)
+    for shape in ((1, 1), (1, 5), (2, 3)):
+        x, other = torch.randn(2, *shape, 32)
+        with torch.no_grad():
+            calls.clear()
+            for mine, theirs in zip(joined, apart):
+                assert torch.equal(mine(x), theirs(x))
+            assert len(calls) == 1 and shared.newest == (None, None, None)
+            for mine, theirs, given in zip(joined, apart, (x, other, x)):
+                assert torch.equal(mine(given), theirs(given))
+            for mine, theirs in zip(joined, apart):
+                assert torch.equal(mine(x), theirs(x))
+                x += 1
+    with torch.inference_mode():  # such tensors do not count what is written into them
+        x = torch.randn(1, 2, 32)
+        assert torch.equal(joined[1](x), apart[1](x))
+
+
+def test_a_norm_is_replaced_only_where_the_bits_are_the_same():
+    llama, gemma = make_llama().float(), family("Gemma").float()
+    for model, replaced in ((llama, True), (gemma, False)):
+        norms = [m for m in model.modules() if "RMSNorm" in type(m).__name__]
+        assert norms
+        for norm in norms:
+            with torch.no_grad():
+                norm.weight.normal_()
+            short = packed.short_norm(norm)
+            assert (short is not None) == replaced
+            if replaced:
+                x = torch.randn(3, 5, norm.weight.shape[0])
+                assert short.weight is norm.weight
+                assert torch.equal(short(x), norm(x))
+    assert packed.short_norm(torch.nn.RMSNorm(4)) is None
+
+
+def test_a_mask_is_repeated_once_per_forward():
+    mask = torch.randn(1, 1, 3, 7)
+    whole = packed.repeated(mask, 2)
+    assert torch.equal(whole, torch.cat([mask, mask], dim=2))
+    assert packed.repeated(mask, 2) is whole
+    assert packed.repeated(mask, 3).shape == (1, 1, 9, 7)
