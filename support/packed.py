@@ -45,6 +45,9 @@ def pack(
 ) -> nn.Module:
     """A second model over the same weights, whose linear layers are packed.
 
+    Layers that read the same input share one product, and norms are torch's own where
+    that gives the same bits.
+
     kernels: for one token and for several; None: what is measured to be the fastest.
     choose: measures in place of `fastest`, for a caller who remembers what it found.
     The model itself stays as it was. It is returned where there is nothing to pack: on
