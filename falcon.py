@@ -140,7 +140,8 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """An untrained drafter for the target, whose shape it adds to the config.
 
     A linear fusion starts as the sum of its halves, and an LSTM at random. The layers
-    get the weights of the target's top layers, where shapes are equal.
+    get the weights of the target's top layers, where shapes are equal, or without norms
+    random ones, as in the authors' code.
 
     token_counts: (V,) how often each token occurs in the training data.
     """
@@ -152,6 +153,13 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
         if config.bias:
             nn.init.zeros_(drafter.fusion.bias)
     top_layers = common.target_layers(target)[-config.num_layers :]
+    if not config.norms:
+        # The target's top layers write into a residual stream that only the final norm
+        # brings to the size of h. (That of the default target is 30 times as large.)
+        top_layers = []
+        for module in drafter.layers.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
     common.start_from(drafter, target, token_counts, zip(drafter.layers, top_layers))
     return drafter
 
@@ -751,7 +759,8 @@ if __name__ == "__main__":
 #     back from the newest one. With several layers, cached rows are not recomputed when
 #     the borders of blocks move (`first_pass`), which is an approximation.
 #  4. The feature, the embedding, the first layer's input and the prediction each have a
-#     norm, which the authors' drafters lack. Layers start as the target's top ones.
+#     norm, which the authors' drafters lack, and layers start as the target's top ones.
+#     EAGLE's drafter has a tau 6% lower without both (checkpoints/README.md).
 #  5. Only frequent tokens are drafted (`draft_vocab`), and only they enter L_dist and
 #     the Hamming distance. The label of L_hard is the target's likeliest token.
 #  6. CSGD's first pass is without noise, and in its second one revealed labels are

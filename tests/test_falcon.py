@@ -698,3 +698,18 @@ def test_a_drafter_starts_as_the_targets_top_layers():
             )
     pair = torch.randn(2, 64, dtype=torch.float64)
     torch.testing.assert_close(drafter.fusion(pair), pair[:, :32] + pair[:, 32:])
+
+
+def test_without_norms_a_drafter_starts_at_the_size_of_the_features():
+    """The target's layers would be 100 times too loud, as those of a real one are."""
+    target = make_llama()
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.mlp.down_proj.weight.mul_(100)
+    options = {"k": 1, "num_layers": 1, "norms": False, "bias": False}
+    drafter = make_drafter(target, fusion="linear", **options)
+    ids = torch.arange(1, 9)[None]
+    hidden = common.last_hidden(target, ids)
+    x, _ = drafter.fuse(target, hidden[:, :-1], ids[:, 1:])
+    predicted = drafter.attend(target, x, torch.arange(7)[None], None)
+    assert predicted.norm() < 3 * hidden.norm()
