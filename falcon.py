@@ -140,7 +140,8 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """An untrained drafter for the target, whose shape it adds to the config.
 
     A linear fusion starts as the sum of its halves, and an LSTM at random. The layers
-    get the weights of the target's top layers, where shapes are equal.
+    get the weights of the target's top layers, where shapes are equal, or without norms
+    random ones, as in the authors' code.
 
     token_counts: (V,) how often each token occurs in the training data.
     """
@@ -152,6 +153,13 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
         if config.bias:
             nn.init.zeros_(drafter.fusion.bias)
     top_layers = common.target_layers(target)[-config.num_layers :]
+    if not config.norms:
+        # The target's top layers write into a residual stream that only the final norm
+        # brings to the size of h. (That of the default target is 30 times as large.)
+        top_layers = []
+        for module in drafter.layers.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
     common.start_from(drafter, target, token_counts, zip(drafter.layers, top_layers))
     return drafter
 

@@ -43,6 +43,6 @@ make specdecpp-draft --method specdecpp --layers '[0,-1]'
 STEPS=500 make specdecpp --method specdecpp --stage head --lr 1e-3 \
     --init "$out/specdecpp-draft"
 make falcon --method falcon --fusion linear --distill-weight 1 --num-layers 2
-make eagle --method falcon --k 1 --no-csgd --fusion linear --distill-weight 1 --num-layers 1
+make eagle --method falcon --k 1 --no-csgd --no-norms --no-bias --fusion linear --distill-weight 1 --num-layers 1
 make ctc_drafter --method ctc_drafter --first-token 1
 make medusa --method medusa
