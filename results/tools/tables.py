@@ -53,6 +53,8 @@ FILES = (
     "results/README.md",
     "results/claims.md",
     "results/runtimes.md",
+    "results/log/decoding.md",
+    "results/log/training.md",
     "checkpoints/README.md",
     "conversations/README.md",
     "tests/README.md",
