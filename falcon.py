@@ -760,7 +760,7 @@ if __name__ == "__main__":
 #     the borders of blocks move (`first_pass`), which is an approximation.
 #  4. The feature, the embedding, the first layer's input and the prediction each have a
 #     norm, which the authors' drafters lack, and layers start as the target's top ones.
-#     EAGLE's drafter has a tau 6% lower without both (checkpoints/README.md).
+#     EAGLE's drafter has a tau 6% lower without both (results/log/training.md).
 #  5. Only frequent tokens are drafted (`draft_vocab`), and only they enter L_dist and
 #     the Hamming distance. The label of L_hard is the target's likeliest token.
 #  6. CSGD's first pass is without noise, and in its second one revealed labels are

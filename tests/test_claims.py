@@ -4,9 +4,11 @@ import json
 
 import claims
 import pytest
+import tables
 import torch
 from stop_rules import Round
 
+CSGD = claims.printed((3.34, 2.78), bonus=1)
 EXCLUDED = "not shown; the paper's size is excluded"
 
 
@@ -14,13 +16,13 @@ EXCLUDED = "not shown; the paper's size is excluded"
     ("low", "high", "paper", "expected"),
     [
         (0.90, 0.99, None, "the opposite"),
-        (0.90, 0.99, claims.over(3, 2), "the opposite"),
-        (1.00, 1.10, claims.over(1.1, 1), "not shown"),
-        (0.98, 1.05, claims.with_bonus(3.34, 2.78), EXCLUDED),
-        (1.01, 1.14, claims.with_bonus(3.34, 2.78), "smaller"),
-        (1.01, 1.15, claims.with_bonus(3.34, 2.78), "confirmed"),
+        (0.90, 0.99, claims.printed((3, 2)), "the opposite"),
+        (1.00, 1.10, claims.printed((1.1, 1)), "not shown"),
+        (0.98, 1.05, CSGD, EXCLUDED),
+        (1.01, 1.14, CSGD, "smaller"),
+        (1.01, 1.15, CSGD, "confirmed"),
         (1.01, 1.02, None, "confirmed"),
-        (1.01, 1.02, claims.over(2.61, 2.17, time=True), "confirmed"),
+        (1.01, 1.02, claims.printed((2.61, 2.17), time=True), "confirmed"),
         (1.01, 1.10, claims.Paper(1.05, 1.9), "confirmed"),  # its smallest size counts
     ],
 )
@@ -31,25 +33,47 @@ def test_verdicts(low, high, paper, expected):
 @pytest.mark.parametrize(
     ("low", "high", "steps", "expected"),
     [
-        (1.1, 1.2, (5e6, 3.9e6), "not compared: fewer than 4 million token-steps"),
+        (1.1, 1.2, (5e6, 3.9e6), "not compared: fewer than 4M token-steps"),
         (1.1, 1.2, (4e6, 9e6), None),  # ahead with less training
         (1.1, 1.2, (6.7e6, 5e6), None),
-        (1.1, 1.2, (9e6, 5e6), "not compared: one side was trained 1.8 times as long"),
+        (1.1, 1.2, (9e6, 5e6), "not compared: one side trained 1.8 times as long"),
         (0.8, 0.9, (9e6, 5e6), None),
-        (0.8, 0.9, (5e6, 9e6), "not compared: one side was trained 1.8 times as long"),
-        (0.9, 1.1, (5e6, 9e6), "not compared: one side was trained 1.8 times as long"),
+        (0.8, 0.9, (5e6, 9e6), "not compared: one side trained 1.8 times as long"),
+        (0.9, 1.1, (5e6, 9e6), "not compared: one side trained 1.8 times as long"),
         (0.9, 1.1, (5e6, 6.7e6), None),
-        (
-            0.9,
-            1.1,
-            (5e6, 6.8e6),
-            "not compared: one side was trained 1.4 times as long",
-        ),
-        (0.9, 1.1, None, None),
+        (0.9, 1.1, (5e6, 6.8e6), "not compared: one side trained 1.4 times as long"),
+        (0.9, 1.1, (), None),
+        (0.9, 1.1, (5e6,), None),  # plain decoding has no drafter
     ],
 )
 def test_training_of_both_sides(low, high, steps, expected):
-    assert claims.unfair(claims.Seen("", low, high, steps=steps)) == expected
+    seen = claims.Seen("", low, high, steps=steps)
+    assert claims.unfair(seen) == expected
+    assert claims.unfair(seen._replace(equal_steps=True)) is None
+
+
+def test_the_sentence_of_a_row_can_be_read_aloud():
+    """One sentence of at most 40 words, written by hand on the page."""
+    page = (claims.RESULTS / "claims.md").read_text()
+    found = {match[3]: match[4] for match in tables.TABLE.finditer(page)}
+    for paper in claims.CLAIMS:
+        _, _, *lines = found[paper].strip().splitlines()
+        assert len(lines) == len(claims.rows_of(paper))
+        for line in lines:
+            sentence = line.strip("| ").split(" | ")[-1]
+            assert sentence.endswith(".") and ". " not in sentence, line
+            assert len(sentence.split()) <= 40, line
+
+
+def test_a_table_keeps_the_sentences_of_its_claims():
+    """Also where a claim is put before them; a claim without a sentence has a dash."""
+    seen = claims.Seen("1.00")
+    ours, theirs = (claims.Row(claim, None, seen, "reported") for claim in "ab")
+    old = claims.claim_table([ours], "").replace("reported | -", "reported | It is so.")
+    assert claims.claim_table([ours], old) == old
+    *_, new, kept = claims.claim_table([theirs, ours], old).splitlines()
+    assert new == "| 1 | b | - | 1.00 | reported | - |"
+    assert kept == "| 2 | a | - | 1.00 | reported | It is so. |"
 
 
 def test_curves_of_glide_s_layers_do_not_cross():
@@ -71,7 +95,7 @@ def test_curves_of_glide_s_layers_do_not_cross():
 def test_a_gap_below_zero_keeps_its_sign():
     """Layer 0 and none, by equal steps: .3162 and .3214, .3161 and .3164."""
     seen = claims.layers("0", "none")
-    assert seen.tokens.startswith("+0.3 points of alpha (-0.0 to +0.5 by seed)")
+    assert seen.figure == "+0.3 points (-0.0 to +0.5)"
     assert claims.verdict(seen, None) == "not shown"
 
 
@@ -98,7 +122,7 @@ def test_figures_in_the_notes_on_falcon():
 
 def test_figures_on_the_second_token_of_a_pass():
     runs = claims.read("csgd_tau.json")["runs"]
-    page = " ".join((claims.ROOT / "checkpoints" / "README.md").read_text().split())
+    page = " ".join((claims.RESULTS / "log" / "training.md").read_text().split())
     for name in ("csgd:pair", "no_csgd:pair"):
         counts = runs[name]["second"].values()
         _, first, both = map(sum, zip(*counts))
@@ -107,8 +131,9 @@ def test_figures_on_the_second_token_of_a_pass():
 
 
 def test_rank_of_coding():
-    tokens = claims.rank_of_coding(claims.MAIN, "ctc_drafter").tokens
-    assert tokens.startswith("`ctc_drafter` rank 1 of 8 (tau: coding 2.40, math 2.33")
+    seen = claims.rank_of_coding(claims.MAIN, "ctc_drafter", "medusa")
+    assert seen.figure == "rank 1 and 1 of 8"
+    assert seen.what.startswith("`ctc_drafter`: coding 2.40, math 2.33")
 
 
 def test_points_are_judged_by_zero_and_by_the_paper_s_points():
@@ -167,7 +192,7 @@ def test_head_and_fixed_lengths_at_an_equal_discard_rate(monkeypatch):
     assert seen(lambda n: [1.0] * n + [0.0] * (4 - n)).low > 1.1
 
 
-def test_cost_of_a_head_is_beside_a_line(monkeypatch):
+def test_cost_of_a_head_is_compared_with_a_line(monkeypatch):
     def arm(passes, draft_ms):
         offered = [9, passes, passes]  # the first round does not count
         return {"draft_ms": draft_ms, "answers": [{"offered": offered}]}
@@ -175,8 +200,9 @@ def test_cost_of_a_head_is_beside_a_line(monkeypatch):
     arms = {"head": arm(3, 12.0), "two": arm(2, 8.0), "four": arm(4, 12.0)}
     monkeypatch.setattr(claims, "read", lambda file: None)
     monkeypatch.setattr(claims.report, "arms_of", lambda result: arms)
-    shown = claims.head_cost("run.json", "head", "two", "four").cpu
-    assert shown == "1.20 (12.0 and 10.0 ms for 3.00 passes)"
+    seen = claims.head_cost("run.json", "head", "two", "four")
+    assert seen.figure == "1.20 in time"
+    assert seen.what == "12.0 and 10.0 ms for 3.00 passes"
 
 
 def test_kinds_of_prompts_are_those_of_the_files():

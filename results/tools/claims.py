@@ -1,10 +1,12 @@
-"""What the papers claim beside what was seen here: the tables of results/claims.md.
+"""What the papers claim, compared with what was seen here: tables of results/claims.md.
 
-`tables.py` writes them, and a test holds the page to them. No figure and no verdict is
-written by hand: each row below names the paper's figures and the arms or runs whose
-counts are compared. The rules are those of the page (`verdict`).
+`tables.py` writes them, and a test holds the page to them. Every figure and verdict is
+computed: a row below names the paper's figures and the arms or runs that are compared.
+Only the sentence of a row is written by hand, on the page itself. The rules of the
+verdicts are explained there (`unfair`, `verdict`).
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -111,16 +113,10 @@ def one_arm(file: str, name: str) -> Arm:
 
 def plain_ms(result: dict) -> float | None:
     """Milliseconds of a forward of our plain loop on the packed target, if known."""
-    baseline = report.arms_of(result)["baseline"]
-    plain = baseline.get("loops", {}).get("plain")
-    if plain is None:
-        return None
-    if baseline["loop"] == "plain":
-        return baseline["verify_ms"]
-    if isinstance(plain, dict) and plain.get("verify_ms"):
-        return plain["verify_ms"]
-    # An older run, of which only the speed is known, with the prompt's forward in it.
-    return 1000 / (plain["tokens_per_s"] if isinstance(plain, dict) else plain)
+    plain = report.arms_of(result)["baseline"].get("loops", {}).get("plain")
+    if plain is None or isinstance(plain, dict):
+        return plain and plain.get("verify_ms")
+    return 1000 / plain  # an older run: a speed, with the prompt's forward in it
 
 
 def token_steps(name: str) -> float | None:
@@ -168,14 +164,17 @@ def speed(sums: Tensor) -> Tensor:
 class Seen(NamedTuple):
     """What was seen here."""
 
-    tokens: str  # as the page shows it
+    figure: str  # as the page shows it
     low: float | None = None  # of the interval that is judged, as printed
     high: float | None = None
-    flat: str | None = None  # at flat cost
-    cpu: str | None = None
-    source: str = ""
     neutral: float = 1.0  # no difference
-    steps: tuple[float, float] | None = None  # token-steps of both sides, if they count
+    what: str | None = None  # what was compared, and what else there is to report
+    nodes: tuple = ()  # draft tokens a round of each side
+    steps: tuple = ()  # token-steps of each side
+    equal_steps: bool = False  # both sides were compared after the same steps
+    flat: str | None = None  # the ratio at flat cost
+    cpu: str | None = None  # and of measured speeds
+    files: tuple = ()  # of the runs, in results/
 
 
 class Paper(NamedTuple):
@@ -185,35 +184,34 @@ class Paper(NamedTuple):
     high: float
     form: str = ".2f"
     time: bool = False  # a ratio of times, whose size is not compared with tau's
-    unit: str = ""  # if it is neither tau nor measured time
+    pairs: tuple = ()  # the figures as printed, ours and their rival's
 
     def __str__(self):
-        low, high = format(self.low, self.form), format(self.high, self.form)
-        text = low if low == high else f"{low} to {high}"
-        unit = "in time" if self.time else self.unit
-        return f"{text} {unit}".strip()
+        ends = dict.fromkeys(format(end, self.form) for end in (self.low, self.high))
+        unit = " in time" if self.time else " points" if "+" in self.form else ""
+        return " to ".join(ends) + unit
 
 
-def with_bonus(ours: float, theirs: float) -> Paper:
-    """A ratio of two taus that leave out the bonus token, with it."""
-    ratio = (ours + 1) / (theirs + 1)
-    return Paper(ratio, ratio)
+def printed(*pairs: tuple[float, float], bonus: int = 0, time: bool = False) -> Paper:
+    """The ratios of pairs of figures in a paper, the smallest first.
+
+    bonus: 1 for taus that leave out the bonus token.
+    """
+    ratios = [(ours + bonus) / (theirs + bonus) for ours, theirs in pairs]
+    return Paper(ratios[0], ratios[-1], time=time, pairs=pairs)
 
 
-def over(ours: float, theirs: float, time: bool = False) -> Paper:
-    return Paper(ours / theirs, ours / theirs, time=time)
-
-
-LEAST = 4e6  # token-steps of both sides; the page's legend says why
+LEAST = 4e6  # token-steps of both sides; the page says why
 LONGER = 1.35  # times as long as the other, at which a side is trained too long
+NOT_COMPARED, REPORTED = "not compared", "reported"
 
 
 def unfair(seen: Seen) -> str | None:
-    """Why the training of the two sides leaves nothing to judge; None if it is fair."""
-    if seen.steps is None:
+    """What keeps the training of two sides from being compared; None if it is fair."""
+    if len(seen.steps) != 2 or seen.equal_steps:
         return None
     if min(seen.steps) < LEAST:
-        return f"not compared: fewer than {LEAST / 1e6:.0f} million token-steps"
+        return f"{NOT_COMPARED}: fewer than {LEAST / 1e6:.0f}M token-steps"
     ours, theirs = seen.steps
     longer = []  # how many times as long a side was trained that is, or may be, ahead
     if seen.high >= seen.neutral:
@@ -222,7 +220,7 @@ def unfair(seen: Seen) -> str | None:
         longer.append(theirs / ours)
     if max(longer) < LONGER:
         return None
-    return f"not compared: one side was trained {max(longer):.1f} times as long"
+    return f"{NOT_COMPARED}: one side trained {max(longer):.1f} times as long"
 
 
 def verdict(seen: Seen, paper: Paper | None) -> str:
@@ -236,44 +234,37 @@ def verdict(seen: Seen, paper: Paper | None) -> str:
     return "smaller" if above else "confirmed"
 
 
-def row(says: str, paper: Paper | None, seen: Seen, judged: str | None = None) -> list:
-    """A row of the page. judged: the verdict, where there is no comparison to judge."""
-    if judged is None:
-        judged = unfair(seen) or verdict(seen, paper)
-    figure = None if paper is None else str(paper)
-    return [says, figure, seen.tokens, seen.flat, seen.cpu, judged, seen.source]
+class Row(NamedTuple):
+    """A claim of a paper."""
 
+    claim: str
+    paper: Paper | str | None
+    seen: Seen
+    judged: str | None = None  # the verdict, where there is no comparison to judge
 
-HEADS = [
-    "what the paper says",
-    "paper",
-    "here, in tokens",
-    "at flat cost",
-    "on this CPU",
-    "verdict",
-    "run; nodes a round; token-steps",
-]
+    @property
+    def verdict(self) -> str:
+        judged = self.judged or unfair(self.seen)
+        return judged or verdict(self.seen, self.paper)
 
 
 def interval(value: float, low: float, high: float, form: str = ".2f") -> str:
     return f"{value:{form}} ({low:{form}}-{high:{form}})"
 
 
-def source(file: str, *arms: Arm) -> str:
-    """The run, and what makes a comparison fair: nodes a round and token-steps."""
-    nodes = [f"{arm.nodes:.1f}" for arm in arms if arm.nodes]
-    steps = [f"{arm.steps / 1e6:.1f}M" for arm in arms if arm.steps]
-    parts = [f"[{Path(file).stem}]({file})", ", ".join(nodes), ", ".join(steps)]
-    return "; ".join(part for part in parts if part)
+def points(value: float, low: float, high: float) -> str:
+    return f"{value:+.1f} points ({low:+.1f} to {high:+.1f})"
+
+
+def sides(*arms: Arm) -> dict:
+    """What makes a comparison fair: nodes a round and token-steps, where there are."""
+    return {
+        "nodes": tuple(arm.nodes for arm in arms if arm.nodes),
+        "steps": tuple(arm.steps for arm in arms if arm.steps),
+    }
 
 
 # ------------------------------------------------------------------- what is compared
-
-
-def steps_of(ours: Arm, theirs: Arm) -> tuple[float, float] | None:
-    """Token-steps of both sides; None if one of them has no drafter."""
-    trained = ours.steps is not None and theirs.steps is not None
-    return (ours.steps, theirs.steps) if trained else None
 
 
 def flat(arm: Arm) -> float:
@@ -296,18 +287,21 @@ def ratio(file: str, ours: str, theirs: str, other: str | None = None) -> Seen:
         assert prompts[0] == prompts[1], "not the same prompts, in the same order"
     sums = [arm.sums for arm in pair]
     value, low, high = bootstrap(lambda a, b: tau(a) / tau(b), *sums)
-    shown = f"{title(ours)} / {title(theirs)}: {interval(value, low, high)}"
-    low, high = round(low, 2), round(high, 2)  # judged as printed
     costs = cpu = None
     if pair[0].plain_ms and pair[1].plain_ms:
         costs = f"{flat(pair[0]) / flat(pair[1]):.2f}"
     if not sums[0][:, SECONDS].isnan().any():
         cpu = interval(*bootstrap(lambda a, b: speed(a) / speed(b), *sums))
-    from_run = source(file, *pair)
-    if other:
-        files, _, fairness = from_run.partition("; ")
-        from_run = f"{files}, [{Path(other).stem}]({other}); {fairness}"
-    return Seen(shown, low, high, costs, cpu, from_run, steps=steps_of(*pair))
+    return Seen(
+        interval(value, low, high),
+        round(low, 2),  # judged as printed
+        round(high, 2),
+        what=f"{title(ours)} / {title(theirs)}",
+        flat=costs,
+        cpu=cpu,
+        files=(file, other) if other else (file,),
+        **sides(*pair),
+    )
 
 
 def title(names: str) -> str:
@@ -318,34 +312,16 @@ def title(names: str) -> str:
 
 
 def plain(file: str, name: str) -> Seen:
-    """An arm beside plain decoding, whose tau is 1."""
+    """An arm compared with plain decoding, whose tau is 1."""
     arm, base = arm_of(file, name), arm_of(file, "baseline")
-    shown = interval(*bootstrap(tau, arm.sums))
     cpu = bootstrap(lambda a, b: speed(a) / speed(b), arm.sums, base.sums)
     return Seen(
-        f"`{name}`: tau {shown}",
+        f"tau {interval(*bootstrap(tau, arm.sums))}",
+        what=f"`{name}` / plain decoding",
         flat=f"{flat(arm):.2f}",
         cpu=interval(*cpu),
-        source=source(file, arm),
-    )
-
-
-def shares(file: str, ours: str, theirs: str) -> Seen:
-    """Points of Falcon's alpha."""
-    pair = [arm_of(file, name) for name in (ours, theirs)]
-    sums = [arm.sums for arm in pair]
-    value, low, high = bootstrap(lambda a, b: 100 * (share(a) - share(b)), *sums)
-    each = [f"{100 * float(share(s.sum(0))):.1f}%" for s in sums]
-    shown = f"`{ours}` {each[0]}, `{theirs}` {each[1]}: "
-    shown += f"{value:+.1f} points ({low:+.1f} to {high:+.1f})"
-    low, high = round(low, 1), round(high, 1)
-    return Seen(
-        shown,
-        low,
-        high,
-        source=source(file, *pair),
-        neutral=0.0,
-        steps=steps_of(*pair),
+        files=(file,),
+        **sides(arm),
     )
 
 
@@ -372,25 +348,15 @@ def layers(ours: str, theirs: str, step: int = 1000) -> Seen:
         )
     mean, low, high = gaps("eval_alpha", *rows)
     held_out = "{:+.1f} ({:+.1f} to {:+.1f})".format(*gaps("alpha", *rows))
-    points = f"{mean:+.1f} points of alpha ({low:+.1f} to {high:+.1f} by seed)"
     seen = ratio("gpu_tau.json", *names)
-    # Token-steps do not count, because the curves of alpha do not cross (a test holds).
     return seen._replace(
-        tokens=f"{points}, held-out {held_out}; tau of {seen.tokens}",
+        figure=points(mean, low, high),
         low=round(low, 1),
         high=round(high, 1),
         neutral=0.0,
-        steps=None,
+        what=f"{seen.what}; held-out {held_out}; tau {seen.figure}",
+        equal_steps=True,  # and the curves do not cross, which a test holds
     )
-
-
-def to_the_end(ours: str, theirs: str) -> str:
-    """Points of alpha between two runs whose learning rate has fallen to the end."""
-    ends = [[read(f"curves/{name}.json")[-1]] for name in (ours, theirs)]
-    answers, *_ = gaps("eval_alpha", *ends)
-    held_out, *_ = gaps("alpha", *ends)
-    steps = ends[0][0]["tokens"] / 1e6
-    return f"runs of {steps:.1f}M to the end: {answers:+.1f}, held-out {held_out:+.1f}"
 
 
 def predicted(file: str, name: str) -> Seen:
@@ -400,24 +366,23 @@ def predicted(file: str, name: str) -> Seen:
     gamma, alpha = numbers["settings"]["gamma"], numbers["alpha"]
     a_pass = numbers["draft_ms"] / gamma
     tokens = glide.expected_speedup(alpha, gamma, 0.0)
-    shown = interval(*bootstrap(tau, arm.sums))
     cpu = glide.expected_speedup(alpha, gamma, a_pass / numbers["verify_ms"])
     costs = glide.expected_speedup(alpha, gamma, a_pass / arm.plain_ms)
     return Seen(
-        f"`{name}`, alpha {alpha:.2f}, gamma {gamma}: "
-        f"tau {tokens:.2f} predicted, {shown} seen",
+        f"tau {tokens:.2f} predicted, {interval(*bootstrap(tau, arm.sums))} seen",
+        what=f"`{name}`, alpha {alpha:.2f}, gamma {gamma}",
         flat=f"{costs:.2f} predicted, {flat(arm):.2f} seen",
         cpu=f"{cpu:.2f} predicted, {numbers['speedup']:.2f} seen",
-        source=source(file, arm),
+        files=(file,),
+        **sides(arm),
     )
 
 
 def draft_time(file: str, ours: str, theirs: str) -> Seen:
     """The time of drafting a round over that of another arm; tokens say nothing."""
     times = [read(file)["runs"][name]["draft_time"] for name in (ours, theirs)]
-    cpu = f"{times[0] / times[1]:.2f}"
-    shown = f"`{ours}` / `{theirs}`"
-    return Seen(f"- ({shown})", cpu=cpu, source=f"[{Path(file).stem}]({file})")
+    figure = f"{times[0] / times[1]:.2f} in time"
+    return Seen(figure, what=f"`{ours}` / `{theirs}`", files=(file,))
 
 
 def drafting(file: str, name: str) -> tuple[float, float]:
@@ -430,15 +395,14 @@ def drafting(file: str, name: str) -> tuple[float, float]:
 def head_cost(file: str, ours: str, *fixed: str) -> Seen:
     """Drafting a round with the head, over as many passes without it.
 
-    fixed: two arms with a fixed K. Beside its passes a round has a cost of its own, so
-    the line through these two arms is what a round without the head takes.
+    fixed: two arms with a fixed K. A round costs more than its passes, so the line
+        through these two arms is what a round without the head takes.
     """
     passes, with_head = drafting(file, ours)
     (few, least), (many, most) = (drafting(file, name) for name in fixed)
     without = least + (passes - few) * (most - least) / (many - few)
-    each = f"{with_head:.1f} and {without:.1f} ms for {passes:.2f} passes"
-    cpu = f"{with_head / without:.2f} ({each})"
-    return Seen("-", cpu=cpu, source=f"[{Path(file).stem}]({file})")
+    what = f"{with_head:.1f} and {without:.1f} ms for {passes:.2f} passes"
+    return Seen(f"{with_head / without:.2f} in time", what=what, files=(file,))
 
 
 def time_share(file: str, *names: str) -> Seen:
@@ -447,8 +411,9 @@ def time_share(file: str, *names: str) -> Seen:
     for name in names:
         arm = report.arms_of(read(file))[name]
         whole = sum(arm[part] for part in ("draft_ms", "verify_ms", "other_ms"))
-        shown.append(f"`{name}` {100 * arm['draft_ms'] / whole:.1f}%")
-    return Seen("-", cpu=", ".join(shown), source=f"[{Path(file).stem}]({file})")
+        shown.append(f"{100 * arm['draft_ms'] / whole:.1f}%")
+    what = ", ".join(f"`{name}`" for name in names)
+    return Seen(" and ".join(shown), what=what, files=(file,))
 
 
 def rule_speed(file: str, ours: str, theirs: str, at=None, even=False) -> Seen:
@@ -468,10 +433,11 @@ def rule_speed(file: str, ours: str, theirs: str, at=None, even=False) -> Seen:
         theirs = f"even {theirs}"
     value, (low, high) = stop_rules.compare(answers, rule, rival, cost=0.209)
     return Seen(
-        f"{named} / {theirs}: {interval(value, low, high, '.3f')}, modelled",
+        interval(value, low, high, ".3f"),
         low,
         high,
-        source=f"[{file.partition('.')[0]}]({file})",
+        what=f"{named} / {theirs}",
+        files=(file,),
     )
 
 
@@ -486,16 +452,16 @@ def frontier(file: str) -> Seen:
     """
     answers = stop_rules.read(RESULTS / file)
     each = [at_equal_discards(answers, h) for h in THRESHOLDS]
-    shown = ", ".join(f"{value:.3f}" for value, _, _ in each)
+    values = [f"{value:.3f}" for value, _, _ in each]
     low = round(min(low for _, low, _ in each), 3)
     high = round(max(high for _, _, high in each), 3)
     thresholds = ", ".join(f"{h:g}" for h in THRESHOLDS)
     return Seen(
-        f"head / K at an equal discard rate, h = {thresholds}: {shown} "
-        f"(all intervals within {low:.3f}-{high:.3f})",
+        f"{min(values)} to {max(values)} ({low:.3f}-{high:.3f})",
         low,
         high,
-        source=f"[{file.partition('.')[0]}]({file})",
+        what=f"head / K, h = {thresholds}: {', '.join(values)}",
+        files=(file,),
     )
 
 
@@ -530,21 +496,7 @@ def at_equal_discards(answers: list, h: float) -> tuple[float, float, float]:
 def linear_time(file: str) -> Seen:
     """How well Eq. 2.1 of SpecDec++ explains the measured times."""
     r2 = read(file)["sweep"]["r2"]
-    return Seen("-", cpu=f"R^2 {r2:.2f}", source=f"[{Path(file).stem}]({file})")
-
-
-def batches(name: str, *files: str) -> Seen:
-    """An arm's speedups in batches of several sizes, over plain decoding in batches."""
-    results = [read(file) for file in files]
-    sizes = ", ".join(str(result["batch"]["size"]) for result in results)
-    arms = [report.arms_of(result)[name] for result in results]
-    speedups = ", ".join(f"{arm['speedup']:.2f}" for arm in arms)
-    first = results[0]["batch"]["size"]
-    return Seen(
-        f"`{name}`: tau {arms[0]['tau']:.2f} in batches of {first}",
-        cpu=f"{speedups} in batches of {sizes}",
-        source=f"[{Path(files[0]).stem}]({files[0]})",
-    )
+    return Seen(f"R^2 {r2:.2f}", what="passes and forwards", files=(file,))
 
 
 def curves_cross(ours: str, theirs: str, *names: str) -> Seen:
@@ -565,10 +517,10 @@ def curves_cross(ours: str, theirs: str, *names: str) -> Seen:
         shown.append(f"{', '.join(pair)} after {tokens / 1e6:.1f}M")
     behind = [place for place, n in enumerate(both) if curves[0][n] <= curves[1][n]]
     ahead = both[behind[-1] + 1]  # from here to the end
-    shown.append(f"{names[0]} is ahead from {ahead / 1e6:.1f}M on")
     return Seen(
-        f"held-out alpha: {'; '.join(shown)}",
-        source=f"curves [{ours}](curves/{ours}.json), [{theirs}](curves/{theirs}.json)",
+        f"ahead from {ahead / 1e6:.1f}M on",
+        what=f"held-out alpha: {'; '.join(shown)}",
+        files=tuple(f"curves/{run}.json" for run in (ours, theirs)),
     )
 
 
@@ -593,12 +545,12 @@ def by_confidence() -> Seen:
     )
     value, low, high = (round(number, 1) for number in gap)
     return Seen(
-        f"accepted, by tenths of rising confidence: {shown}; upper half over lower: "
-        f"{value:+.1f} points ({low:+.1f} to {high:+.1f})",
+        points(value, low, high),
         low,
         high,
-        source=f"[{GLIDE_ROUNDS.partition('.')[0]}]({GLIDE_ROUNDS})",
         neutral=0.0,
+        what=f"upper half of confidences and lower; by tenths {shown}",
+        files=(GLIDE_ROUNDS,),
     )
 
 
@@ -650,15 +602,15 @@ def replayed(ours, theirs, names: str, gamma: int = 4) -> Seen:
         n_target, _, nodes = stop_rules.counts(answers, (rule, (gamma,)))[0].unbind(-1)
         sums.append(torch.stack([tokens, n_target, nodes], -1))
     value, low, high = bootstrap(lambda a, b: tau(a) / tau(b), *sums)
-    nodes = ", ".join(
-        f"{float(s[:, 2].sum() / s[:, FORWARDS].sum()):.1f}" for s in sums
-    )
+    nodes = tuple(float(s[:, 2].sum() / s[:, FORWARDS].sum()) for s in sums)
     return Seen(
-        f"{names}: {interval(value, low, high, '.3f')}",
+        interval(value, low, high, ".3f"),
         round(low, 3),
         round(high, 3),
+        what=names,
+        nodes=nodes,
         flat=f"{value:.2f}",  # both draft the same chain
-        source=f"[{GLIDE_ROUNDS.partition('.')[0]}]({GLIDE_ROUNDS}); {nodes}",
+        files=(GLIDE_ROUNDS,),
     )
 
 
@@ -690,415 +642,284 @@ def rank_of_coding(file: str, *names: str) -> Seen:
     for place, kind in enumerate(kinds_of(read(file))):
         if kind["file"] == "chat":
             places.setdefault(kind["category"], []).append(place)
-    shown = []
+    ranks, shown = [], []
     for name in names:
         sums = arm_of(file, name).sums
         taus = {
             category: float(tau(sums[at].sum(0))) for category, at in places.items()
         }
         order = sorted(taus, key=taus.get, reverse=True)
+        ranks.append(str(1 + order.index("coding")))
         best = ", ".join(f"{category} {taus[category]:.2f}" for category in order[:3])
-        rank = f"rank {1 + order.index('coding')} of {len(order)}"
-        shown.append(f"`{name}` {rank} (tau: {best})")
-    return Seen("; ".join(shown), source=f"[{Path(file).stem}]({file})")
+        shown.append(f"`{name}`: {best}")
+    figure = f"rank {' and '.join(ranks)} of {len(places)}"
+    return Seen(figure, what="; ".join(shown), files=(file,))
 
 
 # ----------------------------------------------------------------------- the claims
 
-MAIN, VARIANTS, ALIKE_FALCON = (
-    "cpu_main.json",
-    "cpu_variants.json",
-    "cpu_rivals_falcon.json",
-)
+MAIN, VARIANTS, GPU = "cpu_main.json", "cpu_variants.json", "gpu_tau.json"
+ALIKE_FALCON = "cpu_rivals_falcon.json"
 ROUNDS, DEEP_ROUNDS = "rounds_greedy.json.gz", "rounds_rounded.json.gz"
 SAMPLED_ROUNDS, SIX_ROUNDS = "rounds_sampled.json.gz", "rounds_six.json.gz"
-BY_MODEL = "(time by Eq. 2.3)"
-GLIDE_18, GLIDE_29 = (
-    "&".join(f"glide_{layer}_s{seed}:gamma3" for seed in range(3)) for layer in (18, 29)
-)
-NO_CSGD = "not compared: Falcon without CSGD, with one layer and linear fusion"
-MEDUSA = "not compared: Medusa learns at 64 places of a text"
-MORE = f"{MEDUSA}, and drafts fewer nodes"
+GLIDE_29 = "&".join(f"glide_29_s{seed}:gamma3" for seed in range(3))
 
 
-def glide_claims() -> list[list]:
+def glide_claims() -> dict[str, tuple]:
     def by_alpha(ours, theirs):  # tokens a round with gamma = 5, of Table 1
         return glide.expected_speedup(ours, 5, 0) / glide.expected_speedup(theirs, 5, 0)
 
-    batch_files = [f"cpu_batch{size}.json" for size in (2, 4, 8)]
-    top = layers("29", "none")
-    top_to_the_end = to_the_end("rival_glide29", "rival_vanilla")
+    cache = "Reading the target's cache raises acceptance (figure 4)"
+    gain = Paper(5.4, 23.5, "+.1f")
     alone = "GLIDE alone is better than Medusa (figure 6)"
-    return [
-        row(
-            "Reading the target's cache raises acceptance (figure 4), top layer",
-            Paper(5.4, 23.5, "+.1f"),
-            top._replace(tokens=f"{top.tokens}; {top_to_the_end}"),
-            "not compared: the size depends on step and text",
-        ),
-        row(
-            "The same, with the best of the four layers tried",
-            Paper(5.4, 23.5, "+.1f"),
-            layers("18", "none"),
-        ),
-        row(
-            "A high layer is better than a low one (figure 7): top and lowest",
-            None,
-            layers("29", "0"),
-        ),
-        row("The top layer is the best (figure 7)", None, layers("29", "18")),
-        row(
-            "Even a low layer is better than none (5.4)",
+    return {
+        f"{cache}, top layer": (gain, layers("29", "none"), NOT_COMPARED),
+        f"{cache}, best of four layers": (gain, layers("18", "none")),
+        "A high layer beats a low one (figure 7)": (None, layers("29", "0")),
+        "The top layer is the best (figure 7)": (None, layers("29", "18")),
+        "Even a low layer is better than none (5.4)": (
             None,
             layers("0", "none"),
-            "not compared: fewer than 4 million token-steps, and the curves cross",
+            NOT_COMPARED,
         ),
-        row(
-            "GLIDE is accepted more often than a small LM trained on the same data "
-            "(table 1; LLaMA-45m)",
+        "GLIDE is accepted more often than a small LM trained on its data (table 1)": (
             Paper(by_alpha(0.564, 0.402), by_alpha(0.601, 0.367)),
             ratio(VARIANTS, "cape:none", "specdecpp:K4"),
-            "not compared: the small LM here was distilled from the target",
+            NOT_COMPARED,
         ),
-        row(
-            f"{alone}, at equal nodes, with layer 18",
+        f"{alone}, at equal nodes, top layer": (
             None,
-            ratio("gpu_tau.json", GLIDE_18, "medusa:nodes3"),
-            MEDUSA,
+            ratio(GPU, GLIDE_29, "medusa:nodes3"),
+            NOT_COMPARED,
         ),
-        row(
-            f"{alone}, at equal nodes, with the top layer",
-            None,
-            ratio("gpu_tau.json", GLIDE_29, "medusa:nodes3"),
-            MEDUSA,
-        ),
-        row(
-            f"{alone}, as shipped",
-            None,
-            ratio(MAIN, "glide", "medusa"),
-            MEDUSA,
-        ),
-        row(
-            f"{alone}, a chain of four and Medusa with 63 nodes",
+        f"{alone}, as shipped": (None, ratio(MAIN, "glide", "medusa"), NOT_COMPARED),
+        f"{alone}, against 63 nodes": (
             None,
             ratio(BEAM, "cape:none", "medusa:63", RANKING),
-            MEDUSA,
+            NOT_COMPARED,
         ),
-        row(
-            "Alpha, gamma and c predict the speedup (5.1), at temperature 1",
+        "Alpha, gamma and c predict the speedup (5.1)": (
             None,
             predicted("cpu_t1.json", "glide"),
-            "-",
+            REPORTED,
         ),
-        row(
-            "GLIDE is faster than plain decoding (table 4: 1.96 to 2.18)",
-            over(106.8, 54.6, time=True)._replace(high=100.8 / 46.2),
+        "GLIDE is faster than plain decoding (table 4)": (
+            printed((106.8, 54.6), (100.8, 46.2), time=True),
             plain(MAIN, "glide"),
-            "-",
+            REPORTED,
         ),
-        row(
-            "Small batches hardly slow GLIDE down (table 4: 1.92 to 2.08 at 7B)",
-            Paper(106.2 / 55.4, 116.5 / 55.9, time=True),
-            batches("glide", *batch_files),
-            "not compared: the drafters run one after another",
-        ),
-    ]
+    }
 
 
-def cape_claims() -> list[list]:
+def cape_claims() -> dict[str, tuple]:
     size = equal_nodes(stop_rules.read(RESULTS / GLIDE_ROUNDS), by_paper, gamma=4)
-    return [
-        row(
-            "Acceptance rises with the drafter's confidence (figure 1 b)",
+    return {
+        "Acceptance rises with the drafter's confidence (figure 1 b)": (
             None,
             by_confidence(),
         ),
-        row(
-            "Expansion makes GLIDE faster (abstract: up to 2.17, up to 2.61)",
-            over(2.61, 2.17, time=True),
+        "Expansion makes GLIDE faster (abstract)": (
+            printed((2.61, 2.17), time=True),
             ratio(VARIANTS, "cape", "cape:none"),
-            "-",
+            REPORTED,
         ),
-        row(
-            "Sizes by confidence beat one size for all (5.4: 68.4 → 70.6 tokens/s)",
-            over(70.6, 68.4, time=True),
+        "Sizes by confidence beat one size for all (5.4)": (
+            printed((70.6, 68.4), time=True),
             replayed(
                 by_paper,
                 fixed(size),
-                f"S(p) / sets of {int(size)} or {int(size) + 1} in turn, "
-                "whatever the confidence",
+                f"S(p) / sets of {int(size)} or {int(size) + 1} in turn",
             ),
         ),
-        row(
-            "It is faster than a beam of four (figure 6)",
+        "CAPE is faster than a beam of four (figure 6)": (
             None,
             ratio(BEAM, "cape", "beam"),
-            "-",
+            REPORTED,
         ),
-        row(
-            "The same, and a beam of eight, which has as many nodes",
+        "CAPE is faster than a beam of eight (figure 6)": (
             None,
             ratio(BEAM, "cape", "beam:width8"),
-            "-",
+            REPORTED,
         ),
-        row(
-            "A beam can be slower than GLIDE alone (5.3)",
+        "A beam can be slower than GLIDE alone (5.3)": (
             None,
             ratio(BEAM, "beam", "cape:none"),
-            "-",
+            REPORTED,
         ),
-        row(
-            "It is better than Medusa with 63 nodes (figure 6)",
+        "CAPE is better than Medusa (figure 6), against 63 nodes": (
             None,
             ratio(BEAM, "cape", "medusa:63", RANKING),
-            MEDUSA,
+            NOT_COMPARED,
         ),
-        row(
-            "Expansion takes hardly any time (table 3: 5.3 → 5.5, at 33B 9.1 → 8.9 ms)",
-            over(8.9, 9.1, time=True)._replace(high=5.5 / 5.3),
+        "Expansion takes hardly any time (table 3)": (
+            printed((8.9, 9.1), (5.5, 5.3), time=True),
             draft_time(BEAM, "cape", "cape:none"),
-            "-",
+            REPORTED,
         ),
-        row(
-            "A beam of four takes twice as long to draft as CAPE "
-            "(table 3: 5.5 → 10.9, at 33B 8.9 → 17.1 ms)",
-            over(17.1, 8.9, time=True)._replace(high=10.9 / 5.5),
+        "A beam of four takes twice as long to draft as CAPE (table 3)": (
+            printed((17.1, 8.9), (10.9, 5.5), time=True),
             draft_time(BEAM, "beam", "cape"),
-            "-",
+            REPORTED,
         ),
-    ]
+    }
 
 
-def specdecpp_claims() -> list[list]:
-    best_k = Paper(18.88 / 17.62, 20.61 / 18.55, unit=BY_MODEL)
-    hindsight = over(27.06, 17.58)._replace(unit=BY_MODEL)
+def specdecpp_claims() -> dict[str, tuple]:
+    best_k = printed((18.88, 17.62), (20.61, 18.55), time=True)
+    faster = "The head is faster than the best fixed length (table 1)"
     fewer = "At an equal discard rate the head needs fewer forwards (figure 4)"
-    return [
-        row(
-            "The head is faster than the best fixed length (table 1: 7% to 11%)",
-            best_k,
-            rule_speed(ROUNDS, "head", "K"),
-            "not compared: greedy, and two draft layers, which agree less often",
-        ),
-        row(
-            "The same at temperature 1, where the paper's K are even",
+    return {
+        faster: (best_k, rule_speed(ROUNDS, "head", "K"), NOT_COMPARED),
+        f"{faster}, at temperature 1": (
             best_k,
             rule_speed(SAMPLED_ROUNDS, "head", "K", even=True),
-            "not compared: a head for greedy drafts, and two draft layers",
+            NOT_COMPARED,
         ),
-        row(
-            "The same, with a draft model of six layers",
+        f"{faster}, with six layers": (
             best_k,
             rule_speed(SIX_ROUNDS, "head", "K"),
-            "not compared: greedy, and its head learned for 125 steps only",
+            NOT_COMPARED,
         ),
-        row(
-            "The same, with a draft model of full depth",
+        f"{faster}, with full depth": (
             best_k,
             rule_speed(DEEP_ROUNDS, "head", "K"),
-            "not compared: greedy, and its head learned from 77,000 labels only",
+            NOT_COMPARED,
         ),
-        row(
-            "The same by the product of confidences, with a draft model of full depth",
-            best_k,
-            rule_speed(DEEP_ROUNDS, "product", "K"),
-            "not compared: not the paper's rule",
-        ),
-        row(fewer, None, frontier(ROUNDS)),
-        row(f"{fewer}, at temperature 1", None, frontier(SAMPLED_ROUNDS)),
-        row(f"{fewer}, with six layers", None, frontier(SIX_ROUNDS)),
-        row(f"{fewer}, with full depth", None, frontier(DEEP_ROUNDS)),
-        row(
-            "An oracle would be much faster (2.1: 1.90 → 2.92)",
-            hindsight,
+        fewer: (None, frontier(ROUNDS)),
+        f"{fewer}, at temperature 1": (None, frontier(SAMPLED_ROUNDS)),
+        f"{fewer}, with six layers": (None, frontier(SIX_ROUNDS)),
+        f"{fewer}, with full depth": (None, frontier(DEEP_ROUNDS)),
+        "An oracle would be much faster (2.1)": (
+            printed((27.06, 17.58), time=True),
             rule_speed(ROUNDS, "oracle", "K"),
-            "-",
+            REPORTED,
         ),
-        row(
-            "The same, with a draft model of full depth",
-            hindsight,
-            rule_speed(DEEP_ROUNDS, "oracle", "K"),
-            "-",
-        ),
-        row(
-            "One setting is within .7% of the best (4.3): h = .7",
-            Paper(0.993, 1.0, ".3f", unit=BY_MODEL),
+        "h = .7 is within .7% of the best setting (4.3)": (
+            Paper(0.993, 1.0, ".3f", time=True),
             rule_speed(ROUNDS, "head", "head", at=0.7),
-            "not compared: one head and one kind of data",
+            NOT_COMPARED,
         ),
-        row(
-            "Time is linear in passes and forwards (Eq. 2.1: R^2 at least .98)",
-            None,
+        "Time is linear in passes and forwards (Eq. 2.1)": (
+            "R^2 at least .98",
             linear_time("cpu_sweep.json"),
-            "not compared: the times are measured here, and fitted there",
+            NOT_COMPARED,
         ),
-        row(
-            "The head takes hardly any time (4.2)",
+        "The head takes hardly any time (4.2)": (
             None,
             head_cost(VARIANTS, "specdecpp", "specdecpp:K2", "specdecpp:K4"),
-            "not compared: two draft layers, the paper's model has 32",
+            NOT_COMPARED,
         ),
-        row(
-            "SpecDec++ is faster than plain decoding (abstract: 2.04 to 2.26)",
+        "SpecDec++ is faster than plain decoding (abstract)": (
             Paper(2.04, 2.26, time=True),
             plain(MAIN, "specdecpp"),
-            "-",
+            REPORTED,
         ),
-    ]
+    }
 
 
-def falcon_claims() -> list[list]:
+def falcon_claims() -> dict[str, tuple]:
     seeds = "falcon@k2&falcon@k2-seed1", "falcon@no-csgd&falcon@no-csgd-seed1"
-    over_medusa = with_bonus(3.37, 1.59)._replace(high=4.70 / 2.55)
-    return [
-        row(
-            "CSGD raises tau (table 4: 2.78 → 3.34)",
-            with_bonus(3.34, 2.78),
-            ratio(ALIKE_FALCON, *seeds),
-        ),
-        row(
-            "CSGD raises tau, here in the last million token-steps alone",
-            with_bonus(3.34, 2.78),
+    csgd = printed((3.34, 2.78), bonus=1)
+    medusa = printed((3.37, 1.59), (3.70, 1.55), bonus=1)
+    eagle = printed((2.95, 2.73), (3.86, 2.97), bonus=1)
+    return {
+        "CSGD raises tau (table 4)": (csgd, ratio(ALIKE_FALCON, *seeds)),
+        "CSGD raises tau (table 4), in the last million token-steps": (
+            csgd,
             ratio("csgd_tau.json", "csgd:tree", "no_csgd:tree"),
-            "not compared: 22.3M of 23.4M token-steps were the same",
+            NOT_COMPARED,
         ),
-        row(
-            "The tree raises tau (table 4: 2.13 → 3.34; without CSGD 1.64 → 2.78)",
-            with_bonus(3.34, 2.13)._replace(high=3.78 / 2.64),
+        "The tree raises tau (table 4)": (
+            printed((3.34, 2.13), (2.78, 1.64), bonus=1),
             ratio(VARIANTS, "falcon:paper", "falcon:chain"),
         ),
-        row(
-            "The tree raises tau, after CSGD (table 4: 2.13 → 3.34)",
-            with_bonus(3.34, 2.13),
-            ratio(ALIKE_FALCON, "falcon@k2", "falcon:chain@k2"),
-        ),
-        row(
-            "k = 2 is better than 3 (table 5: 2.52 → 3.34)",
-            with_bonus(3.34, 2.52),
+        "k = 2 is better than 3 (table 5)": (
+            printed((3.34, 2.52), bonus=1),
             ratio(ALIKE_FALCON, "falcon@k2-tall", "falcon@k3-tall"),
         ),
-        row(
-            "k = 3 is better than 4 (table 5: 2.35 → 2.52)",
-            with_bonus(2.52, 2.35),
+        "k = 3 is better than 4 (table 5)": (
+            printed((2.52, 2.35), bonus=1),
             ratio(ALIKE_FALCON, "falcon@k3-tall", "falcon@k4-tall"),
         ),
-        row(
-            "Falcon's tau is above Medusa's (table 3: 1.51 → 3.34), at equal nodes",
-            over_medusa,
-            ratio("gpu_tau.json", "falcon_nocsgd:tree", "medusa:nodes9"),
-            NO_CSGD,
+        "Falcon's tau is above Medusa's (table 3), at equal nodes": (
+            medusa,
+            ratio(GPU, "falcon_nocsgd:tree", "medusa:nodes9"),
+            NOT_COMPARED,
         ),
-        row(
-            "Falcon's tau is above Medusa's (table 3: 1.51 → 3.34), as shipped",
-            over_medusa,
+        "Falcon's tau is above Medusa's (table 3), as shipped": (
+            medusa,
             ratio(MAIN, "falcon", "medusa"),
-            MORE,
+            NOT_COMPARED,
         ),
-        row(
-            "Falcon has a larger share of draft tokens than Medusa (table 2)",
-            Paper(15.76, 17.83, "+.1f"),
-            shares(MAIN, "falcon", "medusa"),
-            MORE,
+        "Falcon's tau is above EAGLE's (table 3), after equal training": (
+            eagle,
+            ratio(GPU, "falcon_nocsgd:tree", "eagle:tree"),
+            NOT_COMPARED,
         ),
-        row(
-            "Falcon is faster than Medusa (table 1: 1.28 to 1.50)",
-            Paper(2.97 / 2.32, 3.10 / 2.06, time=True),
-            ratio(MAIN, "falcon", "medusa"),
-            MORE,
-        ),
-        row(
-            "Falcon's tau is above EAGLE's (table 3: 2.91 → 3.37, Vicuna 13B)",
-            with_bonus(2.95, 2.73)._replace(high=4.86 / 3.97),
-            ratio("gpu_tau.json", "falcon_nocsgd:tree", "eagle:tree"),
-            NO_CSGD,
-        ),
-        row(
-            "Falcon's tau is above EAGLE's (table 3: 2.91 → 3.37), as shipped",
-            with_bonus(2.95, 2.73)._replace(high=4.86 / 3.97),
+        "Falcon's tau is above EAGLE's (table 3), as shipped": (
+            eagle,
             ratio(MAIN, "falcon", "eagle"),
         ),
-        row(
-            "Falcon is faster than EAGLE (table 1: 1.01 to 1.24)",
-            Paper(2.95 / 2.93, 3.13 / 2.52, time=True),
-            ratio(MAIN, "falcon", "eagle"),
-            "not compared: tokens leave out that EAGLE makes twice the passes",
-        ),
-        row(
-            "Falcon is faster than plain decoding (abstract: 2.91 to 3.51)",
+        "Falcon is faster than plain decoding (abstract)": (
             Paper(2.91, 3.51, time=True),
             plain(MAIN, "falcon"),
-            "-",
+            REPORTED,
         ),
-    ]
+    }
 
 
-def ctc_claims() -> list[list]:
-    above_medusa = "CTC-drafter's tau is above Medusa's (table 1: 2.58 → 3.56)"
-    size = over(3.53, 2.78)._replace(high=3.53 / 2.55)
-    return [
-        row(
-            "The transform raises tau (table 2: 3.02 → 3.56), as shipped",
-            over(3.56, 3.02),
+def ctc_claims() -> dict[str, tuple]:
+    transform = printed((3.56, 3.02))
+    above = "CTC-drafter's tau is above Medusa's (table 1)"
+    size = printed((3.53, 2.78), (3.53, 2.55))
+    return {
+        "The transform raises tau (table 2)": (
+            transform,
             ratio(RANKING, "ctc_drafter:alignments:63", "ctc_drafter:none:63"),
-            "not compared: the blank is used only to leave slots empty",
+            NOT_COMPARED,
         ),
-        row(
-            "The transform raises tau, with a drafter whose blank is in use",
-            over(3.56, 3.02),
-            ratio("gpu_tau.json", "ctc_lengths:prefixes", "ctc_lengths:none"),
-            "not compared: `none` leaves out the blanks, which the paper's rival keeps",
+        "The transform raises tau (table 2), where the blank is in use": (
+            transform,
+            ratio(GPU, "ctc_lengths:prefixes", "ctc_lengths:none"),
+            NOT_COMPARED,
         ),
-        row(
-            "A layer with CTC is better than Medusa's heads (table 2: 2.58 → 3.02)",
+        "A layer with CTC is better than Medusa's heads (table 2)": (
             None,  # the paper's figures are taus
             curves_cross("ctc_drafter_before", "medusa_before", "CTC", "Medusa"),
-            "not compared: the curves cross, and alpha is not tau",
+            NOT_COMPARED,
         ),
-        row(
-            f"{above_medusa}, CTC alone",
+        f"{above}, CTC loss alone": (
             size,
-            ratio("gpu_tau.json", "ctc_first0:prefixes", "medusa:nodes10"),
+            ratio(GPU, "ctc_first0:prefixes", "medusa:nodes10"),
         ),
-        row(
-            f"{above_medusa}, with a loss on the first token as well",
-            size,
-            ratio("gpu_tau.json", "ctc_first1:prefixes", "medusa:nodes10"),
-        ),
-        row(
-            f"{above_medusa}, as shipped, with 63 nodes",
+        f"{above}, as shipped, with 63 nodes": (
             size,
             ratio(RANKING, "ctc_drafter:alignments:63", "medusa:63"),
         ),
-        row(
-            f"{above_medusa}, as shipped, with five nodes",
+        f"{above}, as shipped, with five nodes": (
             size,
             ratio(MAIN, "ctc_drafter", "medusa"),
         ),
-        row(
-            "CTC-drafter is faster than Medusa (table 1: 1.03 to 1.31)",
-            Paper(2.16 / 2.10, 2.78 / 2.13, time=True),
+        "CTC-drafter is faster than Medusa (table 1)": (
+            printed((2.16, 2.10), (2.78, 2.13), time=True),
             ratio(MAIN, "ctc_drafter", "medusa"),
         ),
-        row(
-            "Coding is the best of eight categories for both (figure 2)",
+        "Coding is the best of eight categories for both (figure 2)": (
             None,
             rank_of_coding(MAIN, "ctc_drafter", "medusa"),
-            "-",
+            REPORTED,
         ),
-        row(
-            "Drafting and the transform take 20.3% of the time (14.9 and 5.4), "
-            "Medusa's drafting 3.7% (figure 3)",
-            None,
+        "Drafting takes much more of the time than Medusa's (figure 3)": (
+            "20.3% and 3.7%",
             time_share(MAIN, "ctc_drafter", "medusa"),
-            "-",
+            REPORTED,
         ),
-        row(
-            "CTC-drafter is faster than plain decoding (table 1: 2.16 to 2.78)",
+        "CTC-drafter is faster than plain decoding (table 1)": (
             Paper(2.16, 2.78, time=True),
             plain(MAIN, "ctc_drafter"),
-            "-",
+            REPORTED,
         ),
-    ]
+    }
 
 
 CLAIMS = {
@@ -1108,27 +929,70 @@ CLAIMS = {
     "Falcon": falcon_claims,
     "CTC-drafter": ctc_claims,
 }
+VERDICTS = ("confirmed", "smaller", "not shown", "the opposite")
+VERDICTS += (NOT_COMPARED, REPORTED)
 
 
-def table(method: str) -> str:
-    """The claims of a method, or of "all" how many have which verdict."""
-    if method != "all":
-        head, rule, *rows = report.markdown(HEADS, CLAIMS[method]()).splitlines()
-        return "\n".join([head, rule.replace("-:", "--"), *rows])  # text, from the left
-    kinds = [
-        "confirmed",
-        "smaller",
-        "not shown",
-        "the opposite",
-        "not compared",
-        "reported",
-    ]
+# ----------------------------------------------------------------------- the tables
+
+
+@functools.cache
+def rows_of(paper: str) -> list[Row]:
+    return [Row(claim, *others) for claim, others in CLAIMS[paper]().items()]
+
+
+def table(words: str, old: str) -> str:
+    """A table of the page: "all", the claims of a paper, or "PAPER; runs".
+
+    old: the table that it replaces, of which the sentences are kept.
+    """
+    paper, _, runs = words.partition("; ")
+    if words == "all":
+        return summary()
+    return run_table(rows_of(paper)) if runs else claim_table(rows_of(paper), old)
+
+
+def summary() -> str:
+    """How many claims of each paper have which verdict."""
     rows = []
-    for name, claims in CLAIMS.items():
-        words = [
-            each[5].split(";")[0].split(":")[0].replace("-", "reported")
-            for each in claims()
+    for paper in CLAIMS:
+        words = [row.verdict.split(";")[0].split(":")[0] for row in rows_of(paper)]
+        assert set(words) <= set(VERDICTS)
+        rows.append([paper, *map(words.count, VERDICTS)])
+    return report.markdown(["paper", *VERDICTS], rows)
+
+
+def claim_table(rows: list[Row], old: str) -> str:
+    """Claims and verdicts, each with the sentence that it had, or a dash."""
+    cells = [line.strip("| ").split(" | ") for line in old.strip().splitlines()]
+    sentences = {claim: sentence for _, claim, *_, sentence in cells}
+    lines = [["", "claim", "paper", "here", "verdict", "in a sentence"], ["---"] * 6]
+    for number, row in enumerate(rows, 1):
+        figures = [str(row.paper or "-"), row.seen.figure]
+        sentence = sentences.get(row.claim, "-")
+        lines.append([str(number), row.claim, *figures, row.verdict, sentence])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def run_table(rows: list[Row]) -> str:
+    """What was compared in each row, and how fair that is, without empty columns."""
+    heads = ["", "compared", "the paper's figures", "nodes a round", "token-steps"]
+    heads += ["at flat cost", "on this CPU", "run"]
+    lines = []
+    for number, row in enumerate(rows, 1):
+        seen = row.seen
+        pairs = getattr(row.paper, "pairs", ())
+        names = [Path(file).name.partition(".")[0] for file in seen.files]
+        several = [
+            [f"{theirs} → {ours}" for ours, theirs in pairs],
+            [f"{each:.1f}" for each in seen.nodes],
+            [f"{each / 1e6:.1f}M" for each in seen.steps],
         ]
-        assert set(words) <= set(kinds)
-        rows.append([name, *map(words.count, kinds)])
-    return report.markdown(["paper", *kinds], rows)
+        cells = [", ".join(each) or None for each in several]
+        links = [f"[{name}]({file})" for name, file in zip(names, seen.files)]
+        cells += [seen.flat, seen.cpu, ", ".join(links)]
+        lines.append([number, seen.what, *cells])
+    columns = [column for column in zip(heads, *lines) if any(column[1:])]
+    heads, *lines = zip(*columns)
+    head, rule, *body = report.markdown(heads, lines).splitlines()
+    return "\n".join([head, rule.replace("-:", "--"), *body])  # text, from the left

@@ -15,7 +15,8 @@ what is in it:
     <!-- taus: tau.json; GLIDE: glide; CAPE: cape -->
             tau of single drafters with a setting each
     <!-- claims: GLIDE -->
-            a paper's claims (claims.py), or for all papers how many have which verdict
+            a paper's claims (claims.py), whose last column is written by hand and kept;
+            "GLIDE; runs" what was compared; "all" how many claims have which verdict
     <!-- runs: run.json more.json -->
             where and how they were made
     <!-- command: run.json -->
@@ -318,7 +319,6 @@ def written(text: str) -> str:
         "kinds": kinds,
         "curves": curves,
         "taus": taus,
-        "claims": claims.table,
         "runs": runs,
         "command": command,
         "loops": loops,
@@ -327,7 +327,13 @@ def written(text: str) -> str:
         "rules": rules,
         "heads": trained_heads,
     }
-    return TABLE.sub(lambda match: match[1] + makers[match[2]](match[3]) + "\n\n", text)
+
+    def anew(match):
+        comment, kind, words, old = match.groups()
+        made = claims.table(words, old) if kind == "claims" else makers[kind](words)
+        return f"{comment}{made}\n\n"
+
+    return TABLE.sub(anew, text)
 
 
 def rule_points() -> dict:
