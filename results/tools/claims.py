@@ -593,12 +593,13 @@ def equal_nodes(answers: list, rule, gamma: int) -> float:
     return high
 
 
-def replayed(ours, theirs, names: str, gamma: int = 4) -> Seen:
-    """Tau of two rules for CAPE's sets in the same record."""
+def sizes_by_confidence(gamma: int = 4) -> Seen:
+    """Tau of CAPE's sets over sets of one size, replayed in the same record."""
     answers = stop_rules.read(RESULTS / GLIDE_ROUNDS)
+    size = equal_nodes(answers, by_paper, gamma)
     tokens = torch.tensor([len(rounds) for rounds in answers]).double()
     sums = []  # (answers, 3): tokens, forwards, nodes
-    for rule in (ours, theirs):
+    for rule in (by_paper, fixed(size)):
         n_target, _, nodes = stop_rules.counts(answers, (rule, (gamma,)))[0].unbind(-1)
         sums.append(torch.stack([tokens, n_target, nodes], -1))
     value, low, high = bootstrap(lambda a, b: tau(a) / tau(b), *sums)
@@ -607,7 +608,7 @@ def replayed(ours, theirs, names: str, gamma: int = 4) -> Seen:
         interval(value, low, high, ".3f"),
         round(low, 3),
         round(high, 3),
-        what=names,
+        what=f"S(p) / sets of {int(size)} or {int(size) + 1} in turn",
         nodes=nodes,
         flat=f"{value:.2f}",  # both draft the same chain
         files=(GLIDE_ROUNDS,),
@@ -712,7 +713,6 @@ def glide_claims() -> dict[str, tuple]:
 
 
 def cape_claims() -> dict[str, tuple]:
-    size = equal_nodes(stop_rules.read(RESULTS / GLIDE_ROUNDS), by_paper, gamma=4)
     return {
         "Acceptance rises with the drafter's confidence (figure 1 b)": (
             None,
@@ -725,11 +725,7 @@ def cape_claims() -> dict[str, tuple]:
         ),
         "Sizes by confidence beat one size for all (5.4)": (
             printed((70.6, 68.4), time=True),
-            replayed(
-                by_paper,
-                fixed(size),
-                f"S(p) / sets of {int(size)} or {int(size) + 1} in turn",
-            ),
+            sizes_by_confidence(),
         ),
         "CAPE is faster than a beam of four (figure 6)": (
             None,
