@@ -97,11 +97,11 @@ no place is left for the bonus token
 - max_length - self.ids.shape[1] - 1
 + max_length - self.ids.shape[1]
 a draft token is drawn from another distribution than is reported
-- token = sample(q_draft) if decoding.do_sample
-+ token = sample(q_draft.sqrt()) if decoding.do_sample
+- index = sample(q) if decoding.do_sample
++ index = sample(q.sqrt()) if decoding.do_sample
 processors do not see what was drafted before
-- scores = decoding.process(whole, drafted)
-+ scores = decoding.process(whole)
+- decoding.process(whole.scatter(0, vocab_ids, scores), drafted)
++ decoding.process(whole.scatter(0, vocab_ids, scores))
 Granite's and Cohere's logits are not scaled
 - logits = logits * scale
 + pass
