@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -70,12 +70,13 @@ def pack(
         norm = short_norm(module)
         if norm is not None:
             twin.set_submodule(name, norm)
-    for module in twin.modules():  # a drafter has several with a config
-        config = getattr(module, "config", None)
-        if not isinstance(config, PreTrainedConfig):
-            continue
-        if config._attn_implementation == "sdpa":
-            config._attn_implementation = ATTENTION
+    # Falcon, for one, calls torch's attention itself, and takes other names for eager.
+    modules = list(twin.modules())
+    if all(getattr(x, "_supports_attention_backend", True) for x in modules):
+        for module in modules:  # a drafter has several with a config
+            config = getattr(module, "config", None)
+            if getattr(config, "_attn_implementation", None) == "sdpa":
+                config._attn_implementation = ATTENTION
     twin.kernels = kernels
     return twin
 
