@@ -24,18 +24,13 @@ Python side is moving to torchao, which has nothing in its place. If it leaves t
 
 import copy
 import time
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    PreTrainedConfig,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -81,12 +76,13 @@ def pack(
         norm = short_norm(module)
         if norm is not None:
             twin.set_submodule(name, norm)
-    for module in twin.modules():  # a drafter has several with a config
-        config = getattr(module, "config", None)
-        if not isinstance(config, PreTrainedConfig):
-            continue
-        if config._attn_implementation == "sdpa":
-            config._attn_implementation = attention
+    # Falcon, for one, calls torch's attention itself, and takes other names for eager.
+    modules = list(twin.modules())
+    if all(getattr(x, "_supports_attention_backend", True) for x in modules):
+        for module in modules:  # a drafter has several with a config
+            config = getattr(module, "config", None)
+            if getattr(config, "_attn_implementation", None) == "sdpa":
+                config._attn_implementation = attention
     twin.kernels = kernels
     return twin
 
@@ -222,7 +218,7 @@ class SharedProduct:
             outputs = self.product(x).split(self.sizes, dim=-1)
         last = index == len(self.sizes) - 1  # then nothing is kept
         self.newest = (None, None, None) if last else (x, version, outputs)
-        return outputs[index].contiguous()
+        return outputs[index]
 
 
 def short_norm(module: nn.Module) -> nn.RMSNorm | None:
@@ -250,23 +246,36 @@ def short_norm(module: nn.Module) -> nn.RMSNorm | None:
 
 def product(weight: Tensor, bias: Tensor | None, kernels: tuple[str, str]):
     """A function from (..., D) to (..., O): one kernel for a token, one for several."""
-    size, width = weight.shape
+    width = weight.shape[1]
     made = {name: prepare(name, weight, bias) for name in {*kernels}}
     one, several = (made[name] for name in kernels)
 
     def compute(x: Tensor) -> Tensor:
-        vectors = x.reshape(-1, width)  # (n, D)
-        kernel = one if len(vectors) == 1 else several
-        return kernel(vectors).view(*x.shape[:-1], size)
+        if x.ndim == 1:  # fbgemm takes no vector
+            return one(x[None])[0]
+        return one(x) if x.numel() == width else several(x)
 
     return compute
 
 
+@cache
+def float16_product():
+    """fbgemm's operator, as a function of x (..., D) and a packed weight."""
+    # Called from Python it takes 24 us before it computes anything, because a packed
+    # weight is not a tensor, and called from TorchScript 8 us. A forward of the default
+    # target calls it 121 times.
+    source = """
+def product(x: Tensor, w: torch.classes.quantized.LinearPackedParamsBase) -> Tensor:
+    return torch.ops.quantized.linear_dynamic_fp16(x, w)
+"""
+    return torch.jit.CompilationUnit(source).product
+
+
 def prepare(kernel: str, weight: Tensor, bias: Tensor | None):
-    """A function from (n, D) to (n, O), for a weight (O, D) that stays as it is."""
+    """A function from (..., D) to (..., O), for a weight (O, D) that stays as it is."""
     if kernel == "float16":
-        prepack = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
-        return partial(torch.ops.quantized.linear_dynamic_fp16, W_prepack=prepack)
+        packed = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
+        return partial(float16_product(), w=packed)
     if kernel == "onednn":
         # The layout is chosen for 8 tokens, and serves any number of them.
         reordered = torch.ops.mkldnn._reorder_linear_weight(weight, 8)

@@ -247,6 +247,17 @@ def test_a_norm_is_replaced_only_where_the_bits_are_the_same():
     assert packed.short_norm(torch.nn.RMSNorm(4)) is None
 
 
+@pytest.mark.parametrize("name", ["Llama", "Falcon"])
+def test_attention_is_replaced_only_where_the_model_looks_it_up(name):
+    """Falcon's layers call torch themselves, and take any name but sdpa for eager."""
+    target = family(name).float()
+    twin = packed.pack(target)
+    replaced = twin.config._attn_implementation == packed.ATTENTION
+    assert replaced == (name == "Llama") and (replaced or twin is not target)
+    ids = torch.randint(0, 40, (1, 9))
+    torch.testing.assert_close(twin(ids).logits, target(ids).logits)
+
+
 def test_a_mask_is_repeated_once_per_forward():
     mask = torch.randn(1, 1, 3, 7)
     whole = packed.repeated(mask, 2)
