@@ -365,14 +365,16 @@ def pick(decoding: Decoding, logits: Tensor, vocab_ids: Tensor, drafted: list[in
     drafted: the tokens between the committed ones and this one.
     """
     vocab = decoding.target.config.get_text_config().vocab_size
-    whole = logits.new_full((vocab,), float("-inf"), dtype=torch.float32)
-    whole[vocab_ids] = logits.float()
-    scores = decoding.process(whole, drafted)
-    if decoding.logits_processor and not scores.max() > float("-inf"):  # -inf, or NaN
-        return None
-    q_draft = scores.softmax(-1)  # (V,)
-    token = sample(q_draft) if decoding.do_sample else q_draft.argmax(keepdim=True)
-    return token, q_draft
+    scores = logits.float()
+    if decoding.logits_processor:  # they judge the whole vocabulary
+        whole = scores.new_full((vocab,), float("-inf"))
+        scores = decoding.process(whole.scatter(0, vocab_ids, scores), drafted)
+        if not scores.max() > float("-inf"):  # -inf, or NaN
+            return None
+        vocab_ids = torch.arange(vocab, device=scores.device)
+    q = scores.softmax(-1)
+    index = sample(q) if decoding.do_sample else q.argmax(keepdim=True)
+    return vocab_ids[index], q.new_zeros(vocab).scatter(0, vocab_ids, q)
 
 
 def speculate(drafts, *args, streamer=None, each=None, **changes):

@@ -101,3 +101,16 @@ assert launches.counted(events) == {"launches": 3, "to_host": 1, "to_device": 1}
     command = [sys.executable, "-c", code, ROOT / "results" / "tools"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_a_profiler_that_sees_no_kernel_is_not_believed(tmp_path):
+    """As on a CPU, where there is none. (On one GPU it saw none either.)"""
+    script, file = ROOT / "results" / "tools" / "launches.py", tmp_path / "new.json"
+    command = [sys.executable, script, "--device", "cpu", "--json", file]
+    command += ["--num-prompts", "1", "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and not file.exists()
+    assert done.stderr.splitlines()[-1].startswith(
+        "launches.py: torch's profiler saw no kernel on cpu while plain decoded"
+    )

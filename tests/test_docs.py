@@ -51,6 +51,7 @@ def test_every_file_named_is_there(name):
     places = [
         ROOT,
         (ROOT / name).parent,
+        ROOT / "results",
         ROOT / "results" / "curves",
         ROOT / "conversations",
         ROOT / "prompts",

@@ -277,25 +277,25 @@ def test_a_mistake_is_one_line(words, said, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
 
 
-# ------------------------------------------------------- what the README says of these
+# ---------------------------------------------------- what support/programs.md says
 
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "support" / "programs.md").read_text()
 
 
-def test_the_commands_of_the_readme_write_the_folders(
+def test_the_commands_of_the_page_write_the_folders(
     target_folder, tmp_path, monkeypatch
 ):
     target, tokenizer = common.load_target(str(target_folder))
     saved_drafter("glide", target, tmp_path / "checkpoints" / "mine")
     monkeypatch.chdir(tmp_path)
-    lines = re.findall(r"^python -m support.export (glide .*)", README, re.MULTILINE)
+    lines = re.findall(r"^python -m support.export (glide .*)", PAGE, re.MULTILINE)
     for line in lines:
         words = line.replace("your/model", str(target_folder)).split()
         monkeypatch.setattr(sys, "argv", ["export.py", *words])
         export.main()
     assert len(lines) == 2 and {"mine", "served"} <= set(os.listdir())
     call = re.search(
-        r"`(target\.generate\(\*\*ids,\s+custom_generate=\"mine\"[^`]*)`", README
+        r"`(target\.generate\(\*\*ids,\s+custom_generate=\"mine\"[^`]*)`", PAGE
     )
     ids = inputs_of(tokenizer)
     target.generation_config.max_new_tokens = 9
@@ -305,14 +305,14 @@ def test_the_commands_of_the_readme_write_the_folders(
 
 def snippets():
     """The pieces of code for other programs, {first words of the comment: code}."""
-    block = README.split("<details>")[1].split("```python\n")[1].split("```")[0]
+    block = PAGE.split("```python\n")[-1].split("```")[0]
     pieces = re.split(r"^# ", block, flags=re.MULTILINE)[1:]
     return {piece.split(":")[0]: "# " + piece for piece in pieces}
 
 
 @pytest.fixture
 def scope(target_folder):
-    """What a snippet of the README finds, as its first example has made it."""
+    """What a snippet finds, as the first example of the README has made it."""
     target, tokenizer = common.load_target(str(target_folder))
     drafter = untrained(glide, target)
     decode = common.speculate(glide.drafts, drafter)

@@ -356,10 +356,10 @@ def test_arms_of_other_trees_than_chains_are_refused(name):
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_the_examples_of_the_results_page_run(number, capsys, monkeypatch):
+def test_the_examples_of_the_log_run(number, capsys, monkeypatch):
     """Rules of one's own, on the records that are shipped."""
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "results" / "README.md").read_text()
+    text = (ROOT / "results" / "log" / "decoding.md").read_text()
     exec(text.split("```python\n")[number].split("```")[0], {})
     value, (low, high) = ast.literal_eval(capsys.readouterr().out)
     assert 0.9 < low < value < high < 1.1

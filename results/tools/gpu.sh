@@ -22,13 +22,13 @@ out=$(realpath "$out")
 here=$out/$stage
 cd "$(dirname "$0")/../.."
 
-device=cuda rounds=20 writing=180 # seconds
+device=cuda counted=cuda rounds=20 writing=180 # seconds
 known=(conversations/smollm2_*.jsonl.gz) more=
 dtypes=(bfloat16 float16)                           # the first is also that of the rows
 size=(--num-prompts 8 --max-new-tokens 64)
 minutes=(glide 4 ctc_drafter 4 falcon 5 specdecpp-draft 3 specdecpp 1 medusa 2)
 if [ "${3:-}" = --rehearse ]; then
-    device=cpu rounds=2 writing=40
+    device=cpu counted=pretend rounds=2 writing=40
     known=("$out/few.jsonl")
     more="--dtype float32 --max-length 64 --held-out 1 --batch-size 2 --eval $out/eval.jsonl"
     gzip -dc conversations/smollm2_third.jsonl.gz >"$out/all.jsonl"
@@ -87,7 +87,7 @@ time)
         bench gpu_${dtype}_cost 60 --dtype $dtype --cost-curve
     done
     [ -f "$here/launches.json" ] || within 120 python results/tools/launches.py --num-prompts 1 \
-        --device $device --rounds $rounds --json "$here/launches.json"
+        --device $counted --rounds $rounds --json "$here/launches.json"
     ;;
 train)
     data=$out/conversations.jsonl

@@ -6,7 +6,8 @@
 A fast GPU computes a small target's operators in less time than the CPU needs to launch
 them, so their number decides how long a round takes. A copy between the two makes the
 CPU wait until the GPU has finished what was launched before. Attention counts as one
-operator, as which a GPU runs it. On a real GPU torch's profiler counts what ran there.
+operator, as which a GPU runs it. On a real GPU torch's profiler counts what ran there;
+on some it sees nothing, and then no file is written.
 """
 
 import argparse
@@ -126,6 +127,11 @@ def measure(device: str, count: int, rounds: int) -> dict:
                 decoding = common.start(target, **inputs, **options)
                 drafts = arm.drafts(decoding)
                 total += count_rounds(decoding, drafts, watch, rounds)
+            if not total["launches"]:  # plain decoding comes first
+                raise common.UserError(
+                    f"torch's profiler saw no kernel on {device} while {arm.name} "
+                    "decoded: count without --device, on the pretended one"
+                )
             result["sums"][arm.name] = {what: total[what] for what in COUNTED}
     return result
 

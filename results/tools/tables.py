@@ -58,6 +58,8 @@ FILES = (
     "results/log/training.md",
     "checkpoints/README.md",
     "conversations/README.md",
+    "support/README.md",
+    "support/programs.md",
     "tests/README.md",
     "tests/assignment.md",
     "tests/solutions.md",

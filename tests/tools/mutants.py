@@ -97,11 +97,11 @@ no place is left for the bonus token
 - max_length - self.ids.shape[1] - 1
 + max_length - self.ids.shape[1]
 a draft token is drawn from another distribution than is reported
-- token = sample(q_draft) if decoding.do_sample
-+ token = sample(q_draft.sqrt()) if decoding.do_sample
+- index = sample(q) if decoding.do_sample
++ index = sample(q.sqrt()) if decoding.do_sample
 processors do not see what was drafted before
-- scores = decoding.process(whole, drafted)
-+ scores = decoding.process(whole)
+- decoding.process(whole.scatter(0, vocab_ids, scores), drafted)
++ decoding.process(whole.scatter(0, vocab_ids, scores))
 Granite's and Cohere's logits are not scaled
 - logits = logits * scale
 + pass
@@ -381,6 +381,24 @@ the drafter is measured as it is in training
 + pass
 """
 
+PACKED = r"""
+a mask with gaps is read as if it had none
+- if len(own) and int(own[-1]) >= end:
++ if False:
+a token that sees a window reads the rows before it as well
+- (min(int(x[0]), shared), x[x >= shared])
++ (0, x[x >= shared])
+an input that was written into is taken for the same
+- if input is not x or its_version != version:
++ if input is not x:
+float16 is offered for weights that it rounds
+- if all(map(is_float16, weights)):
++ if True:
+a norm of other bits is replaced
+- return norm if torch.equal(norm(x), module(x)) else None
++ return norm
+"""
+
 
 def parsed(text: str) -> list[tuple[str, str, str]]:
     """The mutants of a text, (old, new, what is wrong)."""
@@ -400,4 +418,5 @@ MUTANTS = {
     "falcon.py": parsed(FALCON),
     "ctc_drafter.py": parsed(CTC_DRAFTER),
     "train.py": parsed(TRAIN),
+    "support/packed.py": parsed(PACKED),
 }

@@ -26,7 +26,7 @@ from mutants import MUTANTS  # noqa: E402
 
 def first_red(copy: Path, file: str) -> str:
     """The first of a file's tests that fails in a copy; "" if all pass."""
-    files = [coursework.tests_of(file)]
+    files = [coursework.tests_of(Path(file).name)]
     if file == "common.py":  # whose lower part is tested on targets of many kinds
         files.append("test_targets.py")
     for tests in files:
