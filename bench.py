@@ -276,7 +276,7 @@ def play(arm: Arm, asked: list[dict], options: dict) -> list[Answer]:
     else:
         answers = batched_answers(arm, asked, options)
     # What is left of the time goes to transformers' set-up and our own bookkeeping. All
-    # of it counts, as it does for who waits for the answer.
+    # of it counts, as it does for whoever is waiting for the answer.
     share = (clock(arm.target) - start) / len(asked)
     for answer in answers:
         answer.seconds["other"] = share - answer.seconds.total()

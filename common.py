@@ -1101,7 +1101,10 @@ class Teacher(NamedTuple):
 
 
 def teacher(target, batch: Batch, vocab_ids: Tensor, places: Tensor) -> Teacher:
-    """The Teacher at M places (B, T) bool of a batch; vocab_ids: (Vd,), ascending."""
+    """The Teacher at M places of a batch: the batch's own, or else a new one.
+
+    vocab_ids: (Vd,), ascending. places: (B, T) bool.
+    """
     if batch.teacher is not None:
         return batch.teacher.at(places)
     return teach(target, batch.hidden[places], vocab_ids)
@@ -1109,7 +1112,7 @@ def teacher(target, batch: Batch, vocab_ids: Tensor, places: Tensor) -> Teacher:
 
 @torch.no_grad()
 def teach(target, hidden: Tensor, vocab_ids: Tensor) -> Teacher:
-    """The Teacher at hidden (M, D) of the target, in float32."""
+    """Compute a Teacher, in float32, from the target's last hidden states (M, D)."""
     head = draft_head(target, vocab_ids)
     if isinstance(head, nn.Linear):
         rows = head.weight.float()  # (Vd, D)
@@ -1128,15 +1131,20 @@ def teach(target, hidden: Tensor, vocab_ids: Tensor) -> Teacher:
 
 @contextlib.contextmanager
 def only_at(places: Tensor, layer: nn.Module):
-    """Within this context, a layer computes only what some places of a batch need.
+    """Within this context, a layer computes only what a loss reads, to save time.
 
-    Those are the places that a loss reads. Keys and values are still made everywhere,
-    but queries, the attention's outputs and the feed-forward only at `places`. The
-    layer's output elsewhere is meaningless.
+    A loss reads the layer's output at some places of a batch. Keys and values are still
+    made everywhere, because those places attend to all others. Queries, the attention's
+    outputs and the feed-forward are computed at `places` alone. Elsewhere the layer's
+    output is meaningless.
+
+    These parts are found by the names of their modules in Llama: q_proj, o_proj and
+    mlp. A part that has another name is computed everywhere, so a layer with none of
+    these names costs what it costs without this context. The output at `places` is the
+    same in any case, provided that a module of such a name maps each place by itself.
 
     places: (B, T) bool.
-    layer: the top one, because attention reads lower ones at all places. Of its modules
-        those named q_proj, o_proj and mlp are cut, as far as it has them.
+    layer: the top one, because attention reads lower ones at all places.
     """
     size = places.shape
     chosen = places.flatten().nonzero()[:, 0]  # (M,)
@@ -1258,14 +1266,29 @@ def check_target(target) -> None:
     This is found by trying a small tree: once, and again when the target has changed
     its attention kernel, dtype, device, mode, window or adapters.
     """
-    instead = "take another target, or decode without drafts"
     adapters = getattr(target, "peft_config", {})
     if hasattr(target, "get_base_model"):  # PEFT's wrapper, which `build` may be given
         target = target.get_base_model()
-    config = target.config.get_text_config()
+    _check_parts(target, adapters)
+    active = []  # adapters, of each layer
+    for module in target.modules():
+        names = getattr(module, "active_adapters", None)
+        active += names if isinstance(names, list) else []
+    kernel = str(target.config.get_text_config()._attn_implementation)
+    window = getattr(decoder_config(target), "sliding_window", None)
+    state = kernel, target.dtype, target.device, target.training, window, active
+    if target not in _TRIED or _TRIED[target].state != state:
+        _TRIED[target] = Tried(state, *_try_tree(target))
 
-    # First, what a short text does not show, or not in half precision. Siblings share a
-    # position, and the rows of rejected nodes leave the cache.
+
+def _check_parts(target, adapters: dict) -> None:
+    """Raise a UserError for what a trial does not show, or not in half precision.
+
+    A trial is short and on one device. adapters: the configs of PEFT's, by name.
+    """
+    instead = "take another target, or decode without drafts"
+    config = target.config.get_text_config()
+    # Siblings share a position, and the rows of rejected nodes leave the cache.
     parameters = inspect.signature(target.forward).parameters
     needed = ("past_key_values", "position_ids")
     missing = ", ".join(name for name in needed if name not in parameters)
@@ -1310,19 +1333,11 @@ def check_target(target) -> None:
             raise UserError(f"token trees do not work with {kind} layers: {instead}")
     # GPT-Neo's local attention and Doge's choice of keys count cache rows, of which a
     # tree has several at one position.
-    active = []  # adapters, of each layer
     for module in target.modules():
-        names = getattr(module, "active_adapters", None)
-        active += names if isinstance(names, list) else []
         local = getattr(module, "attention_type", None) == "local"
         if local or hasattr(module, "keep_window_size"):
             name = type(module).__name__
             raise UserError(f"{name} counts cache rows, not positions: {instead}")
-
-    window = getattr(decoder_config(target), "sliding_window", None)
-    state = kernel, target.dtype, target.device, target.training, window, active
-    if target not in _TRIED or _TRIED[target].state != state:
-        _TRIED[target] = Tried(state, *_try_tree(target))
 
 
 class Tried(NamedTuple):
@@ -1348,8 +1363,8 @@ def _try_tree(target) -> tuple[list[str], bool]:
     ids = config.vocab_size * torch.arange(1, 8, device=target.device)[None] // 8
     half = target.dtype in (torch.float16, torch.bfloat16)
     tolerance = 0.15 if half else 2e-3
-    # A config may hold keys that its model does not read. So try each meaning that they
-    # can have, with a window that is shorter than the text.
+    # A config may hold keys that its model does not read. So each meaning that they may
+    # have is tried, with a window that is shorter than the text.
     window = getattr(config, "sliding_window", None)
     meanings = [["full_attention"]]
     if window:
@@ -1359,7 +1374,7 @@ def _try_tree(target) -> tuple[list[str], bool]:
     results = []
     try:
         for kinds in meanings:
-            # `attention_masks` looks there.
+            # `attention_masks` reads it.
             _TRIED[target] = Tried(None, kinds, follows=False)
             try:
                 result = _compare(target, ids, tolerance)
@@ -1389,10 +1404,14 @@ def _try_tree(target) -> tuple[list[str], bool]:
 
 
 def _compare(target, ids: Tensor, tolerance: float) -> tuple[float, str, bool]:
-    """The largest relative error of a row, what it is, and whether logits follow.
+    """Compare two rounds of decoding with a plain forward over the same text.
 
-    The seven ids are a text t_0, t_1, ... whose tokens come after wrong siblings; t_3
-    after eight, so that in half precision it shows if a model counts cache rows:
+    Returns the largest relative error of a row, in words where it is, and whether
+    `target_logits` gives the target's logits.
+
+    The seven ids are a text t_0, t_1, ... whose tokens come after wrong siblings. There
+    are eight before t_3, so that even in half precision the error is large if a model
+    takes a token's cache row for its position:
 
         t_2 -- 8 wrong ones         t_5 -- wrong
          `---- t_3 -- wrong          `---- t_6

@@ -541,6 +541,28 @@ def test_a_layer_that_is_needed_at_some_places_computes_no_others():
     assert rows == [5, 5, 5, 4, 5, 4, 5, 5, 5]
 
 
+FAMILIES = ["Llama", "Gemma2", "Phi", "Falcon", "GPTNeoX", "OPT", "Mixtral"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_layer_may_lack_some_of_the_modules_that_are_cut(name):
+    """Gemma-2 has all three, Falcon and GPT-NeoX an mlp alone, OPT a q_proj alone."""
+    decoder = family(name).float().get_decoder()
+    ids = torch.randint(1, 40, (2, 9))
+    everywhere = decoder(ids)[0]
+    layers = getattr(decoder, "layers", None) or decoder.h  # Falcon's name
+    places = torch.rand(ids.shape) < 0.4
+    with common.only_at(places, layers[-1]):
+        some = decoder(ids)[0]
+    torch.testing.assert_close(some[places], everywhere[places])
+    assert not torch.equal(some, everywhere)  # something was cut
+    foreign = torch.nn.Sequential(torch.nn.Linear(3, 3))  # has none of them
+    x = torch.randn(*ids.shape, 3)
+    with common.only_at(places, foreign):
+        some = foreign(x)
+    assert torch.equal(some, foreign(x))
+
+
 @pytest.mark.parametrize("name", ["Llama", "Granite", "Gemma2", "called"])
 def test_a_teacher_gives_the_cross_entropy_of_the_whole_distribution(name):
     """Also with scaled or capped logits, and a head that can only be called."""
