@@ -356,7 +356,7 @@ function showLegend() {
     own: "the target's own token, which every forward adds after the accepted ones",
     rejected: "rejected: another token takes its place",
     passed: "not taken: the target chose another token",
-    unreached: "not reached: it stands below a token that is not taken",
+    unreached: "not reached: it is below a token that is not taken",
   };
   $("draft-legend").replaceChildren();
   for (const [name, meaning] of Object.entries(meanings)) {
