@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Guess: greedy answers of llama.cpp's server are the same with and without a draft model, also
-#   where the context is full before the answer has ended: the last drafts are only shorter.
+# Guess: greedy answers of llama.cpp's server are the same with and without a draft model, even
+#   if the context fills up before the answer ends: the last drafts are just cut shorter.
 # What happens: an answer that fills the context ends some tokens earlier with drafts (here 2 with
 #   drafts of 2 tokens, 3 with 4, 6 with 16). Every answer says finish_reason "length".
-# Why it matters: "lossless" does not include the length here. A comparison of answers or of
-#   token counts finds a difference that is neither rounding nor a wrong acceptance.
+# Why it matters: "lossless" does not cover the length here. A comparison of answers or of token
+#   counts finds a difference that is neither rounding nor a wrong acceptance.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

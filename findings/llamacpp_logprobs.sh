@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Guess: with a draft model, llama.cpp's server gives the same log probabilities of the chosen
-#   tokens as without one, because it has computed the target's logits for every one of them.
-# What happens: every token of a round that had a draft is reported with logprob 0.0 (probability
-#   one) and no alternatives, in silence. Only tokens of rounds without a draft have their values.
+# Guess: with a draft model, llama.cpp's server reports the same log probabilities of the chosen
+#   tokens as without one, because it has computed the target's logits for each of them.
+# What happens: every token from a round that had a draft is reported with logprob 0.0
+#   (probability one) and without alternatives, and no warning says so. Only tokens from rounds
+#   without a draft have their values.
 # Why it matters: perplexity, confidence or token probabilities taken from an answer that was
-#   decoded speculatively are wrong by whatever the drafts covered, and look like certainty.
+#   decoded speculatively are wrong wherever a draft was used, and look like certainty.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Guess: llama.cpp's p_min ends a draft at the first token whose probability in the draft model,
 #   its softmax over the vocabulary, is below p_min.
-# What happens: the probability is taken among the draft's ten likeliest tokens only, so it is
-#   larger than the draft model's own, by a factor of two and more where the model is unsure.
+# What happens: the probability is renormalised over the draft model's ten likeliest tokens, so it
+#   is larger than the draft model's own, and most so where the model is unsure. Up to 2.6 times
+#   as many tokens are drafted here as the threshold would allow.
 # Why it matters: a threshold that was tuned as a probability (in a paper, or in another program)
 #   drafts much further here, and a model that spreads its mass is treated as a confident one.
 set -euo pipefail

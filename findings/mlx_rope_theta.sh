@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Guess: mlx-lm reads the rotation's base from a config that transformers 5 has written, where
-#   rope_theta stands inside rope_parameters. If it did not look there, it would say so.
-# What happens: Llama's model of mlx-lm takes rope_theta from the top level of config.json only.
-#   Where it is not there, it rotates with base 10,000 in silence, whatever the model's is.
-# Why it matters: a draft model that was saved anew (distilled, merged, cut) by transformers 5
-#   rotates otherwise than the target. Greedy answers stay right, so nothing shows, but its drafts
-#   are rejected. A target that was saved anew answers wrongly.
+#   rope_theta is inside rope_parameters. If it did not look there, it would say so.
+# What happens: mlx-lm's Llama takes rope_theta from the top level of config.json only. If it is
+#   not there, the model rotates with base 10,000 without a warning, whatever its own base is.
+# Why it matters: a draft model that transformers 5 has saved (distilled, merged, cut) rotates
+#   differently from the target. Greedy answers stay right, so nothing shows, but its drafts are
+#   rejected. A target that transformers 5 has saved answers wrongly.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Guess: OpenVINO GenAI's greedy answers are the same with and without a draft model, also with
-#   min_new_tokens: a stop token is forbidden up to there and ends the answer afterwards.
-# What happens: with drafts some answers end before min_new_tokens, and others continue over a
-#   place where plain decoding had ended, with other text behind it.
-# Why it matters: the rule depends on the position, and the rows of a draft have different
+#   min_new_tokens: a stop token is forbidden until then, and ends the answer afterwards.
+# What happens: with drafts some answers end before min_new_tokens, and others continue past a
+#   place where plain decoding had ended.
+# Why it matters: the rule depends on the position, and the tokens of a draft have different
 #   positions. Tests of greedy answers without such a rule pass (the lines with "at least 0" do).
 set -euo pipefail
 work=$(mktemp -d)

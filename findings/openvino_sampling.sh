@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Guess: OpenVINO GenAI samples with a draft model as the target alone would (rejection sampling,
-#   or sample and match), whatever the drafts are.
+# Guess: OpenVINO GenAI samples with a draft model as the target alone would (by rejection
+#   sampling, or by sample and match), whatever the drafts are.
 # What happens: from the second token on, the tokens follow another distribution: chi-square is ten
 #   times its degrees of freedom and more, even if the target drafts for itself.
-# Why it matters: an answer at temperature 1 is not the target's any more. Greedy tests pass, so
-#   only a test of the distribution finds it.
+# Why it matters: an answer at temperature 1 is no longer distributed as the target's. Greedy tests
+#   pass, so only a test of the distribution finds it.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

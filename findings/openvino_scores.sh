@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
 # Guess: the same greedy answer of OpenVINO GenAI has the same score (the sum of its tokens' log
-#   probabilities in the target), with and without a draft model; and the number of generated
-#   tokens in the metrics is the answer's.
-# What happens: with drafts that are sometimes rejected the score of the very same tokens is lower,
-#   by as much as several units; and an answer of 40 sampled tokens is counted as 44 to 60.
-# Why it matters: scores of answers, and tokens per second from the library's own metrics, cannot
-#   be compared between runs with and without drafts: worse drafts look like more tokens.
+#   probabilities in the target), with and without a draft model.
+# What happens: where drafts are rejected, the score of the very same tokens is lower, here by 4.8.
+#   If none is rejected (the target drafts for itself), it is the same.
+# Why it matters: scores rank answers and filter training data. With drafts they depend on the
+#   drafter, and worse drafts make the same answer look less likely.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -83,20 +82,14 @@ def generate(name, **settings):
 write_model("target")
 write_model("noisy", noise=0.1)
 engines = {"plain": pipeline(), "itself": pipeline("target"), "noisy": pipeline("noisy")}
-print(VERSION + "\n40 greedy tokens: the same as plain, score; 40 sampled tokens: counted in the metrics")
-answers, scores, counts = {}, {}, {}
+print(VERSION + "\n40 greedy tokens: the same as plain decoding's, score")
+answers, scores = {}, {}
 for name in engines:
     reply = generate(name, logprobs=1, ignore_eos=True)
     answers[name], scores[name] = list(reply.tokens[0]), reply.scores[0]
-    counts[name] = []
-    for seed in range(8):
-        reply = generate(name, do_sample=True, temperature=1.0, rng_seed=seed, ignore_eos=True)
-        assert len(reply.tokens[0]) == 40
-        counts[name].append(reply.perf_metrics.get_num_generated_tokens())
-    print(f"{name:6} {answers[name] == answers['plain']}, {scores[name]:.3f}; {counts[name]}")
+    print(f"{name:6} {answers[name] == answers['plain']}, {scores[name]:.3f}")
 right = answers["plain"] == answers["itself"] == answers["noisy"]
 right &= abs(scores["itself"] - scores["plain"]) < 0.01 and scores["noisy"] < scores["plain"] - 1
-right &= set(counts["plain"]) == {40} and min(counts["itself"] + counts["noisy"]) > 40
 sys.exit(0 if right else "the behaviour has changed")
 EOF
 cd "$work"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Guess: the acceptance rate that SpecForge reports for an EAGLE-3 drafter with a smaller draft
 #   vocabulary is the mean of sum min(p, q) over all tokens of the answers; a token that the
-#   drafter cannot say lowers it.
+#   drafter cannot propose lowers it.
 # What happens: positions whose likeliest target token is outside the draft vocabulary are left
-#   out of the mean, although "accuracy" in the same log line counts them as wrong.
-# Why it matters: what is left out is exactly where drafts fail. A smaller draft vocabulary can
-#   raise the reported rate while the target accepts fewer tokens, so it must not be used to
-#   choose the vocabulary, nor be compared with rates of other drafters.
+#   out of the mean, although the accuracy that is logged with it counts them as wrong.
+# Why it matters: what is left out is exactly where drafts fail, so the rate hardly says what a
+#   smaller draft vocabulary costs. It must not be used to choose the vocabulary, nor be compared
+#   with rates of other drafters.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -21,7 +21,6 @@ cat > "$work/try.py" <<'EOF'
 import sys
 
 import torch
-import torch.nn.functional as F
 from specforge.algorithms.eagle3 import model as eagle3
 
 V, T = 64, 48  # the target's vocabulary, positions of one row

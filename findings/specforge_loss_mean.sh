@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
 # Guess: SpecForge's EAGLE-3 loss is a mean over the tokens it trains on, so prompt tokens and
-#   padding change nothing; and where two terms are mixed (the "lambda" LK loss) both are means
+#   padding change nothing; and where two terms are mixed (the "lambda" LK loss), both are means
 #   over the same tokens.
-# What happens: the cross-entropy ("KL") term is divided by all positions of the batch, prompt
-#   and padding included; the acceptance term by the trained positions alone.
-# Why it matters: a batch padded to twice its length trains with half the gradient, an answer
-#   after a long prompt counts less than one after a short prompt, and the ratio of the two LK
-#   terms, which the loss sets with care, changes with the padding.
+# What happens: the cross-entropy ("KL") term is divided by all positions of the batch, including
+#   prompt and padding; the acceptance term by the trained positions alone.
+# Why it matters: a batch padded to twice its length trains with half the gradient, and the ratio
+#   of the two LK terms, which the loss sets with care, changes with the padding.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
