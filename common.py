@@ -671,8 +671,8 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
                 from support import default_target
             except ModuleNotFoundError:
                 raise UserError(
-                    "the default target needs the folder support/, which is not here: "
-                    "copy it, or name a target"
+                    "the default target needs support.default_target, which cannot be "
+                    "imported here: name a target, by its id or folder"
                 ) from None
             name = default_target.folder()
         return _read_target(name, dtype, device)
