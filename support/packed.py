@@ -229,8 +229,9 @@ def short_norm(module: nn.Module) -> nn.RMSNorm | None:
     """
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    named = type(module) is not nn.RMSNorm and "RMSNorm" in type(module).__name__
-    if not named or weight is None or eps is None:
+    # A gated norm takes a second tensor, and FalconMamba's weight is not a parameter.
+    named = type(module) is not nn.RMSNorm and type(module).__name__.endswith("RMSNorm")
+    if not named or not isinstance(weight, nn.Parameter) or eps is None:
         return None
     norm = nn.RMSNorm(weight.shape, eps, device="meta")
     norm.weight = weight

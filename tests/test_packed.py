@@ -247,6 +247,15 @@ def test_a_norm_is_replaced_only_where_the_bits_are_the_same():
     assert packed.short_norm(torch.nn.RMSNorm(4)) is None
 
 
+@pytest.mark.parametrize("name", ["Qwen3Next", "FalconMamba"])
+def test_a_norm_that_takes_more_than_one_tensor_or_has_no_parameter_stays(name):
+    """These families are refused later, in one line."""
+    target = family(name).float()
+    norms = [m for m in target.modules() if "RMSNorm" in type(m).__name__]
+    assert norms
+    packed.pack(target)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Falcon"])
 def test_attention_is_replaced_only_where_the_model_looks_it_up(name):
     """Falcon's layers call torch themselves, and take any name but sdpa for eager."""
