@@ -5,8 +5,8 @@
 # one core, and the target's features 22 GB in OUT. On a GPU the target writes more data
 # first (CONVERSATIONS, 60000 by default), and a step has 32 conversations; so it has with
 # DATA, files of conversations to take instead, named from the folder of the repository.
-# STEPS are those of a drafter, 24500 by default, or give MINUTES. MORE is added to the
-# options of each command.
+# STEPS are those of a drafter, 24500 by default, or give MINUTES. With FROM, a folder like
+# this one, its drafters are trained further. MORE is added to the options of each command.
 #
 # Run it again after an interruption: what is done stays, what was begun continues.
 set -euo pipefail
@@ -30,19 +30,21 @@ else
 fi
 
 make() { # NAME OPTIONS...     trains $out/NAME
-    local folder=$out/$1 resume=() length=(--steps "${STEPS:-24500}")
+    local folder=$out/$1 start=() length=(--steps "${STEPS:-24500}")
     [ -z "${MINUTES:-}" ] || length=(--minutes "$MINUTES")
     [[ $wanted == "  " || $wanted == *" $1 "* ]] || return 0
-    [ -f "$folder/training_state.pt" ] && resume=(--resume) # says so if it is finished
-    python train.py "${options[@]}" --out "$folder" "${length[@]}" "${@:2}" \
-        ${MORE:-} ${resume[@]+"${resume[@]}"}
+    [ -z "${FROM:-}" ] || start=(--lr 1e-3 --init "$FROM/${1%-draft}")
+    [ -f "$folder/training_state.pt" ] && start=(--resume) # says so if it is finished
+    python train.py "${options[@]}" --out "$folder" "${length[@]}" \
+        ${start[@]+"${start[@]}"} "${@:2}" ${MORE:-}
 }
 
 make glide --method glide --gamma 3 --kv-layer 18 --block-size 3
 make specdecpp-draft --method specdecpp --layers '[0,-1]'
 STEPS=500 make specdecpp --method specdecpp --stage head --lr 1e-3 \
     --init "$out/specdecpp-draft"
-make falcon --method falcon --fusion linear --distill-weight 1 --num-layers 2
+# A last stage without CSGD, as that of the shipped drafter.
+make falcon --method falcon --fusion linear --distill-weight 1 --num-layers 2 ${FROM:+--no-csgd}
 make eagle --method falcon --k 1 --no-csgd --no-norms --no-bias --fusion linear --distill-weight 1 --num-layers 1
 make ctc_drafter --method ctc_drafter --first-token 1
 make medusa --method medusa

@@ -74,10 +74,18 @@ def test_every_command_exists_and_is_given_once(stage, tmp_path, more, dtypes):
     args, _ = train.command.parse(data[1:], "")
     assert args.make_data and args.out == f"{out}/conversations.jsonl"
     commands = [words for words in commands if words != ["-", *words[1:]]]
-    names = ("glide", "ctc_drafter", "falcon", "specdecpp-draft", "specdecpp", "medusa")
-    for name, (program, *words) in zip(names, commands, strict=True):
+    names = {"glide", "ctc_drafter", "falcon", "eagle", "medusa"}
+    names |= {"specdecpp-draft", "specdecpp"}
+    assert {Path(words[words.index("--out") + 1]).name for words in commands} == names
+    assert len(commands) == len(names)
+    for program, *words in commands:
         args, module = train.command.parse(words, "")
-        assert program == "train.py" and module and args.minutes and not args.steps
+        assert program == "train.py" and module and args.steps and not args.minutes
+        name = Path(args.out).name
+        start = f"{out}/drafters/specdecpp-draft"
+        if name != "specdecpp":
+            start = f"checkpoints/{name.removesuffix('-draft')}"
+        assert args.init == start
         assert all((ROOT / file).is_file() for file in args.data)
         assert args.out == f"{out}/drafters/{name}"
 
