@@ -58,7 +58,7 @@ class Config:
 
 VARIANTS = {  # named settings for bench.py, as in --method cape:cpu
     "none": {"sizes": [0], "bounds": []},  # the trajectory alone
-    "fixed": {"sizes": [4], "bounds": []},  # 5.4 (if the drafted token is not in its 4)
+    "fixed": {"sizes": [4], "bounds": []},  # 5.4 (if its 4 are all extras)
     # Fitted to the shipped GLIDE on two CPU cores. gamma is not a field of this Config:
     # bench.py gives it to the method whose chains are expanded.
     "cpu": {"gamma": 3, "sizes": [2, 1, 1, 0]},
@@ -186,19 +186,19 @@ if __name__ == "__main__":
 #     But its floor(10 p) gives 5, 3 and 1 extras at p = .3, .6 and .8, where 4.2 gives
 #     7, 5 and 3. (No float32 has these values.) At p = 1 it points beyond the end of S.
 #  2. The paper evaluates CAPE greedily (5.1). When sampling, the extras are drawn as
-#     well, without replacement. What a rejection leaves of p_target is what q_draft has
-#     too little of, so q_draft's likeliest tokens are accepted less often
-#     (results/README.md, Temperature 1). p_i is still the largest probability of
-#     q_draft, after temperature and filters.
+#     well, without replacement. After a rejection the target's token follows the
+#     residual, which is what q_draft has too little of, so q_draft's likeliest tokens
+#     would be accepted less often (results/README.md, Temperature 1). p_i is still the
+#     largest probability of q_draft, after temperature and filters.
 #  3. The shipped drafters draft only frequent tokens. q_draft is normalised over these,
 #     so confidences are higher than over the whole vocabulary.
 #  4. Tokens of probability 0 are never extras.
 #  5. The paper gives no gamma for CAPE. bench.py and the demo draft 4 tokens, as the
-#     authors' code does. But the shipped GLIDE was trained with blocks of 3, so its
-#     fourth token lacks one more of the target's rows than training ever hid.
+#     authors' code does. But the shipped GLIDE was trained with blocks of 3, so at its
+#     fourth token it lacks one more of the target's rows than it ever did in training.
 #  6. The limit of 32 draft tokens (5.3) is kept because 4 x (1 + 7) = 32. It is not
 #     enforced.
 #
-# Authors' code. It was run beside this file with the same random weights, and its
-# extras are the same in 30 of 30 nodes. gamma is fixed at 4. S is looked up by floor(10
+# Authors' code. It was run beside this file with the same random weights, and all 30
+# nodes of its draft are the same. gamma is fixed at 4. S is looked up by floor(10
 # p), as in Algorithm 1, in an array with two more entries for p = 1.

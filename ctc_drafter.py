@@ -4,9 +4,9 @@ Paper: Wen et al., 2024, arXiv:2412.00061.
 
 One transformer layer fills the S slots after the newest token in a single pass, each
 with a token or with a blank (e). A filling is called an alignment. Given the text, the
-slots are independent (Eq. 7), so an alignment has the product of their probabilities.
-The CTC transform makes a sequence of tokens from it: it merges equal neighbours, and
-then it drops the blanks:
+slots are independent (Eq. 7), so the probability of an alignment is the product of its
+slots'. The CTC transform turns an alignment into a sequence of tokens: it merges equal
+neighbours, and then it drops the blanks:
 
     slots       a a e b c c        a e a b e e
     merged      a   e b c          a e a b e
@@ -83,8 +83,8 @@ VARIANTS = {
 
 # ---------------------------------------------------------------------- architecture
 
-# The layer reads rows. Row i joins h_i, the target's hidden state after x_i, with the
-# embedding of x_(i+1). (The target has not read the newest token yet, so the newest
+# The layer reads rows. Row i combines h_i, the target's hidden state after x_i, with
+# the embedding of x_(i+1). (The target has not read the newest token yet, so the newest
 # hidden state belongs to the token before it, and a text of T tokens has T - 1 rows.)
 #
 # An anchor is a row that slots follow. When drafting, it is the newest row. In
@@ -248,8 +248,8 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     y = F.pad(y[:, 2:], (0, U), value=-1)  # (B, T - 2 + U)
     labels = y.unfold(1, U, 1)  # (B, T - 1, U): row i learns y_(i+2) to y_(i+1+U)
 
-    # Draw anchors among the rows whose labels all lie in the answer. They follow from a
-    # sequence's own seed, so that it does not matter how a batch is split.
+    # Draw anchors among the rows whose labels all lie in the answer. They depend on the
+    # sequence's own seed alone, so it does not matter how a batch is split.
     whole = (labels >= 0).all(-1).cpu()
     anchors = torch.full((len(y), drafter.config.anchors), -1)
     for b, seed in enumerate(batch.seed.tolist()):
@@ -307,8 +307,8 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
 def first_token_log_q(log_q: Tensor) -> Tensor:
     """Log-probability (W, Vd) that each token comes first; log_q: (W, S, Vd + 1).
 
-    It is the sum over all alignments whose sequence begins with the token. The
-    probabilities add up to less than 1, by that of the alignment of blanks alone.
+    It is the sum over all alignments whose sequence begins with the token. So the
+    probabilities add up to 1 minus the probability that all slots are blank.
     """
     # The token in slot j comes first if slots 1 to j - 1 are blank, whatever the later
     # slots hold.
@@ -439,9 +439,7 @@ def prefix_search(
     # with it, whatever the later slots hold. So the probability that we look for is the
     # sum over the slots of the probability that this slot completes it.
     prefixes = defaultdict(float)
-    kept = {
-        (): (1.0, 0.0)
-    }  # {prefix: (in_blank, in_token)}; at first nothing can merge
+    kept = {(): (1.0, 0.0)}  # {prefix: (in_blank, in_token)}; nothing can merge yet
     for *pairs, (_, q_blank) in choices:
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
@@ -529,9 +527,9 @@ def likeliest_combinations(
 
 
 def token_tree(ids: Tensor, ranked: dict, nodes: int, first=()) -> common.Draft:
-    """A Draft of the `nodes` likeliest sequences: a trie, where a node ends each.
+    """A Draft of the `nodes` likeliest sequences: a trie, in which each ends at a node.
 
-    ids: on the device of the target. ranked: {sequence: probability}.
+    ids: any ids on the device of the target. ranked: {sequence: probability}.
     first: the sequences of the first nodes, whatever their rank.
     """
     node_of = {(): -1}  # {sequence: its node}
@@ -658,10 +656,11 @@ if __name__ == "__main__":
 #
 # Deviations from the paper, and choices where it is silent:
 #     1. The layer also reads the embedding of the next token, as the authors' does; Eq.
-#        9 has hidden states alone. How slots start, what they attend to and the blank's
-#        own logit are ours, because the paper does not say. The layer starts with the
-#        weights of the target's top layer. Besides it we train the fusion of its
-#        inputs, a vector for each slot, the blank's weights and three norms.
+#        9 has hidden states alone. The slots read the whole text, as in 4.3. How they
+#        start, that they read each other and the blank's own logit are ours, because
+#        the paper does not say. The layer starts with the weights of the target's top
+#        layer. Besides it we train the fusion of its inputs, a vector for each slot,
+#        the blank's weights and three norms.
 #     2. The loss is the sum of -log P (Eq. 1); Eq. 2 maximises the sum of P. With
 #        `first_token`, which is 1 in the shipped drafter, a cross-entropy of the first
 #        token is added.
@@ -669,15 +668,17 @@ if __name__ == "__main__":
 #        and masks what falls away. Here sequences of all lengths make a trie, and the
 #        default, `prefixes`, ranks them by sums over alignments. The blank is always
 #        among a slot's choices; in the paper it is one of the k likeliest symbols or
-#        left out. `none` never drafts blanks; in Table 2 they stay in the drafts that
-#        are not transformed, and spoil them.
+#        left out. `none` never drafts blanks; in Table 2 blanks and repeats stay in
+#        the drafts that are not transformed, and spoil them (4.3).
 #     4. Only frequent tokens are drafted, and labels are chosen among them
 #        (`draft_vocab`). A step learns at 64 random places of a text at most
 #        (`anchors`).
-#     5. The paper decodes greedily. Here, when sampling, the first token is drawn.
+#     5. The paper's example decodes greedily (3.3), and 4.1 names no temperature. Here,
+#        when sampling, the first token is drawn.
 #     6. The learning rate is 2e-3, later 1e-3 (4.1: 3e-5). The norm of the gradients is
-#        clipped at 1 (4.1: at .5), and texts are cut at 384 or 512 tokens (4.1: at
-#        2048). The target wrote them; the paper's are from ShareGPT.
+#        clipped at 1 (4.1: gradients at .5, without saying how), and texts are cut at
+#        384 or 512 tokens (4.1: at 2048). The target wrote them; the paper's are from
+#        ShareGPT.
 #
 # Section 2 prints the probability of acceptance upside down: min(1, p'/p), where p' is
 # the drafter's. `common.draw` accepts with min(1, p/p').
@@ -689,7 +690,8 @@ if __name__ == "__main__":
 #       loss equals ours on the same logits. The S = 6 slots, for U = 3 labels, are
 #       consecutive places of the text. We took S and U from there.
 #     - A place learns if its input token is in the answer, so the first tokens of an
-#       answer are never learned. Here a window is learned if all its labels are in it.
+#       answer are never learned. Here an anchor's window is learned if all its labels
+#       are in the answer.
 #     - It trains for 21 epochs (the loop over 20 includes both ends) with 2000 steps of
 #       warm-up, clips each gradient value at .5, and cuts texts at 1600 tokens.
 #     - The blank is the token <unk>. k is 10, and the tree is Medusa's, of 63 nodes.

@@ -106,8 +106,8 @@ class Drafter(
 
         hidden: (B, r, D), of B sequences or branches.
         token_ids: (B, r), each one step ahead of its hidden state.
-        state: what the LSTM made of the slots before these, two (2, B, D); None before
-            the first slot. A linear layer ignores it, and its new state is ().
+        state: the LSTM's after the slots before these, two (2, B, D); None before the
+            first slot. A linear layer ignores it, and its new state is ().
         Returns fused slots (B, r, D), and the new state.
         """
         embeds = target.get_input_embeddings()(token_ids)
@@ -139,9 +139,9 @@ class Drafter(
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """An untrained drafter for the target, whose shape it adds to the config.
 
-    A linear fusion starts as the sum of its halves, and an LSTM at random. The layers
-    get the weights of the target's top layers, where shapes are equal, or without norms
-    random ones, as in the authors' code.
+    A linear fusion starts as the sum of its two inputs, and an LSTM starts at random.
+    The layers start with the weights of the target's top layers, where shapes are
+    equal. Without norms they start at random, as in the authors' code.
 
     token_counts: (V,) how often each token occurs in the training data.
     """
@@ -231,7 +231,7 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
     if drafter.config.k > 1:
         mask = relaxed_mask(length, drafter.config.k, slots.phase)
     fused, _ = drafter.fuse(target, slots.hidden, slots.token_ids)
-    with common.only_at(slots.learns, drafter.layers[-1]):  # saves time alone
+    with common.only_at(slots.learns, drafter.layers[-1]):  # only saves time
         h_draft = drafter.attend(target, fused, positions, mask)[slots.learns]
     head = common.draft_head(target, drafter.vocab_ids)
     logits = head.to(h_draft.dtype)(h_draft)
@@ -252,13 +252,15 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
         target's. Their number in a sequence is d, the Hamming distance.
     learns: (B, S) bool. rate: lambda.
     seed: (B,), which gives the phase of `relaxed_mask` and the random numbers.
-    Returns (B, S) bool, True where revealed; fewer than N where all runs hold fewer.
+    Returns (B, S) bool, True where revealed. If the runs of a sequence have fewer than
+    N slots together, all of them are revealed.
     """
-    # The paper reveals runs of slots "preceding those to be predicted" (Figure 2). So a
-    # run starts a complete block whose slots all learn, and leaves out its last slot,
-    # which learns from the labels before it. Figure 2 samples slots; that blocks are
-    # uniform, and lengths from 1 to k - 1, is our reading. In the authors' code a run
-    # starts at any k-th slot that has a loss, and for k > 2 there are N / k runs.
+    # The paper reveals runs of slots "preceding those to be predicted" (3.2). So a run
+    # starts a complete block whose slots all learn, and leaves out its last slot, which
+    # learns from the labels before it. The paper does not say how runs are chosen: we
+    # draw the blocks uniformly, and their lengths uniformly from 1 to k - 1. In the
+    # authors' code a run starts at any k-th slot that has a loss, and for k > 2 there
+    # are N / k runs.
     revealed = torch.zeros_like(learns, device="cpu")
     learning = learns.cpu()
     for sequence, own_seed in enumerate(seed.tolist()):
@@ -279,7 +281,8 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 def reveal(drafter: Drafter, target, slots: Slots, best: Tensor, batch) -> Slots:
     """CSGD (3.2, Figure 2): feed some slots their labels, in proportion to the errors.
 
-    best: (M,) the target's likeliest token, as a column, where slots learn.
+    best: (M,) which column of the logits is the target's likeliest token's, of the
+        slots that learn.
 
     In the header's example the first slot is revealed. The second one can now read x_4:
 
@@ -342,7 +345,8 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft), summed over the M slots that learn, and M.
 
     The mean is the probability that a token of a first pass, drawn at temperature 1, is
-    accepted after the text. The alpha of 4.2 is another quantity, accepted / tau.
+    accepted after the text. The alpha of 4.2 is another quantity, the share of accepted
+    draft tokens in the answer.
     """
     slots = training_slots(drafter, batch)
     _, logits, labels = predict(drafter, target, slots)
@@ -630,7 +634,7 @@ def choose_nodes(drafter, plan: Plan, nodes: slice, logits, tokens, chances) -> 
 
 
 def draw_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int]):
-    """Draw siblings one after another, without replacement (appendix A).
+    """Draw siblings one after another (appendix A), as the authors without replacement.
 
     Yields pairs of a token (1,) and the q_draft (V,) that it was drawn from, until the
     logits processors allow none of the tokens that are left.
@@ -659,8 +663,9 @@ def draw_nodes(
 
     logits: (b, k, Vd) of the pass.
     tokens: (N,) of all nodes, changed in place.
-    texts: {node: the tokens drafted down to it}, for the root {-1: []}, of those nodes
-        so far below which the text may continue. New ones are added.
+    texts: {node: the tokens drafted down to it}, with {-1: []} for the root. It has the
+        nodes of earlier passes below which the text may continue, and gets those of
+        this one.
     Returns {node: q_draft (V,)} of the nodes drawn.
     """
     probs = {}
@@ -753,42 +758,42 @@ if __name__ == "__main__":
 #     text, where the paper says the target's. The figure replaces the first 1 to 3 of
 #     four slots. Here a run of slots lies in a complete block whose slots all learn,
 #     and leaves out the block's last slot, so with k = 2 it is one slot. A short text
-#     may have too few such blocks for N. Whether revealed slots have a loss the paper
-#     does not say; here they have none. lambda falls by steps instead of epochs.
+#     may have too few such blocks for N. The paper does not say whether revealed slots
+#     have a loss; here they have none. lambda falls by steps instead of epochs.
 #  3. In training, blocks are counted from a random slot. When drafting they are counted
 #     back from the newest one. With several layers, cached rows are not recomputed when
 #     the borders of blocks move (`first_pass`), which is an approximation.
 #  4. The feature, the embedding, the first layer's input and the prediction each have a
 #     norm, which the authors' drafters lack, and layers start as the target's top ones.
-#     EAGLE's drafter has a tau 6% lower without both (results/log/training.md).
+#     Without both, tau of EAGLE's drafter is 6% lower (results/log/training.md).
 #  5. Only frequent tokens are drafted (`draft_vocab`), and only they enter L_dist and
 #     the Hamming distance. The label of L_hard is the target's likeliest token.
-#  6. CSGD's first pass is without noise, and in its second one revealed labels are
-#     noisy.
+#  6. CSGD's first pass has no noise. In the second pass the revealed labels get noise
+#     as well.
 #  7. The default tree has 13 nodes in two passes; `paper_tree` has 118 in four.
 #  8. Branches that continue the same one are fed the same predictions, as in the
 #     authors' code; in Figure 1 each has its own. Siblings are drawn without
-#     replacement, also as there; appendix A does not say. Logits processors judge what
-#     earlier siblings leave. If they allow no token, a sibling is left out of the
-#     draft, and so is all that would be below it.
+#     replacement, as in the authors' code; appendix A only says that m tokens are
+#     sampled. Logits processors judge what earlier siblings leave. If they allow no
+#     token, a sibling is left out of the draft, and so is all that would be below it.
 #  9. The shipped drafter has linear fusion like EAGLE's, omega_dist = 1, nine nodes,
 #     and a last stage without CSGD, which did not raise `acceptance` here (checkpoints/
 #     README.md).
 #
 # Authors' code. Its drafting was run beside this file's, with the same random weights.
-# Apart from what follows, and from 4, forwards, losses, drafts, trees and the greedy
-# verification agree:
-#  - As published the forward does not run: it hands on what the LSTM returns, a tuple
-#    of output and state, to the first layer. The LSTM has dropout .1, and without
-#    batch_first it takes the sequences of a batch for steps in time. So in batches of
-#    one it has no memory.
-#  - A slot learns if x_i is a token of the answer, here if x_(i+k+1) is. So there no
-#    slot learns to predict the answer's first k + 1 tokens.
+# Apart from what follows and from deviation 4, forwards, losses, drafts, trees and the
+# greedy verification agree:
+#  - As published, the forward does not run, because it passes to the first layer all
+#    that the LSTM returns, a tuple of output and state. The LSTM has dropout .1, and
+#    without batch_first it takes the sequences of a batch for steps in time. So in
+#    batches of one it has no memory.
+#  - A slot learns if x_i is a token of the answer, here if x_(i+k+1) is. So in their
+#    training no slot learns to predict the answer's first k + 1 tokens.
 #  - Blocks are counted from the first slot in training, and when drafting from the
 #    first slot that is fed in the round. With k = 2 the newest slot is then often alone
 #    in its block, and the slot that drafts the next token has not seen it. With the
-#    shipped drafter and their rule tau is 2.224, with ours 2.271, and .702 of the
-#    rounds have an accepted token, with ours .744 (nine prompts, 48 tokens each,
+#    shipped drafter tau is 2.224 by their rule and 2.271 by ours, and the share of
+#    rounds with an accepted token is .702 and .744 (nine prompts, 48 tokens each,
 #    greedy).
 #  - lambda falls from .45 to .10, in 21 epochs: the loop makes one more than
 #    num_epochs. A run starts at every k-th slot that has a loss, wherever its block
@@ -799,7 +804,7 @@ if __name__ == "__main__":
 #    both distributions at a temperature of .95.
 #  - Each value of the gradient is clipped at .5. There are 2000 steps of warm-up, and
 #    texts are cut at 2048 tokens.
-#  - Trees are lists of rank paths, of which the ranks are not read. Siblings are
+#  - Trees are lists of paths of ranks, but the ranks are not read: siblings are only
 #    counted, so the list kmask2_8layer_tree_3 gives the nodes of `paper_tree`.
 #  - When sampling, its verification puts the newest committed token to the test again,
 #    and looks up by pass what belongs to a level. Of 20,000 simulated draws 8,506 ended

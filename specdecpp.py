@@ -348,7 +348,7 @@ def drafts(decoding, drafter, **changes):
         speculate(specdecpp.drafts, specdecpp.wrap(lm, target, drafter))
 
     changes: other values for fields of the Config with decode=True. threshold and
-        max_draft count with stop="head" alone, and gamma with stop="fixed".
+        max_draft matter only with stop="head", and gamma only with stop="fixed".
     Raises UserError if the draft model cannot be used, or if stop is "head" and no head
     has been trained.
     """
@@ -421,10 +421,10 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
     c1, c2: t_draft and t_target - t_draft.
     delta: depends on the policy, the prompt, both models, c1 and c2; it is not known.
     """
-    # How we read the bound, without its proof in appendix D: if a token is rejected, to
-    # continue wastes at least a pass, c1. If none is, to stop costs at most c2 + delta
-    # more than to continue. At the bound R c1 = (1 - R)(c2 + delta). With the paper's
-    # times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
+    # How we read the bound, without its proof in appendix D: if a token is rejected,
+    # continuing wastes at least a pass, c1. If none is, stopping costs at most c2 +
+    # delta more than continuing. At the bound R c1 = (1 - R)(c2 + delta). With the
+    # paper's times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
     #
     # Do not use it as h: delta is unknown, stopping may be cheaper at a smaller R as
     # well (the condition is sufficient, not necessary), and 1 - p^ is not R, because
@@ -445,7 +445,7 @@ class DraftModel(NamedTuple):
     embed: nn.Module | None  # the target's, for copied layers; an LM has its own
     lm_head: Callable  # hidden states (..., D) to logits (..., Vd)
     vocab_ids: Tensor  # (Vd,) the ids that the logits belong to
-    context: int | None  # most tokens that an LM reads
+    context: int | None  # how many tokens an LM can read
 
     def hidden(self, ids: Tensor, cache=None) -> Tensor:
         """Last hidden states (B, T, D) of ids (B, T), after those of the cache."""
@@ -487,8 +487,8 @@ def draft_model(drafter: Drafter, target) -> DraftModel:
     """The draft model of a drafter; an LM that its config names is loaded once."""
     if drafter.body is not None:
         decoder = drafter.body.eval()  # drafting has no dropout, so training has none
-        # Without the target's soft cap, and without its bias unless the head can only
-        # be called: the layers learn so.
+        # These logits lack the target's soft cap, and also its bias, unless the head
+        # can only be called. The layers learn with the same logits.
         lm_head = common.draft_head(target, drafter.vocab_ids).to(decoder.dtype)
         embed = target.get_input_embeddings()
         return DraftModel(decoder, embed, lm_head, drafter.vocab_ids, None)
@@ -660,7 +660,8 @@ if __name__ == "__main__":
 #    two that are shipped, 0 and 29, agree with the target at 58% of the places of its
 #    greedy answers, the paper's pair at about 84% (2.1: with the best stopping times
 #    N_target / N is .164, and N_target is one more than the disagreements). What the
-#    head gains with them, and what limits it, is in results/README.md ("Stop rules").
+#    head gains with them, and what limits it, is in results/log/decoding.md ("Stop
+#    rules of SpecDec++").
 # 2. Copied layers draft frequent tokens only (`draft_vocab`).
 # 3. Labels are greedy by default: P_t is 1 where the likeliest tokens of both models
 #    are the same, else 0. With a `temperature` of 1 they are the paper's, if the target
@@ -675,14 +676,15 @@ if __name__ == "__main__":
 
 # Its head applies one residual block D times, so it has as many weights for D = 3 as
 # for D = 1. Here there are D blocks, which is how we read the paper's "(D+1)-layer
-# ResNet". It has two outputs and a softmax, ours one logit and a sigmoid (Eq. 3.1). It
-# draws Y and Z once, before the training. It skips the slip in Algorithm 2 (i = 1).
+# ResNet". Its head has two outputs and a softmax, ours one logit and a sigmoid (Eq.
+# 3.1). Their code draws Y and Z once, before the training, and it does not have the
+# slip of Algorithm 2 (i = 1).
 #
 # Three things are taken from it, because sections 1 to 6 do not state them (the
 # appendices were not read): r is 15%, the loss is divided by the sum of its weights,
 # and a draft ends after an end-of-sequence token.
 #
-# In the last rounds of an answer it drafts beyond the greatest length, and such tokens
-# count as discarded. Ours drafts no further than the answer may go.
+# In the last rounds of an answer their code drafts beyond the maximum length, and such
+# tokens count as discarded. Ours stops where the answer must end.
 #
 # In the paper's Table 1 the two rows are exchanged.
