@@ -58,7 +58,7 @@ class Config:
 
 VARIANTS = {  # named settings for bench.py, as in --method cape:cpu
     "none": {"sizes": [0], "bounds": []},  # the trajectory alone
-    "fixed": {"sizes": [4], "bounds": []},  # 5.4 (if its 4 are all extras)
+    "fixed": {"sizes": [4], "bounds": []},  # 5.4, if its 4 leave out the drafted token
     # Fitted to the shipped GLIDE on two CPU cores. gamma is not a field of this Config:
     # bench.py gives it to the method whose chains are expanded.
     "cpu": {"gamma": 3, "sizes": [2, 1, 1, 0]},
@@ -184,7 +184,8 @@ if __name__ == "__main__":
 #  1. Section 4.2 and Algorithm 1 differ, and 4.2 is followed. The sizes of Algorithm 1,
 #     8, 6, 4 and 2, count the drafted token as well, so they are 4.2's 7, 5, 3 and 1.
 #     But its floor(10 p) gives 5, 3 and 1 extras at p = .3, .6 and .8, where 4.2 gives
-#     7, 5 and 3. (No float32 has these values.) At p = 1 it points beyond the end of S.
+#     7, 5 and 3. (No float32 is exactly .3, .6 or .8.) At p = 1 it points beyond the
+#     end of S.
 #  2. The paper evaluates CAPE greedily (5.1). When sampling, the extras are drawn as
 #     well, without replacement. After a rejection the target's token follows the
 #     residual, which is what q_draft has too little of, so q_draft's likeliest tokens
@@ -196,8 +197,8 @@ if __name__ == "__main__":
 #  5. The paper gives no gamma for CAPE. bench.py and the demo draft 4 tokens, as the
 #     authors' code does. But the shipped GLIDE was trained with blocks of 3, so at its
 #     fourth token it lacks one more of the target's rows than it ever did in training.
-#  6. The limit of 32 draft tokens (5.3) is kept because 4 x (1 + 7) = 32. It is not
-#     enforced.
+#  6. The limit of 32 draft tokens (5.3) holds with gamma 4, because 4 x (1 + 7) = 32.
+#     Nothing enforces it.
 #
 # Authors' code. It was run beside this file with the same random weights, and all 30
 # nodes of its draft are the same. gamma is fixed at 4. S is looked up by floor(10

@@ -1675,4 +1675,6 @@ def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
     target.generate(**inputs, custom_generate=decode, max_new_tokens=128)
     tau = stats.emitted / stats.target_forwards
     accepted = f"{green}{sum(stats.accepted)} accepted from the drafter{reset}"
-    print(f"\n\n{stats.emitted} tokens, {accepted}; {tau:.2f} per target forward")
+    print(
+        f"\n\n{stats.emitted} tokens, {accepted}; {tau:.2f} tokens per target forward"
+    )

@@ -126,7 +126,7 @@ class AcceptanceHead(nn.Module):
 # last hidden states (B, T, D), and model.logits of these logits (..., Vd) of the tokens
 # model.vocab_ids.
 
-KEEP = 0.15  # the share of X in Z, r / 100 (3.3); the value is the authors' code's
+KEEP = 0.15  # the share of X in Z (see `mix`), r / 100; the authors' code's value
 
 
 @torch.no_grad()
@@ -147,8 +147,8 @@ def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     #    and labelled after X_1 to X_(t-1).
     temperature = drafter.config.temperature
     drafted, accept_prob = draw_labels(model, target, batch, for_y, temperature)
-    # 3. The head learns from hidden states at draft tokens, and X holds hardly any (the
-    #    sparse signal of section 1). So one pass reads Z, in which most tokens are Y_t.
+    # 3. The head learns from hidden states at draft tokens, and X holds hardly any (a
+    #    sparse signal, as section 1 says). So one pass reads Z, of which most is Y.
     mixed, judged = mix(batch, drafted, for_z, KEEP)
     # 4. Thus e_t is read after Z_1 to Z_(t-1) and Y_t, though P_t was computed after
     #    X_1 to X_(t-1). The paper accepts this difference.
@@ -242,7 +242,8 @@ def loss(drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     # biases s, so h is a number to tune and not a probability: the loss is smallest at
     # s = P / (P + w_rej (1 - P)), which is less than P if w_rej > 1. For w_rej = 6 and
     # P = .72 that is s = .3, so a round ends as soon as P(y_1 is rejected) > .28
-    # although h = .7. (Heads with w_rej = 1, 3 or 6 are equally fast here once h is
+    # although h = .7. So a larger w_rej makes drafts shorter, and a larger h makes them
+    # longer. (Heads with w_rej = 1, 3 or 6 are equally fast here once h is
     # tuned for each, see results/log/training.md.)
     weight_acc = accept_prob
     weight_rej = drafter.config.w_rej * (1 - accept_prob)

@@ -81,8 +81,8 @@ def train(args, module, overrides: dict) -> None:
     measured = {}
     if progress < 1:
         say(
-            f"{len(held_out) + len(answers)} conversations are read first, on which "
-            "alpha is measured (--held-out, --eval)"
+            f"first reading the {len(held_out) + len(answers)} conversations on which "
+            "alpha is measured (--held-out, --eval); --minutes begins after that"
         )
         measured["alpha"] = features.batches(held_out)
         measured["eval_alpha"] = features.batches(answers)

@@ -1180,7 +1180,7 @@ def test_the_demo_streams_and_sets_accepted_tokens_apart(
     )
     assert answer == tokenizer.decode(whole, skip_special_tokens=True)
     counts = f"{len(whole)} tokens, 2 accepted from the drafter"
-    assert last == f"{counts}; 1.02 per target forward\n"
+    assert last == f"{counts}; 1.02 tokens per target forward\n"
 
 
 def test_a_model_that_names_no_kinds_of_layers_slides_if_it_has_a_window():
