@@ -634,7 +634,7 @@ def choose_nodes(drafter, plan: Plan, nodes: slice, logits, tokens, chances) -> 
 
 
 def draw_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int]):
-    """Draw siblings one after another (appendix A), as the authors without replacement.
+    """Draw siblings (appendix A) without replacement, as the authors' code does.
 
     Yields pairs of a token (1,) and the q_draft (V,) that it was drawn from, until the
     logits processors allow none of the tokens that are left.
