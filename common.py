@@ -669,7 +669,7 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
         if name is None:
             try:
                 from support import default_target
-            except ModuleNotFoundError:
+            except ImportError:  # no support/, or one without this file
                 raise UserError(
                     "the default target needs support.default_target, which cannot be "
                     "imported here: name a target, by its id or folder"
@@ -1039,7 +1039,7 @@ def _drafter_folder(path, hub: dict) -> Path:
     if (folder / "config.json").is_file():
         return folder
     missing = f"no drafter in {path}"
-    remedy = f"make one with train.py --out {path}"
+    remedy = f"name another folder, or make one with train.py --out {path}"
     # An id is owner/name, where owner is not a local folder.
     is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not folder.parent.is_dir()
     if not is_id:

@@ -5,11 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import chat
 import pytest
 
+import common
 from support import cli
 
 ROOT = Path(__file__).parent.parent
@@ -70,6 +72,14 @@ def test_a_script_that_lacks_a_file_ends_with_one_line(told, folder, said):
     assert lines[0].startswith(f"{Path(folder).name}.py: {said}")
 
 
+def test_a_copied_support_folder_may_lack_the_default_target(monkeypatch):
+    """As one that holds packed.py alone."""
+    monkeypatch.delitem(sys.modules, "support.default_target", raising=False)
+    monkeypatch.setitem(sys.modules, "support", types.ModuleType("support"))
+    with pytest.raises(common.UserError, match=NO_TARGET):
+        common.load_target()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["launches", "pictures", "stop_rules", "tables"])
 def test_a_tool_of_results_starts_as_a_script(tmp_path, name):
@@ -86,6 +96,7 @@ def test_kernels_and_copies_are_counted_among_the_profilers_events(tmp_path):
     """In a process of its own, because pretend.py must be imported first."""
     code = """
 import sys
+import types
 from types import SimpleNamespace
 sys.path.insert(0, sys.argv[1])
 import launches

@@ -123,7 +123,7 @@ def test_what_is_downloaded(llama, tmp_path, monkeypatch):
         str(tmp_path / "no" / "such"),
         "a/b/c",
     ):
-        with refused(f"no drafter in {name}; make one with train.py --out {name}"):
+        with refused(f"no drafter in {name}; name another folder, or make one with"):
             common.load_drafter(module.Drafter, name, llama)
     assert len(asked) == 1
     (tmp_path / "there" / "config.json").unlink()
