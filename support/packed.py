@@ -55,7 +55,7 @@ def pack(
 
     kernels: for one token and for several; None: what is measured to be the fastest.
     choose: measures in place of `fastest`, for a caller who remembers what it found.
-    attention: `pack_exactly` takes another one.
+    attention: the name of the attention function that the model gets instead of sdpa.
     The model itself stays as it was. It is returned where there is nothing to pack: on
     a GPU, and in a dtype without kernels. `model.kernels` of what is returned tells the
     choice.
@@ -90,9 +90,10 @@ def pack(
 def pack_exactly(model: nn.Module) -> nn.Module:
     """As `pack`, of a causal LM that then verifies to the bit.
 
-    Its hidden states and logits of a verification have the very bits that it gives in
-    plain decoding, so a greedy answer cannot differ even where two logits are as good
-    as equal. A verification takes longer: see results/log/decoding.md.
+    Its hidden states and logits in a verification have the very bits that it gives in
+    plain decoding, so a greedy answer is the same even where two logits are as good as
+    equal. That is tried on the model itself, with up to 40 tokens at once. A
+    verification takes longer: see results/log/decoding.md.
     Raises ValueError where no kernel of this processor does that.
     """
     kernels = candidates(model)
