@@ -133,6 +133,7 @@ def load(args) -> tuple:
             "answers are asked as plain lines",
             file=sys.stderr,
         )
+    common.check_target(stock)  # first, because packing takes its layers apart
     return stock, packed.pack(stock, choose=kernels.fastest), tokenizer
 
 

@@ -314,7 +314,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     states, logits = training_pass(drafter, target, batch)
     vocab_ids = drafter.vocab_ids  # (Vd,)
     if drafter.config.distill:
-        # p_target, normalised over the tokens that the drafter can propose.
+        # `teacher` knows p_target, normalised over the tokens that the drafter can
+        # propose. -sum_x p(x) log q(x) = logsumexp(logits) - sum_x p(x) logit_x.
         teacher = common.teacher(target, batch, vocab_ids, batch.predicts)
         cross_entropy = logits.logsumexp(-1) - teacher.expected_logit(states)  # (M,)
         return cross_entropy.sum(), len(logits)

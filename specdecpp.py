@@ -232,6 +232,7 @@ def loss(drafter, target, batch) -> tuple[Tensor, Tensor | int]:
         ours, _ = response_hidden(model, batch)
         logits = model.logits(ours)  # (M, Vd)
         teacher = common.teacher(target, batch, model.vocab_ids, batch.predicts)
+        # -sum_x p(x) log q(x) = logsumexp(logits) - sum_x p(x) logit_x
         cross_entropy = logits.logsumexp(-1) - teacher.expected_logit(ours)  # (M,)
         return cross_entropy.sum(), len(logits)
 
