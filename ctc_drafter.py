@@ -19,8 +19,9 @@ not choose: see "The blank" at the end of this file.) In decoding, the likeliest
 sequences are drafted, as a tree.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
-`q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. In Tables 1
-and 2 beta means the tokens per forward of the target (tau).
+`q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. Its base
+token is the newest token, and its raw sequences are alignments. In Tables 1 and 2 beta
+is the number of tokens per forward of the target (tau).
 
 Deviations from the paper and what the authors' code does: at the end of this file.
 
@@ -657,10 +658,10 @@ if __name__ == "__main__":
 # Deviations from the paper, and choices where it is silent:
 #     1. The layer also reads the embedding of the next token, as the authors' does; Eq.
 #        9 has hidden states alone. The slots read the whole text, as in 4.3. How they
-#        start, that they read each other and the blank's own logit are ours, because
-#        the paper does not say. The layer starts with the weights of the target's top
-#        layer. Besides it we train the fusion of its inputs, a vector for each slot,
-#        the blank's weights and three norms.
+#        start, that they read each other, and that the blank has a logit of its own are
+#        our choices, because the paper does not say. The layer starts with the weights
+#        of the target's top layer. Besides it we train the fusion of its inputs, a
+#        vector for each slot, the blank's weights and three norms.
 #     2. The loss is the sum of -log P (Eq. 1); Eq. 2 maximises the sum of P. With
 #        `first_token`, which is 1 in the shipped drafter, a cross-entropy of the first
 #        token is added.
