@@ -372,18 +372,16 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
 
     q_slots: (S, Vd + 1). symbols: how many tokens, the "top k" of 3.3.
     """
-    # Of equally likely tokens, topk may keep others than argmax would. That can cost
-    # acceptance, but it cannot change the text.
     best = q_slots[:, :-1].topk(min(symbols, len(vocab_ids)))  # (S, k)
     ids = F.pad(vocab_ids[best.indices], (0, 1), value=BLANK)  # (S, k + 1)
     q = torch.cat([best.values, q_slots[:, -1:]], dim=1)
-    return [list(zip(*slot)) for slot in zip(ids.tolist(), q.tolist())]
+    both = zip(ids.tolist(), q.tolist())
+    return [list(zip(slot_ids, slot_q)) for slot_ids, slot_q in both]
 
 
 # Which sequences are drafted? There are three answers, one for each `transform`. Take
-# two slots. Slot 1 holds a (.6) or e (.4), slot 2 holds a (.2), b (.5) or e (.3). These
-# are the alignments of slot 1 alone and of both slots, with the sequences that they
-# become:
+# two slots. Slot 1 holds a (.6) or e (.4), slot 2 holds a (.2), b (.5) or e (.3). The
+# alignments of slot 1 alone and of both slots become these sequences:
 #
 #     a       .6             a
 #     e       .4             (nothing)
@@ -396,7 +394,7 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
 #
 # A node of the tree is a sequence, and the tree has those that rank highest:
 #
-#     prefixes      a .68   a b .30   b .20      the probability that what the slots
+#     prefixes      a .68   a b .30   b .20      the probability that what all slots
 #                   become begins with it; for a it is .60 + .08 (`prefix_search`)
 #     alignments    a .60   a b .30   b .20      the probability of the likeliest
 #                   alignment that becomes it (`likeliest_alignments`)
@@ -427,21 +425,21 @@ def prefix_search(
     eos_ids, room: see `complete`.
     """
     # The slots are read one after another. `kept` has the probability that those read
-    # so far have become exactly a prefix, as a sum of two: that the last of them is
-    # blank, and that it holds a token. They decide what the next slot does to the
-    # prefix. For the prefix a:
+    # so far become exactly a prefix. It is in two parts, because a token that repeats
+    # the prefix's last one merges unless a blank comes between them: in one part the
+    # last slot is blank, in the other it holds a token. For the prefix a:
     #
     #     next slot    if the last one is blank    if the last one holds a token, a
     #     e            a                           a
     #     a            a a                         a    it merges
     #     b            a b                         a b
     #
-    # In an alignment, one slot completes the prefix. From there on the sequence begins
-    # with it, whatever the later slots hold. So the probability that we look for is the
-    # sum over the slots of the probability that this slot completes it.
+    # In an alignment, one slot adds the prefix's last token. From there on the sequence
+    # begins with the prefix, whatever the later slots hold. So the probability that we
+    # look for is the sum over the slots of the probability that this slot adds it.
     prefixes = defaultdict(float)
     kept = {(): (1.0, 0.0)}  # {prefix: (in_blank, in_token)}; nothing can merge yet
-    for *pairs, (_, q_blank) in choices:
+    for *pairs, (_, q_blank) in choices:  # a slot's tokens, and then its blank
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
         for prefix, (in_blank, in_token) in kept.items():
@@ -454,12 +452,12 @@ def prefix_search(
                 if prefix[-1:] == (token,):
                     new_token[prefix] += in_token * q  # it merges
                     entering = in_blank * q
-                if entering > 0:  # this slot completes a longer prefix
+                if entering > 0:  # this slot adds the last token of a longer prefix
                     longer = (*prefix, token)
                     new_token[longer] += entering
                     prefixes[longer] += entering
-        # The next slot continues the likeliest. If one that is dropped here comes back
-        # from a shorter one, what it had is lost, so its sum may be too small.
+        # The next slot continues the likeliest alone. What a dropped prefix had is lost
+        # for all that are longer, so their sums may be too small.
         total = {p: new_blank[p] + new_token[p] for p in new_blank | new_token}
         likeliest = heapq.nlargest(candidates, total, key=total.get)
         kept = {p: (new_blank[p], new_token[p]) for p in likeliest}
@@ -476,7 +474,7 @@ def likeliest_alignments(
     choices: from `top_symbols`. eos_ids, room: see `complete`.
     """
     # The paper's alignments fill all slots. Here one may fill the first slots alone, so
-    # that a sequence and its beginnings are all ranked.
+    # that the beginnings of a sequence are ranked as well.
     #
     # The heap holds alignments that have not been collapsed yet, the likeliest on top.
     # Another slot can only make an alignment less likely. So alignments leave the heap
@@ -490,7 +488,7 @@ def likeliest_alignments(
             break
         sequence = collapse(alignment)
         # What an alignment can still become depends only on its length, its sequence
-        # and its last symbol. So one that equals a likelier one in these is left out.
+        # and its last symbol. So of those that agree in these, the likeliest is enough.
         state = (len(alignment), sequence, alignment[-1:])
         if state in seen:
             continue
@@ -520,8 +518,8 @@ def likeliest_combinations(
             for token, q in pairs
             if q > 0
         }
-        # A sequence is never likelier than its beginning. So one whose beginning is not
-        # among the `nodes` likeliest of a length is not among the `nodes` likeliest.
+        # A sequence is never likelier than its beginning. So if `nodes` sequences are
+        # likelier than the beginning, nothing that continues it is needed.
         level = {s: longer[s] for s in heapq.nlargest(nodes, longer, key=longer.get)}
         ranked |= level
     return ranked
@@ -535,7 +533,7 @@ def token_tree(ids: Tensor, ranked: dict, nodes: int, first=()) -> common.Draft:
     """
     node_of = {(): -1}  # {sequence: its node}
     for sequence in [*first, *sorted(ranked, key=ranked.get, reverse=True)]:
-        if len(node_of) > nodes:
+        if len(node_of) > nodes:  # the root counts as well
             break
         # A sequence is at least as likely as those that continue it, so its node is
         # there before theirs. But rounding may put equals into the wrong order.
@@ -561,12 +559,11 @@ class Memory:
 def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     """One pass: log-probabilities (S, Vd + 1) of the slots after the newest token."""
     # Each token that the last round committed makes a row, with the hidden state before
-    # it; in the first round, each token of the prompt but its first.
+    # it; in the first round, each token of the prompt but the first does.
     hidden = decoding.hidden  # (1, n, D)
     n = hidden.shape[1]
     read = memory.cache.get_seq_length() + n
-    message = "ask for a draft in every round, from the first"
-    assert read == decoding.ids.shape[1] - 1, message
+    assert read == decoding.ids.shape[1] - 1, "ask for a draft in every round"
     next_ids = decoding.ids[:, -n:]  # (1, n)
     anchor = next_ids.new_full((1, 1), n - 1)  # the newest row: its slots read all
     states = drafter(decoding.target, hidden, next_ids, anchor, cache=memory.cache)
@@ -575,7 +572,7 @@ def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
 
 
 def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
-    """The tree of a pass: the likeliest sequences, and when sampling a drawn token.
+    """The likeliest sequences as a tree; when sampling, its first node is drawn.
 
     log_q: (S, Vd + 1), the blank last. vocab_ids: (Vd,).
     """
@@ -589,26 +586,24 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
         ranked = likeliest_combinations(choices, config.nodes, *limits)
         log_q = log_q[:1]  # only slot 1 may hold the first token
 
-    # A token that was chosen is accepted with the target's probability of it, p(x). One
-    # that was drawn from q is accepted with probability sum_x min(p(x), q(x)), which is
-    # usually more. So when sampling, the first token of the draft is drawn, once; the
-    # other nodes stay as they are. At temperature 1 this raises tau by 5%
-    # (results/README.md).
+    # When sampling, a token that was chosen is accepted with the target's probability
+    # of it, p(x), and one that was drawn from q with probability sum_x min(p(x), q(x)),
+    # which is usually more. So one first token is drawn, and the other nodes are chosen
+    # as always: `common.draw` allows both. At temperature 1 the drawn token
+    # raises tau by 5% (results/README.md).
     first = []
     probs = None
     if decoding.do_sample and config.nodes > 0:
-        # That all slots are blank is possible, but there is no draft without a token.
-        # `pick` divides by the sum of the tokens' probabilities, so q_draft is their
-        # distribution given that one comes first.
+        # All slots may be blank, so the probabilities of the first token add up to less
+        # than 1. `pick` divides by their sum.
         picked = common.pick(decoding, first_token_log_q(log_q[None])[0], vocab_ids, [])
         if picked is not None:
             token, q_draft = picked
             # It must be submitted whatever it is (see common.Draft), so it is node 0.
-            # If the search has found it as well, they are one node, with all that was
-            # found below it. Otherwise it has nothing below it, for instance where a
-            # logits processor forces a token that is not in the draft vocabulary.
+            # What the search has found after it is below it. That is nothing where, for
+            # instance, a logits processor forces a token that cannot be drafted.
             first = [(int(token),)]
-            ranked[first[0]] = float(q_draft[token])
+            ranked[first[0]] = float(q_draft[token])  # only for its note
             probs = q_draft[None]
     draft = token_tree(decoding.ids, ranked, config.nodes, first)
     draft.probs = probs
