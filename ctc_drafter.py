@@ -165,23 +165,22 @@ class Drafter(
 
         # A slot starts as its anchor, plus a vector that is learned for each slot.
         chosen = rows.take_along_dim(anchors[..., None], dim=1)  # (B, A, D)
-        x = chosen[:, :, None] + self.slots  # (B, A, S, D)
-        x = x.flatten(1, 2)
+        x = (chosen[:, :, None] + self.slots).flatten(1, 2)  # (B, A S, D)
 
         # Row i has the rotary position i, and the slots after it i + 1, i + 2, ...
         start = 0 if cache is None else cache.get_seq_length()  # P
         B, n = next_ids.shape
-        places = torch.arange(n, device=x.device).expand(B, n)
+        positions = torch.arange(n, device=x.device).expand(B, n)
         steps = 1 + torch.arange(len(self.slots), device=x.device)
-        ahead = anchors[..., None] + steps  # (B, A, S)
-        places = torch.cat([places, ahead.flatten(1)], dim=1)
-        tables = common.rotary(target, start + places, -1)
+        slot_positions = anchors[..., None] + steps  # (B, A, S)
+        positions = torch.cat([positions, slot_positions.flatten(1)], dim=1)
+        tables = common.rotary(target, start + positions, -1)
 
         rows = self.input_layernorm(rows)
         normed = self.input_layernorm(x)
         x = x + self.self_attn(rows, normed, tables, mask, cache)
         x = x + self.mlp(self.post_attention_layernorm(x))
-        return self.norm(x).unflatten(1, ahead.shape[1:])
+        return self.norm(x).unflatten(1, slot_positions.shape[1:])
 
     def logits(self, states: Tensor, head: nn.Module) -> Tensor:
         """Logits (..., Vd + 1) of states (..., D), the blank's last (Eq. 10)."""
@@ -195,8 +194,9 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """
     config = dataclasses.replace(config, target=common.target_shape(target))
     drafter = Drafter(config)
-    both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2 D): a sum
-    drafter.fusion.weight.data.copy_(both)
+    identity = torch.eye(config.target["hidden_size"])
+    drafter.fusion.weight.data.copy_(identity.repeat(1, 2))  # it adds its two inputs
+    # The target's top layer; some targets have no `layers`.
     pairs = [(drafter, layer) for layer in common.target_layers(target)[-1:]]
     common.start_from(drafter, target, token_counts, pairs)
     return drafter
@@ -249,8 +249,11 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     y = F.pad(y[:, 2:], (0, U), value=-1)  # (B, T - 2 + U)
     labels = y.unfold(1, U, 1)  # (B, T - 1, U): row i learns y_(i+2) to y_(i+1+U)
 
-    # Draw anchors among the rows whose labels all lie in the answer. They depend on the
-    # sequence's own seed alone, so it does not matter how a batch is split.
+    # Draw anchors among the rows whose labels all lie in the answer, so the end of an
+    # answer is always a window's last label. Not all of these rows are anchors, because
+    # each adds S slots to the pass: 64 of them add 384, about as many as a long text
+    # has rows. The draw depends on the sequence's own seed alone, so it does not matter
+    # how a batch is split.
     whole = (labels >= 0).all(-1).cpu()
     anchors = torch.full((len(y), drafter.config.anchors), -1)
     for b, seed in enumerate(batch.seed.tolist()):
@@ -264,7 +267,7 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
 
 
 def at_anchors(x: Tensor, anchors: Tensor) -> Tensor:
-    """The rows (W, ...) of x (B, n, ...) at anchors (B, A) that are not -1."""
+    """The entries (W, ...) of x (B, n, ...) at anchors (B, A) that are not -1."""
     b, a = (anchors >= 0).nonzero(as_tuple=True)
     return x[b, anchors[b, a]]
 
@@ -273,15 +276,15 @@ def training_log_q(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
     """Log-probabilities (W, S, Vd + 1) of the slots after W anchors."""
     hidden = batch.hidden[:, :-1]  # (B, n, D)
     next_ids = batch.input_ids[:, 1:]  # (B, n)
-    places = anchors.clamp(min=0)  # -1 becomes 0, and its slots are dropped below
-    mask = slot_mask(places, next_ids.shape[1], drafter.config.slots)
+    rows = anchors.clamp(min=0)  # -1 becomes 0, and its slots are dropped below
+    mask = slot_mask(rows, next_ids.shape[1], drafter.config.slots)
     used = (anchors >= 0).repeat_interleave(drafter.config.slots, dim=1)  # (B, A S)
     with common.only_at(used, drafter):  # saves time, changes nothing
-        states = drafter(target, hidden, next_ids, places, mask)  # (B, A, S, D)
+        states = drafter(target, hidden, next_ids, rows, mask)  # (B, A, S, D)
     states = states[anchors >= 0]  # (W, S, D)
     head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
-    # The logarithm of a softmax would be -inf where a probability is too small for a
-    # float. F.ctc_loss then returns a finite loss, but gradients that are NaN.
+    # `softmax` and then `log` would make -inf of a probability that is too small for a
+    # float. For that F.ctc_loss returns a finite loss, but gradients that are NaN.
     return drafter.logits(states, head).log_softmax(-1)
 
 
@@ -295,12 +298,12 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
         log_q.transpose(0, 1),  # (S, W, Vd + 1)
         labels,
         [S] * W,  # slots of each window
-        [labels.shape[1]] * W,
+        [labels.shape[1]] * W,  # and its labels
         blank=size - 1,
         reduction="sum",
-        # A window in which r neighbours are equal needs U + r slots, because a blank
-        # has to split each repeat. With fewer its loss is infinite, and is set to 0.
-        # That cannot happen with the default S and U.
+        # A blank must come between a label and an equal one after it, so a window with
+        # r such repeats needs U + r slots. With fewer its loss is infinite, and is set
+        # to 0. That cannot happen with the default S and U.
         zero_infinity=True,
     )
 
@@ -320,11 +323,11 @@ def first_token_log_q(log_q: Tensor) -> Tensor:
 
 def first_token_hidden(batch, anchors: Tensor) -> Tensor:
     """The target's states (W, D) that predict the first token after each anchor."""
-    return at_anchors(batch.hidden[:, 1:], anchors)  # after row i, h_(i+1): x_(i+2)
+    return at_anchors(batch.hidden[:, 1:], anchors)  # row i: h_(i+1), for x_(i+2)
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """Minus the logarithm of Eq. 6, summed over W anchors, and W.
+    """Minus log P of Eq. 6, summed over W anchors; and W, by which train.py divides.
 
     With `first_token` a cross-entropy of the first token is added (not in the paper).
     The target must be frozen, as load_target leaves it.
@@ -334,10 +337,10 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     if len(labels) == 0:  # F.ctc_loss refuses an empty batch
         return log_q.sum(), 0  # zero, with a gradient for all weights
     total = ctc_loss(log_q, labels)
-    # CTC weighs all tokens of a window equally, but nothing of a draft is accepted
-    # where its first token is wrong. So the first token may get a cross-entropy of its
-    # own, with the target's distribution as its label. In trials of 875 steps, one seed
-    # each, it raised `acceptance` on answers from .374 to .396.
+    # CTC weighs all tokens of a window equally, but where the first is wrong, those
+    # after it are lost as well. So the first token may get a cross-entropy of its own,
+    # with the target's distribution as its label. In trials of 875 steps, one seed
+    # each, it raised `acceptance` in answers to prompts from .374 to .396.
     if drafter.config.first_token:
         hidden = first_token_hidden(batch, anchors)
         logits = common.target_logits(target, hidden, drafter.vocab_ids)
