@@ -19,8 +19,9 @@ not choose: see "The blank" at the end of this file.) In decoding, the likeliest
 sequences are drafted, as a tree.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
-`q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. In Tables 1
-and 2 beta means the tokens per forward of the target (tau).
+`q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. Its base
+token is the newest token, and its raw sequences are alignments. In Tables 1 and 2 beta
+is the number of tokens per forward of the target (tau).
 
 Deviations from the paper and what the authors' code does: at the end of this file.
 
@@ -164,23 +165,22 @@ class Drafter(
 
         # A slot starts as its anchor, plus a vector that is learned for each slot.
         chosen = rows.take_along_dim(anchors[..., None], dim=1)  # (B, A, D)
-        x = chosen[:, :, None] + self.slots  # (B, A, S, D)
-        x = x.flatten(1, 2)
+        x = (chosen[:, :, None] + self.slots).flatten(1, 2)  # (B, A S, D)
 
         # Row i has the rotary position i, and the slots after it i + 1, i + 2, ...
         start = 0 if cache is None else cache.get_seq_length()  # P
         B, n = next_ids.shape
-        places = torch.arange(n, device=x.device).expand(B, n)
+        positions = torch.arange(n, device=x.device).expand(B, n)
         steps = 1 + torch.arange(len(self.slots), device=x.device)
-        ahead = anchors[..., None] + steps  # (B, A, S)
-        places = torch.cat([places, ahead.flatten(1)], dim=1)
-        tables = common.rotary(target, start + places, -1)
+        slot_positions = anchors[..., None] + steps  # (B, A, S)
+        positions = torch.cat([positions, slot_positions.flatten(1)], dim=1)
+        tables = common.rotary(target, start + positions, -1)
 
         rows = self.input_layernorm(rows)
         normed = self.input_layernorm(x)
         x = x + self.self_attn(rows, normed, tables, mask, cache)
         x = x + self.mlp(self.post_attention_layernorm(x))
-        return self.norm(x).unflatten(1, ahead.shape[1:])
+        return self.norm(x).unflatten(1, slot_positions.shape[1:])
 
     def logits(self, states: Tensor, head: nn.Module) -> Tensor:
         """Logits (..., Vd + 1) of states (..., D), the blank's last (Eq. 10)."""
@@ -194,8 +194,9 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """
     config = dataclasses.replace(config, target=common.target_shape(target))
     drafter = Drafter(config)
-    both = torch.eye(config.target["hidden_size"]).repeat(1, 2)  # (D, 2 D): a sum
-    drafter.fusion.weight.data.copy_(both)
+    identity = torch.eye(config.target["hidden_size"])
+    drafter.fusion.weight.data.copy_(identity.repeat(1, 2))  # it adds its two inputs
+    # The target's top layer; some targets have no `layers`.
     pairs = [(drafter, layer) for layer in common.target_layers(target)[-1:]]
     common.start_from(drafter, target, token_counts, pairs)
     return drafter
@@ -248,8 +249,11 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     y = F.pad(y[:, 2:], (0, U), value=-1)  # (B, T - 2 + U)
     labels = y.unfold(1, U, 1)  # (B, T - 1, U): row i learns y_(i+2) to y_(i+1+U)
 
-    # Draw anchors among the rows whose labels all lie in the answer. They depend on the
-    # sequence's own seed alone, so it does not matter how a batch is split.
+    # Draw anchors among the rows whose labels all lie in the answer, so the end of an
+    # answer is always a window's last label. Not all of these rows are anchors, because
+    # each adds S slots to the pass: 64 of them add 384, about as many as a long text
+    # has rows. The draw depends on the sequence's own seed alone, so it does not matter
+    # how a batch is split.
     whole = (labels >= 0).all(-1).cpu()
     anchors = torch.full((len(y), drafter.config.anchors), -1)
     for b, seed in enumerate(batch.seed.tolist()):
@@ -263,7 +267,7 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
 
 
 def at_anchors(x: Tensor, anchors: Tensor) -> Tensor:
-    """The rows (W, ...) of x (B, n, ...) at anchors (B, A) that are not -1."""
+    """The entries (W, ...) of x (B, n, ...) at anchors (B, A) that are not -1."""
     b, a = (anchors >= 0).nonzero(as_tuple=True)
     return x[b, anchors[b, a]]
 
@@ -272,15 +276,15 @@ def training_log_q(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
     """Log-probabilities (W, S, Vd + 1) of the slots after W anchors."""
     hidden = batch.hidden[:, :-1]  # (B, n, D)
     next_ids = batch.input_ids[:, 1:]  # (B, n)
-    places = anchors.clamp(min=0)  # -1 becomes 0, and its slots are dropped below
-    mask = slot_mask(places, next_ids.shape[1], drafter.config.slots)
+    rows = anchors.clamp(min=0)  # -1 becomes 0, and its slots are dropped below
+    mask = slot_mask(rows, next_ids.shape[1], drafter.config.slots)
     used = (anchors >= 0).repeat_interleave(drafter.config.slots, dim=1)  # (B, A S)
     with common.only_at(used, drafter):  # saves time, changes nothing
-        states = drafter(target, hidden, next_ids, places, mask)  # (B, A, S, D)
+        states = drafter(target, hidden, next_ids, rows, mask)  # (B, A, S, D)
     states = states[anchors >= 0]  # (W, S, D)
     head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
-    # The logarithm of a softmax would be -inf where a probability is too small for a
-    # float. F.ctc_loss then returns a finite loss, but gradients that are NaN.
+    # `softmax` and then `log` would make -inf of a probability that is too small for a
+    # float. For that F.ctc_loss returns a finite loss, but gradients that are NaN.
     return drafter.logits(states, head).log_softmax(-1)
 
 
@@ -294,12 +298,12 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
         log_q.transpose(0, 1),  # (S, W, Vd + 1)
         labels,
         [S] * W,  # slots of each window
-        [labels.shape[1]] * W,
+        [labels.shape[1]] * W,  # and its labels
         blank=size - 1,
         reduction="sum",
-        # A window in which r neighbours are equal needs U + r slots, because a blank
-        # has to split each repeat. With fewer its loss is infinite, and is set to 0.
-        # That cannot happen with the default S and U.
+        # A blank must come between a label and an equal one after it, so a window with
+        # r such repeats needs U + r slots. With fewer its loss is infinite, and is set
+        # to 0. That cannot happen with the default S and U.
         zero_infinity=True,
     )
 
@@ -319,11 +323,11 @@ def first_token_log_q(log_q: Tensor) -> Tensor:
 
 def first_token_hidden(batch, anchors: Tensor) -> Tensor:
     """The target's states (W, D) that predict the first token after each anchor."""
-    return at_anchors(batch.hidden[:, 1:], anchors)  # after row i, h_(i+1): x_(i+2)
+    return at_anchors(batch.hidden[:, 1:], anchors)  # row i: h_(i+1), for x_(i+2)
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """Minus the logarithm of Eq. 6, summed over W anchors, and W.
+    """Minus log P of Eq. 6, summed over W anchors; and W, by which train.py divides.
 
     With `first_token` a cross-entropy of the first token is added (not in the paper).
     The target must be frozen, as load_target leaves it.
@@ -333,10 +337,10 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     if len(labels) == 0:  # F.ctc_loss refuses an empty batch
         return log_q.sum(), 0  # zero, with a gradient for all weights
     total = ctc_loss(log_q, labels)
-    # CTC weighs all tokens of a window equally, but nothing of a draft is accepted
-    # where its first token is wrong. So the first token may get a cross-entropy of its
-    # own, with the target's distribution as its label. In trials of 875 steps, one seed
-    # each, it raised `acceptance` on answers from .374 to .396.
+    # CTC weighs all tokens of a window equally, but where the first is wrong, those
+    # after it are lost as well. So the first token may get a cross-entropy of its own,
+    # with the target's distribution as its label. In trials of 875 steps, one seed
+    # each, it raised `acceptance` in answers to prompts from .374 to .396.
     if drafter.config.first_token:
         hidden = first_token_hidden(batch, anchors)
         logits = common.target_logits(target, hidden, drafter.vocab_ids)
@@ -371,18 +375,16 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
 
     q_slots: (S, Vd + 1). symbols: how many tokens, the "top k" of 3.3.
     """
-    # Of equally likely tokens, topk may keep others than argmax would. That can cost
-    # acceptance, but it cannot change the text.
     best = q_slots[:, :-1].topk(min(symbols, len(vocab_ids)))  # (S, k)
     ids = F.pad(vocab_ids[best.indices], (0, 1), value=BLANK)  # (S, k + 1)
     q = torch.cat([best.values, q_slots[:, -1:]], dim=1)
-    return [list(zip(*slot)) for slot in zip(ids.tolist(), q.tolist())]
+    both = zip(ids.tolist(), q.tolist())
+    return [list(zip(slot_ids, slot_q)) for slot_ids, slot_q in both]
 
 
 # Which sequences are drafted? There are three answers, one for each `transform`. Take
-# two slots. Slot 1 holds a (.6) or e (.4), slot 2 holds a (.2), b (.5) or e (.3). These
-# are the alignments of slot 1 alone and of both slots, with the sequences that they
-# become:
+# two slots. Slot 1 holds a (.6) or e (.4), slot 2 holds a (.2), b (.5) or e (.3). The
+# alignments of slot 1 alone and of both slots become these sequences:
 #
 #     a       .6             a
 #     e       .4             (nothing)
@@ -395,7 +397,7 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
 #
 # A node of the tree is a sequence, and the tree has those that rank highest:
 #
-#     prefixes      a .68   a b .30   b .20      the probability that what the slots
+#     prefixes      a .68   a b .30   b .20      the probability that what all slots
 #                   become begins with it; for a it is .60 + .08 (`prefix_search`)
 #     alignments    a .60   a b .30   b .20      the probability of the likeliest
 #                   alignment that becomes it (`likeliest_alignments`)
@@ -426,21 +428,21 @@ def prefix_search(
     eos_ids, room: see `complete`.
     """
     # The slots are read one after another. `kept` has the probability that those read
-    # so far have become exactly a prefix, as a sum of two: that the last of them is
-    # blank, and that it holds a token. They decide what the next slot does to the
-    # prefix. For the prefix a:
+    # so far become exactly a prefix. It is in two parts, because a token that repeats
+    # the prefix's last one merges unless a blank comes between them: in one part the
+    # last slot is blank, in the other it holds a token. For the prefix a:
     #
     #     next slot    if the last one is blank    if the last one holds a token, a
     #     e            a                           a
     #     a            a a                         a    it merges
     #     b            a b                         a b
     #
-    # In an alignment, one slot completes the prefix. From there on the sequence begins
-    # with it, whatever the later slots hold. So the probability that we look for is the
-    # sum over the slots of the probability that this slot completes it.
+    # In an alignment, one slot adds the prefix's last token. From there on the sequence
+    # begins with the prefix, whatever the later slots hold. So the probability that we
+    # look for is the sum over the slots of the probability that this slot adds it.
     prefixes = defaultdict(float)
     kept = {(): (1.0, 0.0)}  # {prefix: (in_blank, in_token)}; nothing can merge yet
-    for *pairs, (_, q_blank) in choices:
+    for *pairs, (_, q_blank) in choices:  # a slot's tokens, and then its blank
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
         for prefix, (in_blank, in_token) in kept.items():
@@ -453,12 +455,12 @@ def prefix_search(
                 if prefix[-1:] == (token,):
                     new_token[prefix] += in_token * q  # it merges
                     entering = in_blank * q
-                if entering > 0:  # this slot completes a longer prefix
+                if entering > 0:  # this slot adds the last token of a longer prefix
                     longer = (*prefix, token)
                     new_token[longer] += entering
                     prefixes[longer] += entering
-        # The next slot continues the likeliest. If one that is dropped here comes back
-        # from a shorter one, what it had is lost, so its sum may be too small.
+        # The next slot continues the likeliest alone. What a dropped prefix had is lost
+        # for all that are longer, so their sums may be too small.
         total = {p: new_blank[p] + new_token[p] for p in new_blank | new_token}
         likeliest = heapq.nlargest(candidates, total, key=total.get)
         kept = {p: (new_blank[p], new_token[p]) for p in likeliest}
@@ -475,7 +477,7 @@ def likeliest_alignments(
     choices: from `top_symbols`. eos_ids, room: see `complete`.
     """
     # The paper's alignments fill all slots. Here one may fill the first slots alone, so
-    # that a sequence and its beginnings are all ranked.
+    # that the beginnings of a sequence are ranked as well.
     #
     # The heap holds alignments that have not been collapsed yet, the likeliest on top.
     # Another slot can only make an alignment less likely. So alignments leave the heap
@@ -489,7 +491,7 @@ def likeliest_alignments(
             break
         sequence = collapse(alignment)
         # What an alignment can still become depends only on its length, its sequence
-        # and its last symbol. So one that equals a likelier one in these is left out.
+        # and its last symbol. So of those that agree in these, the likeliest is enough.
         state = (len(alignment), sequence, alignment[-1:])
         if state in seen:
             continue
@@ -519,8 +521,8 @@ def likeliest_combinations(
             for token, q in pairs
             if q > 0
         }
-        # A sequence is never likelier than its beginning. So one whose beginning is not
-        # among the `nodes` likeliest of a length is not among the `nodes` likeliest.
+        # A sequence is never likelier than its beginning. So if `nodes` sequences are
+        # likelier than the beginning, nothing that continues it is needed.
         level = {s: longer[s] for s in heapq.nlargest(nodes, longer, key=longer.get)}
         ranked |= level
     return ranked
@@ -534,7 +536,7 @@ def token_tree(ids: Tensor, ranked: dict, nodes: int, first=()) -> common.Draft:
     """
     node_of = {(): -1}  # {sequence: its node}
     for sequence in [*first, *sorted(ranked, key=ranked.get, reverse=True)]:
-        if len(node_of) > nodes:
+        if len(node_of) > nodes:  # the root counts as well
             break
         # A sequence is at least as likely as those that continue it, so its node is
         # there before theirs. But rounding may put equals into the wrong order.
@@ -560,12 +562,11 @@ class Memory:
 def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     """One pass: log-probabilities (S, Vd + 1) of the slots after the newest token."""
     # Each token that the last round committed makes a row, with the hidden state before
-    # it; in the first round, each token of the prompt but its first.
+    # it; in the first round, each token of the prompt but the first does.
     hidden = decoding.hidden  # (1, n, D)
     n = hidden.shape[1]
     read = memory.cache.get_seq_length() + n
-    message = "ask for a draft in every round, from the first"
-    assert read == decoding.ids.shape[1] - 1, message
+    assert read == decoding.ids.shape[1] - 1, "ask for a draft in every round"
     next_ids = decoding.ids[:, -n:]  # (1, n)
     anchor = next_ids.new_full((1, 1), n - 1)  # the newest row: its slots read all
     states = drafter(decoding.target, hidden, next_ids, anchor, cache=memory.cache)
@@ -574,7 +575,7 @@ def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
 
 
 def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
-    """The tree of a pass: the likeliest sequences, and when sampling a drawn token.
+    """The likeliest sequences as a tree; when sampling, its first node is drawn.
 
     log_q: (S, Vd + 1), the blank last. vocab_ids: (Vd,).
     """
@@ -588,26 +589,24 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
         ranked = likeliest_combinations(choices, config.nodes, *limits)
         log_q = log_q[:1]  # only slot 1 may hold the first token
 
-    # A token that was chosen is accepted with the target's probability of it, p(x). One
-    # that was drawn from q is accepted with probability sum_x min(p(x), q(x)), which is
-    # usually more. So when sampling, the first token of the draft is drawn, once; the
-    # other nodes stay as they are. At temperature 1 this raises tau by 5%
-    # (results/README.md).
+    # When sampling, a token that was chosen is accepted with the target's probability
+    # of it, p(x), and one that was drawn from q with probability sum_x min(p(x), q(x)),
+    # which is usually more. So one first token is drawn, and the other nodes are chosen
+    # as always: `common.draw` allows both. At temperature 1 the drawn token
+    # raises tau by 5% (results/README.md).
     first = []
     probs = None
     if decoding.do_sample and config.nodes > 0:
-        # That all slots are blank is possible, but there is no draft without a token.
-        # `pick` divides by the sum of the tokens' probabilities, so q_draft is their
-        # distribution given that one comes first.
+        # All slots may be blank, so the probabilities of the first token add up to less
+        # than 1. `pick` divides by their sum.
         picked = common.pick(decoding, first_token_log_q(log_q[None])[0], vocab_ids, [])
         if picked is not None:
             token, q_draft = picked
             # It must be submitted whatever it is (see common.Draft), so it is node 0.
-            # If the search has found it as well, they are one node, with all that was
-            # found below it. Otherwise it has nothing below it, for instance where a
-            # logits processor forces a token that is not in the draft vocabulary.
+            # What the search has found after it is below it. That is nothing where, for
+            # instance, a logits processor forces a token that cannot be drafted.
             first = [(int(token),)]
-            ranked[first[0]] = float(q_draft[token])
+            ranked[first[0]] = float(q_draft[token])  # only for its note
             probs = q_draft[None]
     draft = token_tree(decoding.ids, ranked, config.nodes, first)
     draft.probs = probs
@@ -657,10 +656,10 @@ if __name__ == "__main__":
 # Deviations from the paper, and choices where it is silent:
 #     1. The layer also reads the embedding of the next token, as the authors' does; Eq.
 #        9 has hidden states alone. The slots read the whole text, as in 4.3. How they
-#        start, that they read each other and the blank's own logit are ours, because
-#        the paper does not say. The layer starts with the weights of the target's top
-#        layer. Besides it we train the fusion of its inputs, a vector for each slot,
-#        the blank's weights and three norms.
+#        start, that they read each other, and that the blank has a logit of its own are
+#        our choices, because the paper does not say. The layer starts with the weights
+#        of the target's top layer. Besides it we train the fusion of its inputs, a
+#        vector for each slot, the blank's weights and three norms.
 #     2. The loss is the sum of -log P (Eq. 1); Eq. 2 maximises the sum of P. With
 #        `first_token`, which is 1 in the shipped drafter, a cross-entropy of the first
 #        token is added.
