@@ -283,8 +283,8 @@ def training_log_q(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
         states = drafter(target, hidden, next_ids, rows, mask)  # (B, A, S, D)
     states = states[anchors >= 0]  # (W, S, D)
     head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
-    # `softmax` and then `log` would make -inf of a probability that is too small for a
-    # float. For that F.ctc_loss returns a finite loss, but gradients that are NaN.
+    # `softmax` and then `log` would turn a probability that is too small for a float
+    # into -inf. F.ctc_loss then returns a finite loss, but gradients that are NaN.
     return drafter.logits(states, head).log_softmax(-1)
 
 
@@ -378,8 +378,8 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
     best = q_slots[:, :-1].topk(min(symbols, len(vocab_ids)))  # (S, k)
     ids = F.pad(vocab_ids[best.indices], (0, 1), value=BLANK)  # (S, k + 1)
     q = torch.cat([best.values, q_slots[:, -1:]], dim=1)
-    both = zip(ids.tolist(), q.tolist())
-    return [list(zip(slot_ids, slot_q)) for slot_ids, slot_q in both]
+    slots = zip(ids.tolist(), q.tolist())
+    return [list(zip(slot_ids, slot_q)) for slot_ids, slot_q in slots]
 
 
 # Which sequences are drafted? There are three answers, one for each `transform`. Take
@@ -592,8 +592,8 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
     # When sampling, a token that was chosen is accepted with the target's probability
     # of it, p(x), and one that was drawn from q with probability sum_x min(p(x), q(x)),
     # which is usually more. So one first token is drawn, and the other nodes are chosen
-    # as always: `common.draw` allows both. At temperature 1 the drawn token
-    # raises tau by 5% (results/README.md).
+    # as always: `common.draw` allows both. At temperature 1 the drawn token raises tau
+    # by 5% (results/README.md).
     first = []
     probs = None
     if decoding.do_sample and config.nodes > 0:
