@@ -106,6 +106,7 @@ def write(method: str, drafter: str, out: Path, target: str | None) -> None:
         known = str(out.resolve()) if target is None else None
         text = GENERATE.format(method=method, drafter=known)
         (code / "generate.py").write_text(text, "utf-8")  # the path may hold any letter
+        files.open_weights(part)
         part.rename(out)
 
 
@@ -217,6 +218,7 @@ def write_engine(method: str, drafter: str, out: Path, target: str | None) -> No
             save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
             # For SGLang's --speculative-token-map.
             torch.save(network.vocab_ids.cpu(), part / "vocab_ids.pt")
+        files.open_weights(part)
         part.rename(out)
 
 

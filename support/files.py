@@ -19,6 +19,18 @@ def whole(path: Path):
         part.unlink(missing_ok=True)
 
 
+def open_weights(folder: Path) -> None:
+    """Let those read the weights in a folder who may read other new files.
+
+    safetensors 0.8 writes files that only their owner may read, so in a shared folder
+    nobody else could use a drafter.
+    """
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(0o666 & ~umask)
+
+
 def write(path: Path, text: str) -> None:
     """Write a text file that appears whole or not at all."""
     with whole(path) as part:

@@ -239,6 +239,9 @@ def test_an_exported_method_works_inside_a_package(target_folder, tmp_path):
     saved_drafter("falcon", target, tmp_path / "drafter")
     export.write("falcon", str(tmp_path / "drafter"), tmp_path / "out", None)
     shutil.copytree(tmp_path / "out" / "custom_generate", tmp_path / "app" / "spec")
+    # In a shared folder others can read the weights, as they can read the config.
+    names = "config.json", "model.safetensors"
+    assert len({(tmp_path / "out" / name).stat().st_mode for name in names}) == 1
     script = f"""
 import torch
 from app.spec import common, falcon

@@ -54,6 +54,10 @@ def config_in(out):
     return json.loads((out / "config.json").read_text())
 
 
+def modes_of(out):
+    return {path.stat().st_mode for path in out.iterdir()}
+
+
 def curve_of(out):
     return json.loads((out / "curve.json").read_text())
 
@@ -76,6 +80,7 @@ def test_a_run_is_that_of_a_plain_loop(folder, trained, monkeypatch):
     monkeypatch.setattr(glide, "loss", noted)
     more = ["--steps", steps, "--clip", clip, "--lr", peak]
     out = trained("out", *more, "--seed", 5, "--warmup", rise)
+    assert len(modes_of(out)) == 1  # safetensors would hide weights from others
     assert seen == [step / steps for step in range(steps)]
     assert curve_of(out)[-1]["tokens"] == steps * 4 * 14  # without the prompts
 

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 import common
+from support import files
 from support.training.features import fingerprint
 
 # Options that a resumed run must keep. --steps and --minutes are not among them: a run
@@ -96,6 +97,7 @@ def save(out: Path, drafter, optimizer, run: Run, identity: dict) -> None:
     shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
     try:
         copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(part)
+        files.open_weights(part)
         torch.save(state, part / "training_state.pt")
         (part / "curve.json").write_text(json.dumps(run.curve) + "\n")
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk
