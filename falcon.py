@@ -267,10 +267,10 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
         phase = own_seed % k  # as in `training_slots`
         starts = range(-phase % k, learning.shape[1] - k + 1, k)  # of complete blocks
         starts = [n for n in starts if learning[sequence, n : n + k].all()]
-        numbers = common.generator(own_seed)
+        generator = common.generator(own_seed)
         order = []  # all slots of all runs, of which the first N are revealed
-        for n in torch.randperm(len(starts), generator=numbers).tolist():
-            run = int(torch.randint(1, k, (), generator=numbers))  # 1 to k - 1
+        for n in torch.randperm(len(starts), generator=generator).tolist():
+            run = int(torch.randint(1, k, (), generator=generator))  # 1 to k - 1
             order += range(starts[n], starts[n] + run)
         count = round(rate * int(wrong[sequence].sum()))  # N
         revealed[sequence, order[:count]] = True
@@ -308,9 +308,9 @@ def noisy(hidden: Tensor, amplitude: float, seed: Tensor) -> Tensor:
     # Later passes are fed predictions; the noise imitates their errors.
     noise = []
     for own_seed in seed.tolist():
-        numbers = common.generator(own_seed, use=1)  # not the numbers of `glance`
+        generator = common.generator(own_seed, use=1)  # `glance` has use=0
         own_noise = torch.empty(hidden.shape[1:], dtype=torch.float32)
-        noise.append(own_noise.uniform_(-1, 1, generator=numbers))
+        noise.append(own_noise.uniform_(-1, 1, generator=generator))
     return hidden + amplitude * torch.stack(noise).to(hidden)
 
 
@@ -318,13 +318,13 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """L (Eq. 8), summed over the M slots that learn, and M. batch: a common.Batch."""
     config = drafter.config
     slots = training_slots(drafter, batch)
-    learned = slots.learns
+    learns = slots.learns  # before CSGD
     # Slot i has the label h_(i+k), so p_target is wanted there.
-    places = F.pad(learned, (config.k, 0))[:, : batch.input_ids.shape[1]]  # (B, T)
+    places = F.pad(learns, (config.k, 0))[:, : batch.input_ids.shape[1]]  # (B, T)
     teacher = common.teacher(target, batch, drafter.vocab_ids, places)
     if config.csgd and config.k > 1:  # with k = 1 no slot precedes another in its block
         slots = reveal(drafter, target, slots, teacher.best, batch)
-        teacher = teacher.at(slots.learns[learned])  # where slots still learn
+        teacher = teacher.at(slots.learns[learns])  # where slots still learn
     # Thus revealed labels are noisy as well; in the authors' code they have no noise.
     slots = slots._replace(hidden=noisy(slots.hidden, config.noise, batch.seed))
     h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1, but k ahead
@@ -457,7 +457,7 @@ class Plan(NamedTuple):
     branch: Tensor  # (N,) among the branches of the node's pass
     slot: Tensor  # (N,)
     rank: Tensor  # (N,)
-    most: int  # one more than the highest rank
+    num_ranks: int  # one more than the highest rank
 
 
 def make_plan(config: Config, device) -> Plan:
@@ -496,7 +496,7 @@ def make_plan(config: Config, device) -> Plan:
         branch=tensor(branch),
         slot=tensor([(depth - 1) % k for depth in depths]),
         rank=tensor([path[-1] for path in paths]),
-        most=1 + max(map(max, paths), default=0),
+        num_ranks=1 + max(map(max, paths), default=0),
     )
 
 
@@ -509,7 +509,7 @@ class Memory:
     def __init__(self, drafter: Drafter, target):
         self.cache = common.GrowingCache(drafter.config.num_layers)
         self.head = common.draft_head(target, drafter.vocab_ids)  # D -> Vd
-        self.slots = 0  # slots read so far
+        self.slots_read = 0
         # The last k - 1 slots, fused, and the LSTM's state after the last one.
         width = drafter.config.target["hidden_size"]
         self.fused = next(drafter.parameters()).new_empty(1, 0, width)
@@ -535,8 +535,8 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     if total == 0:  # a prompt of one token, before which there is no hidden state
         return None
     hidden = decoding.hidden  # (1, new, D)
-    memory.slots += hidden.shape[1]
-    assert memory.slots == total, "ask for a draft in every round, from the first"
+    memory.slots_read += hidden.shape[1]
+    assert memory.slots_read == total, "ask for a draft in every round, from the first"
     token_ids = decoding.ids[:, -hidden.shape[1] :]  # one step ahead
     new, memory.state = drafter.fuse(decoding.target, hidden, token_ids, memory.state)
 
@@ -587,7 +587,7 @@ def branch_mask(mask: Tensor, continued: Tensor, k: int) -> Tensor:
         pass 3  D   x x x   x x . . . .   x x . .
                 E   x x x   . . . . x x   . . x x
 
-    mask: (b_before, P_own) bool, of the pass before.
+    mask: (b_previous, P_own) bool, of the previous pass.
     continued: (b,) the branch that each new branch continues.
     Returns (b, P_own + b k) bool.
     """
@@ -596,19 +596,19 @@ def branch_mask(mask: Tensor, continued: Tensor, k: int) -> Tensor:
     return torch.cat([mask[continued], own], dim=1)
 
 
-def later_pass(drafter, decoding, memory, before: Pass, continued, token_ids) -> Pass:
+def later_pass(drafter, decoding, memory, previous: Pass, continued, token_ids) -> Pass:
     """Feed b branches, each a block of k predictions and drafted tokens.
 
-    continued: (b,) the branches of `before` that they continue.
+    continued: (b,) the branches of `previous` that they continue.
     token_ids: (b, k) the drafted tokens, the tip's last.
     """
     k = drafter.config.k
     # Branches that continue the same one share its predictions and differ in tokens.
-    hidden = before.h_draft[continued]  # (b, k, D)
-    state = tuple(x[:, continued] for x in before.state)  # (2, b, D) each
+    hidden = previous.h_draft[continued]  # (b, k, D)
+    state = tuple(x[:, continued] for x in previous.state)  # (2, b, D) each
     fused, state = drafter.fuse(decoding.target, hidden, token_ids, state)
-    positions = before.positions + k
-    mask = branch_mask(before.mask, continued, k)  # (b, P_own + b k)
+    positions = previous.positions + k
+    mask = branch_mask(previous.mask, continued, k)  # (b, P_own + b k)
     # All branches form one sequence of b k slots, and the mask keeps them apart.
     x = drafter.attend(
         decoding.target,
@@ -620,17 +620,17 @@ def later_pass(drafter, decoding, memory, before: Pass, continued, token_ids) ->
     return Pass(x[0].unflatten(0, (-1, k)), positions, mask, state)
 
 
-def choose_nodes(drafter, plan: Plan, nodes: slice, logits, tokens, chances) -> None:
+def choose_nodes(drafter, plan: Plan, nodes: slice, logits, tokens, confidence) -> None:
     """Greedy decoding: give the nodes of a pass the likeliest tokens of their slots.
 
     logits: (b, k, Vd) of the pass.
-    tokens, chances: (N,) of all nodes, changed in place. A chance is the drafter's
-        probability of the node's token.
+    tokens, confidence: (N,) of all nodes, changed in place. The confidence of a node
+        is the drafter's probability of its token.
     """
-    best = logits.softmax(-1, dtype=torch.float32).topk(plan.most)
+    best = logits.softmax(-1, dtype=torch.float32).topk(plan.num_ranks)
     chosen = plan.branch[nodes], plan.slot[nodes], plan.rank[nodes]
     tokens[nodes] = drafter.vocab_ids[best.indices[chosen]]
-    chances[nodes] = best.values[chosen]
+    confidence[nodes] = best.values[chosen]
 
 
 def draw_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int]):
@@ -678,9 +678,10 @@ def draw_nodes(
             continue
         # What a node is drawn from depends on the tokens above and on its earlier
         # siblings, and on no other drawn token, as `common.draw` requires.
-        scores = logits[plan.branch[siblings[0]], plan.slot[siblings[0]]]  # (Vd,)
-        steps = draw_siblings(decoding, scores, drafter.vocab_ids, above)
-        for node, (token, q_draft) in zip(siblings, steps):
+        first = siblings[0]  # all of them belong to the same slot
+        scores = logits[plan.branch[first], plan.slot[first]]  # (Vd,)
+        draws = draw_siblings(decoding, scores, drafter.vocab_ids, above)
+        for node, (token, q_draft) in zip(siblings, draws):
             tokens[node] = token
             probs[node] = q_draft
             if int(token) not in decoding.eos_ids:
@@ -700,7 +701,7 @@ def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Dr
     if latest is None:
         return common.chain([], decoding.ids)
     tokens = decoding.ids.new_zeros(len(plan.parents))  # (N,)
-    chances = torch.zeros(len(tokens), device=tokens.device)  # (N,)
+    confidence = torch.zeros(len(tokens), device=tokens.device)  # (N,)
     texts = {-1: []}
     probs = {}  # {node: q_draft (V,)} of the nodes drawn
     for planned in plan.passes:
@@ -716,15 +717,15 @@ def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Dr
         if decoding.do_sample:
             probs |= draw_nodes(drafter, decoding, plan, planned, logits, tokens, texts)
         else:
-            choose_nodes(drafter, plan, planned.nodes, logits, tokens, chances)
+            choose_nodes(drafter, plan, planned.nodes, logits, tokens, confidence)
     notes = {"k": drafter.config.k}
     if not decoding.do_sample:
-        notes["q"] = chances[:count].tolist()
+        notes["q"] = confidence[:count].tolist()
         return common.Draft(tokens[:count], plan.parents[:count], None, notes)
     if not probs:
         return common.chain([], decoding.ids)
-    place = {-1: -1} | {node: n for n, node in enumerate(probs)}
-    parents = [place[plan.parents[node]] for node in probs]
+    index_of = {-1: -1} | {node: n for n, node in enumerate(probs)}
+    parents = [index_of[plan.parents[node]] for node in probs]
     q_draft = torch.stack(list(probs.values()))
     drawn = tokens[torch.tensor(list(probs))]
     return common.Draft(drawn, parents, q_draft, notes)
