@@ -44,16 +44,16 @@ from common import option
 @dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
-    k: int = option(2, "levels drafted by a pass")
+    k: int = option(2, "levels of the tree drafted in a pass")
     num_layers: int = option(2, "attention layers (Figure 2)")
     intermediate_size: int = option(1536, "width of the feed-forward layers")
     fusion: str = option("lstm", "lstm or linear")
     csgd: bool = option(True, "coupled sequential glancing distillation")
     noise: float = option(0.1, "hidden states get U(-noise, noise) in training")
     distill_weight: float = option(0.1, "omega_dist, weight of L_dist")
-    norms: bool = option(True, "normalise inputs and predictions; the authors do not")
-    bias: bool = option(True, "linear fusion has a bias; engines may read none")
-    layer: dict = option(dict, "more of LlamaConfig (filled in by support.authors)")
+    norms: bool = option(True, "normalise inputs and predictions, unlike the authors")
+    bias: bool = option(True, "give linear fusion a bias; other engines read none")
+    layer: dict = option(dict, "further fields of LlamaConfig (set by support.authors)")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     tree: list = option(
         lambda: layered_tree([4, 4, 3, 2]), "nodes, each a path of ranks", decode=True
@@ -324,8 +324,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     if config.csgd and config.k > 1:  # with k = 1 no slot precedes another in its block
         slots = reveal(drafter, target, slots, teacher.best, batch)
         teacher = teacher.at(slots.learns[learns])  # where slots still learn
-    hidden = noisy(slots.hidden, config.noise, batch.seed)  # revealed labels as well
-    slots = slots._replace(hidden=hidden)
+    slots = slots._replace(hidden=noisy(slots.hidden, config.noise, batch.seed))
     h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1, but k ahead
     l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum")
     l_reg = l_reg / labels.shape[-1]  # Eq. 2, a mean over D
@@ -477,8 +476,7 @@ def make_plan(config: Config, device) -> Plan:
         drafted = [path for path in paths if start < len(path) <= start + k]
         families = {}
         for path in drafted:
-            node = node_of[path]
-            families.setdefault(parents[node], []).append(node)
+            families.setdefault(node_of[path[:-1]], []).append(node_of[path])
         continued = fed = None
         if start > 0:
             # A branch continues the one that drafted its tip.
@@ -514,6 +512,18 @@ class Memory:
         self.fused = next(drafter.parameters()).new_empty(1, 0, width)
         self.state = None
 
+    def read(self, drafter: Drafter, decoding) -> Tensor:
+        """Fuse the new slots; returns the last k - 1 old ones and these, (1, r, D)."""
+        hidden = decoding.hidden  # (1, new, D), of the newly committed tokens
+        self.slots_read += hidden.shape[1]
+        on_time = self.slots_read == decoding.ids.shape[1] - 1
+        assert on_time, "ask for a draft in every round, from the first"
+        token_ids = decoding.ids[:, -hidden.shape[1] :]  # one step ahead
+        new, self.state = drafter.fuse(decoding.target, hidden, token_ids, self.state)
+        fused = torch.cat([self.fused, new], dim=1)
+        self.fused = fused[:, max(0, fused.shape[1] - (drafter.config.k - 1)) :]
+        return fused
+
 
 class Pass(NamedTuple):
     """The output of a pass over b branches."""
@@ -525,7 +535,7 @@ class Pass(NamedTuple):
 
 
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
-    """Feed the slots of the newly committed tokens, and add them to the memory.
+    """Feed the slots of the newly committed tokens.
 
     Returns a Pass with one branch, the newest k slots; None if there are fewer slots.
     """
@@ -533,14 +543,8 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     total = decoding.ids.shape[1] - 1  # P
     if total == 0:  # a prompt of one token, before which there is no hidden state
         return None
-    hidden = decoding.hidden  # (1, new, D)
-    memory.slots_read += hidden.shape[1]
-    assert memory.slots_read == total, "ask for a draft in every round, from the first"
-    token_ids = decoding.ids[:, -hidden.shape[1] :]  # one step ahead
-    new, memory.state = drafter.fuse(decoding.target, hidden, token_ids, memory.state)
-
-    # Blocks are counted back from the newest slot, so that the last one is full. So
-    # their borders move each round. For example, k = 3, and slots 5 and 6 are new:
+    # Blocks are counted back from the newest slot, so that the last one is full.
+    # This moves their borders each round. For example, k = 3, and slots 5, 6 are new:
     #
     #     blocks before     0 1 | 2 3 4
     #     blocks now        0 | 1 2 3 | 4 5 6
@@ -549,9 +553,8 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     # Up to k - 1 old slots, here slot 4, share a block with new ones. For simplicity
     # the last k - 1 old slots always attend again. The LSTM does not read them again,
     # so memory keeps them fused.
-    fused = torch.cat([memory.fused, new], dim=1)  # (1, r, D)
+    fused = memory.read(drafter, decoding)  # (1, r, D)
     length = fused.shape[1]  # r
-    memory.fused = fused[:, max(0, length - (k - 1)) :]
     if total < k:
         return None
     # Drop the cached rows of the slots that attend again, and those of the last draft,
@@ -655,10 +658,8 @@ def draw_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int])
         logits = logits.masked_fill(vocab_ids == token, float("-inf"))
 
 
-def draw_nodes(
-    drafter, decoding, plan, planned: PassPlan, logits, tokens, texts
-) -> dict:
-    """Sampling: draw the nodes of a pass.
+def draw_nodes(drafter, decoding, plan, planned, logits, tokens, texts) -> dict:
+    """Sampling: draw the nodes of a pass, whose PassPlan is `planned`.
 
     logits: (b, k, Vd) of the pass.
     tokens: (N,) of all nodes, changed in place.
