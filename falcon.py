@@ -185,7 +185,7 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
     indices = torch.arange(length, device=phase.device)
     block = (indices + phase[:, None]) // k  # (B, S)
     # The label of slot i is fed to slot i + k, a block later, so no slot sees its own
-    # label. (One that `reveal` feeds its label does, but has no loss.)
+    # label. (A slot that `reveal` has changed does, but has no loss.)
     return (block[:, :, None] >= block[:, None, :])[:, None]
 
 
@@ -402,15 +402,15 @@ def checked_tree(tree, vocab: float) -> list[list[int]]:
         name = f"tree path {list(path)}"
         # True would pass isinstance(rank, int).
         if not path or not all(type(r) is int and 0 <= r < vocab for r in path):
-            limit = f" to {vocab - 1}, as can be drafted" if vocab < math.inf else ""
-            raise common.UserError(f"{name}: give a list of ranks from 0 on{limit}")
+            end = "on" if vocab == math.inf else f"to {vocab - 1} (draft vocabulary)"
+            raise common.UserError(f"{name}: give a list of ranks from 0 {end}")
         if path[:-1] not in known | {()}:
             raise common.UserError(f"{name}: add its parent {list(path[:-1])}")
     return [list(path) for path in paths]
 
 
 VARIANTS = {  # named settings for bench.py, as in --method falcon:chain
-    "chain": {"tree": layered_tree([1, 1, 1, 1])},  # Table 4, of height 4 instead of 8
+    "chain": {"tree": layered_tree([1, 1, 1, 1])},  # 4.5; four tokens, not eight
     "one_pass": {"tree": layered_tree([3, 4])},  # one pass only if k >= 2
     "paper": {"tree": paper_tree()},
 }
