@@ -6,17 +6,17 @@ An autoregressive drafter makes a pass for every level of its draft. Falcon draf
 levels in one pass. It reads a sequence of slots. Slot i is the pair of h_i, the
 target's last hidden state after its final norm (a "feature"), and the token one step
 ahead, x_(i+1). It predicts its label h_(i+k), from which the LM head drafts x_(i+k+1).
-The newest k slots form a block: they see each other and all earlier slots. Their
-predictions and drafted tokens are the slots of the next pass. In 3.1's example, k = 2,
-the newest token is x_3, and h'_i is a prediction of h_i:
+The newest k slots form a block: they see each other and all earlier slots. The k
+predictions and the k tokens drafted from them are the slots of the next pass. In the
+example of 3.1, k = 2, the newest token is x_3, and h'_i is a prediction of h_i:
 
     pass    slots                        predictions     tokens drafted
     1       (h_1, x_2)   (h_2, x_3)      h'_3   h'_4     x_4   x_5
     2       (h'_3, x_4)  (h'_4, x_5)     h'_5   h'_6     x_6   x_7
 
 The second slot has to draft x_5 without knowing x_4, because one pass drafts both.
-Coupled sequential glancing distillation (CSGD) gives that slot x_4, in training only,
-by feeding the first slot of some blocks its own label: (h_3, x_4), not (h_1, x_2).
+Coupled sequential glancing distillation (CSGD) shows it x_4, but only in training:
+the first slot of some blocks is fed its own label, (h_3, x_4) instead of (h_1, x_2).
 
 Names that differ from the paper's: t_i is x_i, f_i is h_i (`hidden`), f^draft is
 `h_draft`, p and p^draft are p_target and q_draft. Shapes: S slots, M slots that learn,
@@ -44,16 +44,16 @@ from common import option
 @dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
-    k: int = option(2, "levels drafted by a pass")
+    k: int = option(2, "levels of the tree drafted in a pass")
     num_layers: int = option(2, "attention layers (Figure 2)")
     intermediate_size: int = option(1536, "width of the feed-forward layers")
     fusion: str = option("lstm", "lstm or linear")
     csgd: bool = option(True, "coupled sequential glancing distillation")
     noise: float = option(0.1, "hidden states get U(-noise, noise) in training")
     distill_weight: float = option(0.1, "omega_dist, weight of L_dist")
-    norms: bool = option(True, "normalise inputs and predictions; the authors do not")
-    bias: bool = option(True, "linear fusion has a bias; engines may read none")
-    layer: dict = option(dict, "more of LlamaConfig (filled in by support.authors)")
+    norms: bool = option(True, "normalise inputs and predictions, unlike the authors")
+    bias: bool = option(True, "give linear fusion a bias; other engines read none")
+    layer: dict = option(dict, "further fields of LlamaConfig (set by support.authors)")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     tree: list = option(
         lambda: layered_tree([4, 4, 3, 2]), "nodes, each a path of ranks", decode=True
@@ -82,7 +82,7 @@ class Drafter(
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.kv_layers = []  # it reads no keys and values of the target
+        self.kv_layers = []  # it does not read the target's keys and values
         width = config.target["hidden_size"]
         # Without norms the drafter has the authors' architecture, and EAGLE's.
         norm = nn.RMSNorm if config.norms else nn.Identity
@@ -106,8 +106,8 @@ class Drafter(
 
         hidden: (B, r, D), of B sequences or branches.
         token_ids: (B, r), each one step ahead of its hidden state.
-        state: the LSTM's after the slots before these, two (2, B, D); None before the
-            first slot. A linear layer ignores it, and its new state is ().
+        state: the LSTM's state after the slots before these, two (2, B, D); None before
+            the first slot. A linear layer ignores it, and its new state is ().
         Returns fused slots (B, r, D), and the new state.
         """
         embeds = target.get_input_embeddings()(token_ids)
@@ -116,17 +116,17 @@ class Drafter(
         if self.config.fusion == "linear":
             return self.fusion(pairs), ()
         # The LSTM reads the slots in order, so a slot sees the later slots of its block
-        # only in `attend`. It is slow in bfloat16, so autocast leaves it out.
+        # only in `attend`. Autocast is off because an LSTM is slow in bfloat16.
         with torch.autocast(pairs.device.type, enabled=False):
             return self.fusion(pairs, state)
 
     def attend(self, target, x: Tensor, positions: Tensor, mask, cache=None):
         """The predictions h_draft (B, r, D) of r fused slots x (B, r, D).
 
-        In a later pass B = 1, and r = b k slots of all branches.
+        When drafting B = 1. In a later pass the slots of all branches are fed, r = b k.
         positions: (1, r), indices of the slots in the text.
         mask: (B, 1, r, P_own + r) bool, True where a slot sees another; None: causal.
-        cache: the drafter's own, of P_own rows, to which r are added.
+        cache: the drafter's own, which has P_own rows and gets r more.
         """
         tables = common.rotary(target, positions, -1)  # of the target's top layer
         tables = common.whole_rotary(tables, self.config.target["head_dim"])
@@ -185,7 +185,7 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
     indices = torch.arange(length, device=phase.device)
     block = (indices + phase[:, None]) // k  # (B, S)
     # The label of slot i is fed to slot i + k, a block later, so no slot sees its own
-    # label. (One that `reveal` feeds its label does, but has no loss.)
+    # label. (A slot that `reveal` has changed does, but has no loss.)
     return (block[:, :, None] >= block[:, None, :])[:, None]
 
 
@@ -256,21 +256,20 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
     N slots together, all of them are revealed.
     """
     # The paper reveals runs of slots "preceding those to be predicted" (3.2). So a run
-    # starts a complete block whose slots all learn, and leaves out its last slot, which
-    # learns from the labels before it. The paper does not say how runs are chosen: we
-    # draw the blocks uniformly, and their lengths uniformly from 1 to k - 1. In the
-    # authors' code a run starts at any k-th slot that has a loss, and for k > 2 there
-    # are N / k runs.
+    # begins with the first slot of a complete block whose slots all learn, and never
+    # has the block's last slot, which learns from the labels before it. The paper does
+    # not say how runs are chosen: we draw the blocks uniformly, and the lengths of runs
+    # uniformly from 1 to k - 1.
     revealed = torch.zeros_like(learns, device="cpu")
     learning = learns.cpu()
     for sequence, own_seed in enumerate(seed.tolist()):
         phase = own_seed % k  # as in `training_slots`
         starts = range(-phase % k, learning.shape[1] - k + 1, k)  # of complete blocks
         starts = [n for n in starts if learning[sequence, n : n + k].all()]
-        numbers = common.generator(own_seed)
+        generator = common.generator(own_seed)
         order = []  # all slots of all runs, of which the first N are revealed
-        for n in torch.randperm(len(starts), generator=numbers).tolist():
-            run = int(torch.randint(1, k, (), generator=numbers))  # 1 to k - 1
+        for n in torch.randperm(len(starts), generator=generator).tolist():
+            run = int(torch.randint(1, k, (), generator=generator))  # 1 to k - 1
             order += range(starts[n], starts[n] + run)
         count = round(rate * int(wrong[sequence].sum()))  # N
         revealed[sequence, order[:count]] = True
@@ -281,16 +280,16 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 def reveal(drafter: Drafter, target, slots: Slots, best: Tensor, batch) -> Slots:
     """CSGD (3.2, Figure 2): feed some slots their labels, in proportion to the errors.
 
-    best: (M,) which column of the logits is the target's likeliest token's, of the
-        slots that learn.
+    best: (M,) the column of the logits that belongs to the target's likeliest token,
+        for each slot that learns.
 
     In the header's example the first slot is revealed. The second one can now read x_4:
 
         before     (h_1, x_2)  (h_2, x_3)      after    (h_3, x_4)  (h_2, x_3)
         label      (h_3, x_4)  (h_4, x_5)               -           (h_4, x_5)
     """
-    # When drafting, the second slot never sees x_4. By the paper (3.3) the slots of a
-    # block learn from such inputs to depend on each other.
+    # When drafting, the second slot never sees x_4. The paper argues (3.3) that such
+    # inputs improve "the dependency between tokens within a block".
     _, logits, _ = predict(drafter, target, slots)  # a pass without noise
     wrong = torch.zeros_like(slots.learns)
     wrong[slots.learns] = logits.argmax(-1) != best
@@ -299,18 +298,18 @@ def reveal(drafter: Drafter, target, slots: Slots, best: Tensor, batch) -> Slots
     return slots._replace(
         hidden=torch.where(revealed[..., None], slots.labels, slots.hidden),
         token_ids=torch.where(revealed, slots.label_ids, slots.token_ids),
-        learns=slots.learns & ~revealed,  # they would only copy what they are fed
+        learns=slots.learns & ~revealed,  # they could copy their input
     )
 
 
 def noisy(hidden: Tensor, amplitude: float, seed: Tensor) -> Tensor:
     """Hidden states (B, S, D) plus U(-amplitude, amplitude) (3.2)."""
-    # Later passes are fed predictions; the noise imitates their errors.
+    # The noise imitates the errors of predictions, which later passes are fed.
     noise = []
     for own_seed in seed.tolist():
-        numbers = common.generator(own_seed, use=1)  # not the numbers of `glance`
+        generator = common.generator(own_seed, use=1)  # `glance` has use=0
         own_noise = torch.empty(hidden.shape[1:], dtype=torch.float32)
-        noise.append(own_noise.uniform_(-1, 1, generator=numbers))
+        noise.append(own_noise.uniform_(-1, 1, generator=generator))
     return hidden + amplitude * torch.stack(noise).to(hidden)
 
 
@@ -318,20 +317,19 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """L (Eq. 8), summed over the M slots that learn, and M. batch: a common.Batch."""
     config = drafter.config
     slots = training_slots(drafter, batch)
-    learned = slots.learns
-    # Slot i has the label h_(i+k), so p_target is wanted there.
-    places = F.pad(learned, (config.k, 0))[:, : batch.input_ids.shape[1]]  # (B, T)
+    learns = slots.learns  # before CSGD
+    # Slot i has the label h_(i+k), so it needs p_target at i + k.
+    places = F.pad(learns, (config.k, 0))[:, : batch.input_ids.shape[1]]  # (B, T)
     teacher = common.teacher(target, batch, drafter.vocab_ids, places)
     if config.csgd and config.k > 1:  # with k = 1 no slot precedes another in its block
         slots = reveal(drafter, target, slots, teacher.best, batch)
-        teacher = teacher.at(slots.learns[learned])  # where slots still learn
-    # Thus revealed labels are noisy as well; in the authors' code they have no noise.
+        teacher = teacher.at(slots.learns[learns])  # where slots still learn
     slots = slots._replace(hidden=noisy(slots.hidden, config.noise, batch.seed))
     h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1, but k ahead
     l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum")
     l_reg = l_reg / labels.shape[-1]  # Eq. 2, a mean over D
-    # The logarithm of q_draft (Eq. 7) is logits - log_sum. What is needed of p_target
-    # (Eq. 6) is in `teacher`.
+    # The logarithm of q_draft (Eq. 7) is logits - log_sum. The teacher holds what the
+    # losses need from p_target (Eq. 6).
     log_sum = logits.logsumexp(-1)  # (M,)
     cross_entropy = log_sum - teacher.expected_logit(h_draft)
     l_soft = (cross_entropy - teacher.entropy).sum()  # Eq. 3, the KL divergence
@@ -344,9 +342,9 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft), summed over the M slots that learn, and M.
 
-    The mean is the probability that a token of a first pass, drawn at temperature 1, is
-    accepted after the text. The alpha of 4.2 is another quantity, the share of accepted
-    draft tokens in the answer.
+    Their ratio is the probability that a token of a first pass, drawn at temperature 1,
+    is accepted if all tokens before it are the text's. The alpha of 4.2 is another
+    quantity, the share of accepted draft tokens in the answer.
     """
     slots = training_slots(drafter, batch)
     _, logits, labels = predict(drafter, target, slots)
@@ -377,12 +375,12 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
 
 def paper_tree() -> list[list[int]]:
     """One of the paper's two trees: 118 nodes in eight levels, m = 20 at the root."""
-    # Appendix A lists no nodes. These are the ones that the authors' code drafts from
+    # Appendix A does not list the nodes. These are what the authors' code makes from
     # its list kmask2_8layer_tree_3. `children` is {path: m}.
     children = {(): 20, (0,): 11, (1,): 4, (2,): 4, (0, 0): 7, (0, 1): 8}
     children |= {(0,) * 3: 10, (0,) * 4: 10, (0,) * 5: 4, (0,) * 6: 4, (0,) * 7: 3}
     tree = {(*path, rank) for path, m in children.items() for rank in range(m)}
-    # Six branches continue with the likeliest token of each level, down to the eighth.
+    # Below six nodes only the likeliest token of each level follows, down to level 8.
     for path in ((1,), (2,), (0, 1), (0, 2), (0, 3), (0, 0, 0, 1)):
         tree |= {path + (0,) * more for more in range(1, 9 - len(path))}
     return [list(path) for path in sorted(tree)]
@@ -392,7 +390,7 @@ def checked_tree(tree, vocab: float) -> list[list[int]]:
     """The paths without duplicates, sorted by depth; ranks may have gaps.
 
     vocab: number of tokens that can be drafted; inf if it is not known yet.
-    Raises UserError if the paths form no tree, or if a rank is not below `vocab`.
+    Raises UserError if the paths do not form a tree, or if a rank is not below `vocab`.
     """
     try:
         known = {tuple(path) for path in tree}
@@ -404,15 +402,15 @@ def checked_tree(tree, vocab: float) -> list[list[int]]:
         name = f"tree path {list(path)}"
         # True would pass isinstance(rank, int).
         if not path or not all(type(r) is int and 0 <= r < vocab for r in path):
-            limit = f" to {vocab - 1}, as can be drafted" if vocab < math.inf else ""
-            raise common.UserError(f"{name}: give a list of ranks from 0 on{limit}")
+            end = "on" if vocab == math.inf else f"to {vocab - 1} (draft vocabulary)"
+            raise common.UserError(f"{name}: give a list of ranks from 0 {end}")
         if path[:-1] not in known | {()}:
             raise common.UserError(f"{name}: add its parent {list(path[:-1])}")
     return [list(path) for path in paths]
 
 
 VARIANTS = {  # named settings for bench.py, as in --method falcon:chain
-    "chain": {"tree": layered_tree([1, 1, 1, 1])},  # Table 4, of height 4 instead of 8
+    "chain": {"tree": layered_tree([1, 1, 1, 1])},  # 4.5; four tokens, not eight
     "one_pass": {"tree": layered_tree([3, 4])},  # one pass only if k >= 2
     "paper": {"tree": paper_tree()},
 }
@@ -420,9 +418,9 @@ VARIANTS = {  # named settings for bench.py, as in --method falcon:chain
 
 # One pass drafts k levels of the tree (3.4). It has one or more branches, each a block
 # of k slots that continues the tree below one node, the branch's tip. In pass 1 the tip
-# is the root. In a later pass the tips are those nodes of the last level drafted that
-# have children, and a branch is fed the k tokens on the way down to its tip. Slot 0 of
-# a branch drafts the level below its tip, slot 1 the next one, and so on. In greedy
+# is the root. In a later pass each node with children, on the deepest level drafted so
+# far, is the tip of a branch, which is fed the k tokens on the way down to it. Slot 0
+# of a branch drafts the level below its tip, slot 1 the next one, and so on. In greedy
 # decoding a node of rank r holds its slot's r-th likeliest token, counted from 0. When
 # sampling, siblings are drawn in the order of their ranks. For example, k = 2:
 #
@@ -435,16 +433,16 @@ VARIANTS = {  # named settings for bench.py, as in --method falcon:chain
 # Pass 2 has two branches, with the tips 2 and 4. One is fed the tokens of nodes 0 and
 # 2, the other those of nodes 1 and 4. Both tips were drafted by the same slot, which
 # knows neither node 0's token nor node 1's. So in greedy decoding the two tips hold the
-# same token. This is the price of two levels at once.
+# same token. This is the price of drafting two levels at once.
 
 
 class PassPlan(NamedTuple):
     """A pass over b branches, which drafts c nodes."""
 
-    nodes: slice  # which of the tree's nodes these c are
-    families: list[tuple[int, list[int]]]  # a parent, and those c that are its children
-    # Pass 1 is fed slots of the text, so there these two are None.
-    continued: Tensor | None  # (b,) the branch of the pass before that each continues
+    nodes: slice  # the indices of these c nodes in the tree
+    families: list[tuple[int, list[int]]]  # each parent with its children among them
+    # These two are None in pass 1, which is fed slots of the text.
+    continued: Tensor | None  # (b,) which branch of the previous pass each continues
     fed: Tensor | None  # (b, k) the nodes whose tokens each is fed, its tip last
 
 
@@ -454,10 +452,10 @@ class Plan(NamedTuple):
     passes: list[PassPlan]
     parents: list[int]  # of N nodes; -1 is the root
     depths: list[int]  # of N nodes; children of the root have depth 1
-    branch: Tensor  # (N,) among the branches of the node's pass
-    slot: Tensor  # (N,)
-    rank: Tensor  # (N,)
-    most: int  # one more than the highest rank
+    branch: Tensor  # (N,) the branch of its pass that drafts a node
+    slot: Tensor  # (N,) the slot in that branch, 0 to k - 1
+    rank: Tensor  # (N,) the last one of its path
+    num_ranks: int  # one more than the highest rank
 
 
 def make_plan(config: Config, device) -> Plan:
@@ -478,8 +476,7 @@ def make_plan(config: Config, device) -> Plan:
         drafted = [path for path in paths if start < len(path) <= start + k]
         families = {}
         for path in drafted:
-            node = node_of[path]
-            families.setdefault(parents[node], []).append(node)
+            families.setdefault(node_of[path[:-1]], []).append(node_of[path])
         continued = fed = None
         if start > 0:
             # A branch continues the one that drafted its tip.
@@ -496,7 +493,7 @@ def make_plan(config: Config, device) -> Plan:
         branch=tensor(branch),
         slot=tensor([(depth - 1) % k for depth in depths]),
         rank=tensor([path[-1] for path in paths]),
-        most=1 + max(map(max, paths), default=0),
+        num_ranks=1 + max(map(max, paths), default=0),
     )
 
 
@@ -509,11 +506,23 @@ class Memory:
     def __init__(self, drafter: Drafter, target):
         self.cache = common.GrowingCache(drafter.config.num_layers)
         self.head = common.draft_head(target, drafter.vocab_ids)  # D -> Vd
-        self.slots = 0  # slots read so far
+        self.slots_read = 0
         # The last k - 1 slots, fused, and the LSTM's state after the last one.
         width = drafter.config.target["hidden_size"]
         self.fused = next(drafter.parameters()).new_empty(1, 0, width)
         self.state = None
+
+    def read(self, drafter: Drafter, decoding) -> Tensor:
+        """Fuse the new slots; returns the last k - 1 old ones and these, (1, r, D)."""
+        hidden = decoding.hidden  # (1, new, D), of the newly committed tokens
+        self.slots_read += hidden.shape[1]
+        on_time = self.slots_read == decoding.ids.shape[1] - 1
+        assert on_time, "ask for a draft in every round, from the first"
+        token_ids = decoding.ids[:, -hidden.shape[1] :]  # one step ahead
+        new, self.state = drafter.fuse(decoding.target, hidden, token_ids, self.state)
+        fused = torch.cat([self.fused, new], dim=1)
+        self.fused = fused[:, max(0, fused.shape[1] - (drafter.config.k - 1)) :]
+        return fused
 
 
 class Pass(NamedTuple):
@@ -526,22 +535,16 @@ class Pass(NamedTuple):
 
 
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
-    """Feed the slots of the newly committed tokens, which memory then holds.
+    """Feed the slots of the newly committed tokens.
 
-    The newest k slots form the one branch of this pass; None if there are fewer slots.
+    Returns a Pass with one branch, the newest k slots; None if there are fewer slots.
     """
     k = drafter.config.k
     total = decoding.ids.shape[1] - 1  # P
     if total == 0:  # a prompt of one token, before which there is no hidden state
         return None
-    hidden = decoding.hidden  # (1, new, D)
-    memory.slots += hidden.shape[1]
-    assert memory.slots == total, "ask for a draft in every round, from the first"
-    token_ids = decoding.ids[:, -hidden.shape[1] :]  # one step ahead
-    new, memory.state = drafter.fuse(decoding.target, hidden, token_ids, memory.state)
-
-    # Blocks are counted back from the newest slot, so that the last one is full, and
-    # their borders move each round. For example, k = 3, and slots 5 and 6 are new:
+    # Blocks are counted back from the newest slot, so that the last one is full.
+    # This moves their borders each round. For example, k = 3, and slots 5, 6 are new:
     #
     #     blocks before     0 1 | 2 3 4
     #     blocks now        0 | 1 2 3 | 4 5 6
@@ -550,24 +553,23 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     # Up to k - 1 old slots, here slot 4, share a block with new ones. For simplicity
     # the last k - 1 old slots always attend again. The LSTM does not read them again,
     # so memory keeps them fused.
-    fused = torch.cat([memory.fused, new], dim=1)  # (1, r, D)
+    fused = memory.read(drafter, decoding)  # (1, r, D)
     length = fused.shape[1]  # r
-    memory.fused = fused[:, max(0, length - (k - 1)) :]
     if total < k:
         return None
     # Drop the cached rows of the slots that attend again, and those of the last draft,
-    # which are of predictions. Older rows stay, although their blocks have changed:
-    # with one layer a row depends on its slot alone, with more it is approximate.
+    # which were made from predictions. Older rows stay, although blocks have changed:
+    # the first layer's rows do not depend on blocks, but those above are approximate.
     memory.cache.cut(total - length)
     positions = torch.arange(total, device=fused.device)
     phase = -total % k  # of `relaxed_mask`, so that the newest block is full
     block = (positions + phase) // k  # (P,)
     # A prompt attends in parts, because one mask for all of it would grow with the
-    # square of its length. Parts are counted back as well, so none ends within a block.
+    # square of its length. Parts are counted back as well, so none ends inside a block.
     size = 256 * k
     for part in fused.tensor_split(sorted(range(length - size, 0, -size)), dim=1):
         start = memory.cache.get_seq_length()  # P_own
-        end = start + part.shape[1]  # P_own + part
+        end = start + part.shape[1]
         mask = block[start:end, None] >= block[:end]
         here = positions[None, start:end]
         x = drafter.attend(decoding.target, part, here, mask[None, None], memory.cache)
@@ -577,8 +579,8 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
 def branch_mask(mask: Tensor, continued: Tensor, k: int) -> Tensor:
     """What each branch of a later pass sees (Figure 3).
 
-    It sees its own block, and all that is seen by the branch that it continues. k = 2;
-    in pass 3, D continues A, and E continues C. Each column is a slot in the cache:
+    It sees its own block, and all that the branch it continues has seen. For example,
+    k = 2, and in pass 3 D continues A, and E continues C. Each column is a cached slot:
 
                   committed A A B B C C   D D E E
         pass 2  A   x x x   x x . . . .
@@ -587,7 +589,7 @@ def branch_mask(mask: Tensor, continued: Tensor, k: int) -> Tensor:
         pass 3  D   x x x   x x . . . .   x x . .
                 E   x x x   . . . . x x   . . x x
 
-    mask: (b_before, P_own) bool, of the pass before.
+    mask: (b_previous, P_own) bool, of the previous pass.
     continued: (b,) the branch that each new branch continues.
     Returns (b, P_own + b k) bool.
     """
@@ -596,19 +598,19 @@ def branch_mask(mask: Tensor, continued: Tensor, k: int) -> Tensor:
     return torch.cat([mask[continued], own], dim=1)
 
 
-def later_pass(drafter, decoding, memory, before: Pass, continued, token_ids) -> Pass:
+def later_pass(drafter, decoding, memory, previous: Pass, continued, token_ids) -> Pass:
     """Feed b branches, each a block of k predictions and drafted tokens.
 
-    continued: (b,) the branches of `before` that they continue.
+    continued: (b,) the branches of `previous` that they continue.
     token_ids: (b, k) the drafted tokens, the tip's last.
     """
     k = drafter.config.k
-    # Branches that continue the same one share its predictions and differ in tokens.
-    hidden = before.h_draft[continued]  # (b, k, D)
-    state = tuple(x[:, continued] for x in before.state)  # (2, b, D) each
+    # Branches that continue the same one share its predictions; their tokens differ.
+    hidden = previous.h_draft[continued]  # (b, k, D)
+    state = tuple(x[:, continued] for x in previous.state)  # (2, b, D) each
     fused, state = drafter.fuse(decoding.target, hidden, token_ids, state)
-    positions = before.positions + k
-    mask = branch_mask(before.mask, continued, k)  # (b, P_own + b k)
+    positions = previous.positions + k
+    mask = branch_mask(previous.mask, continued, k)  # (b, P_own + b k)
     # All branches form one sequence of b k slots, and the mask keeps them apart.
     x = drafter.attend(
         decoding.target,
@@ -620,24 +622,24 @@ def later_pass(drafter, decoding, memory, before: Pass, continued, token_ids) ->
     return Pass(x[0].unflatten(0, (-1, k)), positions, mask, state)
 
 
-def choose_nodes(drafter, plan: Plan, nodes: slice, logits, tokens, chances) -> None:
+def choose_nodes(drafter, plan: Plan, nodes: slice, logits, tokens, confidence) -> None:
     """Greedy decoding: give the nodes of a pass the likeliest tokens of their slots.
 
     logits: (b, k, Vd) of the pass.
-    tokens, chances: (N,) of all nodes, changed in place. A chance is the drafter's
-        probability of the node's token.
+    tokens, confidence: (N,) of all nodes, changed in place. The confidence of a node
+        is the drafter's probability of its token.
     """
-    best = logits.softmax(-1, dtype=torch.float32).topk(plan.most)
+    best = logits.softmax(-1, dtype=torch.float32).topk(plan.num_ranks)
     chosen = plan.branch[nodes], plan.slot[nodes], plan.rank[nodes]
     tokens[nodes] = drafter.vocab_ids[best.indices[chosen]]
-    chances[nodes] = best.values[chosen]
+    confidence[nodes] = best.values[chosen]
 
 
 def draw_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int]):
     """Draw siblings (appendix A) without replacement, as the authors' code does.
 
-    Yields pairs of a token (1,) and the q_draft (V,) that it was drawn from, until the
-    logits processors allow none of the tokens that are left.
+    Yields pairs of a token (1,) and the q_draft (V,) that it was drawn from, as long as
+    the logits processors allow one of the tokens that are left.
 
     logits: (Vd,) of the tokens vocab_ids (Vd,).
     above: the tokens drafted on the way to the siblings.
@@ -646,8 +648,8 @@ def draw_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int])
     while True:
         # A softmax over the tokens that earlier siblings leave, so q_draft sums to 1.
         picked = common.pick(decoding, logits, vocab_ids, above)
-        # A processor may force a token that is taken. This looks at q_draft and not at
-        # the token, because what is drawn must not decide whether it is submitted.
+        # A processor may force a token that is taken. We test q_draft, not the token,
+        # because which token is drawn must not decide whether it is submitted.
         if picked is None or picked[1][taken].any():
             return
         yield picked
@@ -656,16 +658,13 @@ def draw_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int])
         logits = logits.masked_fill(vocab_ids == token, float("-inf"))
 
 
-def draw_nodes(
-    drafter, decoding, plan, planned: PassPlan, logits, tokens, texts
-) -> dict:
-    """Sampling: draw the nodes of a pass.
+def draw_nodes(drafter, decoding, plan, planned, logits, tokens, texts) -> dict:
+    """Sampling: draw the nodes of a pass, whose PassPlan is `planned`.
 
     logits: (b, k, Vd) of the pass.
     tokens: (N,) of all nodes, changed in place.
-    texts: {node: the tokens drafted down to it}, with {-1: []} for the root. It has the
-        nodes of earlier passes below which the text may continue, and gets those of
-        this one.
+    texts: {node: the tokens drafted down to it}, of the root (-1) and of all drawn
+        nodes that do not end the text. The nodes of this pass are added.
     Returns {node: q_draft (V,)} of the nodes drawn.
     """
     probs = {}
@@ -676,11 +675,12 @@ def draw_nodes(
         above = texts.get(parent)
         if above is None or len(above) >= decoding.room:
             continue
-        # What a node is drawn from depends on the tokens above and on its earlier
-        # siblings, and on no other drawn token, as `common.draw` requires.
-        scores = logits[plan.branch[siblings[0]], plan.slot[siblings[0]]]  # (Vd,)
-        steps = draw_siblings(decoding, scores, drafter.vocab_ids, above)
-        for node, (token, q_draft) in zip(siblings, steps):
+        # As `common.draw` requires, a node's distribution depends on the tokens above
+        # it and on its earlier siblings, but on no other drawn token.
+        first = siblings[0]  # all of them belong to the same slot
+        scores = logits[plan.branch[first], plan.slot[first]]  # (Vd,)
+        draws = draw_siblings(decoding, scores, drafter.vocab_ids, above)
+        for node, (token, q_draft) in zip(siblings, draws):
             tokens[node] = token
             probs[node] = q_draft
             if int(token) not in decoding.eos_ids:
@@ -691,16 +691,16 @@ def draw_nodes(
 def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Draft:
     """Draft the planned tree after `decoding.ids`, as far down as there is room.
 
-    Returns a Draft. It has no nodes while the text has k tokens or fewer, or where
-    there is no room. When sampling, a node is left out if it cannot be drawn. The notes
-    are k and, in greedy decoding, q: the drafter's probability of each node's token.
+    Returns a Draft. It has no nodes if the text has at most k tokens, or if there is no
+    room. When sampling, nodes that cannot be drawn are left out. The notes are k and,
+    in greedy decoding, q: the drafter's probability of each node's token.
     """
-    count = sum(depth <= decoding.room for depth in plan.depths)
+    count = sum(depth <= decoding.room for depth in plan.depths)  # the first nodes
     latest = first_pass(drafter, decoding, memory) if count else None
     if latest is None:
         return common.chain([], decoding.ids)
     tokens = decoding.ids.new_zeros(len(plan.parents))  # (N,)
-    chances = torch.zeros(len(tokens), device=tokens.device)  # (N,)
+    confidence = torch.zeros(len(tokens), device=tokens.device)  # (N,)
     texts = {-1: []}
     probs = {}  # {node: q_draft (V,)} of the nodes drawn
     for planned in plan.passes:
@@ -710,21 +710,21 @@ def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Dr
             fed, continued = tokens[planned.fed], planned.continued
             latest = later_pass(drafter, decoding, memory, latest, continued, fed)
         logits = memory.head(latest.h_draft)  # (b, k, Vd)
-        # All rounds have one plan. So a branch may also be fed a node that ends the
-        # text, or one that was not drawn and holds token 0. When sampling nothing is
-        # drawn below these, and greedily nothing below an end is ever accepted.
+        # The plan is the same in every round. So a branch may be fed a node that ends
+        # the text, or one that was not drawn and holds token 0. When sampling, nothing
+        # is drawn below these; in greedy decoding nothing below an end is accepted.
         if decoding.do_sample:
             probs |= draw_nodes(drafter, decoding, plan, planned, logits, tokens, texts)
         else:
-            choose_nodes(drafter, plan, planned.nodes, logits, tokens, chances)
+            choose_nodes(drafter, plan, planned.nodes, logits, tokens, confidence)
     notes = {"k": drafter.config.k}
     if not decoding.do_sample:
-        notes["q"] = chances[:count].tolist()
+        notes["q"] = confidence[:count].tolist()
         return common.Draft(tokens[:count], plan.parents[:count], None, notes)
     if not probs:
         return common.chain([], decoding.ids)
-    place = {-1: -1} | {node: n for n, node in enumerate(probs)}
-    parents = [place[plan.parents[node]] for node in probs]
+    index_of = {-1: -1} | {node: n for n, node in enumerate(probs)}
+    parents = [index_of[plan.parents[node]] for node in probs]
     q_draft = torch.stack(list(probs.values()))
     drawn = tokens[torch.tensor(list(probs))]
     return common.Draft(drawn, parents, q_draft, notes)
@@ -753,13 +753,13 @@ if __name__ == "__main__":
 # Deviations from the paper, and choices where it says nothing:
 #  1. A slot predicts k places ahead, as in 3.1 and in the authors' code. With Eq. 1's
 #     shift of one, slot i + 1, which slot i may see, would hold the label of slot i.
-#  2. In Figure 2 CSGD replaces a slot's h_i by h_i^t, without saying of which place it
-#     is. Here it is the slot's label, as in the authors' code, with the token of the
-#     text, where the paper says the target's. The figure replaces the first 1 to 3 of
-#     four slots. Here a run of slots lies in a complete block whose slots all learn,
-#     and leaves out the block's last slot, so with k = 2 it is one slot. A short text
-#     may have too few such blocks for N. The paper does not say whether revealed slots
-#     have a loss; here they have none. lambda falls by steps instead of epochs.
+#  2. In Figure 2 CSGD replaces h_i and t_i by h_i^t and t_i^t, but the paper does not
+#     say which places these are from. Here they are the slot's label, as in the
+#     authors' code, with the token of the text, where the paper has the target's. The
+#     figure replaces the first 1 to 3 of four slots. Here `glance` reveals the first 1
+#     to k - 1 slots of some complete blocks, so with k = 2 one slot of each. A short
+#     text may have too few such blocks for N. The paper does not say whether revealed
+#     slots have a loss; here they have none. lambda falls by steps instead of epochs.
 #  3. In training, blocks are counted from a random slot. When drafting they are counted
 #     back from the newest one. With several layers, cached rows are not recomputed when
 #     the borders of blocks move (`first_pass`), which is an approximation.
@@ -776,36 +776,35 @@ if __name__ == "__main__":
 #     replacement, as in the authors' code; appendix A only says that m tokens are
 #     sampled. Logits processors judge what earlier siblings leave. If they allow no
 #     token, a sibling is left out of the draft, and so is all that would be below it.
-#  9. The shipped drafter has linear fusion like EAGLE's, omega_dist = 1, nine nodes,
-#     and a last stage without CSGD, which did not raise `acceptance` here (checkpoints/
-#     README.md).
+#  9. The shipped drafter has linear fusion like EAGLE's, omega_dist = 1 and nine nodes.
+#     Its last stage of training was without CSGD (checkpoints/README.md); CSGD did not
+#     raise `acceptance` here (results/log/training.md).
 #
-# Authors' code. Its drafting was run beside this file's, with the same random weights.
-# Apart from what follows and from deviation 4, forwards, losses, drafts, trees and the
-# greedy verification agree:
-#  - As published, the forward does not run, because it passes to the first layer all
-#    that the LSTM returns, a tuple of output and state. The LSTM has dropout .1, and
-#    without batch_first it takes the sequences of a batch for steps in time. So in
-#    batches of one it has no memory.
+# Authors' code. It was run next to this file with the same random weights. Apart from
+# deviation 4 and from what follows, forwards, losses, drafts, trees and the greedy
+# verification agree:
+#  - As published, the forward does not run, because it passes all that the LSTM
+#    returns, a tuple of output and state, to the first layer. The LSTM has dropout .1.
+#    It lacks batch_first, so it treats the sequences of a batch as steps in time, and
+#    in batches of one it has no memory.
 #  - A slot learns if x_i is a token of the answer, here if x_(i+k+1) is. So in their
 #    training no slot learns to predict the answer's first k + 1 tokens.
 #  - Blocks are counted from the first slot in training, and when drafting from the
 #    first slot that is fed in the round. With k = 2 the newest slot is then often alone
 #    in its block, and the slot that drafts the next token has not seen it. With the
-#    shipped drafter tau is 2.224 by their rule and 2.271 by ours, and the share of
-#    rounds with an accepted token is .702 and .744 (nine prompts, 48 tokens each,
-#    greedy).
+#    shipped drafter tau is 2.224 by their rule and 2.271 by ours, and a token is
+#    accepted in .702 and .744 of the rounds (nine prompts, 48 tokens each, greedy).
 #  - lambda falls from .45 to .10, in 21 epochs: the loop makes one more than
 #    num_epochs. A run starts at every k-th slot that has a loss, wherever its block
 #    begins, and for k > 2 there are N / k runs. Revealed slots keep their loss.
-#  - Noise is multiplied by 512 / length, and CSGD's first pass has it as well. Labels
-#    that are revealed are without noise.
+#  - Noise is multiplied by 512 / length, and CSGD's first pass has it as well. Revealed
+#    labels have none.
 #  - L_hard's label is sampled. L_soft has 1e-8 added inside the logarithm, and takes
 #    both distributions at a temperature of .95.
 #  - Each value of the gradient is clipped at .5. There are 2000 steps of warm-up, and
 #    texts are cut at 2048 tokens.
 #  - Trees are lists of paths of ranks, but the ranks are not read: siblings are only
 #    counted, so the list kmask2_8layer_tree_3 gives the nodes of `paper_tree`.
-#  - When sampling, its verification puts the newest committed token to the test again,
-#    and looks up by pass what belongs to a level. Of 20,000 simulated draws 8,506 ended
-#    in an IndexError, and the others do not follow the target.
+#  - When sampling, its verification tests the newest committed token again, and takes
+#    the number of a pass for the number of a level. Of 20,000 simulated draws 8,506
+#    ended in an IndexError, and the others do not follow the target.

@@ -152,7 +152,7 @@ def test_the_plan_of_the_drawing():
     tree = [[0], [1], [0, 0], [0, 1], [1, 0], [0] * 3, [1, 0, 0], [0] * 4, [1, 0, 0, 0]]
     plan = falcon.make_plan(falcon.Config(tree=tree, k=2), "cpu")
     assert plan.parents == [-1, -1, 0, 0, 1, 2, 4, 5, 6]
-    assert plan.depths == [1, 1, 2, 2, 2, 3, 3, 4, 4] and plan.most == 2
+    assert plan.depths == [1, 1, 2, 2, 2, 3, 3, 4, 4] and plan.num_ranks == 2
     assert plan.branch.tolist() == [0, 0, 0, 0, 0, 0, 1, 0, 1]
     assert plan.slot.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 1]
     assert plan.rank.tolist() == [0, 1, 0, 1, 0, 0, 0, 0, 0]
@@ -682,7 +682,7 @@ def test_ranks_are_ints_and_an_unknown_vocabulary_is_no_limit():
     for tree in ([[True]], [[0], [0, -1]], [[]]):
         with pytest.raises(common.UserError, match="give a list of ranks from 0 on$"):
             falcon.Config(tree=tree, draft_vocab=0)
-    with pytest.raises(common.UserError, match=r"from 0 on to 8, as can be drafted$"):
+    with pytest.raises(common.UserError, match=r"from 0 to 8 \(draft vocabulary\)$"):
         falcon.Config(tree=[[9]], draft_vocab=9)
 
 
