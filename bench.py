@@ -5,7 +5,6 @@
     python bench.py --method falcon falcon+copies  # and tokens copied from the context
     python bench.py --method glide:gamma=2 glide:gamma=4 glide:gamma=6
     python bench.py --method all                   # all, and transformers' own
-    python bench.py --cost-curve                   # milliseconds of a target forward
 
 An arm is [BASE+]NAME[:SETTINGS][+copies][@DIR]. NAME is a method or a rival (medusa,
 eagle, beam, lookup); EAGLE is Falcon with the drafter checkpoints/eagle. SETTINGS are
@@ -34,7 +33,6 @@ import json
 import os
 import random
 import signal
-import statistics
 import sys
 from pathlib import Path
 
@@ -61,34 +59,27 @@ from support.training import data
 
 ALPHA_ANSWERS = 32  # most answers of the baseline to measure alpha on
 WARM_UP_TOKENS = 12
-CONTEXT = 256  # of the cost curve, in tokens
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the cost curve
 
 
 # ------------------------------------------------------------------------ a whole run
 
 
 def measure(args) -> dict:
-    """The result of a run: a cost curve, what the arms did, or both."""
+    """The result of a run: how it was made, and what the arms did."""
     prompts = prompts_of(args)
-    if prompts:
-        warn_if_busy()
+    warn_if_busy()
     stock, target, tokenizer = load(args)
     result = report.header(args, target)
-    if args.cost_curve:
-        result["cost_curve"] = cost_curve(target)
-    if prompts:
-        arms = make_arms(args.method, target)
-        if args.top_p < 1 and any(arm.name == "prompt-lookup" for arm in arms):
-            print(
-                "bench.py: at --top-p prompt-lookup cannot draft every token, because "
-                "transformers asks the processors about logits that are all equal",
-                file=sys.stderr,
-            )
-        options = generate_options(args)
-        torch.manual_seed(args.seed)
-        result |= compare(args, stock, target, tokenizer, arms, prompts, options)
-    return result
+    arms = make_arms(args.method, target)
+    if args.top_p < 1 and any(arm.name == "prompt-lookup" for arm in arms):
+        print(
+            "bench.py: at --top-p prompt-lookup cannot draft every token, because "
+            "transformers asks the processors about logits that are all equal",
+            file=sys.stderr,
+        )
+    options = generate_options(args)
+    torch.manual_seed(args.seed)
+    return result | compare(args, stock, target, tokenizer, arms, prompts, options)
 
 
 def without_answers(result: dict) -> dict:
@@ -100,9 +91,7 @@ def without_answers(result: dict) -> dict:
 
 
 def prompts_of(args) -> list[dict]:
-    """What to ask, see `data.read_prompts`; [] if there is no arm to answer it."""
-    if not args.method:
-        return []
+    """What to ask, see `data.read_prompts`."""
     if args.prompt is not None:
         return [{"question_id": 1, "turns": [args.prompt]}]
     paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
@@ -443,40 +432,6 @@ def divergence(target, asked: list, answers: list[Answer], reference: list[Answe
     }
 
 
-@torch.no_grad()
-def cost_curve(target) -> dict:
-    """Time the target forward over chains of several lengths.
-
-    Returns {"context", "by_tokens": {n: ms}}, medians of five after a warm-up.
-    """
-    common.check_target(target)
-    config = target.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None)
-    if context and context < CONTEXT + COUNTS[-1]:
-        raise UserError(
-            f"--cost-curve needs a context of {CONTEXT + COUNTS[-1]} tokens, and the "
-            f"target's is {context}: take another target"
-        )
-    # Any tokens will do, because the time depends on their number alone.
-    ids = torch.arange(CONTEXT + COUNTS[-1], device=target.device)[None]
-    ids = ids % config.vocab_size
-    cache = common.GrowingCache(config.num_hidden_layers)
-    target.get_decoder()(ids[:, :CONTEXT], past_key_values=cache, use_cache=True)
-    committed = ids[:, : CONTEXT + 1]  # the newest is the root of the drafts
-    by_tokens = {}
-    for count in tqdm(COUNTS, desc="cost curve", disable=None):
-        tokens = ids[0, CONTEXT + 1 : CONTEXT + count]
-        draft = common.Draft(tokens, list(range(-1, count - 2)))
-        times = []
-        for _ in range(6):
-            start = clock(target)
-            common.score(target, committed, draft, cache)
-            times.append(1000 * (clock(target) - start))
-            cache.cut(CONTEXT)  # each time begins with the same cache
-        by_tokens[str(count)] = round(statistics.median(times[1:]), 3)
-    return {"context": CONTEXT, "by_tokens": by_tokens}
-
-
 # ----------------------------------------------------------------------- command line
 
 
@@ -496,10 +451,7 @@ def check(args) -> None:
     """Raise a UserError if options do not go together; nothing is loaded yet."""
     alone = {"all", *PEERS} & set(args.method)  # arms that answer one at a time
     common.refuse(
-        (
-            not (args.method or args.cost_curve),
-            "nothing to do: give --method or --cost-curve; see --help",
-        ),
+        (not args.method, "nothing to do: give --method; see --help"),
         (
             args.top_p < 1 and not args.temperature,
             "--top-p needs a --temperature",

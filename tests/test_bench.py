@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import chat
+import costs
 import pytest
 import stop_rules
 import torch
@@ -137,27 +138,32 @@ def test_a_run_ends_with_the_promised_json_and_its_tables_can_be_printed_again(
 
 
 def test_the_json_is_left_out_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "CONTEXT", 32)  # the target has a context of 256
-    argv = ["--cost-curve", "--target", "target"]
-    result, _ = run(capsys, argv)
-    assert list(result["cost_curve"]["by_tokens"]) == list(map(str, bench.COUNTS))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    bench.main(argv)
+    bench.main(command("--num-prompts", "1"))
     assert "{" not in capsys.readouterr().out
+
+
+def test_a_cost_curve_is_printed_and_written(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(costs, "CONTEXT", 32)  # the target has a context of 256
+    file = str(tmp_path / "costs.json")
+    costs.main(["--target", "target", "--json", file])
+    assert "at 32 tokens of context" in capsys.readouterr().out
+    curve = report.read_result(file)["cost_curve"]
+    assert list(curve["by_tokens"]) == list(map(str, costs.COUNTS))
 
 
 def test_the_cost_of_a_forward_is_the_median_after_a_warm_up(llama, monkeypatch):
     took = itertools.cycle([9, 1, 5, 2, 4, 3])
     seconds = (second for each in took for second in (0, each))
     moments = itertools.accumulate(seconds)
-    monkeypatch.setattr(bench, "clock", lambda _: next(moments))
+    monkeypatch.setattr(costs, "clock", lambda _: next(moments))
     common.check_target(llama)  # its trial is no part of what is counted
     fed = []
     hook = llama.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[1]))
-    curve = bench.cost_curve(llama)
+    curve = costs.cost_curve(llama)
     hook.remove()
-    assert curve["by_tokens"] == {str(count): 3000 for count in bench.COUNTS}
-    assert fed == [count for count in bench.COUNTS for _ in range(6)]
+    assert curve["by_tokens"] == {str(count): 3000 for count in costs.COUNTS}
+    assert fed == [count for count in costs.COUNTS for _ in range(6)]
 
 
 def test_sampling_has_no_greedy_verdict_and_is_cut_by_top_p_alone(capsys):

@@ -93,7 +93,8 @@ time)
     for dtype in "${dtypes[@]}"; do
         bench gpu_$dtype 240 --dtype $dtype --method "${arms[@]}" "${others[@]}"
         bench gpu_${dtype}_t1 150 --dtype $dtype --temperature 1 --method "${arms[@]}" "${others[@]}"
-        bench gpu_${dtype}_cost 60 --dtype $dtype --cost-curve
+        [ -f "$here/gpu_${dtype}_cost.json" ] || within 60 python results/tools/costs.py \
+            --device $device --dtype $dtype --json "$here/gpu_${dtype}_cost.json"
     done
     [ -f "$here/launches.json" ] || within 120 python results/tools/launches.py --num-prompts 1 \
         --device $counted --rounds $rounds --json "$here/launches.json"

@@ -18,11 +18,6 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
         help="prompts answered at once",
     )
     parser.add_argument(
-        "--cost-curve",
-        action="store_true",
-        help="time target forwards over 1 to 64 tokens",
-    )
-    parser.add_argument(
         "--json",
         metavar="FILE",
         help="write the result and all answers (in a pipe, the result without answers "

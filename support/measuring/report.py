@@ -285,7 +285,7 @@ def departure(name: str, numbers: dict) -> str | None:
 
 
 def cost_table(curve: dict) -> list[str]:
-    """A line and a table of `bench.cost_curve`."""
+    """A line and a table of what results/tools/costs.py measures."""
     context = f"{curve['context']} tokens of context"
     times = [cell(ms, ".1f") for ms in curve["by_tokens"].values()]
     return [

@@ -1,0 +1,72 @@
+"""Time the target forward over chains of several lengths: results/*_cost.json.
+
+    python results/tools/costs.py --json results/cpu_cost.json
+
+The options are those of bench.py that concern the target.
+"""
+
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+import bench  # noqa: E402
+import common  # noqa: E402
+from support import cli  # noqa: E402
+from support.measuring import command, report  # noqa: E402
+from support.measuring.report import clock  # noqa: E402
+
+CONTEXT = 256  # tokens
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+@torch.no_grad()
+def cost_curve(target) -> dict:
+    """Returns {"context", "by_tokens": {n: ms}}, medians of five after a warm-up."""
+    common.check_target(target)
+    config = target.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None)
+    if context and context < CONTEXT + COUNTS[-1]:
+        raise common.UserError(
+            f"costs.py needs a context of {CONTEXT + COUNTS[-1]} tokens, and the "
+            f"target's is {context}: take another target"
+        )
+    # Any tokens will do, because the time depends on their number alone.
+    ids = torch.arange(CONTEXT + COUNTS[-1], device=target.device)[None]
+    ids = ids % config.vocab_size
+    cache = common.GrowingCache(config.num_hidden_layers)
+    target.get_decoder()(ids[:, :CONTEXT], past_key_values=cache, use_cache=True)
+    committed = ids[:, : CONTEXT + 1]  # the newest is the root of the drafts
+    by_tokens = {}
+    for count in tqdm(COUNTS, desc="cost curve", disable=None):
+        tokens = ids[0, CONTEXT + 1 : CONTEXT + count]
+        draft = common.Draft(tokens, list(range(-1, count - 2)))
+        times = []
+        for _ in range(6):
+            start = clock(target)
+            common.score(target, committed, draft, cache)
+            times.append(1000 * (clock(target) - start))
+            cache.cut(CONTEXT)  # each time begins with the same cache
+        by_tokens[str(count)] = round(statistics.median(times[1:]), 3)
+    return {"context": CONTEXT, "by_tokens": by_tokens}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print the table, and write the result."""
+    args = command.parse(sys.argv[1:] if argv is None else argv, __doc__)
+    if args.json:
+        cli.check_writable(args.json)
+    _, target, _ = bench.load(args)
+    result = report.header(args, target, "results/tools/costs.py")
+    result["cost_curve"] = cost_curve(target)
+    print(report.tables(result))
+    if args.json:
+        report.write_result(result, args.json)
+
+
+if __name__ == "__main__":
+    cli.run(main)
