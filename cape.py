@@ -32,6 +32,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 import common
 from common import option
@@ -115,17 +116,15 @@ def expand(trajectory: common.Draft, config: Config, sampled=False) -> common.Dr
     # The drafted token is not always the most probable one, because when sampling it
     # may be any. So it is taken out by its id, and not as the first in order.
     others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
-    best = others.topk(min(max(counts), others.shape[1])).indices  # (gamma, max(K_i))
-    rank = torch.arange(best.shape[1], device=q_draft.device)
+    most = min(max(counts), others.shape[1])
     possible = (others > 0).sum(1)
+    rank = torch.arange(most, device=q_draft.device)
     extra = rank < torch.minimum(possible.new_tensor(counts), possible)[:, None]  # bool
-    if sampled:  # each extra is drawn from what the tokens drawn before it have left
-        left = q_draft.new_empty(*best.shape, others.shape[1])  # (gamma, max(K_i), V)
-        for n in range(best.shape[1]):
-            left[:, n] = others / others.sum(1, keepdim=True)
-            best[:, n : n + 1] = common.sample(left[:, n])
-            others.scatter_(1, best[:, n : n + 1], 0.0)
+    if sampled:
+        best, left = draw_extras(others, most)
         q_draft = torch.cat([q_draft, left[extra]])
+    else:  # the most probable tokens have no rows in `probs`, as they were not drawn
+        best = others.topk(most).indices  # (gamma, max(K_i))
     tokens = torch.cat([trajectory.tokens, best[extra]])
     steps = extra.nonzero()[:, 0].tolist()  # counted from 0
     parents = trajectory.parents + [trajectory.parents[step] for step in steps]
@@ -143,8 +142,23 @@ def expand(trajectory: common.Draft, config: Config, sampled=False) -> common.Dr
     #         2   a2    x  .  .   .  .   x   .
     #         3   a3    x  x  .   .  .   .   x
     notes = {"confidences": confidences, "counts": counts}
-    # The most probable tokens have no rows in `probs`, because they were not drawn.
     return common.Draft(tokens, parents, q_draft, trajectory.notes | notes)
+
+
+def draw_extras(others: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Draw tokens (gamma, count) without replacement; see deviation 2.
+
+    others: (gamma, V) q_draft without the drafted tokens; the drawn ones are taken out.
+    Returns the tokens, and the distributions (gamma, count, V) that they were drawn
+    from. Of a row with fewer than `count` tokens, the last ones are meaningless.
+    """
+    best = others.new_empty(len(others), count, dtype=torch.long)
+    left = others.new_empty(*best.shape, others.shape[1])
+    for n in range(count):  # from what the tokens drawn before it have left
+        left[:, n] = others / others.sum(1, keepdim=True)
+        best[:, n : n + 1] = common.sample(left[:, n])
+        others.scatter_(1, best[:, n : n + 1], 0.0)
+    return best, left
 
 
 # -------------------------------------------------------------------------- decoding

@@ -168,9 +168,9 @@ extras claim to be sampled
 extras are drawn with replacement
 - others.scatter_(1, best[:, n : n + 1], 0.0)
 + pass
-drawn extras come with the drafter's whole distribution
+what drawn extras come with is not divided by its sum
 - left[:, n] = others / others.sum(1, keepdim=True)
-+ left[:, n] = q_draft
++ left[:, n] = others
 the likeliest tokens are submitted as drawn
 - best[:, n : n + 1] = common.sample(left[:, n])
 + best[:, n : n + 1] = left[:, n].argmax(-1, keepdim=True)
