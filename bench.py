@@ -170,16 +170,7 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
     its prompt or batch. Ctrl-C and a lack of memory end the run early. Either is raised
     if nothing was answered.
     """
-    device = arms[0].target.device
-    # A warm-up: first calls load kernels and fill caches. It asks what is shortest,
-    # because a prompt that is too long would end the run here.
-    easiest = min(
-        groups, key=lambda group: max(len(each["turns"][0]) for each in group)
-    )
-    opening = [encode(tokenizer, each["turns"][:1], device) for each in easiest]
-    for arm in arms:
-        play(arm, opening, options | {"max_new_tokens": WARM_UP_TOKENS})
-
+    warm_up(tokenizer, arms, groups, options)
     asked = []
     answers = {arm.name: [] for arm in arms}
     shuffle = random.Random(seed)
@@ -212,6 +203,18 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
     finally:
         bar.close()
     return asked, answers
+
+
+def warm_up(tokenizer, arms: list[Arm], groups: list, options: dict) -> None:
+    """Let every arm answer once, because first calls load kernels and fill caches."""
+    # What is shortest is asked, because a prompt that is too long would end the run.
+    easiest = min(
+        groups, key=lambda group: max(len(each["turns"][0]) for each in group)
+    )
+    device = arms[0].target.device
+    asked = [encode(tokenizer, each["turns"][:1], device) for each in easiest]
+    for arm in arms:
+        play(arm, asked, options | {"max_new_tokens": WARM_UP_TOKENS})
 
 
 def turns_of(group: list[dict], arms, tokenizer, options: dict, shuffle, bar):

@@ -1498,6 +1498,14 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
             f"{mode} is not supported by token trees: set to None what asks for it, "
             "and decode greedily or sample"
         )
+    _check_prompt(target, input_ids, given)
+    _check_window(target, given.get("past_key_values"), generation_config.max_length)
+    config = target.config.get_text_config()
+    _check_length(config, input_ids.shape[1], generation_config.max_length)
+
+
+def _check_prompt(target, input_ids: Tensor, given: dict) -> None:
+    """Raise a UserError unless the prompt is one text, all of it in `input_ids`."""
     batch, length = input_ids.shape
     if input_ids.device != target.device:
         raise UserError(
@@ -1524,24 +1532,29 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
     past = given.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise UserError("past_key_values holds tokens: pass all tokens, and no cache")
+    # Images and embeddings have a dimension more than ids and masks of text.
+    if any(getattr(x, "ndim", 0) > 2 for x in given.values()):
+        raise UserError("only text is decoded: pass token ids alone, and no images")
+    check_ids(target, input_ids)
+
+
+def _check_window(target, past, max_length: int) -> None:
+    """Raise a UserError if plain decoding would drop rows that token trees keep.
+
+    past: the cache that `generate` has made.
+    """
     # By such keys the cache of `generate` drops rows, even if the model ignores them.
     config = decoder_config(target)
     window = getattr(config, "sliding_window", None)
     slides = window and any(getattr(past, "is_sliding", ()))
     unread = slides and "sliding_attention" not in layer_kinds(target)
-    if unread and generation_config.max_length > window:
+    if unread and max_length > window:
         keys = [x for x in ("sliding_window", "layer_types") if hasattr(config, x)]
         raise UserError(
             f"the target attends to all tokens, but by its config the cache of "
             f"transformers drops all but {window}: delete {' and '.join(keys)} from "
             "target.config"
         )
-    # Images and embeddings have a dimension more than ids and masks of text.
-    if any(getattr(x, "ndim", 0) > 2 for x in given.values()):
-        raise UserError("only text is decoded: pass token ids alone, and no images")
-    check_ids(target, input_ids)
-    config = target.config.get_text_config()
-    _check_length(config, length, generation_config.max_length)
 
 
 def _check_processors(decoding) -> None:

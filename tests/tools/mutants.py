@@ -34,8 +34,8 @@ a processor is not asked again after a longer text
 - ((0, 2), (2, 3), (1, 4), (4, 5))
 + ((2, 3), (4, 5))
 a window that only the cache has is not noticed
-- if unread and generation
-+ if False and generation
+- if unread and max_length
++ if False and max_length
 the first rows are kept, not the accepted ones
 - self.cache.move(prefix + rows, prefix)
 + pass
