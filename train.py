@@ -77,15 +77,9 @@ def train(args, module, overrides: dict) -> None:
     lengths = [len(ids) for ids, _ in sequences]
     order = data.steps(lengths, args.batch_size, args.seed, run.step)
     progress, stop = run.fraction(args), False  # a run goes from 0 to 1
-    # What is measured on is the same each time, so its features are computed once.
     measured = {}
     if progress < 1:
-        say(
-            f"first reading the {len(held_out) + len(answers)} conversations on which "
-            "alpha is measured (--held-out, --eval); --minutes begins after that"
-        )
-        measured["alpha"] = features.batches(held_out)
-        measured["eval_alpha"] = features.batches(answers)
+        measured = read_measured(features, held_out, answers)
     # The time before a resumption counts as well.
     begin = time.monotonic() - run.seconds
     with interrupts() as caught, progress_bar(args, run) as bar:
@@ -124,9 +118,7 @@ def train(args, module, overrides: dict) -> None:
                 checkpoints.save(out, drafter, optimizer, run, identity)
 
     if accelerator.is_main_process:
-        summary = {"method": args.method, "out": args.out, "interrupted": progress < 1}
-        summary |= {"step": run.step, "tokens": run.tokens}
-        print(json.dumps(summary | {"measured": run.curve[-1] if run.curve else None}))
+        print_summary(args, run, interrupted=progress < 1)
     # Free the wrapped model while all processes live, because it could hang later.
     del model, optimizer
     accelerator.free_memory()
@@ -210,6 +202,16 @@ def schedule(progress: float, warmup: float) -> float:
     # In the first step progress is 0, and the rate should not be.
     rise = (progress + 1e-3) / warmup if warmup else 1.0
     return min(rise, 1.0, (1 - progress) / 0.2)
+
+
+def read_measured(features: Features, held_out: list, answers: list) -> dict:
+    """{name: batches} for `measure`: always the same, so computed once."""
+    say(
+        f"first reading the {len(held_out) + len(answers)} conversations on which "
+        "alpha is measured (--held-out, --eval); --minutes begins after that"
+    )
+    rates = {"alpha": held_out, "eval_alpha": answers}
+    return {name: features.batches(rates[name]) for name in rates}
 
 
 @torch.no_grad()
@@ -395,6 +397,13 @@ def announce(args, run, sequences: list, held_out: list) -> None:
             f"{args.out} is finished. With more --steps or --minutes the learning rate "
             f"rises again; else give --init {args.out}, another --out and a lower --lr"
         )
+
+
+def print_summary(args, run, interrupted: bool) -> None:
+    """Print how far the training came, as a line of JSON."""
+    summary = {"method": args.method, "out": args.out, "interrupted": interrupted}
+    summary |= {"step": run.step, "tokens": run.tokens}
+    print(json.dumps(summary | {"measured": run.curve[-1] if run.curve else None}))
 
 
 def say(text: str) -> None:
