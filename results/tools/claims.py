@@ -31,7 +31,7 @@ TRAINED = {  # the training runs of the shipped drafters, stage after stage
     "falcon": "falcon_before falcon",
     "ctc_drafter": "ctc_drafter_before ctc_drafter",
     "medusa": "medusa_before medusa",
-    "eagle": "eagle_before eagle",
+    "eagle": "eagle_before eagle_second eagle",
 }
 USES = {"cape": "glide", "beam": "glide"}  # methods that draft with another's drafter
 ALIKE = {  # and of those that were trained alike, after the @ of an arm
