@@ -84,7 +84,7 @@ class Drafter(
         self.config = config
         self.kv_layers = []  # it does not read the target's keys and values
         width = config.target["hidden_size"]
-        # Without norms the drafter has the authors' architecture, and EAGLE's.
+        # Without norms: the authors' architecture or, with linear fusion, EAGLE's.
         norm = nn.RMSNorm if config.norms else nn.Identity
         self.feature_norm = norm(width, eps=1e-5)
         self.embed_norm = norm(width, eps=1e-5)
@@ -155,7 +155,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     top_layers = common.target_layers(target)[-config.num_layers :]
     if not config.norms:
         # The target's top layers write into a residual stream that only the final norm
-        # brings to the size of h. (That of the default target is 30 times as large.)
+        # brings to the size of h. (The default target's stream is 30 times as large.)
         top_layers = []
         for module in drafter.layers.modules():
             if isinstance(module, nn.Linear):
@@ -249,7 +249,7 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
         then, cut short at N         . .   x . .   x x .   . . .
 
     wrong: (B, S) bool, True where a slot learns and its likeliest token is not the
-        target's. Their number in a sequence is d, the Hamming distance.
+        target's. The number of these in a sequence is d, the Hamming distance.
     learns: (B, S) bool. rate: lambda.
     seed: (B,), which gives the phase of `relaxed_mask` and the random numbers.
     Returns (B, S) bool, True where revealed. If the runs of a sequence have fewer than
@@ -288,8 +288,8 @@ def reveal(drafter: Drafter, target, slots: Slots, best: Tensor, batch) -> Slots
         before     (h_1, x_2)  (h_2, x_3)      after    (h_3, x_4)  (h_2, x_3)
         label      (h_3, x_4)  (h_4, x_5)               -           (h_4, x_5)
     """
-    # When drafting, the second slot never sees x_4. The paper argues (3.3) that such
-    # inputs improve "the dependency between tokens within a block".
+    # When drafting, the second slot never sees x_4. The paper argues (3.3) that CSGD
+    # "improves the dependency between tokens within a block".
     _, logits, _ = predict(drafter, target, slots)  # a pass without noise
     wrong = torch.zeros_like(slots.learns)
     wrong[slots.learns] = logits.argmax(-1) != best
@@ -380,7 +380,7 @@ def paper_tree() -> list[list[int]]:
     children = {(): 20, (0,): 11, (1,): 4, (2,): 4, (0, 0): 7, (0, 1): 8}
     children |= {(0,) * 3: 10, (0,) * 4: 10, (0,) * 5: 4, (0,) * 6: 4, (0,) * 7: 3}
     tree = {(*path, rank) for path, m in children.items() for rank in range(m)}
-    # Below six nodes only the likeliest token of each level follows, down to level 8.
+    # From six nodes a chain of likeliest tokens leads down to level 8.
     for path in ((1,), (2,), (0, 1), (0, 2), (0, 3), (0, 0, 0, 1)):
         tree |= {path + (0,) * more for more in range(1, 9 - len(path))}
     return [list(path) for path in sorted(tree)]
@@ -513,7 +513,7 @@ class Memory:
         self.state = None
 
     def read(self, drafter: Drafter, decoding) -> Tensor:
-        """Fuse the new slots; returns the last k - 1 old ones and these, (1, r, D)."""
+        """Fuse the new slots; return the last k - 1 old ones and these, (1, r, D)."""
         hidden = decoding.hidden  # (1, new, D), of the newly committed tokens
         self.slots_read += hidden.shape[1]
         on_time = self.slots_read == decoding.ids.shape[1] - 1
@@ -530,7 +530,7 @@ class Pass(NamedTuple):
 
     h_draft: Tensor  # (b, k, D) predictions
     positions: Tensor  # (k,) of the slots, the same in each branch
-    mask: Tensor  # (b, P_own) which rows, cached after this pass, a branch sees
+    mask: Tensor  # (b, P_own) which rows a branch sees, of those cached after this pass
     state: tuple  # the LSTM's, two (2, b, D); () of a linear layer
 
 
@@ -754,22 +754,21 @@ if __name__ == "__main__":
 #  1. A slot predicts k places ahead, as in 3.1 and in the authors' code. With Eq. 1's
 #     shift of one, slot i + 1, which slot i may see, would hold the label of slot i.
 #  2. In Figure 2 CSGD replaces h_i and t_i by h_i^t and t_i^t, but the paper does not
-#     say which places these are from. Here they are the slot's label, as in the
-#     authors' code, with the token of the text, where the paper has the target's. The
+#     say which places these are from. Here they are those of the slot's label, as in
+#     the authors' code; the token is the text's, where the paper has the target's. The
 #     figure replaces the first 1 to 3 of four slots. Here `glance` reveals the first 1
 #     to k - 1 slots of some complete blocks, so with k = 2 one slot of each. A short
 #     text may have too few such blocks for N. The paper does not say whether revealed
 #     slots have a loss; here they have none. lambda falls by steps instead of epochs.
 #  3. In training, blocks are counted from a random slot. When drafting they are counted
 #     back from the newest one. With several layers, cached rows are not recomputed when
-#     the borders of blocks move (`first_pass`), which is an approximation.
+#     the borders of blocks move (`first_pass`), an approximation.
 #  4. The feature, the embedding, the first layer's input and the prediction each have a
 #     norm, which the authors' drafters lack, and layers start as the target's top ones.
-#     Without both, tau of EAGLE's drafter is 6% lower (results/log/training.md).
+#     With neither, tau of EAGLE's drafter is 6% lower (results/log/training.md).
 #  5. Only frequent tokens are drafted (`draft_vocab`), and only they enter L_dist and
 #     the Hamming distance. The label of L_hard is the target's likeliest token.
-#  6. CSGD's first pass has no noise. In the second pass the revealed labels get noise
-#     as well.
+#  6. CSGD's first pass has no noise; in the second, revealed labels get it as well.
 #  7. The default tree has 13 nodes in two passes; `paper_tree` has 118 in four.
 #  8. Branches that continue the same one are fed the same predictions, as in the
 #     authors' code; in Figure 1 each has its own. Siblings are drawn without
@@ -778,7 +777,7 @@ if __name__ == "__main__":
 #     token, a sibling is left out of the draft, and so is all that would be below it.
 #  9. The shipped drafter has linear fusion like EAGLE's, omega_dist = 1 and nine nodes.
 #     Its last stage of training was without CSGD (checkpoints/README.md); CSGD did not
-#     raise `acceptance` here (results/log/training.md).
+#     raise `acceptance` here (results/log/training.md); in 4.5 it raises alpha.
 #
 # Authors' code. It was run next to this file with the same random weights. Apart from
 # deviation 4 and from what follows, forwards, losses, drafts, trees and the greedy
@@ -803,8 +802,8 @@ if __name__ == "__main__":
 #    both distributions at a temperature of .95.
 #  - Each value of the gradient is clipped at .5. There are 2000 steps of warm-up, and
 #    texts are cut at 2048 tokens.
-#  - Trees are lists of paths of ranks, but the ranks are not read: siblings are only
-#    counted, so the list kmask2_8layer_tree_3 gives the nodes of `paper_tree`.
-#  - When sampling, its verification tests the newest committed token again, and takes
-#    the number of a pass for the number of a level. Of 20,000 simulated draws 8,506
-#    ended in an IndexError, and the others do not follow the target.
+#  - Trees are lists of paths of ranks, but the code reads only how many siblings there
+#    are, so the list kmask2_8layer_tree_3 gives the nodes of `paper_tree`.
+#  - When sampling, the verification tests the newest committed token again and takes
+#    a pass's number for a level's. Of 20,000 simulated draws 8,506 ended in an
+#    IndexError, and the rest do not follow the target's distribution.
