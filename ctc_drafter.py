@@ -19,8 +19,8 @@ not choose: see "The blank" at the end of this file.) In decoding, the likeliest
 sequences are drafted, as a tree.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
-`q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. Its base
-token is the newest token, and its raw sequences are alignments. In Tables 1 and 2 beta
+`q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. The base
+token is the newest token, and raw sequences are alignments. In Tables 1 and 2, beta
 is the number of tokens per forward of the target (tau).
 
 Deviations from the paper and what the authors' code does: at the end of this file.
@@ -75,7 +75,7 @@ class Config:
 # Changes to the settings that a drafter was saved with.
 VARIANTS = {
     "alignments": {"transform": "alignments"},  # "CTC verify" of Table 2
-    "none": {"transform": "none"},  # no merging, and no blanks: not quite Table 2's
+    "none": {"transform": "none"},  # as Table 2's "Medusa verify", but without blanks
     # As near to the paper's decoding as this file comes. k and the number of nodes are
     # from the authors' code. The shipped weights were trained with `first_token`.
     "paper": {"transform": "alignments", "symbols": 10, "nodes": 63},
@@ -249,8 +249,8 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     y = F.pad(y[:, 2:], (0, U), value=-1)  # (B, T - 2 + U)
     labels = y.unfold(1, U, 1)  # (B, T - 1, U): row i learns y_(i+2) to y_(i+1+U)
 
-    # Draw anchors among the rows whose labels all lie in the answer, so the end of an
-    # answer is always a window's last label. Not all of these rows are anchors, because
+    # Draw anchors among the rows whose labels all lie in the answer, so its last token
+    # is only ever a window's last label. Not all of these rows are anchors, because
     # each adds S slots to the pass: 64 of them add 384, about as many as a long text
     # has rows. The draw depends on the sequence's own seed alone, so it does not matter
     # how a batch is split.
@@ -459,7 +459,7 @@ def prefix_search(
                     longer = (*prefix, token)
                     new_token[longer] += entering
                     prefixes[longer] += entering
-        # The next slot continues the likeliest alone. What a dropped prefix had is lost
+        # The next slot continues only the likeliest. What a dropped prefix had is lost
         # for all that are longer, so their sums may be too small.
         total = {p: new_blank[p] + new_token[p] for p in new_blank | new_token}
         likeliest = heapq.nlargest(candidates, total, key=total.get)
@@ -603,7 +603,7 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
         if picked is not None:
             token, q_draft = picked
             # It must be submitted whatever it is (see common.Draft), so it is node 0.
-            # What the search has found after it is below it. That is nothing where, for
+            # Below it is what the search has found after it: nothing if, for
             # instance, a logits processor forces a token that cannot be drafted.
             first = [(int(token),)]
             ranked[first[0]] = float(q_draft[token])  # only for its note
@@ -650,8 +650,8 @@ if __name__ == "__main__":
 # alignments of three different tokens in six slots it has learned one, tokens in slots
 # 1 to 3 and blanks in slots 4 to 6: in 354 rounds of answers to twelve prompts the mean
 # probability of a blank was .00 .03 .00 1.00 .99 .97. So the transforms gain at most
-# about 1% in tau over `none`. In a trial with windows of 1 to 6 labels the blank was in
-# use, but the transforms gained no more (results/log/training.md).
+# about 1% in tau over `none`. In a trial with windows of 1 to 6 labels the blank was
+# used, but the transforms still gained no more (results/log/training.md).
 #
 # Deviations from the paper, and choices where it is silent:
 #     1. The layer also reads the embedding of the next token, as the authors' does; Eq.
@@ -664,13 +664,13 @@ if __name__ == "__main__":
 #        `first_token`, which is 1 in the shipped drafter, a cross-entropy of the first
 #        token is added.
 #     3. The paper takes the "most valuable" combinations of all slots, collapses them,
-#        and masks what falls away. Here sequences of all lengths make a trie, and the
+#        and masks what is removed. Here sequences of all lengths make a trie, and the
 #        default, `prefixes`, ranks them by sums over alignments. The blank is always
 #        among a slot's choices; in the paper it is one of the k likeliest symbols or
 #        left out. `none` never drafts blanks; in Table 2 blanks and repeats stay in
 #        the drafts that are not transformed, and spoil them (4.3).
 #     4. Only frequent tokens are drafted, and labels are chosen among them
-#        (`draft_vocab`). A step learns at 64 random places of a text at most
+#        (`draft_vocab`). A step learns at no more than 64 random places of a text
 #        (`anchors`).
 #     5. The paper's example decodes greedily (3.3), and 4.1 names no temperature. Here,
 #        when sampling, the first token is drawn.
@@ -698,5 +698,4 @@ if __name__ == "__main__":
 #       stay. Where it removes a repeat, the tokens after it keep their positions, so
 #       the target reads them one place too far, and the index that gathers logits is
 #       out of date from then on. With an oracle as the drafter, whose slots hold y1 y1
-#       y2 y3, the answers to four of four prompts left the greedy ones at the fourth
-#       new token.
+#       y2 y3, all four answers departed from the greedy ones at the fourth new token.
