@@ -13,10 +13,11 @@ neighbours, and then it drops the blanks:
     sequence    a     b c          a   a b          a blank keeps two equal tokens apart
 
 Many alignments become the same sequence, and CTC adds up their probabilities (Eq. 6).
-In training, the sum for the right sequence is maximised, so the layer may choose which
-slots hold its tokens. (If all sequences have one length, as in the recipe here, it need
-not choose: see "The blank" at the end of this file.) In decoding, the likeliest
-sequences are drafted, as a tree.
+In training, the sum for the right sequence is maximised, which is meant to strengthen
+"the correlations between draft tokens" (abstract), and the layer may choose which slots
+hold its tokens. (If all sequences have one length, as in the recipe here, it need not
+choose: see "The blank" at the end of this file.) In decoding, the likeliest sequences
+are drafted, as a tree.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. The base
@@ -666,9 +667,9 @@ if __name__ == "__main__":
 #     3. The paper takes the "most valuable" combinations of all slots, collapses them,
 #        and masks what is removed. Here sequences of all lengths make a trie, and the
 #        default, `prefixes`, ranks them by sums over alignments. The blank is always
-#        among a slot's choices; in the paper it is one of the k likeliest symbols or
-#        left out. `none` never drafts blanks; in Table 2 blanks and repeats stay in
-#        the drafts that are not transformed, and spoil them (4.3).
+#        among a slot's choices; in 3.3, as we read it, it is one of the k likeliest
+#        symbols or left out. `none` never drafts blanks; in Table 2 blanks and repeats
+#        stay in the drafts that are not transformed, and spoil them (4.3).
 #     4. Only frequent tokens are drafted, and labels are chosen among them
 #        (`draft_vocab`). A step learns at no more than 64 random places of a text
 #        (`anchors`).
