@@ -13,11 +13,10 @@ neighbours, and then it drops the blanks:
     sequence    a     b c          a   a b          a blank keeps two equal tokens apart
 
 Many alignments become the same sequence, and CTC adds up their probabilities (Eq. 6).
-In training, the sum for the right sequence is maximised, which is meant to strengthen
-"the correlations between draft tokens" (abstract), and the layer may choose which slots
-hold its tokens. (If all sequences have one length, as in the recipe here, it need not
-choose: see "The blank" at the end of this file.) In decoding, the likeliest sequences
-are drafted, as a tree.
+Training maximises the sum for the right sequence, to strengthen "the correlations
+between draft tokens" (abstract), and the layer may choose which slots hold its tokens.
+(If all sequences have one length, as in the recipe here, it need not choose: see "The
+blank" at the end.) In decoding, the likeliest sequences are drafted, as a tree.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. The base
@@ -25,7 +24,6 @@ token is the newest token, and raw sequences are alignments. In Tables 1 and 2, 
 is the number of tokens per forward of the target (tau).
 
 Deviations from the paper and what the authors' code does: at the end of this file.
-
 Licence: Apache-2.0.
 """
 
