@@ -27,7 +27,7 @@ known=(conversations/smollm2_*.jsonl.gz) more=
 dtypes=(bfloat16 float16)                           # the first is also that of the rows
 size=(--num-prompts 8 --max-new-tokens 64)
 # From the shipped drafters to about 36 million token-steps each, 6400 in a step.
-steps=(glide 1500 ctc_drafter 1100 falcon 2150 eagle 3600 medusa 2200 specdecpp-draft 2450)
+steps=(glide 1500 ctc_drafter 1100 falcon 2150 eagle 2550 medusa 2200 specdecpp-draft 2450)
 if [ "${3:-}" = --rehearse ]; then
     device=cpu counted=pretend rounds=2 writing=40
     known=("$out/few.jsonl")
