@@ -37,7 +37,7 @@ import common
 import falcon
 import specdecpp
 from common import UserError
-from support import cli
+from support import cli, files
 from support.rivals import medusa
 
 
@@ -203,6 +203,7 @@ def main(argv: list[str] | None = None) -> None:
     target, _ = common.load_target(args.target, dtype="auto")
     more = {"draft_model": args.draft_model} if args.draft_model else {}
     convert(args.method, args.source, target, **more).save_pretrained(args.out)
+    files.open_weights(args.out)
     print(f"authors.py: wrote {args.out}")
 
 

@@ -1,8 +1,6 @@
 """Time the target forward over chains of several lengths: results/*_cost.json.
 
-    python results/tools/costs.py --json results/cpu_cost.json
-
-The options are those of bench.py that concern the target.
+python results/tools/costs.py --json results/cpu_cost.json
 """
 
 import statistics
@@ -32,7 +30,7 @@ def cost_curve(target) -> dict:
     context = getattr(config, "max_position_embeddings", None)
     if context and context < CONTEXT + COUNTS[-1]:
         raise common.UserError(
-            f"costs.py needs a context of {CONTEXT + COUNTS[-1]} tokens, and the "
+            f"the cost curve needs a context of {CONTEXT + COUNTS[-1]} tokens, and the "
             f"target's is {context}: take another target"
         )
     # Any tokens will do, because the time depends on their number alone.
@@ -57,7 +55,15 @@ def cost_curve(target) -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the table, and write the result."""
-    args = command.parse(sys.argv[1:] if argv is None else argv, __doc__)
+    argv = sys.argv[1:] if argv is None else argv
+    parser = cli.OneLineParser(description=__doc__)
+    parser.add_argument("--target", type=cli.target, help=cli.TARGET_HELP)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--device", type=cli.device, help=cli.DEVICE_HELP)
+    parser.add_argument("--json", metavar="FILE", help="write the result")
+    # The other options of bench.py, which the header of a result has, are as always.
+    args = parser.parse_args(argv, command.parse([], __doc__))
+    args.argv = argv
     if args.json:
         cli.check_writable(args.json)
     _, target, _ = bench.load(args)
