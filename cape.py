@@ -152,13 +152,13 @@ def draw_extras(others: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Returns the tokens, and the distributions (gamma, count, V) that they were drawn
     from. Of a row with fewer than `count` tokens, the last ones are meaningless.
     """
-    best = others.new_empty(len(others), count, dtype=torch.long)
-    left = others.new_empty(*best.shape, others.shape[1])
+    drawn = others.new_empty(len(others), count, dtype=torch.long)
+    left = others.new_empty(*drawn.shape, others.shape[1])
     for n in range(count):  # from what the tokens drawn before it have left
         left[:, n] = others / others.sum(1, keepdim=True)
-        best[:, n : n + 1] = common.sample(left[:, n])
-        others.scatter_(1, best[:, n : n + 1], 0.0)
-    return best, left
+        drawn[:, n : n + 1] = common.sample(left[:, n])
+        others.scatter_(1, drawn[:, n : n + 1], 0.0)
+    return drawn, left
 
 
 # -------------------------------------------------------------------------- decoding

@@ -166,14 +166,14 @@ extras claim to be sampled
 - return common.Draft(tokens, parents, q_draft, trajectory
 + return common.Draft(tokens, parents, q_draft[[0] * len(tokens)], trajectory
 extras are drawn with replacement
-- others.scatter_(1, best[:, n : n + 1], 0.0)
+- others.scatter_(1, drawn[:, n : n + 1], 0.0)
 + pass
 what drawn extras come with is not divided by its sum
 - left[:, n] = others / others.sum(1, keepdim=True)
 + left[:, n] = others
 the likeliest tokens are submitted as drawn
-- best[:, n : n + 1] = common.sample(left[:, n])
-+ best[:, n : n + 1] = left[:, n].argmax(-1, keepdim=True)
+- drawn[:, n : n + 1] = common.sample(left[:, n])
++ drawn[:, n : n + 1] = left[:, n].argmax(-1, keepdim=True)
 tokens of probability 0 are extras
 - torch.minimum(possible.new_tensor(counts), possible)[:, None]
 + possible.new_tensor(counts)[:, None]
