@@ -1,6 +1,8 @@
 """Time the target forward over chains of several lengths: results/*_cost.json.
 
-python results/tools/costs.py --json results/cpu_cost.json
+    python results/tools/costs.py --json results/cpu_cost.json
+
+The target is packed, as in bench.py, so this is what a verification costs there.
 """
 
 import statistics
