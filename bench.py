@@ -67,7 +67,8 @@ WARM_UP_TOKENS = 12
 def measure(args) -> dict:
     """The result of a run: how it was made, and what the arms did."""
     prompts = prompts_of(args)
-    warn_if_busy()
+    # Read now, because loading the target is work as well. Windows does not have it.
+    load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
     stock, target, tokenizer = load(args)
     result = report.header(args, target)
     arms = make_arms(args.method, target)
@@ -78,6 +79,7 @@ def measure(args) -> dict:
             file=sys.stderr,
         )
     options = generate_options(args)
+    warn_if_busy(load_average)
     torch.manual_seed(args.seed)
     return result | compare(args, stock, target, tokenizer, arms, prompts, options)
 
@@ -98,13 +100,12 @@ def prompts_of(args) -> list[dict]:
     return data.read_prompts([Path(path) for path in paths], args.num_prompts)
 
 
-def warn_if_busy() -> None:
+def warn_if_busy(load_average: float) -> None:
     """Say so if other programs disturb the measurement."""
-    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0  # not on Windows
-    if busy > 0.5 * os.cpu_count():
+    if load_average > 0.5 * os.cpu_count():
         print(
-            f"bench.py: other programs are using this machine (load {busy:.1f}), so "
-            "speedups are not to be trusted (tau is): stop them first if you can",
+            f"bench.py: other programs are using this machine (load {load_average:.1f})"
+            ", so speedups are not to be trusted (tau is): stop them first if you can",
             file=sys.stderr,
         )
 
