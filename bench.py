@@ -40,7 +40,7 @@ from support import cli
 from support.measuring import command
 
 if __name__ == "__main__":
-    # First of all, --help: the imports below take seconds.
+    # --help and mistakes end here, because the imports below take seconds.
     cli.run(lambda: command.parse(sys.argv[1:], __doc__))
 
 import torch
@@ -85,7 +85,7 @@ def measure(args) -> dict:
 
 
 def without_answers(result: dict) -> dict:
-    """A result without what is too long for a line: the answers, token by token."""
+    """The result without the answers' tokens, which are too long for one line."""
     result = copy.deepcopy(result)
     for numbers in report.arms_of(result).values():
         del numbers["answers"]
@@ -104,8 +104,9 @@ def warn_if_busy(load_average: float) -> None:
     """Say so if other programs disturb the measurement."""
     if load_average > 0.5 * os.cpu_count():
         print(
-            f"bench.py: other programs are using this machine (load {load_average:.1f})"
-            ", so speedups are not to be trusted (tau is): stop them first if you can",
+            f"bench.py: the load of this machine was {load_average:.1f} in the last "
+            "minute; if other programs cause it, do not trust the speedups (tau is not "
+            "affected)",
             file=sys.stderr,
         )
 
@@ -119,8 +120,8 @@ def load(args) -> tuple:
     cli.plain_settings(stock)
     if not tokenizer.chat_template:
         print(
-            "bench.py: the target has no chat template, as a base model: prompts and "
-            "answers are asked as plain lines",
+            "bench.py: the target has no chat template (is it a base model?), so "
+            "prompts and answers are written as plain lines",
             file=sys.stderr,
         )
     common.check_target(stock)  # first, because packing takes its layers apart
@@ -131,8 +132,8 @@ def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
     """Let the arms and plain decoding answer; returns their part of the result."""
     size = args.batch_size
     if size > 1:
-        # A smaller batch has another speed. So prompts with equally many turns share a
-        # batch, but for one at each border, and prompts that fill none are left out.
+        # Speed depends on the size of a batch, so prompts that do not fill one are left
+        # out. Sorting keeps conversations of the same number of turns together.
         prompts = sorted(prompts, key=lambda prompt: len(prompt["turns"]))
     starts = range(0, len(prompts) - size + 1, size)
     groups = [prompts[start : start + size] for start in starts]
@@ -140,7 +141,8 @@ def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
         raise UserError(f"{len(prompts)} prompts fill no batch: lower --batch-size")
     if left := len(prompts) - size * len(groups):
         print(
-            f"bench.py: {left} prompts fill no batch and are left out", file=sys.stderr
+            f"bench.py: left out, because they fill no batch: {left} of the prompts",
+            file=sys.stderr,
         )
     loops = plain_loops(stock, target, size)
     asked, answers = ask(tokenizer, [*loops, *arms], groups, options, args.seed)
@@ -168,8 +170,8 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
     options: of target.generate.
     Returns what was asked, as in `play`, and {arm's name: answers} in the same order,
     of the turns that every arm has answered. A UserError (a prompt is too long) ends
-    its prompt or batch. Ctrl-C and a lack of memory end the run early. Either is raised
-    if nothing was answered.
+    its prompt or batch. Ctrl-C and a lack of memory end the run early. Any of these is
+    raised if nothing was answered.
     """
     warm_up(tokenizer, arms, groups, options)
     asked = []
@@ -181,8 +183,8 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
         for number, group in enumerate(groups):
             turns = turns_of(group, arms, tokenizer, options, shuffle, bar)
             try:
-                # A turn counts once all arms have answered it, so that the figures of
-                # all are of the same turns, also after an interruption.
+                # A turn counts only when all arms have answered it, so that all figures
+                # cover the same turns, also after an interruption.
                 for turn, new in turns:
                     asked += turn
                     for name, each in new.items():
@@ -229,7 +231,7 @@ def turns_of(group: list[dict], arms, tokenizer, options: dict, shuffle, bar):
             messages.append(prompt["turns"][place])
         asked = [encode(tokenizer, messages, device) for _, messages in chats]
 
-        # Let all arms answer, in an order of this turn's own.
+        # Let all arms answer, in a new random order.
         answers = {}
         for arm in shuffle.sample(arms, len(arms)):
             bar.set_postfix_str(arm.name)
@@ -269,8 +271,8 @@ def play(arm: Arm, asked: list[dict], options: dict) -> list[Answer]:
         answers = [timed_answer(arm, asked[0], options)]
     else:
         answers = batched_answers(arm, asked, options)
-    # What is left of the time goes to transformers' set-up and our own bookkeeping. All
-    # of it counts, as it does for whoever is waiting for the answer.
+    # What is left of the time goes to transformers' set-up and our own bookkeeping. It
+    # counts, because the user waits for it as well.
     share = (clock(arm.target) - start) / len(asked)
     for answer in answers:
         answer.seconds["other"] = share - answer.seconds.total()
@@ -328,7 +330,8 @@ def transformers_answer(arm: Arm, inputs: dict, options: dict) -> Answer:
         tokens=tokens,
         emitted=len(tokens),
         target_forwards=len(fed),
-        # The first forward reads the prompt, and each other one a token and a draft.
+        # The first forward reads the prompt and a draft, each later one a token and a
+        # draft.
         drafted=sum(fed) - (length - 1) - len(fed),
         # Each adds one token of its own to those that it accepts.
         accepted=[len(tokens) - len(fed)],
@@ -393,8 +396,8 @@ def acceptance_rate(arm: Arm, asked: list[dict], answers: list[Answer]) -> float
     total = 0.0
     count = 0
     pairs = list(zip(asked, answers))
-    # All drafters are judged on the same text, token by token of the baseline's answer,
-    # whatever an arm would have drafted there.
+    # All drafters are judged on the same text, the baseline's answers, whatever their
+    # arms drafted.
     for number, (inputs, answer) in enumerate(pairs[:ALPHA_ANSWERS]):
         prompt = inputs["input_ids"]
         ids = torch.cat([prompt, prompt.new_tensor([answer.tokens])], dim=1)  # (1, T)

@@ -26,7 +26,7 @@ from support import cli
 from support.training import command
 
 if __name__ == "__main__":
-    # First of all, --help: the imports below take seconds.
+    # --help and mistakes end here, because the imports below take seconds.
     cli.run(lambda: command.parse(sys.argv[1:], __doc__))
 
 import torch
@@ -55,7 +55,7 @@ def train(args, module, overrides: dict) -> None:
     not finite.
     """
     check(args)
-    if not (args.resume or args.init):  # else what is saved decides as well
+    if not (args.resume or args.init):  # else the saved settings are needed as well
         # A wrong value is reported before the target is loaded.
         module.Config(**overrides)
     out = Path(args.out)
@@ -75,20 +75,20 @@ def train(args, module, overrides: dict) -> None:
     layers, vocab_ids = drafter.kv_layers, drafter.vocab_ids
     features = Features(target, layers, args.features, vocab_ids)
     lengths = [len(ids) for ids, _ in sequences]
-    order = data.steps(lengths, args.batch_size, args.seed, run.step)
-    progress, stop = run.fraction(args), False  # a run goes from 0 to 1
+    order = data.batch_order(lengths, args.batch_size, args.seed, run.step)
+    fraction, stop = run.fraction(args), False  # a run goes from 0 to 1
     measured = {}
-    if progress < 1:
+    if fraction < 1:
         measured = read_measured(features, held_out, answers)
     # The time before a resumption counts as well.
     begin = time.monotonic() - run.seconds
     with interrupts() as caught, progress_bar(args, run) as bar:
-        while progress < 1 and not stop:
+        while fraction < 1 and not stop:
             # The target computes a micro-batch's features when `gradients` asks for it,
             # so those of a whole batch never have to fit into memory.
             chosen, seeds = next(order)
             batches = (
-                features.batch([sequences[i] for i in part], part_seeds, progress)
+                features.batch([sequences[i] for i in part], part_seeds, fraction)
                 for part, part_seeds in micro_batches(accelerator, chosen, seeds)
             )
             loss = gradients(accelerator, model, batches)
@@ -96,7 +96,7 @@ def train(args, module, overrides: dict) -> None:
             # the gradients is. Such a step is not taken, nor saved.
             norm = float(accelerator.clip_grad_norm_(model.parameters(), args.clip))
             check_finite(args, run, loss, norm)
-            optimizer.param_groups[0]["lr"] = args.lr * schedule(progress, args.warmup)
+            optimizer.param_groups[0]["lr"] = args.lr * schedule(fraction, args.warmup)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -104,8 +104,8 @@ def train(args, module, overrides: dict) -> None:
             run.add_step(learned, loss, seconds=time.monotonic() - begin)
             bar.update(1)
             # Clocks and signals differ between processes, so the first one decides.
-            progress, stop = broadcast_object_list([run.fraction(args), bool(caught)])
-            last = progress >= 1
+            fraction, stop = broadcast_object_list([run.fraction(args), bool(caught)])
+            last = fraction >= 1
 
             # A measurement takes longer than a signal leaves until the program is
             # killed (10 s in Docker, 30 s with torchrun), so a stop only saves.
@@ -118,12 +118,12 @@ def train(args, module, overrides: dict) -> None:
                 checkpoints.save(out, drafter, optimizer, run, identity)
 
     if accelerator.is_main_process:
-        print_summary(args, run, interrupted=progress < 1)
-    # Free the wrapped model while all processes live, because it could hang later.
+        print_summary(args, run, interrupted=fraction < 1)
+    # Free the wrapped model while all processes are alive: freed later, it can hang.
     del model, optimizer
     accelerator.free_memory()
     accelerator.end_training()
-    if progress < 1:  # as Ctrl-C ends a program, or else a script would continue
+    if fraction < 1:  # the exit code of Ctrl-C, so that a script stops as well
         sys.exit(130)
 
 
@@ -147,7 +147,7 @@ class Loss(nn.Module):
 def micro_batches(accelerator, chosen: Tensor, seeds: Tensor) -> list[tuple]:
     """This process's share of a step, in --accumulate parts of equal size.
 
-    chosen, seeds: (batch_size,) of `data.steps`; both are split in the same way.
+    chosen, seeds: (batch_size,) of `data.batch_order`; both are split in the same way.
     """
     processes = accelerator.num_processes
     size = len(chosen) // (processes * accelerator.gradient_accumulation_steps)
@@ -192,16 +192,15 @@ def check_finite(args, run, loss: float, norm: float) -> None:
         )
 
 
-def schedule(progress: float, warmup: float) -> float:
-    """The share of the peak learning rate at a point of the run.
+def schedule(fraction: float, warmup: float) -> float:
+    """The share of the peak learning rate after a fraction of the run.
 
     It rises linearly to 1, stays there, and falls linearly in the last fifth.
     """
-    # Progress is a share of the steps or of the minutes, so the rate falls to 0 at the
-    # end of either.
-    # In the first step progress is 0, and the rate should not be.
-    rise = (progress + 1e-3) / warmup if warmup else 1.0
-    return min(rise, 1.0, (1 - progress) / 0.2)
+    # The fraction is of the steps or of the minutes, so the rate falls to 0 at the end
+    # of either. In the first step it is 0, and the rate should not be.
+    rise = (fraction + 1e-3) / warmup if warmup else 1.0
+    return min(rise, 1.0, (1 - fraction) / 0.2)
 
 
 def read_measured(features: Features, held_out: list, answers: list) -> dict:
@@ -235,7 +234,8 @@ def check(args) -> None:
     """Refuse options that do not go together, before anything is loaded."""
     out = Path(args.out)
     begun = (out / "training_state.pt").is_file()
-    on_answers = ANSWERS in [Path(path).resolve() for path in args.data or []]
+    measured_on = eval_file(args)
+    learned = {Path(path).resolve() for path in args.data or []}
     go_on = "continue with --resume, or"
     if not begun:
         go_on = f"start from it with --init {out} and"
@@ -246,11 +246,11 @@ def check(args) -> None:
             not args.data,
             "training needs --data, files of conversations (--make-data N)",
         ),
-        (absent, f"no file {absent}: name one that is there"),
+        (absent, f"no file {absent}: check the path"),
         # Alpha on answers that were learned would look better than it is.
         (
-            on_answers,
-            f"{ANSWERS.name} is what eval_alpha is measured on: leave it out of --data",
+            measured_on and Path(measured_on).resolve() in learned,
+            f"eval_alpha is measured on {measured_on}: leave it out of --data",
         ),
         (
             bool(args.steps) == bool(args.minutes),
@@ -301,6 +301,14 @@ def load_target(args, accelerator) -> tuple:
     return target, tokenizer
 
 
+def eval_file(args) -> str | None:
+    """The conversations on which eval_alpha is measured; None if there are none."""
+    # The default answers are the default target's, and say nothing about another.
+    if args.eval is None and args.target is None and ANSWERS.is_file():
+        return str(ANSWERS)
+    return args.eval
+
+
 def read_data(args, target, tokenizer) -> tuple[list, list, list]:
     """Sequences to train on, held-out ones, and those of --eval.
 
@@ -318,12 +326,8 @@ def read_data(args, target, tokenizer) -> tuple[list, list, list]:
     # join_turns, so no held-out text begins with a first turn that is learned.
     border = len(sequences) - min(args.held_out, len(sequences) // 2)
 
-    measured_on = args.eval
-    # The default answers are the default target's, and say nothing about another.
-    if measured_on is None and args.target is None and ANSWERS.is_file():
-        measured_on = str(ANSWERS)
     answers = []
-    if measured_on:
+    if measured_on := eval_file(args):
         answers = data.read_conversations(measured_on, tokenizer, context, target)
     return sequences[:border], sequences[border:], answers
 
@@ -331,7 +335,7 @@ def read_data(args, target, tokenizer) -> tuple[list, list, list]:
 def start(args, module, overrides: dict, target, sequences: list, state: dict | None):
     """The drafter to train and its optimizer.
 
-    state: of `checkpoints.read`, to go on from; None in a new run.
+    state: from `checkpoints.read`, to continue from; None in a new run.
     """
     torch.manual_seed(args.seed)  # of the weights; data and noise have seeds by step
     if state:
@@ -388,7 +392,7 @@ def new_drafter(args, module, overrides: dict, target, sequences: list):
 
 
 def announce(args, run, sequences: list, held_out: list) -> None:
-    """Say what there is to learn, and that nothing is if the run is finished."""
+    """Say how much there is to learn, or that the run is finished."""
     tokens = sum(int(mask.sum()) for _, mask in sequences)
     text = f"{len(sequences)} conversations, {tokens} tokens to learn"
     say(f"{text}; {len(held_out)} held out")
@@ -448,7 +452,8 @@ def main(argv: list[str] | None = None) -> None:
     args, module = command.parse(sys.argv[1:] if argv is None else argv, __doc__)
     if args.bf16 is None:
         args.bf16 = args.device.startswith("cuda")
-    made = args.requests or args.second_turns or args.greedy != 0.5
+    of_data = args.requests or args.second_turns or args.greedy != 0.5
+    of_training = args.data or args.steps or args.minutes or args.resume or args.init
     common.refuse(
         (
             not (args.make_data or args.method),
@@ -460,8 +465,12 @@ def main(argv: list[str] | None = None) -> None:
             "--method and --make-data: give one of them",
         ),
         (
-            made and not args.make_data,
+            of_data and not args.make_data,
             "--requests, --second-turns and --greedy go with --make-data",
+        ),
+        (
+            of_training and args.make_data,
+            "--data, --steps, --minutes, --resume and --init go with --method",
         ),
         (not args.out, "give --out, a folder for the drafter or a file for data"),
     )

@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -178,11 +179,14 @@ def plain_settings(target) -> None:
 
 def check_writable(path: str) -> None:
     """Raise a UserError if `path` cannot become a file, before hours of work."""
-    if Path(path).is_dir() or not Path(path).resolve().parent.is_dir():
+    place = Path(path).resolve()
+    special = place.exists() and not place.is_file()  # a folder or a device
+    folder = place.parent
+    if special or not (folder.is_dir() and os.access(folder, os.W_OK)):
         import common
 
         raise common.UserError(
-            f"cannot write {path}: name a file in a folder that is there"
+            f"cannot write {path}: name a file in a folder where you may write"
         )
 
 

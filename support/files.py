@@ -9,8 +9,9 @@ from pathlib import Path
 def whole(path: Path):
     """Yield a path beside `path` to write to; what it holds replaces `path` at the end.
 
-    If writing fails or is interrupted, `path` stays as it was.
+    If writing fails or is interrupted, `path` stays as it was. A link stays a link.
     """
+    path = path.resolve()
     part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         yield part

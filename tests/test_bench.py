@@ -623,7 +623,7 @@ def test_an_interrupted_run_says_so_and_keeps_whole_turns(loaded):
     assert result["interrupted"] is True
     assert [arm["tokens"] for arm in result["arms"].values()] == [12, 12]
     header = report.header(parse(command()), target)
-    assert "; interrupted" in report.tables(header | result)
+    assert "; some turns not answered" in report.tables(header | result)
     with pytest.raises(KeyboardInterrupt):
         compared(loaded, Arm("x", target, interrupted_in(1)))
     assert "interrupted" not in compared(loaded, Arm("x", target, interrupted_in(9)))
@@ -699,6 +699,7 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
         ("--method glide:=3", "glide has no variant ''"),
         ("--method falcon+copies:depth=3", "falcon[+]copies:depth=3 is not an arm"),
         ("--method +glide", "[+]glide is not an arm"),
+        ("--method glide@runs/x+copies", "write [+]copies before @DIR"),
         ("--method flacon", "unknown method 'flacon': take glide"),
         ("--method glide@/nowhere", "no drafter in /nowhere"),
         ("--method lookup@glide", "lookup has no weights: leave out @glide"),
@@ -720,6 +721,7 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
         ),
         ("--method glide --top-p 0.5", "--top-p needs a --temperature"),
         ("--method glide@glide --batch-size 4", "2 prompts fill no batch"),
+        ("--method glide --json /dev/null", "cannot write /dev/null: name a file in"),
         (
             "--method glide --json nowhere/run.json",
             "cannot write nowhere/run.json: name a file in",

@@ -12,7 +12,7 @@ from tiny import snapshot
 import common
 import train
 from common import option
-from support import cli
+from support import cli, files
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -66,20 +66,20 @@ MISTAKES = [
         "--target ./no-such",
         "cannot load ./no-such on cpu (no such file or folder); give",
     ),
-    ("--data missing.jsonl", "no file missing.jsonl: name one that is there"),
+    ("--data missing.jsonl", "no file missing.jsonl: check the path"),
     ("--data {tmp}", " is a folder: name its files"),
-    ("--data nowhere.jsonl", "no file nowhere.jsonl: name one"),
     (
-        "--data conversations/answers.jsonl.gz",
-        "is what eval_alpha is measured on: leave it out",
+        "--data {tmp}/file --eval {tmp}/file",
+        "/file: leave it out of --data",
     ),
     ("--out {tmp}/file", "file is a file; name a folder"),
     ("--init {tmp}", "no drafter in"),
     ("--init {tmp}/broken", "/broken holds no glide drafter, or a damaged one ("),
     ("--resume", "nothing to resume in"),
-    ("--make-data 4 --out {tmp}", "name a file in a folder that is there"),
+    ("--make-data 4 --out {tmp}", "name a file in a folder where you may write"),
     ("--make-data 4 --out {tmp}/x.jsonl.gz", "give --out a plain .jsonl file"),
     ("--second-turns 0.5", "--greedy go with --make-data"),
+    ("--make-data 4 --steps 3", "--resume and --init go with --method"),
 ]
 
 
@@ -239,3 +239,14 @@ def test_every_field_of_a_config_is_an_option_of_its_type():
     ):
         with pytest.raises(common.UserError, match="see --help"):
             parser_of().parse_args(bad.split())
+
+
+# ------------------------------------------------------------------------------- files
+
+
+def test_a_file_is_written_where_its_link_points(tmp_path):
+    (tmp_path / "run.json").write_text("old")
+    (tmp_path / "link.json").symlink_to(tmp_path / "run.json")
+    files.write(tmp_path / "link.json", "new")
+    assert (tmp_path / "run.json").read_text() == "new"
+    assert (tmp_path / "link.json").is_symlink()

@@ -151,6 +151,13 @@ def test_a_key_is_read_where_the_template_has_a_place_for_it(
     [(ids, _)] = read(path, [record], tokenizer)
     assert tokenizer.decode(ids).startswith("w20 w9 w21 w5 <user>")
     assert capsys.readouterr().err == f"{path}: not read: source (1 line)\n"
+    # Names of parameters between a line and the template, ours and transformers'.
+    names = "self messages conversations conversation tokenizer texts ask".split()
+    read(
+        path, [{"prompt": "w1", "response": "w2"} | dict.fromkeys(names, 1)], tokenizer
+    )
+    noted = capsys.readouterr().err
+    assert all(f"{name} (1 line)" in noted for name in names)
     named = {"prompt": "w1", "response": "w2", "chat_template_kwargs": {"date": "w5"}}
     [(ids, _)] = read(path, [named], tokenizer)
     assert tokenizer.decode(ids).startswith("w21 w5 <user>")
@@ -603,7 +610,9 @@ def test_epochs_are_new_permutations_and_steps_depend_on_their_number(count, siz
     lengths = torch.randint(5, 300, (count,), generator=generator).tolist()
 
     def first(number, seed=0, start=0):
-        return list(itertools.islice(data.steps(lengths, size, seed, start), number))
+        return list(
+            itertools.islice(data.batch_order(lengths, size, seed, start), number)
+        )
 
     repeats = max(1, math.ceil(size / count))
     per_epoch = count * repeats // size
@@ -626,7 +635,7 @@ def test_epochs_are_new_permutations_and_steps_depend_on_their_number(count, siz
 
 def test_sequences_of_a_batch_have_similar_lengths():
     lengths = torch.arange(320)[torch.randperm(320)].tolist()
-    for chosen, _ in itertools.islice(data.steps(lengths, 10, 0), 32):
+    for chosen, _ in itertools.islice(data.batch_order(lengths, 10, 0), 32):
         tens = [lengths[i] // 10 for i in chosen.tolist()]
         assert tens == [tens[0]] * 10
 
@@ -651,10 +660,14 @@ def test_answers_in_a_batch_are_those_of_each_prompt_alone(loaded):
     whole = plain(target, prompts[0], 25)
     for ends in ([47], [47, whole[9]]):
         target.generation_config.eos_token_id = ends
-        said = maker.say(prompts, 25, 0.0)
+        said = maker.generate(prompts, 25, 0.0)
         assert said == [plain(target, ids, 25, ends) for ids in prompts]
     assert len(said[0]) <= 10
-    assert maker.say([], 25, 0.0) == []
+    assert maker.generate([], 25, 0.0) == []
+    maker.context = 12  # which ends an answer as well
+    assert maker.generate(prompts, 25, 0.0) == [each[:5] for each in said]
+    with refused("a request of 12 tokens fills the target's context of 12: shorten"):
+        maker.generate([[8] * 12], 25, 0.0)
 
 
 def test_answers_end_where_the_chat_template_ends_them(loaded, capsys):
@@ -758,10 +771,10 @@ def test_a_second_turn_is_drawn_for_each_conversation(loaded, monkeypatch):
     maker.chance = random.Random(0)
     went_on = []
     monkeypatch.setattr(maker, "answer", lambda asked, *_: list(asked))
-    monkeypatch.setattr(maker, "so_far", lambda record: went_on.append(record))
-    monkeypatch.setattr(maker, "think_up", lambda contexts, _: contexts)
+    monkeypatch.setattr(maker, "second_context", lambda record: went_on.append(record))
+    monkeypatch.setattr(maker, "invent_requests", lambda contexts, _: contexts)
     for _ in range(5):
-        maker.hold(["w1"] * 32, 32)
+        maker.converse(["w1"] * 32, 32)
         assert 4 < len(went_on) < 28  # in each batch, not in all batches together
         went_on.clear()
 

@@ -290,6 +290,13 @@ def test_eval_alpha_is_that_of_a_file(tmp_path, trained, monkeypatch):
     assert row["alpha"] is None and 0 < row["eval_alpha"] < 1
 
 
+def test_the_default_answers_are_those_of_the_default_target():
+    """No other target is measured on them by itself, and "" measures on none."""
+    ours = str(train.ANSWERS)
+    for file, target, said in ((None, None, ours), (None, "x", None), ("", None, "")):
+        assert train.eval_file(SimpleNamespace(eval=file, target=target)) == said
+
+
 def test_an_acceptance_rate_is_a_mean_over_positions():
     """Not over batches: a batch of one position counts as one position."""
 

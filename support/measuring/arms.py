@@ -42,9 +42,9 @@ def plain_loops(stock, target, batch_size: int = 1) -> list[Arm]:
     target: the packed one, or `stock` again.
     """
     batch = batch_size > 1
-    # The first is what a user has without this repository, and the reference of greedy
-    # answers. The others decode with the packed target. A baseline among them alone
-    # could be slowed by our own packing, and every speedup would flatter us.
+    # The first is what a user has without this repository, and the reference for greedy
+    # answers. The others decode with the packed target. If only those were compared,
+    # our packing might slow the baseline and make every speedup look better.
     loops = [Arm("stock", stock, padded=batch)]
     if target is not stock:
         loops.append(Arm("transformers", target, padded=batch))
@@ -79,6 +79,8 @@ def parse(text: str) -> Parts:
     Raises UserError if it is not an arm, or for an unknown method, variant or setting.
     """
     words, _, folder = text.partition("@")
+    if folder.endswith("+copies"):
+        raise UserError(f"{text} is not an arm: write +copies before @DIR")
     method, _, settings = words.removesuffix("+copies").partition(":")
     base, plus, name = method.rpartition("+")
     if plus and (name != "cape" or base not in cli.CHAINS):
@@ -99,7 +101,7 @@ def parse(text: str) -> Parts:
         chain = {"gamma": 4}  # as the authors' code fixes it
         chain |= {key: value for key, value in changes.items() if key not in own}
         changes = {key: value for key, value in changes.items() if key in own}
-        common.changed(source.Config(), chain)  # raises, as for any other method
+        common.changed(source.Config(), chain)  # a wrong setting is refused here
     common.changed(module.Config(), changes)
     return Parts(name, base, changes, chain, words.endswith("+copies"), folder)
 

@@ -39,7 +39,7 @@ def fastest(model, possible: list[str]) -> tuple[str, str]:
 
 
 def situation(model, possible: list[str]) -> str:
-    """All that the measurement depends on, but the load of the machine."""
+    """Everything that the measurement depends on, except the machine's load."""
     weights = [layer.weight for layer in packed.linear_layers(model).values()]
     # Layers in another order are another sample, so their shapes stay in order.
     shapes = str([(str(weight.dtype), *weight.shape) for weight in weights])

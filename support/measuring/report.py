@@ -119,7 +119,7 @@ OF_PHASES = {"draft_ms", "verify_ms", "other_ms"}
 
 
 def figures(answers: list[Answer]) -> dict:
-    """The figures of an arm, None where one does not apply or bench.py adds it."""
+    """The figures of an arm, None where one does not apply, or is added by bench.py."""
     total = sums(answers)
     unknown = set()
     if not total["drafted"]:
@@ -149,7 +149,7 @@ def by_prompt(answers: list[Answer]) -> dict[str, list]:
 
 
 def by_position(answers: list[Answer]) -> list[float]:
-    """For each level, the share of rounds that accept it, of those that offer it."""
+    """For each depth, the share of the rounds with a token there that accept it."""
     rounds = [
         each for answer in answers for each in zip(answer.offered, answer.accepted)
     ]
@@ -242,7 +242,7 @@ def about(result: dict) -> str:
     text += f" a turn, temperature {result['temperature']:g}"
     if batch := result.get("batch"):
         text += f", batches of {batch['size']}: {batch['batches']}"
-    return text + ("; interrupted" if result.get("interrupted") else "")
+    return text + ("; some turns not answered" if result.get("interrupted") else "")
 
 
 def arms_of(result: dict) -> dict:
@@ -277,10 +277,12 @@ def departure(name: str, numbers: dict) -> str | None:
     if not gone:
         return None
     count, place = numbers["diverged"], gone["position"] + 1
+    answers = "answer" if count == 1 else "answers"
+    margin = cell(gone["top2_margin"], ".2g") or "unknown"  # if it was not finite
     return (
-        f"{name} leaves greedy decoding in {count} answers, first in prompt "
+        f"{name} leaves greedy decoding in {count} {answers}, first in prompt "
         f"{gone['question_id']} at new token {place}, where the target's top-2 margin "
-        f"is {gone['top2_margin']:.2g}"
+        f"is {margin}"
     )
 
 

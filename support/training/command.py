@@ -52,7 +52,12 @@ def options(description: str) -> cli.OneLineParser:
 
     add = parser.add_argument_group("training").add_argument
     add("--data", nargs="+", metavar="FILE", help="conversations, .jsonl or .jsonl.gz")
-    add("--eval", metavar="FILE", help="conversations to measure eval_alpha on")
+    add(
+        "--eval",
+        metavar="FILE",
+        help="conversations to measure eval_alpha on (default: "
+        "conversations/answers.jsonl.gz, for the default target)",
+    )
     add("--steps", type=count, help="optimizer steps")
     add(
         "--minutes",
@@ -60,7 +65,7 @@ def options(description: str) -> cli.OneLineParser:
         help="train this long instead, over all resumed runs",
     )
     add("--resume", action="store_true", help="continue the run in --out")
-    add("--init", metavar="DIR", help="start from this drafter (not with --resume)")
+    add("--init", metavar="DIR", help="start from this drafter; --resume ignores it")
     add(
         "--features",
         metavar="DIR",
@@ -86,7 +91,7 @@ def options(description: str) -> cli.OneLineParser:
         "--max-length",
         type=cli.number(int, 2),
         default=512,
-        help="tokens kept of a conversation",
+        help="tokens kept of a conversation of --data",
     )
     either = argparse.BooleanOptionalAction
     add("--bf16", action=either, help="autocast to bfloat16 (default: on a GPU)")

@@ -44,9 +44,9 @@ def read_conversations(
 
     A line is {"prompt_ids", "response_ids"}, {"prompt", "response"} or {"prompt",
     "completion"}, {"messages"}, or ShareGPT's {"conversations"}. The loss is on the
-    assistant's tokens. A line is read whole or left out. Lines that are left out are
-    reported on stderr, and so are keys that are not read, and answers that are cut or
-    not learned.
+    assistant's tokens. A line that cannot be used is left out, and a long one is cut
+    after `max_length` tokens. Either is reported on stderr, and so are keys that are
+    not read and answers that are not learned.
 
     max_length: tokens that are kept of each.
     Raises UserError for no file, no JSONL, or no line that can be used.
@@ -120,7 +120,7 @@ def _lines(path: str) -> list[tuple[int, bytes]]:
     if Path(path).is_dir():
         raise common.UserError(f"{path} is a folder: name its files")
     if not Path(path).exists():
-        raise common.UserError(f"no file {path}: name one that is there")
+        raise common.UserError(f"no file {path}: check the path")
     content = Path(path).read_bytes()
     if content.startswith(b"\x1f\x8b"):
         try:
@@ -359,6 +359,8 @@ def _variables(messages, rest: dict, tokenizer) -> tuple[dict, set[str]]:
         raise common.UserError("chat_template_kwargs is not a JSON object")
     reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
     reserved -= {"tools", "documents"}
+    # Names of parameters on the way to the template, here and in transformers.
+    reserved |= {"self", "messages", "conversations", "tokenizer", "texts", "ask"}
     written = {}
     unread = set()
     plain = _both(messages, tokenizer)
@@ -545,7 +547,7 @@ def join_turns(sequences: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Ten
     return [(sequences[i][0], masks[i]) for i in range(len(ids)) if i not in begins]
 
 
-def steps(lengths: list[int], batch_size: int, seed: int, start: int = 0):
+def batch_order(lengths: list[int], batch_size: int, seed: int, start: int = 0):
     """Yield the sequences (batch_size,) of each step, and fresh seeds (batch_size,).
 
     They depend on the step's number and `seed` alone. Every epoch is a new permutation,
@@ -586,7 +588,7 @@ def read_prompts(paths: list[Path], count: int) -> list[dict]:
     prompts = []
     for path in paths:
         if not path.exists():
-            raise common.UserError(f"no prompt file {path}: name one that is there")
+            raise common.UserError(f"no prompt file {path}: check the path")
         for number, line in _lines(str(path)):
             try:
                 record = _object(line)

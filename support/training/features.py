@@ -75,9 +75,8 @@ class Features:
     def _stored(self, ids: Tensor) -> dict[str, Tensor]:
         """The states of ids (T,) by name ("hidden", "k3", "v3"), from their file.
 
-        Those of a common.Teacher have the draft vocabulary in their names.
-
-        What is not there, or is damaged, is computed and written.
+        The names of a common.Teacher's also contain the draft vocabulary's hash.
+        Missing or damaged states are computed and written.
         """
         name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:32]
         path = self.folder / f"{name}.safetensors"

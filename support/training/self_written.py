@@ -51,6 +51,9 @@ class Maker:
         self.second_turns = second_turns
         self.greedy = greedy
         self.eos_ids = common.eos_ids(target.generation_config)
+        config = target.config.get_text_config()
+        context = getattr(config, "max_position_embeddings", None)
+        self.context = context or 2**31  # none: no limit
         if not (tokenizer.chat_template and self.eos_ids):
             raise common.UserError(
                 "this target has no chat template or no eos_token_id: take another"
@@ -85,6 +88,8 @@ class Maker:
         """
         kept = whole_lines(path)
         asked = {record["prompt"] for record in kept}
+        # As records keep them, because some tokenizers normalise a text.
+        requests = [self.text(self.ids(text)) for text in requests]
         waiting = [text for text in dict.fromkeys(requests) if text not in asked]
         self.chance = random.Random(seed * 1_000_003 + len(kept))
         torch.manual_seed(self.chance.getrandbits(32))
@@ -96,7 +101,7 @@ class Maker:
                 # Leave places for second turns.
                 size = min(BATCH, math.ceil((count - done) / (1 + self.second_turns)))
                 given, waiting = waiting[:size], waiting[size:]
-                records = self.hold(given, size)[: count - done]
+                records = self.converse(given, size)[: count - done]
                 lines = [json.dumps(record) + "\n" for record in records]
                 file.write("".join(lines).encode())
                 file.flush()
@@ -109,13 +114,13 @@ class Maker:
                     )
         return done
 
-    def hold(self, given: list[str], size: int) -> list[dict]:
+    def converse(self, given: list[str], size: int) -> list[dict]:
         """Hold `size` conversations, the first with requests that are `given`.
 
         Returns a record of each turn, without requests that did not end.
         """
         asked = [(self.opening, text) for text in given]
-        asked += self.think_up([self.opening] * (size - len(given)), [""])
+        asked += self.invent_requests([self.opening] * (size - len(given)), [""])
         groups = {}  # what is answered at once
         for pair in asked:
             temperature = 0.0 if self.chance.random() < self.greedy else 0.8
@@ -129,18 +134,20 @@ class Maker:
             records = self.answer(group, temperature, most)
             firsts += records
             if goes_on:
-                contexts = [self.so_far(record) for record in records]
-                more = self.think_up(contexts, SECOND_REQUESTS)
+                contexts = [self.second_context(record) for record in records]
+                more = self.invent_requests(contexts, SECOND_REQUESTS)
                 seconds += self.answer(more, temperature, MOST)
         return firsts + seconds
 
-    def so_far(self, record: dict) -> list[int]:
+    def second_context(self, record: dict) -> list[int]:
         """Token ids of a turn, up to the words of a second request."""
         said = record["prompt_ids"] + record["response_ids"]
         ended = said[-1:] == self.between[:1]  # the end of the answer is there already
         return said + self.between[ended:]
 
-    def think_up(self, contexts: list, beginnings) -> list[tuple[list[int], str]]:
+    def invent_requests(
+        self, contexts: list, beginnings
+    ) -> list[tuple[list[int], str]]:
         """Requests that the target invents, each with the ids of its context.
 
         contexts: lists of ids, up to the words of a request.
@@ -150,7 +157,8 @@ class Maker:
         starts = [self.ids(self.chance.choice(beginnings)) for _ in contexts]
         prompts = [context + start for context, start in zip(contexts, starts)]
         asked = []
-        for context, start, said in zip(contexts, starts, self.say(prompts, 128, 1.0)):
+        texts = self.generate(prompts, 128, 1.0)
+        for context, start, said in zip(contexts, starts, texts):
             text = self.text(start + said[:-1])
             if text and said[-1] in self.eos_ids:
                 asked.append((context, text))
@@ -160,7 +168,7 @@ class Maker:
         """Records of the answers to (ids of the context, request)."""
         prompts = [context + self.ids(text) + self.closing for context, text in asked]
         records = []
-        answers = self.say(prompts, most, temperature)
+        answers = self.generate(prompts, most, temperature)
         for (_, text), prompt, said in zip(asked, prompts, answers):
             record = {
                 "prompt": text,
@@ -173,10 +181,20 @@ class Maker:
             records.append(record)
         return records
 
-    def say(self, prompts: list, most: int, temperature: float) -> list[list[int]]:
-        """What follows each prompt, up to an end token or `most` tokens."""
+    def generate(self, prompts: list, most: int, temperature: float) -> list[list[int]]:
+        """What follows each prompt, up to an end token or `most` tokens.
+
+        Raises UserError for a prompt that fills the target's context.
+        """
         if not prompts:
             return []
+        longest = max(map(len, prompts))
+        if longest >= self.context:
+            raise common.UserError(
+                f"a request of {longest} tokens fills the target's context of "
+                f"{self.context}: shorten it"
+            )
+        most = min(most, self.context - longest)
         how = {"do_sample": False}
         if temperature:  # 0 is greedy
             how = {"do_sample": True, "temperature": temperature}
