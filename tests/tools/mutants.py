@@ -353,7 +353,7 @@ gradients are not clipped
 - model.parameters(), args.clip)
 + model.parameters(), math.inf)
 the learning rate stays at its peak
-- args.lr * schedule(progress, args.warmup)
+- args.lr * schedule(fraction, args.warmup)
 + args.lr
 a step adds to the gradient of the one before
 - optimizer.zero_grad()
