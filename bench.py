@@ -367,7 +367,7 @@ def summary(arms, loops, asked: list, answers: dict, greedy: bool) -> dict:
     found = {name: report.figures(answers[name]) for name in answers}
     # A speedup over a slower loop than the fastest would be due to that loop.
     baseline = max(loops, key=lambda loop: found[loop.name]["tokens_per_s"])
-    for numbers in found.values():
+    for numbers in found.values():  # what report.figures leaves open is filled in
         numbers |= report.speed_ratio("speedup", numbers, found[baseline.name])
         numbers |= report.speed_ratio("vs_stock", numbers, found[stock.name])
 

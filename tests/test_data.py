@@ -529,10 +529,10 @@ def test_answers_that_are_cut_are_counted(tokenizer, tmp_path, capsys, monkeypat
     assert mask.tolist() == [False] * 6 + [True] * 9
     told = capsys.readouterr().err.replace(f"{tmp_path}/d.jsonl: ", "").splitlines()
     limit = "15 tokens (--max-length or the target's context)"
-    assert told[0] == f"line 1, 4, 5, 6, 7 and 2 more: no answer within {limit}"
+    assert told[0] == f"lines 1, 4, 5, 6, 7 and 2 more: no answer within {limit}"
     assert told[1].startswith("line 3: no conversation")
     assert told[2:] == ["skipped 8 of 10 lines", f"answers cut after {limit}: 2"]
-    with refused("line 1, 2: .*--max-length"):
+    with refused("lines 1, 2: .*--max-length"):
         read(tmp_path / "d.jsonl", [beyond] * 2, tokenizer, 15)
     capsys.readouterr()
     read(tmp_path / "d.jsonl", [{"prompt": "w1", "response": "w2"}], tokenizer, 6)

@@ -41,7 +41,7 @@ def fastest(model, possible: list[str]) -> tuple[str, str]:
 def situation(model, possible: list[str]) -> str:
     """Everything that the measurement depends on, except the machine's load."""
     weights = [layer.weight for layer in packed.linear_layers(model).values()]
-    # Layers in another order are another sample, so their shapes stay in order.
+    # packed.fastest times the first layers only, so their order matters.
     shapes = str([(str(weight.dtype), *weight.shape) for weight in weights])
     code = Path(packed.__file__).read_bytes()  # a kernel may change and keep its name
     parts = report.processor(), torch.__version__, torch.get_num_threads(), *possible
@@ -50,7 +50,7 @@ def situation(model, possible: list[str]) -> str:
 
 
 def read(path: Path) -> dict:
-    """What is remembered: nothing, if the file is missing, broken or another one."""
+    """What is remembered: {} if the file is missing, broken or something else."""
     try:
         remembered = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A drafter's training folder: how it is written, and when a run may go on from it."""
+"""A drafter's training folder: how it is written, and when a run may be resumed."""
 
 import copy
 import hashlib
@@ -15,7 +15,8 @@ from support import files
 from support.training.features import fingerprint
 
 # Options that a resumed run must keep. --steps and --minutes are not among them: a run
-# that is made longer before its last fifth is the same as one that was planned so.
+# that is made longer before its last fifth is the same as one that was planned so. Nor
+# is --features, which only rounds the target's states to bfloat16.
 DECIDING = (
     "method",
     "dtype",
@@ -117,7 +118,7 @@ def save(out: Path, drafter, optimizer, run: Run, identity: dict) -> None:
 def read(out: Path, module, identity: dict, overrides: dict) -> dict:
     """The training state that `save` wrote to `out`, its "progress" as a Run.
 
-    identity: of the run that is to go on.
+    identity: of the run that is to continue.
     overrides: {field: value} of its Config, as the command line gives them.
     Raises UserError if the state is damaged, or of another run.
     """

@@ -22,8 +22,9 @@ import common
 NAMES = {"from": "role", "value": "content"}
 SPEAKERS = {"human": "user", "gpt": "assistant"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# What an answer was given, or says besides its content. Learning the answer without it
-# would be wrong, so a line is left out if the chat template does not write it.
+# What an answer depends on (CONDITIONS), or says besides its content (PARTS). Learning
+# the answer without it would be wrong, so a line is left out if the chat template does
+# not write it.
 CONDITIONS = {"tools", "documents", "system_prompt", "history", "context", "input"}
 CONDITIONS |= {"instruction", "images", "image", "videos", "audio", "weights"}
 PARTS = {"tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"}
@@ -56,7 +57,7 @@ def read_conversations(
     unread = Counter()  # lines, by the key
     cut = lost = 0  # answers
     limit = f"{max_length} tokens (--max-length or the target's context)"
-    size = len(tokenizer)  # which takes long where thousands of tokens were added
+    size = len(tokenizer)  # once, because it is slow with thousands of added tokens
     lines = _lines(path)
     for number, line in tqdm(lines, f"reading {path}", leave=False, disable=None):
         try:
@@ -217,7 +218,8 @@ def _loss_mask(length: int, answers: list[tuple[int, int]]) -> Tensor:
 def _skip_note(reason: str, numbers: list[int]) -> str:
     """Why some lines cannot be used, with the numbers of the first five."""
     more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
-    return f"line {', '.join(map(str, numbers[:5]))}{more}: {reason}"
+    lines = "line" if len(numbers) == 1 else "lines"
+    return f"{lines} {', '.join(map(str, numbers[:5]))}{more}: {reason}"
 
 
 # ------------------------------------------------------------ from a line to messages
@@ -341,8 +343,8 @@ def token_ids(text: str, tokenizer) -> list[int]:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if tokenizer.chat_template:  # which writes the special tokens itself
         return ids
-    # Some tokenizers put special tokens before a text and others behind it. What comes
-    # behind would end a request before it is answered.
+    # Some tokenizers put special tokens before a text and others after it. Those after
+    # it would end a request before it is answered.
     whole = tokenizer(text)["input_ids"]
     before = next((n for n in range(len(whole)) if whole[n : n + len(ids)] == ids), 0)
     return whole[: before + len(ids)]
@@ -469,8 +471,8 @@ def _last_answer(messages, variables, tokenizer) -> tuple[list[int], int, set[st
     request_ids, ids = token_ids(request, tokenizer), token_ids(text, tokenizer)
     start = _shared(request_ids, ids)
     if begin < len(request):
-        # Some templates ask for an answer with the head of a thought, which is not
-        # there once the answer is. But what comes before the head has to be the same.
+        # Some templates ask for an answer with the head of a thought, which a finished
+        # answer lacks. But what comes before the head has to be the same.
         start = start if text.startswith(before) else len(ids)
     elif start < len(request_ids):
         # A token holds the end of the request and the beginning of the answer, such as
@@ -530,7 +532,7 @@ def _shared(some, others) -> int:
 
 
 def join_turns(sequences: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Drop a sequence that another one begins with, which learns its tokens.
+    """Drop each sequence that another one begins with; that one learns its tokens.
 
     A first turn is then computed once and learned in one two-turn sequence only. If
     that one is held out, so is its first turn.
@@ -551,7 +553,7 @@ def batch_order(lengths: list[int], batch_size: int, seed: int, start: int = 0):
     """Yield the sequences (batch_size,) of each step, and fresh seeds (batch_size,).
 
     They depend on the step's number and `seed` alone. Every epoch is a new permutation,
-    without what is left over from full batches.
+    of which the sequences that do not fill a last batch are left out.
 
     lengths: tokens of each sequence.
     start: the first step.

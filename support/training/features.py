@@ -87,7 +87,7 @@ class Features:
         wanted = {"hidden", *(f"k{layer}" for layer in self.layers), *self.taught}
         if states.keys() >= wanted:
             return states
-        states |= self._computed(ids)  # beside other layers, perhaps
+        states |= self._computed(ids)  # next to what earlier runs kept
         try:
             with files.whole(path) as part:
                 save_file(states, part)
