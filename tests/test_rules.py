@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -355,11 +356,14 @@ def test_arms_of_other_trees_than_chains_are_refused(name):
     stop_rules.longest_chains(make_arm(None, None, "specdecpp:threshold=0.5@a+b"))
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_the_examples_of_the_log_run(number, capsys, monkeypatch):
-    """Rules of one's own, on the records that are shipped."""
+def test_the_examples_of_the_docstring_run(capsys, monkeypatch):
+    """Rules of your own, on the records in this repository."""
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "results" / "log" / "decoding.md").read_text()
-    exec(text.split("```python\n")[number].split("```")[0], {})
-    value, (low, high) = ast.literal_eval(capsys.readouterr().out)
-    assert 0.9 < low < value < high < 1.1
+    _, code = stop_rules.__doc__.split("    import cape\n")
+    code, _ = code.split("\nEach prints")
+    exec("import cape\n" + textwrap.dedent(code), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        value, (low, high) = ast.literal_eval(line)
+        assert 0.9 < low < value < high < 1.1

@@ -16,6 +16,7 @@ from which Eq. 2.2 of SpecDec++ computes how long the answer takes. Your own rul
 function of a Round and a setting. It returns how many tokens are drafted there, or a
 list with S(p), CAPE's number of extras, for each of them:
 
+    import cape
     from results.tools import stop_rules
 
     answers = stop_rules.read("results/rounds_greedy.json.gz")
@@ -25,7 +26,13 @@ list with S(p), CAPE's number of extras, for each of them:
 
     answers = stop_rules.read("results/rounds_glide.json.gz")
     sets = lambda each, gamma: [8 if p < 0.5 else 1 for p in each.confidence[:gamma]]
-    print(stop_rules.compare(answers, (sets, (2, 3, 4, 5)), "K", cost=0.1))
+    size = lambda p: cape.set_size(p, cape.Config())  # the paper's
+    paper = lambda each, gamma: [size(p) for p in each.confidence[:gamma]]
+    gammas = (2, 3, 4, 5)  # lengths of the chain
+    print(stop_rules.compare(answers, (sets, gammas), (paper, gammas), cost=0.1))
+
+Each prints how many times as fast the first rule is, and a 95% interval. The time of a
+forward of the target does not depend here on how many nodes it verifies.
 """
 
 import functools

@@ -86,23 +86,19 @@ def table(words: str) -> str:
 def kinds(words: str) -> str:
     """A figure of some arms, by the kind of the prompts: their category or file.
 
-    The figure is tau, the share of accepted draft tokens, or the speedup over the
-    baseline on the same prompts.
+    The figure is tau, or the share of accepted draft tokens.
     """
     file, kind, names, figure = [part.strip() for part in words.split(";")]
     result = claims.read(file)
     names = names.split()
     of_prompt = [each[kind] for each in claims.kinds_of(result)]
-    sums = {name: claims.arm_of(file, name).sums for name in ("baseline", *names)}
+    sums = {name: claims.arm_of(file, name).sums for name in names}
     rows = []
     for group in sorted(set(of_prompt)):
         chosen = [n for n, other in enumerate(of_prompt) if other == group]
         row = [group, str(len(chosen))]
         for name in names:
-            own = sums[name][chosen].sum(0)
-            value = getattr(claims, figure if figure != "speedup" else "speed")(own)
-            if figure == "speedup":
-                value = value / claims.speed(sums["baseline"][chosen].sum(0))
+            value = getattr(claims, figure)(sums[name][chosen].sum(0))
             row.append(f"{float(value):.2f}")
         rows.append(row)
     return report.markdown([kind, "prompts", *names], rows)
