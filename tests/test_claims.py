@@ -9,7 +9,6 @@ import torch
 from stop_rules import Round
 
 CSGD = claims.printed((3.34, 2.78), bonus=1)
-EXCLUDED = "not shown; the paper's size is excluded"
 
 
 @pytest.mark.parametrize(
@@ -18,7 +17,7 @@ EXCLUDED = "not shown; the paper's size is excluded"
         (0.90, 0.99, None, "the opposite"),
         (0.90, 0.99, claims.printed((3, 2)), "the opposite"),
         (1.00, 1.10, claims.printed((1.1, 1)), "not shown"),
-        (0.98, 1.05, CSGD, EXCLUDED),
+        (0.98, 1.05, CSGD, "not shown"),
         (1.01, 1.14, CSGD, "smaller"),
         (1.01, 1.15, CSGD, "confirmed"),
         (1.01, 1.02, None, "confirmed"),
@@ -31,23 +30,18 @@ def test_verdicts(low, high, paper, expected):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "steps", "expected"),
+    ("steps", "expected"),
     [
-        (1.1, 1.2, (5e6, 3.9e6), "not compared: fewer than 4M token-steps"),
-        (1.1, 1.2, (4e6, 9e6), None),  # ahead with less training
-        (1.1, 1.2, (6.7e6, 5e6), None),
-        (1.1, 1.2, (9e6, 5e6), "not compared: one side trained 1.8 times as long"),
-        (0.8, 0.9, (9e6, 5e6), None),
-        (0.8, 0.9, (5e6, 9e6), "not compared: one side trained 1.8 times as long"),
-        (0.9, 1.1, (5e6, 9e6), "not compared: one side trained 1.8 times as long"),
-        (0.9, 1.1, (5e6, 6.7e6), None),
-        (0.9, 1.1, (5e6, 6.8e6), "not compared: one side trained 1.4 times as long"),
-        (0.9, 1.1, (), None),
-        (0.9, 1.1, (5e6,), None),  # plain decoding has no drafter
+        ((5e6, 3.9e6), "not compared: fewer than 4M token-steps"),
+        ((4e6, 4.3e6), None),
+        ((9e6, 5e6), "not compared: one side trained 1.8 times as long"),
+        ((5e6, 6e6), "not compared: one side trained 1.2 times as long"),
+        ((), None),
+        ((5e6,), None),  # plain decoding has no drafter
     ],
 )
-def test_training_of_both_sides(low, high, steps, expected):
-    seen = claims.Seen("", low, high, steps=steps)
+def test_training_of_both_sides(steps, expected):
+    seen = claims.Seen("", 1.1, 1.2, steps=steps)
     assert claims.unfair(seen) == expected
     assert claims.unfair(seen._replace(equal_steps=True)) is None
 
