@@ -8,8 +8,8 @@ what is in it:
 
     <!-- table: run.json; glide cape eagle; speedup tau; paper's: 1.96 2.5 - -->
             some arms of a run, some of their figures, and figures to compare
-    <!-- kinds: run.json; category; glide cape; tau -->
-            a figure of some arms by the category of the prompts, or by their file
+    <!-- kinds: run.json; glide cape; tau -->
+            a figure of some arms by the file of the prompts
     <!-- curves: GLIDE: glide more; CAPE: cape; Falcon: falcon@1000 -->
             training runs, stage after stage; falcon up to step 1000
     <!-- taus: tau.json; GLIDE: glide; CAPE: cape -->
@@ -84,14 +84,14 @@ def table(words: str) -> str:
 
 
 def kinds(words: str) -> str:
-    """A figure of some arms, by the kind of the prompts: their category or file.
+    """A figure of some arms, by the file of the prompts.
 
     The figure is tau, or the share of accepted draft tokens.
     """
-    file, kind, names, figure = [part.strip() for part in words.split(";")]
+    file, names, figure = [part.strip() for part in words.split(";")]
     result = claims.read(file)
     names = names.split()
-    of_prompt = [each[kind] for each in claims.kinds_of(result)]
+    of_prompt = [each["file"] for each in claims.kinds_of(result)]
     sums = {name: claims.arm_of(file, name).sums for name in names}
     rows = []
     for group in sorted(set(of_prompt)):
@@ -101,7 +101,7 @@ def kinds(words: str) -> str:
             value = getattr(claims, figure)(sums[name][chosen].sum(0))
             row.append(f"{float(value):.2f}")
         rows.append(row)
-    return report.markdown([kind, "prompts", *names], rows)
+    return report.markdown(["file", "prompts", *names], rows)
 
 
 def curve_end(name: str) -> dict:
