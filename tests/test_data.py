@@ -667,7 +667,8 @@ def test_answers_in_a_batch_are_those_of_each_prompt_alone(loaded):
     maker.context = 12  # which ends an answer as well
     assert maker.generate(prompts, 25, 0.0) == [each[:5] for each in said]
     with refused("a request of 12 tokens fills the target's context of 12: shorten"):
-        maker.generate([[8] * 12], 25, 0.0)
+        maker.fill("never-written.jsonl", 1, ["w1 " * 9])
+    assert maker.invent_requests([[1] * 6], [""]) == []
 
 
 def test_answers_end_where_the_chat_template_ends_them(loaded, capsys):

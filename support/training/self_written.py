@@ -90,6 +90,13 @@ class Maker:
         asked = {record["prompt"] for record in kept}
         # As records keep them, because some tokenizers normalise a text.
         requests = [self.text(self.ids(text)) for text in requests]
+        for text in requests:
+            length = len(self.opening + self.ids(text) + self.closing)
+            if length >= self.context:
+                raise common.UserError(
+                    f"a request of {length} tokens fills the target's context of "
+                    f"{self.context}: shorten it"
+                )
         waiting = [text for text in dict.fromkeys(requests) if text not in asked]
         self.chance = random.Random(seed * 1_000_003 + len(kept))
         torch.manual_seed(self.chance.getrandbits(32))
@@ -152,12 +159,14 @@ class Maker:
 
         contexts: lists of ids, up to the words of a request.
         beginnings: one is drawn for each request, which starts with it.
-        Requests that did not end by themselves are left out.
+        Requests that did not end by themselves are left out, and contexts that leave no
+        room for a request and an answer.
         """
+        contexts = [ids for ids in contexts if len(ids) < self.context // 2]
         starts = [self.ids(self.chance.choice(beginnings)) for _ in contexts]
         prompts = [context + start for context, start in zip(contexts, starts)]
         asked = []
-        texts = self.generate(prompts, 128, 1.0)
+        texts = self.generate(prompts, min(128, self.context // 4), 1.0)
         for context, start, said in zip(contexts, starts, texts):
             text = self.text(start + said[:-1])
             if text and said[-1] in self.eos_ids:
@@ -184,17 +193,12 @@ class Maker:
     def generate(self, prompts: list, most: int, temperature: float) -> list[list[int]]:
         """What follows each prompt, up to an end token or `most` tokens.
 
-        Raises UserError for a prompt that fills the target's context.
+        prompts: lists of ids that leave room in the target's context, which limits the
+            answers as well.
         """
         if not prompts:
             return []
-        longest = max(map(len, prompts))
-        if longest >= self.context:
-            raise common.UserError(
-                f"a request of {longest} tokens fills the target's context of "
-                f"{self.context}: shorten it"
-            )
-        most = min(most, self.context - longest)
+        most = min(most, self.context - max(map(len, prompts)))
         how = {"do_sample": False}
         if temperature:  # 0 is greedy
             how = {"do_sample": True, "temperature": temperature}
