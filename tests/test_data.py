@@ -425,6 +425,14 @@ def test_without_a_chat_template_texts_are_lines(byte_level, tmp_path):
     assert byte_level.decode(asked) == "<|im_start|>Hi\nHello\nHow\n"
 
 
+def test_ids_may_hold_a_text_as_the_tokenizer_normalises_it(byte_level, tmp_path):
+    """Here an accent on its own became a letter with an accent."""
+    ids = {key: byte_level.encode(key) for key in ("caf\u00e9", "Hi")}
+    record = {"prompt": "cafe\u0301", "prompt_ids": ids["caf\u00e9"], "response": "Hi"}
+    record["response_ids"] = ids["Hi"]
+    assert learned(tmp_path / "d.jsonl", record, byte_level) == ["<|im_start|>Hi"]
+
+
 def test_a_tokenizer_that_ends_every_text_does_not_end_a_request(byte_level, tmp_path):
     byte_level = copy.deepcopy(byte_level)
     byte_level.chat_template = None

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import unicodedata
 import zlib
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -202,8 +203,9 @@ def _tokenize(record: dict, tokenizer, size: int) -> tuple[list[int], list, set]
 
 def _says(ids: list[int], text: str, tokenizer) -> bool:
     """Whether ids hold a text, which may have been kept without special tokens."""
+    text = unicodedata.normalize("NFKC", text)  # as many tokenizers do
     skip = (tokenizer.decode(ids, skip_special_tokens=each) for each in (False, True))
-    return any(text in decoded for decoded in skip)
+    return any(text in unicodedata.normalize("NFKC", decoded) for decoded in skip)
 
 
 def _loss_mask(length: int, answers: list[tuple[int, int]]) -> Tensor:

@@ -88,8 +88,6 @@ class Maker:
         """
         kept = whole_lines(path)
         asked = {record["prompt"] for record in kept}
-        # As records keep them, because some tokenizers normalise a text.
-        requests = [self.text(self.ids(text)) for text in requests]
         for text in requests:
             length = len(self.opening + self.ids(text) + self.closing)
             if length >= self.context:
