@@ -266,6 +266,10 @@ def check(args) -> None:
             f"{out} already holds a drafter: {go_on} give another --out",
         ),
         (out.is_file(), f"--out {out} is a file; name a folder for the drafter"),
+        (
+            out.is_dir() and not os.access(out, os.W_OK),
+            f"cannot write to {out}: name a folder where you may write",
+        ),
     )
 
 
@@ -453,7 +457,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.bf16 is None:
         args.bf16 = args.device.startswith("cuda")
     of_data = args.requests or args.second_turns or args.greedy != 0.5
-    of_training = args.data or args.steps or args.minutes or args.resume or args.init
+    of_training = args.data or args.eval or args.features or args.init
+    of_training = of_training or args.steps or args.minutes or args.resume
     common.refuse(
         (
             not (args.make_data or args.method),
@@ -470,7 +475,8 @@ def main(argv: list[str] | None = None) -> None:
         ),
         (
             of_training and args.make_data,
-            "--data, --steps, --minutes, --resume and --init go with --method",
+            "--data, --eval, --features, --init, --steps, --minutes and --resume go "
+            "with --method",
         ),
         (not args.out, "give --out, a folder for the drafter or a file for data"),
     )

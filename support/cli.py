@@ -179,9 +179,10 @@ def plain_settings(target) -> None:
 
 def check_writable(path: str) -> None:
     """Raise a UserError if `path` cannot become a file, before hours of work."""
-    place = Path(path).resolve()
-    special = place.exists() and not place.is_file()  # a folder or a device
-    folder = place.parent
+    place = Path(path)
+    # A folder, a device, or a pipe, which is nowhere once its link is resolved.
+    special = place.exists() and not place.is_file()
+    folder = place.resolve().parent
     if special or not (folder.is_dir() and os.access(folder, os.W_OK)):
         import common
 

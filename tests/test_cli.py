@@ -1,5 +1,6 @@
 """Command lines: options from a Config, help, mistakes (one line and code 2)."""
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ MISTAKES = [
     ("--make-data 4 --out {tmp}", "name a file in a folder where you may write"),
     ("--make-data 4 --out {tmp}/x.jsonl.gz", "give --out a plain .jsonl file"),
     ("--second-turns 0.5", "--greedy go with --make-data"),
-    ("--make-data 4 --steps 3", "--resume and --init go with --method"),
+    ("--make-data 4 --steps 3", "--minutes and --resume go with --method"),
 ]
 
 
@@ -250,3 +251,13 @@ def test_a_file_is_written_where_its_link_points(tmp_path):
     files.write(tmp_path / "link.json", "new")
     assert (tmp_path / "run.json").read_text() == "new"
     assert (tmp_path / "link.json").is_symlink()
+
+
+def test_a_pipe_and_a_device_are_no_place_for_a_file():
+    """They would be replaced, or the result lost after hours."""
+    reading, writing = os.pipe()
+    for path in (f"/proc/self/fd/{writing}", "/dev/null"):
+        with pytest.raises(common.UserError, match="name a file in a folder"):
+            cli.check_writable(path)
+    os.close(reading)
+    os.close(writing)

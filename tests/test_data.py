@@ -153,6 +153,7 @@ def test_a_key_is_read_where_the_template_has_a_place_for_it(
     assert capsys.readouterr().err == f"{path}: not read: source (1 line)\n"
     # Names of parameters between a line and the template, ours and transformers'.
     names = "self messages conversations conversation tokenizer texts ask".split()
+    names += ["namespace", "range"]  # functions that a template may call
     read(
         path, [{"prompt": "w1", "response": "w2"} | dict.fromkeys(names, 1)], tokenizer
     )
@@ -463,6 +464,7 @@ BAD_LINES = [
     (b'{"prompt"', "no JSON object"),
     (b"3", "no JSON object"),
     (b'{"prompt": ' + b"[" * 99_999, "nested too deep"),
+    (b'{"prompt": "w1", "x": ' + b"[" * 600 + b"]" * 600 + b"}", "nested too deep"),
     (b'{"foo": 1}', "no conversation; give prompt and response"),
     (b'{"messages": "w1"}', "no conversation; give prompt and response"),
     (
@@ -673,7 +675,8 @@ def test_answers_in_a_batch_are_those_of_each_prompt_alone(loaded):
     assert len(said[0]) <= 10
     assert maker.generate([], 25, 0.0) == []
     maker.context = 12  # which ends an answer as well
-    assert maker.generate(prompts, 25, 0.0) == [each[:5] for each in said]
+    cut = [each[: 12 - len(ids)] for each, ids in zip(said, prompts)]
+    assert maker.generate(prompts, 25, 0.0) == cut
     with refused("a request of 12 tokens fills the target's context of 12: shorten"):
         maker.fill("never-written.jsonl", 1, ["w1 " * 9])
     assert maker.invent_requests([[1] * 6], [""]) == []

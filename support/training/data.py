@@ -68,8 +68,10 @@ def read_conversations(
             mask = _loss_mask(len(ids), answers)[:max_length]
             if not mask.any():
                 raise common.UserError(f"no answer within {limit}")
-        except common.UserError as reason:
-            skipped[str(reason)].append(number)
+        except (common.UserError, RecursionError) as error:
+            deep = isinstance(error, RecursionError)
+            reason = "the JSON is nested too deep" if deep else str(error)
+            skipped[reason].append(number)
             continue
         sequences.append((torch.tensor(ids[:max_length]), mask))
         unread.update(keys)
@@ -143,7 +145,7 @@ def _lines(path: str) -> list[tuple[int, bytes]]:
 def _object(line: bytes) -> dict:
     """The JSON object that a line holds, without what is null."""
     try:
-        record = json.loads(line.decode())
+        record = _without_null(json.loads(line.decode()))
     except UnicodeDecodeError:
         raise common.UserError(
             "not UTF-8 (iconv -f LATIN1 -t UTF-8 FILE > NEW.jsonl, if it is Latin-1)"
@@ -154,7 +156,7 @@ def _object(line: bytes) -> dict:
         record = None
     if not isinstance(record, dict):
         raise common.UserError("no JSON object")
-    return _without_null(record)
+    return record
 
 
 def _without_null(value):
@@ -363,8 +365,10 @@ def _variables(messages, rest: dict, tokenizer) -> tuple[dict, set[str]]:
         raise common.UserError("chat_template_kwargs is not a JSON object")
     reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
     reserved -= {"tools", "documents"}
-    # Names of parameters on the way to the template, here and in transformers.
+    # Names of parameters on the way to the template, here and in transformers, and of
+    # functions that a template may call, which a value would replace.
     reserved |= {"self", "messages", "conversations", "tokenizer", "texts", "ask"}
+    reserved |= {"namespace", "range", "dict", "raise_exception", "strftime_now"}
     written = {}
     unread = set()
     plain = _both(messages, tokenizer)

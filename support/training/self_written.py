@@ -93,7 +93,7 @@ class Maker:
             if length >= self.context:
                 raise common.UserError(
                     f"a request of {length} tokens fills the target's context of "
-                    f"{self.context}: shorten it"
+                    f"{self.context}: shorten {text[:40]!r}..."
                 )
         waiting = [text for text in dict.fromkeys(requests) if text not in asked]
         self.chance = random.Random(seed * 1_000_003 + len(kept))
@@ -196,7 +196,11 @@ class Maker:
         """
         if not prompts:
             return []
-        most = min(most, self.context - max(map(len, prompts)))
+        room = self.context - max(map(len, prompts))
+        if room < most and len(prompts) > 1:  # the longest would cut all answers
+            alone = (self.generate([ids], most, temperature) for ids in prompts)
+            return [said for [said] in alone]
+        most = min(most, room)
         how = {"do_sample": False}
         if temperature:  # 0 is greedy
             how = {"do_sample": True, "temperature": temperature}
@@ -219,8 +223,8 @@ def whole_lines(path: str) -> list[dict]:
         raise common.UserError(
             f"cannot append to {path}; give --out a plain .jsonl file"
         )
-    cli.check_writable(path)
     if not Path(path).is_file():
+        cli.check_writable(path)
         return []
     content = Path(path).read_bytes()
     unended = content.rpartition(b"\n")[2]
