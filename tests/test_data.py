@@ -153,7 +153,10 @@ def test_a_key_is_read_where_the_template_has_a_place_for_it(
     assert capsys.readouterr().err == f"{path}: not read: source (1 line)\n"
     # Names of parameters between a line and the template, ours and transformers'.
     names = "self messages conversations conversation tokenizer texts ask".split()
-    names += ["namespace", "range"]  # functions that a template may call
+    names += ["namespace", "range"]  # functions that this template calls
+    tokenizer.chat_template = (
+        "{% set ns = namespace(n=range(2)) %}" + tokenizer.chat_template
+    )
     read(
         path, [{"prompt": "w1", "response": "w2"} | dict.fromkeys(names, 1)], tokenizer
     )
@@ -476,7 +479,7 @@ BAD_LINES = [
     (b'{"prompt": "w1", "response": "w2", "tools": "w3"}', "tools are not valid JSON"),
     (
         b'{"prompt": "w1", "response": "w2", "tools": [3]}',
-        "template does not accept it",
+        "template does not write tools",
     ),
     (b'{"messages": ["w1"]}', "a message is not a JSON object"),
     (b'{"messages": [{"role": "assistant"}]}', "a message needs a role, and content"),

@@ -309,10 +309,10 @@ def chat(texts: list[str]) -> list[dict]:
 # ----------------------------------------------------------- from messages to tokens
 
 
-def render(messages: list[dict], tokenizer, ask: bool = False, **variables) -> str:
+def render(messages: list[dict], tokenizer, variables=None, ask: bool = False) -> str:
     """Messages in the target's chat template, and the head of an answer if `ask`.
 
-    variables: of the template, such as tools or documents.
+    variables: {name: value} of the template, such as tools or documents.
     Raises UserError if the template does not accept them, or their text is broken.
     """
     try:
@@ -321,7 +321,7 @@ def render(messages: list[dict], tokenizer, ask: bool = False, **variables) -> s
             chat_template=None if tokenizer.chat_template else PLAIN,
             add_generation_prompt=ask,
             tokenize=False,
-            **variables,
+            **(variables or {}),
         )
     except Exception as error:  # a template is a program, which may fail in any way
         reason = common.one_line(error)
@@ -365,24 +365,20 @@ def _variables(messages, rest: dict, tokenizer) -> tuple[dict, set[str]]:
         raise common.UserError("chat_template_kwargs is not a JSON object")
     reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
     reserved -= {"tools", "documents"}
-    # Names of parameters on the way to the template, here and in transformers, and of
-    # functions that a template may call, which a value would replace.
-    reserved |= {"self", "messages", "conversations", "tokenizer", "texts", "ask"}
-    reserved |= {"namespace", "range", "dict", "raise_exception", "strftime_now"}
     written = {}
     unread = set()
-    plain = _both(messages, tokenizer)
+    plain = _both(messages, tokenizer, {})
     for key, value in {**rest, **named}.items():
         if value in ("", [], {}):
             continue
+        texts = None
         if key not in reserved:
-            texts = _both(messages, tokenizer, **written, **{key: value})
-            # If the template takes this value by default, only its opposite makes a
-            # difference.
-            if _holds(texts[1], value) and (
-                texts != plain
-                or _other(texts, messages, tokenizer, **written, **{key: not value})
-            ):
+            texts = _accepted(messages, tokenizer, written | {key: value})
+        # If the template takes this value by default, only its opposite makes a
+        # difference.
+        if texts and _holds(texts[1], value):
+            opposite = written | {key: not value}
+            if texts != plain or _accepted(messages, tokenizer, opposite) != texts:
                 written[key], plain = value, texts
                 continue
         if key in CONDITIONS or key in named:
@@ -393,18 +389,22 @@ def _variables(messages, rest: dict, tokenizer) -> tuple[dict, set[str]]:
     return written, unread
 
 
-def _both(messages, tokenizer, **variables) -> tuple[str, str]:
+def _both(messages, tokenizer, variables: dict) -> tuple[str, str]:
     """The request for the last answer, and the whole conversation."""
-    request = render(messages[:-1], tokenizer, ask=True, **variables)
-    return request, render(messages, tokenizer, **variables)
+    request = render(messages[:-1], tokenizer, variables, ask=True)
+    return request, render(messages, tokenizer, variables)
 
 
-def _other(texts, messages, tokenizer, **variables) -> bool:
-    """Whether these variables give other texts, or the template refuses them."""
+def _accepted(messages, tokenizer, variables: dict) -> tuple[str, str] | None:
+    """As `_both`; None if these variables are refused.
+
+    A name may be that of a parameter in transformers, or of a function that the
+    template calls, such as namespace.
+    """
     try:
-        return _both(messages, tokenizer, **variables) != texts
+        return _both(messages, tokenizer, variables)
     except common.UserError:
-        return True
+        return None
 
 
 def _holds(text: str, value) -> bool:
@@ -424,7 +424,7 @@ def _locate(messages, variables: dict, tokenizer) -> tuple[list[int], list, set[
     """
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     unread = set()
-    whole = render(messages, tokenizer, **variables)
+    whole = render(messages, tokenizer, variables)
     for message in messages:
         if message["role"] != "assistant":
             unread |= _unread_fields(message, whole)
@@ -460,8 +460,8 @@ def _last_answer(messages, variables, tokenizer) -> tuple[list[int], int, set[st
     """
     if len(messages) == 1:  # nobody asked, and transformers renders no empty chat
         return [], 0, set()
-    request, text = _both(messages, tokenizer, **variables)
-    before = render(messages[:-1], tokenizer, **variables)
+    request, text = _both(messages, tokenizer, variables)
+    before = render(messages[:-1], tokenizer, variables)
     turn = text[_shared(before, text) :]
     unread = _unread_fields(messages[-1], turn)
     begin = _shared(request, text)  # where the answer begins in the text
