@@ -338,8 +338,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     total = ctc_loss(log_q, labels)
     # CTC weighs all tokens of a window equally, but where the first is wrong, those
     # after it are lost as well. So the first token may get a cross-entropy of its own,
-    # with the target's distribution as its label. In trials of 875 steps, one seed
-    # each, it raised `acceptance` in answers to prompts from .374 to .396.
+    # with the target's distribution as its label. In trials of three million
+    # token-steps, one seed each, it raised tau from 1.93 to 2.03.
     if drafter.config.first_token:
         hidden = first_token_hidden(batch, anchors)
         logits = common.target_logits(target, hidden, drafter.vocab_ids)
