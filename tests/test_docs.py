@@ -8,9 +8,11 @@ import dataclasses
 import gzip
 import importlib
 import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -26,6 +28,7 @@ import torch
 from tiny import chi_square_p_value, enumerate_joint, make_llama
 
 import common
+import train
 from support import cli
 from support.measuring import arms, report
 
@@ -363,3 +366,45 @@ def test_the_solutions_of_part_d_follow_from_the_main_run():
     # At the alpha that is told, the tokens of a round are worth what the round costs.
     even = float(re.search(r"= \d\.\d\d: below (\.\d+)", told)[1])
     assert 1 + even + even**2 + even**3 == pytest.approx(costs, abs=0.02)
+
+
+@pytest.mark.parametrize("given", [{}, {"FROM": "checkpoints"}])
+def test_train_sh_makes_drafters_like_the_shipped_ones(tmp_path, monkeypatch, given):
+    """With the same settings, and SpecDec++'s draft model before its head."""
+    log = tmp_path / "log"
+    stub = tmp_path / "python"  # finds no GPU, and notes what train.py is asked
+    stub.write_text('#!/bin/sh\n[ "$1" = -c ] && exit 1\necho "$*" >>"$LOG"\n')
+    stub.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "LOG": str(log)} | given
+    script = ROOT / "checkpoints" / "train.sh"
+    subprocess.run(["bash", script, tmp_path / "out"], env=env, check=True)
+
+    def shipped(module, name):
+        return common.read_drafter(module.Drafter, ROOT / "checkpoints" / name).config
+
+    made = {}  # {name: Config}
+
+    def note(args, module, overrides):
+        config = module.Config(**overrides)
+        if args.init:
+            name = Path(args.init).name
+            config = made[name] if name in made else shipped(module, name)
+            config = dataclasses.replace(config, **overrides)
+        made[Path(args.out).name] = config
+
+    monkeypatch.setattr(train, "train", note)
+    for line in log.read_text().splitlines():
+        train.main(line.split()[1:])
+
+    def trained_fields(config):
+        others = ["target", "model", "layers", "layer"]  # filled in by build
+        others.append("csgd")  # which Falcon's later stages do without
+        others += common.decode_fields(config)
+        return {key: value for key, value in vars(config).items() if key not in others}
+
+    assert made.pop("specdecpp-draft").stage == "draft"
+    assert len(made) == 6
+    for name, config in made.items():
+        expected = shipped(cli.import_method(name), name)
+        assert trained_fields(config) == trained_fields(expected), name
