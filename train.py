@@ -347,10 +347,14 @@ def start(args, module, overrides: dict, target, sequences: list, state: dict | 
         drafter.load_state_dict(state["model"])
     else:
         drafter = new_drafter(args, module, overrides, target, sequences)
+    # SpecDec++ freezes its head while its layers are trained, and its layers after.
+    named = drafter.named_parameters()
+    frozen = {name.split(".")[0] for name, each in named if not each.requires_grad}
+    if frozen:
+        say(f"not trained: {', '.join(sorted(frozen))}")
     # Weights are trained in float32, whatever the target's dtype is.
     drafter = drafter.to(target.device).float().train()
     optimizer = torch.optim.AdamW(
-        # SpecDec++ freezes its head while its layers are trained, and its layers after.
         [weight for weight in drafter.parameters() if weight.requires_grad],
         lr=args.lr,
         betas=(0.9, 0.95),  # Falcon's (4.3), for all methods

@@ -482,6 +482,22 @@ def test_init_starts_from_a_drafter_and_says_what_it_lacks(trained, capsys):
     assert state_of(again)["progress"]["step"] == 2
 
 
+def test_a_part_that_is_frozen_is_named(folder, tmp_path, capsys):
+    """SpecDec++ trains its draft model or its head; --init keeps the stage."""
+
+    def not_trained(name, *more):
+        words = f"--method specdecpp --target {folder} --data {folder}/data.jsonl"
+        words += f" --out {tmp_path / name} --device cpu --draft-vocab 32 --steps 1"
+        train.main([*words.split(), *map(str, more)])
+        _, found, rest = capsys.readouterr().err.partition("not trained: ")
+        return found and rest.split("\n")[0]
+
+    assert not_trained("draft", "--layers", "[0]") == "head"
+    init = ["--init", tmp_path / "draft"]
+    assert not_trained("head", *init, "--stage", "head") == "body"
+    assert not_trained("more", "--init", tmp_path / "head") == "body"
+
+
 def test_stored_features_are_those_of_the_target(folder, tmp_path):
     """Of sequences of unequal length; a file that is of no use is written anew."""
     target, _ = common.load_target(str(folder), dtype=torch.bfloat16)
