@@ -40,6 +40,7 @@ make() { # NAME OPTIONS...     trains $out/NAME
 }
 
 make glide --method glide --gamma 3 --kv-layer 18 --block-size 3
+# FROM's SpecDec++ was saved in the stage head, which --init would keep.
 make specdecpp-draft --method specdecpp --stage draft --layers '[0,-1]'
 STEPS=500 make specdecpp --method specdecpp --stage head --lr 1e-3 \
     --init "$out/specdecpp-draft"
