@@ -87,8 +87,8 @@ for both in ["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]:
     settings[" ".join(["q_proj", *both])] = {
         "target_modules": ["q_proj", *both], "ensure_weight_tying": True}
 print(f"peft {peft.__version__}, transformers {transformers.__version__}, a model with tied "
-      "embeddings, LoRA with\nensure_weight_tying=True. Share of 400 places where it drafts what the "
-      "trained one does:\ntarget_modules | adapter loaded back | merged | merged into an untied copy "
+      "embeddings, LoRA with\nensure_weight_tying=True (but for q_proj alone). Share of 400 places "
+      "where it drafts what the trained one does:\ntarget_modules | adapter loaded back | merged | merged into an untied copy "
       "| merged with the\nhead's weight cloned | how often the merged weight has the adapter's product")
 right = True
 for name, setting in settings.items():
