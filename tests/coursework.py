@@ -29,8 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 600  # a solution may run for ever
 POINTS = 5  # of each test, for Gradescope
 
-# What a student's copy does without: large files, and what tells the solutions.
-LEFT_OUT = ("checkpoints", "conversations", "solutions.md", "test_docs.py")
+# What a student's copy does without: large files, what is about other software, and
+# what tells the solutions.
+LEFT_OUT = ("checkpoints", "conversations", "findings", "solutions.md", "test_docs.py")
 LEFT_OUT += ("mutants.py", "mutation.py")
 
 # Assistants that write code read a file of this name first.
