@@ -27,14 +27,12 @@ BEAM, RANKING = "beam_tau.json", "ranking_tau.json"
 GLIDE_ROUNDS = "rounds_glide.json.gz"
 TRAINED = {  # the training runs of the shipped drafters, stage after stage
     "glide": "glide_before glide_second glide",
-    "specdecpp": "specdecpp_before specdecpp",
+    "specdecpp": "specdecpp_before specdecpp_second specdecpp_third specdecpp",
     "falcon": "falcon_before falcon_second falcon",
     "ctc_drafter": "ctc_drafter_before ctc_drafter",
     "medusa": "medusa_before medusa",
-    "eagle": "eagle_before eagle_second eagle",
+    "eagle": "eagle_before eagle_second eagle_third eagle_fourth eagle",
 }
-# Of the method in this run: measured before the last stage of its training.
-EARLIER = {("glide", "cpu_variants.json"), ("falcon", "cpu_variants.json")}
 USES = {"cape": "glide", "beam": "glide"}  # methods that draft with another's drafter
 ALIKE = {  # and of those that were trained alike, after the @ of an arm
     "k2": "rival_fk2",
@@ -110,7 +108,7 @@ def one_arm(file: str, name: str) -> Arm:
     if arm["accepted_per_round"] is not None:
         nodes = arm["accepted_per_round"] + arm["n_discarded_per_token"] * arm["tau"]
     sums = torch.tensor(columns, dtype=torch.float64).T
-    return Arm(sums, nodes, arm["draft_ms"], plain_ms(result), token_steps(name, file))
+    return Arm(sums, nodes, arm["draft_ms"], plain_ms(result), token_steps(name))
 
 
 def plain_ms(result: dict) -> float | None:
@@ -121,18 +119,15 @@ def plain_ms(result: dict) -> float | None:
     return 1000 / plain  # an older run: a speed, with the prompt's forward in it
 
 
-def token_steps(name: str, file: str) -> float | None:
-    """The token-steps of the drafter of an arm in a run, by its training curves."""
+def token_steps(name: str) -> float | None:
+    """The token-steps of the drafter of an arm, by its training curves."""
     method, _, folder = name.partition("@")
     method = method.partition(":")[0].partition("+")[0]
     method = USES.get(method, method)
     runs = ALIKE[folder] if folder else TRAINED.get(method)
     if runs is None:
         return None
-    stages = [read(f"curves/{run}.json")[-1]["tokens"] for run in runs.split()]
-    if (method, file) in EARLIER:
-        stages.pop()
-    return sum(stages)
+    return sum(read(f"curves/{run}.json")[-1]["tokens"] for run in runs.split())
 
 
 def bootstrap(figure, *sums: Tensor) -> tuple[float, float, float]:
