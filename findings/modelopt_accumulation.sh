@@ -14,7 +14,7 @@ if [ -z "${VENV:-}" ]; then
   VENV=$work/venv
   python3 -m venv "$VENV"
   "$VENV"/bin/pip install -q torch==2.13.0 transformers==5.14.1 accelerate==1.15.0 \
-    datasets==5.2.0 jinja2 nvidia-modelopt==0.47.0
+    datasets==5.2.0 jinja2 requests nvidia-modelopt==0.47.0
 fi
 cat > "$work/try.py" <<'EOP'
 import sys
