@@ -71,7 +71,7 @@ def train(args, module, overrides: dict) -> None:
     model, optimizer = accelerator.prepare(Loss(module, drafter, target), optimizer)
     out.mkdir(parents=True, exist_ok=True)  # if it cannot be made, fail before training
 
-    announce(args, run, sequences, held_out)
+    announce(args, run, drafter, sequences, held_out)
     layers, vocab_ids = drafter.kv_layers, drafter.vocab_ids
     features = Features(target, layers, args.features, vocab_ids)
     lengths = [len(ids) for ids, _ in sequences]
@@ -383,8 +383,13 @@ def new_drafter(args, module, overrides: dict, target, sequences: list):
     # A drafter of the new settings, which may have parts that the given one lacks, such
     # as SpecDec++'s head: those begin as `build` makes them.
     drafter = module.build(config, target, counts)
+    weights = given.state_dict()
+    if "draft_vocab" in overrides:
+        # It is chosen anew for this data. No weight depends on which tokens can be
+        # drafted, because embedding and LM head are the target's.
+        weights["vocab_ids"] = drafter.vocab_ids
     try:
-        missing, surplus = drafter.load_state_dict(given.state_dict(), strict=False)
+        missing, surplus = drafter.load_state_dict(weights, strict=False)
     except RuntimeError as error:  # weights of other shapes
         reason = common.one_line(error)
         raise common.UserError(
@@ -399,11 +404,14 @@ def new_drafter(args, module, overrides: dict, target, sequences: list):
 # ------------------------------------------------------------- what a user sees of it
 
 
-def announce(args, run, sequences: list, held_out: list) -> None:
+def announce(args, run, drafter, sequences: list, held_out: list) -> None:
     """Say how much there is to learn, or that the run is finished."""
-    tokens = sum(int(mask.sum()) for _, mask in sequences)
-    text = f"{len(sequences)} conversations, {tokens} tokens to learn"
+    learned = torch.cat([ids[mask] for ids, mask in sequences])
+    text = f"{len(sequences)} conversations, {len(learned)} tokens to learn"
     say(f"{text}; {len(held_out)} held out")
+    share = torch.isin(learned, drafter.vocab_ids.cpu()).float().mean()
+    size = len(drafter.vocab_ids)
+    say(f"the draft vocabulary has {size} tokens and covers {share:.1%} of these")
     if run.fraction(args) >= 1:
         say(
             f"{args.out} is finished. With more --steps or --minutes the learning rate "

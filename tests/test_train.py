@@ -482,6 +482,33 @@ def test_init_starts_from_a_drafter_and_says_what_it_lacks(trained, capsys):
     assert state_of(again)["progress"]["step"] == 2
 
 
+def test_a_draft_vocabulary_is_chosen_anew_if_it_is_asked_for(folder, tmp_path, capsys):
+    """The text of --init and that of --data share no token."""
+    texts = []
+    for n, answer in enumerate(([5, 6, 7] * 4, [20, 21, 22] * 4)):
+        texts.append(tmp_path / f"{n}.jsonl")
+        line = json.dumps({"prompt_ids": [3, 4], "response_ids": answer}) + "\n"
+        texts[n].write_text(line * 4)
+
+    def vocabulary(name, *more):
+        words = f"--method glide --target {folder} --out {tmp_path / name} --device cpu"
+        words += " --steps 1 --lr 0 --held-out 1"
+        train.main([*words.split(), *map(str, more)])
+        _, _, said = capsys.readouterr().err.partition("vocabulary has ")
+        weights = load_file(tmp_path / name / "model.safetensors")
+        return set(weights["vocab_ids"].tolist()), said
+
+    old, said = vocabulary("old", "--data", texts[0], "--draft-vocab", 3)
+    assert old == {5, 6, 7} and said.startswith("3 tokens and covers 100.0% of these")
+    init = ["--data", texts[1], "--init", tmp_path / "old"]
+    kept, said = vocabulary("kept", *init)
+    assert kept == {5, 6, 7} and said.startswith("3 tokens and covers 0.0% of these")
+    new, said = vocabulary("new", *init, "--draft-vocab", 3)
+    assert new == {20, 21, 22} and said.startswith("3 tokens and covers 100.0% of")
+    more, _ = vocabulary("more", *init, "--draft-vocab", 4)
+    assert more > {20, 21, 22}
+
+
 def test_a_part_that_is_frozen_is_named(folder, tmp_path, capsys):
     """SpecDec++ trains its draft model or its head; --init keeps the stage."""
 

@@ -65,7 +65,12 @@ def options(description: str) -> cli.OneLineParser:
         help="train this long instead, over all resumed runs",
     )
     add("--resume", action="store_true", help="continue the run in --out")
-    add("--init", metavar="DIR", help="start from this drafter; --resume ignores it")
+    add(
+        "--init",
+        metavar="DIR",
+        help="start from this drafter, whose draft vocabulary stays unless "
+        "--draft-vocab is given; --resume ignores it",
+    )
     add(
         "--features",
         metavar="DIR",
