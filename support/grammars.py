@@ -42,13 +42,18 @@ class XGrammar(LogitsProcessor):
         same = len(os.path.commonprefix([text, self.read]))
         self.matcher.rollback(len(self.read) - same)
         del self.read[same:]
+        mask = self.engine.allocate_token_bitmask(1, scores.shape[-1])
         for token in text[same:]:
-            if self.matcher.is_terminated() or not self.matcher.accept_token(token):
+            if self.matcher.is_terminated():
+                return scores.fill_(float("-inf"))
+            # After a rollback, a rule whose max_tokens are used up ends in accept_token
+            # only if a mask has been filled before (findings/xgrammar_max_tokens.sh).
+            self.matcher.fill_next_token_bitmask(mask)
+            if not self.matcher.accept_token(token):
                 return scores.fill_(float("-inf"))
             self.read.append(token)
         if self.matcher.is_terminated():  # nothing follows, so nothing is forbidden
             return scores
-        mask = self.engine.allocate_token_bitmask(1, scores.shape[-1])
         self.matcher.fill_next_token_bitmask(mask)
         mask = mask.to(scores.device)
         self.engine.apply_token_bitmask_inplace(scores, mask)

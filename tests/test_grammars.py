@@ -108,3 +108,30 @@ def test_texts_are_those_of_the_grammar(tokenizer, target, engine, name):
             or len(text) < 2
         )
     assert whole, "no text was ended"
+
+
+def test_a_rule_of_xgrammar_ends_when_its_tokens_are_used_up():
+    """Also if other texts were asked about in between, as in a token tree."""
+    engine = pytest.importorskip("xgrammar")
+    tokens = ["<eos>", *"</>think abc;0123456789"]
+    info = engine.TokenizerInfo(tokens, stop_token_ids=[0])
+    grammar = engine.GrammarCompiler(info).compile_grammar(
+        'root ::= "<think>" thought ("</think>" | ";") [0-9]+\n'
+        "thought[max_tokens=8] ::= [^]*\n"
+    )
+    for seed in range(10):
+        table = torch.randn(
+            len(tokens), len(tokens), generator=torch.Generator().manual_seed(seed)
+        )
+        table[:, 0] = -9.0  # an answer that does not end
+        processor = grammars.XGrammar(grammar, 1)
+        ids = torch.zeros(1, 1, dtype=torch.long)
+        while ids.shape[1] < 30:
+            scores = processor(ids, table[ids[0, -1]][None].clone())
+            for token in scores[0].topk(3).indices:  # siblings
+                if scores[0, token].isfinite():
+                    other = torch.cat([ids, token.view(1, 1)], dim=1)
+                    processor(other, table[token][None].clone())
+            ids = torch.cat([ids, scores.argmax(-1, keepdim=True)], dim=1)
+        text = "".join(tokens[n] for n in ids[0, 1:])
+        assert re.fullmatch(r"<think>.{0,8}(</think>|;)[0-9]*", text), text
