@@ -790,9 +790,10 @@ if __name__ == "__main__":
 #    training no slot learns to predict the answer's first k + 1 tokens.
 #  - Blocks are counted from the first slot in training, and when drafting from the
 #    first slot that is fed in the round. With k = 2 the newest slot is then often alone
-#    in its block, and the slot that drafts the next token has not seen it. With the
-#    shipped drafter tau is 2.224 by their rule and 2.271 by ours, and a token is
-#    accepted in .702 and .744 of the rounds (nine prompts, 48 tokens each, greedy).
+#    in its block, and the slot that drafts the next token has not seen it. With a
+#    drafter of 22.3 million token-steps tau is 2.224 by their rule and 2.271 by ours,
+#    and a token is accepted in .702 and .744 of the rounds (nine prompts, 48 tokens
+#    each, greedy).
 #  - lambda falls from .45 to .10, in 21 epochs: the loop makes one more than
 #    num_epochs. A run starts at every k-th slot that has a loss, wherever its block
 #    begins, and for k > 2 there are N / k runs. Revealed slots keep their loss.
