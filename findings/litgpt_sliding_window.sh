@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Guess: with a draft model, greedy answers of a target with sliding windows (Mistral 7B v0.1,
-#   Phi-3 mini 4k, Gemma 3) equal plain decoding's, as those of a target without windows do.
+# Guess: with a draft model, greedy answers of a target with sliding windows (Mathstral 7B, Phi-3
+#   mini 4k, Gemma 3) equal plain decoding's, as those of a target without windows do.
 # What happens: they do until the text is as long as the window. From there on the key/value cache is
 #   a ring without a mask, and each token of a round sees the drafts behind it in place of the oldest
 #   tokens of its window, which they have overwritten. There is no error and no warning.
