@@ -776,8 +776,8 @@ if __name__ == "__main__":
 #     sampled. Logits processors judge what earlier siblings leave. If they allow no
 #     token, a sibling is left out of the draft, and so is all that would be below it.
 #  9. The shipped drafter has linear fusion like EAGLE's, omega_dist = 1 and nine nodes.
-#     Only its first stage had CSGD (checkpoints/README.md). In 4.5 CSGD raises alpha, but
-#     in trials here it did not raise `acceptance` (results/log/training.md).
+#     Only its first stage had CSGD (checkpoints/README.md). In 4.5 CSGD raises alpha,
+#     but in trials here it did not raise `acceptance` (results/log/training.md).
 #
 # Authors' code. It was run next to this file with the same random weights. Apart from
 # deviation 4 and from what follows, forwards, losses, drafts, trees and the greedy
