@@ -659,11 +659,11 @@ if __name__ == "__main__":
 
 # 1. In the paper the draft model is given (3.1). By default it consists here of layers
 #    of the target, which first learn the target's distributions (stage "draft"). The
-#    two that are shipped, 0 and 29, agree with the target at 63% of the places of its
+#    two that are shipped, 0 and 29, agree with the target at 61% of the places of its
 #    greedy answers, the paper's pair at about 84% (2.1: with the best stopping times
-#    N_target / N is .164, and N_target is one more than the disagreements). What a
-#    head gained with an earlier version of them (58%), and what limited it, is in
-#    results/log/decoding.md ("Stop rules of SpecDec++").
+#    N_target / N is .164, and N_target is one more than the disagreements). What the
+#    head gains with them, and what limits it, is in results/log/decoding.md ("Stop
+#    rules of SpecDec++").
 # 2. Copied layers draft frequent tokens only (`draft_vocab`).
 # 3. Labels are greedy by default: P_t is 1 where the likeliest tokens of both models
 #    are the same, else 0. With a `temperature` of 1 they are the paper's, if the target
