@@ -151,7 +151,7 @@ def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     #    sparse signal, as section 1 says). So one pass reads Z, of which most is Y.
     mixed, judged = mix(batch, drafted, for_z, KEEP)
     # 4. Thus e_t is read after Z_1 to Z_(t-1) and Y_t, though P_t was computed after
-    #    X_1 to X_(t-1). The paper accepts this difference.
+    #    X_1 to X_(t-1). The loss in 3.3 does the same.
     hidden = model.hidden(mixed)[judged]  # (J, D)
     among = judged[batch.loss_mask]  # (M,) bool, which Y_t are judged
     return hidden, accept_prob[among]
