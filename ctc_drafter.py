@@ -684,12 +684,13 @@ if __name__ == "__main__":
 # What the authors' code does:
 #     - The drafter is EAGLE's causal layer. It drafts four tokens in four passes, one
 #       after another.
-#     - The loss is 1.0 SmoothL1 + 0.1 cross-entropy, as EAGLE's is, + 0.01 CTC. Its CTC
-#       loss equals ours on the same logits. The S = 6 slots, for U = 3 labels, are
-#       consecutive places of the text. We took S and U from there.
-#     - A place learns if its input token is in the answer, so the first tokens of an
-#       answer are never learned. Here an anchor's window is learned if all its labels
-#       are in the answer.
+#     - The loss is 1.0 SmoothL1 + 0.1 cross-entropy, as EAGLE's is, + 0.01 CTC. On the
+#       same logits its CTC loss is ours divided by the number of labels
+#       (reduction="mean"). The S = 6 slots, for U = 3 labels, are consecutive places of
+#       the text. We took S and U from there. Features get uniform noise, as EAGLE's.
+#     - A place learns if the token of its feature is in the answer, so the first tokens
+#       of an answer are never learned. Here an anchor's window is learned if all its
+#       labels are in the answer.
 #     - It trains for 21 epochs (the loop over 20 includes both ends) with 2000 steps of
 #       warm-up, clips each gradient value at .5, and cuts texts at 1600 tokens.
 #     - The blank is the token <unk>. k is 10, and the tree is Medusa's, of 63 nodes.

@@ -772,9 +772,10 @@ if __name__ == "__main__":
 #  7. The default tree has 13 nodes in two passes; `paper_tree` has 118 in four.
 #  8. Branches that continue the same one are fed the same predictions, as in the
 #     authors' code; in Figure 1 each has its own. Siblings are drawn without
-#     replacement, as in the authors' code; appendix A only says that m tokens are
-#     sampled. Logits processors judge what earlier siblings leave. If they allow no
-#     token, a sibling is left out of the draft, and so is all that would be below it.
+#     replacement, as in the authors' code, where several parents in a branch share one
+#     draw; appendix A only says that m tokens are sampled. Logits processors judge what
+#     earlier siblings leave. If they allow no token, a sibling is left out of the
+#     draft, and so is all that would be below it.
 #  9. The shipped drafter has linear fusion like EAGLE's, omega_dist = 1 and nine nodes.
 #     Only its first stage had CSGD (checkpoints/README.md). In 4.5 CSGD raises alpha,
 #     but in trials here it did not raise `acceptance` (results/log/training.md).
@@ -795,16 +796,19 @@ if __name__ == "__main__":
 #    and a token is accepted in .702 and .744 of the rounds (nine prompts, 48 tokens
 #    each, greedy).
 #  - lambda falls from .45 to .10, in 21 epochs: the loop makes one more than
-#    num_epochs. A run starts at every k-th slot that has a loss, wherever its block
+#    num_epochs. A run may start at every k-th slot that has a loss, wherever its block
 #    begins, and for k > 2 there are N / k runs. Revealed slots keep their loss.
 #  - Noise is multiplied by 512 / length, and CSGD's first pass has it as well. Revealed
 #    labels have none.
-#  - L_hard's label is sampled. L_soft has 1e-8 added inside the logarithm, and takes
-#    both distributions at a temperature of .95.
+#  - L_hard's label is sampled. L_soft takes the logarithm of both distributions at a
+#    temperature of .95 (with 1e-8 added to the drafter's) and its mean under the
+#    target's at 1. So it is no KL divergence, and is not least where the two agree.
 #  - Each value of the gradient is clipped at .5. There are 2000 steps of warm-up, and
 #    texts are cut at 2048 tokens.
-#  - Trees are lists of paths of ranks, but the code reads only how many siblings there
-#    are, so the list kmask2_8layer_tree_3 gives the nodes of `paper_tree`.
-#  - When sampling, the verification tests the newest committed token again and takes
-#    a pass's number for a level's. Of 20,000 simulated draws 8,506 ended in an
-#    IndexError, and the rest do not follow the target's distribution.
+#  - Trees are lists of paths of ranks, of which the verification reads only how many
+#    siblings there are. So the list kmask2_8layer_tree_3 gives the nodes of
+#    `paper_tree`. The evaluation scripts name kmask2_8layer_tree, of 165 nodes.
+#  - When sampling, the verification tests the newest committed token again, judges each
+#    token by its neighbour's q, and takes a pass's number for a level's. Of 20,000
+#    simulated draws 8,506 ended in an IndexError, and the rest do not follow the
+#    target's distribution.

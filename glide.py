@@ -488,9 +488,12 @@ if __name__ == "__main__":
 #  - It has the residual connection and the rotated queries, but no norm before the
 #    cross-attention. The queries rotate with base 10000, whatever the target's base is.
 #  - The first block reads causally. So its tokens also read their own target rows,
-#    which they never can when decoding.
-#  - All tokens query, and when decoding the prompt's do so without a mask. With two
-#    layers the drafts therefore differ.
-#  - It drafts 4 tokens a round.
+#    which they never can when decoding. (The training script takes its attention from a
+#    module that was not published.)
+#  - All tokens query. When decoding, the prompt's tokens do so without a mask, and so
+#    do the committed tokens, which are fed again. With two layers the drafts therefore
+#    differ.
+#  - It drafts 4 tokens a round, and only decodes greedily: its verification of sampled
+#    drafts ends in an IndexError.
 #  - Its training script makes a drafter with the shape of LLaMA-68m, of width 768,
-#    where the paper says 4096.
+#    where the paper says 4096. An option takes the target's shape.

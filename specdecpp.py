@@ -668,11 +668,11 @@ if __name__ == "__main__":
 # 3. Labels are greedy by default: P_t is 1 where the likeliest tokens of both models
 #    are the same, else 0. With a `temperature` of 1 they are the paper's, if the target
 #    also wrote the texts at that temperature. Decode as the labels were made: at their
-#    temperature, without other logits processors. (The benchmark commands in the README
-#    of the authors' code use --do_sample.)
+#    temperature, without other logits processors. (The authors' labels are of the plain
+#    softmax, but their texts and answers are sampled with the checkpoint's settings.)
 # 4. Y and Z are drawn anew in each training step.
 # 5. A draft has at most 20 tokens. 4.1 stops a round when the tokens exceed 20, which
-#    could also mean 21.
+#    could also mean 21; the authors' code drafts 20.
 
 # -------------------------------------------------------------------- the authors' code
 
@@ -686,7 +686,7 @@ if __name__ == "__main__":
 # appendices were not read): r is 15%, the loss is divided by the sum of its weights,
 # and a draft ends after an end-of-sequence token.
 #
-# In the last rounds of an answer their code drafts beyond the maximum length, and such
-# tokens count as discarded. Ours stops where the answer must end.
+# In the last rounds of an answer their code drafts beyond the maximum length, and what
+# is rejected there counts as discarded. Ours stops where the answer must end.
 #
 # In the paper's Table 1 the two rows are exchanged.

@@ -17,6 +17,7 @@ Falcon with k = 1), a specdecpp.Drafter or a medusa.Drafter. Formats:
     specdecpp   the head: config.json and model.safetensors. One residual block is
                 applied several times
     medusa      config.json and medusa_lm_head.pt: heads with LM heads of their own
+                (train_legacy.py of their repository writes another format, not read)
 
 The formats were tried with random weights, against a few lines that state what each
 computes. The published weights were not tried.
@@ -48,7 +49,8 @@ def eagle(theirs: dict, weights: dict[str, Tensor], target):
     """
     shape = common.target_shape(target)
     check_embedding(weights.pop("embed_tokens.weight", None), target)
-    heads = theirs["num_attention_heads"], theirs["num_key_value_heads"]
+    heads = theirs["num_attention_heads"]
+    heads = heads, theirs.get("num_key_value_heads") or heads
     if heads != (shape["num_heads"], shape["num_kv_heads"]):
         raise UserError(f"it has {heads} heads, and falcon.py as many as the target")
     check_rotation(theirs, target)

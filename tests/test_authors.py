@@ -136,6 +136,15 @@ def test_eagle(folder, target, tmp_path, biases):
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+def test_eagle_has_as_many_key_heads_as_heads_unless_it_says_otherwise(
+    folder, tmp_path
+):
+    """Vicuna's drafters name the heads alone; the target here shares its key heads."""
+    theirs = {k: v for k, v in EAGLE.items() if k != "num_key_value_heads"}
+    with pytest.raises(common.UserError, match=rf"it has \({HEADS}, {HEADS}\) heads"):
+        written(folder, tmp_path, "eagle", theirs, eagle_weights(), "model.safetensors")
+
+
 def test_the_head_of_specdecpp(folder, target, tmp_path):
     """One residual block, applied D times; two outputs, of which the second accepts."""
     block = numbers(weight=(D, D), bias=(D,))

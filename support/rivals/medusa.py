@@ -185,9 +185,11 @@ def drafts(decoding, drafter: Drafter, **changes):
 #        the first token is drawn, as in ctc_drafter.py.
 #
 # What the authors' code does:
-#     - The published training code (train_legacy.py) also shares the target's LM
-#       head, and sums the heads' losses without weights.
+#     - train_legacy.py also shares the target's LM head, and sums the heads' losses
+#       without weights. The fork of axolotl that its README names for training does as
+#       the paper says in both.
 #     - A head's linear layer starts with its weight at zero, but not its bias. So it
 #       adds SiLU of a random vector, and is not quite the identity.
-#     - Candidates are padded with token 0. After a leaf, the padding counts as one more
-#       accepted token if token 0 is what the target says there.
+#     - Candidates are padded with token 0. After a leaf, the padding counts as accepted
+#       if token 0 is what the target says there, and what follows it is then judged by
+#       the tree's last node.
