@@ -802,7 +802,7 @@ if __name__ == "__main__":
 #    labels have none.
 #  - L_hard's label is sampled. L_soft takes the logarithm of both distributions at a
 #    temperature of .95 (with 1e-8 added to the drafter's) and its mean under the
-#    target's at 1. So it is no KL divergence, and is not least where the two agree.
+#    target's at 1. So it is no KL divergence, and its minimum is not where they agree.
 #  - Each value of the gradient is clipped at .5. There are 2000 steps of warm-up, and
 #    texts are cut at 2048 tokens.
 #  - Trees are lists of paths of ranks, of which the verification reads only how many
