@@ -49,8 +49,8 @@ def eagle(theirs: dict, weights: dict[str, Tensor], target):
     """
     shape = common.target_shape(target)
     check_embedding(weights.pop("embed_tokens.weight", None), target)
-    heads = theirs["num_attention_heads"]
-    heads = heads, theirs.get("num_key_value_heads") or heads
+    queries = theirs["num_attention_heads"]
+    heads = queries, theirs.get("num_key_value_heads") or queries  # as its code has it
     if heads != (shape["num_heads"], shape["num_kv_heads"]):
         raise UserError(f"it has {heads} heads, and falcon.py as many as the target")
     check_rotation(theirs, target)
