@@ -26,13 +26,17 @@ DRAWS = 2000  # of the bootstrap, as in report.paired
 BEAM, RANKING = "beam_tau.json", "ranking_tau.json"
 GLIDE_ROUNDS = "rounds_glide.json.gz"
 TRAINED = {  # the training runs of the shipped drafters, stage after stage
-    "glide": "glide_before glide_second glide_third text_glide vocab_glide glide",
+    "glide": "glide_before glide_second glide_third text_glide vocab_glide "
+    "glide_fourth glide",
     "specdecpp": "specdecpp_before specdecpp_second specdecpp_third specdecpp_fourth "
-    "vocab_specdecpp specdecpp",
-    "falcon": "falcon_before falcon_second falcon_third vocab_falcon falcon",
-    "ctc_drafter": "ctc_drafter_before ctc_drafter_second ctc_drafter",
-    "medusa": "medusa_before medusa_second medusa",
-    "eagle": "eagle_before eagle_second eagle_third eagle_fourth eagle_fifth eagle",
+    "vocab_specdecpp specdecpp_fifth specdecpp",
+    "falcon": "falcon_before falcon_second falcon_third vocab_falcon falcon_fourth "
+    "falcon",
+    "ctc_drafter": "ctc_drafter_before ctc_drafter_second ctc_drafter_third "
+    "ctc_drafter",
+    "medusa": "medusa_before medusa_second medusa_third medusa",
+    "eagle": "eagle_before eagle_second eagle_third eagle_fourth eagle_fifth "
+    "eagle_sixth eagle",
 }
 USES = {"cape": "glide", "beam": "glide"}  # methods that draft with another's drafter
 ALIKE = {  # and of those that were trained alike, after the @ of an arm
