@@ -648,8 +648,8 @@ if __name__ == "__main__":
 # some had fewer), so the layer need not decide how many slots to leave blank. Of the 84
 # alignments of three different tokens in six slots it has learned one, tokens in slots
 # 1 to 3 and blanks in slots 4 to 6: in 303 rounds of answers to twelve prompts the mean
-# probability of a blank was .00 .03 .00 1.00 .99 .96. So the transforms gain at most
-# about 2% in tau over `none`. In a trial with windows of 1 to 6 labels the blank was
+# probability of a blank was .00 .03 .00 1.00 .99 .96. So the transforms gain about
+# 1% in tau over `none`. In a trial with windows of 1 to 6 labels the blank was
 # used, but the transforms still gained no more (results/log/training.md).
 #
 # Deviations from the paper, and choices where it is silent:
@@ -673,7 +673,7 @@ if __name__ == "__main__":
 #        (`anchors`).
 #     5. The paper's example decodes greedily (3.3), and 4.1 names no temperature. Here,
 #        when sampling, the first token is drawn.
-#     6. The learning rate is 2e-3, at last 3e-4 (4.1: 3e-5). The norm of gradients is
+#     6. The learning rate is 2e-3, at last 1e-4 (4.1: 3e-5). The norm of gradients is
 #        clipped at 1 (4.1: gradients at .5, without saying how), and texts are cut at
 #        384 or 512 tokens (4.1: at 2048). The target wrote them; the paper's are from
 #        ShareGPT.
