@@ -648,8 +648,8 @@ if __name__ == "__main__":
 # some had fewer), so the layer need not decide how many slots to leave blank. Of the 84
 # alignments of three different tokens in six slots it has learned one, tokens in slots
 # 1 to 3 and blanks in slots 4 to 6: in 303 rounds of answers to twelve prompts the mean
-# probability of a blank was .00 .04 .00 1.00 .99 .96. So the transforms gain about
-# 1% in tau over `none`. In a trial with windows of 1 to 6 labels the blank was
+# probability of a blank was .00 .04 .00 1.00 .99 .96. So the transforms gain at most
+# about 1% in tau over `none`. In a trial with windows of 1 to 6 labels the blank was
 # used, but the transforms still gained no more (results/log/training.md).
 #
 # Deviations from the paper, and choices where it is silent:
