@@ -60,10 +60,10 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import rotate_half
 
 # Caches, masks and `custom_generate` of transformers change between its versions.
-TESTED = "5.23"
-if not transformers.__version__.startswith(f"{TESTED}."):
+TESTED = ("5.23", "5.24")
+if not transformers.__version__.startswith(tuple(f"{x}." for x in TESTED)):
     warnings.warn(
-        f"common.py was tested with transformers {TESTED}, and this is "
+        f"common.py was tested with transformers {' and '.join(TESTED)}, and this is "
         f"{transformers.__version__}: compare an answer with plain decoding first"
     )
 
@@ -1288,12 +1288,6 @@ def _check_parts(target, adapters: dict) -> None:
     """
     instead = "take another target, or decode without drafts"
     config = target.config.get_text_config()
-    # Siblings share a position, and the rows of rejected nodes leave the cache.
-    parameters = inspect.signature(target.forward).parameters
-    needed = ("past_key_values", "position_ids")
-    missing = ", ".join(name for name in needed if name not in parameters)
-    if missing:
-        raise UserError(f"the target's forward takes no {missing}: {instead}")
     # These kernels do not add a mask to the scores.
     kernel = str(config._attn_implementation)
     if "flash" in kernel or "flex" in kernel:
