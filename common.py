@@ -57,7 +57,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 from transformers.cache_utils import DynamicLayer
-from transformers.models.llama.modeling_llama import rotate_half
+from transformers.models.llama.modeling_llama import LlamaAttention, rotate_half
 
 # Caches, masks and `custom_generate` of transformers change between its versions.
 TESTED = ("5.23", "5.24")
@@ -66,6 +66,12 @@ if not transformers.__version__.startswith(tuple(f"{x}." for x in TESTED)):
         f"common.py was tested with transformers {' and '.join(TESTED)}, and this is "
         f"{transformers.__version__}: compare an answer with plain decoding first"
     )
+
+
+# What a forward calls its KV cache: `cache` since transformers 5.24.
+CACHE = "past_key_values"
+if CACHE not in inspect.signature(LlamaAttention.forward).parameters:
+    CACHE = "cache"
 
 
 class UserError(ValueError):
@@ -482,10 +488,10 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
     mask = masks if len(masks) > 1 else next(iter(masks.values()))
     output = target(
         fed,
-        past_key_values=cache,
         attention_mask=mask if fed.shape[1] > 1 else None,  # the root alone needs none
         position_ids=positions,
         output_hidden_states=True,
+        **{CACHE: cache},
         **forward_options(target),
     )
     return output.logits[0], output.hidden_states[-1][0]
@@ -496,9 +502,9 @@ def last_hidden(target, ids: Tensor, cache=None) -> Tensor:
     positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     output = target.get_decoder()(
         ids,
-        past_key_values=cache,
         position_ids=positions,  # RoBERTa would not count from 0
         output_hidden_states=False,
+        **{CACHE: cache},
         **forward_options(target),
     )
     return output[0]
@@ -1452,8 +1458,8 @@ def _compare(target, ids: Tensor, tolerance: float) -> tuple[float, str, bool]:
 def _plain(target, ids: Tensor, cache=None) -> tuple[Tensor, Tensor]:
     """Logits (T, V) and last hidden states (T, D) of ids (1, T)."""
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    options = forward_options(target) | {"output_hidden_states": True}
-    output = target(ids, past_key_values=cache, position_ids=positions, **options)
+    options = forward_options(target) | {"output_hidden_states": True, CACHE: cache}
+    output = target(ids, position_ids=positions, **options)
     return output.logits[0], output.hidden_states[-1][0]
 
 
@@ -1493,7 +1499,7 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
             "and decode greedily or sample"
         )
     _check_prompt(target, input_ids, given)
-    _check_window(target, given.get("past_key_values"), generation_config.max_length)
+    _check_window(target, given.get(CACHE), generation_config.max_length)
     config = target.config.get_text_config()
     _check_length(config, input_ids.shape[1], generation_config.max_length)
 
@@ -1523,7 +1529,7 @@ def _check_prompt(target, input_ids: Tensor, given: dict) -> None:
         if not all(row.equal(counted) for row in positions.flatten(0, -2)):
             raise UserError("position_ids are counted from 0 here: leave them out")
     # Decoding makes a cache of its own, from which rejected nodes can be dropped.
-    past = given.get("past_key_values")
+    past = given.get(CACHE)
     if past is not None and past.get_seq_length() > 0:
         raise UserError("past_key_values holds tokens: pass all tokens, and no cache")
     # Images and embeddings have a dimension more than ids and masks of text.

@@ -132,7 +132,7 @@ class Drafter(
         tables = common.whole_rotary(tables, self.config.target["head_dim"])
         tables = tuple(table.to(x.dtype) for table in tables)
         for layer in self.layers:
-            x = layer(x, mask, past_key_values=cache, position_embeddings=tables)
+            x = layer(x, mask, None, cache, position_embeddings=tables)
         return self.norm(x)
 
 

@@ -135,7 +135,7 @@ class Layer(nn.Module):
         glimpse: rows, tables and mask for CrossAttention; None: it is left out.
         """
         normed = self.input_layernorm(x)
-        x = x + self.self_attn(normed, own_tables, self_mask, past_key_values=cache)[0]
+        x = x + self.self_attn(normed, own_tables, self_mask, cache)[0]
         if glimpse is not None:
             normed = self.cross_layernorm(x)
             x = x + self.cross_attn(normed, *glimpse)

@@ -455,7 +455,7 @@ class DraftModel(NamedTuple):
         if self.embed is not None:
             fed = {"inputs_embeds": self.embed(ids).to(self.decoder.dtype)}
         cached = cache is not None
-        return self.decoder(**fed, past_key_values=cache, use_cache=cached)[0]
+        return self.decoder(**fed, **{common.CACHE: cache}, use_cache=cached)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (..., Vd) of the token after each hidden state (..., D)."""
