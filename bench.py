@@ -308,7 +308,7 @@ def batched_answers(arm: Arm, asked: list[dict], options: dict) -> list[Answer]:
     def count(decoding, draft, path):
         answers[decoding](decoding, draft, path)
 
-    batching.generate(arm.target, arm.drafts, decodings, each=count)
+    batching.generate(arm.target, arm.drafts, decodings, callback=count)
     for inputs, (decoding, answer) in zip(asked, answers.items()):
         answer.tokens = new_tokens(decoding.ids, inputs)
     return list(answers.values())

@@ -3,8 +3,8 @@
 Paper: Du et al., ICML 2024, arXiv:2402.02082, section 4.2 and appendix A.
 
 A chain drafter computes a distribution at every step, but submits only one token of it.
-CAPE submits the next best tokens as well (when sampling, further draws): many where the
-drafter was unsure, few where it was sure. These extras are leaves of the tree. Nothing
+CAPE submits the next best tokens as well: many where the drafter was unsure, few where
+it was sure. These extras are leaves of the tree. Nothing
 is drafted after them, so they cost rows in the verification, but no pass:
 
     root -+- x_(t+1) -+- x_(t+2) -+- x_(t+3)   the trajectory, gamma = 3
@@ -14,7 +14,7 @@ is drafted after them, so they cost rows in the verification, but no pass:
 
 CAPE has no weights. It wraps any generator of chains:
 
-    speculate(lambda d: cape.drafts(glide.drafts(d, drafter, gamma=4), d))
+    speculate(lambda d: cape.drafts(glide.drafts(d, drafter, gamma=4)))
 
 An extra helps only where the trajectory is first rejected, and nothing follows it, so
 all of them together add at most one token to a round.
@@ -32,7 +32,6 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 import common
 from common import option
@@ -78,7 +77,7 @@ def set_size(confidence: float, config: Config) -> int:
     return config.sizes[bisect.bisect_left(config.bounds, confidence)]
 
 
-def expand(trajectory: common.Draft, config: Config, sampled=False) -> common.Draft:
+def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     """Append the expansion sets X_i to a chain (4.2, Algorithm 1).
 
     X_i holds the S(p_i) most probable tokens of step i in decreasing order, except the
@@ -92,8 +91,6 @@ def expand(trajectory: common.Draft, config: Config, sampled=False) -> common.Dr
         tokens     1   0    2   3    1
         parents   -1   0   -1  -1    0        -1 is the root
 
-    sampled: whether the extras are drawn instead, without replacement (see deviation 2
-        at the end of this file).
     trajectory: a chain with its `probs`, as common.chain makes it; an empty one is
         returned as it is, without these notes.
     Returns a Draft with {"confidences": [...], "counts": [...]} in its notes. A count
@@ -120,11 +117,7 @@ def expand(trajectory: common.Draft, config: Config, sampled=False) -> common.Dr
     possible = (others > 0).sum(1)
     rank = torch.arange(most, device=q_draft.device)
     extra = rank < torch.minimum(possible.new_tensor(counts), possible)[:, None]  # bool
-    if sampled:
-        best, left = draw_extras(others, most)
-        q_draft = torch.cat([q_draft, left[extra]])
-    else:  # the most probable tokens have no rows in `probs`, as they were not drawn
-        best = others.topk(most).indices  # (gamma, max(K_i))
+    best = others.topk(most).indices  # (gamma, max(K_i)); not sampled: no rows in probs
     tokens = torch.cat([trajectory.tokens, best[extra]])
     steps = extra.nonzero()[:, 0].tolist()  # counted from 0
     parents = trajectory.parents + [trajectory.parents[step] for step in steps]
@@ -145,37 +138,20 @@ def expand(trajectory: common.Draft, config: Config, sampled=False) -> common.Dr
     return common.Draft(tokens, parents, q_draft, trajectory.notes | notes)
 
 
-def draw_extras(others: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Draw tokens (gamma, count) without replacement; see deviation 2.
-
-    others: (gamma, V) q_draft without the drafted tokens; the drawn ones are taken out.
-    Returns the tokens, and the distributions (gamma, count, V) that they were drawn
-    from. Of a row with fewer than `count` tokens, the last ones are meaningless.
-    """
-    drawn = others.new_empty(len(others), count, dtype=torch.long)
-    left = others.new_empty(*drawn.shape, others.shape[1])
-    for n in range(count):  # from what the tokens drawn before it have left
-        left[:, n] = others / others.sum(1, keepdim=True)
-        drawn[:, n : n + 1] = common.sample(left[:, n])
-        others.scatter_(1, drawn[:, n : n + 1], 0.0)
-    return drawn, left
-
-
 # -------------------------------------------------------------------------- decoding
 
 
-def drafts(chains, decoding, **changes):
+def drafts(chains, **changes):
     """Yield the expansion of each chain; the caller verifies each before the next.
 
-    chains: a generator of chains for `decoding`, such as glide.drafts or
-        specdecpp.drafts.
+    chains: a generator of chains, such as glide.drafts or specdecpp.drafts.
     changes: other values for sizes and bounds, see Config.
     Raises UserError, at the first draft, for other changes and for drafts that are not
     chains.
     """
     config = common.changed(Config(), changes)
     for trajectory in chains:
-        yield expand(trajectory, config, decoding.do_sample)
+        yield expand(trajectory, config)
 
 
 if __name__ == "__main__":
@@ -188,32 +164,22 @@ if __name__ == "__main__":
     common.demo(
         glide.Drafter,
         "glide",
-        lambda d, drafter: drafts(glide.drafts(d, drafter, gamma=4), d),
+        lambda d, drafter: drafts(glide.drafts(d, drafter, gamma=4)),
     )
 
 
 # --------------------------------- deviations from the paper, and the authors' code
 #
 # Deviations from the paper, and choices where it says nothing:
-#  1. Section 4.2 and Algorithm 1 differ, and 4.2 is followed. The sizes of Algorithm 1,
-#     8, 6, 4 and 2, count the drafted token as well, so they are 4.2's 7, 5, 3 and 1.
-#     But its floor(10 p) gives 5, 3 and 1 extras at p = .3, .6 and .8, where 4.2 gives
-#     7, 5 and 3. (No float32 is exactly .3, .6 or .8.) At p = 1 it points beyond the
-#     end of S.
-#  2. The paper evaluates CAPE greedily (5.1). When sampling, the extras are drawn as
-#     well, without replacement. After a rejection the target's token follows the
-#     residual, which is what q_draft has too little of, so q_draft's likeliest tokens
-#     would be accepted less often (results/README.md, Temperature 1). p_i is still the
-#     largest probability of q_draft, after temperature and filters.
-#  3. The shipped drafters draft only frequent tokens. q_draft is normalised over these,
-#     so confidences are higher than over the whole vocabulary.
-#  4. Tokens of probability 0 are never extras.
-#  5. The paper gives no gamma for CAPE. bench.py and the demo draft 4 tokens, as the
-#     authors' code does. But the shipped GLIDE was trained with blocks of 3, so at its
-#     fourth token it lacks one more of the target's rows than it ever did in training.
-#  6. The limit of 32 draft tokens (5.3) holds with gamma 4, because 4 x (1 + 7) = 32.
-#     Nothing enforces it.
+#  1. Where 4.2 and Algorithm 1 differ, 4.2 is followed. Algorithm 1's floor(10 p) gives
+#     5, 3 and 1 extras at p = .3, .6 and .8 (4.2: 7, 5 and 3), and reads beyond S at 1.
+#  2. Its sizes 8, 6, 4 and 2 count the drafted token as well: 4.2's are 7, 5, 3 and 1.
+#  3. The paper evaluates CAPE greedily (5.1). When sampling, the extras are the most
+#     probable tokens as well, and p_i is the largest probability after the filters.
+#  4. q_draft is normalised over the draft vocabulary, so confidences are higher.
+#  5. Tokens of probability 0 are never extras.
+#  6. gamma is 4, as in the authors' code; the paper gives none. 4 x (1 + 7) = 32 keeps
+#     the limit of 32 draft tokens (5.3), which nothing enforces.
 #
-# Authors' code. It was run beside this file with the same random weights, and all 30
-# nodes of its draft are the same. gamma is fixed at 4. S is looked up by floor(10
-# p), as in Algorithm 1, in an array with two more entries for p = 1.
+# Authors' code, run with the same random weights: all 30 nodes of its draft agree.
+#  - gamma is fixed at 4, and S is looked up by floor(10 p), with two entries for p = 1.

@@ -8,9 +8,10 @@ accepts of each before the next one is asked for:
         decoding.verify(draft)
 
 All methods share the first part, so read it before any of them: Draft, `score`, `walk`,
-`draw`, Decoding, `pick`, `speculate`. It ends at the line "reading can stop here". The
-rest is for looking up: masks and forwards, KV caches, what methods need from a target
-and from a drafter (DraftCache and Batch, above all), and what is refused and why.
+`rejection_sample`, Decoding, `pick`, `speculate`, `windowed`. It ends at the line
+"reading can stop here". The rest is for looking up: masks and forwards, KV caches, what
+methods need from a target and from a drafter (DraftCache and Batch, above all), and
+what is refused and why.
 
 Words:
     target      the large model whose text is wanted; a *forward* is a run of it
@@ -36,18 +37,20 @@ Licence: Apache-2.0.
 
 import argparse
 import contextlib
+import copy
 import dataclasses
+import functools
 import inspect
 import io
 import json
 import math
 import re
 import sys
+import threading
 import warnings
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,18 +58,23 @@ import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, rotate_half
 
 # Caches, masks and `custom_generate` of transformers change between its versions.
-TESTED = ("5.23", "5.24")
-if not transformers.__version__.startswith(tuple(f"{x}." for x in TESTED)):
+VERSIONS = ("5.23", "5.24")
+if not transformers.__version__.startswith(tuple(f"{x}." for x in VERSIONS)):
     warnings.warn(
-        f"common.py was tested with transformers {' and '.join(TESTED)}, and this is "
+        f"common.py was tested with transformers {' and '.join(VERSIONS)}, and this is "
         f"{transformers.__version__}: compare an answer with plain decoding first"
     )
-
 
 # What a forward calls its KV cache: `cache` since transformers 5.24.
 CACHE = "past_key_values"
@@ -85,11 +93,11 @@ class UserError(ValueError):
 class Draft:
     """A tree of N candidate tokens below the root.
 
-    When sampling, the first M nodes were drawn from `probs`, siblings in the order of
-    drawing, each below the root or another drawn node. A method must submit every token
-    that it has drawn: to leave one out because of what it is changes the distribution
-    of the text. The other nodes may have been chosen in any way, for instance as the
-    likeliest tokens. Greedy decoding treats all nodes alike.
+    When sampling, the first M nodes were sampled from `probs`: siblings in the order in
+    which they were sampled, each below the root or another sampled node. A method must
+    submit every token that it has sampled: to leave one out because of what it is
+    changes the distribution of the text. The other nodes may have been chosen in any
+    way, for instance as the likeliest tokens. Greedy decoding treats all nodes alike.
     """
 
     tokens: Tensor  # (N,) ids, on the target's device
@@ -112,19 +120,19 @@ class Draft:
             child.setdefault(place, node)
         return child
 
-    def drawn(self) -> dict[int, list[tuple[int, Tensor]]]:
+    def sampled(self) -> dict[int, list[tuple[int, Tensor]]]:
         """{parent: its sampled children in order, each as (token, q_draft (V,))}."""
-        drawn = {}
+        sampled = {}
         probs = () if self.probs is None else self.probs
         for parent, token, q_draft in zip(self.parents, self.tokens.tolist(), probs):
-            drawn.setdefault(parent, []).append((token, q_draft))
-        return drawn
+            sampled.setdefault(parent, []).append((token, q_draft))
+        return sampled
 
 
 def chain(steps, like: Tensor, **notes) -> Draft:
     """A draft in which each token follows the one before.
 
-    steps: pairs of a token (1,) and the q_draft (V,) that it was drawn from.
+    steps: pairs of a token (1,) and the q_draft (V,) that it was sampled from.
     like: ids on the device of the target, for a chain without tokens.
     """
     steps = list(steps)
@@ -195,12 +203,12 @@ def walk(draft: Draft, choose, ended) -> tuple[list[int], list[int]]:
     return path, tokens
 
 
-def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
-    """Draw a token that is distributed as p_target (V,), by rejection sampling.
+def rejection_sample(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
+    """Sample a token that is distributed as p_target (V,), given sampled drafts.
 
     Whatever the drafter proposes, the token follows the target. An example with three
     tokens x shows why. The last two rows are the probabilities that x is drafted and
-    accepted, and that the draft is rejected and x is drawn instead:
+    accepted, and that the draft is rejected and x is sampled instead:
 
         x                           0     1     2     sum
         p_target                   .35   .55   .10     1
@@ -209,25 +217,25 @@ def draw(p_target: Tensor, siblings: list[tuple[int, Tensor]]) -> int:
         after a rejection          .15   .50   .00    .65    max(p - q, 0)
 
     The token x is drafted with probability q(x) and then accepted with probability
-    min(1, p(x) / q(x)), which makes min(p(x), q(x)) together. What p(x) still lacks is
-    max(p(x) - q(x), 0), and the sum of all that is lacking is the probability of a
-    rejection, here .65. So after a rejection we draw from the residual, which is
-    max(p - q, 0) divided by its sum: this supplies exactly what is lacking, and the
+    min(1, p(x) / q(x)), which makes min(p(x), q(x)) together. max(p(x) - q(x), 0) is
+    still missing from p(x), and the sum of all that is missing is the probability of a
+    rejection, here .65. After a rejection we therefore sample from the residual, which
+    is max(p - q, 0) divided by its sum. It supplies exactly what is missing, and the
     last two rows of the table add up to p.
 
     siblings: (token, q_draft (V,)) of the children that the drafter has sampled, in the
-        order in which they were drawn. Each q_draft must be the distribution that its
-        token was drawn from, given the text, the tokens above and the siblings before
-        it. After a rejection the token must follow the residual, whichever token was
-        rejected, so the next sibling is judged as the first was, with the residual in
-        the place of p.
-    Returns the token; all randomness is torch.rand's. The draw ignores children that
-    were not sampled. If one of them holds the token, `walk` accepts it, which does not
+        order of sampling. Each q_draft must be the distribution that its token was
+        sampled from, given the text, the tokens above and the siblings before it. After
+        a rejection the token must follow the residual, whichever token was rejected, so
+        the next sibling is judged as the first was, with the residual in the place of
+        p.
+    Returns the token; all randomness is torch.rand's. Children that were not sampled
+    play no part. If one of them holds the token, `walk` accepts it, which does not
     change how the token is distributed.
     Raises UserError for probabilities that are not numbers.
     Source: Leviathan et al. (2023), Algorithm 1, where the residual is p'; for siblings
         SpecInfer (Miao et al., 2024), multi-step speculative sampling, which takes them
-        in random order; for those drawn without replacement Jeon et al. (2024,
+        in random order; for siblings without replacement Jeon et al. (2024,
         arXiv:2402.14160).
     """
     if p_target.isnan().any():
@@ -256,50 +264,86 @@ class Decoding:
 
         ids       (1, P + 1)  committed tokens; the newest, the root, is not cached
         cache                 the target's keys and values of the first P
-        hidden    (1, n, D)   the target's last hidden states, after the final norm, of
-                              the n tokens cached in the newest round; at first, of the
-                              prompt's tokens but the last
+        hidden    (1, P, D)   the target's last hidden states of these P, after the
+                              final norm
         done                  True after the last token
         room                  how deep a draft may be
-        do_sample             whether tokens are drawn, or the argmax is taken
+        do_sample             whether tokens are sampled, or the argmax is taken
         eos_ids               the end-of-sequence ids, a set
+        first                 the first token of the text that drafters see
 
     After a round that accepted x_4 and added the bonus token x_5:
 
         ids       x_1  x_2  x_3  x_4  x_5
-        hidden              h_3  h_4
+        hidden    h_1  h_2  h_3  h_4
 
     `commit` cuts the target's cache after every round. The drafter's is cut by its
     method when the next draft begins (`DraftCache.rewind`).
 
+    after: an earlier Decoding whose cache is taken over, see `start`.
     given: what transformers passes to a `custom_generate` function.
     Raises UserError for a target or a request that cannot be decoded with token trees.
     """
 
-    def __init__(self, target, input_ids: Tensor, **given):
+    first = 0  # `windowed` shows a drafter less
+
+    def __init__(self, target, input_ids: Tensor, after=None, **given):
         if "stopping_criteria" not in given:
             raise UserError("call target.generate(..., custom_generate=speculate(...))")
         self.logits_processor = given.pop("logits_processor", None)
         self.stopping_criteria = given.pop("stopping_criteria")
         self.generation_config = given.pop("generation_config")
-        check_target(target)
+        self.state = check_target(target)
         _check_request(target, input_ids, self.generation_config, given)
         self.target = target
         self.ids = input_ids.long()
         self.do_sample = self.generation_config.do_sample
         self.eos_ids = eos_ids(self.generation_config)
         self.done = False
+        self.prompt_length = input_ids.shape[1]
         _check_processors(self)
-        # Cache the prompt but for its last token, which is the first root.
         config = target.config.get_text_config()
         self.cache = GrowingCache(config.num_hidden_layers)
-        if input_ids.shape[1] == 1:
-            empty = (1, 0, config.hidden_size)
-            self.hidden = input_ids.new_empty(empty, dtype=target.dtype)
-        else:
-            prompt = input_ids[:, :-1]
+        empty = (1, 0, config.hidden_size)
+        self.buffer = input_ids.new_empty(empty, dtype=target.dtype)  # of hidden
+        self.cached = 0  # P
+        if after is not None:
+            self._take_over(after)
+        # Cache the prompt but for its last token, which is the first root.
+        prompt = self.ids[:, self.cached : -1]
+        if prompt.shape[1] > 0:
             # Without logits, which would be T x V numbers.
-            self.hidden = last_hidden(target, prompt, self.cache)
+            hidden = last_hidden(target, prompt, self.cache)
+            self.buffer = appended(self.buffer, self.cached, hidden)
+            self.cached += prompt.shape[1]
+
+    def _take_over(self, after: "Decoding") -> None:
+        """Keep the rows of `after` as far as its text and this prompt agree."""
+        if after.cache is None or after.target is not self.target:
+            raise UserError(
+                "the cache of `after` was taken over already, or is another target's: "
+                "pass the newest Decoding of this target"
+            )
+        if after.state != self.state or changing_rope(self.target.config):
+            warnings.warn("the cached rows do not fit, so the whole text is read anew")
+            return
+        # What an interrupted round has left behind its P rows is cut here as well.
+        end = min(after.cached, self.ids.shape[1] - 1)
+        same = after.ids[0, :end] == self.ids[0, :end]
+        self.cached = int(same.cumprod(0).sum())  # leading tokens that agree
+        self.cache, self.buffer = after.cache, after.buffer
+        self.cache.cut(self.cached)
+        after.cache = after.buffer = None
+
+    @property
+    def hidden(self) -> Tensor:
+        """Last hidden states (1, P, D) of the cached tokens."""
+        return self.buffer[:, : self.cached]
+
+    def rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The target's keys and values (1, Hkv, P, Dh) of a layer."""
+        cached = self.cache.layers[layer]
+        return cached.keys, cached.values
 
     @property
     def room(self) -> int:
@@ -323,21 +367,22 @@ class Decoding:
     def commit(self, draft: Draft, logits: Tensor, hidden: Tensor) -> list[int]:
         """The second half of `verify`, after a forward that was made elsewhere.
 
-        The forward has left the rows of the P committed tokens, the root and the N
-        nodes in the cache, in this order. logits: (N + 1, V). hidden: (N + 1, D).
+        The forward has left the rows of the P cached tokens, the root and the N nodes
+        in the cache, in this order. logits: (N + 1, V). hidden: (N + 1, D).
         """
-        prefix = self.ids.shape[1] - 1  # P
-        drawn = draft.drawn() if self.do_sample else {}
+        prefix = self.cached  # P
+        sampled = draft.sampled() if self.do_sample else {}
 
         # Greedily, each token is the argmax after the tokens before it, whatever was
         # drafted, and a draft only decides how many of these one forward supplies. When
-        # sampling, each token follows the target given those before it, as `draw`
-        # guarantees, and so the whole text does.
+        # sampling, each token follows the target given those before it, as
+        # `rejection_sample` guarantees, and therefore the whole text does.
         def choose(node: int) -> int:
             # `walk` goes down from the root, so self.ids ends with this node's token.
             scores = self.process(logits[node + 1])
             if self.do_sample:
-                token = draw(scores.softmax(-1), drawn.get(node, []))
+                siblings = sampled.get(node, [])
+                token = rejection_sample(scores.softmax(-1), siblings)
                 token = self.ids.new_tensor(token)
             else:
                 token = scores.argmax()
@@ -357,7 +402,8 @@ class Decoding:
             self.cache.move(prefix + rows, prefix)
             hidden = hidden[rows]
         self.cache.cut(prefix + len(kept))
-        self.hidden = hidden[None, : len(kept)]
+        self.buffer = appended(self.buffer, prefix, hidden[None, : len(kept)])
+        self.cached = prefix + len(kept)
         return path
 
 
@@ -383,16 +429,16 @@ def pick(decoding: Decoding, logits: Tensor, vocab_ids: Tensor, drafted: list[in
     return vocab_ids[index], q.new_zeros(vocab).scatter(0, vocab_ids, q)
 
 
-def speculate(drafts, *args, streamer=None, each=None, **changes):
+def speculate(drafts, *args, streamer=None, callback=None, **changes):
     """A `custom_generate` for transformers that decodes with a method's drafts.
 
         target.generate(**inputs, custom_generate=speculate(glide.drafts, drafter))
         speculate(glide.drafts, drafter, gamma=5)        # another length of drafts
-        speculate(lambda d: cape.drafts(glide.drafts(d, drafter, gamma=4), d))
+        speculate(lambda d: cape.drafts(glide.drafts(d, drafter, gamma=4)))
 
     drafts: called with (decoding, *args, **changes), a generator of drafts.
     streamer: receives the prompt, and then the tokens of each round.
-    each: called with (decoding, draft, path) after each round, as Stats is.
+    callback: called with (decoding, draft, path) after each round, as Stats is.
 
     transformers keeps three arguments of `generate` to itself: a `streamer` given there
     gets the prompt alone, `assistant_model` has no effect, and in place of
@@ -410,8 +456,8 @@ def speculate(drafts, *args, streamer=None, each=None, **changes):
             path = decoding.verify(draft)
             if streamer is not None:
                 streamer.put(decoding.ids[0, length:].cpu())
-            if each is not None:
-                each(decoding, draft, path)
+            if callback is not None:
+                callback(decoding, draft, path)
             if decoding.done:
                 break
         assert decoding.done, "the drafts ended before the answer"
@@ -424,7 +470,7 @@ def speculate(drafts, *args, streamer=None, each=None, **changes):
 
 @dataclass
 class Stats:
-    """Counts of one answer: speculate(..., each=stats)."""
+    """Counts of one answer: speculate(..., callback=stats)."""
 
     target_forwards: int = 0  # without the one over the prompt
     drafted: int = 0  # draft tokens submitted for verification
@@ -436,14 +482,12 @@ class Stats:
     def __call__(self, decoding: Decoding, draft: Draft, path: list[int]) -> None:
         self.target_forwards += 1
         self.drafted += len(draft.tokens)
-        # One row was kept for each token committed: the root has one, the newest token
-        # has none.
-        self.emitted += decoding.hidden.shape[1]
+        self.emitted = decoding.ids.shape[1] - decoding.prompt_length
         self.offered.append(max(draft.depths(), default=0))
         self.accepted.append(len(path))
 
 
-def start(target, **inputs) -> Decoding:
+def start(target, after: Decoding | None = None, **inputs) -> Decoding:
     """The Decoding that `target.generate(**inputs)` would use, for your own loop.
 
         decoding = common.start(target, input_ids=ids, max_new_tokens=64)
@@ -451,14 +495,80 @@ def start(target, **inputs) -> Decoding:
             decoding.verify(draft)
 
     inputs: arguments of `generate`; the prompt is given by name, as `input_ids`.
+    after: the Decoding of an earlier turn of a chat. Its cache is taken over as far as
+        its text and the new prompt agree, so only the rest is read. It cannot be used
+        again. A warning says so where its rows do not fit: where the target has changed
+        since, or rotates keys by the length of the text.
     """
 
     def begin(target, input_ids, **given):
-        return Decoding(target, input_ids, **given)
+        return Decoding(target, input_ids, after, **given)
 
     # Without a mask, transformers guesses padding where the prompt holds pad_token_id.
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     return target.generate(**inputs, custom_generate=begin)
+
+
+WINDOW = 256  # tokens
+
+
+class View:
+    """A Decoding as a drafter sees it: the newest tokens of the text.
+
+    Its ids, hidden states and rows begin with token `first` of the text. `done` is true
+    as well when the text has grown beyond token `end`. All else is the Decoding's.
+    """
+
+    def __init__(self, decoding: Decoding, first: int, end: int):
+        self.decoding, self.first, self.end = decoding, first, end
+
+    def __getattr__(self, name: str):
+        return getattr(self.decoding, name)
+
+    @property
+    def ids(self) -> Tensor:
+        return self.decoding.ids[:, self.first :]
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.decoding.hidden[:, self.first :]
+
+    def rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.decoding.rows(layer)
+        return keys[:, :, self.first :], values[:, :, self.first :]
+
+    @property
+    def done(self) -> bool:
+        return self.decoding.done or self.decoding.ids.shape[1] > self.end
+
+
+def windowed(drafts):
+    """Show the drafter of a method's `drafts` only a window of the text.
+
+    A drafter learns on texts of some hundred tokens, and beyond that length its drafts
+    get worse while its passes get slower (LongSpec, arXiv:2502.17421, names the
+    problem). It therefore begins with the newest `window` tokens, and begins anew with
+    them when it has seen twice as many. The target reads all of the text.
+
+    With window=None the drafter sees the whole text as well. An answer changes in
+    speed only, because verification does not depend on how a draft was made.
+    """
+
+    @functools.wraps(drafts)
+    def renewed(decoding, drafter, window: int | None = WINDOW, **changes):
+        if window is None:
+            yield from drafts(decoding, drafter, **changes)
+            return
+        if type(window) is not int or window < 1:
+            raise UserError(f"window {window!r}: take an int of at least 1, or None")
+        first = 0
+        while not decoding.done:
+            if decoding.ids.shape[1] - first > 2 * window:
+                first = decoding.ids.shape[1] - window
+            view = View(decoding, first, first + 2 * window)
+            yield from drafts(view, drafter, **changes)
+
+    return renewed
 
 
 # ======================================================================================
@@ -498,8 +608,10 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
 
 
 def last_hidden(target, ids: Tensor, cache=None) -> Tensor:
-    """Last hidden states (B, T, D) of ids (B, T), whose rows go into an empty cache."""
-    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    """Last hidden states (B, T, D) of ids (B, T), whose rows go into the cache."""
+    start = 0 if cache is None else cache.get_seq_length()
+    positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+    positions = positions.expand(ids.shape)
     output = target.get_decoder()(
         ids,
         position_ids=positions,  # RoBERTa would not count from 0
@@ -548,10 +660,12 @@ def attention_masks(target, sees: Tensor, positions: Tensor) -> dict[str, Tensor
 
 
 def layer_kinds(target) -> list[str]:
-    """The kinds of attention in the target's layers, as `check_target` found them."""
-    if target not in _TRIED:
-        check_target(target)
-    return _TRIED[target].kinds
+    """The kinds of attention in the target's layers, as its config names them."""
+    config = decoder_config(target)
+    if named := getattr(config, "layer_types", None):
+        return sorted(set(named))
+    window = getattr(config, "sliding_window", None)
+    return ["sliding_attention" if window else "full_attention"]
 
 
 def decoder_config(target):
@@ -584,8 +698,21 @@ def eos_ids(generation_config) -> set[int]:
 # ---------------------------------------------------------------------------- KV caches
 
 
+def appended(buffer: Tensor, length: int, new: Tensor) -> Tensor:
+    """A buffer (..., R, D) with rows `new` (..., n, D) behind its first `length` ones.
+
+    It is the same tensor, written to, or a larger copy where there is no room.
+    """
+    end = length + new.shape[-2]
+    if end > buffer.shape[-2]:
+        spare = max(256, end // 8)
+        buffer = F.pad(buffer[..., :length, :], (0, 0, 0, end + spare - length))
+    buffer[..., length:end, :] = new
+    return buffer
+
+
 class GrowingLayer(DynamicLayer):
-    """A cache layer that copies old rows only to double its buffers."""
+    """A cache layer that copies old rows only when its buffers are full."""
 
     # DynamicLayer concatenates, which copies the whole cache at every forward. Layers
     # that share another's keys (Gemma 4) are never fed, and then there are no buffers.
@@ -593,16 +720,12 @@ class GrowingLayer(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs) -> tuple:
         """Append n rows; returns keys and values (B, Hkv, P + n, Dh)."""
         old = self.get_seq_length()
-        end = old + key_states.shape[2]
+        new = key_states, value_states
         if not self.is_initialized:
-            self.buffers = [key_states[:, :, :0], value_states[:, :, :0]]
+            self.buffers = [x[:, :, :0] for x in new]
             self.is_initialized = True
-        if end > self.buffers[0].shape[2]:
-            spare = (0, 0, 0, max(256, 2 * end) - old)
-            self.buffers = [F.pad(x[:, :, :old], spare) for x in self.buffers]
-        self.buffers[0][:, :, old:end] = key_states
-        self.buffers[1][:, :, old:end] = value_states
-        self.cut(end)
+        self.buffers = [appended(x, old, n) for x, n in zip(self.buffers, new)]
+        self.cut(old + key_states.shape[2])
         return self.keys, self.values
 
     def cut(self, length: int) -> None:
@@ -667,51 +790,48 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
     name: Hugging Face id, folder or .gguf file; None: the default one. A .gguf is
         converted each time, which takes a minute for 250 MB; a folder, made with
         target.save_pretrained and tokenizer.save_pretrained, loads in seconds.
-    Raises UserError if it cannot be loaded, in this dtype or on this device.
+    Raises UserError if it cannot be loaded, in this dtype or on this device, or if
+    weights are missing.
     """
-    label = name or "the default target"
+    from_file = str(name).lower().endswith(".gguf")
+    if name is None or from_file:
+        try:
+            from support import default_target
+        except ImportError:  # no support/, or one without this file
+            raise UserError(
+                "the default target and .gguf files need support/default_target.py, "
+                "which is not here: name a target by its id or folder"
+            ) from None
     try:
         torch.zeros(1, device=device)  # a wrong device is noticed before a long load
-        if name is None:
-            try:
-                from support import default_target
-            except ImportError:  # no support/, or one without this file
-                raise UserError(
-                    "the default target needs support.default_target, which cannot be "
-                    "imported here: name a target, by its id or folder"
-                ) from None
-            name = default_target.folder()
-        return _read_target(name, dtype, device)
+        if from_file:
+            target, tokenizer, missing = default_target.read_gguf(name, dtype)
+        else:
+            folder = default_target.folder() if name is None else str(name)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            if len(tokenizer) < 2:  # transformers makes an empty one
+                raise FileNotFoundError("no tokenizer files")
+            target, loading = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
+            missing = loading["missing_keys"]
+        target = target.to(device)
     except (torch.OutOfMemoryError, UserError):
         raise
     except Exception as error:  # torch and the readers of transformers raise many kinds
         raise UserError(
-            f"cannot load {label} on {device} ({one_line(error)}); give a Hugging Face "
-            "id, a folder of tokenizer and *.safetensors, or a .gguf file; and a "
-            "device that torch has"
+            f"cannot load {name or 'the default target'} on {device} "
+            f"({one_line(error)}); give a Hugging Face id, a folder of tokenizer and "
+            "*.safetensors without code of its own, or a .gguf file; and a device that "
+            "torch has"
         ) from error
-
-
-def _read_target(name, dtype, device):
-    path = Path(name).expanduser()
-    gguf = path.name if path.suffix == ".gguf" else None
-    # Anything else is an id, which is looked for on the hub.
-    local = gguf or path.is_absolute() or str(name).startswith(".")
-    local = local or ("/" in str(name) and path.parent.is_dir())
-    if local and not path.exists():
-        raise FileNotFoundError("no such file or folder")
-    folder = (path.parent if gguf else path).as_posix()
-    options = {"gguf_file": gguf, "trust_remote_code": False}
-    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    if len(tokenizer) < 2:  # transformers makes an empty one
-        raise FileNotFoundError("no tokenizer files")
-    if not gguf:
-        options["use_safetensors"] = True
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
-    if gguf:  # its weights are floats now, so it can be saved
-        target.hf_quantizer = None
-        del target.config.quantization_config
-    return target.to(device).eval().requires_grad_(False), tokenizer
+    if missing:  # transformers fills them with random numbers
+        some = ", ".join(sorted(missing)[:3])
+        raise UserError(
+            f"{name} has no {some} ({len(missing)} weights are missing): take a whole "
+            "target, with weights of the names that its config asks for"
+        )
+    return target.eval().requires_grad_(False), tokenizer
 
 
 def target_shape(target) -> dict:
@@ -748,27 +868,16 @@ def _logit_scale(target) -> float:
     return 1 / (getattr(config, "logits_scaling", None) or 1)
 
 
-def _head_weight(target) -> Tensor | None:
-    """The LM head's weight (V, D); None if only a call of the head gives its logits."""
+def _head(target) -> nn.Linear:
+    """The LM head; a UserError if its weight cannot be copied or indexed."""
     head = target.get_output_embeddings()
     # An adapter replaces the layer by one that is not an nn.Linear.
     if isinstance(head, nn.Linear) and is_plain_weight(head.weight):
-        return head.weight
-    return None
-
-
-def _head_logits(target, hidden: Tensor, token_ids: Tensor | None) -> Tensor:
-    """What the LM head makes of hidden (..., D), before scale and soft cap."""
-    head = target.get_output_embeddings()
-    weight = _head_weight(target)
-    if weight is None:
-        logits = head(hidden.to(target.dtype))
-        return logits if token_ids is None else logits[..., token_ids]
-    bias = head.bias
-    if token_ids is not None and len(token_ids) < len(weight):
-        weight = weight[token_ids]
-        bias = None if bias is None else bias[token_ids]
-    return F.linear(hidden.to(weight.dtype), weight, bias)
+        return head
+    raise UserError(
+        "drafters need the rows of the LM head, which is quantised, adapted or "
+        "offloaded here: leave it out of the quantisation, or merge the adapter"
+    )
 
 
 def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
@@ -776,7 +885,12 @@ def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Te
 
     token_ids: (Vd,), ascending.
     """
-    logits = _head_logits(target, hidden, token_ids).float()
+    head = _head(target)
+    weight, bias = head.weight, head.bias
+    if token_ids is not None and len(token_ids) < len(weight):
+        weight = weight[token_ids]
+        bias = None if bias is None else bias[token_ids]
+    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
     scale = _logit_scale(target)
     if scale != 1:  # saves a pass over all logits
         logits = logits * scale
@@ -784,32 +898,17 @@ def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Te
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-class CalledHead(nn.Module):
-    """Some logits of a target whose LM head can only be called, and not be copied."""
-
-    def __init__(self, target, token_ids: Tensor):
-        super().__init__()
-        self.given = target, token_ids  # in a tuple, or `.to` would change the target
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Logits (..., Vd) of hidden (..., D)."""
-        target, token_ids = self.given
-        return _head_logits(target, hidden, token_ids) * _logit_scale(target)
-
-
 def draft_head(target, token_ids: Tensor) -> nn.Module:
     """The part of the LM head for `token_ids` (Vd,), ascending; frozen, for a drafter.
 
-    No soft cap, and no bias unless the head can only be called.
+    It has neither soft cap nor bias.
     """
-    head = target.get_output_embeddings()
+    head = _head(target)
     scale = _logit_scale(target)
     # A PackedLinear (support/packed.py) picks rows of its own packed weight.
     if hasattr(head, "select") and scale == 1:
         return head.select(token_ids)
-    weight = _head_weight(target)
-    if weight is None:
-        return CalledHead(target, token_ids)
+    weight = head.weight
     if len(token_ids) < len(weight):
         weight = weight[token_ids]
     if scale != 1:
@@ -954,7 +1053,7 @@ def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
     pairs: (drafter's module, target's module to copy from). A drafter's `norm` gets the
         weights of the target's final norm as well.
     """
-    check_states(target)
+    check_target(target)
     most_frequent = token_counts.topk(len(drafter.vocab_ids)).indices
     # Sorted, so that a whole vocabulary keeps the order of the LM head's rows.
     drafter.vocab_ids.copy_(most_frequent.sort().values)
@@ -1009,7 +1108,6 @@ def load_drafter(Drafter, path, target, **hub):
     drafter = read_drafter(Drafter, path, **hub)
     drafter = drafter.to(target.device, target.dtype).eval()
     check_drafter(drafter, Drafter, target)
-    check_states(target)
     if not all(weight.isfinite().all() for weight in drafter.parameters()):
         raise UserError(
             f"{path} holds weights that are not finite in {target.dtype}: train the "
@@ -1069,126 +1167,12 @@ class Batch:
     loss_mask: Tensor  # (B, T) bool, True for tokens to predict, not at t = 0
     hidden: Tensor  # (B, T, D) last hidden states, after the final norm
     kv: dict[int, tuple[Tensor, Tensor]]  # {layer: (keys, values)}, (B, Hkv, T, Dh)
-    seed: Tensor  # (B,) new in each step; all random choices follow from it
     progress: float  # completed fraction of the training run, in [0, 1)
-    teacher: "Teacher | None" = None  # p_target at all places, where it is kept
 
     @property
     def predicts(self) -> Tensor:
         """(B, T) bool, True for places whose next token is to be predicted."""
         return F.pad(self.loss_mask[:, 1:], (0, 1))
-
-
-class Teacher(NamedTuple):
-    """What losses need of p, which is p_target renormalised over a draft vocabulary.
-
-    A drafter's logits are W h, where W (Vd, D) are rows of the target's LM head and h
-    is the drafter's last hidden state. So its cross-entropy does not need all of p:
-
-        -sum_x p(x) log q(x)  =  logsumexp(logits) - sum_x p(x) logit_x
-                              =  logsumexp(logits) - h . (sum_x p(x) W_x)
-
-    The vector in brackets is `mean`. It takes as much room as a hidden state, so it can
-    be kept for each token of the training data, and p is computed once instead of once
-    an epoch.
-    """
-
-    mean: Tensor  # (..., D) the mean row of W, weighted by p
-    entropy: Tensor  # (...,) of p
-    best: Tensor  # (...,) which column of W h is the likeliest token's
-
-    def expected_logit(self, states: Tensor) -> Tensor:
-        """sum_x p(x) logit_x (...,) of a drafter's hidden states (..., D)."""
-        return (states.float() * self.mean).sum(-1)
-
-    def at(self, places: Tensor) -> "Teacher":
-        """The same at some of the places, which a mask selects."""
-        return Teacher(*(each[places] for each in self))
-
-
-def teacher(target, batch: Batch, vocab_ids: Tensor, places: Tensor) -> Teacher:
-    """The Teacher at M places of a batch: the batch's own, or else a new one.
-
-    vocab_ids: (Vd,), ascending. places: (B, T) bool.
-    """
-    if batch.teacher is not None:
-        return batch.teacher.at(places)
-    return teach(target, batch.hidden[places], vocab_ids)
-
-
-@torch.no_grad()
-def teach(target, hidden: Tensor, vocab_ids: Tensor) -> Teacher:
-    """Compute a Teacher, in float32, from the target's last hidden states (M, D)."""
-    head = draft_head(target, vocab_ids)
-    if isinstance(head, nn.Linear):
-        rows = head.weight.float()  # (Vd, D)
-    else:  # one that can only be called: ask it for each dimension
-        eye = torch.eye(hidden.shape[1], dtype=target.dtype, device=hidden.device)
-        rows = (head(eye) - head(0 * eye)).float().T
-    parts = []
-    for part in hidden.split(256):  # saves memory
-        logits = target_logits(target, part, vocab_ids)  # (m, Vd)
-        p = logits.softmax(-1)
-        entropy = torch.special.entr(p).sum(-1)
-        with torch.autocast(p.device.type, enabled=False):  # in float32
-            parts.append((p @ rows, entropy, logits.argmax(-1)))
-    return Teacher(*(torch.cat(part) for part in zip(*parts)))
-
-
-@contextlib.contextmanager
-def only_at(places: Tensor, layer: nn.Module):
-    """Within this context, a layer computes only what a loss reads, to save time.
-
-    A loss reads the layer's output at some places of a batch. Keys and values are still
-    made everywhere, because those places attend to all others. Queries, the attention's
-    outputs and the feed-forward are computed at `places` alone. Elsewhere the layer's
-    output is meaningless.
-
-    These parts are found by the names of their modules in Llama: q_proj, o_proj and
-    mlp. A part that has another name is computed everywhere, so a layer with none of
-    these names costs what it costs without this context. The output at `places` is the
-    same in any case, provided that a module of such a name maps each place by itself.
-
-    places: (B, T) bool.
-    layer: the top one, because attention reads lower ones at all places.
-    """
-    size = places.shape
-    chosen = places.flatten().nonzero()[:, 0]  # (M,)
-
-    def gather(module, given):
-        # Some families pass a second tensor (BLOOM), or None.
-        return tuple(
-            x if x is None else x.flatten(0, 1).index_select(0, chosen)[None]
-            for x in given
-        )  # (1, M, D) each
-
-    def scatter(module, given, output):
-        if isinstance(output, tuple):  # gpt-oss: what the router scored comes second
-            return scatter(module, given, output[0]), *output[1:]
-        output = output.flatten(0, -2)  # (M, D)
-        everywhere = output.new_zeros(size.numel(), output.shape[-1])
-        return everywhere.index_copy(0, chosen, output).unflatten(0, size)
-
-    hooks = []
-    for name, module in layer.named_modules():
-        if name.rpartition(".")[2] in ("q_proj", "o_proj", "mlp"):
-            hooks.append(module.register_forward_pre_hook(gather))
-            hooks.append(module.register_forward_hook(scatter))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def generator(seed: int, use: int = 0) -> torch.Generator:
-    """Random numbers for one sequence of a batch, from its seed.
-
-    use: 0 or 1, so that a method may have two independent streams for a sequence.
-    """
-    # Neither padding nor the other sequences of the batch change them, so a step gives
-    # the same result however it is split.
-    return torch.Generator().manual_seed(2 * seed + use)
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -1250,179 +1234,152 @@ def changed(config, changes: dict):
     return dataclasses.replace(config, **changes)
 
 
-def check_states(target) -> None:
-    """Raise a UserError unless `target_logits` gives the target's logits.
-
-    Drafters need that; copies from the context do not. ELECTRA and OPT-350m have
-    another layer between their last hidden states and the LM head.
-    """
-    check_target(target)
-    if hasattr(target, "get_base_model"):  # PEFT's wrapper
-        target = target.get_base_model()
-    if not _TRIED[target].follows:
-        raise UserError(
-            "the target's logits do not follow from its last hidden states: take "
-            "another target"
-        )
+INSTEAD = "take another target, or decode without drafts"
+_TRIED = weakref.WeakKeyDictionary()  # {target: the state in which it was tried}
+_TRYING = threading.Lock()
 
 
-def check_target(target) -> None:
+def check_target(target) -> tuple:
     """Raise a UserError if token trees would change the target's output.
 
     This is found by trying a small tree: once, and again when the target has changed
-    its attention kernel, dtype, device, mode, window or adapters.
+    its attention kernel, dtype, device, mode, window or adapters, which make up the
+    state that is returned. Nothing of the target is changed, and other threads may use
+    it at the same time.
     """
     adapters = getattr(target, "peft_config", {})
     if hasattr(target, "get_base_model"):  # PEFT's wrapper, which `build` may be given
         target = target.get_base_model()
-    _check_parts(target, adapters)
-    active = []  # adapters, of each layer
-    for module in target.modules():
-        names = getattr(module, "active_adapters", None)
-        active += names if isinstance(names, list) else []
-    kernel = str(target.config.get_text_config()._attn_implementation)
-    window = getattr(decoder_config(target), "sliding_window", None)
-    state = kernel, target.dtype, target.device, target.training, window, active
-    if target not in _TRIED or _TRIED[target].state != state:
-        _TRIED[target] = Tried(state, *_try_tree(target))
+    with _TRYING:
+        active = []  # adapters, of each layer
+        for module in target.modules():
+            names = getattr(module, "active_adapters", None)
+            active += names if isinstance(names, list) else []
+        window = getattr(decoder_config(target), "sliding_window", None)
+        kernel = str(target.config.get_text_config()._attn_implementation)
+        placed = target.dtype, str(target.device), target.training
+        state = kernel, *placed, window, tuple(active)
+        if _TRIED.get(target) != state:
+            _check_parts(target, kernel, adapters)
+            _try_tree(target, window)
+            _TRIED[target] = state
+    return state
 
 
-def _check_parts(target, adapters: dict) -> None:
-    """Raise a UserError for what a trial does not show, or not in half precision.
+def _check_parts(target, kernel: str, adapters: dict) -> None:
+    """Raise a UserError for what a trial does not show, because it is short.
 
-    A trial is short and on one device. adapters: the configs of PEFT's, by name.
-    """
-    instead = "take another target, or decode without drafts"
-    config = target.config.get_text_config()
-    # These kernels do not add a mask to the scores.
-    kernel = str(config._attn_implementation)
-    if "flash" in kernel or "flex" in kernel:
-        load = "load the target with attn_implementation='sdpa'"
-        raise UserError(f"{kernel} takes no tree mask: {load}")
-    # Prompts and drafters go to the device of the embedding.
-    if target.device.type == "meta":
-        raise UserError(
-            "the target's embedding is offloaded: load it with a device_map that has "
-            "the embedding on a device"
-        )
-    # A mask is made for one device. The weights that accelerate has offloaded are on
-    # meta, but it computes with them where the others are.
-    devices = {str(x.device) for x in target.parameters()} - {"meta"}
-    if len(devices) > 1:
-        spread = ", ".join(sorted(devices))
-        raise UserError(f"the target is spread over {spread}: load it on one device")
-    # PEFT puts learned tokens before the prompt in `prepare_inputs_for_generation`,
-    # which is not called here; aLoRA finds its start from the prompt's end.
-    prepares = getattr(target.prepare_inputs_for_generation, "__self__", None)
-    kinds = ("is_prompt_learning", "alora_invocation_tokens")
-    unusual = any(getattr(x, kind, None) for x in adapters.values() for kind in kinds)
-    if prepares is not target or unusual:
-        raise UserError(
-            f"learned prompts and aLoRA (PEFT) are not supported: {instead}"
-        )
-    # In eval mode, transformers ignores gradient checkpointing.
-    if target.training and target.is_activation_checkpointing:
-        raise UserError("gradient checkpointing drops the cache: call target.eval()")
-    # For ModernBERT, transformers returns the LM head.
-    if not hasattr(target.get_decoder(), "config"):
-        raise UserError(f"the target's decoder cannot be run alone: {instead}")
-    # Convolutions and recurrences cannot undo a rejected token, and `attention_masks`
-    # makes no masks for chunks (Llama 4) and indexers (DeepSeek-V3.2).
-    for kind in getattr(config, "layer_types", None) or ():
-        if kind not in ("full_attention", "sliding_attention"):
-            raise UserError(f"token trees do not work with {kind} layers: {instead}")
-    # GPT-Neo's local attention and Doge's choice of keys count cache rows, of which a
-    # tree has several at one position.
-    for module in target.modules():
-        local = getattr(module, "attention_type", None) == "local"
-        if local or hasattr(module, "keep_window_size"):
-            name = type(module).__name__
-            raise UserError(f"{name} counts cache rows, not positions: {instead}")
-
-
-class Tried(NamedTuple):
-    """What was found by trying a target with a small tree."""
-
-    state: tuple | None  # in which the target was tried
-    kinds: list[str]  # of attention in its layers
-    follows: bool  # whether `target_logits` gives its logits
-
-
-_TRIED = weakref.WeakKeyDictionary()  # {target: Tried}
-
-
-@torch.no_grad()
-def _try_tree(target) -> tuple[list[str], bool]:
-    """Decode a short text in two rounds, and compare that with a plain forward.
-
-    Returns the last two parts of Tried. Raises UserError if the two differ by more than
-    rounding, or if one of them fails.
+    adapters: the configs of PEFT's, by name.
     """
     config = decoder_config(target)
-    # Not the first ids: what a model makes of special tokens may be far from ordinary.
-    ids = config.vocab_size * torch.arange(1, 8, device=target.device)[None] // 8
+    devices = {str(x.device) for x in target.parameters()} - {"meta"}
+    # Llama 4 attends in chunks, DeepSeek-V3.2 through an indexer. GPT-Neo and Doge
+    # count rows of the cache, of which a tree has several at one position.
+    kinds = {*layer_kinds(target)} - {"full_attention", "sliding_attention"}
+    rows_counted = config.model_type in ("gpt_neo", "doge")
+    # PEFT puts learned tokens before the prompt in `prepare_inputs_for_generation`,
+    # which is not called here, and aLoRA finds its start from the prompt's end.
+    prepares = getattr(target.prepare_inputs_for_generation, "__self__", None)
+    unusual = ("is_prompt_learning", "alora_invocation_tokens")
+    learned = any(getattr(x, name, None) for x in adapters.values() for name in unusual)
+    refuse(
+        (
+            "flash" in kernel or "flex" in kernel,
+            f"{kernel} takes no tree mask: load the target with "
+            "attn_implementation='sdpa'",
+        ),
+        (
+            len(devices) > 1 or target.device.type == "meta",
+            "the target is spread over devices, or its embedding is offloaded: load it "
+            "on one device",
+        ),
+        (
+            kinds or rows_counted,
+            f"token trees do not work with the attention of {config.model_type} "
+            f"({', '.join(sorted(kinds)) or 'it counts cache rows'}): {INSTEAD}",
+        ),
+        (
+            prepares is not target or learned,
+            f"learned prompts and aLoRA (PEFT) are not supported: {INSTEAD}",
+        ),
+    )
+
+
+def _try_tree(target, window: int | None) -> None:
+    """Raise a UserError unless a tree gives what a plain forward gives, but rounding.
+
+    window: the target's sliding window.
+    """
     half = target.dtype in (torch.float16, torch.bfloat16)
     tolerance = 0.15 if half else 2e-3
-    # A config may hold keys that its model does not read. So each meaning that they may
-    # have is tried, with a window that is shorter than the text.
-    window = getattr(config, "sliding_window", None)
-    meanings = [["full_attention"]]
-    if window:
-        named = getattr(config, "layer_types", None) or ()
-        meanings += [["sliding_attention"], sorted(set(named))]
-        config.sliding_window = 3
-    results = []
     try:
-        for kinds in meanings:
-            # `attention_masks` reads it.
-            _TRIED[target] = Tried(None, kinds, follows=False)
-            try:
-                result = _compare(target, ids, tolerance)
-            except Exception as error:  # models raise many kinds
-                result = math.inf, f"{type(error).__name__}: {one_line(error)}", False
-            results.append((*result, kinds))
-    finally:
-        del _TRIED[target]
-        if window:
-            config.sliding_window = window
-    error, what, follows, kinds = min(results, key=lambda result: result[0])
+        model = target
+        # accelerate's hooks are bound to the module that they were made for. Such a
+        # target is tried itself, so a window that it does not read is not noticed.
+        if not any("forward" in vars(module) for module in target.modules()):
+            model = _twin(target, {})
+            if window:  # shorter than the text of the trial
+                decoder_config(model).sliding_window = 3
+        error, what = _compare(model)
+    except UserError:
+        raise
+    except Exception as problem:  # models raise many kinds
+        error, what = math.inf, f"{type(problem).__name__}: {one_line(problem)}"
     if error <= tolerance:
-        return kinds, follows
-    remedy = "take another target, or decode without drafts"
+        return
+    remedy = INSTEAD
     if target.training:  # dropout makes two forwards differ
         remedy = "call target.eval()"
-    elif error < math.inf:
-        alone, together = _plain(target, ids[:, :3]), _plain(target, ids)
-        if _errors(alone[0], together[0][:3]).max() > tolerance:
-            warnings.warn(
-                "the target's logits depend on the later tokens of a forward (as where "
-                "activations are quantised), so an answer may differ from plain "
-                "decoding"
-            )
-            return kinds, follows
+    elif window:
+        remedy += (
+            "; or, if its config has a window that it does not read, delete "
+            "sliding_window and layer_types from target.config"
+        )
     raise UserError(f"token trees do not fit this target ({what}): {remedy}")
 
 
-def _compare(target, ids: Tensor, tolerance: float) -> tuple[float, str, bool]:
+def _twin(module: nn.Module, memo: dict) -> nn.Module:
+    """The same modules again, with hooks and a config of their own; tensors are shared.
+
+    memo: {id: what was copied}, modules and parts of configs.
+    """
+    if id(module) in memo:
+        return memo[id(module)]
+    twin = memo[id(module)] = module.__class__.__new__(module.__class__)
+    for name, value in vars(module).items():
+        if name == "_modules":
+            value = {n: x if x is None else _twin(x, memo) for n, x in value.items()}
+        elif isinstance(value, dict):  # parameters, buffers, hooks
+            value = value.copy()
+        elif isinstance(value, PreTrainedConfig):
+            value = copy.deepcopy(value, memo)
+        twin.__dict__[name] = value
+    return twin
+
+
+@torch.no_grad()
+def _compare(target) -> tuple[float, str]:
     """Compare two rounds of decoding with a plain forward over the same text.
 
-    Returns the largest relative error of a row, in words where it is, and whether
-    `target_logits` gives the target's logits.
+    Returns the largest relative error of a row, and in words where it is. Drafters read
+    the last hidden states, and compute logits from them, so these are compared as well.
 
-    The seven ids are a text t_0, t_1, ... whose tokens come after wrong siblings. There
-    are eight before t_3, so that even in half precision the error is large if a model
-    takes a token's cache row for its position:
+    Seven ids are a text t_0, t_1, ... whose tokens come after wrong siblings. There are
+    eight before t_3, so that even in half precision the error is large if a model takes
+    a token's cache row for its position:
 
         t_2 -- 8 wrong ones         t_5 -- wrong
          `---- t_3 -- wrong          `---- t_6
                 `---- t_4
     """
-    cache = GrowingCache(target.config.get_text_config().num_hidden_layers)
-    outputs = []
-    decoder = target.get_decoder()
-    with decoder.register_forward_hook(lambda *x: outputs.append(x[-1][0])):
-        logits, hidden = _plain(target, ids, cache)
-    assert hidden.shape[:-1] == (7,), "a token has more than one hidden state"
+    config = target.config.get_text_config()
+    # Not the first ids: what a model makes of special tokens may be far from ordinary.
+    ids = config.vocab_size * torch.arange(1, 8, device=target.device)[None] // 8
+    cache = GrowingCache(config.num_hidden_layers)
+    positions = torch.arange(7, device=ids.device)[None]
+    options = forward_options(target) | {"output_hidden_states": True, CACHE: cache}
+    output = target(ids, position_ids=positions, **options)
+    logits, hidden = output.logits[0], output.hidden_states[-1][0]
 
     cache.cut(2)
     fed = torch.tensor([0] * 8 + [3, 0, 4])
@@ -1440,27 +1397,11 @@ def _compare(target, ids: Tensor, tolerance: float) -> tuple[float, str, bool]:
     error, row = torch.maximum(*errors).nan_to_num(math.inf).cpu().max(0)
     where = ["the root", "a sibling", "a sibling of depth 2"][int(row) % 3]
     what = f"its logits or last hidden states for {where} are off by {error:.1%}"
-
-    # Drafters read what the decoder returns, and compute logits from that.
-    width = target_shape(target)["hidden_size"]
-    weight = _head_weight(target)
-    shapes = [x.shape for x in (hidden[None], *outputs)]
-    if shapes != [(1, 7, width)] * 2 or not (
-        weight is None or weight.shape[1] == width
-    ):
-        return float(error), what, False
-    some = torch.arange(0, logits.shape[1], 1 + logits.shape[1] // 256).to(ids.device)
-    own = target_logits(target, outputs[0], some)[0]
-    same = _errors(own, logits[:, some]), _errors(outputs[0][0], hidden)
-    return float(error), what, bool(torch.cat(same).max() <= min(tolerance, 0.02))
-
-
-def _plain(target, ids: Tensor, cache=None) -> tuple[Tensor, Tensor]:
-    """Logits (T, V) and last hidden states (T, D) of ids (1, T)."""
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    options = forward_options(target) | {"output_hidden_states": True, CACHE: cache}
-    output = target(ids, position_ids=positions, **options)
-    return output.logits[0], output.hidden_states[-1][0]
+    read = last_hidden(target, ids)[0]
+    same = _errors(read, hidden), _errors(target_logits(target, read), logits)
+    if not torch.cat(same).max() <= 0.02:
+        return math.inf, "its logits do not follow from its last hidden states"
+    return float(error), what
 
 
 def _errors(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -1470,95 +1411,99 @@ def _errors(ours: Tensor, theirs: Tensor) -> Tensor:
     return (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-9)
 
 
-# Settings of `generate` that token trees do not follow, with their usual values.
-OUTSIDE = {"guidance_scale": 1, "return_dict_in_generate": False}
-OUTSIDE |= {"num_return_sequences": 1, "num_beams": 1}
-
-
 def _check_request(target, input_ids: Tensor, generation_config, given: dict) -> None:
     """Raise a UserError if this request cannot be decoded by token trees.
 
     given: the other arguments that transformers hands on.
     """
-    for name, usual in OUTSIDE.items():
-        value = getattr(generation_config, name, None)
-        if value in (None, usual):
-            continue
-        # Models often ship with settings that the caller does not know about.
-        own = getattr(target.generation_config, name, None) == value
-        origin = ", which comes with the target," if own else ""
-        raise UserError(
-            f"{name} {value}{origin} is not supported by token trees: set "
-            f"{name}={usual} in the call"
-        )
-    # Such as contrastive search, DoLa, constraints, prompt lookup or early exit.
+    # Such as beams, contrastive search, DoLa, constraints or prompt lookup.
     mode = generation_config.get_generation_mode().value
-    if mode not in ("greedy_search", "sample"):
-        raise UserError(
-            f"{mode} is not supported by token trees: set to None what asks for it, "
-            "and decode greedily or sample"
-        )
-    _check_prompt(target, input_ids, given)
-    _check_window(target, given.get(CACHE), generation_config.max_length)
-    config = target.config.get_text_config()
-    _check_length(config, input_ids.shape[1], generation_config.max_length)
-
-
-def _check_prompt(target, input_ids: Tensor, given: dict) -> None:
-    """Raise a UserError unless the prompt is one text, all of it in `input_ids`."""
-    batch, length = input_ids.shape
-    if input_ids.device != target.device:
-        raise UserError(
-            f"the prompt is on {input_ids.device}: move it with .to(target.device)"
-        )
-    if length == 0:
-        raise UserError("no token ids: pass input_ids, not inputs_embeds")
-    if batch != 1:
-        raise UserError(f"{batch} rows of ids: pass one prompt at a time")
-    # Every token of the prompt is read, at a position that is its index.
     mask = given.get("attention_mask")
-    if mask is not None and not mask.all():
-        raise UserError(
-            "attention_mask has zeros (transformers makes such a mask where the prompt "
-            "holds pad_token_id): pass no padding, and a mask of ones"
-        )
     positions = given.pop("position_ids", None)
-    if positions is not None:
-        counted = torch.arange(length, device=positions.device)
-        # Qwen-VL makes several rows of positions, (3, 1, T).
-        if not all(row.equal(counted) for row in positions.flatten(0, -2)):
-            raise UserError("position_ids are counted from 0 here: leave them out")
-    # Decoding makes a cache of its own, from which rejected nodes can be dropped.
-    past = given.get(CACHE)
-    if past is not None and past.get_seq_length() > 0:
-        raise UserError("past_key_values holds tokens: pass all tokens, and no cache")
-    # Images and embeddings have a dimension more than ids and masks of text.
-    if any(getattr(x, "ndim", 0) > 2 for x in given.values()):
-        raise UserError("only text is decoded: pass token ids alone, and no images")
+    if positions is not None:  # Qwen-VL makes several rows of them, (3, 1, T)
+        counted = torch.arange(input_ids.shape[1], device=positions.device)
+        positions = not all(row.equal(counted) for row in positions.flatten(0, -2))
+    cache = given.get(CACHE)
+    length = generation_config.max_length
+    reach = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    border = long_rope_border(target.config)
+    refuse(
+        (
+            mode not in ("greedy_search", "sample"),
+            f"{mode} is not supported by token trees: set to None what asks for it, "
+            "and decode greedily or sample",
+        ),
+        (
+            generation_config.return_dict_in_generate,
+            "only ids are returned: set return_dict_in_generate=False in the call",
+        ),
+        (
+            input_ids.device != target.device,
+            f"the prompt is on {input_ids.device}: move it with .to(target.device)",
+        ),
+        (
+            input_ids.numel() == 0 or len(input_ids) > 1,
+            f"{len(input_ids)} rows of {input_ids.shape[1]} ids: pass the input_ids of "
+            "one prompt at a time",
+        ),
+        (
+            mask is not None and not mask.all(),
+            "attention_mask has zeros (transformers makes such a mask where the prompt "
+            "holds pad_token_id): pass no padding, and a mask of ones",
+        ),
+        (positions, "position_ids are counted from 0 here: leave them out"),
+        # Decoding makes a cache of its own, from which rejected nodes can be dropped.
+        (
+            cache is not None and cache.get_seq_length() > 0,
+            "the cache holds tokens: pass none, or keep a Decoding (common.start)",
+        ),
+        # Images and embeddings have a dimension more than ids and masks of text.
+        (
+            any(getattr(x, "ndim", 0) > 2 for x in given.values()),
+            "only text is decoded: pass token ids and no images",
+        ),
+        (
+            reach and length > reach,
+            f"prompt + new tokens = {length}, more than the target's context of "
+            f"{reach}: shorten it, or raise target.config.max_position_embeddings if "
+            "the target was made for longer texts",
+        ),
+        # Beyond a border, long RoPE rotates all keys by other factors, but the cached
+        # ones have been rotated already. A prompt that is already longer uses the long
+        # factors throughout.
+        (
+            input_ids.shape[1] - 1 <= border < length - 1,
+            f"prompt + new tokens = {length} crosses the range of short RoPE factors, "
+            f"{border + 1}: set a lower max_new_tokens",
+        ),
+    )
     check_ids(target, input_ids)
 
 
-def _check_window(target, past, max_length: int) -> None:
-    """Raise a UserError if plain decoding would drop rows that token trees keep.
+def _rope(config) -> dict:
+    """The settings of the rotary embedding; several kinds of layers: of the first."""
+    settings = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    nested = [x for x in settings.values() if isinstance(x, dict) and "rope_type" in x]
+    return nested[0] if nested else settings
 
-    past: the cache that `generate` has made.
+
+def long_rope_border(config) -> float:
+    """The length beyond which long RoPE takes other factors; else infinity."""
+    border = _rope(config).get("original_max_position_embeddings")
+    return border if border and _rope(config)["rope_type"] == "longrope" else math.inf
+
+
+def changing_rope(config) -> bool:
+    """Whether keys are rotated in a way that depends on the length of the text."""
+    return _rope(config).get("rope_type") in ("longrope", "dynamic")
+
+
+def _check_processors(decoding: Decoding) -> None:
+    """Raise a UserError for a logits processor that answers by more than the ids.
+
+    A round asks about several texts, and about some of them more than once. Each
+    processor is therefore asked three times about the prompt, and about one token more.
     """
-    # By such keys the cache of `generate` drops rows, even if the model ignores them.
-    config = decoder_config(target)
-    window = getattr(config, "sliding_window", None)
-    slides = window and any(getattr(past, "is_sliding", ()))
-    unread = slides and "sliding_attention" not in layer_kinds(target)
-    if unread and max_length > window:
-        keys = [x for x in ("sliding_window", "layer_types") if hasattr(config, x)]
-        raise UserError(
-            f"the target attends to all tokens, but by its config the cache of "
-            f"transformers drops all but {window}: delete {' and '.join(keys)} from "
-            "target.config"
-        )
-
-
-def _check_processors(decoding) -> None:
-    """Raise a UserError for a logits processor that answers by more than the ids."""
     for processor in decoding.logits_processor or ():
         reason = "gives other answers, or counts,"
         try:
@@ -1569,29 +1514,31 @@ def _check_processors(decoding) -> None:
             raise UserError(
                 f"{type(processor).__name__} {reason} when it is asked again about a "
                 "text, but token trees need logits processors that depend on the ids "
-                "alone (for grammars see support/grammars.py): take another, or decode "
-                "without drafts"
+                "alone (for grammars see support/interop/grammars.py): take another, "
+                "or decode without drafts"
             )
 
 
-def _answers_by_ids(processor, decoding) -> bool:
-    """Whether a logits processor answers alike when it is asked again about a text.
-
-    A round asks about several texts, and about some of them more than once. So it is
-    asked three times about the prompt, and about one token more.
-    """
+def _answers_by_ids(processor, decoding: Decoding) -> bool:
+    """Whether a logits processor answers alike when it is asked again about a text."""
     vocab = decoding.target.config.get_text_config().vocab_size
     scores = torch.linspace(-1, 1, vocab, device=decoding.ids.device)[None]
     answers = []
     states = []  # what it keeps, such as a count of its calls
 
-    def ask(text: Tensor) -> None:
+    def ask(text: Tensor) -> Tensor:
         answers.append(processor(text, scores.clone()))
         states.append(repr(getattr(processor, "__dict__", None)))
+        return answers[-1]
 
-    ask(decoding.ids)
-    longer = torch.cat([decoding.ids, answers[0].argmax(-1)[None]], dim=1)
-    for text in (longer, decoding.ids, decoding.ids, longer, longer):
+    short = decoding.ids
+    allowed = ask(short).clone()
+    # Plain decoding never asks about a text that has ended.
+    allowed[:, list(decoding.eos_ids)] = float("-inf")
+    longer = short
+    if allowed.max() > float("-inf"):
+        longer = torch.cat([short, allowed.argmax(-1)[None]], dim=1)
+    for text in (longer, short, short, longer, longer):
         ask(text)
     pairs = ((0, 2), (2, 3), (1, 4), (4, 5))  # calls about the same text
     same = all(answers[i].equal(answers[j]) for i, j in pairs)
@@ -1608,30 +1555,6 @@ def check_ids(target, ids: Tensor) -> None:
             f"token id {wrong[0]}, but the target has {vocab} tokens: take its own "
             "tokenizer, or target.resize_token_embeddings(len(tokenizer))"
         )
-
-
-def _check_length(config, prompt_length: int, max_length: int) -> None:
-    """Raise a UserError beyond the length that the target was made for."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    border = rope.get("original_max_position_embeddings")
-    context = getattr(config, "max_position_embeddings", None)
-    if rope.get("rope_type") == "yarn" and border:  # it extends the original context
-        context = max(context or 0, round(rope["factor"] * border))
-    reaches = {"context": context}
-    # Beyond a border, long RoPE rotates all keys by other factors, but the cached ones
-    # have been rotated already. A prompt that is already longer uses the long factors
-    # throughout.
-    long = rope.get("rope_type") == "longrope"
-    if long and border and prompt_length - 1 <= border:
-        reaches["range of short RoPE factors"] = border + 1
-    fits = "set a lower max_new_tokens"
-    for name, reach in reaches.items():
-        if reach and max_length > reach:
-            remedy = fits if prompt_length < reach else "shorten the prompt"
-            raise UserError(
-                f"prompt + new tokens = {max_length}, more than the target's {name} of "
-                f"{reach}: {remedy}"
-            )
 
 
 # -------------------------------------------------------------------------- a first try
@@ -1660,9 +1583,15 @@ def demo(Drafter, folder: str, drafts) -> None:
 
 def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
     """Print an answer while it is decoded, with accepted draft tokens in green."""
+    print("loading target and drafter ...", end="", file=sys.stderr, flush=True)
     target, tokenizer = load_target()
     checkpoint = Path(__file__).with_name("checkpoints") / folder
     drafter = load_drafter(Drafter, checkpoint, target)
+    with contextlib.suppress(ImportError):  # a copy of two files goes without
+        from support import packed
+
+        target = packed.pack(target)
+    print("\r" + " " * 32 + "\r", end="", file=sys.stderr, flush=True)
     message = {"role": "user", "content": prompt}
     inputs = tokenizer.apply_chat_template(
         [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -1674,20 +1603,29 @@ def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
 
     def show(decoding, draft, path):
         nonlocal printed
+        before = length + stats.emitted
         stats(decoding, draft, path)
-        end = decoding.ids.shape[1]
-        accepted_end = end - decoding.hidden.shape[1] + len(path)
-        for stop, colour in ((accepted_end, green), (end, reset)):
+        for stop, colour in ((before + len(path), green), (None, reset)):
             ids = decoding.ids[0, length:stop]
             text = tokenizer.decode(ids, skip_special_tokens=True)
             text = text.rstrip("\ufffd")  # a part of a character
             print(colour + text[len(printed) :] + reset, end="", flush=True)
             printed = text
 
-    decode = speculate(drafts, drafter, each=show)
-    target.generate(**inputs, custom_generate=decode, max_new_tokens=128)
+    def at_sentence(ids, scores):  # a long answer ends at the end of a sentence
+        long = ids.shape[1] - length >= 100
+        end = long and tokenizer.decode(ids[0, -1:]).endswith((".", "!", "?"))
+        return torch.tensor([end], device=ids.device)
+
+    target.generate(
+        **inputs,
+        custom_generate=speculate(drafts, drafter, callback=show),
+        stopping_criteria=[at_sentence],
+        max_new_tokens=160,
+    )
     tau = stats.emitted / stats.target_forwards
     accepted = f"{green}{sum(stats.accepted)} accepted from the drafter{reset}"
     print(
-        f"\n\n{stats.emitted} tokens, {accepted}; {tau:.2f} tokens per target forward"
+        f"\n\n{stats.emitted} tokens, {accepted}; {tau:.2f} tokens per target forward "
+        "(plain decoding: 1)"
     )

@@ -48,22 +48,24 @@ class Config:
     cross_attention: bool = option(
         True, "read the target's cache; off: Vanilla Drafter (5.2)"
     )
-    kv_layer: int = option(-1, "target layer that all layers read; -1: the top ones")
+    kv_layer: int = option(
+        -2, "target layer that all read; -1: the top ones (the paper); -2: at 3/5"
+    )
     query_norm: bool = option(False, "normalise queries, as Qwen3 (filled in by build)")
     # L should be at least gamma, or drafting lacks more rows than training ever hid.
-    block_size: int = option(5, "L, tokens in a block of the training mask")
+    block_size: int = option(3, "L, tokens in a block of the training mask (paper: 5)")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     distill: bool = option(
         True, "learn the target's distribution; off: the text's tokens"
     )
-    gamma: int = option(5, "draft tokens per round", decode=True)
+    gamma: int = option(3, "draft tokens per round (the paper: 5)", decode=True)
 
     def __post_init__(self):
-        common.at_least(self, num_layers=1, kv_layer=-1, block_size=1)
+        common.at_least(self, num_layers=1, kv_layer=-2, block_size=1)
         common.at_least(self, draft_vocab=0, gamma=0)
 
 
-VARIANTS = {}  # named settings for bench.py
+VARIANTS = {"paper": {"gamma": 5}}  # named settings, as in --method glide:paper
 
 
 # ---------------------------------------------------------------------- architecture
@@ -224,6 +226,8 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     q_norm = weights.get("layers.0.self_attn.q_norm.weight", [])
     query_norm = len(q_norm) == shape["head_dim"]
     config = dataclasses.replace(config, target=shape, query_norm=query_norm)
+    if config.kv_layer == -2:
+        config.kv_layer = 3 * depth // 5  # 18 of 30
     drafter = Drafter(config)
 
     # Not every layer caches ordinary keys, so we look at what one token leaves there.
@@ -282,27 +286,25 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
     return (block[:, :, None] > block[:, None, :])[:, None]
 
 
-def training_pass(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
-    """The drafter's last hidden states (M, D) and logits (M, Vd).
+def training_pass(drafter: Drafter, target, batch) -> Tensor:
+    """The drafter's logits (M, Vd) at the positions of `batch.predicts`.
 
-    The M positions are those of `batch.predicts`, whose next token is to be learned.
-    Column n of the logits belongs to the token drafter.vocab_ids[n].
+    Their next tokens are to be learned. Column n belongs to drafter.vocab_ids[n].
 
     batch: a common.Batch, with input_ids (B, T), loss_mask (B, T), which is True at the
-        tokens to be learned, hidden (B, T, D), the kv of `kv_layers`, and seed (B,).
+        tokens to be learned, hidden (B, T, D), and the kv of `kv_layers`.
     """
     ids = batch.input_ids  # (B, T)
     # Padding is on the right, so under a causal mask no token sees it.
     positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, T)
     size = drafter.config.block_size
-    # Each sequence has a seed of its own in each step, so its phase changes as well.
-    mask = block_mask(ids.shape[1], size, batch.seed % size)
-    with common.only_at(batch.predicts, drafter.layers[-1]):  # saves time alone
-        # The self-attention reads its own rows causally, as in drafting.
-        states = drafter(target, ids, positions, batch.kv, cross_mask=mask)  # (B, T, D)
+    phase = torch.randint(size, (len(ids),), device=ids.device)
+    mask = block_mask(ids.shape[1], size, phase)
+    # The self-attention reads its own rows causally, as in drafting.
+    states = drafter(target, ids, positions, batch.kv, cross_mask=mask)  # (B, T, D)
     states = states[batch.predicts]  # (M, D)
     head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
-    return states, head(states).float()
+    return head(states).float()
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
@@ -311,14 +313,13 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     The labels are the target's distributions, or without `distill` the text's tokens,
     as in 5.1.
     """
-    states, logits = training_pass(drafter, target, batch)
+    logits = training_pass(drafter, target, batch)  # (M, Vd)
     vocab_ids = drafter.vocab_ids  # (Vd,)
     if drafter.config.distill:
-        # `teacher` knows p_target, normalised over the tokens that the drafter can
-        # propose. -sum_x p(x) log q(x) = logsumexp(logits) - sum_x p(x) logit_x.
-        teacher = common.teacher(target, batch, vocab_ids, batch.predicts)
-        cross_entropy = logits.logsumexp(-1) - teacher.expected_logit(states)  # (M,)
-        return cross_entropy.sum(), len(logits)
+        # p_target over the tokens that the drafter can propose.
+        hidden = batch.hidden[batch.predicts]  # (M, D)
+        p_target = common.target_logits(target, hidden, vocab_ids).softmax(-1)
+        return F.cross_entropy(logits, p_target, reduction="sum"), len(logits)
     # The index in vocab_ids of each token of the text. One that cannot be drafted is
     # not counted; F.cross_entropy ignores the label -100.
     tokens = batch.input_ids[:, 1:][batch.loss_mask[:, 1:]]  # (M,)
@@ -335,7 +336,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """
     # When decoding, the i-th place of a round is reached only if the places before it
     # were accepted. Here a token lacks 1 to L rows with equal weight.
-    _, logits = training_pass(drafter, target, batch)
+    logits = training_pass(drafter, target, batch)
     q_draft = logits.softmax(-1)  # (M, Vd)
     target_hidden = batch.hidden[batch.predicts]  # (M, D)
     # The paper prints E_(x ~ p_D) min(p_T, p_D) and must mean the probability that a
@@ -376,24 +377,24 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
     read all rows of the target. Returns the last token's hidden state (1, D), from
     which the next one is drafted.
     """
-    positions = memory.cache.record(new)  # (1, n), of the new tokens
-    prefix = decoding.cache.get_seq_length()  # P
+    places = memory.cache.record(new)  # (1, n), of the new tokens in decoding.ids
+    prefix = decoding.hidden.shape[1]  # P
     kv = {}  # stays empty after a prompt of one token, when the target has no rows
     if prefix > 0:
-        for layer in drafter.kv_layers:
-            rows = decoding.cache.layers[layer]
-            kv[layer] = rows.keys, rows.values
+        kv = {layer: decoding.rows(layer) for layer in drafter.kv_layers}
     self_mask = cross_mask = None  # a single token reads all rows that there are
     if new.shape[1] > 1:
         # Several tokens are fed for a prompt, and after a round whose last accepted
         # token was never fed (the whole chain was accepted, or an extra of CAPE's):
         # that token and the bonus token. Of the target's rows, each reads those before
         # its own. So it lacks one, as the first query of a block does in training.
-        query = positions[0, :, None]  # (n, 1)
+        query = places[0, :, None]  # (n, 1)
         own = torch.arange(memory.cache.fed.shape[1], device=new.device)
         self_mask = (query >= own)[None, None]  # (1, 1, n, P_own + n)
         theirs = torch.arange(prefix, device=new.device)
         cross_mask = (query > theirs)[None, None]  # (1, 1, n, P)
+    # A query rotates by its position in the text, because the target's keys do.
+    positions = decoding.first + places
     hidden = drafter(
         decoding.target, new, positions, kv, self_mask, cross_mask, memory.cache
     )
@@ -435,6 +436,7 @@ def propose(drafter: Drafter, decoding, memory: Memory):
                 return
 
 
+@common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
@@ -459,41 +461,24 @@ if __name__ == "__main__":
 # --------------------------------- deviations from the paper, and the authors' code
 #
 # Deviations from the paper, and choices where it says nothing:
-#  1. The drafter has the target's width (the paper: 4096 for every target), its
-#     embedding and LM head, frozen, and starts from its weights. The paper's is trained
-#     from scratch.
-#  2. It drafts only frequent tokens (`draft_vocab`), and learns from these alone: the
-#     target's distribution is normalised over them, and without `distill` other tokens
-#     are not counted.
-#  3. It learns from texts that the target wrote, which the paper tries in appendix C,
-#     and from the target's distributions (`distill`) instead of the texts' tokens. The
-#     rest of the recipe is in checkpoints/README.md.
-#  4. The first block has a random length, so that a token at any place learns to do
-#     without 1 to L rows, and every token issues a query. In the prose of 4.1 a query
-#     belongs to the block of the token that it predicts, so none would learn to predict
-#     the first token of a block. When decoding, 4.1 lets only x_t and later tokens
-#     query. Here the prompt's tokens do as well, and so does an accepted token that was
-#     not fed before. With one layer this changes no draft. With more, the rows of a
-#     prompt that the higher layers read lack one target row, in training 1 to L.
-#  5. The mask leaves the first block nothing to read. There the cross-attention adds
-#     zero, where the printed softmax would be undefined.
+#  1. The drafter has the target's width (the paper: 4096), its embedding and LM head,
+#     both frozen, and starts from its weights (the paper: from scratch).
+#  2. Only frequent tokens are drafted and learned (`draft_vocab`).
+#  3. It learns the target's distributions (`distill`), on texts that the target wrote,
+#     which the paper tries in appendix C. The recipe is in checkpoints/README.md.
+#  4. The first block has a random length, and every token of a text queries. With more
+#     than one layer, the rows of a prompt lack one target row, in training 1 to L.
+#  5. A query that may read no row gets zero, where the printed softmax is undefined.
 #  6. The cross-attention has a residual connection, a norm before it and rotated
 #     queries, none of which 4.1 mentions. Query heads may share a key-value head.
-#  7. The shipped drafter has L = 3 and gamma = 3 (the paper: L = 5, and gamma = 5 for
-#     GLIDE alone), and its one layer reads target layer 18 of 30, counted from 0 (the
-#     paper: the top one).
+#  7. By default L = gamma = 3, and one layer reads the target's at three fifths of its
+#     depth (the paper: L = gamma = 5, and the top one).
+#  8. The drafter sees a window of a long text (common.windowed).
 #
-# Authors' code. It was run beside this file with the same random weights. Apart from
-# what follows, forwards, losses and, with one layer, drafts agree:
-#  - It has the residual connection and the rotated queries, but no norm before the
-#    cross-attention. The queries rotate with base 10000, whatever the target's base is.
-#  - The first block reads causally. So its tokens also read their own target rows,
-#    which they never can when decoding. (The training script takes its attention from a
-#    module that was not published.)
-#  - All tokens query. When decoding, the prompt's tokens do so without a mask, and so
-#    do the committed tokens, which are fed again. With two layers the drafts therefore
-#    differ.
-#  - It drafts 4 tokens a round, and only decodes greedily: its verification of sampled
-#    drafts ends in an IndexError.
-#  - Its training script makes a drafter with the shape of LLaMA-68m, of width 768,
-#    where the paper says 4096. An option takes the target's shape.
+# Authors' code, run with the same random weights; the rest agrees:
+#  - There is no norm before the cross-attention, and queries rotate with base 10000.
+#  - The first block reads causally: its tokens read their own target rows as well.
+#  - When decoding, the prompt's tokens query without a mask, and committed tokens are
+#    fed again, so with two layers the drafts differ.
+#  - It drafts 4 tokens a round. Sampled verification ends in an IndexError.
+#  - The published script trains width 768; an option takes the target's shape.

@@ -103,3 +103,22 @@ def convert(gguf: Path, out: Path) -> None:
     target.save_pretrained(out)
     tokenizer.save_pretrained(out)
     (out / "size").write_text(str((out / "model.safetensors").stat().st_size))
+
+
+def read_gguf(path: str, dtype) -> tuple:
+    """The target in a .gguf file, its tokenizer, and the names of missing weights."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError("no such file")
+    options = {"gguf_file": path.name}
+    folder = path.parent.as_posix()
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    target, loading = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True, **options
+    )
+    # Its weights are floats now, so it can be saved.
+    target.hf_quantizer = None
+    del target.config.quantization_config
+    return target, tokenizer, loading["missing_keys"]

@@ -30,14 +30,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 KERNELS = ("linear", "onednn", "float16")
-# Their names among transformers' attention functions.
-ATTENTION = "grouped_sdpa"
-EXACT_ATTENTION = "row_by_row"
+ATTENTION = "grouped_sdpa"  # its name among transformers' attention functions
 SEVERAL = 6  # tokens of a verification, to choose its kernel by
 SAMPLE = 128 * 2**20  # bytes of weights to measure on: more than a cache holds
 
@@ -46,7 +44,6 @@ def pack(
     model: nn.Module,
     kernels: tuple[str, str] | None = None,
     choose=None,
-    attention: str = ATTENTION,
 ) -> nn.Module:
     """A second model over the same weights, whose linear layers are packed.
 
@@ -55,7 +52,6 @@ def pack(
 
     kernels: for one token and for several; None: what is measured to be the fastest.
     choose: measures in place of `fastest`, for a caller who remembers what it found.
-    attention: the name of the attention function that the model gets instead of sdpa.
     The model itself stays as it was. It is returned where there is nothing to pack: on
     a GPU, and in a dtype without kernels. `model.kernels` of what is returned tells the
     choice.
@@ -82,52 +78,9 @@ def pack(
         for module in modules:  # a drafter has several with a config
             config = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == "sdpa":
-                config._attn_implementation = attention
+                config._attn_implementation = ATTENTION
     twin.kernels = kernels
     return twin
-
-
-def pack_exactly(model: nn.Module) -> nn.Module:
-    """As `pack`, of a causal LM that then verifies to the bit.
-
-    Its hidden states and logits in a verification have the very bits that it gives in
-    plain decoding, so a greedy answer is the same even where two logits are as good as
-    equal. For this, each token attends alone, and the kernel is one that sums in the
-    same order whatever the number of tokens. Which kernels do so depends on the
-    processor: with AVX2 it was onednn and not float16, with AVX-512 the other way
-    round. So they are tried on the model itself, with up to 40 tokens at once.
-
-    A verification takes 1.1 to 1.4 times as long as after `pack` with the same kernel
-    (4 to 10 tokens after 64 to 512), and plain decoding as long. But where only onednn
-    keeps the bits, a token took 1.7 times as long as with float16.
-    Raises ValueError where no kernel of this processor does that.
-    """
-    kernels = candidates(model)
-    while kernels:
-        kernel = fastest(model, kernels)[1]
-        twin = pack(model, (kernel, kernel), attention=EXACT_ATTENTION)
-        if same_bits(twin):
-            return twin
-        kernels.remove(kernel)
-    raise ValueError(
-        "no kernel here gives a token the same bits alone and among others"
-    )
-
-
-@torch.no_grad()
-def same_bits(model: nn.Module) -> bool:
-    """Whether a causal LM gives tokens the same bits one by one and several at once."""
-    ids = torch.arange(56, device=model.device)[None] % model.config.vocab_size
-    cache = DynamicCache(config=model.config)
-    model(ids[:, :16], past_key_values=cache)
-    rows = [model(ids[:, n : n + 1], past_key_values=cache) for n in range(16, 56)]
-    alone = torch.cat([row.logits for row in rows], dim=1)
-    for count in (2, SEVERAL, 16, 40):
-        cache.crop(16 - cache.get_seq_length())
-        together = model(ids[:, 16 : 16 + count], past_key_values=cache).logits
-        if not torch.equal(together, alone[:, :count]):
-            return False
-    return True
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -382,55 +335,5 @@ def repeated(mask: Tensor, groups: int) -> Tensor:
     return masks[groups]
 
 
-def row_by_row(module, query, key, value, attention_mask, scaling=None, **options):
-    """As `grouped_attention`, but each token attends alone, as in plain decoding.
-
-    Its scores are then computed and summed in the order of plain decoding, where the
-    rows that it sees are the first ones of the cache, without gaps.
-    """
-    if attention_mask is None:
-        return sdpa_attention_forward(
-            module, query, key, value, None, scaling=scaling, **options
-        )
-    shared, rows = seen(attention_mask)
-    copies = key.clone(), value.clone()
-    outputs = []
-    for n, (start, own) in enumerate(rows):
-        end = shared + len(own)
-        read = key, value
-        if len(own) and int(own[-1]) >= end:  # what it sees has a gap
-            read = copies
-            for copy, source in zip(copies, (key, value)):
-                torch.index_select(source, 2, own, out=copy[:, :, shared:end])
-        keys, values = (x[:, :, start:end] for x in read)
-        out = F.scaled_dot_product_attention(
-            query[:, :, n : n + 1], keys, values, scale=scaling, enable_gqa=True
-        )
-        outputs.append(out)
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
-
-
-SEEN = WeakIdKeyDictionary()  # {mask: what `seen` returns}
-
-
-def seen(mask: Tensor) -> tuple[int, list[tuple[int, Tensor]]]:
-    """Which rows of the cache each token sees, by a mask (1, 1, T, P).
-
-    Returns a place up to which no token has a gap in what it sees, and for each token
-    the first row of a run that ends there and the rows (M,) that it sees behind it.
-    """
-    if mask not in SEEN:  # all layers of a forward are given the same tensor
-        sees = mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0  # (T, P)
-        rows = [row.nonzero()[:, 0] for row in sees]
-        # In the first run, a row's number minus its rank stays the same.
-        offsets = [row - torch.arange(len(row)) for row in rows]
-        runs = [int(row[(x == x[0]).sum() - 1]) + 1 for row, x in zip(rows, offsets)]
-        shared = min(runs)
-        SEEN[mask] = shared, [(min(int(x[0]), shared), x[x >= shared]) for x in rows]
-    return SEEN[mask]
-
-
 AttentionInterface.register(ATTENTION, grouped_attention)
-AttentionInterface.register(EXACT_ATTENTION, row_by_row)
-for name in (ATTENTION, EXACT_ATTENTION):
-    AttentionMaskInterface.register(name, sdpa_mask)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

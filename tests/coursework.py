@@ -2,8 +2,8 @@
 
     python tests/coursework.py                                # lists the exercises
     python tests/coursework.py falcon.glance OUT              # makes the new folder OUT
-    python tests/coursework.py common.draw glide.loss OUT     # with two exercises in it
-    python tests/coursework.py common.draw glide.loss --grade SOLUTIONS
+    python tests/coursework.py common.rejection_sample glide.loss OUT     # with two exercises in it
+    python tests/coursework.py common.rejection_sample glide.loss --grade SOLUTIONS
 
 Signature and docstring stay. The stand-in for the body runs and is wrong, so that the
 tests fail by showing what went in, what was expected and what came out. SOLUTIONS is
@@ -69,7 +69,7 @@ EXERCISES = {
         "test_an_answer_ends_inside_the_accepted_tokens",
         part=ast.While,
     ),
-    "common.draw": Exercise(
+    "common.rejection_sample": Exercise(
         "if siblings:\n    return siblings[0][0]  # accepts whatever was drafted",
         "test_draws_follow_the_target_exactly",
         "test_a_rejection_that_leaves_nothing_but_rounding_errors",

@@ -34,7 +34,7 @@ def decode(target, drafts, prompts, options):
     def count(decoding, draft, path):
         stats[decoding](decoding, draft, path)
 
-    outputs = batching.generate(target, drafts, list(stats), each=count)
+    outputs = batching.generate(target, drafts, list(stats), callback=count)
     return outputs, list(stats.values())
 
 

@@ -65,7 +65,7 @@ def test_without_arguments_the_exercises_are_listed(monkeypatch, capsys):
 def test_a_copy_for_students_is_small_and_tells_no_solution(tmp_path):
     """Two functions are blank, one of them in a file with a third that is not."""
     out = tmp_path / "new"
-    coursework.make(["common.draw", "glide.block_mask", "common.walk"], out)
+    coursework.make(["common.rejection_sample", "glide.block_mask", "common.walk"], out)
     blank = [path.name for path in out.glob("*.py") if "To be wr" in path.read_text()]
     assert sorted(blank) == ["common.py", "glide.py"]
     assert (out / "common.py").read_text().count("# To be written.") == 2
@@ -132,7 +132,7 @@ def test_each_exercise_is_graded_beside_files_of_this_clone(
     student.mkdir()
     (student / "common (1).py").write_text("ours")
     (student / "glide.py").write_text("theirs")
-    names = ["glide.block_mask", "common.draw", "falcon.glance"]
+    names = ["glide.block_mask", "common.rejection_sample", "falcon.glance"]
     results = tmp_path / "results.json"
     assert coursework.grade(names, student, results) == 2
     common, glide = ((ROOT / each).read_text() for each in ("common.py", "glide.py"))
@@ -141,7 +141,7 @@ def test_each_exercise_is_graded_beside_files_of_this_clone(
         ("test_verify.py", ["ours", glide]),
     ]
     assert capsys.readouterr().out.splitlines()[-5:] == [
-        "ann, common.draw: 3 of 3 tests pass",
+        "ann, common.rejection_sample: 3 of 3 tests pass",
         "ann, falcon.glance: 0 of 3 tests pass",
         "    glancing worked by hand: no falcon.py",
         "    glancing against the definition: no falcon.py",
@@ -161,12 +161,12 @@ def test_each_exercise_is_graded_beside_files_of_this_clone(
     }
     # Two files that may be meant, and a second student.
     (student / "common.py").write_text("ours, too")
-    assert coursework.grade(["common.draw"], tmp_path) == 1
+    assert coursework.grade(["common.rejection_sample"], tmp_path) == 1
     told = capsys.readouterr().out.splitlines()[-1]
     assert told.endswith(": common (1).py and common.py are there: keep one")
     (tmp_path / "ben").mkdir()
     with pytest.raises(ValueError, match="for one student"):
-        coursework.grade(["common.draw"], tmp_path, results)
+        coursework.grade(["common.rejection_sample"], tmp_path, results)
 
 
 @pytest.fixture(scope="module")

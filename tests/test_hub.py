@@ -352,7 +352,7 @@ def test_the_snippet_that_cancels_an_answer(scope):
         if len(rounds) == 2:
             scope["cancel"].set()
 
-    scope["decode"] = common.speculate(glide.drafts, scope["drafter"], each=each)
+    scope["decode"] = common.speculate(glide.drafts, scope["drafter"], callback=each)
     exec(
         snippets()["A server"].replace(
             "stopping_criteria=criteria",
@@ -381,7 +381,7 @@ def test_the_snippet_for_lm_eval(scope):
     plain = huggingface.HFLM(target, tokenizer=scope["tokenizer"], batch_size=1)
     expected = plain.generate_until(requests)
     stats = common.Stats()
-    scope["decode"] = common.speculate(glide.drafts, scope["drafter"], each=stats)
+    scope["decode"] = common.speculate(glide.drafts, scope["drafter"], callback=stats)
     exec(snippets()["lm_eval"], scope)
     assert scope["lm"].generate_until(requests) == expected
     assert stats.drafted > 0

@@ -118,7 +118,7 @@ def decode(target, ids, drafts, **options):
     counts.
     """
     stats = common.Stats()
-    decoder = common.speculate(drafts, each=stats)
+    decoder = common.speculate(drafts, callback=stats)
     return target.generate(ids, custom_generate=decoder, **options), stats
 
 
@@ -147,7 +147,7 @@ def test_greedy_output_is_the_targets_own(target_name, method):
         end=lambda: got.append("end"),
     )
     drafts = drafts_of(method, target_name)
-    decoder = common.speculate(drafts, streamer=streamer, each=stats)
+    decoder = common.speculate(drafts, streamer=streamer, callback=stats)
     output = target.generate(ids, custom_generate=decoder, **GREEDY)
     assert torch.equal(output, truth)
     prompt, *rounds, last = got

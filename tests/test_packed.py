@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tiny import family, make_glide, make_llama
 
 import common
 import glide
-from support import cli, packed
+from support import packed
 from support.measuring import kernels as remembered
 from support.measuring import report
 
@@ -273,95 +272,3 @@ def test_a_mask_is_repeated_once_per_forward():
     assert torch.equal(whole, torch.cat([mask, mask], dim=2))
     assert packed.repeated(mask, 2) is whole
     assert packed.repeated(mask, 3).shape == (1, 1, 9, 7)
-
-
-# ----------------------------------------------------------------------- to the bit
-
-
-def test_what_each_token_sees_by_hand():
-    """Four committed tokens; a chain of two, and another child of the root."""
-    drawing = """
-        x x x x . . .
-        x x x x x . .
-        x x x x x x .
-        . . x x . . x
-    """
-    rows = [line.split() for line in drawing.strip().splitlines()]
-    sees = torch.tensor([[cell == "x" for cell in row] for row in rows])[None, None]
-    expected = [(0, []), (0, [4]), (0, [4, 5]), (2, [6])]
-    additive = torch.where(sees, 0.0, torch.finfo(torch.float32).min)
-    for mask in (sees, additive):
-        shared, found = packed.seen(mask)
-        assert shared == 4
-        assert [(start, own.tolist()) for start, own in found] == expected
-
-
-def test_a_token_attends_to_what_it_sees_and_to_nothing_else():
-    """Whatever the others see, it reads the same rows in the same order."""
-    torch.manual_seed(0)
-    query, (key, value) = torch.randn(1, 4, 9, 8), torch.randn(2, 1, 2, 20, 8)
-    sees = torch.rand(9, 20) < 0.5
-    sees[:, 3] = True
-    mask = sees[None, None]
-    out, _ = packed.row_by_row(None, query, key, value, mask)  # (1, 9, 4, 8)
-    for n, row in enumerate(sees):
-        seen = key[:, :, row], value[:, :, row]
-        alone = F.scaled_dot_product_attention(
-            query[:, :, n : n + 1], *seen, enable_gqa=True
-        )
-        torch.testing.assert_close(out[:, n : n + 1], alone.transpose(1, 2))
-
-
-def rounds(target, ids, drafts, new_tokens):
-    """An answer, and what the target gave for its tokens, hidden states and logits."""
-    hidden = []
-    target.generation_config.eos_token_id = None
-    options = {"max_new_tokens": new_tokens, "do_sample": False}
-    decoding = common.start(target, input_ids=ids, **options)
-    for draft in drafts(decoding):
-        scores, states = common.score(target, decoding.ids, draft, decoding.cache)
-        path = decoding.commit(draft, scores, states)
-        kept = [0, *(node + 1 for node in path)]
-        hidden += zip(states[kept], scores[kept])
-    return decoding.ids, hidden
-
-
-def plain(decoding):
-    while not decoding.done:
-        yield common.chain([], decoding.ids)
-
-
-def same_rounds(target, ids, drafts, new_tokens):
-    """How many tokens have the bits of plain decoding, and how many there are."""
-    answer, expected = rounds(target, ids, plain, new_tokens)
-    output, found = rounds(target, ids, drafts, new_tokens)
-    assert torch.equal(output, answer)
-    same = [
-        all(torch.equal(ours, theirs) for ours, theirs in zip(*pair))
-        for pair in zip(found, expected)
-    ]
-    return sum(same), len(same)
-
-
-@pytest.mark.slow
-def test_the_shipped_drafters_decode_to_the_bit():
-    """Without row_by_row, hardly a token has the same bits."""
-    target, tokenizer = common.load_target()
-    try:
-        exact = packed.pack_exactly(target)
-    except ValueError as error:
-        pytest.skip(str(error))
-    other = packed.pack(target, exact.kernels)
-    ids = tokenizer("Once upon a time, there was", return_tensors="pt")["input_ids"]
-    for method in ("glide", "falcon", "ctc_drafter", "specdecpp"):
-        module = cli.import_method(method)
-        folder = ROOT / "checkpoints" / method
-        drafter = common.load_drafter(module.Drafter, str(folder), target)
-
-        def drafts(decoding, module=module, drafter=drafter):
-            return module.drafts(decoding, drafter)
-
-        same, total = same_rounds(exact, ids, drafts, 24)
-        assert same == total >= 23
-        same, total = same_rounds(other, ids, drafts, 24)
-        assert same < total / 2

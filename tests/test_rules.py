@@ -49,7 +49,7 @@ def record(target, drafter, turn=TURN, **fields):
 def decode(target, drafter, turn, **rule):
     """(N_target, N_discarded, N) of an answer."""
     stats = common.Stats()
-    drafts = common.speculate(specdecpp.drafts, drafter, each=stats, **rule)
+    drafts = common.speculate(specdecpp.drafts, drafter, callback=stats, **rule)
     target.generate(**turn, custom_generate=drafts)
     return stats.target_forwards, stats.drafted - sum(stats.accepted), stats.emitted
 

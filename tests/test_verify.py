@@ -373,7 +373,7 @@ def law_of_draw(p_target, draws):
     def returned(siblings, numbers):
         nonlocal asked
         uniforms[:] = numbers
-        token = common.draw(p_target, siblings)
+        token = common.rejection_sample(p_target, siblings)
         asked += len(uniforms) < len(numbers)
         return token
 
@@ -468,7 +468,7 @@ def argmax(q_draft, claimed):
     """The likeliest token of q_draft, submitted as drawn from it or as it is."""
     token = [int(q_draft.argmax())]
     draft = draft_of(token, [-1], q_draft[None] if claimed else None)
-    return [(1.0, draft.drawn().get(-1, []))]
+    return [(1.0, draft.sampled().get(-1, []))]
 
 
 @pytest.mark.parametrize(
@@ -501,21 +501,21 @@ def test_a_rejection_that_leaves_nothing_but_rounding_errors(monkeypatch):
     q_draft = [1e-7, 0.5, 0.5]  # it adds up to 1.0000001
     got = set()
     for _ in range(20):  # token 0 is rejected for certain
-        got.add(common.draw(torch.tensor(p_target), [(0, torch.tensor(q_draft))]))
+        got.add(common.rejection_sample(torch.tensor(p_target), [(0, torch.tensor(q_draft))]))
     assert got == {1, 2}, (
         f"p_target {p_target}, token 0 drafted from q_draft {q_draft}, so that p - q "
         f"leaves nothing: expected draws from p_target, of tokens 1 and 2, got {got}"
     )
     # torch.rand may give 0 as well.
     monkeypatch.setattr(torch, "rand", torch.zeros)
-    got = common.draw(torch.tensor(p_target), [(0, torch.tensor(q_draft))])
+    got = common.rejection_sample(torch.tensor(p_target), [(0, torch.tensor(q_draft))])
     assert got != 0, "torch.rand gave 0, and token 0 was accepted: p_target has it at 0"
 
 
 def test_the_table_of_draw_is_right():
     """Its numbers are those of the test of the exact distribution above."""
     table = {}
-    for line in common.draw.__doc__.splitlines():
+    for line in common.rejection_sample.__doc__.splitlines():
         name, *numbers = re.split(r"  +", line.strip().partition("    m")[0])
         with contextlib.suppress(ValueError):
             table[name] = [float(number) for number in numbers]
@@ -763,7 +763,7 @@ def test_what_speculate_streams_counts_and_returns(llama):
         yield from trees[start:]
 
     decoder = common.speculate(
-        drafts, [None, *trees], streamer=streamer, each=each, start=1
+        drafts, [None, *trees], streamer=streamer, callback=each, start=1
     )
     output = llama.generate(
         IDS, custom_generate=decoder, max_new_tokens=6, do_sample=False
@@ -799,7 +799,7 @@ def test_a_drafter_whose_logits_are_no_numbers_costs_drafts_only(llama):
 
 def test_probabilities_that_are_no_numbers_are_named(llama):
     with refused("are not numbers: its logits overflow"):
-        common.draw(torch.tensor([0.5, float("nan")]), [])
+        common.rejection_sample(torch.tensor([0.5, float("nan")]), [])
 
 
 def test_settings_are_those_that_may_change_after_training(llama):

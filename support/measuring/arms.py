@@ -69,6 +69,7 @@ class Parts(NamedTuple):
     base: str  # the method whose drafter it uses, for most the same
     changes: dict  # settings of the method
     chain: dict  # settings of the chains that CAPE expands
+    window: dict  # {"window": how much of a text its drafter sees}, see common.windowed
     copies: bool
     folder: str  # of the drafter; "": the shipped one
 
@@ -95,6 +96,10 @@ def parse(text: str) -> Parts:
         raise UserError(f"{name} has no weights: leave out @{folder}")
 
     changes = read_settings(name, settings, source, module)
+    window = {}
+    if hasattr(source, "Drafter"):
+        size = changes.pop("window", common.WINDOW)
+        window = {"window": None if size == "none" else size}
     chain = {}
     if name == "cape":  # what is not its own is a setting of the chains
         own = common.decode_fields(module.Config)
@@ -103,7 +108,8 @@ def parse(text: str) -> Parts:
         changes = {key: value for key, value in changes.items() if key in own}
         common.changed(source.Config(), chain)  # a wrong setting is refused here
     common.changed(module.Config(), changes)
-    return Parts(name, base, changes, chain, words.endswith("+copies"), folder)
+    copies = words.endswith("+copies")
+    return Parts(name, base, changes, chain, window, copies, folder)
 
 
 def read_settings(name: str, text: str, *modules) -> dict:
@@ -192,7 +198,7 @@ def make_arm(text: str, target, load) -> Arm:
     load: a function of a method and a folder ("": the shipped one), which returns the
         drafter.
     """
-    name, base, changes, chain, copies, folder = parse(text)
+    name, base, changes, chain, window, copies, folder = parse(text)
     shown = text.removesuffix(folder) + Path(folder).name
     module = cli.import_method(name)
     source = cli.import_method(base)
@@ -202,15 +208,20 @@ def make_arm(text: str, target, load) -> Arm:
     if name == "cape":
         of_chain = decode_settings(source, drafter, chain)
         settings = {"base": base} | of_chain | settings
+    settings |= window
     if copies:
         settings["copies"] = COPIES
 
     def drafts(decoding):
         given = [decoding] if drafter is None else [decoding, drafter]
         if name == "cape":
-            given = [source.drafts(*given, **chain), decoding]
-        made = module.drafts(*given, **changes)
-        return lookup.with_copies(made, decoding, COPIES) if copies else made
+            chains = source.drafts(*given, **chain, **window)
+            proposals = module.drafts(chains, **changes)
+        else:
+            proposals = module.drafts(*given, **changes, **window)
+        if copies:
+            return lookup.with_copies(proposals, decoding, COPIES)
+        return proposals
 
     return Arm(shown, target, drafts, module, own, settings)
 

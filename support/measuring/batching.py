@@ -81,12 +81,12 @@ def joint_score(target, decodings: list, drafts: list) -> list[tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def generate(target, drafts, decodings: list, each=None) -> list[Tensor]:
+def generate(target, drafts, decodings: list, callback=None) -> list[Tensor]:
     """Decode several sequences at once, each as if it were alone.
 
     drafts: a function of a Decoding, which returns the generator of its drafts.
     decodings: of `common.start`; prompts of any lengths.
-    each: called with (decoding, draft, path) of each sequence after each round.
+    callback: called with (decoding, draft, path) of each sequence after each round.
     Returns (1, T) prompt and new tokens of each.
     """
     generators = {decoding: drafts(decoding) for decoding in decodings}
@@ -98,6 +98,6 @@ def generate(target, drafts, decodings: list, each=None) -> list[Tensor]:
             scored = joint_score(target, live, made)
         for decoding, draft, own in zip(live, made, scored):
             path = decoding.commit(draft, *own)
-            if each is not None:
-                each(decoding, draft, path)
+            if callback is not None:
+                callback(decoding, draft, path)
     return [decoding.ids for decoding in decodings]

@@ -50,17 +50,15 @@ def feed_level(drafter, decoding, memory, fed: list[tuple], count: int) -> Tenso
     fed: all proposals fed in this round, each a tuple of tokens; shorter ones first.
         Their rows follow those of the text in the drafter's cache, in this order.
     """
-    root = decoding.ids.shape[1] - 1  # the position of the root, and its row
+    root = decoding.ids.shape[1] - 1  # its row
     node_of = {path: node for node, path in enumerate([(), *fed], start=-1)}
     sees = common.tree_mask([node_of[path[:-1]] for path in fed])[-count:]
     self_mask = F.pad(sees, (root, 0), value=True)[None, None].to(decoding.ids.device)
     new = decoding.ids.new_tensor([[path[-1] for path in fed[-count:]]])  # (1, count)
-    positions = torch.full_like(new, root + len(fed[-1]))
+    positions = torch.full_like(new, decoding.first + root + len(fed[-1]))
     kv = {}  # all rows of the target; none after a prompt of one token
-    if decoding.cache.get_seq_length() > 0:
-        for layer in drafter.kv_layers:
-            rows = decoding.cache.layers[layer]
-            kv[layer] = rows.keys, rows.values
+    if root > 0:
+        kv = {layer: decoding.rows(layer) for layer in drafter.kv_layers}
     # The next round's `rewind` drops these rows, because their tokens are not recorded
     # as text. So accepted tokens are fed once more, but in the pass that has to feed
     # the bonus token anyway.
@@ -110,6 +108,7 @@ def propose(drafter, decoding, memory, depth: int, width: int) -> common.Draft:
     )
 
 
+@common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.

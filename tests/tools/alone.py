@@ -49,7 +49,7 @@ def decode(method: str) -> dict:
     ids = tokenizer("w1 w2 w3 w1 w2", return_tensors="pt")["input_ids"]
     options = {"max_new_tokens": 20, "do_sample": False}
     stats = common.Stats()
-    decoder = common.speculate(drafts, each=stats)
+    decoder = common.speculate(drafts, callback=stats)
     output = target.generate(ids, custom_generate=decoder, **options)
     same = torch.equal(output, target.generate(ids, **options))
     return {"same": same, "drafted": stats.drafted}
