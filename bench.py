@@ -404,9 +404,10 @@ def acceptance_rate(arm: Arm, asked: list[dict], answers: list[Answer]) -> float
         place = torch.arange(ids.shape[1], device=ids.device)
         answered = (place >= prompt.shape[1])[None]
         hidden, kv = common.target_features(arm.target, ids, arm.drafter.kv_layers)
-        seed = ids.new_tensor([number])
-        batch = common.Batch(ids, answered, hidden, kv, seed, progress=0.0)
-        accepted, positions = arm.module.acceptance(arm.drafter, arm.target, batch)
+        batch = common.Batch(ids, answered, hidden, kv, progress=0.0)
+        with torch.random.fork_rng():  # what is drawn is the same for all arms
+            torch.manual_seed(number)
+            accepted, positions = arm.module.acceptance(arm.drafter, arm.target, batch)
         total += float(accepted)
         count += int(positions)
     return total / count if count else None
