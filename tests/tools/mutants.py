@@ -19,8 +19,11 @@ a window is one position too long
 - reach = sees & (query - key < window
 + reach = sees & (query - key <= window
 a target that has changed is not tried again
-- _TRIED[target].state != state
-+ False
+- if _TRIED.get(target) != state:
++ if target not in _TRIED:
+a trial writes in the target's own config
+- value = copy.deepcopy(value, memo)
++ pass
 a trial takes a fault for rounding
 - tolerance = 0.15 if half else 2e-3
 + tolerance = 2.0
@@ -33,18 +36,21 @@ the state of a processor is not compared
 a processor is not asked again after a longer text
 - ((0, 2), (2, 3), (1, 4), (4, 5))
 + ((2, 3), (4, 5))
-a window that only the cache has is not noticed
-- if unread and max_length
-+ if False and max_length
+a window that the model does not read is not noticed
+- decoder_config(model).sliding_window = 3
++ pass
+a processor is asked about a text that has ended
+- allowed[:, list(decoding.eos_ids)] = float("-inf")
++ pass
 the first rows are kept, not the accepted ones
 - self.cache.move(prefix + rows, prefix)
 + pass
 rejected rows stay in the cache
 - self.cache.cut(prefix + len(kept))
 + pass
-a cache that doubles loses its newest row
-- F.pad(x[:, :, :old], spare)
-+ F.pad(x[:, :, : old - 1], (0, 0, 0, spare[-1] + 1))
+a cache that grows loses its newest row
+- F.pad(buffer[..., :length, :], (0, 0, 0, end + spare - length))
++ F.pad(buffer[..., : length - 1, :], (0, 0, 0, end + spare - length + 1))
 a drafter keeps the rows of rejected tokens
 - agreed = int(same.cumprod(0).sum())
 + agreed = end
@@ -67,8 +73,8 @@ hidden states of rejected nodes
 - hidden = hidden[rows]
 + pass
 sampling: tokens are tried that are no children
-- drawn.setdefault(parent, []).append((token
-+ drawn.setdefault(-1, []).append((token
+- sampled.setdefault(parent, []).append((token
++ sampled.setdefault(-1, []).append((token
 every sibling is tried with the first one's probabilities
 - []).append((token, q_draft))
 + []).append((token, self.probs[self.parents.index(parent)]))
@@ -90,9 +96,9 @@ sampling: no residual
 a draw of 0 takes the first token, even one of probability 0
 - uniform * sums[..., -1:], right=True)
 + uniform * sums[..., -1:])
-drafters get the last hidden state of a round only
-- self.hidden = hidden[None, : len(kept)]
-+ self.hidden = hidden[None, len(kept) - 1 : len(kept)]
+the hidden states of a round take the place of older ones
+- self.buffer = appended(self.buffer, prefix, hidden[None, : len(kept)])
++ self.buffer = appended(self.buffer, max(0, prefix - 1), hidden[None, : len(kept)])
 no place is left for the bonus token
 - max_length - self.ids.shape[1] - 1
 + max_length - self.ids.shape[1]
@@ -112,14 +118,35 @@ queries turn the other way than keys
 - rotated = rotated * cos + rotate_half(rotated) * sin
 + rotated = rotated * cos - rotate_half(rotated) * sin
 Mistral is decoded beyond its window
-- meanings += [["sliding_attention"], sorted(set(named))]
-+ meanings += [sorted(set(named))]
-a quantised head gives the logits of all tokens
-- return logits if token_ids is None else logits[..., token_ids]
-+ return logits
-a quantised head is converted together with a drafter
-- self.given = target, token_ids
-+ self.target, self.given = target, (target, token_ids)
+- return ["sliding_attention" if window else "full_attention"]
++ return ["full_attention"]
+a head that is quantised is read as if it were not
+- if isinstance(head, nn.Linear) and is_plain_weight(head.weight):
++ if True:
+a target without some of its weights is random there
+- if missing:  # transformers
++ if False:  # transformers
+a renewed drafter sees a token more
+- first = decoding.ids.shape[1] - window
++ first = decoding.ids.shape[1] - window - 1
+a renewed drafter reads the rows of the whole text
+- return keys[:, :, self.first :], values[:, :, self.first :]
++ return keys, values
+a window is never renewed
+- return self.decoding.done or self.decoding.ids.shape[1] > self.end
++ return self.decoding.done
+rows behind an edit are kept
+- self.cached = int(same.cumprod(0).sum())  # leading
++ self.cached = int(same.sum())  # leading
+rows of an interrupted round are kept
+- self.cache.cut(self.cached)
++ pass
+a cache is taken over twice
+- after.cache = after.buffer = None
++ pass
+rows of a target that has changed are kept
+- if after.state != self.state or changing_rope
++ if changing_rope
 the loss of a router is computed while decoding
 - options["output_router_logits"] = False
 + options["output_router_logits"] = True
@@ -147,12 +174,16 @@ of a long prompt only the end is fed
 without distillation the drafter learns its input
 - tokens = batch.input_ids[:, 1:][batch.loss_mask[:, 1:]]
 + tokens = batch.input_ids[:, :-1][batch.loss_mask[:, 1:]]
-the target's expected logit counts half
-- teacher.expected_logit(states)
-+ teacher.expected_logit(states / 2)
+learned distributions are those of twice the temperature
+- common.target_logits(target, hidden, vocab_ids).softmax(-1)
++ (common.target_logits(target, hidden, vocab_ids) / 2).softmax(-1)
 """
 
 CAPE = r"""
+extras count as sampled
+- return common.Draft(tokens, parents, q_draft, trajectory.notes | notes)
++ q_all = q_draft[[p + 1 for p in parents]]
++ return common.Draft(tokens, parents, q_all, trajectory.notes | notes)
 a range does not hold its upper bound
 - bisect.bisect_left(config.bounds, confidence)
 + bisect.bisect_right(config.bounds, confidence)
@@ -165,15 +196,6 @@ a set holds the trajectory's token
 extras claim to be sampled
 - return common.Draft(tokens, parents, q_draft, trajectory
 + return common.Draft(tokens, parents, q_draft[[0] * len(tokens)], trajectory
-extras are drawn with replacement
-- others.scatter_(1, drawn[:, n : n + 1], 0.0)
-+ pass
-what drawn extras come with is not divided by its sum
-- left[:, n] = others / others.sum(1, keepdim=True)
-+ left[:, n] = others
-the likeliest tokens are submitted as drawn
-- drawn[:, n : n + 1] = common.sample(left[:, n])
-+ drawn[:, n : n + 1] = left[:, n].argmax(-1, keepdim=True)
 tokens of probability 0 are extras
 - torch.minimum(possible.new_tensor(counts), possible)[:, None]
 + possible.new_tensor(counts)[:, None]
