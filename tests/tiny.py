@@ -60,8 +60,7 @@ def random_batch(target, lengths=(9, 12, 7), prompt=3, layers=(), seed=7):
     for length in lengths:
         ids = torch.randint(1, vocab, (length,), generator=generator)
         sequences.append((ids, torch.arange(length) >= prompt))
-    batch = make_batch(target, sequences, layers)
-    return dataclasses.replace(batch, seed=batch.seed + seed)
+    return make_batch(target, sequences, layers)
 
 
 def row_of(batch, row, length):
@@ -74,7 +73,6 @@ def row_of(batch, row, length):
         loss_mask=batch.loss_mask[one, :length],
         hidden=batch.hidden[one, :length],
         kv=kv,
-        seed=batch.seed[one],
     )
 
 
@@ -102,8 +100,7 @@ def teach(method, drafter, target, steps, lr, rows=4, length=46):
     losses = []
     drafter.train()
     for step in range(steps):
-        seeds = torch.arange(rows) + rows * step
-        batch = dataclasses.replace(whole, seed=seeds, progress=step / steps)
+        batch = dataclasses.replace(whole, progress=step / steps)
         total, weight = method.loss(drafter, target, batch)
         (total / weight).backward()
         optimizer.step()

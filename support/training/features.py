@@ -46,7 +46,6 @@ class Features:
         ids, masks = zip(*sequences)
         input_ids = pad_sequence(ids, batch_first=True).to(device)  # (B, T)
         loss_mask = pad_sequence(masks, batch_first=True).to(device)  # (B, T)
-        teacher = None
         if self.folder is None:
             hidden, kv = common.target_features(self.target, input_ids, self.layers)
         else:
@@ -57,10 +56,7 @@ class Features:
                 kv[layer] = tuple(
                     _stack(stored, f"{x}{layer}").to(device) for x in "kv"
                 )
-            mean, entropy, best = (_stack(stored, x).to(device) for x in self.taught)
-            teacher = common.Teacher(mean, entropy[..., 0], best[..., 0].long())
-        seed = seed.to(device)
-        return common.Batch(input_ids, loss_mask, hidden, kv, seed, progress, teacher)
+        return common.Batch(input_ids, loss_mask, hidden, kv, progress)
 
     def batches(self, sequences: list) -> list[common.Batch]:
         """All sequences in order, eight per batch, for acceptance rates."""
