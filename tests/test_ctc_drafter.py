@@ -6,6 +6,7 @@ import json
 import math
 import types
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,15 @@ def make_drafter(target, **options):
     torch.manual_seed(5)
     counts = torch.arange(target.config.vocab_size)
     return ctc_drafter.build(config, target, counts).double().eval()
+
+
+@pytest.mark.parametrize("method", [ctc_drafter, medusa])
+def test_the_defaults_are_those_of_the_shipped_drafter(method):
+    name = method.__name__.rpartition(".")[2]
+    folder = Path(__file__).resolve().parent.parent / "checkpoints" / name
+    shipped = json.loads((folder / "config.json").read_text())
+    defaults = dataclasses.asdict(method.Config(shipped["target"]))
+    assert {key: defaults[key] for key in shipped} == shipped
 
 
 # ----------------------------------------------------------------------- by brute force
@@ -425,6 +435,20 @@ def test_drafting_round_by_round_equals_one_training_pass(llama):
         drafted = ctc_drafter.fill_slots(drafter, decoding, memory)
         torch.testing.assert_close(drafted, log_q[end - 2], atol=1e-4, rtol=1e-4)
         assert memory.cache.get_seq_length() == end - 1
+
+
+def test_what_was_committed_without_its_drafts_is_read_as_well(llama):
+    """After rounds of somebody else's, the draft is that of a new generator."""
+    drafter = make_drafter(llama)
+    ids = torch.tensor([[9, 8, 7]])
+    decoding = common.start(llama, input_ids=ids, max_new_tokens=12)
+    drafts = ctc_drafter.drafts(decoding, drafter)
+    decoding.verify(next(drafts))
+    for _ in range(2):
+        decoding.verify(common.chain([], decoding.ids))
+    ours, fresh = next(drafts), next(ctc_drafter.drafts(decoding, drafter))
+    assert paths(ours) == paths(fresh)
+    assert ours.notes["q"] == pytest.approx(fresh.notes["q"], rel=1e-5)
 
 
 def test_the_layer_and_the_final_norm_start_as_the_targets():
