@@ -382,12 +382,14 @@ def test_the_chosen_layers_of_the_target_are_copied():
 
 def test_the_defaults_are_those_of_the_shipped_drafter():
     shipped = json.loads((ROOT / "checkpoints/specdecpp/config.json").read_text())
-    deep = make_llama(layers=shipped["target"]["num_layers"])
-    built = make_drafter(deep, **{"head_depth": 3, "intermediate_size": 1536})
-    settings = dataclasses.asdict(built.config) | {"draft_vocab": 8192}
-    ours = dataclasses.asdict(specdecpp.Config()) | {"layers": settings["layers"]}
-    for name in ours.keys() & shipped.keys() - {"target", "stage"}:
-        assert ours[name] == shipped[name], name
+    target = make_llama(layers=shipped["target"]["num_layers"])
+    config = specdecpp.build(specdecpp.Config(), target, torch.arange(48)).config
+    built = dataclasses.asdict(config)
+    names = built.keys() & shipped.keys() - {"target", "stage"}
+    assert {name: built[name] for name in names} == {
+        name: shipped[name] for name in names
+    }
+    assert names >= {"layers", "draft_vocab", "head_depth", "w_rej", "threshold"}
 
 
 def test_build_leaves_the_callers_config_as_it_was(llama):

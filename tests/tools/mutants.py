@@ -310,9 +310,9 @@ windows begin with the newest token
 anchors are those of the first rows
 - order = torch.rand(whole.shape, device=whole.device)
 + order = -torch.arange(whole.shape[1]).expand(whole.shape).float() / 1e6 + 1
-what was read in earlier rounds is read again
+the oldest states are read in every round, not the new ones
 - decoding.hidden[:, read:]
-+ decoding.hidden[:, -(decoding.ids.shape[1] - 1 - read) - 1 :][:, :-1]
++ decoding.hidden[:, : decoding.ids.shape[1] - 1 - read]
 the slots of earlier rounds stay in the cache
 - memory.cache.cut(read + n)
 + pass
