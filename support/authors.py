@@ -90,7 +90,7 @@ def specdecpp_head(theirs: dict, weights: dict[str, Tensor], target, draft_model
         stage="head",
         head_depth=depth,
         draft_model=draft_model,
-        model={"hidden_size": theirs["hidden_size"]},
+        width=theirs["hidden_size"],
         draft_vocab=0,
     )
     renamed = {}

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import common
 from support import cli, default_target, files
@@ -136,14 +136,26 @@ def causal_lm(drafter, target):
 
     It has the target's embedding and LM head, so it drafts from the whole vocabulary.
     """
-    if drafter.body is None:
-        model = drafter.config.draft_model
-        raise common.UserError(f"the drafter holds only a head: load {model}")
-    config = AutoConfig.for_model(**drafter.config.model)
+    ours, whole = drafter.config, target.config.get_text_config()
+    if ours.draft_model:
+        raise common.UserError(
+            f"the drafter holds only a head: load {ours.draft_model}"
+        )
+    if "rope_theta" not in (getattr(whole, "rope_parameters", None) or {}):
+        raise common.UserError(
+            "its layers rotate as those of Llama, and the target otherwise: engines have "
+            "no format for it"
+        )
+    config = common.llama_config(ours.target, ours.intermediate_size)
+    names = ("vocab_size", "max_position_embeddings", "rope_parameters")
+    names += ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    config.update({name: getattr(whole, name) for name in names})
+    config.num_hidden_layers = len(ours.layers)
     model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
     model = model.to(target.device)
-    layers = drafter.body.get_decoder().state_dict()
-    model.get_decoder().load_state_dict(layers, strict=False)  # without an embedding
+    check_rotation(config.to_dict(), target)
+    # Without an embedding; the rest of a drafter is its head and its vocabulary.
+    model.get_decoder().load_state_dict(drafter.state_dict(), strict=False)
     model.set_input_embeddings(target.get_input_embeddings())
     model.set_output_embeddings(target.get_output_embeddings())
     model.generation_config = copy.deepcopy(target.generation_config)

@@ -253,7 +253,7 @@ def test_copied_layers_leave_as_a_causal_lm(folder, target, tmp_path):
     export.main([*where, "--engine", "--target", str(folder)])
     lm, tokenizer = common.load_target(out)
     assert len(tokenizer) == V
-    model = specdecpp.draft_model(drafter, target)
+    model = specdecpp.model_of(drafter, target)
     with torch.no_grad():
         expected = model.logits(model.hidden(PROMPT))
         assert close(lm(PROMPT).logits[..., drafter.vocab_ids], expected)

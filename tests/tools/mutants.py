@@ -221,6 +221,9 @@ e_0 is judged as well
 labels exceed 1
 - q_draft.gather(1, choice)).clamp(max=1)
 + q_draft.gather(1, choice))
+Y is likelier than it says
+- choice = common.sample(q_draft)
++ choice = q_draft.argmax(-1, keepdim=True)
 Z exchanges the shares of X and Y
 - (uniform >= keep)
 + (uniform < keep)
@@ -228,14 +231,14 @@ labels belong to other tokens
 - return hidden, accept_prob[among]
 + return hidden, accept_prob[: len(hidden)]
 the first layers are copied, not the chosen ones
-- layer.load_state_dict(getattr(theirs, key)[index].state_dict())
-+ pass
-a list by layer is that of the first layers
-- model[name] = [value[layer] for layer in layers]
-+ model[name] = value[: len(layers)]
+- [theirs[layer] for layer in layers]
++ theirs
+tokens after a rejection see those after them
+- mask = mask.tril(read)[None, None]
++ mask = mask[None, None]
 a causal LM is believed
-- right = apart < 0.05 * logits.abs().max()
-+ right = True
+- common.check_target(lm)
++ pass
 w_rej is ignored
 - weight_rej = drafter.config.w_rej * (1 - accept_prob)
 + weight_rej = 1 - accept_prob
@@ -324,10 +327,16 @@ the first token needs only one blank before it
 - log_q[:, :-1, -1].cumsum(-1)
 + log_q[:, :-1, -1]
 windows begin with the newest token
-- F.pad(y[:, 2:], (0, U), value=-1)
-+ F.pad(y[:, 1:-1], (0, U), value=-1)
+- F.pad(y[:, 1:], (0, U - 1), value=-1)
++ F.pad(y[:, :-1], (0, U - 1), value=-1)
+anchors are those of the first rows
+- order = torch.rand(whole.shape, device=whole.device)
++ order = -torch.arange(whole.shape[1]).expand(whole.shape).float() / 1e6 + 1
+the oldest states are read in every round, not the new ones
+- decoding.hidden[:, read:]
++ decoding.hidden[:, : decoding.ids.shape[1] - 1 - read]
 the slots of earlier rounds stay in the cache
-- memory.cache.cut(read)
+- memory.cache.cut(read + n)
 + pass
 a sequence has the probability of its unlikeliest alignment
 - ranked.setdefault(sequence, -minus_q)
