@@ -357,7 +357,8 @@ class Decoding:
             self.cache.move(prefix + rows, prefix)
             hidden = hidden[rows]
         self.cache.cut(prefix + len(kept))
-        self.hidden = hidden[None, : len(kept)]
+        self.kept = len(kept)
+        self.hidden = torch.cat([self.hidden, hidden[None, : len(kept)]], dim=1)
         return path
 
 
@@ -438,7 +439,7 @@ class Stats:
         self.drafted += len(draft.tokens)
         # One row was kept for each token committed: the root has one, the newest token
         # has none.
-        self.emitted += decoding.hidden.shape[1]
+        self.emitted += decoding.kept
         self.offered.append(max(draft.depths(), default=0))
         self.accepted.append(len(path))
 
@@ -1676,7 +1677,7 @@ def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
         nonlocal printed
         stats(decoding, draft, path)
         end = decoding.ids.shape[1]
-        accepted_end = end - decoding.hidden.shape[1] + len(path)
+        accepted_end = end - decoding.kept + len(path)
         for stop, colour in ((accepted_end, green), (end, reset)):
             ids = decoding.ids[0, length:stop]
             text = tokenizer.decode(ids, skip_special_tokens=True)
