@@ -162,13 +162,13 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
              3   x  x  x  x  x
              4   x  x  x  x  x
 
-    phase: (B,) how many of its k slots the first block lacks, 0 to k - 1.
+    phase: (B,) how many of its k slots are missing in the first block, 0 to k - 1.
     Returns (B, 1, S, S) bool, True where a slot sees another; S is `length`.
     """
     indices = torch.arange(length, device=phase.device)
     block = (indices + phase[:, None]) // k  # (B, S)
     # The label of slot i is fed to slot i + k, a block later, so no slot sees its own
-    # label. (A slot that `reveal` has changed does, but has no loss.)
+    # label. (Some are fed their own one by `reveal`, and these have no loss.)
     return (block[:, :, None] >= block[:, None, :])[:, None]
 
 
@@ -180,7 +180,7 @@ class Slots(NamedTuple):
     labels: Tensor  # (B, S, D) h_(i+k)
     label_ids: Tensor  # (B, S) x_(i+k+1)
     learns: Tensor  # (B, S) bool, True for slots that have a loss
-    phase: Tensor  # (B,) of `relaxed_mask`
+    phase: Tensor  # (B,) see `relaxed_mask`
 
 
 def training_slots(drafter: Drafter, batch) -> Slots:
@@ -238,18 +238,19 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, phase: Tensor) ->
     N slots together, all of them are revealed.
     """
     # The paper reveals runs of slots "preceding those to be predicted" (3.2). A run
-    # begins with the first slot of a complete block whose slots all learn, and never
-    # has the block's last slot, which learns from the labels before it. The paper does
-    # not say how runs are chosen. Here the order of the blocks and the lengths of the
-    # runs, from 1 to k - 1, are uniformly random.
+    # begins with the first slot of a complete block whose slots all learn. It never has
+    # the block's last slot, which learns from the labels before it. The paper does not
+    # say how runs are chosen. Here the order of the blocks and the lengths of the runs,
+    # from 1 to k - 1, are uniformly random.
     places = torch.arange(learns.shape[1], device=learns.device) + phase[:, None]
     block = places // k  # (B, S)
     learning = torch.zeros_like(block).scatter_add(1, block, learns.long())
-    length = torch.randint(1, k, block.shape, device=block.device)  # of a block's run
-    order = torch.rand(block.shape, device=block.device)  # of the blocks
+    length = torch.randint(1, k, block.shape, device=block.device)
+    order = torch.rand(block.shape, device=block.device)
+    # From one number for each block to one for each slot, that of its block.
     learning, length, order = (x.gather(1, block) for x in (learning, length, order))
     in_run = (learning == k) & (places % k < length)  # (B, S)
-    # The rank of each slot among those of all runs; of these the first N are revealed.
+    # Of the slots in all runs, in the order of their blocks, the first N are revealed.
     rank = order.masked_fill(~in_run, 2).argsort(dim=1, stable=True).argsort(dim=1)
     number = (rate * wrong.sum(1, keepdim=True)).round()  # N
     return in_run & (rank < number)
@@ -277,7 +278,7 @@ def reveal(drafter: Drafter, target, slots: Slots, progress: float) -> Slots:
     return slots._replace(
         hidden=torch.where(revealed[..., None], slots.labels, slots.hidden),
         token_ids=torch.where(revealed, slots.label_ids, slots.token_ids),
-        learns=slots.learns & ~revealed,  # they could copy their input
+        learns=slots.learns & ~revealed,  # a revealed slot could copy its input
     )
 
 
@@ -399,8 +400,8 @@ VARIANTS = {  # named settings for bench.py, as in --method falcon:chain
 #
 # Pass 2 has two branches, with the tips 2 and 4. One is fed the tokens of nodes 0 and
 # 2, the other those of nodes 1 and 4. Both tips were drafted by the same slot, which
-# knows neither node 0's token nor node 1's. So in greedy decoding the two tips hold the
-# same token. This is the price of drafting two levels at once.
+# knows neither node 0's token nor node 1's. In greedy decoding the two tips therefore
+# hold the same token. This is the price of drafting two levels at once.
 
 
 # -------------------------------------------------------------------------- decoding
@@ -445,7 +446,7 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     """
     k = drafter.config.k
     total = decoding.ids.shape[1] - 1  # P
-    if total == 0:  # a prompt of one token, before which there is no hidden state
+    if total < k:
         return None
     # Blocks are counted back from the newest slot, so that the last one is full.
     # This moves their borders each round. For example, k = 3, and slots 5, 6 are new:
@@ -459,8 +460,6 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     # so memory keeps them fused.
     fused = memory.read(drafter, decoding)  # (1, r, D)
     length = fused.shape[1]  # r
-    if total < k:
-        return None
     # Drop the cached rows of the slots that attend again, and those of the last draft,
     # which were made from predictions. Older rows stay, although blocks have changed:
     # the first layer's rows do not depend on blocks, but those above are approximate.
@@ -549,7 +548,7 @@ def sample_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int
     above: the tokens drafted on the way to the siblings.
     """
     # As `common.draw` requires, a node's distribution depends on the tokens above it
-    # and on its earlier siblings, but on no other drawn token.
+    # and on its earlier siblings, but not on any other drawn token.
     taken = vocab_ids[:0]  # earlier siblings
     while True:
         # A softmax over the tokens that earlier siblings leave, so q_draft sums to 1.
@@ -615,10 +614,10 @@ def propose(drafter: Drafter, decoding, memory: Memory, tree: dict) -> common.Dr
         return common.chain([], decoding.ids)
     index_of = {(): -1} | {path: node for node, path in enumerate(q)}
     tokens = decoding.ids.new_tensor([texts[path][-1] for path in q])
-    above = [index_of[path[:-1]] for path in q]
+    indices = [index_of[path[:-1]] for path in q]  # of the nodes' parents
     if decoding.do_sample:
-        return common.Draft(tokens, above, torch.stack(list(q.values())), {"k": k})
-    return common.Draft(tokens, above, notes={"k": k, "q": list(q.values())})
+        return common.Draft(tokens, indices, torch.stack(list(q.values())), {"k": k})
+    return common.Draft(tokens, indices, notes={"k": k, "q": list(q.values())})
 
 
 @torch.no_grad()
@@ -644,64 +643,24 @@ if __name__ == "__main__":
 # --------------------------------- deviations from the paper, and the authors' code
 #
 # Deviations from the paper, and choices where it says nothing:
-#  1. A slot predicts k places ahead, as in 3.1 and in the authors' code. With Eq. 1's
-#     shift of one, slot i + 1, which slot i may see, would hold the label of slot i.
-#  2. In Figure 2 CSGD replaces h_i and t_i by h_i^t and t_i^t, but the paper does not
-#     say which places these are from. Here they are those of the slot's label, as in
-#     the authors' code; the token is the text's, where the paper has the target's. The
-#     figure replaces the first 1 to 3 of four slots. Here `glance` reveals the first 1
-#     to k - 1 slots of some complete blocks, so with k = 2 one slot of each. A short
-#     text may have too few such blocks for N. The paper does not say whether revealed
-#     slots have a loss; here they have none. lambda falls by steps instead of epochs.
-#  3. In training, blocks are counted from a random slot. When drafting they are counted
-#     back from the newest one. With several layers, cached rows are not recomputed when
-#     the borders of blocks move (`first_pass`), an approximation.
-#  4. The feature, the embedding, the first layer's input and the prediction each have a
-#     norm, which the authors' drafters lack, and layers start as the target's top ones.
-#     With neither, tau of EAGLE's drafter is 6% lower (results/log/training.md).
-#  5. Only frequent tokens are drafted (`draft_vocab`), and only they enter L_dist and
-#     the Hamming distance. The label of L_hard is the target's likeliest token.
-#  6. CSGD's first pass has no noise; in the second, revealed labels get it as well.
-#  7. The default tree has 13 nodes in two passes; `paper_tree` has 118 in four.
-#  8. Branches that continue the same one are fed the same predictions, as in the
-#     authors' code; in Figure 1 each has its own. Siblings are drawn without
-#     replacement, as in the authors' code, where several parents in a branch share one
-#     draw; appendix A only says that m tokens are sampled. Logits processors judge what
-#     earlier siblings leave. If they allow no token, a sibling is left out of the
-#     draft, and so is all that would be below it.
-#  9. The shipped drafter has linear fusion like EAGLE's, omega_dist = 1 and nine nodes.
-#     Only its first stage had CSGD (checkpoints/README.md). In 4.5 CSGD raises alpha,
-#     but in trials here it did not raise `acceptance` (results/log/training.md).
+#  1. A slot predicts k places ahead (3.1). With one (Eq. 1) it would see its own label.
+#  2. CSGD feeds a slot its own label, with the text's token. It then has no loss.
+#  3. In training the first block has a random length. When drafting, cached rows stay.
+#  4. There are four more norms, and layers start as the target's top ones.
+#  5. Only frequent tokens are drafted and learned. L_hard's label is the likeliest one.
+#  6. CSGD's first pass has no noise. In the second, revealed labels have it as well.
+#  7. By default the tree has nine nodes (paper: 118), and omega_dist is 1 (paper: .1).
+#  8. Branches that continue the same one are fed equal predictions (unlike Figure 1).
+#  9. Siblings are sampled without replacement; appendix A says: "we sample m tokens".
 #
-# Authors' code. It was run next to this file with the same random weights. Apart from
-# deviation 4 and from what follows, forwards, losses, drafts, trees and the greedy
-# verification agree:
-#  - As published, the forward does not run, because it passes all that the LSTM
-#    returns, a tuple of output and state, to the first layer. The LSTM has dropout .1.
-#    It lacks batch_first, so it treats the sequences of a batch as steps in time, and
-#    in batches of one it has no memory.
-#  - A slot learns if x_i is a token of the answer, here if x_(i+k+1) is. So in their
-#    training no slot learns to predict the answer's first k + 1 tokens.
-#  - Blocks are counted from the first slot in training, and when drafting from the
-#    first slot that is fed in the round. With k = 2 the newest slot is then often alone
-#    in its block, and the slot that drafts the next token has not seen it. With a
-#    drafter of 22.3 million token-steps tau is 2.224 by their rule and 2.271 by ours,
-#    and a token is accepted in .702 and .744 of the rounds (nine prompts, 48 tokens
-#    each, greedy).
-#  - lambda falls from .45 to .10, in 21 epochs: the loop makes one more than
-#    num_epochs. A run may start at every k-th slot that has a loss, wherever its block
-#    begins, and for k > 2 there are N / k runs. Revealed slots keep their loss.
-#  - Noise is multiplied by 512 / length, and CSGD's first pass has it as well. Revealed
-#    labels have none.
-#  - L_hard's label is sampled. L_soft takes the logarithm of both distributions at a
-#    temperature of .95 (with 1e-8 added to the drafter's) and its mean under the
-#    target's at 1. So it is no KL divergence, and its minimum is not where they agree.
-#  - Each value of the gradient is clipped at .5. There are 2000 steps of warm-up, and
-#    texts are cut at 2048 tokens.
-#  - Trees are lists of paths of ranks, of which the verification reads only how many
-#    siblings there are. So the list kmask2_8layer_tree_3 gives the nodes of
-#    `paper_tree`. The evaluation scripts name kmask2_8layer_tree, of 165 nodes.
-#  - When sampling, the verification tests the newest committed token again, judges each
-#    token by its neighbour's q, and takes a pass's number for a level's. Of 20,000
-#    simulated draws 8,506 ended in an IndexError, and the rest do not follow the
-#    target's distribution.
+# Authors' code. With equal random weights and without deviation 4, all agrees but:
+#  - The LSTM's tuple goes to the first layer, so the forward does not run as published.
+#  - The LSTM has no batch_first, so it reads the sequences of a batch as steps in time.
+#  - A slot learns if x_i is in the answer (here x_(i+k+1)). Revealed slots have a loss.
+#  - Drafting counts blocks from the first slot fed: tau 2.224 instead of 2.271.
+#  - lambda falls from .45 to .10 in 21 epochs. A run may start anywhere in a block.
+#  - Noise is multiplied by 512 / length. CSGD's first pass has it, revealed labels not.
+#  - L_hard's label is sampled. L_soft mixes two temperatures, so it is not a divergence.
+#  - Each value of the gradient is clipped at .5.
+#  - Of the tree's ranks, only the number of siblings counts (see `paper_tree`).
+#  - Sampled tokens are judged by their neighbours' q, unless an IndexError comes first.
