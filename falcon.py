@@ -660,7 +660,6 @@ if __name__ == "__main__":
 #  - Drafting counts blocks from the first slot fed: tau 2.224 instead of 2.271.
 #  - lambda falls from .45 to .10 in 21 epochs. A run may start anywhere in a block.
 #  - Noise is multiplied by 512 / length. CSGD's first pass has it, revealed labels not.
-#  - L_hard's label is sampled. L_soft mixes two temperatures, so it is not a divergence.
+#  - L_hard's label is sampled. L_soft mixes temperatures, so it is not a divergence.
 #  - Each value of the gradient is clipped at .5.
-#  - Of the tree's ranks, only the number of siblings counts (see `paper_tree`).
 #  - Sampled tokens are judged by their neighbours' q, unless an IndexError comes first.
