@@ -140,12 +140,11 @@ def test_each_exercise_is_graded_beside_files_of_this_clone(
         ("test_glide.py", [common, "theirs"]),
         ("test_verify.py", ["ours", glide]),
     ]
-    assert capsys.readouterr().out.splitlines()[-5:] == [
+    assert capsys.readouterr().out.splitlines()[-4:] == [
         "ann, common.draw: 3 of 3 tests pass",
-        "ann, falcon.glance: 0 of 3 tests pass",
+        "ann, falcon.glance: 0 of 2 tests pass",
         "    glancing worked by hand: no falcon.py",
         "    glancing against the definition: no falcon.py",
-        "    noise and glancing do not depend on padding or batch: no falcon.py",
     ]
     # Gradescope sums up the scores.
     entries = json.loads(results.read_text())["tests"]

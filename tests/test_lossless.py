@@ -278,7 +278,7 @@ def test_a_processor_may_force_tokens_that_no_drafter_drafts(method):
         assert set(output[0, ids.shape[1] :].tolist()) <= {0, 1}
 
 
-@pytest.mark.parametrize("method", ["falcon", "ctc_drafter"])
+@pytest.mark.parametrize("method", ["ctc_drafter"])
 def test_a_drafter_of_hidden_states_notices_a_round_that_it_has_missed(method):
     target, ids, _ = make_target("Llama")
     decoding = common.start(target, input_ids=ids, max_new_tokens=12)

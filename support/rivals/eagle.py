@@ -87,10 +87,10 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 #  1. The loss is Falcon's: its distillation has a weight of 1 (`distill_weight`; EAGLE:
 #     .1) and has a hard label as well.
 #  2. Only frequent tokens are drafted and learned (`draft_vocab`).
-#  3. The default tree has nine nodes, EAGLE's has more. EAGLE-2 makes one in each
-#     round.
+#  3. The default tree has nine nodes, EAGLE's has more, and EAGLE-2's is made anew in
+#     each round.
 #  4. A linear fusion starts as the sum of its inputs, and has no bias (theirs has one
 #     unless the config says otherwise).
 #
-# Authors' code. It was run next to this file with the same random weights: forwards,
-# both terms of the loss, the tokens of four passes and trees agree.
+# Authors' code. It was run with the same random weights as these parts of falcon.py
+# without norms. Forwards, both terms of the loss, drafts and trees agree.
