@@ -148,7 +148,7 @@ def test_each_exercise_is_graded_beside_files_of_this_clone(
     ]
     # Gradescope sums up the scores.
     entries = json.loads(results.read_text())["tests"]
-    assert len(entries) == 2 + 3 + 3
+    assert len(entries) == 2 + 3 + 2
     assert sum(entry["score"] for entry in entries) == 3 * coursework.POINTS
     assert sum(entry["max_score"] for entry in entries) == 8 * coursework.POINTS
     assert entries[0] == {
