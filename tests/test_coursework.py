@@ -150,7 +150,7 @@ def test_each_exercise_is_graded_beside_files_of_this_clone(
     entries = json.loads(results.read_text())["tests"]
     assert len(entries) == 2 + 3 + 2
     assert sum(entry["score"] for entry in entries) == 3 * coursework.POINTS
-    assert sum(entry["max_score"] for entry in entries) == 8 * coursework.POINTS
+    assert sum(entry["max_score"] for entry in entries) == 7 * coursework.POINTS
     assert entries[0] == {
         "name": "glide.block_mask: test_the_block_mask_is_the_one_that_is_drawn",
         "max_score": coursework.POINTS,
