@@ -245,8 +245,8 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, phase: Tensor) ->
     places = torch.arange(learns.shape[1], device=learns.device) + phase[:, None]
     block = places // k  # (B, S)
     learning = torch.zeros_like(block).scatter_add(1, block, learns.long())
-    length = torch.randint(1, k, block.shape, device=block.device)
-    order = torch.rand(block.shape, device=block.device)
+    length = torch.randint_like(block, 1, k)
+    order = torch.rand_like(block, dtype=torch.float32)
     # From one number for each block to one for each slot, that of its block.
     learning, length, order = (x.gather(1, block) for x in (learning, length, order))
     in_run = (learning == k) & (places % k < length)  # (B, S)

@@ -230,11 +230,11 @@ as many labels are revealed as there are slots, not misses
 - number = (rate * wrong.sum(1, keepdim=True)).round()
 + number = round(rate * learns.shape[1])
 runs are cut short in the order of the text
-- order = torch.rand(block.shape, device=block.device)
+- order = torch.rand_like(block, dtype=torch.float32)
 + order = block.argsort() / block.numel()
 a run may have the last slot of its block
-- length = torch.randint(1, k, 
-+ length = torch.randint(1, k + 1, 
+- length = torch.randint_like(block, 1, k)
++ length = torch.randint_like(block, 1, k + 1)
 a run may begin in a block that is not complete or does not learn
 - in_run = (learning == k) & (
 + in_run = (learning > 0) & (
