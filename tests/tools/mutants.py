@@ -252,26 +252,56 @@ a slot learns the state before its label
 - labels=F.pad(hidden, (0, 0, 0, k))[:, k:-1]
 + labels=F.pad(hidden, (0, 0, 0, k))[:, k - 1 : -2]
 as many labels are revealed as there are slots, not misses
-- count = round(rate * int(wrong[sequence].sum()))
-+ count = round(rate * learns.shape[1])
+- number = (rate * wrong.sum(1, keepdim=True)).round()
++ number = round(rate * learns.shape[1])
+runs are cut short in the order of the text
+- order = torch.rand_like(block, dtype=torch.float32)
++ order = block.argsort() / block.numel()
+a run may have the last slot of its block
+- length = torch.randint_like(block, 1, k)
++ length = torch.randint_like(block, 1, k + 1)
+a run may begin in a block that is not complete or does not learn
+- in_run = (learning == k) & (
++ in_run = (learning > 0) & (
 the tokens of labels are revealed, and not their hidden states
 - hidden=torch.where(revealed[..., None], slots.labels, slots.hidden),
 + hidden=slots.hidden,
-the noise is made of the numbers that chose what is revealed
-- common.generator(own_seed, use=1)
-+ common.generator(own_seed)
+all noise is positive
+- .uniform_(-amplitude, amplitude)
++ .uniform_(0, amplitude)
+the second pass of CSGD has other blocks
+- return slots._replace(
++ return slots._replace(phase=0 * slots.phase,
+all texts have blocks of one phase
+- phase=torch.randint(k, hidden.shape[:1], device=hidden.device),
++ phase=torch.zeros_like(hidden[:, 0, 0]).long(),
 slots learn the label that they hold
 - learns=slots.learns & ~revealed
 + learns=slots.learns
 soft and hard losses exchange their weights
 - l_dist = 0.9 * l_soft + 0.1 * l_hard
 + l_dist = 0.1 * l_soft + 0.9 * l_hard
+the divergence is that of the drafter from the target
+- l_soft = F.kl_div(log_q, p_target, reduction="sum")
++ l_soft = F.kl_div(p_target.log(), log_q.exp(), reduction="sum")
+the regression is not divided by the width
+- l_reg = l_reg / labels.shape[-1]
++ l_reg = l_reg
 each branch of a later pass continues the first one
-- continued = tensor([branch[node_of[tip]] for tip in tips])
-+ continued = tensor([0 for tip in tips])
+- continued = list(parents.values())
++ continued = [0 for tip in parents]
 each branch is fed the first tokens on its path, not the last ones
-- ends = range(start - k + 1, start + 1)
-+ ends = range(1, k + 1)
+- fed = [texts[tip][-k:] for tip in parents]
++ fed = [texts[tip][:k] for tip in parents]
+each node has the children of the first branch
+- parents = {tip: branch for branch, tip in enumerate(parents)}
++ parents = {tip: 0 for tip in parents}
+all levels are drafted by the first slot
+- likeliest(logits[:, slot], 
++ likeliest(logits[:, 0], 
+a slot is fed the token of its hidden state, not the next one
+- token_ids = decoding.ids[:, self.slots_read + 1 :]
++ token_ids = decoding.ids[:, self.slots_read : -1]
 drafting is plain causal
 - mask = block[start:end, None] >= block[:end]
 + mask = positions[start:end, None] >= positions[:end]
@@ -293,18 +323,15 @@ a sibling may hold the token of an earlier one
 a sibling may hold a token that a logits processor forces again
 - if picked is None or picked[1][taken].any():
 + if picked is None:
-drawn nodes get each other's probabilities
-- torch.stack(list(probs.values()))
-+ torch.stack(list(probs.values())[::-1])
-nodes below an end of the answer are drawn
-- if int(token) not in decoding.eos_ids:
-+ if True:
+sampled nodes get each other's probabilities
+- torch.stack(list(q.values()))
++ torch.stack(list(q.values())[::-1])
+nodes below an end of the answer are drafted
+- if path in tree and token not in decoding.eos_ids:
++ if path in tree:
 the tree continues beyond the last token that may be written
-- count = sum(depth <= decoding.room for depth in plan.depths)
-+ count = len(plan.depths)
-drawn nodes go on beyond the last token that may be written
-- if above is None or len(above) >= decoding.room:
-+ if above is None:
+- for depth in range(decoding.room):
++ for depth in range(decoding.room + 1):
 """
 
 CTC_DRAFTER = r"""
