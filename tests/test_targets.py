@@ -23,7 +23,8 @@ import glide
 import specdecpp
 import train
 from support import cli
-from support.measuring import arms, prompts
+from support import prompts
+from support.measuring import arms
 from support.rivals import lookup
 from support.training import data
 

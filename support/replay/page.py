@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 import common
 from support import files
 from support.measuring import report
-from support.measuring.prompts import encode
+from support.prompts import encode
 from support.measuring.report import clock
 
 HERE = Path(__file__).parent
