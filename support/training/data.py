@@ -35,6 +35,9 @@ LABELS |= {"source", "dataset", "category", "model", "language", "split"}
 # The keys of a line that train.py --make-data wrote.
 MADE = {"prompt_ids", "response_ids", "prompt", "response", "temperature", "finished"}
 AS_IDS = "take it out, or give prompt_ids and response_ids"
+NO_MESSAGE = (
+    f"a message needs a role ({', '.join(ROLES)}) and content that is text: {AS_IDS}"
+)
 MAKE = "make data for this target with train.py --make-data"
 NOT_JSONL = (
     "no JSON object in UTF-8; data is JSONL, an object a line (jq -c '.[]' FILE makes "
@@ -82,7 +85,11 @@ def read_conversations(
                 ids, answers = _locate(messages, tokenizer, end)
             if target is not None:  # which may have fewer tokens than the tokenizer
                 common.check_ids(target, torch.tensor(ids))
-            mask = _loss_mask(len(ids), answers)[:max_length]
+            mask = torch.zeros(len(ids), dtype=torch.bool)
+            for start, stop in answers:
+                mask[start:stop] = True
+            mask[0] = False  # nothing predicts the first token
+            mask = mask[:max_length]
             if not mask.any():
                 raise common.UserError(f"no answer within {limit}")
         except SaysMore as error:
@@ -139,18 +146,12 @@ def _counts(keys: Counter) -> str:
 
 def _lines(path: str) -> list[tuple[int, bytes]]:
     """The lines of a file with their numbers, without blank ones."""
-    if Path(path).is_dir():
-        raise common.UserError(f"{path} is a folder: name its files")
-    if not Path(path).exists():
-        raise common.UserError(f"no file {path}: check the path")
-    content = Path(path).read_bytes()
-    if content.startswith(b"\x1f\x8b"):
-        try:
+    try:
+        content = Path(path).read_bytes()
+        if content.startswith(b"\x1f\x8b"):
             content = gzip.decompress(content)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise common.UserError(
-                f"{path} is damaged ({error}); make it again"
-            ) from error
+    except (OSError, EOFError, zlib.error) as error:  # missing, a folder, damaged
+        raise common.UserError(f"cannot read {path} ({error})") from error
     content = content.removeprefix(b"\xef\xbb\xbf")  # a mark that says UTF-8
     return [item for item in enumerate(content.split(b"\n"), 1) if item[1].strip()]
 
@@ -212,15 +213,6 @@ def _says(ids: list[int], text: str, tokenizer) -> bool:
     return any(text in unicodedata.normalize("NFKC", decoded) for decoded in skip)
 
 
-def _loss_mask(length: int, answers: list[tuple[int, int]]) -> Tensor:
-    """(length,) bool, True for the tokens of answers."""
-    mask = torch.zeros(length, dtype=torch.bool)
-    for start, stop in answers:
-        mask[start:stop] = True
-    mask[0] = False  # nothing predicts the first token
-    return mask
-
-
 # ------------------------------------------------------------ from a line to messages
 
 
@@ -245,7 +237,7 @@ def _messages(record: dict) -> tuple[list[dict], set[str]]:
     if system := rest.pop("system", None):
         turns = [{"role": "system", "content": system}, *turns]
     if not all(isinstance(turn, dict) for turn in turns):
-        raise common.UserError("a message is not a JSON object")
+        raise common.UserError(NO_MESSAGE)
     turns = [{NAMES.get(key, key): x for key, x in turn.items()} for turn in turns]
 
     empty = ["", [], {}]
@@ -260,10 +252,8 @@ def _messages(record: dict) -> tuple[list[dict], set[str]]:
 
     messages = [_message(turn) for turn in turns]
     answered = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
-    if not answered:
-        raise common.UserError("no answer, a message by assistant (ShareGPT's gpt)")
-    if answered == [0]:
-        raise common.UserError("the only answer comes first, where nobody asked")
+    if not answered or answered == [0]:
+        raise common.UserError("no answer (by assistant, ShareGPT's gpt) to a request")
     if len(messages) > answered[-1] + 1:
         besides.add("messages after the last answer")
     return messages[: answered[-1] + 1], besides
@@ -272,27 +262,15 @@ def _messages(record: dict) -> tuple[list[dict], set[str]]:
 def _message(turn: dict) -> dict:
     """A message with its role and its content, which is text."""
     role, content = turn.get("role"), turn.get("content")
-    if isinstance(content, list):  # OpenAI's parts
-        whole = all(map(_is_text, content))
-        content = "".join(part["text"] for part in content) if whole else None
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise common.UserError(
-            f"a message needs a role, and content that is text: {AS_IDS}"
-        )
-    role = SPEAKERS.get(role, role)
-    if role not in ROLES:
-        raise common.UserError(
-            f"a message by {role!r}, and not by {', '.join(ROLES)}: {AS_IDS}"
-        )
+    if isinstance(content, list):  # OpenAI's parts, none of which may be a picture
+        parts = [part for part in content if isinstance(part, dict)]
+        texts = [str(part.get("text")) for part in parts]
+        whole = content == [{"type": "text", "text": text} for text in texts]
+        content = "".join(texts) if whole else None
+    role = SPEAKERS.get(role, role) if isinstance(role, str) else None
+    if role not in ROLES or not isinstance(content, str):
+        raise common.UserError(NO_MESSAGE)
     return {"role": role, "content": content}
-
-
-def _is_text(part) -> bool:
-    """Whether a part of a message, in OpenAI's form, is text and not a picture."""
-    match part:
-        case {"type": "text", "text": str()}:
-            return True
-    return False
 
 
 # ----------------------------------------------------------- from messages to tokens

@@ -236,8 +236,13 @@ def cut(records: list[dict], most: int) -> int:
 def alone(path: str):
     """Keep other processes from appending to `path`.
 
-    Raises UserError if one does so already.
+    Raises UserError if one does so already, or if it is no place for records.
     """
+    if path.endswith(".gz"):
+        raise common.UserError(
+            f"cannot append to {path}; give --out a plain .jsonl file"
+        )
+    cli.check_writable(path)
     lock = FileLock(f"{path}.lock")
     try:
         lock.acquire(timeout=0)
@@ -246,6 +251,7 @@ def alone(path: str):
             f"another process is writing {path}: wait for it, or give another --out"
         ) from None
     try:
+        whole_lines(path)
         yield
     finally:
         Path(lock.lock_file).unlink(missing_ok=True)
@@ -257,12 +263,7 @@ def whole_lines(path: str) -> list[dict]:
 
     Raises UserError if it holds something else; then it is left as it was.
     """
-    if path.endswith(".gz"):
-        raise common.UserError(
-            f"cannot append to {path}; give --out a plain .jsonl file"
-        )
     if not Path(path).is_file():
-        cli.check_writable(path)
         return []
     content = Path(path).read_bytes()
     unended = content.rpartition(b"\n")[2]
