@@ -10,13 +10,14 @@ import common
 PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
-def strftime_now(form: str) -> str:
-    """The date that templates write: always the same day.
-
-    With today's date, the same data would be other tokens tomorrow: a run could not be
-    resumed, and kept features would be of no use.
-    """
-    return datetime.datetime(2025, 1, 1).strftime(form)
+# Some templates write today's date (strftime_now). The same data would then be other
+# tokens tomorrow: a run could not be resumed, and kept features would be of no use. So
+# such a template gets a function that writes one day, whatever the day is.
+DAY = datetime.datetime(2025, 1, 1)
+CODES = [*"aAbBcdfHIjmMpSuUwWxXyYZ", *(f"-{code}" for code in "dHIjmMS")]
+ONE_DAY = "{% macro strftime_now(form) %}{{ form"
+ONE_DAY += "".join(f" | replace('%{x}', '{DAY.strftime('%' + x)}')" for x in CODES)
+ONE_DAY += " }}{% endmacro %}\n"
 
 
 def chat(texts: list[str]) -> list[dict]:
@@ -37,15 +38,17 @@ def render(messages: list[dict], tokenizer, ask: bool = False) -> str:
     for message in messages:
         part = {"type": "text", "text": message["content"]}
         parts.append(message | {"content": [part]})
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN
+    if "strftime_now" in template:
+        template = ONE_DAY + template
     refusals = []
     for form in (messages, parts):
         try:
             text = tokenizer.apply_chat_template(
                 form,
-                chat_template=None if tokenizer.chat_template else PLAIN,
+                chat_template=template,
                 add_generation_prompt=ask,
                 tokenize=False,
-                strftime_now=strftime_now,
             )
         except Exception as error:  # a template is a program, which may fail in any way
             refusals.append(f"does not accept it: {common.one_line(error)}")
