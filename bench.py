@@ -52,8 +52,8 @@ from common import UserError
 from support import packed
 from support.measuring import batching, kernels, report
 from support.measuring.arms import PEERS, Arm, make_arms, plain_loops
-from support.measuring.prompts import answer_padded, encode
 from support.measuring.report import Answer, clock
+from support.prompts import answer_padded, encode
 from support.training import data
 
 ALPHA_ANSWERS = 32  # most answers of the baseline to measure alpha on
