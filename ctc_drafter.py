@@ -650,7 +650,7 @@ if __name__ == "__main__":
 # 1 to 3 and blanks in slots 4 to 6: in 303 rounds of answers to twelve prompts the mean
 # probability of a blank was .00 .04 .00 1.00 .99 .96. So the transforms gain at most
 # about 1% in tau over `none`. In a trial with windows of 1 to 6 labels the blank was
-# used, but the transforms still gained no more (results/log/training.md).
+# used, but the transforms still gained no more (results/log.md).
 #
 # Deviations from the paper, and choices where it is silent:
 #     1. The layer also reads the embedding of the next token, as the authors' does; Eq.

@@ -765,7 +765,7 @@ if __name__ == "__main__":
 #     the borders of blocks move (`first_pass`), an approximation.
 #  4. The feature, the embedding, the first layer's input and the prediction each have a
 #     norm, which the authors' drafters lack, and layers start as the target's top ones.
-#     With neither, tau of EAGLE's drafter is 6% lower (results/log/training.md).
+#     With neither, tau of EAGLE's drafter is 6% lower (results/log.md).
 #  5. Only frequent tokens are drafted (`draft_vocab`), and only they enter L_dist and
 #     the Hamming distance. The label of L_hard is the target's likeliest token.
 #  6. CSGD's first pass has no noise; in the second, revealed labels get it as well.
@@ -778,7 +778,7 @@ if __name__ == "__main__":
 #     draft, and so is all that would be below it.
 #  9. The shipped drafter has linear fusion like EAGLE's, omega_dist = 1 and nine nodes.
 #     Only its first stage had CSGD (checkpoints/README.md). In 4.5 CSGD raises alpha,
-#     but in trials here it did not raise `acceptance` (results/log/training.md).
+#     but in trials here it did not raise `acceptance` (results/log.md).
 #
 # Authors' code. It was run next to this file with the same random weights. Apart from
 # deviation 4 and from what follows, forwards, losses, drafts, trees and the greedy

@@ -245,7 +245,7 @@ def loss(drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     # P = .72 that is s = .3, so a round ends as soon as P(y_1 is rejected) > .28
     # although h = .7. So a larger w_rej makes drafts shorter, and a larger h makes them
     # longer. (Heads with w_rej = 1, 3 or 6 are equally fast here once h is
-    # tuned for each, see results/log/training.md.)
+    # tuned for each, see results/log.md.)
     weight_acc = accept_prob
     weight_rej = drafter.config.w_rej * (1 - accept_prob)
     accepted = weight_acc * F.logsigmoid(logits)
@@ -357,7 +357,7 @@ def drafts(decoding, drafter, **changes):
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
     # There is no warning if the head's labels have another temperature: the text still
-    # follows the target, but the head judges less well (see results/log/training.md).
+    # follows the target, but the head judges less well (see results/log.md).
     if config.stop == "head" and config.stage == "draft":
         raise common.UserError(
             "stop head, but no acceptance head has been trained: train one (stage "
@@ -662,7 +662,7 @@ if __name__ == "__main__":
 #    two that are shipped, 0 and 29, agree with the target at 62% of the places of its
 #    greedy answers, the paper's pair at about 84% (2.1: with the best stopping times
 #    N_target / N is .164, and N_target is one more than the disagreements). What the
-#    head gains with them, and what limits it, is in results/log/decoding.md ("Stop
+#    head gains with them, and what limits it, is in results/log.md ("Stop
 #    rules of SpecDec++").
 # 2. Copied layers draft frequent tokens only (`draft_vocab`).
 # 3. Labels are greedy by default: P_t is 1 where the likeliest tokens of both models
