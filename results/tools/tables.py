@@ -93,6 +93,9 @@ def files_of_prompts(result: dict) -> list[str]:
         for line in path.open()
     }
     prompts = data.read_prompts(paths, result["prompts"])
+    for answer in report.arms_of(result)["baseline"]["answers"]:
+        asked = prompts[answer["prompt"]]["question_id"]
+        assert answer.get("question_id", asked) == asked, "other prompts"
     return [file_of[prompt["question_id"]] for prompt in prompts]
 
 
