@@ -634,3 +634,18 @@ def test_an_automaton_is_never_asked_for_a_state_that_it_lacks(method):
         assert answer[0, -1] == 2
         if not sampled:
             assert torch.equal(answer, target.generate(IDS, **options))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_automaton_is_never_asked_about_a_text_that_has_ended(method):
+    """The end is the highest id here, as in Llama 3, so a trial would take it first."""
+    target = make_llama(vocab=40)
+    drafts, _ = make_drafts(method, target)
+    allowed = {(): [30, 31, 39], (30,): [20, 39], (31,): [21]}
+    allowed |= {(30, 20): [39], (31, 21): [39]}
+    options = GREEDY | {"eos_token_id": 39}
+    options["prefix_allowed_tokens_fn"] = lambda _, text: allowed[
+        tuple(text[5:].tolist())
+    ]
+    plain = target.generate(IDS, **options)
+    assert torch.equal(decode(target, drafts, **options), plain)

@@ -126,7 +126,9 @@ def commit_one(decoding: common.Decoding, draft: common.Draft) -> None:
     logits, hidden = common.score(decoding.target, decoding.ids, empty, decoding.cache)
     if decoding.do_sample and len(draft.tokens):
         p_target = decoding.process(logits[0]).softmax(-1)
-        token = common.rejection_sample(p_target, [(int(draft.tokens[0]), draft.probs[0])])
+        token = common.rejection_sample(
+            p_target, [(int(draft.tokens[0]), draft.probs[0])]
+        )
         # Rule out all other tokens, so that `commit` draws this one.
         logits = torch.full_like(logits, float("-inf"))
         logits[0, token] = 0.0
