@@ -19,8 +19,6 @@ what is in it:
     <!-- claims: CLAIM | PAPER | SEEN -->
             claims of a paper, one a line (claims.py); the last column is written by
             hand and kept
-    <!-- runs: run.json more.json -->
-            where and how they were made
     <!-- command: run.json -->
             the command that makes such a run
     <!-- loops: run.json -->
@@ -66,7 +64,7 @@ FILES = (
     "tests/solutions.md",
     "CONTRIBUTING.md",
 )
-KINDS = "table|kinds|curves|layers|taus|claims|runs|command|loops|batches|rules|heads"
+KINDS = "table|kinds|curves|layers|taus|claims|command|loops|batches|rules|heads"
 COMMENT = rf"<!-- ({KINDS}):\s((?:(?!-->).)*)\s-->\n\n"
 TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 
@@ -165,27 +163,6 @@ def taus(words: str) -> str:
     return report.markdown([*heads, "95%"], rows)
 
 
-def runs(words: str) -> str:
-    """Where, when and how some results were made."""
-    heads = ["run", "device", "kernels", "prompts", "tokens a turn", "temperature"]
-    rows = []
-    for file in words.split():
-        result = claims.read(file)
-        asked = result["prompts"] or None
-        rows.append(
-            [
-                f"[{Path(file).stem}]({file})",
-                result["device"],
-                ", ".join(dict.fromkeys(result.get("kernels") or [])) or None,
-                asked,
-                result["max_new_tokens"] if asked else None,
-                f"{result['temperature']:g}" if asked else None,
-                result["commit"],
-            ]
-        )
-    return report.markdown([*heads, "commit"], rows)
-
-
 def command(file: str) -> str:
     """The command of a run, by its arms and options."""
     result = claims.read(file)
@@ -274,7 +251,6 @@ def written(text: str) -> str:
         "curves": curves,
         "layers": layers,
         "taus": taus,
-        "runs": runs,
         "command": command,
         "loops": loops,
         "batches": batches,
