@@ -58,7 +58,7 @@ def arm(tokens, forwards, draft_ms=None, steps=None):
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
-        ((5e6, 3.9e6), False),  # one has fewer than four million
+        ((3.9e6, 3.9e6), False),  # fewer than four million
         ((4e6, 4.3e6), True),
         ((9e6, 5e6), False),
         ((5e6, 6e6), False),  # a fifth more
@@ -102,9 +102,10 @@ def test_every_verdict_is_held_to_its_run(monkeypatch):
     """Where the counts of one side change, so do the figure and the verdict."""
     words = "CSGD | 3.34/2.78 +1 | run.json: ours / theirs = here"
     counts = {"theirs": [10.0, 20.0, 30.0]}
+    steps = {"ours": 5e6, "theirs": 5e6}
 
     def arm_of(file, name):
-        return arm(counts[name], [10.0, 10.0, 10.0], steps=5e6)
+        return arm(counts[name], [10.0, 10.0, 10.0], steps=steps[name])
 
     monkeypatch.setattr(claims, "arm_of", arm_of)
     for factor, verdict in (
@@ -117,6 +118,8 @@ def test_every_verdict_is_held_to_its_run(monkeypatch):
         assert cells[1:3] == ["1.15", f"{factor:.2f} ({factor:.2f}-{factor:.2f}) here"]
         assert cells[-1] == verdict
         assert claims.row_of(f"{words} | open")[-1] == "open"
+    steps["ours"] = 9e6
+    assert claims.row_of(words)[-1] == "open"
 
 
 def test_a_table_keeps_the_last_cells_of_its_claims(monkeypatch):
