@@ -111,15 +111,15 @@ def bootstrap(figure, *sums: Tensor) -> tuple[float, float, float]:
     """A figure of the sums over prompts, and its 95% interval.
 
     figure: a function of (..., n) sums of each arm. sums: (prompts, n) of each arm; the
-        same prompts are drawn for all, because some prompts are easier than others.
+        same prompts are taken for all, because some prompts are easier than others.
     """
     generator = torch.Generator().manual_seed(0)
     count = len(sums[0])
     assert all(len(each) == count for each in sums), "not the same prompts"
     picks = torch.randint(count, (DRAWS, count), generator=generator)
-    drawn = figure(*(each[picks].sum(1) for each in sums))
-    ends = torch.tensor([0.025, 0.975], dtype=drawn.dtype)
-    low, high = drawn.quantile(ends).tolist()
+    resampled = figure(*(each[picks].sum(1) for each in sums))
+    ends = torch.tensor([0.025, 0.975], dtype=resampled.dtype)
+    low, high = resampled.quantile(ends).tolist()
     return float(figure(*(each.sum(0) for each in sums))), low, high
 
 
@@ -313,8 +313,9 @@ def by_confidence() -> Seen:
         half = 2 * (place >= len(firsts) / 2)
         sums[n, half : half + 2] += torch.tensor([accepted, 1.0])
 
-    def gap(drawn):
-        return 100 * (drawn[..., 2] / drawn[..., 3] - drawn[..., 0] / drawn[..., 1])
+    def gap(counts):
+        lower, upper = (counts[..., n] / counts[..., n + 1] for n in (0, 2))
+        return 100 * (upper - lower)
 
     return points(*bootstrap(gap, sums))
 
@@ -375,7 +376,7 @@ def sizes_by_confidence(gamma: int = 4) -> Seen:
 
 
 def seen_of(words: str) -> Seen:
-    """What a part of a row asks for, as `tables.py` describes it."""
+    """What a part of a row asks for, as the top of this file describes it."""
     kind, *names = re.split(": | / ", words)
     makers = {
         "plain": plain,
@@ -395,10 +396,11 @@ def row_of(words: str) -> list[str]:
     seen = [seen_of(part) for part, _, _ in parts]
     paper = printed(paper)
     here = [f"{each.figure} {part[2]}".strip() for each, part in zip(seen, parts)]
-    costs = ["; ".join(filter(None, (each.flat, each.cpu))) for each in seen]
+    known = [(each.flat, each.cpu) for each in seen if each.flat or each.cpu]
+    costs = [f"{flat_cost or '-'}; {cpu or '-'}" for flat_cost, cpu in known]
     cells = [claim, str(paper or "-"), "; ".join(here)]
     word = judged[0] if judged else verdict(seen[0], paper)
-    return [*cells, ", ".join(filter(None, costs)) or "-", word]
+    return [*cells, ", ".join(costs) or "-", word]
 
 
 def table(words: str, old: str) -> str:

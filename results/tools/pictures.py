@@ -220,9 +220,9 @@ def plot(results: list[dict], folder: Path) -> None:
     if arms:
         speedups(arms, folder)
     for key, draw in (("cost_curve", costs), ("sweep", stop_rules)):
-        found = [result[key] for result in results if result.get(key)]
-        if found:
-            draw(found[0], folder)
+        parts = [result[key] for result in results if result.get(key)]
+        if parts:
+            draw(parts[0], folder)
 
 
 def main(argv: list[str] | None = None) -> None:

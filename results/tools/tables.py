@@ -176,7 +176,7 @@ def command(file: str) -> str:
 
 def loops(file: str) -> str:
     """Plain decoding: stock transformers, on the packed target, and our own loop."""
-    found = report.arms_of(claims.read(file))["baseline"]["loops"]
+    speeds = report.arms_of(claims.read(file))["baseline"]["loops"]
     columns = ("tokens_per_s", "vs_stock", "vs_stock_ci")
     rows = [
         [
@@ -186,7 +186,7 @@ def loops(file: str) -> str:
                 for column in columns
             ),
         ]
-        for name, each in found.items()
+        for name, each in speeds.items()
     ]
     return report.markdown(["loop", *(report.COLUMNS[c][0] for c in columns)], rows)
 
@@ -244,7 +244,7 @@ def trained_heads(words: str) -> str:
 
 
 def written(text: str) -> str:
-    """A README with its tables made anew."""
+    """A README with its tables written anew."""
     makers = {
         "table": table,
         "kinds": kinds,
@@ -260,8 +260,8 @@ def written(text: str) -> str:
 
     def anew(match):
         comment, kind, words, old = match.groups()
-        made = claims.table(words, old) if kind == "claims" else makers[kind](words)
-        return f"{comment}{made}\n\n"
+        new = claims.table(words, old) if kind == "claims" else makers[kind](words)
+        return f"{comment}{new}\n\n"
 
     return TABLE.sub(anew, text)
 
@@ -269,12 +269,12 @@ def written(text: str) -> str:
 def rule_points() -> dict:
     """Rates and speed of each stop rule and setting, on this CPU's cost of a pass."""
     answers = stop_rules.read(claims.RESULTS / "rounds_greedy.json.gz")
-    found = {rule: stop_rules.points(answers, rule) for rule in stop_rules.RULES}
-    for settings in found.values():
+    points = {rule: stop_rules.points(answers, rule) for rule in stop_rules.RULES}
+    for settings in points.values():
         for setting, rates in settings.items():
             speed = specdecpp.throughput(*rates, t_draft=COSTS[0], t_target=1.0)
             settings[setting] = [*rates, speed]
-    return found
+    return points
 
 
 LAST_STAGE = ("glide", "specdecpp", "falcon", "ctc_drafter")  # of curves.svg
