@@ -655,7 +655,7 @@ if __name__ == "__main__":
 #  7. Frequent tokens only (`draft_vocab`), at random places of a text (`anchors`).
 #  8. When sampling, the first token is sampled. The paper's example is greedy (3.3).
 #  The blank: every window has U labels, which fill slots 1 to U, and blanks the others.
-#  The transforms gain at most 1% in tau over `none` (results/log/training.md).
+#  The transforms gain at most 1% in tau over `none` (results/log.md).
 #  Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p').
 #
 # Authors' code, run with the same random weights; the rest agrees:

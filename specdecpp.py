@@ -235,7 +235,7 @@ def loss(drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     # w_rej = 6 and P = .72 that is s = .3, and a round ends as soon as P(y_1 is
     # rejected) > .28 although h = .7. A larger w_rej makes drafts shorter, and a larger
     # h makes them longer. (Heads with w_rej = 1, 3 or 6 are equally fast here once h is
-    # tuned for each, see results/log/training.md.)
+    # tuned for each, see results/log.md.)
     weight_acc = accept_prob
     weight_rej = drafter.config.w_rej * (1 - accept_prob)
     accepted = weight_acc * F.logsigmoid(logits)  # log s
@@ -344,7 +344,7 @@ def drafts(decoding, drafter, **changes):
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
     # There is no warning if the head's labels have another temperature: the text still
-    # follows the target, but the head judges less well (see results/log/training.md).
+    # follows the target, but the head judges less well (see results/log.md).
     if config.stop == "head" and config.stage == "draft":
         raise common.UserError(
             "stop head, but no acceptance head has been trained: train one (stage "
