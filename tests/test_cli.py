@@ -106,7 +106,7 @@ CONFIG_MISTAKES = [
     (
         "glide",
         {"num_layers": 4},
-        "num_layers 4, kv_layer -1: take at most 3 layers, and a kv_layer below 3",
+        "num_layers 4, kv_layer -2: take at most 3 layers, and a kv_layer below 3",
     ),
     ("glide", {"gamma": 2.5}, "gamma 2.5: take an int of at least 0"),
     ("falcon", {"noise": "3"}, "noise '3': take a number of at least 0"),
