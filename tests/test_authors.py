@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import rotate_half
 import common
 import falcon
 import specdecpp
-from support import authors, cli, export
+from support import cli
+from support.interop import authors, export
 from support.rivals import eagle, medusa
 
 D, V, HEADS, SIZE = 16, 48, 2, 24  # of the target in `folder`, SIZE of its drafter

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, MambaConfig
 
 import common
 import specdecpp
-from support import export
+from support.interop import export
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = torch.tensor([[9, 8, 7]])

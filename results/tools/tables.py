@@ -58,7 +58,7 @@ FILES = (
     "checkpoints/README.md",
     "conversations/README.md",
     "support/README.md",
-    "support/programs.md",
+    "support/interop/README.md",
     "tests/README.md",
     "tests/assignment.md",
     "tests/solutions.md",

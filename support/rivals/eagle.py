@@ -37,7 +37,7 @@ class Config(falcon.Config):
     csgd: bool = option(False, "Falcon's distillation, for k > 1")
     bias: bool = option(False, "give linear fusion a bias, as some of EAGLE's have")
     layer: dict = option(
-        dict, "further fields of LlamaConfig (filled in by support.authors)"
+        dict, "further fields of LlamaConfig (filled in by support.interop.authors)"
     )
 
 

@@ -1,11 +1,11 @@
 """Read a drafter that its authors have published, and write it as a folder of ours.
 
-    python -m support.authors eagle yuhuili/EAGLE-LLaMA3-Instruct-8B OUT \\
+    python -m support.interop.authors eagle yuhuili/EAGLE-LLaMA3-Instruct-8B OUT \\
         --target meta-llama/Meta-Llama-3-8B-Instruct
-    python -m support.authors specdecpp hacky/acchead-llama2-chat-7bx70b OUT \\
+    python -m support.interop.authors specdecpp hacky/acchead-llama2-chat-7bx70b OUT \\
         --target meta-llama/Llama-2-70b-chat-hf \\
         --draft-model meta-llama/Llama-2-7b-chat-hf
-    python -m support.authors medusa FasterDecoding/medusa-vicuna-7b-v1.3 OUT \\
+    python -m support.interop.authors medusa FasterDecoding/medusa-vicuna-7b-v1.3 OUT \\
         --target lmsys/vicuna-7b-v1.3
 
 A drafter is named by its folder or its id on the hub. OUT is an ordinary drafter:

@@ -1,15 +1,15 @@
 """Write a drafter and its code as a folder that transformers decodes with.
 
-    python -m support.export falcon checkpoints/falcon OUT
-    python -m support.export falcon checkpoints/falcon OUT --target your/model
+    python -m support.interop.export falcon checkpoints/falcon OUT
+    python -m support.interop.export falcon checkpoints/falcon OUT --target your/model
 
 The first writes the drafter alone, for programs that have the target. The second also
 writes the target: whoever loads OUT with trust_remote_code=True decodes with drafts.
 Both may be uploaded to the hub. OUT/custom_generate has relative imports, so it also
 works as a part of a package.
 
-    python -m support.export specdecpp checkpoints/specdecpp OUT --engine
-    python -m support.export eagle runs/eagle OUT --engine
+    python -m support.interop.export specdecpp checkpoints/specdecpp OUT --engine
+    python -m support.interop.export eagle runs/eagle OUT --engine
 
 These write what other engines read, for the target that the drafter was made for
 (--target, without which it is the default one). SpecDec++'s draft model becomes an
@@ -31,10 +31,10 @@ from transformers import AutoModelForCausalLM
 
 import common
 from support import cli, default_target, files
-from support.authors import check_rotation
+from support.interop.authors import check_rotation
 
 # It runs from a cache of transformers and does not learn which folder it came from.
-GENERATE = '''"""`generate` with drafts of {method}.py; support/export.py wrote this."""
+GENERATE = '''"""`generate` with drafts of {method}.py; support/interop/export.py wrote this."""
 
 import weakref
 from pathlib import Path
