@@ -161,25 +161,18 @@ def draw_labels(model, target, batch, temperature: float) -> tuple[Tensor, Tenso
     Returns Y (M,), and accept_prob (M,), which is min(1, p_target / q_draft) of each;
     at temperature 0 it is 1 where Y_t is also the target's likeliest token, else 0.
     """
-    drafted = []
-    accept_prob = []
-    # In parts of m <= 256 places, because M x V logits would take much memory.
-    parts = [hidden.split(256) for hidden in response_hidden(model, batch)]
-    for part, target_part in zip(*parts):  # (m, E), (m, D)
-        q_logits = model.logits(part)  # (m, Vd)
-        p_logits = common.target_logits(target, target_part)  # (m, V)
-        if temperature == 0:
-            token = model.vocab_ids[q_logits.argmax(-1, keepdim=True)]  # (m, 1)
-            label = (token == p_logits.argmax(-1, keepdim=True)).float()
-        else:
-            q_draft = (q_logits / temperature).softmax(-1)
-            p_target = (p_logits / temperature).softmax(-1)
-            choice = common.sample(q_draft)  # (m, 1)
-            token = model.vocab_ids[choice]
-            label = (p_target.gather(1, token) / q_draft.gather(1, choice)).clamp(max=1)
-        drafted.append(token[:, 0])
-        accept_prob.append(label[:, 0])
-    return torch.cat(drafted), torch.cat(accept_prob)
+    ours, theirs = response_hidden(model, batch)  # (M, E), (M, D)
+    q_logits = model.logits(ours)  # (M, Vd)
+    p_logits = common.target_logits(target, theirs)  # (M, V)
+    if temperature == 0:
+        drafted = model.vocab_ids[q_logits.argmax(-1)]
+        return drafted, (drafted == p_logits.argmax(-1)).float()
+    q_draft = (q_logits / temperature).softmax(-1)
+    p_target = (p_logits / temperature).softmax(-1)
+    choice = common.sample(q_draft)  # (M, 1)
+    drafted = model.vocab_ids[choice]
+    accept_prob = p_target.gather(1, drafted) / q_draft.gather(1, choice)
+    return drafted[:, 0], accept_prob[:, 0].clamp(max=1)
 
 
 def mix(batch, drafted: Tensor, uniform: Tensor, keep: float) -> tuple[Tensor, Tensor]:

@@ -197,8 +197,8 @@ e_0 is judged as well
 - if i > 1:
 + if i > 0:
 labels exceed 1
-- q_draft.gather(1, choice)).clamp(max=1)
-+ q_draft.gather(1, choice))
+- accept_prob[:, 0].clamp(max=1)
++ accept_prob[:, 0]
 Y is likelier than it says
 - choice = common.sample(q_draft)
 + choice = q_draft.argmax(-1, keepdim=True)
