@@ -387,7 +387,7 @@ def oracle(agrees: list[bool]) -> int:
         before place i, is token i. The answer has at least one token.
     """
     # Each round stops just before the next disagreement, and the target's own token
-    # settles that. So there is a round for each place in S, the disagreements, and one
+    # settles that. This makes a round for each place in S, the disagreements, and one
     # more, the last. The lemma's |S| + 1 is one too many if the answer's last token is
     # in S, because no round follows it. Between two disagreements in a row the best
     # round drafts nothing, which Algorithm 2 cannot do.
@@ -409,7 +409,7 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
     #
     # Do not use it as h: delta is unknown, stopping may be cheaper at a smaller R as
     # well (the condition is sufficient, not necessary), and 1 - p^ is not R, because
-    # the loss biases the head (see `loss`). So h is tuned (4.1).
+    # the loss biases the head (see `loss`). For these reasons h is tuned (4.1).
     return (c2 + delta) / (c1 + c2 + delta)
 
 
