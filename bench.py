@@ -7,13 +7,12 @@
     python bench.py --method all                   # all, and transformers' own
 
 An arm is [BASE+]NAME[:SETTINGS][+copies][@DIR]. NAME is a method or a rival (medusa,
-eagle, beam, lookup); EAGLE is Falcon with the drafter checkpoints/eagle. SETTINGS are
-fields of its Config that may change after training, such as gamma=3,sizes=2-1-1-0 (with
-a - between the numbers of a list), or a name from its VARIANTS, which is short for
-several of them. BASE is the method whose chains CAPE expands, glide if it is left out;
-settings that are not CAPE's go to that method. +copies adds tokens copied from the
-context to each draft. DIR holds a drafter to use instead of checkpoints/NAME. The arms
-prompt-lookup and assisted are transformers' own.
+eagle, beam, lookup). SETTINGS are fields of its Config that may change after training,
+such as gamma=3,sizes=2-1-1-0 (with a - between the numbers of a list), or a name from
+its VARIANTS, which is short for several of them. BASE is the method whose chains CAPE
+expands, glide if it is left out; settings that are not CAPE's go to that method.
++copies adds tokens copied from the context to each draft. DIR holds a drafter to use
+instead of checkpoints/NAME. The arms prompt-lookup and assisted are transformers' own.
 
 Protocol: all arms answer a turn before the next turn begins. Their order is drawn anew
 for each turn, because a machine's speed drifts. All arms see the same earlier answers,
@@ -404,9 +403,10 @@ def acceptance_rate(arm: Arm, asked: list[dict], answers: list[Answer]) -> float
         place = torch.arange(ids.shape[1], device=ids.device)
         answered = (place >= prompt.shape[1])[None]
         hidden, kv = common.target_features(arm.target, ids, arm.drafter.kv_layers)
-        seed = ids.new_tensor([number])
-        batch = common.Batch(ids, answered, hidden, kv, seed, progress=0.0)
-        accepted, positions = arm.module.acceptance(arm.drafter, arm.target, batch)
+        batch = common.Batch(ids, answered, hidden, kv, progress=0.0)
+        with torch.random.fork_rng():  # what is drawn is the same for all arms
+            torch.manual_seed(number)
+            accepted, positions = arm.module.acceptance(arm.drafter, arm.target, batch)
         total += float(accepted)
         count += int(positions)
     return total / count if count else None

@@ -1276,7 +1276,8 @@ def _check_parts(target, kernel: str, adapters: dict) -> None:
     # Llama 4 attends in chunks, DeepSeek-V3.2 through an indexer. GPT-Neo and Doge
     # count rows of the cache, of which a tree has several at one position.
     kinds = {*layer_kinds(target)} - {"full_attention", "sliding_attention"}
-    rows_counted = config.model_type in ("gpt_neo", "doge")
+    rows_counted = "local" in getattr(config, "attention_layers", ())
+    rows_counted = rows_counted or hasattr(config, "keep_window_size")
     # PEFT puts learned tokens before the prompt in `prepare_inputs_for_generation`,
     # which is not called here, and aLoRA finds its start from the prompt's end.
     prepares = getattr(target.prepare_inputs_for_generation, "__self__", None)
@@ -1399,7 +1400,7 @@ def _compare(target) -> tuple[float, str]:
     what = f"its logits or last hidden states for {where} are off by {error:.1%}"
     read = last_hidden(target, ids)[0]
     same = _errors(read, hidden), _errors(target_logits(target, read), logits)
-    if not torch.cat(same).max() <= 0.02:
+    if read.shape[1] != config.hidden_size or not torch.cat(same).max() <= 0.02:
         return math.inf, "its logits do not follow from its last hidden states"
     return float(error), what
 

@@ -15,8 +15,7 @@ These write what other engines read, for the target that the drafter was made fo
 (--target, without which it is the default one). SpecDec++'s draft model becomes an
 ordinary causal LM with two layers and the target's tokenizer: for transformers'
 assistant_model=, for vLLM and SGLang as a draft model, and for llama.cpp's converter.
-It drafts without the head. EAGLE's drafter becomes a folder in EAGLE's own format, if
-it has no norms and no bias (train.py --no-norms --no-bias).
+It drafts without the head. EAGLE's drafter becomes a folder in EAGLE's own format.
 """
 
 import copy
@@ -170,10 +169,10 @@ def eagle_files(drafter, target) -> tuple[dict, dict]:
     config = drafter.config
     right = (config.k, config.num_layers, config.fusion) == (1, 1, "linear")
     biased = config.bias or config.layer.get("attention_bias")
-    if not right or config.norms or biased:
+    if not right or biased:
         raise common.UserError(
-            "engines read EAGLE's architecture alone: train falcon with --k 1 "
-            "--num-layers 1 --fusion linear --no-norms --no-bias"
+            "engines read only EAGLE's architecture, without biases: train eagle "
+            "with its defaults of k, num_layers, fusion and bias"
         )
     weights = drafter.state_dict()
     del weights["vocab_ids"]
@@ -256,7 +255,7 @@ def main(argv: list[str] | None = None) -> None:
         ),
         (
             args.method == "eagle" and not args.engine,
-            "eagle is a drafter of falcon.py: take falcon, or add --engine",
+            "eagle can only be written for other engines: add --engine",
         ),
     )
     args.out.parent.mkdir(parents=True, exist_ok=True)

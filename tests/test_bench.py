@@ -27,6 +27,7 @@ from support.measuring import report
 from support.measuring.arms import Arm, plain_drafts, plain_loops
 from support.measuring.report import Answer
 from support.replay import __main__ as replay
+from support.rivals import eagle
 
 ROOT = Path(bench.__file__).parent
 TURNS = [
@@ -579,20 +580,20 @@ def test_arms_draft_as_they_are_told(loaded):
     assert lookup.settings == {"most": 16} and lookup.drafter is None
 
 
-def test_eagle_is_falcon_with_a_drafter_of_its_own(loaded, tmp_path):
+def test_eagle_has_a_drafter_and_a_file_of_its_own(loaded, tmp_path):
     target, _ = loaded
-    for name, k in (("falcon", 2), ("eagle", 1)):
-        config = falcon.Config(k=k, intermediate_size=48, draft_vocab=0)
-        drafter = falcon.build(config, target, torch.arange(48))
+    for module, name in ((falcon, "falcon"), (eagle, "eagle")):
+        config = module.Config(intermediate_size=48, draft_vocab=0)
+        drafter = module.build(config, target, torch.arange(48))
         drafter.save_pretrained(tmp_path / name)
-    texts = ["falcon", "eagle", "eagle:chain+copies", f"eagle@{tmp_path}/falcon"]
+    texts = ["falcon", "eagle", "eagle:chain+copies"]
     made = arms_of.make_arms(texts, target, shipped=tmp_path)
-    assert [arm.name for arm in made] == [*texts[:3], "eagle@falcon"]
-    assert {arm.module for arm in made} == {falcon}
-    assert [arm.drafter.config.k for arm in made] == [2, 1, 1, 2]
+    assert [arm.module for arm in made] == [falcon, eagle, eagle]
     assert made[2].settings == falcon.VARIANTS["chain"] | {"copies": 16}
-    assert [chain_of(arm).notes["k"] for arm in made] == [2, 1, 1, 2]
+    assert [chain_of(arm).notes["k"] for arm in made] == [2, 1, 1]
     assert chain_of(made[2]).parents == [-1, 0, 1, 2]
+    with pytest.raises(UserError, match="holds no eagle drafter"):
+        arms_of.make_arms([f"eagle@{tmp_path}/falcon"], target, shipped=tmp_path)
 
 
 def test_all_takes_what_has_a_drafter_for_this_target(loaded, files, capsys, tmp_path):

@@ -43,17 +43,12 @@ def slow(*values):
 
 
 def make_batch(target, sequences, layers=(), progress=0.0):
-    """A common.Batch of (token ids (T,), loss mask (T,)) pairs; the seeds are 0, 1, 2,
-    ...
-    """
-    seeds = torch.arange(len(sequences))
-    return Features(target, layers).batch(sequences, seeds, progress)
+    """A common.Batch of (token ids (T,), loss mask (T,)) pairs."""
+    return Features(target, layers).batch(sequences, progress)
 
 
-def random_batch(target, lengths=(9, 12, 7), prompt=3, layers=(), seed=7):
-    """A batch of random tokens, all but the prompts to be predicted; seeds count from
-    `seed`.
-    """
+def random_batch(target, lengths=(9, 12, 7), prompt=3, layers=()):
+    """A batch of random tokens, all but the prompts to be predicted."""
     generator = torch.Generator().manual_seed(0)
     vocab = target.config.get_text_config().vocab_size
     sequences = []
@@ -100,6 +95,7 @@ def teach(method, drafter, target, steps, lr, rows=4, length=46):
     losses = []
     drafter.train()
     for step in range(steps):
+        torch.manual_seed(step)
         batch = dataclasses.replace(whole, progress=step / steps)
         total, weight = method.loss(drafter, target, batch)
         (total / weight).backward()
@@ -190,8 +186,9 @@ def make_drafts(name, target, make_drafter=untrained, **changes):
     chains = {key: changes.pop(key) for key in ("gamma",) if key in changes}
 
     def expanded(decoding):
-        made = owner.drafts(decoding, drafter, **chains)
-        return module.drafts(made, decoding, **changes)
+        window = {key: changes[key] for key in ("window",) if key in changes}
+        own = {key: changes[key] for key in changes if key != "window"}
+        return module.drafts(owner.drafts(decoding, drafter, **chains, **window), **own)
 
     return expanded, drafter
 

@@ -13,13 +13,10 @@ def parse(argv: list[str], description: str):
     parser = options(description)
     # A method's options are known only once its name is, so the name is read first.
     name = cli.method_named(argv)
-    if name in ("cape", "eagle"):
+    if name == "cape":
         import common
 
-        raise common.UserError(
-            "cape has no weights, and eagle is falcon with --k 1 --no-csgd --fusion "
-            "linear --num-layers 1: take another --method"
-        )
+        raise common.UserError("cape has no weights: take another --method")
     module = None
     if name in cli.trainable():  # else argparse refuses it below
         module = cli.import_method(name)

@@ -40,7 +40,7 @@ class Features:
                 for name in common.Teacher._fields
             ]
 
-    def batch(self, sequences: list, seed: Tensor, progress: float) -> common.Batch:
+    def batch(self, sequences: list, progress: float) -> common.Batch:
         """The sequences, right-padded, on the target's device."""
         device = self.target.device
         ids, masks = zip(*sequences)

@@ -1,0 +1,261 @@
+"""Long texts and long chats: a drafter's window, and caches kept over turns."""
+
+import pytest
+import torch
+from tiny import family, make_drafts, make_glide, make_llama, sampled_p_value
+
+import common
+import glide
+from support import cli
+
+METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
+# Windows of the target inside and outside of the drafter's, which holds 5 to 10 tokens.
+FAMILIES = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 4},
+    "Gemma3": {"sliding_window": 24},
+}
+GREEDY = {"do_sample": False, "eos_token_id": None}
+
+
+def decode(target, ids, drafts, **options):
+    decoder = common.speculate(drafts)
+    return target.generate(ids, custom_generate=decoder, **options)
+
+
+# ----------------------------------------------------------------------- the window
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_answers_stay_the_targets_own_over_renewals(name, method):
+    target = family(name, **FAMILIES[name])
+    for length in (1, 3, 30):
+        ids = torch.randint(1, 40, (1, length), generator=torch.Generator())
+        options = GREEDY | {"max_new_tokens": 40}
+        plain = target.generate(ids, **options)
+        for window in (1, 5):
+            drafts, _ = make_drafts(method, target, window=window)
+            assert torch.equal(decode(target, ids, drafts, **options), plain)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sampled_answers_follow_the_target_over_renewals(small_llama, method):
+    drafts, _ = make_drafts(method, small_llama, window=1)
+    prompt = torch.tensor([[1, 2, 3, 4, 5]])
+    decoder = common.speculate(drafts)
+    p_value = sampled_p_value(small_llama, prompt, 3, 300, custom_generate=decoder)
+    assert p_value > 1e-3
+
+
+def rounds(target, ids, drafts, new_tokens):
+    """The drafts of an answer: length of the text, tokens, parents."""
+    decoding = common.start(target, input_ids=ids, max_new_tokens=new_tokens, **GREEDY)
+    got = []
+    for draft in drafts(decoding):
+        got.append((decoding.ids.shape[1], draft.tokens.tolist(), draft.parents))
+        decoding.verify(draft)
+    return got
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_are_those_of_the_newest_tokens_and_unchanged_before(method):
+    """Up to twice the window, the drafter sees the whole text. After a renewal it
+    drafts like one that reads the newest tokens anew.
+    """
+    target = make_llama()
+    ids = torch.tensor([[9, 8, 7, 6]])
+    whole, _ = make_drafts(method, target, window=None)
+    shown, _ = make_drafts(method, target, window=8)
+    before, after = (rounds(target, ids, x, 60) for x in (whole, shown))
+    same = [x for x in before if x[0] <= 16]
+    assert len(same) > 3 and after[: len(same)] == same
+    assert after != before, "a window that changes nothing is none"
+
+
+@torch.no_grad()
+def test_a_renewed_drafter_reads_the_newest_tokens_rows_and_positions():
+    """GLIDE's own pass over the newest eight tokens, worked out here."""
+    target = make_llama()
+    drafter = make_glide(target, num_layers=2, kv_layer=-1)
+    ids = torch.randint(1, 48, (1, 30), generator=torch.Generator())
+    decoding = common.start(target, input_ids=ids, max_new_tokens=2, **GREEDY)
+    draft = next(glide.drafts(decoding, drafter, window=8, gamma=1))
+    assert decoding.hidden.shape == (1, 29, 32)
+
+    _, kv = common.target_features(target, ids[:, :-1], drafter.kv_layers)
+    kv = {layer: tuple(x[:, :, 22:] for x in both) for layer, both in kv.items()}
+    places = torch.arange(8)
+    cross = (places[:, None] > torch.arange(7))[None, None]
+    positions = torch.arange(22, 30)[None]
+    hidden = drafter(target, ids[:, 22:], positions, kv, cross_mask=cross)
+    q_draft = common.target_logits(target, hidden[0, -1]).softmax(-1)
+    torch.testing.assert_close(draft.probs[0], q_draft, check_dtype=False)
+
+
+def test_a_window_is_an_int_or_none():
+    target = make_llama()
+    decoding = common.start(target, input_ids=torch.tensor([[3]]), max_new_tokens=4)
+    for window in (0, -1, 2.5, True, "wide"):
+        with pytest.raises(common.UserError, match="take an int of at least 1, or No"):
+            next(glide.drafts(decoding, make_glide(target), window=window))
+
+
+# -------------------------------------------------------------- caches kept over turns
+
+
+def chat(target, drafts, turns, sampled=False, keep=True, tamper=None):
+    """Answers of 12 tokens to turns, each a function of the text so far.
+
+    tamper: what is done to each Decoding before it is taken over.
+    """
+    text = torch.zeros(1, 0, dtype=torch.long)
+    decoding = None
+    answers = []
+    for turn in turns:
+        text = turn(text)
+        options = GREEDY | {"max_new_tokens": 12, "do_sample": sampled}
+        if keep and decoding is not None and tamper is not None:
+            tamper(decoding)
+        after = decoding if keep else None
+        decoding = common.start(target, after=after, input_ids=text, **options)
+        for draft in drafts(decoding):
+            decoding.verify(draft)
+        answers.append(decoding.ids[0, text.shape[1] :].tolist())
+        text = decoding.ids
+    return answers
+
+
+def asked(*tokens):
+    return lambda text: torch.cat([text, torch.tensor([tokens])], dim=1)
+
+
+def edited(text):
+    """A token of the first turn is another one now, and the last turn is gone."""
+    text = text[:, :-10].clone()
+    text[0, 9] = 3
+    return torch.cat([text, torch.tensor([[4, 4]])], dim=1)
+
+
+TURNS = [asked(5, 6, 7), asked(8, 9), edited, asked(1), asked(7, 7, 7, 7)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_chat_that_keeps_its_caches_gets_the_same_answers(name, method):
+    target = family(name, **FAMILIES[name])
+    drafts, _ = make_drafts(method, target)
+    kept = chat(target, drafts, TURNS)
+    assert kept == chat(target, drafts, TURNS, keep=False)
+    assert len(kept) == 5 and all(len(answer) == 12 for answer in kept)
+
+
+def plain(decoding):
+    while not decoding.done:
+        yield common.chain([], decoding.ids)
+
+
+def test_only_what_is_new_is_read():
+    target = make_llama()
+    common.check_target(target)
+    read = []
+    hook = target.get_input_embeddings().register_forward_pre_hook(
+        lambda module, given: read.append(given[0].shape[1])
+    )
+    first = common.start(
+        target, input_ids=torch.arange(1, 20)[None], max_new_tokens=1, **GREEDY
+    )
+    first.verify(common.chain([], first.ids))
+    more = torch.cat([first.ids, torch.tensor([[5, 6, 7]])], dim=1)
+    read.clear()
+    second = common.start(
+        target, after=first, input_ids=more, max_new_tokens=1, **GREEDY
+    )
+    hook.remove()
+    # The newest token of the first answer, and all but the last one of the new turn.
+    assert read == [3] and second.hidden.shape[1] == 22
+    whole, _ = common.target_features(target, more[:, :-1])
+    torch.testing.assert_close(second.hidden, whole)
+
+
+def test_negative_control_a_stale_row_is_noticed():
+    """A row of the text before an edit that is taken for one of the text after it."""
+    target = make_llama()
+
+    def stale(decoding):
+        decoding.ids = decoding.ids.clone()
+        decoding.ids[0, 9] = 3  # the row is still that of the old token
+
+    right = chat(target, plain, TURNS, keep=False)
+    assert chat(target, plain, TURNS) == right
+    assert chat(target, plain, TURNS, tamper=stale) != right
+
+
+def test_sampled_turns_follow_the_target(small_llama):
+    """Second answers of a token, whose first turn has been read before."""
+    drafts, _ = make_drafts("glide", small_llama)
+    prompt = torch.tensor([[1, 2, 3, 4, 5]])
+    first = common.start(small_llama, input_ids=prompt[:, :3], max_new_tokens=1)
+    holder = [first]
+
+    def again(target, input_ids, **given):
+        decoding = common.Decoding(target, input_ids, after=holder.pop(), **given)
+        holder.append(decoding)
+        for draft in drafts(decoding):
+            decoding.verify(draft)
+        return decoding.ids
+
+    p_value = sampled_p_value(small_llama, prompt, 2, 300, custom_generate=again)
+    assert p_value > 1e-3
+
+
+def test_an_interrupted_turn_can_be_taken_over(monkeypatch):
+    """Its last forward has left rows that nothing was committed for."""
+    target = make_llama()
+    drafts, _ = make_drafts("glide", target)
+    ids = torch.tensor([[5, 6, 7]])
+    options = GREEDY | {"max_new_tokens": 12}
+    decoding = common.start(target, input_ids=ids, **options)
+    steps = drafts(decoding)
+    decoding.verify(next(steps))
+    draft = next(steps)
+    common.score(target, decoding.ids, draft, decoding.cache)  # and then Ctrl-C
+    again = common.start(target, after=decoding, input_ids=decoding.ids, **options)
+    for draft in drafts(again):
+        again.verify(draft)
+    expected = target.generate(input_ids=decoding.ids, **options)
+    assert torch.equal(again.ids, expected)
+
+
+def test_a_cache_that_does_not_fit_is_refused_or_read_anew():
+    target, other = make_llama(), make_llama(seed=1)
+    ids = torch.tensor([[5, 6, 7]])
+    options = GREEDY | {"max_new_tokens": 4, "input_ids": ids}
+    first = common.start(target, **options)
+    with pytest.raises(common.UserError, match="another target's: pass the newest"):
+        common.start(other, after=first, **options)
+    second = common.start(target, after=first, **options)
+    with pytest.raises(common.UserError, match="taken over already"):
+        common.start(target, after=first, **options)
+    target.float()
+    with pytest.warns(UserWarning, match="the whole text is read anew"):
+        third = common.start(target, after=second, **options)
+    assert third.hidden.dtype == torch.float32
+    for draft in plain(third):
+        third.verify(draft)
+    assert torch.equal(third.ids, target.generate(**options))
+
+
+def test_keys_that_rotate_by_the_length_of_the_text_are_read_anew():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    target = family("Llama", rope_parameters=rope)
+    options = GREEDY | {"max_new_tokens": 4, "input_ids": torch.tensor([[5, 6, 7]])}
+    first = common.start(target, **options)
+    with pytest.warns(UserWarning, match="the whole text is read anew"):
+        common.start(target, after=first, **options)
+
+
+def test_each_method_that_reads_a_text_has_a_window():
+    for method in (*cli.trainable(), "beam"):
+        if method != "medusa":  # it reads the newest token only
+            assert hasattr(cli.import_method(method).drafts, "__wrapped__"), method
