@@ -483,7 +483,7 @@ class CausalLM:
         self.vocab_ids = torch.arange(vocab, device=target.device)
         self.num_layers = config.num_hidden_layers
         self.context = getattr(config, "max_position_embeddings", None)
-        self.width = lm.get_output_embeddings().weight.shape[1]  # E
+        self.width = config.hidden_size  # E
 
     def hidden(self, ids: Tensor, cache=None) -> Tensor:
         return common.last_hidden(self.lm, ids, cache)
