@@ -259,7 +259,7 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     # because each adds S slots to the pass: 64 of them add 384, about as many as a long
     # text has rows.
     whole = (labels >= 0).all(-1)  # (B, T - 1)
-    order = torch.rand(whole.shape, device=whole.device).masked_fill(~whole, -1)
+    order = torch.rand_like(whole, dtype=torch.float32).masked_fill(~whole, -1)
     most = min(drafter.config.anchors, int(whole.sum(1).max()))  # A
     best = order.topk(most)
     anchors = best.indices.masked_fill(best.values < 0, -1)  # (B, A)

@@ -144,7 +144,7 @@ def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     drafted, accept_prob = draw_labels(model, target, batch, temperature)
     # 3. The head learns from hidden states at draft tokens, and X holds hardly any (a
     #    sparse signal, as section 1 says). One pass reads Z, of which most is Y.
-    uniform = torch.rand(batch.input_ids.shape, device=drafted.device)
+    uniform = torch.rand_like(batch.loss_mask, dtype=torch.float32)
     mixed, judged = mix(batch, drafted, uniform, KEEP)
     # 4. This reads e_t after Z_1 to Z_(t-1) and Y_t, although P_t was computed after
     #    X_1 to X_(t-1). The loss in 3.3 does the same.

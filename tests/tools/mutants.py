@@ -357,7 +357,7 @@ windows begin with the newest token
 - F.pad(y[:, 1:], (0, U - 1), value=-1)
 + F.pad(y[:, :-1], (0, U - 1), value=-1)
 anchors are those of the first rows
-- order = torch.rand(whole.shape, device=whole.device)
+- order = torch.rand_like(whole, dtype=torch.float32)
 + order = torch.arange(whole.shape[1]).flip(0).expand(whole.shape).float()
 the oldest states are read in every round, not the new ones
 - decoding.hidden[:, read:]
