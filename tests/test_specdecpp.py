@@ -109,15 +109,22 @@ def test_a_rule_that_withholds_tokens_is_noticed_in_the_sampled_output(
 
 @torch.no_grad()
 def test_drafting_with_a_cache_equals_drafting_from_scratch(llama, trained):
-    """After rejections, too: the cache then holds tokens that were not committed."""
+    """After rejections, when the cache holds tokens that were not committed, and after
+    whole drafts, when two tokens are fed.
+    """
     decoding = common.start(llama, input_ids=PROMPT, do_sample=False, max_new_tokens=40)
     model = specdecpp.model_of(trained, llama)
-    rejected = 0
-    for draft in specdecpp.drafts(decoding, trained, stop="fixed"):
+    rejected = set()
+    for draft in specdecpp.drafts(decoding, trained, stop="fixed", gamma=2):
         steps = specdecpp.propose(model, decoding, common.DraftCache(num_layers=2))
-        assert [int(next(steps)[0]) for _ in draft.tokens] == draft.tokens.tolist()
-        rejected += len(draft.tokens) - len(decoding.verify(draft))
-    assert rejected > 0
+        for token, q_draft in zip(
+            draft.tokens, draft.probs if len(draft.tokens) else ()
+        ):
+            ours = next(steps)
+            assert ours[0] == token
+            torch.testing.assert_close(ours[1], q_draft, atol=1e-6, rtol=1e-5)
+        rejected.add(len(draft.tokens) - len(decoding.verify(draft)))
+    assert rejected == {0, 1, 2}
 
 
 # --------------------------------------------------------------------------- stop rules
@@ -519,6 +526,10 @@ REFUSED = {
     "both ways": (lambda: family("Roberta"), "do not follow from"),
     "scaled": (
         lambda: family("Mpt", d_model=32, n_heads=4, n_layers=2, logit_scale=0.3),
+        "do not follow from",
+    ),
+    "narrow": (
+        lambda: family("OPT", **OPT | {"word_embed_proj_dim": 16}),
         "do not follow from",
     ),
     "decoder with LM head": (

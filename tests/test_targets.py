@@ -21,8 +21,8 @@ import common
 import falcon
 import glide
 import train
-from support import cli, prompts
-from support.measuring import arms
+from support import cli
+from support.measuring import arms, prompts
 from support.rivals import lookup
 from support.training import data
 
@@ -184,7 +184,7 @@ def test_a_target_with_offloaded_layers_decodes_and_gets_drafters(tmp_path):
     )
     assert target.model.layers[0].mlp.up_proj.weight.device.type == "meta"
     check(target, before)
-    check(target, made(target, ("glide", "falcon", "ctc_drafter", "specdecpp")))
+    check(target, made(target, ("glide", "specdecpp", "falcon", "ctc_drafter")))
 
 
 def test_a_target_without_a_device_is_told_what_to_load(tmp_path):

@@ -219,8 +219,8 @@ e_0 is judged as well
 - if i > 1:
 + if i > 0:
 labels exceed 1
-- q_draft.gather(1, choice)).clamp(max=1)
-+ q_draft.gather(1, choice))
+- accept_prob[:, 0].clamp(max=1)
++ accept_prob[:, 0]
 Y is likelier than it says
 - choice = common.sample(q_draft)
 + choice = q_draft.argmax(-1, keepdim=True)
@@ -358,7 +358,7 @@ windows begin with the newest token
 + F.pad(y[:, :-1], (0, U - 1), value=-1)
 anchors are those of the first rows
 - order = torch.rand_like(whole, dtype=torch.float32)
-+ order = -torch.arange(whole.shape[1]).expand(whole.shape).float() / 1e6 + 1
++ order = torch.arange(whole.shape[1]).flip(0).expand(whole.shape).float()
 the oldest states are read in every round, not the new ones
 - decoding.hidden[:, read:]
 + decoding.hidden[:, : decoding.ids.shape[1] - 1 - read]
