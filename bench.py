@@ -50,10 +50,10 @@ from tqdm import tqdm
 import common
 from common import UserError
 from support import packed
-from support.measuring import batching, kernels, report
+from support.measuring import batching, report
 from support.measuring.arms import PEERS, Arm, make_arms, plain_loops
-from support.measuring.prompts import answer_padded, encode
 from support.measuring.report import Answer, clock
+from support.prompts import answer_padded, encode
 from support.training import data
 
 ALPHA_ANSWERS = 32  # most answers of the baseline to measure alpha on
@@ -124,7 +124,7 @@ def load(args) -> tuple:
             file=sys.stderr,
         )
     common.check_target(stock)  # first, because packing takes its layers apart
-    return stock, packed.pack(stock, choose=kernels.fastest), tokenizer
+    return stock, packed.pack(stock), tokenizer
 
 
 def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:

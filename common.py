@@ -270,7 +270,8 @@ class Decoding:
         room                  how deep a draft may be
         do_sample             whether tokens are sampled, or the argmax is taken
         eos_ids               the end-of-sequence ids, a set
-        first                 the first token of the text that drafters see
+        first, end            a drafter sees the text from token `first` on, until it is
+                              longer than `end`
 
     After a round that accepted x_4 and added the bonus token x_5:
 
@@ -285,7 +286,7 @@ class Decoding:
     Raises UserError for a target or a request that cannot be decoded with token trees.
     """
 
-    first = 0  # `windowed` shows a drafter less
+    first, end = 0, math.inf  # `windowed` shows a drafter less
 
     def __init__(self, target, input_ids: Tensor, after=None, **given):
         if "stopping_criteria" not in given:
@@ -516,7 +517,7 @@ class View:
     """A Decoding as a drafter sees it: the newest tokens of the text.
 
     Its ids, hidden states and rows begin with token `first` of the text. `done` is true
-    as well when the text has grown beyond token `end`. All else is the Decoding's.
+    when the text is longer than `end` as well. All else is the Decoding's.
     """
 
     def __init__(self, decoding: Decoding, first: int, end: int):

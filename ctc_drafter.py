@@ -259,7 +259,7 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     # because each adds S slots to the pass: 64 of them add 384, about as many as a long
     # text has rows.
     whole = (labels >= 0).all(-1)  # (B, T - 1)
-    order = torch.rand(whole.shape, device=whole.device).masked_fill(~whole, -1)
+    order = torch.rand_like(whole, dtype=torch.float32).masked_fill(~whole, -1)
     most = min(drafter.config.anchors, int(whole.sum(1).max()))  # A
     best = order.topk(most)
     anchors = best.indices.masked_fill(best.values < 0, -1)  # (B, A)
@@ -620,6 +620,7 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
     return draft
 
 
+@common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
@@ -654,7 +655,7 @@ if __name__ == "__main__":
 #  7. Frequent tokens only (`draft_vocab`), at random places of a text (`anchors`).
 #  8. When sampling, the first token is sampled. The paper's example is greedy (3.3).
 #  The blank: every window has U labels, which fill slots 1 to U, and blanks the others.
-#  The transforms gain at most 1% in tau over `none` (results/log/training.md).
+#  The transforms gain at most 1% in tau over `none` (results/log.md).
 #  Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p').
 #
 # Authors' code, run with the same random weights; the rest agrees:

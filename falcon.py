@@ -547,8 +547,8 @@ def sample_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int
     logits: (Vd,) of the tokens vocab_ids (Vd,).
     above: the tokens drafted on the way to the siblings.
     """
-    # As `common.draw` requires, a node's distribution depends on the tokens above it
-    # and on its earlier siblings, but not on any other drawn token.
+    # As `common.rejection_sample` requires, a node's distribution depends on the tokens
+    # above it and on its earlier siblings, but not on any other sampled token.
     taken = vocab_ids[:0]  # earlier siblings
     while True:
         # A softmax over the tokens that earlier siblings leave, so q_draft sums to 1.
@@ -620,6 +620,7 @@ def propose(drafter: Drafter, decoding, memory: Memory, tree: dict) -> common.Dr
     return common.Draft(tokens, indices, notes={"k": k, "q": list(q.values())})
 
 
+@common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.

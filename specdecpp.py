@@ -144,7 +144,7 @@ def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     drafted, accept_prob = draw_labels(model, target, batch, temperature)
     # 3. The head learns from hidden states at draft tokens, and X holds hardly any (a
     #    sparse signal, as section 1 says). One pass reads Z, of which most is Y.
-    uniform = torch.rand(batch.input_ids.shape, device=drafted.device)
+    uniform = torch.rand_like(batch.input_ids, dtype=torch.float32)  # (B, T)
     mixed, judged = mix(batch, drafted, uniform, KEEP)
     # 4. This reads e_t after Z_1 to Z_(t-1) and Y_t, although P_t was computed after
     #    X_1 to X_(t-1). The loss in 3.3 does the same.
@@ -235,7 +235,7 @@ def loss(drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     # w_rej = 6 and P = .72 that is s = .3, and a round ends as soon as P(y_1 is
     # rejected) > .28 although h = .7. A larger w_rej makes drafts shorter, and a larger
     # h makes them longer. (Heads with w_rej = 1, 3 or 6 are equally fast here once h is
-    # tuned for each, see results/log/training.md.)
+    # tuned for each, see results/log.md.)
     weight_acc = accept_prob
     weight_rej = drafter.config.w_rej * (1 - accept_prob)
     accepted = weight_acc * F.logsigmoid(logits)  # log s
@@ -325,6 +325,7 @@ def propose(model, decoding, cache: common.DraftCache):
         new = token[None]  # (1, 1); fed only if the caller wants another one
 
 
+@common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
@@ -343,17 +344,18 @@ def drafts(decoding, drafter, **changes):
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
     # There is no warning if the head's labels have another temperature: the text still
-    # follows the target, but the head judges less well (see results/log/training.md).
+    # follows the target, but the head judges less well (see results/log.md).
     if config.stop == "head" and config.stage == "draft":
         raise common.UserError(
             "stop head, but no acceptance head has been trained: train one (stage "
             "head), or take stop fixed"
         )
     model = model_of(drafter, decoding.target)
-    if model.context and decoding.generation_config.max_length > model.context:
+    length = min(decoding.end, decoding.generation_config.max_length) - decoding.first
+    if model.context and length > model.context:
         raise common.UserError(
-            f"the draft model reads {model.context} tokens at most: set a lower "
-            "max_new_tokens, or choose another draft model"
+            f"the draft model reads {model.context} tokens at most: set a lower window "
+            "or max_new_tokens, or choose another draft model"
         )
     cache = common.DraftCache(model.num_layers)
     limit = config.gamma if config.stop == "fixed" else config.max_draft

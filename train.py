@@ -1,3 +1,4 @@
+# ruff: noqa: E402 (what takes seconds to import is imported after the command line)
 """Train a drafter against a frozen target, or let the target write the data.
 
     python train.py --make-data 2000 --out data.jsonl
@@ -9,8 +10,13 @@ What they share is in the function `train`, whose loop takes a batch, computes l
 gradients, and steps; from time to time it measures and saves. accelerate takes care of
 processes, devices and mixed precision, so `accelerate launch` works like torchrun.
 `--method NAME --help` lists the options of the method as well.
+
+Random numbers are seeded for each step and each process, so a resumed run has the same
+as one that was not interrupted. A step that is split differently, over processes or
+with --accumulate, has others, and so its result is not the same to the bit.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -23,11 +29,93 @@ from functools import partial
 from pathlib import Path
 
 from support import cli
-from support.training import command
+
+# What eval_alpha is measured on by default: answers of the default target.
+ANSWERS = cli.ROOT / "conversations" / "answers.jsonl.gz"
+
+
+# ------------------------------------------------------------- options, with defaults
+
+
+def options() -> cli.OneLineParser:
+    """The options of all methods."""
+    parser = cli.OneLineParser(description=__doc__)
+    number = cli.number
+    count, share = number(int, 1), number(float, 0, 1)
+    dtypes = ("float32", "bfloat16")
+    either = argparse.BooleanOptionalAction
+
+    group = parser.add_argument_group("what to do")
+    add = group.add_mutually_exclusive_group(required=True).add_argument
+    add("--method", choices=cli.trainable(), help="whose drafter to train")
+    add("--make-data", type=count, metavar="N", help="write answers until --out has N")
+    add = group.add_argument
+    text = "checkpoint folder, or the file that --make-data appends to"
+    add("--out", required=True, help=text)
+    add("--target", type=cli.target, help=cli.TARGET_HELP)
+    add("--dtype", default="float32", choices=dtypes, help="of the target")
+    add("--device", default="auto", type=cli.device, help=cli.DEVICE_HELP)
+    add("--seed", type=number(int, 0, 2**31), default=0, help="of all random choices")
+
+    add = parser.add_argument_group("--method").add_argument
+    add("--data", nargs="+", metavar="FILE", help="conversations, .jsonl or .jsonl.gz")
+    text = "conversations to measure eval_alpha on (default: for the default target, "
+    add("--eval", metavar="FILE", help=f"{text}conversations/{ANSWERS.name})")
+    add("--steps", type=count, help="optimizer steps")
+    text = "train this long instead, over all resumed runs"
+    add("--minutes", type=number(float, 1e-3), help=text)
+    add("--resume", action="store_true", help="continue the run in --out")
+    text = "start from this drafter, whose draft vocabulary stays unless --draft-vocab "
+    add("--init", metavar="DIR", help=f"{text}is given; --resume ignores it")
+    text = "keep the target's features here, in bfloat16 (3 kB a token for the default "
+    add("--features", metavar="DIR", help=f"{text}target)")
+    add("--batch-size", type=count, default=4, help="conversations a step, in all")
+    add("--accumulate", type=count, default=1, help="parts that a batch is split into")
+    add("--lr", type=number(float, 0), default=2e-3, help="peak learning rate")
+    add("--warmup", type=share, default=0.02, help="share of the run that warms up")
+    text = "largest norm of the gradient"
+    add("--clip", type=number(float, 1e-6), default=1.0, help=text)
+    text = "tokens kept of a conversation of --data"
+    add("--max-length", type=number(int, 2), default=512, help=text)
+    add("--bf16", action=either, help="autocast to bfloat16 (default: on a GPU)")
+    text = "conversations at the end of --data that alpha is measured on, at most half"
+    add("--held-out", type=number(int, 0), default=32, help=text)
+    add("--eval-every", type=count, default=100, help="steps between measurements")
+    add("--save-every", type=count, default=500, help="steps between checkpoints")
+
+    add = parser.add_argument_group("--make-data").add_argument
+    add("--requests", metavar="FILE", help="prompts to ask first, as those of bench.py")
+    text = "share of conversations with a second turn"
+    add("--second-turns", type=share, default=0.0, help=text)
+    text = "share answered greedily, the rest at T = 0.8"
+    add("--greedy", type=share, default=0.5, help=text)
+    add("--max-new-tokens", type=count, default=320, help="most tokens of an answer")
+    return parser
+
+
+def parse(argv: list[str]):
+    """The options, with those of `--method`, and its module or None."""
+    parser = options()
+    # A method's options are known only once its name is, so the name is read first.
+    name = cli.method_named(argv)
+    if name == "cape":
+        raise cli.mistake("cape has no weights: take another --method")
+    module = None
+    if name in cli.trainable():  # else argparse refuses it below
+        module = cli.import_method(name)
+        cli.add_config_options(parser, module.Config)
+    args = parser.parse_args(argv)
+    absent = "--method" if args.make_data else "--make-data"
+    [group] = [group for group in parser._action_groups if group.title == absent]
+    for action in group._group_actions:
+        if getattr(args, action.dest) != action.default:
+            raise cli.mistake(f"{action.option_strings[0]} goes with {absent}")
+    return args, module
+
 
 if __name__ == "__main__":
     # --help and mistakes end here, because the imports below take seconds.
-    cli.run(lambda: command.parse(sys.argv[1:], __doc__))
+    COMMAND = cli.run(lambda: parse(sys.argv[1:]))
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
@@ -38,10 +126,6 @@ from tqdm import tqdm
 import common
 from support.training import checkpoints, data, self_written
 from support.training.features import Features
-
-# What eval_alpha is measured on by default: answers of the default target.
-ANSWERS = cli.ROOT / "conversations" / "answers.jsonl.gz"
-
 
 # --------------------------------------------------------------------------- training
 
@@ -72,8 +156,8 @@ def train(args, module, overrides: dict) -> None:
     out.mkdir(parents=True, exist_ok=True)  # if it cannot be made, fail before training
 
     announce(args, run, drafter, sequences, held_out)
-    layers, vocab_ids = drafter.kv_layers, drafter.vocab_ids
-    features = Features(target, layers, args.features, vocab_ids)
+    check_lengths(args, module, drafter, target, sequences)
+    features = Features(target, drafter.kv_layers, args.features)
     lengths = [len(ids) for ids, _ in sequences]
     order = data.batch_order(lengths, args.batch_size, args.seed, run.step)
     fraction, stop = run.fraction(args), False  # a run goes from 0 to 1
@@ -86,11 +170,12 @@ def train(args, module, overrides: dict) -> None:
         while fraction < 1 and not stop:
             # The target computes a micro-batch's features when `gradients` asks for it,
             # so those of a whole batch never have to fit into memory.
-            chosen, seeds = next(order)
+            chosen = next(order)
             batches = (
-                features.batch([sequences[i] for i in part], part_seeds, fraction)
-                for part, part_seeds in micro_batches(accelerator, chosen, seeds)
+                features.batch([sequences[i] for i in part], fraction)
+                for part in micro_batches(accelerator, chosen)
             )
+            seed_step(accelerator, args.seed, run.step)
             loss = gradients(accelerator, model, batches)
             # Clipping returns the norm from before, which is infinite or nan if any of
             # the gradients is. Such a step is not taken, nor saved.
@@ -144,22 +229,28 @@ class Loss(nn.Module):
         return self.loss(batch)
 
 
-def micro_batches(accelerator, chosen: Tensor, seeds: Tensor) -> list[tuple]:
+def micro_batches(accelerator, chosen: Tensor) -> list[Tensor]:
     """This process's share of a step, in --accumulate parts of equal size.
 
-    chosen, seeds: (batch_size,) of `data.batch_order`; both are split in the same way.
+    chosen: (batch_size,) from `data.batch_order`.
     """
     processes = accelerator.num_processes
     size = len(chosen) // (processes * accelerator.gradient_accumulation_steps)
-    parts = list(zip(chosen.split(size), seeds.split(size)))
-    return parts[accelerator.process_index :: processes]
+    return list(chosen.split(size))[accelerator.process_index :: processes]
+
+
+def seed_step(accelerator, seed: int, step: int) -> None:
+    """Seed torch's random numbers; each step of each process has its own."""
+    number = seed * 1_000_003 + step
+    number = number * accelerator.num_processes + accelerator.process_index
+    torch.manual_seed(number)
 
 
 def gradients(accelerator, model, batches) -> float:
     """Compute the gradient of a step's mean loss; returns that loss.
 
-    batches: the micro-batches of this process. However a step is split, the result is
-    the same, even where the parts have different weights.
+    batches: the micro-batches of this process. However a step is split, its gradient is
+    that of the whole batch, even where the parts have different weights.
     """
     sums = torch.zeros(2)  # loss and weight
     for batch in batches:
@@ -215,11 +306,16 @@ def read_measured(features: Features, held_out: list, answers: list) -> dict:
 
 @torch.no_grad()
 def measure(module, drafter, target, measured: dict) -> dict:
-    """The acceptance rate on each of {name: batches}, None where there is no batch."""
+    """The acceptance rate on each of {name: batches}, None where there is no batch.
+
+    Its random numbers are the same each time, and training continues with its own.
+    """
     rates = {}
     drafter.eval()
     for name, batches in measured.items():
-        totals = [module.acceptance(drafter, target, batch) for batch in batches]
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            totals = [module.acceptance(drafter, target, batch) for batch in batches]
         accepted = sum(float(total) for total, _ in totals)
         count = sum(int(count) for _, count in totals)
         rates[name] = round(accepted / max(1, count), 4) if batches else None
@@ -236,41 +332,62 @@ def check(args) -> None:
     begun = (out / "training_state.pt").is_file()
     measured_on = eval_file(args)
     learned = {Path(path).resolve() for path in args.data or []}
-    go_on = "continue with --resume, or"
-    if not begun:
-        go_on = f"start from it with --init {out} and"
     files = [*(args.data or []), *([args.eval] if args.eval else [])]
     absent = next((path for path in files if not Path(path).exists()), None)
+    # Alpha on answers that were learned would look better than it is.
+    learned_too = measured_on and Path(measured_on).resolve() in learned
+    another = "continue with --resume, or" if begun else f"use it with --init {out} and"
+    closed = out.is_dir() and not os.access(out, os.W_OK)
     common.refuse(
-        (
-            not args.data,
-            "training needs --data, files of conversations (--make-data N)",
-        ),
+        (not args.data, "training needs --data, files of conversations"),
         (absent, f"no file {absent}: check the path"),
-        # Alpha on answers that were learned would look better than it is.
         (
-            measured_on and Path(measured_on).resolve() in learned,
+            learned_too,
             f"eval_alpha is measured on {measured_on}: leave it out of --data",
         ),
-        (
-            bool(args.steps) == bool(args.minutes),
-            "give either --steps or --minutes",
-        ),
-        (
-            args.resume and not begun,
-            f"nothing to resume in {out}: leave out --resume to begin",
-        ),
+        (bool(args.steps) == bool(args.minutes), "give either --steps or --minutes"),
+        (args.resume and not begun, f"nothing to resume in {out}: leave out --resume"),
         # A drafter that took hours is not written over.
         (
             not args.resume and (out / "config.json").is_file(),
-            f"{out} already holds a drafter: {go_on} give another --out",
+            f"{out} already holds a drafter: {another} give another --out",
         ),
         (out.is_file(), f"--out {out} is a file; name a folder for the drafter"),
-        (
-            out.is_dir() and not os.access(out, os.W_OK),
-            f"cannot write to {out}: name a folder where you may write",
-        ),
+        (closed, f"cannot write to {out}: name a folder where you may write"),
     )
+
+
+def check_lengths(args, module, drafter, target, sequences: list) -> None:
+    """Count the answers that are too short to be learned; UserError if all are."""
+    lengths = []
+    for _, mask in sequences:
+        learned, counts = mask.unique_consecutive(return_counts=True)
+        lengths += counts[learned].tolist()
+    least = least_tokens(module, drafter, target)
+    short = sum(length < least for length in lengths)
+    text = f"{short} of {len(lengths)} answers are too short: {args.method} learns "
+    text += f"those of {least} tokens or more"
+    if short == len(lengths):
+        raise common.UserError(f"nothing to learn: {text}")
+    if short:
+        say(text)
+
+
+@torch.no_grad()
+def least_tokens(module, drafter, target) -> int:
+    """How many tokens an answer needs, so that the loss has something to learn.
+
+    CTC-drafter, for instance, drafts after a token that the target gives, and so an
+    answer of one token has nothing for it. Whatever the method is, its loss is asked.
+    """
+    features = Features(target, drafter.kv_layers)
+    for length in range(1, 33):
+        places = torch.arange(8 + length)
+        ids = drafter.vocab_ids.cpu()[places % len(drafter.vocab_ids)]
+        batch = features.batch([(ids, places >= 8)], 0.0)
+        if module.loss(drafter, target, batch)[1] > 0:
+            return length
+    raise common.UserError("the loss learns nothing from an answer of 32 tokens")
 
 
 def launch(args) -> Accelerator:
@@ -341,7 +458,7 @@ def start(args, module, overrides: dict, target, sequences: list, state: dict | 
 
     state: from `checkpoints.read`, to continue from; None in a new run.
     """
-    torch.manual_seed(args.seed)  # of the weights; data and noise have seeds by step
+    torch.manual_seed(args.seed)  # of the weights; each step has a seed of its own
     if state:
         drafter = module.Drafter(module.Config(**state["config"] | overrides))
         drafter.load_state_dict(state["model"])
@@ -378,12 +495,12 @@ def new_drafter(args, module, overrides: dict, target, sequences: list):
     if not args.init:
         return module.build(module.Config(**overrides), target, counts)
 
-    given = common.load_drafter(module.Drafter, args.init, target)
-    config = dataclasses.replace(given.config, **overrides)
-    # A drafter of the new settings, which may have parts that the given one lacks, such
-    # as SpecDec++'s head: those begin as `build` makes them.
+    first = common.load_drafter(module.Drafter, args.init, target)
+    config = dataclasses.replace(first.config, **overrides)
+    # The new settings may ask for parts that the first drafter does not have, such as
+    # SpecDec++'s head: those begin as `build` makes them.
     drafter = module.build(config, target, counts)
-    weights = given.state_dict()
+    weights = first.state_dict()
     if "draft_vocab" in overrides:
         # It is chosen anew for this data. No weight depends on which tokens can be
         # drafted, because embedding and LM head are the target's.
@@ -465,57 +582,43 @@ def interrupts():
 
 def main(argv: list[str] | None = None) -> None:
     """Train, or make data."""
-    args, module = command.parse(sys.argv[1:] if argv is None else argv, __doc__)
+    act(*parse(sys.argv[1:] if argv is None else argv))
+
+
+def act(args, module) -> None:
+    """Do what the command line says. module: of the method, or None."""
     if args.bf16 is None:
         args.bf16 = args.device.startswith("cuda")
-    of_data = args.requests or args.second_turns or args.greedy != 0.5
-    of_training = args.data or args.eval or args.features or args.init
-    of_training = of_training or args.steps or args.minutes or args.resume
-    common.refuse(
-        (
-            not (args.make_data or args.method),
-            "nothing to do: give --method NAME with --data and --out, or --make-data N "
-            "with --out",
-        ),
-        (
-            args.make_data and args.method,
-            "--method and --make-data: give one of them",
-        ),
-        (
-            of_data and not args.make_data,
-            "--requests, --second-turns and --greedy go with --make-data",
-        ),
-        (
-            of_training and args.make_data,
-            "--data, --eval, --features, --init, --steps, --minutes and --resume go "
-            "with --method",
-        ),
-        (not args.out, "give --out, a folder for the drafter or a file for data"),
-    )
     if args.make_data:
         make_data(args)
-    else:
-        names = {field.name for field in dataclasses.fields(module.Config)}
-        names.remove("target")  # this field is a shape, and --target a name
-        given = {name: value for name, value in vars(args).items() if value is not None}
-        train(args, module, {name: given[name] for name in given if name in names})
+        return
+    names = {field.name for field in dataclasses.fields(module.Config)}
+    names.remove("target")  # this field is a shape, and --target a name
+    values = {name: getattr(args, name, None) for name in names}
+    train(args, module, {name: x for name, x in values.items() if x is not None})
 
 
 def make_data(args) -> None:
     """Let the target write conversations."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise common.UserError("--make-data runs in one process: leave out torchrun")
     # Another file in the place of --out is refused before the target is loaded.
-    self_written.whole_lines(args.out)
-    requests = []
-    if args.requests:
-        prompts = data.read_prompts([Path(args.requests)], 0)
-        requests = [prompt["turns"][0] for prompt in prompts]
-    dtype = getattr(torch, args.dtype)
-    target, tokenizer = common.load_target(args.target, dtype=dtype, device=args.device)
-    cli.plain_settings(target)
-    maker = self_written.Maker(target, tokenizer, args.second_turns, args.greedy)
-    held = maker.fill(args.out, args.make_data, requests, args.seed)
-    print(f"train.py: {args.out} holds {held} answers", file=sys.stderr)
+    with self_written.alone(args.out):
+        asked = data.read_prompts([Path(args.requests)], 0) if args.requests else []
+        requests = [prompt["turns"][0] for prompt in asked]
+        dtype, device = getattr(torch, args.dtype), args.device
+        target, tokenizer = common.load_target(args.target, dtype=dtype, device=device)
+        cli.plain_settings(target)
+        options = args.second_turns, args.greedy, args.max_new_tokens
+        maker = self_written.Maker(target, tokenizer, *options)
+        held = maker.fill(args.out, args.make_data, requests, args.seed)
+    cut = self_written.cut(held, args.max_new_tokens)
+    print(
+        f"train.py: {args.out} holds {len(held)} answers; {cut} did not end within "
+        f"{args.max_new_tokens} tokens (--max-new-tokens)",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(lambda: act(*COMMAND))

@@ -33,10 +33,8 @@ TARGET_HELP = f"Hugging Face id, folder or .gguf (default: {default_target.NAME}
 def import_method(name: str):
     """The module of a method or rival; a UserError if it is not here."""
     if name not in present():
-        import common
-
         names = ", ".join(present())
-        raise common.UserError(f"unknown method {name!r}: take {names}")
+        raise mistake(f"unknown method {name!r}: take {names}")
     return importlib.import_module(f"support.rivals.{name}" if name in RIVALS else name)
 
 
@@ -74,9 +72,7 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def error(self, message: str):
-        import common
-
-        raise common.UserError(f"{message}; see --help")
+        raise mistake(f"{message}; see --help")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -181,9 +177,7 @@ def check_writable(path: str) -> None:
     special = place.exists() and not place.is_file()
     folder = place.resolve().parent
     if special or not (folder.is_dir() and os.access(folder, os.W_OK)):
-        import common
-
-        raise common.UserError(
+        raise mistake(
             f"cannot write {path}: name a file in a folder where you may write"
         )
 
@@ -191,20 +185,32 @@ def check_writable(path: str) -> None:
 # ---------------------------------------------------------------------------- running
 
 
-def run(main) -> None:
-    """Call `main`. A user's mistake: one line and code 2. Ctrl-C: code 130."""
+class Mistake(Exception):
+    """A user's mistake that is noticed before common is imported."""
+
+
+def mistake(text: str) -> Exception:
+    """A common.UserError, or a Mistake where nobody has imported common yet."""
+    return getattr(sys.modules.get("common"), "UserError", Mistake)(text)
+
+
+def run(main):
+    """What `main` returns. A user's mistake: one line and code 2. Ctrl-C: code 130."""
     name = Path(sys.argv[0]).name
     try:
-        main()
+        return main()
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as problem:
-        import torch
-
-        import common
-
-        mistakes = (common.UserError, OSError, torch.OutOfMemoryError)
+        # What is not imported has raised nothing, and would take seconds to import.
+        common, torch = map(sys.modules.get, ("common", "torch"))
+        mistakes = (
+            Mistake,
+            OSError,
+            getattr(common, "UserError", Mistake),
+            getattr(torch, "OutOfMemoryError", Mistake),
+        )
         if not isinstance(problem, mistakes):
             raise
         print(f"{name}: {' '.join(str(problem).split())}", file=sys.stderr)

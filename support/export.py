@@ -142,8 +142,8 @@ def causal_lm(drafter, target):
         )
     if "rope_theta" not in (getattr(whole, "rope_parameters", None) or {}):
         raise common.UserError(
-            "its layers rotate as those of Llama, and the target otherwise: engines have "
-            "no format for it"
+            "its layers rotate as those of Llama, and the target otherwise: engines "
+            "have no format for it"
         )
     config = common.llama_config(ours.target, ours.intermediate_size)
     names = ("vocab_size", "max_position_embeddings", "rope_parameters")

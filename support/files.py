@@ -7,29 +7,33 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def whole(path: Path):
-    """Yield a path beside `path` to write to; what it holds replaces `path` at the end.
+    """Yield a path next to `path` to write to; this file replaces `path` at the end.
 
     If writing fails or is interrupted, `path` stays as it was. A link stays a link.
+    Those may read it who may read other new files.
     """
     path = path.resolve()
     part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         yield part
+        _open(part)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
 
 def open_weights(folder: Path) -> None:
-    """Let those read the weights in a folder who may read other new files.
+    """Let those read the weights in a folder who may read other new files."""
+    for path in folder.rglob("*.safetensors"):
+        _open(path)
 
-    safetensors 0.8 writes files that only their owner may read, so in a shared folder
-    nobody else could use a drafter.
-    """
+
+def _open(path: Path) -> None:
+    # safetensors 0.8 writes files that only their owner may read, so in a shared folder
+    # they would be of no use to anybody else.
     umask = os.umask(0)
     os.umask(umask)
-    for path in folder.rglob("*.safetensors"):
-        path.chmod(0o666 & ~umask)
+    path.chmod(0o666 & ~umask)
 
 
 def write(path: Path, text: str) -> None:

@@ -435,7 +435,7 @@ def test_stock_transformers_on_the_target_as_loaded_is_always_a_candidate(
     capsys, monkeypatch, size
 ):
     """No packed layer may be in it, whatever else the run decodes with."""
-    monkeypatch.setattr(bench.kernels, "fastest", lambda *_: ("linear", "linear"))
+    monkeypatch.setattr(packed, "fastest", lambda *_: ("linear", "linear"))
     argv = command("--batch-size", str(size), method="lookup")
     result, _ = run(capsys, [*argv, "--dtype", "float32"])
     assert result["kernels"] == ["linear", "linear"]

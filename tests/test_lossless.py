@@ -290,7 +290,7 @@ def test_a_drafter_may_miss_a_round(method):
         decoding.verify(common.chain([], decoding.ids))
     draft = next(steps)
     anew = next(drafts(decoding))
-    assert (draft.tokens.tolist(), draft.parents) == (anew.tokens.tolist(), anew.parents)
+    assert torch.equal(draft.tokens, anew.tokens) and draft.parents == anew.parents
     decoding.verify(draft)
     for draft in steps:
         decoding.verify(draft)
@@ -472,6 +472,7 @@ def check_the_counts(pretend):
         "moved": [wrong[0], right],
         "moved, more nodes": [*wrong[:8], right],
     }
+    common.is_plain_weight = lambda weight: True  # though its type is pretend's
     with pretend.gpu():
         there = torch.ones(1, 1, 3, 4, device="pretend")
         by_hand = {

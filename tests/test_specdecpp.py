@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import (
-    OPT,
     family,
     make_batch,
     make_llama,
@@ -474,7 +473,6 @@ LMS = {  # {name: (family, options)}; all of 40 tokens
     "Gemma2": ("Gemma2", {"final_logit_softcapping": 2.0}),
     "Granite": ("Granite", {"logits_scaling": 4.0}),
     "GPT2": ("GPT2", {}),
-    "OPT-350m": ("OPT", OPT | {"word_embed_proj_dim": 16}),
     "Gemma4": (
         "Gemma4",
         {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40},

@@ -152,6 +152,7 @@ def run_heads(drafter: Drafter, decoding, head: nn.Module) -> Tensor:
     return read_out(drafter, states, head).log_softmax(-1)
 
 
+@common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.

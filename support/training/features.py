@@ -1,5 +1,6 @@
 """Batches for training, with the target's hidden states, keys and values."""
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -23,22 +24,15 @@ class Features:
     folder: what the target computes is kept there in bfloat16, one file for each
         sequence, for later epochs and runs on the same target. None: it is computed
         for each batch.
-    vocab_ids: (Vd,) the drafter's. With a folder, batches have a common.Teacher of it.
     """
 
-    def __init__(self, target, layers: list[int], folder=None, vocab_ids=None):
+    def __init__(self, target, layers: list[int], folder=None):
         self.target = target
         self.layers = sorted(set(layers))
-        self.vocab_ids = vocab_ids
         self.folder = None
         if folder:
             self.folder = Path(folder) / fingerprint(target)
             self.folder.mkdir(parents=True, exist_ok=True)
-            vocabulary = hashlib.sha256(vocab_ids.cpu().numpy().tobytes())
-            self.taught = [
-                f"{name}-{vocabulary.hexdigest()[:16]}"
-                for name in common.Teacher._fields
-            ]
 
     def batch(self, sequences: list, progress: float) -> common.Batch:
         """The sequences, right-padded, on the target's device."""
@@ -59,31 +53,33 @@ class Features:
         return common.Batch(input_ids, loss_mask, hidden, kv, progress)
 
     def batches(self, sequences: list) -> list[common.Batch]:
-        """All sequences in order, eight per batch, for acceptance rates."""
-        found = []
+        """All sequences in order, eight in a batch, for acceptance rates."""
         starts = range(0, len(sequences), 8)
-        for start in tqdm(starts, "sequences to measure", disable=None):
-            part = sequences[start : start + 8]
-            seed = torch.arange(start, start + len(part))
-            found.append(self.batch(part, seed, progress=0.0))
-        return found
+        bar = tqdm(starts, "sequences to measure", disable=None)
+        return [self.batch(sequences[start : start + 8], 0.0) for start in bar]
 
     def _stored(self, ids: Tensor) -> dict[str, Tensor]:
         """The states of ids (T,) by name ("hidden", "k3", "v3"), from their file.
 
-        The names of a common.Teacher's also contain the draft vocabulary's hash.
         Missing or damaged states are computed and written.
         """
         name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:32]
         path = self.folder / f"{name}.safetensors"
-        try:
-            states = load_file(path)
-        except (FileNotFoundError, SafetensorError):  # missing or damaged
-            states = {}
-        wanted = {"hidden", *(f"k{layer}" for layer in self.layers), *self.taught}
+        states = {}
+        # A file that this user may not read ends the run: written anew, it would be
+        # another user's loss.
+        with contextlib.suppress(FileNotFoundError, SafetensorError):  # or damaged
+            states = load(path.read_bytes())
+        wanted = {"hidden", *(f"{x}{layer}" for layer in self.layers for x in "kv")}
         if states.keys() >= wanted:
             return states
-        states |= self._computed(ids)  # next to what earlier runs kept
+        row = ids[None].to(self.target.device)
+        hidden, kv = common.target_features(self.target, row, self.layers)
+        computed = {"hidden": hidden}
+        for layer in self.layers:
+            computed[f"k{layer}"], computed[f"v{layer}"] = kv[layer]
+        for name, x in computed.items():  # next to what earlier runs kept
+            states[name] = x[0].to("cpu", torch.bfloat16).contiguous()
         try:
             with files.whole(path) as part:
                 save_file(states, part)
@@ -92,23 +88,6 @@ class Features:
                 f"cannot write {path} ({error}); make room"
             ) from error
         return states
-
-    def _computed(self, ids: Tensor) -> dict[str, Tensor]:
-        """The states of ids (T,) by name, numbers in bfloat16, on the CPU."""
-        row = ids[None].to(self.target.device)
-        hidden, kv = common.target_features(self.target, row, self.layers)
-        states = {"hidden": hidden}
-        for layer in self.layers:
-            states[f"k{layer}"], states[f"v{layer}"] = kv[layer]
-        states = {name: x[0] for name, x in states.items()}
-        teacher = common.teach(self.target, hidden[0], self.vocab_ids)
-        states |= zip(self.taught, (teacher.mean, *(x[:, None] for x in teacher[1:])))
-        return {
-            name: x.to(
-                "cpu", torch.bfloat16 if x.is_floating_point() else torch.int32
-            ).contiguous()
-            for name, x in states.items()
-        }
 
 
 def _stack(sequences: list[dict], name: str) -> Tensor:

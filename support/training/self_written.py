@@ -13,15 +13,14 @@ import sys
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 import common
 from support import cli
-from support.measuring.prompts import answer_padded
-from support.training import data
+from support.prompts import answer_padded, chat, render
 
 BATCH = 32  # conversations held at a time
-MOST = 320  # tokens of an answer
 # How second requests begin; after "" the target continues freely.
 SECOND_REQUESTS = (
     "Rewrite your previous answer",
@@ -40,16 +39,23 @@ class Maker:
 
     second_turns: share of conversations with a second turn.
     greedy: share of conversations that are answered greedily.
+    most: tokens of an answer.
     Raises UserError if the target does not chat.
     """
 
     def __init__(
-        self, target, tokenizer, second_turns: float = 0.0, greedy: float = 0.5
+        self,
+        target,
+        tokenizer,
+        second_turns: float = 0.0,
+        greedy: float = 0.5,
+        most: int = 320,
     ):
         self.target = target
         self.tokenizer = tokenizer
         self.second_turns = second_turns
         self.greedy = greedy
+        self.most = most
         self.eos_ids = common.eos_ids(target.generation_config)
         config = target.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
@@ -60,7 +66,7 @@ class Maker:
             )
         # What the template writes before and after requests, between turns.
         mark = "SOMEBODY'S-WORDS"
-        text = data.render(data.chat([mark] * 3), tokenizer, ask=True)
+        text = render(chat([mark] * 3), tokenizer, ask=True)
         pieces = [self.ids(piece) for piece in text.split(mark)]
         if len(pieces) != 4 or (second_turns and pieces[1] != pieces[3]):
             raise common.UserError(
@@ -80,14 +86,14 @@ class Maker:
                 file=sys.stderr,
             )
 
-    def fill(self, path: str, count: int, requests=(), seed: int = 0) -> int:
-        """Append records to `path` until it holds `count`; returns how many it holds.
+    def fill(self, path: str, count: int, requests=(), seed: int = 0) -> list[dict]:
+        """Append records to `path` until it holds `count`; returns all that it holds.
 
         requests: asked first, once each.
         Raises UserError if hundreds of requests in a row do not end.
         """
-        kept = whole_lines(path)
-        asked = {record["prompt"] for record in kept}
+        held = whole_lines(path)
+        asked = {record["prompt"] for record in held}
         for text in requests:
             length = len(self.opening + self.ids(text) + self.closing)
             if length >= self.context:
@@ -96,52 +102,52 @@ class Maker:
                     f"{self.context}: shorten {text[:40]!r}..."
                 )
         waiting = [text for text in dict.fromkeys(requests) if text not in asked]
-        self.chance = random.Random(seed * 1_000_003 + len(kept))
+        self.chance = random.Random(seed * 1_000_003 + len(held))
         torch.manual_seed(self.chance.getrandbits(32))
-        done = len(kept)
         in_vain = 0  # requests since the last record
-        bar = tqdm(total=count, initial=done, desc="answers", disable=None)
+        bar = tqdm(total=count, initial=len(held), desc="answers", disable=None)
         with bar, open(path, "ab") as file:
-            while done < count:
+            while len(held) < count:
                 # Leave places for second turns.
-                size = min(BATCH, math.ceil((count - done) / (1 + self.second_turns)))
-                given, waiting = waiting[:size], waiting[size:]
-                records = self.converse(given, size)[: count - done]
+                left = count - len(held)
+                size = min(BATCH, math.ceil(left / (1 + self.second_turns)))
+                first, waiting = waiting[:size], waiting[size:]
+                records = self.converse(first, size)[:left]
                 lines = [json.dumps(record) + "\n" for record in records]
                 file.write("".join(lines).encode())
                 file.flush()
-                done += len(records)
+                held += records
                 bar.update(len(records))
                 in_vain = 0 if records else in_vain + size
                 if in_vain >= 500:
                     raise common.UserError(
                         f"the last {in_vain} requests did not end: give --requests FILE"
                     )
-        return done
+        return held
 
-    def converse(self, given: list[str], size: int) -> list[dict]:
-        """Hold `size` conversations, the first with requests that are `given`.
+    def converse(self, requests: list[str], size: int) -> list[dict]:
+        """Hold `size` conversations, the first with these requests.
 
         Returns a record of each turn, without requests that did not end.
         """
-        asked = [(self.opening, text) for text in given]
-        asked += self.invent_requests([self.opening] * (size - len(given)), [""])
+        asked = [(self.opening, text) for text in requests]
+        asked += self.invent_requests([self.opening] * (size - len(requests)), [""])
         groups = {}  # what is answered at once
         for pair in asked:
             temperature = 0.0 if self.chance.random() < self.greedy else 0.8
-            goes_on = self.chance.random() < self.second_turns
-            groups.setdefault((temperature, goes_on), []).append(pair)
+            continued = self.chance.random() < self.second_turns
+            groups.setdefault((temperature, continued), []).append(pair)
         firsts = []
         seconds = []  # turns
-        for (temperature, goes_on), group in groups.items():
+        for (temperature, continued), group in groups.items():
             # An answer before a second turn is cut early.
-            most = self.chance.randint(40, 140) if goes_on else MOST
+            most = self.chance.randint(40, 140) if continued else self.most
             records = self.answer(group, temperature, most)
             firsts += records
-            if goes_on:
+            if continued:
                 contexts = [self.second_context(record) for record in records]
                 more = self.invent_requests(contexts, SECOND_REQUESTS)
-                seconds += self.answer(more, temperature, MOST)
+                seconds += self.answer(more, temperature, self.most)
         return firsts + seconds
 
     def second_context(self, record: dict) -> list[int]:
@@ -156,13 +162,19 @@ class Maker:
         """Requests that the target invents, each with the ids of its context.
 
         contexts: lists of ids, up to the words of a request.
-        beginnings: one is drawn for each request, which starts with it.
+        beginnings: one is chosen at random for each request, which starts with it.
         Requests that did not end by themselves are left out, and contexts that leave no
         room for a request and an answer.
+        Raises UserError if there is nothing that a request could follow.
         """
         contexts = [ids for ids in contexts if len(ids) < self.context // 2]
         starts = [self.ids(self.chance.choice(beginnings)) for _ in contexts]
         prompts = [context + start for context, start in zip(contexts, starts)]
+        if not all(prompts):
+            raise common.UserError(
+                "the chat template writes nothing before a request, so the target "
+                "cannot make one up: give --requests FILE with one for each answer"
+            )
         asked = []
         texts = self.generate(prompts, min(128, self.context // 4), 1.0)
         for context, start, said in zip(contexts, starts, texts):
@@ -214,17 +226,44 @@ class Maker:
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
 
-def whole_lines(path: str) -> list[dict]:
-    """The records of `path`, which is cut after its last complete line.
+def cut(records: list[dict], most: int) -> int:
+    """How many answers did not end within `most` tokens."""
+    unended = (each["response_ids"] for each in records if not each["finished"])
+    return sum(len(ids) >= most for ids in unended)
 
-    Raises UserError if it holds something else; then it is left as it was.
+
+@contextlib.contextmanager
+def alone(path: str):
+    """Keep other processes from appending to `path`.
+
+    Raises UserError if one does so already, or if it is no place for records.
     """
     if path.endswith(".gz"):
         raise common.UserError(
             f"cannot append to {path}; give --out a plain .jsonl file"
         )
+    cli.check_writable(path)
+    lock = FileLock(f"{path}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise common.UserError(
+            f"another process is writing {path}: wait for it, or give another --out"
+        ) from None
+    try:
+        whole_lines(path)
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+
+def whole_lines(path: str) -> list[dict]:
+    """The records of `path`, which is cut after its last complete line.
+
+    Raises UserError if it holds something else; then it is left as it was.
+    """
     if not Path(path).is_file():
-        cli.check_writable(path)
         return []
     content = Path(path).read_bytes()
     unended = content.rpartition(b"\n")[2]
