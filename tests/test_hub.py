@@ -292,7 +292,9 @@ def test_the_commands_of_the_page_write_the_folders(
     target, tokenizer = common.load_target(str(target_folder))
     saved_drafter("glide", target, tmp_path / "checkpoints" / "mine")
     monkeypatch.chdir(tmp_path)
-    lines = re.findall(r"^python -m support.interop.export (glide .*)", PAGE, re.MULTILINE)
+    lines = re.findall(
+        r"^python -m support.interop.export (glide .*)", PAGE, re.MULTILINE
+    )
     for line in lines:
         words = line.replace("your/model", str(target_folder)).split()
         monkeypatch.setattr(sys, "argv", ["export.py", *words])

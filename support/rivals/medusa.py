@@ -34,7 +34,8 @@ class Config:
     anchors: int = option(64, "places to train at, per sequence")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     own_heads: bool = option(
-        False, "no norms, and LM heads of their own (filled in by support.interop.authors)"
+        False,
+        "no norms, and LM heads of their own (filled in by support.interop.authors)",
     )
     symbols: int = option(10, "likeliest tokens tried per head", decode=True)
     nodes: int = option(
