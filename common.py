@@ -1585,7 +1585,8 @@ def demo(Drafter, folder: str, drafts) -> None:
 
 def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
     """Print an answer while it is decoded, with accepted draft tokens in green."""
-    print("loading target and drafter ...", end="", file=sys.stderr, flush=True)
+    said = "loading target and drafter ..." if sys.stderr.isatty() else ""
+    print(said, end="\r", file=sys.stderr, flush=True)
     target, tokenizer = load_target()
     checkpoint = Path(__file__).with_name("checkpoints") / folder
     drafter = load_drafter(Drafter, checkpoint, target)
@@ -1593,7 +1594,7 @@ def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
         from support import packed
 
         target = packed.pack(target)
-    print("\r" + " " * 32 + "\r", end="", file=sys.stderr, flush=True)
+    print(" " * len(said), end="\r", file=sys.stderr, flush=True)
     message = {"role": "user", "content": prompt}
     inputs = tokenizer.apply_chat_template(
         [message], add_generation_prompt=True, return_tensors="pt", return_dict=True

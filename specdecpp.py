@@ -144,7 +144,7 @@ def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     drafted, accept_prob = draw_labels(model, target, batch, temperature)
     # 3. The head learns from hidden states at draft tokens, and X holds hardly any (a
     #    sparse signal, as section 1 says). One pass reads Z, of which most is Y.
-    uniform = torch.rand_like(batch.input_ids, dtype=torch.float32)  # (B, T)
+    uniform = torch.rand_like(batch.loss_mask, dtype=torch.float32)
     mixed, judged = mix(batch, drafted, uniform, KEEP)
     # 4. This reads e_t after Z_1 to Z_(t-1) and Y_t, although P_t was computed after
     #    X_1 to X_(t-1). The loss in 3.3 does the same.
@@ -161,25 +161,18 @@ def draw_labels(model, target, batch, temperature: float) -> tuple[Tensor, Tenso
     Returns Y (M,), and accept_prob (M,), which is min(1, p_target / q_draft) of each;
     at temperature 0 it is 1 where Y_t is also the target's likeliest token, else 0.
     """
-    drafted = []
-    accept_prob = []
-    # In parts of m <= 256 places, because M x V logits would take much memory.
-    parts = [hidden.split(256) for hidden in response_hidden(model, batch)]
-    for part, target_part in zip(*parts):  # (m, E), (m, D)
-        q_logits = model.logits(part)  # (m, Vd)
-        p_logits = common.target_logits(target, target_part)  # (m, V)
-        if temperature == 0:
-            token = model.vocab_ids[q_logits.argmax(-1, keepdim=True)]  # (m, 1)
-            label = (token == p_logits.argmax(-1, keepdim=True)).float()
-        else:
-            q_draft = (q_logits / temperature).softmax(-1)
-            p_target = (p_logits / temperature).softmax(-1)
-            choice = common.sample(q_draft)  # (m, 1)
-            token = model.vocab_ids[choice]
-            label = (p_target.gather(1, token) / q_draft.gather(1, choice)).clamp(max=1)
-        drafted.append(token[:, 0])
-        accept_prob.append(label[:, 0])
-    return torch.cat(drafted), torch.cat(accept_prob)
+    ours, theirs = response_hidden(model, batch)  # (M, E), (M, D)
+    q_logits = model.logits(ours)  # (M, Vd)
+    p_logits = common.target_logits(target, theirs)  # (M, V)
+    if temperature == 0:
+        drafted = model.vocab_ids[q_logits.argmax(-1)]
+        return drafted, (drafted == p_logits.argmax(-1)).float()
+    q_draft = (q_logits / temperature).softmax(-1)
+    p_target = (p_logits / temperature).softmax(-1)
+    choice = common.sample(q_draft)  # (M, 1)
+    drafted = model.vocab_ids[choice]
+    accept_prob = p_target.gather(1, drafted) / q_draft.gather(1, choice)
+    return drafted[:, 0], accept_prob[:, 0].clamp(max=1)
 
 
 def mix(batch, drafted: Tensor, uniform: Tensor, keep: float) -> tuple[Tensor, Tensor]:
@@ -396,7 +389,7 @@ def oracle(agrees: list[bool]) -> int:
         before place i, is token i. The answer has at least one token.
     """
     # Each round stops just before the next disagreement, and the target's own token
-    # settles that. So there is a round for each place in S, the disagreements, and one
+    # settles that. This makes a round for each place in S, the disagreements, and one
     # more, the last. The lemma's |S| + 1 is one too many if the answer's last token is
     # in S, because no round follows it. Between two disagreements in a row the best
     # round drafts nothing, which Algorithm 2 cannot do.
@@ -418,7 +411,7 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
     #
     # Do not use it as h: delta is unknown, stopping may be cheaper at a smaller R as
     # well (the condition is sufficient, not necessary), and 1 - p^ is not R, because
-    # the loss biases the head (see `loss`). So h is tuned (4.1).
+    # the loss biases the head (see `loss`). For these reasons h is tuned (4.1).
     return (c2 + delta) / (c1 + c2 + delta)
 
 
@@ -492,7 +485,7 @@ class CausalLM:
         self.vocab_ids = torch.arange(vocab, device=target.device)
         self.num_layers = config.num_hidden_layers
         self.context = getattr(config, "max_position_embeddings", None)
-        self.width = lm.get_output_embeddings().weight.shape[1]  # E
+        self.width = config.hidden_size  # E
 
     def hidden(self, ids: Tensor, cache=None) -> Tensor:
         return common.last_hidden(self.lm, ids, cache)

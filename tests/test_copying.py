@@ -56,7 +56,7 @@ def test_a_method_file_and_common_decode_alone(told, method):
     assert here["drafted"] > 0
 
 
-NO_TARGET = "the default target needs support.default_target"
+NO_TARGET = "the default target and .gguf files need support/default_target.py"
 WITH_DEMO = [name for name in cli.METHODS if name in (*NEEDS, *cli.trainable())]
 ENDS = [(f"alone/{method}", NO_TARGET) for method in WITH_DEMO]
 ENDS += [("incomplete/cape", "glide.py, whose drafts")]

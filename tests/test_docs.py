@@ -86,7 +86,7 @@ def test_every_link_leads_somewhere(name):
 # ------------------------------------------------------------ the map of the papers
 
 
-ROOMS = ("rivals", "training", "measuring", "replay")
+ROOMS = ("rivals", "training", "measuring", "interop", "replay")
 PACKAGES = ("support.", *(f"support.{room}." for room in ROOMS))
 
 
@@ -181,7 +181,7 @@ def commands(text):
         for part in line.split("&&"):
             found = re.search(
                 r"(?:python|torchrun .*?|accelerate launch) "
-                r"([\w/]+\.py|-m support\.\w+)(.*)",
+                r"([\w/]+\.py|-m support[.\w]+)(.*)",
                 part,
             )
             if found:

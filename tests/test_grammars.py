@@ -1,4 +1,4 @@
-"""support/interop/grammars.py with the real engines: legal texts, and greedy ones as without
+"""grammars.py with the real engines: legal texts, and greedy ones as without
 drafts.
 """
 

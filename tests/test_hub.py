@@ -1,4 +1,4 @@
-"""Drafters on the hub, and folders that support/interop/export.py writes for transformers."""
+"""Drafters on the hub, and folders that export.py writes for transformers."""
 
 import os
 import re
@@ -281,9 +281,9 @@ def test_a_mistake_is_one_line(words, said, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
 
 
-# ---------------------------------------------------- what support/interop/README.md says
+# -------------------------------------------- what support/interop/README.md says
 
-PAGE = (ROOT / "support" / "programs.md").read_text()
+PAGE = (ROOT / "support" / "interop" / "README.md").read_text()
 
 
 def test_the_commands_of_the_page_write_the_folders(

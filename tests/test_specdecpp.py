@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import (
+    OPT,
     family,
     make_batch,
     make_llama,

@@ -21,8 +21,8 @@ import common
 import falcon
 import glide
 import train
-from support import cli
-from support.measuring import arms, prompts
+from support import cli, prompts
+from support.measuring import arms
 from support.rivals import lookup
 from support.training import data
 

@@ -162,12 +162,11 @@ def join(rounds: list[Round]) -> None:
 
     rounds: of all places of a sampled answer.
     """
-    # After its first token, if that is accepted, a draft is where the next place's
-    # draft begins. There the two have drawn different tokens, from the same q_draft.
-    # But only the next place's was verified together with the answer: it was accepted,
-    # and is the answer's token, or it was rejected, and the answer's token came from
-    # the residual. If that draft is taken, what is counted has the distribution of real
-    # rounds.
+    # A draft whose first token is accepted has come to the place where the next draft
+    # begins. There the two have sampled different tokens, from the same q_draft. But
+    # only the next place's was verified together with the answer: it was accepted, and
+    # is the answer's token, or it was rejected, and the answer's token came from the
+    # residual. With that draft, what is counted has the distribution of real rounds.
     for each, after in reversed(list(itertools.pairwise(rounds))):
         if each.agreed:
             for name in ("tokens", "confidence", "entropy"):
@@ -186,7 +185,7 @@ def record(chains, target, turn: dict) -> list[Round]:
     """
     # Decoding advances by one token a round, so the drafter starts anew at each place.
     # GLIDE then sees the target's rows up to there. In a real round it does not see
-    # those of the draft tokens that were accepted. This makes little difference.
+    # those of accepted draft tokens. This makes little difference.
     decoding = common.start(target, **turn)
     rounds = []
     others = []

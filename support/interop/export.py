@@ -34,7 +34,7 @@ from support import cli, default_target, files
 from support.interop.authors import check_rotation
 
 # It runs from a cache of transformers and does not learn which folder it came from.
-GENERATE = '''"""`generate` with drafts of {method}.py; support/interop/export.py wrote this."""
+GENERATE = '''"""`generate` with drafts of {method}.py; written by its export.py."""
 
 import weakref
 from pathlib import Path
