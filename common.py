@@ -1585,8 +1585,8 @@ def demo(Drafter, folder: str, drafts) -> None:
 
 def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
     """Print an answer while it is decoded, with accepted draft tokens in green."""
-    said = "loading target and drafter ..." if sys.stderr.isatty() else ""
-    print(said, end="\r", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print("loading target and drafter ...", file=sys.stderr)
     target, tokenizer = load_target()
     checkpoint = Path(__file__).with_name("checkpoints") / folder
     drafter = load_drafter(Drafter, checkpoint, target)
@@ -1594,7 +1594,6 @@ def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
         from support import packed
 
         target = packed.pack(target)
-    print(" " * len(said), end="\r", file=sys.stderr, flush=True)
     message = {"role": "user", "content": prompt}
     inputs = tokenizer.apply_chat_template(
         [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
