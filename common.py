@@ -267,7 +267,7 @@ class Decoding:
         hidden    (1, P, D)   the target's last hidden states of these P, after the
                               final norm
         done                  True after the last token
-        room                  how deep a draft may be
+        max_depth             how deep a draft may be
         do_sample             whether tokens are sampled, or the argmax is taken
         eos_ids               the end-of-sequence ids, a set
         first, end            a drafter sees the text from token `first` on, until it is
@@ -347,7 +347,7 @@ class Decoding:
         return cached.keys, cached.values
 
     @property
-    def room(self) -> int:
+    def max_depth(self) -> int:
         """How deep a draft may be: what is left of max_length, less the bonus token."""
         return self.generation_config.max_length - self.ids.shape[1] - 1
 
@@ -445,7 +445,7 @@ def speculate(drafts, *args, streamer=None, callback=None, **changes):
     gets the prompt alone, `assistant_model` has no effect, and in place of
     `stop_strings` pass stopping_criteria=[StopStringCriteria(tokenizer, [...])]. The
     cache is always one of our own. Logits processors are called on draft tokens as
-    well, so they must depend on the ids alone.
+    well, so they must depend on nothing but the ids.
     """
 
     def generate(target, input_ids, **given):
@@ -599,7 +599,9 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
     mask = masks if len(masks) > 1 else next(iter(masks.values()))
     output = target(
         fed,
-        attention_mask=mask if fed.shape[1] > 1 else None,  # the root alone needs none
+        attention_mask=mask
+        if fed.shape[1] > 1
+        else None,  # a root without nodes needs none
         position_ids=positions,
         output_hidden_states=True,
         **{CACHE: cache},
@@ -1515,9 +1517,9 @@ def _check_processors(decoding: Decoding) -> None:
         if not fits:
             raise UserError(
                 f"{type(processor).__name__} {reason} when it is asked again about a "
-                "text, but token trees need logits processors that depend on the ids "
-                "alone (for grammars see support/interop/grammars.py): take another, "
-                "or decode without drafts"
+                "text, but token trees need logits processors that depend on nothing "
+                "but the ids (for grammars see support/interop/grammars.py): take "
+                "another, or decode without drafts"
             )
 
 
@@ -1544,7 +1546,7 @@ def _answers_by_ids(processor, decoding: Decoding) -> bool:
         ask(text)
     pairs = ((0, 2), (2, 3), (1, 4), (4, 5))  # calls about the same text
     same = all(answers[i].equal(answers[j]) for i, j in pairs)
-    # The first calls may prepare something, but a count goes on for ever.
+    # The first calls may prepare something, but a count never ends.
     return same and states[2] == states[3] and states[4] == states[5]
 
 

@@ -403,16 +403,16 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
 # With a transform, a a would need three slots: a e a.
 
 
-def complete(sequence: tuple, eos_ids, room: int) -> bool:
+def complete(sequence: tuple, eos_ids, max_depth: int) -> bool:
     """Whether nothing is drafted after a sequence.
 
-    eos_ids: the end-of-sequence ids. room: how long a sequence may be.
+    eos_ids: the end-of-sequence ids. max_depth: how long a sequence may be.
     """
-    return len(sequence) > 0 and (sequence[-1] in eos_ids or len(sequence) >= room)
+    return len(sequence) > 0 and (sequence[-1] in eos_ids or len(sequence) >= max_depth)
 
 
 def prefix_search(
-    choices: list[list[tuple]], candidates: int, eos_ids=(), room=math.inf
+    choices: list[list[tuple]], candidates: int, eos_ids=(), max_depth=math.inf
 ) -> dict:
     """Prefix search (Graves et al., 2006), as a beam: {prefix: probability}.
 
@@ -421,7 +421,7 @@ def prefix_search(
 
     choices: from `top_symbols`. Tokens that are not in it count as impossible.
     candidates: how many prefixes, the empty one among them, each slot continues.
-    eos_ids, room: see `complete`.
+    eos_ids, max_depth: see `complete`.
     """
     # The slots are read one after another. `kept` has the probability that those read
     # so far become exactly a prefix. It is in two parts, because a token that repeats
@@ -442,7 +442,7 @@ def prefix_search(
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
         for prefix, (in_blank, in_token) in kept.items():
-            if complete(prefix, eos_ids, room):
+            if complete(prefix, eos_ids, max_depth):
                 continue
             either = in_blank + in_token
             new_blank[prefix] = either * q_blank
@@ -464,13 +464,13 @@ def prefix_search(
 
 
 def likeliest_alignments(
-    choices: list[list[tuple]], nodes: int, eos_ids=(), room=math.inf
+    choices: list[list[tuple]], nodes: int, eos_ids=(), max_depth=math.inf
 ) -> dict:
     """The sequences of the likeliest alignments (3.1, 3.3), at most `nodes`.
 
     Returns {sequence: probability of its likeliest alignment}, likeliest first.
 
-    choices: from `top_symbols`. eos_ids, room: see `complete`.
+    choices: from `top_symbols`. eos_ids, max_depth: see `complete`.
     """
     # The paper's alignments fill all slots. Here one may fill only the first slots, so
     # that the beginnings of a sequence are ranked as well.
@@ -495,14 +495,14 @@ def likeliest_alignments(
         seen.add(state)
         if sequence:
             ranked.setdefault(sequence, -minus_q)
-        if len(alignment) < len(choices) and not complete(sequence, eos_ids, room):
+        if len(alignment) < len(choices) and not complete(sequence, eos_ids, max_depth):
             for symbol, q in choices[len(alignment)]:
                 heapq.heappush(heap, (minus_q * q, (*alignment, symbol)))
     return ranked
 
 
 def likeliest_combinations(
-    choices: list[list[tuple]], nodes: int, eos_ids=(), room=math.inf
+    choices: list[list[tuple]], nodes: int, eos_ids=(), max_depth=math.inf
 ) -> dict:
     """The likeliest combinations of the first slots' tokens, without a transform.
 
@@ -514,7 +514,7 @@ def likeliest_combinations(
         longer = {
             (*sequence, token): q_sequence * q
             for sequence, q_sequence in level.items()
-            if not complete(sequence, eos_ids, room)
+            if not complete(sequence, eos_ids, max_depth)
             for token, q in pairs
             if q > 0
         }
@@ -576,7 +576,7 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
     log_q: (S, Vd + 1), the blank last. vocab_ids: (Vd,).
     """
     choices = top_symbols(log_q.exp(), vocab_ids, config.symbols)
-    limits = decoding.eos_ids, decoding.room
+    limits = decoding.eos_ids, decoding.max_depth
     if config.transform == "prefixes":
         ranked = prefix_search(choices, config.candidates, *limits)
     elif config.transform == "alignments":
@@ -612,7 +612,7 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
 def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> common.Draft:
     """Draft a tree after `decoding.ids`."""
     # A prompt of one token has no row, and without room no token can be drafted.
-    if decoding.hidden.shape[1] == 0 or decoding.room == 0:
+    if decoding.hidden.shape[1] == 0 or decoding.max_depth == 0:
         return common.chain([], decoding.ids)
     log_q = fill_slots(drafter, decoding, memory)
     draft = make_tree(decoding, log_q, drafter.vocab_ids, config)

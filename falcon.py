@@ -310,7 +310,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft), summed over the M slots that learn, and M.
 
-    Their ratio is the probability that a token of a first pass, drawn at temperature 1,
+    Their ratio is the probability that a first pass's token, sampled at temperature 1,
     is accepted if all tokens before it are the text's. The alpha of 4.2 is another
     quantity, the share of accepted draft tokens in the answer.
     """
@@ -541,7 +541,7 @@ def likeliest(logits: Tensor, vocab_ids: Tensor, count: int) -> list[list[tuple]
 def sample_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int]):
     """Sample siblings (appendix A) without replacement, as the authors' code does.
 
-    Yields pairs of a token and the q_draft (V,) that it was drawn from, as long as the
+    Yields pairs of a token and the q_draft (V,) it was sampled from, as long as the
     logits processors allow one of the tokens that are left.
 
     logits: (Vd,) of the tokens vocab_ids (Vd,).
@@ -554,7 +554,7 @@ def sample_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int
         # A softmax over the tokens that earlier siblings leave, so q_draft sums to 1.
         picked = common.pick(decoding, logits, vocab_ids, above)
         # A processor may force a token that is taken. We test q_draft, not the token,
-        # because which token is drawn must not decide whether it is submitted.
+        # because which token is sampled must not decide whether it is submitted.
         if picked is None or picked[1][taken].any():
             return
         token, q_draft = picked
@@ -574,14 +574,14 @@ def propose(drafter: Drafter, decoding, memory: Memory, tree: dict) -> common.Dr
     """
     k = drafter.config.k
     latest = None
-    if tree and decoding.room > 0:
+    if tree and decoding.max_depth > 0:
         latest = first_pass(drafter, decoding, memory)
     if latest is None:
         return common.chain([], decoding.ids)
     texts = {(): []}  # {path: the tokens on the way to a node, its own last}
     q = {}  # {path: the probability of a node's token or, when sampling, its q_draft}
     parents = {(): 0}  # {path: its branch}, the nodes of one depth that get children
-    for depth in range(decoding.room):
+    for depth in range(decoding.max_depth):
         slot = depth % k
         if slot == 0:  # the first pass, or all slots of the last one are used up
             if depth > 0:

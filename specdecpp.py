@@ -354,7 +354,7 @@ def drafts(decoding, drafter, **changes):
     limit = config.gamma if config.stop == "fixed" else config.max_draft
     while not decoding.done:
         steps = propose(model, decoding, cache)
-        steps = itertools.islice(steps, min(limit, decoding.room))
+        steps = itertools.islice(steps, min(limit, decoding.max_depth))
         p_hats = []  # for display: p^ after y_1, after y_2, ...; not after the last
         if config.stop == "head":
             steps = list(until_stop(steps, drafter.head, config.threshold))
@@ -513,7 +513,7 @@ class Drafter(
         self.config = config
         shape = config.target
         width = config.width or shape["hidden_size"]
-        self.lm = None  # a CausalLM. It is no module, and is not saved
+        self.lm = None  # a CausalLM, which is not a module and not saved
         if not config.draft_model:
             llama = common.llama_config(shape, config.intermediate_size)
             count = len(config.layers)

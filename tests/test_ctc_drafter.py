@@ -198,9 +198,9 @@ def test_what_follows_an_end_takes_no_place_among_the_sequences(search):
 
 @pytest.mark.parametrize("search", BEST)
 def test_sequences_beyond_the_room_and_impossible_ones_take_no_place(search):
-    for room in (1, 2, 3):
-        found = search(top(some_slots(), 3), 3, room=room)
-        assert len(found) >= 3 and max(map(len, found)) <= room
+    for max_depth in (1, 2, 3):
+        found = search(top(some_slots(), 3), 3, max_depth=max_depth)
+        assert len(found) >= 3 and max(map(len, found)) <= max_depth
     sure = torch.eye(3)  # the first slot says 0, the second 1, and the third is blank
     assert search(top(sure, 2), 9) == {(0,): 1.0, (0, 1): 1.0}
 

@@ -106,7 +106,7 @@ def test_rounds_of_any_length_leave_what_an_uncached_forward_computes(llama, k, 
         for step in steps:
             before = total
             total += step
-            decoding = SimpleNamespace(target=llama, room=2 * k, do_sample=False)
+            decoding = SimpleNamespace(target=llama, max_depth=2 * k, do_sample=False)
             decoding.ids, decoding.eos_ids = ids[:, : total + 1], set()
             decoding.hidden = hidden[:, :total]
             draft = falcon.propose(drafter, decoding, memory, chain)
@@ -164,7 +164,7 @@ def test_a_tree_is_cut_where_the_room_ends(llama, k, monkeypatch):
     def drafted(room):
         calls.clear()
         decoding = common.start(llama, input_ids=ids, max_new_tokens=room + 1)
-        assert decoding.room == room
+        assert decoding.max_depth == room
         return next(falcon.drafts(decoding, drafter, tree=tree))
 
     whole = drafted(20)
@@ -192,7 +192,7 @@ def test_rounds_draft_what_a_new_generator_would(llama, options):
     accepted = 0
     for number, draft in enumerate(falcon.drafts(decoding, drafter)):
         again = common.start(
-            llama, input_ids=decoding.ids, max_new_tokens=decoding.room + 1
+            llama, input_ids=decoding.ids, max_new_tokens=decoding.max_depth + 1
         )
         anew = next(falcon.drafts(again, drafter))
         assert draft.tokens.tolist() == anew.tokens.tolist()

@@ -579,7 +579,7 @@ def test_a_stop_string_in_the_middle_of_accepted_tokens_ends_the_answer():
     def drafts(decoding):
         """All that the target would say, in one chain."""
         while not decoding.done:
-            left = plain[0, decoding.ids.shape[1] :][: decoding.room]
+            left = plain[0, decoding.ids.shape[1] :][: decoding.max_depth]
             yield common.Draft(left, list(range(-1, len(left) - 1)))
 
     stop = tokenizer.decode(plain[0, 8:10])

@@ -166,7 +166,7 @@ def drafts(decoding, drafter: Drafter, **changes):
     head = common.draft_head(decoding.target, vocab_ids)  # D -> Vd
     while not decoding.done:
         # As in ctc_drafter.propose.
-        if decoding.hidden.shape[1] == 0 or decoding.room == 0:
+        if decoding.hidden.shape[1] == 0 or decoding.max_depth == 0:
             yield common.chain([], decoding.ids)
             continue
         log_q = run_heads(drafter, decoding, head)

@@ -330,8 +330,8 @@ nodes below an end of the answer are drafted
 - if path in tree and token not in decoding.eos_ids:
 + if path in tree:
 the tree continues beyond the last token that may be written
-- for depth in range(decoding.room):
-+ for depth in range(decoding.room + 1):
+- for depth in range(decoding.max_depth):
++ for depth in range(decoding.max_depth + 1):
 """
 
 CTC_DRAFTER = r"""
@@ -372,8 +372,8 @@ a blank is drafted where nothing is merged
 - for *pairs, _ in choices:
 + for pairs in choices:
 drafts continue after an end
-- (sequence[-1] in eos_ids or len(sequence) >= room)
-+ len(sequence) >= room
+- (sequence[-1] in eos_ids or len(sequence) >= max_depth)
++ len(sequence) >= max_depth
 probabilities that are too small for a float have no gradient
 - drafter.logits(states, head).log_softmax(-1)
 + drafter.logits(states, head).softmax(-1).log()
