@@ -426,6 +426,7 @@ def summed_loss(method, target, drafter):
     if not hasattr(module, "loss"):
         return 0.0
     batch = random_batch(target, layers=drafter.kv_layers)
+    torch.manual_seed(0)
     return float(module.loss(drafter, target, batch)[0])
 
 
