@@ -810,7 +810,10 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
         if from_file:
             target, tokenizer, missing = default_target.read_gguf(name, dtype)
         else:
-            folder = default_target.folder() if name is None else str(name)
+            folder = name or default_target.folder()
+            path = Path(folder).expanduser()
+            if path.exists() or str(folder).startswith((".", "/", "~")):  # else an id
+                folder = path.resolve(strict=True)
             tokenizer = AutoTokenizer.from_pretrained(folder)
             if len(tokenizer) < 2:  # transformers makes an empty one
                 raise FileNotFoundError("no tokenizer files")

@@ -63,6 +63,8 @@ class Config:
     def __post_init__(self):
         common.at_least(self, num_layers=1, kv_layer=-2, block_size=1)
         common.at_least(self, draft_vocab=0, gamma=0)
+        if self.kv_layer == -2 and self.target:
+            self.kv_layer = 3 * self.target["num_layers"] // 5  # 18 of 30
 
 
 VARIANTS = {"paper": {"gamma": 5}}  # named settings, as in --method glide:paper
@@ -226,8 +228,6 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     q_norm = weights.get("layers.0.self_attn.q_norm.weight", [])
     query_norm = len(q_norm) == shape["head_dim"]
     config = dataclasses.replace(config, target=shape, query_norm=query_norm)
-    if config.kv_layer == -2:
-        config.kv_layer = 3 * depth // 5  # 18 of 30
     drafter = Drafter(config)
 
     # Not every layer caches ordinary keys, so we look at what one token leaves there.

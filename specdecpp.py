@@ -83,6 +83,8 @@ class Config:
         common.at_least(self, intermediate_size=1, width=0)
         ints = isinstance(self.layers, list) and {type(x) for x in self.layers} == {int}
         finite = math.isfinite(self.w_rej + self.temperature)
+        if depth := self.target.get("num_layers"):  # if there are three, 1 is -2
+            self.layers = list(dict.fromkeys(layer % depth for layer in self.layers))
         common.refuse(
             (not ints, f"layers {self.layers}: take a list of ints, such as [0,-1]"),
             (self.w_rej == 0, "w_rej 0: take a weight above 0"),
@@ -583,11 +585,9 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     )
     if config.draft_model:
         return wrap(load_lm(config.draft_model, target), target, config)
-    # Each is copied once: if there are three, 1 and -2 are the same.
-    layers = list(dict.fromkeys(layer % depth for layer in config.layers))
-    drafter = Drafter(dataclasses.replace(config, target=shape, layers=layers))
+    drafter = Drafter(dataclasses.replace(config, target=shape))
     theirs = common.target_layers(target)  # some targets have no `layers`
-    copied = [theirs[layer] for layer in layers] if theirs else []
+    copied = [theirs[layer] for layer in drafter.config.layers] if theirs else []
     common.start_from(drafter, target, token_counts, zip(drafter.layers, copied))
     return drafter
 

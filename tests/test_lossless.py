@@ -435,7 +435,9 @@ def check_the_device(pretend):
     (tools/pretend.py).
     """
     FIELDS["fusion"] = "linear"  # the device has no LSTM
-    common.is_plain_weight = lambda weight: weight is not None  # though its type is pretend's
+    common.is_plain_weight = lambda weight: (
+        weight is not None
+    )  # though its type is pretend's
     with pretend.gpu():
         there = torch.ones(3, device="pretend")
         assert (there + there).tolist() == [2, 2, 2]
@@ -474,7 +476,9 @@ def check_the_counts(pretend):
         "moved": [wrong[0], right],
         "moved, more nodes": [*wrong[:8], right],
     }
-    common.is_plain_weight = lambda weight: weight is not None  # though its type is pretend's
+    common.is_plain_weight = lambda weight: (
+        weight is not None
+    )  # though its type is pretend's
     with pretend.gpu():
         there = torch.ones(1, 1, 3, 4, device="pretend")
         by_hand = {

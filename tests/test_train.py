@@ -610,8 +610,8 @@ def test_a_part_that_is_frozen_is_named(folder, tmp_path, capsys):
 
     assert not_trained("draft", "--layers", "[0]") == "head"
     init = ["--init", tmp_path / "draft"]
-    assert not_trained("head", *init, "--stage", "head") == "body"
-    assert not_trained("more", "--init", tmp_path / "head") == "body"
+    assert not_trained("head", *init, "--stage", "head") == "layers, norm"
+    assert not_trained("more", "--init", tmp_path / "head") == "layers, norm"
 
 
 def test_stored_features_are_those_of_the_target(folder, tmp_path, monkeypatch):

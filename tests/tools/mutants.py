@@ -393,8 +393,11 @@ the drawn token is submitted only if it is likely
 
 TRAIN = r"""
 all processes take the same micro-batches
-- parts[accelerator.process_index :: processes]
-+ parts[::processes]
+- list(chosen.split(size))[accelerator.process_index :: processes]
++ list(chosen.split(size))[::processes]
+every step has the same random numbers
+- number = seed * 1_000_003 + step
++ number = seed * 1_000_003
 the gradient is divided by the number of micro-batches
 - loss.backward()  #
 + accelerator.backward(loss)  #
@@ -420,8 +423,8 @@ a resumed run forgets the state of its optimizer
 - optimizer.load_state_dict(state["optimizer"])
 + pass
 a resumed run begins with the first batches again
-- args.seed, run.step)
-+ args.seed, 0)
+- data.batch_order(lengths, args.batch_size, args.seed, run.step)
++ data.batch_order(lengths, args.batch_size, args.seed, 0)
 the minutes of earlier sittings do not count
 - begin = time.monotonic() - run.seconds
 + begin = time.monotonic()
@@ -440,12 +443,6 @@ the drafter is measured as it is in training
 """
 
 PACKED = r"""
-a mask with gaps is read as if it had none
-- if len(own) and int(own[-1]) >= end:
-+ if False:
-a token that sees a window reads the rows before it as well
-- (min(int(x[0]), shared), x[x >= shared])
-+ (0, x[x >= shared])
 an input that was written into is taken for the same
 - if input is not x or its_version != version:
 + if input is not x:
