@@ -435,9 +435,8 @@ def check_the_device(pretend):
     (tools/pretend.py).
     """
     FIELDS["fusion"] = "linear"  # the device has no LSTM
-    common.is_plain_weight = lambda weight: (
-        weight is not None
-    )  # though its type is pretend's
+    # Its weights count, whatever their type is.
+    common.is_plain_weight = lambda weight: weight is not None
     with pretend.gpu():
         there = torch.ones(3, device="pretend")
         assert (there + there).tolist() == [2, 2, 2]
@@ -476,9 +475,8 @@ def check_the_counts(pretend):
         "moved": [wrong[0], right],
         "moved, more nodes": [*wrong[:8], right],
     }
-    common.is_plain_weight = lambda weight: (
-        weight is not None
-    )  # though its type is pretend's
+    # Its weights count, whatever their type is.
+    common.is_plain_weight = lambda weight: weight is not None
     with pretend.gpu():
         there = torch.ones(1, 1, 3, 4, device="pretend")
         by_hand = {

@@ -231,7 +231,7 @@ labels belong to other tokens
 - return hidden, accept_prob[among]
 + return hidden, accept_prob[: len(hidden)]
 the first layers are copied, not the chosen ones
-- [theirs[layer] for layer in layers]
+- [theirs[layer] for layer in drafter.config.layers]
 + theirs
 tokens after a rejection see those after them
 - mask = mask.tril(read)[None, None]
