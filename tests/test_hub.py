@@ -1,5 +1,6 @@
 """Drafters on the hub, and folders that export.py writes for transformers."""
 
+import json
 import os
 import re
 import shutil
@@ -233,6 +234,19 @@ def test_a_folder_of_a_target_that_decodes_with_drafts(method, target_folder, tm
     assert "generate" not in vars(alone)
     with refused(f"{out} exists already: give another folder"):
         export.main([method, str(tmp_path / "drafter"), str(out)])
+
+
+@pytest.mark.parametrize("name", ["num_nextn_predict_layers", "num_mtp_layers"])
+def test_a_saved_config_counts_no_layers_that_are_not_saved(tmp_path, capsys, name):
+    """transformers leaves out those for multi-token prediction."""
+    target = make_llama()
+    setattr(target.config, name, 2)
+    export.save_target(target, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())[name] == 0
+    assert f"without multi-token prediction ({name} is 0)" in capsys.readouterr().out
+    other = tmp_path / "other"
+    export.save_target(make_llama(), other)
+    assert name not in json.loads((other / "config.json").read_text())
 
 
 def test_an_exported_method_works_inside_a_package(target_folder, tmp_path):

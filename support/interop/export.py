@@ -120,6 +120,13 @@ def save_target(model, folder: Path) -> None:
             "the target has an adapter, which would be saved without its base: merge "
             "it (merge_and_unload of PEFT), save that, and name its folder"
         )
+    # transformers does not save layers for multi-token prediction. A config that still
+    # counts them would make other programs look for them.
+    config = model.config.get_text_config()
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if getattr(config, name, None):
+            setattr(config, name, 0)
+            print(f"export: saved without multi-token prediction ({name} is 0)")
     try:
         model.save_pretrained(folder)
     except Exception as error:  # each kind of quantisation has its own
