@@ -1249,7 +1249,7 @@ def check_target(target) -> tuple:
     """Raise a UserError if token trees would change the target's output.
 
     This is found by trying a small tree: once, and again when the target has changed
-    its attention kernel, dtype, device, mode, window or adapters, which make up the
+    its attention kernel, dtype, device, mode, windows or adapters, which make up the
     state that is returned. Nothing of the target is changed, and other threads may use
     it at the same time.
     """
@@ -1264,7 +1264,7 @@ def check_target(target) -> tuple:
         window = getattr(decoder_config(target), "sliding_window", None)
         kernel = str(target.config.get_text_config()._attn_implementation)
         placed = target.dtype, str(target.device), target.training
-        state = kernel, *placed, window, tuple(active)
+        state = kernel, *placed, window, *layer_kinds(target), *active
         if _TRIED.get(target) != state:
             _check_parts(target, kernel, adapters)
             _try_tree(target, window)
