@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 import common
 import train
-from support import cli, default_target
-from support.measuring import prompts
+from support import cli, default_target, prompts
+from support.prompts import chat
 from support.training import data, self_written
 
 
@@ -54,23 +54,30 @@ def learned(path, record, tokenizer) -> list[str]:
 
 # ------------------------------------------------------------------------------ reading
 
-USER, ANSWER = data.chat(["w1", "w2"])
+USER, ANSWER = chat(["w1", "w2"])
 HUMAN, GPT = {"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}
-NULLS = {"role": None, "content": None}  # a table of both forms, written as JSON
+NULLS = {"role": None, "content": None, "tool_calls": None}  # a table of both forms
 PARTS = [{"type": "text", "text": "w2 "}, {"type": "text", "text": "w3"}]
+PAIR = {"prompt": "w1", "response": "w2"}
+SYSTEM = {"role": "system", "content": ""}
 FORMS = [
     ({"prompt_ids": [5, 6], "response_ids": [7, 8]}, ["w2 w3"]),
     ({"prompt_ids": [], "response_ids": [5, 7, 8]}, ["w2 w3"]),  # first: unpredicted
+    ({"messages": None, "prompt_ids": [5, 6], "response_ids": [7, 8]}, ["w2 w3"]),
     ({"prompt": "w1 w2", "response": "w3"}, ["w3 <end>"]),
     ({"prompt": "w1 w2", "completion": "w3"}, ["w3 <end>"]),
     ({"prompt": [USER], "completion": [ANSWER]}, ["w2 <end>"]),
-    ({"messages": data.chat(["w1", "w2", "w3", "w4"])}, ["w2 <end>", "w4 <end>"]),
-    ({"messages": [USER, {"role": "assistant", "content": PARTS}]}, ["w2 w3 <end>"]),
-    ({"messages": [USER, {"role": "assistant", "content": ""}]}, ["<end>"]),
+    ({"messages": chat(["w1", "w2", "w3", "w4"])}, ["w2 <end>", "w4 <end>"]),
+    ({"messages": [USER, ANSWER | {"content": PARTS}]}, ["w2 w3 <end>"]),
+    ({"messages": [USER, ANSWER | {"content": ""}]}, ["<end>"]),
     ({"messages": [ANSWER, USER, ANSWER, USER]}, ["w2 <end>"]),  # first: not asked
-    ({"conversations": [USER, ANSWER]}, ["w2 <end>"]),
-    ({"conversations": [HUMAN, GPT]}, ["w2 <end>"]),
+    ({"messages": [USER, ANSWER], "prompt": "w1", "prompt_id": "x"}, ["w2 <end>"]),
+    ({"messages": [SYSTEM, USER, ANSWER | {"thinking": ""}]}, ["w2 <end>"]),
+    ({"conversations": [USER, ANSWER], "messages": []}, ["w2 <end>"]),
+    ({"conversations": [HUMAN, GPT], "system": "w30"}, ["w2 <end>"]),
     ({"messages": None, "conversations": [HUMAN | NULLS, GPT | NULLS]}, ["w2 <end>"]),
+    (PAIR | {"tools": [], "context": "", "history": None}, ["w2 <end>"]),
+    (PAIR | {"prompt": "w1", "system": ""}, ["w2 <end>"]),
 ]
 
 
@@ -81,185 +88,64 @@ def test_every_form_is_read_and_answers_are_learned(
     path = tmp_path / "d.jsonl"
     assert learned(path, record, tokenizer) == expected
     [(ids, mask)] = data.read_conversations(str(path), tokenizer, 64)
-    path.write_bytes(gzip.compress(path.read_bytes()))
+    system = "<system> w30" in tokenizer.decode(ids)
+    assert system == bool(record.get("system"))
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + path.read_bytes()))  # says UTF-8
     [(again, _)] = data.read_conversations(str(path), tokenizer, 64)
     assert ids.tolist() == again.tolist() and not mask[0]
 
 
-ASK = "{% if add_generation_prompt %}<assistant> {% endif %}"
-EACH = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
-WHOLE = (
-    "{% if tools %}w20 {{ tools[0].name }} {% endif %}"
-    "{% for m in messages %}<{{ m.role }}> "
-    "{% if m.reasoning_content %}w40 {{ m.reasoning_content }} w41 {% endif %}"
-    "{{ m.content }} "
-    "{% if m.tool_calls %}w42 {{ m.tool_calls[0].function.name }} {% endif %}"
-    "<end> {% endfor %}"
-) + ASK
-NARROW = (
-    "{% for m in messages if m.role in ['user', 'assistant'] %}"
-    "<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
-) + ASK
-CALL = {"type": "function", "id": "x1", "function": {"name": "w7", "arguments": {}}}
-CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-THINKING = ANSWER | {"reasoning_content": "w9", "tool_calls": None}
-BESIDE_TEXTS = {
-    "tool_calls": ({"messages": [USER, CALLING]}, "", "w42 w7"),
-    "reasoning_content": ({"messages": [USER, THINKING]}, "", "w40 w9 w41 w2"),
-    "tools": (
-        {"messages": [USER, ANSWER], "tools": '[{"name": "w8"}]'},
-        "w20 w8 ",
-        "w2",
+CALL = {"function": {"name": "w7", "arguments": {}}}
+BESIDES = [  # what a line says besides, and how it is named
+    (PAIR | {"tools": [{"name": "w8"}]}, "tools"),
+    (PAIR | {"tools": "[]"}, "tools"),
+    (PAIR | {"documents": [{"text": "w9"}]}, "documents"),
+    (PAIR | {"context": "w3"}, "context"),
+    (PAIR | {"history": "w3"}, "history"),
+    (PAIR | {"score": 0}, "score"),
+    (PAIR | {"chat_template_kwargs": {"date": "w5"}}, "chat_template_kwargs"),
+    (PAIR | {"tokenize": True}, "tokenize"),
+    (PAIR | {"messages": [], "completion": "w3"}, "completion"),
+    ({"messages": [USER, ANSWER | {"weight": 0}]}, "weight of messages"),
+    ({"messages": [USER, ANSWER | {"thinking": "w1"}]}, "thinking of messages"),
+    ({"messages": [USER | {"images": ["w5"]}, ANSWER]}, "images of messages"),
+    (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]},
+        "tool_calls of messages",
     ),
-    "the whole text of messages by system": (
-        {"conversations": [HUMAN, GPT], "system": "w30"},
-        "<system> w30 <end> ",
-        "w2",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("name", BESIDE_TEXTS)
-def test_what_stands_beside_the_texts_is_written_or_refused(tokenizer, tmp_path, name):
-    """By the chat template; no answer is left empty in silence."""
-    record, opening, said = BESIDE_TEXTS[name]
-    tokenizer.chat_template = WHOLE
-    [(ids, mask)] = read(tmp_path / "d.jsonl", [record], tokenizer)
-    assert tokenizer.decode(ids[~mask]) == opening + "<user> w1 <end> <assistant>"
-    assert tokenizer.decode(ids[mask]) == said + " <end>"
-    for template in (NARROW, None):
-        tokenizer.chat_template = template
-        # Without a template, all texts are written.
-        if template or "system" not in name:
-            with refused(f"line 1: .* does not write {name};"):
-                read(tmp_path / "d.jsonl", [record], tokenizer)
+@pytest.mark.parametrize("record, name", BESIDES, ids=lambda each: str(each)[:60])
+def test_what_a_line_says_besides_leaves_it_out(
+    tokenizer, tmp_path, capsys, record, name
+):
+    path = tmp_path / "d.jsonl"
+    other = {**record, "id": 3, "x": "w40"}
+    assert len(read(path, [record, PAIR, other, PAIR], tokenizer)) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == (
+        f"{path}: lines 1, 3: more than roles and texts: {name} (2 lines), x (1 line); "
+        "take it out, or give prompt_ids and response_ids"
+    )
+    assert second == f"{path}: skipped 2 of 4 lines"
 
 
-WITH_PLACES = (
-    "{% if documents %}{% for d in documents %}w20 {{ d.text }} {% endfor %}{% endif %}"
-    "{% if date %}w21 {{ date }} {% endif %}" + EACH + ASK
-)
-
-
-def test_a_key_is_read_where_the_template_has_a_place_for_it(
+def test_labels_and_what_follows_the_last_answer_are_not_read_and_named(
     tokenizer, tmp_path, capsys
 ):
-    tokenizer.chat_template = WITH_PLACES
     path = tmp_path / "d.jsonl"
-    record = {"prompt": "w1", "response": "w2", "date": "w5", "source": "w6", "n": None}
-    record["documents"] = [{"id": "x", "text": "w9"}]
-    [(ids, _)] = read(path, [record], tokenizer)
-    assert tokenizer.decode(ids).startswith("w20 w9 w21 w5 <user>")
-    assert capsys.readouterr().err == f"{path}: not read: source (1 line)\n"
-    # Names of parameters between a line and the template, ours and transformers'.
-    names = "self messages conversations conversation tokenizer texts ask".split()
-    names += ["namespace", "range"]  # functions that this template calls
-    tokenizer.chat_template = (
-        "{% set ns = namespace(n=range(2)) %}" + tokenizer.chat_template
-    )
-    read(
-        path, [{"prompt": "w1", "response": "w2"} | dict.fromkeys(names, 1)], tokenizer
-    )
-    noted = capsys.readouterr().err
-    assert all(f"{name} (1 line)" in noted for name in names)
-    named = {"prompt": "w1", "response": "w2", "chat_template_kwargs": {"date": "w5"}}
-    [(ids, _)] = read(path, [named], tokenizer)
-    assert tokenizer.decode(ids).startswith("w21 w5 <user>")
-    record["documents"][0]["title"] = "w8"  # which the template does not write
-    with refused("does not write documents;"):
-        read(path, [record], tokenizer)
-
-
-WITH_DEFAULTS = (
-    "{% if brief is not defined or brief %}w20 {% endif %}"
-    "{% set effort = effort if effort is defined else 'w21' %}{{ '' + effort }} "
-) + (EACH + ASK)
-
-
-def test_a_key_whose_value_is_the_default_is_read(tokenizer, tmp_path, capsys):
-    """Although the template writes the same without it."""
-    tokenizer.chat_template = WITH_DEFAULTS
-    path = tmp_path / "d.jsonl"
-    openings = {True: "w20 w21", False: "w21"}
-    for brief, opening in openings.items():
-        said = {"brief": brief, "effort": "w21"}
-        for keys in (said, {"chat_template_kwargs": said}):
-            [(ids, _)] = read(
-                path, [{"prompt": "w1", "response": "w2"} | keys], tokenizer
-            )
-            assert (
-                tokenizer.decode(ids)
-                == f"{opening} <user> w1 <end> <assistant> w2 <end>"
-            )
-    assert not capsys.readouterr().err
-    with refused("does not write short;"):
-        keys = {"chat_template_kwargs": {"short": True}}
-        read(path, [{"prompt": "w1", "response": "w2"} | keys], tokenizer)
-
-
-def test_fields_of_messages_that_are_not_written_are_named(tokenizer, tmp_path, capsys):
-    """Or refused, if they change what is said."""
-    path = tmp_path / "d.jsonl"
-    fields = {"model": "w3", "weight": 1, "tool_calls": None, "train": False}
-    record = {"messages": [USER | {"time": "w4"}, ANSWER | fields]}
-    read(path, [record] * 2, tokenizer)
-    [named] = capsys.readouterr().err.splitlines()
-    for key in ("model", "train", "time"):
-        assert f"{key} of messages (2 lines)" in named
-    assert named.count("lines") == 3
-    with refused("does not write images;"):
-        read(path, [{"messages": [USER | {"images": ["w5"]}, ANSWER]}], tokenizer)
-
-
-def test_messages_after_the_last_answer_are_named(tokenizer, tmp_path, capsys):
-    path = tmp_path / "d.jsonl"
-    assert learned(path, {"messages": [USER, ANSWER, USER]}, tokenizer) == ["w2 <end>"]
-    assert (
-        "not read: messages after the last answer (1 line)" in capsys.readouterr().err
-    )
-
-
-@pytest.mark.parametrize("head", ["", "w40 "])
-def test_a_thought_that_the_template_cuts_is_noticed(tokenizer, tmp_path, head):
-    """As that of DeepSeek-R1, which may ask with the head of a thought."""
-    cut = EACH.replace("m.content", "m.content.split('w41')[-1]")
-    tokenizer.chat_template = cut + ASK.replace("<assistant> ", "<assistant> " + head)
-    with refused("does not write the whole text of messages by assistant;"):
-        read(
-            tmp_path / "d.jsonl",
-            [{"prompt": "w1", "response": "w40 w9 w41 w2"}],
-            tokenizer,
-        )
-
-
-def test_null_is_absent_everywhere(tokenizer, tmp_path):
-    """Tables give every row the columns of all rows."""
-    tokenizer.chat_template = WHOLE
-    other = {"prompt": None, "completion": None, "prompt_ids": None, "system": None}
-    call = {"function": {"name": "w7", "arguments": {"w8": None}}, "extra": None}
-    calling = CALLING | {"tool_calls": [call], "reasoning_content": None}
-    turns = other | {"tools": None, "messages": [USER, calling]}
-    assert learned(tmp_path / "d.jsonl", turns, tokenizer) == ["w42 w7 <end>"]
-    given = {"messages": None, "prompt_ids": [5, 6], "response_ids": [7, 8]}
-    assert learned(tmp_path / "d.jsonl", given, tokenizer) == ["w2 w3"]
-
-
-def test_calls_whose_arguments_are_text_are_learned_only_as_they_are(
-    tokenizer, tmp_path
-):
-    """Written as the JSON of a text, they would be quoted twice."""
-    call = {"function": {"name": "w7", "arguments": '{"w8": "w9"}'}}
-    record = {"messages": [USER, CALLING | {"tool_calls": [call]}]}
-    name = "m.tool_calls[0].function.name"
-    as_text = f"{{{{ {name} }}}} {{{{ m.tool_calls[0].function.arguments"
-    tokenizer.chat_template = WHOLE.replace(f"{{{{ {name}", as_text)
-    read(tmp_path / "d.jsonl", [record], tokenizer)
-    tokenizer.chat_template = WHOLE.replace(f"{{{{ {name}", f"{as_text} | tojson")
-    with refused("arguments that are text"):
-        read(tmp_path / "d.jsonl", [record], tokenizer)
-    odd = {"messages": [USER, CALLING | {"tool_calls": [{"function": "w7"}]}]}
-    tokenizer.chat_template = WHOLE.replace(name, "m.tool_calls[0].function")
-    assert learned(tmp_path / "d.jsonl", odd, tokenizer) == ["w42 w7 <end>"]
+    labels = {"source": "w3", "id": 0}
+    turns = {"messages": [USER, ANSWER, USER | {"content": "w40"}]}
+    made = {"prompt_ids": [5], "response_ids": [7], "weight": 2}
+    sequences = read(path, [PAIR | labels, turns | labels, made], tokenizer)
+    for ids, _ in sequences[:2]:
+        assert tokenizer.decode(ids) == "<user> w1 <end> <assistant> w2 <end>"
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{path}: not read: ")
+    for said in ("source (2 lines)", "id (2 lines)", "weight (1 line)"):
+        assert said in line
+    assert "messages after the last answer (1 line)" in line
 
 
 def test_the_length_of_a_tokenizer_is_asked_once(tokenizer, tmp_path, monkeypatch):
@@ -273,22 +159,68 @@ def test_the_length_of_a_tokenizer_is_asked_once(tokenizer, tmp_path, monkeypatc
     assert len(asked) < 3
 
 
-def test_what_is_empty_need_not_be_written(tokenizer, tmp_path):
-    tokenizer.chat_template = NARROW
-    empty = {"role": "system", "content": ""}
-    answer = ANSWER | {"reasoning_content": ""}
-    keys = {"tools": [], "context": "", "chat_template_kwargs": {"w3": []}}
-    record = keys | {"messages": [empty, USER, answer]}
-    assert learned(tmp_path / "d.jsonl", record, tokenizer) == ["w2 <end>"]
+# ----------------------------------------------------- what the chat template writes
+
+ASK = "{% if add_generation_prompt %}<assistant> {% endif %}"
+EACH = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+NO_SYSTEM = EACH.replace("in messages", "in messages if m.role != 'system'")
+FIRST_TURN = EACH.replace("in messages", "in messages[:1] + messages[-1:]")
+CUT = EACH.replace("m.content", "m.content.split('w41')[-1]")
+LIST = EACH.replace(
+    "{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"
+)
+THOUGHT = PAIR | {"response": "w40 w9 w41 w2"}
+UNWRITTEN = [  # a template, a line, and whose text is not written
+    (NO_SYSTEM, PAIR | {"system": "w30"}, "system"),
+    (FIRST_TURN, {"messages": chat(["w1", "w2", "w3", "w4"])}, "user"),
+    # "w1" is written in the first turn, but not in the second.
+    (FIRST_TURN, {"messages": chat(["w1", "w2", "w1", "w4"])}, "user"),
+    (CUT, THOUGHT, "assistant"),  # as DeepSeek-R1's
+    (CUT.replace("<end>", "w40 w9 w41 <end>"), THOUGHT, "assistant"),
+]
 
 
-def test_a_template_that_does_not_write_texts_is_refused(tokenizer, tmp_path):
-    """As that of a model for pictures, which wants a content in parts."""
-    tokenizer.chat_template = NARROW.replace(
-        "{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"
-    )
+@pytest.mark.parametrize("template, record, role", UNWRITTEN)
+def test_a_text_that_is_not_written_leaves_a_line_out(
+    tokenizer, tmp_path, template, record, role
+):
+    tokenizer.chat_template = template + ASK
+    said = f"template does not write the whole text of messages by {role}"
+    with refused(f"line 1: the target's chat {said}"):
+        read(tmp_path / "d.jsonl", [record], tokenizer)
+
+
+def test_a_template_may_want_content_as_a_list_of_parts(tokenizer, tmp_path):
+    """As that of a model for pictures: with a text, it writes an empty question."""
+    tokenizer.chat_template = LIST + ASK
+    assert learned(tmp_path / "d.jsonl", PAIR, tokenizer) == ["w2 <end>"]
+    asked = prompts.encode(tokenizer, ["w1", "w2", "w3"], "cpu")["input_ids"][0]
+    expected = "<user> w1 <end> <assistant> w2 <end> <user> w3 <end> <assistant>"
+    assert tokenizer.decode(asked) == expected
+    tokenizer.chat_template = ASK
     with refused("does not write the whole text of messages by user"):
-        read(tmp_path / "d.jsonl", [{"messages": [USER, ANSWER]}], tokenizer)
+        prompts.encode(tokenizer, ["w1"], "cpu")
+    # Answers of the turns before may be cut, and are not learned here.
+    tokenizer.chat_template = CUT + ASK
+    asked = prompts.encode(tokenizer, ["w1", THOUGHT["response"], "w3"], "cpu")
+    assert "w40" not in tokenizer.decode(asked["input_ids"][0])
+
+
+@pytest.mark.parametrize("form", ["%d %b %Y", "%Y-%m-%d", "%-d. %B %y, %A %H:%M:%S"])
+def test_a_template_writes_the_same_date_on_every_day(tokenizer, monkeypatch, form):
+    """And all else as before, with blank lines and indented blocks in front."""
+    body = "\n\n  {% if true %}\n" + EACH + "  {% endif %}\n" + ASK
+    tokenizer.chat_template = "{{ strftime_now(form) }}" + body
+    expected = prompts.DAY.strftime(form) + tokenizer.apply_chat_template(
+        [USER], chat_template=body, tokenize=False
+    )
+    head = f"{{% set form = '{form}' %}}"
+    tokenizer.chat_template = f"{head}{{{{ '' + strftime_now(form) }}}}{body}"
+    assert prompts.render([USER], tokenizer) == expected
+    tokenizer.chat_template = f"\n  {head}" + body
+    plain = tokenizer.apply_chat_template([USER], tokenize=False)
+    tokenizer.chat_template += "{% if false %}{{ strftime_now(form) }}{% endif %}"
+    assert prompts.render([USER], tokenizer) == plain
 
 
 ASK_THINKING = "{% if add_generation_prompt %}<assistant> w9 {% endif %}"
@@ -334,18 +266,18 @@ def test_answers_are_located_in_templates_that_rewrite(
 ):
     """And those that are not are counted."""
     tokenizer.chat_template, expected, lost = TEMPLATES[name]
-    record = {"messages": data.chat(["w1", "w2", "w3", "w4"])}
+    record = {"messages": chat(["w1", "w2", "w3", "w4"])}
     if expected is None:
         with refused("line 1: the answer cannot be located"):
             read(tmp_path / "d.jsonl", [record], tokenizer)
         return
     assert learned(tmp_path / "d.jsonl", record, tokenizer) == expected
-    told = capsys.readouterr().err
-    assert lost == ("answers not learned" in told) and told.endswith(": 1\n" * lost)
+    said = capsys.readouterr().err
+    assert lost == ("answers not learned" in said) and said.endswith(": 1\n" * lost)
 
 
 @pytest.fixture(scope="session")
-def byte_level():
+def trained_bytes():
     """A tokenizer with ChatML that merges newlines."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -368,65 +300,78 @@ def byte_level():
     return tokenizer
 
 
+@pytest.fixture
+def byte_level(trained_bytes):
+    return copy.deepcopy(trained_bytes)
+
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-NEWLINES = [
+THINKS = CHATML.replace("assistant\n{% e", "assistant\n<think>\n{% e")
+MERGED = "cannot be located"
+NEWLINES = [  # an answer, and what is learned from it
     ("Fine.", "Fine.<|im_end|>"),
-    ("\nFine.", "\nFine.<|im_end|>"),
-    # The first newline has merged with the template's.
-    ("\n\nFine.", "\nFine.<|im_end|>"),
-    ("\n", "<|im_end|>"),
     ("", "<|im_end|>"),
     ("Fine.\n\n", "Fine.\n\n<|im_end|>"),
     ("Fine.<|im_end|>", "Fine.<|im_end|>"),
+    ("<b>", "<b><|im_end|>"),  # begins as the head of a thought does
+    ("\nFine.", "\nFine.<|im_end|>"),
+    # The first newline merges with the template's into a token that the target cannot
+    # write after the request.
+    ("\n\nFine.", MERGED),
+    ("\n", MERGED),
 ]
 
 
+@pytest.mark.parametrize("template", [CHATML, THINKS], ids=["ChatML", "thinks"])
 @pytest.mark.parametrize("answer, expected", NEWLINES)
 def test_a_token_with_the_end_of_the_request_is_not_learned(
-    byte_level, tmp_path, answer, expected
+    byte_level, tmp_path, capsys, template, answer, expected
 ):
     """And nothing after the end token."""
+    byte_level.chat_template = template
     path = tmp_path / "d.jsonl"
-    assert learned(path, {"prompt": "Hi", "response": answer}, byte_level) == [expected]
-    turns = {"messages": data.chat(["Hi", answer, "Hi", "Hello"])}
-    assert learned(path, turns, byte_level)[-1] == "Hello<|im_end|>"
+    record = {"prompt": "Hi", "response": answer}
+    turns = {"messages": chat(["Hi", answer, "Hi", "Hello"])}
+    if expected == MERGED:
+        with refused(MERGED):
+            read(path, [record], byte_level)
+        assert learned(path, turns, byte_level) == ["Hello<|im_end|>"]
+        assert capsys.readouterr().err.endswith("because nobody asked: 1\n")
+        return
+    assert learned(path, record, byte_level) == [expected]
+    assert learned(path, turns, byte_level) == [expected, "Hello<|im_end|>"]
+
+
+LINES = [  # texts without a template, and what is learned from them
+    (["Hi", "Hello", "How", "Fine."], ["Hello\n", "Fine.\n"]),
+    # The newline after an answer merges with the next request's.
+    (["Hi", "Hello", "\n\nHow", "Fine."], ["Hello", "Fine.\n"]),
+    (["Hi", "Hello\n", "How", "Fine."], ["Hello\n\n", "Fine.\n"]),
+    (["Hi", "\n\nHello", "How", "Fine."], ["Fine.\n"]),
+]
+
+
+@pytest.mark.parametrize("texts, expected", LINES)
+def test_without_a_chat_template_texts_are_lines(byte_level, tmp_path, texts, expected):
+    """After the first token of all texts, as bench.py asks them."""
+    byte_level.chat_template = None
+    record = {"messages": chat(texts)}
+    assert learned(tmp_path / "d.jsonl", record, byte_level) == expected
+    [(ids, _)] = read(tmp_path / "d.jsonl", [record], byte_level)
+    whole = "<|im_start|>" + "".join(f"{text}\n" for text in texts)
+    assert byte_level.decode(ids) == whole
+    asked = prompts.encode(byte_level, texts[:3], "cpu")["input_ids"][0]
+    assert whole.startswith(byte_level.decode(asked))
 
 
 def test_a_token_that_is_not_special_ends_no_answer(byte_level, tmp_path):
-    byte_level = copy.deepcopy(byte_level)
     byte_level.add_tokens(["</code>"])
     record = {"prompt": "Hi", "response": "Fine.</code>"}
     said = learned(tmp_path / "d.jsonl", record, byte_level)
     assert said == ["Fine.</code><|im_end|>"]
-
-
-def test_a_mark_of_utf8_is_not_text(tokenizer, tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"prompt": "w1", "response": "w2"}\n')
-    assert len(data.read_conversations(str(path), tokenizer, 64)) == 1
-
-
-def test_keys_do_not_reach_the_settings_of_transformers(tokenizer, tmp_path, capsys):
-    record = {"prompt": "w1", "response": "w2", "tokenize": True, "chat_template": "w3"}
-    assert learned(tmp_path / "d.jsonl", record, tokenizer) == ["w2 <end>"]
-    said = capsys.readouterr().err
-    assert "tokenize (1 line)" in said and "chat_template (1 line)" in said
-
-
-def test_without_a_chat_template_texts_are_lines(byte_level, tmp_path):
-    """After the first token of all texts, as bench.py asks them."""
-    byte_level = copy.deepcopy(byte_level)
-    byte_level.chat_template = None
-    turns = ["Hi", "Hello", "How", "Fine."]
-    record = {"messages": data.chat(turns)}
-    [(ids, mask)] = read(tmp_path / "d.jsonl", [record], byte_level)
-    assert byte_level.decode(ids) == "<|im_start|>Hi\nHello\nHow\nFine.\n"
-    assert byte_level.decode(ids[mask]) == "Hello\nFine.\n"
-    asked = prompts.encode(byte_level, turns[:3], "cpu")["input_ids"][0]
-    assert byte_level.decode(asked) == "<|im_start|>Hi\nHello\nHow\n"
 
 
 def test_ids_may_hold_a_text_as_the_tokenizer_normalises_it(byte_level, tmp_path):
@@ -438,7 +383,6 @@ def test_ids_may_hold_a_text_as_the_tokenizer_normalises_it(byte_level, tmp_path
 
 
 def test_a_tokenizer_that_ends_every_text_does_not_end_a_request(byte_level, tmp_path):
-    byte_level = copy.deepcopy(byte_level)
     byte_level.chat_template = None
     both = [("<|im_start|>", 0), ("<|im_end|>", 1)]
     byte_level.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -461,54 +405,34 @@ def test_without_an_end_token_an_answer_ends_as_the_template_ends_it(tmp_path):
     assert ids.tolist() == [0, 3, 1, 3] and mask.tolist() == [False, False, True, True]
 
 
+# ------------------------------------------------------------------- what is refused
+
+MESSAGE = r"a message needs a role \(system, .*\) and content that is text"
 # What is wrong with a line, and how the message says so.
 BAD_LINES = [
-    (b"\xa7\xfe", "not UTF-8 .iconv"),
-    (b'{"prompt"', "no JSON object"),
+    (b"\xa7\xfe", "no JSON object in UTF-8"),
+    (b'{"prompt"', "no JSON object in UTF-8; .*jq"),
     (b"3", "no JSON object"),
-    (b'{"prompt": ' + b"[" * 99_999, "nested too deep"),
-    (b'{"prompt": "w1", "x": ' + b"[" * 600 + b"]" * 600 + b"}", "nested too deep"),
+    (b'{"prompt": ' + b"[" * 99_999, "no JSON object"),
     (b'{"foo": 1}', "no conversation; give prompt and response"),
-    (b'{"messages": "w1"}', "no conversation; give prompt and response"),
-    (
-        b'{"prompt": "w1", "response": null}',
-        "no conversation; give prompt and response",
-    ),
-    (b'{"prompt": "w1", "response": 3}', "content that is text"),
+    (b'{"messages": 3}', MESSAGE),
+    (b'{"messages": "w1"}', MESSAGE),
+    (b'{"messages": ["w1"]}', MESSAGE),
+    (b'{"prompt": "w1", "response": null}', "no conversation; give prompt"),
+    (b'{"prompt": "w1", "response": 3}', MESSAGE),
     (b'{"prompt": "w1", "completion": "\\ud83d"}', "half of a character"),
-    (b'{"prompt": "w1", "response": "w2", "tools": "w3"}', "tools are not valid JSON"),
-    (
-        b'{"prompt": "w1", "response": "w2", "tools": [3]}',
-        "template does not write tools",
-    ),
-    (b'{"messages": ["w1"]}', "a message is not a JSON object"),
-    (b'{"messages": [{"role": "assistant"}]}', "a message needs a role, and content"),
-    (
-        b'{"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}',
-        "parts of text",
-    ),
+    (b'{"prompt": "w1", "response": "w2", "response": "w3"}', "'response' is .*twice"),
+    (b'{"messages": [{"role": "user", "role": "user"}]}', "'role' is there twice"),
+    (b'{"messages": [{"role": "assistant"}]}', MESSAGE),
+    (b'{"messages": [{"role": "x", "content": "w1"}]}', MESSAGE),
+    (b'{"messages": [{"role": ["user"], "content": "w1"}]}', MESSAGE),
     (
         b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "w1"}, '
         b'{"type": "image"}]}, {"role": "assistant", "content": "w2"}]}',
-        "parts of text",
+        MESSAGE,
     ),
-    (b'{"messages": [{"role": "user", "content": "w1"}]}', "no answer"),
-    (
-        b'{"conversations": [{"from": "gpt", "value": "w1"}, '
-        b'{"from": "human", "value": "w2"}]}',
-        "nobody asked",
-    ),
-    (b'{"conversations": [{"from": "function_call", "value": "w1"}]}', "a message by"),
-    (
-        b'{"messages": [{"role": "user", "content": "w1"}, '
-        b'{"role": "assistant", "content": "w2", "weight": 0}]}',
-        "weights of messages are not used",
-    ),
-    (b'{"prompt": "w1", "response": "w2", "context": "w3"}', "not write context;"),
-    (
-        b'{"prompt": "w1", "response": "w2", "chat_template_kwargs": {"w3": 1}}',
-        "not write w3;",
-    ),
+    (b'{"messages": [{"role": "user", "content": "w1"}]}', "no answer .* to a request"),
+    (b'{"conversations": [{"from": "gpt", "value": "w1"}]}', "no answer .* to a re"),
     (b'{"prompt": "w1 w2", "prompt_ids": [5], "response_ids": [7]}', "another token"),
     (b'{"response": "w4", "prompt_ids": [5], "response_ids": [7]}', "another token"),
     (b'{"prompt": "w1", "response": "w2 <end> w3"}', "after its end, <end>;"),
@@ -540,40 +464,40 @@ def test_answers_that_are_cut_are_counted(tokenizer, tmp_path, capsys, monkeypat
     [(ids, mask), _] = read(tmp_path / "d.jsonl", lines, tokenizer, 15)
     assert ids.tolist() == [5] * 6 + [6] * 9
     assert mask.tolist() == [False] * 6 + [True] * 9
-    told = capsys.readouterr().err.replace(f"{tmp_path}/d.jsonl: ", "").splitlines()
+    said = capsys.readouterr().err.replace(f"{tmp_path}/d.jsonl: ", "").splitlines()
     limit = "15 tokens (--max-length or the target's context)"
-    assert told[0] == f"lines 1, 4, 5, 6, 7 and 2 more: no answer within {limit}"
-    assert told[1].startswith("line 3: no conversation")
-    assert told[2:] == ["skipped 8 of 10 lines", f"answers cut after {limit}: 2"]
+    assert said[0] == f"lines 1, 4, 5, 6, 7 and 2 more: no answer within {limit}"
+    assert said[1].startswith("line 3: no conversation")
+    assert said[2:] == ["skipped 8 of 10 lines", f"answers cut after {limit}: 2"]
     with refused("lines 1, 2: .*--max-length"):
         read(tmp_path / "d.jsonl", [beyond] * 2, tokenizer, 15)
     capsys.readouterr()
     read(tmp_path / "d.jsonl", [{"prompt": "w1", "response": "w2"}], tokenizer, 6)
     assert not capsys.readouterr().err
-    monkeypatch.setenv("RANK", "1")  # torchrun's first process has told it
+    monkeypatch.setenv("RANK", "1")  # torchrun's first process has said it
     read(tmp_path / "d.jsonl", lines, tokenizer, 15)
     assert not capsys.readouterr().err
 
 
 def test_files_that_are_damaged_or_of_another_kind_are_named(tokenizer, tmp_path):
     good = gzip.compress(b'{"prompt_ids": [5], "response_ids": [7, 8, 9]}' * 50)
+    array, lines = "no JSON object in UTF-8; .*jq", "lines 1, 2, 3: no JSON object"
     cases = {
-        "blank.jsonl": (b"\n \n", "empty"),
+        "blank.jsonl": (b"\n \n", "holds nothing .*empty"),
         "plain.jsonl.gz": (b"{}\n", "no conversation"),
-        "cut.jsonl.gz": (good[:-9], "damaged"),
-        "flipped.jsonl.gz": (good[:14] + b"\xff\xff\xff" + good[17:], "damaged"),
-        "array.json": (b'\n[\n{"prompt": "w1"}\n]\n', "JSON array; .*jq"),
-        "table.parquet": (b"PAR1\n{}\n", "Parquet; .*pandas"),
-        "packed.jsonl.zst": (b"\x28\xb5\x2f\xfd{}\n", "zstd; .*zstd -d"),
-        "pretty.json": (b'{\n  "prompt": "w1"\n}\n', "several lines; .*jq -c"),
-        "shell.jsonl": ("{}\r\n".encode("utf-16"), "UTF-16; .*iconv"),
+        "cut.jsonl.gz": (good[:-9], "cannot read"),
+        "flipped.jsonl.gz": (good[:14] + b"\xff\xff\xff" + good[17:], "cannot read"),
+        "array.json": (b'\n[{"prompt": "w1"}]\n', array),
+        "table.parquet": (b"PAR1\xff\n", "no JSON object in UTF-8; .*pandas"),
+        "pretty.json": (b'{\n  "prompt": "w1"\n}\n', lines),
+        "shell.jsonl": ("{}\r\n".encode("utf-16"), "no JSON object in UTF-8"),
     }
     for name, (content, reason) in cases.items():
         (tmp_path / name).write_bytes(content)
-        with refused(f"{name} .*{reason}"):
+        with refused(f"(?=.*{name}).*{reason}"):
             data.read_conversations(str(tmp_path / name), tokenizer, 64)
     for path in (tmp_path, tmp_path / "none.jsonl"):
-        with refused(str(path)):
+        with refused(f"cannot read {path} "):
             data.read_conversations(str(path), tokenizer, 64)
 
 
@@ -585,7 +509,7 @@ def test_prompts_are_spread_over_their_files(tmp_path):
         found = data.read_prompts([tmp_path / "p.jsonl"], count)
         assert "".join(prompt["turns"][0] for prompt in found) == expected
     assert found[0]["question_id"] == "p-1" and found[0]["category"] == "p"
-    wrong = {"null": "no JSON", "[" * 99_999: "too deep"}
+    wrong = {"null": "no JSON", "[" * 99_999: "no JSON"}
     wrong['{"turns": ["\\ud83d"]}'] = "half"
     for line in ("{}", '{"turns": []}', '{"turns": "a"}', '{"turns": ["a", 3]}'):
         wrong[line] = 'no "'
@@ -633,22 +557,20 @@ def test_epochs_are_new_permutations_and_steps_depend_on_their_number(count, siz
     epochs = []
     for number in range(6):
         part = steps[number * per_epoch : (number + 1) * per_epoch]
-        epochs.append(torch.cat([chosen for chosen, _ in part]).tolist())
+        epochs.append(torch.cat(part).tolist())
     for epoch in epochs:
         assert len(epoch) == per_epoch * size > count * repeats - size
         assert max(epoch.count(index) for index in range(count)) <= repeats
     assert count == 1 or len({tuple(epoch) for epoch in epochs}) == 6
-    assert len({tuple(seeds.tolist()) for _, seeds in steps}) == len(steps)
     for start in range(len(steps)):
-        for ours, theirs in zip(first(1, start=start)[0], steps[start]):
-            assert torch.equal(ours, theirs)
-    for (_, ours), (_, theirs) in zip(first(6, seed=1), steps):
-        assert not torch.equal(ours, theirs)
+        assert torch.equal(first(1, start=start)[0], steps[start])
+    others = torch.cat(first(6 * per_epoch, seed=1)).tolist()
+    assert count == 1 or others != torch.cat(steps).tolist()
 
 
 def test_sequences_of_a_batch_have_similar_lengths():
     lengths = torch.arange(320)[torch.randperm(320)].tolist()
-    for chosen, _ in itertools.islice(data.batch_order(lengths, 10, 0), 32):
+    for chosen in itertools.islice(data.batch_order(lengths, 10, 0), 32):
         tens = [lengths[i] // 10 for i in chosen.tolist()]
         assert tens == [tens[0]] * 10
 
@@ -727,11 +649,18 @@ def make(folder, path, count, *more):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_made_conversations_are_what_the_target_says(folder, tmp_path, monkeypatch):
+def test_made_conversations_are_what_the_target_says(
+    folder, tmp_path, monkeypatch, capsys
+):
     """Template, request, answer: greedy lines are the target's own greedy answers."""
     monkeypatch.setattr(self_written, "BATCH", 3)
-    monkeypatch.setattr(self_written, "MOST", 40)
-    records = make(folder, tmp_path / "d.jsonl", 6)
+    most = ["--max-new-tokens", 40]
+    records = make(folder, tmp_path / "d.jsonl", 6, *most)
+    cut = sum(not each["finished"] for each in records)
+    assert {len(each["response_ids"]) for each in records} >= ({40} if cut else set())
+    said = f"holds 6 answers; {cut} did not end within 40 tokens (--max-new-tokens)"
+    assert said in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"d.jsonl"}  # no lock is left
     target, tokenizer = common.load_target(str(folder))
     assert {record["temperature"] for record in records} == {0.0, 0.8}
     for record in records:
@@ -744,18 +673,52 @@ def test_made_conversations_are_what_the_target_says(folder, tmp_path, monkeypat
             said = record["response_ids"]
             assert said == plain(target, record["prompt_ids"], len(said), {0})
     assert len(data.read_conversations(str(tmp_path / "d.jsonl"), tokenizer, 512)) == 6
-    again = make(folder, tmp_path / "e.jsonl", 6)
-    assert again == records != make(folder, tmp_path / "f.jsonl", 6, "--seed", 1)
+    again = make(folder, tmp_path / "e.jsonl", 6, *most)
+    other = make(folder, tmp_path / "f.jsonl", 6, *most, "--seed", 1)
+    assert again == records != other
 
 
-def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path, monkeypatch):
+def test_answers_that_the_limit_cuts_are_counted():
+    """Not those that were cut early, before a second turn."""
+    lengths = [(40, False), (39, False), (40, True), (3, True)]
+    records = [{"response_ids": [5] * n, "finished": end} for n, end in lengths]
+    assert self_written.cut(records, 40) == 1
+
+
+def test_one_process_at_a_time_makes_data(folder, tmp_path, monkeypatch):
+    """Of several, the second is refused before it reads what the first has written."""
+    half = b'{"prompt": "w1"'  # a record that the first is writing
+    path = tmp_path / "d.jsonl"
+    with self_written.alone(str(path)):
+        path.write_bytes(half)
+        with refused("another process is writing .*d.jsonl"):
+            make(folder, path, 2)
+        assert path.read_bytes() == half
+    assert len(make(folder, path, 2)) == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with refused("--make-data runs in one process"):
+        make(folder, path, 3)
+
+
+def test_a_template_that_begins_with_the_request_needs_requests(loaded, tmp_path):
+    """It writes nothing from which a target could make one up."""
+    target, tokenizer = loaded
+    tokenizer.chat_template = EACH.replace("<{{ m.role }}> ", "")
+    path = str(tmp_path / "d.jsonl")
+    maker = self_written.Maker(target, tokenizer, most=9)
+    with refused("writes nothing before a request.*--requests FILE"):
+        maker.fill(path, 1)
+    [record] = maker.fill(path, 1, ["w1"])
+    assert tokenizer.decode(record["prompt_ids"]) == "w1 <end>"
+
+
+def test_a_second_turn_holds_the_whole_first_one(loaded, tmp_path):
     """And reads as the template writes it; its answer is what the target says to it."""
     target, tokenizer = loaded
     target.config.max_position_embeddings = 2000
     target.lm_head.bias = torch.nn.Parameter(torch.zeros(48), requires_grad=False)
     target.lm_head.bias[0] = 1.0  # it is quick to end
-    monkeypatch.setattr(self_written, "MOST", 45)
-    maker = self_written.Maker(target, tokenizer, second_turns=1.0, greedy=1.0)
+    maker = self_written.Maker(target, tokenizer, 1.0, 1.0, most=45)
     requests = [f"w{i} w1 w5" for i in range(16)]
     maker.fill(str(tmp_path / "d.jsonl"), 40, requests)
     lines = (tmp_path / "d.jsonl").read_text().splitlines()
@@ -868,7 +831,8 @@ def test_a_download_that_fails_says_why_and_what_to_do(tmp_path, monkeypatch):
 def test_the_available_conversations_are_read(tmp_path):
     tokenizer = common.load_target()[1]
     for answer, expected in NEWLINES:
-        record = {"prompt": "Hi", "response": answer}
-        assert learned(tmp_path / "d.jsonl", record, tokenizer) == [expected]
+        if expected != MERGED:
+            record = {"prompt": "Hi", "response": answer}
+            assert learned(tmp_path / "d.jsonl", record, tokenizer) == [expected]
     for path in sorted((train.cli.ROOT / "conversations").glob("smollm2_*.jsonl.gz")):
         assert len(data.read_conversations(str(path), tokenizer, 512)) > 500

@@ -19,8 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 import common
 from support import files
 from support.measuring import report
-from support.prompts import encode
 from support.measuring.report import clock
+from support.prompts import encode
 
 HERE = Path(__file__).parent
 SYMBOLS = 5  # shown of each CTC slot

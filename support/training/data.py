@@ -316,6 +316,11 @@ def _last_answer(messages, tokenizer, end: re.Pattern) -> tuple[list[int], int]:
     request = render(messages[:-1], tokenizer, ask=True)
     text = render(messages, tokenizer)
     begin = _shared(request, text)  # where the answer begins in the text
+    if begin < len(request):
+        # Some templates ask for an answer with the head of a thought, which a finished
+        # answer does not have. Then it begins where any other answer does.
+        other = [*messages[:-1], {"role": "assistant", "content": "\N{INTERROBANG}"}]
+        begin = min(begin, _shared(request, render(other, tokenizer)))
     if tail := end.search(text, begin):
         # The target stops at the first of the special tokens at the end. Templates may
         # write more, such as a newline or another end.
@@ -326,11 +331,9 @@ def _last_answer(messages, tokenizer, end: re.Pattern) -> tuple[list[int], int]:
             )
         text = text[: tail.end(1)]
     ids = token_ids(text, tokenizer)
-    # Some templates ask for an answer with the head of a thought, which a finished
-    # answer does not have: it begins where the two differ. What comes before this head
-    # has to be the same. So do the tokens before the answer: one that holds the end of
-    # the request and the beginning of the answer, such as two newlines, is a token that
-    # the target cannot write.
+    # What comes before the answer has to be as it was, in text and in tokens. A token
+    # that holds the end of the request and the beginning of the answer, such as two
+    # newlines, cannot be written by the target.
     asked = token_ids(text[:begin], tokenizer)
     same = begin >= len(before) and ids[: len(asked)] == asked
     return ids, len(asked) if same else len(ids)
