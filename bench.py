@@ -7,13 +7,12 @@
     python bench.py --method all                   # all, and transformers' own
 
 An arm is [BASE+]NAME[:SETTINGS][+copies][@DIR]. NAME is a method or a rival (medusa,
-eagle, beam, lookup); EAGLE is Falcon with the drafter checkpoints/eagle. SETTINGS are
-fields of its Config that may change after training, such as gamma=3,sizes=2-1-1-0 (with
-a - between the numbers of a list), or a name from its VARIANTS, which is short for
-several of them. BASE is the method whose chains CAPE expands, glide if it is left out;
-settings that are not CAPE's go to that method. +copies adds tokens copied from the
-context to each draft. DIR holds a drafter to use instead of checkpoints/NAME. The arms
-prompt-lookup and assisted are transformers' own.
+eagle, beam, lookup). SETTINGS are fields of its Config that may change after training,
+such as gamma=3,sizes=2-1-1-0 (with a - between the numbers of a list), or a name from
+its VARIANTS, which is short for several of them. BASE is the method whose chains CAPE
+expands, glide if it is left out; settings that are not CAPE's go to that method.
++copies adds tokens copied from the context to each draft. DIR holds a drafter to use
+instead of checkpoints/NAME. The arms prompt-lookup and assisted are transformers' own.
 
 Protocol: all arms answer a turn before the next turn begins. Their order is drawn anew
 for each turn, because a machine's speed drifts. All arms see the same earlier answers,
@@ -51,10 +50,10 @@ from tqdm import tqdm
 import common
 from common import UserError
 from support import packed
-from support.measuring import batching, kernels, report
+from support.measuring import batching, report
 from support.measuring.arms import PEERS, Arm, make_arms, plain_loops
-from support.prompts import answer_padded, encode
 from support.measuring.report import Answer, clock
+from support.prompts import answer_padded, encode
 from support.training import data
 
 ALPHA_ANSWERS = 32  # most answers of the baseline to measure alpha on
@@ -125,7 +124,7 @@ def load(args) -> tuple:
             file=sys.stderr,
         )
     common.check_target(stock)  # first, because packing takes its layers apart
-    return stock, packed.pack(stock, choose=kernels.fastest), tokenizer
+    return stock, packed.pack(stock), tokenizer
 
 
 def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
@@ -404,9 +403,10 @@ def acceptance_rate(arm: Arm, asked: list[dict], answers: list[Answer]) -> float
         place = torch.arange(ids.shape[1], device=ids.device)
         answered = (place >= prompt.shape[1])[None]
         hidden, kv = common.target_features(arm.target, ids, arm.drafter.kv_layers)
-        seed = ids.new_tensor([number])
-        batch = common.Batch(ids, answered, hidden, kv, seed, progress=0.0)
-        accepted, positions = arm.module.acceptance(arm.drafter, arm.target, batch)
+        batch = common.Batch(ids, answered, hidden, kv, progress=0.0)
+        with torch.random.fork_rng():  # what is drawn is the same for all arms
+            torch.manual_seed(number)
+            accepted, positions = arm.module.acceptance(arm.drafter, arm.target, batch)
         total += float(accepted)
         count += int(positions)
     return total / count if count else None

@@ -57,7 +57,8 @@ class Config:
 
 
 VARIANTS = {  # named settings for bench.py, as in --method cape:cpu
-    "none": {"sizes": [0], "bounds": []},  # the trajectory alone
+    "paper": {"gamma": 4, "sizes": [7, 5, 3, 1], "bounds": [0.3, 0.6, 0.8]},
+    "none": {"sizes": [0], "bounds": []},  # only the trajectory
     "fixed": {"sizes": [4], "bounds": []},  # 5.4, if its 4 leave out the drafted token
     # Fitted to the shipped GLIDE on two CPU cores. gamma is not a field of this Config:
     # bench.py gives it to the method whose chains are expanded.

@@ -267,10 +267,11 @@ class Decoding:
         hidden    (1, P, D)   the target's last hidden states of these P, after the
                               final norm
         done                  True after the last token
-        room                  how deep a draft may be
+        max_depth             how deep a draft may be
         do_sample             whether tokens are sampled, or the argmax is taken
         eos_ids               the end-of-sequence ids, a set
-        first                 the first token of the text that drafters see
+        first, end            a drafter sees the text from token `first` on, until it is
+                              longer than `end`
 
     After a round that accepted x_4 and added the bonus token x_5:
 
@@ -285,7 +286,7 @@ class Decoding:
     Raises UserError for a target or a request that cannot be decoded with token trees.
     """
 
-    first = 0  # `windowed` shows a drafter less
+    first, end = 0, math.inf  # `windowed` shows a drafter less
 
     def __init__(self, target, input_ids: Tensor, after=None, **given):
         if "stopping_criteria" not in given:
@@ -346,7 +347,7 @@ class Decoding:
         return cached.keys, cached.values
 
     @property
-    def room(self) -> int:
+    def max_depth(self) -> int:
         """How deep a draft may be: what is left of max_length, less the bonus token."""
         return self.generation_config.max_length - self.ids.shape[1] - 1
 
@@ -444,7 +445,7 @@ def speculate(drafts, *args, streamer=None, callback=None, **changes):
     gets the prompt alone, `assistant_model` has no effect, and in place of
     `stop_strings` pass stopping_criteria=[StopStringCriteria(tokenizer, [...])]. The
     cache is always one of our own. Logits processors are called on draft tokens as
-    well, so they must depend on the ids alone.
+    well, so they must depend on nothing but the ids.
     """
 
     def generate(target, input_ids, **given):
@@ -516,7 +517,7 @@ class View:
     """A Decoding as a drafter sees it: the newest tokens of the text.
 
     Its ids, hidden states and rows begin with token `first` of the text. `done` is true
-    as well when the text has grown beyond token `end`. All else is the Decoding's.
+    when the text is longer than `end` as well. All else is the Decoding's.
     """
 
     def __init__(self, decoding: Decoding, first: int, end: int):
@@ -598,7 +599,9 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
     mask = masks if len(masks) > 1 else next(iter(masks.values()))
     output = target(
         fed,
-        attention_mask=mask if fed.shape[1] > 1 else None,  # the root alone needs none
+        attention_mask=mask
+        if fed.shape[1] > 1
+        else None,  # a root without nodes needs none
         position_ids=positions,
         output_hidden_states=True,
         **{CACHE: cache},
@@ -807,7 +810,10 @@ def load_target(name: str | None = None, *, dtype=torch.float32, device: str = "
         if from_file:
             target, tokenizer, missing = default_target.read_gguf(name, dtype)
         else:
-            folder = default_target.folder() if name is None else str(name)
+            folder = name or default_target.folder()
+            path = Path(folder).expanduser()
+            if path.exists() or str(folder).startswith((".", "/", "~")):  # else an id
+                folder = path.resolve(strict=True)
             tokenizer = AutoTokenizer.from_pretrained(folder)
             if len(tokenizer) < 2:  # transformers makes an empty one
                 raise FileNotFoundError("no tokenizer files")
@@ -1514,9 +1520,9 @@ def _check_processors(decoding: Decoding) -> None:
         if not fits:
             raise UserError(
                 f"{type(processor).__name__} {reason} when it is asked again about a "
-                "text, but token trees need logits processors that depend on the ids "
-                "alone (for grammars see support/interop/grammars.py): take another, "
-                "or decode without drafts"
+                "text, but token trees need logits processors that depend on nothing "
+                "but the ids (for grammars see support/interop/grammars.py): take "
+                "another, or decode without drafts"
             )
 
 
@@ -1543,7 +1549,7 @@ def _answers_by_ids(processor, decoding: Decoding) -> bool:
         ask(text)
     pairs = ((0, 2), (2, 3), (1, 4), (4, 5))  # calls about the same text
     same = all(answers[i].equal(answers[j]) for i, j in pairs)
-    # The first calls may prepare something, but a count goes on for ever.
+    # The first calls may prepare something, but a count never ends.
     return same and states[2] == states[3] and states[4] == states[5]
 
 
@@ -1584,7 +1590,8 @@ def demo(Drafter, folder: str, drafts) -> None:
 
 def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
     """Print an answer while it is decoded, with accepted draft tokens in green."""
-    print("loading target and drafter ...", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print("loading target and drafter ...", file=sys.stderr)
     target, tokenizer = load_target()
     checkpoint = Path(__file__).with_name("checkpoints") / folder
     drafter = load_drafter(Drafter, checkpoint, target)
@@ -1592,7 +1599,6 @@ def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
         from support import packed
 
         target = packed.pack(target)
-    print("\r" + " " * 32 + "\r", end="", file=sys.stderr, flush=True)
     message = {"role": "user", "content": prompt}
     inputs = tokenizer.apply_chat_template(
         [message], add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -14,9 +14,9 @@ neighbours, and then it drops the blanks:
 
 Many alignments become the same sequence, and CTC adds up their probabilities (Eq. 6).
 Training maximises the sum for the right sequence, to strengthen "the correlations
-between draft tokens" (abstract), and the layer may choose which slots hold its tokens.
-(If all sequences have one length, as in the recipe here, it need not choose: see "The
-blank" at the end.) In decoding, the likeliest sequences are drafted, as a tree.
+between draft tokens" (abstract). The layer may choose which slots hold its tokens. (If
+all sequences have one length, as in the recipe here, it need not choose: see "The
+blank" at the end.) When decoding, the likeliest sequences are drafted, as a tree.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. The base
@@ -46,24 +46,30 @@ from common import option
 BLANK = -1  # in an alignment, where tokens are ids; in tensors it is the last column
 
 
-# The shipped drafter has first_token 1, symbols 6, candidates 8 and nodes 5.
 @dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     slots: int = option(6, "slots per pass, S")
     window: int = option(3, "labels that an anchor's slots learn, U")
     anchors: int = option(64, "places to train at, per sequence")
-    first_token: float = option(0.0, "weight of the first token's own loss")
+    first_token: float = option(
+        1.0, "weight of the first token's own loss (the paper: 0)"
+    )
     intermediate_size: int = option(1536, "width of the feed-forward layer")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     transform: str = option(
         "prefixes",
-        "rank by prefixes (a sum), alignments (the likeliest) or none (no transform)",
+        "rank by prefixes (a sum), alignments (the likeliest; the paper) or none (no "
+        "transform)",
         decode=True,
     )
-    symbols: int = option(10, "likeliest tokens tried per slot, k", decode=True)
-    candidates: int = option(16, "how many survive each slot (`prefixes`)", decode=True)
-    nodes: int = option(10, "at most this many nodes", decode=True)
+    symbols: int = option(
+        6, "likeliest tokens tried per slot, k (the authors' code: 10)", decode=True
+    )
+    candidates: int = option(8, "how many survive each slot (`prefixes`)", decode=True)
+    nodes: int = option(
+        5, "at most this many nodes (the authors' code: 63)", decode=True
+    )
 
     def __post_init__(self):
         common.at_least(self, window=1, anchors=1, first_token=0, draft_vocab=0)
@@ -71,12 +77,11 @@ class Config:
         common.one_of(self, transform=("prefixes", "alignments", "none"))
 
 
-# Changes to the settings that a drafter was saved with.
-VARIANTS = {
+VARIANTS = {  # named settings for bench.py, as in --method ctc_drafter:paper
     "alignments": {"transform": "alignments"},  # "CTC verify" of Table 2
     "none": {"transform": "none"},  # as Table 2's "Medusa verify", but without blanks
-    # As near to the paper's decoding as this file comes. k and the number of nodes are
-    # from the authors' code. The shipped weights were trained with `first_token`.
+    # As near to the paper's decoding as this file comes; k and the number of nodes are
+    # from the authors' code.
     "paper": {"transform": "alignments", "symbols": 10, "nodes": 63},
 }
 
@@ -241,27 +246,23 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     # after x_0, x_1 and x_2, and x_2 is y_2 only where the text is the target's own
     # greedy answer.
     U = drafter.config.window
-    teacher = common.teacher(target, batch, drafter.vocab_ids, batch.predicts)
-    y = torch.full_like(batch.input_ids, -1)  # (B, T); -1 outside the answer
-    y[:, 1:][batch.loss_mask[:, 1:]] = teacher.best  # h_(t-1) gives y_t
+    hidden = batch.hidden[batch.predicts]
+    logits = common.target_logits(target, hidden, drafter.vocab_ids)
+    y = torch.full_like(batch.input_ids, -1)  # (B, T); at t - 1 is y_t
+    y[batch.predicts] = logits.argmax(-1)  # -1 outside the answer
     # Windows at the end of the text run into -1.
-    y = F.pad(y[:, 2:], (0, U), value=-1)  # (B, T - 2 + U)
+    y = F.pad(y[:, 1:], (0, U - 1), value=-1)  # (B, T - 2 + U)
     labels = y.unfold(1, U, 1)  # (B, T - 1, U): row i learns y_(i+2) to y_(i+1+U)
 
-    # Draw anchors among the rows whose labels all lie in the answer, so its last token
-    # is only ever a window's last label. Not all of these rows are anchors, because
-    # each adds S slots to the pass: 64 of them add 384, about as many as a long text
-    # has rows. The draw depends on the sequence's own seed alone, so it does not matter
-    # how a batch is split.
-    whole = (labels >= 0).all(-1).cpu()
-    anchors = torch.full((len(y), drafter.config.anchors), -1)
-    for b, seed in enumerate(batch.seed.tolist()):
-        usable = whole[b].nonzero()[:, 0]
-        order = torch.randperm(len(usable), generator=common.generator(seed))
-        drawn = usable[order][: anchors.shape[1]]
-        anchors[b, : len(drawn)] = drawn
-    most = int((anchors >= 0).sum(1).max())
-    anchors = anchors[:, :most].to(y.device)
+    # Choose anchors at random among the rows whose labels all lie in the answer, so its
+    # last token is only ever a window's last label. Not all of these rows are anchors,
+    # because each adds S slots to the pass: 64 of them add 384, about as many as a long
+    # text has rows.
+    whole = (labels >= 0).all(-1)  # (B, T - 1)
+    order = torch.rand_like(whole, dtype=torch.float32).masked_fill(~whole, -1)
+    most = min(drafter.config.anchors, int(whole.sum(1).max()))  # A
+    best = order.topk(most)
+    anchors = best.indices.masked_fill(best.values < 0, -1)  # (B, A)
     return anchors, at_anchors(labels, anchors)
 
 
@@ -277,9 +278,7 @@ def training_log_q(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
     next_ids = batch.input_ids[:, 1:]  # (B, n)
     rows = anchors.clamp(min=0)  # -1 becomes 0, and its slots are dropped below
     mask = slot_mask(rows, next_ids.shape[1], drafter.config.slots)
-    used = (anchors >= 0).repeat_interleave(drafter.config.slots, dim=1)  # (B, A S)
-    with common.only_at(used, drafter):  # saves time, changes nothing
-        states = drafter(target, hidden, next_ids, rows, mask)  # (B, A, S, D)
+    states = drafter(target, hidden, next_ids, rows, mask)  # (B, A, S, D)
     states = states[anchors >= 0]  # (W, S, D)
     head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
     # `softmax` and then `log` would turn a probability that is too small for a float
@@ -310,7 +309,7 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
 def first_token_log_q(log_q: Tensor) -> Tensor:
     """Log-probability (W, Vd) that each token comes first; log_q: (W, S, Vd + 1).
 
-    It is the sum over all alignments whose sequence begins with the token. So the
+    It is the sum over all alignments whose sequence begins with the token. The
     probabilities add up to 1 minus the probability that all slots are blank.
     """
     # The token in slot j comes first if slots 1 to j - 1 are blank, whatever the later
@@ -337,14 +336,12 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
         return log_q.sum(), 0  # zero, with a gradient for all weights
     total = ctc_loss(log_q, labels)
     # CTC weighs all tokens of a window equally, but where the first is wrong, those
-    # after it are lost as well. So the first token may get a cross-entropy of its own,
-    # with the target's distribution as its label. In trials of three million
-    # token-steps, one seed each, it raised tau from 1.93 to 2.03.
+    # after it are lost as well. The first token may therefore get a cross-entropy of
+    # its own, with the target's distribution as its label.
     if drafter.config.first_token:
         hidden = first_token_hidden(batch, anchors)
-        logits = common.target_logits(target, hidden, drafter.vocab_ids)
-        teacher = logits.softmax(-1)  # (W, Vd)
-        cross_entropy = -(teacher * first_token_log_q(log_q)).sum()
+        p_target = common.target_logits(target, hidden, drafter.vocab_ids).softmax(-1)
+        cross_entropy = -(p_target * first_token_log_q(log_q)).sum()
         total = total + drafter.config.first_token * cross_entropy
     return total, len(labels)
 
@@ -383,7 +380,7 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
 
 # Which sequences are drafted? There are three answers, one for each `transform`. Take
 # two slots. Slot 1 holds a (.6) or e (.4), slot 2 holds a (.2), b (.5) or e (.3). The
-# alignments of slot 1 alone and of both slots become these sequences:
+# alignments of only slot 1 and of both slots become these sequences:
 #
 #     a       .6             a
 #     e       .4             (nothing)
@@ -406,16 +403,16 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
 # With a transform, a a would need three slots: a e a.
 
 
-def complete(sequence: tuple, eos_ids, room: int) -> bool:
+def complete(sequence: tuple, eos_ids, max_depth: int) -> bool:
     """Whether nothing is drafted after a sequence.
 
-    eos_ids: the end-of-sequence ids. room: how long a sequence may be.
+    eos_ids: the end-of-sequence ids. max_depth: how long a sequence may be.
     """
-    return len(sequence) > 0 and (sequence[-1] in eos_ids or len(sequence) >= room)
+    return len(sequence) > 0 and (sequence[-1] in eos_ids or len(sequence) >= max_depth)
 
 
 def prefix_search(
-    choices: list[list[tuple]], candidates: int, eos_ids=(), room=math.inf
+    choices: list[list[tuple]], candidates: int, eos_ids=(), max_depth=math.inf
 ) -> dict:
     """Prefix search (Graves et al., 2006), as a beam: {prefix: probability}.
 
@@ -424,7 +421,7 @@ def prefix_search(
 
     choices: from `top_symbols`. Tokens that are not in it count as impossible.
     candidates: how many prefixes, the empty one among them, each slot continues.
-    eos_ids, room: see `complete`.
+    eos_ids, max_depth: see `complete`.
     """
     # The slots are read one after another. `kept` has the probability that those read
     # so far become exactly a prefix. It is in two parts, because a token that repeats
@@ -437,7 +434,7 @@ def prefix_search(
     #     b            a b                         a b
     #
     # In an alignment, one slot adds the prefix's last token. From there on the sequence
-    # begins with the prefix, whatever the later slots hold. So the probability that we
+    # begins with the prefix, whatever the later slots hold. The probability that we
     # look for is the sum over the slots of the probability that this slot adds it.
     prefixes = defaultdict(float)
     kept = {(): (1.0, 0.0)}  # {prefix: (in_blank, in_token)}; nothing can merge yet
@@ -445,7 +442,7 @@ def prefix_search(
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
         for prefix, (in_blank, in_token) in kept.items():
-            if complete(prefix, eos_ids, room):
+            if complete(prefix, eos_ids, max_depth):
                 continue
             either = in_blank + in_token
             new_blank[prefix] = either * q_blank
@@ -467,20 +464,21 @@ def prefix_search(
 
 
 def likeliest_alignments(
-    choices: list[list[tuple]], nodes: int, eos_ids=(), room=math.inf
+    choices: list[list[tuple]], nodes: int, eos_ids=(), max_depth=math.inf
 ) -> dict:
     """The sequences of the likeliest alignments (3.1, 3.3), at most `nodes`.
 
     Returns {sequence: probability of its likeliest alignment}, likeliest first.
 
-    choices: from `top_symbols`. eos_ids, room: see `complete`.
+    choices: from `top_symbols`. eos_ids, max_depth: see `complete`.
     """
-    # The paper's alignments fill all slots. Here one may fill the first slots alone, so
+    # The paper's alignments fill all slots. Here one may fill only the first slots, so
     # that the beginnings of a sequence are ranked as well.
     #
     # The heap holds alignments that have not been collapsed yet, the likeliest on top.
-    # Another slot can only make an alignment less likely. So alignments leave the heap
-    # in decreasing probability, and the first that becomes a sequence is its likeliest.
+    # Another slot can only make an alignment less likely. Alignments therefore leave
+    # the heap in decreasing probability, and the first that becomes a sequence is its
+    # likeliest.
     heap = [(-1.0, ())]  # of (minus the probability, alignment)
     ranked = {}
     seen = set()
@@ -490,21 +488,21 @@ def likeliest_alignments(
             break
         sequence = collapse(alignment)
         # What an alignment can still become depends only on its length, its sequence
-        # and its last symbol. So of those that agree in these, the likeliest is enough.
+        # and its last symbol. Of those that agree in these, the likeliest is enough.
         state = (len(alignment), sequence, alignment[-1:])
         if state in seen:
             continue
         seen.add(state)
         if sequence:
             ranked.setdefault(sequence, -minus_q)
-        if len(alignment) < len(choices) and not complete(sequence, eos_ids, room):
+        if len(alignment) < len(choices) and not complete(sequence, eos_ids, max_depth):
             for symbol, q in choices[len(alignment)]:
                 heapq.heappush(heap, (minus_q * q, (*alignment, symbol)))
     return ranked
 
 
 def likeliest_combinations(
-    choices: list[list[tuple]], nodes: int, eos_ids=(), room=math.inf
+    choices: list[list[tuple]], nodes: int, eos_ids=(), max_depth=math.inf
 ) -> dict:
     """The likeliest combinations of the first slots' tokens, without a transform.
 
@@ -516,11 +514,11 @@ def likeliest_combinations(
         longer = {
             (*sequence, token): q_sequence * q
             for sequence, q_sequence in level.items()
-            if not complete(sequence, eos_ids, room)
+            if not complete(sequence, eos_ids, max_depth)
             for token, q in pairs
             if q > 0
         }
-        # A sequence is never likelier than its beginning. So if `nodes` sequences are
+        # A sequence is never likelier than its beginning. If `nodes` sequences are
         # likelier than the beginning, nothing that continues it is needed.
         level = {s: longer[s] for s in heapq.nlargest(nodes, longer, key=longer.get)}
         ranked |= level
@@ -562,24 +560,23 @@ def fill_slots(drafter: Drafter, decoding, memory: Memory) -> Tensor:
     """One pass: log-probabilities (S, Vd + 1) of the slots after the newest token."""
     # Each token that the last round committed makes a row, with the hidden state before
     # it; in the first round, each token of the prompt but the first does.
-    hidden = decoding.hidden  # (1, n, D)
-    n = hidden.shape[1]
-    read = memory.cache.get_seq_length() + n
-    assert read == decoding.ids.shape[1] - 1, "ask for a draft in every round"
-    next_ids = decoding.ids[:, -n:]  # (1, n)
+    read = memory.cache.get_seq_length()  # rows that there are already
+    hidden = decoding.hidden[:, read:]  # (1, n, D)
+    next_ids = decoding.ids[:, 1 + read :]  # (1, n)
+    n = next_ids.shape[1]
     anchor = next_ids.new_full((1, 1), n - 1)  # the newest row: its slots read all
     states = drafter(decoding.target, hidden, next_ids, anchor, cache=memory.cache)
-    memory.cache.cut(read)  # the rows stay, the slots do not
+    memory.cache.cut(read + n)  # the rows stay, the slots do not
     return drafter.logits(states[0, 0], memory.head).log_softmax(-1)
 
 
 def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
-    """The likeliest sequences as a tree; when sampling, its first node is drawn.
+    """The likeliest sequences as a tree; when sampling, its first node is sampled.
 
     log_q: (S, Vd + 1), the blank last. vocab_ids: (Vd,).
     """
     choices = top_symbols(log_q.exp(), vocab_ids, config.symbols)
-    limits = decoding.eos_ids, decoding.room
+    limits = decoding.eos_ids, decoding.max_depth
     if config.transform == "prefixes":
         ranked = prefix_search(choices, config.candidates, *limits)
     elif config.transform == "alignments":
@@ -589,10 +586,10 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
         log_q = log_q[:1]  # only slot 1 may hold the first token
 
     # When sampling, a token that was chosen is accepted with the target's probability
-    # of it, p(x), and one that was drawn from q with probability sum_x min(p(x), q(x)),
-    # which is usually more. So one first token is drawn, and the other nodes are chosen
-    # as always: `common.draw` allows both. At temperature 1 the drawn token raises tau
-    # by 5% (results/README.md).
+    # of it, p(x), and one that was sampled from q with probability sum_x min(p(x),
+    # q(x)), which is usually more. One first token is therefore sampled, and the other
+    # nodes are chosen as always: `common.rejection_sample` allows both. At temperature
+    # 1 the sampled token raises tau by 5% (results/README.md).
     first = []
     probs = None
     if decoding.do_sample and config.nodes > 0:
@@ -602,7 +599,7 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
         if picked is not None:
             token, q_draft = picked
             # It must be submitted whatever it is (see common.Draft), so it is node 0.
-            # Below it is what the search has found after it: nothing if, for
+            # Below it is what the search ranks after it: nothing if, for
             # instance, a logits processor forces a token that cannot be drafted.
             first = [(int(token),)]
             ranked[first[0]] = float(q_draft[token])  # only for its note
@@ -615,7 +612,7 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
 def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> common.Draft:
     """Draft a tree after `decoding.ids`."""
     # A prompt of one token has no row, and without room no token can be drafted.
-    if decoding.hidden.shape[1] == 0 or decoding.room == 0:
+    if decoding.hidden.shape[1] == 0 or decoding.max_depth == 0:
         return common.chain([], decoding.ids)
     log_q = fill_slots(drafter, decoding, memory)
     draft = make_tree(decoding, log_q, drafter.vocab_ids, config)
@@ -623,6 +620,7 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
     return draft
 
 
+@common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
@@ -643,59 +641,27 @@ if __name__ == "__main__":
 
 
 # --------------------------------- deviations from the paper, and the authors' code
-
-# The blank. Every window has U = 3 labels (in an early stage of the shipped drafter
-# some had fewer), so the layer need not decide how many slots to leave blank. Of the 84
-# alignments of three different tokens in six slots it has learned one, tokens in slots
-# 1 to 3 and blanks in slots 4 to 6: in 303 rounds of answers to twelve prompts the mean
-# probability of a blank was .00 .04 .00 1.00 .99 .96. So the transforms gain at most
-# about 1% in tau over `none`. In a trial with windows of 1 to 6 labels the blank was
-# used, but the transforms still gained no more (results/log/training.md).
 #
-# Deviations from the paper, and choices where it is silent:
-#     1. The layer also reads the embedding of the next token, as the authors' does; Eq.
-#        9 has hidden states alone. The slots read the whole text, as in 4.3. How they
-#        start, that they read each other, and that the blank has a logit of its own are
-#        our choices, because the paper does not say. The layer starts with the weights
-#        of the target's top layer. Besides it we train the fusion of its inputs, a
-#        vector for each slot, the blank's weights and three norms.
-#     2. The loss is the sum of -log P (Eq. 1); Eq. 2 maximises the sum of P. With
-#        `first_token`, which is 1 in the shipped drafter, a cross-entropy of the first
-#        token is added.
-#     3. The paper takes the "most valuable" combinations of all slots, collapses them,
-#        and masks what is removed. Here sequences of all lengths make a trie, and the
-#        default, `prefixes`, ranks them by sums over alignments. The blank is always
-#        among a slot's choices; in 3.3, as we read it, it is one of the k likeliest
-#        symbols or left out. `none` never drafts blanks; in Table 2 blanks and repeats
-#        stay in the drafts that are not transformed, and spoil them (4.3).
-#     4. Only frequent tokens are drafted, and labels are chosen among them
-#        (`draft_vocab`). A step learns at no more than 64 random places of a text
-#        (`anchors`).
-#     5. The paper's example decodes greedily (3.3), and 4.1 names no temperature. Here,
-#        when sampling, the first token is drawn.
-#     6. The learning rate is 2e-3, at last 1e-4 (4.1: 3e-5). The norm of gradients is
-#        clipped at 1 (4.1: gradients at .5, without saying how), and texts are cut at
-#        384 or 512 tokens (4.1: at 2048). The target wrote them; the paper's are from
-#        ShareGPT.
+# Deviations from the paper, and choices where it says nothing:
+#  1. The layer also reads the embedding of the next token (Eq. 9: hidden states only),
+#     and starts with the weights of the target's top layer.
+#  2. A slot is a learned vector, reads the text and the other slots, and gets a logit
+#     for its blank, of which the paper says nothing.
+#  3. The loss sums -log P (Eq. 1; Eq. 2 maximises the sum of P). `first_token` is ours.
+#  4. Sequences of all lengths make a trie, ranked by sums (`prefixes`). The paper takes
+#     the "most valuable" combinations of all slots, and masks what is removed.
+#  5. The blank is always among a slot's choices; in 3.3 it is one of the k likeliest.
+#  6. `none` drafts no blanks. In Table 2 they stay in the drafts, and spoil them (4.3).
+#  7. Frequent tokens only (`draft_vocab`), at random places of a text (`anchors`).
+#  8. When sampling, the first token is sampled. The paper's example is greedy (3.3).
+#  The blank: every window has U labels, which fill slots 1 to U, and blanks the others.
+#  The transforms gain at most 1% in tau over `none` (results/log.md).
+#  Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p').
 #
-# Section 2 prints the probability of acceptance upside down: min(1, p'/p), where p' is
-# the drafter's. `common.draw` accepts with min(1, p/p').
-#
-# What the authors' code does:
-#     - The drafter is EAGLE's causal layer. It drafts four tokens in four passes, one
-#       after another.
-#     - The loss is 1.0 SmoothL1 + 0.1 cross-entropy, as EAGLE's is, + 0.01 CTC. On the
-#       same logits its CTC loss is ours divided by the number of labels
-#       (reduction="mean"). The S = 6 slots, for U = 3 labels, are consecutive places of
-#       the text. We took S and U from there. Features get uniform noise, as EAGLE's.
-#     - A place learns if the token of its feature is in the answer, so the first tokens
-#       of an answer are never learned. Here an anchor's window is learned if all its
-#       labels are in the answer.
-#     - It trains for 21 epochs (the loop over 20 includes both ends) with 2000 steps of
-#       warm-up, clips each gradient value at .5, and cuts texts at 1600 tokens.
-#     - The blank is the token <unk>. k is 10, and the tree is Medusa's, of 63 nodes.
-#     - The transform returns early unless some candidate has a repeat, so most blanks
-#       stay. Where it removes a repeat, the tokens after it keep their positions, so
-#       the target reads them one place too far, and the index that gathers logits is
-#       out of date from then on. With an oracle as the drafter, whose slots hold y1 y1
-#       y2 y3, all four answers departed from the greedy ones at the fourth new token.
+# Authors' code, run with the same random weights; the rest agrees:
+#  - EAGLE's causal layer drafts four tokens in four passes; the blank is <unk>.
+#  - The loss is 1.0 SmoothL1 + 0.1 cross-entropy + 0.01 CTC (a mean over labels, S = 6
+#    and U = 3). A place learns if the token of its feature is in the answer.
+#  - k is 10, and the tree is Medusa's, of 63 nodes. Without a repeat, blanks stay.
+#  - After a removed repeat, tokens keep their positions and the index that gathers
+#    logits is stale: with an oracle as the drafter, 4 of 4 answers were wrong.

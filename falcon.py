@@ -20,7 +20,7 @@ the first slot of some blocks is fed its own label, (h_3, x_4) instead of (h_1, 
 
 Names that differ from the paper's: t_i is x_i, f_i is h_i (`hidden`), f^draft is
 `h_draft`, p and p^draft are p_target and q_draft. Shapes: S slots, M slots that learn,
-r slots fed, P_own rows in the drafter's cache, b branches and c nodes of a pass.
+r slots fed, P_own rows in the drafter's cache, b branches of a pass.
 
 Deviations from the paper and what the authors' code does: at the end of this file.
 Licence: Apache-2.0.
@@ -44,19 +44,18 @@ from common import option
 @dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
-    k: int = option(2, "levels of the tree drafted in a pass")
+    k: int = option(2, "levels of the tree drafted in a pass (Table 5: 2, 3, 4)")
     num_layers: int = option(2, "attention layers (Figure 2)")
     intermediate_size: int = option(1536, "width of the feed-forward layers")
-    fusion: str = option("lstm", "lstm or linear")
+    fusion: str = option("lstm", "lstm (the paper) or linear")
     csgd: bool = option(True, "coupled sequential glancing distillation")
     noise: float = option(0.1, "hidden states get U(-noise, noise) in training")
-    distill_weight: float = option(0.1, "omega_dist, weight of L_dist")
-    norms: bool = option(True, "normalise inputs and predictions, unlike the authors")
-    bias: bool = option(True, "give linear fusion a bias; other engines read none")
-    layer: dict = option(dict, "further fields of LlamaConfig (set by support.authors)")
+    distill_weight: float = option(1.0, "omega_dist, weight of L_dist (the paper: 0.1)")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     tree: list = option(
-        lambda: layered_tree([4, 4, 3, 2]), "nodes, each a path of ranks", decode=True
+        lambda: layered_tree([3, 4, 1, 1]),
+        "nodes, each a path of ranks (the paper: 118 of them)",
+        decode=True,
     )
 
     def __post_init__(self):
@@ -84,21 +83,18 @@ class Drafter(
         self.config = config
         self.kv_layers = []  # it does not read the target's keys and values
         width = config.target["hidden_size"]
-        # Without norms: the authors' architecture or, with linear fusion, EAGLE's.
-        norm = nn.RMSNorm if config.norms else nn.Identity
-        self.feature_norm = norm(width, eps=1e-5)
-        self.embed_norm = norm(width, eps=1e-5)
-        if config.fusion == "linear":
-            self.fusion = nn.Linear(2 * width, width, bias=config.bias)
+        self.feature_norm = nn.RMSNorm(width, eps=1e-5)
+        self.embed_norm = nn.RMSNorm(width, eps=1e-5)
+        if config.fusion == "linear":  # starts as the sum of its two inputs
+            self.fusion = nn.Linear(2 * width, width)
+            self.fusion.weight.data.copy_(torch.eye(width).repeat(1, 2))
+            nn.init.zeros_(self.fusion.bias)
         else:
             self.fusion = nn.LSTM(2 * width, width, num_layers=2, batch_first=True)
         llama = common.llama_config(config.target, config.intermediate_size)
-        llama.update(config.layer)
         layers = [LlamaDecoderLayer(llama, n) for n in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
-        if not config.norms:
-            self.layers[0].input_layernorm = nn.Identity()
-        self.norm = norm(width, eps=1e-5)
+        self.norm = nn.RMSNorm(width, eps=1e-5)
         common.add_vocab_ids(self, config.draft_vocab)
 
     def fuse(self, target, hidden: Tensor, token_ids: Tensor, state=None):
@@ -139,27 +135,14 @@ class Drafter(
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """An untrained drafter for the target, whose shape it adds to the config.
 
-    A linear fusion starts as the sum of its two inputs, and an LSTM starts at random.
     The layers start with the weights of the target's top layers, where shapes are
-    equal. Without norms they start at random, as in the authors' code.
+    equal.
 
     token_counts: (V,) how often each token occurs in the training data.
     """
     config = dataclasses.replace(config, target=common.target_shape(target))
     drafter = Drafter(config)
-    if config.fusion == "linear":
-        identity = torch.eye(config.target["hidden_size"])  # for the sum of both halves
-        drafter.fusion.weight.data.copy_(identity.repeat(1, 2))
-        if config.bias:
-            nn.init.zeros_(drafter.fusion.bias)
     top_layers = common.target_layers(target)[-config.num_layers :]
-    if not config.norms:
-        # The target's top layers write into a residual stream that only the final norm
-        # brings to the size of h. (The default target's stream is 30 times as large.)
-        top_layers = []
-        for module in drafter.layers.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
     common.start_from(drafter, target, token_counts, zip(drafter.layers, top_layers))
     return drafter
 
@@ -179,13 +162,13 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
              3   x  x  x  x  x
              4   x  x  x  x  x
 
-    phase: (B,) how many of its k slots the first block lacks, 0 to k - 1.
+    phase: (B,) how many of its k slots are missing in the first block, 0 to k - 1.
     Returns (B, 1, S, S) bool, True where a slot sees another; S is `length`.
     """
     indices = torch.arange(length, device=phase.device)
     block = (indices + phase[:, None]) // k  # (B, S)
     # The label of slot i is fed to slot i + k, a block later, so no slot sees its own
-    # label. (A slot that `reveal` has changed does, but has no loss.)
+    # label. (Some are fed their own one by `reveal`, and these have no loss.)
     return (block[:, :, None] >= block[:, None, :])[:, None]
 
 
@@ -197,7 +180,7 @@ class Slots(NamedTuple):
     labels: Tensor  # (B, S, D) h_(i+k)
     label_ids: Tensor  # (B, S) x_(i+k+1)
     learns: Tensor  # (B, S) bool, True for slots that have a loss
-    phase: Tensor  # (B,) of `relaxed_mask`
+    phase: Tensor  # (B,) see `relaxed_mask`
 
 
 def training_slots(drafter: Drafter, batch) -> Slots:
@@ -219,7 +202,8 @@ def training_slots(drafter: Drafter, batch) -> Slots:
         labels=F.pad(hidden, (0, 0, 0, k))[:, k:-1],
         label_ids=F.pad(batch.input_ids, (0, k))[:, k + 1 :],
         learns=F.pad(batch.loss_mask, (0, k))[:, k + 1 :],
-        phase=batch.seed % k,  # random, as a block may start anywhere when drafting
+        # Random, because a block may start anywhere when drafting.
+        phase=torch.randint(k, hidden.shape[:1], device=hidden.device),
     )
 
 
@@ -231,15 +215,14 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
     if drafter.config.k > 1:
         mask = relaxed_mask(length, drafter.config.k, slots.phase)
     fused, _ = drafter.fuse(target, slots.hidden, slots.token_ids)
-    with common.only_at(slots.learns, drafter.layers[-1]):  # only saves time
-        h_draft = drafter.attend(target, fused, positions, mask)[slots.learns]
+    h_draft = drafter.attend(target, fused, positions, mask)[slots.learns]
     head = common.draft_head(target, drafter.vocab_ids)
     logits = head.to(h_draft.dtype)(h_draft)
     labels = slots.labels[slots.learns]
     return h_draft.float(), logits.float(), labels.float()
 
 
-def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> Tensor:
+def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, phase: Tensor) -> Tensor:
     """Choose the slots to reveal (3.2): N = lambda d, rounded, in each sequence.
 
     For example, k = 3, phase 1, N = 3, and slots 8 to 10 do not learn:
@@ -250,38 +233,34 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, seed: Tensor) -> 
 
     wrong: (B, S) bool, True where a slot learns and its likeliest token is not the
         target's. The number of these in a sequence is d, the Hamming distance.
-    learns: (B, S) bool. rate: lambda.
-    seed: (B,), which gives the phase of `relaxed_mask` and the random numbers.
+    learns: (B, S) bool. rate: lambda. phase: (B,) of `relaxed_mask`.
     Returns (B, S) bool, True where revealed. If the runs of a sequence have fewer than
     N slots together, all of them are revealed.
     """
-    # The paper reveals runs of slots "preceding those to be predicted" (3.2). So a run
-    # begins with the first slot of a complete block whose slots all learn, and never
-    # has the block's last slot, which learns from the labels before it. The paper does
-    # not say how runs are chosen: we draw the blocks uniformly, and the lengths of runs
-    # uniformly from 1 to k - 1.
-    revealed = torch.zeros_like(learns, device="cpu")
-    learning = learns.cpu()
-    for sequence, own_seed in enumerate(seed.tolist()):
-        phase = own_seed % k  # as in `training_slots`
-        starts = range(-phase % k, learning.shape[1] - k + 1, k)  # of complete blocks
-        starts = [n for n in starts if learning[sequence, n : n + k].all()]
-        generator = common.generator(own_seed)
-        order = []  # all slots of all runs, of which the first N are revealed
-        for n in torch.randperm(len(starts), generator=generator).tolist():
-            run = int(torch.randint(1, k, (), generator=generator))  # 1 to k - 1
-            order += range(starts[n], starts[n] + run)
-        count = round(rate * int(wrong[sequence].sum()))  # N
-        revealed[sequence, order[:count]] = True
-    return revealed.to(learns.device)
+    # The paper reveals runs of slots "preceding those to be predicted" (3.2). A run
+    # begins with the first slot of a complete block whose slots all learn. It never has
+    # the block's last slot, which learns from the labels before it. The paper does not
+    # say how runs are chosen. Here the order of the blocks and the lengths of the runs,
+    # from 1 to k - 1, are uniformly random.
+    places = torch.arange(learns.shape[1], device=learns.device) + phase[:, None]
+    block = places // k  # (B, S)
+    learning = torch.zeros_like(block).scatter_add(1, block, learns.long())
+    length = torch.randint_like(block, 1, k)
+    order = torch.rand_like(block, dtype=torch.float32)
+    # From one number for each block to one for each slot, that of its block.
+    learning, length, order = (x.gather(1, block) for x in (learning, length, order))
+    in_run = (learning == k) & (places % k < length)  # (B, S)
+    # Of the slots in all runs, in the order of their blocks, the first N are revealed.
+    rank = order.masked_fill(~in_run, 2).argsort(dim=1, stable=True).argsort(dim=1)
+    number = (rate * wrong.sum(1, keepdim=True)).round()  # N
+    return in_run & (rank < number)
 
 
 @torch.no_grad()
-def reveal(drafter: Drafter, target, slots: Slots, best: Tensor, batch) -> Slots:
+def reveal(drafter: Drafter, target, slots: Slots, progress: float) -> Slots:
     """CSGD (3.2, Figure 2): feed some slots their labels, in proportion to the errors.
 
-    best: (M,) the column of the logits that belongs to the target's likeliest token,
-        for each slot that learns.
+    progress: completed fraction of the training run.
 
     In the header's example the first slot is revealed. The second one can now read x_4:
 
@@ -290,51 +269,40 @@ def reveal(drafter: Drafter, target, slots: Slots, best: Tensor, batch) -> Slots
     """
     # When drafting, the second slot never sees x_4. The paper argues (3.3) that CSGD
     # "improves the dependency between tokens within a block".
-    _, logits, _ = predict(drafter, target, slots)  # a pass without noise
+    _, logits, labels = predict(drafter, target, slots)  # a pass without noise
+    likeliest = common.target_logits(target, labels, drafter.vocab_ids).argmax(-1)
     wrong = torch.zeros_like(slots.learns)
-    wrong[slots.learns] = logits.argmax(-1) != best
-    rate = 0.4 * (1 - batch.progress)  # lambda, which in the paper falls by epochs
-    revealed = glance(wrong, slots.learns, rate, drafter.config.k, batch.seed)
+    wrong[slots.learns] = logits.argmax(-1) != likeliest
+    rate = 0.4 * (1 - progress)  # lambda, which in the paper falls by epochs
+    revealed = glance(wrong, slots.learns, rate, drafter.config.k, slots.phase)
     return slots._replace(
         hidden=torch.where(revealed[..., None], slots.labels, slots.hidden),
         token_ids=torch.where(revealed, slots.label_ids, slots.token_ids),
-        learns=slots.learns & ~revealed,  # they could copy their input
+        learns=slots.learns & ~revealed,  # a revealed slot could copy its input
     )
 
 
-def noisy(hidden: Tensor, amplitude: float, seed: Tensor) -> Tensor:
+def noisy(hidden: Tensor, amplitude: float) -> Tensor:
     """Hidden states (B, S, D) plus U(-amplitude, amplitude) (3.2)."""
     # The noise imitates the errors of predictions, which later passes are fed.
-    noise = []
-    for own_seed in seed.tolist():
-        generator = common.generator(own_seed, use=1)  # `glance` has use=0
-        own_noise = torch.empty(hidden.shape[1:], dtype=torch.float32)
-        noise.append(own_noise.uniform_(-1, 1, generator=generator))
-    return hidden + amplitude * torch.stack(noise).to(hidden)
+    return hidden + torch.empty_like(hidden).uniform_(-amplitude, amplitude)
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
     """L (Eq. 8), summed over the M slots that learn, and M. batch: a common.Batch."""
     config = drafter.config
     slots = training_slots(drafter, batch)
-    learns = slots.learns  # before CSGD
-    # Slot i has the label h_(i+k), so it needs p_target at i + k.
-    places = F.pad(learns, (config.k, 0))[:, : batch.input_ids.shape[1]]  # (B, T)
-    teacher = common.teacher(target, batch, drafter.vocab_ids, places)
     if config.csgd and config.k > 1:  # with k = 1 no slot precedes another in its block
-        slots = reveal(drafter, target, slots, teacher.best, batch)
-        teacher = teacher.at(slots.learns[learns])  # where slots still learn
-    slots = slots._replace(hidden=noisy(slots.hidden, config.noise, batch.seed))
+        slots = reveal(drafter, target, slots, batch.progress)
+    slots = slots._replace(hidden=noisy(slots.hidden, config.noise))
     h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1, but k ahead
     l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum")
     l_reg = l_reg / labels.shape[-1]  # Eq. 2, a mean over D
-    # The logarithm of q_draft (Eq. 7) is logits - log_sum. The teacher holds what the
-    # losses need from p_target (Eq. 6).
-    log_sum = logits.logsumexp(-1)  # (M,)
-    cross_entropy = log_sum - teacher.expected_logit(h_draft)
-    l_soft = (cross_entropy - teacher.entropy).sum()  # Eq. 3, the KL divergence
-    best_logit = logits.gather(1, teacher.best[:, None])[:, 0]
-    l_hard = (log_sum - best_logit).sum()  # Eq. 4
+    vocab_ids = drafter.vocab_ids
+    p_target = common.target_logits(target, labels, vocab_ids).softmax(-1)  # Eq. 6
+    log_q = logits.log_softmax(-1)  # Eq. 7, the logarithm of q_draft
+    l_soft = F.kl_div(log_q, p_target, reduction="sum")  # Eq. 3
+    l_hard = F.cross_entropy(logits, p_target.argmax(-1), reduction="sum")  # Eq. 4
     l_dist = 0.9 * l_soft + 0.1 * l_hard  # Eq. 5
     return l_reg + config.distill_weight * l_dist, slots.learns.sum()  # Eq. 8
 
@@ -342,7 +310,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft), summed over the M slots that learn, and M.
 
-    Their ratio is the probability that a token of a first pass, drawn at temperature 1,
+    Their ratio is the probability that a first pass's token, sampled at temperature 1,
     is accepted if all tokens before it are the text's. The alpha of 4.2 is another
     quantity, the share of accepted draft tokens in the answer.
     """
@@ -422,7 +390,7 @@ VARIANTS = {  # named settings for bench.py, as in --method falcon:chain
 # far, is the tip of a branch, which is fed the k tokens on the way down to it. Slot 0
 # of a branch drafts the level below its tip, slot 1 the next one, and so on. In greedy
 # decoding a node of rank r holds its slot's r-th likeliest token, counted from 0. When
-# sampling, siblings are drawn in the order of their ranks. For example, k = 2:
+# sampling, siblings are sampled in the order of their ranks. For example, k = 2:
 #
 #     root -+- 0 -+- 2 --- 5 --- 7         node     0  1  2  3  4    5  6  7  8
 #           |     +- 3                     branch   0  0  0  0  0    0  1  0  1
@@ -432,69 +400,8 @@ VARIANTS = {  # named settings for bench.py, as in --method falcon:chain
 #
 # Pass 2 has two branches, with the tips 2 and 4. One is fed the tokens of nodes 0 and
 # 2, the other those of nodes 1 and 4. Both tips were drafted by the same slot, which
-# knows neither node 0's token nor node 1's. So in greedy decoding the two tips hold the
-# same token. This is the price of drafting two levels at once.
-
-
-class PassPlan(NamedTuple):
-    """A pass over b branches, which drafts c nodes."""
-
-    nodes: slice  # the indices of these c nodes in the tree
-    families: list[tuple[int, list[int]]]  # each parent with its children among them
-    # These two are None in pass 1, which is fed slots of the text.
-    continued: Tensor | None  # (b,) which branch of the previous pass each continues
-    fed: Tensor | None  # (b, k) the nodes whose tokens each is fed, its tip last
-
-
-class Plan(NamedTuple):
-    """The N nodes of a tree, sorted by depth, and the passes that draft them."""
-
-    passes: list[PassPlan]
-    parents: list[int]  # of N nodes; -1 is the root
-    depths: list[int]  # of N nodes; children of the root have depth 1
-    branch: Tensor  # (N,) the branch of its pass that drafts a node
-    slot: Tensor  # (N,) the slot in that branch, 0 to k - 1
-    rank: Tensor  # (N,) the last one of its path
-    num_ranks: int  # one more than the highest rank
-
-
-def make_plan(config: Config, device) -> Plan:
-    """Plan the passes that draft config.tree, for a target on `device`."""
-
-    def tensor(numbers: list) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.long, device=device)
-
-    k = config.k
-    paths = [tuple(path) for path in config.tree]  # sorted by depth
-    node_of = {path: node for node, path in enumerate(paths)} | {(): -1}
-    parents = [node_of[path[:-1]] for path in paths]
-    depths = [len(path) for path in paths]
-    branch = []
-    passes = []
-    for start in range(0, max(depths, default=0), k):  # depth of the pass's tips
-        tips = sorted({path[:start] for path in paths if len(path) > start})
-        drafted = [path for path in paths if start < len(path) <= start + k]
-        families = {}
-        for path in drafted:
-            families.setdefault(node_of[path[:-1]], []).append(node_of[path])
-        continued = fed = None
-        if start > 0:
-            # A branch continues the one that drafted its tip.
-            continued = tensor([branch[node_of[tip]] for tip in tips])
-            ends = range(start - k + 1, start + 1)
-            fed = tensor([[node_of[tip[:end]] for end in ends] for tip in tips])
-        branch += [tips.index(path[:start]) for path in drafted]
-        nodes = slice(node_of[drafted[0]], node_of[drafted[-1]] + 1)
-        passes.append(PassPlan(nodes, list(families.items()), continued, fed))
-    return Plan(
-        passes,
-        parents,
-        depths,
-        branch=tensor(branch),
-        slot=tensor([(depth - 1) % k for depth in depths]),
-        rank=tensor([path[-1] for path in paths]),
-        num_ranks=1 + max(map(max, paths), default=0),
-    )
+# knows neither node 0's token nor node 1's. In greedy decoding the two tips therefore
+# hold the same token. This is the price of drafting two levels at once.
 
 
 # -------------------------------------------------------------------------- decoding
@@ -514,11 +421,9 @@ class Memory:
 
     def read(self, drafter: Drafter, decoding) -> Tensor:
         """Fuse the new slots; return the last k - 1 old ones and these, (1, r, D)."""
-        hidden = decoding.hidden  # (1, new, D), of the newly committed tokens
+        hidden = decoding.hidden[:, self.slots_read :]  # (1, new, D)
+        token_ids = decoding.ids[:, self.slots_read + 1 :]  # one step ahead
         self.slots_read += hidden.shape[1]
-        on_time = self.slots_read == decoding.ids.shape[1] - 1
-        assert on_time, "ask for a draft in every round, from the first"
-        token_ids = decoding.ids[:, -hidden.shape[1] :]  # one step ahead
         new, self.state = drafter.fuse(decoding.target, hidden, token_ids, self.state)
         fused = torch.cat([self.fused, new], dim=1)
         self.fused = fused[:, max(0, fused.shape[1] - (drafter.config.k - 1)) :]
@@ -541,7 +446,7 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     """
     k = drafter.config.k
     total = decoding.ids.shape[1] - 1  # P
-    if total == 0:  # a prompt of one token, before which there is no hidden state
+    if total < k:
         return None
     # Blocks are counted back from the newest slot, so that the last one is full.
     # This moves their borders each round. For example, k = 3, and slots 5, 6 are new:
@@ -555,8 +460,6 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     # so memory keeps them fused.
     fused = memory.read(drafter, decoding)  # (1, r, D)
     length = fused.shape[1]  # r
-    if total < k:
-        return None
     # Drop the cached rows of the slots that attend again, and those of the last draft,
     # which were made from predictions. Older rows stay, although blocks have changed:
     # the first layer's rows do not depend on blocks, but those above are approximate.
@@ -598,13 +501,15 @@ def branch_mask(mask: Tensor, continued: Tensor, k: int) -> Tensor:
     return torch.cat([mask[continued], own], dim=1)
 
 
-def later_pass(drafter, decoding, memory, previous: Pass, continued, token_ids) -> Pass:
+def later_pass(drafter, decoding, memory, previous: Pass, continued, tokens) -> Pass:
     """Feed b branches, each a block of k predictions and drafted tokens.
 
-    continued: (b,) the branches of `previous` that they continue.
-    token_ids: (b, k) the drafted tokens, the tip's last.
+    continued: the branches of `previous` that they continue, a list of b numbers.
+    tokens: b lists of the k drafted tokens, the tip's last.
     """
     k = drafter.config.k
+    continued = decoding.ids.new_tensor(continued)  # (b,)
+    token_ids = decoding.ids.new_tensor(tokens)  # (b, k)
     # Branches that continue the same one share its predictions; their tokens differ.
     hidden = previous.h_draft[continued]  # (b, k, D)
     state = tuple(x[:, continued] for x in previous.state)  # (2, b, D) each
@@ -622,114 +527,100 @@ def later_pass(drafter, decoding, memory, previous: Pass, continued, token_ids) 
     return Pass(x[0].unflatten(0, (-1, k)), positions, mask, state)
 
 
-def choose_nodes(drafter, plan: Plan, nodes: slice, logits, tokens, confidence) -> None:
-    """Greedy decoding: give the nodes of a pass the likeliest tokens of their slots.
+def likeliest(logits: Tensor, vocab_ids: Tensor, count: int) -> list[list[tuple]]:
+    """The `count` likeliest tokens of b slots, and the drafter's probabilities of them.
 
-    logits: (b, k, Vd) of the pass.
-    tokens, confidence: (N,) of all nodes, changed in place. The confidence of a node
-        is the drafter's probability of its token.
+    logits: (b, Vd) of the tokens vocab_ids (Vd,).
+    Returns b lists of pairs (token, probability).
     """
-    best = logits.softmax(-1, dtype=torch.float32).topk(plan.num_ranks)
-    chosen = plan.branch[nodes], plan.slot[nodes], plan.rank[nodes]
-    tokens[nodes] = drafter.vocab_ids[best.indices[chosen]]
-    confidence[nodes] = best.values[chosen]
+    best = logits.softmax(-1, dtype=torch.float32).topk(count)
+    tokens, probs = vocab_ids[best.indices].tolist(), best.values.tolist()
+    return [list(zip(*of_slot)) for of_slot in zip(tokens, probs)]
 
 
-def draw_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int]):
-    """Draw siblings (appendix A) without replacement, as the authors' code does.
+def sample_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int]):
+    """Sample siblings (appendix A) without replacement, as the authors' code does.
 
-    Yields pairs of a token (1,) and the q_draft (V,) that it was drawn from, as long as
-    the logits processors allow one of the tokens that are left.
+    Yields pairs of a token and the q_draft (V,) it was sampled from, as long as the
+    logits processors allow one of the tokens that are left.
 
     logits: (Vd,) of the tokens vocab_ids (Vd,).
     above: the tokens drafted on the way to the siblings.
     """
+    # As `common.rejection_sample` requires, a node's distribution depends on the tokens
+    # above it and on its earlier siblings, but not on any other sampled token.
     taken = vocab_ids[:0]  # earlier siblings
     while True:
         # A softmax over the tokens that earlier siblings leave, so q_draft sums to 1.
         picked = common.pick(decoding, logits, vocab_ids, above)
         # A processor may force a token that is taken. We test q_draft, not the token,
-        # because which token is drawn must not decide whether it is submitted.
+        # because which token is sampled must not decide whether it is submitted.
         if picked is None or picked[1][taken].any():
             return
-        yield picked
-        token = picked[0]
+        token, q_draft = picked
+        yield int(token), q_draft
         taken = torch.cat([taken, token])
         logits = logits.masked_fill(vocab_ids == token, float("-inf"))
 
 
-def draw_nodes(drafter, decoding, plan, planned, logits, tokens, texts) -> dict:
-    """Sampling: draw the nodes of a pass, whose PassPlan is `planned`.
+def propose(drafter: Drafter, decoding, memory: Memory, tree: dict) -> common.Draft:
+    """Draft a tree after `decoding.ids`, level by level, as far down as there is room.
 
-    logits: (b, k, Vd) of the pass.
-    tokens: (N,) of all nodes, changed in place.
-    texts: {node: the tokens drafted down to it}, of the root (-1) and of all drawn
-        nodes that do not end the text. The nodes of this pass are added.
-    Returns {node: q_draft (V,)} of the nodes drawn.
-    """
-    probs = {}
-    for parent, siblings in planned.families:
-        # Logits processors may raise an error on a text that they would not have
-        # allowed. So nothing is drawn below a node that was not drawn itself, below an
-        # end of the text, or beyond max_length.
-        above = texts.get(parent)
-        if above is None or len(above) >= decoding.room:
-            continue
-        # As `common.draw` requires, a node's distribution depends on the tokens above
-        # it and on its earlier siblings, but on no other drawn token.
-        first = siblings[0]  # all of them belong to the same slot
-        scores = logits[plan.branch[first], plan.slot[first]]  # (Vd,)
-        draws = draw_siblings(decoding, scores, drafter.vocab_ids, above)
-        for node, (token, q_draft) in zip(siblings, draws):
-            tokens[node] = token
-            probs[node] = q_draft
-            if int(token) not in decoding.eos_ids:
-                texts[node] = [*above, int(token)]
-    return probs
-
-
-def propose(drafter: Drafter, decoding, memory: Memory, plan: Plan) -> common.Draft:
-    """Draft the planned tree after `decoding.ids`, as far down as there is room.
-
+    tree: {path: the ranks of its children} of the root, (), and of nodes with children.
     Returns a Draft. It has no nodes if the text has at most k tokens, or if there is no
-    room. When sampling, nodes that cannot be drawn are left out. The notes are k and,
-    in greedy decoding, q: the drafter's probability of each node's token.
+    room. Nothing is drafted below the end of an answer or, when sampling, below a node
+    that could not be sampled. The notes are k and, in greedy decoding, q: the drafter's
+    probability of each node's token.
     """
-    count = sum(depth <= decoding.room for depth in plan.depths)  # the first nodes
-    latest = first_pass(drafter, decoding, memory) if count else None
+    k = drafter.config.k
+    latest = None
+    if tree and decoding.max_depth > 0:
+        latest = first_pass(drafter, decoding, memory)
     if latest is None:
         return common.chain([], decoding.ids)
-    tokens = decoding.ids.new_zeros(len(plan.parents))  # (N,)
-    confidence = torch.zeros(len(tokens), device=tokens.device)  # (N,)
-    texts = {-1: []}
-    probs = {}  # {node: q_draft (V,)} of the nodes drawn
-    for planned in plan.passes:
-        if planned.nodes.start >= count:
+    texts = {(): []}  # {path: the tokens on the way to a node, its own last}
+    q = {}  # {path: the probability of a node's token or, when sampling, its q_draft}
+    parents = {(): 0}  # {path: its branch}, the nodes of one depth that get children
+    for depth in range(decoding.max_depth):
+        slot = depth % k
+        if slot == 0:  # the first pass, or all slots of the last one are used up
+            if depth > 0:
+                fed = [texts[tip][-k:] for tip in parents]
+                continued = list(parents.values())
+                latest = later_pass(drafter, decoding, memory, latest, continued, fed)
+                parents = {tip: branch for branch, tip in enumerate(parents)}
+            logits = memory.head(latest.h_draft)  # (b, k, Vd)
+        if not decoding.do_sample:
+            count = 1 + max(max(tree[parent]) for parent in parents)
+            ranked = likeliest(logits[:, slot], drafter.vocab_ids, count)
+        grown = {}  # the parents of the next level
+        for parent, branch in parents.items():
+            if decoding.do_sample:
+                scores, above = logits[branch, slot], texts[parent]
+                children = sample_siblings(decoding, scores, drafter.vocab_ids, above)
+            else:
+                children = [ranked[branch][rank] for rank in tree[parent]]
+            for rank, (token, probability) in zip(tree[parent], children):
+                path = (*parent, rank)
+                texts[path] = [*texts[parent], token]
+                q[path] = probability
+                if path in tree and token not in decoding.eos_ids:
+                    grown[path] = branch
+        parents = grown
+        if not parents:
             break
-        if planned.fed is not None:
-            fed, continued = tokens[planned.fed], planned.continued
-            latest = later_pass(drafter, decoding, memory, latest, continued, fed)
-        logits = memory.head(latest.h_draft)  # (b, k, Vd)
-        # The plan is the same in every round. So a branch may be fed a node that ends
-        # the text, or one that was not drawn and holds token 0. When sampling, nothing
-        # is drawn below these; in greedy decoding nothing below an end is accepted.
-        if decoding.do_sample:
-            probs |= draw_nodes(drafter, decoding, plan, planned, logits, tokens, texts)
-        else:
-            choose_nodes(drafter, plan, planned.nodes, logits, tokens, confidence)
-    notes = {"k": drafter.config.k}
-    if not decoding.do_sample:
-        notes["q"] = confidence[:count].tolist()
-        return common.Draft(tokens[:count], plan.parents[:count], None, notes)
-    if not probs:
+
+    if not q:
         return common.chain([], decoding.ids)
-    index_of = {-1: -1} | {node: n for n, node in enumerate(probs)}
-    parents = [index_of[plan.parents[node]] for node in probs]
-    q_draft = torch.stack(list(probs.values()))
-    drawn = tokens[torch.tensor(list(probs))]
-    return common.Draft(drawn, parents, q_draft, notes)
+    index_of = {(): -1} | {path: node for node, path in enumerate(q)}
+    tokens = decoding.ids.new_tensor([texts[path][-1] for path in q])
+    indices = [index_of[path[:-1]] for path in q]  # of the nodes' parents
+    if decoding.do_sample:
+        return common.Draft(tokens, indices, torch.stack(list(q.values())), {"k": k})
+    return common.Draft(tokens, indices, notes={"k": k, "q": list(q.values())})
 
 
+@common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
@@ -738,10 +629,12 @@ def drafts(decoding, drafter: Drafter, **changes):
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
-    plan = make_plan(config, decoding.ids.device)
+    tree = {}  # {path: the ranks of its children}
+    for *parent, rank in config.tree:
+        tree.setdefault(tuple(parent), []).append(rank)
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
-        yield propose(drafter, decoding, memory, plan)
+        yield propose(drafter, decoding, memory, tree)
 
 
 if __name__ == "__main__":
@@ -751,64 +644,23 @@ if __name__ == "__main__":
 # --------------------------------- deviations from the paper, and the authors' code
 #
 # Deviations from the paper, and choices where it says nothing:
-#  1. A slot predicts k places ahead, as in 3.1 and in the authors' code. With Eq. 1's
-#     shift of one, slot i + 1, which slot i may see, would hold the label of slot i.
-#  2. In Figure 2 CSGD replaces h_i and t_i by h_i^t and t_i^t, but the paper does not
-#     say which places these are from. Here they are those of the slot's label, as in
-#     the authors' code; the token is the text's, where the paper has the target's. The
-#     figure replaces the first 1 to 3 of four slots. Here `glance` reveals the first 1
-#     to k - 1 slots of some complete blocks, so with k = 2 one slot of each. A short
-#     text may have too few such blocks for N. The paper does not say whether revealed
-#     slots have a loss; here they have none. lambda falls by steps instead of epochs.
-#  3. In training, blocks are counted from a random slot. When drafting they are counted
-#     back from the newest one. With several layers, cached rows are not recomputed when
-#     the borders of blocks move (`first_pass`), an approximation.
-#  4. The feature, the embedding, the first layer's input and the prediction each have a
-#     norm, which the authors' drafters lack, and layers start as the target's top ones.
-#     With neither, tau of EAGLE's drafter is 6% lower (results/log/training.md).
-#  5. Only frequent tokens are drafted (`draft_vocab`), and only they enter L_dist and
-#     the Hamming distance. The label of L_hard is the target's likeliest token.
-#  6. CSGD's first pass has no noise; in the second, revealed labels get it as well.
-#  7. The default tree has 13 nodes in two passes; `paper_tree` has 118 in four.
-#  8. Branches that continue the same one are fed the same predictions, as in the
-#     authors' code; in Figure 1 each has its own. Siblings are drawn without
-#     replacement, as in the authors' code, where several parents in a branch share one
-#     draw; appendix A only says that m tokens are sampled. Logits processors judge what
-#     earlier siblings leave. If they allow no token, a sibling is left out of the
-#     draft, and so is all that would be below it.
-#  9. The shipped drafter has linear fusion like EAGLE's, omega_dist = 1 and nine nodes.
-#     Only its first stage had CSGD (checkpoints/README.md). In 4.5 CSGD raises alpha,
-#     but in trials here it did not raise `acceptance` (results/log/training.md).
+#  1. A slot predicts k places ahead (3.1). With one (Eq. 1) it would see its own label.
+#  2. CSGD feeds a slot its own label, with the text's token. It then has no loss.
+#  3. In training the first block has a random length. When drafting, cached rows stay.
+#  4. There are four more norms, and layers start as the target's top ones.
+#  5. Only frequent tokens are drafted and learned. L_hard's label is the likeliest one.
+#  6. CSGD's first pass has no noise. In the second, revealed labels have it as well.
+#  7. By default the tree has nine nodes (paper: 118), and omega_dist is 1 (paper: .1).
+#  8. Branches that continue the same one are fed equal predictions (unlike Figure 1).
+#  9. Siblings are sampled without replacement; appendix A says: "we sample m tokens".
 #
-# Authors' code. It was run next to this file with the same random weights. Apart from
-# deviation 4 and from what follows, forwards, losses, drafts, trees and the greedy
-# verification agree:
-#  - As published, the forward does not run, because it passes all that the LSTM
-#    returns, a tuple of output and state, to the first layer. The LSTM has dropout .1.
-#    It lacks batch_first, so it treats the sequences of a batch as steps in time, and
-#    in batches of one it has no memory.
-#  - A slot learns if x_i is a token of the answer, here if x_(i+k+1) is. So in their
-#    training no slot learns to predict the answer's first k + 1 tokens.
-#  - Blocks are counted from the first slot in training, and when drafting from the
-#    first slot that is fed in the round. With k = 2 the newest slot is then often alone
-#    in its block, and the slot that drafts the next token has not seen it. With a
-#    drafter of 22.3 million token-steps tau is 2.224 by their rule and 2.271 by ours,
-#    and a token is accepted in .702 and .744 of the rounds (nine prompts, 48 tokens
-#    each, greedy).
-#  - lambda falls from .45 to .10, in 21 epochs: the loop makes one more than
-#    num_epochs. A run may start at every k-th slot that has a loss, wherever its block
-#    begins, and for k > 2 there are N / k runs. Revealed slots keep their loss.
-#  - Noise is multiplied by 512 / length, and CSGD's first pass has it as well. Revealed
-#    labels have none.
-#  - L_hard's label is sampled. L_soft takes the logarithm of both distributions at a
-#    temperature of .95 (with 1e-8 added to the drafter's) and its mean under the
-#    target's at 1. So it is no KL divergence, and its minimum is not where they agree.
-#  - Each value of the gradient is clipped at .5. There are 2000 steps of warm-up, and
-#    texts are cut at 2048 tokens.
-#  - Trees are lists of paths of ranks, of which the verification reads only how many
-#    siblings there are. So the list kmask2_8layer_tree_3 gives the nodes of
-#    `paper_tree`. The evaluation scripts name kmask2_8layer_tree, of 165 nodes.
-#  - When sampling, the verification tests the newest committed token again, judges each
-#    token by its neighbour's q, and takes a pass's number for a level's. Of 20,000
-#    simulated draws 8,506 ended in an IndexError, and the rest do not follow the
-#    target's distribution.
+# Authors' code. With equal random weights and without deviation 4, all agrees but:
+#  - The LSTM's tuple goes to the first layer, so the forward does not run as published.
+#  - The LSTM has no batch_first, so it reads the sequences of a batch as steps in time.
+#  - A slot learns if x_i is in the answer (here x_(i+k+1)). Revealed slots have a loss.
+#  - Drafting counts blocks from the first slot fed: tau 2.224 instead of 2.271.
+#  - lambda falls from .45 to .10 in 21 epochs. A run may start anywhere in a block.
+#  - Noise is multiplied by 512 / length. CSGD's first pass has it, revealed labels not.
+#  - L_hard's label is sampled. L_soft mixes temperatures, so it is not a divergence.
+#  - Each value of the gradient is clipped at .5.
+#  - Sampled tokens are judged by their neighbours' q, unless an IndexError comes first.

@@ -15,9 +15,9 @@ that are being drafted. While the drafter drafts x_(t+i), it can read (* marks a
     target's rows    *   *   *        .    .       .   .
     drafter's own    *   *   *        *    *       *   *
 
-So the i-th draft token lacks i of the target's rows. In training the target has rows
-for the whole text, and `block_mask` hides the most recent ones, so that the drafter
-learns to do without them.
+The i-th draft token has to do without i of the target's rows. In training the target
+has rows for the whole text, and `block_mask` hides the most recent ones, so that the
+drafter learns to do without them.
 
 Names that differ from the paper's: M_T and M_D are `target` and `drafter`, N_D is
 `num_layers`, L is `block_size`, p_D is `q_draft`, c is `cost`.
@@ -52,7 +52,7 @@ class Config:
         -2, "target layer that all read; -1: the top ones (the paper); -2: at 3/5"
     )
     query_norm: bool = option(False, "normalise queries, as Qwen3 (filled in by build)")
-    # L should be at least gamma, or drafting lacks more rows than training ever hid.
+    # L should be at least gamma: drafting hides gamma rows, and training at most L.
     block_size: int = option(3, "L, tokens in a block of the training mask (paper: 5)")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     distill: bool = option(
@@ -63,6 +63,8 @@ class Config:
     def __post_init__(self):
         common.at_least(self, num_layers=1, kv_layer=-2, block_size=1)
         common.at_least(self, draft_vocab=0, gamma=0)
+        if self.kv_layer == -2 and self.target:
+            self.kv_layer = 3 * self.target["num_layers"] // 5  # 18 of 30
 
 
 VARIANTS = {"paper": {"gamma": 5}}  # named settings, as in --method glide:paper
@@ -210,7 +212,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """A drafter before training, with weights of the target.
 
     token_counts: (V,) how often each token occurs in the training data.
-    Raises UserError for layers that the target lacks, or whose cached rows are not
+    Raises UserError for layers that the target does not have, or whose rows are not
     ordinary keys and values, and for a target that `check_target` refuses.
     """
     common.check_target(target)
@@ -226,8 +228,6 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     q_norm = weights.get("layers.0.self_attn.q_norm.weight", [])
     query_norm = len(q_norm) == shape["head_dim"]
     config = dataclasses.replace(config, target=shape, query_norm=query_norm)
-    if config.kv_layer == -2:
-        config.kv_layer = 3 * depth // 5  # 18 of 30
     drafter = Drafter(config)
 
     # Not every layer caches ordinary keys, so we look at what one token leaves there.
@@ -267,18 +267,18 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
     A block imitates a round. Its i-th query may not read the i newest rows: its own,
     and the i - 1 of the queries before it in the block. The pass of `feed` that drafts
-    the i-th token of a round lacks just as many. Here L = 3, and with phase 1 the first
-    block is one token short:
+    the i-th token of a round misses just as many. Here L = 3, and with phase 1 the
+    first block is one token short:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
               1    .  .  .  .  .  .
-              2    x  x  .  .  .  .        feeds x_t:     lacks 1 row
-              3    x  x  .  .  .  .        feeds x_(t+1): lacks 2
-              4    x  x  .  .  .  .        feeds x_(t+2): lacks 3
+              2    x  x  .  .  .  .        feeds x_t:     misses 1 row
+              3    x  x  .  .  .  .        feeds x_(t+1): misses 2
+              4    x  x  .  .  .  .        feeds x_(t+2): misses 3
               5    x  x  x  x  x  .        feeds the next round's x_t
 
-    phase: (B,) how many tokens the first block of each sequence lacks.
+    phase: (B,) by how many tokens the first block of each sequence is shorter.
     Returns (B, 1, T, T) bool, True where a query may read; T is `length`.
     """
     places = torch.arange(length, device=phase.device)
@@ -335,7 +335,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     after the batch's own text (teacher forcing).
     """
     # When decoding, the i-th place of a round is reached only if the places before it
-    # were accepted. Here a token lacks 1 to L rows with equal weight.
+    # were accepted. Here a token misses 1 to L rows, all equally often.
     logits = training_pass(drafter, target, batch)
     q_draft = logits.softmax(-1)  # (M, Vd)
     target_hidden = batch.hidden[batch.predicts]  # (M, D)
@@ -384,10 +384,10 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
         kv = {layer: decoding.rows(layer) for layer in drafter.kv_layers}
     self_mask = cross_mask = None  # a single token reads all rows that there are
     if new.shape[1] > 1:
-        # Several tokens are fed for a prompt, and after a round whose last accepted
-        # token was never fed (the whole chain was accepted, or an extra of CAPE's):
-        # that token and the bonus token. Of the target's rows, each reads those before
-        # its own. So it lacks one, as the first query of a block does in training.
+        # Several tokens are fed at first (the prompt), and after a round whose last
+        # accepted token was never fed (the last of a chain, or an extra of CAPE's):
+        # that token and the bonus token. A token reads the target's rows of the tokens
+        # before it. It misses one row, its own, as the first query of a block does.
         query = places[0, :, None]  # (n, 1)
         own = torch.arange(memory.cache.fed.shape[1], device=new.device)
         self_mask = (query >= own)[None, None]  # (1, 1, n, P_own + n)
@@ -410,8 +410,8 @@ def propose(drafter: Drafter, decoding, memory: Memory):
     """
     # `rewind` drops the drafter's rows of rejected tokens, and returns the tokens that
     # have no row yet. The rows of accepted tokens stay. In the first layer they depend
-    # on tokens alone; those of higher layers were made with fewer of the target's rows,
-    # as in training, where each row is made under the mask of its block.
+    # on tokens only. Those of higher layers were made with fewer of the target's rows,
+    # as in training, where a row is made under the mask of its block.
     new = memory.cache.rewind(decoding.ids)  # (1, n)
     drafted = []
     while True:
@@ -450,7 +450,7 @@ def drafts(decoding, drafter: Drafter, **changes):
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         steps = propose(drafter, decoding, memory)
-        length = min(config.gamma, decoding.room)  # room: tokens before the bonus one
+        length = min(config.gamma, decoding.max_depth)  # then the bonus token
         yield common.chain(itertools.islice(steps, length), decoding.ids)
 
 
@@ -467,7 +467,8 @@ if __name__ == "__main__":
 #  3. It learns the target's distributions (`distill`), on texts that the target wrote,
 #     which the paper tries in appendix C. The recipe is in checkpoints/README.md.
 #  4. The first block has a random length, and every token of a text queries. With more
-#     than one layer, the rows of a prompt lack one target row, in training 1 to L.
+#     than one layer, a prompt's rows were made without one target row, in training
+#     without 1 to L.
 #  5. A query that may read no row gets zero, where the printed softmax is undefined.
 #  6. The cross-attention has a residual connection, a norm before it and rotated
 #     queries, none of which 4.1 mentions. Query heads may share a key-value head.

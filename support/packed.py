@@ -40,18 +40,13 @@ SEVERAL = 6  # tokens of a verification, to choose its kernel by
 SAMPLE = 128 * 2**20  # bytes of weights to measure on: more than a cache holds
 
 
-def pack(
-    model: nn.Module,
-    kernels: tuple[str, str] | None = None,
-    choose=None,
-) -> nn.Module:
+def pack(model: nn.Module, kernels: tuple[str, str] | None = None) -> nn.Module:
     """A second model over the same weights, whose linear layers are packed.
 
     Layers that read the same input share one product, and norms are torch's own where
     that gives the same bits.
 
     kernels: for one token and for several; None: what is measured to be the fastest.
-    choose: measures in place of `fastest`, for a caller who remembers what it found.
     The model itself stays as it was. It is returned where there is nothing to pack: on
     a GPU, and in a dtype without kernels. `model.kernels` of what is returned tells the
     choice.
@@ -59,7 +54,7 @@ def pack(
     possible = candidates(model)
     if not possible:
         return model
-    kernels = kernels or (choose or fastest)(model, possible)
+    kernels = kernels or fastest(model, possible)
     # A deep copy of the modules and configs, but not of the tensors.
     tensors = [*model.parameters(), *model.buffers()]
     twin = copy.deepcopy(model, {id(x): x for x in tensors})

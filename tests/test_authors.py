@@ -1,20 +1,20 @@
 """Published drafters' formats: what is read computes what the format means."""
 
-import dataclasses
 import json
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tiny import family
+from tiny import family, make_llama
 from transformers.models.llama.modeling_llama import rotate_half
 
 import common
 import falcon
 import specdecpp
-from support import authors, export
-from support.rivals import medusa
+from support import cli
+from support.interop import authors, export
+from support.rivals import eagle, medusa
 
 D, V, HEADS, SIZE = 16, 48, 2, 24  # of the target in `folder`, SIZE of its drafter
 PROMPT = torch.tensor([[5, 9, 47, 6, 5, 47, 5]])
@@ -115,7 +115,7 @@ def test_eagle(folder, target, tmp_path, biases):
     stored = weights | {"embed_tokens.weight": embedding.clone()}
     file = "pytorch_model.bin" if biases else "model.safetensors"
     out = written(folder, tmp_path, "eagle", EAGLE, stored, file)
-    drafter = common.load_drafter(falcon.Drafter, out, target)
+    drafter = common.load_drafter(eagle.Drafter, out, target)
     features = torch.randn(1, 6, D)
     with torch.no_grad():
         expected = eagle_layer(weights, features[0], embedding[PROMPT[0, 1:]])
@@ -125,9 +125,11 @@ def test_eagle(folder, target, tmp_path, biases):
         found = drafter.attend(target, fused, positions, mask)[0]
     assert close(found, expected)
     # The newest prediction is fed back as it is, without a norm.
-    assert decodes_as_plain(target, falcon.drafts, drafter)
+    assert decodes_as_plain(target, eagle.drafts, drafter)
     if biases:
-        with pytest.raises(common.UserError, match="engines read EAGLE's architecture"):
+        with pytest.raises(
+            common.UserError, match="engines read only EAGLE's architecture"
+        ):
             export.eagle_files(drafter, target)
         return
     config, found = export.eagle_files(drafter, target)
@@ -188,13 +190,7 @@ def test_medusa(folder, target, tmp_path):
 
 def test_what_is_exported_is_what_the_authors_format_holds(folder, target, tmp_path):
     """EAGLE's drafter leaves in a folder that the same reader takes."""
-    shape = common.target_shape(target)
-    sizes = {"intermediate_size": SIZE, "num_layers": 1, "draft_vocab": 0}
-    config = falcon.Config(
-        shape, k=1, fusion="linear", csgd=False, norms=False, **sizes
-    )
-    counts = torch.arange(V)
-    drafter = falcon.build(dataclasses.replace(config, bias=False), target, counts)
+    drafter = eagle_for(target)
     with torch.no_grad():  # a new drafter's fusion is a sum, the same in any order
         for weight in drafter.parameters():
             weight.normal_()
@@ -208,11 +204,14 @@ def test_what_is_exported_is_what_the_authors_format_holds(folder, target, tmp_p
     assert (
         json.loads((tmp_path / "engine" / "config.json").read_text())["vocab_size"] == V
     )
-    falcon.build(config, target, counts).save_pretrained(tmp_path / "biased")
-    argv[1], argv[2] = str(tmp_path / "biased"), str(tmp_path / "no")
-    with pytest.raises(common.UserError, match="train falcon with --k 1"):
-        export.main(argv)
+    for number, other in enumerate(({"bias": True}, {"k": 2}, {"num_layers": 2})):
+        eagle_for(target, **other).save_pretrained(tmp_path / str(number))
+        argv[1], argv[2] = str(tmp_path / str(number)), str(tmp_path / "no")
+        with pytest.raises(common.UserError, match="engines read only EAGLE's"):
+            export.main(argv)
     assert not (tmp_path / "no").exists()
+    with pytest.raises(common.UserError, match="eagle can only .*: add --engine"):
+        export.main(argv[:3])
 
 
 @pytest.mark.parametrize(
@@ -220,28 +219,62 @@ def test_what_is_exported_is_what_the_authors_format_holds(folder, target, tmp_p
     [
         ("GPT2", "engines have no format"),  # learned positions
         ("Gemma3", "engines have no format"),  # two rotations
-        ("Cohere", "falcon.py rotates as the target"),  # other pairs
+        ("Cohere", "eagle.py rotates as the target"),  # other pairs
     ],
 )
 def test_eagle_leaves_for_targets_that_rotate_as_llama_alone(name, said):
     with pytest.raises(common.UserError, match=said):
-        eagle_of(family(name))
+        export.eagle_files(eagle_for(family(name)), family(name))
 
 
 def test_eagle_leaves_with_the_scaling_of_a_rotation():
     scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-    config, _ = eagle_of(family("Llama", rope_parameters=scaling))
+    other = family("Llama", rope_parameters=scaling)
+    config, _ = export.eagle_files(eagle_for(other), other)
     assert config["rope_parameters"]["factor"] == 4.0
 
 
-def eagle_of(other):
-    """What engines read of a new EAGLE drafter for a target."""
-    config = falcon.Config(
-        common.target_shape(other), k=1, num_layers=1, fusion="linear", csgd=False
-    )
-    config = dataclasses.replace(config, norms=False, bias=False)
-    drafter = falcon.build(config, other, torch.arange(config.target["vocab_size"]))
-    return export.eagle_files(drafter, other)
+def eagle_for(target, **options):
+    """A new EAGLE drafter."""
+    sizes = {"intermediate_size": SIZE, "draft_vocab": 0} | options
+    config = eagle.Config(common.target_shape(target), **sizes)
+    return eagle.build(config, target, torch.arange(config.target["vocab_size"]))
+
+
+def test_a_new_eagle_starts_at_the_size_of_the_features():
+    """The target's layers would be 100 times too loud, as those of a real one are."""
+    target = make_llama()
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.mlp.down_proj.weight.mul_(100)
+    drafter = eagle_for(target).double()
+    ids = torch.arange(1, 9)[None]
+    hidden = common.last_hidden(target, ids)
+    x, _ = drafter.fuse(target, hidden[:, :-1], ids[:, 1:])
+    predicted = drafter.attend(target, x, torch.arange(7)[None], None)
+    assert predicted.norm() < 3 * hidden.norm()
+
+
+def test_the_authors_falcon_can_be_built(target):
+    """LSTM, k = 2 and no norms, with their first layer's input as it is."""
+    drafter = eagle_for(target, k=2, fusion="lstm", num_layers=2)
+    names = drafter.state_dict().keys()
+    assert [name for name in names if "input_layernorm" in name] == [
+        "layers.1.input_layernorm.weight"
+    ]
+    assert "fusion.weight_hh_l1" in names and "norm.weight" not in names
+    assert decodes_as_plain(target, eagle.drafts, drafter.eval())
+
+
+@pytest.mark.parametrize("method", [falcon, eagle])
+def test_the_shipped_drafter_is_read(method):
+    """EAGLE's config.json has the key norms, which no Config has any more."""
+    name = method.__name__.rpartition(".")[2]
+    drafter = common.read_drafter(method.Drafter, cli.ROOT / "checkpoints" / name)
+    assert drafter.config.k == method.Config().k
+    assert drafter.config.tree == method.Config().tree, "the default tree"
+    normed = "norm.weight" in drafter.state_dict()
+    assert normed == (method is falcon)
 
 
 def test_copied_layers_leave_as_a_causal_lm(folder, target, tmp_path):
@@ -253,7 +286,7 @@ def test_copied_layers_leave_as_a_causal_lm(folder, target, tmp_path):
     export.main([*where, "--engine", "--target", str(folder)])
     lm, tokenizer = common.load_target(out)
     assert len(tokenizer) == V
-    model = specdecpp.draft_model(drafter, target)
+    model = specdecpp.model_of(drafter, target)
     with torch.no_grad():
         expected = model.logits(model.hidden(PROMPT))
         assert close(lm(PROMPT).logits[..., drafter.vocab_ids], expected)

@@ -27,6 +27,7 @@ from support.measuring import report
 from support.measuring.arms import Arm, plain_drafts, plain_loops
 from support.measuring.report import Answer
 from support.replay import __main__ as replay
+from support.rivals import eagle
 
 ROOT = Path(bench.__file__).parent
 TURNS = [
@@ -434,7 +435,7 @@ def test_stock_transformers_on_the_target_as_loaded_is_always_a_candidate(
     capsys, monkeypatch, size
 ):
     """No packed layer may be in it, whatever else the run decodes with."""
-    monkeypatch.setattr(bench.kernels, "fastest", lambda *_: ("linear", "linear"))
+    monkeypatch.setattr(packed, "fastest", lambda *_: ("linear", "linear"))
     argv = command("--batch-size", str(size), method="lookup")
     result, _ = run(capsys, [*argv, "--dtype", "float32"])
     assert result["kernels"] == ["linear", "linear"]
@@ -488,6 +489,8 @@ def parts(text):
     said = arms_of.parse(text)._asdict()
     if said["base"] == said["name"]:
         del said["base"]
+    if said["window"] == {"window": common.WINDOW}:
+        del said["window"]
     return {name: value for name, value in said.items() if value}
 
 
@@ -513,6 +516,13 @@ ARMS = {
         "folder": "a",
     },
     "lookup:most=4": {"name": "lookup", "changes": {"most": 4}},
+    "glide:window=64": {"name": "glide", "window": {"window": 64}},
+    "cape:window=none": {
+        "name": "cape",
+        "base": "glide",
+        "chain": {"gamma": 4},
+        "window": {"window": None},
+    },
     "cape": PAPERS,
     "cape:sizes=2-1-1-0": CPU,
     "cape:sizes=3,bounds=": PAPERS | {"changes": {"sizes": [3], "bounds": []}},
@@ -560,18 +570,20 @@ def test_arms_draft_as_they_are_told(loaded):
     plain, short, expanded, other, copying, lookup = made
     assert plain.module is glide and isinstance(plain.drafter, glide.Drafter)
     assert short.drafter is plain.drafter  # read once
-    assert plain.settings == {"gamma": 5} and short.settings == {"gamma": 2}
-    assert len(chain_of(plain).tokens) == 5 and len(chain_of(short).tokens) == 2
+    window = {"window": common.WINDOW}
+    assert plain.settings == {"gamma": 3} | window
+    assert short.settings == {"gamma": 2} | window
+    assert len(chain_of(plain).tokens) == 3 and len(chain_of(short).tokens) == 2
 
     assert expanded.module is other.module is cape and expanded.drafter is None
     own = {"sizes": [1], "bounds": []}
-    assert expanded.settings == {"base": "glide", "gamma": 4} | own
+    assert expanded.settings == {"base": "glide", "gamma": 4} | own | window
     assert chain_of(expanded).parents == [-1, 0, 1, 2, -1, 0, 1, 2]
-    assert torch.equal(chain_of(expanded).tokens[:4], chain_of(plain).tokens[:4])
+    assert torch.equal(chain_of(expanded).tokens[:3], chain_of(plain).tokens)
     assert other.settings["base"] == "specdecpp" and other.settings["stop"] == "fixed"
     assert chain_of(other).parents == [-1, 0, -1, -1, -1, 0, 0, 0]
 
-    assert copying.settings == {"gamma": 2, "copies": 16}
+    assert copying.settings == {"gamma": 2, "copies": 16} | window
     repeating = {"input_ids": torch.tensor([[5, 6, 7, 8, 5, 6, 7]])}
     decoding = common.start(target, **repeating, max_new_tokens=12, **GREEDY)
     draft = next(copying.drafts(decoding))
@@ -579,20 +591,23 @@ def test_arms_draft_as_they_are_told(loaded):
     assert lookup.settings == {"most": 16} and lookup.drafter is None
 
 
-def test_eagle_is_falcon_with_a_drafter_of_its_own(loaded, tmp_path):
+def test_eagle_has_a_drafter_and_a_file_of_its_own(loaded, tmp_path):
     target, _ = loaded
-    for name, k in (("falcon", 2), ("eagle", 1)):
-        config = falcon.Config(k=k, intermediate_size=48, draft_vocab=0)
-        drafter = falcon.build(config, target, torch.arange(48))
+    for module, name in ((falcon, "falcon"), (eagle, "eagle")):
+        config = module.Config(intermediate_size=48, draft_vocab=0)
+        drafter = module.build(config, target, torch.arange(48))
         drafter.save_pretrained(tmp_path / name)
-    texts = ["falcon", "eagle", "eagle:chain+copies", f"eagle@{tmp_path}/falcon"]
+    texts = ["falcon", "eagle", "eagle:chain+copies"]
     made = arms_of.make_arms(texts, target, shipped=tmp_path)
-    assert [arm.name for arm in made] == [*texts[:3], "eagle@falcon"]
-    assert {arm.module for arm in made} == {falcon}
-    assert [arm.drafter.config.k for arm in made] == [2, 1, 1, 2]
-    assert made[2].settings == falcon.VARIANTS["chain"] | {"copies": 16}
-    assert [chain_of(arm).notes["k"] for arm in made] == [2, 1, 1, 2]
+    assert [arm.module for arm in made] == [falcon, eagle, eagle]
+    assert made[2].settings == falcon.VARIANTS["chain"] | {
+        "window": common.WINDOW,
+        "copies": 16,
+    }
+    assert [chain_of(arm).notes["k"] for arm in made] == [2, 1, 1]
     assert chain_of(made[2]).parents == [-1, 0, 1, 2]
+    with pytest.raises(UserError, match="holds no eagle drafter"):
+        arms_of.make_arms([f"eagle@{tmp_path}/falcon"], target, shipped=tmp_path)
 
 
 def test_all_takes_what_has_a_drafter_for_this_target(loaded, files, capsys, tmp_path):
@@ -687,10 +702,10 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ("--method glide:nope", r"glide has no variant 'nope' \(it has none\)"),
+        ("--method glide:nope", r"glide has no variant 'nope' \(it has paper\)"),
         (
             "--method cape:nope",
-            r"cape has no variant 'nope' \(it has none, fixed, cpu\)",
+            r"cape has no variant 'nope' \(it has paper, none, fixed, cpu\)",
         ),
         ("--method glide:width=3", "decoding cannot change width: it can change gamma"),
         ("--method glide:gamma=x", "gamma 'x': take an int of at least 0"),
@@ -711,9 +726,9 @@ def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
         ("--method glide@glide glide@./glide", "two arms would be called glide@glide"),
         (
             "--method glide@glide --max-new-tokens 300",
-            "the target's context of 256: set a lower",
+            "the target's context of 256: shorten it",
         ),
-        ("--method glide --prompts /nowhere.jsonl", "no prompt file /nowhere.jsonl"),
+        ("--method glide --prompts /nowhere.jsonl", "cannot read /nowhere.jsonl"),
         ("--method glide --prompt x", "--prompt: not allowed with argument --prompts"),
         (
             "--method prompt-lookup --batch-size 2",

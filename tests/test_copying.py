@@ -56,7 +56,7 @@ def test_a_method_file_and_common_decode_alone(told, method):
     assert here["drafted"] > 0
 
 
-NO_TARGET = "the default target needs support.default_target"
+NO_TARGET = "the default target and .gguf files need support/default_target.py"
 WITH_DEMO = [name for name in cli.METHODS if name in (*NEEDS, *cli.trainable())]
 ENDS = [(f"alone/{method}", NO_TARGET) for method in WITH_DEMO]
 ENDS += [("incomplete/cape", "glide.py, whose drafts")]
@@ -81,7 +81,7 @@ def test_a_copied_support_folder_may_lack_the_default_target(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["launches", "pictures", "stop_rules", "tables"])
+@pytest.mark.parametrize("name", ["pictures", "stop_rules", "tables"])
 def test_a_tool_of_results_starts_as_a_script(tmp_path, name):
     """From any folder; pytest's own path would hide what a script does not find."""
     script = ROOT / "results" / "tools" / f"{name}.py"
@@ -89,40 +89,3 @@ def test_a_tool_of_results_starts_as_a_script(tmp_path, name):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"usage: {name}.py" in done.stdout
-
-
-@pytest.mark.slow
-def test_kernels_and_copies_are_counted_among_the_profilers_events(tmp_path):
-    """In a process of its own, because pretend.py must be imported first."""
-    code = """
-import sys
-import types
-from types import SimpleNamespace
-sys.path.insert(0, sys.argv[1])
-import launches
-names = ["gemm", "Memcpy DtoH (Device -> Pageable)", "Memcpy HtoD (Pinned -> Device)"]
-names += ["Memcpy DtoD (Device -> Device)", "Memset (Device)"]
-kinds = launches.DeviceType
-for kind in (kinds.CUDA, kinds.PrivateUse1):
-    events = [SimpleNamespace(name=name, device_type=kind) for name in names]
-    events.append(SimpleNamespace(name="aten::mm", device_type=kinds.CPU))
-    named = {"name": "mine", "is_user_annotation": True}
-    events.append(SimpleNamespace(device_type=kind, **named))
-    assert launches.counted(events) == {"launches": 3, "to_host": 1, "to_device": 1}
-"""
-    command = [sys.executable, "-c", code, ROOT / "results" / "tools"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.slow
-def test_a_profiler_that_sees_no_kernel_is_not_believed(tmp_path):
-    """As on a CPU, where there is none."""
-    script, file = ROOT / "results" / "tools" / "launches.py", tmp_path / "new.json"
-    command = [sys.executable, script, "--device", "cpu", "--json", file]
-    command += ["--num-prompts", "1", "--rounds", "1"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and not file.exists()
-    assert done.stderr.splitlines()[-1].startswith(
-        "launches.py: torch's profiler saw no kernel on cpu while plain decoded"
-    )

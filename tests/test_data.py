@@ -349,7 +349,7 @@ LINES = [  # texts without a template, and what is learned from them
     (["Hi", "Hello", "How", "Fine."], ["Hello\n", "Fine.\n"]),
     # The newline after an answer merges with the next request's.
     (["Hi", "Hello", "\n\nHow", "Fine."], ["Hello", "Fine.\n"]),
-    (["Hi", "Hello\n", "How", "Fine."], ["Hello\n\n", "Fine.\n"]),
+    (["Hi", "Hello\n", "\n\nHow", "Fine."], ["Hello\n\n", "Fine.\n"]),  # four: 2, 2
     (["Hi", "\n\nHello", "How", "Fine."], ["Fine.\n"]),
 ]
 

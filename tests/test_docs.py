@@ -19,7 +19,6 @@ from pathlib import Path
 
 import claims
 import coursework
-import facts
 import mutation
 import pytest
 import tables
@@ -30,7 +29,7 @@ from tiny import chi_square_p_value, enumerate_joint, make_llama
 import common
 import train
 from support import cli
-from support.measuring import arms, report
+from support.measuring import arms
 
 ROOT = Path(__file__).parent.parent
 FILES = tables.FILES
@@ -87,7 +86,7 @@ def test_every_link_leads_somewhere(name):
 # ------------------------------------------------------------ the map of the papers
 
 
-ROOMS = ("rivals", "training", "measuring", "replay")
+ROOMS = ("rivals", "training", "measuring", "interop", "replay")
 PACKAGES = ("support.", *(f"support.{room}." for room in ROOMS))
 
 
@@ -160,28 +159,13 @@ def test_the_map_leaves_out_no_figure_table_or_equation(paper):
             assert name in rows
 
 
-def test_the_table_of_guesses_has_the_figures_that_were_computed():
+def test_the_table_of_guesses_has_the_distances_that_test_1_computes():
     section = TEXTS["PAPERS.md"].split("## What one would guess\n")[1].split("\n## ")[0]
-    truths = [row.split(" | ")[2] for row in re.findall(r"^\| .*", section, re.M)[1:]]
-    found = claims.read("facts.json")
-    assert report.rounded(facts.exact(), 4).items() <= found.items()
+    rows = re.findall(
+        r"^\| .* \| (?:total variation )?(.*) \| test 1 \|$", section, re.M
+    )
     (mark,) = test_verify.test_how_far_from_the_target_wrong_siblings_lead.pytestmark
-    distances = [f"{case[-1]:g}" for case in mark.args[1]]
-    gammas, alphas, gains = found["gamma"], found["alpha"], found["block"]
-    expected = [
-        f"total variation {distances[0]}",
-        *distances[1:],
-        f"{found['typical']:.2f} (real p and q)",
-        f"accepted in {found['likeliest']:.2f} of the places, not "
-        f"{found['sampled']:.2f} (real p and q)",
-        f"{gammas[1]}; {gammas[0]} loses {found['gamma_loss']:.0%}",
-        ", ".join(f"{alpha:.2f}" for alpha in alphas),
-        ", ".join(f"{gain:.0%}" for gain in gains),
-        f"{found['cut']:.1%} low",
-        f"{found['slowest'][1]:.0%} if alpha is .5 to .9",
-    ]
-    assert truths == [text.replace("0.", ".") for text in expected]
-    assert f"{found['slowest'][0]:.0%}, as with one alpha" in section
+    assert rows == [f"{case[-1]:g}".lstrip("0") for case in mark.args[1]]
 
 
 # ------------------------------------------------------------------------- commands
@@ -197,7 +181,7 @@ def commands(text):
         for part in line.split("&&"):
             found = re.search(
                 r"(?:python|torchrun .*?|accelerate launch) "
-                r"([\w/]+\.py|-m support\.\w+)(.*)",
+                r"([\w/]+\.py|-m support[.\w]+)(.*)",
                 part,
             )
             if found:

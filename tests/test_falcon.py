@@ -1,4 +1,4 @@
-"""falcon.py: what a draft holds, planned passes, masks, CSGD, the loss, trees."""
+"""falcon.py: what a draft holds, its passes, masks, CSGD, the loss, trees."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ from transformers import LogitsProcessorList
 
 import common
 import falcon
+from support.rivals import eagle
 
 
 def make_drafter(target, **options):
@@ -55,7 +56,7 @@ def from_scratch(drafter, target, ids, branch):
 @pytest.mark.parametrize("k", [1, 2, 3])
 @torch.no_grad()
 def test_a_tree_holds_what_each_branch_alone_would_give(llama, k, fusion):
-    """Every node of a tree of three passes, by attending to its own branch alone."""
+    """Every node of a tree of three passes, by attending only to its own branch."""
     drafter = make_drafter(llama, k=k, fusion=fusion, num_layers=2, draft_vocab=20)
     tree = []
     for path in ([1, 0, 2] * 3, [0] * 9, [1, 0, 2, 0, 1, 0, 0, 2, 1], [0, 2, 1] * 3):
@@ -92,8 +93,7 @@ def test_rounds_of_any_length_leave_what_an_uncached_forward_computes(llama, k, 
     drafter = make_drafter(llama, k=k, fusion=fusion, num_layers=2)
     ids = random_ids(40, seed=k)
     hidden = common.target_features(llama, ids)[0]
-    chain = [[0] * d for d in range(1, 2 * k + 1)]
-    plan = falcon.make_plan(falcon.Config(tree=chain, k=k), "cpu")
+    chain = {(0,) * depth: [0] for depth in range(2 * k)}
     for steps in (
         [k + 1, 1, 1, 1, 1, 1],
         [6, 2, 3, 1, 4, 2, 5, 1],
@@ -104,14 +104,12 @@ def test_rounds_of_any_length_leave_what_an_uncached_forward_computes(llama, k, 
         total = 0
         reach = {}  # the last slot that each slot sees
         for step in steps:
-            new = hidden[:, total : total + step]
             before = total
             total += step
-            decoding = SimpleNamespace(
-                target=llama, hidden=new, room=2 * k, do_sample=False
-            )
-            decoding.ids = ids[:, : total + 1]
-            draft = falcon.propose(drafter, decoding, memory, plan)
+            decoding = SimpleNamespace(target=llama, max_depth=2 * k, do_sample=False)
+            decoding.ids, decoding.eos_ids = ids[:, : total + 1], set()
+            decoding.hidden = hidden[:, :total]
+            draft = falcon.propose(drafter, decoding, memory, chain)
             if total < k:
                 assert len(draft.tokens) == 0
                 continue
@@ -148,28 +146,6 @@ def test_a_prompt_is_read_as_if_attended_at_once(k):
         assert newest.mask.shape == (1, total) and newest.mask.all()
 
 
-def test_the_plan_of_the_drawing():
-    tree = [[0], [1], [0, 0], [0, 1], [1, 0], [0] * 3, [1, 0, 0], [0] * 4, [1, 0, 0, 0]]
-    plan = falcon.make_plan(falcon.Config(tree=tree, k=2), "cpu")
-    assert plan.parents == [-1, -1, 0, 0, 1, 2, 4, 5, 6]
-    assert plan.depths == [1, 1, 2, 2, 2, 3, 3, 4, 4] and plan.num_ranks == 2
-    assert plan.branch.tolist() == [0, 0, 0, 0, 0, 0, 1, 0, 1]
-    assert plan.slot.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 1]
-    assert plan.rank.tolist() == [0, 1, 0, 1, 0, 0, 0, 0, 0]
-    first, second = plan.passes
-    families = [(-1, [0, 1]), (0, [2, 3]), (1, [4])]
-    assert first == (slice(0, 5), families, None, None)
-    assert second.nodes == slice(5, 9)
-    assert second.families == [(2, [5]), (4, [6]), (5, [7]), (6, [8])]
-    assert second.continued.tolist() == [0, 0]
-    assert second.fed.tolist() == [[0, 2], [1, 4]]
-    deeper = falcon.Config(tree=[*tree, [0] * 5, [1, 0, 0, 0, 0]], k=2)
-    third = falcon.make_plan(deeper, "cpu").passes[2]
-    # Its branches continue both of pass 2, and are fed nodes 5 7 and 6 8.
-    assert third.continued.tolist() == [0, 1] and third.fed.tolist() == [[5, 7], [6, 8]]
-    assert falcon.make_plan(falcon.Config(tree=[], k=2), "cpu").passes == []
-
-
 @pytest.mark.parametrize("k", [1, 2, 3])
 @torch.no_grad()
 def test_a_tree_is_cut_where_the_room_ends(llama, k, monkeypatch):
@@ -188,7 +164,7 @@ def test_a_tree_is_cut_where_the_room_ends(llama, k, monkeypatch):
     def drafted(room):
         calls.clear()
         decoding = common.start(llama, input_ids=ids, max_new_tokens=room + 1)
-        assert decoding.room == room
+        assert decoding.max_depth == room
         return next(falcon.drafts(decoding, drafter, tree=tree))
 
     whole = drafted(20)
@@ -205,21 +181,46 @@ def test_a_tree_is_cut_where_the_room_ends(llama, k, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"k": 3}, {"fusion": "linear"}, {"k": 1}])
 @torch.no_grad()
 def test_rounds_draft_what_a_new_generator_would(llama, options):
-    """With one layer a cached row depends on its slot alone, not on any block."""
+    """With one layer a cached row depends only on its slot, and not on any block.
+
+    After every third round comes one with a draft of somebody else's.
+    """
     drafter = make_drafter(llama, num_layers=1, **options)
     ids = random_ids(5, seed=2)
     given = {"max_new_tokens": 40, "do_sample": False}
     decoding = common.start(llama, input_ids=ids, **given)
     accepted = 0
-    for draft in falcon.drafts(decoding, drafter):
+    for number, draft in enumerate(falcon.drafts(decoding, drafter)):
         again = common.start(
-            llama, input_ids=decoding.ids, max_new_tokens=decoding.room + 1
+            llama, input_ids=decoding.ids, max_new_tokens=decoding.max_depth + 1
         )
         anew = next(falcon.drafts(again, drafter))
         assert draft.tokens.tolist() == anew.tokens.tolist()
         accepted += len(decoding.verify(draft))
+        if number % 3 == 2 and not decoding.done:
+            decoding.verify(common.chain([], decoding.ids))
     assert torch.equal(decoding.ids, llama.generate(ids, **given))
     assert accepted > 0, "no row of a draft was ever dropped after it was accepted"
+
+
+@torch.no_grad()
+def test_nothing_is_drafted_below_an_end_of_the_answer(llama):
+    """Greedily: the rest of the tree is what it is without that end."""
+    drafter = make_drafter(llama, k=2)
+    tree = falcon.layered_tree([3, 4, 4, 3, 2])
+
+    def drafted(**given):
+        given |= {"input_ids": random_ids(9, seed=1), "max_new_tokens": 20}
+        draft = next(falcon.drafts(common.start(llama, **given), drafter, tree=tree))
+        return dict(zip(texts(draft), draft.notes["q"]))
+
+    whole = drafted()
+    end = next(iter(whole))[0]  # the likeliest token
+    left = {text: q for text, q in whole.items() if end not in text[:-1]}
+    assert 3 <= len(left) < len(whole)
+    cut = drafted(eos_token_id=end)
+    assert cut.keys() == left.keys()
+    assert list(cut.values()) == pytest.approx(list(left.values()))
 
 
 def test_only_the_tree_may_change(llama):
@@ -241,17 +242,27 @@ TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]
 
 def names(draft):
     """The rank path of each node of a draft, whose siblings are in order."""
-    found = []
-    for node, parent in enumerate(draft.parents):
-        rank = draft.parents[:node].count(parent)
-        found.append((*(found[parent] if parent >= 0 else ()), rank))
-    return found
+    parents = draft.parents
+    return paths(parents, [parents[:n].count(x) for n, x in enumerate(parents)])
+
+
+def texts(draft):
+    """The tokens down to each node of a draft."""
+    return paths(draft.parents, draft.tokens.tolist())
+
+
+def paths(parents, marks):
+    """The marks of the nodes down to each node."""
+    downward = []
+    for parent, mark in zip(parents, marks):
+        downward.append((*(downward[parent] if parent >= 0 else ()), mark))
+    return downward
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @torch.no_grad()
 def test_nodes_are_drawn_from_what_their_siblings_leave(llama, k):
-    """Every q_draft, from a forward over the node's own branch alone."""
+    """Every q_draft, from a forward over only the node's own branch."""
     drafter = make_drafter(llama, k=k, draft_vocab=20)
     given = {"do_sample": True, "temperature": 0.7, "top_k": 12, "max_new_tokens": 9}
     unlikely = 0
@@ -259,11 +270,10 @@ def test_nodes_are_drawn_from_what_their_siblings_leave(llama, k):
         torch.manual_seed(seed)
         decoding = common.start(llama, input_ids=random_ids(7, seed), **given)
         draft = next(falcon.drafts(decoding, drafter, tree=TREE))
-        paths = names(draft)
-        assert paths == [tuple(path) for path in TREE]
+        assert names(draft) == [tuple(path) for path in TREE]
         assert len(draft.probs) == len(TREE), "every node is drawn"
-        tokens = dict(zip(paths, draft.tokens.tolist()))
-        for node, path in enumerate(paths):
+        tokens = dict(zip(names(draft), draft.tokens.tolist()))
+        for node, path in enumerate(tokens):
             start = (len(path) - 1) // k * k
             branch = [tokens[path[:end]] for end in range(1, start + 1)]
             slots = from_scratch(drafter, llama, decoding.ids, branch)  # (k, Vd)
@@ -345,8 +355,7 @@ def p_value(sure, k=2, top_k=0):
     return sampled_p_value(target, ids, 3, draws=300, max_new_tokens=4, **given)
 
 
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("sure, top_k", [(0.0, 0), (4.0, 0), (4.0, 2)])
+@pytest.mark.parametrize("k, sure, top_k", [(1, 0.0, 0), (2, 4.0, 0), (2, 4.0, 2)])
 def test_sampled_trees_follow_the_target(k, sure, top_k):
     assert p_value(sure, k, top_k) > 1e-3
 
@@ -367,19 +376,18 @@ def test_negative_control_nodes_that_share_a_random_number(monkeypatch):
     assert p_value(0.0) < 1e-5
 
 
-@pytest.mark.parametrize("k", [1, 2])
-def test_negative_control_siblings_that_forget_what_they_leave_out(monkeypatch, k):
+def test_negative_control_siblings_that_forget_what_they_leave_out(monkeypatch):
     """Each is judged by the distribution of the first one."""
-    draw_siblings = falcon.draw_siblings
+    sample_siblings = falcon.sample_siblings
 
     def forgetful(*inputs):
         first = None
-        for token, q_draft in draw_siblings(*inputs):
+        for token, q_draft in sample_siblings(*inputs):
             first = q_draft if first is None else first
             yield token, first
 
-    monkeypatch.setattr(falcon, "draw_siblings", forgetful)
-    assert p_value(4.0, k) < 3e-4
+    monkeypatch.setattr(falcon, "sample_siblings", forgetful)
+    assert p_value(4.0) < 3e-4
 
 
 def test_processors_are_asked_only_about_texts_that_the_target_may_write():
@@ -403,13 +411,20 @@ def test_processors_are_asked_only_about_texts_that_the_target_may_write():
 
 
 def test_a_drafter_saved_with_settings_of_the_past_is_read(llama, tmp_path):
-    """config.json once had `sampled`; it had no effect on greedy decoding."""
+    """config.json once had `norms`, `bias` and `layer`, with these values."""
     drafter = make_drafter(llama)
     drafter.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"sampled": "first"}))
+    settings = json.loads(path.read_text())
+    old = {"norms": True, "bias": True, "layer": {}}
+    path.write_text(json.dumps(settings | old))
     again = common.load_drafter(falcon.Drafter, tmp_path, llama)
     assert again.config == drafter.config
+    # With other values the weights were others. Here they are EAGLE's.
+    other = eagle.Config(drafter.config.target, draft_vocab=0)
+    eagle.Drafter(other).save_pretrained(tmp_path)
+    with pytest.raises(common.UserError, match="no falcon drafter.*feature_norm"):
+        common.load_drafter(falcon.Drafter, tmp_path, llama)
 
 
 # -------------------------------------------------------------------------------- masks
@@ -447,25 +462,26 @@ def test_the_branch_masks_of_the_docstring():
 # -------------------------------------------------------------------- CSGD and the loss
 
 
-def glance(wrong, learns, rate, k, seed):
+def glance(wrong, learns, rate, k, phase, seed=0):
     wrong, learns = (torch.tensor([[c == "x" for c in row]]) for row in (wrong, learns))
-    return drawn(falcon.glance(wrong, learns, rate, k, torch.tensor([seed])))[0]
+    torch.manual_seed(seed)
+    return drawn(falcon.glance(wrong, learns, rate, k, torch.tensor([phase])))[0]
 
 
 def test_glancing_worked_by_hand():
-    """Cases (which are wrong, which learn, rate, k, seed): which are revealed."""
+    """Cases (which are wrong, which learn, rate, k, phase): which are revealed."""
     cases = [
         # With k = 2 a run is one slot. N = 4 is the first slot of every block.
-        ("xxxxxxxx", "xxxxxxxx", 0.5, 2, 4, "x.x.x.x."),
+        ("xxxxxxxx", "xxxxxxxx", 0.5, 2, 0, "x.x.x.x."),
         # The first block and the last one are incomplete.
-        ("xxxxxxxx", "xxxxxxxx", 0.5, 2, 5, ".x.x.x.."),
-        ("xxxxxxxx", "xxxxxxxx", 0.0, 2, 4, "........"),  # the end of training
-        ("........", "xxxxxxxx", 0.5, 2, 4, "........"),  # nothing was wrong
+        ("xxxxxxxx", "xxxxxxxx", 0.5, 2, 1, ".x.x.x.."),
+        ("xxxxxxxx", "xxxxxxxx", 0.0, 2, 0, "........"),  # the end of training
+        ("........", "xxxxxxxx", 0.5, 2, 0, "........"),  # nothing was wrong
         # N = 3, but slot 2 is of the prompt.
-        ("...xxxxx", "...xxxxx", 0.6, 2, 4, "....x.x."),
+        ("...xxxxx", "...xxxxx", 0.6, 2, 0, "....x.x."),
     ]
     for *inputs, expected in cases:
-        call = "glance(wrong={}, learns={}, rate={}, k={}, seed=[{}])".format(*inputs)
+        call = "glance(wrong={}, learns={}, rate={}, k={}, phase=[{}])".format(*inputs)
         compare(call, [expected], [glance(*inputs)])
     # k = 3: all outcomes of (which are wrong, which learn, rate, phase).
     outcomes = [
@@ -484,10 +500,10 @@ def test_glancing_worked_by_hand():
         ),
     ]
     for wrong, learns, rate, phase, expected in outcomes:
-        got = {glance(wrong, learns, rate, 3, 3 * n + phase) for n in range(60)}
+        got = {glance(wrong, learns, rate, 3, phase, seed) for seed in range(60)}
         call = f"glance(wrong={wrong}, learns={learns}, rate={rate}, k=3, "
-        call += f"seed=[3 n + {phase}])"
-        compare(f"{call}: all outcomes for n < 60", sorted(expected), sorted(got))
+        call += f"phase=[{phase}])"
+        compare(f"{call}: all outcomes of 60 calls", sorted(expected), sorted(got))
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])
@@ -497,15 +513,15 @@ def test_glancing_against_the_definition(k):
         start = torch.randint(12, (3, 1), generator=generator)  # of the answer
         learns = torch.arange(41) >= start
         wrong = learns & (torch.rand(3, 41, generator=generator) < 0.5)
-        seed = torch.randint(1000, (3,), generator=generator)
-        revealed = falcon.glance(wrong, learns, 0.4, k, seed)
+        phase = torch.randint(k, (3,), generator=generator)
+        revealed = falcon.glance(wrong, learns, 0.4, k, phase)
         assert not (revealed & ~learns).any(), "a slot that does not learn was revealed"
         for row in range(3):
             count, exact = int(revealed[row].sum()), 0.4 * int(wrong[row].sum())
             assert abs(count - exact) <= 0.5, (
                 f"expected N = {exact} rounded, got {count} revealed"
             )
-            first = -int(seed[row]) % k
+            first = -int(phase[row]) % k
             assert not revealed[row, :first].any(), (
                 "a slot of an incomplete first block"
             )
@@ -517,31 +533,15 @@ def test_glancing_against_the_definition(k):
                     assert length < k, "the last slot of a block was revealed"
                     whole = learns[row, start : start + k]
                     assert len(whole) == k and whole.all(), "a slot does not learn"
+    same = torch.ones(9, 41, dtype=torch.bool)
+    several = drawn(falcon.glance(same, same, 0.1, k, torch.zeros(9, dtype=torch.long)))
+    assert len(set(several)) > 1, "all sequences have the same slots revealed"
 
 
-def test_noise_and_glancing_do_not_depend_on_padding_or_batch():
-    """Nor on each other: the noise is not made of the numbers that `glance` draws."""
-    hidden = torch.zeros(2, 90, 32, dtype=torch.float64)
-    noise = falcon.noisy(hidden, 0.1, torch.tensor([3, 4]))
-    assert -0.1 <= noise.min() < -0.099 and 0.099 < noise.max() < 0.1
-    assert abs(float(noise.mean())) < 0.003 and not torch.equal(noise[0], noise[1])
-    of_glance = torch.empty(90, 32).uniform_(-1, 1, generator=common.generator(3))
-    assert not torch.allclose(noise[0], 0.1 * of_glance.double())
-    alone = falcon.noisy(hidden[:1, :37], 0.1, torch.tensor([4]))
-    assert torch.equal(alone[0], noise[1, :37])
-    short = torch.ones(1, 20, dtype=torch.bool)
-    padded = torch.nn.functional.pad(short, (0, 30))
-    for seed in torch.arange(30)[:, None]:
-        revealed = falcon.glance(short, short, 0.4, 3, seed)
-        assert revealed.any(), "of 20 wrong slots none was revealed"
-        assert torch.equal(
-            falcon.glance(padded, padded, 0.4, 3, seed)[:, :20], revealed
-        ), f"seed {int(seed)}: padding changed what is revealed"
-        both = short.expand(2, -1)
-        pair = falcon.glance(both, both, 0.4, 3, torch.cat([seed + 1, seed]))
-        assert torch.equal(pair[1:], revealed), (
-            f"seed {int(seed)}: another row changed it"
-        )
+def test_noise_is_uniform_and_differs_everywhere():
+    noise = falcon.noisy(torch.full((2, 90, 32), 5.0, dtype=torch.float64), 0.1) - 5
+    assert -0.1 <= noise.min() < -0.099 and 0.099 < noise.max() <= 0.1
+    assert abs(float(noise.mean())) < 0.003 and len(noise.unique()) == noise.numel()
 
 
 @torch.no_grad()
@@ -549,11 +549,8 @@ def test_reveal_feeds_labels_and_takes_their_loss(llama):
     """Of the slots that `glance` chooses, by hand; other slots stay as they were."""
     drafter = make_drafter(llama, k=3)
     batch = random_batch(llama, lengths=(40, 31), prompt=2)
-    batch.progress = 0.5
     slots = falcon.training_slots(drafter, batch)
-    labels = slots.labels[slots.learns]
-    best = common.target_logits(llama, labels, drafter.vocab_ids).argmax(-1)
-    after = falcon.reveal(drafter, llama, slots, best, batch)
+    after = falcon.reveal(drafter, llama, slots, 0.5)
     revealed = slots.learns & ~after.learns
     assert revealed.any() and not (after.learns & ~slots.learns).any()
     for row in range(2):
@@ -563,24 +560,25 @@ def test_reveal_feeds_labels_and_takes_their_loss(llama):
             assert after.token_ids[row, slot] == batch.input_ids[row, slot + shift + 1]
     for untouched in ("labels", "label_ids", "phase"):
         assert getattr(after, untouched) is getattr(slots, untouched)
-    batch.progress = 1.0  # lambda = 0
-    after = falcon.reveal(drafter, llama, slots, best, batch)
+    after = falcon.reveal(drafter, llama, slots, 1.0)  # lambda = 0
     assert torch.equal(after.learns, slots.learns)
 
 
 @pytest.mark.parametrize("k, csgd", [(2, False), (2, True), (3, True)])
 @torch.no_grad()
 def test_loss_against_a_hand_worked_case(llama, k, csgd):
-    """Every slot alone: a forward over the blocks up to its own, three losses."""
+    """Every slot by itself: a forward over the blocks up to its own, three losses."""
     batch = random_batch(llama)
     batch.progress = 0.25
     drafter = make_drafter(
         llama, k=k, csgd=csgd, noise=0.0, distill_weight=0.3, draft_vocab=30
     )
     head = common.draft_head(llama, drafter.vocab_ids)
+    torch.manual_seed(9)  # so that `loss` begins with the same random numbers below
+    phases = torch.randint(k, (3,))
 
     def forward(row, slot, revealed):
-        phase = int(batch.seed[row]) % k
+        phase = int(phases[row])
         hidden, tokens = batch.hidden[row : row + 1], batch.input_ids[row : row + 1]
         end = (slot + phase) // k * k + k - phase  # of the slot's block
         states, inputs = hidden[:, :end].clone(), tokens[:, 1 : end + 1].clone()
@@ -605,7 +603,7 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
             learns[row, slot] = True
             answer = head(batch.hidden[row, slot + k]).argmax()
             wrong[row, slot] = forward(row, slot, revealed)[0].argmax() != answer
-        chosen = falcon.glance(wrong, learns, 0.4 * 0.75, k, batch.seed)
+        chosen = falcon.glance(wrong, learns, 0.4 * 0.75, k, phases)
         revealed = set(map(tuple, chosen.nonzero().tolist()))
         assert len(revealed) >= 3
     expected = 0.0
@@ -620,6 +618,7 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
             expected += float(
                 smooth_l1 + 0.3 * (0.9 * kl - 0.1 * log_q[p_target.argmax()])
             )
+    torch.manual_seed(9)
     total, weight = falcon.loss(drafter, llama, batch)
     assert float(total) == pytest.approx(expected, rel=1e-5)
     assert int(weight) == len(slots) - len(revealed)
@@ -641,17 +640,21 @@ def test_every_weight_learns(llama, options):
         assert weight.grad.isfinite().all() and weight.grad.any(), name
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
 @torch.no_grad()
-def test_acceptance_is_the_overlap_at_every_slot(llama):
-    batch = random_batch(llama, lengths=(12,), seed=6)
+def test_acceptance_is_the_overlap_at_every_slot(llama, seed):
+    batch = random_batch(llama, lengths=(12,))
     drafter = make_drafter(llama, draft_vocab=20)
     expected = 0.0
-    for slot in range(9):  # phase 0: the slot's block ends at slot // 2 * 2 + 1
-        end = slot // 2 * 2 + 2
+    torch.manual_seed(seed)  # so that `acceptance` begins with the same number
+    phase = int(torch.randint(2, (1,)))
+    for slot in range(9):
+        end = (slot + phase) // 2 * 2 + 2 - phase  # of the slot's block
         ids = batch.input_ids[:, : end + 1]
         q_draft = from_scratch(drafter, llama, ids, [])[slot - end].softmax(-1)
         p_target = llama(batch.input_ids).logits[0, slot + 2].softmax(-1)
         expected += float(torch.minimum(p_target[drafter.vocab_ids], q_draft).sum())
+    torch.manual_seed(seed)
     total, count = falcon.acceptance(drafter, llama, batch)
     assert count == 9 and float(total) == pytest.approx(expected, rel=1e-5)
 
@@ -698,18 +701,3 @@ def test_a_drafter_starts_as_the_targets_top_layers():
             )
     pair = torch.randn(2, 64, dtype=torch.float64)
     torch.testing.assert_close(drafter.fusion(pair), pair[:, :32] + pair[:, 32:])
-
-
-def test_without_norms_a_drafter_starts_at_the_size_of_the_features():
-    """The target's layers would be 100 times too loud, as those of a real one are."""
-    target = make_llama()
-    with torch.no_grad():
-        for layer in target.model.layers:
-            layer.mlp.down_proj.weight.mul_(100)
-    options = {"k": 1, "num_layers": 1, "norms": False, "bias": False}
-    drafter = make_drafter(target, fusion="linear", **options)
-    ids = torch.arange(1, 9)[None]
-    hidden = common.last_hidden(target, ids)
-    x, _ = drafter.fuse(target, hidden[:, :-1], ids[:, 1:])
-    predicted = drafter.attend(target, x, torch.arange(7)[None], None)
-    assert predicted.norm() < 3 * hidden.norm()

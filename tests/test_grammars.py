@@ -1,4 +1,4 @@
-"""support/grammars.py with the real engines: legal texts, and greedy ones as without
+"""grammars.py with the real engines: legal texts, and greedy ones as without
 drafts.
 """
 
@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 import cape
 import common
 import glide
-from support import cli, grammars
+from support import cli
+from support.interop import grammars
 
 pytestmark = pytest.mark.slow
 FORM = r"\[[abc]+(,[abc]+)*\]"  # what answers look like

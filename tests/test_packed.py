@@ -2,9 +2,7 @@
 
 import gc
 import itertools
-import json
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +11,7 @@ from tiny import family, make_glide, make_llama
 import common
 import glide
 from support import packed
-from support.measuring import kernels as remembered
-from support.measuring import report
 
-ROOT = Path(__file__).parent.parent
 HERE = packed.candidates(
     make_llama().half().float()
 )  # ["linear"] on a machine without the others
@@ -89,54 +84,6 @@ def test_a_kernel_that_is_slow_here_is_not_chosen(monkeypatch):
         "float16",
     )
     assert packed.fastest(model, ["linear", "float16"]) == ("linear", "float16")
-
-
-def test_what_was_measured_is_remembered_for_the_same_situation(
-    tmp_path, monkeypatch, capsys
-):
-    """And measured anew where anything differs, and where the file is no such file."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured = []
-
-    def fastest(model, possible):
-        measured.append(possible)
-        return "linear", "other"
-
-    monkeypatch.setattr(packed, "fastest", fastest)
-    model, possible = make_llama().float(), ["linear", "other"]
-
-    def asked(times, model=model, possible=possible):
-        assert remembered.fastest(model, possible) == ("linear", "other")
-        assert len(measured) == times
-
-    asked(1)
-    assert not capsys.readouterr().err
-    asked(1)
-    (path,) = tmp_path.glob("*/*")
-    said = capsys.readouterr().err
-    assert "linear, other, as measured here before" in said and str(path) in said
-    asked(2, possible=["other", "linear", "third"])
-    asked(3, model=make_llama(layers=1).float())
-    asked(4, model=make_llama().bfloat16())
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "get_num_threads", lambda: 77)
-        asked(5)
-        patch.setattr(report, "processor", lambda: "another")
-        asked(6)
-    asked(6)
-    here = remembered.situation(model, possible)
-    assert here in json.loads(path.read_text())
-    times = 6
-    foreign = [
-        {here: text} for text in ("linear", ["linear"], ["linear", "gone"], [[], {}], 5)
-    ]
-    for text in ("", "{", "[]", "null", *map(json.dumps, foreign)):
-        path.write_text(text)
-        asked(times := times + 1)
-        asked(times)  # the file is whole again
-    monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # a file, in which no folder can be
-    asked(times + 1)
-    asked(times + 2)
 
 
 def test_float16_is_offered_only_where_it_holds_the_weights():

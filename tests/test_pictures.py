@@ -54,6 +54,8 @@ def test_a_curve_without_held_out_conversations_is_one_and_an_empty_one_is_not(
     path.write_text('[{"tokens": 5, "alpha": null, "eval_alpha": 0.5}]')
     pictures.curves([str(path)], tmp_path)
     assert (tmp_path / "curves.svg").is_file()
+    path.write_text('[[{"tokens": 5}], [{"tokens": 9, "alpha": 0.5}]]')  # stages
+    assert pictures.read_curve(path)[1] == [{"tokens": 9, "alpha": 0.5}]
     for text in ("{}", "[]", '{"a": 1}', '[{"tokens": 1}]'):
         path.write_text(text)
         with pytest.raises(UserError, match="is not a training curve"):

@@ -244,9 +244,9 @@ def test_the_page_holds_both_runs_and_the_times_of_plain_decoding(written):
         assert sum(len(told["committed"]) for told in method["rounds"]) == 24
         assert not any(told["drawn"] for told in method["rounds"])
     cape = sampled["methods"][0]["rounds"]
-    # The chain and its extras are drawn, and copies are not.
+    # The chain is sampled, and its extras and copies are not.
     assert all(
-        told["drawn"] == sum(x != "copy" for x in told["kinds"]) for told in cape
+        told["drawn"] == sum(x == "draft" for x in told["kinds"]) for told in cape
     )
     assert any(told["drawn"] for told in cape)
     assert written.data["prompt"] == [WORDS[token] for token in PROMPT[0]]

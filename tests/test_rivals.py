@@ -140,7 +140,7 @@ def test_a_level_is_one_pass_and_leaves_nothing_in_the_drafters_cache(llama, opt
     options = {"max_new_tokens": 20, "do_sample": False}
     decoding = opened(llama, input_ids=PROMPT[:, :1], **options)
     for draft in beam.drafts(decoding, drafter, gamma=3, width=4):
-        depth = min(3, decoding.room)
+        depth = min(3, decoding.max_depth)
         assert len(passes) == depth
         assert passes[1:] == [4] * (depth - 1)  # tokens of each
         fresh = next(beam.drafts(decoding, drafter, gamma=3, width=4))

@@ -26,7 +26,8 @@ TURN = {"input_ids": PROMPT, "max_new_tokens": 30, "do_sample": False}
 def drafter(llama):
     """Two layers and a head, each trained a little."""
     torch.manual_seed(5)
-    config = specdecpp.Config(layers=[0, -1], draft_vocab=0, head_depth=2)
+    sizes = {"draft_vocab": 0, "intermediate_size": 48, "head_depth": 2}
+    config = specdecpp.Config(**sizes)
     first = specdecpp.build(config, llama, torch.arange(48)).double()
     teach(specdecpp, first, llama, 40, 5e-3)
     second = specdecpp.Drafter(dataclasses.replace(first.config, stage="head")).double()
@@ -95,7 +96,8 @@ def test_a_sampled_replay_counts_on_average_what_decoding_does(monkeypatch, join
         monkeypatch.setattr(stop_rules, "join", keep_first)
     target = make_llama(vocab=5, layers=2, seed=3)
     torch.manual_seed(0)
-    config = specdecpp.Config(layers=[0], draft_vocab=0, stage="head", head_depth=1)
+    sizes = {"draft_vocab": 0, "intermediate_size": 48, "head_depth": 1}
+    config = specdecpp.Config(layers=[0], stage="head", **sizes)
     drafter = specdecpp.build(config, target, torch.arange(5)).double().eval()
     turn = TURN | {"input_ids": PROMPT % 5, "do_sample": True, "max_new_tokens": 8}
     function, _ = stop_rules.RULES["K"]

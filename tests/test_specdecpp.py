@@ -5,8 +5,8 @@ import dataclasses
 import functools
 import itertools
 import json
-import logging
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,16 +24,16 @@ from transformers import AutoModelForCausalLM, MambaConfig
 
 import common
 import specdecpp
-from support import export
+from support.interop import export
 
-FIXED = {"stop": "fixed", "gamma": 4}
+ROOT = Path(__file__).resolve().parent.parent
 PROMPT = torch.tensor([[9, 8, 7]])
 
 
 def make_drafter(target, **options):
-    settings = dict(layers=[0, -1], draft_vocab=0, stage="head", head_depth=2) | options
+    settings = dict(draft_vocab=0, stage="head", head_depth=2, intermediate_size=48)
     torch.manual_seed(5)
-    config = specdecpp.Config(**settings)
+    config = specdecpp.Config(**settings | options)
     token_counts = torch.arange(target.config.vocab_size)
     return specdecpp.build(config, target, token_counts).double().eval()
 
@@ -83,7 +83,7 @@ def test_nothing_is_drafted_after_an_end_of_sequence(llama, rule):
     drafter = constant_head(make_drafter(llama, layers=[0, 1, 2]), 8.0)
     eos = int(llama.generate(PROMPT, max_new_tokens=7, do_sample=False)[0, -1])
     passes = []
-    drafter.body.register_forward_hook(lambda *_: passes.append(1))
+    drafter.norm.register_forward_hook(lambda *_: passes.append(1))
     _, stats, drafts = decode(llama, PROMPT, drafter, 30, [47, eos], **rule)
     assert len(passes) == stats.drafted == sum(stats.accepted)
     assert drafts[-1].tokens[-1] == eos
@@ -110,15 +110,22 @@ def test_a_rule_that_withholds_tokens_is_noticed_in_the_sampled_output(
 
 @torch.no_grad()
 def test_drafting_with_a_cache_equals_drafting_from_scratch(llama, trained):
-    """After rejections, too: the cache then holds tokens that were not committed."""
+    """After rejections, when the cache holds tokens that were not committed, and after
+    whole drafts, when two tokens are fed.
+    """
     decoding = common.start(llama, input_ids=PROMPT, do_sample=False, max_new_tokens=40)
-    model = specdecpp.draft_model(trained, llama)
-    rejected = 0
-    for draft in specdecpp.drafts(decoding, trained, stop="fixed"):
+    model = specdecpp.model_of(trained, llama)
+    rejected = set()
+    for draft in specdecpp.drafts(decoding, trained, stop="fixed", gamma=2):
         steps = specdecpp.propose(model, decoding, common.DraftCache(num_layers=2))
-        assert [int(next(steps)[0]) for _ in draft.tokens] == draft.tokens.tolist()
-        rejected += len(draft.tokens) - len(decoding.verify(draft))
-    assert rejected > 0
+        for token, q_draft in zip(
+            draft.tokens, draft.probs if len(draft.tokens) else ()
+        ):
+            ours = next(steps)
+            assert ours[0] == token
+            torch.testing.assert_close(ours[1], q_draft, atol=1e-6, rtol=1e-5)
+        rejected.add(len(draft.tokens) - len(decoding.verify(draft)))
+    assert rejected == {0, 1, 2}
 
 
 # --------------------------------------------------------------------------- stop rules
@@ -192,16 +199,17 @@ def test_the_head_reads_the_same_in_training_and_in_decoding(llama, monkeypatch)
 # -------------------------------------------------------------------- labels and losses
 
 
-def brute_force_labels(drafter, target, batch):
-    """(Z, [(row, place, label)]) from forwards of single prefixes, drawn alike."""
+def brute_force_labels(drafter, target, batch, for_y, for_z):
+    """(Z, [(row, place, label)]) from forwards of single prefixes.
+
+    for_y (M, 1) and for_z (B, T): the random numbers.
+    """
     config = drafter.config
     model = export.causal_lm(drafter, target)
     mixed = batch.input_ids.clone()
     labels = []
-    for row, place in batch.loss_mask.nonzero().tolist():
-        generator = common.generator(int(batch.seed[row]))
-        to_draw, to_mix = torch.rand(place + 1, 2, generator=generator)[place]
-        if to_mix < specdecpp.KEEP:
+    for (row, place), number in zip(batch.loss_mask.nonzero().tolist(), for_y):
+        if for_z[row, place] < specdecpp.KEEP:
             continue
         prefix = batch.input_ids[row : row + 1, :place]
         q_logits = model(prefix).logits[0, -1, drafter.vocab_ids].float()
@@ -212,7 +220,7 @@ def brute_force_labels(drafter, target, batch):
         else:
             q_draft = (q_logits / config.temperature).softmax(-1)
             p_target = (p_logits / config.temperature).softmax(-1)
-            index = int((q_draft.cumsum(-1) > to_draw).nonzero()[0])
+            index = int((q_draft.cumsum(-1) > number).nonzero()[0])
             token = int(drafter.vocab_ids[index])
             label = min(1.0, float(p_target[token] / q_draft[index]))
         mixed[row, place] = token
@@ -227,12 +235,17 @@ def test_labels_against_brute_force(llama, temperature, keep, monkeypatch):
     options = {"temperature": temperature, "draft_vocab": 40}
     drafter, batch = make_drafter(llama, **options), random_batch(llama)
     options["r"] = keep
-    mixed, expected = brute_force_labels(drafter, llama, batch)
+    torch.manual_seed(1)
+    for_y = torch.rand(19 if temperature else 0, 1, dtype=torch.double)
+    for_y = for_y if temperature else [None] * 19
+    for_z = torch.rand(batch.input_ids.shape)
+    mixed, expected = brute_force_labels(drafter, llama, batch, for_y, for_z)
     assert len(expected) < 19 if keep else len(expected) == 19
     labels = [label for *_, label in expected]
     assert len(set(labels)) > 1
     states = export.causal_lm(drafter, llama).base_model(mixed)[0]
     states = torch.stack([states[row, place] for row, place, _ in expected])
+    torch.manual_seed(1)
     got_states, got_labels = specdecpp.labelled(drafter, llama, batch)
     got = got_labels.tolist()
     assert len(got) == len(labels), f"expected {len(labels)} labels, got {len(got)}"
@@ -242,15 +255,15 @@ def test_labels_against_brute_force(llama, temperature, keep, monkeypatch):
         assert ours == pytest.approx(label, abs=1e-5), (
             f"{given}: expected {label}, got {ours}"
         )
-    told = "the head read other tokens than Z: are they of the target's vocabulary?"
-    assert torch.allclose(got_states, states, atol=1e-5, rtol=1e-5), told
+    said = "the head read other tokens than Z: are they of the target's vocabulary?"
+    assert torch.allclose(got_states, states, atol=1e-5, rtol=1e-5), said
 
 
 def test_the_mixture_by_hand():
     """Row 0 keeps its last token, as 0.1 < 0.5; 0.5 itself does not keep one."""
     ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]])
     mask = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]).bool()
-    batch = common.Batch(ids, mask, None, {}, torch.zeros(2), 0.0)
+    batch = common.Batch(ids, mask, None, {}, 0.0)
     uniform = torch.tensor([[0.0, 0.0, 0.9, 0.1], [0.9, 0.6, 0.5, 0.9]])
     mixed, judged = specdecpp.mix(batch, torch.tensor([11, 12, 13, 14]), uniform, 0.5)
     wanted = [[1, 2, 11, 4], [5, 13, 14, 0]]
@@ -268,8 +281,8 @@ def test_the_mixture_by_hand():
 
 @torch.no_grad()
 def test_the_sums_of_a_batch_are_those_of_its_sequences(llama):
-    """So neither padding nor a split changes a step; 314 places are two parts."""
-    drafter = make_drafter(llama, temperature=1.0)
+    """So padding does not change a step; 314 places are two parts."""
+    drafter = make_drafter(llama, stage="draft")
     lengths = (180, 140)
     batch = random_batch(llama, lengths)
     rows = [row_of(batch, row, length) for row, length in enumerate(lengths)]
@@ -285,10 +298,10 @@ def test_the_mean_label_is_the_acceptance_rate(llama, monkeypatch):
     drafter = make_drafter(llama, temperature=1.0)
     batch = random_batch(llama, lengths=(60, 60))
     total, count = specdecpp.acceptance(drafter, llama, batch)
+    torch.manual_seed(0)
     means = []
-    for i in range(30):
-        again = dataclasses.replace(batch, seed=batch.seed + 10 * i)
-        means.append(float(specdecpp.labelled(drafter, llama, again)[1].mean()))
+    for _ in range(30):
+        means.append(float(specdecpp.labelled(drafter, llama, batch)[1].mean()))
     assert sum(means) / len(means) == pytest.approx(float(total) / count, abs=0.02)
 
 
@@ -338,12 +351,12 @@ def test_distillation_by_hand(llama):
 
 
 def test_each_stage_trains_its_own_part(llama, trained):
-    for stage, part in (("draft", "body"), ("head", "head")):
+    for stage, parts in (("draft", {"layers", "norm"}), ("head", {"head"})):
         drafter = make_drafter(llama, stage=stage)
         learns = [
             name for name, weight in drafter.named_parameters() if weight.requires_grad
         ]
-        assert {name.partition(".")[0] for name in learns} == {part}
+        assert {name.partition(".")[0] for name in learns} == parts
     answers = llama.generate(
         torch.arange(1, 5)[:, None], max_new_tokens=39, do_sample=False
     )
@@ -356,51 +369,41 @@ def test_each_stage_trains_its_own_part(llama, trained):
 # -------------------------------------------------------------------------- what drafts
 
 
-@pytest.mark.parametrize(
-    "name", ["Llama", "Gemma2", "Gemma3", "SmolLM3", "GPT2", "OPT"]
-)
-def test_layers_of_every_family_are_copied(name):
-    """With all layers copied the draft model is the target; else it has the chosen."""
-    target = family(name, **OPT if name == "OPT" else {})
+def test_the_chosen_layers_of_the_target_are_copied():
+    """With all layers copied the draft model is the target."""
+    target = make_llama(layers=4, rms_norm_eps=1e-5)
+    for place, norm in enumerate(p for p in target.parameters() if p.dim() == 1):
+        norm.fill_(0.5 + place / 8)  # a random target's are all 1, as a new drafter's
     ids = torch.arange(1, 9)[None]
-    whole = make_drafter(target, layers=list(range(target.config.num_hidden_layers)))
-    torch.testing.assert_close(
-        export.causal_lm(whole, target)(ids).logits, target(ids).logits
-    )
+    model = specdecpp.model_of(make_drafter(target, layers=[0, 1, 2, 3]), target)
+    logits = target(ids).logits.float()
+    torch.testing.assert_close(model.logits(model.hidden(ids)), logits)
     drafter = make_drafter(target, layers=[1, -1, 0, 3, 2])  # -1 is 3
-    chosen = [1, 3, 0, 2]
-    specdecpp.loss(drafter.train(), target, random_batch(target))
-    assert not any(
-        part.training for part in drafter.body.modules()
-    )  # GPT-2 would drop out
-    layers = "h" if name == "GPT2" else "layers"
-    kept = getattr(target.get_decoder(), layers)
-    for place, copied in zip(chosen, getattr(drafter.body.get_decoder(), layers)):
-        weights = kept[place].state_dict()
-        torch.testing.assert_close(copied.state_dict(), weights, rtol=0, atol=0)
+    assert drafter.config.layers == [1, 3, 0, 2]
+    for place, copied in zip(drafter.config.layers, drafter.layers):
+        weights = target.model.layers[place].state_dict()
+        assert copied.state_dict().keys() == weights.keys()
+        for name, weight in copied.state_dict().items():
+            torch.testing.assert_close(weight, weights[name], atol=1e-6, rtol=1e-6)
+
+
+def test_the_defaults_are_those_of_the_shipped_drafter():
+    shipped = json.loads((ROOT / "checkpoints/specdecpp/config.json").read_text())
+    target = make_llama(layers=shipped["target"]["num_layers"])
+    config = specdecpp.build(specdecpp.Config(), target, torch.arange(48)).config
+    built = dataclasses.asdict(config)
+    names = built.keys() & shipped.keys() - {"target", "stage"}
+    assert {name: built[name] for name in names} == {
+        name: shipped[name] for name in names
+    }
+    assert names >= {"layers", "draft_vocab", "head_depth", "w_rej", "threshold"}
 
 
 def test_build_leaves_the_callers_config_as_it_was(llama):
     config = specdecpp.Config(layers=[0], draft_vocab=0)
     before = copy.deepcopy(config)
     drafter = specdecpp.build(config, llama, torch.arange(48))
-    assert config == before and drafter.config.model and drafter.config.target
-
-
-@torch.no_grad()
-def test_layers_that_cannot_be_copied_are_refused(monkeypatch):
-    """A weight of another shape (quantised layers), or of another name (LoRA)."""
-    monkeypatch.setattr(
-        common, "check_states", lambda target: None
-    )  # it would run the target
-    quantised, adapted = make_llama(), make_llama()
-    projection = quantised.model.layers[0].mlp.up_proj
-    projection.weight = torch.nn.Parameter(projection.weight.reshape(-1, 1))
-    attention = adapted.model.layers[0].self_attn
-    attention.q_proj = torch.nn.Sequential(attention.q_proj)
-    for target in (quantised, adapted):
-        with pytest.raises(common.UserError, match="merge the adapter"):
-            make_drafter(target)
+    assert config == before and drafter.config.layers and drafter.config.target
 
 
 def test_keys_of_config_json_that_are_no_fields_any_more_are_ignored(llama, tmp_path):
@@ -411,64 +414,6 @@ def test_keys_of_config_json_that_are_no_fields_any_more_are_ignored(llama, tmp_
     loaded = common.load_drafter(specdecpp.Drafter, tmp_path, llama)
     assert loaded.config == drafter.config
     assert torch.equal(loaded.head.out.weight, drafter.head.out.weight)
-
-
-EACH = {  # {family: (options, lists with an entry for each layer, not all alike)}
-    "Gemma2": ({}, ["layer_types"]),
-    "SmolLM3": ({}, ["no_rope_layers"]),
-    "ExaoneMoe": ({"sliding_window": 16}, ["layer_types", "mlp_layer_types"]),
-    "Laguna": (
-        {
-            "num_attention_heads_per_layer": [4, 8, 4, 8],
-            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
-        },
-        ["num_attention_heads_per_layer", "mlp_layer_types"],
-    ),
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-EXPERTS |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_lists_by_layer_follow_the_copied_layers(name):
-    more, lists = EACH[name]
-    experts = EXPERTS if "mlp_layer_types" in lists else {}  # they have no float64
-    target = family(name, **more | experts).float()
-    truth = target.generate(PROMPT, max_new_tokens=12, do_sample=False)
-    for chosen in ([3, 0], [1, -1, 2]):
-        drafter = make_drafter(target, layers=chosen).float()
-        for key in lists:
-            values = getattr(target.config, key)
-            assert len(set(values)) > 1, f"{key} of {name} is the same for all layers"
-            copied = getattr(drafter.body.config, key)
-            assert copied == [values[layer] for layer in chosen]
-        assert torch.equal(decode(target, PROMPT, drafter, 12, **FIXED)[0], truth)
-
-
-def test_sizes_by_layer_follow_the_copied_layers():
-    """Gemma 4's config has a mapping of the layers that differ; 3 is the last."""
-    more = {"hidden_size_per_layer_input": 0, "global_head_dim": 16}
-    target = family("Gemma4", sliding_window=64, **more)
-    kinds = target.config.layer_types
-    assert kinds[0] == "sliding_attention" and kinds[3] == "full_attention"
-    drafter = make_drafter(target, layers=[0, 3])
-    widths = [layer.self_attn.head_dim for layer in drafter.body.layers]
-    assert widths == [8, 16]
-    assert drafter.config.model["per_layer_config"] == {"1": {"head_dim": 16}}
-
-
-def test_a_copy_has_no_special_tokens_outside_its_vocabulary(caplog):
-    """A vocabulary of one token holds token 0; strict configs refuse None instead."""
-    target = family("Gemma3", unk_token_id=3, pad_token_id=7, eos_token_id=5)
-    logger = logging.getLogger("transformers.configuration_utils")
-    logger.addHandler(caplog.handler)
-    drafter = make_drafter(target)
-    logger.removeHandler(caplog.handler)
-    assert "vocabulary" not in caplog.text
-    config = drafter.body.config
-    assert config.vocab_size == 1
-    assert config.pad_token_id == config.eos_token_id == config.unk_token_id == 0
-    assert drafter.config.model["pad_token_id"] == 7  # for support/measuring/arms.py
 
 
 # ----------------------------------------------------------------- a causal LM drafts
@@ -507,29 +452,17 @@ def test_a_head_on_a_causal_lm_is_trained_and_decodes(llama, small, tmp_path):
     # The LM is neither saved nor copied. A loaded drafter gets it by its name, once, or
     # from memory.
     assert all(name.startswith(("head.", "vocab_ids")) for name in drafter.state_dict())
-    assert copy.deepcopy(drafter).lm().decoder is small.model
+    assert copy.deepcopy(drafter).lm.lm is small
     drafter.save_pretrained(tmp_path)
     loaded = common.load_drafter(specdecpp.Drafter, tmp_path, llama)
     for _ in range(2):
         assert torch.equal(decode(llama, PROMPT, loaded)[0], truth)
     assert small.loads == 2
     loaded = common.load_drafter(specdecpp.Drafter, tmp_path, llama)
-    again = decode(llama, PROMPT, specdecpp.wrap(small, llama, loaded))
+    loaded.lm = specdecpp.CausalLM(small, llama)
+    again = decode(llama, PROMPT, loaded)
     assert small.loads == 2
     assert again[1].offered == stats.offered and torch.equal(again[0], truth)
-
-
-def test_a_folder_that_names_a_causal_lm_by_its_sizes_is_read(llama, small, tmp_path):
-    """As they were saved before: all sizes of the LM, and the end of its path."""
-    drafter = make_drafter(llama, draft_model="small")
-    drafter.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    config["model"] = {"name": "small", **common.target_shape(small)}
-    path.write_text(json.dumps(config))
-    loaded = common.load_drafter(specdecpp.Drafter, tmp_path, llama)
-    offered = [decode(llama, PROMPT, each)[1].offered for each in (drafter, loaded)]
-    assert offered[0] == offered[1]
 
 
 def test_a_causal_lm_drafts_without_a_head(llama):
@@ -548,16 +481,6 @@ LMS = {  # {name: (family, options)}; all of 40 tokens
     "Gemma2": ("Gemma2", {"final_logit_softcapping": 2.0}),
     "Granite": ("Granite", {"logits_scaling": 4.0}),
     "GPT2": ("GPT2", {}),
-    "OPT-350m": ("OPT", OPT | {"word_embed_proj_dim": 16}),
-    "Gemma3n": (
-        "Gemma3n",
-        {
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 40,
-            "num_kv_shared_layers": 2,
-            "laurel_rank": 4,
-        },
-    ),
     "Gemma4": (
         "Gemma4",
         {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40},
@@ -606,18 +529,22 @@ REFUSED = {
         lambda: family("Mpt", d_model=32, n_heads=4, n_layers=2, logit_scale=0.3),
         "do not follow from",
     ),
+    "narrow": (
+        lambda: family("OPT", **OPT | {"word_embed_proj_dim": 16}),
+        "do not follow from",
+    ),
     "decoder with LM head": (
         lambda: family("Llama4", num_local_experts=4),
-        "Llama4ForCausalLM cannot draft .mat1",
+        "a draft model Llama4ForCausalLM: .*attention",
     ),
-    "dropout": (lambda: in_train_mode("GPT2"), "do not follow from.*eval\\(\\) it"),
+    "dropout": (lambda: in_train_mode("GPT2"), "do not follow from.*call target.eval"),
     "recurrent": (
         lambda: uncached(functools.partial(MambaConfig, state_size=4)),
-        "MambaForCausalLM cannot draft.* choose another draft model",
+        "a draft model MambaForCausalLM: .*linear_attention",
     ),
     "convolutions": (
         lambda: family("Lfm2", layer_types=["conv", "full_attention"] * 2),
-        "Lfm2ForCausalLM cannot draft.*choose another draft model",
+        "a draft model Lfm2ForCausalLM: .*conv",
     ),
 }
 
@@ -645,16 +572,6 @@ def test_a_causal_lm_with_an_adapter_drafts(llama):
     torch.testing.assert_close(made[0].probs, q_draft)
 
 
-def test_a_head_refuses_the_draft_model_that_it_was_not_trained_on(
-    llama, small, trained
-):
-    drafter = make_drafter(llama, draft_model="small")
-    wide = make_llama(hidden_size=48, seed=5)
-    for head, lm in ((drafter, wide), (trained, small)):
-        with pytest.raises(common.UserError, match="was not trained on"):
-            specdecpp.wrap(lm, llama, head)
-
-
 def test_mistakes_get_one_clear_line(llama):
     draft = make_drafter(llama, stage="draft")
     short = make_llama()
@@ -662,7 +579,6 @@ def test_mistakes_get_one_clear_line(llama):
     wrap = functools.partial(specdecpp.wrap, target=llama)
     mistakes = {
         "reads 16 tokens at most: set": lambda: decode(llama, PROMPT, wrap(short)),
-        "is on meta: move it to cpu": lambda: wrap(copy.deepcopy(short).to("meta")),
         "20 tokens, not 48: choose another": lambda: wrap(make_llama(vocab=20)),
         "no acceptance head has been trained": lambda: decode(llama, PROMPT, draft),
         "take stop fixed": lambda: decode(llama, PROMPT, wrap(short), stop="head"),

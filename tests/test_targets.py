@@ -20,10 +20,8 @@ import bench
 import common
 import falcon
 import glide
-import specdecpp
 import train
-from support import cli
-from support import prompts
+from support import cli, prompts
 from support.measuring import arms
 from support.rivals import lookup
 from support.training import data
@@ -78,9 +76,7 @@ def test_an_adapter_of_lora_counts_in_the_answer():
     before = made(make_llama())
     target = adapted(target_modules=["q_proj", "down_proj"])
     check(target, before)
-    check(target, made(target, ("glide", "cape", "falcon", "ctc_drafter")))
-    with refused("adapted.* merge the adapter"):
-        untrained(specdecpp, target)
+    check(target, made(target))
     with refused("need the rows of the LM head, which is quantised, adapted"):
         common.check_target(adapted(target_modules=["lm_head"]))
 
@@ -122,9 +118,7 @@ def test_a_target_quantised_by_torchao_decodes_and_gets_drafters():
     config = quantization.Int8WeightOnlyConfig()
     quantization.quantize_(target, config, filter_fn=chosen)
     check(target, before)
-    check(target, made(target, ("glide", "cape", "falcon", "ctc_drafter")))
-    with refused("quantised.* load the target without quantisation"):
-        untrained(specdecpp, target)
+    check(target, made(target))
 
 
 @pytest.mark.slow
@@ -173,9 +167,7 @@ def test_a_target_whose_weights_are_bytes_decodes_and_gets_drafters():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             target.set_submodule(name, Codes(module))
     check(target, before)
-    check(target, made(target, ("glide", "cape", "falcon", "ctc_drafter")))
-    with refused("quantised.* load the target without quantisation"):
-        untrained(specdecpp, target)
+    check(target, made(target))
     target.lm_head = Codes(target.lm_head)
     for drafts in before.values():
         with refused("need the rows of the LM head, which is quantised"):
@@ -192,9 +184,7 @@ def test_a_target_with_offloaded_layers_decodes_and_gets_drafters(tmp_path):
     )
     assert target.model.layers[0].mlp.up_proj.weight.device.type == "meta"
     check(target, before)
-    check(target, made(target, ("glide", "falcon", "ctc_drafter")))
-    with refused("offloaded.* without offloading"):
-        untrained(specdecpp, target)
+    check(target, made(target, ("glide", "specdecpp", "falcon", "ctc_drafter")))
 
 
 def test_a_target_without_a_device_is_told_what_to_load(tmp_path):
@@ -235,9 +225,7 @@ def test_layers_may_differ_in_the_size_of_their_heads():
     check(target, {"glide": lambda decoding: glide.drafts(decoding, top)})
     more |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40}
     target = family("Gemma4", **more).float()
-    check(target, made(target, ("falcon", "ctc_drafter")))
-    with refused("of a kind that cannot be copied.* name a draft_model"):
-        untrained(specdecpp, target)
+    check(target, made(target, ("falcon", "ctc_drafter", "specdecpp")))
 
 
 def test_an_lm_head_may_be_kept_in_float32():
@@ -591,7 +579,7 @@ def test_a_stop_string_in_the_middle_of_accepted_tokens_ends_the_answer():
     def drafts(decoding):
         """All that the target would say, in one chain."""
         while not decoding.done:
-            left = plain[0, decoding.ids.shape[1] :][: decoding.room]
+            left = plain[0, decoding.ids.shape[1] :][: decoding.max_depth]
             yield common.Draft(left, list(range(-1, len(left) - 1)))
 
     stop = tokenizer.decode(plain[0, 8:10])
@@ -635,3 +623,18 @@ def test_an_automaton_is_never_asked_for_a_state_that_it_lacks(method):
         assert answer[0, -1] == 2
         if not sampled:
             assert torch.equal(answer, target.generate(IDS, **options))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_automaton_is_never_asked_about_a_text_that_has_ended(method):
+    """The end is the highest id here, as in Llama 3, so a trial would take it first."""
+    target = make_llama(vocab=40)
+    drafts, _ = make_drafts(method, target)
+    allowed = {(): [30, 31, 39], (30,): [20, 39], (31,): [21]}
+    allowed |= {(30, 20): [39], (31, 21): [39]}
+    options = GREEDY | {"eos_token_id": 39}
+    options["prefix_allowed_tokens_fn"] = lambda _, text: allowed[
+        tuple(text[5:].tolist())
+    ]
+    plain = target.generate(IDS, **options)
+    assert torch.equal(decode(target, drafts, **options), plain)

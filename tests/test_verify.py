@@ -730,7 +730,7 @@ def test_every_round_leaves_a_place_for_the_bonus_token_and_the_states_of_its_ro
         (draft_of([truth[4]], [-1]), 8),
     ):
         assert not decoding.done
-        assert decoding.room == 11 - (rows + 1) - 1
+        assert decoding.max_depth == 11 - (rows + 1) - 1
         torch.testing.assert_close(decoding.hidden, states[:, :rows])
         decoding.verify(draft)
     assert decoding.done

@@ -35,7 +35,7 @@ def cost_curve(target) -> dict:
             f"the cost curve needs a context of {CONTEXT + COUNTS[-1]} tokens, and the "
             f"target's is {context}: take another target"
         )
-    # Any tokens will do, because the time depends on their number alone.
+    # Any tokens will do, because the time depends only on their number.
     ids = torch.arange(CONTEXT + COUNTS[-1], device=target.device)[None]
     ids = ids % config.vocab_size
     cache = common.GrowingCache(config.num_hidden_layers)

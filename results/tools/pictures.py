@@ -89,9 +89,11 @@ def read_curve(path: Path) -> tuple[str, list[dict]]:
     rows = None
     try:
         rows = json.loads(path.read_text())
+        if isinstance(rows[0], list):  # the stages of a shipped drafter
+            rows = rows[-1]
         # alpha is None in a run without held-out conversations.
         ours = all(row["tokens"] >= 0 and (row["alpha"] or 0) >= 0 for row in rows)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, LookupError):
         ours = False
     if not (rows and ours):
         raise common.UserError(f"{path} is not a training curve of train.py")
@@ -218,9 +220,9 @@ def plot(results: list[dict], folder: Path) -> None:
     if arms:
         speedups(arms, folder)
     for key, draw in (("cost_curve", costs), ("sweep", stop_rules)):
-        found = [result[key] for result in results if result.get(key)]
-        if found:
-            draw(found[0], folder)
+        parts = [result[key] for result in results if result.get(key)]
+        if parts:
+            draw(parts[0], folder)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -126,7 +126,9 @@ def commit_one(decoding: common.Decoding, draft: common.Draft) -> None:
     logits, hidden = common.score(decoding.target, decoding.ids, empty, decoding.cache)
     if decoding.do_sample and len(draft.tokens):
         p_target = decoding.process(logits[0]).softmax(-1)
-        token = common.draw(p_target, [(int(draft.tokens[0]), draft.probs[0])])
+        token = common.rejection_sample(
+            p_target, [(int(draft.tokens[0]), draft.probs[0])]
+        )
         # Rule out all other tokens, so that `commit` draws this one.
         logits = torch.full_like(logits, float("-inf"))
         logits[0, token] = 0.0
@@ -156,15 +158,15 @@ def judge(each: Round, others: list[list[int]], answer: list[int]) -> None:
 
 
 def join(rounds: list[Round]) -> None:
-    """Let a draft go on as the next place's does, once its first token is accepted.
+    """Let a draft continue as the next place's does, once its first token is accepted.
 
     rounds: of all places of a sampled answer.
     """
-    # A draft whose first token is accepted stands where the next place's draft begins.
-    # There the two have drawn different tokens, from the same q_draft. But only the
-    # next place's was verified together with the answer: it was accepted, and is the
-    # answer's token, or it was rejected, and the answer's token came from the residual.
-    # So that draft is taken, and what is counted has the distribution of real rounds.
+    # A draft whose first token is accepted has come to the place where the next draft
+    # begins. There the two have sampled different tokens, from the same q_draft. But
+    # only the next place's was verified together with the answer: it was accepted, and
+    # is the answer's token, or it was rejected, and the answer's token came from the
+    # residual. With that draft, what is counted has the distribution of real rounds.
     for each, after in reversed(list(itertools.pairwise(rounds))):
         if each.agreed:
             for name in ("tokens", "confidence", "entropy"):
@@ -182,8 +184,8 @@ def record(chains, target, turn: dict) -> list[Round]:
     turn: arguments of target.generate, such as input_ids (1, T).
     """
     # Decoding advances by one token a round, so the drafter starts anew at each place.
-    # GLIDE then sees the target's rows up to there, while in a real round it lacks
-    # those of the draft tokens that were accepted. This makes little difference.
+    # GLIDE then sees the target's rows up to there. In a real round it does not see
+    # those of accepted draft tokens. This makes little difference.
     decoding = common.start(target, **turn)
     rounds = []
     others = []
@@ -323,17 +325,17 @@ def points(answers: list[list[Round]], rule) -> dict[str, tuple[float, float]]:
     return {str(s): tuple(row) for s, row in zip(settings, rates.tolist())}
 
 
-def times(answers: list[list[Round]], found: Tensor, cost: float) -> Tensor:
+def times(answers: list[list[Round]], counted: Tensor, cost: float) -> Tensor:
     """The time (n,) of each answer, in target forwards, by Eq. 2.2.
 
     Each is judged with the setting that is best on the other half of the answers (every
     second one), so that no setting is chosen on what it is judged on.
 
-    found: (S, n, 3), of `counts`.
+    counted: (S, n, 3), of `counts`.
     cost: t_draft / t_target.
     """
     tokens = torch.tensor([len(rounds) for rounds in answers])  # (n,)
-    n_target, n_discarded, _ = found.unbind(-1)  # (S, n)
+    n_target, n_discarded, _ = counted.unbind(-1)  # (S, n)
     rates = (n_target / tokens, n_discarded / tokens)
     taken = tokens / specdecpp.throughput(*rates, t_draft=cost, t_target=1.0)  # (S, n)
     odd = torch.arange(len(answers)) % 2 == 1
@@ -349,7 +351,7 @@ def faster(answers, ours: Tensor, theirs: Tensor, cost: float) -> tuple:
     cost: t_draft / t_target.
     """
     tokens = [len(rounds) for rounds in answers]
-    taken = [times(answers, found, cost).tolist() for found in (ours, theirs)]
+    taken = [times(answers, counted, cost).tolist() for counted in (ours, theirs)]
     return report.paired(*({"tokens": tokens, "seconds": each} for each in taken))
 
 
@@ -424,10 +426,10 @@ def sweep(arm, turns: list[dict], answers: list) -> dict:
     if not recorded:
         return {}
     t_draft, t_target, r2 = forward_times(answers)
-    found = {rule: points(recorded, rule) for rule in RULES}
+    counted = {rule: points(recorded, rule) for rule in RULES}
     if not has_head(arm):
-        del found["head"]
-    for settings in found.values():
+        del counted["head"]
+    for settings in counted.values():
         for setting, rates in settings.items():
             speed = specdecpp.throughput(*rates, t_draft, t_target)
             settings[setting] = [*rates, speed]
@@ -435,7 +437,7 @@ def sweep(arm, turns: list[dict], answers: list) -> dict:
     kept = []
     for answer, rounds in zip(answers, recorded):
         kept.append({"name": str(answer.question_id), **as_integers(rounds)})
-    return milliseconds | {"r2": r2, "points": found, "answers": kept}
+    return milliseconds | {"r2": r2, "points": counted, "answers": kept}
 
 
 def table(sweep: dict) -> list[str]:

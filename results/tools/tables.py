@@ -10,30 +10,29 @@ what is in it:
             some arms of a run, some of their figures, and figures to compare
     <!-- kinds: run.json; glide cape; tau -->
             a figure of some arms by the file of the prompts
-    <!-- curves: GLIDE: glide more; CAPE: cape; Falcon: falcon@1000 -->
-            training runs, stage after stage; falcon up to step 1000
+    <!-- curves: GLIDE: glide; Falcon: falcon -->
+            training curves, the sum of their stages
+    <!-- layers: 18 29 9 0 none -->
+            GLIDE's drafters by the target layer that they read, after 1000 steps
     <!-- taus: tau.json; GLIDE: glide; CAPE: cape -->
             tau of single drafters with a setting each
-    <!-- claims: GLIDE -->
-            a paper's claims (claims.py), whose last column is written by hand and kept;
-            "GLIDE; runs" what was compared; "all" how many claims have which verdict
-    <!-- runs: run.json more.json -->
-            where and how they were made
+    <!-- claims: CLAIM | PAPER | SEEN -->
+            claims of a paper, one a line (claims.py); the last column is written by
+            hand and kept
     <!-- command: run.json -->
             the command that makes such a run
     <!-- loops: run.json -->
             plain decoding in every way that we have
     <!-- batches: run.json more.json -->
             speedups of runs with several sequences at once
-    <!-- launches: launches.json -->
-            what a round asks of a GPU (launches.py)
     <!-- rules: two layers: rounds.json.gz; six layers: rounds_six.json.gz -->
             SpecDec++'s stop rules, replayed (results/tools/stop_rules.py)
-    <!-- heads: heads.json -->
-            SpecDec++'s heads, trained on cached states
+    <!-- heads: heads.json; D = 1; D = 5 -->
+            some of SpecDec++'s heads, trained on cached states
 """
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
@@ -47,6 +46,7 @@ import stop_rules  # noqa: E402
 
 import specdecpp  # noqa: E402
 from support.measuring import report  # noqa: E402
+from support.training import data  # noqa: E402
 
 FILES = (
     "README.md",
@@ -54,19 +54,18 @@ FILES = (
     "results/README.md",
     "results/claims.md",
     "results/runtimes.md",
-    "results/log/decoding.md",
-    "results/log/training.md",
+    "results/log.md",
     "checkpoints/README.md",
     "conversations/README.md",
     "support/README.md",
-    "support/programs.md",
+    "support/interop/README.md",
     "tests/README.md",
     "tests/assignment.md",
     "tests/solutions.md",
     "CONTRIBUTING.md",
 )
-KINDS = "table|kinds|curves|taus|claims|runs|command|loops|batches|launches|rules|heads"
-COMMENT = rf"<!-- ({KINDS}): ((?:(?!-->).)*) -->\n\n"
+KINDS = "table|kinds|curves|layers|taus|claims|command|loops|batches|rules|heads"
+COMMENT = rf"<!-- ({KINDS}):\s((?:(?!-->).)*)\s-->\n\n"
 TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 
 
@@ -83,49 +82,42 @@ def table(words: str) -> str:
     return report.markdown(heads, rows)
 
 
-def kinds(words: str) -> str:
-    """A figure of some arms, by the file of the prompts.
+def files_of_prompts(result: dict) -> list[str]:
+    """For each prompt of a run the file of prompts/ that it is from."""
+    paths = sorted((ROOT / "prompts").glob("*.jsonl"))
+    file_of = {
+        json.loads(line)["question_id"]: path.stem
+        for path in paths
+        for line in path.open()
+    }
+    prompts = data.read_prompts(paths, result["prompts"])
+    for answer in report.arms_of(result)["baseline"]["answers"]:
+        asked = prompts[answer["prompt"]]["question_id"]
+        assert answer.get("question_id", asked) == asked, "other prompts"
+    return [file_of[prompt["question_id"]] for prompt in prompts]
 
-    The figure is tau, or the share of accepted draft tokens.
-    """
-    file, names, figure = [part.strip() for part in words.split(";")]
-    result = claims.read(file)
+
+def kinds(words: str) -> str:
+    """Tau of some arms, by the file of the prompts."""
+    file, names = [part.strip() for part in words.split(";")]
     names = names.split()
-    of_prompt = [each["file"] for each in claims.kinds_of(result)]
+    of_prompt = files_of_prompts(claims.read(file))
     sums = {name: claims.arm_of(file, name).sums for name in names}
     rows = []
     for group in sorted(set(of_prompt)):
         chosen = [n for n, other in enumerate(of_prompt) if other == group]
-        row = [group, str(len(chosen))]
-        for name in names:
-            value = getattr(claims, figure)(sums[name][chosen].sum(0))
-            row.append(f"{float(value):.2f}")
-        rows.append(row)
+        taus = [float(claims.tau(sums[name][chosen].sum(0))) for name in names]
+        rows.append([group, str(len(chosen)), *map(report.cell, taus)])
     return report.markdown(["file", "prompts", *names], rows)
-
-
-def curve_end(name: str) -> dict:
-    """The last row of a curve, or with NAME@STEP the row of that step."""
-    name, _, step = name.partition("@")
-    rows = claims.read(f"curves/{name}.json")
-    return next(row for row in rows if str(row["step"]) == step) if step else rows[-1]
 
 
 def curves(words: str) -> str:
     """Runs that continued one another: sums, and the last one's loss and alphas."""
-    heads = [
-        "drafter",
-        "steps",
-        "token-steps",
-        "minutes",
-        "loss",
-        "held-out alpha",
-        "on answers",
-    ]
+    heads = ["drafter", "steps", "token-steps", "minutes", "loss", "held-out alpha"]
     rows = []
     for part in words.split(";"):
-        label, _, names = part.strip().partition(": ")
-        ends = [curve_end(name) for name in names.split()]
+        label, _, name = part.strip().partition(": ")
+        ends = [stage[-1] for stage in claims.read(f"curves/{name}.json")]
         last = ends[-1]
         rows.append(
             [
@@ -138,14 +130,23 @@ def curves(words: str) -> str:
                 report.cell(last.get("eval_alpha"), ".3f"),
             ]
         )
-    return report.markdown(heads, rows)
+    return report.markdown([*heads, "on answers"], rows)
+
+
+def layers(words: str) -> str:
+    """Alphas by the layer that GLIDE reads, from the lowest seed to the highest."""
+    rows = []
+    for layer in words.split():
+        seeds = claims.read("curves/glide_layers.json")[layer]
+        ends = [row for curve in seeds for row in curve if row["step"] == 1000]
+        alphas = [sorted(end[name] for end in ends) for name in ("alpha", "eval_alpha")]
+        cells = [report.cell([each[0], each[-1]], ".3f") for each in alphas]
+        rows.append([layer, str(len(seeds)), *cells])
+    return report.markdown(["layer", "seeds", "held-out alpha", "on answers"], rows)
 
 
 def taus(words: str) -> str:
     """Tau of drafters, and its ratio to that of the first one on the same prompts."""
-
-    def over_first(ours, theirs):
-        return claims.tau(ours) / claims.tau(theirs)
 
     file, *parts = [part.strip() for part in words.split(";")]
     rows = []
@@ -154,33 +155,12 @@ def taus(words: str) -> str:
         label, _, name = part.partition(": ")
         arm = claims.arm_of(file, name)
         first = first or arm
-        ratio, *ends = claims.bootstrap(over_first, arm.sums, first.sums)
+        ratio, *ends = claims.bootstrap(claims.ratio_of_taus, arm.sums, first.sums)
         own = float(claims.tau(arm.sums.sum(0)))
         figures = [f"{arm.steps / 1e6:.2f}M", f"{arm.nodes:.1f}", f"{own:.2f}"]
         rows.append([label, *figures, f"{ratio:.2f}", report.cell(ends)])
     heads = ["drafter", "token-steps", "nodes a round", "tau", "ratio to the first"]
     return report.markdown([*heads, "95%"], rows)
-
-
-def runs(words: str) -> str:
-    """Where, when and how some results were made."""
-    heads = ["run", "device", "kernels", "prompts", "tokens a turn", "temperature"]
-    rows = []
-    for file in words.split():
-        result = claims.read(file)
-        asked = result["prompts"] or None
-        rows.append(
-            [
-                f"[{Path(file).stem}]({file})",
-                result["device"],
-                ", ".join(dict.fromkeys(result.get("kernels") or [])) or None,
-                asked,
-                result["max_new_tokens"] if asked else None,
-                f"{result['temperature']:g}" if asked else None,
-                result["commit"],
-            ]
-        )
-    return report.markdown([*heads, "commit"], rows)
 
 
 def command(file: str) -> str:
@@ -196,7 +176,7 @@ def command(file: str) -> str:
 
 def loops(file: str) -> str:
     """Plain decoding: stock transformers, on the packed target, and our own loop."""
-    found = report.arms_of(claims.read(file))["baseline"]["loops"]
+    speeds = report.arms_of(claims.read(file))["baseline"]["loops"]
     columns = ("tokens_per_s", "vs_stock", "vs_stock_ci")
     rows = [
         [
@@ -206,7 +186,7 @@ def loops(file: str) -> str:
                 for column in columns
             ),
         ]
-        for name, each in found.items()
+        for name, each in speeds.items()
     ]
     return report.markdown(["loop", *(report.COLUMNS[c][0] for c in columns)], rows)
 
@@ -226,82 +206,35 @@ def batches(words: str) -> str:
     return report.markdown(["sequences", *arms], rows)
 
 
-def launches(file: str) -> str:
-    """What a round of each method asks of a GPU, and of plain decoding."""
-    heads = [
-        "method",
-        "launches",
-        "of them drafting",
-        "x plain",
-        "to the CPU",
-        "to the GPU",
-    ]
-    methods = claims.read(file)["sums"]
-    plain = methods["plain"]["launches"] / methods["plain"]["rounds"]
-    rows = []
-    for name, sums in methods.items():
-        each = {what: count / sums["rounds"] for what, count in sums.items()}
-        rows.append(
-            [
-                name,
-                report.cell(each["launches"], ".0f"),
-                report.cell(each["drafting"], ".0f"),
-                report.cell(each["launches"] / plain),
-                report.cell(each["to_host"], ".1f"),
-                report.cell(each["to_device"], ".1f"),
-            ]
-        )
-    return report.markdown(heads, rows)
-
-
 COSTS = (0.1, 0.209)  # of a pass in forwards: of this CPU, and of the paper's models
 
 
 def rules(words: str) -> str:
-    """How many times as fast one stop rule is as another, for each cost of a pass."""
-    judges = {
-        "head": lambda each: each.accepts[0],
-        "confidence": lambda each: each.confidence[0],
-        "entropy": lambda each: -each.entropy[0],
-    }
-    product, settings = stop_rules.RULES["product"]
-    others = {
-        "plain decoding": (lambda each, _: 0, (None,)),
-        "product, one token late": (lambda each, h: 1 + product(each, h), settings),
-    }
-    pairs = [("K", "plain decoding"), ("head", "K"), ("product", "K")]
-    pairs += [("head", "product"), ("product, one token late", "K")]
-    pairs += [(rule, "K") for rule in ("confidence", "entropy", "oracle")]
+    """How many times as fast stop rules are as the best K, for each cost of a pass."""
+    names = ("head", "product", "confidence", "oracle")
     rows = []
     for part in words.split(";"):
         label, _, file = part.strip().partition(": ")
         answers = stop_rules.read(claims.RESULTS / file)
-        found = {rule: stop_rules.counts(answers, rule) for rule in stop_rules.RULES}
-        found |= {
-            name: stop_rules.counts(answers, rule) for name, rule in others.items()
-        }
-        for ours, theirs in pairs:
-            if ours == "head" and not answers[0][0].accepts:
-                continue  # none was trained
-            row = [label, f"{ours} / {theirs}"]
-            for cost in COSTS:
+        counts = {rule: stop_rules.counts(answers, rule) for rule in ("K", *names)}
+        for cost in COSTS:
+            row = [label, f"{cost:g}"]
+            for name in names:
                 value, ends = stop_rules.faster(
-                    answers, found[ours], found[theirs], cost
+                    answers, counts[name], counts["K"], cost
                 )
-                row += [report.cell(value, ".3f"), report.cell(ends, ".3f")]
-            score = stop_rules.auc(answers, judges[ours]) if ours in judges else None
-            rows.append([*row, report.cell(None if theirs == "product" else score)])
-    heads = ["drafts", "rules"]
-    for cost in COSTS:
-        heads += [f"c = {cost:g}", "95%"]
-    return report.markdown([*heads, "AUC"], rows)
+                row.append(claims.interval(value, *ends, ".3f"))
+            rows.append(row)
+    return report.markdown(["drafts", "c", *names], rows)
 
 
-def trained_heads(file: str) -> str:
+def trained_heads(words: str) -> str:
     """SpecDec++'s heads: how well they predict, and what they gain over a fixed K."""
     columns = ("loss", "constant", "auc", "auc_confidence", "auc_prompts")
     rows = []
-    for head in claims.read(file)["heads"]:
+    file, *labels = [part.strip() for part in words.split(";")]
+    heads = {head["label"]: head for head in claims.read(file)["heads"]}
+    for head in map(heads.get, labels):
         cells = [report.cell(head[name], ".3f") for name in columns]
         value, *ends = head["over_K_0.1"]
         gain = [report.cell(value, ".3f"), report.cell(ends, ".3f")]
@@ -311,25 +244,24 @@ def trained_heads(file: str) -> str:
 
 
 def written(text: str) -> str:
-    """A README with its tables made anew."""
+    """A README with its tables written anew."""
     makers = {
         "table": table,
         "kinds": kinds,
         "curves": curves,
+        "layers": layers,
         "taus": taus,
-        "runs": runs,
         "command": command,
         "loops": loops,
         "batches": batches,
-        "launches": launches,
         "rules": rules,
         "heads": trained_heads,
     }
 
     def anew(match):
         comment, kind, words, old = match.groups()
-        made = claims.table(words, old) if kind == "claims" else makers[kind](words)
-        return f"{comment}{made}\n\n"
+        new = claims.table(words, old) if kind == "claims" else makers[kind](words)
+        return f"{comment}{new}\n\n"
 
     return TABLE.sub(anew, text)
 
@@ -337,12 +269,12 @@ def written(text: str) -> str:
 def rule_points() -> dict:
     """Rates and speed of each stop rule and setting, on this CPU's cost of a pass."""
     answers = stop_rules.read(claims.RESULTS / "rounds_greedy.json.gz")
-    found = {rule: stop_rules.points(answers, rule) for rule in stop_rules.RULES}
-    for settings in found.values():
+    points = {rule: stop_rules.points(answers, rule) for rule in stop_rules.RULES}
+    for settings in points.values():
         for setting, rates in settings.items():
             speed = specdecpp.throughput(*rates, t_draft=COSTS[0], t_target=1.0)
             settings[setting] = [*rates, speed]
-    return found
+    return points
 
 
 LAST_STAGE = ("glide", "specdecpp", "falcon", "ctc_drafter")  # of curves.svg
@@ -352,7 +284,7 @@ def draw() -> None:
     """The pictures of results/README.md and checkpoints/README.md."""
     folder = claims.RESULTS / "pictures"
     pictures.check(folder)
-    arms = report.arms_of(claims.read("cpu_main.json"))
+    arms = dict(report.arms_of(claims.read("cpu_main.json")))
     del arms["baseline"]
     pictures.speedups(arms, folder)
     pictures.costs(claims.read("cpu_cost.json")["cost_curve"], folder)

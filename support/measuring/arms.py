@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import common
 from common import UserError
-from support import cli, export, packed
+from support import cli, packed
 from support.cli import PEERS
+from support.interop import export
 from support.rivals import lookup
 
 FORM = "[BASE+]NAME[:SETTINGS][+copies][@DIR]"

@@ -34,7 +34,7 @@ def options(description: str) -> cli.OneLineParser:
     parser = cli.OneLineParser(description=description)
 
     add = parser.add_argument_group("what to decode, and how").add_argument
-    names = ", ".join((*cli.METHODS, *cli.RIVALS, *cli.MADE_WITH, *cli.PEERS))
+    names = ", ".join((*cli.METHODS, *cli.RIVALS, *cli.PEERS))
     add(
         "--method",
         nargs="+",

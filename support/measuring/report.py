@@ -356,7 +356,8 @@ def processor() -> str:
 
 def commit() -> str | None:
     """The measured commit, "-dirty" if edited; None outside git."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    folder = str(Path(__file__).parent)
+    git = ["git", "-C", folder, "describe", "--always", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run(git, capture_output=True, text=True)
     except OSError:  # no git

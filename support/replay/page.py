@@ -66,7 +66,7 @@ def record(target, drafts, encoded: dict, options: dict, text) -> list[dict]:
                 "notes": shown_notes(draft.notes, text),
                 "path": path,
                 "committed": [text(token) for token in committed],
-                "room": before.room,
+                "room": before.max_depth,
                 "seconds": {phase: drafted - begin, "verify": verified - drafted},
             }
         )

@@ -119,5 +119,5 @@ def drafts(decoding, drafter, **changes):
     config = common.changed(Config(), changes)
     memory = glide.Memory(drafter, decoding.target)
     while not decoding.done:
-        depth = min(config.gamma, decoding.room)
+        depth = min(config.gamma, decoding.max_depth)
         yield propose(drafter, decoding, memory, depth, config.width)

@@ -57,10 +57,10 @@ class Lookup:
                 return list(itertools.islice(itertools.cycle(found), length))
         return []
 
-    def merge(self, draft: common.Draft, input_ids: Tensor, room: int, eos_ids=()):
+    def merge(self, draft: common.Draft, input_ids: Tensor, max_depth: int, eos_ids=()):
         """A Draft that also holds a copy; nodes that both have are shared.
 
-        The copy holds at most `room` tokens and ends with the first one of `eos_ids`.
+        The copy holds at most `max_depth` tokens and ends with the first of `eos_ids`.
         Its new nodes come last; they were not sampled. The notes count them, as in
         {"copied": n}. Where there are none, the draft is returned as it is.
         """
@@ -68,7 +68,7 @@ class Lookup:
         tokens = []  # of the new nodes
         parents = list(draft.parents)
         node = -1
-        for token in self.find(input_ids)[:room]:
+        for token in self.find(input_ids)[:max_depth]:
             if (node, token) in child:
                 node = child[node, token]
             else:
@@ -94,7 +94,7 @@ def with_copies(drafts, decoding, most: int = 16):
     """
     lookup = Lookup(most)
     for draft in drafts:
-        yield lookup.merge(draft, decoding.ids, decoding.room, decoding.eos_ids)
+        yield lookup.merge(draft, decoding.ids, decoding.max_depth, decoding.eos_ids)
 
 
 def drafts(decoding, **changes):
@@ -106,4 +106,4 @@ def drafts(decoding, **changes):
     lookup = Lookup(config.most)
     while not decoding.done:
         nothing = common.chain([], decoding.ids)
-        yield lookup.merge(nothing, decoding.ids, decoding.room, decoding.eos_ids)
+        yield lookup.merge(nothing, decoding.ids, decoding.max_depth, decoding.eos_ids)

@@ -8,10 +8,9 @@ All heads read the same row, and each predicts its token without knowing the oth
 
 The combinations of their tokens with the greatest products of probabilities form a
 tree. Label windows, ranking and tree are those of ctc_drafter.py, so that the two
-differ in the drafter and its loss alone.
+differ only in the drafter and its loss.
 
 Deviations from the paper and what the authors' code does: at the end of this file.
-
 Licence: Apache-2.0.
 """
 
@@ -35,10 +34,13 @@ class Config:
     anchors: int = option(64, "places to train at, per sequence")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     own_heads: bool = option(
-        False, "no norms, and LM heads of their own (filled in by support.authors)"
+        False,
+        "no norms, and LM heads of their own (filled in by support.interop.authors)",
     )
     symbols: int = option(10, "likeliest tokens tried per head", decode=True)
-    nodes: int = option(10, "most nodes in the tree", decode=True)
+    nodes: int = option(
+        5, "at most this many nodes (the authors' code: 63)", decode=True
+    )
 
     transform = "none"  # no field: for ctc_drafter.make_tree, as heads have no blank
 
@@ -151,6 +153,7 @@ def run_heads(drafter: Drafter, decoding, head: nn.Module) -> Tensor:
     return read_out(drafter, states, head).log_softmax(-1)
 
 
+@common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
@@ -163,7 +166,7 @@ def drafts(decoding, drafter: Drafter, **changes):
     head = common.draft_head(decoding.target, vocab_ids)  # D -> Vd
     while not decoding.done:
         # As in ctc_drafter.propose.
-        if decoding.hidden.shape[1] == 0 or decoding.room == 0:
+        if decoding.hidden.shape[1] == 0 or decoding.max_depth == 0:
             yield common.chain([], decoding.ids)
             continue
         log_q = run_heads(drafter, decoding, head)
@@ -172,24 +175,19 @@ def drafts(decoding, drafter: Drafter, **changes):
 
 
 # --------------------------------- deviations from the paper, and the authors' code
-
-# Deviations from the paper:
-#     1. Heads read h_i and the next token, normalised and fused by a linear layer; the
-#        paper's read h_i alone. Our heads' outputs are normalised before the LM head.
-#     2. They share the target's LM head; in the paper each trains a copy of it.
-#     3. Heads start at random. In the paper they start as the identity.
-#     4. The loss has the paper's weights, 0.8^j, but its labels are the target's argmax
-#        over frequent tokens. The paper's are the data's tokens.
-#     5. The tree's shape changes every round; the paper's is fixed.
-#     6. Verification is lossless; the paper's typical acceptance is not. When sampling,
-#        the first token is drawn, as in ctc_drafter.py.
 #
-# What the authors' code does:
-#     - train_legacy.py also shares the target's LM head, and sums the heads' losses
-#       without weights. The fork of axolotl that its README names for training does as
-#       the paper says in both.
-#     - A head's linear layer starts with its weight at zero, but not its bias. So it
-#       adds SiLU of a random vector, and is not quite the identity.
-#     - Candidates are padded with token 0. After a leaf, the padding counts as accepted
-#       if token 0 is what the target says there, and what follows it is then judged by
-#       the tree's last node.
+# Deviations from the paper:
+#  1. Heads read h_i and the next token, fused by a linear layer; the paper's read h_i.
+#  2. Inputs and outputs are normalised, and the LM head is the target's; in the paper
+#     each head trains a copy of it.
+#  3. Heads start at random. In the paper they start as the identity.
+#  4. Labels are the target's argmax over frequent tokens. The paper's are the data's.
+#  5. The tree's shape changes every round; the paper's is fixed.
+#  6. Verification is lossless; the paper's typical acceptance is not. When sampling,
+#     the first token is sampled, as in ctc_drafter.py.
+#
+# Authors' code:
+#  - train_legacy.py shares the target's LM head and sums the losses without weights.
+#  - A head's weight starts at zero, but its bias does not: not quite the identity.
+#  - Candidates are padded with token 0. After a leaf, the padding counts as accepted if
+#    the target says token 0 there, and the tree's last node judges what follows.

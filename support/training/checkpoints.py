@@ -125,7 +125,8 @@ def read(out: Path, module, identity: dict, overrides: dict) -> dict:
     path = out / "training_state.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        module.Config(**state["config"])  # fails if a version had other fields
+        # Fails if a version had other fields. A Config may complete what it is given.
+        config = vars(module.Config(**state["config"] | overrides))
         begun = state["config"] | state["identity"]
         state["progress"] = Run(**state["progress"])
     except Exception as error:  # torch raises many kinds on a damaged file
@@ -135,7 +136,7 @@ def read(out: Path, module, identity: dict, overrides: dict) -> dict:
             "another --out"
         ) from error
     free = common.decode_fields(module.Config)
-    trained = {name: value for name, value in overrides.items() if name not in free}
+    trained = {name: config[name] for name in overrides if name not in free}
     for name, value in (identity | trained).items():
         if value != begun.get(name):
             option = "--" + name.replace("_", "-")

@@ -44,7 +44,7 @@ def decode(method: str) -> dict:
 
     def drafts(decoding):
         own = owner.drafts(decoding, *given)
-        return module.drafts(own, decoding) if "chains" in takes else own
+        return module.drafts(own) if "chains" in takes else own
 
     ids = tokenizer("w1 w2 w3 w1 w2", return_tensors="pt")["input_ids"]
     options = {"max_new_tokens": 20, "do_sample": False}

@@ -19,8 +19,11 @@ a window is one position too long
 - reach = sees & (query - key < window
 + reach = sees & (query - key <= window
 a target that has changed is not tried again
-- _TRIED[target].state != state
-+ False
+- if _TRIED.get(target) != state:
++ if target not in _TRIED:
+a trial writes in the target's own config
+- value = copy.deepcopy(value, memo)
++ pass
 a trial takes a fault for rounding
 - tolerance = 0.15 if half else 2e-3
 + tolerance = 2.0
@@ -33,18 +36,21 @@ the state of a processor is not compared
 a processor is not asked again after a longer text
 - ((0, 2), (2, 3), (1, 4), (4, 5))
 + ((2, 3), (4, 5))
-a window that only the cache has is not noticed
-- if unread and max_length
-+ if False and max_length
+a window that the model does not read is not noticed
+- decoder_config(model).sliding_window = 3
++ pass
+a processor is asked about a text that has ended
+- allowed[:, list(decoding.eos_ids)] = float("-inf")
++ pass
 the first rows are kept, not the accepted ones
 - self.cache.move(prefix + rows, prefix)
 + pass
 rejected rows stay in the cache
 - self.cache.cut(prefix + len(kept))
 + pass
-a cache that doubles loses its newest row
-- F.pad(x[:, :, :old], spare)
-+ F.pad(x[:, :, : old - 1], (0, 0, 0, spare[-1] + 1))
+a cache that grows loses its newest row
+- F.pad(buffer[..., :length, :], (0, 0, 0, end + spare - length))
++ F.pad(buffer[..., : length - 1, :], (0, 0, 0, end + spare - length + 1))
 a drafter keeps the rows of rejected tokens
 - agreed = int(same.cumprod(0).sum())
 + agreed = end
@@ -67,8 +73,8 @@ hidden states of rejected nodes
 - hidden = hidden[rows]
 + pass
 sampling: tokens are tried that are no children
-- drawn.setdefault(parent, []).append((token
-+ drawn.setdefault(-1, []).append((token
+- sampled.setdefault(parent, []).append((token
++ sampled.setdefault(-1, []).append((token
 every sibling is tried with the first one's probabilities
 - []).append((token, q_draft))
 + []).append((token, self.probs[self.parents.index(parent)]))
@@ -90,9 +96,9 @@ sampling: no residual
 a draw of 0 takes the first token, even one of probability 0
 - uniform * sums[..., -1:], right=True)
 + uniform * sums[..., -1:])
-drafters get the last hidden state of a round only
-- self.hidden = hidden[None, : len(kept)]
-+ self.hidden = hidden[None, len(kept) - 1 : len(kept)]
+the hidden states of a round take the place of older ones
+- self.buffer = appended(self.buffer, prefix, hidden[None, : len(kept)])
++ self.buffer = appended(self.buffer, max(0, prefix - 1), hidden[None, : len(kept)])
 no place is left for the bonus token
 - max_length - self.ids.shape[1] - 1
 + max_length - self.ids.shape[1]
@@ -112,14 +118,35 @@ queries turn the other way than keys
 - rotated = rotated * cos + rotate_half(rotated) * sin
 + rotated = rotated * cos - rotate_half(rotated) * sin
 Mistral is decoded beyond its window
-- meanings += [["sliding_attention"], sorted(set(named))]
-+ meanings += [sorted(set(named))]
-a quantised head gives the logits of all tokens
-- return logits if token_ids is None else logits[..., token_ids]
-+ return logits
-a quantised head is converted together with a drafter
-- self.given = target, token_ids
-+ self.target, self.given = target, (target, token_ids)
+- return ["sliding_attention" if window else "full_attention"]
++ return ["full_attention"]
+a head that is quantised is read as if it were not
+- if isinstance(head, nn.Linear) and is_plain_weight(head.weight):
++ if True:
+a target without some of its weights is random there
+- if missing:  # transformers
++ if False:  # transformers
+a renewed drafter sees a token more
+- first = decoding.ids.shape[1] - window
++ first = decoding.ids.shape[1] - window - 1
+a renewed drafter reads the rows of the whole text
+- return keys[:, :, self.first :], values[:, :, self.first :]
++ return keys, values
+a window is never renewed
+- return self.decoding.done or self.decoding.ids.shape[1] > self.end
++ return self.decoding.done
+rows behind an edit are kept
+- self.cached = int(same.cumprod(0).sum())  # leading
++ self.cached = int(same.sum())  # leading
+rows of an interrupted round are kept
+- self.cache.cut(self.cached)
++ pass
+a cache is taken over twice
+- after.cache = after.buffer = None
++ pass
+rows of a target that has changed are kept
+- if after.state != self.state or changing_rope
++ if changing_rope
 the loss of a router is computed while decoding
 - options["output_router_logits"] = False
 + options["output_router_logits"] = True
@@ -147,12 +174,16 @@ of a long prompt only the end is fed
 without distillation the drafter learns its input
 - tokens = batch.input_ids[:, 1:][batch.loss_mask[:, 1:]]
 + tokens = batch.input_ids[:, :-1][batch.loss_mask[:, 1:]]
-the target's expected logit counts half
-- teacher.expected_logit(states)
-+ teacher.expected_logit(states / 2)
+learned distributions are those of twice the temperature
+- common.target_logits(target, hidden, vocab_ids).softmax(-1)
++ (common.target_logits(target, hidden, vocab_ids) / 2).softmax(-1)
 """
 
 CAPE = r"""
+extras count as sampled
+- return common.Draft(tokens, parents, q_draft, trajectory.notes | notes)
++ q_all = q_draft[[p + 1 for p in parents]]
++ return common.Draft(tokens, parents, q_all, trajectory.notes | notes)
 a range does not hold its upper bound
 - bisect.bisect_left(config.bounds, confidence)
 + bisect.bisect_right(config.bounds, confidence)
@@ -165,15 +196,6 @@ a set holds the trajectory's token
 extras claim to be sampled
 - return common.Draft(tokens, parents, q_draft, trajectory
 + return common.Draft(tokens, parents, q_draft[[0] * len(tokens)], trajectory
-extras are drawn with replacement
-- others.scatter_(1, drawn[:, n : n + 1], 0.0)
-+ pass
-what drawn extras come with is not divided by its sum
-- left[:, n] = others / others.sum(1, keepdim=True)
-+ left[:, n] = others
-the likeliest tokens are submitted as drawn
-- drawn[:, n : n + 1] = common.sample(left[:, n])
-+ drawn[:, n : n + 1] = left[:, n].argmax(-1, keepdim=True)
 tokens of probability 0 are extras
 - torch.minimum(possible.new_tensor(counts), possible)[:, None]
 + possible.new_tensor(counts)[:, None]
@@ -197,8 +219,11 @@ e_0 is judged as well
 - if i > 1:
 + if i > 0:
 labels exceed 1
-- q_draft.gather(1, choice)).clamp(max=1)
-+ q_draft.gather(1, choice))
+- accept_prob[:, 0].clamp(max=1)
++ accept_prob[:, 0]
+Y is likelier than it says
+- choice = common.sample(q_draft)
++ choice = q_draft.argmax(-1, keepdim=True)
 Z exchanges the shares of X and Y
 - (uniform >= keep)
 + (uniform < keep)
@@ -206,14 +231,14 @@ labels belong to other tokens
 - return hidden, accept_prob[among]
 + return hidden, accept_prob[: len(hidden)]
 the first layers are copied, not the chosen ones
-- layer.load_state_dict(getattr(theirs, key)[index].state_dict())
-+ pass
-a list by layer is that of the first layers
-- model[name] = [value[layer] for layer in layers]
-+ model[name] = value[: len(layers)]
+- [theirs[layer] for layer in layers]
++ theirs
+tokens after a rejection see those after them
+- mask = mask.tril(read)[None, None]
++ mask = mask[None, None]
 a causal LM is believed
-- right = apart < 0.05 * logits.abs().max()
-+ right = True
+- common.check_target(lm)
++ pass
 w_rej is ignored
 - weight_rej = drafter.config.w_rej * (1 - accept_prob)
 + weight_rej = 1 - accept_prob
@@ -227,26 +252,56 @@ a slot learns the state before its label
 - labels=F.pad(hidden, (0, 0, 0, k))[:, k:-1]
 + labels=F.pad(hidden, (0, 0, 0, k))[:, k - 1 : -2]
 as many labels are revealed as there are slots, not misses
-- count = round(rate * int(wrong[sequence].sum()))
-+ count = round(rate * learns.shape[1])
+- number = (rate * wrong.sum(1, keepdim=True)).round()
++ number = round(rate * learns.shape[1])
+runs are cut short in the order of the text
+- order = torch.rand_like(block, dtype=torch.float32)
++ order = block.argsort() / block.numel()
+a run may have the last slot of its block
+- length = torch.randint_like(block, 1, k)
++ length = torch.randint_like(block, 1, k + 1)
+a run may begin in a block that is not complete or does not learn
+- in_run = (learning == k) & (
++ in_run = (learning > 0) & (
 the tokens of labels are revealed, and not their hidden states
 - hidden=torch.where(revealed[..., None], slots.labels, slots.hidden),
 + hidden=slots.hidden,
-the noise is made of the numbers that chose what is revealed
-- common.generator(own_seed, use=1)
-+ common.generator(own_seed)
+all noise is positive
+- .uniform_(-amplitude, amplitude)
++ .uniform_(0, amplitude)
+the second pass of CSGD has other blocks
+- return slots._replace(
++ return slots._replace(phase=0 * slots.phase,
+all texts have blocks of one phase
+- phase=torch.randint(k, hidden.shape[:1], device=hidden.device),
++ phase=torch.zeros_like(hidden[:, 0, 0]).long(),
 slots learn the label that they hold
 - learns=slots.learns & ~revealed
 + learns=slots.learns
 soft and hard losses exchange their weights
 - l_dist = 0.9 * l_soft + 0.1 * l_hard
 + l_dist = 0.1 * l_soft + 0.9 * l_hard
+the divergence is that of the drafter from the target
+- l_soft = F.kl_div(log_q, p_target, reduction="sum")
++ l_soft = F.kl_div(p_target.log(), log_q.exp(), reduction="sum")
+the regression is not divided by the width
+- l_reg = l_reg / labels.shape[-1]
++ l_reg = l_reg
 each branch of a later pass continues the first one
-- continued = tensor([branch[node_of[tip]] for tip in tips])
-+ continued = tensor([0 for tip in tips])
+- continued = list(parents.values())
++ continued = [0 for tip in parents]
 each branch is fed the first tokens on its path, not the last ones
-- ends = range(start - k + 1, start + 1)
-+ ends = range(1, k + 1)
+- fed = [texts[tip][-k:] for tip in parents]
++ fed = [texts[tip][:k] for tip in parents]
+each node has the children of the first branch
+- parents = {tip: branch for branch, tip in enumerate(parents)}
++ parents = {tip: 0 for tip in parents}
+all levels are drafted by the first slot
+- likeliest(logits[:, slot], 
++ likeliest(logits[:, 0], 
+a slot is fed the token of its hidden state, not the next one
+- token_ids = decoding.ids[:, self.slots_read + 1 :]
++ token_ids = decoding.ids[:, self.slots_read : -1]
 drafting is plain causal
 - mask = block[start:end, None] >= block[:end]
 + mask = positions[start:end, None] >= positions[:end]
@@ -268,18 +323,15 @@ a sibling may hold the token of an earlier one
 a sibling may hold a token that a logits processor forces again
 - if picked is None or picked[1][taken].any():
 + if picked is None:
-drawn nodes get each other's probabilities
-- torch.stack(list(probs.values()))
-+ torch.stack(list(probs.values())[::-1])
-nodes below an end of the answer are drawn
-- if int(token) not in decoding.eos_ids:
-+ if True:
+sampled nodes get each other's probabilities
+- torch.stack(list(q.values()))
++ torch.stack(list(q.values())[::-1])
+nodes below an end of the answer are drafted
+- if path in tree and token not in decoding.eos_ids:
++ if path in tree:
 the tree continues beyond the last token that may be written
-- count = sum(depth <= decoding.room for depth in plan.depths)
-+ count = len(plan.depths)
-drawn nodes go on beyond the last token that may be written
-- if above is None or len(above) >= decoding.room:
-+ if above is None:
+- for depth in range(decoding.max_depth):
++ for depth in range(decoding.max_depth + 1):
 """
 
 CTC_DRAFTER = r"""
@@ -302,10 +354,16 @@ the first token needs only one blank before it
 - log_q[:, :-1, -1].cumsum(-1)
 + log_q[:, :-1, -1]
 windows begin with the newest token
-- F.pad(y[:, 2:], (0, U), value=-1)
-+ F.pad(y[:, 1:-1], (0, U), value=-1)
+- F.pad(y[:, 1:], (0, U - 1), value=-1)
++ F.pad(y[:, :-1], (0, U - 1), value=-1)
+anchors are those of the first rows
+- order = torch.rand_like(whole, dtype=torch.float32)
++ order = torch.arange(whole.shape[1]).flip(0).expand(whole.shape).float()
+the oldest states are read in every round, not the new ones
+- decoding.hidden[:, read:]
++ decoding.hidden[:, : decoding.ids.shape[1] - 1 - read]
 the slots of earlier rounds stay in the cache
-- memory.cache.cut(read)
+- memory.cache.cut(read + n)
 + pass
 a sequence has the probability of its unlikeliest alignment
 - ranked.setdefault(sequence, -minus_q)
@@ -314,8 +372,8 @@ a blank is drafted where nothing is merged
 - for *pairs, _ in choices:
 + for pairs in choices:
 drafts continue after an end
-- (sequence[-1] in eos_ids or len(sequence) >= room)
-+ len(sequence) >= room
+- (sequence[-1] in eos_ids or len(sequence) >= max_depth)
++ len(sequence) >= max_depth
 probabilities that are too small for a float have no gradient
 - drafter.logits(states, head).log_softmax(-1)
 + drafter.logits(states, head).softmax(-1).log()
@@ -335,8 +393,11 @@ the drawn token is submitted only if it is likely
 
 TRAIN = r"""
 all processes take the same micro-batches
-- parts[accelerator.process_index :: processes]
-+ parts[::processes]
+- list(chosen.split(size))[accelerator.process_index :: processes]
++ list(chosen.split(size))[::processes]
+every step has the same random numbers
+- number = seed * 1_000_003 + step
++ number = seed * 1_000_003
 the gradient is divided by the number of micro-batches
 - loss.backward()  #
 + accelerator.backward(loss)  #
@@ -362,8 +423,8 @@ a resumed run forgets the state of its optimizer
 - optimizer.load_state_dict(state["optimizer"])
 + pass
 a resumed run begins with the first batches again
-- args.seed, run.step)
-+ args.seed, 0)
+- data.batch_order(lengths, args.batch_size, args.seed, run.step)
++ data.batch_order(lengths, args.batch_size, args.seed, 0)
 the minutes of earlier sittings do not count
 - begin = time.monotonic() - run.seconds
 + begin = time.monotonic()
@@ -382,12 +443,6 @@ the drafter is measured as it is in training
 """
 
 PACKED = r"""
-a mask with gaps is read as if it had none
-- if len(own) and int(own[-1]) >= end:
-+ if False:
-a token that sees a window reads the rows before it as well
-- (min(int(x[0]), shared), x[x >= shared])
-+ (0, x[x >= shared])
 an input that was written into is taken for the same
 - if input is not x or its_version != version:
 + if input is not x:

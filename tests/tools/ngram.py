@@ -45,7 +45,7 @@ def drafts(decoding, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next."""
     config = common.changed(Config(), changes)
     while not decoding.done:
-        depth = min(config.gamma, decoding.room)
+        depth = min(config.gamma, decoding.max_depth)
         tokens = propose(decoding.ids[0].tolist(), depth)
         yield common.Draft(
             decoding.ids.new_tensor(tokens), list(range(-1, len(tokens) - 1))

@@ -1,22 +1,21 @@
 """Write a drafter and its code as a folder that transformers decodes with.
 
-    python -m support.export falcon checkpoints/falcon OUT
-    python -m support.export falcon checkpoints/falcon OUT --target your/model
+    python -m support.interop.export falcon checkpoints/falcon OUT
+    python -m support.interop.export falcon checkpoints/falcon OUT --target your/model
 
 The first writes the drafter alone, for programs that have the target. The second also
 writes the target: whoever loads OUT with trust_remote_code=True decodes with drafts.
 Both may be uploaded to the hub. OUT/custom_generate has relative imports, so it also
 works as a part of a package.
 
-    python -m support.export specdecpp checkpoints/specdecpp OUT --engine
-    python -m support.export eagle runs/eagle OUT --engine
+    python -m support.interop.export specdecpp checkpoints/specdecpp OUT --engine
+    python -m support.interop.export eagle runs/eagle OUT --engine
 
 These write what other engines read, for the target that the drafter was made for
 (--target, without which it is the default one). SpecDec++'s draft model becomes an
 ordinary causal LM with two layers and the target's tokenizer: for transformers'
 assistant_model=, for vLLM and SGLang as a draft model, and for llama.cpp's converter.
-It drafts without the head. EAGLE's drafter becomes a folder in EAGLE's own format, if
-it has no norms and no bias (train.py --no-norms --no-bias).
+It drafts without the head. EAGLE's drafter becomes a folder in EAGLE's own format.
 """
 
 import copy
@@ -28,14 +27,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import common
 from support import cli, default_target, files
-from support.authors import check_rotation
+from support.interop.authors import check_rotation
 
 # It runs from a cache of transformers and does not learn which folder it came from.
-GENERATE = '''"""`generate` with drafts of {method}.py; support/export.py wrote this."""
+GENERATE = '''"""`generate` with drafts of {method}.py; written by its export.py."""
 
 import weakref
 from pathlib import Path
@@ -136,14 +135,26 @@ def causal_lm(drafter, target):
 
     It has the target's embedding and LM head, so it drafts from the whole vocabulary.
     """
-    if drafter.body is None:
-        model = drafter.config.draft_model
-        raise common.UserError(f"the drafter holds only a head: load {model}")
-    config = AutoConfig.for_model(**drafter.config.model)
+    ours, whole = drafter.config, target.config.get_text_config()
+    if ours.draft_model:
+        raise common.UserError(
+            f"the drafter holds only a head: load {ours.draft_model}"
+        )
+    if "rope_theta" not in (getattr(whole, "rope_parameters", None) or {}):
+        raise common.UserError(
+            "its layers rotate as those of Llama, and the target otherwise: engines "
+            "have no format for it"
+        )
+    config = common.llama_config(ours.target, ours.intermediate_size)
+    names = ("vocab_size", "max_position_embeddings", "rope_parameters")
+    names += ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    config.update({name: getattr(whole, name) for name in names})
+    config.num_hidden_layers = len(ours.layers)
     model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
     model = model.to(target.device)
-    layers = drafter.body.get_decoder().state_dict()
-    model.get_decoder().load_state_dict(layers, strict=False)  # without an embedding
+    check_rotation(config.to_dict(), target)
+    # Without an embedding; the rest of a drafter is its head and its vocabulary.
+    model.get_decoder().load_state_dict(drafter.state_dict(), strict=False)
     model.set_input_embeddings(target.get_input_embeddings())
     model.set_output_embeddings(target.get_output_embeddings())
     model.generation_config = copy.deepcopy(target.generation_config)
@@ -158,10 +169,10 @@ def eagle_files(drafter, target) -> tuple[dict, dict]:
     config = drafter.config
     right = (config.k, config.num_layers, config.fusion) == (1, 1, "linear")
     biased = config.bias or config.layer.get("attention_bias")
-    if not right or config.norms or biased:
+    if not right or biased:
         raise common.UserError(
-            "engines read EAGLE's architecture alone: train falcon with --k 1 "
-            "--num-layers 1 --fusion linear --no-norms --no-bias"
+            "engines read only EAGLE's architecture, without biases: train eagle "
+            "with its defaults of k, num_layers, fusion and bias"
         )
     weights = drafter.state_dict()
     del weights["vocab_ids"]
@@ -244,7 +255,7 @@ def main(argv: list[str] | None = None) -> None:
         ),
         (
             args.method == "eagle" and not args.engine,
-            "eagle is a drafter of falcon.py: take falcon, or add --engine",
+            "eagle can only be written for other engines: add --engine",
         ),
     )
     args.out.parent.mkdir(parents=True, exist_ok=True)

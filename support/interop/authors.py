@@ -1,16 +1,16 @@
 """Read a drafter that its authors have published, and write it as a folder of ours.
 
-    python -m support.authors eagle yuhuili/EAGLE-LLaMA3-Instruct-8B OUT \\
+    python -m support.interop.authors eagle yuhuili/EAGLE-LLaMA3-Instruct-8B OUT \\
         --target meta-llama/Meta-Llama-3-8B-Instruct
-    python -m support.authors specdecpp hacky/acchead-llama2-chat-7bx70b OUT \\
+    python -m support.interop.authors specdecpp hacky/acchead-llama2-chat-7bx70b OUT \\
         --target meta-llama/Llama-2-70b-chat-hf \\
         --draft-model meta-llama/Llama-2-7b-chat-hf
-    python -m support.authors medusa FasterDecoding/medusa-vicuna-7b-v1.3 OUT \\
+    python -m support.interop.authors medusa FasterDecoding/medusa-vicuna-7b-v1.3 OUT \\
         --target lmsys/vicuna-7b-v1.3
 
 A drafter is named by its folder or its id on the hub. OUT is an ordinary drafter:
-bench.py takes eagle@OUT, and `load_drafter` reads it as a falcon.Drafter (EAGLE is
-Falcon with k = 1), a specdecpp.Drafter or a medusa.Drafter. Formats:
+bench.py takes eagle@OUT, and `load_drafter` reads it as an eagle.Drafter, a
+specdecpp.Drafter or a medusa.Drafter. Formats:
 
     eagle       EAGLE-1 and EAGLE-2: config.json, and pytorch_model.bin or
                 model.safetensors
@@ -35,15 +35,14 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import common
-import falcon
 import specdecpp
 from common import UserError
 from support import cli, files
-from support.rivals import medusa
+from support.rivals import eagle, medusa
 
 
-def eagle(theirs: dict, weights: dict[str, Tensor], target):
-    """An EAGLE drafter (Li et al., 2024), whose parts falcon.py has without norms.
+def eagle_drafter(theirs: dict, weights: dict[str, Tensor], target):
+    """An EAGLE drafter (Li et al., 2024).
 
     theirs: its config. weights: by their names in its file.
     """
@@ -52,16 +51,12 @@ def eagle(theirs: dict, weights: dict[str, Tensor], target):
     queries = theirs["num_attention_heads"]
     heads = queries, theirs.get("num_key_value_heads") or queries  # as its code has it
     if heads != (shape["num_heads"], shape["num_kv_heads"]):
-        raise UserError(f"it has {heads} heads, and falcon.py as many as the target")
+        raise UserError(f"it has {heads} heads, and eagle.py as many as the target")
     check_rotation(theirs, target)
-    config = falcon.Config(
+    config = eagle.Config(
         target=shape,
-        k=1,
         num_layers=theirs["num_hidden_layers"],
         intermediate_size=theirs["intermediate_size"],
-        fusion="linear",
-        csgd=False,
-        norms=False,
         bias="fc.bias" in weights,
         layer={
             "rms_norm_eps": theirs["rms_norm_eps"],
@@ -79,7 +74,7 @@ def eagle(theirs: dict, weights: dict[str, Tensor], target):
             weights[f"layers.{n}.self_attn.o_proj.bias"] = torch.zeros(
                 shape["hidden_size"]
             )
-    return falcon.Drafter(config), weights
+    return eagle.Drafter(config), weights
 
 
 def specdecpp_head(theirs: dict, weights: dict[str, Tensor], target, draft_model: str):
@@ -90,7 +85,7 @@ def specdecpp_head(theirs: dict, weights: dict[str, Tensor], target, draft_model
         stage="head",
         head_depth=depth,
         draft_model=draft_model,
-        model={"hidden_size": theirs["hidden_size"]},
+        width=theirs["hidden_size"],
         draft_vocab=0,
     )
     renamed = {}
@@ -143,11 +138,11 @@ def check_rotation(theirs: dict, target) -> None:
         if ours.shape != table.shape or not torch.allclose(ours, table, atol=1e-2):
             raise UserError(
                 f"it rotates by base {theirs.get('rope_theta', 10000)}, and the target "
-                "otherwise; falcon.py rotates as the target"
+                "otherwise; eagle.py rotates as the target"
             )
 
 
-READERS = {"eagle": eagle, "specdecpp": specdecpp_head, "medusa": medusa_heads}
+READERS = {"eagle": eagle_drafter, "specdecpp": specdecpp_head, "medusa": medusa_heads}
 FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
 
 

@@ -1,0 +1,1 @@
+"""What leads to other programs: see README.md."""
