@@ -256,7 +256,11 @@ TEMPLATES = {
         0,
     ),
     # Requests that answers follow differ from those that are asked.
-    "number of messages": ("w{{ messages | length }} " + EACH + ASK, None, 0),
+    "number of messages": (
+        "{{ '<unk> ' if messages | length % 2 else 'w9 ' }}" + EACH + ASK,
+        None,
+        0,
+    ),
 }
 
 

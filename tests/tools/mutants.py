@@ -440,6 +440,87 @@ conversations that are held out are learned as well
 the drafter is measured as it is in training
 - drafter.eval()
 + pass
+every process has the same random numbers
+- + accelerator.process_index
++ + 0
+measurements use other random numbers each time
+- torch.manual_seed(0)
++ pass
+measurements change the random numbers that follow
+- with torch.random.fork_rng():
++ with contextlib.nullcontext():
+answers that are too short for a method are not noticed
+- short = sum(length < least
++ short = sum(length < 1
+"""
+
+DATA = r"""
+a key that is there twice loses its first value
+- if count > 1]
++ if count > 2]
+null counts as a value
+- for key, value in pairs if value is not None
++ for key, value in pairs
+what a line says besides is only named
+- if more := besides - LABELS:
++ if more := set():
+fields of messages are not looked at
+- fields = turn.keys() - {"role", "content"}
++ fields = set()
+what follows the last answer is dropped without a word
+- besides.add("messages after the last answer")
++ pass
+anybody may speak
+- if role not in ROLES or not
++ if not
+pictures between parts of text are left out
+- content = "".join(texts) if whole else None
++ content = "".join(texts)
+ids of another tokenizer are learned
+- if isinstance(text, str) and not _says
++ if False and not _says
+an answer that continues after its end is learned
+- and tail[1] in said:
++ and False:
+what the template writes after the end is learned
+- text = text[: tail.end(1)]
++ pass
+a token of the request and the answer is learned
+- and ids[: len(asked)] == asked
++ and True
+what is before an answer may change
+- same = begin >= len(before) and
++ same =
+a thought's head and an answer share their first characters
+- begin = min(begin, _shared(request, render(other, tokenizer)))
++ pass
+an answer that later turns change is learned
+- located = start < stop and stop >= len(then) - 1
++ located = start < stop
+an answer whose end changes is not learned
+- stop >= len(then) - 1
++ stop >= len(then)
+answers that are not learned are not counted
+- lost += answers.count((0, 0))
++ pass
+answers that are cut are not counted
+- cut += sum(stop > max_length
++ cut += sum(False
+the first token is learned
+- mask[0] = False  #
++ pass  #
+a first turn that a second one holds is not learned
+- masks[long][:length] |= masks[short]
++ pass
+every epoch has the same order
+- manual_seed(seed * 1_000_003 + epoch)
++ manual_seed(seed * 1_000_003)
+batches of unlike lengths
+- part = part[lengths[part].argsort(stable=True)]
++ pass
+prompts are the first ones, not spread over the files
+- prompts[i * len(prompts) // count]
++ prompts[i]
 """
 
 PACKED = r"""
@@ -473,5 +554,6 @@ MUTANTS = {
     "falcon.py": parsed(FALCON),
     "ctc_drafter.py": parsed(CTC_DRAFTER),
     "train.py": parsed(TRAIN),
+    "support/training/data.py": parsed(DATA),
     "support/packed.py": parsed(PACKED),
 }
