@@ -112,12 +112,13 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     counts = [set_size(confidence, config) for confidence in confidences]  # K_i
 
     # The drafted token is not always the most probable one, because when sampling it
-    # may be any. So it is taken out by its id, and not as the first in order.
+    # may be any. It is taken out by its id therefore, and not as the first in order.
     others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
     most = min(max(counts), others.shape[1])
     possible = (others > 0).sum(1)
     rank = torch.arange(most, device=q_draft.device)
-    extra = rank < torch.minimum(possible.new_tensor(counts), possible)[:, None]  # bool
+    limit = torch.minimum(possible.new_tensor(counts), possible)  # (gamma,)
+    extra = rank < limit[:, None]  # (gamma, most) bool
     best = others.topk(most).indices  # (gamma, max(K_i)); not sampled: no rows in probs
     tokens = torch.cat([trajectory.tokens, best[extra]])
     steps = extra.nonzero()[:, 0].tolist()  # counted from 0

@@ -9,7 +9,7 @@ accepts of each before the next one is asked for:
 
 All methods share the first part, so read it before any of them: Draft, `score`, `walk`,
 `rejection_sample`, Decoding, `pick`, `speculate`, `windowed`. It ends at the line
-"reading can stop here". The rest is for looking up: masks and forwards, KV caches, what
+"Reading can stop here". The rest is for looking up: masks and forwards, KV caches, what
 methods need from a target and from a drafter (DraftCache and Batch, above all), and
 what is refused and why.
 
@@ -29,8 +29,9 @@ Words:
                 the logits processors (temperature, top-p and so on)
 
 Shapes: B batch, T sequence, P cached rows, n tokens fed at once, N nodes, V vocabulary,
-Vd draft vocabulary, D hidden size, H heads, Hkv key-value heads, Dh head size, R how
-many of these are rotated. M is explained where it is used.
+Vd draft vocabulary, D hidden size, H heads, Hkv key-value heads, Dh head size, R
+rotated dimensions of a head, P_own rows in a drafter's own cache. M is explained where
+it is used.
 
 Licence: Apache-2.0.
 """
@@ -270,8 +271,8 @@ class Decoding:
         max_depth             how deep a draft may be
         do_sample             whether tokens are sampled, or the argmax is taken
         eos_ids               the end-of-sequence ids, a set
-        first, end            a drafter sees the text from token `first` on, until it is
-                              longer than `end`
+        first, end            what a drafter sees: the text from token `first` on, as
+                              long as it has at most `end` tokens
 
     After a round that accepted x_4 and added the bonus token x_5:
 
@@ -408,11 +409,13 @@ class Decoding:
         return path
 
 
-def pick(decoding: Decoding, logits: Tensor, vocab_ids: Tensor, drafted: list[int]):
-    """Choose a draft token; returns it (1,) with its q_draft (V,).
+def pick(
+    decoding: Decoding, logits: Tensor, vocab_ids: Tensor, drafted: list[int]
+) -> tuple[Tensor, Tensor] | None:
+    """Choose a draft token.
 
-    Returns None if the logits processors leave no finite score. A processor may force a
-    token that is not among vocab_ids.
+    Returns the token (1,) and its q_draft (V,), or None if the logits processors leave
+    no finite score. A processor may force a token that is not among vocab_ids.
 
     logits: (Vd,) of the tokens vocab_ids (Vd,).
     drafted: the tokens between the committed ones and this one.
@@ -516,8 +519,8 @@ WINDOW = 256  # tokens
 class View:
     """A Decoding as a drafter sees it: the newest tokens of the text.
 
-    Its ids, hidden states and rows begin with token `first` of the text. `done` is true
-    when the text is longer than `end` as well. All else is the Decoding's.
+    Its ids, hidden states and rows begin with token `first` of the text. `done` is also
+    true once the text is longer than `end`. All else is the Decoding's.
     """
 
     def __init__(self, decoding: Decoding, first: int, end: int):
@@ -548,11 +551,12 @@ def windowed(drafts):
 
     A drafter learns on texts of some hundred tokens, and beyond that length its drafts
     get worse while its passes get slower (LongSpec, arXiv:2502.17421, names the
-    problem). It therefore begins with the newest `window` tokens, and begins anew with
-    them when it has seen twice as many. The target reads all of the text.
+    problem). It is therefore shown at most 2 x `window` tokens. When the text is longer
+    than that, it begins anew with the newest `window`. The target reads all of it.
 
-    With window=None the drafter sees the whole text as well. An answer changes in
-    speed only, because verification does not depend on how a draft was made.
+    With window=None the drafter, like the target, sees the whole text. The window
+    changes the speed of an answer and not the answer, because verification does not
+    depend on how a draft was made.
     """
 
     @functools.wraps(drafts)
@@ -597,11 +601,11 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
     """
     # A model with several kinds of layers takes a mask for each kind, others just one.
     mask = masks if len(masks) > 1 else next(iter(masks.values()))
+    if fed.shape[1] == 1:  # a root without nodes needs none
+        mask = None
     output = target(
         fed,
-        attention_mask=mask
-        if fed.shape[1] > 1
-        else None,  # a root without nodes needs none
+        attention_mask=mask,
         position_ids=positions,
         output_hidden_states=True,
         **{CACHE: cache},
@@ -702,7 +706,7 @@ def eos_ids(generation_config) -> set[int]:
 
 
 def appended(buffer: Tensor, length: int, new: Tensor) -> Tensor:
-    """A buffer (..., R, D) with rows `new` (..., n, D) behind its first `length` ones.
+    """A buffer (..., rows, D) with `new` (..., n, D) behind its first `length` rows.
 
     It is the same tensor, written to, or a larger copy where there is no room.
     """
@@ -1041,7 +1045,7 @@ def add_vocab_ids(drafter, size: int) -> None:
 
 
 def _rename_vocab_ids(module, state_dict: dict, prefix: str, *_) -> None:
-    old = prefix + "draft_ids"  # their name in v1.0, which saved the shipped drafters
+    old = prefix + "draft_ids"  # their name in drafters saved by v1.0
     if old in state_dict:
         state_dict[prefix + "vocab_ids"] = state_dict.pop(old)
 

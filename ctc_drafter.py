@@ -50,7 +50,9 @@ BLANK = -1  # in an alignment, where tokens are ids; in tensors it is the last c
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     slots: int = option(6, "slots per pass, S")
-    window: int = option(3, "labels that an anchor's slots learn, U")
+    window: int = option(
+        3, "labels that an anchor's slots learn, U (no view of the text)"
+    )
     anchors: int = option(64, "places to train at, per sequence")
     first_token: float = option(
         1.0, "weight of the first token's own loss (the paper: 0)"
@@ -94,13 +96,14 @@ VARIANTS = {  # named settings for bench.py, as in --method ctc_drafter:paper
 #
 # An anchor is a row that slots follow. When drafting, it is the newest row. In
 # training, a text has up to A anchors, each with a window: the U labels that its slots
-# learn. W is how many anchors a batch has.
+# learn. A batch has W windows, one for each anchor.
 
 
 class SlotAttention(LlamaAttention):
     """Slots attend to rows and slots."""
 
     def split(self, x: Tensor) -> Tensor:
+        """(B, T, H Dh) to (B, H, T, Dh)."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, rows, slots, tables, mask, cache) -> Tensor:
@@ -643,18 +646,20 @@ if __name__ == "__main__":
 # --------------------------------- deviations from the paper, and the authors' code
 #
 # Deviations from the paper, and choices where it says nothing:
-#  1. The layer also reads the embedding of the next token (Eq. 9: hidden states only),
-#     and starts with the weights of the target's top layer.
-#  2. A slot is a learned vector, reads the text and the other slots, and gets a logit
-#     for its blank, of which the paper says nothing.
+#  1. The layer also reads the embedding of the next token (Eq. 9: hidden states only).
+#     Both are normed and combined by a linear layer that starts as their sum. The layer
+#     starts as the target's top one, and a final norm is added.
+#  2. A slot is a learned vector at the anchor's rotary position plus its number. It
+#     reads text and slots, and gets a logit for its blank. The paper does not say how.
 #  3. The loss sums -log P (Eq. 1; Eq. 2 maximises the sum of P). `first_token` is ours.
 #  4. Sequences of all lengths make a trie, ranked by sums (`prefixes`). The paper takes
 #     the "most valuable" combinations of all slots, and masks what is removed.
 #  5. The blank is always among a slot's choices; in 3.3 it is one of the k likeliest.
 #  6. `none` drafts no blanks. In Table 2 they stay in the drafts, and spoil them (4.3).
-#  7. Frequent tokens only (`draft_vocab`), at random places of a text (`anchors`).
+#  7. Frequent tokens only, labels included (`draft_vocab`); random places (`anchors`).
 #  8. When sampling, the first token is sampled. The paper's example is greedy (3.3).
-#  The blank: every window has U labels, which fill slots 1 to U, and blanks the others.
+#  The blank: all windows have U labels, so the layer can learn to put them into slots 1
+#  to U, and a blank into each later slot.
 #  The transforms gain at most 1% in tau over `none` (results/log.md).
 #  Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p').
 #

@@ -20,7 +20,7 @@ the first slot of some blocks is fed its own label, (h_3, x_4) instead of (h_1, 
 
 Names that differ from the paper's: t_i is x_i, f_i is h_i (`hidden`), f^draft is
 `h_draft`, p and p^draft are p_target and q_draft. Shapes: S slots, M slots that learn,
-r slots fed, P_own rows in the drafter's cache, b branches of a pass.
+r slots fed, b branches of a pass.
 
 Deviations from the paper and what the authors' code does: at the end of this file.
 Licence: Apache-2.0.
@@ -245,11 +245,11 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, phase: Tensor) ->
     places = torch.arange(learns.shape[1], device=learns.device) + phase[:, None]
     block = places // k  # (B, S)
     learning = torch.zeros_like(block).scatter_add(1, block, learns.long())
-    length = torch.randint_like(block, 1, k)
+    run = torch.randint_like(block, 1, k)  # the length of a block's run
     order = torch.rand_like(block, dtype=torch.float32)
     # From one number for each block to one for each slot, that of its block.
-    learning, length, order = (x.gather(1, block) for x in (learning, length, order))
-    in_run = (learning == k) & (places % k < length)  # (B, S)
+    learning, run, order = (x.gather(1, block) for x in (learning, run, order))
+    in_run = (learning == k) & (places % k < run)  # (B, S)
     # Of the slots in all runs, in the order of their blocks, the first N are revealed.
     rank = order.masked_fill(~in_run, 2).argsort(dim=1, stable=True).argsort(dim=1)
     number = (rate * wrong.sum(1, keepdim=True)).round()  # N
@@ -645,7 +645,8 @@ if __name__ == "__main__":
 #
 # Deviations from the paper, and choices where it says nothing:
 #  1. A slot predicts k places ahead (3.1). With one (Eq. 1) it would see its own label.
-#  2. CSGD feeds a slot its own label, with the text's token. It then has no loss.
+#  2. CSGD feeds a slot its own label, with the text's token. It then has no loss. N is
+#     rounded, and which runs are revealed is random (see `glance`).
 #  3. In training the first block has a random length. When drafting, cached rows stay.
 #  4. There are four more norms, and layers start as the target's top ones.
 #  5. Only frequent tokens are drafted and learned. L_hard's label is the likeliest one.

@@ -49,7 +49,7 @@ class Config:
         True, "read the target's cache; off: Vanilla Drafter (5.2)"
     )
     kv_layer: int = option(
-        -2, "target layer that all read; -1: the top ones (the paper); -2: at 3/5"
+        -2, "target layer that all layers read, -2: at 3/5; -1: one each, the top ones"
     )
     query_norm: bool = option(False, "normalise queries, as Qwen3 (filled in by build)")
     # L should be at least gamma: drafting hides gamma rows, and training at most L.
@@ -67,7 +67,8 @@ class Config:
             self.kv_layer = 3 * self.target["num_layers"] // 5  # 18 of 30
 
 
-VARIANTS = {"paper": {"gamma": 5}}  # named settings, as in --method glide:paper
+# Named settings, as in --method glide:paper. L and kv_layer are fixed in training.
+VARIANTS = {"paper": {"gamma": 5}}
 
 
 # ---------------------------------------------------------------------- architecture
@@ -164,9 +165,10 @@ class Drafter(
 
     @property
     def kv_layers(self) -> list[int]:
-        """The target layer that each layer m reads, N_T - N_D + m (4.1).
+        """The target layer that each layer reads, counted from 0.
 
-        The paper counts both from 1. Here both are counted from 0.
+        It is `kv_layer` for all (Figure 7). If that is -1, layer m reads the paper's
+        N_T - N_D + m (4.1, where both are counted from 1).
         """
         config = self.config
         if not config.cross_attention:
@@ -463,12 +465,11 @@ if __name__ == "__main__":
 # Deviations from the paper, and choices where it says nothing:
 #  1. The drafter has the target's width (the paper: 4096), its embedding and LM head,
 #     both frozen, and starts from its weights (the paper: from scratch).
-#  2. Only frequent tokens are drafted and learned (`draft_vocab`).
+#  2. Only frequent tokens are drafted and learned, p_target over these (`draft_vocab`).
 #  3. It learns the target's distributions (`distill`), on texts that the target wrote,
 #     which the paper tries in appendix C. The recipe is in checkpoints/README.md.
-#  4. The first block has a random length, and every token of a text queries. With more
-#     than one layer, a prompt's rows were made without one target row, in training
-#     without 1 to L.
+#  4. The first block has a random length. All tokens query, the prompt's as well. These
+#     miss one target row, in training 1 to L, which matters with more than one layer.
 #  5. A query that may read no row gets zero, where the printed softmax is undefined.
 #  6. The cross-attention has a residual connection, a norm before it and rotated
 #     queries, none of which 4.1 mentions. Query heads may share a key-value head.

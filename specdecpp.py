@@ -45,12 +45,12 @@ from common import option
 @dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
-    head_depth: int = option(3, "residual blocks of the head, D (the paper: 0 to 4)")
+    head_depth: int = option(3, "residual blocks of the head (the paper's D: 0 to 4)")
     w_rej: float = option(
         6.0, "weight of rejections in the head's loss (the paper: 1, 3, 6 or 12)"
     )
     temperature: float = option(
-        0.0, "temperature of the head's labels; 0: greedy (the paper: 1)"
+        0.0, "temperature of the head's labels; 0: greedy (3.3: 1)"
     )
     stop: str = option(
         "head", "what ends a round: head, or fixed (gamma tokens)", decode=True
@@ -62,9 +62,9 @@ class Config:
     )
     max_draft: int = option(20, "with stop=head: at most this many tokens", decode=True)
     gamma: int = option(
-        5, "with stop=fixed: tokens a round, K (the paper: 2 to 14)", decode=True
+        5, "with stop=fixed: draft tokens a round, K (paper: 2 to 14)", decode=True
     )
-    # The draft model: see the last part of this file.
+    # See "the draft model" below.
     stage: str = option("draft", "what to train: draft, then head (with --init DRAFT)")
     layers: list[int] = option(
         lambda: [0, -1], "target layers that the draft model copies, each once"
@@ -607,11 +607,11 @@ if __name__ == "__main__":
 #  4. Y and Z are sampled anew in each training step.
 #  5. A draft has at most 20 tokens. (4.1 stops a round when they exceed 20.)
 #  6. It ends after an end-of-sequence token, and where the answer must end.
-#  7. The "(D+1)-layer ResNet" (4.1) has D different blocks and one logit.
+#  7. The "(D+1)-layer ResNet" (4.1) is `head_depth` different blocks and one logit.
 #  8. r is 15% and the loss is divided by the sum of its weights, as in their code.
 #
 # Authors' code, run with the same random weights; the rest agrees:
-#  - The head applies one residual block D times, and has two outputs and a softmax.
+#  - The head applies one block `head_depth` times, and has two outputs and a softmax.
 #  - Y and Z are sampled once, before the training. Labels are of the plain softmax,
 #    but texts and answers are sampled with the checkpoint's settings.
 #  - In the last rounds of an answer it drafts beyond the maximum length.

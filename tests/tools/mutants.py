@@ -197,8 +197,8 @@ extras claim to be sampled
 - return common.Draft(tokens, parents, q_draft, trajectory
 + return common.Draft(tokens, parents, q_draft[[0] * len(tokens)], trajectory
 tokens of probability 0 are extras
-- torch.minimum(possible.new_tensor(counts), possible)[:, None]
-+ possible.new_tensor(counts)[:, None]
+- torch.minimum(possible.new_tensor(counts), possible)
++ possible.new_tensor(counts)
 """
 
 SPECDECPP = r"""
@@ -258,8 +258,8 @@ runs are cut short in the order of the text
 - order = torch.rand_like(block, dtype=torch.float32)
 + order = block.argsort() / block.numel()
 a run may have the last slot of its block
-- length = torch.randint_like(block, 1, k)
-+ length = torch.randint_like(block, 1, k + 1)
+- run = torch.randint_like(block, 1, k)
++ run = torch.randint_like(block, 1, k + 1)
 a run may begin in a block that is not complete or does not learn
 - in_run = (learning == k) & (
 + in_run = (learning > 0) & (
