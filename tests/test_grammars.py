@@ -76,7 +76,7 @@ def drafts_of(name, target):
     """A function of a decoding that returns the generator of its drafts."""
     if name == "cape":
         drafter = untrained(glide, target)
-        return lambda d: cape.drafts(glide.drafts(d, drafter, gamma=4), d)
+        return lambda d: cape.drafts(glide.drafts(d, drafter, gamma=4))
     module = cli.import_method(name)
     drafter = untrained(module, target)
     return lambda decoding: module.drafts(decoding, drafter)
