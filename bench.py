@@ -12,8 +12,9 @@ such as gamma=3,sizes=2-1-1-0 (with a - between the numbers of a list), or a nam
 its VARIANTS, which is short for several of them. window=64 is how many of the newest
 tokens its drafter sees at least, and window=none shows it the whole text. BASE is the
 method whose chains CAPE expands, glide if it is left out; settings that are not CAPE's
-go to that method. +copies adds tokens copied from the context to each draft. DIR holds a drafter to use
-instead of checkpoints/NAME. The arms prompt-lookup and assisted are transformers' own.
+go to that method. +copies adds tokens copied from the context to each draft. DIR holds
+a drafter to use instead of checkpoints/NAME. The arms prompt-lookup and assisted are
+transformers' own.
 
 Protocol: all arms answer a turn before the next turn begins. Their order is drawn anew
 for each turn, because a machine's speed drifts. All arms see the same earlier answers,

@@ -501,8 +501,9 @@ def start(target, after: Decoding | None = None, **inputs) -> Decoding:
     inputs: arguments of `generate`; the prompt is given by name, as `input_ids`.
     after: the Decoding of an earlier turn of a chat. Its cache is taken over as far as
         its text and the new prompt agree, so only the rest is read. It cannot be used
-        again. A warning says so where its rows do not fit: where the target has changed
-        since, or rotates keys by the length of the text.
+        again. A warning says so where its rows do not fit: where the target's adapters,
+        dtype or device have changed, or where it rotates keys by the length of the
+        text. Other weights or `adapter_names` are not noticed: pass no `after` then.
     """
 
     def begin(target, input_ids, **given):
@@ -1255,7 +1256,7 @@ def check_target(target) -> tuple:
     This is found by trying a small tree: once, and again when the target has changed
     its attention kernel, dtype, device, mode, windows or adapters, which make up the
     state that is returned. Nothing of the target is changed, and other threads may use
-    it at the same time.
+    it at the same time. (A target with hooks of accelerate's is run itself.)
     """
     adapters = getattr(target, "peft_config", {})
     if hasattr(target, "get_base_model"):  # PEFT's wrapper, which `build` may be given
@@ -1264,7 +1265,8 @@ def check_target(target) -> tuple:
         active = []  # adapters, of each layer
         for module in target.modules():
             names = getattr(module, "active_adapters", None)
-            active += names if isinstance(names, list) else []
+            disabled = getattr(module, "disable_adapters", False) is True
+            active += names if isinstance(names, list) and not disabled else []
         window = getattr(decoder_config(target), "sliding_window", None)
         kernel = str(target.config.get_text_config()._attn_implementation)
         placed = target.dtype, str(target.device), target.training
@@ -1364,6 +1366,8 @@ def _twin(module: nn.Module, memo: dict) -> nn.Module:
             value = value.copy()
         elif isinstance(value, PreTrainedConfig):
             value = copy.deepcopy(value, memo)
+        elif name == "_compiled_call_impl":  # of the original
+            value = None
         twin.__dict__[name] = value
     return twin
 
@@ -1435,6 +1439,9 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
         counted = torch.arange(input_ids.shape[1], device=positions.device)
         positions = not all(row.equal(counted) for row in positions.flatten(0, -2))
     cache = given.get(CACHE)
+    tensors = [name for name, x in given.items() if isinstance(x, Tensor)]
+    known = ("attention_mask", "cache_position")
+    surplus = ", ".join(name for name in tensors if name not in known)
     length = generation_config.max_length
     reach = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     border = long_rope_border(target.config)
@@ -1468,10 +1475,9 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
             cache is not None and cache.get_seq_length() > 0,
             "the cache holds tokens: pass none, or keep a Decoding (common.start)",
         ),
-        # Images and embeddings have a dimension more than ids and masks of text.
         (
-            any(getattr(x, "ndim", 0) > 2 for x in given.values()),
-            "only text is decoded: pass token ids and no images",
+            surplus,
+            f"only text is decoded, from token ids and a mask: leave out {surplus}",
         ),
         (
             reach and length > reach,

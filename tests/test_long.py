@@ -259,3 +259,21 @@ def test_each_method_that_reads_a_text_has_a_window():
     for method in (*cli.trainable(), "beam"):
         if method != "medusa":  # it reads the newest token only
             assert hasattr(cli.import_method(method).drafts, "__wrapped__"), method
+
+
+@pytest.mark.slow
+def test_rows_of_an_adapter_are_not_those_of_the_target_without_it():
+    peft = pytest.importorskip("peft", reason="needs peft: requirements-dev.txt")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+    target = peft.get_peft_model(make_llama(), config).double().eval()
+    for name, weight in target.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    options = GREEDY | {"max_new_tokens": 8}
+    first = common.start(target, input_ids=torch.tensor([[5, 6, 7]]), **options)
+    with target.disable_adapter():
+        with pytest.warns(UserWarning, match="the whole text is read anew"):
+            second = common.start(target, after=first, input_ids=first.ids, **options)
+        for draft in plain(second):
+            second.verify(draft)
+        assert torch.equal(second.ids, target.generate(input_ids=first.ids, **options))

@@ -638,3 +638,10 @@ def test_an_automaton_is_never_asked_about_a_text_that_has_ended(method):
     ]
     plain = target.generate(IDS, **options)
     assert torch.equal(decode(target, drafts, **options), plain)
+
+
+def test_a_compiled_target_is_tried_as_if_it_were_not():
+    """Its twin would otherwise run the original, with another window."""
+    target = family("Mistral", sliding_window=6).float()
+    target.model.compile(backend="eager")
+    check(target, made(target, ("glide", "falcon")))

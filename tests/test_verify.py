@@ -990,6 +990,12 @@ def test_a_request_that_trees_cannot_decode_is_refused(llama, message, options):
         opened(llama, **options)
 
 
+def test_what_plain_decoding_reads_besides_ids_is_refused():
+    target = family("GPT2")
+    with refused("leave out token_type_ids"):
+        opened(target, token_type_ids=torch.zeros(1, 5).long())
+
+
 def test_a_call_without_the_targets_generate_is_told_of_it(llama):
     with refused("call target.generate"):
         common.Decoding(llama, IDS, max_new_tokens=4)
