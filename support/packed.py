@@ -34,7 +34,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-KERNELS = ("linear", "onednn", "float16")
 ATTENTION = "grouped_sdpa"  # its name among transformers' attention functions
 SEVERAL = 6  # tokens of a verification, to choose its kernel by
 SAMPLE = 128 * 2**20  # bytes of weights to measure on: more than a cache holds
