@@ -282,11 +282,22 @@ def play(arm: Arm, asked: list[dict], options: dict) -> list[Answer]:
 
 def timed_answer(arm: Arm, inputs: dict, options: dict) -> Answer:
     """Decode with drafts, and time each phase of each round."""
+    begin = clock(arm.target)
+    decoding = common.start(arm.target, **inputs, **options)
+    answer = timed_rounds(arm, decoding, begin, first="prefill")
+    answer.tokens = new_tokens(decoding.ids, inputs)
+    return answer
+
+
+def timed_rounds(arm: Arm, decoding, begin: float, first: str) -> Answer:
+    """Decode to the end, and time the rounds.
+
+    first: the phase from `begin` up to the first draft, for which the drafter reads the
+        prompt.
+    """
     target = arm.target
     answer = Answer()
-    phase = "prefill"  # up to the first draft, for which the drafter reads the prompt
-    begin = clock(target)
-    decoding = common.start(target, **inputs, **options)
+    phase = first
     # `for` asks the generator for a draft, which is where the drafter works.
     for draft in arm.drafts(decoding):
         drafted = clock(target)
@@ -297,7 +308,6 @@ def timed_answer(arm: Arm, inputs: dict, options: dict) -> Answer:
         answer(decoding, draft, path)  # counts the round
         phase = "draft"
         begin = clock(target)
-    answer.tokens = new_tokens(decoding.ids, inputs)
     return answer
 
 

@@ -43,7 +43,6 @@ import dataclasses
 import functools
 import inspect
 import io
-import json
 import math
 import re
 import sys
@@ -56,8 +55,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -1042,13 +1039,6 @@ def add_vocab_ids(drafter, size: int) -> None:
     """
     vocab = drafter.config.target["vocab_size"]
     drafter.register_buffer("vocab_ids", torch.arange(min(size or vocab, vocab)))
-    drafter.register_load_state_dict_pre_hook(_rename_vocab_ids)
-
-
-def _rename_vocab_ids(module, state_dict: dict, prefix: str, *_) -> None:
-    old = prefix + "draft_ids"  # their name in drafters saved by v1.0
-    if old in state_dict:
-        state_dict[prefix + "vocab_ids"] = state_dict.pop(old)
 
 
 def target_layers(target) -> list[nn.Module]:
@@ -1129,45 +1119,21 @@ def load_drafter(Drafter, path, target, **hub):
 
 def read_drafter(Drafter, path, **hub):
     """`load_drafter` without a target: on the CPU, and not checked against one."""
-    folder = _drafter_folder(path, hub)
-    method = Drafter.__module__.rpartition(".")[2]  # a copied file may be in a package
-    damaged = f"{path} holds no {method} drafter, or a damaged one"
-    try:
-        shape = json.loads((folder / "config.json").read_bytes())["target"]
-        sizes = shape.values()
-        whole = bool(shape) and all(type(x) is int and x > 0 for x in sizes)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:  # said here, so that the method's own code may rely on it
-        raise UserError(f"{damaged} (config.json has no target): take another folder")
+    # An id is owner/name, where owner is not a local folder.
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))
+    is_id = is_id and not Path(path).parent.is_dir()
+    remedy = f"name another folder, or make one with train.py --out {path}"
+    if not is_id and not (Path(path) / "config.json").is_file():
+        raise UserError(f"no drafter in {path}; {remedy}")
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # the hub's loader prints
-            return Drafter.from_pretrained(str(folder), strict=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = one_line(error)
-        raise UserError(f"{damaged} ({reason}): take another folder") from error
-
-
-def _drafter_folder(path, hub: dict) -> Path:
-    """The folder that a drafter is in; that of an id is in the hub's cache."""
-    folder = Path(path)
-    if (folder / "config.json").is_file():
-        return folder
-    missing = f"no drafter in {path}"
-    remedy = f"name another folder, or make one with train.py --out {path}"
-    # An id is owner/name, where owner is not a local folder.
-    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not folder.parent.is_dir()
-    if not is_id:
-        raise UserError(f"{missing}; {remedy}")
-    files = ["config.json", "model.safetensors"]
-    try:
-        folder = Path(snapshot_download(str(path), allow_patterns=files, **hub))
-    except (OSError, ValueError) as error:  # of the hub, the network and the cache
-        reason = one_line(error)
-        raise UserError(f"{missing}, nor on the hub ({reason}); {remedy}") from error
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{path} on the hub has no config.json: take another id")
-    return folder
+            return Drafter.from_pretrained(str(path), strict=True, **hub)
+    except Exception as error:  # of a file, the hub, the network or a wrong config
+        method = Drafter.__module__.rpartition(".")[2]  # a copy may be in a package
+        raise UserError(
+            f"{path} holds no {method} drafter, or a damaged one ({one_line(error)}); "
+            f"{remedy}"
+        ) from error
 
 
 @dataclass

@@ -216,18 +216,15 @@ def test_every_option_of_a_command_exists(command, monkeypatch, capsys):
         assert words[0] in coursework.EXERCISES
 
 
-def python_block(start):
-    """The Python example of the README that begins with this text."""
-    found = [
-        each
-        for each in TEXTS["README.md"].split("```python\n")
-        if each.startswith(start)
-    ]
+def python_block(start, page="README.md"):
+    """The Python example of a page that begins with this text."""
+    blocks = TEXTS[page].split("```python\n")
+    found = [block for block in blocks if block.startswith(start)]
     assert len(found) == 1
     return found[0].split("```")[0]
 
 
-def test_the_python_example_of_the_readme_runs(folder, tmp_path, capsys):
+def test_the_python_examples_for_your_own_code_run(folder, tmp_path, capsys):
     """With a tiny target and drafter."""
     lines = python_block("import common")
     method = cli.import_method(re.match(r"import common, (\w+)", lines)[1])
@@ -241,8 +238,13 @@ def test_the_python_example_of_the_readme_runs(folder, tmp_path, capsys):
     ):
         assert theirs in lines
         lines = lines.replace(theirs, str(ours))
-    exec(lines, {})
+    scope = {}
+    exec(lines, scope)
     assert capsys.readouterr().out
+    scope["next_ids"] = scope["ids"]
+    more = python_block("import cape", "support/README.md")
+    exec(more.replace("=256", "=16"), scope)
+    assert scope["decoding"].cached == scope["ids"]["input_ids"].shape[1] - 1
 
 
 def test_the_idea_of_the_readme_follows_the_target(small_llama):

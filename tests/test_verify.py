@@ -14,7 +14,6 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from tiny import (
     FAMILIES,
     chi_square_p_value,
@@ -1134,21 +1133,6 @@ def test_a_drafter_of_another_kind_is_refused(llama):
         common.check_drafter(drafter, glide.Drafter, make_family("Llama"))
     with refused(r"the drafter is torch.float32 on cpu: move it with \.to\(target"):
         common.check_drafter(drafter.float(), glide.Drafter, llama)
-
-
-def test_drafters_of_version_1_0_are_read(llama, tmp_path):
-    """They call the ids of the draft vocabulary draft_ids."""
-    drafter = make_glide(llama, draft_vocab=20)
-    drafter.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    weights["draft_ids"] = weights.pop("vocab_ids")
-    save_file(weights, tmp_path / "model.safetensors")
-    outer = torch.nn.ModuleDict({"drafter": make_glide(llama, draft_vocab=20)})
-    outer.load_state_dict({f"drafter.{name}": x for name, x in weights.items()})
-    loaded = common.load_drafter(glide.Drafter, tmp_path, llama)
-    assert (
-        torch.equal(loaded.vocab_ids, drafter.vocab_ids) and len(loaded.vocab_ids) == 20
-    )
 
 
 def test_overlap_is_summed_over_all_rows(llama):
