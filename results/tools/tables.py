@@ -16,9 +16,9 @@ what is in it:
             GLIDE's drafters by the target layer that they read, after 1000 steps
     <!-- taus: tau.json; GLIDE: glide; CAPE: cape -->
             tau of single drafters with a setting each
-    <!-- claims: CLAIM | PAPER | SEEN -->
-            claims of a paper, one a line (claims.py); the last column is written by
-            hand and kept
+    <!-- claims: PAPER | SEEN -->
+            claims of a paper, one a line (claims.py); the first and the last column
+            are written by hand and kept
     <!-- command: run.json -->
             the command that makes such a run
     <!-- loops: run.json -->
@@ -102,7 +102,7 @@ def kinds(words: str) -> str:
     file, names = [part.strip() for part in words.split(";")]
     names = names.split()
     of_prompt = files_of_prompts(claims.read(file))
-    sums = {name: claims.arm_of(file, name).sums for name in names}
+    sums = {name: claims.sums_of(file, name) for name in names}
     rows = []
     for group in sorted(set(of_prompt)):
         chosen = [n for n, other in enumerate(of_prompt) if other == group]
@@ -147,18 +147,20 @@ def layers(words: str) -> str:
 
 def taus(words: str) -> str:
     """Tau of drafters, and its ratio to that of the first one on the same prompts."""
-
     file, *parts = [part.strip() for part in words.split(";")]
     rows = []
     first = None
     for part in parts:
         label, _, name = part.partition(": ")
-        arm = claims.arm_of(file, name)
-        first = first or arm
-        ratio, *ends = claims.bootstrap(claims.ratio_of_taus, arm.sums, first.sums)
-        own = float(claims.tau(arm.sums.sum(0)))
-        figures = [f"{arm.steps / 1e6:.2f}M", f"{arm.nodes:.1f}", f"{own:.2f}"]
-        rows.append([label, *figures, f"{ratio:.2f}", report.cell(ends)])
+        run = claims.read(file)["runs"][name]
+        _, forwards, drafted, _ = map(sum, zip(*run["prompts"].values()))
+        sums = claims.sums_of(file, name)
+        first = sums if first is None else first
+        ratio, *ends = claims.bootstrap(claims.ratio_of_taus, sums, first)
+        own = float(claims.tau(sums.sum(0)))
+        figures = [f"{run['tokens'] / 1e6:.2f}M", f"{drafted / forwards:.1f}"]
+        cells = [label, *figures, f"{own:.2f}", f"{ratio:.2f}", report.cell(ends)]
+        rows.append(cells)
     heads = ["drafter", "token-steps", "nodes a round", "tau", "ratio to the first"]
     return report.markdown([*heads, "95%"], rows)
 
