@@ -139,16 +139,12 @@ def test_prompts_are_drawn_for_both_arms_at_once():
 def test_sets_of_one_size(monkeypatch):
     """The paper's sets have 1 and 7, so as many nodes are in sets of 4."""
     rounds = [Round(confidence=[0.9, 0.1], rank=1) for _ in range(40)]
-    rule_of = claims.fixed
-    rule = rule_of(1.5)
+    rule = claims.fixed(1.5)
     assert [rule(rounds[0], 2), rule(rounds[0], 2)] == [[1, 2], [1, 2]]
     monkeypatch.setattr(claims.stop_rules, "read", lambda path: [rounds] * 3)
-    sizes = []
-    monkeypatch.setattr(
-        claims, "fixed", lambda size: sizes.append(size) or rule_of(size)
-    )
-    claims.sizes_by_confidence(gamma=2)
-    assert sizes[-1] == pytest.approx(4, abs=0.1)
+    assert claims.sizes("4", gamma=2).figure == "1.000 (1.000-1.000)"
+    with pytest.raises(AssertionError, match="nodes a round"):
+        claims.sizes("4.1", gamma=2)
 
 
 def test_acceptance_by_confidence(monkeypatch):

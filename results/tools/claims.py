@@ -15,6 +15,7 @@ is shown after it. The first SEEN decides the verdict, unless the line ends in
 import functools
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -185,18 +186,17 @@ def layers(words: str) -> Seen:
     curves = [read("curves/glide_layers.json")[layer] for layer in words.split(" / ")]
 
     def gaps(step):
-        at_step = [
-            [row["eval_alpha"] for row in itertools.chain(*side) if row["step"] == step]
-            for side in curves
-        ]
-        return [100 * (ours - theirs) for ours, theirs in itertools.product(*at_step)]
+        ours, theirs = (
+            [row["eval_alpha"] for seed in curve for row in seed if row["step"] == step]
+            for curve in curves
+        )
+        return [100 * (mine - other) for mine in ours for other in theirs]
 
     steps = [gaps(step) for step in range(500, 1001, 125)]
-    ahead = all(min(each) > 0 for each in steps)
-    behind = all(max(each) < 0 for each in steps)
     pairs = steps[-1]
     seen = points(sum(pairs) / len(pairs), min(pairs), max(pairs))
-    return seen if ahead or behind else Seen(seen.figure)
+    cross = len({gap > 0 for step in steps for gap in step}) > 1
+    return Seen(seen.figure) if cross else seen
 
 
 def rules(words: str) -> Seen:
@@ -248,30 +248,24 @@ def fixed(size: float):
     return rule
 
 
-def sizes_by_confidence(gamma: int = 4) -> Seen:
-    """Tau of CAPE's sets over sets of one size with as many nodes a round.
+def sizes(words: str, gamma: int = 4) -> Seen:
+    """Tau of CAPE's sets over sets of one size, which is given, with as many nodes.
 
     Both are replayed on what GLIDE drafted at every place of its answers.
     """
     answers = stop_rules.read(RESULTS / "rounds_glide.json.gz")
     tokens = torch.tensor([len(rounds) for rounds in answers]).double()
 
-    def replayed(rule):  # (answers, 2): tokens and forwards; and nodes a round
-        counted = stop_rules.counts(answers, (rule, (gamma,)))[0]
-        sums = torch.stack([tokens, counted[:, 0]], dim=-1)
-        return sums, counted[:, 2].sum() / counted[:, 0].sum()
-
     def by_paper(each, gamma):
         return [cape.set_size(p, cape.Config()) for p in each.confidence[:gamma]]
 
-    ours, nodes = replayed(by_paper)
-    low, high = 0.0, 20.0
-    for _ in range(12):
-        middle = (low + high) / 2
-        fewer = replayed(fixed(middle))[1] < nodes
-        low, high = (middle, high) if fewer else (low, middle)
-    theirs, _ = replayed(fixed(high))
-    return factor(*bootstrap(ratio_of_taus, ours, theirs), digits=3)
+    sums, nodes = [], []
+    for rule in (by_paper, fixed(float(words))):
+        counted = stop_rules.counts(answers, (rule, (gamma,)))[0]
+        sums.append(torch.stack([tokens, counted[:, 0]], dim=-1))
+        nodes.append(float(counted[:, 2].sum() / counted[:, 0].sum()))
+    assert math.isclose(*nodes, rel_tol=1e-3), f"{nodes} nodes a round"
+    return factor(*bootstrap(ratio_of_taus, *sums), digits=3)
 
 
 # ---------------------------------------------------------------------- the tables
@@ -283,7 +277,7 @@ KINDS = {
     "layers": layers,
     "rules": rules,
     "confidence": by_confidence,
-    "sizes": sizes_by_confidence,
+    "sizes": sizes,
 }
 
 
