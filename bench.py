@@ -171,7 +171,7 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
     options: of target.generate.
     Returns what was asked, as in `play`, and {arm's name: answers} in the same order,
     of the turns that every arm has answered. A UserError (a prompt is too long) ends
-    its prompt or batch. Ctrl-C and a lack of memory end the run early. Any of these is
+    its prompt or batch. Ctrl-C and exhausted memory end the run early. Any of these is
     raised if nothing was answered.
     """
     warm_up(tokenizer, arms, groups, options)
@@ -259,7 +259,7 @@ def play(arm: Arm, asked: list[dict], options: dict) -> list[Answer]:
 
     asked: input_ids (1, T) and attention_mask of each sequence.
     options: of target.generate.
-    Raises UserError for tokens that the target lacks.
+    Raises UserError for tokens that the target does not have.
     """
     for inputs in asked:
         common.check_ids(arm.target, inputs["input_ids"])

@@ -4,8 +4,8 @@ Paper: Du et al., ICML 2024, arXiv:2402.02082, section 4.2 and appendix A.
 
 A chain drafter computes a distribution at every step, but submits only one token of it.
 CAPE submits the next best tokens as well: many where the drafter was unsure, few where
-it was sure. These extras are leaves of the tree. Nothing
-is drafted after them, so they cost rows in the verification, but no pass:
+it was sure. These extras are leaves of the tree. Nothing is drafted after them, so they
+cost rows in the verification, but no pass:
 
     root -+- x_(t+1) -+- x_(t+2) -+- x_(t+3)   the trajectory, gamma = 3
           |           |           |

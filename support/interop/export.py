@@ -3,7 +3,7 @@
     python -m support.interop.export falcon checkpoints/falcon OUT
     python -m support.interop.export falcon checkpoints/falcon OUT --target your/model
 
-The first writes the drafter alone, for programs that have the target. The second also
+The first writes only the drafter, for programs that have the target. The second also
 writes the target: whoever loads OUT with trust_remote_code=True decodes with drafts.
 Both may be uploaded to the hub. OUT/custom_generate has relative imports, so it also
 works as a part of a package.
@@ -112,7 +112,7 @@ def write(method: str, drafter: str, out: Path, target: str | None) -> None:
 def save_target(model, folder: Path) -> None:
     """Save a target, whole.
 
-    Raises UserError for an adapter, of which transformers saves itself alone, and for
+    Raises UserError for an adapter, of which transformers saves only itself, and for
     quantised weights that cannot be saved.
     """
     if getattr(model, "peft_config", None):
@@ -223,7 +223,7 @@ def write_engine(method: str, drafter: str, out: Path, target: str | None) -> No
         if method == "specdecpp":
             causal_lm(network, model).save_pretrained(part)
             tokenizer.save_pretrained(part)
-            # transformers 5 writes the base into rope_parameters alone, where older
+            # transformers 5 writes the base only into rope_parameters, where older
             # readers (mlx-lm 0.32 among them) do not look.
             path = part / "config.json"
             config = json.loads(path.read_bytes())

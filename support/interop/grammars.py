@@ -3,14 +3,14 @@
 An engine's own processor takes each call for the next token of one text. A token tree
 asks about several texts in a round, so such a processor is refused by `speculate`.
 These follow the ids: they go back to where two texts part, and read on from there. Copy
-what you need; each class needs its engine and transformers alone.
+what you need; each class needs only its engine and transformers.
 
     grammar = xgrammar.GrammarCompiler(info).compile_json_schema(schema)
     processor = XGrammar(grammar, ids["input_ids"].shape[1])
     target.generate(**ids, custom_generate=decode, logits_processor=[processor])
 
 A processor serves one answer. lm-format-enforcer needs no such class: the function of
-its build_transformers_prefix_allowed_tokens_fn depends on the ids alone.
+its build_transformers_prefix_allowed_tokens_fn depends only on the ids.
 
 Licence: Apache-2.0.
 """

@@ -9,8 +9,8 @@ the end form the draft tree. Width 2, gamma 3:
               |     +- d --- g
               (b fell out when a c and a d became more probable)
 
-A level costs one pass of the drafter, in which all proposals are fed side by side. So
-their rows in the drafter's cache form a tree, and each reads only its own branch:
+A level costs one pass of the drafter, in which all proposals are fed side by side. Their
+rows in the drafter's cache form a tree, and each reads only its own branch:
 
                   text    root   a  b   c  d
         level 1  c   x  ..  x    x  .   x  .
@@ -60,8 +60,8 @@ def feed_level(drafter, decoding, memory, fed: list[tuple], count: int) -> Tenso
     if root > 0:
         kv = {layer: decoding.rows(layer) for layer in drafter.kv_layers}
     # The next round's `rewind` drops these rows, because their tokens are not recorded
-    # as text. So accepted tokens are fed once more, but in the pass that has to feed
-    # the bonus token anyway.
+    # as text. Accepted tokens are therefore fed once more, but in the pass that has to
+    # feed the bonus token anyway.
     target = decoding.target
     return drafter(target, new, positions, kv, self_mask, None, memory.cache)[0]
 
