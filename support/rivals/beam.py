@@ -9,8 +9,8 @@ the end form the draft tree. Width 2, gamma 3:
               |     +- d --- g
               (b fell out when a c and a d became more probable)
 
-A level costs one pass of the drafter, in which all proposals are fed side by side. Their
-rows in the drafter's cache form a tree, and each reads only its own branch:
+A level costs one pass of the drafter, in which all proposals are fed side by side.
+Their rows in the drafter's cache form a tree, and each reads only its own branch:
 
                   text    root   a  b   c  d
         level 1  c   x  ..  x    x  .   x  .

@@ -74,8 +74,9 @@ class Maker:
                 "or take another target"
             )
         self.opening, _, self.between, self.closing = pieces
-        # The saved ids may not include the token that ends a turn in this template (those
-        # of a base model often do not). Answers would then run on into invented turns.
+        # The saved ids may not include the token that ends a turn in this template, as
+        # those of base models often do not. Answers would then run on into invented
+        # turns.
         end = self.between[0] if self.between else None
         if end in tokenizer.all_special_ids and end not in self.eos_ids:
             self.eos_ids.add(end)
