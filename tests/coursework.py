@@ -142,10 +142,15 @@ def file_of(name: str) -> str:
     return f"{name.partition('.')[0]}.py"
 
 
+# Modules that have no test file of their own name.
+TESTED_IN = {"common": "verify", "report": "bench", "arms": "bench", "prompts": "data"}
+TESTED_IN |= {"features": "train", "checkpoints": "train", "files": "cli"}
+
+
 def tests_of(name: str) -> str:
-    """The file that its tests are in."""
-    file = file_of(name)
-    return "test_verify.py" if file == "common.py" else f"test_{file}"
+    """The file of the tests of an exercise, or of a module's file such as report.py."""
+    module = name.partition(".")[0]
+    return f"test_{TESTED_IN.get(module, module)}.py"
 
 
 def blanked(source: str, name: str) -> str:

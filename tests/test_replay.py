@@ -9,12 +9,14 @@ import types
 
 import pytest
 import torch
+from chat import command
 from tiny import draft_of, make_llama, untrained
 
 import common
 from support import cli
 from support.measuring import arms as arms_of
 from support.measuring import report
+from support.replay import __main__ as replay
 from support.replay import page
 
 EVIL = "</script><script>window.broken = 1</script>"
@@ -275,6 +277,19 @@ def test_the_second_run_samples_as_asked(monkeypatch, tmp_path, llama):
     assert asked == [{"max_new_tokens": 5, "do_sample": False}, options]
     data = json.loads(Reader((tmp_path / "page.html").read_text()).scripts[0])
     assert data["runs"][1]["name"] == "temperature 0.7, top-p 0.9"
+
+
+def test_a_command_writes_a_page(measured, monkeypatch, tmp_path):
+    monkeypatch.chdir(measured)
+    file = tmp_path / "page.html"
+    replay.main([str(file), *command(method="glide@glide lookup")])
+    assert '"name":"glide@glide"' in file.read_text()
+    for path, method, said in (
+        (file, "prompt-lookup", "a page needs drafts"),
+        (tmp_path / "no" / "page.html", "lookup", "cannot write .*: name a file in"),
+    ):
+        with pytest.raises(common.UserError, match=said):
+            replay.main([str(path), *command(method=method)])
 
 
 def test_every_character_survives_the_way_into_a_script():

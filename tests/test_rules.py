@@ -1,21 +1,27 @@
-"""stop_rules.py: a record counts what decoding does; rules and figures by hand."""
+"""The tools of results/tools/ that measure: stop_rules.py (a record counts what
+decoding does; rules and figures by hand) and costs.py.
+"""
 
 import ast
 import dataclasses
+import itertools
 import json
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
+import costs
 import pytest
 import stop_rules
 import torch
+from chat import command
 from stop_rules import Round
 from tiny import make_glide, make_llama, slow, teach
 
 import common
 import glide
 import specdecpp
+from support.measuring import report
 
 ROOT = Path(__file__).parent.parent
 PROMPT = torch.tensor([[9, 8, 7]])
@@ -89,6 +95,7 @@ def means(rows):
     return rows.mean(0), rows.var(0) / len(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_sampled_replay_counts_on_average_what_decoding_does(monkeypatch, joined):
     """Not so, if a round at each place goes on with tokens that no place verifies."""
@@ -369,3 +376,46 @@ def test_the_examples_of_the_docstring_run(capsys, monkeypatch):
     for line in lines:
         value, (low, high) = ast.literal_eval(line)
         assert 0.9 < low < value < high < 1.1
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_a_sweep_is_measured_and_shown(
+    measured, monkeypatch, capsys, tmp_path, temperature
+):
+    monkeypatch.chdir(measured)
+    file = tmp_path / "sweep.json"
+    options = ("--num-prompts", "1", "--temperature", temperature, "--json", str(file))
+    stop_rules.main(command(*options))
+    out = capsys.readouterr().out
+    points = json.loads(file.read_text())["sweep"]["points"]
+    assert len(stop_rules.read(file)) == 2  # the turns of a prompt
+    assert set(points) == {"K", "confidence", "product", "entropy", "oracle"}
+    n_target, n_discarded, speed = points["K"]["2"]
+    row = f"| K | 2 | {n_target:.2f} | {n_discarded:.2f} | {speed:.1f} |"
+    assert row in " ".join(out.split())
+
+
+# ----------------------------------------------------------------- what a forward costs
+
+
+def test_a_cost_curve_is_printed_and_written(measured, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(costs, "CONTEXT", 32)  # the target has a context of 256
+    file = str(tmp_path / "costs.json")
+    costs.main(["--target", str(measured / "target"), "--json", file])
+    assert "at 32 tokens of context" in capsys.readouterr().out
+    curve = report.read_result(file)["cost_curve"]
+    assert list(curve["by_tokens"]) == list(map(str, costs.COUNTS))
+
+
+def test_the_cost_of_a_forward_is_the_median_after_a_warm_up(llama, monkeypatch):
+    took = itertools.cycle([9, 1, 5, 2, 4, 3])
+    seconds = (second for each in took for second in (0, each))
+    moments = itertools.accumulate(seconds)
+    monkeypatch.setattr(costs, "clock", lambda _: next(moments))
+    common.check_target(llama)  # its trial is no part of what is counted
+    fed = []
+    hook = llama.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[1]))
+    curve = costs.cost_curve(llama)
+    hook.remove()
+    assert curve["by_tokens"] == {str(count): 3000 for count in costs.COUNTS}
+    assert fed == [count for count in costs.COUNTS for _ in range(6)]
