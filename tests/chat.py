@@ -4,10 +4,19 @@ beside it.
 
 import json
 
+import pytest
 import torch
 from tiny import family, make_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from common import UserError
+
+
+def refused(message):
+    """Expects a user's mistake, told with this message (a regular expression)."""
+    return pytest.raises(UserError, match=message)
+
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
@@ -53,10 +62,12 @@ def make_chat(folder):
     return folder
 
 
-def options(folder, out, *more):
+def options(folder, out, *more, method="glide"):
     """The arguments of a short run of train.py; GLIDE's drafter is the smallest."""
-    words = f"--method glide --target {folder} --data {folder}/data.jsonl --out {out}"
-    words += " --device cpu --draft-vocab 32 --intermediate-size 16 --held-out 4"
+    words = f"--method {method} --target {folder} --data {folder}/data.jsonl"
+    words += f" --out {out} --device cpu --draft-vocab 32 --held-out 4"
+    if method == "glide":
+        words += " --intermediate-size 16"
     return [*words.split(), "--eval-every", "4", "--save-every", "4", *map(str, more)]
 
 

@@ -36,18 +36,15 @@ def test_points_are_judged_by_zero_and_by_the_paper_s_points():
     assert claims.points(0.3, -0.04, 0.5).figure == "+0.3 points (-0.0 to +0.5)"
 
 
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
+def test_the_paper_s_figures_in_our_unit():
+    for words, shown in (
         ("3.34/2.78 +1", "1.15"),
         ("3.34/2.13 2.78/1.64 +1", "1.39 to 1.43"),
         ("18.88/17.62 20.61/18.55 in time", "1.07 to 1.11 in time"),
         ("5.4 23.5 points", "+5.4 to +23.5 points"),
         ("-", "None"),
-    ],
-)
-def test_the_paper_s_figures_in_our_unit(words, shown):
-    assert str(claims.printed(words)) == shown
+    ):
+        assert str(claims.printed(words)) == shown
 
 
 def arm(tokens, forwards, draft_ms=None, steps=None):
@@ -55,17 +52,15 @@ def arm(tokens, forwards, draft_ms=None, steps=None):
     return claims.Arm(sums, None, draft_ms, 30.0, steps)
 
 
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
+def test_training_of_both_sides():
+    for steps, expected in (
         ((3.9e6, 3.9e6), False),  # fewer than four million
         ((4e6, 4.3e6), True),
         ((9e6, 5e6), False),
         ((5e6, 6e6), False),  # a fifth more
-    ],
-)
-def test_training_of_both_sides(steps, expected):
-    assert claims.alike(*(arm([1.0], [1.0], steps=each) for each in steps)) == expected
+    ):
+        both = [arm([1.0], [1.0], steps=each) for each in steps]
+        assert claims.alike(*both) == expected
 
 
 def test_token_steps_are_those_of_all_stages():
@@ -108,11 +103,8 @@ def test_every_verdict_is_held_to_its_run(monkeypatch):
         return arm(counts[name], [10.0, 10.0, 10.0], steps=steps[name])
 
     monkeypatch.setattr(claims, "arm_of", arm_of)
-    for factor, verdict in (
-        (1.2, "confirmed"),
-        (1.1, "smaller"),
-        (0.5, "the opposite"),
-    ):
+    verdicts = {1.2: "confirmed", 1.1: "smaller", 0.5: "the opposite"}
+    for factor, verdict in verdicts.items():
         counts["ours"] = [factor * count for count in counts["theirs"]]
         cells = claims.row_of(words)
         assert cells[1:3] == ["1.15", f"{factor:.2f} ({factor:.2f}-{factor:.2f}) here"]

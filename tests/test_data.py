@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from chat import refused
 from safetensors.torch import load_file
 from tiny import make_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -44,10 +45,6 @@ def tokenizer(saved_tokenizer):
 def read(path, records, tokenizer, length=64):
     path.write_text("\n".join(map(json.dumps, records)) + "\n\n")
     return data.read_conversations(str(path), tokenizer, length)
-
-
-def refused(said):
-    return pytest.raises(common.UserError, match=said)
 
 
 def learned(path, record, tokenizer) -> list[str]:
@@ -371,6 +368,7 @@ IDS = {"prompt_ids": [5], "response_ids": [7]}
 CALL = {"function": {"name": "w7", "arguments": {}}}
 THOUGHT = PAIR | {"response": "w40 w9 w41 w2"}
 UNWRITTEN = "template does not write the whole text of messages by "
+COUNTED = "{{ '<unk> ' if messages | length % 2 else 'w9 ' }}" + EACH
 # What the user gives, how the message says what is wrong, and the chat template.
 REFUSED = [
     (b"\xa7\xfe", "no JSON object in UTF-8"),
@@ -420,7 +418,7 @@ REFUSED = [
     (THOUGHT, UNWRITTEN + "assistant", CUT),  # as DeepSeek-R1's
     (THOUGHT, UNWRITTEN + "assistant", CUT.replace("<end>", "w40 w9 w41 <end>")),
     # Requests that answers follow differ from those that are asked.
-    (TURNS, "the answer cannot be located", "w{{ messages | length }} " + EACH),
+    (TURNS, "the answer cannot be located", COUNTED),
 ]
 
 

@@ -139,10 +139,7 @@ def test_a_gguf_loads_whatever_the_case_of_its_ending_and_its_first_part_is_refu
         common.load_target(str(tmp_path / "absent.gguf"))
 
 
-@pytest.mark.parametrize("setting", ["PIP_USER", "PIP_PREFIX", "PIP_ROOT", "user"])
-def test_pips_settings_do_not_keep_the_default_target_away(
-    tmp_path, monkeypatch, setting
-):
+def test_pips_settings_do_not_keep_the_default_target_away(tmp_path, monkeypatch):
     """Some servers set PIP_USER for all; a pip.conf may say `user = true`."""
     wheel = tmp_path / "tinytarget-1.0-py3-none-any.whl"
     info = "tinytarget-1.0.dist-info"
@@ -158,12 +155,11 @@ def test_pips_settings_do_not_keep_the_default_target_away(
     monkeypatch.setattr(default_target, "SHA256", sha256)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    if setting == "user":
-        (tmp_path / "pip.conf").write_text("[install]\nuser = true\n")
-        monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
-    else:
-        value = "1" if setting == "PIP_USER" else str(tmp_path / "elsewhere")
-        monkeypatch.setenv(setting, value)
+    (tmp_path / "pip.conf").write_text("[install]\nuser = true\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("PIP_USER", "1")
+    for setting in ("PIP_PREFIX", "PIP_ROOT"):
+        monkeypatch.setenv(setting, str(tmp_path / "elsewhere"))
     work = tmp_path / "work"
     work.mkdir()
     default_target.fetch(work)

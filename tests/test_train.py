@@ -41,8 +41,8 @@ PINNED = {  # mean loss, acceptance rate
 def trained(folder, tmp_path):
     """train.py into a folder of tmp_path; returns the folder."""
 
-    def run(name, *more):
-        train.main(options(folder, tmp_path / name, *more))
+    def run(name, *more, method="glide"):
+        train.main(options(folder, tmp_path / name, *more, method=method))
         return tmp_path / name
 
     return run
@@ -217,15 +217,12 @@ def test_two_processes_have_the_loss_of_one(folder, tmp_path, trained, capfd):
 
 
 @pytest.mark.parametrize("method", PINNED)
-def test_chance_is_the_seed_s(folder, tmp_path, method):
-    data = random_lines(tmp_path / "data.jsonl")
-    argv = f"--method {method} --target {folder} --data {data} --device cpu --steps 3"
-    argv += " --held-out 2 --draft-vocab 32"
-    argv += " --layers [1]" if method == "specdecpp" else ""
+def test_chance_is_the_seed_s(folder, tmp_path, trained, method):
+    more = ["--data", random_lines(tmp_path / "data.jsonl"), "--steps", 3]
+    more += ["--layers", "[1]"] if method == "specdecpp" else []
     weights = []
-    for seed in ("0", "0", "1"):
-        out = tmp_path / str(len(weights))
-        train.main([*argv.split(), "--seed", seed, "--out", str(out)])
+    for number, seed in enumerate((0, 0, 1)):
+        out = trained(str(number), *more, "--seed", seed, method=method)
         weights.append((out / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]
     target, _ = common.load_target(str(folder))
@@ -411,8 +408,11 @@ def test_an_acceptance_rate_is_a_mean_over_positions():
 # ----------------------------------------------------------------------------- --resume
 
 
-@pytest.mark.parametrize("features", [False, True])
-@pytest.mark.parametrize("renames", range(8))  # four of each checkpoint
+# Two checkpoints of four files each, and one run that keeps the target's features.
+KILLED = [(renames, False) for renames in range(8)] + [(5, True)]
+
+
+@pytest.mark.parametrize("renames, features", KILLED)
 def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(
     folder, tmp_path, trained, monkeypatch, renames, features
 ):
@@ -439,9 +439,7 @@ def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(
     assert config_in(cut)["gamma"] == 3
     models = [state_of(out)["model"] for out in (cut, whole)]
     torch.testing.assert_close(*models, atol=0, rtol=0)
-    curves = [curve_of(whole), curve_of(cut)]
-    for row in [*curves[0], *curves[1]]:
-        row.pop("minutes")
+    curves = [[row | {"minutes": 0} for row in curve_of(out)] for out in (cut, whole)]
     assert curves[0] == curves[1]
     assert not list(cut.glob(".part*"))
 
@@ -513,13 +511,10 @@ def test_minutes_are_those_of_all_sittings(trained, monkeypatch):
         assert (last["step"], last["minutes"]) == (steps, minutes)
 
 
-def test_layers_counted_from_the_top_can_be_resumed(folder, tmp_path):
-    argv = f"--method specdecpp --layers [0,-1] --target {folder} --device cpu"
-    argv += f" --data {folder}/data.jsonl --held-out 4 --out {tmp_path}/out"
-    argv = argv.split()
-    train.main([*argv, "--steps", "2"])
-    train.main([*argv, "--steps", "4", "--resume"])
-    assert curve_of(tmp_path / "out")[-1]["step"] == 4
+def test_layers_counted_from_the_top_can_be_resumed(trained):
+    for more in (["--steps", 2], ["--steps", 4, "--resume"]):
+        out = trained("out", "--layers", "[0,-1]", *more, method="specdecpp")
+    assert curve_of(out)[-1]["step"] == 4
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path, trained, monkeypatch):
@@ -573,45 +568,39 @@ def test_init_starts_from_a_drafter_and_says_what_it_lacks(trained, capsys):
 
 def test_a_draft_vocabulary_is_chosen_anew_if_it_is_asked_for(folder, tmp_path, capsys):
     """The text of --init and that of --data share no token."""
-    texts = []
-    for n, answer in enumerate(([5, 6, 7] * 4, [20, 21, 22] * 4)):
-        texts.append(tmp_path / f"{n}.jsonl")
-        line = json.dumps({"prompt_ids": [3, 4], "response_ids": answer}) + "\n"
-        texts[n].write_text(line * 4)
+    for name, answer in (("old", [5, 6, 7]), ("new", [20, 21, 22])):
+        line = json.dumps({"prompt_ids": [3, 4], "response_ids": 4 * answer}) + "\n"
+        (tmp_path / f"{name}.jsonl").write_text(line * 4)
 
-    def vocabulary(name, *more):
+    def vocabulary(name, data, *more):
         words = f"--method glide --target {folder} --out {tmp_path / name} --device cpu"
-        words += " --steps 1 --lr 0 --held-out 1"
+        words += f" --data {tmp_path / data}.jsonl --steps 1 --lr 0 --held-out 1"
         train.main([*words.split(), *map(str, more)])
         _, _, said = capsys.readouterr().err.partition("vocabulary has ")
         weights = load_file(tmp_path / name / "model.safetensors")
         return set(weights["vocab_ids"].tolist()), said
 
-    old, said = vocabulary("old", "--data", texts[0], "--draft-vocab", 3)
+    old, said = vocabulary("first", "old", "--draft-vocab", 3)
     assert old == {5, 6, 7} and said.startswith("3 tokens and covers 100.0% of these")
-    init = ["--data", texts[1], "--init", tmp_path / "old"]
+    init = ["new", "--init", tmp_path / "first"]
     kept, said = vocabulary("kept", *init)
     assert kept == {5, 6, 7} and said.startswith("3 tokens and covers 0.0% of these")
-    new, said = vocabulary("new", *init, "--draft-vocab", 3)
+    new, said = vocabulary("anew", *init, "--draft-vocab", 3)
     assert new == {20, 21, 22} and said.startswith("3 tokens and covers 100.0% of")
     more, _ = vocabulary("more", *init, "--draft-vocab", 4)
     assert more > {20, 21, 22}
 
 
-def test_a_part_that_is_frozen_is_named(folder, tmp_path, capsys):
+def test_a_part_that_is_frozen_is_named(trained, tmp_path, capsys):
     """SpecDec++ trains its draft model or its head; --init keeps the stage."""
-
-    def not_trained(name, *more):
-        words = f"--method specdecpp --target {folder} --data {folder}/data.jsonl"
-        words += f" --out {tmp_path / name} --device cpu --draft-vocab 32 --steps 1"
-        train.main([*words.split(), *map(str, more)])
-        _, found, rest = capsys.readouterr().err.partition("not trained: ")
-        return found and rest.split("\n")[0]
-
-    assert not_trained("draft", "--layers", "[0]") == "head"
-    init = ["--init", tmp_path / "draft"]
-    assert not_trained("head", *init, "--stage", "head") == "layers, norm"
-    assert not_trained("more", "--init", tmp_path / "head") == "layers, norm"
+    head = ["--init", tmp_path / "draft", "--stage", "head"]
+    for name, more, frozen in (
+        ("draft", ["--layers", "[0]"], "head"),
+        ("head", head, "layers, norm"),
+        ("more", ["--init", tmp_path / "head"], "layers, norm"),
+    ):
+        trained(name, *more, "--steps", 1, method="specdecpp")
+        assert f"not trained: {frozen}\n" in capsys.readouterr().err
 
 
 def test_stored_features_are_those_of_the_target(folder, tmp_path, monkeypatch):
