@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from chat import TURNS, command
+from chat import TURNS, command, refused
 from tiny import make_llama
 
 import bench
@@ -302,24 +302,24 @@ def test_alpha_is_that_of_the_answers_tokens_and_no_others(llama):
 # ------------------------------------------------------------------------------ figures
 
 
+def answered(tokens, prompt=0, **counted):
+    """An Answer, by plain decoding unless it counts something else."""
+    counted = {"target_forwards": tokens} | counted
+    return Answer(prompt=prompt, tokens=list(range(tokens)), **counted)
+
+
+def took(seconds, prompt=0):
+    """Ten tokens by plain decoding."""
+    return answered(10, prompt, seconds=Counter(other=seconds))
+
+
 def test_figures_of_a_hand_worked_case():
-    first = Answer(
-        tokens=list(range(10)),
-        target_forwards=4,
-        drafted=12,
-        offered=[3, 3, 3, 3],
-        accepted=[3, 0, 2, 1],
-        seconds=Counter(prefill=0.2, draft=0.15, verify=0.5, other=0.15),
-    )
-    second = Answer(
-        prompt=1,
-        tokens=list(range(6)),
-        target_forwards=4,
-        drafted=9,
-        offered=[3, 3, 3, 0],
-        accepted=[0, 1, 1, 0],
-        seconds=Counter(prefill=0.8, draft=0.45, verify=0.5, other=0.25),
-    )
+    seconds = Counter(prefill=0.2, draft=0.15, verify=0.5, other=0.15)
+    first = {"target_forwards": 4, "drafted": 12, "seconds": seconds}
+    first = answered(10, **first, offered=[3, 3, 3, 3], accepted=[3, 0, 2, 1])
+    seconds = Counter(prefill=0.8, draft=0.45, verify=0.5, other=0.25)
+    second = {"target_forwards": 4, "drafted": 9, "seconds": seconds}
+    second = answered(6, 1, **second, offered=[3, 3, 3, 0], accepted=[0, 1, 1, 0])
     got = report.figures([first, second])
     assert got["tokens_per_s"] == pytest.approx(16 / 3)
     assert got["tau"] == 2.0
@@ -340,16 +340,6 @@ def test_figures_of_a_hand_worked_case():
     assert told.items() <= got["answers"][0].items()
 
 
-def answered(tokens, seconds, prompt=0):
-    """A plain Answer."""
-    return Answer(
-        prompt=prompt,
-        tokens=list(range(tokens)),
-        target_forwards=tokens,
-        seconds=Counter(other=seconds),
-    )
-
-
 def test_the_baseline_is_the_fastest_plain_decoding(llama):
     """Whoever it is; and every arm is also compared with stock transformers."""
     target = packed.pack(make_llama().float())
@@ -357,16 +347,16 @@ def test_the_baseline_is_the_fastest_plain_decoding(llama):
     seconds = {"stock": 8.0, "transformers": 8.0, "plain": 8.0}
     assert [loop.name for loop in loops] == list(seconds)
     for fastest in seconds:
-        took = seconds | {fastest: 4.0, "x": 1.0}
-        answers = {name: [answered(10, s)] for name, s in took.items()}
+        each = seconds | {fastest: 4.0, "x": 1.0}
+        answers = {name: [took(each[name])] for name in each}
         found = bench.summary([Arm("x", target)], loops, ASKED, answers, greedy=True)
         assert list(found) == ["baseline", "x"] and found["baseline"]["loop"] == fastest
         assert found["baseline"]["tokens_per_s"] == 2.5 and found["x"]["speedup"] == 4.0
-        assert found["baseline"]["vs_stock"] == took["stock"] / 4
-        assert found["x"]["vs_stock"] == took["stock"]
+        assert found["baseline"]["vs_stock"] == each["stock"] / 4
+        assert found["x"]["vs_stock"] == each["stock"]
         for name, told in found["baseline"]["loops"].items():
-            assert told["tokens_per_s"] == 10 / took[name]
-            assert told["vs_stock"] == took["stock"] / took[name]
+            assert told["tokens_per_s"] == 10 / each[name]
+            assert told["vs_stock"] == each["stock"] / each[name]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -397,9 +387,8 @@ def test_stock_transformers_on_the_target_as_loaded_is_always_a_candidate(
 def paired(ours, theirs, prompts=None):
     """The interval of answers of 10 tokens that took these seconds."""
     figures = []
-    for took in (ours, theirs):
-        numbers = prompts or range(len(took))
-        answers = [answered(10, s, number) for s, number in zip(took, numbers)]
+    for seconds in (ours, theirs):
+        answers = list(map(took, seconds, prompts or range(len(seconds))))
         figures.append(report.figures(answers)["by_prompt"])
     return report.paired(*figures)
 
@@ -504,6 +493,15 @@ def test_arms_draft_as_they_are_told(loaded):
     assert lookup.settings == {"most": 16} and lookup.drafter is None
 
 
+def test_settings_and_a_window_reach_the_drafts(loaded, monkeypatch):
+    seen = []
+    monkeypatch.setattr(glide, "drafts", lambda *_, **given: seen.append(given))
+    texts = ["glide:gamma=2,window=64@glide", "cape:window=none@glide"]
+    for arm in arms_of.make_arms(texts, loaded[0]):
+        arm.drafts(None)
+    assert seen == [{"gamma": 2, "window": 64}, {"gamma": 4, "window": None}]
+
+
 def test_eagle_has_a_drafter_and_a_file_of_its_own(loaded, tmp_path):
     target, _ = loaded
     for module, name in ((falcon, "falcon"), (eagle, "eagle")):
@@ -513,13 +511,11 @@ def test_eagle_has_a_drafter_and_a_file_of_its_own(loaded, tmp_path):
     texts = ["falcon", "eagle", "eagle:chain+copies"]
     made = arms_of.make_arms(texts, target, shipped=tmp_path)
     assert [arm.module for arm in made] == [falcon, eagle, eagle]
-    assert made[2].settings == falcon.VARIANTS["chain"] | {
-        "window": common.WINDOW,
-        "copies": 16,
-    }
+    others = {"window": common.WINDOW, "copies": 16}
+    assert made[2].settings == falcon.VARIANTS["chain"] | others
     assert [chain_of(arm).notes["k"] for arm in made] == [2, 1, 1]
     assert chain_of(made[2]).parents == [-1, 0, 1, 2]
-    with pytest.raises(UserError, match="holds no eagle drafter"):
+    with refused("holds no eagle drafter"):
         arms_of.make_arms([f"eagle@{tmp_path}/falcon"], target, shipped=tmp_path)
 
 
@@ -617,7 +613,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize("argv, message", MISTAKES)
 def test_a_mistake_is_explained(argv, message):
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         bench.main(["--target", "target", "--prompts", "prompts.jsonl", *argv.split()])
 
 

@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from chat import command
+from chat import command, refused
 from tiny import draft_of, make_llama, untrained
 
 import common
@@ -268,7 +268,7 @@ def test_a_command_writes_a_page(measured, monkeypatch, tmp_path):
         (file, "prompt-lookup", "a page needs drafts"),
         (tmp_path / "no" / "page.html", "lookup", "cannot write .*: name a file in"),
     ):
-        with pytest.raises(common.UserError, match=said):
+        with refused(said):
             replay.main([str(path), *command(method=method)])
 
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator, debug_launcher
-from chat import options
+from chat import options, refused
 from safetensors.torch import load_file
 from tiny import family, make_drafts, random_batch, snapshot
 
@@ -188,11 +188,11 @@ def test_gradients_are_those_of_the_mean_over_all_parts_by_hand():
 def random_lines(path):
     """Write twelve conversations of unequal lengths, whose losses weigh differently."""
     generator = torch.Generator().manual_seed(3)
-    with open(path, "w") as file:
-        for index in range(12):
-            ids = torch.randint(5, 48, (12 + 3 * index,), generator=generator).tolist()
-            record = {"prompt_ids": ids[:3], "response_ids": ids[3:]}
-            file.write(json.dumps(record) + "\n")
+    lines = []
+    for length in range(12, 48, 3):
+        ids = torch.randint(5, 48, (length,), generator=generator).tolist()
+        lines.append(json.dumps({"prompt_ids": ids[:3], "response_ids": ids[3:]}))
+    path.write_text("\n".join(lines))
     return path
 
 
@@ -290,10 +290,10 @@ def test_answers_that_are_too_short_for_a_method_are_counted(
     said = "2 of 4 answers are too short: glide learns those of 2 tokens or more"
     assert said in capsys.readouterr().err
     path.write_text("\n".join([lines[0], lines[3]] * 2))
-    with pytest.raises(common.UserError, match="nothing to learn: 2 of 2 answers"):
+    with refused("nothing to learn: 2 of 2 answers"):
         trained("none", *argv)
     monkeypatch.setattr(glide, "loss", lambda *_: (torch.zeros(()), 0))
-    with pytest.raises(common.UserError, match="learns nothing from an answer of 32"):
+    with refused("learns nothing from an answer of 32"):
         trained("never", *argv)
 
 
@@ -306,16 +306,12 @@ def test_training_lowers_the_loss_and_a_finished_drafter_is_never_overwritten(
     assert [row["step"] for row in curve_of(out)] == [4, 8, 12, 16, 18]
     assert last["loss"] < first["loss"] and last["alpha"] > first["alpha"]
     said = capsys.readouterr().out.splitlines()[-1]
-    summary = {
-        "method": "glide",
-        "out": str(out),
-        "interrupted": False,
-        "measured": last,
-    }
-    assert json.loads(said) == summary | {"step": 18, "tokens": last["tokens"]}
+    summary = {"method": "glide", "out": str(out), "interrupted": False}
+    summary |= {"measured": last, "step": 18, "tokens": last["tokens"]}
+    assert json.loads(said) == summary
     assert load_file(out / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
     before = snapshot(out)
-    with pytest.raises(common.UserError, match="already holds a drafter"):
+    with refused("already holds a drafter"):
         run()
     run("--resume")
     again = capsys.readouterr()
@@ -489,7 +485,7 @@ def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, trained):
         ("--data", tmp_path / "other", "of content"),
         ("--target", tmp_path / "target", "of content"),
     ):
-        with pytest.raises(common.UserError, match=f"started with {option} {said}"):
+        with refused(f"started with {option} {said}"):
             trained("out", "--steps", 4, option, value, "--resume")
     kept = state_of(out)
     names = "method dtype bf16 seed batch_size lr warmup clip max_length held_out"
@@ -497,7 +493,7 @@ def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, trained):
         identity = kept["identity"] | {name: "other"}
         torch.save(kept | {"identity": identity}, out / "training_state.pt")
         option = name.replace("_", "-")
-        with pytest.raises(common.UserError, match=f"started with --{option}"):
+        with refused(f"started with --{option}"):
             trained("out", "--steps", 4, "--resume")
 
 
@@ -529,12 +525,11 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, trained, monkeypatch):
 
     monkeypatch.setattr(glide, "loss", diverging)
     monkeypatch.setattr(train, "least_tokens", lambda *_: 1)
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.getsignal(kind) for kind in kinds]
-    with pytest.raises(common.UserError, match="loss is nan and .* at step 5"):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with refused("loss is nan and .* at step 5"):
         trained("out", "--steps", 8)
     # Ctrl-C means what it did.
-    assert [signal.getsignal(kind) for kind in kinds] == before
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     state = state_of(tmp_path / "out")
     assert all(x.isfinite().all() for x in state["model"].values())
     assert state["progress"]["step"] == 4
@@ -559,7 +554,7 @@ def test_init_starts_from_a_drafter_and_says_what_it_lacks(trained, capsys):
     assert copied
     for name in copied:
         torch.testing.assert_close(two[name], new[name])
-    with pytest.raises(common.UserError, match="does not fit the options"):
+    with refused("does not fit the options"):
         trained("other", *more, *init, "--intermediate-size", 8)
     # The same command goes on, as train.sh has it.
     again = trained("same", "--steps", 2, "--lr", 0, *init, "--resume")
@@ -679,7 +674,7 @@ def test_a_damaged_or_hostile_state_is_refused_and_left(trained):
         else:
             path.write_bytes(content)
         before = snapshot(out)
-        with pytest.raises(common.UserError, match="is damaged or of another version"):
+        with refused("is damaged or of another version"):
             trained("out", "--steps", 2, "--resume")
         assert snapshot(out) == before
 
@@ -696,7 +691,7 @@ def test_a_damaged_drafter_is_refused_in_a_line(llama, tmp_path, method):
     for text in ("", "null", "[]", '{"target": null}', shape):
         config.write_text(text)
         message = "drafter, or a damaged one"
-        with pytest.raises(common.UserError, match=message) as refusal:
+        with refused(message) as refusal:
             common.load_drafter(module.Drafter, tmp_path, llama)
         assert "\n" not in str(refusal.value)
     config.write_text(whole)
@@ -705,9 +700,7 @@ def test_a_damaged_drafter_is_refused_in_a_line(llama, tmp_path, method):
     for value, target in ((math.nan, llama), (7e4, copy.deepcopy(llama).half())):
         weight[0] = value
         drafter.save_pretrained(tmp_path)
-        with pytest.raises(
-            common.UserError, match="holds weights that are not finite in torch.float"
-        ):
+        with refused("holds weights that are not finite in torch.float"):
             common.load_drafter(module.Drafter, tmp_path, target)
 
 
@@ -719,9 +712,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(trained):
     half = len(before[out / "model.safetensors"]) // 2
     resource.setrlimit(resource.RLIMIT_FSIZE, (half, most))
     try:
-        with pytest.raises(
-            common.UserError, match="cannot save to .*make room, then continue with"
-        ):
+        with refused("cannot save to .*make room, then continue with"):
             trained("out", "--steps", 4, "--resume")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
