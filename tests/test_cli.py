@@ -1,5 +1,6 @@
 """Command lines: options from a Config, help, mistakes (one line and code 2)."""
 
+import json
 import os
 import subprocess
 import sys
@@ -135,8 +136,10 @@ def started(*words):
     return subprocess.run(command, cwd=cli.ROOT, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("program", ["bench.py", "train.py"])
-def test_help_and_mistakes_do_not_wait_for_torch(program):
+@pytest.mark.parametrize(
+    "program, option", [("bench.py", "--dtype"), ("train.py", "--method")]
+)
+def test_help_and_mistakes_do_not_wait_for_torch(program, option):
     """Nor for transformers and our own modules that import them."""
     code = (
         "import runpy, sys\n"
@@ -145,9 +148,18 @@ def test_help_and_mistakes_do_not_wait_for_torch(program):
     )
     shown = started("-c", f"import sys; sys.argv = [{program!r}, '--help']\n{code}")
     assert shown.returncode == 0 and f"usage: {program}" in shown.stdout, shown.stderr
-    wrong = started(program, "--method", "cape", "--nonsense", "1")
-    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
-    assert wrong.stderr.startswith(f"{program}: ") and wrong.stderr.count("\n") == 1
+    wrong = started(program, option, "nonsense")
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+    assert wrong.stderr.startswith(f"{program}: argument {option}: invalid choice")
+
+
+@pytest.mark.slow
+def test_train_and_bench_run_as_programs(folder, tmp_path):
+    trained = started("train.py", *options(folder, tmp_path / "out", "--steps", "1"))
+    assert json.loads(trained.stdout)["step"] == 1, trained.stderr
+    words = f"--method glide@{tmp_path}/out --target {folder} --max-new-tokens 4"
+    measured = started("bench.py", *words.split(), "--prompt", "w1 w2")
+    assert '"glide@out"' in measured.stdout.splitlines()[-1], measured.stderr
 
 
 def test_the_device_is_found_only_when_none_is_named(monkeypatch):

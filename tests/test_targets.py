@@ -308,58 +308,47 @@ def test_unusual_decoders_are_refused(name, more, message):
         common.start(target, input_ids=IDS, **GREEDY)
 
 
-@pytest.mark.parametrize("name", ["Mistral", "Mixtral", "Starcoder2"])
-def test_a_window_of_all_layers_is_obeyed(name):
-    target = family(name, **SLIDING, **EXPERTS if name == "Mixtral" else {}).float()
-    assert common.layer_kinds(target) == ["sliding_attention"]
-    check(target, made(target, ("glide", "falcon", "ctc_drafter")))
+GLOBAL = {"attention_types": [[["global"], 4]]}
+DECODED = [("Mistral", SLIDING), ("Mixtral", SLIDING | EXPERTS)]
+DECODED += [("Starcoder2", SLIDING), ("GPTNeo", GLOBAL)]
 
 
-def test_attention_that_is_global_alone_may_be_gpt_neos():
-    target = family("GPTNeo", attention_types=[[["global"], 4]]).float()
+@pytest.mark.parametrize("name, more", DECODED)
+def test_families_with_one_kind_of_layers_are_decoded(name, more):
+    """A window in all layers, or none in a family that may have them."""
+    target = family(name, **more).float()
+    kind = "full_attention" if more == GLOBAL else "sliding_attention"
+    assert common.layer_kinds(target) == [kind]
     check(target, made(target, ("glide", "falcon", "ctc_drafter")))
 
 
 # ------------------------------------------------------------------ a trial of a target
 
 
-def trials(monkeypatch):
-    """A list that grows by the model of each trial."""
-    seen = []
-    run = common._compare
-
-    def noted(target):
-        seen.append(target)
-        return run(target)
-
-    monkeypatch.setattr(common, "_compare", noted)
-    return seen
-
-
 def test_a_target_is_tried_once_and_again_when_it_has_changed(monkeypatch):
     peft = pytest.importorskip("peft", reason="needs peft: requirements-dev.txt")
-    seen = trials(monkeypatch)
-    target = make_llama()
-    other = make_llama()
-    changes = [
-        lambda: None,
-        lambda: target.set_attn_implementation("eager"),
-        target.float,
-        target.train,
-        lambda: peft.inject_adapter_in_model(
-            peft.LoraConfig(target_modules=["q_proj"]), target
-        ),
-        lambda: setattr(target.config, "sliding_window", None),
-    ]
-    expected = [1, 1, 1, 1, 1, 0]
-    for change, count in zip(changes, expected, strict=True):
+    lora = peft.LoraConfig(target_modules=["q_proj"])
+    seen = []  # the model of each trial
+    run = common._compare
+    monkeypatch.setattr(
+        common, "_compare", lambda model: seen.append(model) or run(model)
+    )
+    target, other = make_llama(), make_llama()
+    for change, count in (
+        (lambda: None, 1),
+        (lambda: target.set_attn_implementation("eager"), 1),
+        (target.float, 1),
+        (target.train, 1),
+        (lambda: peft.inject_adapter_in_model(lora, target), 1),
+        (lambda: setattr(target.config, "sliding_window", None), 0),
+    ):
         change()
         before = len(seen)
         for _ in range(3):
             common.check_target(target)
         assert len(seen) == before + count
     common.check_target(other)
-    assert len(seen) == sum(expected) + 1
+    assert len(seen) == 6
     assert target not in seen and other not in seen, "a twin is tried"
 
 
