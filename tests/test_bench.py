@@ -365,14 +365,13 @@ def test_stock_transformers_on_the_target_as_loaded_is_always_a_candidate(
 ):
     """No packed layer may be in it, whatever else the run decodes with."""
     monkeypatch.setattr(packed, "fastest", lambda *_: ("linear", "linear"))
-    argv = command("--batch-size", str(size), method="lookup")
-    result, _ = run(capsys, [*argv, "--dtype", "float32"])
+    argv = command("--batch-size", str(size), "--dtype", "float32", method="lookup")
+    result, _ = run(capsys, argv)
     assert result["kernels"] == ["linear", "linear"]
     told = report.arms_of(result)["baseline"]["loops"]
     assert {"stock", "transformers", "plain"} <= told.keys()  # two of the packed target
 
-    loaded, _ = common.load_target("target")
-    target = packed.pack(loaded, ("linear", "linear"))
+    loaded, target, _ = bench.load(parse(argv))
     stock, *others = plain_loops(loaded, target, size)
     assert (stock.drafts, stock.padded) == (None, size == 2)
     layers = [type(module) for module in stock.target.modules()]

@@ -226,6 +226,7 @@ def trained_bytes():
     core.train_from_iterator([text] * 50, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
     tokenizer.chat_template = CHATML
+    tokenizer.add_tokens(["</code>"])
     return tokenizer
 
 
@@ -246,6 +247,7 @@ NEWLINES = [  # an answer, and what is learned from it
     ("Fine.\n\n", "Fine.\n\n<|im_end|>"),
     ("Fine.<|im_end|>", "Fine.<|im_end|>"),
     ("<b>", "<b><|im_end|>"),  # begins as the head of a thought does
+    ("Fine.</code>", "Fine.</code><|im_end|>"),  # a token that is not special
     ("\nFine.", "\nFine.<|im_end|>"),
     # The first newline merges with the template's into a token that the target cannot
     # write after the request.
@@ -294,13 +296,6 @@ def test_without_a_chat_template_texts_are_lines(byte_level, tmp_path, texts, ex
     assert byte_level.decode(ids) == whole
     asked = prompts.encode(byte_level, texts[:3], "cpu")["input_ids"][0]
     assert whole.startswith(byte_level.decode(asked))
-
-
-def test_a_token_that_is_not_special_ends_no_answer(byte_level, tmp_path):
-    byte_level.add_tokens(["</code>"])
-    record = {"prompt": "Hi", "response": "Fine.</code>"}
-    said = learned(tmp_path / "d.jsonl", record, byte_level)
-    assert said == ["Fine.</code><|im_end|>"]
 
 
 def test_ids_may_hold_a_text_as_the_tokenizer_normalises_it(byte_level, tmp_path):
