@@ -53,7 +53,7 @@ def test_two_more_methods_pass_the_quick_tests_that_go_through_all(copy):
         if path.name != "test_docs.py" and through_all.search(path.read_text()):
             files.append(f"tests/{path.name}")
     assert "tests/test_lossless.py" in files and len(files) > 5
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
     for name in ("ngram", "glimpse"):
