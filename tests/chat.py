@@ -1,13 +1,22 @@
-"""A tiny chat target in a folder, with conversations, for the tests of train.py and its
-data.
+"""A tiny chat target in a folder, with what the tests of train.py and bench.py need
+beside it.
 """
 
 import json
 
+import pytest
 import torch
-from tiny import family
+from tiny import family, make_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from common import UserError
+
+
+def refused(message):
+    """Expects a user's mistake, told with this message (a regular expression)."""
+    return pytest.raises(UserError, match=message)
+
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
@@ -53,8 +62,44 @@ def make_chat(folder):
     return folder
 
 
-def options(folder, out, *more):
+def options(folder, out, *more, method="glide"):
     """The arguments of a short run of train.py; GLIDE's drafter is the smallest."""
-    words = f"--method glide --target {folder} --data {folder}/data.jsonl --out {out}"
-    words += " --device cpu --draft-vocab 32 --intermediate-size 16 --held-out 4"
+    words = f"--method {method} --target {folder} --data {folder}/data.jsonl"
+    words += f" --out {out} --device cpu --draft-vocab 32 --held-out 4"
+    if method == "glide":
+        words += " --intermediate-size 16"
     return [*words.split(), "--eval-every", "4", "--save-every", "4", *map(str, more)]
+
+
+TURNS = [
+    {"question_id": 1, "category": "talk", "turns": ["w1 w2", "w3"]},
+    {"question_id": 2, "category": "sums", "turns": ["w4 w5 w6"]},
+]
+
+
+def make_measured(folder):
+    """A chat target, drafters for it and a prompt file; see `command`.
+
+    Somebody has saved a penalty with the target.
+    """
+    import glide  # not on top: a student's file may not be importable
+    import specdecpp
+
+    make_chat(folder / "target")
+    target = make_llama(layers=2, max_position_embeddings=256)  # without an end token
+    target.generation_config.repetition_penalty = 1.5
+    target.save_pretrained(folder / "target")
+    config = glide.Config(intermediate_size=48, draft_vocab=0)
+    glide.build(config, target, torch.arange(48)).save_pretrained(folder / "glide")
+    config = specdecpp.Config(layers=[0], draft_vocab=0, stop="fixed")
+    drafter = specdecpp.build(config, target, torch.arange(48))
+    drafter.save_pretrained(folder / "specdecpp")
+    lines = [json.dumps(prompt) for prompt in TURNS]
+    (folder / "prompts.jsonl").write_text("\n\n".join(lines) + "\n")
+    return folder
+
+
+def command(*extra, method="glide@glide"):
+    """The arguments of a run of bench.py in such a folder."""
+    words = f"--method {method} --target target --dtype float64 --prompts prompts.jsonl"
+    return [*words.split(), "--max-new-tokens", "12", *extra]

@@ -38,6 +38,12 @@ def folder(tmp_path_factory):
     return chat.make_chat(tmp_path_factory.mktemp("target"))
 
 
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory):
+    """A folder for runs of bench.py, see chat.py."""
+    return chat.make_measured(tmp_path_factory.mktemp("measured"))
+
+
 @pytest.fixture
 def fresh_accelerate():
     """Make accelerate forget the settings that it keeps for the rest of a process."""

@@ -51,6 +51,8 @@ class Exercise:
         self.part = part  # only the first statement of this kind is to be written
 
 
+NOTHING = "none = torch.zeros(len(phase), 1, length, length, dtype=torch.bool)\n"
+NOTHING += "return none  # nothing is seen"
 EXERCISES = {
     "common.tree_mask": Exercise(
         "size = len(parents) + 1\n"
@@ -77,8 +79,7 @@ EXERCISES = {
         part=ast.For,
     ),
     "glide.block_mask": Exercise(
-        "none = torch.zeros(len(phase), 1, length, length, dtype=torch.bool)\n"
-        "return none  # nothing is read",
+        NOTHING,
         "test_the_block_mask_is_the_one_that_is_drawn",
         "test_training_with_the_block_mask_computes_the_states_of_drafting",
     ),
@@ -113,8 +114,7 @@ EXERCISES = {
         "return 0", "test_the_oracle_against_all_stopping_policies"
     ),
     "falcon.relaxed_mask": Exercise(
-        "none = torch.zeros(len(phase), 1, length, length, dtype=torch.bool)\n"
-        "return none  # nothing is seen",
+        NOTHING,
         "test_relaxed_mask_drawing_and_definition",
     ),
     "falcon.glance": Exercise(
@@ -142,10 +142,15 @@ def file_of(name: str) -> str:
     return f"{name.partition('.')[0]}.py"
 
 
+# Modules that have no test file of their own name.
+TESTED_IN = {"common": "verify", "report": "bench", "arms": "bench", "prompts": "data"}
+TESTED_IN |= {"features": "train", "checkpoints": "train", "files": "cli"}
+
+
 def tests_of(name: str) -> str:
-    """The file that its tests are in."""
-    file = file_of(name)
-    return "test_verify.py" if file == "common.py" else f"test_{file}"
+    """The file of the tests of an exercise, or of a module's file such as report.py."""
+    module = name.partition(".")[0]
+    return f"test_{TESTED_IN.get(module, module)}.py"
 
 
 def blanked(source: str, name: str) -> str:
@@ -209,9 +214,8 @@ def wrong_with(case: ElementTree.Element) -> str:
         message = message.partition("\n")[0]
         message = re.sub(r"^assert (.*) == (.*)", r"expected \2, got \1", message)
     parts = re.split(r"(?=\bexpected |\bgot )", " ".join(message.split()))
-    message = " ".join(
-        textwrap.shorten(part, 300, placeholder=" ...") for part in parts if part
-    )
+    parts = [textwrap.shorten(part, 300, placeholder=" ...") for part in parts if part]
+    message = " ".join(parts)
     return message if "Assertion" in place else f"{message} ({place})"
 
 
@@ -222,15 +226,11 @@ def outcomes(
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     named = [f"tests/{file}::{test}" for test in tests] or [f"tests/{file}"]
-    command = [
-        sys.executable,
-        *"-m pytest -vv -p no:cacheprovider --junitxml=report.xml".split(),
-    ]
-    command += [*options, *named]
+    command = [sys.executable, "-m", "pytest", "-vv", "--junitxml=report.xml"]
+    command += ["-p", "no:cacheprovider", *options, *named]
+    how = {"cwd": folder, "capture_output": True, "text": True}
     try:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=SECONDS
-        )
+        done = subprocess.run(command, **how, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return dict.fromkeys(tests, f"it does not end within {SECONDS} seconds")
     found: dict[str, str] = {}
@@ -359,11 +359,9 @@ def main() -> int:
             print(f"{name:27} {len(exercise.tests)} tests in tests/{tests_of(name)}")
         return 0
     try:
-        for name in args.names:
-            if name not in EXERCISES:
-                raise ValueError(
-                    f"no exercise {name!r}: take one of {', '.join(EXERCISES)}"
-                )
+        for name in set(args.names) - EXERCISES.keys():
+            known = ", ".join(EXERCISES)
+            raise ValueError(f"no exercise {name!r}: take one of {known}")
         if not args.names:
             raise ValueError("name an exercise, or several")
         if args.grade:

@@ -7,11 +7,9 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import chat
-import costs
 import pytest
-import stop_rules
 import torch
+from chat import TURNS, command, refused
 from tiny import make_llama
 
 import bench
@@ -19,48 +17,25 @@ import cape
 import common
 import falcon
 import glide
-import specdecpp
 from common import UserError
-from support import packed
+from support import cli, packed
 from support.measuring import arms as arms_of
 from support.measuring import report
 from support.measuring.arms import Arm, plain_drafts, plain_loops
 from support.measuring.report import Answer
-from support.replay import __main__ as replay
 from support.rivals import eagle
 
 ROOT = Path(bench.__file__).parent
-TURNS = [
-    {"question_id": 1, "category": "talk", "turns": ["w1 w2", "w3"]},
-    {"question_id": 2, "category": "sums", "turns": ["w4 w5 w6"]},
-]
 GREEDY = {"do_sample": False}
 ASKED = [{"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3)}]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def files(tmp_path_factory):
-    """The current folder: a target with 48 words, drafters for it, a prompt file."""
-    folder = tmp_path_factory.mktemp("bench")
-    chat.make_chat(folder / "target")
-    target = make_llama(layers=2, max_position_embeddings=256)  # without an end token
-    target.save_pretrained(folder / "target")
-    config = glide.Config(intermediate_size=48, draft_vocab=0)
-    glide.build(config, target, torch.arange(48)).save_pretrained(folder / "glide")
-    config = specdecpp.Config(layers=[0], draft_vocab=0, stop="fixed")
-    drafter = specdecpp.build(config, target, torch.arange(48))
-    drafter.save_pretrained(folder / "specdecpp")
-    lines = [json.dumps(prompt) for prompt in TURNS]
-    (folder / "prompts.jsonl").write_text("\n\n".join(lines) + "\n")
+def here(measured):
+    """The current folder has what command lines of chat.py name."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        yield folder
-
-
-def command(*extra, method="glide@glide"):
-    """A command line for the target and prompts of `files`."""
-    words = f"--method {method} --target target --dtype float64 --prompts prompts.jsonl"
-    return [*words.split(), "--max-new-tokens", "12", *extra]
+        patch.chdir(measured)
+        yield
 
 
 def parse(argv):
@@ -75,9 +50,11 @@ def run(capsys, argv):
 
 
 @pytest.fixture(scope="module")
-def loaded(files):
-    """The target of `files` and its tokenizer."""
-    return common.load_target("target", dtype=torch.float64)
+def loaded(measured):
+    """The target of command lines and its tokenizer, without its saved settings."""
+    target, tokenizer = common.load_target("target", dtype=torch.float64)
+    cli.plain_settings(target)
+    return target, tokenizer
 
 
 def threes(decoding):
@@ -103,7 +80,7 @@ def cheats_at(place):
 
 
 def test_a_run_ends_with_the_promised_json_and_its_tables_can_be_printed_again(
-    capsys, tmp_path
+    loaded, capsys, tmp_path
 ):
     file = tmp_path / "r.json"
     options = ("--json", str(file), "--max-new-tokens", "24")
@@ -116,7 +93,7 @@ def test_a_run_ends_with_the_promised_json_and_its_tables_can_be_printed_again(
     assert {*promised.split(), "arms"} <= set(written)
     assert list(written["arms"]) == ["baseline", *arms]
 
-    target, tokenizer = common.load_target("target", dtype=torch.float64)
+    target, tokenizer = loaded
     asked = bench.encode(tokenizer, TURNS[0]["turns"][:1], "cpu")
     whole = target.generate(**asked, max_new_tokens=24, **GREEDY)
     plain = whole[0, asked["input_ids"].shape[1] :]
@@ -140,75 +117,37 @@ def test_a_run_ends_with_the_promised_json_and_its_tables_can_be_printed_again(
 
 def test_the_json_is_left_out_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    bench.main(command("--num-prompts", "1"))
+    bench.main(command("--num-prompts", "1", "--max-new-tokens", "2", method="lookup"))
     assert "{" not in capsys.readouterr().out
 
 
-def test_a_cost_curve_is_printed_and_written(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(costs, "CONTEXT", 32)  # the target has a context of 256
-    file = str(tmp_path / "costs.json")
-    costs.main(["--target", "target", "--json", file])
-    assert "at 32 tokens of context" in capsys.readouterr().out
-    curve = report.read_result(file)["cost_curve"]
-    assert list(curve["by_tokens"]) == list(map(str, costs.COUNTS))
+def test_sampled_answers_follow_from_the_seed_and_have_no_greedy_verdict(
+    capsys, tmp_path
+):
+    """At a top-p, prompt lookup is said to miss tokens."""
+    said = []
+    for more in ([], [], ["--top-p", "0.5"]):
+        torch.rand(3)
+        options = ["--temperature", "1", "--num-prompts", "1", *more]
+        arms = {"method": "glide@glide prompt-lookup"}
+        bench.main(command(*options, "--json", str(tmp_path / "run"), **arms))
+        missed = "cannot draft every token" in capsys.readouterr().err
+        assert missed == bool(more)
+        found = json.loads((tmp_path / "run").read_text())["arms"]
+        for arm in found.values():
+            assert arm["identical_to_greedy"] is None and arm["diverged"] is None
+        said.append([each["tokens"] for each in found["glide@glide"]["answers"]])
+    assert said[0] == said[1]
 
 
-def test_the_cost_of_a_forward_is_the_median_after_a_warm_up(llama, monkeypatch):
-    took = itertools.cycle([9, 1, 5, 2, 4, 3])
-    seconds = (second for each in took for second in (0, each))
-    moments = itertools.accumulate(seconds)
-    monkeypatch.setattr(costs, "clock", lambda _: next(moments))
-    common.check_target(llama)  # its trial is no part of what is counted
-    fed = []
-    hook = llama.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[1]))
-    curve = costs.cost_curve(llama)
-    hook.remove()
-    assert curve["by_tokens"] == {str(count): 3000 for count in costs.COUNTS}
-    assert fed == [count for count in costs.COUNTS for _ in range(6)]
-
-
-def test_sampling_has_no_greedy_verdict_and_is_cut_by_top_p_alone(capsys):
-    sampling = command("--temperature", "0.8", "--top-p", "0.9", "--num-prompts", "1")
-    result, _ = run(capsys, sampling)
-    for arm in result["arms"].values():
-        assert arm["identical_to_greedy"] is None and arm["diverged"] is None
-    # transformers' own default would keep 50 tokens
+def test_transformers_own_settings_are_none_of_ours():
+    """Its default would sample among 50 tokens."""
+    sampling = command("--temperature", "0.8", "--top-p", "0.9")
     expected = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0}
     expected["max_new_tokens"] = 12
     assert bench.generate_options(parse(sampling)) == expected
     greedy = bench.generate_options(parse(command()))
     assert greedy == {"do_sample": False, "max_new_tokens": 12}
-
-
-@pytest.mark.parametrize("temperature", ["0", "1"])
-def test_a_sweep_is_measured_and_shown(capsys, tmp_path, temperature):
-    file = tmp_path / "sweep.json"
-    options = ("--num-prompts", "1", "--temperature", temperature, "--json", str(file))
-    stop_rules.main(command(*options))
-    out = capsys.readouterr().out
-    points = json.loads(file.read_text())["sweep"]["points"]
-    assert len(stop_rules.read(file)) == 2  # the turns of a prompt
-    assert set(points) == {"K", "confidence", "product", "entropy", "oracle"}
-    n_target, n_discarded, speed = points["K"]["2"]
-    row = f"| K | 2 | {n_target:.2f} | {n_discarded:.2f} | {speed:.1f} |"
-    assert row in " ".join(out.split())
-
-
-def test_prompt_lookup_is_said_to_miss_tokens_where_it_does(capsys):
-    sampled = ("--temperature", "1", "--num-prompts", "1")
-    for more, said in (((), False), (("--top-p", "0.5"), True)):
-        bench.main(command(*sampled, *more, method="prompt-lookup"))
-        assert ("cannot draft every token" in capsys.readouterr().err) == said
-
-
-def test_a_page_is_written_by_a_command_of_its_own(capsys, tmp_path):
-    file = tmp_path / "page.html"
-    replay.main([str(file), *command(method="glide@glide lookup")])
-    assert '"name":"glide@glide"' in file.read_text()
-    with pytest.raises(UserError, match="a page needs drafts"):
-        replay.main([str(file), *command(method="prompt-lookup")])
-    with pytest.raises(UserError, match="cannot write .*: name a file in"):
-        replay.main([str(tmp_path / "no" / "page.html"), *command()])
 
 
 def test_batches_are_measured_and_filled(capsys):
@@ -272,12 +211,12 @@ def test_every_arm_answers_every_turn_in_an_order_of_its_own(loaded):
     assert places == [(0, 1), (0, 1), (1, 2)]
 
 
-def compared(loaded, *arms):
+def compared(loaded, *arms, prompts=TURNS):
     """The part of a result that the answers of these arms make."""
     args = parse(command())
     target, tokenizer = loaded
     options = bench.generate_options(args)
-    return bench.compare(args, target, target, tokenizer, arms, TURNS, options)
+    return bench.compare(args, target, target, tokenizer, arms, prompts, options)
 
 
 def test_a_wrong_answer_is_reported_with_position_and_margin(loaded):
@@ -363,24 +302,24 @@ def test_alpha_is_that_of_the_answers_tokens_and_no_others(llama):
 # ------------------------------------------------------------------------------ figures
 
 
+def answered(tokens, prompt=0, **counted):
+    """An Answer, by plain decoding unless it counts something else."""
+    counted = {"target_forwards": tokens} | counted
+    return Answer(prompt=prompt, tokens=list(range(tokens)), **counted)
+
+
+def took(seconds, prompt=0):
+    """Ten tokens by plain decoding."""
+    return answered(10, prompt, seconds=Counter(other=seconds))
+
+
 def test_figures_of_a_hand_worked_case():
-    first = Answer(
-        tokens=list(range(10)),
-        target_forwards=4,
-        drafted=12,
-        offered=[3, 3, 3, 3],
-        accepted=[3, 0, 2, 1],
-        seconds=Counter(prefill=0.2, draft=0.15, verify=0.5, other=0.15),
-    )
-    second = Answer(
-        prompt=1,
-        tokens=list(range(6)),
-        target_forwards=4,
-        drafted=9,
-        offered=[3, 3, 3, 0],
-        accepted=[0, 1, 1, 0],
-        seconds=Counter(prefill=0.8, draft=0.45, verify=0.5, other=0.25),
-    )
+    seconds = Counter(prefill=0.2, draft=0.15, verify=0.5, other=0.15)
+    first = {"target_forwards": 4, "drafted": 12, "seconds": seconds}
+    first = answered(10, **first, offered=[3, 3, 3, 3], accepted=[3, 0, 2, 1])
+    seconds = Counter(prefill=0.8, draft=0.45, verify=0.5, other=0.25)
+    second = {"target_forwards": 4, "drafted": 9, "seconds": seconds}
+    second = answered(6, 1, **second, offered=[3, 3, 3, 0], accepted=[0, 1, 1, 0])
     got = report.figures([first, second])
     assert got["tokens_per_s"] == pytest.approx(16 / 3)
     assert got["tau"] == 2.0
@@ -401,16 +340,6 @@ def test_figures_of_a_hand_worked_case():
     assert told.items() <= got["answers"][0].items()
 
 
-def answered(tokens, seconds, prompt=0):
-    """A plain Answer."""
-    return Answer(
-        prompt=prompt,
-        tokens=list(range(tokens)),
-        target_forwards=tokens,
-        seconds=Counter(other=seconds),
-    )
-
-
 def test_the_baseline_is_the_fastest_plain_decoding(llama):
     """Whoever it is; and every arm is also compared with stock transformers."""
     target = packed.pack(make_llama().float())
@@ -418,16 +347,16 @@ def test_the_baseline_is_the_fastest_plain_decoding(llama):
     seconds = {"stock": 8.0, "transformers": 8.0, "plain": 8.0}
     assert [loop.name for loop in loops] == list(seconds)
     for fastest in seconds:
-        took = seconds | {fastest: 4.0, "x": 1.0}
-        answers = {name: [answered(10, s)] for name, s in took.items()}
+        each = seconds | {fastest: 4.0, "x": 1.0}
+        answers = {name: [took(each[name])] for name in each}
         found = bench.summary([Arm("x", target)], loops, ASKED, answers, greedy=True)
         assert list(found) == ["baseline", "x"] and found["baseline"]["loop"] == fastest
         assert found["baseline"]["tokens_per_s"] == 2.5 and found["x"]["speedup"] == 4.0
-        assert found["baseline"]["vs_stock"] == took["stock"] / 4
-        assert found["x"]["vs_stock"] == took["stock"]
+        assert found["baseline"]["vs_stock"] == each["stock"] / 4
+        assert found["x"]["vs_stock"] == each["stock"]
         for name, told in found["baseline"]["loops"].items():
-            assert told["tokens_per_s"] == 10 / took[name]
-            assert told["vs_stock"] == took["stock"] / took[name]
+            assert told["tokens_per_s"] == 10 / each[name]
+            assert told["vs_stock"] == each["stock"] / each[name]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -436,14 +365,13 @@ def test_stock_transformers_on_the_target_as_loaded_is_always_a_candidate(
 ):
     """No packed layer may be in it, whatever else the run decodes with."""
     monkeypatch.setattr(packed, "fastest", lambda *_: ("linear", "linear"))
-    argv = command("--batch-size", str(size), method="lookup")
-    result, _ = run(capsys, [*argv, "--dtype", "float32"])
+    argv = command("--batch-size", str(size), "--dtype", "float32", method="lookup")
+    result, _ = run(capsys, argv)
     assert result["kernels"] == ["linear", "linear"]
     told = report.arms_of(result)["baseline"]["loops"]
     assert {"stock", "transformers", "plain"} <= told.keys()  # two of the packed target
 
-    loaded, _ = common.load_target("target")
-    target = packed.pack(loaded, ("linear", "linear"))
+    loaded, target, _ = bench.load(parse(argv))
     stock, *others = plain_loops(loaded, target, size)
     assert (stock.drafts, stock.padded) == (None, size == 2)
     layers = [type(module) for module in stock.target.modules()]
@@ -458,9 +386,8 @@ def test_stock_transformers_on_the_target_as_loaded_is_always_a_candidate(
 def paired(ours, theirs, prompts=None):
     """The interval of answers of 10 tokens that took these seconds."""
     figures = []
-    for took in (ours, theirs):
-        numbers = prompts or range(len(took))
-        answers = [answered(10, s, number) for s, number in zip(took, numbers)]
+    for seconds in (ours, theirs):
+        answers = list(map(took, seconds, prompts or range(len(seconds))))
         figures.append(report.figures(answers)["by_prompt"])
     return report.paired(*figures)
 
@@ -494,59 +421,33 @@ def parts(text):
     return {name: value for name, value in said.items() if value}
 
 
-PAPERS = {"name": "cape", "base": "glide", "chain": {"gamma": 4}}
-CPU = PAPERS | {"changes": {"sizes": [2, 1, 1, 0]}}
+CAPE = {"name": "cape", "base": "glide", "chain": {"gamma": 4}}
+SIZES = {"changes": {"sizes": [2, 1, 1, 0]}}
+FIXED = {"name": "cape", "base": "specdecpp"}
+COPYING = {"copies": True, "folder": "a"}
 ARMS = {
-    "glide": {"name": "glide"},
     "glide@a/b+c": {"name": "glide", "folder": "a/b+c"},
-    "glide:gamma=2+copies@a": {
-        "name": "glide",
-        "changes": {"gamma": 2},
-        "copies": True,
-        "folder": "a",
-    },
-    "specdecpp:threshold=.5,stop=head": {
-        "name": "specdecpp",
-        "changes": {"threshold": 0.5, "stop": "head"},
-    },
-    "eagle:tree=+copies@a": {
-        "name": "eagle",
-        "changes": {"tree": []},
-        "copies": True,
-        "folder": "a",
-    },
-    "lookup:most=4": {"name": "lookup", "changes": {"most": 4}},
+    "glide:gamma=2+copies@a": {"name": "glide", "changes": {"gamma": 2}} | COPYING,
+    "eagle:tree=+copies@a": {"name": "eagle", "changes": {"tree": []}} | COPYING,
     "glide:window=64": {"name": "glide", "window": {"window": 64}},
-    "cape:window=none": {
-        "name": "cape",
-        "base": "glide",
-        "chain": {"gamma": 4},
-        "window": {"window": None},
-    },
-    "cape": PAPERS,
-    "cape:sizes=2-1-1-0": CPU,
-    "cape:sizes=3,bounds=": PAPERS | {"changes": {"sizes": [3], "bounds": []}},
-    "cape:cpu": CPU | {"chain": {"gamma": 3}},
-    "cape:cpu,gamma=2": CPU | {"chain": {"gamma": 2}},
-    "specdecpp+cape:stop=fixed+copies": {
-        "name": "cape",
-        "base": "specdecpp",
-        "chain": {"gamma": 4, "stop": "fixed"},
-        "copies": True,
-    },
-    "specdecpp+cape:K2,cpu,gamma=5": {
-        "name": "cape",
-        "base": "specdecpp",
-        "chain": {"gamma": 5, "stop": "fixed"},
-        "changes": {"sizes": [2, 1, 1, 0]},
-    },
+    "cape:window=none": CAPE | {"window": {"window": None}},
+    "cape": CAPE,
+    "cape:sizes=2-1-1-0": CAPE | SIZES,
+    "cape:sizes=3,bounds=": CAPE | {"changes": {"sizes": [3], "bounds": []}},
+    "cape:cpu": CAPE | SIZES | {"chain": {"gamma": 3}},
+    "cape:cpu,gamma=2": CAPE | SIZES | {"chain": {"gamma": 2}},
+    "specdecpp+cape:stop=fixed+copies": FIXED
+    | {"chain": {"gamma": 4, "stop": "fixed"}, "copies": True},
+    "specdecpp+cape:K2,cpu,gamma=5": FIXED
+    | SIZES
+    | {"chain": {"gamma": 5, "stop": "fixed"}},
+    "specdecpp:threshold=.5": {"name": "specdecpp", "changes": {"threshold": 0.5}},
     "beam:width=8": {"name": "beam", "base": "glide", "changes": {"width": 8}},
 }
 
 
-@pytest.mark.parametrize("text", ARMS)
-def test_the_text_of_an_arm(text):
-    assert parts(text) == ARMS[text]
+def test_the_text_of_an_arm():
+    assert {text: parts(text) for text in ARMS} == ARMS
 
 
 def chain_of(arm, **options):
@@ -591,6 +492,15 @@ def test_arms_draft_as_they_are_told(loaded):
     assert lookup.settings == {"most": 16} and lookup.drafter is None
 
 
+def test_settings_and_a_window_reach_the_drafts(loaded, monkeypatch):
+    seen = []
+    monkeypatch.setattr(glide, "drafts", lambda *_, **given: seen.append(given))
+    texts = ["glide:gamma=2,window=64@glide", "cape:window=none@glide"]
+    for arm in arms_of.make_arms(texts, loaded[0]):
+        arm.drafts(None)
+    assert seen == [{"gamma": 2, "window": 64}, {"gamma": 4, "window": None}]
+
+
 def test_eagle_has_a_drafter_and_a_file_of_its_own(loaded, tmp_path):
     target, _ = loaded
     for module, name in ((falcon, "falcon"), (eagle, "eagle")):
@@ -600,18 +510,18 @@ def test_eagle_has_a_drafter_and_a_file_of_its_own(loaded, tmp_path):
     texts = ["falcon", "eagle", "eagle:chain+copies"]
     made = arms_of.make_arms(texts, target, shipped=tmp_path)
     assert [arm.module for arm in made] == [falcon, eagle, eagle]
-    assert made[2].settings == falcon.VARIANTS["chain"] | {
-        "window": common.WINDOW,
-        "copies": 16,
-    }
+    others = {"window": common.WINDOW, "copies": 16}
+    assert made[2].settings == falcon.VARIANTS["chain"] | others
     assert [chain_of(arm).notes["k"] for arm in made] == [2, 1, 1]
     assert chain_of(made[2]).parents == [-1, 0, 1, 2]
-    with pytest.raises(UserError, match="holds no eagle drafter"):
+    with refused("holds no eagle drafter"):
         arms_of.make_arms([f"eagle@{tmp_path}/falcon"], target, shipped=tmp_path)
 
 
-def test_all_takes_what_has_a_drafter_for_this_target(loaded, files, capsys, tmp_path):
-    (tmp_path / "glide").symlink_to(files / "glide")
+def test_all_takes_what_has_a_drafter_for_this_target(
+    loaded, measured, capsys, tmp_path
+):
+    (tmp_path / "glide").symlink_to(measured / "glide")
     arms = arms_of.make_arms(["all"], loaded[0], shipped=tmp_path)
     names = {arm.name for arm in arms}
     assert {"glide", "cape", "cape:cpu", "lookup", "prompt-lookup"} <= names
@@ -620,146 +530,96 @@ def test_all_takes_what_has_a_drafter_for_this_target(loaded, files, capsys, tmp
     assert "without falcon: no drafter in" in noted and "without assisted: " in noted
 
 
-def interrupted_in(turn):
-    """Plain decoding in which Ctrl-C is pressed in a turn; turn 0 is the warm-up."""
+def raising(problem, when):
+    """Plain decoding that raises a problem; when: a function of the number of the turn,
+    of which the first is the warm-up, and of the text.
+    """
     turns = itertools.count()
 
     def drafts(decoding):
-        if next(turns) == turn:
-            raise KeyboardInterrupt
+        if when(next(turns), decoding.ids):
+            raise problem
         return plain_drafts(decoding)
 
     return drafts
 
 
-def test_an_interrupted_run_says_so_and_keeps_whole_turns(loaded):
-    target = loaded[0]
-    result = compared(loaded, Arm("x", target, interrupted_in(2)))
+@pytest.mark.parametrize(
+    "problem", [KeyboardInterrupt(), torch.OutOfMemoryError("no memory")], ids=repr
+)
+def test_an_interrupted_run_says_so_and_keeps_whole_turns(loaded, problem):
+    """So does one that lacks memory."""
+
+    def ran(turn):
+        drafts = raising(problem, lambda number, _: number == turn)
+        return compared(loaded, Arm("x", loaded[0], drafts))
+
+    result = ran(2)
     assert result["interrupted"] is True
     assert [arm["tokens"] for arm in result["arms"].values()] == [12, 12]
-    header = report.header(parse(command()), target)
+    header = report.header(parse(command()), loaded[0])
     assert "; some turns not answered" in report.tables(header | result)
-    with pytest.raises(KeyboardInterrupt):
-        compared(loaded, Arm("x", target, interrupted_in(1)))
-    assert "interrupted" not in compared(loaded, Arm("x", target, interrupted_in(9)))
+    with pytest.raises(type(problem)):
+        ran(1)
+    assert "interrupted" not in ran(9)
 
 
 def test_a_prompt_that_is_too_long_is_left_out_and_the_others_stay(loaded, capsys):
-    """So does a lack of memory end a run with what it has."""
-    target = loaded[0]
-
-    def failing(turn, problem):
-        turns = itertools.count()
-
-        def drafts(decoding):
-            if next(turns) == turn:
-                raise problem
-            return plain_drafts(decoding)
-
-        return Arm("x", target, drafts)
-
-    result = compared(loaded, failing(1, UserError("too long")))
-    assert result["prompts"] == 1 and result["arms"]["x"]["tokens"] == 12
-    said = "prompt 1 is not answered to its end: too long"
-    assert said in capsys.readouterr().err
-    result = compared(loaded, failing(2, torch.OutOfMemoryError("no memory")))
-    assert result["prompts"] == 1 and result["interrupted"] is True
-
-
-def test_a_first_prompt_that_is_too_long_does_not_end_the_run(loaded, capsys):
-    """The warm-up asks another one."""
-
-    def drafts(decoding):
-        if decoding.ids.shape[1] > 100:
-            raise UserError("too long")
-        return plain_drafts(decoding)
-
-    target, tokenizer = loaded
-    args = parse(command())
-    prompts = [{"question_id": 7, "turns": ["word " * 200]}, *TURNS]
-    options = bench.generate_options(args)
-    arms = [Arm("x", target, drafts)]
-    result = bench.compare(args, target, target, tokenizer, arms, prompts, options)
-    assert result["prompts"] == len(TURNS)
-    assert "prompt 7 is not answered to its end" in capsys.readouterr().err
+    """Also the first one, because the warm-up asks the shortest."""
+    long = {"question_id": 7, "turns": ["word " * 200]}
+    first = raising(UserError("too long"), lambda number, _: number == 1)
+    by_length = raising(UserError("too long"), lambda _, ids: ids.shape[1] > 100)
+    for drafts, asked, left_out in ((first, TURNS, 1), (by_length, [long, *TURNS], 7)):
+        result = compared(loaded, Arm("x", loaded[0], drafts), prompts=asked)
+        assert result["prompts"] == len(asked) - 1
+        said = f"prompt {left_out} is not answered to its end: too long"
+        assert said in capsys.readouterr().err
 
 
 def test_a_small_margin_is_no_tie():
     assert report.rounded([3e-5, 1.23456789, float("nan")]) == [3e-5, 1.23457, None]
 
 
-def test_sampled_answers_follow_from_the_seed(capsys, tmp_path):
-    said = []
-    for name in ("a", "b"):
-        torch.rand(3)
-        options = ("--temperature", "1", "--num-prompts", "1")
-        run(capsys, command(*options, "--json", str(tmp_path / name)))
-        arms = json.loads((tmp_path / name).read_text())["arms"]
-        said.append([answer["tokens"] for answer in arms["glide@glide"]["answers"]])
-    assert said[0] == said[1]
+MISTAKES = [
+    ("", "nothing to do"),
+    ("--method glide:nope", r"glide has no variant 'nope' \(it has paper\)"),
+    ("--method cape:nope", r"'nope' \(it has paper, none, fixed, cpu\)"),
+    ("--method glide:width=3", "decoding cannot change width: it can change gamma"),
+    ("--method glide:gamma=x", "gamma 'x': take an int of at least 0"),
+    ("--method cape:sizes=2-x", "'sizes=2-x': write a list as numbers"),
+    ("--method cape:sizes=2-1", "one size more than bounds"),
+    ("--method glide:=3", "glide has no variant ''"),
+    ("--method falcon+copies:depth=3", "falcon[+]copies:depth=3 is not an arm"),
+    ("--method +glide", "[+]glide is not an arm"),
+    ("--method glide@runs/x+copies", "write [+]copies before @DIR"),
+    ("--method falcon+cape", r"write \[BASE\+\]NAME\[:SETTINGS\]\[\+copies\]\[@DIR\]"),
+    ("--method glide+lookup", "BASE is glide or specdecpp, only for cape"),
+    # Arms are read before the target.
+    ("--method flacon --target /nowhere", "unknown method 'flacon': take glide"),
+    ("--method glide@/nowhere", "no drafter in /nowhere"),
+    ("--method lookup@glide", "lookup has no weights: leave out @glide"),
+    ("--method glide@glide glide@./glide", "two arms would be called glide@glide"),
+    ("--method glide@glide --max-new-tokens 300", "context of 256: shorten it"),
+    ("--method glide --prompts /nowhere.jsonl", "cannot read /nowhere.jsonl"),
+    ("--method glide --prompt x", "--prompt: not allowed with argument --prompts"),
+    ("--method prompt-lookup --batch-size 2", "does not work with the arms all"),
+    ("--method glide@glide --batch-size 4", "2 prompts fill no batch"),
+    ("--method glide --top-p 0.5", "--top-p needs a --temperature"),
+    ("--method glide --json /dev/null", "cannot write /dev/null: name a file in"),
+    ("--method glide --json nowhere/run.json", "cannot write nowhere/run.json: name a"),
+]
 
 
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        ("--method glide:nope", r"glide has no variant 'nope' \(it has paper\)"),
-        (
-            "--method cape:nope",
-            r"cape has no variant 'nope' \(it has paper, none, fixed, cpu\)",
-        ),
-        ("--method glide:width=3", "decoding cannot change width: it can change gamma"),
-        ("--method glide:gamma=x", "gamma 'x': take an int of at least 0"),
-        ("--method cape:sizes=2-x", "'sizes=2-x': write a list as numbers"),
-        ("--method cape:sizes=2-1", "one size more than bounds"),
-        ("--method glide:=3", "glide has no variant ''"),
-        ("--method falcon+copies:depth=3", "falcon[+]copies:depth=3 is not an arm"),
-        ("--method +glide", "[+]glide is not an arm"),
-        ("--method glide@runs/x+copies", "write [+]copies before @DIR"),
-        ("--method flacon", "unknown method 'flacon': take glide"),
-        ("--method glide@/nowhere", "no drafter in /nowhere"),
-        ("--method lookup@glide", "lookup has no weights: leave out @glide"),
-        (
-            "--method falcon+cape",
-            r"write \[BASE\+\]NAME\[:SETTINGS\]\[\+copies\]\[@DIR\]; BASE is",
-        ),
-        ("--method glide+lookup", "BASE is glide or specdecpp, only for cape"),
-        ("--method glide@glide glide@./glide", "two arms would be called glide@glide"),
-        (
-            "--method glide@glide --max-new-tokens 300",
-            "the target's context of 256: shorten it",
-        ),
-        ("--method glide --prompts /nowhere.jsonl", "cannot read /nowhere.jsonl"),
-        ("--method glide --prompt x", "--prompt: not allowed with argument --prompts"),
-        (
-            "--method prompt-lookup --batch-size 2",
-            "--batch-size above 1 does not work with the arms all",
-        ),
-        ("--method glide --top-p 0.5", "--top-p needs a --temperature"),
-        ("--method glide@glide --batch-size 4", "2 prompts fill no batch"),
-        ("--method glide --json /dev/null", "cannot write /dev/null: name a file in"),
-        (
-            "--method glide --json nowhere/run.json",
-            "cannot write nowhere/run.json: name a file in",
-        ),
-        ("", "nothing to do"),
-    ],
-)
+@pytest.mark.parametrize("argv, message", MISTAKES)
 def test_a_mistake_is_explained(argv, message):
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         bench.main(["--target", "target", "--prompts", "prompts.jsonl", *argv.split()])
 
 
-def test_arms_are_checked_before_the_target_is_loaded():
-    with pytest.raises(UserError, match="unknown method 'flacon'"):
-        bench.main("--method flacon --target /nowhere/at/all".split())
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "results").glob("cpu_*.json")), ids=lambda path: path.stem
-)
-def test_results_can_be_printed_and_say_where_they_come_from(path):
-    result = report.read_result(str(path))
-    for key in ("target", "device", "dtype", "commit", "command", "versions"):
-        assert result[key]
-    text = path.read_text()
-    assert not any(f"/{name}/" in text for name in ("root", "home", "work", "tmp"))
+def test_results_can_be_printed_and_say_where_they_come_from():
+    for path in (ROOT / "results").glob("cpu_*.json"):
+        result = report.read_result(str(path))
+        for key in ("target", "device", "dtype", "commit", "command", "versions"):
+            assert result[key], path
+        text = path.read_text()
+        assert not any(f"/{name}/" in text for name in ("root", "home", "work", "tmp"))

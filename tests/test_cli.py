@@ -1,5 +1,6 @@
 """Command lines: options from a Config, help, mistakes (one line and code 2)."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from chat import options
+from chat import options, refused
 from tiny import snapshot
 
 import common
@@ -48,39 +49,36 @@ def test_mistakes_are_one_line_and_bugs_are_tracebacks(capsys):
             cli.run(raising(bug("a bug")))
 
 
+MADE = "--make-data 4 --target {folder} --out {tmp}"
+# What the user types (... stands for the options of a run), and a part of the line.
 MISTAKES = [
-    ("--method nonsense", "argument --method: invalid choice: 'nonsense'"),
-    ("--method cape", "cape has no weights: take another --method"),
-    ("--nonsense", "unrecognized arguments: --nonsense; see --help"),
-    ("--device nonsense", " on nonsense ("),
-    ("--steps 0", "argument --steps: must be at least 1; see --help"),
-    ("--minutes 1", "give either --steps or --minutes"),
-    ("--lr nan", "argument --lr: must be at least 0"),
-    ("--warmup 1.1", "argument --warmup: must be from 0 to 1"),
-    (
-        "--batch-size 3 --accumulate 2",
-        "--batch-size 3 must be a multiple of 2 (",
-    ),
-    ("--num-layers 0", "num_layers 0: take an int of at least 1"),
-    ("--gamma x", "argument --gamma: invalid int value"),
-    (
-        "--target ./no-such",
-        "cannot load ./no-such on cpu ([Errno 2] No such file",
-    ),
-    ("--data missing.jsonl", "no file missing.jsonl: check the path"),
-    ("--data {tmp}", "Is a directory"),
-    (
-        "--data {tmp}/file --eval {tmp}/file",
-        "/file: leave it out of --data",
-    ),
-    ("--out {tmp}/file", "file is a file; name a folder"),
-    ("--init {tmp}", "no drafter in"),
-    ("--init {tmp}/broken", "/broken holds no glide drafter, or a damaged one ("),
-    ("--resume", "nothing to resume in"),
-    ("--make-data 4 --out {tmp}", "name a file in a folder where you may write"),
-    ("--make-data 4 --out {tmp}/x.jsonl.gz", "give --out a plain .jsonl file"),
-    ("--second-turns 0.5", "--second-turns goes with --make-data"),
-    ("--make-data 4 --steps 3", "--steps goes with --method"),
+    ("--out x", "one of the arguments --method --make-data is required"),
+    ("--method glide", "the following arguments are required: --out"),
+    ("--method glide --make-data 4 --out x", "--make-data: not allowed with"),
+    ("--method glide --out x", "training needs --data"),
+    ("... --method nonsense", "argument --method: invalid choice: 'nonsense'"),
+    ("... --method cape", "cape has no weights: take another --method"),
+    ("... --nonsense", "unrecognized arguments: --nonsense; see --help"),
+    ("... --device nonsense", " on nonsense ("),
+    ("... --steps 0", "argument --steps: must be at least 1; see --help"),
+    ("... --minutes 1", "give either --steps or --minutes"),
+    ("... --lr nan", "argument --lr: must be at least 0"),
+    ("... --warmup 1.1", "argument --warmup: must be from 0 to 1"),
+    ("... --batch-size 3 --accumulate 2", "--batch-size 3 must be a multiple of 2 ("),
+    ("... --num-layers 0", "num_layers 0: take an int of at least 1"),
+    ("... --gamma x", "argument --gamma: invalid int value"),
+    ("... --target ./no-such", "cannot load ./no-such on cpu ([Errno 2] No such file"),
+    ("... --data missing.jsonl", "no file missing.jsonl: check the path"),
+    ("... --data {tmp}", "Is a directory"),
+    ("... --data {tmp}/file --eval {tmp}/file", "/file: leave it out of --data"),
+    ("... --out {tmp}/file", "file is a file; name a folder"),
+    ("... --init {tmp}", "no drafter in"),
+    ("... --init {tmp}/broken", "/broken holds no glide drafter, or a damaged one ("),
+    ("... --resume", "nothing to resume in"),
+    ("... --second-turns 0.5", "--second-turns goes with --make-data"),
+    (MADE, "name a file in a folder where you may write"),
+    (MADE + "/x.jsonl.gz", "give --out a plain .jsonl file"),
+    (MADE + "/x.jsonl --steps 3", "--steps goes with --method"),
 ]
 
 
@@ -91,10 +89,9 @@ def test_a_mistake_of_train_py_is_told_in_a_line(folder, tmp_path, capsys, words
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"target": null}')
     before = snapshot(tmp_path)
-    more = [word.format(tmp=tmp_path) for word in words.split()]
-    argv = options(folder, tmp_path / "out", "--steps", 1, *more)
-    if "--make-data" in more:
-        argv = ["--target", folder, "--out", tmp_path / "out", *more]
+    argv = [word.format(tmp=tmp_path, folder=folder) for word in words.split()]
+    if argv[0] == "...":
+        argv = options(folder, tmp_path / "out", "--steps", 1, *argv[1:])
     code, text = end_of(capsys, train.main, *argv)
     [line] = [line for line in text.splitlines() if line.startswith("train.py: ")]
     assert code == 2 and said in line, text
@@ -103,11 +100,7 @@ def test_a_mistake_of_train_py_is_told_in_a_line(folder, tmp_path, capsys, words
 
 
 CONFIG_MISTAKES = [
-    (
-        "glide",
-        {"num_layers": 4},
-        "num_layers 4, kv_layer -2: take at most 3 layers, and a kv_layer below 3",
-    ),
+    ("glide", {"num_layers": 4}, "num_layers 4, kv_layer -2: take at most 3 layers"),
     ("glide", {"gamma": 2.5}, "gamma 2.5: take an int of at least 0"),
     ("falcon", {"noise": "3"}, "noise '3': take a number of at least 0"),
     ("falcon", {"noise": float("nan")}, "noise nan: take a number of at least 0"),
@@ -132,50 +125,41 @@ CONFIG_MISTAKES = [
 def test_a_config_checks_itself(llama, method, fields, said):
     """Some fields, when a drafter is built for a target (three layers, 48 tokens)."""
     module = cli.import_method(method)
-    with pytest.raises(common.UserError, match=said):
+    with refused(said):
         config = module.Config(**fields)
         module.build(config, llama, torch.arange(48))
 
 
+def started(*words):
+    """A process of python, in this repository."""
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=cli.ROOT, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
-    "words, said",
-    [
-        ("--out x", "one of the arguments --method --make-data is required"),
-        ("--method glide", "the following arguments are required: --out"),
-        (
-            "--method glide --make-data 4 --out x",
-            "--make-data: not allowed with",
-        ),
-        ("--method glide --out x", "training needs --data"),
-    ],
+    "program, option", [("bench.py", "--dtype"), ("train.py", "--method")]
 )
-def test_what_is_missing_is_named(capsys, words, said):
-    code, text = end_of(capsys, train.main, *words.split())
-    assert code == 2 and text.startswith("train.py: ") and said in text
-
-
-@pytest.mark.parametrize("program", ["bench.py", "train.py"])
-def test_help_does_not_wait_for_torch(program):
+def test_help_and_mistakes_do_not_wait_for_torch(program, option):
     """Nor for transformers and our own modules that import them."""
     code = (
         "import runpy, sys\n"
         "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "finally: assert not {'torch', 'transformers', 'common'} & sys.modules.keys()"
     )
-    code = f"import sys; sys.argv = [{program!r}, '--help']\n{code}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cli.ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and f"usage: {program}" in done.stdout, done.stderr
+    shown = started("-c", f"import sys; sys.argv = [{program!r}, '--help']\n{code}")
+    assert shown.returncode == 0 and f"usage: {program}" in shown.stdout, shown.stderr
+    wrong = started(program, option, "nonsense")
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+    assert wrong.stderr.startswith(f"{program}: argument {option}: invalid choice")
 
 
-@pytest.mark.parametrize("program", ["bench.py", "train.py"])
-def test_a_mistake_on_the_command_line_is_one_line(program):
-    """Although it is read before anything else is imported."""
-    command = [sys.executable, program, "--method", "nonsense"]
-    done = subprocess.run(command, cwd=cli.ROOT, capture_output=True, text=True)
-    last = done.stderr.splitlines()[-1]  # importing may warn
-    assert done.returncode == 2 and last.startswith(f"{program}: argument --method: ")
+@pytest.mark.slow
+def test_train_and_bench_run_as_programs(folder, tmp_path):
+    trained = started("train.py", *options(folder, tmp_path / "out", "--steps", "1"))
+    assert json.loads(trained.stdout)["step"] == 1, trained.stderr
+    words = f"--method glide@{tmp_path}/out --target {folder} --max-new-tokens 4"
+    measured = started("bench.py", *words.split(), "--prompt", "w1 w2")
+    assert '"glide@out"' in measured.stdout.splitlines()[-1], measured.stderr
 
 
 def test_the_device_is_found_only_when_none_is_named(monkeypatch):
@@ -185,20 +169,35 @@ def test_the_device_is_found_only_when_none_is_named(monkeypatch):
         assert cli.device("cuda:1") == "cuda:1"
 
 
+def test_saved_settings_do_not_reach_what_is_made_or_measured(folder, capsys):
+    """What changes no answer is not told of."""
+    target, _ = common.load_target(str(folder))
+    saved = {"num_beams": 3, "return_dict_in_generate": True, "stop_strings": ["w3"]}
+    idle = {"use_cache": True, "output_attentions": False}  # as transformers saves them
+    target.generation_config.update(**saved, **idle)
+    capsys.readouterr()
+    cli.plain_settings(target)
+    named = ", ".join(f"{name} {value}" for name, value in sorted(saved.items()))
+    said = f"not used from the target's generation_config: {named}\n"
+    assert capsys.readouterr().err == said
+    config = target.generation_config
+    assert config.num_beams is config.stop_strings is config.use_cache is None
+    assert common.eos_ids(config) == {0}
+
+
 def test_methods_and_rivals_by_name(monkeypatch, tmp_path):
     assert cli.import_method("medusa").__name__ == "support.rivals.medusa"
     trainable = set(cli.trainable())
     assert {"glide", "specdecpp", "falcon", "ctc_drafter"} <= trainable
     assert {"medusa", "eagle"} <= trainable
     assert not {"cape", "beam", "lookup"} & trainable
-    with pytest.raises(
-        common.UserError, match="unknown method '../x': take glide, cape"
-    ):
+    said = "unknown method '../x': take glide, cape"
+    with refused(said):
         cli.import_method("../x")
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     (tmp_path / "glide.py").touch()
     assert cli.present() == ["glide"]
-    with pytest.raises(common.UserError, match="unknown method 'falcon': take glide"):
+    with refused("unknown method 'falcon': take glide"):
         cli.import_method("falcon")
 
 
@@ -234,16 +233,10 @@ def test_every_field_of_a_config_is_an_option_of_its_type():
     given = {"layer": -1, "count": 7, "rate": "x", "csgd": False, "word": "b"}
     given |= {"sizes": [4], "more": 2}
     assert vars(parser_of().parse_args(words.split())) == given
-    for bad in (
-        "--count x",
-        "--sizes 4",
-        "--sizes [1",
-        "--csg",
-        "--target {}",
-        "--built",
-    ):
-        with pytest.raises(common.UserError, match="see --help"):
-            parser_of().parse_args(bad.split())
+    wrong = ("--count x", "--sizes 4", "--sizes [1", "--csg", "--target {}", "--built")
+    for words in wrong:
+        with refused("see --help"):
+            parser_of().parse_args(words.split())
 
 
 # ------------------------------------------------------------------------------- files
@@ -255,13 +248,19 @@ def test_a_file_is_written_where_its_link_points(tmp_path):
     files.write(tmp_path / "link.json", "new")
     assert (tmp_path / "run.json").read_text() == "new"
     assert (tmp_path / "link.json").is_symlink()
+    # Some programs write files that only their owner may read.
+    with files.whole(tmp_path / "run.json") as part:
+        part.touch(0o600)
+    (tmp_path / "other.json").touch()
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1
 
 
 def test_a_pipe_and_a_device_are_no_place_for_a_file():
     """They would be replaced, or the result lost after hours."""
     reading, writing = os.pipe()
     for path in (f"/proc/self/fd/{writing}", "/dev/null"):
-        with pytest.raises(common.UserError, match="name a file in a folder"):
+        with refused("name a file in a folder"):
             cli.check_writable(path)
     os.close(reading)
     os.close(writing)

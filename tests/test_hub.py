@@ -1,5 +1,6 @@
 """Drafters on the hub, and folders that export.py writes for transformers."""
 
+import importlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chat import refused
 from tiny import make_llama, untrained
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -31,10 +33,6 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-def refused(message):
-    return pytest.raises(common.UserError, match=message)
 
 
 def saved_drafter(method, target, folder):
@@ -90,17 +88,13 @@ def test_a_drafter_is_loaded_by_its_id_as_from_pretrained_does(method, llama, tm
         theirs = module.Drafter.from_pretrained("org/drafter", **given)
         ours = common.load_drafter(module.Drafter, "org/drafter", llama, **given)
         assert ours.config == theirs.config == drafter.config
+        weights = ours.state_dict()
         for name, weight in theirs.state_dict().items():
-            assert torch.equal(
-                ours.state_dict()[name], weight.to(ours.state_dict()[name])
-            )
+            assert torch.equal(weights[name], weight.to(weights[name]))
     missing = "org/drafter holds no .* drafter, or .* train.py --out org/drafter"
-    with refused(missing):
-        common.load_drafter(module.Drafter, "org/drafter", llama, cache_dir=ROOT / "no")
-    with refused(missing):
-        common.load_drafter(
-            module.Drafter, "org/drafter", llama, cache_dir=tmp_path, revision="v3"
-        )
+    for other in ({"cache_dir": ROOT / "no"}, given | {"revision": "v3"}):
+        with refused(missing):
+            common.load_drafter(module.Drafter, "org/drafter", llama, **other)
 
 
 def test_what_cannot_be_an_id_is_looked_for_here_only(llama, tmp_path, monkeypatch):
@@ -229,7 +223,10 @@ def test_a_saved_config_counts_no_layers_that_are_not_saved(tmp_path, capsys, na
     assert name not in json.loads((other / "config.json").read_text())
 
 
-def test_an_exported_method_works_inside_a_package(target_folder, tmp_path):
+def test_an_exported_method_works_inside_a_package(
+    target_folder, tmp_path, monkeypatch
+):
+    """Where no file of this repository can be imported."""
     target, _ = common.load_target(str(target_folder))
     saved_drafter("falcon", target, tmp_path / "drafter")
     export.write("falcon", str(tmp_path / "drafter"), tmp_path / "out", None)
@@ -237,41 +234,34 @@ def test_an_exported_method_works_inside_a_package(target_folder, tmp_path):
     # In a shared folder others can read the weights, as they can read the config.
     names = "config.json", "model.safetensors"
     assert len({(tmp_path / "out" / name).stat().st_mode for name in names}) == 1
-    script = f"""
-import torch
-from app.spec import common, falcon
-target, tokenizer = common.load_target({str(target_folder)!r})
-drafter = common.load_drafter(falcon.Drafter, {str(tmp_path / "drafter")!r}, target)
-decode = common.speculate(falcon.drafts, drafter)
-ids = torch.tensor([[3, 1, 4]])
-ours = target.generate(ids, custom_generate=decode, max_new_tokens=9)
-assert torch.equal(ours, target.generate(ids, max_new_tokens=9))
-print(common.__name__, falcon.common is common)
-"""
-    command = [
-        sys.executable,
-        "-I",
-        "-c",
-        f"import sys; sys.path[:0] = ['.']\n{script}",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "app.spec.common True\n", done.stderr[-2000:]
+
+    for name in ("common", "support", *cli.METHODS):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    others = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
+    with pytest.raises(ImportError):
+        importlib.import_module("common")
+    falcon = importlib.import_module("app.spec.falcon")
+    theirs = importlib.import_module("app.spec.common")
+    assert falcon.common is theirs is not common
+    target, _ = theirs.load_target(str(target_folder))
+    drafter = theirs.load_drafter(falcon.Drafter, str(tmp_path / "drafter"), target)
+    decode = theirs.speculate(falcon.drafts, drafter)
+    ids = torch.tensor([[3, 1, 4]])
+    ours = target.generate(ids, custom_generate=decode, max_new_tokens=9)
+    assert torch.equal(ours, target.generate(ids, max_new_tokens=9))
 
 
-@pytest.mark.parametrize("words, said", [
-    ("cape x y", "argument method: invalid choice: 'cape'"),
-    ("falcon {tmp}/none {tmp}/out", "no drafter in"),
-    ("falcon {tmp}/broken {tmp}/out", "holds no falcon drafter, or a damaged one"),
-])  # fmt: skip
-def test_a_mistake_is_one_line(words, said, tmp_path, monkeypatch, capsys):
+def test_a_mistake_is_told_before_anything_is_written(tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{}")
-    argv = ["export.py", *words.format(tmp=tmp_path).split()]
-    monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(SystemExit) as end:
-        cli.run(export.main)
-    text = capsys.readouterr().err
-    assert end.value.code == 2 and said in text and text.count("\n") == 1
+    for method, folder, said in (
+        ("cape", "x", "argument method: invalid choice: 'cape'"),
+        ("falcon", tmp_path / "none", "no drafter in"),
+        ("falcon", tmp_path / "broken", "holds no falcon drafter, or a damaged one"),
+    ):
+        with refused(said):
+            export.main([method, str(folder), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
@@ -286,17 +276,12 @@ def test_the_commands_of_the_page_write_the_folders(
     target, tokenizer = common.load_target(str(target_folder))
     saved_drafter("glide", target, tmp_path / "checkpoints" / "mine")
     monkeypatch.chdir(tmp_path)
-    lines = re.findall(
-        r"^python -m support.interop.export (glide .*)", PAGE, re.MULTILINE
-    )
+    lines = re.findall(r"^python -m support.interop.export (glide .*)", PAGE, re.M)
     for line in lines:
-        words = line.replace("your/model", str(target_folder)).split()
-        monkeypatch.setattr(sys, "argv", ["export.py", *words])
-        export.main()
+        export.main(line.replace("your/model", str(target_folder)).split())
     assert len(lines) == 2 and {"mine", "served"} <= set(os.listdir())
-    call = re.search(
-        r"`(target\.generate\(\*\*ids,\s+custom_generate=\"mine\"[^`]*)`", PAGE
-    )
+    call = r"`(target\.generate\(\*\*ids,\s+custom_generate=\"mine\"[^`]*)`"
+    call = re.search(call, PAGE)
     ids = inputs_of(tokenizer)
     target.generation_config.max_new_tokens = 9
     answer = eval(" ".join(call[1].split()), {"target": target, "ids": ids})
@@ -350,13 +335,9 @@ def test_the_snippet_that_cancels_an_answer(scope):
             scope["cancel"].set()
 
     scope["decode"] = common.speculate(glide.drafts, scope["drafter"], callback=each)
-    exec(
-        snippets()["A server"].replace(
-            "stopping_criteria=criteria",
-            "stopping_criteria=criteria, max_new_tokens=30, do_sample=False",
-        ),
-        scope,
-    )
+    given = "stopping_criteria=criteria"
+    short = f"{given}, max_new_tokens=30, do_sample=False"
+    exec(snippets()["A server"].replace(given, short), scope)
     length = scope["ids"]["input_ids"].shape[1]
     plain = scope["target"].generate(**scope["ids"], max_new_tokens=30, do_sample=False)
     assert len(rounds) == 3 and scope["out"].shape[1] == rounds[1] + 1

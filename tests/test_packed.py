@@ -12,9 +12,8 @@ import common
 import glide
 from support import packed
 
-HERE = packed.candidates(
-    make_llama().half().float()
-)  # ["linear"] on a machine without the others
+# ["linear"] on a machine without the others
+HERE = packed.candidates(make_llama().half().float())
 
 
 def is_packed(model):
@@ -22,13 +21,10 @@ def is_packed(model):
 
 
 def test_every_kernel_computes_the_same_for_any_number_of_rows():
-    for bias, kernels in itertools.product(
-        (True, False), itertools.product(HERE, HERE)
-    ):
-        layer = (
-            torch.nn.Linear(33, 50, bias=bias).bfloat16().float().requires_grad_(False)
-        )
-        shapes = ((), (1,), (2,), (3,), (5,), (40,), (1, 1), (2, 3), (1, 7))
+    shapes = ((), (1,), (2,), (3,), (5,), (40,), (1, 1), (2, 3), (1, 7))
+    for bias, *kernels in itertools.product((True, False), HERE, HERE):
+        layer = torch.nn.Linear(33, 50, bias=bias).bfloat16().float()
+        layer.requires_grad_(False)
         ours = packed.PackedLinear(layer, kernels)
         for shape in shapes:
             x = torch.randn(*shape, 33)
@@ -43,9 +39,8 @@ def test_a_packed_target_is_a_second_object_over_the_same_weights():
     twin = packed.pack(target)
     drafter = packed.pack(make_glide(target, draft_vocab=20))
     assert is_packed(twin) and is_packed(drafter) and not is_packed(target)
-    assert (
-        twin.config._attn_implementation != target.config._attn_implementation == "sdpa"
-    )
+    assert target.config._attn_implementation == "sdpa"
+    assert twin.config._attn_implementation != "sdpa"
     weights = dict(twin.named_parameters())
     for name, weight in target.named_parameters():
         assert weights[name].data_ptr() == weight.data_ptr()
@@ -57,15 +52,10 @@ def test_a_packed_target_is_a_second_object_over_the_same_weights():
 
 
 def test_a_kernel_that_is_slow_here_is_not_chosen(monkeypatch):
-    """By a clock that the kernels move themselves: each is fastest at one number of
-    rows.
-    """
+    """By a clock that kernels move: each is fastest for some numbers of rows."""
     cost = {("linear", 1): 3, ("onednn", 1): 2, ("float16", 1): 9}
-    cost |= {
-        ("linear", packed.SEVERAL): 4,
-        ("onednn", packed.SEVERAL): 5,
-        ("float16", 6): 3,
-    }
+    for name, seconds in (("linear", 4), ("onednn", 5), ("float16", 3)):
+        cost[name, packed.SEVERAL] = seconds
     now = [0.0]
 
     def prepare(kernel, weight, bias):
@@ -75,26 +65,19 @@ def test_a_kernel_that_is_slow_here_is_not_chosen(monkeypatch):
         return product
 
     monkeypatch.setattr(packed, "prepare", prepare)
-    monkeypatch.setattr(
-        packed, "time", types.SimpleNamespace(perf_counter=lambda: now[0])
-    )
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(packed, "time", clock)
     model = make_llama().float()
-    assert packed.fastest(model, ["linear", "onednn", "float16"]) == (
-        "onednn",
-        "float16",
-    )
-    assert packed.fastest(model, ["linear", "float16"]) == ("linear", "float16")
+    names = ["onednn", "linear", "float16"]
+    for offered in (names, names[1:]):
+        assert packed.fastest(model, offered) == (offered[0], "float16")
 
 
 def test_float16_is_offered_only_where_it_holds_the_weights():
     if "float16" not in HERE:
         pytest.skip("this torch has no float16 kernel")
     target = make_llama().float()
-    for dtype, offered in (
-        (torch.float16, True),
-        (torch.bfloat16, True),
-        (None, False),
-    ):
+    for dtype, offered in ((torch.float16, 1), (torch.bfloat16, 1), (None, 0)):
         with torch.no_grad():
             for layer in packed.linear_layers(target).values():
                 layer.weight.normal_(std=0.1)
@@ -108,23 +91,15 @@ def test_float16_is_offered_only_where_it_holds_the_weights():
 
 def test_a_drafters_head_is_packed_once():
     target = packed.pack(make_llama().float())
-    one, other = (
-        packed.pack(make_glide(target, draft_vocab=size)) for size in (20, 30)
-    )
+    one = packed.pack(make_glide(target, draft_vocab=20))
+    other = packed.pack(make_glide(target, draft_vocab=30))
     whole = target.get_output_embeddings()
-    heads = [
-        common.draft_head(target, drafter.vocab_ids) for drafter in (one, other, one)
-    ]
-    assert (
-        heads[0] is heads[2]
-        and heads[1].out_features == 30
-        and len(whole.selected) == 2
-    )
+    heads = [common.draft_head(target, each.vocab_ids) for each in (one, other, one)]
+    assert heads[0] is heads[2] and heads[1].out_features == 30
+    assert len(whole.selected) == 2
     x = torch.randn(3, target.config.hidden_size)
     torch.testing.assert_close(heads[0](x), x @ whole.weight[one.vocab_ids].T)
-    granite = packed.pack(
-        family("Granite", logits_scaling=4.0).float().requires_grad_(False)
-    )
+    granite = packed.pack(family("Granite", logits_scaling=4.0).float())
     few = torch.tensor([3, 30, 31])
     logits = common.target_logits(granite, x, few)
     torch.testing.assert_close(common.draft_head(granite, few)(x), logits)

@@ -10,41 +10,46 @@ from common import UserError
 pytest.importorskip("matplotlib")
 
 
-def drawn(draw, numbers, folder):
-    """The text of the picture that a function draws."""
-    draw(numbers, folder)
-    [path] = folder.glob("*.svg")
-    return path.read_text()
+def prices(*times):
+    return {"context": 256, "by_tokens": dict(zip(("1", "4", "8", "64"), times))}
 
 
-@pytest.mark.parametrize(
-    ("times", "title"),
-    [
-        ([10, 10.9, 11.1, 30], "4 tokens for little more than the price of one"),
-        ([10, 12, 13, 30], "Each additional token makes a forward slower"),
-    ],
-)
-def test_the_price_of_a_token(times, title, tmp_path):
-    curve = {"context": 256, "by_tokens": dict(zip(("1", "4", "8", "64"), times))}
-    text = drawn(pictures.costs, curve, tmp_path)
-    assert f">{title}; 64 for 3.0 times that<" in text
+ARMS = {
+    "glide": {"speedup": 1.5, "speedup_ci": [1.2, 1.8]},
+    "cape+copies": {"speedup": 1.1, "speedup_ci": [0.9, 1.3]},
+    "medusa": {"speedup": 1.3, "speedup_ci": None},  # fewer than five prompts
+}
+POINTS = {"K": {"2": [0.6, 0.5, 20.0], "4": [0.5, 1.0, 25.0]}}
+POINTS |= {"head": {"0.7": [0.5, 0.9, 24.0]}, "oracle": {"": [0.4, 0.0, 50.0]}}
+TITLES = [  # of which picture, of which numbers
+    (
+        pictures.costs,
+        prices(10, 10.9, 11.1, 30),
+        "4 tokens for little more than the price of one; 64 for 3.0 times that",
+    ),
+    (
+        pictures.costs,
+        prices(10, 12, 13, 30),
+        "Each additional token makes a forward slower; 64 for 3.0 times that",
+    ),
+    (
+        pictures.speedups,
+        ARMS,
+        "2 of 3 arms beat plain decoding; the best is 1.5 times as fast",
+    ),
+    (
+        pictures.stop_rules,
+        {"points": POINTS},  # the oracle is no stop rule
+        "The best stop rule (K) reaches 50% of the oracle's speed",
+    ),
+]
 
 
-def test_arms_that_beat_plain_decoding(tmp_path):
-    arms = {
-        "glide": {"speedup": 1.5, "speedup_ci": [1.2, 1.8]},
-        "cape+copies": {"speedup": 1.1, "speedup_ci": [0.9, 1.3]},
-        "medusa": {"speedup": 1.3, "speedup_ci": None},  # fewer than five prompts
-    }
-    title = "2 of 3 arms beat plain decoding; the best is 1.5 times as fast"
-    assert f">{title}<" in drawn(pictures.speedups, arms, tmp_path)
-
-
-def test_the_oracle_is_no_stop_rule(tmp_path):
-    points = {"K": {"2": [0.6, 0.5, 20.0], "4": [0.5, 1.0, 25.0]}}
-    points |= {"head": {"0.7": [0.5, 0.9, 24.0]}, "oracle": {"": [0.4, 0.0, 50.0]}}
-    title = "The best stop rule (K) reaches 50% of the oracle's speed"
-    assert f">{title}<" in drawn(pictures.stop_rules, {"points": points}, tmp_path)
+@pytest.mark.parametrize("draw, numbers, title", TITLES)
+def test_a_title_says_what_the_numbers_say(draw, numbers, title, tmp_path):
+    draw(numbers, tmp_path)
+    [path] = tmp_path.glob("*.svg")
+    assert f">{title}<" in path.read_text()
 
 
 def test_a_curve_without_held_out_conversations_is_one_and_an_empty_one_is_not(

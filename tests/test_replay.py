@@ -9,12 +9,14 @@ import types
 
 import pytest
 import torch
+from chat import command, refused
 from tiny import draft_of, make_llama, untrained
 
 import common
 from support import cli
 from support.measuring import arms as arms_of
 from support.measuring import report
+from support.replay import __main__ as replay
 from support.replay import page
 
 EVIL = "</script><script>window.broken = 1</script>"
@@ -93,18 +95,14 @@ def test_a_second_drawn_sibling_is_not_judged_by_p():
     assert page.acceptance(parents, 3, p, q) == [0.5, None, 0.5, None]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False},
-        {"do_sample": False, "repetition_penalty": 1.5},
-        {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 0.9},
-    ],
-)
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}, SAMPLED])
 def test_p_is_the_targets_probability_after_the_parents_text(llama, options):
     """Each node's own text is fed to the target alone, and processed as in decoding."""
     draft = draft_of([5, 6, 7, 8, 5], [-1, -1, 0, 2, 1])
-    options["max_new_tokens"] = 20
+    options = {"do_sample": False, "max_new_tokens": 20} | options
     [told] = recorded(llama, draft, **options)
     decoding = common.start(llama, **ENCODED, **options)  # for its processors
     texts = {-1: PROMPT}
@@ -112,9 +110,8 @@ def test_p_is_the_targets_probability_after_the_parents_text(llama, options):
         scores = llama(texts[parent]).logits[:, -1].float()
         if decoding.logits_processor:
             scores = decoding.logits_processor(texts[parent], scores)
-        assert told["p"][node] == pytest.approx(
-            float(scores.softmax(-1)[0, token]), abs=1e-6
-        )
+        p = float(scores.softmax(-1)[0, token])
+        assert told["p"][node] == pytest.approx(p, abs=1e-6)
         texts[node] = torch.cat([texts[parent], torch.tensor([[token]])], dim=1)
 
 
@@ -144,12 +141,8 @@ def test_every_method_can_be_played(llama, name):
     if name == "glide":  # the context repeats itself, so copies were merged in
         assert "copy" in kinds
     assert ("extra" in kinds) == (name == "cape")
-    noted = {
-        "cape": "counts",
-        "specdecpp": "chances",
-        "falcon": "k",
-        "ctc_drafter": "slots",
-    }
+    noted = {"cape": "counts", "specdecpp": "chances"}
+    noted |= {"falcon": "k", "ctc_drafter": "slots"}
     if name in noted:
         assert all(noted[name] in each["notes"] for each in rounds if each["tokens"])
         for each in rounds:
@@ -181,11 +174,7 @@ def written(tmp_path_factory):
     """
     target = make_llama()
     answer = target.generate(PROMPT, **GREEDY)[0]
-    options = {
-        "max_new_tokens": 40,
-        "do_sample": False,
-        "eos_token_id": int(answer[-1]),
-    }
+    options = GREEDY | {"max_new_tokens": 40, "eos_token_id": int(answer[-1])}
 
     def right_drafts(decoding):
         while not decoding.done:
@@ -199,12 +188,8 @@ def written(tmp_path_factory):
     race = map(plain, (3, 1, 2, 6, 5, 4))  # of two runs
     loops = arms_of.plain_loops(target, make_llama())
     path = tmp_path_factory.mktemp("replay") / "page.html"
-    arms = [
-        arm_of("cape", target),
-        arms_of.Arm("a peer", target),
-        arm_of("falcon", target),
-    ]
-    arms.append(arms_of.Arm("right", target, right_drafts))
+    arms = [arm_of("cape", target), arms_of.Arm("a peer", target)]
+    arms += [arm_of("falcon", target), arms_of.Arm("right", target, right_drafts)]
     tokenizer = types.SimpleNamespace(decode=lambda ids: WORDS[ids[0]])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "encode", lambda *_: ENCODED)
@@ -245,10 +230,8 @@ def test_the_page_holds_both_runs_and_the_times_of_plain_decoding(written):
         assert not any(told["drawn"] for told in method["rounds"])
     cape = sampled["methods"][0]["rounds"]
     # The chain is sampled, and its extras and copies are not.
-    assert all(
-        told["drawn"] == sum(x == "draft" for x in told["kinds"]) for told in cape
-    )
-    assert any(told["drawn"] for told in cape)
+    drawn = [told["drawn"] for told in cape]
+    assert drawn == [told["kinds"].count("draft") for told in cape] and any(drawn)
     assert written.data["prompt"] == [WORDS[token] for token in PROMPT[0]]
     assert written.data["about"]["prompt"] == EVIL
     assert Reader(written.text).tags.count("script") == 2
@@ -268,8 +251,7 @@ def test_the_second_run_samples_as_asked(monkeypatch, tmp_path, llama):
     monkeypatch.setattr(page, "answers", answers)
     monkeypatch.setattr(page, "encode", lambda *_: ENCODED)
     tokenizer = types.SimpleNamespace(decode=lambda ids: "x")
-    options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0}
-    options["max_new_tokens"] = 5
+    options = SAMPLED | {"max_new_tokens": 5}
     loops = arms_of.plain_loops(llama, llama)
     page.write(tmp_path / "page.html", tokenizer, loops, [], "?", options)
     assert asked == [{"max_new_tokens": 5, "do_sample": False}, options]
@@ -277,12 +259,22 @@ def test_the_second_run_samples_as_asked(monkeypatch, tmp_path, llama):
     assert data["runs"][1]["name"] == "temperature 0.7, top-p 0.9"
 
 
+def test_a_command_writes_a_page(measured, monkeypatch, tmp_path):
+    monkeypatch.chdir(measured)
+    file = tmp_path / "page.html"
+    replay.main([str(file), *command(method="glide@glide lookup")])
+    assert '"name":"glide@glide"' in file.read_text()
+    for path, method, said in (
+        (file, "prompt-lookup", "a page needs drafts"),
+        (tmp_path / "no" / "page.html", "lookup", "cannot write .*: name a file in"),
+    ):
+        with refused(said):
+            replay.main([str(path), *command(method=method)])
+
+
 def test_every_character_survives_the_way_into_a_script():
-    text = (
-        EVIL
-        + "<!-- ]]> & \u2028 \x00 \U0001f600 {{data}} "
-        + "".join(map(chr, range(32)))
-    )
+    text = EVIL + "<!-- ]]> & \u2028 \x00 \U0001f600 {{data}} "
+    text += "".join(map(chr, range(32)))
     read = Reader(page.html({"prompt": [text, "{{script}}</title>"]}))
     assert json.loads(read.scripts[0]) == {"prompt": [text, "{{script}}</title>"]}
     assert read.tags.count("script") == 2
@@ -306,16 +298,14 @@ def browser(written, tmp_path):
     for flag in [*FLAGS, "--window-size=1400,1000", f"--user-data-dir={tmp_path}"]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(
-        options, webdriver.ChromeService(shutil.which("chromedriver"))
-    )
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
+    driver = webdriver.Chrome(options, service)
     try:
         driver.get(written.path.as_uri())
         yield driver
         assert driver.get_log("browser") == []
-        assert driver.execute_script("return window.broken") is None, (
-            "a token ran as a script"
-        )
+        ran = driver.execute_script("return window.broken")
+        assert ran is None, "a token ran as a script"
     finally:
         driver.quit()
 
@@ -407,9 +397,7 @@ def test_the_page_opens_at_a_small_tree_with_three_accepted_tokens(browser, writ
     """Or else at a chain with three, as the right drafts have."""
     rounds = [told for m in written.data["runs"][0]["methods"] for told in m["rounds"]]
     rounds = [told for told in rounds if len(told["path"]) >= 3]
-    trees = [
-        told for told in rounds if len(set(told["parents"])) < len(told["parents"])
-    ]
+    trees = [x for x in rounds if len(set(x["parents"])) < len(x["parents"])]
     best = min(trees or rounds, key=lambda told: len(told["tokens"]))
     nodes = browser.execute_script(LOOK)["nodes"]
     assert nodes[: 1 + len(best["path"])] == ["-1", *map(str, best["path"])]

@@ -1,25 +1,32 @@
-"""stop_rules.py: a record counts what decoding does; rules and figures by hand."""
+"""The tools of results/tools/ that measure: stop_rules.py (a record counts what
+decoding does; rules and figures by hand) and costs.py.
+"""
 
 import ast
+import copy
 import dataclasses
+import itertools
 import json
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
+import costs
 import pytest
 import stop_rules
 import torch
+from chat import command, refused
 from stop_rules import Round
 from tiny import make_glide, make_llama, slow, teach
 
 import common
 import glide
 import specdecpp
+from support.measuring import report
 
 ROOT = Path(__file__).parent.parent
 PROMPT = torch.tensor([[9, 8, 7]])
-TURN = {"input_ids": PROMPT, "max_new_tokens": 30, "do_sample": False}
+TURN = {"input_ids": PROMPT, "max_new_tokens": 20, "do_sample": False}
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +54,12 @@ def record(target, drafter, turn=TURN, **fields):
     return stop_rules.record(stop_rules.longest_chains(arm), target, turn)
 
 
+@pytest.fixture(scope="module")
+def recorded(llama, drafter):
+    """The rounds of TURN; a test takes a copy of what it changes."""
+    return record(llama, drafter)
+
+
 def decode(target, drafter, turn, **rule):
     """(N_target, N_discarded, N) of an answer."""
     stats = common.Stats()
@@ -59,7 +72,7 @@ def decode(target, drafter, turn, **rule):
 
 
 @pytest.mark.parametrize("name", ["K=2", slow("K=12"), "head=0.1", "head=0.7"])
-@pytest.mark.parametrize("place", [None, 17])
+@pytest.mark.parametrize("place", [None, 11])
 def test_replayed_counts_are_those_of_decoding(llama, drafter, name, place):
     """Up to a limit of tokens, or to an end-of-sequence token."""
     turn = dict(TURN)
@@ -89,6 +102,7 @@ def means(rows):
     return rows.mean(0), rows.var(0) / len(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_sampled_replay_counts_on_average_what_decoding_does(monkeypatch, joined):
     """Not so, if a round at each place goes on with tokens that no place verifies."""
@@ -134,10 +148,10 @@ def test_rounds_joined_by_hand():
     assert rounds[2] == last and rounds[3].tokens == [2] and rounds[3].agreed == 1
 
 
-def test_a_greedy_record_needs_no_joining(llama, drafter):
-    joined = record(llama, drafter)
+def test_a_greedy_record_needs_no_joining(recorded):
+    joined = copy.deepcopy(recorded)
     stop_rules.join(joined)
-    for ours, theirs in zip(record(llama, drafter), joined, strict=True):
+    for ours, theirs in zip(recorded, joined, strict=True):
         assert ours.agreed == min(theirs.agreed, stop_rules.LONGEST)
         assert ours.tokens == theirs.tokens
         if ours.agreed < stop_rules.LONGEST:
@@ -181,7 +195,7 @@ def test_every_place_is_recorded_to_the_full_length(llama, drafter):
     """Whatever the drafter's own rule, with a head or without; fewer near the end."""
     impatient = dataclasses.replace(drafter.config, threshold=0.0, max_draft=3, gamma=2)
     unjudged = dataclasses.replace(impatient, stage="draft")
-    lengths = [min(stop_rules.LONGEST, 29 - place) for place in range(30)]
+    lengths = [min(stop_rules.LONGEST, 19 - place) for place in range(20)]
     for config, judged in ((impatient, True), (unjudged, False)):
         other = specdecpp.Drafter(config).double()
         other.load_state_dict(drafter.state_dict())
@@ -321,40 +335,30 @@ def test_forward_times_by_hand():
     assert stop_rules.forward_times([timed(0, 4, 0.0, 1.0)])[:2] == (0, 0.25)
 
 
-def test_the_sweep_of_a_run(llama, drafter, tmp_path):
+def test_the_sweep_of_a_run(llama, drafter, recorded, tmp_path):
     arm = make_arm(llama, drafter)
     result = stop_rules.sweep(arm, [TURN], [timed(10, 5, 0.2, 0.5)])
     assert (result["t_draft_ms"], result["t_target_ms"]) == pytest.approx((20, 100))
-    rounds = record(llama, drafter)
     for rule in stop_rules.RULES:
-        for setting, rates in stop_rules.points([rounds], rule).items():
+        for setting, rates in stop_rules.points([recorded], rule).items():
             *found, speed = result["points"][rule][setting]
             assert found == pytest.approx(rates)
             assert speed == pytest.approx(specdecpp.throughput(*rates, 0.02, 0.1))
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"sweep": result}))
     assert not stop_rules.read(path, "other")
-    for ours, theirs in zip(*stop_rules.read(path, "5"), rounds, strict=True):
+    for ours, theirs in zip(*stop_rules.read(path, "5"), recorded, strict=True):
         assert repr(ours.tokens) == repr(theirs.tokens) and ours.agreed == theirs.agreed
         assert ours.confidence == pytest.approx(theirs.confidence, abs=6e-4)
         assert ours.entropy == pytest.approx(theirs.entropy, abs=6e-3)
         assert ours.accepts == pytest.approx(theirs.accepts, abs=6e-4)
 
 
-def test_the_sweep_of_chains_without_a_head(llama):
-    arm = make_arm(llama, make_glide(llama), "glide:gamma=3", glide)
-    result = stop_rules.sweep(arm, [TURN], [timed(10, 5, 0.2, 0.5)])
-    assert list(result["points"]) == ["K", "product", "confidence", "entropy", "oracle"]
-
-
-@pytest.mark.parametrize(
-    "name", ["cape", "falcon", "specdecpp+cape", "glide:gamma=3+copies"]
-)
-def test_arms_of_other_trees_than_chains_are_refused(name):
-    with pytest.raises(
-        common.UserError, match="does not draft plain chains: take glide or specdecpp"
-    ):
-        stop_rules.longest_chains(make_arm(None, None, name))
+def test_arms_of_other_trees_than_chains_are_refused():
+    said = "does not draft plain chains: take glide or specdecpp"
+    for name in ("cape", "falcon", "specdecpp+cape", "glide:gamma=3+copies"):
+        with refused(said):
+            stop_rules.longest_chains(make_arm(None, None, name))
     stop_rules.longest_chains(make_arm(None, None, "specdecpp:threshold=0.5@a+b"))
 
 
@@ -369,3 +373,44 @@ def test_the_examples_of_the_docstring_run(capsys, monkeypatch):
     for line in lines:
         value, (low, high) = ast.literal_eval(line)
         assert 0.9 < low < value < high < 1.1
+
+
+def test_a_sweep_is_measured_and_shown(measured, monkeypatch, capsys, tmp_path):
+    """Of sampled chains, whose drafter has no head."""
+    monkeypatch.chdir(measured)
+    file = tmp_path / "sweep.json"
+    options = ("--num-prompts", "1", "--temperature", "1", "--json", str(file))
+    stop_rules.main(command(*options))
+    out = capsys.readouterr().out
+    points = json.loads(file.read_text())["sweep"]["points"]
+    assert len(stop_rules.read(file)) == 2  # the turns of a prompt
+    assert set(points) == {"K", "confidence", "product", "entropy", "oracle"}
+    n_target, n_discarded, speed = points["K"]["2"]
+    row = f"| K | 2 | {n_target:.2f} | {n_discarded:.2f} | {speed:.1f} |"
+    assert row in " ".join(out.split())
+
+
+# ----------------------------------------------------------------- what a forward costs
+
+
+def test_a_cost_curve_is_printed_and_written(measured, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(costs, "CONTEXT", 32)  # the target has a context of 256
+    file = str(tmp_path / "costs.json")
+    costs.main(["--target", str(measured / "target"), "--json", file])
+    assert "at 32 tokens of context" in capsys.readouterr().out
+    curve = report.read_result(file)["cost_curve"]
+    assert list(curve["by_tokens"]) == list(map(str, costs.COUNTS))
+
+
+def test_the_cost_of_a_forward_is_the_median_after_a_warm_up(llama, monkeypatch):
+    took = itertools.cycle([9, 1, 5, 2, 4, 3])
+    seconds = (second for each in took for second in (0, each))
+    moments = itertools.accumulate(seconds)
+    monkeypatch.setattr(costs, "clock", lambda _: next(moments))
+    common.check_target(llama)  # its trial is no part of what is counted
+    fed = []
+    hook = llama.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[1]))
+    curve = costs.cost_curve(llama)
+    hook.remove()
+    assert curve["by_tokens"] == {str(count): 3000 for count in costs.COUNTS}
+    assert fed == [count for count in costs.COUNTS for _ in range(6)]

@@ -4,13 +4,16 @@ settings of a trainer's, and with a tokenizer that is not theirs."""
 import itertools
 import json
 import pickle
+import shutil
 import types
+from functools import partial
 
 import accelerate
 import chat
 import pytest
 import torch
 import transformers
+from chat import refused
 from tiny import family, make_drafts, make_llama, random_batch, untrained
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -29,10 +32,6 @@ from support.training import data
 METHODS = ("glide", "cape", "specdecpp", "falcon", "ctc_drafter")
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
-
-
-def refused(message):
-    return pytest.raises(common.UserError, match=message)
 
 
 def decode(target, drafts, ids=IDS, **options):
@@ -54,16 +53,20 @@ def made(target, methods=METHODS):
 # -------------------------------------------------------------------- adapted by PEFT
 
 
-def adapted(**options):
-    """A float64 target with LoRA, whose adapter changes the answer."""
+def wrapped(kind, **options):
+    """A float64 target in an adapter of PEFT."""
     peft = pytest.importorskip("peft", reason="needs peft: requirements-dev.txt")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, **options)
-    target = peft.get_peft_model(make_llama(), config)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(make_llama(), config).double().eval()
+
+
+def adapted(**options):
+    """A target with LoRA, whose adapter changes the answer."""
+    target = wrapped("LoraConfig", r=4, **options).requires_grad_(False)
     torch.manual_seed(5)
     for name, weight in target.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.3)
-    target = target.double().eval().requires_grad_(False)
     with target.disable_adapter():
         plain = target.generate(input_ids=IDS, **GREEDY)
     assert not torch.equal(plain, target.generate(input_ids=IDS, **GREEDY))
@@ -91,32 +94,37 @@ def test_an_adapter_of_lora_counts_in_the_answer():
     ],
 )
 def test_adapters_that_act_outside_of_a_forward_are_refused(kind, options):
-    peft = pytest.importorskip("peft", reason="needs peft: requirements-dev.txt")
     drafts, _ = make_drafts("falcon", make_llama())
-    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
-    target = peft.get_peft_model(make_llama(), config).double().eval()
-    with refused(r"learned prompts and aLoRA \(PEFT\) are not supported"):
-        decode(target, drafts, **GREEDY)
-    with refused(r"learned prompts and aLoRA \(PEFT\) are not supported"):
-        untrained(falcon, target)
+    target = wrapped(kind, **options)
+    for use in (lambda: decode(target, drafts, **GREEDY), lambda: made(target)):
+        with refused(r"learned prompts and aLoRA \(PEFT\) are not supported"):
+            use()
 
 
 # ------------------------------------------------------------- quantised and offloaded
 
 
+def torchao():
+    """torchao.quantization, and a configuration of it."""
+    reason = "needs torchao: requirements-dev.txt"
+    quantization = pytest.importorskip("torchao.quantization", reason=reason)
+    return quantization, quantization.Int8WeightOnlyConfig()
+
+
+def layers_of(target):
+    """{name: linear layer}, without the head."""
+    found = target.named_modules()
+    linear = {n: x for n, x in found if isinstance(x, torch.nn.Linear)}
+    return {name: linear[name] for name in linear if name != "lm_head"}
+
+
 @pytest.mark.slow
 def test_a_target_quantised_by_torchao_decodes_and_gets_drafters():
-    quantization = pytest.importorskip(
-        "torchao.quantization", reason="needs torchao: requirements-dev.txt"
-    )
+    quantization, config = torchao()
     target = make_llama().float()
     before = made(target)
-
-    def chosen(module, name):
-        return isinstance(module, torch.nn.Linear) and name != "lm_head"
-
-    config = quantization.Int8WeightOnlyConfig()
-    quantization.quantize_(target, config, filter_fn=chosen)
+    names = layers_of(target)
+    quantization.quantize_(target, config, filter_fn=lambda _, name: name in names)
     check(target, before)
     check(target, made(target))
 
@@ -126,21 +134,14 @@ def test_a_drafter_learns_from_a_target_saved_quantised(
     folder, tmp_path, fresh_accelerate, capsys
 ):
     """And a run on it is continued, because it is known to be the same target."""
-    quantization = pytest.importorskip(
-        "torchao.quantization", reason="needs torchao: requirements-dev.txt"
-    )
-    config = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
-    target = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=config
-    )
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    (tmp_path / "data.jsonl").write_bytes((folder / "data.jsonl").read_bytes())
-    target.save_pretrained(tmp_path)
+    config = transformers.TorchAoConfig(torchao()[1])
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    saved = shutil.copytree(folder, tmp_path / "target")
+    load(folder, quantization_config=config).save_pretrained(saved)
     for more in (["--steps", 2], ["--steps", 3, "--resume"]):
-        train.main(chat.options(tmp_path, tmp_path / "out", *more))
+        train.main(chat.options(saved, tmp_path / "out", *more))
         assert json.loads(capsys.readouterr().out)["step"] == more[1]
-    target, _ = common.load_target(str(tmp_path))
+    target, _ = common.load_target(str(saved))
     drafter = common.load_drafter(glide.Drafter, tmp_path / "out", target)
     check(target, {"glide": lambda decoding: glide.drafts(decoding, drafter)})
 
@@ -163,9 +164,8 @@ class Codes(torch.nn.Module):
 def test_a_target_whose_weights_are_bytes_decodes_and_gets_drafters():
     target = make_llama()
     before = made(target)
-    for name, module in list(target.named_modules()):
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            target.set_submodule(name, Codes(module))
+    for name, module in layers_of(target).items():
+        target.set_submodule(name, Codes(module))
     check(target, before)
     check(target, made(target))
     target.lm_head = Codes(target.lm_head)
@@ -187,21 +187,18 @@ def test_a_target_with_offloaded_layers_decodes_and_gets_drafters(tmp_path):
     check(target, made(target, ("glide", "specdecpp", "falcon", "ctc_drafter")))
 
 
-def test_a_target_without_a_device_is_told_what_to_load(tmp_path):
+def test_a_target_on_no_device_or_several_is_told_what_to_load(tmp_path, monkeypatch):
     drafts, drafter = make_drafts("falcon", make_llama())
     drafter.save_pretrained(tmp_path)
     target = accelerate.cpu_offload(make_llama(), torch.device("cpu"))
-    said = "spread over devices, or its embedding is offloaded: load it on one device"
-    with refused(said):
-        decode(target, drafts, **GREEDY)
-    with refused(said):
-        common.load_drafter(falcon.Drafter, tmp_path, target)
-    for method in cli.trainable():
-        with refused(said):
-            untrained(cli.import_method(method), target)
-
-
-def test_a_target_on_several_devices_is_refused(monkeypatch):
+    methods = map(cli.import_method, cli.trainable())
+    for use in (
+        lambda: decode(target, drafts, **GREEDY),
+        lambda: common.load_drafter(falcon.Drafter, tmp_path, target),
+        *(partial(untrained, method, target) for method in methods),
+    ):
+        with refused("or its embedding is offloaded: load it on one device"):
+            use()
     target = make_llama()
     weights = list(target.parameters())
     elsewhere = types.SimpleNamespace(device=torch.device("cuda", 1))
@@ -274,94 +271,84 @@ def test_a_model_with_images_answers_texts():
     check(target, made(target, ("glide", "falcon", "ctc_drafter")))
 
 
-@pytest.mark.parametrize(
-    "name, more, message",
-    [
-        (
-            "Gemma3n",
-            {
-                "hidden_size_per_layer_input": 8,
-                "vocab_size_per_layer_input": 40,
-                "altup_num_inputs": 2,
-                "num_kv_shared_layers": 0,
-                "laurel_rank": 4,
-                "activation_sparsity_pattern": [0.0] * 4,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-            },
-            "do not fit this target .*: take another",
-        ),
-        ("ModernBertDecoder", {}, "do not fit this target .*: take another"),
-        # The decoder that transformers returns includes the head.
-        (
-            "Llama4",
-            {"layer_types": ["full_attention"] * 4, "num_local_experts": 4},
-            "do not fit this target",
-        ),
-        # Other layers lie between the last hidden states and the head.
-        ("Electra", {"is_decoder": True, "embedding_size": 16}, "do not fit"),
-        ("Roberta", {"is_decoder": True}, "do not follow from its last hidden states"),
-        (
-            "OPT",
-            {"ffn_dim": 48, "word_embed_proj_dim": 16, "init_std": 0.3},
-            "do not fit this target",
-        ),
-        # Windows and choices of keys that count cache rows, longer than a trial's text.
-        ("GPTNeo", {"attention_types": [[["global", "local"], 2]]}, "counts cache"),
-        ("Doge", {}, "doge .it counts cache rows"),
-    ],
-)
+EXPERTS = {"num_local_experts": 4}
+GEMMA_3N = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40}
+GEMMA_3N |= {"altup_num_inputs": 2, "num_kv_shared_layers": 0, "laurel_rank": 4}
+GEMMA_3N |= {"activation_sparsity_pattern": [0.0] * 4}
+GEMMA_3N |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+SMALL_OPT = {"ffn_dim": 48, "word_embed_proj_dim": 16, "init_std": 0.3}
+FULL = {"layer_types": ["full_attention"] * 4}
+SLIDING = {"sliding_window": 6}
+REMEDY = "delete sliding_window and layer_types from target.config"
+# A family, options of it, and what the message says.
+REFUSED = [
+    ("Gemma3n", GEMMA_3N, "do not fit this target .*: take another"),
+    ("ModernBertDecoder", {}, "do not fit this target .*: take another"),
+    # The decoder that transformers returns includes the head.
+    ("Llama4", EXPERTS | FULL, "do not fit this target"),
+    # Other layers lie between the last hidden states and the head.
+    ("Electra", {"is_decoder": True, "embedding_size": 16}, "do not fit"),
+    ("Roberta", {"is_decoder": True}, "do not follow from its last hidden states"),
+    ("OPT", SMALL_OPT, "do not fit this target"),
+    # Windows and choices of keys that count cache rows, longer than a trial's text.
+    ("GPTNeo", {"attention_types": [[["global", "local"], 2]]}, "counts cache"),
+    ("Doge", {}, "doge .it counts cache rows"),
+    # These slide in all layers if there is a window, and read no kinds of layers.
+    ("Mistral", SLIDING | FULL, REMEDY),
+    ("Mixtral", SLIDING | FULL | EXPERTS, REMEDY),
+    ("Starcoder2", SLIDING | FULL, REMEDY),
+]
+
+
+@pytest.mark.parametrize("name, more, message", REFUSED)
 def test_unusual_decoders_are_refused(name, more, message):
-    more = {"bos_token_id": 1, "eos_token_id": 2} | more
-    target = family(name, **more).float()
+    special = {"bos_token_id": 1, "eos_token_id": 2}
+    target = family(name, **special | more).float()
     with refused(message):
         common.start(target, input_ids=IDS, **GREEDY)
 
 
-def test_attention_that_is_global_alone_may_be_gpt_neos():
-    target = family("GPTNeo", attention_types=[[["global"], 4]]).float()
+GLOBAL = {"attention_types": [[["global"], 4]]}
+DECODED = [("Mistral", SLIDING), ("Mixtral", SLIDING | EXPERTS)]
+DECODED += [("Starcoder2", SLIDING), ("GPTNeo", GLOBAL)]
+
+
+@pytest.mark.parametrize("name, more", DECODED)
+def test_families_with_one_kind_of_layers_are_decoded(name, more):
+    """A window in all layers, or none in a family that may have them."""
+    target = family(name, **more).float()
+    kind = "full_attention" if more == GLOBAL else "sliding_attention"
+    assert common.layer_kinds(target) == [kind]
     check(target, made(target, ("glide", "falcon", "ctc_drafter")))
 
 
 # ------------------------------------------------------------------ a trial of a target
 
 
-def trials(monkeypatch):
-    """A list that grows by the model of each trial."""
-    seen = []
-    run = common._compare
-
-    def noted(target):
-        seen.append(target)
-        return run(target)
-
-    monkeypatch.setattr(common, "_compare", noted)
-    return seen
-
-
 def test_a_target_is_tried_once_and_again_when_it_has_changed(monkeypatch):
     peft = pytest.importorskip("peft", reason="needs peft: requirements-dev.txt")
-    seen = trials(monkeypatch)
-    target = make_llama()
-    other = make_llama()
-    changes = [
-        lambda: None,
-        lambda: target.set_attn_implementation("eager"),
-        target.float,
-        target.train,
-        lambda: peft.inject_adapter_in_model(
-            peft.LoraConfig(target_modules=["q_proj"]), target
-        ),
-        lambda: setattr(target.config, "sliding_window", None),
-    ]
-    expected = [1, 1, 1, 1, 1, 0]
-    for change, count in zip(changes, expected, strict=True):
+    lora = peft.LoraConfig(target_modules=["q_proj"])
+    seen = []  # the model of each trial
+    run = common._compare
+    monkeypatch.setattr(
+        common, "_compare", lambda model: seen.append(model) or run(model)
+    )
+    target, other = make_llama(), make_llama()
+    for change, count in (
+        (lambda: None, 1),
+        (lambda: target.set_attn_implementation("eager"), 1),
+        (target.float, 1),
+        (target.train, 1),
+        (lambda: peft.inject_adapter_in_model(lora, target), 1),
+        (lambda: setattr(target.config, "sliding_window", None), 0),
+    ):
         change()
         before = len(seen)
         for _ in range(3):
             common.check_target(target)
         assert len(seen) == before + count
     common.check_target(other)
-    assert len(seen) == sum(expected) + 1
+    assert len(seen) == 6
     assert target not in seen and other not in seen, "a twin is tried"
 
 
@@ -404,8 +391,7 @@ def test_a_trial_tells_rows_from_positions_in_half_precision():
             with refused("states for .* are off by .*: take another target"):
                 common.check_target(target.to(dtype))
     for name in ("Llama", "Gemma2", "GPT2", "Mixtral"):
-        more = {"num_local_experts": 4} if name == "Mixtral" else {}
-        target = family(name, **more)
+        target = family(name, **EXPERTS if name == "Mixtral" else {})
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             common.check_target(target.to(dtype))
 
@@ -430,24 +416,10 @@ def test_keys_that_a_model_does_not_read_are_refused_with_the_remedy(name, lefto
     target = family(name, **LEFTOVER[leftover])
     with refused("does not read, delete sliding_window and layer_types from"):
         common.check_target(target)
-    assert target.config.sliding_window == 18
     for key in LEFTOVER[leftover]:
         delattr(target.config, key)
     common.check_target(target)
     assert common.layer_kinds(target) == ["full_attention"]
-
-
-@pytest.mark.parametrize("name", ["Mistral", "Mixtral", "Starcoder2"])
-def test_kinds_of_layers_that_a_model_does_not_read_are_refused(name):
-    """These slide in all layers if there is a window, and read no kinds."""
-    more = {"num_local_experts": 4} if name == "Mixtral" else {}
-    more |= {"sliding_window": 6}
-    target = family(name, **more, layer_types=["full_attention"] * 4).float()
-    with refused("delete sliding_window and layer_types from target.config"):
-        common.check_target(target)
-    target = family(name, **more).float()
-    assert common.layer_kinds(target) == ["sliding_attention"]
-    check(target, made(target, ("glide", "falcon", "ctc_drafter")))
 
 
 @pytest.mark.parametrize("method", ["glide", "specdecpp", "falcon", "ctc_drafter"])
@@ -489,8 +461,7 @@ SAVED |= {"output_router_logits": True}
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Mixtral"])
 def test_settings_of_a_trainer_do_not_change_a_forward(name):
-    more = {"num_local_experts": 4} if name == "Mixtral" else {}
-    target = family(name, **more).float()
+    target = family(name, **EXPERTS if name == "Mixtral" else {}).float()
     target.set_attn_implementation("eager")  # sdpa returns no attention weights
     plain = target.generate(IDS, **GREEDY)
     for key, value in SAVED.items():
@@ -557,13 +528,6 @@ def test_a_tokenizer_with_more_tokens_than_the_target(folder, tmp_path, capsys):
         prompts.answer_padded(target, asked["input_ids"].tolist(), max_new_tokens=3)
 
 
-def test_an_embedding_may_be_larger_than_the_tokenizer(llama):
-    """As of Qwen: every id that the target has may be drafted and written."""
-    drafter = untrained(falcon, llama)
-    assert len(drafter.vocab_ids) == 48
-    assert transformers.AutoConfig.for_model("qwen2").vocab_size == 151936
-
-
 # ----------------------------------------- one token after another, by public reports
 
 
@@ -603,45 +567,44 @@ def test_a_constraint_that_allows_nothing_is_the_targets_own_error(llama):
             llama.generate(IDS, prefix_allowed_tokens_fn=fn, **GREEDY, **options)
 
 
-ALLOWED = {(): [5, 7], (5,): [9, 11], (7,): [8], (5, 9): [2], (5, 11): [12]}
-ALLOWED |= {(5, 11, 12): [2], (7, 8): [2]}  # 2 ends
+STATES = {(): [5, 7], (5,): [9, 11], (7,): [8], (5, 9): [2], (5, 11): [12]}
+STATES |= {(5, 11, 12): [2], (7, 8): [2]}
+# Here the end is the highest id, as in Llama 3, so a trial would take it first.
+HIGH = {(): [30, 31, 39], (30,): [20, 39], (31,): [21], (30, 20): [39], (31, 21): [39]}
 
 
+@pytest.mark.parametrize("states, end", [(STATES, 2), (HIGH, 39)], ids=["low", "high"])
 @pytest.mark.parametrize("method", METHODS)
-def test_an_automaton_is_never_asked_for_a_state_that_it_lacks(method):
+def test_an_automaton_is_asked_only_for_its_states(method, states, end):
+    """Not for one that it lacks, nor about a text that has ended."""
     target = make_llama(vocab=40)
     drafts, _ = make_drafts(method, target)
     for sampled, kind in itertools.product((False, True), ("automaton", "trie")):
 
         def fn(_, text, kind=kind):
             said = tuple(text[5:].tolist())
-            return ALLOWED[said] if kind == "automaton" else ALLOWED.get(said, [])
+            return states[said] if kind == "automaton" else states.get(said, [])
 
-        options = {"max_new_tokens": 20, "eos_token_id": 2, "do_sample": sampled}
+        options = {"max_new_tokens": 20, "eos_token_id": end, "do_sample": sampled}
         options |= {"prefix_allowed_tokens_fn": fn}
         answer = decode(target, drafts, **options)
-        assert answer[0, -1] == 2
+        assert answer[0, -1] == end
         if not sampled:
             assert torch.equal(answer, target.generate(IDS, **options))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_an_automaton_is_never_asked_about_a_text_that_has_ended(method):
-    """The end is the highest id here, as in Llama 3, so a trial would take it first."""
-    target = make_llama(vocab=40)
-    drafts, _ = make_drafts(method, target)
-    allowed = {(): [30, 31, 39], (30,): [20, 39], (31,): [21]}
-    allowed |= {(30, 20): [39], (31, 21): [39]}
-    options = GREEDY | {"eos_token_id": 39}
-    options["prefix_allowed_tokens_fn"] = lambda _, text: allowed[
-        tuple(text[5:].tolist())
-    ]
-    plain = target.generate(IDS, **options)
-    assert torch.equal(decode(target, drafts, **options), plain)
+def compiled():
+    target = family("Mistral", sliding_window=6).float()
+    target.model.compile(backend="eager")
+    return target
 
 
 def test_a_compiled_target_is_tried_as_if_it_were_not():
     """Its twin would otherwise run the original, with another window."""
-    target = family("Mistral", sliding_window=6).float()
-    target.model.compile(backend="eager")
+    common.check_target(compiled())
+
+
+@pytest.mark.slow
+def test_a_compiled_target_decodes_and_gets_drafters():
+    target = compiled()
     check(target, made(target, ("glide", "falcon")))

@@ -5,9 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import resource
-import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator, debug_launcher
-from chat import options
+from chat import options, refused
 from safetensors.torch import load_file
 from tiny import family, make_drafts, random_batch, snapshot
 
@@ -41,8 +39,8 @@ PINNED = {  # mean loss, acceptance rate
 def trained(folder, tmp_path):
     """train.py into a folder of tmp_path; returns the folder."""
 
-    def run(name, *more):
-        train.main(options(folder, tmp_path / name, *more))
+    def run(name, *more, method="glide"):
+        train.main(options(folder, tmp_path / name, *more, method=method))
         return tmp_path / name
 
     return run
@@ -188,11 +186,11 @@ def test_gradients_are_those_of_the_mean_over_all_parts_by_hand():
 def random_lines(path):
     """Write twelve conversations of unequal lengths, whose losses weigh differently."""
     generator = torch.Generator().manual_seed(3)
-    with open(path, "w") as file:
-        for index in range(12):
-            ids = torch.randint(5, 48, (12 + 3 * index,), generator=generator).tolist()
-            record = {"prompt_ids": ids[:3], "response_ids": ids[3:]}
-            file.write(json.dumps(record) + "\n")
+    lines = []
+    for length in range(12, 48, 3):
+        ids = torch.randint(5, 48, (length,), generator=generator).tolist()
+        lines.append(json.dumps({"prompt_ids": ids[:3], "response_ids": ids[3:]}))
+    path.write_text("\n".join(lines))
     return path
 
 
@@ -217,15 +215,12 @@ def test_two_processes_have_the_loss_of_one(folder, tmp_path, trained, capfd):
 
 
 @pytest.mark.parametrize("method", PINNED)
-def test_chance_is_the_seed_s(folder, tmp_path, method):
-    data = random_lines(tmp_path / "data.jsonl")
-    argv = f"--method {method} --target {folder} --data {data} --device cpu --steps 3"
-    argv += " --held-out 2 --draft-vocab 32"
-    argv += " --layers [1]" if method == "specdecpp" else ""
+def test_chance_is_the_seed_s(folder, tmp_path, trained, method):
+    more = ["--data", random_lines(tmp_path / "data.jsonl"), "--steps", 3]
+    more += ["--layers", "[1]"] if method == "specdecpp" else []
     weights = []
-    for seed in ("0", "0", "1"):
-        out = tmp_path / str(len(weights))
-        train.main([*argv.split(), "--seed", seed, "--out", str(out)])
+    for number, seed in enumerate((0, 0, 1)):
+        out = trained(str(number), *more, "--seed", seed, method=method)
         weights.append((out / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]
     target, _ = common.load_target(str(folder))
@@ -293,10 +288,10 @@ def test_answers_that_are_too_short_for_a_method_are_counted(
     said = "2 of 4 answers are too short: glide learns those of 2 tokens or more"
     assert said in capsys.readouterr().err
     path.write_text("\n".join([lines[0], lines[3]] * 2))
-    with pytest.raises(common.UserError, match="nothing to learn: 2 of 2 answers"):
+    with refused("nothing to learn: 2 of 2 answers"):
         trained("none", *argv)
     monkeypatch.setattr(glide, "loss", lambda *_: (torch.zeros(()), 0))
-    with pytest.raises(common.UserError, match="learns nothing from an answer of 32"):
+    with refused("learns nothing from an answer of 32"):
         trained("never", *argv)
 
 
@@ -309,16 +304,12 @@ def test_training_lowers_the_loss_and_a_finished_drafter_is_never_overwritten(
     assert [row["step"] for row in curve_of(out)] == [4, 8, 12, 16, 18]
     assert last["loss"] < first["loss"] and last["alpha"] > first["alpha"]
     said = capsys.readouterr().out.splitlines()[-1]
-    summary = {
-        "method": "glide",
-        "out": str(out),
-        "interrupted": False,
-        "measured": last,
-    }
-    assert json.loads(said) == summary | {"step": 18, "tokens": last["tokens"]}
+    summary = {"method": "glide", "out": str(out), "interrupted": False}
+    summary |= {"measured": last, "step": 18, "tokens": last["tokens"]}
+    assert json.loads(said) == summary
     assert load_file(out / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
     before = snapshot(out)
-    with pytest.raises(common.UserError, match="already holds a drafter"):
+    with refused("already holds a drafter"):
         run()
     run("--resume")
     again = capsys.readouterr()
@@ -411,8 +402,11 @@ def test_an_acceptance_rate_is_a_mean_over_positions():
 # ----------------------------------------------------------------------------- --resume
 
 
-@pytest.mark.parametrize("features", [False, True])
-@pytest.mark.parametrize("renames", range(8))  # four of each checkpoint
+# Two checkpoints of four files each, and one run that keeps the target's features.
+KILLED = [(renames, False) for renames in range(8)] + [(5, True)]
+
+
+@pytest.mark.parametrize("renames, features", KILLED)
 def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(
     folder, tmp_path, trained, monkeypatch, renames, features
 ):
@@ -439,9 +433,7 @@ def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(
     assert config_in(cut)["gamma"] == 3
     models = [state_of(out)["model"] for out in (cut, whole)]
     torch.testing.assert_close(*models, atol=0, rtol=0)
-    curves = [curve_of(whole), curve_of(cut)]
-    for row in [*curves[0], *curves[1]]:
-        row.pop("minutes")
+    curves = [[row | {"minutes": 0} for row in curve_of(out)] for out in (cut, whole)]
     assert curves[0] == curves[1]
     assert not list(cut.glob(".part*"))
 
@@ -491,7 +483,7 @@ def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, trained):
         ("--data", tmp_path / "other", "of content"),
         ("--target", tmp_path / "target", "of content"),
     ):
-        with pytest.raises(common.UserError, match=f"started with {option} {said}"):
+        with refused(f"started with {option} {said}"):
             trained("out", "--steps", 4, option, value, "--resume")
     kept = state_of(out)
     names = "method dtype bf16 seed batch_size lr warmup clip max_length held_out"
@@ -499,7 +491,7 @@ def test_a_run_does_not_go_on_as_another_one(folder, tmp_path, trained):
         identity = kept["identity"] | {name: "other"}
         torch.save(kept | {"identity": identity}, out / "training_state.pt")
         option = name.replace("_", "-")
-        with pytest.raises(common.UserError, match=f"started with --{option}"):
+        with refused(f"started with --{option}"):
             trained("out", "--steps", 4, "--resume")
 
 
@@ -513,13 +505,10 @@ def test_minutes_are_those_of_all_sittings(trained, monkeypatch):
         assert (last["step"], last["minutes"]) == (steps, minutes)
 
 
-def test_layers_counted_from_the_top_can_be_resumed(folder, tmp_path):
-    argv = f"--method specdecpp --layers [0,-1] --target {folder} --device cpu"
-    argv += f" --data {folder}/data.jsonl --held-out 4 --out {tmp_path}/out"
-    argv = argv.split()
-    train.main([*argv, "--steps", "2"])
-    train.main([*argv, "--steps", "4", "--resume"])
-    assert curve_of(tmp_path / "out")[-1]["step"] == 4
+def test_layers_counted_from_the_top_can_be_resumed(trained):
+    for more in (["--steps", 2], ["--steps", 4, "--resume"]):
+        out = trained("out", "--layers", "[0,-1]", *more, method="specdecpp")
+    assert curve_of(out)[-1]["step"] == 4
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path, trained, monkeypatch):
@@ -534,12 +523,11 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, trained, monkeypatch):
 
     monkeypatch.setattr(glide, "loss", diverging)
     monkeypatch.setattr(train, "least_tokens", lambda *_: 1)
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.getsignal(kind) for kind in kinds]
-    with pytest.raises(common.UserError, match="loss is nan and .* at step 5"):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with refused("loss is nan and .* at step 5"):
         trained("out", "--steps", 8)
     # Ctrl-C means what it did.
-    assert [signal.getsignal(kind) for kind in kinds] == before
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     state = state_of(tmp_path / "out")
     assert all(x.isfinite().all() for x in state["model"].values())
     assert state["progress"]["step"] == 4
@@ -564,7 +552,7 @@ def test_init_starts_from_a_drafter_and_says_what_it_lacks(trained, capsys):
     assert copied
     for name in copied:
         torch.testing.assert_close(two[name], new[name])
-    with pytest.raises(common.UserError, match="does not fit the options"):
+    with refused("does not fit the options"):
         trained("other", *more, *init, "--intermediate-size", 8)
     # The same command goes on, as train.sh has it.
     again = trained("same", "--steps", 2, "--lr", 0, *init, "--resume")
@@ -573,48 +561,42 @@ def test_init_starts_from_a_drafter_and_says_what_it_lacks(trained, capsys):
 
 def test_a_draft_vocabulary_is_chosen_anew_if_it_is_asked_for(folder, tmp_path, capsys):
     """The text of --init and that of --data share no token."""
-    texts = []
-    for n, answer in enumerate(([5, 6, 7] * 4, [20, 21, 22] * 4)):
-        texts.append(tmp_path / f"{n}.jsonl")
-        line = json.dumps({"prompt_ids": [3, 4], "response_ids": answer}) + "\n"
-        texts[n].write_text(line * 4)
+    for name, answer in (("old", [5, 6, 7]), ("new", [20, 21, 22])):
+        line = json.dumps({"prompt_ids": [3, 4], "response_ids": 4 * answer}) + "\n"
+        (tmp_path / f"{name}.jsonl").write_text(line * 4)
 
-    def vocabulary(name, *more):
+    def vocabulary(name, data, *more):
         words = f"--method glide --target {folder} --out {tmp_path / name} --device cpu"
-        words += " --steps 1 --lr 0 --held-out 1"
+        words += f" --data {tmp_path / data}.jsonl --steps 1 --lr 0 --held-out 1"
         train.main([*words.split(), *map(str, more)])
         _, _, said = capsys.readouterr().err.partition("vocabulary has ")
         weights = load_file(tmp_path / name / "model.safetensors")
         return set(weights["vocab_ids"].tolist()), said
 
-    old, said = vocabulary("old", "--data", texts[0], "--draft-vocab", 3)
+    old, said = vocabulary("first", "old", "--draft-vocab", 3)
     assert old == {5, 6, 7} and said.startswith("3 tokens and covers 100.0% of these")
-    init = ["--data", texts[1], "--init", tmp_path / "old"]
+    init = ["new", "--init", tmp_path / "first"]
     kept, said = vocabulary("kept", *init)
     assert kept == {5, 6, 7} and said.startswith("3 tokens and covers 0.0% of these")
-    new, said = vocabulary("new", *init, "--draft-vocab", 3)
+    new, said = vocabulary("anew", *init, "--draft-vocab", 3)
     assert new == {20, 21, 22} and said.startswith("3 tokens and covers 100.0% of")
     more, _ = vocabulary("more", *init, "--draft-vocab", 4)
     assert more > {20, 21, 22}
 
 
-def test_a_part_that_is_frozen_is_named(folder, tmp_path, capsys):
+def test_a_part_that_is_frozen_is_named(trained, tmp_path, capsys):
     """SpecDec++ trains its draft model or its head; --init keeps the stage."""
-
-    def not_trained(name, *more):
-        words = f"--method specdecpp --target {folder} --data {folder}/data.jsonl"
-        words += f" --out {tmp_path / name} --device cpu --draft-vocab 32 --steps 1"
-        train.main([*words.split(), *map(str, more)])
-        _, found, rest = capsys.readouterr().err.partition("not trained: ")
-        return found and rest.split("\n")[0]
-
-    assert not_trained("draft", "--layers", "[0]") == "head"
-    init = ["--init", tmp_path / "draft"]
-    assert not_trained("head", *init, "--stage", "head") == "layers, norm"
-    assert not_trained("more", "--init", tmp_path / "head") == "layers, norm"
+    head = ["--init", tmp_path / "draft", "--stage", "head"]
+    for name, more, frozen in (
+        ("draft", ["--layers", "[0]"], "head"),
+        ("head", head, "layers, norm"),
+        ("more", ["--init", tmp_path / "head"], "layers, norm"),
+    ):
+        trained(name, *more, "--steps", 1, method="specdecpp")
+        assert f"not trained: {frozen}\n" in capsys.readouterr().err
 
 
-def test_stored_features_are_those_of_the_target(folder, tmp_path, monkeypatch):
+def test_stored_features_are_those_of_the_target(folder, tmp_path):
     """Of sequences of unequal length; a file that is of no use is written anew."""
     target, _ = common.load_target(str(folder), dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(4)
@@ -637,14 +619,14 @@ def test_stored_features_are_those_of_the_target(folder, tmp_path, monkeypatch):
             for a, b in pairs:
                 torch.testing.assert_close(a, b, atol=0.05, rtol=0.05)
 
-    for umask, rights in ((0o022, 0o644), (0o002, 0o664)):
-        monkeypatch.setattr(os, "umask", lambda _, umask=umask: umask)
-        shutil.rmtree(tmp_path, ignore_errors=True)
-        for layers in ([1], [0, 1], []):
-            check(layers)
-        files = snapshot(tmp_path)
-        assert len(files) == 3
-        assert {path.stat().st_mode & 0o777 for path in files} == {rights}
+    for layers in ([1], [0, 1], []):
+        check(layers)
+    files = snapshot(tmp_path)
+    assert len(files) == 3
+    (tmp_path / "new").touch()  # others may read it, and what is kept as well
+    modes = {path.stat().st_mode for path in [*files, tmp_path / "new"]}
+    assert len(modes) == 1
+    (tmp_path / "new").unlink()
     for file in files:
         file.write_bytes(file.read_bytes()[:100])  # damaged
     check([1])
@@ -690,7 +672,7 @@ def test_a_damaged_or_hostile_state_is_refused_and_left(trained):
         else:
             path.write_bytes(content)
         before = snapshot(out)
-        with pytest.raises(common.UserError, match="is damaged or of another version"):
+        with refused("is damaged or of another version"):
             trained("out", "--steps", 2, "--resume")
         assert snapshot(out) == before
 
@@ -707,7 +689,7 @@ def test_a_damaged_drafter_is_refused_in_a_line(llama, tmp_path, method):
     for text in ("", "null", "[]", '{"target": null}', shape):
         config.write_text(text)
         message = "drafter, or a damaged one"
-        with pytest.raises(common.UserError, match=message) as refusal:
+        with refused(message) as refusal:
             common.load_drafter(module.Drafter, tmp_path, llama)
         assert "\n" not in str(refusal.value)
     config.write_text(whole)
@@ -716,9 +698,7 @@ def test_a_damaged_drafter_is_refused_in_a_line(llama, tmp_path, method):
     for value, target in ((math.nan, llama), (7e4, copy.deepcopy(llama).half())):
         weight[0] = value
         drafter.save_pretrained(tmp_path)
-        with pytest.raises(
-            common.UserError, match="holds weights that are not finite in torch.float"
-        ):
+        with refused("holds weights that are not finite in torch.float"):
             common.load_drafter(module.Drafter, tmp_path, target)
 
 
@@ -730,9 +710,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(trained):
     half = len(before[out / "model.safetensors"]) // 2
     resource.setrlimit(resource.RLIMIT_FSIZE, (half, most))
     try:
-        with pytest.raises(
-            common.UserError, match="cannot save to .*make room, then continue with"
-        ):
+        with refused("cannot save to .*make room, then continue with"):
             trained("out", "--steps", 4, "--resume")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))

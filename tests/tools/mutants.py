@@ -535,6 +535,195 @@ a norm of other bits is replaced
 + return norm
 """
 
+BENCH = r"""
+all arms answer in the same order in each turn
+- for arm in shuffle.sample(arms, len(arms)):
++ for arm in arms:
+the next turn follows the last arm's answer
+- zip(chats, answers[arms[0].name])
++ zip(chats, answers[arms[-1].name])
+the first answers pay for what is loaded
+- warm_up(tokenizer, arms, groups, options)
++ pass
+the warm-up asks the longest prompt
+- easiest = min(
++ easiest = max(
+the baseline is always stock transformers
+- max(loops, key=lambda loop: found[loop.name]["tokens_per_s"])
++ stock
+x stock is relative to the baseline
+- "vs_stock", numbers, found[stock.name]
++ "vs_stock", numbers, found[baseline.name]
+stock transformers decodes with packed layers
+- return stock, packed.pack(stock), tokenizer
++ return (packed.pack(stock), packed.pack(stock), tokenizer)
+settings that were saved with a target change what is measured
+- cli.plain_settings(stock)
++ pass
+alpha counts the prompt's tokens as well
+- answered = (place >= prompt.shape[1])[None]
++ answered = (place >= 0)[None]
+drafting counts as prefill
+- phase = "draft"
++ pass
+transformers' drafted tokens include the prompt
+- drafted=sum(fed) - (length - 1) - len(fed)
++ drafted=sum(fed) - len(fed)
+sampling is cut to 50 tokens
+- "top_k": 0}
++ "top_k": 50}
+sampled answers do not follow from the seed
+- torch.manual_seed(args.seed)
++ pass
+a first prompt that is too long ends the run
+- if not asked and group is groups[-1]:
++ if not asked:
+a lack of memory loses what was answered
+- except (KeyboardInterrupt, torch.OutOfMemoryError) as problem:
++ except KeyboardInterrupt as problem:
+answers parted if one of them is longer are equal
+- if each[1].tokens != each[2].tokens]
++ if any(a != b for a, b in zip(each[1].tokens, each[2].tokens))]
+"""
+
+REPORT = r"""
+tau does not count the first forward
+- "tau": lambda total: total["tokens"] / total["forwards"]
++ "tau": lambda total: total["tokens"] / max(1, total["drafts"])
+the first draft, which is part of the prefill, counts as drafting
+- / max(1, total["drafts"])
++ / total["forwards"]
+rounds that offer no token at a place reject it
+- took in rounds if offered >= level]
++ took in rounds if offered >= level - 1]
+turns of a prompt are drawn apart
+- groups.setdefault(answer.prompt, [])
++ groups.setdefault(len(groups), [])
+the ratio of two arms is upside down
+- return tokens / seconds * their_seconds / their_tokens
++ return their_tokens / their_seconds * seconds / tokens
+the interval holds half of the draws
+- torch.tensor([0.025, 0.975]
++ torch.tensor([0.25, 0.75]
+four prompts have an interval
+- if len(prompts) < 5:
++ if len(prompts) < 4:
+what is no number is 0
+- parse_constant=lambda name: None
++ parse_constant=lambda name: 0.0
+"""
+
+ARMS = r"""
+CAPE's chains have the length of its drafter's training
+- chain = {"gamma": 4}
++ chain = {}
+settings of an arm do not reach its drafts
+- module.drafts(*given, **changes, **window)
++ module.drafts(*given, **window)
+a window does not reach the drafts
+- module.drafts(*given, **changes, **window)
++ module.drafts(*given, **changes)
+a window does not reach CAPE's chains
+- source.drafts(*given, **chain, **window)
++ source.drafts(*given, **chain)
+copied tokens are not added
+- return lookup.with_copies(proposals, decoding, COPIES)
++ return proposals
+the word for copies is taken for a part of the folder
+- if folder.endswith("+copies"):
++ if False:
+two arms have one name
+- if names.count(name) > 1:
++ if names.count(name) > 2:
+an arm of "all" that does not fit ends the run
+- if text != "all":
++ if True:
+"""
+
+CLI = r"""
+nan is a number of at least 0
+- if not low <= value <= high:
++ if value < low or value > high:
+options may be abbreviated
+- allow_abbrev=False
++ allow_abbrev=True
+the special tokens of a target are lost with its settings
+- GenerationConfig(**tokens)
++ GenerationConfig()
+a device is a place for a result
+- if special or not (
++ if not (
+a user's mistake is a traceback
+- if not isinstance(problem, mistakes):
++ if True:
+"""
+
+PROMPTS = r"""
+a last answer need not be written
+- if role == "assistant" and number < len(messages):
++ if role == "assistant":
+a text is found in an earlier turn
+- place = found + len(said)
++ pass
+a template writes the date of today
+- if "strftime_now" in template:
++ if False:
+a tokenizer's end token ends a request
+- return whole[: before + len(ids)]
++ return whole
+the padding before a prompt is read
+- [0] * (width - len(ids)) + [1] * len(ids) for
++ [1] * width for
+what follows the end of an answer belongs to it
+- length = next(stops, len(new))
++ length = len(new)
+"""
+
+FEATURES = r"""
+a file that holds other layers is taken
+- if states.keys() >= wanted:
++ if states:
+a damaged file ends the run
+- contextlib.suppress(FileNotFoundError, SafetensorError)
++ contextlib.suppress(FileNotFoundError)
+a file that this user may not read is written anew
+- contextlib.suppress(FileNotFoundError, SafetensorError)
++ contextlib.suppress(OSError, SafetensorError)
+targets that differ in their weights share their features
+- mark.update(some.double().cpu().numpy().tobytes())
++ pass
+keys and values are exchanged
+- computed[f"k{layer}"], computed[f"v{layer}"] = kv[layer]
++ computed[f"v{layer}"], computed[f"k{layer}"] = kv[layer]
+"""
+
+CHECKPOINTS = r"""
+config.json marks a drafter whose weights are not there yet
+- ("training_state.pt", "model.safetensors", "curve.json", "config.json")
++ ("config.json", "training_state.pt", "model.safetensors", "curve.json")
+a run goes on with other data
+- decides["data"] = f"of content {content.hexdigest()[:16]}"
++ pass
+a run goes on with another target
+- decides["target"] = f"of content {fingerprint(target)}"
++ pass
+a checkpoint that was cut short stays in the way
+- shutil.rmtree(part, ignore_errors=True)  # of a run
++ pass  # of a run
+the weights are not those of the state
+- copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(part)
++ drafter.to(torch.bfloat16).save_pretrained(part)
+"""
+
+FILES = r"""
+a link is replaced by a file
+- path = path.resolve()
++ pass
+weights can be read by their owner only
+- path.chmod(0o666 & ~umask)
++ pass
+"""
+
 
 def parsed(text: str) -> list[tuple[str, str, str]]:
     """The mutants of a text, (old, new, what is wrong)."""
@@ -555,5 +744,13 @@ MUTANTS = {
     "ctc_drafter.py": parsed(CTC_DRAFTER),
     "train.py": parsed(TRAIN),
     "support/training/data.py": parsed(DATA),
+    "support/training/features.py": parsed(FEATURES),
+    "support/training/checkpoints.py": parsed(CHECKPOINTS),
     "support/packed.py": parsed(PACKED),
+    "bench.py": parsed(BENCH),
+    "support/measuring/report.py": parsed(REPORT),
+    "support/measuring/arms.py": parsed(ARMS),
+    "support/cli.py": parsed(CLI),
+    "support/prompts.py": parsed(PROMPTS),
+    "support/files.py": parsed(FILES),
 }
