@@ -91,8 +91,9 @@ class UserError(ValueError):
 class Draft:
     """A tree of N candidate tokens below the root.
 
-    When sampling, the first M nodes were sampled from `probs`: siblings in the order in
-    which they were sampled, each below the root or another sampled node. A method must
+    When sampling, the first M nodes were sampled, and row i of `probs` is the
+    distribution that node i was sampled from. Siblings stand in the order of sampling,
+    and the parent of a sampled node is the root or a sampled node. A method must
     submit every token that it has sampled: to leave one out because of what it is
     changes the distribution of the text. The other nodes may have been chosen in any
     way, for instance as the likeliest tokens. Greedy decoding treats all nodes alike.
@@ -372,10 +373,10 @@ class Decoding:
         prefix = self.cached  # P
         sampled = draft.sampled() if self.do_sample else {}
 
-        # Greedily, each token is the argmax after the tokens before it, whatever was
-        # drafted, and a draft only decides how many of these one forward supplies. When
-        # sampling, each token follows the target given those before it, as
-        # `rejection_sample` guarantees, and therefore the whole text does.
+        # In greedy decoding each token is the argmax after the tokens before it. The
+        # draft only decides how many of these one forward supplies. When sampling, each
+        # token follows the target given those before it, as `rejection_sample`
+        # guarantees, and therefore the whole text does.
         def choose(node: int) -> int:
             # `walk` goes down from the root, so self.ids ends with this node's token.
             scores = self.process(logits[node + 1])

@@ -4,24 +4,25 @@ Paper: Wen et al., 2024, arXiv:2412.00061.
 
 One transformer layer fills the S slots after the newest token in a single pass, each
 with a token or with a blank (e). A filling is called an alignment. Given the text, the
-slots are independent (Eq. 7), so the probability of an alignment is the product of its
-slots'. The CTC transform turns an alignment into a sequence of tokens: it merges equal
-neighbours, and then it drops the blanks:
+slots are independent (Eq. 7), so the probability of an alignment is the product of the
+probabilities in its slots. The CTC transform turns an alignment into a sequence of
+tokens: it merges equal neighbours, and then it drops the blanks:
 
     slots       a a e b c c        a e a b e e
     merged      a   e b c          a e a b e
     sequence    a     b c          a   a b          a blank keeps two equal tokens apart
 
 Many alignments become the same sequence, and CTC adds up their probabilities (Eq. 6).
-Training maximises the sum for the right sequence, to strengthen "the correlations
-between draft tokens" (abstract). The layer may choose which slots hold its tokens. (If
-all sequences have one length, as in the recipe here, it need not choose: see "The
-blank" at the end.) When decoding, the likeliest sequences are drafted, as a tree.
+Training maximises the sum for the right sequence. By the abstract this strengthens "the
+correlations between draft tokens". The slots stay independent; what the layer can learn
+is which of them hold tokens. When decoding, the likeliest sequences are drafted, as a
+tree.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. The base
-token is the newest token, and raw sequences are alignments. In Tables 1 and 2, beta
-is the number of tokens per forward of the target (tau).
+token is the newest token, positions of a pass are slots, and raw sequences are
+alignments. In Tables 1 and 2, beta is the number of tokens per forward of the target
+(tau), and gamma the speedup.
 
 Deviations from the paper and what the authors' code does: at the end of this file.
 Licence: Apache-2.0.
@@ -91,12 +92,14 @@ VARIANTS = {  # named settings for bench.py, as in --method ctc_drafter:paper
 # ---------------------------------------------------------------------- architecture
 
 # The layer reads rows. Row i combines h_i, the target's hidden state after x_i, with
-# the embedding of x_(i+1). (The target has not read the newest token yet, so the newest
-# hidden state belongs to the token before it, and a text of T tokens has T - 1 rows.)
+# the embedding of x_(i+1), which Eq. 9 does not have. (The target has not read the
+# newest token yet, so the newest hidden state belongs to the token before it, and a
+# text of T tokens has T - 1 rows.)
 #
 # An anchor is a row that slots follow. When drafting, it is the newest row. In
 # training, a text has up to A anchors, each with a window: the U labels that its slots
-# learn. A batch has W windows, one for each anchor.
+# learn. A batch has W windows, one for each anchor. Rows give keys and values, and have
+# no queries, because with a single layer nothing would read their outputs.
 
 
 class SlotAttention(LlamaAttention):
@@ -239,8 +242,9 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     Returns anchors (B, A), filled up with -1 where a sequence has fewer, and labels
     (W, U) of the W anchors that are not -1, as indices into vocab_ids.
     """
-    # Labels are what the target would say (Eq. 3 to 5): y_t is its likeliest token
-    # after x_0 ... x_(t-1). After each anchor its slots learn the next U of them:
+    # Labels are what the target would say (Eq. 3 to 5): y_t is the likeliest token of
+    # the draft vocabulary after x_0 ... x_(t-1). After each anchor its slots learn the
+    # next U of them:
     #
     #     anchor 0    h_0  x_1 [y_2  y_3  y_4]
     #     anchor 1         h_1  x_2 [y_3  y_4  y_5]
@@ -251,16 +255,16 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     U = drafter.config.window
     hidden = batch.hidden[batch.predicts]
     logits = common.target_logits(target, hidden, drafter.vocab_ids)
-    y = torch.full_like(batch.input_ids, -1)  # (B, T); at t - 1 is y_t
+    y = torch.full_like(batch.input_ids, -1)  # (B, T); column t - 1 holds y_t
     y[batch.predicts] = logits.argmax(-1)  # -1 outside the answer
     # Windows at the end of the text run into -1.
     y = F.pad(y[:, 1:], (0, U - 1), value=-1)  # (B, T - 2 + U)
     labels = y.unfold(1, U, 1)  # (B, T - 1, U): row i learns y_(i+2) to y_(i+1+U)
 
-    # Choose anchors at random among the rows whose labels all lie in the answer, so its
-    # last token is only ever a window's last label. Not all of these rows are anchors,
-    # because each adds S slots to the pass: 64 of them add 384, about as many as a long
-    # text has rows.
+    # Choose anchors at random among the rows whose labels all lie in the answer. Its
+    # last token is therefore a label only at the end of a window. Not all of these rows
+    # are anchors, because each adds S slots to the pass: 64 of them add 384, about as
+    # many as a long text has rows.
     whole = (labels >= 0).all(-1)  # (B, T - 1)
     order = torch.rand_like(whole, dtype=torch.float32).masked_fill(~whole, -1)
     most = min(drafter.config.anchors, int(whole.sum(1).max()))  # A
@@ -279,9 +283,9 @@ def training_log_q(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
     """Log-probabilities (W, S, Vd + 1) of the slots after W anchors."""
     hidden = batch.hidden[:, :-1]  # (B, n, D)
     next_ids = batch.input_ids[:, 1:]  # (B, n)
-    rows = anchors.clamp(min=0)  # -1 becomes 0, and its slots are dropped below
-    mask = slot_mask(rows, next_ids.shape[1], drafter.config.slots)
-    states = drafter(target, hidden, next_ids, rows, mask)  # (B, A, S, D)
+    at = anchors.clamp(min=0)  # -1 becomes 0, and its slots are dropped below
+    mask = slot_mask(at, next_ids.shape[1], drafter.config.slots)
+    states = drafter(target, hidden, next_ids, at, mask)  # (B, A, S, D)
     states = states[anchors >= 0]  # (W, S, D)
     head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
     # `softmax` and then `log` would turn a probability that is too small for a float
@@ -351,7 +355,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft) of the first token, summed over W anchors; and W."""
-    anchors, _ = anchors_and_labels(drafter, target, batch)  # those of `loss`
+    anchors, _ = anchors_and_labels(drafter, target, batch)  # chosen as in `loss`
     log_q = training_log_q(drafter, target, batch, anchors)
     # Given that a token comes first, as in `make_tree`.
     q_draft = first_token_log_q(log_q).softmax(-1)  # (W, Vd)
@@ -423,7 +427,7 @@ def prefix_search(
     with it, each a sum over its alignments (Eq. 6).
 
     choices: from `top_symbols`. Tokens that are not in it count as impossible.
-    candidates: how many prefixes, the empty one among them, each slot continues.
+    candidates: how many prefixes are kept after a slot; the empty one counts.
     eos_ids, max_depth: see `complete`.
     """
     # The slots are read one after another. `kept` has the probability that those read
@@ -529,7 +533,7 @@ def likeliest_combinations(
 
 
 def token_tree(ids: Tensor, ranked: dict, nodes: int, first=()) -> common.Draft:
-    """A Draft of the `nodes` likeliest sequences: a trie, in which each ends at a node.
+    """A Draft of the `nodes` likeliest sequences: a trie with a node for each.
 
     ids: any ids on the device of the target. ranked: {sequence: probability}.
     first: the sequences of the first nodes, whatever their rank.
@@ -588,11 +592,11 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
         ranked = likeliest_combinations(choices, config.nodes, *limits)
         log_q = log_q[:1]  # only slot 1 may hold the first token
 
-    # When sampling, a token that was chosen is accepted with the target's probability
-    # of it, p(x), and one that was sampled from q with probability sum_x min(p(x),
-    # q(x)), which is usually more. One first token is therefore sampled, and the other
-    # nodes are chosen as always: `common.rejection_sample` allows both. At temperature
-    # 1 the sampled token raises tau by 5% (results/README.md).
+    # When sampling, a chosen token is accepted with probability p(x), the target's. A
+    # token sampled from q is accepted with probability sum_x min(p(x), q(x)), which is
+    # usually more. One first token is therefore sampled, and the other nodes are chosen
+    # as always: `common.rejection_sample` allows both. At temperature 1 the sampled
+    # token raises tau by 5% (results/log.md).
     first = []
     probs = None
     if decoding.do_sample and config.nodes > 0:
@@ -654,12 +658,14 @@ if __name__ == "__main__":
 #  3. The loss sums -log P (Eq. 1; Eq. 2 maximises the sum of P). `first_token` is ours.
 #  4. Sequences of all lengths make a trie, ranked by sums (`prefixes`). The paper takes
 #     the "most valuable" combinations of all slots, and masks what is removed.
-#  5. The blank is always among a slot's choices; in 3.3 it is one of the k likeliest.
+#  5. The blank is always among a slot's choices. In 3.3, as we read it, it is one of
+#     the k likeliest.
 #  6. `none` drafts no blanks. In Table 2 they stay in the drafts, and spoil them (4.3).
 #  7. Frequent tokens only, labels included (`draft_vocab`); random places (`anchors`).
 #  8. When sampling, the first token is sampled. The paper's example is greedy (3.3).
-#  The blank: all windows have U labels, so the layer can learn to put them into slots 1
-#  to U, and a blank into each later slot.
+#  9. S = 6 and U = 3, of which the paper says nothing; k = 6 and five nodes.
+#  The blank: all windows have U labels. Without repeats the layer can put label i into
+#  slot i and blanks behind, so here the blank only marks the end.
 #  The transforms gain at most 1% in tau over `none` (results/log.md).
 #  Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p').
 #

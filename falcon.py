@@ -3,9 +3,9 @@
 Paper: Gao et al., AAAI 2025, arXiv:2412.12639.
 
 An autoregressive drafter makes a pass for every level of its draft. Falcon drafts k
-levels in one pass. It reads a sequence of slots. Slot i is the pair of h_i, the
-target's last hidden state after its final norm (a "feature"), and the token one step
-ahead, x_(i+1). It predicts its label h_(i+k), from which the LM head drafts x_(i+k+1).
+levels in one pass. It reads a sequence of slots. Slot i is a pair: h_i, the target's
+last hidden state after its final norm (the paper's "feature"), and the next token,
+x_(i+1). It predicts its label h_(i+k), from which the LM head drafts x_(i+k+1).
 The newest k slots form a block: they see each other and all earlier slots. The k
 predictions and the k tokens drafted from them are the slots of the next pass. In the
 example of 3.1, k = 2, the newest token is x_3, and h'_i is a prediction of h_i:
@@ -247,7 +247,7 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, phase: Tensor) ->
     learning = torch.zeros_like(block).scatter_add(1, block, learns.long())
     run = torch.randint_like(block, 1, k)  # the length of a block's run
     order = torch.rand_like(block, dtype=torch.float32)
-    # From one number for each block to one for each slot, that of its block.
+    # Give each slot the numbers of its block.
     learning, run, order = (x.gather(1, block) for x in (learning, run, order))
     in_run = (learning == k) & (places % k < run)  # (B, S)
     # Of the slots in all runs, in the order of their blocks, the first N are revealed.
@@ -310,8 +310,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
 def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft), summed over the M slots that learn, and M.
 
-    Their ratio is the probability that a first pass's token, sampled at temperature 1,
-    is accepted if all tokens before it are the text's. The alpha of 4.2 is another
+    Their ratio is the probability that a token of the first pass, sampled at
+    temperature 1, is accepted after the text's own tokens. The alpha of 4.2 is another
     quantity, the share of accepted draft tokens in the answer.
     """
     slots = training_slots(drafter, batch)

@@ -1,14 +1,14 @@
 """SpecDec++: a trained head decides when a draft is long enough.
 
-Paper: Huang et al., 2024, arXiv:2405.19715v1.
+Paper: Huang et al., 2024, arXiv:2405.19715v1, whose section numbers are used here.
 
 A draft that ends too early costs forwards of the target. One that ends too late costs
 passes of the draft model, because all tokens after a rejected one are discarded. The
 best length differs from place to place, so it is decided while drafting. A small head
 reads e_i, the last hidden state of the draft model after it has read the draft token
-y_i, and predicts whether the target accepts y_i, given that it accepts y_1 to y_(i-1)
-(Eq. 3.1). The product p^ of these predictions estimates the probability that all are
-accepted, and a round ends when 1 - p^ exceeds a threshold h (Algorithm 2):
+y_i, and predicts how likely the target is to accept y_i, given that it accepts y_1 to
+y_(i-1) (Eq. 3.1). The product p^ of these predictions estimates the probability that
+all are accepted, and a round ends when 1 - p^ exceeds a threshold h (Algorithm 2):
 
     a pass of the draft model reads    root  y_1   y_2   y_3
     its last hidden state is           e_0   e_1   e_2   e_3
@@ -20,7 +20,7 @@ submitted unjudged. With stop="fixed" a round has gamma tokens (Algorithm 1).
 
 Names that differ from the paper's: p is `target`, q is `model`, e_i is `hidden`, p^ is
 `p_hat`, h is `threshold`, K is `gamma`, P_i is `accept_prob`, r / 100 is `KEEP`, and
-the number of residual blocks is `head_depth`. In shapes D is the hidden size of the
+D, the number of residual blocks, is `head_depth`. Here D is the hidden size of the
 target, and E that of the draft model.
 
 Deviations and what the authors' code does: at the end of this file.
@@ -50,7 +50,7 @@ class Config:
         6.0, "weight of rejections in the head's loss (the paper: 1, 3, 6 or 12)"
     )
     temperature: float = option(
-        0.0, "temperature of the head's labels; 0: greedy (3.3: 1)"
+        0.0, "temperature of the head's labels; 0: greedy (3.3 samples: 1)"
     )
     stop: str = option(
         "head", "what ends a round: head, or fixed (gamma tokens)", decode=True
@@ -83,7 +83,7 @@ class Config:
         common.at_least(self, intermediate_size=1, width=0)
         ints = isinstance(self.layers, list) and {type(x) for x in self.layers} == {int}
         finite = math.isfinite(self.w_rej + self.temperature)
-        if depth := self.target.get("num_layers"):  # if there are three, 1 is -2
+        if depth := self.target.get("num_layers"):  # 1 may be the same as -2
             self.layers = list(dict.fromkeys(layer % depth for layer in self.layers))
         common.refuse(
             (not ints, f"layers {self.layers}: take a list of ints, such as [0,-1]"),
@@ -95,6 +95,7 @@ class Config:
 VARIANTS = {  # named settings for bench.py, as in --method specdecpp:K2
     "K2": {"stop": "fixed", "gamma": 2},
     "K4": {"stop": "fixed", "gamma": 4},
+    # The paper's h and limit; the head and the draft model are the drafter's own.
     "paper": {"stop": "head", "threshold": 0.7, "max_draft": 20},
 }
 
@@ -125,9 +126,10 @@ class AcceptanceHead(nn.Module):
 
 # `batch` is a common.Batch: input_ids (B, T); loss_mask (B, T), which is True at the M
 # answer tokens X_t; and the target's last hidden states, batch.hidden (B, T, D). The
-# paper's i is t here. `drafter` has the head, and `model_of` gives its draft model:
-# model.hidden computes last hidden states (B, T, E), and model.logits from these the
-# logits (..., Vd) of the tokens model.vocab_ids.
+# paper's i is t here. batch.predicts (B, T) marks the places whose next token is an
+# X_t. `drafter` has the head, and `model_of` gives its draft model: model.hidden
+# computes last hidden states (B, T, E), and model.logits turns them into logits (...,
+# Vd), one for each of model.vocab_ids.
 
 KEEP = 0.15  # the share of X in Z (see `mix`), r / 100; the authors' code's value
 
@@ -284,10 +286,10 @@ def until_stop(steps, head, threshold: float):
         # y_i costs no further pass. It is submitted unjudged (as in the MDP of 3.1,
         # where a stop drafts one more token), so a round has two tokens or more.
         yield token, q_draft, p_hat
-        # The judged token is submitted as well, even if it caused the end. To drop it
-        # because of the judgement would bias what is sampled: tokens that survive such
-        # a filter no longer follow q, but verification assumes that they do. (In greedy
-        # decoding it would be safe, but would gain little: its pass has been made.)
+        # The judged token is submitted even if it ended the draft. To drop it because
+        # of the judgement would bias what is sampled: tokens that survive such a filter
+        # no longer follow q, but verification assumes that they do. (In greedy decoding
+        # it would be safe, but would gain little: its pass has been made.)
         if 1 - p_hat > threshold:
             return
 
@@ -346,6 +348,7 @@ def drafts(decoding, drafter, **changes):
             "head), or take stop fixed"
         )
     model = model_of(drafter, decoding.target)
+    # The longest text that the draft model would read.
     length = min(decoding.end, decoding.generation_config.max_length) - decoding.first
     if model.context and length > model.context:
         raise common.UserError(
@@ -502,7 +505,7 @@ class CausalLM:
 class Drafter(
     nn.Module,
     PyTorchModelHubMixin,
-    paper_url="https://arxiv.org/abs/2405.19715",  # shown on a drafter's model card
+    paper_url="https://arxiv.org/abs/2405.19715v1",  # shown on a drafter's model card
     license="apache-2.0",
     tags=["speculative-decoding", "specdecpp"],
 ):
@@ -616,4 +619,4 @@ if __name__ == "__main__":
 #    but texts and answers are sampled with the checkpoint's settings.
 #  - In the last rounds of an answer it drafts beyond the maximum length.
 #  - It does not have the slip of the printed Algorithm 2 (see `until_stop`).
-# In the paper's Table 1 the two rows are exchanged. The appendices were not read.
+# In the paper's Table 1 the two rows are exchanged. Appendices B to D were not read.
