@@ -54,15 +54,12 @@ def run(copy: Path, tests: str, sender) -> None:
     for module in ("coursework", "mutants"):  # the copy has its own, first on its path
         del sys.modules[module]
     os.chdir(copy)
-    with open(os.devnull, "w") as nothing:
-        for stream in (1, 2):
-            os.dup2(nothing.fileno(), stream)
+    sys.stdout = sys.stderr = open(os.devnull, "w")
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take a third of a second
     reds = Reds()
     options = "-x -p no:cacheprovider --tb=no".split()
     code = pytest.main([*options, f"tests/{tests}"], [reds])
-    fails = code != pytest.ExitCode.OK
-    sender.send([*reds.names, f"{tests} stops"][0] if fails else "")
+    sender.send([*reds.names, f"{tests} stops"][0] if code else "")
 
 
 def first_red(copy: Path, file: str) -> str:
@@ -76,9 +73,10 @@ def first_red(copy: Path, file: str) -> str:
         child = fork.Process(target=run, args=(copy, tests, sender))
         child.start()
         sender.close()  # the child's own end is the only one: it shows when it dies
-        ends = receiver.poll(coursework.SECONDS)
+        red = f"{tests}, which does not end"
         try:
-            red = receiver.recv() if ends else f"{tests}, which does not end"
+            if receiver.poll(coursework.SECONDS):
+                red = receiver.recv()
         except EOFError:
             red = f"{tests}, which dies"
         child.kill()
