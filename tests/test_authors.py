@@ -264,12 +264,13 @@ def test_the_shipped_drafter_is_read_and_has_the_default_settings(method):
     drafter = common.read_drafter(module.Drafter, cli.ROOT / "checkpoints" / method)
     shipped = dataclasses.asdict(drafter.config)
     defaults = dataclasses.asdict(module.Config(target=shipped["target"]))
-    # Which layers are read or copied depends on how many the target has.
-    for name in ("layers", "kv_layer", "stage", "width"):
+    # Layers depend on how many the target has. Falcon's was trained with other settings
+    # than the paper's.
+    for name in ("layers", "kv_layer", "stage", "width", "layer", "fusion", "csgd"):
         defaults[name] = shipped.get(name)
     assert shipped == {name: defaults[name] for name in shipped}
     normed = "norm.weight" in drafter.state_dict()
-    assert normed == (method not in ("eagle", "medusa"))
+    assert normed == (method != "eagle")
 
 
 def test_copied_layers_leave_as_a_causal_lm(folder, target, tmp_path):

@@ -257,9 +257,8 @@ def test_loss_and_acceptance_of_a_batch_by_hand(small_llama, weight):
     assert int(windows) == 4 + 2  # responses of 5 and 3 tokens, windows of 2
     assert float(total.detach()) == pytest.approx(expected, rel=1e-4)
     total, windows = ctc_drafter.acceptance(drafter, small_llama, batch)
-    assert windows == 4 + 2 and float(total.detach()) == pytest.approx(
-        overlap, rel=1e-4
-    )
+    assert windows == 4 + 2
+    assert float(total.detach()) == pytest.approx(overlap, rel=1e-4)
 
 
 @pytest.mark.parametrize("first_token", [0.0, 1.0])
@@ -304,9 +303,8 @@ def test_windows_hold_what_the_target_says_after_the_newest_token(llama, prompt)
         assert sorted(chosen) == list(range(max(prompt, 2) - 2, length - 5))
         for anchor in chosen:
             assert next(labels) == best[row, anchor + 1 : anchor + 5].tolist()
-    few = make_drafter(
-        llama, anchors=2
-    )  # two of row 0's three or more: any may be left
+    # Of row 0's three or more, any two may be left.
+    few = make_drafter(llama, anchors=2)
     torch.manual_seed(0)
     seen = set()
     for _ in range(60):
@@ -319,9 +317,8 @@ def test_windows_hold_what_the_target_says_after_the_newest_token(llama, prompt)
 def test_windows_of_a_second_turn_do_not_cross_what_the_user_says(llama):
     batch = random_batch(llama, lengths=(16,), prompt=2)
     batch.loss_mask[0, 8:10] = False
-    anchors, _ = ctc_drafter.anchors_and_labels(
-        make_drafter(llama, anchors=20), llama, batch
-    )
+    drafter = make_drafter(llama, anchors=20)
+    anchors, _ = ctc_drafter.anchors_and_labels(drafter, llama, batch)
     chosen = anchors[anchors >= 0].tolist()
     assert sorted(chosen) == [0, 1, 2, 8, 9, 10]  # labels 2-5 ... 4-7, 10-13 ...
 

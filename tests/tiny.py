@@ -294,13 +294,12 @@ class Table:
     """A target whose next token depends only on the newest one, so that thousands of
     sampled answers take seconds.
 
-    vocab: how many tokens it has. scale: of its random logits.
-    options: of the answers, such as a temperature.
+    vocab: how many tokens it has. options: of the answers, such as a temperature.
     """
 
-    def __init__(self, vocab=5, scale=0.5, **options):
+    def __init__(self, vocab=5, **options):
         generator = torch.Generator().manual_seed(2)
-        self.logits = scale * torch.randn(vocab, vocab, generator=generator)
+        self.logits = 0.5 * torch.randn(vocab, vocab, generator=generator)
         self.drafted = torch.randn(vocab, vocab, generator=generator)
         self.target = make_llama(vocab=vocab, layers=1)  # only its shape matters
         given = {"do_sample": True, "top_k": 0, "max_new_tokens": 9} | options
@@ -319,6 +318,7 @@ class Table:
             yield newest, q_draft
 
     def chains(self, decoding, gamma=2):
+        """Drafts of these chains, one for each round."""
         while not decoding.done:
             steps = itertools.islice(self.steps(decoding), gamma)
             yield common.chain(steps, decoding.ids)
