@@ -1,8 +1,10 @@
 """Several sequences at once: each must come out as if it were alone."""
 
+import itertools
+
 import pytest
 import torch
-from tiny import FAMILIES, family, make_drafts, sampled_p_value
+from tiny import FAMILIES, each_once, family, make_drafts, sampled_p_value
 
 import common
 from support import cli
@@ -38,8 +40,9 @@ def decode(target, drafts, prompts, options):
     return outputs, list(stats.values())
 
 
-@pytest.mark.parametrize("target_name", KINDS)
-@pytest.mark.parametrize("method", cli.present())
+@pytest.mark.parametrize(
+    "method, target_name", each_once(cli.present(), KINDS, "falcon")
+)
 def test_sequences_of_different_lengths_equal_plain_decoding(method, target_name):
     target = family(target_name, **KINDS[target_name])
     drafts, _ = make_drafts(method, target)
@@ -74,13 +77,14 @@ def test_sequences_keep_their_own_pace(llama):
     assert len(seen) == max(own.target_forwards for own in together)
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_sampled_sequences_follow_the_target(small_llama, place):
-    """The one that is looked at stands before or after another one."""
+def test_sampled_sequences_follow_the_target(small_llama):
+    """The one that is looked at stands before another one, or after it, in turn."""
     drafts, _ = make_drafts("glide", small_llama)
     options = {"max_new_tokens": 2, "do_sample": True, "top_k": 0}
+    places = itertools.cycle([0, 1])
 
     def decode_beside_another(target, input_ids, **_):
+        place = next(places)
         prompts = [torch.tensor([[1, 2]])]
         prompts.insert(place, input_ids)
         return decode(target, drafts, prompts, [options] * 2)[0][place]

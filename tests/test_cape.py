@@ -4,13 +4,7 @@ import itertools
 
 import pytest
 import torch
-from tiny import (
-    draft_of,
-    drawn,
-    make_glide,
-    sampled_p_value,
-    untrained,
-)
+from tiny import Table, check, draft_of, drawn, make_glide, untrained
 
 import cape
 import common
@@ -52,15 +46,10 @@ def test_an_expanded_proposal_worked_by_hand(settings, tokens, parents):
     sizes, bounds = settings
     trajectory = trajectory_of(q_drafts)
     draft = cape.expand(trajectory, cape.Config(sizes=sizes, bounds=bounds))
-    got = (draft.tokens.tolist(), draft.parents)
-    told = f"input: q_draft {q_drafts}, sizes {sizes}, bounds {bounds}"
-    assert got == (tokens, parents), (
-        f"{told}\nexpected: {(tokens, parents)}\ngot: {got}"
-    )
+    told = f"q_draft {q_drafts}, sizes {sizes}, bounds {bounds}"
+    check(told, (tokens, parents), (draft.tokens.tolist(), draft.parents))
     same = torch.equal(draft.probs, torch.tensor(q_drafts))
-    assert same, (
-        "probs are to stay the trajectory's: a row for each drawn node, no more"
-    )
+    assert same, "probs are to stay the trajectory's: a row for each drawn node"
     assert trajectory.parents == [-1, 0], "the trajectory itself is to stay as it was"
 
 
@@ -68,30 +57,19 @@ def test_a_set_leaves_out_the_drawn_token_and_not_the_likeliest():
     q_draft = torch.tensor([0.1, 0.5, 0.25, 0.15])
     drawn = common.chain([(torch.tensor([2]), q_draft)], ROOT)
     draft = cape.expand(drawn, cape.Config(sizes=[0, 2, 0], bounds=[0.4, 0.5]))
-    got = draft.tokens.tolist()
-    assert got == [2, 1, 3], (
-        f"2 was drawn of .1 .5 .25 .15, S(.5) = 2: expected 2 1 3, got {got}"
-    )
-    told = "expected the confidence 0.5, of the largest, and the count 2"
-    assert draft.notes == {"confidences": [0.5], "counts": [2]}, (
-        f"{told}, got {draft.notes}"
-    )
+    told = "2 was drawn of .1 .5 .25 .15, S(.5) = 2"
+    check(told, [2, 1, 3], draft.tokens.tolist())
+    check(told, {"confidences": [0.5], "counts": [2]}, draft.notes)
 
 
 def test_a_set_is_no_larger_than_what_can_be_drafted():
     fixed = cape.Config(sizes=[4], bounds=[])
     draft = cape.expand(trajectory_of([[0.0, 0.7, 0.3]]), fixed)
-    assert draft.notes["counts"] == [4], (
-        "a count is S(p), not how many extras were left"
-    )
-    got = draft.tokens.tolist()
-    assert got == [1, 2], (
-        f"1 was drawn of 0 .7 .3, four extras: expected tokens 1 2, got {got}"
-    )
+    told = "1 was drawn of 0 .7 .3, S(.7) = 4"
+    check(f"{told}: a count is S(p), not what is left", [4], draft.notes["counts"])
+    check(told, [1, 2], draft.tokens.tolist())
     nothing = common.chain([], ROOT)
-    assert cape.expand(nothing, fixed) is nothing, (
-        "an empty trajectory is returned as it is"
-    )
+    assert cape.expand(nothing, fixed) is nothing, "an empty one is returned as it is"
 
 
 def mask_cape(counts):
@@ -114,24 +92,20 @@ def test_the_mask_is_the_papers_formula(counts):
     draft = cape.expand(
         trajectory_of(q_drafts), cape.Config(sizes=counts, bounds=bounds)
     )
-    expected = drawn(mask_cape(counts))
-    sees = common.tree_mask(draft.parents)
-    got = drawn(sees[1:, 1:])  # without the root, which all see
+    sees = common.tree_mask(draft.parents)[1:, 1:]  # without the root, which all see
     told = f"counts {counts}, parents {draft.parents}"
-    assert got == expected, f"{told}: expected {expected}, got {got}"
+    check(told, drawn(mask_cape(counts)), drawn(sees))
 
 
 def test_only_chains_are_expanded():
     q_draft = torch.tensor([0.1, 0.5, 0.25, 0.15])
     tree = draft_of([1, 2], [-1, -1], torch.stack([q_draft, q_draft]))
+    said = "give it the drafts of glide or specdecpp"
     for draft in (tree, draft_of([1, 2], [-1, 0])):  # siblings, and no probabilities
-        with pytest.raises(
-            common.UserError, match="give it the drafts of glide or specdecpp"
-        ):
+        with pytest.raises(common.UserError, match=said):
             cape.expand(draft, cape.Config())
-    with pytest.raises(
-        common.UserError, match="cannot change gamma: it can change sizes, bounds"
-    ):
+    said = "cannot change gamma: it can change sizes, bounds"
+    with pytest.raises(common.UserError, match=said):
         next(cape.drafts([], gamma=3))
 
 
@@ -163,44 +137,33 @@ def test_any_generator_of_chains_can_be_expanded(llama):
     specdecpp = cli.import_method("specdecpp")
     drafter = untrained(specdecpp, llama, layers=[0, 1])
     ids = torch.tensor([[9, 8, 7]])
-    options = {"max_new_tokens": 30, "do_sample": False}
+    options = {"input_ids": ids, "max_new_tokens": 30, "do_sample": False}
+    decoding = common.start(llama, **options)
     lengths = set()
-
-    def expanded(decoding):
-        chains = specdecpp.drafts(decoding, drafter, threshold=0.6)
-        for draft in cape.drafts(chains):
-            lengths.add(len(draft.notes.get("counts", [])))
-            assert (
-                len(draft.notes.get("chances", []))
-                >= len(draft.notes.get("counts", [])) - 1
-            )
-            yield draft
-
-    output = llama.generate(ids, custom_generate=common.speculate(expanded), **options)
-    assert torch.equal(output, llama.generate(ids, **options))
+    for draft in cape.drafts(specdecpp.drafts(decoding, drafter, threshold=0.6)):
+        counts = draft.notes.get("counts", [])
+        assert len(draft.notes.get("chances", [])) >= len(counts) - 1
+        lengths.add(len(counts))
+        decoding.verify(draft)
+    assert torch.equal(decoding.ids, llama.generate(**options))
     assert lengths - {0, 1}, "no round drafted two tokens"
 
 
-def p_value(target):
-    """Of answers whose trajectories have two tokens; those of test_lossless.py have
-    one.
-    """
-    drafter = make_glide(target)
+def p_value():
+    """Of answers whose trajectories have two tokens, drawn from a table."""
+    table = Table()
 
     def expanded(decoding):
-        chains = glide.drafts(decoding, drafter, gamma=2)
-        return cape.drafts(chains, sizes=[3, 2, 2, 1])
+        return cape.drafts(table.chains(decoding), sizes=[3, 2, 2, 1])
 
-    decoder = common.speculate(expanded)
-    prompt = torch.tensor([[1, 2, 3]])
-    return sampled_p_value(target, prompt, 3, draws=400, custom_generate=decoder)
+    return table.p_value(expanded, draws=1000, length=3)
 
 
-def test_sampled_output_follows_the_target(small_llama):
-    assert p_value(small_llama) > 1e-3
+def test_sampled_output_follows_the_target():
+    assert p_value() > 1e-3
 
 
-def test_negative_control_extras_that_lie_are_noticed(small_llama, monkeypatch):
+def test_negative_control_extras_that_lie_are_noticed(monkeypatch):
     """Extras say that they were sampled from next to nothing: then they are always
     accepted.
     """
@@ -215,4 +178,4 @@ def test_negative_control_extras_that_lie_are_noticed(small_llama, monkeypatch):
         return draft
 
     monkeypatch.setattr(cape, "expand", wrong)
-    assert p_value(small_llama) < 1e-6
+    assert p_value() < 1e-6

@@ -4,10 +4,11 @@ cache.
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
-from tiny import drawn, family, make_glide, make_llama, random_batch
+from tiny import check, drawn, family, make_glide, make_llama, random_batch
 
 import common
 import glide
@@ -35,10 +36,9 @@ def test_the_block_mask_is_the_one_that_is_drawn():
         2: ["......", "x.....", "x.....", "x.....", "xxxx..", "xxxx.."],
     }
     got = glide.block_mask(6, 3, torch.tensor([0, 1, 2]))
-    assert got.shape == (3, 1, 6, 6), f"expected (3, 1, 6, 6), got {tuple(got.shape)}"
+    check("the shape", (3, 1, 6, 6), tuple(got.shape))
     for phase, expected in drawings.items():
-        told = f"length 6, block_size 3, phase {phase}\nexpected {expected}"
-        assert drawn(got[phase]) == expected, f"{told}\ngot {drawn(got[phase])}"
+        check(f"length 6, block_size 3, phase {phase}", expected, drawn(got[phase]))
 
 
 def attention_by_loop(layer, x, keys, values, angles, mask):
@@ -56,10 +56,8 @@ def attention_by_loop(layer, x, keys, values, angles, mask):
             turned[low + 2] = q[low + 2] * math.cos(angle) + q[low] * math.sin(angle)
         seen = mask[t].nonzero()[:, 0]
         if len(seen):
-            k, v = (
-                keys[h // 2, seen],
-                values[h // 2, seen],
-            )  # two query heads share a key head
+            # Two query heads share a key head.
+            k, v = keys[h // 2, seen], values[h // 2, seen]
             out[t, h] = (k @ turned / math.sqrt(8)).softmax(0) @ v
     return out.flatten(1) @ layer.o_proj.weight.T
 
@@ -91,64 +89,48 @@ def test_cross_attention_is_attention_of_grouped_heads_with_partial_rotary():
 def draft_log_probs(drafter, target, batch, row, place, phase):
     """log q_draft (Vd,) of one position, from a forward over the tokens up to it."""
     blocks = [(i + phase) // drafter.config.block_size for i in range(place + 1)]
-    mask = torch.tensor([[query > key for key in blocks] for query in blocks])[
-        None, None
-    ]
-    kv = {}
-    for layer, (keys, values) in batch.kv.items():
-        kv[layer] = tuple(
-            rows[row : row + 1, :, : place + 1] for rows in (keys, values)
-        )
+    mask = torch.tensor([[query > key for key in blocks] for query in blocks])
+    mask = mask[None, None]
+    part = slice(row, row + 1), slice(None), slice(place + 1)
+    kv = {layer: tuple(x[part] for x in both) for layer, both in batch.kv.items()}
     ids = batch.input_ids[row : row + 1, : place + 1]
     hidden = drafter(target, ids, torch.arange(place + 1)[None], kv, cross_mask=mask)
     head = target.get_output_embeddings().weight[drafter.vocab_ids]
     return (hidden[0, -1] @ head.T).log_softmax(-1)
 
 
-def predicting(batch):
-    """(row, place) of every position that predicts a token of the loss mask."""
-    return [(row, t - 1) for row, t in batch.loss_mask.nonzero().tolist()]
-
-
 @pytest.mark.parametrize("distill", [True, False])
 def test_the_loss_is_the_cross_entropy_worked_by_hand(llama, distill):
-    """Position by position, with the draft vocabulary 10 to 39."""
+    """Position by position, with the draft vocabulary 10 to 39; and so the acceptance,
+    which is the overlap of both distributions.
+    """
     batch = batch_of(llama)
     drafter = make_glide(llama, draft_vocab=30, distill=distill)
     drafter.vocab_ids.copy_(torch.arange(10, 40))
+    state = torch.get_rng_state()
     phase = phases(drafter)
     terms = []
-    for row, place in predicting(batch):
-        log_q = draft_log_probs(drafter, llama, batch, row, place, phase[row])
-        token = int(batch.input_ids[row, place + 1])
+    overlap = 0.0
+    for row, t in batch.loss_mask.nonzero().tolist():
+        log_q = draft_log_probs(drafter, llama, batch, row, t - 1, phase[row])
+        p_target = llama(batch.input_ids[row : row + 1, :t]).logits[0, -1].softmax(-1)
+        overlap += float(torch.minimum(p_target[10:40], log_q.exp()).sum())
+        token = int(batch.input_ids[row, t])
         if distill:
-            ids = batch.input_ids[row : row + 1, : place + 1]
-            teacher = llama(ids).logits[0, -1, 10:40].softmax(-1)
+            teacher = p_target[10:40] / p_target[10:40].sum()
             terms.append(-float((teacher * log_q).sum()))
         elif 10 <= token < 40:
             terms.append(-float(log_q[token - 10]))
     total, weight = glide.loss(drafter, llama, batch)
-    expected = pytest.approx(sum(terms), rel=1e-5)
-    assert (float(total.detach()), int(weight)) == (expected, len(terms)), (
-        f"input: distill={distill}, 9, 12 and 7 tokens, all but 3 to be predicted, "
-        f"phases {phase}\nexpected: {[round(x, 3) for x in terms]}, their sum and "
-        f"number\ngot: {total}, {weight}"
+    check(
+        f"distill={distill}, 9, 12 and 7 tokens, all but 3 to be predicted, phases "
+        f"{phase}, which are {[round(x, 3) for x in terms]}: their sum and number",
+        (pytest.approx(sum(terms), rel=1e-5), len(terms)),
+        (float(total.detach()), int(weight)),
     )
-
-
-def test_acceptance_sums_the_overlap_of_both_distributions(llama):
-    batch = batch_of(llama)
-    drafter = make_glide(llama, draft_vocab=30)
-    phase = phases(drafter)
-    expected = 0.0
-    for row, place in predicting(batch):
-        log_q = draft_log_probs(drafter, llama, batch, row, place, phase[row])
-        q_draft = log_q.exp()
-        ids = batch.input_ids[row : row + 1, : place + 1]
-        p_target = llama(ids).logits[0, -1].softmax(-1)[drafter.vocab_ids]
-        expected += float(torch.minimum(p_target, q_draft).sum())
+    torch.set_rng_state(state)  # the same phases again
     total, count = glide.acceptance(drafter, llama, batch)
-    assert (float(total.detach()), count) == (pytest.approx(expected, rel=1e-5), 19)
+    assert (float(total.detach()), count) == (pytest.approx(overlap, rel=1e-5), 19)
 
 
 def test_the_expected_speedup_is_that_of_table_1():
@@ -173,7 +155,7 @@ def test_the_best_gamma_is_not_that_of_the_mean_alpha():
 
 
 def test_layers_start_as_the_top_and_cross_attention_as_the_layer_that_it_reads():
-    target = family("Qwen3").requires_grad_(False)
+    target = family("Qwen3")
     for name_of, weight in target.named_parameters():
         if "norm" in name_of:
             torch.nn.init.uniform_(weight, 0.5, 2.0)
@@ -216,9 +198,7 @@ def test_a_drafter_of_all_layers_without_cross_attention_is_the_target():
 def mixed_gemma():
     """A Gemma-3 whose layers 0 and 2 rotate otherwise than 1 and 3."""
     kinds = ["sliding_attention", "full_attention"] * 2
-    target = family("Gemma3", sliding_window=64, layer_types=kinds).requires_grad_(
-        False
-    )
+    target = family("Gemma3", sliding_window=64, layer_types=kinds)
     places = torch.arange(40)[None]
     sliding, full = (common.rotary(target, places, layer)[0] for layer in (2, 3))
     assert not torch.allclose(sliding, full, atol=0.1)
@@ -243,22 +223,22 @@ def test_queries_are_rotated_as_the_keys_that_they_meet(options, read):
         torch.testing.assert_close(tables, expected)
 
 
+TARGETS = {
+    "Llama": make_llama,
+    "Gemma3": mixed_gemma,
+    "GPT2": partial(family, "GPT2"),
+    "GPTNeoX": partial(family, "GPTNeoX", partial_rotary_factor=0.5),
+}
+
+
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"kv_layer": 0}])
-@pytest.mark.parametrize(
-    "target",
-    [
-        make_llama(),
-        mixed_gemma(),
-        family("GPT2"),
-        family("GPTNeoX", partial_rotary_factor=0.5),
-    ],
-    ids=lambda target: target.config.model_type,
-)
+@pytest.mark.parametrize("name", TARGETS)
 @torch.no_grad()
-def test_training_with_the_block_mask_computes_the_states_of_drafting(target, options):
+def test_training_with_the_block_mask_computes_the_states_of_drafting(name, options):
     """Every block is a round: its tokens are fed one by one, and the target has the
     ones before.
     """
+    target = TARGETS[name]()
     drafter = make_glide(target, block_size=4, **options)
     batch = batch_of(target, lengths=(14,), prompt=1)
     while phases(drafter, 1) != [0]:
@@ -270,9 +250,8 @@ def test_training_with_the_block_mask_computes_the_states_of_drafting(target, op
         if place % 4 == 0:
             ids = batch.input_ids[:, : place + 1]
             decoding = common.start(target, input_ids=ids, max_new_tokens=1)
-        hidden = glide.feed(
-            drafter, decoding, memory, batch.input_ids[:, place : place + 1]
-        )
+        newest = batch.input_ids[:, place : place + 1]
+        hidden = glide.feed(drafter, decoding, memory, newest)
         logits.append(memory.head(hidden).float())
     torch.testing.assert_close(torch.cat(logits), expected)
 

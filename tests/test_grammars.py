@@ -7,13 +7,11 @@ import re
 import pytest
 import torch
 from test_data import CHATML
-from tiny import make_llama, untrained
+from tiny import make_drafts, make_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import cape
 import common
-import glide
 from support import cli
 from support.interop import grammars
 
@@ -72,21 +70,11 @@ def lm_format_enforcer(tokenizer, length):
     return {"prefix_allowed_tokens_fn": allowed}
 
 
-def drafts_of(name, target):
-    """A function of a decoding that returns the generator of its drafts."""
-    if name == "cape":
-        drafter = untrained(glide, target)
-        return lambda d: cape.drafts(glide.drafts(d, drafter, gamma=4))
-    module = cli.import_method(name)
-    drafter = untrained(module, target)
-    return lambda decoding: module.drafts(decoding, drafter)
-
-
 @pytest.mark.parametrize("engine", [xgrammar, llguidance, lm_format_enforcer])
 @pytest.mark.parametrize("name", cli.METHODS)
 def test_texts_are_those_of_the_grammar(tokenizer, target, engine, name):
     ids = tokenizer("list: ", return_tensors="pt")["input_ids"]
-    decode = common.speculate(drafts_of(name, target))
+    decode = common.speculate(make_drafts(name, target)[0])
 
     def answer(**how):
         more = engine(tokenizer, ids.shape[1])

@@ -4,6 +4,7 @@ and decoding that equals the target's own.
 
 import copy
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -13,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tiny import (
     FAMILIES,
     OPT,
+    decode,
+    each_once,
     family,
     make_drafts,
     random_batch,
@@ -31,7 +33,6 @@ from transformers import StoppingCriteriaList
 
 import common
 from support import cli
-from support.rivals import lookup
 
 METHODS = cli.present()
 VOCAB = 13  # few tokens, so that even an untrained drafter hits some
@@ -39,21 +40,22 @@ LARGE = 40  # more, for trees of 20 ranks
 SMALL = 7  # so few that all answers can be enumerated
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 FIELDS = {"intermediate_size": 16}  # of a Config that has them
-FAST = [
-    *(name for name in FAMILIES if name not in ("GPTNeoX", "Cohere")),
-    "Gemma3 with images",
-]
+TIED = {"num_key_value_heads": 1, "tie_word_embeddings": True}
 RARER = {
-    "Llama, one head of keys, tied": {
-        "num_key_value_heads": 1,
-        "tie_word_embeddings": True,
-    },
+    "Llama, one head of keys, tied": TIED,
     "Llama, biases": {"attention_bias": True, "mlp_bias": True},
     "GPT2, untied": {"tie_word_embeddings": False},
-    "GPTNeoX": {},
-    "Cohere": FAMILIES["Cohere"],
     "OPT": OPT,
 }
+# Every method on Llama, and one that reads keys and values on other kinds of targets.
+QUICK = each_once(METHODS, ["Llama", "Gemma3 with images", "GPT2"])
+ALL = itertools.product(METHODS, [*FAMILIES, "Gemma3 with images", *RARER])
+PAIRS = QUICK + [slow(*pair) for pair in ALL if pair not in QUICK]
+
+
+def random_ids(length, vocab=VOCAB):
+    generator = torch.Generator().manual_seed(4)
+    return torch.randint(1, vocab, (1, length), generator=generator)
 
 
 @functools.cache
@@ -66,7 +68,7 @@ def make_target(name, vocab=VOCAB):
     else:
         options = {**FAMILIES, **RARER}[name]
         target = family(name.split(",")[0], vocab_size=vocab, **options)
-    ids = torch.randint(1, vocab, (1, 7), generator=torch.Generator().manual_seed(4))
+    ids = random_ids(7, vocab)
     return target, ids, target.generate(ids, **GREEDY)
 
 
@@ -79,9 +81,8 @@ def train_one_step(module, drafter, target):
     (total / weight).backward()
     torch.optim.SGD(weights, lr=0.01).step()
     assert all(p.isfinite().all() for p in weights)
-    assert any(not torch.equal(p, old) for p, old in zip(weights, before)), (
-        "nothing learns"
-    )
+    changed = [not torch.equal(p, old) for p, old in zip(weights, before)]
+    assert any(changed), "nothing learns"
     with torch.no_grad():
         rate, count = module.acceptance(drafter.eval(), target, batch)
     assert 0 <= float(rate) <= float(count)
@@ -99,27 +100,15 @@ def make_drafter(module, target):
     assert loaded.config == drafter.config
     for key, ours in loaded.state_dict().items():
         assert torch.equal(ours, drafter.state_dict()[key].to(ours.dtype)), key
-        if key != "vocab_ids":
-            assert vocab not in ours.shape, (
-                f"{key}: embedding and LM head are the target's"
-            )
+        told = f"{key}: embedding and LM head are the target's"
+        assert vocab not in ours.shape or key == "vocab_ids", told
     return loaded
 
 
 def drafts_of(name, target_name, vocab=VOCAB, **changes):
     """A method's drafts for a tiny target, with a drafter that one step has trained."""
-    return make_drafts(
-        name, make_target(target_name, vocab)[0], make_drafter, **changes
-    )[0]
-
-
-def decode(target, ids, drafts, **options):
-    """The target's `generate` with drafts, a function of a Decoding, and what it
-    counts.
-    """
-    stats = common.Stats()
-    decoder = common.speculate(drafts, callback=stats)
-    return target.generate(ids, custom_generate=decoder, **options), stats
+    target, _, _ = make_target(target_name, vocab)
+    return make_drafts(name, target, make_drafter, **changes)[0]
 
 
 # ------------------------------------------------------------------------------- greedy
@@ -136,9 +125,8 @@ def within(stats, left):
     return True
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("target_name", [*FAST, *map(slow, RARER)])
-def test_greedy_output_is_the_targets_own(target_name, method):
+@pytest.mark.parametrize("method, target_name", PAIRS)
+def test_greedy_output_is_the_targets_own(method, target_name):
     target, ids, truth = make_target(target_name)
     stats = common.Stats()
     got = []  # by a streamer of transformers
@@ -161,13 +149,16 @@ def test_greedy_output_is_the_targets_own(target_name, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_are_accepted(method):
-    """Otherwise the comparisons above would never have moved a row of the cache."""
-    accepted = 0
-    for target_name in ("Llama", "Qwen3", "Gemma2", "GPT2"):
+    """Otherwise the comparisons above would never have moved a row of the cache. Most
+    methods need only the first of these targets for it.
+    """
+
+    def accepted(target_name):
         target, ids, _ = make_target(target_name)
         _, stats = decode(target, ids, drafts_of(method, target_name), **GREEDY)
-        accepted += sum(stats.accepted)
-    assert accepted > 0
+        return sum(stats.accepted)
+
+    assert any(map(accepted, ("Llama", "Qwen3", "Gemma2", "GPT2")))
 
 
 def variants():
@@ -179,9 +170,8 @@ def variants():
 @pytest.mark.parametrize("method, variant", variants())
 def test_every_variant_is_lossless(method, variant):
     target, ids, truth = make_target("Llama", LARGE)
-    drafts = drafts_of(
-        method, "Llama", LARGE, **cli.import_method(method).VARIANTS[variant]
-    )
+    changes = cli.import_method(method).VARIANTS[variant]
+    drafts = drafts_of(method, "Llama", LARGE, **changes)
     assert torch.equal(decode(target, ids, drafts, **GREEDY)[0], truth)
 
 
@@ -207,14 +197,13 @@ def test_no_drafter_can_change_the_answer(kind, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_logits_processors_see_what_they_see_in_plain_decoding(method):
-    for target_name in ("Llama", "Gemma2"):
-        target, ids, truth = make_target(target_name)
-        options = {"max_new_tokens": 16, "do_sample": False}
-        options |= {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3}
-        expected = target.generate(ids, **options)
-        assert not torch.equal(expected, truth[:, :23]), "the processors change nothing"
-        output, _ = decode(target, ids, drafts_of(method, target_name), **options)
-        assert torch.equal(output, expected)
+    target, ids, truth = make_target("Llama")
+    options = {"max_new_tokens": 16, "do_sample": False}
+    options |= {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3}
+    expected = target.generate(ids, **options)
+    assert not torch.equal(expected, truth[:, :23]), "the processors change nothing"
+    output, _ = decode(target, ids, drafts_of(method, "Llama"), **options)
+    assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -254,14 +243,15 @@ def test_a_constraint_is_never_asked_about_a_text_that_has_ended(method):
         assert not said or said[-1] != 3, "a forbidden token"
         return [token for token in range(VOCAB) if token != 3]
 
-    options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": end}
+    drafts = drafts_of(method, "Llama")
+    options = {"max_new_tokens": 20, "eos_token_id": end}
     options |= {"prefix_allowed_tokens_fn": allowed}
-    expected = target.generate(ids, **options)
+    expected = target.generate(ids, do_sample=False, **options)
     plain, asked = asked, []
-    assert torch.equal(
-        decode(target, ids, drafts_of(method, "Llama"), **options)[0], expected
-    )
+    output, _ = decode(target, ids, drafts, do_sample=False, **options)
+    assert torch.equal(output, expected)
     assert all(said in asked for said in plain)
+    decode(target, ids, drafts, do_sample=True, **options)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -297,44 +287,26 @@ def test_a_drafter_may_miss_a_round(method):
     assert torch.equal(decoding.ids, truth)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_may_be_one_token(method):
-    target, ids, _ = make_target("GPT2")
-    options = {"max_new_tokens": 12, "do_sample": False}
-    expected = target.generate(ids[:, :1], **options)
-    output, _ = decode(target, ids[:, :1], drafts_of(method, "GPT2"), **options)
-    assert torch.equal(output, expected)
-
-
+BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 WINDOWS = {
-    "Mistral": {"sliding_window": 8},
-    "Phi3": {"sliding_window": 8},
-    "Gemma3": {
-        "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
-    "GptOss": {
-        "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_local_experts": 4,
-    },
+    "Gemma3": BOTH_KINDS,
+    "Mistral": {},
+    "Phi3": {},
+    "GptOss": BOTH_KINDS | {"num_local_experts": 4},
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", WINDOWS)
-def test_a_text_may_be_longer_than_a_sliding_window(name, method):
-    """Prompts shorter and longer than the window; a wrong mask would show by other
+@pytest.mark.parametrize("method, name", each_once(METHODS, WINDOWS))
+def test_a_text_may_be_longer_than_a_sliding_window(method, name):
+    """Prompts of a token, and longer than the window; a wrong mask would show by other
     tokens.
     """
-    target = family(name, vocab_size=VOCAB, **WINDOWS[name])
+    target = family(name, vocab_size=VOCAB, sliding_window=8, **WINDOWS[name])
     if name == "GptOss":
         target = target.float()  # its experts have no float64
     drafts, _ = make_drafts(method, target)
-    for length in (3, 12):
-        ids = torch.randint(
-            1, VOCAB, (1, length), generator=torch.Generator().manual_seed(4)
-        )
+    for length in (1, 12):
+        ids = random_ids(length)
         truth = target.generate(ids, **GREEDY)
         output, _ = decode(target, ids, drafts, **GREEDY)
         assert torch.equal(output, truth)
@@ -362,32 +334,12 @@ def test_memory_grows_with_a_prompt_and_not_with_its_square(method):
     drafts, _ = make_drafts(method, target)
     largest = {}
     for length in (1000, 2000):
-        ids = torch.randint(
-            1, 40, (1, length), generator=torch.Generator().manual_seed(4)
-        )
+        ids = random_ids(length)
         with Largest() as seen:
             decoding = common.start(target, input_ids=ids, max_new_tokens=9)
             next(drafts(decoding))
         largest[length] = seen.elements
     assert largest[2000] < 2.5 * largest[1000], largest
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_copies_that_are_right_are_accepted_beside_any_draft(method, monkeypatch):
-    target, ids, truth = make_target("Llama")
-
-    def right(_, input_ids):
-        return truth[0, input_ids.shape[1] :][:6].tolist()
-
-    monkeypatch.setattr(lookup.Lookup, "find", right)
-    drafts = drafts_of(method, "Llama")
-
-    def with_copies(decoding):
-        return lookup.with_copies(drafts(decoding), decoding, 6)
-
-    output, stats = decode(target, ids, with_copies, **GREEDY)
-    assert torch.equal(output, truth)
-    assert stats.target_forwards == 3 and within(stats, 20)
 
 
 # ------------------------------------------------------------------------------ sampled
@@ -396,24 +348,12 @@ def test_copies_that_are_right_are_accepted_beside_any_draft(method, monkeypatch
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("target_name", ["Llama", slow("Gemma2"), slow("GPT2")])
 def test_sampled_output_follows_the_target(target_name, method):
+    """On real models; what is wrong on purpose is noticed in the methods' own tests,
+    where the target is a table.
+    """
     target, ids, _ = make_target(target_name, SMALL)
     decoder = common.speculate(drafts_of(method, target_name, SMALL))
     assert sampled_p_value(target, ids, 2, draws=200, custom_generate=decoder) > 1e-3
-
-
-def test_negative_control_a_chain_that_lies_about_its_probabilities(monkeypatch):
-    honest = common.chain
-
-    def lying(steps, like, **notes):
-        draft = honest(steps, like, **notes)
-        if draft.probs is not None:
-            draft.probs = draft.probs.flip(-1)
-        return draft
-
-    monkeypatch.setattr(common, "chain", lying)
-    target, ids, _ = make_target("Llama", SMALL)
-    decoder = common.speculate(drafts_of("glide", "Llama", SMALL))
-    assert sampled_p_value(target, ids, 2, draws=200, custom_generate=decoder) < 1e-6
 
 
 # -------------------------------------------------------------------- on another device
@@ -478,19 +418,6 @@ def check_the_counts(pretend):
     # Its weights count, whatever their type is.
     common.is_plain_weight = lambda weight: weight is not None
     with pretend.gpu():
-        there = torch.ones(1, 1, 3, 4, device="pretend")
-        by_hand = {
-            lambda: (there + there).view(12).tolist(): (1, 1, 0),
-            lambda: F.scaled_dot_product_attention(there, there, there): (1, 0, 0),
-            lambda: there[..., torch.tensor([0, 2])]: (1, 0, 1),
-            lambda: there[there > 0]: (2, 1, 0),
-            lambda: int(there.new_tensor([2])): (0, 1, 1),
-        }
-        names = ("launches", "to_host", "to_device")
-        for work, expected in by_hand.items():
-            pretend.counts.clear()
-            work()
-            assert tuple(pretend.counts[name] for name in names) == expected
         away = copy.deepcopy(target).to("pretend")
         seen = {}
         for name, tokens in trees.items():
@@ -499,14 +426,12 @@ def check_the_counts(pretend):
             pretend.counts.clear()
             decoding.verify(draft)
             seen[name] = dict(pretend.counts)
-            assert torch.equal(
-                decoding.ids.cpu(), truth[:, :9]
-            )  # accepted, and the bonus token
+            # The right token is accepted, and the bonus token follows.
+            assert torch.equal(decoding.ids.cpu(), truth[:, :9])
     assert seen["moved"] == seen["moved, more nodes"]
     assert seen["moved"]["to_host"] == seen["in place"]["to_host"]
-    assert (
-        seen["moved"]["to_device"] == seen["in place"]["to_device"] + 1
-    )  # where to move from
+    # It is told where to move from.
+    assert seen["moved"]["to_device"] == seen["in place"]["to_device"] + 1
     assert seen["moved"]["launches"] > seen["in place"]["launches"]
 
 

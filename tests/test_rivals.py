@@ -1,10 +1,12 @@
 """support/rivals: Medusa's heads, beam search as a draft, copies from the context."""
 
 import math
+import random
+from functools import partial
 
 import pytest
 import torch
-from tiny import make_glide, paths, random_batch
+from tiny import make_glide, opened, paths, random_batch, random_tree, untrained
 
 import common
 import glide
@@ -13,19 +15,10 @@ from support.rivals import beam, lookup, medusa
 PROMPT = torch.tensor([[9, 8, 7]])
 
 
-def opened(target, **options):
-    return common.start(target, **{"input_ids": PROMPT, "max_new_tokens": 9} | options)
-
-
 # ------------------------------------------------------------------------------- Medusa
 
 
-def make_medusa(target, **options):
-    settings = dict(draft_vocab=0, anchors=16, window=3)
-    torch.manual_seed(5)
-    counts = torch.arange(target.config.vocab_size)
-    drafter = medusa.build(medusa.Config(**settings | options), target, counts)
-    return drafter.double().eval()
+make_medusa = partial(untrained, medusa, seed=5, anchors=16, window=3)
 
 
 @torch.no_grad()
@@ -69,17 +62,6 @@ def test_medusa_drafts_products_and_merges_no_repeats(llama, monkeypatch):
     assert draft.notes["q"] == pytest.approx([0.9, 0.9**2, 0.9**3])
     draft = next(medusa.drafts(opened(llama, eos_token_id=4), drafter, nodes=3))
     assert (4,) in paths(draft) and all(4 not in path[:-1] for path in paths(draft))
-
-
-@torch.no_grad()
-def test_medusa_draws_the_first_token_from_its_first_head(llama):
-    """The distribution of sampled answers is tested in test_ctc_drafter.py."""
-    drafter = make_medusa(llama)
-    decoding = opened(llama, do_sample=True, top_k=0)
-    draft = next(medusa.drafts(decoding, drafter))
-    q_heads = head_probs(llama, drafter, PROMPT[0])
-    torch.testing.assert_close(draft.probs[0, drafter.vocab_ids], q_heads[0])
-    assert draft.probs.shape == (1, 48) and draft.parents[0] == -1
 
 
 # --------------------------------------------------------------------------------- beam
@@ -160,6 +142,60 @@ def test_the_beam_drafts_nothing_after_an_end(llama):
 
 
 # ------------------------------------------------------------------------------- copies
+
+
+def found_by_search(text, most):
+    """What Lookup finds, by its definition: search the whole text from its end."""
+    for n, length in ((4, most), (3, most // 2), (2, most // 3)):
+        for end in range(len(text) - 1, n - 1, -1):
+            if text[end - n : end] == text[-n:]:
+                copy = text[end:]
+                while len(copy) < length:
+                    copy.append(copy[end - len(text)])
+                return copy[:length]
+    return []
+
+
+def random_text(chance):
+    return [chance.randint(0, 3) for _ in range(chance.randint(1, 30))]
+
+
+def test_copies_are_found_as_by_a_search():
+    """The text grows by a few tokens from call to call, as while decoding."""
+    chance = random.Random(0)
+    for _ in range(200):
+        text = random_text(chance)
+        most = chance.randint(0, 9)
+        finder = lookup.Lookup(most)
+        for end in range(1, len(text) + 1, chance.randint(1, 5)):
+            expected = found_by_search(text[:end], most) if most else []
+            assert finder.find(torch.tensor([text[:end]])) == expected, (
+                text[:end],
+                most,
+            )
+
+
+def test_a_merged_tree_holds_the_drafts_paths_and_the_copys():
+    """The draft's nodes stay first and unchanged, and no path is there twice."""
+    chance = random.Random(0)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        text = random_text(chance)
+        nodes = chance.randint(0, 8)
+        room = chance.randint(0, 6)
+        draft = random_tree(generator, nodes, 9)
+        draft.probs = torch.rand(nodes, 9)
+        draft.notes["q"] = [0.5] * nodes
+        merged = lookup.Lookup(6).merge(draft, torch.tensor([text]), room)
+        copy = found_by_search(text, 6)[:room]
+        before, after = paths(draft), paths(merged)
+        assert after[:nodes] == before
+        assert len(set(after)) == len(after) == len(merged.notes["q"])
+        assert set(after) == set(before) | {
+            tuple(copy[:n]) for n in range(1, len(copy) + 1)
+        }
+        assert merged.notes.get("copied", 0) == len(after) - nodes
+        assert merged.probs is draft.probs, "a copy was not sampled"
 
 
 def test_copies_join_any_draft(llama):

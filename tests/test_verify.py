@@ -1,10 +1,9 @@
-"""common.py: mask, caches, verification, copies from the context, decoding, what is
-refused.
-"""
+"""common.py: mask, caches, verification, decoding, what is refused."""
 
 import collections
 import contextlib
 import itertools
+import json
 import random
 import re
 import sys
@@ -12,10 +11,13 @@ import types
 from functools import partial
 
 import pytest
+import tiny
 import torch
 import transformers
 from tiny import (
     FAMILIES,
+    Table,
+    check,
     chi_square_p_value,
     draft_of,
     drawn,
@@ -24,15 +26,16 @@ from tiny import (
     make_llama,
     paths,
     random_tree,
-    sampled_p_value,
+    untrained,
 )
 from transformers import DynamicCache, RepetitionPenaltyLogitsProcessor
 
 import common
+import ctc_drafter
 import falcon
 import glide
-from support import default_target
-from support.rivals.lookup import Lookup
+from support import cli, default_target
+from support.rivals import eagle
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 assert_close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
@@ -42,10 +45,7 @@ def make_family(name):
     return family(name, **FAMILIES[name])
 
 
-def opened(target, **options):
-    """A Decoding of IDS, by default a greedy one of at most nine tokens."""
-    options = {"input_ids": IDS, "max_new_tokens": 9, "do_sample": False} | options
-    return common.start(target, **options)
+opened = partial(tiny.opened, input_ids=IDS)
 
 
 def cached(target, ids):
@@ -60,8 +60,7 @@ def cached(target, ids):
 
 def test_the_mask_of_the_docstring():
     expected = ["x....", "xx...", "xxx..", "xx.x.", "xxx.x"]
-    got = drawn(common.tree_mask([-1, 0, 0, 1]))
-    assert got == expected, f"expected {expected}\ngot {got}"
+    check("parents -1 0 0 1", expected, drawn(common.tree_mask([-1, 0, 0, 1])))
 
 
 def test_the_mask_against_brute_force():
@@ -73,14 +72,9 @@ def test_the_mask_against_brute_force():
         ways = [[]]  # of the root and each node, the nodes down to it
         for node, parent in enumerate(parents):
             ways.append([*ways[parent + 1], node])
-        expected = []
-        for way in ways:
-            expected.append(
-                "x" + "".join("x" if n in way else "." for n in range(nodes))
-            )
-        got = drawn(common.tree_mask(parents))
-        told = [f"given parents {parents}", "expected", *expected, "got", *got]
-        assert got == expected, "\n".join(told)
+        rows = [["x" if n in way else "." for n in range(nodes)] for way in ways]
+        expected = ["".join(["x", *row]) for row in rows]
+        check(f"parents {parents}", expected, drawn(common.tree_mask(parents)))
     with pytest.raises(AssertionError, match="before its children"):
         draft_of([7, 8], [1, -1]).depths()
 
@@ -94,16 +88,9 @@ def test_what_the_target_reads_of_a_tree(llama, dtype):
     assert fed.tolist() == [[4, 7, 8, 9, 6]]
     assert positions.tolist() == [[3, 4, 5, 5, 6]]
     [(kind, mask)] = masks.items()
-    assert (
-        kind == "full_attention" and mask.shape == (1, 1, 5, 8) and mask.dtype == dtype
-    )
-    assert drawn(mask == 0) == [
-        "xxxx....",
-        "xxxxx...",
-        "xxxxxx..",
-        "xxxxx.x.",
-        "xxxxxx.x",
-    ]
+    assert (kind, mask.shape, mask.dtype) == ("full_attention", (1, 1, 5, 8), dtype)
+    rows = ["xxxx....", "xxxxx...", "xxxxxx..", "xxxxx.x.", "xxxxxx.x"]
+    assert drawn(mask == 0) == rows
     assert set(mask.flatten().tolist()) == {0.0, torch.finfo(dtype).min}
 
 
@@ -217,9 +204,7 @@ def test_rotated_keys_are_those_that_the_target_caches(name, monkeypatch):
     _, kv = common.target_features(target, torch.arange(1, 9)[None], range(4))
     for layer in range(4):
         tables = common.rotary(target, torch.arange(8)[None], layer)
-        torch.testing.assert_close(
-            common.rotate(unrotated[layer], tables), kv[layer][0]
-        )
+        assert_close(common.rotate(unrotated[layer], tables), kv[layer][0])
 
 
 def test_widened_tables_by_hand():
@@ -301,17 +286,10 @@ def test_greedy_walk_takes_the_longest_accepted_path():
         return truth[len(asked) - 1]
 
     path, tokens = common.walk(draft, choose, lambda: False)
-    given = (
-        "given tokens 9 5 9 6 7, parents -1 -1 1 1 3, and a target that says 5 6 7 8"
-    )
-    assert path == [1, 3, 4], f"{given}: expected the path [1, 3, 4], got {path}"
-    assert tokens == truth, (
-        f"{given}: expected all of that to be returned, got {tokens}"
-    )
-    expected = [-1, 1, 3, 4]
-    assert asked == expected, (
-        f"{given}: expected choose to be called with {expected}, got {asked}"
-    )
+    given = "tokens 9 5 9 6 7, parents -1 -1 1 1 3, and a target that says 5 6 7 8"
+    check(f"{given}: the path", [1, 3, 4], path)
+    check(f"{given}: the tokens", truth, tokens)
+    check(f"{given}: what choose is called with", [-1, 1, 3, 4], asked)
 
 
 @pytest.mark.parametrize("end, path", [(1, [1]), (2, [1, 3]), (4, [1, 3, 4])])
@@ -321,10 +299,7 @@ def test_a_walk_does_not_go_beyond_the_end_of_the_answer(end, path):
     truth = iter([5, 6, 7, 8])
     ends = iter([n == end for n in range(1, 5)])
     got = common.walk(draft, lambda node: next(truth), lambda: next(ends))
-    expected = (path, [5, 6, 7, 8][:end])
-    assert got == expected, (
-        f"the answer ends after {end} tokens: expected {expected}, got {got}"
-    )
+    check(f"the answer ends after {end} tokens", (path, [5, 6, 7, 8][:end]), got)
 
 
 def test_greedy_compares_in_float32_as_transformers_does(llama):
@@ -425,19 +400,12 @@ def test_draws_follow_the_target_exactly():
     expected, q, got = (
         [round(x, 3) for x in row.tolist()] for row in (P_TARGET, Q_DRAFT, law)
     )
-    given = (
-        f"p_target {expected}, two siblings drawn from q_draft {q} without replacement"
-    )
-    told = (
-        f"{given}: expected returned tokens to have the shares {expected} of p_target"
-    )
-    assert got == expected, f"{told}, got {got}"
+    given = f"p_target {expected}, two siblings from q_draft {q} without replacement"
+    check(f"{given}: the shares of returned tokens", expected, got)
     # .35 by the first sibling; .65 are left, all after token 2, with the residual .23
     # .77 0 and q .8 .2 0: the second sibling is accepted in .43 of these.
-    assert accepted == pytest.approx(0.35 + 0.65 * 0.431, abs=1e-3), (
-        f"{given}: one of two siblings is to be accepted in 0.63 of the cases, got "
-        f"{accepted:.2f}"
-    )
+    share = pytest.approx(0.35 + 0.65 * 0.431, abs=1e-3)
+    check(f"{given}: the share of accepted siblings", share, accepted)
     # Numbers from elsewhere would be other ones in each run, and so would the verdict.
     assert asked, f"{given}: expected torch.rand to be called, got no call"
 
@@ -500,18 +468,13 @@ def test_a_rejection_that_leaves_nothing_but_rounding_errors(monkeypatch):
     q_draft = [1e-7, 0.5, 0.5]  # it adds up to 1.0000001
     got = set()
     for _ in range(20):  # token 0 is rejected for certain
-        got.add(
-            common.rejection_sample(
-                torch.tensor(p_target), [(0, torch.tensor(q_draft))]
-            )
-        )
-    assert got == {1, 2}, (
-        f"p_target {p_target}, token 0 drafted from q_draft {q_draft}, so that p - q "
-        f"leaves nothing: expected draws from p_target, of tokens 1 and 2, got {got}"
-    )
+        siblings = [(0, torch.tensor(q_draft))]
+        got.add(common.rejection_sample(torch.tensor(p_target), siblings))
+    given = f"p_target {p_target}, token 0 drafted from q_draft {q_draft}, so that "
+    check(f"{given} p - q leaves nothing: draws from p_target", {1, 2}, got)
     # torch.rand may give 0 as well.
     monkeypatch.setattr(torch, "rand", torch.zeros)
-    got = common.rejection_sample(torch.tensor(p_target), [(0, torch.tensor(q_draft))])
+    got = common.rejection_sample(torch.tensor(p_target), siblings)
     assert got != 0, "torch.rand gave 0, and token 0 was accepted: p_target has it at 0"
 
 
@@ -580,30 +543,29 @@ def chance_of_acceptance(p_target):
     return accepted
 
 
-def test_sampled_output_follows_the_target(small_llama):
+def test_sampled_output_follows_the_target():
     """And as much of the draft is accepted as can be: rejecting everything is lossless
     as well.
     """
-    accepted = []
+    table = Table(vocab=7)
 
-    def decode(target, input_ids, **given):
-        decoding = common.Decoding(target, input_ids, **given)
-        accepted.append(bool(decoding.verify(sampled_and_deterministic())))
-        if not decoding.done:
-            decoding.verify(draft_of([], []))
-        return decoding.ids
+    def drafts(decoding):
+        while True:  # the second token is drawn without a draft
+            begins = decoding.ids.shape[1] == 3
+            yield sampled_and_deterministic() if begins else draft_of([], [])
 
-    p = sampled_p_value(small_llama, IDS, 2, draws=600, custom_generate=decode)
+    p = table.p_value(drafts, draws=1500)
     told = "the sampled texts do not follow the target: by a chi-square test"
     assert p > 0.001, f"{told} p = {p:.1e}, expected above 0.001"
-    p_target = small_llama(IDS).logits[0, -1].float().softmax(-1)
+    accepted = [bool(path) for draft, path in table.rounds if len(draft.tokens)]
+    p_target = torch.tensor(table.next_probs(()))
     expected = chance_of_acceptance(p_target)
     spread = 4 * (expected * (1 - expected) / len(accepted)) ** 0.5
-    got = sum(accepted) / len(accepted)
-    assert abs(got - expected) <= spread, (
-        f"given p_target {p_target.tolist()}, q_draft {Q.tolist()}: expected that a "
-        f"child of the root is accepted in {expected:.3f} +- {spread:.3f} of the "
-        f"rounds, got {got:.3f}"
+    check(
+        f"p_target {p_target.tolist()}, q_draft {Q.tolist()}: the share of rounds in "
+        "which a child of the root is accepted",
+        pytest.approx(expected, abs=spread),
+        sum(accepted) / len(accepted),
     )
 
 
@@ -622,71 +584,6 @@ def test_each_draw_is_given_all_sampled_siblings(llama, monkeypatch):
     opened(llama, do_sample=True).verify(draft)
     first, second, third = rows.tolist()
     assert offered == [[(1, first), (2, second)], [(3, third)]]
-
-
-# ------------------------------------------------------------------------------- copies
-
-
-def found_by_search(text, most):
-    """What Lookup finds, by its definition: search the whole text from its end."""
-    for n, length in ((4, most), (3, most // 2), (2, most // 3)):
-        for end in range(len(text) - 1, n - 1, -1):
-            if text[end - n : end] == text[-n:]:
-                copy = text[end:]
-                while len(copy) < length:
-                    copy.append(copy[end - len(text)])
-                return copy[:length]
-    return []
-
-
-def random_text(chance):
-    return [chance.randint(0, 3) for _ in range(chance.randint(1, 30))]
-
-
-def test_copies_are_found_as_by_a_search():
-    """The text grows by a few tokens from call to call, as while decoding."""
-    chance = random.Random(0)
-    for _ in range(200):
-        text = random_text(chance)
-        most = chance.randint(0, 9)
-        lookup = Lookup(most)
-        for end in range(1, len(text) + 1, chance.randint(1, 5)):
-            expected = found_by_search(text[:end], most) if most else []
-            assert lookup.find(torch.tensor([text[:end]])) == expected, (
-                text[:end],
-                most,
-            )
-
-
-def test_a_copy_shares_all_that_it_begins_with():
-    """The draft is 5 6 9 and the copy 5 6 7 1, so it branches off after 6."""
-    text = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]])
-    merged = Lookup(4).merge(draft_of([5, 6, 9], [-1, 0, 1]), text, 9)
-    assert merged.tokens.tolist() == [5, 6, 9, 7, 1]
-    assert merged.parents == [-1, 0, 1, 1, 3]
-
-
-def test_a_merged_tree_holds_the_drafts_paths_and_the_copys():
-    """The draft's nodes stay first and unchanged, and no path is there twice."""
-    chance = random.Random(0)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        text = random_text(chance)
-        nodes = chance.randint(0, 8)
-        room = chance.randint(0, 6)
-        draft = random_tree(generator, nodes, 9)
-        draft.probs = torch.rand(nodes, 9)
-        draft.notes["q"] = [0.5] * nodes
-        merged = Lookup(6).merge(draft, torch.tensor([text]), room)
-        copy = found_by_search(text, 6)[:room]
-        before, after = paths(draft), paths(merged)
-        assert after[:nodes] == before
-        assert len(set(after)) == len(after) == len(merged.notes["q"])
-        assert set(after) == set(before) | {
-            tuple(copy[:n]) for n in range(1, len(copy) + 1)
-        }
-        assert merged.notes.get("copied", 0) == len(after) - nodes
-        assert merged.probs is draft.probs, "a copy was not sampled"
 
 
 # ----------------------------------------------------------------------------- Decoding
@@ -716,33 +613,16 @@ def test_an_answer_without_an_end_knows_none(llama):
     assert got == [set(), {3}, {3, 4}, {3}, {3, 4}, {3}]
 
 
-def test_every_round_leaves_a_place_for_the_bonus_token_and_the_states_of_its_rows(
-    llama,
-):
-    whole = llama.generate(IDS, max_new_tokens=6, do_sample=False)
-    truth = whole[0, 5:].tolist()
-    states, _ = common.target_features(llama, whole)
-    decoding = opened(llama, max_new_tokens=6)
-    for draft, rows in (
-        (draft_of([truth[0], truth[1], 0], [-1, 0, 0]), 4),
-        (draft_of([], []), 7),
-        (draft_of([truth[4]], [-1]), 8),
-    ):
-        assert not decoding.done
-        assert decoding.max_depth == 11 - (rows + 1) - 1
-        torch.testing.assert_close(decoding.hidden, states[:, :rows])
-        decoding.verify(draft)
-    assert decoding.done
-    assert torch.equal(decoding.ids, whole)
-
-
 # ---------------------------------------------------------------------------- speculate
 
 
 def test_what_speculate_streams_counts_and_returns(llama):
-    """Two accepted nodes of three, an empty draft, and one that is right."""
+    """Two accepted nodes of three, an empty draft, and one that is right. Every round
+    finds a place for the bonus token, and the states of the rows before it.
+    """
     whole = llama.generate(IDS, max_new_tokens=6, do_sample=False)
     truth = whole[0, 5:].tolist()
+    states, _ = common.target_features(llama, whole)
     trees = [
         draft_of([truth[0], truth[1], 0], [-1, 0, 0]),
         draft_of([], []),
@@ -761,14 +641,15 @@ def test_what_speculate_streams_counts_and_returns(llama):
         rounds.append((draft, path, decoding.ids.shape[1]))
 
     def drafts(decoding, trees, start=0):
-        yield from trees[start:]
+        for tree, rows in zip(trees[start:], (4, 7, 8)):
+            assert decoding.max_depth == 11 - (rows + 1) - 1
+            torch.testing.assert_close(decoding.hidden, states[:, :rows])
+            yield tree
 
-    decoder = common.speculate(
-        drafts, [None, *trees], streamer=streamer, callback=each, start=1
-    )
-    output = llama.generate(
-        IDS, custom_generate=decoder, max_new_tokens=6, do_sample=False
-    )
+    given = {"streamer": streamer, "callback": each, "start": 1}
+    decoder = common.speculate(drafts, [None, *trees], **given)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    output = llama.generate(IDS, custom_generate=decoder, **options)
     assert torch.equal(output, whole)
     assert told == [IDS[0].tolist(), truth[:3], truth[3:4], truth[4:], "end"]
     assert rounds == [(trees[0], [0, 1], 8), (trees[1], [], 9), (trees[2], [0], 11)]
@@ -801,21 +682,6 @@ def test_a_drafter_whose_logits_are_no_numbers_costs_drafts_only(llama):
 def test_probabilities_that_are_no_numbers_are_named(llama):
     with refused("are not numbers: its logits overflow"):
         common.rejection_sample(torch.tensor([0.5, float("nan")]), [])
-
-
-def test_settings_are_those_that_may_change_after_training(llama):
-    drafter = make_glide(llama)
-
-    def decode(**changes):
-        decoder = common.speculate(glide.drafts, drafter, **changes)
-        return llama.generate(IDS, custom_generate=decoder, max_new_tokens=4)
-
-    decode(gamma=2)
-    for wrong in ({"gama": 2}, {"block_size": 3, "gamma": 2}):
-        with refused(f"cannot change {next(iter(wrong))}: it can change gamma"):
-            decode(**wrong)
-    with refused("gamma -1: take an int of at least 0"):
-        decode(gamma=-1)
 
 
 def test_pick_takes_the_argmax_of_what_can_be_drafted(llama):
@@ -858,24 +724,6 @@ def test_pick_gives_nothing_where_the_processors_allow_nothing(llama, scores):
 PROMPT = torch.tensor([[3, 12, 13, 3, 12]])
 
 
-class Budget(transformers.LogitsProcessor):
-    """Ends a thought at its eighth call, as processors that people copy do."""
-
-    calls = 0
-
-    def __call__(self, ids, scores):
-        self.calls += 1
-        if self.calls == 8:
-            scores = torch.full_like(scores, float("-inf"))
-            scores[:, 4] = 0
-        return scores
-
-
-def alternating():
-    turns = itertools.cycle([0.0, 1.0])
-    return lambda ids, scores: scores * next(turns)
-
-
 def once_different(call):
     calls = itertools.count(1)
     return lambda ids, scores: scores * (next(calls) != call)
@@ -911,17 +759,12 @@ def failing(ids, scores):
 @pytest.mark.parametrize(
     "processor, message",
     [
-        (Budget(), "Budget gives other answers, or counts"),
-        (alternating(), "function gives other answers"),
         (once_different(4), "function gives other answers"),
         (once_different(6), "function gives other answers"),
         (never_back(), "function gives other answers"),
-        (Log([], lambda calls: calls.append(1)), "Log gives other answers, or counts"),
-        (Log(torch.zeros(1), lambda calls: calls.add_(1)), "Log .* or counts"),
-        (
-            Log({}, lambda calls: calls.update(n=calls.get("n", 0) + 1)),
-            "Log .* or counts",
-        ),
+        (Log([], lambda kept: kept.append(1)), "Log gives other answers, or counts"),
+        (Log(torch.zeros(1), lambda kept: kept.add_(1)), "Log .* or counts"),
+        (Log({}, lambda kept: kept.update({len(kept): 1})), "Log .* or counts"),
         (failing, "function fails .a matcher"),
     ],
 )
@@ -938,10 +781,8 @@ def test_processors_of_transformers_that_depend_on_the_ids_are_taken(llama):
     options |= {"bad_words_ids": [[5, 6]], "sequence_bias": {(7,): 1.5}}
     options |= {"suppress_tokens": [8], "begin_suppress_tokens": [9]}
     options |= {"min_new_tokens": 3, "forced_eos_token_id": 2, "eos_token_id": 2}
-    options |= {
-        "exponential_decay_length_penalty": (3, 1.1),
-        "renormalize_logits": True,
-    }
+    options |= {"exponential_decay_length_penalty": (3, 1.1)}
+    options |= {"renormalize_logits": True}
     options |= {"temperature": 0.7, "top_p": 0.9, "top_k": 9, "min_p": 0.01}
     options |= {"typical_p": 0.9, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3}
     options |= {"watermarking_config": transformers.WatermarkingConfig()}
@@ -963,30 +804,24 @@ ONE_LAYER.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
 MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
 
 
-@pytest.mark.parametrize(
-    "message, options",
-    [
-        (
-            "attention_mask has zeros",
-            {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])},
-        ),
-        ("beam_search is not supported .* to None", {"num_beams": 2}),
-        ("assisted_generation is not .* to None", {"prompt_lookup_num_tokens": 3}),
-        ("position_ids are counted from 0", {"position_ids": torch.arange(1, 6)[None]}),
-        ("FreeGuidance.* asked again about a text", {"guidance_scale": 1.5}),
-        ("SynthID.* asked again about a text", {"watermarking_config": MARK}),
-        ("only text", {"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}),
-        (
-            "holds tokens: pass none, or keep a Decoding",
-            {common.CACHE: ONE_LAYER},
-        ),
-        ("only ids are returned", {"return_dict_in_generate": True}),
-        ("2 rows of 5 ids", {"num_return_sequences": 2, "do_sample": True}),
-    ],
-)
-def test_a_request_that_trees_cannot_decode_is_refused(llama, message, options):
+REQUESTS = {
+    "attention_mask has zeros": {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])},
+    "beam_search is not supported .* to None": {"num_beams": 2},
+    "assisted_generation is not .* to None": {"prompt_lookup_num_tokens": 3},
+    "position_ids are counted from 0": {"position_ids": torch.arange(1, 6)[None]},
+    "FreeGuidance.* asked again about a text": {"guidance_scale": 1.5},
+    "SynthID.* asked again about a text": {"watermarking_config": MARK},
+    "only text": {"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)},
+    "holds tokens: pass none, or keep a Decoding": {common.CACHE: ONE_LAYER},
+    "only ids are returned": {"return_dict_in_generate": True},
+    "2 rows of 5 ids": {"num_return_sequences": 2, "do_sample": True},
+}
+
+
+@pytest.mark.parametrize("message", REQUESTS)
+def test_a_request_that_trees_cannot_decode_is_refused(llama, message):
     with refused(message):
-        opened(llama, **options)
+        opened(llama, **REQUESTS[message])
 
 
 def test_what_plain_decoding_reads_besides_ids_is_refused():
@@ -1001,29 +836,26 @@ def test_a_call_without_the_targets_generate_is_told_of_it(llama):
 
 
 def test_flash_attention_is_told_what_to_load(llama, monkeypatch):
-    monkeypatch.setattr(
-        llama.config, "_attn_implementation_internal", "flash_attention_2"
-    )
+    name = "_attn_implementation_internal"
+    monkeypatch.setattr(llama.config, name, "flash_attention_2")
     with refused("attn_implementation='sdpa'"):
         common.check_target(llama)
 
 
-BORDER = {
-    "original_max_position_embeddings": 15
-}  # beyond, all positions get the long factors
+# Beyond a border all positions get the long factors.
+BORDER = {"original_max_position_embeddings": 15}
 ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 ROPE |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
 LONG_ROPE = {"rope_parameters": ROPE | BORDER} | BORDER
 
 
+SHORT = {"max_position_embeddings": 16}
+
+
 @pytest.mark.parametrize(
     "reach, name, options",
     [
-        (
-            "more than the target's context of 16",
-            "Llama",
-            {"max_position_embeddings": 16},
-        ),
+        ("more than the target's context of 16", "Llama", SHORT),
         ("crosses the range of short RoPE factors, 16", "Phi3", LONG_ROPE),
     ],
 )
@@ -1052,28 +884,21 @@ def test_the_default_target_is_read_from_its_folder(folder, monkeypatch):
     assert common.load_target()[0].config.vocab_size == 48
 
 
-@pytest.mark.parametrize(
-    "message, name, options",
-    [
-        ("do not fit this target .*: take another", "Mpt", {}),
-        ("do not fit this target .*: take another", "Falcon", {"alibi": True}),
-        (
-            "do not work with the attention of lfm2 .conv",
-            "Lfm2",
-            {"layer_types": ["conv", "full_attention"] * 2},
-        ),
-        ("do not work with .* llama4_text .chunked_attention", "Llama4", {}),
-        (
-            "do not work with .* gpt_neo .it counts cache rows",
-            "GPTNeo",
-            {"attention_types": [[["global", "local"], 2]]},
-        ),
-    ],
-)
+TWO_KINDS = {"layer_types": ["conv", "full_attention"] * 2}
+LOCAL = {"attention_types": [[["global", "local"], 2]]}
+MISREAD = [
+    ("do not fit this target .*: take another", "Mpt", {}),
+    ("do not fit this target .*: take another", "Falcon", {"alibi": True}),
+    ("do not work with the attention of lfm2 .conv", "Lfm2", TWO_KINDS),
+    ("do not work with .* llama4_text .chunked_attention", "Llama4", {}),
+    ("do not work with .* gpt_neo .it counts cache rows", "GPTNeo", LOCAL),
+]
+
+
+@pytest.mark.parametrize("message, name, options", MISREAD)
 def test_a_target_that_would_misread_a_tree_is_refused(message, name, options):
-    target = family(name, **options)
     with refused(message):
-        opened(target)
+        opened(family(name, **options))
 
 
 # -------------------------------------------------------------------------- the drafter
@@ -1125,14 +950,54 @@ def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
 def test_a_drafter_of_another_kind_is_refused(llama):
     drafter = make_glide(llama)
     common.check_drafter(drafter, glide.Drafter, llama)
-    with refused(
-        "the drafter is a <class 'glide.Drafter'>: load a <class 'falcon.Drafter'>"
-    ):
+    with refused("is a <class 'glide.Drafter'>: load a <class 'falcon.Drafter'>"):
         common.check_drafter(drafter, falcon.Drafter, llama)
     with refused("the drafter is for another target .*vocab_size 48 != 40"):
         common.check_drafter(drafter, glide.Drafter, make_family("Llama"))
     with refused(r"the drafter is torch.float32 on cpu: move it with \.to\(target"):
         common.check_drafter(drafter.float(), glide.Drafter, llama)
+
+
+PAST = {  # method: settings that its config.json once had
+    "falcon": {"norms": True, "bias": True, "layer": {}},
+    "specdecpp": {"keep": 0.15},
+    "ctc_drafter": {"sampled": 2},
+    "medusa": {"sampled": 2},
+}
+
+
+@pytest.mark.parametrize("method", PAST)
+def test_settings_of_the_past_are_read(method, llama, tmp_path):
+    module = cli.import_method(method)
+    drafter = untrained(module, llama)
+    drafter.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | PAST[method]))
+    loaded = common.load_drafter(module.Drafter, tmp_path, llama)
+    assert loaded.config == drafter.config
+
+
+def test_a_drafter_of_another_architecture_is_no_falcon(llama, tmp_path):
+    """config.json once told by `norms` which of them it had: here they are EAGLE's."""
+    untrained(eagle, llama).save_pretrained(tmp_path)
+    with refused("no falcon drafter.*feature_norm"):
+        common.load_drafter(falcon.Drafter, tmp_path, llama)
+
+
+@pytest.mark.parametrize("module", [falcon, ctc_drafter])
+def test_a_drafter_starts_as_the_targets_top_layers(module):
+    target = make_llama()
+    for place, norm in enumerate(p for p in target.parameters() if p.dim() == 1):
+        norm.fill_(0.5 + place)  # a random target's are all 1, as a new drafter's are
+    drafter = untrained(module, target, fusion="linear", draft_vocab=9)
+    layers = getattr(drafter, "layers", [drafter])
+    pairs = [*zip(layers, target.model.layers[-len(layers) :])]
+    for ours, theirs in [*pairs, (drafter.norm, target.model.norm)]:
+        for name, weight in theirs.named_parameters():
+            assert_close(ours.get_parameter(name), weight)
+    assert drafter.vocab_ids.tolist() == list(range(39, 48))
+    a, b = torch.randn(2, 32, dtype=torch.double)
+    assert_close(drafter.fusion(torch.cat([a, b])), a + b)
 
 
 def test_overlap_is_summed_over_all_rows(llama):
@@ -1141,9 +1006,7 @@ def test_overlap_is_summed_over_all_rows(llama):
     q_draft = torch.rand(300, 24).double().softmax(-1)
     p_target = common.target_logits(llama, hidden).softmax(-1)[:, vocab_ids]
     expected = torch.minimum(p_target, q_draft.float()).sum()
-    torch.testing.assert_close(
-        common.overlap(llama, hidden, q_draft, vocab_ids), expected
-    )
+    assert_close(common.overlap(llama, hidden, q_draft, vocab_ids), expected)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -1152,12 +1015,9 @@ def test_the_demo_streams_and_sets_accepted_tokens_apart(
 ):
     target, tokenizer = common.load_target(str(folder))
     target.config.max_position_embeddings = 512
-    asked = tokenizer("<user> w1 w2 <end> <assistant>", return_tensors="pt")[
-        "input_ids"
-    ]
-    whole = target.generate(asked, max_new_tokens=160, do_sample=False)[
-        0, asked.shape[1] :
-    ]
+    asked = tokenizer("<user> w1 w2 <end> <assistant>", return_tensors="pt").input_ids
+    whole = target.generate(asked, max_new_tokens=160, do_sample=False)
+    whole = whole[0, asked.shape[1] :]
 
     def drafts(decoding, drafter):
         yield draft_of(whole[:2].tolist(), [-1, 0])

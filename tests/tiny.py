@@ -5,6 +5,7 @@ all tests.
 import collections
 import dataclasses
 import inspect
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +43,22 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def each_once(methods, families, others="glide"):
+    """Pairs of a method and a family: every method on the first family, one on all."""
+    first, *rest = families
+    return [(method, first) for method in methods] + [(others, name) for name in rest]
+
+
+def check(given, expected, got):
+    """Fail with a text that coursework.py shortens to a line; drawings have rows."""
+
+    def shown(what):
+        rows = isinstance(what, list) and all(isinstance(row, str) for row in what)
+        return "".join(f"\n    {row}" for row in what) if rows and what else what
+
+    assert got == expected, f"{given}: expected {shown(expected)}, got {shown(got)}"
+
+
 def make_batch(target, sequences, layers=(), progress=0.0):
     """A common.Batch of (token ids (T,), loss mask (T,)) pairs."""
     return Features(target, layers).batch(sequences, progress)
@@ -56,19 +73,6 @@ def random_batch(target, lengths=(9, 12, 7), prompt=3, layers=()):
         ids = torch.randint(1, vocab, (length,), generator=generator)
         sequences.append((ids, torch.arange(length) >= prompt))
     return make_batch(target, sequences, layers)
-
-
-def row_of(batch, row, length):
-    """A batch of one sequence of another batch, without its padding."""
-    one = slice(row, row + 1)
-    kv = {n: tuple(x[one, :, :length] for x in both) for n, both in batch.kv.items()}
-    return dataclasses.replace(
-        batch,
-        input_ids=batch.input_ids[one, :length],
-        loss_mask=batch.loss_mask[one, :length],
-        hidden=batch.hidden[one, :length],
-        kv=kv,
-    )
 
 
 def drawn(mask):
@@ -155,14 +159,14 @@ def sighted(**more):
     return model.double().eval().requires_grad_(False)
 
 
-def untrained(module, target, **fields):
+def untrained(module, target, seed=0, **fields):
     """A method's drafter for a target, in its dtype; fields: of its Config, where it
-    has them.
+    has them. By default it drafts all tokens.
     """
     fields = {"intermediate_size": 48, "draft_vocab": 0, "stage": "head"} | fields
     known = {field.name for field in dataclasses.fields(module.Config)}
     config = module.Config(**{name: fields[name] for name in fields if name in known})
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     counts = torch.arange(target.config.get_text_config().vocab_size)
     return module.build(config, target, counts).to(target.dtype).eval()
 
@@ -193,40 +197,54 @@ def make_drafts(name, target, make_drafter=untrained, **changes):
     return expanded, drafter
 
 
-def make_glide(target, **options):
-    """An untrained drafter of GLIDE for a target, in its dtype; by default of all its
-    tokens.
+def opened(target, **options):
+    """A Decoding, by default a greedy one of at most nine tokens after three."""
+    given = {"input_ids": torch.tensor([[9, 8, 7]]), "max_new_tokens": 9}
+    return common.start(target, **given | {"do_sample": False} | options)
+
+
+def decode(target, ids, drafts, **options):
+    """The target's `generate` with drafts, a function of a Decoding, and what it
+    counts.
     """
-    glide = cli.import_method(
-        "glide"
-    )  # not on top: a student's file may not be importable
-    torch.manual_seed(5)
-    config = glide.Config(**{"intermediate_size": 48, "draft_vocab": 0} | options)
-    counts = torch.arange(target.config.get_text_config().vocab_size)
-    return glide.build(config, target, counts).to(target.dtype).eval()
+    stats = common.Stats()
+    decoder = common.speculate(drafts, callback=stats)
+    return target.generate(ids, custom_generate=decoder, **options), stats
 
 
-def enumerate_joint(target, prompt, length, top_k=0):
-    """Exact probabilities of all continuations of `length` tokens, {tokens:
-    probability}.
+def make_glide(target, **options):
+    """An untrained drafter of GLIDE."""
+    # Not imported on top: a student's file may not be importable.
+    return untrained(cli.import_method("glide"), target, seed=5, **options)
 
-    top_k: how many tokens may follow a text; 0: all.
+
+def joint_of(next_probs, length):
+    """Exact probabilities of all answers of `length` tokens, {tokens: probability}.
+
+    next_probs: the probabilities of the next token, given the tokens of the answer.
     """
     joint = {(): 1.0}
     for _ in range(length):
-        grown = {}
-        for tokens, probability in joint.items():
-            ids = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1)
-            logits = target(ids).logits[0, -1].float()
-            if top_k:
-                lowest = logits.topk(top_k).values[-1]
-                logits = logits.masked_fill(logits < lowest, float("-inf"))
-            next_probs = logits.softmax(-1)
-            grown |= {
-                (*tokens, i): probability * float(p) for i, p in enumerate(next_probs)
-            }
-        joint = grown
+        joint = {
+            (*tokens, token): probability * p
+            for tokens, probability in joint.items()
+            for token, p in enumerate(next_probs(tokens))
+            if p > 0
+        }
     return joint
+
+
+def enumerate_joint(target, prompt, length, top_k=0):
+    """`joint_of` a target's answers; top_k: how many tokens may come next, 0: all."""
+
+    def next_probs(tokens):
+        ids = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1)
+        logits = target(ids).logits[0, -1].float()
+        if top_k:
+            logits[logits < logits.topk(top_k).values[-1]] = float("-inf")
+        return logits.softmax(-1).tolist()
+
+    return joint_of(next_probs, length)
 
 
 def chi_square_p_value(counts, expected):
@@ -269,8 +287,66 @@ def sampled_p_value(target, prompt, length, draws, **options):
         output = target.generate(prompt, **options)
         counts[tuple(output[0, prompt.shape[1] :][:length].tolist())] += 1
     expected = enumerate_joint(target, prompt, length, options["top_k"])
-    expected = {tokens: p for tokens, p in expected.items() if p > 0}
     return chi_square_p_value(counts, expected)
+
+
+class Table:
+    """A target whose next token depends only on the newest one, so that thousands of
+    sampled answers take seconds.
+
+    vocab: how many tokens it has. options: of the answers, such as a temperature.
+    """
+
+    def __init__(self, vocab=5, **options):
+        generator = torch.Generator().manual_seed(2)
+        self.logits = 0.5 * torch.randn(vocab, vocab, generator=generator)
+        self.drafted = torch.randn(vocab, vocab, generator=generator)
+        self.target = make_llama(vocab=vocab, layers=1)  # only its shape matters
+        given = {"do_sample": True, "top_k": 0, "max_new_tokens": 9} | options
+        self.prompt = torch.tensor([[4, 2, 3]]) % vocab
+        self.decoding = common.start(self.target, input_ids=self.prompt, **given)
+        self.decoding.cache = common.GrowingCache(1)  # which stays empty
+        self.rounds = []  # drafts, and the nodes that were accepted
+
+    def steps(self, decoding):
+        """A chain of tokens, each drawn from a table of other logits."""
+        newest = decoding.ids[0, -1:]
+        every = torch.arange(len(self.logits))
+        while True:
+            logits = self.drafted[newest[0]]
+            newest, q_draft = common.pick(decoding, logits, every, [])
+            yield newest, q_draft
+
+    def chains(self, decoding, gamma=2):
+        """Drafts of these chains, one for each round."""
+        while not decoding.done:
+            steps = itertools.islice(self.steps(decoding), gamma)
+            yield common.chain(steps, decoding.ids)
+
+    def verify(self, draft):
+        fed = [int(self.decoding.ids[0, -1]), *draft.tokens.tolist()]
+        path = self.decoding.commit(draft, self.logits[fed], torch.zeros(len(fed), 32))
+        self.rounds.append((draft, path))
+
+    def next_probs(self, tokens):
+        newest = (*self.prompt[0].tolist(), *tokens)[-1]
+        return self.decoding.process(self.logits[newest]).softmax(-1).tolist()
+
+    def p_value(self, drafts, draws=1000, length=2):
+        """How well the first tokens of `draws` answers follow the target.
+
+        drafts: a function of a Decoding that returns the generator of its drafts.
+        """
+        decoding, start = self.decoding, self.prompt.shape[1]
+        made = drafts(decoding)
+        counts = collections.Counter()
+        torch.manual_seed(0)
+        for _ in range(draws):
+            while decoding.ids.shape[1] < start + length:
+                self.verify(next(made))
+            counts[tuple(decoding.ids[0, start : start + length].tolist())] += 1
+            decoding.ids, decoding.cached = self.prompt, start - 1
+        return chi_square_p_value(counts, joint_of(self.next_probs, length))
 
 
 def draft_of(tokens, parents, probs=None, **notes):

@@ -7,15 +7,25 @@ red.
 
 A mutant replaces a piece of text that occurs once, see mutants.py. It makes the program
 wrong, not merely different.
+
+The tests run in children, each a fork of a process that has imported torch and the
+other large packages, and no file of the repository that a mutant may change.
 """
 
 import argparse
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+# What most tests need, so that no child has to import it again.
+import accelerate.state  # noqa: F401
+import pytest
+import torch  # noqa: F401
+import transformers.models.llama.modeling_llama  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "tests"))  # where this is run as a script
@@ -24,18 +34,55 @@ import coursework  # noqa: E402
 from mutants import MUTANTS  # noqa: E402
 
 
+class Reds:
+    """A plugin of pytest: the names of what fails."""
+
+    def __init__(self):
+        self.names = []
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.names.append(report.nodeid.partition("::")[2].partition("[")[0])
+
+    def pytest_collectreport(self, report):  # a file that cannot be imported
+        if report.failed:
+            self.names.append(Path(report.nodeid).name)
+
+
+def run(copy: Path, tests: str, sender) -> None:
+    """In a child: send the first of a file's tests that fails; "" if all pass."""
+    for module in ("coursework", "mutants"):  # the copy has its own, first on its path
+        del sys.modules[module]
+    os.chdir(copy)
+    sys.stdout = sys.stderr = open(os.devnull, "w")
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take a third of a second
+    reds = Reds()
+    options = "-x -p no:cacheprovider --tb=no".split()
+    code = pytest.main([*options, f"tests/{tests}"], [reds])
+    sender.send([*reds.names, f"{tests} stops"][0] if code else "")
+
+
 def first_red(copy: Path, file: str) -> str:
     """The first of a file's tests that fails in a copy; "" if all pass."""
     files = [coursework.tests_of(Path(file).name)]
     if file == "common.py":  # whose lower part is tested on targets of many kinds
         files += ["test_targets.py", "test_long.py", "test_loading.py"]
+    fork = multiprocessing.get_context("fork")
     for tests in files:
-        told = coursework.outcomes(copy, tests, (), ["-x"])
-        if not told:
-            return f"{tests}, which does not end"
-        for test, what in told.items():
-            if what:
-                return test
+        receiver, sender = fork.Pipe(duplex=False)
+        child = fork.Process(target=run, args=(copy, tests, sender))
+        child.start()
+        sender.close()  # the child's own end is the only one: it shows when it dies
+        red = f"{tests}, which does not end"
+        try:
+            if receiver.poll(coursework.SECONDS):
+                red = receiver.recv()
+        except EOFError:
+            red = f"{tests}, which dies"
+        child.kill()
+        child.join()
+        if red:
+            return red
     return ""
 
 
@@ -46,7 +93,9 @@ def noticed_by(copy: Path, file: str, old: str, new: str) -> str:
         raise SystemExit(
             f"{file} has this text {whole.count(old)} times, not once: {old!r}"
         )
-    (copy / file).write_text(whole.replace(old, new))
+    mutant = whole.replace(old, new)
+    compile(mutant, file, "exec")  # a SyntaxError here is a mistake in mutants.py
+    (copy / file).write_text(mutant)
     found = first_red(copy, file)
     (copy / file).write_text(whole)
     return found
@@ -77,9 +126,6 @@ def main() -> int:
             f"no mutants of {' '.join(unknown)}; there are {' '.join(MUTANTS)}"
         )
     mutants = chosen(args.files, args.sample)
-    os.environ["PYTHONDONTWRITEBYTECODE"] = (
-        "1"  # two mutants within a second would share theirs
-    )
 
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "copy"
@@ -89,6 +135,10 @@ def main() -> int:
             if red:
                 print(f"{red} fails without any mutant; a red test would mean nothing")
                 return 1
+        # These runs have left the bytecode of all files. From now on none is written:
+        # two mutants within a second would share theirs.
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         survivors = 0
         for file, old, new, what in mutants:
             found = noticed_by(copy, file, old, new)
