@@ -707,9 +707,6 @@ a run goes on with other data
 a run goes on with another target
 - decides["target"] = f"of content {fingerprint(target)}"
 + pass
-a checkpoint that was cut short stays in the way
-- shutil.rmtree(part, ignore_errors=True)  # of a run
-+ pass  # of a run
 the weights are not those of the state
 - copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(part)
 + drafter.to(torch.bfloat16).save_pretrained(part)
