@@ -51,9 +51,7 @@ BLANK = -1  # in an alignment, where tokens are ids; in tensors it is the last c
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     slots: int = option(6, "slots per pass, S")
-    window: int = option(
-        3, "labels that an anchor's slots learn, U (no view of the text)"
-    )
+    labels: int = option(3, "tokens that an anchor's slots learn, U")
     anchors: int = option(64, "places to train at, per sequence")
     first_token: float = option(
         1.0, "weight of the first token's own loss (the paper: 0)"
@@ -75,8 +73,8 @@ class Config:
     )
 
     def __post_init__(self):
-        common.at_least(self, window=1, anchors=1, first_token=0, draft_vocab=0)
-        common.at_least(self, slots=self.window, symbols=1, candidates=1, nodes=0)
+        common.at_least(self, labels=1, anchors=1, first_token=0, draft_vocab=0)
+        common.at_least(self, slots=self.labels, symbols=1, candidates=1, nodes=0)
         common.one_of(self, transform=("prefixes", "alignments", "none"))
 
 
@@ -252,7 +250,7 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     # The labels of a window need not be a coherent text: y_3 is what the target says
     # after x_0, x_1 and x_2, and x_2 is y_2 only where the text is the target's own
     # greedy answer.
-    U = drafter.config.window
+    U = drafter.config.labels
     hidden = batch.hidden[batch.predicts]
     logits = common.target_logits(target, hidden, drafter.vocab_ids)
     y = torch.full_like(batch.input_ids, -1)  # (B, T); column t - 1 holds y_t

@@ -14,7 +14,7 @@ import common
 import ctc_drafter
 from support.rivals import medusa
 
-SIZES = {"anchors": 6, "slots": 8, "window": 4}
+SIZES = {"anchors": 6, "slots": 8, "labels": 4}
 make_drafter = partial(untrained, ctc_drafter, seed=5, **SIZES)
 
 
@@ -235,7 +235,7 @@ def test_ctc_loss_equals_a_sum_over_all_alignments(slots):
 @pytest.mark.parametrize("weight", [0.0, 0.7])
 def test_loss_and_acceptance_of_a_batch_by_hand(small_llama, weight):
     """What cannot be drafted keeps its share of p_target in the acceptance rate."""
-    options = dict(slots=4, window=2, draft_vocab=5)
+    options = dict(slots=4, labels=2, draft_vocab=5)
     drafter = make_drafter(small_llama, first_token=weight, **options)
     batch = random_batch(small_llama, lengths=(8, 6))
     anchors, labels = ctc_drafter.anchors_and_labels(drafter, small_llama, batch)
@@ -361,7 +361,7 @@ def test_drafting_round_by_round_equals_one_training_pass(llama):
 @torch.no_grad()
 def test_slots_stand_after_their_anchor(llama, monkeypatch):
     """Row i has position i, and the slots after it i + 1, i + 2, ..."""
-    drafter = make_drafter(llama, slots=2, window=2)
+    drafter = make_drafter(llama, slots=2, labels=2)
     seen = []
     real = common.rotary
     monkeypatch.setattr(
@@ -407,7 +407,7 @@ def test_the_first_token_is_drawn_from_its_marginal(
     small_llama, monkeypatch, transform
 ):
     """Through the logits processors, from the draft vocabulary."""
-    drafter = make_drafter(small_llama, slots=4, window=2, draft_vocab=3)
+    drafter = make_drafter(small_llama, slots=4, labels=2, draft_vocab=3)
     q_slots = some_slots()
     monkeypatch.setattr(ctc_drafter, "fill_slots", lambda *_: q_slots.log())
     starts = beginnings(q_slots)
@@ -439,7 +439,7 @@ def test_a_drawn_token_that_the_search_left_out_has_nothing_below_it(small_llama
     """Nor does one that a logits processor forces; and nothing is drawn in vain."""
     q_slots = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.8, 0.1, 0.0]])
     vocab_ids = torch.tensor([2, 5, 6])
-    config = ctc_drafter.Config(slots=2, window=2, symbols=1, nodes=3)
+    config = ctc_drafter.Config(slots=2, labels=2, symbols=1, nodes=3)
 
     def tree(nodes=3, **options):
         changed = dataclasses.replace(config, nodes=nodes)

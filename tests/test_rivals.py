@@ -18,7 +18,7 @@ PROMPT = torch.tensor([[9, 8, 7]])
 # ------------------------------------------------------------------------------- Medusa
 
 
-make_medusa = partial(untrained, medusa, seed=5, anchors=16, window=3)
+make_medusa = partial(untrained, medusa, seed=5, anchors=16, labels=3)
 
 
 @torch.no_grad()

@@ -104,7 +104,7 @@ def medusa_heads(theirs: dict, weights: dict[str, Tensor], target):
     if theirs["medusa_num_layers"] != 1:
         raise UserError("its heads have several residual blocks, and ours have one")
     config = medusa.Config(
-        common.target_shape(target), window=count, draft_vocab=0, own_heads=True
+        common.target_shape(target), labels=count, draft_vocab=0, own_heads=True
     )
     renamed = {}
     for n in range(count):

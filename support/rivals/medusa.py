@@ -30,7 +30,7 @@ from common import option
 @dataclass
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
-    window: int = option(3, "number of heads, U")
+    labels: int = option(3, "tokens that are learned: the number of heads, U")
     anchors: int = option(64, "places to train at, per sequence")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     own_heads: bool = option(
@@ -45,7 +45,7 @@ class Config:
     transform = "none"  # no field: for ctc_drafter.make_tree, as heads have no blank
 
     def __post_init__(self):
-        common.at_least(self, window=1, anchors=1, draft_vocab=0)
+        common.at_least(self, labels=1, anchors=1, draft_vocab=0)
         common.at_least(self, symbols=1, nodes=0)
 
 
@@ -70,7 +70,7 @@ class Drafter(
         self.feature_norm = norm(width, eps=1e-5)
         self.embed_norm = norm(width, eps=1e-5)
         self.fusion = nn.Linear(2 * width, width, bias=False)
-        heads = [nn.Linear(width, width) for _ in range(config.window)]
+        heads = [nn.Linear(width, width) for _ in range(config.labels)]
         self.heads = nn.ModuleList(heads)
         self.norm = norm(width, eps=1e-5)
         common.add_vocab_ids(self, config.draft_vocab)
