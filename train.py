@@ -54,7 +54,7 @@ def options() -> cli.OneLineParser:
     add("--out", required=True, help=text)
     add("--target", type=cli.target, help=cli.TARGET_HELP)
     add("--dtype", default="float32", choices=dtypes, help="of the target")
-    add("--device", default="auto", type=cli.device, help=cli.DEVICE_HELP)
+    add("--device", default="auto", help=cli.DEVICE_HELP)
     add("--seed", type=number(int, 0, 2**31), default=0, help="of all random choices")
 
     add = parser.add_argument_group("--method").add_argument

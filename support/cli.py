@@ -71,6 +71,13 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
+    def parse_args(self, args=None, namespace=None):
+        """What argparse does; then --device auto is decided, which imports torch."""
+        options = super().parse_args(args, namespace)
+        if hasattr(options, "device"):
+            options.device = device(options.device)
+        return options
+
     def error(self, message: str):
         raise mistake(f"{message}; see --help")
 

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = cli.OneLineParser(description=__doc__)
     parser.add_argument("--target", type=cli.target, help=cli.TARGET_HELP)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--device", type=cli.device, help=cli.DEVICE_HELP)
+    parser.add_argument("--device", help=cli.DEVICE_HELP)
     parser.add_argument("--json", metavar="FILE", help="write the result")
     # The other options of bench.py, which the header of a result has, are as always.
     args = parser.parse_args(argv, command.parse([], __doc__))

@@ -466,9 +466,9 @@ def main(argv: list[str] | None = None) -> None:
     args.argv = argv
     if args.json:
         cli.check_writable(args.json)
-    prompts = bench.prompts_of(args)
-    if not prompts:
+    if not args.method:
         raise common.UserError("nothing to record: give --method")
+    prompts = bench.prompts_of(args)
     stock, target, tokenizer = bench.load(args)
     arm = arms.make_arms(args.method, target)[0]
     longest_chains(arm)  # a UserError comes before the long run

@@ -51,7 +51,7 @@ def options(description: str) -> cli.OneLineParser:
         choices=dtypes,
         help="dtype of target and drafters",
     )
-    add("--device", default="auto", type=cli.device, help=cli.DEVICE_HELP)
+    add("--device", default="auto", help=cli.DEVICE_HELP)
     add(
         "--max-new-tokens",
         type=number(int, 1),
