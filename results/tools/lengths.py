@@ -2,11 +2,12 @@
 
     python results/tools/lengths.py --method glide falcon --json run.json
 
-The texts of prompts/long/texts.jsonl are cut to each length. All arms answer a prompt
-before the next one, in an order that is drawn anew. The target reads a prompt once: an
-arm takes over the cache of the arm before it, and the times are those of the answers
-without the prefill. Answers do not end at an end token, so all are equally long.
-Speedups are over our own plain loop on the packed target.
+The texts of prompts/long/texts.jsonl, or the first turns of --prompts, are cut to each
+length, as far as they have so many tokens. All arms answer a prompt before the next
+one, in an order that is drawn anew. The target reads a prompt once: an arm takes over
+the cache of the arm before it, and the times are those of the answers without the
+prefill. Answers do not end at an end token, so all are equally long. Speedups are over
+our own plain loop on the packed target.
 """
 
 import random
@@ -24,7 +25,6 @@ from support import cli  # noqa: E402
 from support.measuring import arms, command, report  # noqa: E402
 from support.measuring.report import clock  # noqa: E402
 from support.prompts import encode  # noqa: E402
-from support.training import data  # noqa: E402
 
 TEXTS = cli.ROOT / "prompts" / "long" / "texts.jsonl"
 LENGTHS = (256, 1024, 2048, 4096, 7000)
@@ -59,8 +59,12 @@ def measure(args) -> dict:
         arms.plain_loops(stock, target)[-1],
         *arms.make_arms(args.method, target),
     ]
+    if any(arm.drafts is None for arm in all_arms):
+        raise common.UserError(
+            "prompt-lookup and assisted keep no cache: leave them out"
+        )
     options = bench.generate_options(args) | {"eos_token_id": None}
-    texts = data.read_prompts([TEXTS], args.num_prompts)
+    texts = bench.prompts_of(args)
     result |= {"prompts": len(texts), "lengths": {}}
     shuffle = random.Random(args.seed)
     bench.warm_up(tokenizer, all_arms, [[{"turns": ["Hello."]}]], options)
@@ -94,17 +98,19 @@ def figures_of(found: dict) -> dict:
 def main(argv: list[str] | None = None) -> None:
     """Measure, print a table of speeds, and write the result."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = cli.OneLineParser(description=__doc__)
-    parser.add_argument("--method", nargs="+", required=True, metavar="ARM")
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
-    parser.add_argument("--num-prompts", type=int, default=6)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser = command.options(__doc__)
+    parser.add_argument(
+        "--lengths", nargs="+", type=cli.number(int, 64), default=LENGTHS
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result")
-    # The other options of bench.py, which the header of a result has, are as always.
-    args = parser.parse_args(argv, command.parse([], __doc__))
+    args = parser.parse_args(argv)
     args.argv = argv
     if args.json:
         cli.check_writable(args.json)
+    if not args.method:
+        raise common.UserError("nothing to time: give --method")
+    if args.prompt is None:
+        args.prompts = args.prompts or [TEXTS]
     result = measure(args)
     print(table(result))
     if args.json:
