@@ -112,7 +112,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     counts = [set_size(confidence, config) for confidence in confidences]  # K_i
 
     # The drafted token is not always the most probable one, because when sampling it
-    # may be any. It is taken out by its id therefore, and not as the first in order.
+    # may be any. It is therefore removed by its id, not by its rank.
     others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
     most = min(max(counts), others.shape[1])
     possible = (others > 0).sum(1)

@@ -43,6 +43,7 @@ import dataclasses
 import functools
 import inspect
 import io
+import json
 import math
 import re
 import sys
@@ -55,6 +56,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
+from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -1123,18 +1126,27 @@ def read_drafter(Drafter, path, **hub):
     # An id is owner/name, where owner is not a local folder.
     is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))
     is_id = is_id and not Path(path).parent.is_dir()
+    file = Path(path) / "config.json"
     remedy = f"name another folder, or make one with train.py --out {path}"
-    if not is_id and not (Path(path) / "config.json").is_file():
+    if not is_id and not file.is_file():
         raise UserError(f"no drafter in {path}; {remedy}")
+    method = Drafter.__module__.rpartition(".")[2]  # a copied file may be in a package
+    damaged = f"{path} holds no {method} drafter, or a damaged one"
+    try:
+        if is_id:
+            file = Path(hf_hub_download(str(path), "config.json", **hub))
+        sizes = json.loads(file.read_bytes())["target"].values()
+        whole = len(sizes) > 0 and all(type(x) is int and x > 0 for x in sizes)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{damaged} ({one_line(error)}); {remedy}") from error
+    if not whole:
+        raise UserError(f"{damaged} (config.json has no target); {remedy}")
+    # The method's code may rely on these sizes, so any other kind of error is a bug.
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # the hub's loader prints
             return Drafter.from_pretrained(str(path), strict=True, **hub)
-    except Exception as error:  # of a file, the hub, the network or a wrong config
-        method = Drafter.__module__.rpartition(".")[2]  # a copy may be in a package
-        raise UserError(
-            f"{path} holds no {method} drafter, or a damaged one ({one_line(error)}); "
-            f"{remedy}"
-        ) from error
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{damaged} ({one_line(error)}); {remedy}") from error
 
 
 @dataclass

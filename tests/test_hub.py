@@ -97,6 +97,19 @@ def test_a_drafter_is_loaded_by_its_id_as_from_pretrained_does(method, llama, tm
             common.load_drafter(module.Drafter, "org/drafter", llama, **other)
 
 
+def test_a_mistake_in_a_method_is_not_taken_for_a_damaged_file(
+    llama, tmp_path, monkeypatch
+):
+    module, _ = saved_drafter("glide", llama, tmp_path)
+
+    def begin(self, config):
+        raise NameError("a student's")
+
+    monkeypatch.setattr(module.Drafter, "__init__", begin)
+    with pytest.raises(NameError, match="a student's"):
+        common.load_drafter(module.Drafter, tmp_path, llama)
+
+
 def test_what_cannot_be_an_id_is_looked_for_here_only(llama, tmp_path, monkeypatch):
     """The hub would be asked for half a minute where there is no network."""
     (tmp_path / "org").mkdir()

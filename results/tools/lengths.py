@@ -74,6 +74,8 @@ def measure(args) -> dict:
             found = {arm.name: [] for arm in all_arms}
             for number, text in enumerate(texts):
                 prompt = cut(tokenizer, text["turns"][0], length, target.device)
+                if (short := prompt["input_ids"].shape[1]) < 0.9 * length:
+                    bar.write(f"lengths.py: a text for {length} has {short} tokens")
                 new = answers_to(prompt, all_arms, options, shuffle)
                 plain = new[all_arms[0].name]
                 for name, answer in new.items():
