@@ -80,6 +80,23 @@ def test_a_tree_holds_what_each_branch_alone_would_give(llama, k, fusion):
             assert draft.notes["q"][node] == expected
 
 
+@pytest.mark.parametrize("k, passes", [(1, 4), (2, 2), (3, 2), (4, 1)])
+def test_a_pass_drafts_k_levels(llama, monkeypatch, k, passes):
+    """Table 5: a tree of four levels."""
+    fed = []
+    attend = falcon.Drafter.attend
+
+    def counted(self, target, x, *given):
+        fed.append(x.shape[1])
+        return attend(self, target, x, *given)
+
+    monkeypatch.setattr(falcon.Drafter, "attend", counted)
+    drafter = make_drafter(llama, k=k, tree=falcon.layered_tree([3, 4, 1, 1]))
+    options = {"input_ids": random_ids(6, seed=0), "max_new_tokens": 20}
+    draft = next(falcon.drafts(common.start(llama, **options), drafter))
+    assert len(draft.tokens) == 9 and len(fed) == passes
+
+
 @pytest.mark.parametrize("k", [2, 3])
 @torch.no_grad()
 def test_a_prompt_is_read_as_if_attended_at_once(k):

@@ -64,6 +64,16 @@ def test_medusa_drafts_products_and_merges_no_repeats(llama, monkeypatch):
     assert (4,) in paths(draft) and all(4 not in path[:-1] for path in paths(draft))
 
 
+@torch.no_grad()
+def test_medusa_draws_the_first_token_from_its_first_head(llama):
+    """The distribution of sampled answers is tested in test_ctc_drafter.py."""
+    drafter = make_medusa(llama)
+    draft = next(medusa.drafts(opened(llama, do_sample=True, top_k=0), drafter))
+    q_heads = head_probs(llama, drafter, PROMPT[0])
+    torch.testing.assert_close(draft.probs[0, drafter.vocab_ids], q_heads[0])
+    assert draft.probs.shape == (1, 48) and draft.parents[0] == -1
+
+
 # --------------------------------------------------------------------------------- beam
 
 
