@@ -3,20 +3,23 @@
 Paper: Wen et al., 2024, arXiv:2412.00061.
 
 One transformer layer fills the S slots after the newest token in a single pass, each
-with a token or with a blank (e). A filling is called an alignment. Given the text, the
+with a token or with a blank (-). A filling is called an alignment. Given the text, the
 slots are independent (Eq. 7), so the probability of an alignment is the product of the
 probabilities in its slots. The CTC transform turns an alignment into a sequence of
 tokens: it merges equal neighbours, and then it drops the blanks:
 
-    slots       a a e b c c        a e a b e e
-    merged      a   e b c          a e a b e
+    slots       a a - b c c        a - a b - -
+    merged      a   - b c          a - a b -
     sequence    a     b c          a   a b          a blank keeps two equal tokens apart
 
 Many alignments become the same sequence, and CTC adds up their probabilities (Eq. 6).
-Training maximises the sum for the right sequence. By the abstract this strengthens "the
-correlations between draft tokens". The slots stay independent; what the layer can learn
-is which of them hold tokens. When decoding, the likeliest sequences are drafted, as a
-tree.
+Training maximises the sum for the right sequence. It does so at many places of a text
+in one pass, the *anchors*, each of which has S slots of its own. When decoding, the
+likeliest sequences are drafted, as a tree. Although the slots are independent, the
+tokens of a sequence are not, because they share an alignment.
+
+By default a loss of ours on the first token is added, and sequences are ranked by sums.
+The paper's are `first_token=0` and `transform="alignments"`.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. The base
@@ -51,8 +54,8 @@ BLANK = -1  # in an alignment, where tokens are ids; in tensors it is the last c
 class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     slots: int = option(6, "slots per pass, S")
-    labels: int = option(3, "tokens that an anchor's slots learn, U")
-    anchors: int = option(64, "places to train at, per sequence")
+    labels: int = option(3, "tokens that are learned after each anchor, U")
+    anchors: int = option(64, "at most this many per sequence, chosen at random")
     first_token: float = option(
         1.0, "weight of the first token's own loss (the paper: 0)"
     )
@@ -253,11 +256,12 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     U = drafter.config.labels
     hidden = batch.hidden[batch.predicts]
     logits = common.target_logits(target, hidden, drafter.vocab_ids)
-    y = torch.full_like(batch.input_ids, -1)  # (B, T); column t - 1 holds y_t
+    y = torch.full_like(batch.input_ids, -1)  # (B, T); column i holds y_(i+1)
     y[batch.predicts] = logits.argmax(-1)  # -1 outside the answer
-    # Windows at the end of the text run into -1.
+    # Now column i holds y_(i+2), the first label of row i. Windows at the end of the
+    # text run into -1.
     y = F.pad(y[:, 1:], (0, U - 1), value=-1)  # (B, T - 2 + U)
-    labels = y.unfold(1, U, 1)  # (B, T - 1, U): row i learns y_(i+2) to y_(i+1+U)
+    labels = y.unfold(1, U, 1)  # (B, T - 1, U)
 
     # Choose anchors at random among the rows whose labels all lie in the answer. Its
     # last token is therefore a label only at the end of a window. Not all of these rows
@@ -296,6 +300,7 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
 
     log_q: (W, S, Vd + 1). labels: (W, U).
     """
+    # F.ctc_loss is the dynamic programme of Figure 1.
     W, S, size = log_q.shape
     return F.ctc_loss(
         log_q.transpose(0, 1),  # (S, W, Vd + 1)
@@ -384,28 +389,28 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
 
 
 # Which sequences are drafted? There are three answers, one for each `transform`. Take
-# two slots. Slot 1 holds a (.6) or e (.4), slot 2 holds a (.2), b (.5) or e (.3). The
+# two slots. Slot 1 holds a (.6) or - (.4), slot 2 holds a (.2), b (.5) or - (.3). The
 # alignments of only slot 1 and of both slots become these sequences:
 #
 #     a       .6             a
-#     e       .4             (nothing)
+#     -       .4             (nothing)
 #     a b     .6 x .5 = .30  a b
-#     e b     .4 x .5 = .20  b
-#     a e     .6 x .3 = .18  a            as after slot 1: the blank is dropped
+#     - b     .4 x .5 = .20  b
+#     a -     .6 x .3 = .18  a            as after slot 1: the blank is dropped
 #     a a     .6 x .2 = .12  a            as after slot 1: the second a merges
-#     e e     .4 x .3 = .12  (nothing)
-#     e a     .4 x .2 = .08  a            here a comes in slot 2
+#     - -     .4 x .3 = .12  (nothing)
+#     - a     .4 x .2 = .08  a            here a comes in slot 2
 #
 # A node of the tree is a sequence, and the tree has those that rank highest:
 #
-#     prefixes      a .68   a b .30   b .20      the probability that what all slots
-#                   become begins with it; for a it is .60 + .08 (`prefix_search`)
+#     prefixes      a .68   a b .30   b .20      the probability that the sequence of
+#                   all slots begins with it; for a it is .60 + .08 (`prefix_search`)
 #     alignments    a .60   a b .30   b .20      the probability of the likeliest
 #                   alignment that becomes it (`likeliest_alignments`)
 #     none          a .60   a b .30   a a .12    the product of its tokens in the first
 #                   slots; nothing is merged or blank (`likeliest_combinations`)
 #
-# With a transform, a a would need three slots: a e a.
+# With a transform, a a would need three slots: a - a.
 
 
 def complete(sequence: tuple, eos_ids, max_depth: int) -> bool:
@@ -434,7 +439,7 @@ def prefix_search(
     # last slot is blank, in the other it holds a token. For the prefix a:
     #
     #     next slot    if the last one is blank    if the last one holds a token, a
-    #     e            a                           a
+    #     -            a                           a
     #     a            a a                         a    it merges
     #     b            a b                         a b
     #
@@ -659,18 +664,20 @@ if __name__ == "__main__":
 #  5. The blank is always among a slot's choices. In 3.3, as we read it, it is one of
 #     the k likeliest.
 #  6. `none` drafts no blanks. In Table 2 they stay in the drafts, and spoil them (4.3).
-#  7. Frequent tokens only, labels included (`draft_vocab`); random places (`anchors`).
+#  7. Only frequent tokens are drafted and learned (`draft_vocab`). Labels are the argmax
+#     after the text's own tokens, at random anchors whose labels all lie in the answer.
 #  8. When sampling, the first token is sampled. The paper's example is greedy (3.3).
 #  9. S = 6 and U = 3, of which the paper says nothing; k = 6 and five nodes.
-#  The blank: all windows have U labels. Without repeats the layer can put label i into
-#  slot i and blanks behind, so here the blank only marks the end.
-#  The transforms gain at most 1% in tau over `none` (results/log.md).
-#  Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p').
+#
+# Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p'). All windows
+# have U labels. Without repeats the layer can put label i into slot i and blanks behind,
+# so here the blank only marks the end, and the transforms gain about 1% in tau over
+# `none` (results/log.md).
 #
 # Authors' code, run with the same random weights; the rest agrees:
 #  - EAGLE's causal layer drafts four tokens in four passes; the blank is <unk>.
 #  - The loss is 1.0 SmoothL1 + 0.1 cross-entropy + 0.01 CTC (a mean over labels, S = 6
 #    and U = 3). A place learns if the token of its feature is in the answer.
 #  - k is 10, and the tree is Medusa's, of 63 nodes. Without a repeat, blanks stay.
-#  - After a removed repeat, tokens keep their positions and the index that gathers
-#    logits is stale: with an oracle as the drafter, 4 of 4 answers were wrong.
+#  - After a repeat is removed, tokens keep their positions, and logits are gathered at
+#    the old ones. With an oracle in the drafter's place, 4 of 4 answers were wrong.

@@ -601,7 +601,8 @@ if __name__ == "__main__":
 
 # --------------------------------- deviations from the paper, and the authors' code
 #
-# Deviations from the paper, and choices where it says nothing:
+# Deviations from sections 1 to 5 of v1 (we have not read its appendices), and choices
+# where these say nothing:
 #  1. The paper's draft model is given (3.1). By default it is made here, from layers of
 #     the target that first learn the target's distributions (stage "draft").
 #  2. Copied layers draft and learn frequent tokens only (`draft_vocab`).
@@ -619,4 +620,4 @@ if __name__ == "__main__":
 #    but texts and answers are sampled with the checkpoint's settings.
 #  - In the last rounds of an answer it drafts beyond the maximum length.
 #  - It does not have the slip of the printed Algorithm 2 (see `until_stop`).
-# In the paper's Table 1 the two rows are exchanged. Appendices B to D were not read.
+# In the paper's Table 1 the two rows are exchanged.

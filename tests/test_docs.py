@@ -156,14 +156,6 @@ def test_the_map_leaves_out_no_figure_table_or_equation(paper):
             assert name in rows
 
 
-def test_the_table_of_guesses_has_the_distances_that_test_1_computes():
-    section = TEXTS["PAPERS.md"].split("## What one would guess\n")[1].split("\n## ")[0]
-    row = r"^\| .* \| (?:total variation )?(.*) \| test 1 \|$"
-    rows = re.findall(row, section, re.M)
-    (mark,) = test_verify.test_how_far_from_the_target_wrong_siblings_lead.pytestmark
-    assert rows == [f"{case[-1]:g}".lstrip("0") for case in mark.args[1]]
-
-
 # ------------------------------------------------------------------------- commands
 
 
