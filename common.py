@@ -327,7 +327,9 @@ class Decoding:
                 "the cache of `after` was taken over already, or is another target's: "
                 "pass the newest Decoding of this target"
             )
-        if after.state != self.state or changing_rope(self.target.config):
+        # Long and dynamic RoPE rotate keys by the length of the text.
+        changing = _rope(self.target.config).get("rope_type") in ("longrope", "dynamic")
+        if after.state != self.state or changing:
             warnings.warn("the cached rows do not fit, so the whole text is read anew")
             return
         # What an interrupted round has left behind its P rows is cut here as well.
@@ -682,19 +684,15 @@ def decoder_config(target):
     return getattr(target.get_decoder(), "config", target.config).get_text_config()
 
 
-def sample(probs: Tensor, uniform: Tensor | None = None) -> Tensor:
-    """Draw ids (..., 1) from probs (..., V).
-
-    uniform: (..., 1) in [0, 1); None: torch.rand's.
-    """
+def sample(probs: Tensor) -> Tensor:
+    """Draw ids (..., 1) from probs (..., V)."""
     # torch.multinomial takes many times as long on a CPU. float32 sums would lose rare
     # tokens, but MPS has no float64. With right=True the id is the first whose sum
     # exceeds the number, so never one of probability 0.
     exact = probs if probs.device.type == "mps" else probs.double()
     sums = exact.cumsum(-1)  # (..., V)
-    if uniform is None:
-        uniform = torch.rand_like(sums[..., :1])
-    ids = torch.searchsorted(sums, uniform * sums[..., -1:], right=True)
+    drawn = torch.rand_like(sums[..., :1]) * sums[..., -1:]
+    ids = torch.searchsorted(sums, drawn, right=True)
     return ids.clamp(max=sums.shape[-1] - 1)  # a drafter's sums may overflow to nan
 
 
@@ -723,8 +721,9 @@ def appended(buffer: Tensor, length: int, new: Tensor) -> Tensor:
 class GrowingLayer(DynamicLayer):
     """A cache layer that copies old rows only when its buffers are full."""
 
-    # DynamicLayer concatenates, which copies the whole cache at every forward. Layers
-    # that share another's keys (Gemma 4) are never fed, and then there are no buffers.
+    # DynamicLayer concatenates, which copies the whole cache at every forward.
+
+    buffers = ()  # layers that share another's keys (Gemma 4) never get any
 
     def update(self, key_states, value_states, *args, **kwargs) -> tuple:
         """Append n rows; returns keys and values (B, Hkv, P + n, Dh)."""
@@ -734,19 +733,9 @@ class GrowingLayer(DynamicLayer):
             self.buffers = [x[:, :, :0] for x in new]
             self.is_initialized = True
         self.buffers = [appended(x, old, n) for x, n in zip(self.buffers, new)]
-        self.cut(old + key_states.shape[2])
+        end = old + key_states.shape[2]
+        self.keys, self.values = (x[:, :, :end] for x in self.buffers)
         return self.keys, self.values
-
-    def cut(self, length: int) -> None:
-        """Keep the first `length` rows."""
-        if self.is_initialized:
-            self.keys, self.values = (x[:, :, :length] for x in self.buffers)
-
-    def move(self, rows: Tensor, first: int) -> None:
-        """Copy `rows` (n,) to first, first + 1, ..."""
-        if self.is_initialized:
-            for x in self.buffers:
-                x[:, :, first : first + len(rows)] = x[:, :, rows.to(x.device)]
 
 
 class GrowingCache(DynamicCache):
@@ -759,12 +748,14 @@ class GrowingCache(DynamicCache):
     def move(self, rows: Tensor, first: int) -> None:
         """Copy `rows` (n,) of every layer to first, first + 1, ..."""
         for layer in self.layers:
-            layer.move(rows, first)
+            for x in layer.buffers:
+                x[:, :, first : first + len(rows)] = x[:, :, rows.to(x.device)]
 
     def cut(self, length: int) -> None:
         """Keep the first `length` rows of every layer."""
         for layer in self.layers:
-            layer.cut(length)
+            if layer.is_initialized:
+                layer.keys, layer.values = (x[:, :, :length] for x in layer.buffers)
 
 
 class DraftCache(GrowingCache):
@@ -1423,7 +1414,10 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
     surplus = ", ".join(name for name in tensors if name not in known)
     length = generation_config.max_length
     reach = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    border = long_rope_border(target.config)
+    rope = _rope(target.config)
+    border = math.inf  # the length beyond which long RoPE takes other factors
+    if rope.get("rope_type") == "longrope":
+        border = rope.get("original_max_position_embeddings") or math.inf
     refuse(
         (
             mode not in ("greedy_search", "sample"),
@@ -1464,9 +1458,8 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
             f"{reach}: shorten it, or raise target.config.max_position_embeddings if "
             "the target was made for longer texts",
         ),
-        # Beyond a border, long RoPE rotates all keys by other factors, but the cached
-        # ones have been rotated already. A prompt that is already longer uses the long
-        # factors throughout.
+        # The cached keys have been rotated already. A prompt that is longer than the
+        # border uses the long factors throughout.
         (
             input_ids.shape[1] - 1 <= border < length - 1,
             f"prompt + new tokens = {length} crosses the range of short RoPE factors, "
@@ -1481,17 +1474,6 @@ def _rope(config) -> dict:
     settings = getattr(config.get_text_config(), "rope_parameters", None) or {}
     nested = [x for x in settings.values() if isinstance(x, dict) and "rope_type" in x]
     return nested[0] if nested else settings
-
-
-def long_rope_border(config) -> float:
-    """The length beyond which long RoPE takes other factors; else infinity."""
-    border = _rope(config).get("original_max_position_embeddings")
-    return border if border and _rope(config)["rope_type"] == "longrope" else math.inf
-
-
-def changing_rope(config) -> bool:
-    """Whether keys are rotated in a way that depends on the length of the text."""
-    return _rope(config).get("rope_type") in ("longrope", "dynamic")
 
 
 def _check_processors(decoding: Decoding) -> None:

@@ -8,7 +8,7 @@ last hidden state after its final norm (the paper's "feature"), and the next tok
 x_(i+1). It predicts its label h_(i+k), from which the LM head drafts x_(i+k+1).
 The newest k slots form a block: they see each other and all earlier slots. The k
 predictions and the k tokens drafted from them are the slots of the next pass. In the
-example of 3.1, k = 2, the newest token is x_3, and h'_i is a prediction of h_i:
+example of 3.1, k is 2 and the newest token is x_3; h'_i stands for a prediction of h_i:
 
     pass    slots                        predictions     tokens drafted
     1       (h_1, x_2)   (h_2, x_3)      h'_3   h'_4     x_4   x_5
@@ -168,7 +168,7 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
     indices = torch.arange(length, device=phase.device)
     block = (indices + phase[:, None]) // k  # (B, S)
     # The label of slot i is fed to slot i + k, a block later, so no slot sees its own
-    # label. (Some are fed their own one by `reveal`, and these have no loss.)
+    # label. (`reveal` feeds some slots their own label; those have no loss.)
     return (block[:, :, None] >= block[:, None, :])[:, None]
 
 
@@ -229,13 +229,13 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, phase: Tensor) ->
 
         blocks                       0 1 | 2 3 4 | 5 6 7 | 8 9 10
         first, a run of two          . .   . . .   x x .   . . .
-        then, cut short at N         . .   x . .   x x .   . . .
+        with a second, cut at N      . .   x . .   x x .   . . .
 
     wrong: (B, S) bool, True where a slot learns and its likeliest token is not the
         target's. The number of these in a sequence is d, the Hamming distance.
     learns: (B, S) bool. rate: lambda. phase: (B,) of `relaxed_mask`.
     Returns (B, S) bool, True where revealed. If the runs of a sequence have fewer than
-    N slots together, all of them are revealed.
+    N slots in all, all of them are revealed.
     """
     # The paper reveals runs of slots "preceding those to be predicted" (3.2). A run
     # begins with the first slot of a complete block whose slots all learn. It never has
@@ -270,9 +270,9 @@ def reveal(drafter: Drafter, target, slots: Slots, progress: float) -> Slots:
     # When drafting, the second slot never sees x_4. The paper argues (3.3) that CSGD
     # "improves the dependency between tokens within a block".
     _, logits, labels = predict(drafter, target, slots)  # a pass without noise
-    likeliest = common.target_logits(target, labels, drafter.vocab_ids).argmax(-1)
+    truth = common.target_logits(target, labels, drafter.vocab_ids).argmax(-1)
     wrong = torch.zeros_like(slots.learns)
-    wrong[slots.learns] = logits.argmax(-1) != likeliest
+    wrong[slots.learns] = logits.argmax(-1) != truth
     rate = 0.4 * (1 - progress)  # lambda, which in the paper falls by epochs
     revealed = glance(wrong, slots.learns, rate, drafter.config.k, slots.phase)
     return slots._replace(
@@ -456,8 +456,8 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     #     attend now                3   4 5 6
     #
     # Up to k - 1 old slots, here slot 4, share a block with new ones. For simplicity
-    # the last k - 1 old slots always attend again. The LSTM does not read them again,
-    # so memory keeps them fused.
+    # the last k - 1 old slots attend again even where they do not. The LSTM does
+    # not read them again, so memory keeps them fused.
     fused = memory.read(drafter, decoding)  # (1, r, D)
     length = fused.shape[1]  # r
     # Drop the cached rows of the slots that attend again, and those of the last draft,
@@ -580,21 +580,21 @@ def propose(drafter: Drafter, decoding, memory: Memory, tree: dict) -> common.Dr
         return common.chain([], decoding.ids)
     texts = {(): []}  # {path: the tokens on the way to a node, its own last}
     q = {}  # {path: the probability of a node's token or, when sampling, its q_draft}
-    parents = {(): 0}  # {path: its branch}, the nodes of one depth that get children
+    branch_of = {(): 0}  # {path: its branch}, the nodes of one depth with children
     for depth in range(decoding.max_depth):
         slot = depth % k
         if slot == 0:  # the first pass, or all slots of the last one are used up
             if depth > 0:
-                fed = [texts[tip][-k:] for tip in parents]
-                continued = list(parents.values())
+                fed = [texts[tip][-k:] for tip in branch_of]
+                continued = list(branch_of.values())
                 latest = later_pass(drafter, decoding, memory, latest, continued, fed)
-                parents = {tip: branch for branch, tip in enumerate(parents)}
+                branch_of = {tip: branch for branch, tip in enumerate(branch_of)}
             logits = memory.head(latest.h_draft)  # (b, k, Vd)
         if not decoding.do_sample:
-            count = 1 + max(max(tree[parent]) for parent in parents)
+            count = 1 + max(max(tree[parent]) for parent in branch_of)
             ranked = likeliest(logits[:, slot], drafter.vocab_ids, count)
         grown = {}  # the parents of the next level
-        for parent, branch in parents.items():
+        for parent, branch in branch_of.items():
             if decoding.do_sample:
                 scores, above = logits[branch, slot], texts[parent]
                 children = sample_siblings(decoding, scores, drafter.vocab_ids, above)
@@ -606,18 +606,18 @@ def propose(drafter: Drafter, decoding, memory: Memory, tree: dict) -> common.Dr
                 q[path] = probability
                 if path in tree and token not in decoding.eos_ids:
                     grown[path] = branch
-        parents = grown
-        if not parents:
+        branch_of = grown
+        if not branch_of:
             break
 
     if not q:
         return common.chain([], decoding.ids)
     index_of = {(): -1} | {path: node for node, path in enumerate(q)}
     tokens = decoding.ids.new_tensor([texts[path][-1] for path in q])
-    indices = [index_of[path[:-1]] for path in q]  # of the nodes' parents
+    parents = [index_of[path[:-1]] for path in q]
     if decoding.do_sample:
-        return common.Draft(tokens, indices, torch.stack(list(q.values())), {"k": k})
-    return common.Draft(tokens, indices, notes={"k": k, "q": list(q.values())})
+        return common.Draft(tokens, parents, torch.stack(list(q.values())), {"k": k})
+    return common.Draft(tokens, parents, notes={"k": k, "q": list(q.values())})
 
 
 @common.windowed
@@ -644,16 +644,21 @@ if __name__ == "__main__":
 # --------------------------------- deviations from the paper, and the authors' code
 #
 # Deviations from the paper, and choices where it says nothing:
-#  1. A slot predicts k places ahead (3.1). With one (Eq. 1) it would see its own label.
+#  1. A slot predicts k places ahead (3.1). If it predicted one place ahead, as in
+#     Eq. 1, it would see its own label.
 #  2. CSGD feeds a slot its own label, with the text's token. It then has no loss. N is
-#     rounded, and which runs are revealed is random (see `glance`).
-#  3. In training the first block has a random length. When drafting, cached rows stay.
-#  4. There are four more norms, and layers start as the target's top ones.
+#     rounded, which runs are revealed is random (see `glance`), and lambda falls with
+#     each step.
+#  3. In training the first block has a random length. When drafting, rows of older
+#     slots stay cached, although the borders of blocks have moved.
+#  4. There are four more norms: of features, of embeddings, before the first layer's
+#     attention, and of the output. Layers start as the target's top ones.
 #  5. Only frequent tokens are drafted and learned. L_hard's label is the likeliest one.
 #  6. CSGD's first pass has no noise. In the second, revealed labels have it as well.
 #  7. By default the tree has nine nodes (paper: 118), and omega_dist is 1 (paper: .1).
 #  8. Branches that continue the same one are fed equal predictions (unlike Figure 1).
 #  9. Siblings are sampled without replacement; appendix A says: "we sample m tokens".
+# 10. The drafter sees a window of a long text (common.windowed).
 #
 # Authors' code. With equal random weights and without deviation 4, all agrees but:
 #  - The LSTM's tuple goes to the first layer, so the forward does not run as published.

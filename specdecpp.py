@@ -127,7 +127,7 @@ class AcceptanceHead(nn.Module):
 # `batch` is a common.Batch: input_ids (B, T); loss_mask (B, T), which is True at the M
 # answer tokens X_t; and the target's last hidden states, batch.hidden (B, T, D). The
 # paper's i is t here. batch.predicts (B, T) marks the places whose next token is an
-# X_t. `drafter` has the head, and `model_of` gives its draft model: model.hidden
+# X_t. `drafter` holds the head, and `model_of` returns its draft model: model.hidden
 # computes last hidden states (B, T, E), and model.logits turns them into logits (...,
 # Vd), one for each of model.vocab_ids.
 
@@ -146,12 +146,12 @@ def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     #    drafted and labelled after X_1 to X_(t-1).
     temperature = drafter.config.temperature
     drafted, accept_prob = draw_labels(model, target, batch, temperature)
-    # 3. The head learns from hidden states at draft tokens, and X holds very few (a
-    #    sparse signal, as section 1 says). One pass reads Z, of which most is Y.
+    # 3. The head should learn from hidden states at draft tokens, of which X holds very
+    #    few (section 1 calls the signal sparse). One pass therefore reads Z, mostly Y.
     uniform = torch.rand_like(batch.loss_mask, dtype=torch.float32)
     mixed, judged = mix(batch, drafted, uniform, KEEP)
-    # 4. This reads e_t after Z_1 to Z_(t-1) and Y_t, although P_t was computed after
-    #    X_1 to X_(t-1). The loss in 3.3 does the same.
+    # 4. Here e_t follows Z_1 to Z_(t-1) and Y_t, whereas P_t was computed after X_1 to
+    #    X_(t-1). It is so in the loss of 3.3.
     hidden = model.hidden(mixed)[judged]  # (J, E)
     among = judged[batch.loss_mask]  # (M,) bool, which Y_t are judged
     return hidden, accept_prob[among]
@@ -283,8 +283,9 @@ def until_stop(steps, head, threshold: float):
         if i > 1:
             p_hat *= float(head(hidden).sigmoid())
         # The pass that returned e_(i-1) also returned q_i, so when y_(i-1) is judged,
-        # y_i costs no further pass. It is submitted unjudged (as in the MDP of 3.1,
-        # where a stop drafts one more token), so a round has two tokens or more.
+        # y_i costs no further pass. It is submitted unjudged, as in the MDP of 3.1,
+        # where a stop drafts one more token. As nothing is judged before y_1, a round
+        # that the head ends has two tokens or more.
         yield token, q_draft, p_hat
         # The judged token is submitted even if it ended the draft. To drop it because
         # of the judgement would bias what is sampled: tokens that survive such a filter
@@ -348,15 +349,15 @@ def drafts(decoding, drafter, **changes):
             "head), or take stop fixed"
         )
     model = model_of(drafter, decoding.target)
-    # The longest text that the draft model would read.
-    length = min(decoding.end, decoding.generation_config.max_length) - decoding.first
-    if model.context and length > model.context:
+    limit = config.gamma if config.stop == "fixed" else config.max_draft
+    # The longest text that the draft model would read, its own tokens included.
+    longest = min(decoding.end + limit - 1, decoding.generation_config.max_length)
+    if model.context and longest - decoding.first > model.context:
         raise common.UserError(
             f"the draft model reads {model.context} tokens at most: set a lower window "
             "or max_new_tokens, or choose another draft model"
         )
     cache = common.DraftCache(model.num_layers)
-    limit = config.gamma if config.stop == "fixed" else config.max_draft
     while not decoding.done:
         steps = propose(model, decoding, cache)
         steps = itertools.islice(steps, min(limit, decoding.max_depth))
@@ -393,11 +394,11 @@ def oracle(agrees: list[bool]) -> int:
     agrees[i]: whether the draft model's likeliest token, after the answer's tokens
         before place i, is token i. The answer has at least one token.
     """
-    # Each round stops just before the next disagreement, and the target's own token
-    # settles that. This makes a round for each place in S, the disagreements, and one
-    # more, the last. The lemma's |S| + 1 is one too many if the answer's last token is
-    # in S, because no round follows it. Between two disagreements in a row the best
-    # round drafts nothing, which Algorithm 2 cannot do.
+    # Each round stops just before the next disagreement, where the target's own token
+    # takes its place. That makes one round for each place in S, the set of
+    # disagreements, and one more at the end. The lemma's |S| + 1 is one too many if the
+    # answer's last token is in S, because no round follows it. Between two
+    # disagreements in a row the best round drafts nothing, which Algorithm 2 cannot do.
     return 1 + sum(not agree for agree in agrees[:-1])
 
 
@@ -553,8 +554,9 @@ def load_lm(name: str, target):
 def wrap(lm, target, config: Config | None = None) -> Drafter:
     """A drafter that drafts with a causal LM, and whose head is untrained.
 
-    config: of the head; None: there will be none, and a round has `gamma` tokens. (Has
-        a head been trained on this LM? Then write drafter.lm = CausalLM(lm, target).)
+    config: of the head; None: there will be none, and a round has `gamma` tokens. (If a
+        head has been trained on this LM, load that drafter and set its `lm` to
+        CausalLM(lm, target).)
     """
     model = CausalLM(lm, target)
     name = lm.config.name_or_path or "an LM in memory"
@@ -566,9 +568,9 @@ def wrap(lm, target, config: Config | None = None) -> Drafter:
 
 
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
-    """A drafter before training, with copied layers or with only a head.
+    """An untrained drafter, with copied layers or with only a head.
 
-    Layers of other families than Llama's are copied as far as names and shapes agree.
+    Layers of families other than Llama's are copied as far as names and shapes agree.
 
     token_counts: (V,) how often each token occurs in the responses.
     Raises UserError for layers that the target does not have, and for a `draft_model`
@@ -612,7 +614,8 @@ if __name__ == "__main__":
 #  5. A draft has at most 20 tokens. (4.1 stops a round when they exceed 20.)
 #  6. It ends after an end-of-sequence token, and where the answer must end.
 #  7. The "(D+1)-layer ResNet" (4.1) is `head_depth` different blocks and one logit.
-#  8. r is 15% and the loss is divided by the sum of its weights, as in their code.
+#  8. r is 15% and the loss is divided by the sum of its weights, as in the authors'.
+#  9. The draft model sees a window of a long text (common.windowed).
 #
 # Authors' code, run with the same random weights; the rest agrees:
 #  - The head applies one block `head_depth` times, and has two outputs and a softmax.

@@ -475,6 +475,10 @@ def test_mistakes_get_one_clear_line(llama):
     wrap = partial(specdecpp.wrap, target=llama)
     mistakes = {
         "reads 16 tokens at most: set": lambda: decode(llama, PROMPT, wrap(short)),
+        # A text of 12 in a window of 6, and the first five tokens of a draft.
+        "reads 16 tokens at most: .*window": lambda: decode(
+            llama, PROMPT, wrap(short), window=6, gamma=6
+        ),
         "20 tokens, not 48: choose another": lambda: wrap(make_llama(vocab=20)),
         "no acceptance head has been trained": lambda: decode(llama, PROMPT, draft),
         "take stop fixed": lambda: decode(llama, PROMPT, wrap(short), stop="head"),

@@ -113,7 +113,8 @@ def test_layers_that_reach_back_by_position_have_masks_of_their_own():
 def test_a_growing_layer_holds_what_a_list_would():
     """Rows are appended, cut off, and moved together, in any order."""
     chance = random.Random(0)
-    layer = common.GrowingLayer()
+    cache = common.GrowingCache(1)
+    [layer] = cache.layers
     truth = []
     addresses = set()
     for step in range(300):
@@ -126,11 +127,11 @@ def test_a_growing_layer_holds_what_a_list_would():
         addresses.add(keys.data_ptr())
         if step % 3 == 0:
             truth = truth[: chance.randint(len(truth) - 3, len(truth))]
-            layer.cut(len(truth))
+            cache.cut(len(truth))
         begin = chance.randint(max(0, len(truth) - 4), len(truth))
         kept = [n for n in range(begin, len(truth)) if chance.random() < 0.7]
-        layer.move(torch.tensor(kept, dtype=torch.long), begin)
-        layer.cut(begin + len(kept))
+        cache.move(torch.tensor(kept, dtype=torch.long), begin)
+        cache.cut(begin + len(kept))
         truth = truth[:begin] + [truth[n] for n in kept]
         assert layer.keys.flatten().tolist() == truth
     assert len(addresses) < 6, "the buffer moves only when it doubles"
@@ -496,18 +497,22 @@ def test_the_table_of_draw_is_right():
     assert [sum(each) for each in both] == pytest.approx(p)
 
 
-def test_a_sample_is_where_the_running_sum_passes_a_uniform_number():
+def test_a_sample_is_where_the_running_sum_passes_a_uniform_number(monkeypatch):
+    def sample(probs, uniform):
+        monkeypatch.setattr(torch, "rand_like", lambda like: uniform)
+        return common.sample(probs)
+
     probs = torch.tensor([0.5, 0.3, 0.2]).expand(6, -1)
     uniform = torch.tensor([0.0, 0.49, 0.51, 0.6, 0.79, 0.999])[:, None]
-    assert common.sample(probs, uniform)[:, 0].tolist() == [0, 0, 1, 1, 1, 2]
+    assert sample(probs, uniform)[:, 0].tolist() == [0, 0, 1, 1, 1, 2]
     # Tokens of probability 0 are never drawn, and weights need not sum to 1.
     gaps = torch.tensor([[0.0, 0.2, 0.0, 0.2, 0.0]]).expand(3, -1)
     uniform = torch.tensor([[0.0], [0.5], [1 - 2**-53]], dtype=torch.float64)
-    assert common.sample(gaps, uniform)[:, 0].tolist() == [1, 3, 3]
+    assert sample(gaps, uniform)[:, 0].tolist() == [1, 3, 3]
     # A million rare tokens keep their share of 1e-3, which float32 would lose.
     rare = torch.tensor([1.0, *[1e-9] * 1_000_000])
     half = torch.tensor([1 - 0.5e-3], dtype=torch.float64)
-    assert 400_000 < int(common.sample(rare, half)) < 600_000
+    assert 400_000 < int(sample(rare, half)) < 600_000
 
 
 Q = torch.tensor([0.3, 0.05, 0.05, 0.2, 0.1, 0.25, 0.05])

@@ -94,8 +94,8 @@ sampling: no residual
 - residual = (left - q_draft).clamp(min=0)
 + residual = left.clone()
 a draw of 0 takes the first token, even one of probability 0
-- uniform * sums[..., -1:], right=True)
-+ uniform * sums[..., -1:])
+- drawn, right=True)
++ drawn)
 the hidden states of a round take the place of older ones
 - self.buffer = appended(self.buffer, prefix, hidden[None, : len(kept)])
 + self.buffer = appended(self.buffer, max(0, prefix - 1), hidden[None, : len(kept)])
@@ -145,8 +145,8 @@ a cache is taken over twice
 - after.cache = after.buffer = None
 + pass
 rows of a target that has changed are kept
-- if after.state != self.state or changing_rope
-+ if changing_rope
+- if after.state != self.state or changing:
++ if changing:
 the loss of a router is computed while decoding
 - options["output_router_logits"] = False
 + options["output_router_logits"] = True
