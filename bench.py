@@ -481,8 +481,6 @@ def check(args) -> None:
             "assisted: leave them out",
         ),
     )
-    if args.json:
-        cli.check_writable(args.json)
 
 
 def generate_options(args) -> dict:

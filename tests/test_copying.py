@@ -81,7 +81,7 @@ def test_a_copied_support_folder_may_lack_the_default_target(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pictures", "stop_rules", "tables"])
+@pytest.mark.parametrize("name", ["lengths", "stop_rules", "tables"])
 def test_a_tool_of_results_starts_as_a_script(tmp_path, name):
     """From any folder; pytest's own path would hide what a script does not find."""
     script = ROOT / "results" / "tools" / f"{name}.py"

@@ -28,7 +28,6 @@ import cape
 from support.measuring import report
 
 RESULTS = Path(__file__).resolve().parent.parent
-DRAWS = 2000  # of the bootstrap, as in report.paired
 TOKENS, FORWARDS, SECONDS = range(3)
 USES = {"cape": "glide", "beam": "glide"}  # methods that draft with another's drafter
 
@@ -58,22 +57,6 @@ def sums_of(file: str, names: str) -> Tensor:
             rows = list(zip(*columns, strict=True))
         total = total + torch.tensor(rows, dtype=torch.float64)
     return total
-
-
-def bootstrap(figure, *sums: Tensor) -> tuple[float, float, float]:
-    """A figure of the sums over prompts, and its 95% interval.
-
-    figure: a function of (..., n) sums of each arm. sums: (prompts, n) of each arm; the
-        same prompts are taken for all, because some prompts are easier than others.
-    """
-    generator = torch.Generator().manual_seed(0)
-    count = len(sums[0])
-    assert all(len(each) == count for each in sums), "not the same prompts"
-    picks = torch.randint(count, (DRAWS, count), generator=generator)
-    resampled = figure(*(each[picks].sum(1) for each in sums))
-    ends = torch.tensor([0.025, 0.975], dtype=resampled.dtype)
-    low, high = resampled.quantile(ends).tolist()
-    return float(figure(*(each.sum(0) for each in sums))), low, high
 
 
 def tau(sums: Tensor) -> Tensor:
@@ -153,7 +136,9 @@ def ratio(words: str, figure=ratio_of_taus) -> Seen:
         runs = [next(iter(read(each)["runs"].values())) for each in (file, other)]
         prompts = {tuple(run["prompts"]) for run in runs}
         assert len(prompts) == 1, "not the same prompts, in the same order"
-    seen = factor(*bootstrap(figure, sums_of(file, ours), sums_of(other, theirs)))
+    seen = factor(
+        *report.bootstrap(figure, sums_of(file, ours), sums_of(other, theirs))
+    )
     alike = drafter_of(file, ours) == drafter_of(other, theirs)
     return seen if alike else Seen(seen.figure)
 
@@ -234,7 +219,7 @@ def by_confidence() -> Seen:
         shares = counts[..., 0] / counts[..., 1]
         return 100 * shares.diff()[..., 0]
 
-    return points(*bootstrap(gap, sums))
+    return points(*report.bootstrap(gap, sums))
 
 
 def fixed(size: float):
@@ -265,7 +250,7 @@ def sizes(words: str, gamma: int = 4) -> Seen:
         sums.append(torch.stack([tokens, counted[:, 0]], dim=-1))
         nodes.append(float(counted[:, 2].sum() / counted[:, 0].sum()))
     assert math.isclose(*nodes, rel_tol=1e-3), f"{nodes} nodes a round"
-    return factor(*bootstrap(ratio_of_taus, *sums), digits=3)
+    return factor(*report.bootstrap(ratio_of_taus, *sums), digits=3)
 
 
 # ---------------------------------------------------------------------- the tables

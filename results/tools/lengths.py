@@ -104,11 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--lengths", nargs="+", type=cli.number(int, 64), default=LENGTHS
     )
-    parser.add_argument("--json", metavar="FILE", help="write the result")
-    args = parser.parse_args(argv)
-    args.argv = argv
-    if args.json:
-        cli.check_writable(args.json)
+    args = command.parsed(parser, argv)
     if not args.method:
         raise common.UserError("nothing to time: give --method")
     if args.prompt is None:

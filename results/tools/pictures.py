@@ -1,10 +1,4 @@
-"""SVG pictures of results and training curves, for white or black pages.
-
-    python results/tools/pictures.py pictures/ run.json
-    python results/tools/pictures.py pictures/ results/curves/glide.json
-
-What bench.py --json wrote gives speedups and a cost curve, what stop_rules.py wrote
-gives stop rules, and curve.json files of train.py give one picture of all curves.
+"""SVG pictures of results and training curves, which tables.py draws.
 
 A title says what the picture shows, in words that are computed from the numbers. The
 background is transparent, text and axes are grey.
@@ -22,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import common  # noqa: E402
 from support import cli  # noqa: E402
-from support.measuring import report  # noqa: E402
 
 GREY = "#808080"  # 3.9 : 1 on white, 5.3 : 1 on black
 STYLE = {
@@ -44,10 +37,8 @@ STYLE = {
 }
 
 
-def check(folder: str) -> None:
-    """Raise a UserError if no pictures can be drawn into `folder`."""
-    if Path(folder).is_file():
-        raise common.UserError(f"{folder} is a file; name a folder to draw in")
+def check() -> None:
+    """Raise a UserError if no pictures can be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise common.UserError("pictures need matplotlib: pip install matplotlib")
 
@@ -84,39 +75,23 @@ def picture(path: Path, title: str, rows: int = 1, columns: int = 1, size=(8, 4.
 
 
 def read_curve(path: Path) -> tuple[str, list[dict]]:
-    """The name and the rows of a curve of train.py; a UserError if it is none."""
-    name = path.parent.name if path.stem == "curve" else path.stem
-    rows = None
-    try:
-        rows = json.loads(path.read_text())
-        if isinstance(rows[0], list):  # the stages of a shipped drafter
-            rows = rows[-1]
-        # alpha is None in a run without held-out conversations.
-        ours = all(row["tokens"] >= 0 and (row["alpha"] or 0) >= 0 for row in rows)
-    except (ValueError, TypeError, LookupError):
-        ours = False
-    if not (rows and ours):
-        raise common.UserError(f"{path} is not a training curve of train.py")
-    return name, rows
+    """The name of a curve in results/curves/, and the rows of its last stage."""
+    return path.stem, json.loads(path.read_text())[-1]
 
 
 def still_rises(rows: list[dict]) -> bool:
     """Whether alpha was higher at the end than ever before the last fifth."""
-    if rows[-1]["alpha"] is None:
-        return False
     early = [row["alpha"] for row in rows if row["tokens"] < 0.8 * rows[-1]["tokens"]]
     return bool(early) and rows[-1]["alpha"] > max(early)
 
 
-def curves(paths: list[str], folder: Path) -> None:
-    """Draw alpha by trained tokens (curve.json files, results/curves/).
+def curves(paths: list[Path], folder: Path) -> None:
+    """Draw alpha by trained tokens in the last stage (files of results/curves/).
 
     Each method measures alpha at other places, so each curve has axes of its own. The
-    solid line is held-out alpha, the dashed one `eval_alpha`, if any.
-
-    Raises UserError for a file that is not a curve.
+    solid line is held-out alpha, the dashed one `eval_alpha`.
     """
-    drawn = [read_curve(Path(path)) for path in paths]
+    drawn = [read_curve(path) for path in paths]
     title = "Acceptance while training"
     if all(still_rises(rows) for _, rows in drawn):
         title = "Acceptance was still rising when training ended"
@@ -132,9 +107,8 @@ def curves(paths: list[str], folder: Path) -> None:
             alphas = [row["alpha"] for row in rows]
             line = {"color": colour(name), "linewidth": 2}
             place.plot(tokens, alphas, "-", label="held-out text", **line)
-            prompts = [row.get("eval_alpha") for row in rows]
-            if any(prompts):
-                place.plot(tokens, prompts, "--", label="answers", **line)
+            answers = [row["eval_alpha"] for row in rows]
+            place.plot(tokens, answers, "--", label="answers", **line)
             place.set(title=name, xlabel="million token-steps", ylabel="alpha")
             place.legend(loc="lower right")
 
@@ -189,6 +163,21 @@ def costs(curve: dict, folder: Path) -> None:
         axes.set_ylim(bottom=0)
 
 
+def lengths(by_length: dict, names: list[str], folder: Path) -> None:
+    """Draw speedups of some arms by the length of the prompt (lengths.py)."""
+    longest = list(by_length)[-1]
+    best = max(names, key=lambda name: by_length[longest][name]["speedup"])
+    title = f"{best} is the fastest after {longest} tokens"
+    with picture(folder / "lengths.svg", title) as axes:
+        for name in names:
+            speeds = [arms[name]["speedup"] for arms in by_length.values()]
+            line = {"color": colour(name), "linewidth": 2, "label": name}
+            axes.plot(list(by_length), speeds, "o-", **line)
+        axes.axhline(1, color=GREY, linestyle=":", zorder=0)
+        axes.set(xlabel="tokens of the prompt", ylabel="speed over plain decoding (1)")
+        axes.legend()
+
+
 def stop_rules(sweep: dict, folder: Path) -> None:
     """Draw stop rules by what they cost (SpecDec++, Figure 4)."""
     points = sweep["points"]
@@ -205,42 +194,3 @@ def stop_rules(sweep: dict, folder: Path) -> None:
         axes.set_xlabel("draft tokens discarded per token")
         axes.set_ylabel("target forwards per token")
         axes.legend()
-
-
-def plot(results: list[dict], folder: Path) -> None:
-    """Draw what the results of bench.py hold into `folder`.
-
-    Speedups of all arms; the first cost curve and the first sweep.
-    """
-    arms: dict[str, dict] = {}
-    for number, result in enumerate(results, 1):
-        for name, arm in report.arms_of(result).items():
-            if name != "baseline":
-                arms[f"{name} [{number}]" if len(results) > 1 else name] = arm
-    if arms:
-        speedups(arms, folder)
-    for key, draw in (("cost_curve", costs), ("sweep", stop_rules)):
-        parts = [result[key] for result in results if result.get(key)]
-        if parts:
-            draw(parts[0], folder)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Draw what the files hold."""
-    parser = cli.OneLineParser(description=__doc__)
-    parser.add_argument("folder", help="folder to draw in")
-    parser.add_argument("files", nargs="+", metavar="FILE", help="results or curves")
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    check(args.folder)
-    # A curve is a list of points, a result a dict; `curves` and `read_result` refuse
-    # anything else.
-    drawn = [path for path in args.files if Path(path).read_text().startswith("[")]
-    if drawn:
-        curves(drawn, Path(args.folder))
-    results = [report.read_result(path) for path in args.files if path not in drawn]
-    if results:
-        plot(results, Path(args.folder))
-
-
-if __name__ == "__main__":
-    cli.run(main)

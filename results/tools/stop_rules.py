@@ -217,26 +217,24 @@ def as_integers(rounds: list[Round]) -> dict:
     return data
 
 
-def read(path, kind: str = "") -> list[list[Round]]:
+def read(path) -> list[list[Round]]:
     """The answers in a file, each a list with the Round of every place.
 
     path: of a file in results/, or what --json wrote.
-    kind: take only the answers whose name begins with it, such as "math".
     """
     opened = gzip.open if str(path).endswith(".gz") else open
     with opened(path, "rt") as file:
         data = json.load(file)
     answers = []
     for answer in data.get("sweep", data)["answers"]:
-        if answer["name"].startswith(kind):
-            rounds = [Round() for _ in answer["agreed"]]  # with what was recorded
-            for name in answer.keys() - {"name"}:
-                scale = SCALES.get(name, 1)
-                for each, value in zip(rounds, answer[name], strict=True):
-                    if scale > 1:
-                        value = [x / scale for x in value]
-                    setattr(each, name, value)
-            answers.append(rounds)
+        rounds = [Round() for _ in answer["agreed"]]  # with what was recorded
+        for name in answer.keys() - {"name"}:
+            scale = SCALES.get(name, 1)
+            for each, value in zip(rounds, answer[name], strict=True):
+                if scale > 1:
+                    value = [x / scale for x in value]
+                setattr(each, name, value)
+        answers.append(rounds)
     return answers
 
 
@@ -317,12 +315,14 @@ def counts(answers: list[list[Round]], rule) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def points(answers: list[list[Round]], rule) -> dict[str, tuple[float, float]]:
-    """Figure 4: {setting: (N_target / N, N_discarded / N)} of a rule."""
+def points(answers, rule, t_draft: float, t_target: float) -> dict[str, list[float]]:
+    """Figure 4: {setting: [N_target / N, N_discarded / N, tokens/s]} of a rule."""
     _, settings = RULES[rule]
     tokens = sum(map(len, answers))  # N
     rates = counts(answers, rule)[..., :2].sum(1) / tokens  # (S, 2)
-    return {str(s): tuple(row) for s, row in zip(settings, rates.tolist())}
+    speeds = specdecpp.throughput(*rates.unbind(-1), t_draft, t_target)  # (S,)
+    rows = torch.cat([rates, speeds[:, None]], dim=1).tolist()
+    return {str(s): row for s, row in zip(settings, rows)}
 
 
 def times(answers: list[list[Round]], counted: Tensor, cost: float) -> Tensor:
@@ -344,65 +344,36 @@ def times(answers: list[list[Round]], counted: Tensor, cost: float) -> Tensor:
     return torch.where(odd, taken[for_odd], taken[for_even])
 
 
-def faster(answers, ours: Tensor, theirs: Tensor, cost: float) -> tuple:
+def compare(answers: list[list[Round]], ours, theirs, cost: float) -> tuple:
     """How many times as fast one rule is as another, and a 95% interval over answers.
 
-    ours, theirs: (S, n, 3), of `counts`.
+    ours, theirs: as `counts` takes them.
     cost: t_draft / t_target.
     """
     tokens = [len(rounds) for rounds in answers]
-    taken = [times(answers, counted, cost).tolist() for counted in (ours, theirs)]
+    counted = [counts(answers, rule) for rule in (ours, theirs)]
+    taken = [times(answers, each, cost).tolist() for each in counted]
     return report.paired(*({"tokens": tokens, "seconds": each} for each in taken))
-
-
-def compare(answers: list[list[Round]], ours, theirs, cost: float) -> tuple:
-    """`faster`, of two rules as `counts` takes them."""
-    return faster(answers, counts(answers, ours), counts(answers, theirs), cost)
-
-
-def auc(answers: list[list[Round]], judge) -> float:
-    """How well a number tells draft tokens that are accepted from others.
-
-    It is the probability that the number is higher for an accepted first token than for
-    a rejected one, 0.5 if it tells nothing.
-
-    judge: a function of a Round, which returns the number for its first token. It is
-        asked where a second token was drafted, because the head judges only there.
-    """
-    rounds = [each for rounds in answers for each in rounds if len(each.confidence) > 1]
-    pairs = [(judge(each), each.agreed > 0) for each in rounds]
-    scores, accepted = map(torch.tensor, zip(*pairs))
-    above = scores[accepted][:, None] - scores[~accepted]  # every accepted, every other
-    return float((above.sign() + 1).double().mean() / 2)
 
 
 # ---------------------------------------------------------------------------- the sweep
 
 
-def forward_times(answers: list) -> tuple[float, float, float | None]:
-    """(t_draft, t_target, R^2): seconds of a pass, of a forward, and how Eq. 2.1 fits.
+def forward_times(answers: list) -> tuple[float, float]:
+    """(t_draft, t_target): seconds of a pass and of a forward.
 
-    Eq. 2.1 is T = t_draft N_draft + t_target N_target; R^2 is the share of T's variance
-    over answers that it explains. The times are measured, not fitted as in the paper:
-    with a fixed K, N_draft is nearly K N_target, and any split of T fits.
+    They are measured, not fitted to the total as in the paper: with a fixed K, N_draft
+    is nearly K N_target, and any split of the time fits.
 
     answers: each with `offered` and `target_forwards`, as common.Stats has them, and
         `seconds` spent on "draft" and on "verify". The first draft reads the prompt, so
         its time does not count, and neither do its passes.
     """
-    rows = []
-    for each in answers:
-        seconds = (each.seconds.get("draft", 0.0), each.seconds["verify"])
-        rows.append((sum(each.offered[1:]), each.target_forwards, *seconds))
-    columns = torch.tensor(rows, dtype=torch.float64).T  # (4, n)
-    n_draft, n_target, drafting, verifying = columns
-    t_draft = drafting.sum() / n_draft.sum().clamp(min=1)
-    t_target = verifying.sum() / n_target.sum()
-    seconds = drafting + verifying  # T
-    residual = (t_draft * n_draft + t_target * n_target - seconds).square().sum()
-    spread = (seconds - seconds.mean()).square().sum()
-    r2 = float(1 - residual / spread) if spread > 0 else None
-    return float(t_draft), float(t_target), r2
+    n_draft = sum(sum(each.offered[1:]) for each in answers)
+    n_target = sum(each.target_forwards for each in answers)
+    drafting = sum(each.seconds.get("draft", 0.0) for each in answers)
+    verifying = sum(each.seconds["verify"] for each in answers)
+    return drafting / max(1, n_draft), verifying / n_target
 
 
 def sweep(arm, turns: list[dict], answers: list) -> dict:
@@ -410,9 +381,9 @@ def sweep(arm, turns: list[dict], answers: list) -> dict:
 
     turns: arguments of target.generate for each prompt.
     answers: of the arm to these turns, see `forward_times`.
-    Returns {"t_draft_ms", "t_target_ms", "r2", "points": {rule: {setting: [N_target /
-    N, N_discarded / N, tokens/s]}}, "answers"}, the latter for `read`, or {} if not
-    even one answer was recorded.
+    Returns {"t_draft_ms", "t_target_ms", "points": {rule: {setting: [N_target / N,
+    N_discarded / N, tokens/s]}}, "answers"}, the latter for `read`, or {} if not even
+    one answer was recorded.
     Raises UserError, see `longest_chains`.
     """
     chains = longest_chains(arm)
@@ -425,19 +396,15 @@ def sweep(arm, turns: list[dict], answers: list) -> dict:
         print(f"stop_rules.py: interrupted; {covered}", file=sys.stderr)
     if not recorded:
         return {}
-    t_draft, t_target, r2 = forward_times(answers)
-    counted = {rule: points(recorded, rule) for rule in RULES}
+    t_draft, t_target = forward_times(answers)
+    counted = {rule: points(recorded, rule, t_draft, t_target) for rule in RULES}
     if not has_head(arm):
         del counted["head"]
-    for settings in counted.values():
-        for setting, rates in settings.items():
-            speed = specdecpp.throughput(*rates, t_draft, t_target)
-            settings[setting] = [*rates, speed]
     milliseconds = {"t_draft_ms": 1000 * t_draft, "t_target_ms": 1000 * t_target}
     kept = []
     for answer, rounds in zip(answers, recorded):
         kept.append({"name": str(answer.question_id), **as_integers(rounds)})
-    return milliseconds | {"r2": r2, "points": counted, "answers": kept}
+    return milliseconds | {"points": counted, "answers": kept}
 
 
 def table(sweep: dict) -> list[str]:
@@ -458,14 +425,7 @@ def table(sweep: dict) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     """Measure the first arm, record its chains, and print the table of all rules."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = command.options(__doc__)
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the result, as `read` takes it"
-    )
-    args = parser.parse_args(argv)
-    args.argv = argv
-    if args.json:
-        cli.check_writable(args.json)
+    args = command.parsed(command.options(__doc__), argv)
     if not args.method:
         raise common.UserError("nothing to record: give --method")
     prompts = bench.prompts_of(args)

@@ -25,6 +25,8 @@ what is in it:
             plain decoding in every way that we have
     <!-- batches: run.json more.json -->
             speedups of runs with several sequences at once
+    <!-- lengths: cpu_lengths.json; speedup; glide falcon -->
+            a figure of some arms by the length of the prompt
     <!-- rules: two layers: rounds.json.gz; six layers: rounds_six.json.gz -->
             SpecDec++'s stop rules, replayed (results/tools/stop_rules.py)
     <!-- heads: heads.json; D = 1; D = 5 -->
@@ -41,10 +43,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))  # where this is run as a script
 
 import claims  # noqa: E402
+import lengths  # noqa: E402
 import pictures  # noqa: E402
 import stop_rules  # noqa: E402
 
-import specdecpp  # noqa: E402
 from support.measuring import report  # noqa: E402
 from support.training import data  # noqa: E402
 
@@ -64,7 +66,8 @@ FILES = (
     "tests/solutions.md",
     "CONTRIBUTING.md",
 )
-KINDS = "table|kinds|curves|layers|taus|claims|command|loops|batches|rules|heads"
+KINDS = "table|kinds|curves|layers|taus|claims|command|loops|batches|lengths|rules"
+KINDS += "|heads"
 COMMENT = rf"<!-- ({KINDS}):\s((?:(?!-->).)*)\s-->\n\n"
 TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 
@@ -156,7 +159,7 @@ def taus(words: str) -> str:
         _, forwards, drafted, _ = map(sum, zip(*run["prompts"].values()))
         sums = claims.sums_of(file, name)
         first = sums if first is None else first
-        ratio, *ends = claims.bootstrap(claims.ratio_of_taus, sums, first)
+        ratio, *ends = report.bootstrap(claims.ratio_of_taus, sums, first)
         own = float(claims.tau(sums.sum(0)))
         figures = [f"{run['tokens'] / 1e6:.2f}M", f"{drafted / forwards:.1f}"]
         cells = [label, *figures, f"{own:.2f}", f"{ratio:.2f}", report.cell(ends)]
@@ -208,6 +211,12 @@ def batches(words: str) -> str:
     return report.markdown(["sequences", *arms], rows)
 
 
+def by_length(words: str) -> str:
+    """A figure of some arms by the length of the prompt."""
+    file, figure, names = [part.strip() for part in words.split(";")]
+    return lengths.table(claims.read(file), figure, names.split())
+
+
 COSTS = (0.1, 0.209)  # of a pass in forwards: of this CPU, and of the paper's models
 
 
@@ -218,13 +227,10 @@ def rules(words: str) -> str:
     for part in words.split(";"):
         label, _, file = part.strip().partition(": ")
         answers = stop_rules.read(claims.RESULTS / file)
-        counts = {rule: stop_rules.counts(answers, rule) for rule in ("K", *names)}
         for cost in COSTS:
             row = [label, f"{cost:g}"]
             for name in names:
-                value, ends = stop_rules.faster(
-                    answers, counts[name], counts["K"], cost
-                )
+                value, ends = stop_rules.compare(answers, name, "K", cost)
                 row.append(claims.interval(value, *ends, ".3f"))
             rows.append(row)
     return report.markdown(["drafts", "c", *names], rows)
@@ -256,6 +262,7 @@ def written(text: str) -> str:
         "command": command,
         "loops": loops,
         "batches": batches,
+        "lengths": by_length,
         "rules": rules,
         "heads": trained_heads,
     }
@@ -271,25 +278,25 @@ def written(text: str) -> str:
 def rule_points() -> dict:
     """Rates and speed of each stop rule and setting, on this CPU's cost of a pass."""
     answers = stop_rules.read(claims.RESULTS / "rounds_greedy.json.gz")
-    points = {rule: stop_rules.points(answers, rule) for rule in stop_rules.RULES}
-    for settings in points.values():
-        for setting, rates in settings.items():
-            speed = specdecpp.throughput(*rates, t_draft=COSTS[0], t_target=1.0)
-            settings[setting] = [*rates, speed]
-    return points
+    taken = {"t_draft": COSTS[0], "t_target": 1.0}
+    return {
+        rule: stop_rules.points(answers, rule, **taken) for rule in stop_rules.RULES
+    }
 
 
 LAST_STAGE = ("glide", "specdecpp", "falcon", "ctc_drafter")  # of curves.svg
+LENGTH_ARMS = ("glide", "specdecpp", "falcon", "ctc_drafter", "lookup")
 
 
 def draw() -> None:
     """The pictures of results/README.md and checkpoints/README.md."""
     folder = claims.RESULTS / "pictures"
-    pictures.check(folder)
+    pictures.check()
     arms = dict(report.arms_of(claims.read("cpu_main.json")))
     del arms["baseline"]
     pictures.speedups(arms, folder)
     pictures.costs(claims.read("cpu_cost.json")["cost_curve"], folder)
+    pictures.lengths(claims.read("cpu_lengths.json")["lengths"], LENGTH_ARMS, folder)
     pictures.stop_rules({"points": rule_points()}, folder)
     curves = [claims.RESULTS / "curves" / f"{name}.json" for name in LAST_STAGE]
     pictures.curves(curves, folder)

@@ -17,14 +17,21 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
         default=1,
         help="prompts answered at once",
     )
+    return parsed(parser, argv)
+
+
+def parsed(parser: cli.OneLineParser, argv: list[str]) -> argparse.Namespace:
+    """Parse `argv`, with --json, whose file is checked before hours of work."""
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help="write the result and all answers (in a pipe, the result without answers "
-        "is also the last line)",
+        help="write the result and all answers (bench.py in a pipe: the result without "
+        "answers is also the last line)",
     )
     args = parser.parse_args(argv)
     args.argv = argv
+    if args.json:
+        cli.check_writable(args.json)
     return args
 
 

@@ -193,15 +193,27 @@ def paired(ours: dict, theirs: dict) -> tuple[float, list[float] | None]:
         tokens, seconds, their_tokens, their_seconds = totals.unbind(-1)
         return tokens / seconds * their_seconds / their_tokens
 
-    whole = float(ratio(prompts.sum(0)))
     if len(prompts) < 5:
-        return whole, None
-    # A bootstrap. A prompt is redrawn with all its turns, and the same ones for both
-    # arms, because what makes one prompt slower than another slows both of them down.
+        return float(ratio(prompts.sum(0))), None
+    value, *ends = bootstrap(ratio, prompts)
+    return value, ends
+
+
+def bootstrap(figure, *sums: torch.Tensor) -> tuple[float, float, float]:
+    """A figure of the sums over prompts, and its 95% interval.
+
+    figure: a function of (..., n) sums of each arm. sums: (prompts, n) of each arm.
+    """
+    # A prompt is redrawn with all its turns, and the same ones for all arms, because
+    # what makes one prompt slower than another slows all of them down.
+    count = len(sums[0])
+    assert all(len(each) == count for each in sums), "not the same prompts"
     generator = torch.Generator().manual_seed(0)
-    draws = torch.randint(len(prompts), (2000, len(prompts)), generator=generator)
-    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return whole, ratio(prompts[draws].sum(1)).quantile(ends).tolist()
+    draws = torch.randint(count, (2000, count), generator=generator)
+    resampled = figure(*(each[draws].sum(1) for each in sums))
+    ends = torch.tensor([0.025, 0.975], dtype=resampled.dtype)
+    low, high = resampled.quantile(ends).tolist()
+    return float(figure(*(each.sum(0) for each in sums))), low, high
 
 
 def rounded(value, digits: int = 6):
