@@ -661,15 +661,13 @@ if __name__ == "__main__":
 #  3. The loss sums -log P (Eq. 1; Eq. 2 maximises the sum of P). `first_token` is ours.
 #  4. Sequences of all lengths make a trie, ranked by sums (`prefixes`). The paper takes
 #     the "most valuable" combinations of all slots, and masks what is removed.
-#  5. The blank is always among a slot's choices. In 3.3, as we read it, it is one of
-#     the k likeliest.
+#  5. The blank is always a choice. In 3.3, as we read it, it is one of the k likeliest.
 #  6. `none` drafts no blanks. In Table 2 they stay in the drafts, and spoil them (4.3).
 #  7. Only frequent tokens are drafted and learned (`draft_vocab`). Labels are the
 #     argmax after the text's own tokens, and all lie in the answer.
 #  8. When sampling, the first token is sampled. The paper's example is greedy (3.3).
 #  9. S = 6 and U = 3, of which the paper says nothing; k = 6 and five nodes.
 # 10. The drafter sees a window of a long text (common.windowed).
-#
 # Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p'). All windows
 # have U labels. Without repeats the layer can put label i into slot i and blanks
 # behind, so here the blank only marks the end, and the transforms gain about 1% in tau

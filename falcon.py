@@ -644,11 +644,9 @@ if __name__ == "__main__":
 # --------------------------------- deviations from the paper, and the authors' code
 #
 # Deviations from the paper, and choices where it says nothing:
-#  1. A slot predicts k places ahead (3.1). If it predicted one place ahead, as in
-#     Eq. 1, it would see its own label.
-#  2. CSGD feeds a slot its own label, with the text's token. It then has no loss. N is
-#     rounded, which runs are revealed is random (see `glance`), and lambda falls with
-#     each step.
+#  1. A slot predicts k places ahead (3.1). One ahead (Eq. 1), it would see its label.
+#  2. CSGD feeds a slot its own label, with the text's token. It then has no loss. Which
+#     runs are revealed is random (see `glance`), and lambda falls with each step.
 #  3. In training the first block has a random length. When drafting, rows of older
 #     slots stay cached, although the borders of blocks have moved.
 #  4. There are four more norms: of features, of embeddings, before the first layer's

@@ -288,14 +288,14 @@ the regression is not divided by the width
 - l_reg = l_reg / labels.shape[-1]
 + l_reg = l_reg
 each branch of a later pass continues the first one
-- continued = list(parents.values())
-+ continued = [0 for tip in parents]
+- continued = list(branch_of.values())
++ continued = [0 for tip in branch_of]
 each branch is fed the first tokens on its path, not the last ones
-- fed = [texts[tip][-k:] for tip in parents]
-+ fed = [texts[tip][:k] for tip in parents]
+- fed = [texts[tip][-k:] for tip in branch_of]
++ fed = [texts[tip][:k] for tip in branch_of]
 each node has the children of the first branch
-- parents = {tip: branch for branch, tip in enumerate(parents)}
-+ parents = {tip: 0 for tip in parents}
+- branch_of = {tip: branch for branch, tip in enumerate(branch_of)}
++ branch_of = {tip: 0 for tip in branch_of}
 all levels are drafted by the first slot
 - likeliest(logits[:, slot], 
 + likeliest(logits[:, 0], 
