@@ -452,8 +452,6 @@ def prefix_search(
         new_blank = defaultdict(float)
         new_token = defaultdict(float)
         for prefix, (in_blank, in_token) in kept.items():
-            if complete(prefix, eos_ids, max_depth):
-                continue
             either = in_blank + in_token
             new_blank[prefix] = either * q_blank
             for token, q in pairs:
@@ -465,9 +463,14 @@ def prefix_search(
                     longer = (*prefix, token)
                     new_token[longer] += entering
                     prefixes[longer] += entering
-        # The next slot continues only the likeliest. What a dropped prefix had is lost
-        # for all that are longer, so their sums may be too small.
-        total = {p: new_blank[p] + new_token[p] for p in new_blank | new_token}
+        # The next slot continues only the likeliest, and no complete ones. What a
+        # dropped prefix had is lost for all that are longer, so their sums may be too
+        # small.
+        total = {
+            p: new_blank[p] + new_token[p]
+            for p in new_blank | new_token
+            if not complete(p, eos_ids, max_depth)
+        }
         likeliest = heapq.nlargest(candidates, total, key=total.get)
         kept = {p: (new_blank[p], new_token[p]) for p in likeliest}
     return prefixes
