@@ -16,8 +16,8 @@ CAPE has no weights. It wraps any generator of chains:
 
     speculate(lambda d: cape.drafts(glide.drafts(d, drafter, gamma=4)))
 
-An extra helps only where the trajectory is first rejected, and nothing follows it, so
-all of them together add at most one token to a round.
+An extra helps only where the trajectory is first rejected, and nothing is drafted after
+an extra, so all of them together add at most one token to a round.
 
 Names that differ from the paper's: p_D is `q_draft`, p_i is `confidences[i - 1]`, K_i
 is `counts[i - 1]`, S is `set_size`, the unexpanded proposal is the `trajectory`, and
@@ -115,12 +115,11 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     # may be any. It is therefore removed by its id, not by its rank.
     others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
     most = min(max(counts), others.shape[1])
-    possible = (others > 0).sum(1)
+    best = others.topk(most)  # not sampled, so they get no rows in `probs`
     rank = torch.arange(most, device=q_draft.device)
-    limit = torch.minimum(possible.new_tensor(counts), possible)  # (gamma,)
-    extra = rank < limit[:, None]  # (gamma, most) bool
-    best = others.topk(most).indices  # (gamma, max(K_i)); not sampled: no rows in probs
-    tokens = torch.cat([trajectory.tokens, best[extra]])
+    wanted = rank < rank.new_tensor(counts)[:, None]  # (gamma, most) bool
+    extra = wanted & (best.values > 0)
+    tokens = torch.cat([trajectory.tokens, best.indices[extra]])
     steps = extra.nonzero()[:, 0].tolist()  # counted from 0
     parents = trajectory.parents + [trajectory.parents[step] for step in steps]
 
@@ -176,12 +175,12 @@ if __name__ == "__main__":
 #  1. Where 4.2 and Algorithm 1 differ, 4.2 is followed. Algorithm 1's floor(10 p) gives
 #     5, 3 and 1 extras at p = .3, .6 and .8 (4.2: 7, 5 and 3), and reads beyond S at 1.
 #  2. Its sizes 8, 6, 4 and 2 count the drafted token as well: 4.2's are 7, 5, 3 and 1.
-#  3. The paper evaluates CAPE greedily (5.1). When sampling, the extras are the most
-#     probable tokens as well, and p_i is the largest probability after the filters.
+#  3. The paper evaluates CAPE greedily (5.1). When sampling, too, the extras are the
+#     most probable tokens; p_i is the largest probability after the logits processors.
 #  4. q_draft is normalised over the draft vocabulary, so confidences are higher.
 #  5. Tokens of probability 0 are never extras.
-#  6. gamma is 4, as in the authors' code; the paper gives none. 4 x (1 + 7) = 32 keeps
-#     the limit of 32 draft tokens (5.3), which nothing enforces.
+#  6. gamma is 4, as in the authors' code; for CAPE the paper gives none (5.1: 5, for
+#     GLIDE). 4 x (1 + 7) = 32 keeps the limit of 32 draft tokens (5.3).
 #
 # Authors' code, run with the same random weights: all 30 nodes of its draft agree.
 #  - gamma is fixed at 4, and S is looked up by floor(10 p), with two entries for p = 1.

@@ -16,10 +16,10 @@ Many alignments become the same sequence, and CTC adds up their probabilities (E
 Training maximises the sum for the right sequence. It does so at many places of a text
 in one pass, the *anchors*, each of which has S slots of its own. When decoding, the
 likeliest sequences are drafted, as a tree. Although the slots are independent, the
-tokens of a sequence are not, because they share an alignment.
+tokens of a sequence are not: a slot that one token takes is not left for another.
 
-By default a loss of ours on the first token is added, and sequences are ranked by sums.
-The paper's are `first_token=0` and `transform="alignments"`.
+By default we add a loss on the first token, and rank sequences by sums. The paper's
+loss and ranking are `first_token=0` and `transform="alignments"`.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. The base
@@ -99,7 +99,8 @@ VARIANTS = {  # named settings for bench.py, as in --method ctc_drafter:paper
 #
 # An anchor is a row that slots follow. When drafting, it is the newest row. In
 # training, a text has up to A anchors, each with a window: the U labels that its slots
-# learn. A batch has W windows, one for each anchor. Rows give keys and values, and have
+# learn. A batch has W windows, one for each anchor; W is less than B A where a text has
+# too few places. Rows give keys and values, and have
 # no queries, because with a single layer nothing would read their outputs.
 
 
@@ -258,10 +259,9 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     logits = common.target_logits(target, hidden, drafter.vocab_ids)
     y = torch.full_like(batch.input_ids, -1)  # (B, T); column i holds y_(i+1)
     y[batch.predicts] = logits.argmax(-1)  # -1 outside the answer
-    # Now column i holds y_(i+2), the first label of row i. Windows at the end of the
-    # text run into -1.
-    y = F.pad(y[:, 1:], (0, U - 1), value=-1)  # (B, T - 2 + U)
-    labels = y.unfold(1, U, 1)  # (B, T - 1, U)
+    # The labels of row i begin with y_(i+2), in the next column. Windows at the end of
+    # the text run into -1.
+    labels = F.pad(y[:, 1:], (0, U - 1), value=-1).unfold(1, U, 1)  # (B, T - 1, U)
 
     # Choose anchors at random among the rows whose labels all lie in the answer. Its
     # last token is therefore a label only at the end of a window. Not all of these rows
@@ -346,8 +346,8 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
         return log_q.sum(), 0  # zero, with a gradient for all weights
     total = ctc_loss(log_q, labels)
     # CTC weighs all tokens of a window equally, but where the first is wrong, those
-    # after it are lost as well. The first token may therefore get a cross-entropy of
-    # its own, with the target's distribution as its label.
+    # after it are lost as well. By default the first token therefore gets a
+    # cross-entropy of its own, with the target's distribution as its label.
     if drafter.config.first_token:
         hidden = first_token_hidden(batch, anchors)
         p_target = common.target_logits(target, hidden, drafter.vocab_ids).softmax(-1)
@@ -659,27 +659,28 @@ if __name__ == "__main__":
 #  1. The layer also reads the embedding of the next token (Eq. 9: hidden states only).
 #     Both are normed and combined by a linear layer that starts as their sum. The layer
 #     starts as the target's top one, and a final norm is added.
-#  2. A slot is a learned vector at the anchor's rotary position plus its number. It
-#     reads text and slots, and gets a logit for its blank. The paper does not say how.
+#  2. A slot starts as its anchor's row plus a learned vector, at the anchor's rotary
+#     position plus its number. It reads text and slots, and gets a logit for its blank.
+#     The paper does not say how.
 #  3. The loss sums -log P (Eq. 1; Eq. 2 maximises the sum of P). `first_token` is ours.
 #  4. Sequences of all lengths make a trie, ranked by sums (`prefixes`). The paper takes
 #     the "most valuable" combinations of all slots, and masks what is removed.
 #  5. The blank is always a choice. In 3.3, as we read it, it is one of the k likeliest.
 #  6. `none` drafts no blanks. In Table 2 they stay in the drafts, and spoil them (4.3).
 #  7. Only frequent tokens are drafted and learned (`draft_vocab`). Labels are the
-#     argmax after the text's own tokens, and all lie in the answer.
+#     argmax after the text's own tokens. The loss is of windows of U labels in the
+#     answer, after at most 64 anchors; the paper has one Y for each X.
 #  8. When sampling, the first token is sampled. The paper's example is greedy (3.3).
 #  9. S = 6 and U = 3, of which the paper says nothing; k = 6 and five nodes.
 # 10. The drafter sees a window of a long text (common.windowed).
-# Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p'). All windows
-# have U labels. Without repeats the layer can put label i into slot i and blanks
-# behind, so here the blank only marks the end, and the transforms gain about 1% in tau
-# over `none` (results/log.md).
+# Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p').
+# The transforms gain about 1% in tau over `none` (results/log.md). A likely reason:
+# with U labels a window, and no repeats, label i can always stand in slot i.
 #
-# Authors' code, run with the same random weights; the rest agrees:
+# Authors' code. Its loss and transform were run with ours (PAPERS.md), and agree but:
 #  - EAGLE's causal layer drafts four tokens in four passes; the blank is <unk>.
 #  - The loss is 1.0 SmoothL1 + 0.1 cross-entropy + 0.01 CTC (a mean over labels, S = 6
 #    and U = 3). A place learns if the token of its feature is in the answer.
 #  - k is 10, and the tree is Medusa's, of 63 nodes. Without a repeat, blanks stay.
 #  - After a repeat is removed, tokens keep their positions, and logits are gathered at
-#    the old ones. With an oracle in the drafter's place, 4 of 4 answers were wrong.
+#    the old ones. Drafts that hold the target's own greedy tokens gave another text.

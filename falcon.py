@@ -5,7 +5,8 @@ Paper: Gao et al., AAAI 2025, arXiv:2412.12639.
 An autoregressive drafter makes a pass for every level of its draft. Falcon drafts k
 levels in one pass. It reads a sequence of slots. Slot i is a pair: h_i, the target's
 last hidden state after its final norm (the paper's "feature"), and the next token,
-x_(i+1). It predicts its label h_(i+k), from which the LM head drafts x_(i+k+1).
+x_(i+1). From it the drafter predicts h_(i+k), the slot's label, from which the LM head
+drafts x_(i+k+1).
 The newest k slots form a block: they see each other and all earlier slots. The k
 predictions and the k tokens drafted from them are the slots of the next pass. In the
 example of 3.1, k is 2 and the newest token is x_3; h'_i stands for a prediction of h_i:
@@ -15,8 +16,8 @@ example of 3.1, k is 2 and the newest token is x_3; h'_i stands for a prediction
     2       (h'_3, x_4)  (h'_4, x_5)     h'_5   h'_6     x_6   x_7
 
 The second slot has to draft x_5 without knowing x_4, because one pass drafts both.
-Coupled sequential glancing distillation (CSGD) shows it x_4, but only in training:
-the first slot of some blocks is fed its own label, (h_3, x_4) instead of (h_1, x_2).
+Coupled sequential glancing distillation (CSGD) shows it x_4, but only in training: the
+first slots of some blocks are fed their labels, here (h_3, x_4) instead of (h_1, x_2).
 
 Names that differ from the paper's: t_i is x_i, f_i is h_i (`hidden`), f^draft is
 `h_draft`, p and p^draft are p_target and q_draft. Shapes: S slots, M slots that learn,
@@ -102,8 +103,8 @@ class Drafter(
 
         hidden: (B, r, D), of B sequences or branches.
         token_ids: (B, r), each one step ahead of its hidden state.
-        state: the LSTM's state after the slots before these, two (2, B, D); None before
-            the first slot. A linear layer ignores it, and its new state is ().
+        state: the LSTM's state after the slots before these, two of (2, B, D); None
+            before the first slot. A linear layer ignores it, and its new state is ().
         Returns fused slots (B, r, D), and the new state.
         """
         embeds = target.get_input_embeddings()(token_ids)
@@ -120,7 +121,7 @@ class Drafter(
         """The predictions h_draft (B, r, D) of r fused slots x (B, r, D).
 
         When drafting B = 1. In a later pass the slots of all branches are fed, r = b k.
-        positions: (1, r), indices of the slots in the text.
+        positions: (1, r) of the slots, counted from the first one that is seen.
         mask: (B, 1, r, P_own + r) bool, True where a slot sees another; None: causal.
         cache: the drafter's own, which has P_own rows and gets r more.
         """
@@ -436,7 +437,7 @@ class Pass(NamedTuple):
     h_draft: Tensor  # (b, k, D) predictions
     positions: Tensor  # (k,) of the slots, the same in each branch
     mask: Tensor  # (b, P_own) which rows a branch sees, of those cached after this pass
-    state: tuple  # the LSTM's, two (2, b, D); () of a linear layer
+    state: tuple  # the LSTM's, two of (2, b, D); () of a linear layer
 
 
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
@@ -456,7 +457,7 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     #     attend now                3   4 5 6
     #
     # Up to k - 1 old slots, here slot 4, share a block with new ones. For simplicity
-    # the last k - 1 old slots attend again even where they do not. The LSTM does
+    # all of the last k - 1 old slots attend again, here slot 3 as well. The LSTM does
     # not read them again, so memory keeps them fused.
     fused = memory.read(drafter, decoding)  # (1, r, D)
     length = fused.shape[1]  # r
@@ -657,12 +658,15 @@ if __name__ == "__main__":
 #  8. Branches that continue the same one are fed equal predictions (unlike Figure 1).
 #  9. Siblings are sampled without replacement; appendix A says: "we sample m tokens".
 # 10. The drafter sees a window of a long text (common.windowed).
+# 11. The shipped drafter's layers first learned with a linear fusion (EAGLE's) and
+#     mostly without CSGD, before the LSTM took its place (results/log.md).
 #
-# Authors' code. With equal random weights and without deviation 4, all agrees but:
+# Authors' code. With equal random weights, and without deviation 4 and the LSTM's
+# memory, all agrees but:
 #  - The LSTM's tuple goes to the first layer, so the forward does not run as published.
 #  - The LSTM has no batch_first, so it reads the sequences of a batch as steps in time.
 #  - A slot learns if x_i is in the answer (here x_(i+k+1)). Revealed slots have a loss.
-#  - Drafting counts blocks from the first slot fed: tau 2.224 instead of 2.271.
+#  - Drafting counts blocks from the first slot fed, and not back from the newest one.
 #  - lambda falls from .45 to .10 in 21 epochs. A run may start anywhere in a block.
 #  - Noise is multiplied by 512 / length. CSGD's first pass has it, revealed labels not.
 #  - L_hard's label is sampled. L_soft mixes temperatures, so it is not a divergence.

@@ -49,7 +49,7 @@ class Config:
         True, "read the target's cache; off: Vanilla Drafter (5.2)"
     )
     kv_layer: int = option(
-        -2, "target layer that all layers read, -2: at 3/5; -1: one each, the top ones"
+        -2, "target layer to read; -2: at 3/5 of the depth; -1: the top ones (paper)"
     )
     query_norm: bool = option(False, "normalise queries, as Qwen3 (filled in by build)")
     # L should be at least gamma: drafting hides gamma rows, and training at most L.
@@ -67,7 +67,8 @@ class Config:
             self.kv_layer = 3 * self.target["num_layers"] // 5  # 18 of 30
 
 
-# Named settings, as in --method glide:paper. L and kv_layer are fixed in training.
+# Named settings, as in --method glide:paper. L and kv_layer are fixed in training, so
+# this is the paper's only for a drafter with --block-size 5 --kv-layer -1.
 VARIANTS = {"paper": {"gamma": 5}}
 
 
@@ -289,12 +290,10 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
 
 
 def training_pass(drafter: Drafter, target, batch) -> Tensor:
-    """The drafter's logits (M, Vd) at the positions of `batch.predicts`.
+    """The drafter's logits (M, Vd) at the M places that `batch.predicts` marks.
 
-    Their next tokens are to be learned. Column n belongs to drafter.vocab_ids[n].
-
-    batch: a common.Batch, with input_ids (B, T), loss_mask (B, T), which is True at the
-        tokens to be learned, hidden (B, T, D), and the kv of `kv_layers`.
+    Column n belongs to drafter.vocab_ids[n]. batch: a common.Batch, whose kv has the
+    layers `kv_layers`.
     """
     ids = batch.input_ids  # (B, T)
     # Padding is on the right, so under a causal mask no token sees it.
@@ -379,7 +378,7 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
     read all rows of the target. Returns the last token's hidden state (1, D), from
     which the next one is drafted.
     """
-    places = memory.cache.record(new)  # (1, n), of the new tokens in decoding.ids
+    places = memory.cache.record(new)  # (1, n), counted from the first of decoding.ids
     prefix = decoding.hidden.shape[1]  # P
     kv = {}  # stays empty after a prompt of one token, when the target has no rows
     if prefix > 0:
@@ -465,16 +464,18 @@ if __name__ == "__main__":
 # Deviations from the paper, and choices where it says nothing:
 #  1. The drafter has the target's width (the paper: 4096), its embedding and LM head,
 #     both frozen, and starts from its weights (the paper: from scratch).
-#  2. Only frequent tokens are drafted and learned, p_target over these (`draft_vocab`).
-#  3. It learns the target's distributions (`distill`), on texts that the target wrote,
-#     which the paper tries in appendix C. The recipe is in checkpoints/README.md.
-#  4. The first block has a random length. All tokens query, the prompt's as well. These
-#     miss one target row, in training 1 to L, which matters with more than one layer.
+#  2. Only frequent tokens are drafted and learned (`draft_vocab`), and p_target is
+#     normalised over them.
+#  3. It learns the target's distributions (`distill`; 5.1: the text's tokens), on texts
+#     that the target wrote, which the paper only tries in appendix C ("seq-level").
+#  4. The first block has a random length. All tokens query, the prompt's as well, and
+#     not only x_t and later ones. This matters with more than one layer.
 #  5. A query that may read no row gets zero, where the printed softmax is undefined.
 #  6. The cross-attention has a residual connection, a norm before it and rotated
-#     queries, none of which 4.1 mentions. Query heads may share a key-value head.
-#  7. By default L = gamma = 3, and one layer reads the target's at three fifths of its
-#     depth (the paper: L = gamma = 5, and the top one).
+#     queries (normalised where the target's are), none of which 4.1 mentions. Query
+#     heads may share a key-value head.
+#  7. By default L = gamma = 3, and every layer reads the target layer at three fifths
+#     of the depth (the paper: L = gamma = 5, and the top N_D layers).
 #  8. The drafter sees a window of a long text (common.windowed).
 #
 # Authors' code, run with the same random weights; the rest agrees:

@@ -197,8 +197,8 @@ extras claim to be sampled
 - return common.Draft(tokens, parents, q_draft, trajectory
 + return common.Draft(tokens, parents, q_draft[[0] * len(tokens)], trajectory
 tokens of probability 0 are extras
-- torch.minimum(possible.new_tensor(counts), possible)
-+ possible.new_tensor(counts)
+- extra = wanted & (best.values > 0)
++ extra = wanted
 """
 
 SPECDECPP = r"""
