@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from tiny import family, make_llama
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from common import UserError
@@ -25,6 +25,22 @@ TEMPLATE = (
 WORDS = ["<end>", "<user>", "<assistant>", "<system>", "<unk>"] + [
     f"w{i}" for i in range(43)
 ]
+
+
+def letters(special, end, template, count=256):
+    """A chat tokenizer with a token for each byte, after the special ones.
+
+    count: how many of them; the first 94 are the printable characters of ASCII.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:count]
+    vocab = {token: n for n, token in enumerate([*special, *alphabet])}
+    core = Tokenizer(models.BPE(vocab, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(special))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end)
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def make_chat(folder):

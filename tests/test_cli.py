@@ -110,7 +110,7 @@ CONFIG_MISTAKES = [
     ("specdecpp", {"draft_model": "small"}, "use --stage head"),
     ("specdecpp", {"stop": "never"}, "stop 'never': take head or fixed"),
     ("specdecpp", {"w_rej": 0}, "w_rej 0: take a weight above 0"),
-    ("specdecpp", {"layers": [3]}, "name some of the target's"),
+    ("specdecpp", {"layers": [3]}, "name some of the target's 0 to 2"),
     ("falcon", {"tree": [[0], [1, 0]]}, r"tree path \[1, 0\]: add its parent \[1\]"),
     ("falcon", {"tree": 4}, "tree 4: give a list"),
     ("falcon", {"tree": [[-1]]}, r"tree path \[-1\]: give a list of ranks"),

@@ -358,21 +358,6 @@ def test_drafting_round_by_round_equals_one_training_pass(llama):
         assert memory.cache.get_seq_length() == end - 1
 
 
-@torch.no_grad()
-def test_slots_stand_after_their_anchor(llama, monkeypatch):
-    """Row i has position i, and the slots after it i + 1, i + 2, ..."""
-    drafter = make_drafter(llama, slots=2, labels=2)
-    seen = []
-    real = common.rotary
-    monkeypatch.setattr(
-        common, "rotary", lambda *args: seen.append(args[1:]) or real(*args)
-    )
-    hidden = torch.zeros(1, 3, 32, dtype=torch.double)
-    drafter(llama, hidden, torch.zeros(1, 3, dtype=torch.long), torch.tensor([[0, 2]]))
-    [(positions, layer)] = seen
-    assert positions.tolist() == [[0, 1, 2, 1, 2, 3, 4]] and layer == -1
-
-
 # ----------------------------------------------------------------------------- sampling
 
 

@@ -256,19 +256,6 @@ def test_training_with_the_block_mask_computes_the_states_of_drafting(name, opti
     torch.testing.assert_close(torch.cat(logits), expected)
 
 
-@torch.no_grad()
-def test_tokens_fed_at_once_read_as_if_fed_one_by_one(llama):
-    """The target's rows end before each of them."""
-    drafter = make_glide(llama, num_layers=2)
-    ids = torch.tensor([[9, 8, 7, 6, 5, 4]])
-    memory = glide.Memory(drafter, llama)
-    for end in range(1, 7):
-        decoding = common.start(llama, input_ids=ids[:, :end], max_new_tokens=1)
-        one_by_one = glide.feed(drafter, decoding, memory, ids[:, end - 1 : end])
-    at_once = glide.feed(drafter, decoding, glide.Memory(drafter, llama), ids)
-    torch.testing.assert_close(at_once, one_by_one)
-
-
 @pytest.mark.parametrize("length", [512, 513, 1030])
 @torch.no_grad()
 def test_a_prompt_is_read_as_if_fed_at_once(length):

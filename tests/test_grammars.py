@@ -6,10 +6,9 @@ import re
 
 import pytest
 import torch
+from chat import letters
 from test_data import CHATML
 from tiny import make_drafts, make_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import common
 from support import cli
@@ -23,14 +22,7 @@ SPECIAL = ["<|im_start|>", "<|im_end|>"]
 @pytest.fixture(scope="module")
 def tokenizer():
     """A token for each byte."""
-    vocab = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    core = Tokenizer(models.BPE({token: n for n, token in enumerate(vocab)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(SPECIAL)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=SPECIAL[1])
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return letters(SPECIAL, SPECIAL[1], CHATML)
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat import refused
+from chat import letters, refused
 from tiny import make_llama, untrained
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
 import glide
@@ -46,15 +43,9 @@ def saved_drafter(method, target, folder):
 def target_folder(tmp_path_factory):
     """A random chat target that writes the characters of ASCII, one a token."""
     folder = tmp_path_factory.mktemp("hub") / "target"
-    vocab = {text: i for i, text in enumerate([*SPECIAL, *map(chr, range(33, 127))])}
-    core = Tokenizer(BPE(vocab=vocab, merges=[]))
-    core.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(SPECIAL)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = letters(SPECIAL, "<end>", TEMPLATE, count=94)
     tokenizer.save_pretrained(folder)
-    target = make_llama(vocab=len(vocab), layers=2, seed=2, eos_token_id=0)
+    target = make_llama(vocab=len(tokenizer), layers=2, seed=2, eos_token_id=0)
     target.float().save_pretrained(folder)
     return folder
 
@@ -74,9 +65,11 @@ def modules_cache(tmp_path_factory):
 # ---------------------------------------------------------------------- load_drafter
 
 
-@pytest.mark.parametrize("method", TRAINABLE)
+@pytest.mark.parametrize("method", [*TRAINABLE, "medusa"])
 def test_a_drafter_is_loaded_by_its_id_as_from_pretrained_does(method, llama, tmp_path):
-    """Without a network, from a cache as the hub's client writes it."""
+    """Without a network, from a cache as the hub's client writes it. Its card says what
+    it is.
+    """
     commit = "a" * 40
     repository = tmp_path / "models--org--drafter"
     (repository / "refs").mkdir(parents=True)
@@ -95,6 +88,10 @@ def test_a_drafter_is_loaded_by_its_id_as_from_pretrained_does(method, llama, tm
     for other in ({"cache_dir": ROOT / "no"}, given | {"revision": "v3"}):
         with refused(missing):
             common.load_drafter(module.Drafter, "org/drafter", llama, **other)
+    card = (repository / "snapshots" / commit / "README.md").read_text()
+    assert "license: apache-2.0" in card
+    assert "- speculative-decoding" in card and f"- {method.replace('_', '-')}" in card
+    assert "Paper: https://arxiv.org/abs/2" in card
 
 
 def test_a_mistake_in_a_method_is_not_taken_for_a_damaged_file(
@@ -118,17 +115,6 @@ def test_what_cannot_be_an_id_is_looked_for_here_only(llama, tmp_path, monkeypat
     for name in ("org/mine", "mine", "./org/mine", "/no/such", "a/b/c"):
         with refused(f"no drafter in {name}; name another folder, or make one with"):
             common.load_drafter(glide.Drafter, name, llama)
-
-
-@pytest.mark.parametrize(
-    "method", ["glide", "specdecpp", "falcon", "ctc_drafter", "medusa"]
-)
-def test_a_card_says_what_a_drafter_is(method, llama, tmp_path):
-    saved_drafter(method, llama, tmp_path)
-    card = (tmp_path / "README.md").read_text()
-    assert "license: apache-2.0" in card
-    assert "- speculative-decoding" in card and f"- {method.replace('_', '-')}" in card
-    assert "Paper: https://arxiv.org/abs/2" in card
 
 
 # ------------------------------------------------------------------- exported folders
@@ -316,10 +302,6 @@ def scope(target_folder):
     decode = common.speculate(glide.drafts, drafter)
     names = {"target": target, "tokenizer": tokenizer, "drafter": drafter}
     return names | {"decode": decode, "glide": glide, "common": common}
-
-
-def test_there_is_a_snippet_for_each_of_three_programs():
-    assert list(snippets()) == ["lm_eval", "Spec-Bench", "A server"]
 
 
 def test_the_snippet_for_spec_bench(scope):

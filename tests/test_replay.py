@@ -240,30 +240,19 @@ def test_the_page_holds_both_runs_and_the_times_of_plain_decoding(written):
         assert fetched not in written.text
 
 
-def test_the_second_run_samples_as_asked(monkeypatch, tmp_path, llama):
-    """The first one stays greedy."""
-    asked = []
-
-    def answers(loops, arms, encoded, options, text):
-        asked.append(options)
-        return {}
-
-    monkeypatch.setattr(page, "answers", answers)
-    monkeypatch.setattr(page, "encode", lambda *_: ENCODED)
-    tokenizer = types.SimpleNamespace(decode=lambda ids: "x")
-    options = SAMPLED | {"max_new_tokens": 5}
-    loops = arms_of.plain_loops(llama, llama)
-    page.write(tmp_path / "page.html", tokenizer, loops, [], "?", options)
-    assert asked == [{"max_new_tokens": 5, "do_sample": False}, options]
-    data = json.loads(Reader((tmp_path / "page.html").read_text()).scripts[0])
-    assert data["runs"][1]["name"] == "temperature 0.7, top-p 0.9"
-
-
 def test_a_command_writes_a_page(measured, monkeypatch, tmp_path):
+    """The first run is greedy, and the second samples as asked."""
     monkeypatch.chdir(measured)
     file = tmp_path / "page.html"
-    replay.main([str(file), *command(method="glide@glide lookup")])
-    assert '"name":"glide@glide"' in file.read_text()
+    sampling = ["--temperature", "0.7", "--top-p", "0.9"]
+    replay.main([str(file), *command(*sampling, method="glide@glide lookup")])
+    greedy, sampled = json.loads(Reader(file.read_text()).scripts[0])["runs"]
+    assert sampled["name"] == "temperature 0.7, top-p 0.9"
+    for run in (greedy, sampled):
+        glide, _ = run["methods"]
+        assert glide["name"] == "glide@glide"
+        drawn = any(told["drawn"] for told in glide["rounds"])
+        assert drawn == run["sampled"] == (run is sampled)
     for path, method, said in (
         (file, "prompt-lookup", "a page needs drafts"),
         (tmp_path / "no" / "page.html", "lookup", "cannot write .*: name a file in"),

@@ -199,21 +199,15 @@ def test_replay_by_hand():
 @pytest.mark.parametrize(
     "rule, setting, length",
     [
-        ("K", 3, 3),
         ("confidence", 0.1, 5),  # never: more than all tokens
-        ("confidence", 0.5, 3),
-        ("confidence", 0.7, 2),
         ("entropy", 1.5, 3),
-        ("product", 0.5, 2),
-        ("product", 0.9, 3),
         ("head", 0.1, 3),
         ("head", 0.7, 5),
     ],
 )
 def test_lengths_by_hand(rule, setting, length):
-    """Products: of the head's .95, .475, .4275, of confidences .8, .48, .096, .0864.
-
-    The head judges a token only once the next one has been drafted.
+    """Products of the head's: .95, .475, .4275. It judges a token only once the next
+    one has been drafted.
     """
     each = Round([1] * 4, [0.8, 0.6, 0.2, 0.9], [0.2, 0.8, 1.7, 2.5], [0.95, 0.5, 0.9])
     assert stop_rules.RULES[rule][0](each, setting) == length

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny import (
-    OPT,
     Table,
     check,
     family,
@@ -294,20 +293,6 @@ def test_weighted_bce_by_hand(llama, monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("w_rej, best", [(1.0, 0.72), (6.0, 0.3)])
-def test_the_weight_of_rejections_biases_the_head(llama, monkeypatch, w_rej, best):
-    """At P = 0.72 and w_rej = 6 the loss is smallest where 1 - s is h = 0.7."""
-    drafter = make_drafter(llama, w_rej=w_rej)
-    monkeypatch.setattr(specdecpp, "labelled", lambda *_: (said, torch.tensor([0.72])))
-    monkeypatch.setattr(drafter.head, "forward", lambda hidden: hidden)
-    losses = {}
-    for s in range(1, 100):
-        said = torch.logit(torch.tensor([s / 100]))
-        losses[s / 100] = float(specdecpp.loss(drafter, llama, random_batch(llama))[0])
-    assert min(losses, key=losses.get) == best
-
-
-@torch.no_grad()
 def test_distillation_by_hand(llama):
     drafter = make_drafter(llama, stage="draft", draft_vocab=30)
     batch = random_batch(llama)
@@ -322,17 +307,11 @@ def test_distillation_by_hand(llama):
     assert float(total) == pytest.approx(expected, rel=1e-5) and weight == 19
 
 
-def test_each_stage_trains_its_own_part(llama, trained):
+def test_each_stage_trains_its_own_part(llama):
     for stage, parts in (("draft", {"layers", "norm"}), ("head", {"head"})):
         drafter = make_drafter(llama, stage=stage)
         learns = [name for name, x in drafter.named_parameters() if x.requires_grad]
         assert {name.partition(".")[0] for name in learns} == parts
-    asked = torch.arange(1, 5)[:, None]
-    answers = llama.generate(asked, max_new_tokens=39, do_sample=False)
-    batch = make_batch(llama, [(ids, torch.arange(40) > 0) for ids in answers])
-    hidden, labels = specdecpp.labelled(trained, llama, batch)
-    predicted = trained.head(hidden).sigmoid()
-    assert predicted[labels == 1].mean() > predicted[labels == 0].mean() + 0.2
 
 
 # -------------------------------------------------------------------------- what drafts
@@ -451,28 +430,13 @@ def test_q_is_the_causal_lms_own(name, options, dtype):
     assert rejected > 0
 
 
-REFUSED = {  # a causal LM is held to what common.check_target asks of a target
-    "Roberta": ({}, "do not follow from"),  # it reads both ways
-    "OPT": (OPT | {"word_embed_proj_dim": 16}, "do not follow from"),
-    "Llama4": (
-        {"num_local_experts": 4},
-        "a draft model Llama4ForCausalLM: .*attention",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_causal_lm_that_cannot_draft_is_refused(name):
-    options, said = REFUSED[name]
-    with pytest.raises(common.UserError, match=said):
-        specdecpp.wrap(family(name, **options), make_llama(vocab=40))
-
-
 def test_mistakes_get_one_clear_line(llama):
     draft = make_drafter(llama, stage="draft")
     short = make_llama()
     short.config.max_position_embeddings = 16
     wrap = partial(specdecpp.wrap, target=llama)
+    # It is held to what common.check_target asks of a target.
+    misread = family("Llama4", vocab_size=48, num_local_experts=4)
     mistakes = {
         "reads 16 tokens at most: set": lambda: decode(llama, PROMPT, wrap(short)),
         # A text of 12 in a window of 6, and the first five tokens of a draft.
@@ -480,12 +444,10 @@ def test_mistakes_get_one_clear_line(llama):
             llama, PROMPT, wrap(short), window=6, gamma=6
         ),
         "20 tokens, not 48: choose another": lambda: wrap(make_llama(vocab=20)),
+        "a draft model Llama4ForCausalLM: .*attention": lambda: wrap(misread),
         "no acceptance head has been trained": lambda: decode(llama, PROMPT, draft),
         "take stop fixed": lambda: decode(llama, PROMPT, wrap(short), stop="head"),
         "the drafter is a": lambda: decode(llama, PROMPT, llama),
-        "layers .*: name some of the target's 0 to 2": lambda: make_drafter(
-            llama, layers=[0, 3]
-        ),
     }
     for wrong in ([0.0], [True], [], 5, None):
         mistakes[f"layers {re.escape(str(wrong))}: take a list"] = partial(
