@@ -180,10 +180,6 @@ learned distributions are those of twice the temperature
 """
 
 CAPE = r"""
-extras count as sampled
-- return common.Draft(tokens, parents, q_draft, trajectory.notes | notes)
-+ q_all = q_draft[[p + 1 for p in parents]]
-+     return common.Draft(tokens, parents, q_all, trajectory.notes | notes)
 a range does not hold its upper bound
 - bisect.bisect_left(config.bounds, confidence)
 + bisect.bisect_right(config.bounds, confidence)
