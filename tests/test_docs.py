@@ -74,12 +74,6 @@ def test_every_link_leads_somewhere(name):
         assert not anchor or anchor in anchors(page.read_text()), link
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_every_import_of_our_modules_works(name):
-    for line in re.findall(r"^from support.*|^import common.*", TEXTS[name], re.M):
-        exec(line, {})
-
-
 # ------------------------------------------------------------ the map of the papers
 
 
