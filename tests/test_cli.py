@@ -114,7 +114,7 @@ CONFIG_MISTAKES = [
     ("falcon", {"tree": [[0], [1, 0]]}, r"tree path \[1, 0\]: add its parent \[1\]"),
     ("falcon", {"tree": 4}, "tree 4: give a list"),
     ("falcon", {"tree": [[-1]]}, r"tree path \[-1\]: give a list of ranks"),
-    ("falcon", {"tree": [[9]], "draft_vocab": 9}, "from 0 to 8"),
+    ("falcon", {"tree": [[9]], "draft_vocab": 9}, r"from 0 to 8 \(draft vocabulary"),
     ("ctc_drafter", {"slots": 3, "labels": 4}, "slots 3: take an int of at least 4"),
     ("medusa", {"labels": 0}, " 0: take an int of at least 1"),
     ("beam", {"width": 0}, " 0: take an int of at least 1"),

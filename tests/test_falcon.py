@@ -519,5 +519,3 @@ def test_ranks_are_ints_and_an_unknown_vocabulary_is_no_limit():
     for tree in ([[True]], [[0], [0, -1]], [[]]):
         with pytest.raises(common.UserError, match="give a list of ranks from 0 on$"):
             falcon.Config(tree=tree, draft_vocab=0)
-    with pytest.raises(common.UserError, match=r"from 0 to 8 \(draft vocabulary\)$"):
-        falcon.Config(tree=[[9]], draft_vocab=9)
