@@ -18,7 +18,6 @@ import common
 import falcon
 import glide
 from common import UserError
-from results.tools import lengths
 from support import cli, packed
 from support.measuring import arms as arms_of
 from support.measuring import report
@@ -624,20 +623,3 @@ def test_results_can_be_printed_and_say_where_they_come_from():
             assert result[key], path
         text = path.read_text()
         assert not any(f"/{name}/" in text for name in ("root", "home", "work", "tmp"))
-
-
-def test_arms_are_timed_by_the_length_of_the_prompt(tmp_path, capsys):
-    """Every answer has all its tokens, although arms take over one another's cache."""
-    file = tmp_path / "lengths.json"
-    options = ["--lengths", "64", "90", "--num-prompts", "2", "--json", str(file)]
-    lengths.main(command(*options))
-    by_length = json.loads(file.read_text())["lengths"]
-    assert list(by_length) == ["64", "90"]
-    for found in by_length.values():
-        assert found["plain"]["tau"] == 1 and found["plain"]["speedup"] == 1
-        for arm in found.values():
-            assert arm["by_prompt"]["tokens"] == [12, 12]
-    noted = capsys.readouterr()
-    assert "leaves greedy decoding" not in noted.err and "glide@glide" in noted.out
-    with refused("prompt-lookup and assisted keep no cache"):
-        lengths.main(command(method="prompt-lookup"))

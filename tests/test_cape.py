@@ -1,14 +1,11 @@
 """cape.py: set sizes, the expanded proposal, its mask; lossless with extras."""
 
-import itertools
-
 import pytest
 import torch
-from tiny import Table, check, draft_of, drawn, make_glide, untrained
+from tiny import Table, check, draft_of, drawn, untrained
 
 import cape
 import common
-import glide
 from support import cli
 
 ROOT = torch.tensor([[0]])
@@ -107,29 +104,6 @@ def test_only_chains_are_expanded():
     said = "cannot change gamma: it can change sizes, bounds"
     with pytest.raises(common.UserError, match=said):
         next(cape.drafts([], gamma=3))
-
-
-@torch.no_grad()
-def test_drafting_goes_on_from_an_accepted_extra(llama):
-    """A drafter without memory drafts the same."""
-    drafter = make_glide(llama)
-    options = {
-        "input_ids": torch.tensor([[9, 8, 7]]),
-        "max_new_tokens": 60,
-        "do_sample": False,
-    }
-    extras_accepted = 0
-    decoding = common.start(llama, **options)
-    chains = glide.drafts(decoding, drafter, gamma=4)
-    # Beside each token of the trajectory stands nearly every other one.
-    for draft in cape.drafts(chains, sizes=[40], bounds=[]):
-        steps = glide.propose(drafter, decoding, glide.Memory(drafter, llama))
-        drafted = 0 if draft.probs is None else len(draft.probs)
-        tokens = [token for token, _ in itertools.islice(steps, drafted)]
-        assert tokens == list(draft.tokens[:drafted])
-        extras_accepted += any(node >= drafted for node in decoding.verify(draft))
-    assert extras_accepted > 5
-    assert torch.equal(decoding.ids, llama.generate(**options))
 
 
 def test_any_generator_of_chains_can_be_expanded(llama):

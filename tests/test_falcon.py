@@ -113,31 +113,6 @@ def test_a_prompt_is_read_as_if_attended_at_once(k):
         assert newest.mask.shape == (1, total) and newest.mask.all()
 
 
-@pytest.mark.parametrize("options", [{}, {"k": 3, "fusion": "linear"}])
-@torch.no_grad()
-def test_rounds_draft_what_a_new_generator_would(llama, options):
-    """With one layer a cached row depends only on its slot, and not on any block.
-
-    After every third round comes one with a draft of somebody else's.
-    """
-    drafter = make_drafter(llama, num_layers=1, **options)
-    ids = random_ids(5, seed=2)
-    given = {"max_new_tokens": 40, "do_sample": False}
-    decoding = common.start(llama, input_ids=ids, **given)
-    accepted = 0
-    for number, draft in enumerate(falcon.drafts(decoding, drafter)):
-        again = common.start(
-            llama, input_ids=decoding.ids, max_new_tokens=decoding.max_depth + 1
-        )
-        anew = next(falcon.drafts(again, drafter))
-        assert draft.tokens.tolist() == anew.tokens.tolist()
-        accepted += len(decoding.verify(draft))
-        if number % 3 == 2 and not decoding.done:
-            decoding.verify(common.chain([], decoding.ids))
-    assert torch.equal(decoding.ids, llama.generate(ids, **given))
-    assert accepted > 0, "no row of a draft was ever dropped after it was accepted"
-
-
 @torch.no_grad()
 def test_nothing_is_drafted_below_an_end_of_the_answer_or_beyond_its_room(llama):
     """Greedily: the rest of the tree is what it is without that end or limit."""

@@ -268,23 +268,32 @@ def test_a_processor_may_force_tokens_that_no_drafter_drafts(method):
         assert set(output[0, ids.shape[1] :].tolist()) <= {0, 1}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_drafter_may_miss_a_round(method):
-    """It reads what it has not read yet, and drafts as if it had been asked."""
+WITH_K3 = [*((name, {}) for name in METHODS), ("falcon", {"k": 3, "fusion": "linear"})]
+
+
+@pytest.mark.parametrize("method, options", WITH_K3)
+def test_every_round_drafts_what_a_new_generator_would(method, options):
+    """After rejections and whole drafts, and after rounds that the drafter missed: it
+    reads what it has not read yet. With one layer a cached row depends only on its own
+    token.
+    """
     target, ids, truth = make_target("Llama")
-    drafts = drafts_of(method, "Llama")
+    make = functools.partial(untrained, num_layers=1, draft_vocab=VOCAB - 2, **options)
+    drafts, _ = make_drafts(method, target, make)
     decoding = common.start(target, input_ids=ids, **GREEDY)
-    steps = drafts(decoding)
-    decoding.verify(next(steps))
-    for _ in range(3):  # drafts of somebody else's
-        decoding.verify(common.chain([], decoding.ids))
-    draft = next(steps)
-    anew = next(drafts(decoding))
-    assert torch.equal(draft.tokens, anew.tokens) and draft.parents == anew.parents
-    decoding.verify(draft)
-    for draft in steps:
-        decoding.verify(draft)
+    rejected = set()
+    for number, draft in enumerate(drafts(decoding)):
+        anew = next(drafts(decoding))
+        assert torch.equal(draft.tokens, anew.tokens) and draft.parents == anew.parents
+        if draft.probs is not None:
+            torch.testing.assert_close(draft.probs, anew.probs, atol=1e-6, rtol=1e-5)
+        drafted = len(draft.tokens)
+        rejected.add(drafted - len(decoding.verify(draft)))
+        if number == 2:
+            for _ in range(3):  # drafts of somebody else's
+                decoding.verify(common.chain([], decoding.ids))
     assert torch.equal(decoding.ids, truth)
+    assert len(rejected) > 1, "all rounds are alike"
 
 
 BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}

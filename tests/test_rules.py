@@ -1,5 +1,5 @@
 """The tools of results/tools/ that measure: stop_rules.py (a record counts what
-decoding does; rules and figures by hand) and costs.py.
+decoding does; rules and figures by hand), costs.py and lengths.py.
 """
 
 import ast
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import costs
+import lengths
 import pytest
 import stop_rules
 import torch
@@ -307,3 +308,23 @@ def test_the_cost_of_a_forward_is_the_median_after_a_warm_up(llama, monkeypatch)
     hook.remove()
     assert curve["by_tokens"] == {str(count): 3000 for count in costs.COUNTS}
     assert fed == [count for count in costs.COUNTS for _ in range(6)]
+
+
+def test_arms_are_timed_by_the_length_of_the_prompt(
+    measured, monkeypatch, tmp_path, capsys
+):
+    """Every answer has all its tokens, although arms take over one another's cache."""
+    monkeypatch.chdir(measured)
+    file = tmp_path / "lengths.json"
+    options = ["--lengths", "64", "90", "--num-prompts", "2", "--json", str(file)]
+    lengths.main(command(*options))
+    by_length = json.loads(file.read_text())["lengths"]
+    assert list(by_length) == ["64", "90"]
+    for found in by_length.values():
+        assert found["plain"]["tau"] == 1 and found["plain"]["speedup"] == 1
+        for arm in found.values():
+            assert arm["by_prompt"]["tokens"] == [12, 12]
+    noted = capsys.readouterr()
+    assert "leaves greedy decoding" not in noted.err and "glide@glide" in noted.out
+    with refused("prompt-lookup and assisted keep no cache"):
+        lengths.main(command(method="prompt-lookup"))
