@@ -106,6 +106,25 @@ def test_a_rule_that_withholds_tokens_is_noticed_in_the_sampled_output(
     assert p_value < 1e-6 if rule is picky else p_value > 1e-3
 
 
+@torch.no_grad()
+def test_drafting_with_a_cache_equals_drafting_from_scratch(llama, trained):
+    """After rejections, when the cache holds tokens that were not committed, and after
+    whole drafts, when two tokens are fed.
+    """
+    decoding = common.start(llama, input_ids=PROMPT, do_sample=False, max_new_tokens=40)
+    model = specdecpp.model_of(trained, llama)
+    rejected = set()
+    for draft in specdecpp.drafts(decoding, trained, stop="fixed", gamma=2):
+        steps = specdecpp.propose(model, decoding, common.DraftCache(num_layers=2))
+        probs = draft.probs if len(draft.tokens) else ()
+        for token, q_draft in zip(draft.tokens, probs):
+            ours = next(steps)
+            assert ours[0] == token
+            torch.testing.assert_close(ours[1], q_draft, atol=1e-6, rtol=1e-5)
+        rejected.add(len(draft.tokens) - len(decoding.verify(draft)))
+    assert rejected == {0, 1, 2}
+
+
 # --------------------------------------------------------------------------- stop rules
 
 
