@@ -118,6 +118,15 @@ def test_prefix_search_keeps_the_likeliest_prefixes():
         check(told, pytest.approx(expected), got)
 
 
+@pytest.mark.parametrize("room", [{"max_depth": 1}, {"eos_ids": {0, 1}}])
+def test_a_complete_prefix_takes_no_place_in_the_beam(room):
+    """The one place is the empty prefix's, .25, although 0 has .4 and 1 has .35."""
+    q_slots = torch.tensor([[0.4, 0.35, 0.25], [0.1, 0.9, 0.0]], dtype=torch.double)
+    found = ctc_drafter.prefix_search(top(q_slots, 2), candidates=1, **room)
+    expected = {(0,): 0.4 + 0.25 * 0.1, (1,): 0.35 + 0.25 * 0.9}
+    check(f"slots {q_slots.tolist()}, {room}", pytest.approx(expected), found)
+
+
 SEARCHES = [ctc_drafter.likeliest_alignments, ctc_drafter.likeliest_combinations]
 
 

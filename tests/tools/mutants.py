@@ -370,6 +370,9 @@ a blank is drafted where nothing is merged
 drafts continue after an end
 - (sequence[-1] in eos_ids or len(sequence) >= max_depth)
 + len(sequence) >= max_depth
+a complete prefix takes a place in the beam
+- if not complete(p, eos_ids, max_depth)
++ if p is not None
 probabilities that are too small for a float have no gradient
 - drafter.logits(states, head).log_softmax(-1)
 + drafter.logits(states, head).softmax(-1).log()
