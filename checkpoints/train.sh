@@ -44,8 +44,8 @@ make glide --method glide --gamma 3 --kv-layer 18 --block-size 3
 make specdecpp-draft --method specdecpp --stage draft --layers '[0,-1]'
 STEPS=500 make specdecpp --method specdecpp --stage head --lr 1e-3 \
     --init "$out/specdecpp-draft"
-# A last stage without CSGD, as that of the shipped drafter.
-make falcon --method falcon --fusion linear --distill-weight 1 --num-layers 2 ${FROM:+--no-csgd}
+make falcon --method falcon
+make falcon_linear --method falcon --fusion linear --no-csgd
 make eagle --method eagle
 make ctc_drafter --method ctc_drafter --first-token 1
 make medusa --method medusa
