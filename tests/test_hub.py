@@ -90,7 +90,9 @@ def test_a_drafter_is_loaded_by_its_id_as_from_pretrained_does(method, llama, tm
             common.load_drafter(module.Drafter, "org/drafter", llama, **other)
     card = (repository / "snapshots" / commit / "README.md").read_text()
     assert "license: apache-2.0" in card
-    assert "- speculative-decoding" in card and f"- {method.replace('_', '-')}" in card
+    assert "- speculative-decoding" in card
+    if (cli.ROOT / "checkpoints" / method).is_dir():  # else a copy of another method
+        assert f"- {method.replace('_', '-')}" in card
     assert "Paper: https://arxiv.org/abs/2" in card
 
 
