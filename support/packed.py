@@ -1,4 +1,4 @@
-"""Linear layers for the few tokens of a verification, on a CPU.
+"""Linear layers and LSTMs for the few tokens of a verification, on a CPU.
 
 Speculative decoding pays because a target forward over a few tokens costs about as much
 as one over a single token: most of its time goes into reading the weights from memory,
@@ -40,7 +40,7 @@ SAMPLE = 128 * 2**20  # bytes of weights to measure on: more than a cache holds
 
 
 def pack(model: nn.Module, kernels: tuple[str, str] | None = None) -> nn.Module:
-    """A second model over the same weights, whose linear layers are packed.
+    """A second model over the same weights, whose linear layers and LSTMs are packed.
 
     Layers that read the same input share one product, and norms are torch's own where
     that gives the same bits.
@@ -63,6 +63,8 @@ def pack(model: nn.Module, kernels: tuple[str, str] | None = None) -> nn.Module:
     for name, layer in linear_layers(twin).items():
         twin.set_submodule(name, PackedLinear(layer, kernels))
     for name, module in list(twin.named_modules()):
+        if is_simple_lstm(module):
+            twin.set_submodule(name, PackedLSTM(module, kernels))
         norm = short_norm(module)
         if norm is not None:
             twin.set_submodule(name, norm)
@@ -120,6 +122,58 @@ class PackedLinear(nn.Linear):
             head.weight = nn.Parameter(self.weight[token_ids], requires_grad=False)
             self.selected[token_ids] = PackedLinear(head, self.kernels)
         return self.selected[token_ids]
+
+
+def is_simple_lstm(module: nn.Module) -> bool:
+    """Whether a PackedLSTM can take its place."""
+    return (
+        type(module) is nn.LSTM
+        and module.batch_first
+        and module.bias
+        and not (module.bidirectional or module.proj_size or module.dropout)
+    )
+
+
+class PackedLSTM(nn.Module):
+    """A frozen LSTM on the CPU, of which `is_simple_lstm` holds.
+
+    torch's own brings its weights into another layout in every call.
+    """
+
+    def __init__(self, lstm: nn.LSTM, kernels: tuple[str, str]):
+        super().__init__()
+        for name, weight in lstm.named_parameters():
+            self.register_parameter(name, weight)
+        self.hidden_size = lstm.hidden_size
+        self.layers = []  # the products with the input and with h, of each layer
+        for number in range(lstm.num_layers):
+            w_ih, w_hh, b_ih, b_hh = (x.detach() for x in lstm.all_weights[number])
+            from_input = product(w_ih, b_ih + b_hh, kernels)
+            self.layers.append((from_input, product(w_hh, None, kernels)))
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None):
+        """Map x (B, T, D) to (B, T, H), and the state to the one after it.
+
+        state: h and c of the layers, (layers, B, H) each; None: zeros.
+        """
+        if state is None:
+            zeros = x.new_zeros(len(self.layers), x.shape[0], self.hidden_size)
+            state = zeros, zeros
+        last = []
+        for (from_input, from_h), h, c in zip(self.layers, *state):
+            outputs = []
+            for gates in from_input(x).unbind(1):  # (B, 4 H), a step at a time
+                i, f, g, o = (gates + from_h(h)).chunk(4, dim=-1)
+                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+                h = o.sigmoid() * c.tanh()
+                outputs.append(h)
+            x = torch.stack(outputs, dim=1)
+            last.append((h, c))
+        h, c = (torch.stack(of_layers) for of_layers in zip(*last))
+        return x, (h, c)
+
+    def __deepcopy__(self, memo) -> "PackedLSTM":
+        return self  # all that it holds is frozen
 
 
 # --------------------------------------------------------------------- fewer operators
@@ -242,6 +296,9 @@ def prepare(kernel: str, weight: Tensor, bias: Tensor | None):
 def candidates(model: nn.Module) -> list[str]:
     """The kernels that compute this model's product; [] if it stays as it is."""
     weights = [layer.weight for layer in linear_layers(model).values()]
+    for module in model.modules():
+        if is_simple_lstm(module):
+            weights += [x for x in module.parameters() if x.ndim == 2]
     dtypes = {weight.dtype for weight in weights}
     if any(weight.device.type != "cpu" for weight in weights):
         return []

@@ -31,6 +31,27 @@ def test_every_kernel_computes_the_same_for_any_number_of_rows():
             torch.testing.assert_close(ours(x), layer(x), atol=1e-5, rtol=1e-5)
 
 
+def test_an_lstm_is_packed_with_its_state():
+    for kernels in itertools.product(HERE, HERE):
+        whole = torch.nn.Module()
+        whole.lstm = torch.nn.LSTM(20, 30, num_layers=2, batch_first=True)
+        whole.other = torch.nn.LSTM(20, 30, bidirectional=True)
+        whole.linear = torch.nn.Linear(30, 30).bfloat16().float()
+        assert "float16" not in packed.candidates(whole)  # it would round the LSTM's
+        whole.bfloat16().float().requires_grad_(False)
+        twin = packed.pack(whole, kernels)
+        assert type(twin.lstm) is packed.PackedLSTM and type(twin.other) is type(
+            whole.other
+        )
+        assert twin.state_dict().keys() == whole.state_dict().keys()
+        x = torch.randn(3, 5, 20)
+        expected, (h, c) = whole.lstm(x)
+        start, state = twin.lstm(x[:, :2])
+        end, state = twin.lstm(x[:, 2:], state)
+        torch.testing.assert_close(torch.cat([start, end], dim=1), expected)
+        torch.testing.assert_close(state, (h, c))
+
+
 def test_a_packed_target_is_a_second_object_over_the_same_weights():
     target = make_llama().float()
     ids = torch.tensor([[5, 6, 7]])
