@@ -29,8 +29,6 @@ bootstrap interval over five or more prompts. alpha is measured on the baseline'
 answers.
 """
 
-import copy
-import json
 import os
 import random
 import signal
@@ -53,7 +51,7 @@ import common
 from common import UserError
 from support import packed
 from support.measuring import batching, report
-from support.measuring.arms import PEERS, Arm, make_arms, plain_loops
+from support.measuring.arms import PEERS, Arm, make_arms, parse, plain_loops
 from support.measuring.report import Answer, clock
 from support.prompts import answer_padded, encode
 from support.training import data
@@ -68,7 +66,7 @@ WARM_UP_TOKENS = 12
 def measure(args) -> dict:
     """The result of a run: how it was made, and what the arms did."""
     prompts = prompts_of(args)
-    # Read now, because loading the target is work as well. Windows does not have it.
+    # Read it now, because loading the target adds to the load. Windows has none.
     load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
     stock, target, tokenizer = load(args)
     result = report.header(args, target)
@@ -76,21 +74,13 @@ def measure(args) -> dict:
     if args.top_p < 1 and any(arm.name == "prompt-lookup" for arm in arms):
         print(
             "bench.py: at --top-p prompt-lookup cannot draft every token, because "
-            "transformers asks the processors about logits that are all equal",
+            "transformers passes constant logits to the processors",
             file=sys.stderr,
         )
     options = generate_options(args)
     warn_if_busy(load_average)
     torch.manual_seed(args.seed)
     return result | compare(args, stock, target, tokenizer, arms, prompts, options)
-
-
-def without_answers(result: dict) -> dict:
-    """The result without the answers' tokens, which are too long for one line."""
-    result = copy.deepcopy(result)
-    for numbers in report.arms_of(result).values():
-        del numbers["answers"]
-    return result
 
 
 def prompts_of(args) -> list[dict]:
@@ -196,7 +186,7 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
                 if not asked and group is groups[-1]:
                     raise
                 names = ", ".join(str(prompt["question_id"]) for prompt in group)
-                note = f"bench.py: prompt {names} is not answered to its end: {problem}"
+                note = f"bench.py: prompt {names} was not answered in full: {problem}"
                 bar.write(note, file=sys.stderr)
     except (KeyboardInterrupt, torch.OutOfMemoryError) as problem:
         if not asked:
@@ -211,7 +201,7 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
 
 def warm_up(tokenizer, arms: list[Arm], groups: list, options: dict) -> None:
     """Let every arm answer once, because first calls load kernels and fill caches."""
-    # What is shortest is asked, because a prompt that is too long would end the run.
+    # Ask the shortest prompts, because one that is too long would end the run.
     easiest = min(
         groups, key=lambda group: max(len(each["turns"][0]) for each in group)
     )
@@ -339,7 +329,6 @@ def transformers_answer(arm: Arm, inputs: dict, options: dict) -> Answer:
     length = inputs["input_ids"].shape[1]
     return Answer(
         tokens=tokens,
-        emitted=len(tokens),
         target_forwards=len(fed),
         # The first forward reads the prompt and a draft, each later one a token and a
         # draft.
@@ -353,9 +342,7 @@ def padded_answers(arm: Arm, asked: list[dict], options: dict) -> list[Answer]:
     """Let transformers decode a batch, in which a forward gives each one token."""
     prompts = [inputs["input_ids"][0].tolist() for inputs in asked]
     rows = answer_padded(arm.target, prompts, **options)
-    return [
-        Answer(target_forwards=len(row), emitted=len(row), tokens=row) for row in rows
-    ]
+    return [Answer(target_forwards=len(row), tokens=row) for row in rows]
 
 
 def new_tokens(ids: Tensor, inputs: dict) -> list[int]:
@@ -388,7 +375,7 @@ def summary(arms, loops, asked: list, answers: dict, greedy: bool) -> dict:
         if arm.drafter not in alphas:
             alphas[arm.drafter] = acceptance_rate(arm, asked, answers[baseline.name])
         numbers["alpha"] = alphas[arm.drafter]
-        numbers["settings"] = report.settings(arm)
+        numbers["settings"] = arm.settings
         if greedy:
             ours, theirs = answers[arm.name], answers[stock.name]
             numbers |= divergence(stock.target, asked, ours, theirs)
@@ -462,13 +449,13 @@ def main(argv: list[str] | None = None) -> None:
     print(report.tables(result))
     if args.json:
         report.write_result(result, args.json)
-    if not sys.stdout.isatty():  # for a program that reads the last line
-        print("\n" + json.dumps(without_answers(result)))
 
 
 def check(args) -> None:
     """Raise a UserError if options do not go together; nothing is loaded yet."""
     alone = {"all", *PEERS} & set(args.method)  # arms that answer one at a time
+    for text in {*args.method} - {"all", *PEERS}:
+        parse(text)  # a UserError for what is no arm
     common.refuse(
         (not args.method, "nothing to do: give --method; see --help"),
         (

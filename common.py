@@ -332,7 +332,7 @@ class Decoding:
         if after.state != self.state or changing:
             warnings.warn("the cached rows do not fit, so the whole text is read anew")
             return
-        # What an interrupted round has left behind its P rows is cut here as well.
+        # This also cuts what an interrupted round left after its P rows.
         end = min(after.cached, self.ids.shape[1] - 1)
         same = after.ids[0, :end] == self.ids[0, :end]
         self.cached = int(same.cumprod(0).sum())  # leading tokens that agree
@@ -506,7 +506,7 @@ def start(target, after: Decoding | None = None, **inputs) -> Decoding:
         its text and the new prompt agree, so only the rest is read. It cannot be used
         again. A warning says so where its rows do not fit: where the target's adapters,
         dtype or device have changed, or where it rotates keys by the length of the
-        text. Other weights or `adapter_names` are not noticed: pass no `after` then.
+        text. Other weights or `adapter_names` go unnoticed: pass no `after` then.
     """
 
     def begin(target, input_ids, **given):
@@ -637,7 +637,7 @@ def forward_options(target) -> dict:
     """Arguments of a forward that override the target's config."""
     # Training leaves settings in a saved config: to return attention weights, to add
     # the loss of a router, or to keep no cache. They would slow down or break what is
-    # done here, so each of them is given in the call.
+    # done here, so the call gives each of them.
     options = {"use_cache": True, "output_attentions": False}
     if hasattr(target.config.get_text_config(), "output_router_logits"):
         options["output_router_logits"] = False  # other models do not know it
@@ -917,7 +917,7 @@ def draft_head(target, token_ids: Tensor) -> nn.Module:
     if scale != 1:
         weight = weight * scale
     weight = weight.to(target.dtype)  # an LM head may be kept in float32
-    # On the device meta no time is spent on initial weights.
+    # On the meta device no time is spent on initial weights.
     rows = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     rows.weight = nn.Parameter(weight, requires_grad=False)
     return rows
@@ -952,8 +952,8 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([rotated, rest], dim=-1)
 
 
-def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Widen tables (B, T, R) to (B, T, Dh), for a drafter's Llama layers.
+def whole_rotary(tables: tuple, head_dim: int, dtype: torch.dtype) -> tuple:
+    """Widen tables (B, T, R) to (B, T, Dh), for a drafter's Llama layers in `dtype`.
 
     Dimensions j and j + Dh/2 share an angle, which is 0 from j = R/2 on.
     R = 4 and Dh = 8: cos `a b a b` becomes `a b 1 1 a b 1 1`.
@@ -963,7 +963,7 @@ def whole_rotary(tables: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, 
         half = table[..., : table.shape[-1] // 2]  # (B, T, R/2)
         missing = head_dim // 2 - half.shape[-1]
         half = F.pad(half, (0, missing), value=fill)  # (B, T, Dh/2)
-        widened.append(torch.cat([half, half], dim=-1))  # (B, T, Dh)
+        widened.append(torch.cat([half, half], dim=-1).to(dtype))  # (B, T, Dh)
     return tuple(widened)
 
 
@@ -1349,9 +1349,9 @@ def _compare(target) -> tuple[float, str]:
     Returns the largest relative error of a row, and in words where it is. Drafters read
     the last hidden states, and compute logits from them, so these are compared as well.
 
-    Seven ids are a text t_0, t_1, ... whose tokens come after wrong siblings. There are
-    eight before t_3, so that even in half precision the error is large if a model takes
-    a token's cache row for its position:
+    The text is seven ids, t_0, t_1, ... In the tree its tokens follow wrong siblings:
+    eight of them before t_3, so that even in half precision the error is large if a
+    model takes a token's cache row for its position:
 
         t_2 -- 8 wrong ones         t_5 -- wrong
          `---- t_3 -- wrong          `---- t_6
@@ -1550,7 +1550,7 @@ def demo(Drafter, folder: str, drafts) -> None:
     prompt = parser.parse_args().prompt
     transformers.logging.disable_progress_bar()
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's has no such method
-        sys.stdout.reconfigure(errors="replace")  # a code page may not have all letters
+        sys.stdout.reconfigure(errors="replace")  # some code pages lack letters
     try:
         _show_answer(Drafter, folder, drafts, prompt)
     except (UserError, OSError) as problem:
@@ -1566,7 +1566,7 @@ def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
     target, tokenizer = load_target()
     checkpoint = Path(__file__).with_name("checkpoints") / folder
     drafter = load_drafter(Drafter, checkpoint, target)
-    with contextlib.suppress(ImportError):  # a copy of two files goes without
+    with contextlib.suppress(ImportError):  # a copy of two files does without
         from support import packed
 
         target = packed.pack(target)

@@ -16,10 +16,10 @@ Many alignments become the same sequence, and CTC adds up their probabilities (E
 Training maximises the sum for the right sequence. It does so at many places of a text
 in one pass, the *anchors*, each of which has S slots of its own. When decoding, the
 likeliest sequences are drafted, as a tree. Although the slots are independent, the
-tokens of a sequence are not: a slot that one token takes is not left for another.
+tokens of a sequence are not: a slot taken by one token is not left for another.
 
 By default we add a loss on the first token, and rank sequences by sums. The paper's
-loss and ranking are `first_token=0` and `transform="alignments"`.
+loss is `first_token=0`, and `transform="alignments"` is nearest to its candidates.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. The base
@@ -63,7 +63,7 @@ class Config:
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     transform: str = option(
         "prefixes",
-        "rank by prefixes (a sum), alignments (the likeliest; the paper) or none (no "
+        "rank by prefixes (a sum), alignments (nearest to the paper) or none (no "
         "transform)",
         decode=True,
     )
@@ -93,15 +93,15 @@ VARIANTS = {  # named settings for bench.py, as in --method ctc_drafter:paper
 # ---------------------------------------------------------------------- architecture
 
 # The layer reads rows. Row i combines h_i, the target's hidden state after x_i, with
-# the embedding of x_(i+1), which Eq. 9 does not have. (The target has not read the
-# newest token yet, so the newest hidden state belongs to the token before it, and a
-# text of T tokens has T - 1 rows.)
+# the embedding of x_(i+1) (Eq. 9 has no embedding). Rows give keys and values only:
+# with a single layer, nothing would read what comes out of their queries. (The target
+# has not read the newest token yet, so the newest hidden state belongs to the token
+# before it, and a text of T tokens has T - 1 rows.)
 #
 # An anchor is a row that slots follow. When drafting, it is the newest row. In
 # training, a text has up to A anchors, each with a window: the U labels that its slots
 # learn. A batch has W windows, one for each anchor; W is less than B A where a text has
-# too few places. Rows give keys and values, and have
-# no queries, because with a single layer nothing would read their outputs.
+# too few places.
 
 
 class SlotAttention(LlamaAttention):
@@ -310,8 +310,8 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
         blank=size - 1,
         reduction="sum",
         # A blank must come between a label and an equal one after it, so a window with
-        # r such repeats needs U + r slots. With fewer its loss is infinite, and is set
-        # to 0. That cannot happen with the default S and U.
+        # r such repeats needs U + r slots. With fewer its loss would be infinite, so it
+        # is set to 0. That cannot happen with the default S and U.
         zero_infinity=True,
     )
 
@@ -338,7 +338,6 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """Minus log P of Eq. 6, summed over W anchors; and W, by which train.py divides.
 
     With `first_token` a cross-entropy of the first token is added (not in the paper).
-    The target must be frozen, as load_target leaves it.
     """
     anchors, labels = anchors_and_labels(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)
@@ -408,7 +407,7 @@ def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[t
 #     alignments    a .60   a b .30   b .20      the probability of the likeliest
 #                   alignment that becomes it (`likeliest_alignments`)
 #     none          a .60   a b .30   a a .12    the product of its tokens in the first
-#                   slots; nothing is merged or blank (`likeliest_combinations`)
+#                   slots; nothing is merged or blank (`likeliest_alignments`)
 #
 # With a transform, a a would need three slots: a - a.
 
@@ -463,9 +462,8 @@ def prefix_search(
                     longer = (*prefix, token)
                     new_token[longer] += entering
                     prefixes[longer] += entering
-        # The next slot continues only the likeliest, and no complete ones. What a
-        # dropped prefix had is lost for all that are longer, so their sums may be too
-        # small.
+        # The next slot continues only the likeliest, and no complete ones. Dropping a
+        # prefix loses its share of all longer ones, so their sums may be too small.
         total = {
             p: new_blank[p] + new_token[p]
             for p in new_blank | new_token
@@ -477,13 +475,18 @@ def prefix_search(
 
 
 def likeliest_alignments(
-    choices: list[list[tuple]], nodes: int, eos_ids=(), max_depth=math.inf
+    choices: list[list[tuple]],
+    nodes: int,
+    eos_ids=(),
+    max_depth=math.inf,
+    transform=collapse,
 ) -> dict:
     """The sequences of the likeliest alignments (3.1, 3.3), at most `nodes`.
 
     Returns {sequence: probability of its likeliest alignment}, likeliest first.
 
     choices: from `top_symbols`. eos_ids, max_depth: see `complete`.
+    transform: from an alignment to its sequence.
     """
     # The paper's alignments fill all slots. Here one may fill only the first slots, so
     # that the beginnings of a sequence are ranked as well.
@@ -499,9 +502,10 @@ def likeliest_alignments(
         minus_q, alignment = heapq.heappop(heap)
         if minus_q == 0:  # and so are all that are left
             break
-        sequence = collapse(alignment)
+        sequence = transform(alignment)
         # What an alignment can still become depends only on its length, its sequence
-        # and its last symbol. Of those that agree in these, the likeliest is enough.
+        # and its last symbol. Among those that agree in all three, the likeliest is
+        # enough.
         state = (len(alignment), sequence, alignment[-1:])
         if state in seen:
             continue
@@ -511,30 +515,6 @@ def likeliest_alignments(
         if len(alignment) < len(choices) and not complete(sequence, eos_ids, max_depth):
             for symbol, q in choices[len(alignment)]:
                 heapq.heappush(heap, (minus_q * q, (*alignment, symbol)))
-    return ranked
-
-
-def likeliest_combinations(
-    choices: list[list[tuple]], nodes: int, eos_ids=(), max_depth=math.inf
-) -> dict:
-    """The likeliest combinations of the first slots' tokens, without a transform.
-
-    Returns {sequence: product of its tokens' probabilities}. Arguments: as above.
-    """
-    ranked = {}
-    level = {(): 1.0}  # the sequences of one length
-    for *pairs, _ in choices:  # without the blank
-        longer = {
-            (*sequence, token): q_sequence * q
-            for sequence, q_sequence in level.items()
-            if not complete(sequence, eos_ids, max_depth)
-            for token, q in pairs
-            if q > 0
-        }
-        # A sequence is never likelier than its beginning. If `nodes` sequences are
-        # likelier than the beginning, nothing that continues it is needed.
-        level = {s: longer[s] for s in heapq.nlargest(nodes, longer, key=longer.get)}
-        ranked |= level
     return ranked
 
 
@@ -595,7 +575,8 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
     elif config.transform == "alignments":
         ranked = likeliest_alignments(choices, config.nodes, *limits)
     else:
-        ranked = likeliest_combinations(choices, config.nodes, *limits)
+        pairs = [slot[:-1] for slot in choices]  # without the blank
+        ranked = likeliest_alignments(pairs, config.nodes, *limits, transform=tuple)
         log_q = log_q[:1]  # only slot 1 may hold the first token
 
     # When sampling, a chosen token is accepted with probability p(x), the target's. A
@@ -660,18 +641,19 @@ if __name__ == "__main__":
 #     Both are normed and combined by a linear layer that starts as their sum. The layer
 #     starts as the target's top one, and a final norm is added.
 #  2. A slot starts as its anchor's row plus a learned vector, at the anchor's rotary
-#     position plus its number. It reads text and slots, and gets a logit for its blank.
-#     The paper does not say how.
+#     position plus its number. It attends to the text and to its anchor's slots, and a
+#     linear layer gives the blank's logit. The paper does not say how slots are made.
 #  3. The loss sums -log P (Eq. 1; Eq. 2 maximises the sum of P). `first_token` is ours.
 #  4. Sequences of all lengths make a trie, ranked by sums (`prefixes`). The paper takes
-#     the "most valuable" combinations of all slots, and masks what is removed.
+#     the "most valuable" combinations of all slots, and masks what is removed. A beam
+#     of 8 (`candidates`) may make a sum too small. Nothing is drafted below an end.
 #  5. The blank is always a choice. In 3.3, as we read it, it is one of the k likeliest.
 #  6. `none` drafts no blanks. In Table 2 they stay in the drafts, and spoil them (4.3).
 #  7. Only frequent tokens are drafted and learned (`draft_vocab`). Labels are the
 #     argmax after the text's own tokens. The loss is of windows of U labels in the
 #     answer, after at most 64 anchors; the paper has one Y for each X.
 #  8. When sampling, the first token is sampled. The paper's example is greedy (3.3).
-#  9. S = 6 and U = 3, of which the paper says nothing; k = 6 and five nodes.
+#  9. S = 6 and U = 3, which the paper does not give; k = 6 and five nodes.
 # 10. The drafter sees a window of a long text (common.windowed).
 # Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p').
 # The transforms gain about 1% in tau over `none` (results/log.md). A likely reason:

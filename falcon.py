@@ -19,9 +19,9 @@ The second slot has to draft x_5 without knowing x_4, because one pass drafts bo
 Coupled sequential glancing distillation (CSGD) shows it x_4, but only in training: the
 first slots of some blocks are fed their labels, here (h_3, x_4) instead of (h_1, x_2).
 
-Names that differ from the paper's: t_i is x_i, f_i is h_i (`hidden`), f^draft is
-`h_draft`, p and p^draft are p_target and q_draft. Shapes: S slots, M slots that learn,
-r slots fed, b branches of a pass.
+Names that differ from the paper's: its t_i is x_i here, its f_i is h_i (`hidden`), its
+f^draft is `h_draft`, its p and p^draft are p_target and q_draft. Shapes: S slots, M
+slots that learn, r slots fed, b branches of a pass.
 
 Deviations from the paper and what the authors' code does: at the end of this file.
 Licence: Apache-2.0.
@@ -55,7 +55,7 @@ class Config:
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     tree: list = option(
         lambda: layered_tree([3, 4, 1, 1]),
-        "nodes, each a path of ranks (the paper: 118 of them)",
+        "nodes, each a path of ranks (the authors' code: 118)",
         decode=True,
     )
 
@@ -101,9 +101,9 @@ class Drafter(
     def fuse(self, target, hidden: Tensor, token_ids: Tensor, state=None):
         """Combine the hidden state and the token of each slot into one vector (3.2).
 
-        hidden: (B, r, D), of B sequences or branches.
+        hidden: (B, r, D) of B sequences; in a later pass of b branches, (b, k, D).
         token_ids: (B, r), each one step ahead of its hidden state.
-        state: the LSTM's state after the slots before these, two of (2, B, D); None
+        state: the LSTM's after the slots before these, two tensors (2, B, D); None
             before the first slot. A linear layer ignores it, and its new state is ().
         Returns fused slots (B, r, D), and the new state.
         """
@@ -126,8 +126,8 @@ class Drafter(
         cache: the drafter's own, which has P_own rows and gets r more.
         """
         tables = common.rotary(target, positions, -1)  # of the target's top layer
-        tables = common.whole_rotary(tables, self.config.target["head_dim"])
-        tables = tuple(table.to(x.dtype) for table in tables)
+        head_dim = self.config.target["head_dim"]
+        tables = common.whole_rotary(tables, head_dim, x.dtype)
         for layer in self.layers:
             x = layer(x, mask, None, cache, position_embeddings=tables)
         return self.norm(x)
@@ -198,8 +198,8 @@ def training_slots(drafter: Drafter, batch) -> Slots:
     return Slots(
         hidden=hidden[:, :-1],
         token_ids=batch.input_ids[:, 1:],
-        # The last k slots do not learn, because their labels' tokens are beyond the
-        # text. What is missing is padded with zeros.
+        # The labels of the last slots are beyond the text. Zeros take their place, and
+        # these slots do not learn.
         labels=F.pad(hidden, (0, 0, 0, k))[:, k:-1],
         label_ids=F.pad(batch.input_ids, (0, k))[:, k + 1 :],
         learns=F.pad(batch.loss_mask, (0, k))[:, k + 1 :],
@@ -230,17 +230,17 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, phase: Tensor) ->
 
         blocks                       0 1 | 2 3 4 | 5 6 7 | 8 9 10
         first, a run of two          . .   . . .   x x .   . . .
-        with a second, cut at N      . .   x . .   x x .   . . .
+        a second of two, cut at N    . .   x . .   x x .   . . .
 
-    wrong: (B, S) bool, True where a slot learns and its likeliest token is not the
-        target's. The number of these in a sequence is d, the Hamming distance.
+    wrong: (B, S) bool, True where a slot learns and its likeliest token is not that of
+        the target. The number of these in a sequence is d, the Hamming distance.
     learns: (B, S) bool. rate: lambda. phase: (B,) of `relaxed_mask`.
     Returns (B, S) bool, True where revealed. If the runs of a sequence have fewer than
     N slots in all, all of them are revealed.
     """
     # The paper reveals runs of slots "preceding those to be predicted" (3.2). A run
-    # begins with the first slot of a complete block whose slots all learn. It never has
-    # the block's last slot, which learns from the labels before it. The paper does not
+    # begins with the first slot of a complete block whose slots all learn. It never
+    # includes the last one, which learns from the labels before it. The paper does not
     # say how runs are chosen. Here the order of the blocks and the lengths of the runs,
     # from 1 to k - 1, are uniformly random.
     places = torch.arange(learns.shape[1], device=learns.device) + phase[:, None]
@@ -251,7 +251,7 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, phase: Tensor) ->
     # Give each slot the numbers of its block.
     learning, run, order = (x.gather(1, block) for x in (learning, run, order))
     in_run = (learning == k) & (places % k < run)  # (B, S)
-    # Of the slots in all runs, in the order of their blocks, the first N are revealed.
+    # Reveal the first N slots of all runs, taking the blocks in their random order.
     rank = order.masked_fill(~in_run, 2).argsort(dim=1, stable=True).argsort(dim=1)
     number = (rate * wrong.sum(1, keepdim=True)).round()  # N
     return in_run & (rank < number)
@@ -271,9 +271,9 @@ def reveal(drafter: Drafter, target, slots: Slots, progress: float) -> Slots:
     # When drafting, the second slot never sees x_4. The paper argues (3.3) that CSGD
     # "improves the dependency between tokens within a block".
     _, logits, labels = predict(drafter, target, slots)  # a pass without noise
-    truth = common.target_logits(target, labels, drafter.vocab_ids).argmax(-1)
+    expected = common.target_logits(target, labels, drafter.vocab_ids).argmax(-1)
     wrong = torch.zeros_like(slots.learns)
-    wrong[slots.learns] = logits.argmax(-1) != truth
+    wrong[slots.learns] = logits.argmax(-1) != expected
     rate = 0.4 * (1 - progress)  # lambda, which in the paper falls by epochs
     revealed = glance(wrong, slots.learns, rate, drafter.config.k, slots.phase)
     return slots._replace(
@@ -297,8 +297,7 @@ def loss(drafter: Drafter, target, batch) -> tuple[Tensor, Tensor]:
         slots = reveal(drafter, target, slots, batch.progress)
     slots = slots._replace(hidden=noisy(slots.hidden, config.noise))
     h_draft, logits, labels = predict(drafter, target, slots)  # Eq. 1, but k ahead
-    l_reg = F.smooth_l1_loss(h_draft, labels, reduction="sum")
-    l_reg = l_reg / labels.shape[-1]  # Eq. 2, a mean over D
+    l_reg = F.smooth_l1_loss(h_draft, labels, reduction="none").mean(-1).sum()  # Eq. 2
     vocab_ids = drafter.vocab_ids
     p_target = common.target_logits(target, labels, vocab_ids).softmax(-1)  # Eq. 6
     log_q = logits.log_softmax(-1)  # Eq. 7, the logarithm of q_draft
@@ -343,9 +342,9 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
 
 
 def paper_tree() -> list[list[int]]:
-    """One of the paper's two trees: 118 nodes in eight levels, m = 20 at the root."""
-    # Appendix A does not list the nodes. These are what the authors' code makes from
-    # its list kmask2_8layer_tree_3. `children` is {path: m}.
+    """The tree of appendix A with m = 20 at the root (Figure 5; in the PDF, 6)."""
+    # The paper does not list its nodes. These 118, in eight levels, are what the
+    # authors' code makes from its list kmask2_8layer_tree_3. `children` is {path: m}.
     children = {(): 20, (0,): 11, (1,): 4, (2,): 4, (0, 0): 7, (0, 1): 8}
     children |= {(0,) * 3: 10, (0,) * 4: 10, (0,) * 5: 4, (0,) * 6: 4, (0,) * 7: 3}
     tree = {(*path, rank) for path, m in children.items() for rank in range(m)}
@@ -437,7 +436,7 @@ class Pass(NamedTuple):
     h_draft: Tensor  # (b, k, D) predictions
     positions: Tensor  # (k,) of the slots, the same in each branch
     mask: Tensor  # (b, P_own) which rows a branch sees, of those cached after this pass
-    state: tuple  # the LSTM's, two of (2, b, D); () of a linear layer
+    state: tuple  # the LSTM's, two tensors (2, b, D); () of a linear layer
 
 
 def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
@@ -457,8 +456,8 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     #     attend now                3   4 5 6
     #
     # Up to k - 1 old slots, here slot 4, share a block with new ones. For simplicity
-    # all of the last k - 1 old slots attend again, here slot 3 as well. The LSTM does
-    # not read them again, so memory keeps them fused.
+    # the last k - 1 old slots all attend again, here slot 3 as well. The LSTM does not
+    # read them again, so memory keeps them fused.
     fused = memory.read(drafter, decoding)  # (1, r, D)
     length = fused.shape[1]  # r
     # Drop the cached rows of the slots that attend again, and those of the last draft,
@@ -466,8 +465,7 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     # the first layer's rows do not depend on blocks, but those above are approximate.
     memory.cache.cut(total - length)
     positions = torch.arange(total, device=fused.device)
-    phase = -total % k  # of `relaxed_mask`, so that the newest block is full
-    block = (positions + phase) // k  # (P,)
+    block = (positions - total) // k  # (P,); -1 is the newest, which is full
     # A prompt attends in parts, because one mask for all of it would grow with the
     # square of its length. Parts are counted back as well, so none ends inside a block.
     size = 256 * k
@@ -570,8 +568,8 @@ def propose(drafter: Drafter, decoding, memory: Memory, tree: dict) -> common.Dr
     tree: {path: the ranks of its children} of the root, (), and of nodes with children.
     Returns a Draft. It has no nodes if the text has at most k tokens, or if there is no
     room. Nothing is drafted below the end of an answer or, when sampling, below a node
-    that could not be sampled. The notes are k and, in greedy decoding, q: the drafter's
-    probability of each node's token.
+    that could not be sampled. The notes of its nodes are k and, in greedy decoding, q:
+    the drafter's probability of each node's token.
     """
     k = drafter.config.k
     latest = None
@@ -647,19 +645,22 @@ if __name__ == "__main__":
 # Deviations from the paper, and choices where it says nothing:
 #  1. A slot predicts k places ahead (3.1). One ahead (Eq. 1), it would see its label.
 #  2. CSGD feeds a slot its own label, with the text's token. It then has no loss. Which
-#     runs are revealed is random (see `glance`), and lambda falls with each step.
+#     runs are revealed is random, they may have fewer than N slots (see `glance`), and
+#     lambda falls with each step.
 #  3. In training the first block has a random length. When drafting, rows of older
 #     slots stay cached, although the borders of blocks have moved.
 #  4. There are four more norms: of features, of embeddings, before the first layer's
 #     attention, and of the output. Layers start as the target's top ones.
-#  5. Only frequent tokens are drafted and learned. L_hard's label is the likeliest one.
-#  6. CSGD's first pass has no noise. In the second, revealed labels have it as well.
-#  7. By default the tree has nine nodes (paper: 118), and omega_dist is 1 (paper: .1).
+#  5. Only frequent tokens are drafted and learned: p is renormalised over them, and
+#     L_hard's label is the target's likeliest. Slots of the prompt have no loss.
+#  6. CSGD's first pass has no noise. In the second, revealed labels are noisy too.
+#  7. By default the tree has nine nodes, and omega_dist is 1 (paper: .1). Nothing is
+#     drafted below an end. Greedy drafts ignore processors; verification does not.
 #  8. Branches that continue the same one are fed equal predictions (unlike Figure 1).
 #  9. Siblings are sampled without replacement; appendix A says: "we sample m tokens".
 # 10. The drafter sees a window of a long text (common.windowed).
-# 11. The shipped drafter's layers first learned with a linear fusion (EAGLE's) and
-#     mostly without CSGD, before the LSTM took its place (results/log.md).
+# 11. The shipped drafter learned with a linear fusion (EAGLE's) in stages 1 to 6, and
+#     without CSGD in 2 to 6 (checkpoints/README.md). The LSTM came in stage 7.
 #
 # Authors' code. With equal random weights, and without deviation 4 and the LSTM's
 # memory, all agrees but:
@@ -668,7 +669,8 @@ if __name__ == "__main__":
 #  - A slot learns if x_i is in the answer (here x_(i+k+1)). Revealed slots have a loss.
 #  - Drafting counts blocks from the first slot fed, and not back from the newest one.
 #  - lambda falls from .45 to .10 in 21 epochs. A run may start anywhere in a block.
-#  - Noise is multiplied by 512 / length. CSGD's first pass has it, revealed labels not.
+#  - Noise is multiplied by 512 / length. CSGD's first pass has it; revealed labels do
+#    not.
 #  - L_hard's label is sampled. L_soft mixes temperatures, so it is not a divergence.
 #  - Each value of the gradient is clipped at .5.
 #  - Sampled tokens are judged by their neighbours' q, unless an IndexError comes first.

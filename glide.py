@@ -205,8 +205,7 @@ class Drafter(
             # Self-attention takes the same tables, widened to all Dh dimensions.
             tables = common.rotary(target, positions, source)
             glimpse = (kv[source], tables, cross_mask) if kv else None
-            own_tables = common.whole_rotary(tables, shape["head_dim"])
-            own_tables = tuple(table.to(x.dtype) for table in own_tables)
+            own_tables = common.whole_rotary(tables, shape["head_dim"], x.dtype)
             x = layer(x, own_tables, self_mask, cache, glimpse)
         return self.norm(x)
 

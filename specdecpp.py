@@ -69,12 +69,12 @@ class Config:
     layers: list[int] = option(
         lambda: [0, -1], "target layers that the draft model copies, each once"
     )
-    intermediate_size: int = option(1536, "width of their feed-forward layers")
+    intermediate_size: int = option(1536, "feed-forward width of the copied layers")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     draft_model: str = option(
         "", "causal LM that drafts instead: an id, or a folder with its tokenizer"
     )
-    width: int = option(0, "hidden size of that LM (filled in by build)")
+    width: int = option(0, "hidden size of the draft model (filled in by build)")
 
     def __post_init__(self):
         common.one_of(self, stage=("draft", "head"), stop=("head", "fixed"))
@@ -83,13 +83,13 @@ class Config:
         common.at_least(self, intermediate_size=1, width=0)
         ints = isinstance(self.layers, list) and {type(x) for x in self.layers} == {int}
         finite = math.isfinite(self.w_rej + self.temperature)
-        if depth := self.target.get("num_layers"):  # 1 may be the same as -2
-            self.layers = list(dict.fromkeys(layer % depth for layer in self.layers))
         common.refuse(
             (not ints, f"layers {self.layers}: take a list of ints, such as [0,-1]"),
             (self.w_rej == 0, "w_rej 0: take a weight above 0"),
             (not finite, "w_rej and temperature: take finite numbers"),
         )
+        if depth := self.target.get("num_layers"):  # of 3 layers, 1 is the same as -2
+            self.layers = list(dict.fromkeys(layer % depth for layer in self.layers))
 
 
 VARIANTS = {  # named settings for bench.py, as in --method specdecpp:K2
@@ -151,7 +151,7 @@ def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     uniform = torch.rand_like(batch.loss_mask, dtype=torch.float32)
     mixed, judged = mix(batch, drafted, uniform, KEEP)
     # 4. Here e_t follows Z_1 to Z_(t-1) and Y_t, whereas P_t was computed after X_1 to
-    #    X_(t-1). It is so in the loss of 3.3.
+    #    X_(t-1). The loss of 3.3 does the same.
     hidden = model.hidden(mixed)[judged]  # (J, E)
     among = judged[batch.loss_mask]  # (M,) bool, which Y_t are judged
     return hidden, accept_prob[among]
@@ -193,10 +193,9 @@ def mix(batch, drafted: Tensor, uniform: Tensor, keep: float) -> tuple[Tensor, T
     uniform: (B, T) numbers in [0, 1), one for each place; one below `keep` keeps X_t.
     Returns Z (B, T), and judged (B, T) bool.
     """
-    x = batch.input_ids  # (B, T)
-    y = x.masked_scatter(batch.loss_mask, drafted)  # (B, T)
     judged = batch.loss_mask & (uniform >= keep)
-    return torch.where(judged, y, x), judged
+    chosen = drafted[judged[batch.loss_mask]]  # (J,)
+    return batch.input_ids.masked_scatter(judged, chosen), judged
 
 
 def response_hidden(model, batch) -> tuple[Tensor, Tensor]:
@@ -287,10 +286,10 @@ def until_stop(steps, head, threshold: float):
         # where a stop drafts one more token. As nothing is judged before y_1, a round
         # that the head ends has two tokens or more.
         yield token, q_draft, p_hat
-        # The judged token is submitted even if it ended the draft. To drop it because
-        # of the judgement would bias what is sampled: tokens that survive such a filter
-        # no longer follow q, but verification assumes that they do. (In greedy decoding
-        # it would be safe, but would gain little: its pass has been made.)
+        # y_(i-1) is submitted even if its judgement ends the draft. To drop it for this
+        # reason would bias the samples: tokens that survive such a filter no longer
+        # follow q, but verification assumes that they do. (In greedy decoding it would
+        # be safe, but would gain little: its pass has been made.)
         if 1 - p_hat > threshold:
             return
 
@@ -456,9 +455,9 @@ class CopiedLayers:
         x = embeds.to(self.drafter.norm.weight.dtype)  # (B, n, D)
         positions = torch.arange(read, read + n, device=x.device)[None]
         tables = common.rotary(self.target, positions, -1)  # of the target's top layer
-        tables = common.whole_rotary(tables, self.drafter.config.target["head_dim"])
-        tables = tuple(table.to(x.dtype) for table in tables)
-        mask = None  # the layers take it for a causal one, without a cache
+        head_dim = self.drafter.config.target["head_dim"]
+        tables = common.whole_rotary(tables, head_dim, x.dtype)
+        mask = None  # without a cache it is causal, and one token sees everything
         if read > 0 and n > 1:
             mask = torch.ones(n, read + n, dtype=torch.bool, device=x.device)
             mask = mask.tril(read)[None, None]  # (1, 1, n, P + n)
@@ -481,8 +480,9 @@ class CausalLM:
         config = lm.config.get_text_config()
         size, vocab = config.vocab_size, target.config.get_text_config().vocab_size
         wrong = f"the draft model has {size} tokens, not {vocab}: choose another one"
-        common.refuse((size != vocab, wrong))
-        try:  # whether logits follow from hidden states, and rejected tokens can go
+        elsewhere = f"the draft model is on {lm.device}: move it to {target.device}"
+        common.refuse((size != vocab, wrong), (lm.device != target.device, elsewhere))
+        try:  # whether logits follow from hidden states, and rows can be cut
             common.check_target(lm)
         except common.UserError as error:
             name = type(lm).__name__
@@ -510,7 +510,7 @@ class Drafter(
     license="apache-2.0",
     tags=["speculative-decoding", "specdecpp"],
 ):
-    """What is trained and saved: the head, and the layers of a copied draft model."""
+    """What is trained and saved: the head, and the copied layers of a draft model."""
 
     kv_layers = ()  # no keys and values of the target are read
 
@@ -554,7 +554,7 @@ def load_lm(name: str, target):
 def wrap(lm, target, config: Config | None = None) -> Drafter:
     """A drafter that drafts with a causal LM, and whose head is untrained.
 
-    config: of the head; None: there will be none, and a round has `gamma` tokens. (If a
+    config: the head's; None: no head is used, and a round has `gamma` tokens. (If a
         head has been trained on this LM, load that drafter and set its `lm` to
         CausalLM(lm, target).)
     """
@@ -603,23 +603,24 @@ if __name__ == "__main__":
 
 # --------------------------------- deviations from the paper, and the authors' code
 #
-# Deviations from sections 1 to 5 of v1 (we have not read its appendices), and choices
-# where these say nothing:
+# Deviations from sections 1 to 5 of v1, and choices where these say nothing:
 #  1. The paper's draft model is given (3.1). By default it is made here, from layers of
 #     the target that first learn the target's distributions (stage "draft").
-#  2. Copied layers draft and learn frequent tokens only (`draft_vocab`).
+#  2. Copied layers draft and learn frequent tokens only (`draft_vocab`), without the
+#     target's soft cap and bias.
 #  3. Labels are greedy by default. With a `temperature` of 1 they are the paper's, if
 #     the target also wrote the texts at 1. Decode at the temperature of the labels.
 #  4. Y and Z are sampled anew in each training step.
 #  5. A draft has at most 20 tokens. (4.1 stops a round when they exceed 20.)
 #  6. It ends after an end-of-sequence token, and where the answer must end.
 #  7. The "(D+1)-layer ResNet" (4.1) is `head_depth` different blocks and one logit.
-#  8. r is 15% and the loss is divided by the sum of its weights, as in the authors'.
+#  8. Each X_t is in Z with probability 15% (r), and the loss is divided by the sum of
+#     its weights, as in the authors' code.
 #  9. The draft model sees a window of a long text (common.windowed).
 #
 # Authors' code, run with the same random weights; the rest agrees:
 #  - The head applies one block `head_depth` times, and has two outputs and a softmax.
-#  - Y and Z are sampled once, before the training. Labels are of the plain softmax,
+#  - Y and Z are sampled once, before the training. Labels use the plain softmax,
 #    but texts and answers are sampled with the checkpoint's settings.
 #  - In the last rounds of an answer it drafts beyond the maximum length.
 #  - It does not have the slip of the printed Algorithm 2 (see `until_stop`).

@@ -11,9 +11,9 @@ gradients, and steps; from time to time it measures and saves. accelerate takes 
 processes, devices and mixed precision, so `accelerate launch` works like torchrun.
 `--method NAME --help` lists the options of the method as well.
 
-Random numbers are seeded for each step and each process, so a resumed run has the same
-as one that was not interrupted. A step that is split differently, over processes or
-with --accumulate, has others, and so its result is not the same to the bit.
+Random numbers are seeded for each step and each process, so a resumed run draws
+the same as one that was not interrupted. A step that is split differently, over
+processes or with --accumulate, draws others: its result is not the same to the bit.
 """
 
 import argparse
@@ -139,7 +139,7 @@ def train(args, module, overrides: dict) -> None:
     not finite.
     """
     check(args)
-    if not (args.resume or args.init):  # else the saved settings are needed as well
+    if not (args.resume or args.init):  # then the saved settings are needed too
         # A wrong value is reported before the target is loaded.
         module.Config(**overrides)
     out = Path(args.out)
@@ -166,7 +166,9 @@ def train(args, module, overrides: dict) -> None:
         measured = read_measured(features, held_out, answers)
     # The time before a resumption counts as well.
     begin = time.monotonic() - run.seconds
-    with interrupts() as caught, progress_bar(args, run) as bar:
+    hide = None if accelerator.is_main_process else True  # None: unless a terminal
+    bar = tqdm(total=args.steps, initial=run.step, desc=args.method, disable=hide)
+    with interrupts() as caught, bar:
         while fraction < 1 and not stop:
             # The target computes a micro-batch's features when `gradients` asks for it,
             # so those of a whole batch never have to fit into memory.
@@ -204,7 +206,7 @@ def train(args, module, overrides: dict) -> None:
 
     if accelerator.is_main_process:
         print_summary(args, run, interrupted=fraction < 1)
-    # Free the wrapped model while all processes are alive: freed later, it can hang.
+    # Free the wrapped model while every process is alive. Later, it could hang.
     del model, optimizer
     accelerator.free_memory()
     accelerator.end_training()
@@ -221,7 +223,7 @@ class Loss(nn.Module):
     def __init__(self, module, drafter, target):
         super().__init__()
         self.drafter = drafter
-        # In a partial, so that the target does not become a part of this module.
+        # A partial, so that the target does not become a part of this module.
         self.loss = partial(module.loss, drafter, target)
 
     def forward(self, batch: common.Batch):
@@ -274,12 +276,9 @@ def gradients(accelerator, model, batches) -> float:
 def check_finite(args, run, loss: float, norm: float) -> None:
     """Raise a UserError unless the loss and the norm of its gradient are finite."""
     if not math.isfinite(loss + norm):
-        again = "train anew"
-        if (Path(args.out) / "config.json").is_file():
-            again = f"start from what is saved (--init {args.out}, another --out)"
         raise common.UserError(
-            f"loss is {loss} and its gradient {norm} at step {run.step}: {again} with "
-            f"a lower --lr than {args.lr}"
+            f"loss is {loss} and its gradient {norm} at step {run.step}: train again, "
+            f"or go on from what is saved (--init), with a lower --lr than {args.lr}"
         )
 
 
@@ -297,8 +296,8 @@ def schedule(fraction: float, warmup: float) -> float:
 def read_measured(features: Features, held_out: list, answers: list) -> dict:
     """{name: batches} for `measure`: always the same, so computed once."""
     say(
-        f"first reading the {len(held_out) + len(answers)} conversations on which "
-        "alpha is measured (--held-out, --eval); --minutes begins after that"
+        f"reading the {len(held_out) + len(answers)} conversations on which alpha is "
+        "measured (--held-out, --eval); --minutes begins after that"
     )
     rates = {"alpha": held_out, "eval_alpha": answers}
     return {name: features.batches(rates[name]) for name in rates}
@@ -378,7 +377,7 @@ def least_tokens(module, drafter, target) -> int:
     """How many tokens an answer needs, so that the loss has something to learn.
 
     CTC-drafter, for instance, drafts after a token that the target gives, and so an
-    answer of one token has nothing for it. Whatever the method is, its loss is asked.
+    answer of one token has nothing for it. The method's own loss decides.
     """
     features = Features(target, drafter.kv_layers)
     for length in range(1, 33):
@@ -400,7 +399,7 @@ def launch(args) -> Accelerator:
         # Not fp16, whose gradients need scaling; bf16 has the range of float32.
         mixed_precision="bf16" if args.bf16 else "no",
         gradient_accumulation_plugin=plugin,
-        # Else a process would wait for gradients of weights that a step has not used.
+        # Otherwise a process waits for gradients of weights that a step did not use.
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
     count = accelerator.num_processes
@@ -424,7 +423,7 @@ def load_target(args, accelerator) -> tuple:
 
 def eval_file(args) -> str | None:
     """The conversations on which eval_alpha is measured; None if there are none."""
-    # The default answers are the default target's, and say nothing about another.
+    # The default target wrote the default answers, which say nothing about another.
     if args.eval is None and args.target is None and ANSWERS.is_file():
         return str(ANSWERS)
     return args.eval
@@ -518,7 +517,7 @@ def new_drafter(args, module, overrides: dict, target, sequences: list):
     return drafter
 
 
-# ------------------------------------------------------------- what a user sees of it
+# --------------------------------------------------------------- what the user sees
 
 
 def announce(args, run, drafter, sequences: list, held_out: list) -> None:
@@ -547,12 +546,6 @@ def say(text: str) -> None:
     """Print a line above the progress bar, in the first process only."""
     if PartialState().is_main_process:
         tqdm.write(f"train.py: {text}", file=sys.stderr)
-
-
-def progress_bar(args, run) -> tqdm:
-    """The bar of a run, on a terminal and in the first process only."""
-    hide = None if PartialState().is_main_process else True  # None: unless a terminal
-    return tqdm(total=args.steps, initial=run.step, desc=args.method, disable=hide)
 
 
 @contextlib.contextmanager
@@ -592,17 +585,20 @@ def act(args, module) -> None:
     if args.make_data:
         make_data(args)
         return
-    names = {field.name for field in dataclasses.fields(module.Config)}
-    names.remove("target")  # this field is a shape, and --target a name
-    values = {name: getattr(args, name, None) for name in names}
-    train(args, module, {name: x for name, x in values.items() if x is not None})
+    overrides = {}
+    for field in dataclasses.fields(module.Config):
+        value = getattr(args, field.name, None)
+        # The field `target` is a shape, and --target a name.
+        if field.name != "target" and value is not None:
+            overrides[field.name] = value
+    train(args, module, overrides)
 
 
 def make_data(args) -> None:
     """Let the target write conversations."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise common.UserError("--make-data runs in one process: leave out torchrun")
-    # Another file in the place of --out is refused before the target is loaded.
+    # If --out is a file of another kind, this is said before the target is loaded.
     with self_written.alone(args.out):
         asked = data.read_prompts([Path(args.requests)], 0) if args.requests else []
         requests = [prompt["turns"][0] for prompt in asked]

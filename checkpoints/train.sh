@@ -45,7 +45,6 @@ make specdecpp-draft --method specdecpp --stage draft --layers '[0,-1]'
 STEPS=500 make specdecpp --method specdecpp --stage head --lr 1e-3 \
     --init "$out/specdecpp-draft"
 make falcon --method falcon
-make falcon_linear --method falcon --fusion linear --no-csgd
 make eagle --method eagle
 make ctc_drafter --method ctc_drafter --first-token 1
 make medusa --method medusa

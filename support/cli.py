@@ -160,7 +160,7 @@ def target(name: str) -> str | None:
 
 
 def plain_settings(target) -> None:
-    """Take the saved generation settings from a target, but for its special tokens.
+    """Drop the saved generation settings of a target, except its special tokens.
 
     Beams, penalties or stop strings that somebody saved with a model would change what
     is measured, or written as greedy answers. stderr names those that are not used.
@@ -180,7 +180,7 @@ def plain_settings(target) -> None:
 def check_writable(path: str) -> None:
     """Raise a UserError if `path` cannot become a file, before hours of work."""
     place = Path(path)
-    # A folder, a device, or a pipe, which is nowhere once its link is resolved.
+    # A folder, a device, or a pipe, whose resolved link points nowhere.
     special = place.exists() and not place.is_file()
     folder = place.resolve().parent
     if special or not (folder.is_dir() and os.access(folder, os.W_OK)):
@@ -197,7 +197,7 @@ class Mistake(Exception):
 
 
 def mistake(text: str) -> Exception:
-    """A common.UserError, or a Mistake where nobody has imported common yet."""
+    """A common.UserError, or a Mistake if common has not been imported yet."""
     return getattr(sys.modules.get("common"), "UserError", Mistake)(text)
 
 
@@ -210,7 +210,7 @@ def run(main):
         print(f"{name}: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as problem:
-        # What is not imported has raised nothing, and would take seconds to import.
+        # A module that is not imported has raised nothing.
         common, torch = map(sys.modules.get, ("common", "torch"))
         mistakes = (
             Mistake,

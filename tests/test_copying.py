@@ -98,7 +98,7 @@ def test_a_script_that_lacks_a_file_ends_with_one_line(
 
 
 def test_a_copied_support_folder_may_lack_the_default_target(monkeypatch):
-    """As one that holds packed.py alone."""
+    """As one that holds only packed.py."""
     monkeypatch.delitem(sys.modules, "support.default_target", raising=False)
     monkeypatch.setitem(sys.modules, "support", types.ModuleType("support"))
     with pytest.raises(common.UserError, match=NO_TARGET):

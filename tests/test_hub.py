@@ -204,7 +204,7 @@ def test_a_folder_of_a_target_that_decodes_with_drafts(method, target_folder, tm
     again.generate.func.__globals__["snapshot_download"] = download
     assert torch.equal(again.generate(**inputs, **options), answer)
     assert asked == [("org/served", {"allow_patterns": "drafter/*"})]
-    # Without trust, the same folder is the target alone.
+    # Without trust, the same folder is only the target.
     alone = AutoModelForCausalLM.from_pretrained(out)
     assert "generate" not in vars(alone)
     with refused(f"{out} exists already: give another folder"):

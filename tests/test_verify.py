@@ -212,7 +212,7 @@ def test_widened_tables_by_hand():
     """The example of the docstring: numbers beyond the first R do not turn."""
     cos = torch.tensor([[[0.5, 0.25, 0.5, 0.25]]])
     sin = torch.tensor([[[0.1, 0.2, 0.1, 0.2]]])
-    cos, sin = common.whole_rotary((cos, sin), 8)
+    cos, sin = common.whole_rotary((cos, sin), 8, torch.float32)
     assert cos.flatten().tolist() == [0.5, 0.25, 1, 1, 0.5, 0.25, 1, 1]
     assert sin.flatten() == pytest.approx([0.1, 0.2, 0, 0, 0.1, 0.2, 0, 0])
 

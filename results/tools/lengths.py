@@ -115,12 +115,12 @@ def main(argv: list[str] | None = None) -> None:
         report.write_result(result, args.json)
 
 
-def table(result: dict, figure: str = "speedup", names=None) -> str:
-    """A figure of the arms, by length."""
+def table(result: dict, names=None) -> str:
+    """Speedups of the arms, by length."""
     by_length = result["lengths"]
     rows = []
     for name in names or next(iter(by_length.values())):
-        cells = [report.cell(arms[name][figure]) for arms in by_length.values()]
+        cells = [report.speedup_cell(arms[name]) for arms in by_length.values()]
         rows.append([name, *cells])
     return report.markdown(["tokens of the prompt", *by_length], rows)
 

@@ -5,17 +5,12 @@ background is transparent, text and axes are grey.
 """
 
 import contextlib
-import importlib.util
 import json
-import math
 import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
-import common  # noqa: E402
-from support import cli  # noqa: E402
+from support import cli
 
 GREY = "#808080"  # 3.9 : 1 on white, 5.3 : 1 on black
 STYLE = {
@@ -37,19 +32,10 @@ STYLE = {
 }
 
 
-def check() -> None:
-    """Raise a UserError if no pictures can be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise common.UserError("pictures need matplotlib: pip install matplotlib")
-
-
 def colour(name: str) -> str:
     """The colour of a method in all pictures, and another one for all rivals."""
-    # Of an arm such as glide+cape:cpu@DIR, or of a curve such as glide_before.
-    known = []
-    for word in re.split("[:@ ]", name.replace("-", "_"))[0].split("+"):
-        known += [n for n, method in enumerate(cli.METHODS) if word.startswith(method)]
-    return f"C{known[-1]}" if known else "C8"
+    method = re.split("[:@+]", name)[0]  # of an arm such as cape:cpu@DIR
+    return f"C{cli.METHODS.index(method)}" if method in cli.METHODS else "C8"
 
 
 @contextlib.contextmanager
@@ -74,11 +60,6 @@ def picture(path: Path, title: str, rows: int = 1, columns: int = 1, size=(8, 4.
 # ---------------------------------------------------------------------------- training
 
 
-def read_curve(path: Path) -> tuple[str, list[dict]]:
-    """The name of a curve in results/curves/, and the rows of its last stage."""
-    return path.stem, json.loads(path.read_text())[-1]
-
-
 def still_rises(rows: list[dict]) -> bool:
     """Whether alpha was higher at the end than ever before the last fifth."""
     early = [row["alpha"] for row in rows if row["tokens"] < 0.8 * rows[-1]["tokens"]]
@@ -86,22 +67,16 @@ def still_rises(rows: list[dict]) -> bool:
 
 
 def curves(paths: list[Path], folder: Path) -> None:
-    """Draw alpha by trained tokens in the last stage (files of results/curves/).
+    """Draw alpha by trained tokens in the last stage (four files of results/curves/).
 
     Each method measures alpha at other places, so each curve has axes of its own. The
     solid line is held-out alpha, the dashed one `eval_alpha`.
     """
-    drawn = [read_curve(path) for path in paths]
+    drawn = [(path.stem, json.loads(path.read_text())[-1]) for path in paths]
     title = "Acceptance while training"
     if all(still_rises(rows) for _, rows in drawn):
         title = "Acceptance was still rising when training ended"
-    columns = min(2, len(drawn))
-    count = math.ceil(len(drawn) / columns)
-    size = (4.5 * columns + 1, 3 * count + 0.7)
-    with picture(folder / "curves.svg", title, count, columns, size) as axes:
-        axes = axes if isinstance(axes, list) else [axes]
-        for place in axes[len(drawn) :]:
-            place.set_visible(False)
+    with picture(folder / "curves.svg", title, 2, 2, (10, 6.7)) as axes:
         for place, (name, rows) in zip(axes, drawn):
             tokens = [row["tokens"] / 1e6 for row in rows]
             alphas = [row["alpha"] for row in rows]
@@ -119,16 +94,14 @@ def curves(paths: list[Path], folder: Path) -> None:
 def speedups(arms: dict[str, dict], folder: Path) -> None:
     """Draw speedups with their intervals."""
     best = max(arm["speedup"] for arm in arms.values())
-    ahead = [
-        arm for arm in arms.values() if (arm["speedup_ci"] or [arm["speedup"]])[0] > 1
-    ]
+    ahead = [arm for arm in arms.values() if arm["speedup_ci"][0] > 1]
     title = f"{len(ahead)} of {len(arms)} arms beat plain decoding; "
     title += f"the best is {best:.1f} times as fast"
     size = (8, 1.6 + 0.38 * len(arms))
     with picture(folder / "speedup.svg", title, size=size) as axes:
         for name, arm in reversed(arms.items()):  # the first one comes on top
             value = arm["speedup"]
-            low, high = arm["speedup_ci"] or (value, value)
+            low, high = arm["speedup_ci"]
             axes.plot([low, high], [name] * 2, color=colour(name), linewidth=3)
             axes.plot(value, name, "o", color=colour(name), markersize=9)
             axes.annotate(
@@ -150,8 +123,6 @@ def costs(curve: dict, folder: Path) -> None:
     cheap = max(count for count, ms in times.items() if ms <= 1.1 * one)
     most = max(times)
     title = f"{cheap} tokens for little more than the price of one"
-    if cheap == min(times):
-        title = "Each additional token makes a forward slower"
     title += f"; {most} for {times[most] / one:.1f} times that"
     with picture(folder / "cost.svg", title) as axes:
         axes.plot(list(times), list(times.values()), "o-", linewidth=2, markersize=7)
@@ -178,9 +149,8 @@ def lengths(by_length: dict, names: list[str], folder: Path) -> None:
         axes.legend()
 
 
-def stop_rules(sweep: dict, folder: Path) -> None:
+def stop_rules(points: dict, folder: Path) -> None:
     """Draw stop rules by what they cost (SpecDec++, Figure 4)."""
-    points = sweep["points"]
     fastest = {rule: max(p[2] for p in each.values()) for rule, each in points.items()}
     oracle = fastest.pop("oracle")
     best = max(fastest, key=fastest.get)

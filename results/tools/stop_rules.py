@@ -377,33 +377,23 @@ def forward_times(answers: list) -> tuple[float, float]:
 
 
 def sweep(arm, turns: list[dict], answers: list) -> dict:
-    """Figure 4, and Eq. 2.3, of the chains of an arm; Ctrl-C ends it early.
+    """Figure 4, and Eq. 2.3, of the chains of an arm.
 
     turns: arguments of target.generate for each prompt.
     answers: of the arm to these turns, see `forward_times`.
     Returns {"t_draft_ms", "t_target_ms", "points": {rule: {setting: [N_target / N,
-    N_discarded / N, tokens/s]}}, "answers"}, the latter for `read`, or {} if not even
-    one answer was recorded.
+    N_discarded / N, tokens/s]}}, "answers"}, the latter for `read`.
     Raises UserError, see `longest_chains`.
     """
     chains = longest_chains(arm)
-    recorded = []
-    try:
-        for turn in tqdm(turns, desc="recording", disable=None):
-            recorded.append(record(chains, arm.target, turn))
-    except KeyboardInterrupt:
-        covered = f"the sweep covers {len(recorded)} answers"
-        print(f"stop_rules.py: interrupted; {covered}", file=sys.stderr)
-    if not recorded:
-        return {}
+    bar = tqdm(turns, desc="recording", disable=None)
+    recorded = [record(chains, arm.target, turn) for turn in bar]
     t_draft, t_target = forward_times(answers)
     counted = {rule: points(recorded, rule, t_draft, t_target) for rule in RULES}
     if not has_head(arm):
         del counted["head"]
     milliseconds = {"t_draft_ms": 1000 * t_draft, "t_target_ms": 1000 * t_target}
-    kept = []
-    for answer, rounds in zip(answers, recorded):
-        kept.append({"name": str(answer.question_id), **as_integers(rounds)})
+    kept = [as_integers(rounds) for rounds in recorded]
     return milliseconds | {"points": counted, "answers": kept}
 
 
@@ -441,8 +431,7 @@ def main(argv: list[str] | None = None) -> None:
     result["prompts"] = len(prompts)
     turns = [inputs | options for inputs in asked]
     result["sweep"] = report.rounded(sweep(arm, turns, answers[arm.name]))
-    if result["sweep"]:
-        print("\n\n".join([report.about(result), *table(result["sweep"])]))
+    print("\n\n".join([report.about(result), *table(result["sweep"])]))
     if args.json:
         report.write_result(result, args.json)
 

@@ -1,4 +1,4 @@
-"""Write the tables of the README files and the pictures anew from results/.
+"""Write the tables of the pages, and the pictures, from results/.
 
     python results/tools/tables.py                          # all; needs matplotlib
     python results/tools/tables.py results/cpu_main.json    # print those of a result
@@ -15,18 +15,16 @@ what is in it:
     <!-- layers: 18 29 9 0 none -->
             GLIDE's drafters by the target layer that they read, after 1000 steps
     <!-- taus: tau.json; GLIDE: glide; CAPE: cape -->
-            tau of single drafters with a setting each
+            tau of single drafters, each with one setting
     <!-- claims: PAPER | SEEN -->
             claims of a paper, one a line (claims.py); the first and the last column
             are written by hand and kept
-    <!-- command: run.json -->
-            the command that makes such a run
     <!-- loops: run.json -->
             plain decoding in every way that we have
     <!-- batches: run.json more.json -->
             speedups of runs with several sequences at once
-    <!-- lengths: cpu_lengths.json; speedup; glide falcon -->
-            a figure of some arms by the length of the prompt
+    <!-- lengths: cpu_lengths.json; glide falcon -->
+            speedups of some arms by the length of the prompt
     <!-- rules: two layers: rounds.json.gz; six layers: rounds_six.json.gz -->
             SpecDec++'s stop rules, replayed (results/tools/stop_rules.py)
     <!-- heads: heads.json; D = 1; D = 5 -->
@@ -34,7 +32,6 @@ what is in it:
 """
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
@@ -66,9 +63,7 @@ FILES = (
     "tests/solutions.md",
     "CONTRIBUTING.md",
 )
-KINDS = "table|kinds|curves|layers|taus|claims|command|loops|batches|lengths|rules"
-KINDS += "|heads"
-COMMENT = rf"<!-- ({KINDS}):\s((?:(?!-->).)*)\s-->\n\n"
+COMMENT = r"<!-- (\w+):\s((?:(?!-->).)*)\s-->\n\n"
 TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 
 
@@ -87,17 +82,14 @@ def table(words: str) -> str:
 
 def files_of_prompts(result: dict) -> list[str]:
     """For each prompt of a run the file of prompts/ that it is from."""
-    paths = sorted((ROOT / "prompts").glob("*.jsonl"))
     file_of = {
-        json.loads(line)["question_id"]: path.stem
-        for path in paths
-        for line in path.open()
+        prompt["question_id"]: path.stem
+        for path in (ROOT / "prompts").glob("*.jsonl")
+        for prompt in data.read_prompts([path], 0)
     }
-    prompts = data.read_prompts(paths, result["prompts"])
-    for answer in report.arms_of(result)["baseline"]["answers"]:
-        asked = prompts[answer["prompt"]]["question_id"]
-        assert answer.get("question_id", asked) == asked, "other prompts"
-    return [file_of[prompt["question_id"]] for prompt in prompts]
+    answers = report.arms_of(result)["baseline"]["answers"]
+    asked = {answer["prompt"]: answer["question_id"] for answer in answers}
+    return [file_of[question] for question in asked.values()]
 
 
 def kinds(words: str) -> str:
@@ -168,32 +160,11 @@ def taus(words: str) -> str:
     return report.markdown([*heads, "95%"], rows)
 
 
-def command(file: str) -> str:
-    """The command of a run, by its arms and options."""
-    result = claims.read(file)
-    names = " ".join(name for name in report.arms_of(result) if name != "baseline")
-    asked = f"--num-prompts {result['prompts']}"
-    asked += f" --max-new-tokens {result['max_new_tokens']}"
-    return report.markdown(
-        ["command"], [[f"`python bench.py --method {names} {asked}`"]]
-    )
-
-
 def loops(file: str) -> str:
     """Plain decoding: stock transformers, on the packed target, and our own loop."""
     speeds = report.arms_of(claims.read(file))["baseline"]["loops"]
     columns = ("tokens_per_s", "vs_stock", "vs_stock_ci")
-    rows = [
-        [
-            name,
-            *(
-                report.cell(each[column], report.COLUMNS[column][1])
-                for column in columns
-            ),
-        ]
-        for name, each in speeds.items()
-    ]
-    return report.markdown(["loop", *(report.COLUMNS[c][0] for c in columns)], rows)
+    return report.markdown(*report.arm_table(speeds, columns=columns))
 
 
 def batches(words: str) -> str:
@@ -201,20 +172,17 @@ def batches(words: str) -> str:
     rows = []
     for file in words.split():
         result = claims.read(file)
-        arms = {}
-        for name, arm in report.arms_of(result).items():
-            if name not in ("alone", "baseline"):
-                arms[name] = f"{arm['speedup']:.2f}"
-                if arm["speedup_ci"]:  # too few batches have none
-                    arms[name] += f" ({report.cell(arm['speedup_ci'])})"
-        rows.append([f"[{result['batch']['size']}]({file})", *arms.values()])
-    return report.markdown(["sequences", *arms], rows)
+        arms = report.arms_of(result)
+        names = [name for name in arms if name != "baseline"]
+        cells = [report.speedup_cell(arms[name]) for name in names]
+        rows.append([f"[{result['batch']['size']}]({file})", *cells])
+    return report.markdown(["sequences", *names], rows)
 
 
 def by_length(words: str) -> str:
-    """A figure of some arms by the length of the prompt."""
-    file, figure, names = [part.strip() for part in words.split(";")]
-    return lengths.table(claims.read(file), figure, names.split())
+    """Speedups of some arms by the length of the prompt."""
+    file, names = words.split(";")
+    return lengths.table(claims.read(file.strip()), names.split())
 
 
 COSTS = (0.1, 0.209)  # of a pass in forwards: of this CPU, and of the paper's models
@@ -259,7 +227,6 @@ def written(text: str) -> str:
         "curves": curves,
         "layers": layers,
         "taus": taus,
-        "command": command,
         "loops": loops,
         "batches": batches,
         "lengths": by_length,
@@ -275,15 +242,6 @@ def written(text: str) -> str:
     return TABLE.sub(anew, text)
 
 
-def rule_points() -> dict:
-    """Rates and speed of each stop rule and setting, on this CPU's cost of a pass."""
-    answers = stop_rules.read(claims.RESULTS / "rounds_greedy.json.gz")
-    taken = {"t_draft": COSTS[0], "t_target": 1.0}
-    return {
-        rule: stop_rules.points(answers, rule, **taken) for rule in stop_rules.RULES
-    }
-
-
 LAST_STAGE = ("glide", "specdecpp", "falcon", "ctc_drafter")  # of curves.svg
 LENGTH_ARMS = ("glide", "specdecpp", "falcon", "ctc_drafter", "lookup")
 
@@ -291,13 +249,15 @@ LENGTH_ARMS = ("glide", "specdecpp", "falcon", "ctc_drafter", "lookup")
 def draw() -> None:
     """The pictures of results/README.md and checkpoints/README.md."""
     folder = claims.RESULTS / "pictures"
-    pictures.check()
     arms = dict(report.arms_of(claims.read("cpu_main.json")))
     del arms["baseline"]
     pictures.speedups(arms, folder)
     pictures.costs(claims.read("cpu_cost.json")["cost_curve"], folder)
     pictures.lengths(claims.read("cpu_lengths.json")["lengths"], LENGTH_ARMS, folder)
-    pictures.stop_rules({"points": rule_points()}, folder)
+    answers = stop_rules.read(claims.RESULTS / "rounds_greedy.json.gz")
+    costs = {"t_draft": COSTS[0], "t_target": 1.0}  # of this CPU
+    points = {r: stop_rules.points(answers, r, **costs) for r in stop_rules.RULES}
+    pictures.stop_rules(points, folder)
     curves = [claims.RESULTS / "curves" / f"{name}.json" for name in LAST_STAGE]
     pictures.curves(curves, folder)
 
@@ -311,7 +271,7 @@ def main() -> None:
     )
     files = parser.parse_args().results
     if files:
-        shown = [report.tables(report.read_result(file)) for file in files]
+        shown = [report.tables(claims.read(Path(file).resolve())) for file in files]
         print("\n\n".join(shown))
         return
     for name in FILES:

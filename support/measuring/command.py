@@ -9,7 +9,7 @@ from support import cli
 
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:
-    """The options of bench.py, and with them `argv`."""
+    """Parse `argv` with the options of bench.py."""
     parser = options(description)
     parser.add_argument(
         "--batch-size",
@@ -21,12 +21,11 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
 
 
 def parsed(parser: cli.OneLineParser, argv: list[str]) -> argparse.Namespace:
-    """Parse `argv`, with --json, whose file is checked before hours of work."""
+    """Parse `argv` with --json, whose file is checked before hours of work."""
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help="write the result and all answers (bench.py in a pipe: the result without "
-        "answers is also the last line)",
+        help="write the result and all answers",
     )
     args = parser.parse_args(argv)
     args.argv = argv
@@ -36,7 +35,7 @@ def parsed(parser: cli.OneLineParser, argv: list[str]) -> argparse.Namespace:
 
 
 def options(description: str) -> cli.OneLineParser:
-    """What to decode, how, and what to ask: the options of all that runs arms."""
+    """What to decode, how, and what to ask: options of all that runs arms."""
     number = cli.number
     parser = cli.OneLineParser(description=description)
 
@@ -47,7 +46,6 @@ def options(description: str) -> cli.OneLineParser:
         nargs="+",
         default=[],
         metavar="ARM",
-        type=arm_text,
         help=f"{names}, or all; see above",
     )
     add("--target", type=cli.target, help=cli.TARGET_HELP)
@@ -95,16 +93,3 @@ def options(description: str) -> cli.OneLineParser:
     )
     add("--prompt", metavar="TEXT", help="a question of your own, no prompt file")
     return parser
-
-
-def arm_text(text: str) -> str:
-    """A reader for `type=`: the text of an arm, of one of PEERS, or "all"."""
-    import common
-    from support.measuring import arms
-
-    try:
-        if text not in ("all", *cli.PEERS):
-            arms.parse(text)
-    except common.UserError as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from problem
-    return text

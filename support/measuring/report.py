@@ -1,6 +1,5 @@
 """From timed answers to figures, and from figures to tables."""
 
-import itertools
 import json
 import platform
 import re
@@ -15,7 +14,6 @@ import torch
 import transformers
 
 import common
-from common import UserError
 from support import default_target, files
 
 # The figures of an arm: their names in the JSON, with the heading of a table's column
@@ -65,25 +63,10 @@ class Answer(common.Stats):
 
 
 def clock(target) -> float:
-    """The time in seconds, once the GPU has done what was asked of it."""
+    """The time in seconds, once the GPU has finished its queued work."""
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
     return time.perf_counter()
-
-
-def record(answer: Answer) -> dict:
-    """An answer as the JSON holds it."""
-    return {
-        "prompt": answer.prompt,
-        "question_id": answer.question_id,
-        "seconds": answer.seconds.total(),
-        "by_phase": dict(answer.seconds),
-        "tokens": answer.tokens,
-        "forwards": answer.target_forwards,
-        "drafted": answer.drafted,
-        "offered": answer.offered,
-        "accepted": answer.accepted,
-    }
 
 
 # ---------------------------------------------------------------- figures of an arm
@@ -133,8 +116,7 @@ def figures(answers: list[Answer]) -> dict:
     }
     return found | {
         "by_prompt": by_prompt(answers),
-        "acceptance_by_position": by_position(answers),
-        "answers": [record(answer) for answer in answers],
+        "answers": [vars(answer) for answer in answers],
     }
 
 
@@ -146,29 +128,6 @@ def by_prompt(answers: list[Answer]) -> dict[str, list]:
     totals = [sums(group) for group in groups.values()]
     names = ("tokens", "seconds", "forwards")
     return {name: [total[name] for total in totals] for name in names}
-
-
-def by_position(answers: list[Answer]) -> list[float]:
-    """For each depth, the share of the rounds with a token there that accept it."""
-    rounds = [
-        each for answer in answers for each in zip(answer.offered, answer.accepted)
-    ]
-    shares = []
-    for level in itertools.count(1):
-        reached = [took >= level for offered, took in rounds if offered >= level]
-        if not reached:
-            return shares
-        shares.append(sum(reached) / len(reached))
-
-
-def settings(arm) -> dict:
-    """The Config of an arm's drafter, with the changes that the arm makes to it."""
-    config = {} if arm.drafter is None else vars(arm.drafter.config)
-    # Shapes of models are left out.
-    plain = {
-        name: value for name, value in config.items() if not isinstance(value, dict)
-    }
-    return plain | arm.settings
 
 
 # --------------------------------------------------------------- figures of two arms
@@ -317,6 +276,12 @@ def cell(value, form: str = ".2f") -> str | None:
     return None if value is None else format(value, form)
 
 
+def speedup_cell(arm: dict) -> str:
+    """The speedup and, of five prompts or more, its interval."""
+    interval = f" ({cell(arm['speedup_ci'])})" if arm["speedup_ci"] else ""
+    return cell(arm["speedup"]) + interval
+
+
 def markdown(heads: list[str], rows: list[list]) -> str:
     """A Markdown table, aligned to be read as text; None is a dash."""
     text = [["-" if x is None else str(x) for x in row] for row in [heads, *rows]]
@@ -383,14 +348,3 @@ def write_result(result: dict, path: str) -> None:
     numbers = re.compile(r"\[\n([-+\d.e,\s]+)\]")
     text = numbers.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
     files.write(Path(path), text + "\n")
-
-
-def read_result(path: str) -> dict:
-    """A result of `bench.py --json`; a UserError if it is something else."""
-    text = Path(path).read_bytes()
-    try:
-        result = json.loads(text)
-        tables(result)
-        return result
-    except Exception as error:  # whatever another file makes the tables raise
-        raise UserError(f"{path} is not a result of bench.py --json") from error

@@ -9,12 +9,10 @@ import copy
 import inspect
 import itertools
 import json
-import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 import common
 from support import files
@@ -90,7 +88,7 @@ def sampled_nodes(draft: common.Draft) -> int:
 
 
 def draft_probs(draft: common.Draft) -> list[float | None]:
-    """The drafter's probability of each node after its parent; None: there is none."""
+    """q of each node, after its parent (of CTC-drafter: of the branch down to it)."""
     drawn = sampled_nodes(draft)
     noted = draft.notes.get("q")  # by methods whose trees are not sampled
     found = []
@@ -151,21 +149,6 @@ def shown_notes(notes: dict, text) -> dict:
     return {"slots": slots}
 
 
-class Arrivals(BaseStreamer):
-    """Notes each token and when it arrives; first of all, the prompt does."""
-
-    def __init__(self):
-        self.tokens = []
-        self.moments = []
-
-    def put(self, value):
-        self.tokens.append(value)
-        self.moments.append(time.perf_counter())
-
-    def end(self):
-        pass
-
-
 def plain_answer(arm, encoded: dict, options: dict, text) -> dict:
     """Plain decoding after a short warm-up: its tokens, and the seconds up to each."""
     if arm.drafts is not None:  # our own loop, which commits one token a round
@@ -173,14 +156,18 @@ def plain_answer(arm, encoded: dict, options: dict, text) -> dict:
         tokens = [told["committed"][0] for told in rounds]
         taken = (sum(told["seconds"].values()) for told in rounds)
         return {"tokens": tokens, "seconds": list(itertools.accumulate(taken))}
+    moments = []
+
+    def note(ids, _scores):  # a stopping criterion, called after each token
+        moments.append(clock(arm.target))
+        return ids.new_zeros(len(ids), dtype=torch.bool)
+
     for given in warm_up_and(options):
-        arrived = Arrivals()
-        arm.target.generate(**encoded, **given, streamer=arrived)
-    start, *moments = arrived.moments
-    return {
-        "tokens": [text(int(token)) for token in arrived.tokens[1:]],
-        "seconds": [moment - start for moment in moments],
-    }
+        moments[:] = [clock(arm.target)]
+        output = arm.target.generate(**encoded, **given, stopping_criteria=[note])
+    new = output[0, encoded["input_ids"].shape[1] :].tolist()
+    seconds = [moment - moments[0] for moment in moments[1:]]
+    return {"tokens": [text(token) for token in new], "seconds": seconds}
 
 
 def play(arm, encoded: dict, options: dict, text) -> list[dict]:

@@ -244,19 +244,16 @@ def alone(path: str):
             f"cannot append to {path}; give --out a plain .jsonl file"
         )
     cli.check_writable(path)
-    lock = FileLock(f"{path}.lock")
     try:
-        lock.acquire(timeout=0)
+        # The lock's file stays: deleted, it could be locked by one process while
+        # another locks a new file of this name.
+        with FileLock(f"{path}.lock", timeout=0):
+            whole_lines(path)
+            yield
     except Timeout:
         raise common.UserError(
             f"another process is writing {path}: wait for it, or give another --out"
         ) from None
-    try:
-        whole_lines(path)
-        yield
-    finally:
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
 
 
 def whole_lines(path: str) -> list[dict]:

@@ -198,7 +198,7 @@ tokens of probability 0 are extras
 """
 
 SPECDECPP = r"""
-a round ends by its last token alone
+a round ends only by its last token
 - p_hat *= float(
 + p_hat = float(
 a round ends where the head is sure
@@ -206,11 +206,11 @@ a round ends where the head is sure
 + if 1 - p_hat < threshold:
 the newest token is withheld
 -         yield token, q_draft, p_hat
--         # The judged
+-         # y_(i-1) is submitted
 +         if 1 - p_hat > threshold:
 +             return
 +         yield token, q_draft, p_hat
-+         # The judged
++         # y_(i-1) is submitted
 e_0 is judged as well
 - if i > 1:
 + if i > 0:
@@ -281,8 +281,8 @@ the divergence is that of the drafter from the target
 - l_soft = F.kl_div(log_q, p_target, reduction="sum")
 + l_soft = F.kl_div(p_target.log(), log_q.exp(), reduction="sum")
 the regression is not divided by the width
-- l_reg = l_reg / labels.shape[-1]
-+ l_reg = l_reg
+- reduction="none").mean(-1).sum()
++ reduction="none").sum()
 each branch of a later pass continues the first one
 - continued = list(branch_of.values())
 + continued = [0 for tip in branch_of]
@@ -302,8 +302,8 @@ drafting is plain causal
 - mask = block[start:end, None] >= block[:end]
 + mask = positions[start:end, None] >= positions[:end]
 blocks are counted from the first slot when drafting
-- phase = -total % k
-+ phase = 0
+- block = (positions - total) // k
++ block = positions // k
 a part of a prompt ends within a block
 - sorted(range(length - size, 0, -size))
 + list(range(size, length, size))
@@ -365,8 +365,8 @@ a sequence has the probability of its unlikeliest alignment
 - ranked.setdefault(sequence, -minus_q)
 + ranked[sequence] = -minus_q
 a blank is drafted where nothing is merged
-- for *pairs, _ in choices:
-+ for pairs in choices:
+- pairs = [slot[:-1] for slot in choices]
++ pairs = choices
 drafts continue after an end
 - (sequence[-1] in eos_ids or len(sequence) >= max_depth)
 + len(sequence) >= max_depth
@@ -536,8 +536,10 @@ an LSTM starts each call anew
 - if state is None:
 + if True:
 an LSTM of other options is packed
-- if is_simple_lstm(module):
-+ if isinstance(module, nn.LSTM):
+-         if is_simple_lstm(module):
+-             twin.set
++         if isinstance(module, nn.LSTM):
++             twin.set
 a norm of other bits is replaced
 - return norm if torch.equal(norm(x), module(x)) else None
 + return norm
@@ -601,9 +603,6 @@ tau does not count the first forward
 the first draft, which is part of the prefill, counts as drafting
 - / max(1, total["drafts"])
 + / total["forwards"]
-rounds that offer no token at a place reject it
-- took in rounds if offered >= level]
-+ took in rounds if offered >= level - 1]
 turns of a prompt are drawn apart
 - groups.setdefault(answer.prompt, [])
 + groups.setdefault(len(groups), [])
