@@ -479,14 +479,14 @@ def likeliest_alignments(
     nodes: int,
     eos_ids=(),
     max_depth=math.inf,
-    transform=collapse,
+    merge: bool = True,
 ) -> dict:
     """The sequences of the likeliest alignments (3.1, 3.3), at most `nodes`.
 
     Returns {sequence: probability of its likeliest alignment}, likeliest first.
 
     choices: from `top_symbols`. eos_ids, max_depth: see `complete`.
-    transform: from an alignment to its sequence.
+    merge: False leaves out the CTC transform, and with it the blanks.
     """
     # The paper's alignments fill all slots. Here one may fill only the first slots, so
     # that the beginnings of a sequence are ranked as well.
@@ -495,6 +495,8 @@ def likeliest_alignments(
     # Another slot can only make an alignment less likely. Alignments therefore leave
     # the heap in decreasing probability, and the first that becomes a sequence is its
     # likeliest.
+    if not merge:
+        choices = [slot[:-1] for slot in choices]  # without the blank
     heap = [(-1.0, ())]  # of (minus the probability, alignment)
     ranked = {}
     seen = set()
@@ -502,7 +504,7 @@ def likeliest_alignments(
         minus_q, alignment = heapq.heappop(heap)
         if minus_q == 0:  # and so are all that are left
             break
-        sequence = transform(alignment)
+        sequence = collapse(alignment) if merge else alignment
         # What an alignment can still become depends only on its length, its sequence
         # and its last symbol. Among those that agree in all three, the likeliest is
         # enough.
@@ -572,12 +574,11 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
     limits = decoding.eos_ids, decoding.max_depth
     if config.transform == "prefixes":
         ranked = prefix_search(choices, config.candidates, *limits)
-    elif config.transform == "alignments":
-        ranked = likeliest_alignments(choices, config.nodes, *limits)
     else:
-        pairs = [slot[:-1] for slot in choices]  # without the blank
-        ranked = likeliest_alignments(pairs, config.nodes, *limits, transform=tuple)
-        log_q = log_q[:1]  # only slot 1 may hold the first token
+        merge = config.transform == "alignments"
+        ranked = likeliest_alignments(choices, config.nodes, *limits, merge)
+        if not merge:
+            log_q = log_q[:1]  # only slot 1 may hold the first token
 
     # When sampling, a chosen token is accepted with probability p(x), the target's. A
     # token sampled from q is accepted with probability sum_x min(p(x), q(x)), which is

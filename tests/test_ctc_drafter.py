@@ -127,14 +127,10 @@ def test_a_complete_prefix_takes_no_place_in_the_beam(room):
     check(f"slots {q_slots.tolist()}, {room}", pytest.approx(expected), found)
 
 
-def combinations(choices, *limits, **more):
-    """The search without blanks and without a transform, as `make_tree` calls it."""
-    pairs = [slot[:-1] for slot in choices]
-    more["transform"] = tuple
-    return ctc_drafter.likeliest_alignments(pairs, *limits, **more)
-
-
-SEARCHES = [ctc_drafter.likeliest_alignments, combinations]
+SEARCHES = [
+    ctc_drafter.likeliest_alignments,
+    partial(ctc_drafter.likeliest_alignments, merge=False),
+]
 
 
 @pytest.mark.parametrize("search", SEARCHES)

@@ -365,8 +365,8 @@ a sequence has the probability of its unlikeliest alignment
 - ranked.setdefault(sequence, -minus_q)
 + ranked[sequence] = -minus_q
 a blank is drafted where nothing is merged
-- pairs = [slot[:-1] for slot in choices]
-+ pairs = choices
+- choices = [slot[:-1] for slot in choices]
++ pass
 drafts continue after an end
 - (sequence[-1] in eos_ids or len(sequence) >= max_depth)
 + len(sequence) >= max_depth
