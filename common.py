@@ -272,16 +272,16 @@ class Decoding:
         max_depth             how deep a draft may be
         do_sample             whether tokens are sampled, or the argmax is taken
         eos_ids               the end-of-sequence ids, a set
-        first, end            what a drafter sees: the text from token `first` on, as
-                              long as it has at most `end` tokens
+        first, end            what a drafter sees: the text from token `first` on, while
+                              the whole text has at most `end` tokens
 
     After a round that accepted x_4 and added the bonus token x_5:
 
         ids       x_1  x_2  x_3  x_4  x_5
         hidden    h_1  h_2  h_3  h_4
 
-    `commit` cuts the target's cache after every round. The drafter's is cut by its
-    method when the next draft begins (`DraftCache.rewind`).
+    `commit` cuts the target's cache after every round. Methods cut that of the drafter
+    themselves, some with `DraftCache.rewind`.
 
     after: an earlier Decoding whose cache is taken over, see `start`.
     given: what transformers passes to a `custom_generate` function.
@@ -352,7 +352,7 @@ class Decoding:
 
     @property
     def max_depth(self) -> int:
-        """How deep a draft may be: what is left of max_length, less the bonus token."""
+        """How deep a draft may be: the tokens left until max_length, less the bonus."""
         return self.generation_config.max_length - self.ids.shape[1] - 1
 
     def process(self, logits: Tensor, tokens: list[int] = ()) -> Tensor:
@@ -505,8 +505,8 @@ def start(target, after: Decoding | None = None, **inputs) -> Decoding:
     after: the Decoding of an earlier turn of a chat. Its cache is taken over as far as
         its text and the new prompt agree, so only the rest is read. It cannot be used
         again. A warning says so where its rows do not fit: where the target's adapters,
-        dtype or device have changed, or where it rotates keys by the length of the
-        text. Other weights or `adapter_names` go unnoticed: pass no `after` then.
+        dtype or device have changed, or where the target rotates keys by the length of
+        the text. Other weights or `adapter_names` go unnoticed: pass no `after` then.
     """
 
     def begin(target, input_ids, **given):
@@ -553,7 +553,7 @@ class View:
 def windowed(drafts):
     """Show the drafter of a method's `drafts` only a window of the text.
 
-    A drafter learns on texts of some hundred tokens, and beyond that length its drafts
+    A drafter learns on texts of a few hundred tokens, and beyond that length its drafts
     get worse while its passes get slower (LongSpec, arXiv:2502.17421, names the
     problem). It is therefore shown at most 2 x `window` tokens. When the text is longer
     than that, it begins anew with the newest `window`. The target reads all of it.
@@ -1569,7 +1569,7 @@ def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
     with contextlib.suppress(ImportError):  # a copy of two files does without
         from support import packed
 
-        target = packed.pack(target)
+        target, drafter = packed.pack(target), packed.pack(drafter)
     message = {"role": "user", "content": prompt}
     inputs = tokenizer.apply_chat_template(
         [message], add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -16,10 +16,10 @@ Many alignments become the same sequence, and CTC adds up their probabilities (E
 Training maximises the sum for the right sequence. It does so at many places of a text
 in one pass, the *anchors*, each of which has S slots of its own. When decoding, the
 likeliest sequences are drafted, as a tree. Although the slots are independent, the
-tokens of a sequence are not: a slot taken by one token is not left for another.
+tokens of a sequence are not: a slot that holds one token cannot hold another.
 
 By default we add a loss on the first token, and rank sequences by sums. The paper's
-loss is `first_token=0`, and `transform="alignments"` is nearest to its candidates.
+loss is `first_token=0`, and `transform="alignments"` comes closest to its candidates.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. The base
@@ -93,10 +93,10 @@ VARIANTS = {  # named settings for bench.py, as in --method ctc_drafter:paper
 # ---------------------------------------------------------------------- architecture
 
 # The layer reads rows. Row i combines h_i, the target's hidden state after x_i, with
-# the embedding of x_(i+1) (Eq. 9 has no embedding). Rows give keys and values only:
-# with a single layer, nothing would read what comes out of their queries. (The target
-# has not read the newest token yet, so the newest hidden state belongs to the token
-# before it, and a text of T tokens has T - 1 rows.)
+# the embedding of x_(i+1) (Eq. 9 has no embedding). Rows need no outputs: with a single
+# layer, nothing would read them. (The target has not read the newest token yet, so the
+# newest hidden state belongs to the token before it, and a text of T tokens has T - 1
+# rows.)
 #
 # An anchor is a row that slots follow. When drafting, it is the newest row. In
 # training, a text has up to A anchors, each with a window: the U labels that its slots
@@ -125,9 +125,8 @@ class SlotAttention(LlamaAttention):
         k = common.rotate(k, tables)  # (B, Hkv, n + m, Dh)
         if cache is not None:
             k, v = cache.update(k, v, 0)  # (B, Hkv, P + n + m, Dh)
-        q = self.split(self.q_proj(slots))  # (B, H, m, Dh); rows need no outputs
-        tables = [table[:, rows.shape[1] :] for table in tables]
-        q = common.rotate(q, tables)
+        q = common.rotate(self.split(self.q_proj(x)), tables)
+        q = q[:, :, rows.shape[1] :]  # (B, H, m, Dh); those of rows are not needed
         out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         heads = out.transpose(1, 2).flatten(2)
         return self.o_proj(heads)
@@ -263,7 +262,7 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     # the text run into -1.
     labels = F.pad(y[:, 1:], (0, U - 1), value=-1).unfold(1, U, 1)  # (B, T - 1, U)
 
-    # Choose anchors at random among the rows whose labels all lie in the answer. Its
+    # Choose anchors at random among the rows whose labels all lie in the answer, whose
     # last token is therefore a label only at the end of a window. Not all of these rows
     # are anchors, because each adds S slots to the pass: 64 of them add 384, about as
     # many as a long text has rows.
@@ -642,7 +641,7 @@ if __name__ == "__main__":
 #     Both are normed and combined by a linear layer that starts as their sum. The layer
 #     starts as the target's top one, and a final norm is added.
 #  2. A slot starts as its anchor's row plus a learned vector, at the anchor's rotary
-#     position plus its number. It attends to the text and to its anchor's slots, and a
+#     position plus its number. It attends to the text and to all slots of its anchor; a
 #     linear layer gives the blank's logit. The paper does not say how slots are made.
 #  3. The loss sums -log P (Eq. 1; Eq. 2 maximises the sum of P). `first_token` is ours.
 #  4. Sequences of all lengths make a trie, ranked by sums (`prefixes`). The paper takes

@@ -5,11 +5,11 @@ Paper: Gao et al., AAAI 2025, arXiv:2412.12639.
 An autoregressive drafter makes a pass for every level of its draft. Falcon drafts k
 levels in one pass. It reads a sequence of slots. Slot i is a pair: h_i, the target's
 last hidden state after its final norm (the paper's "feature"), and the next token,
-x_(i+1). From it the drafter predicts h_(i+k), the slot's label, from which the LM head
-drafts x_(i+k+1).
-The newest k slots form a block: they see each other and all earlier slots. The k
-predictions and the k tokens drafted from them are the slots of the next pass. In the
-example of 3.1, k is 2 and the newest token is x_3; h'_i stands for a prediction of h_i:
+x_(i+1). From it the drafter predicts h_(i+k), in training the slot's label, and the LM
+head drafts x_(i+k+1) from the prediction. The newest k slots form a block: they see
+each other and all earlier slots. The k predictions and the k tokens drafted from them
+are the slots of the next pass. In the example of 3.1, k is 2 and the newest token is
+x_3; h'_i stands for a prediction of h_i:
 
     pass    slots                        predictions     tokens drafted
     1       (h_1, x_2)   (h_2, x_3)      h'_3   h'_4     x_4   x_5
@@ -19,9 +19,9 @@ The second slot has to draft x_5 without knowing x_4, because one pass drafts bo
 Coupled sequential glancing distillation (CSGD) shows it x_4, but only in training: the
 first slots of some blocks are fed their labels, here (h_3, x_4) instead of (h_1, x_2).
 
-Names that differ from the paper's: its t_i is x_i here, its f_i is h_i (`hidden`), its
-f^draft is `h_draft`, its p and p^draft are p_target and q_draft. Shapes: S slots, M
-slots that learn, r slots fed, b branches of a pass.
+Names that differ: the paper's t_i is x_i here, f_i is h_i (`hidden`), f^draft is
+`h_draft`, and p and p^draft are p_target and q_draft. Shapes: S slots, M slots that
+learn, r slots fed, b branches of a pass; the rest as in common.py.
 
 Deviations from the paper and what the authors' code does: at the end of this file.
 Licence: Apache-2.0.
@@ -113,7 +113,7 @@ class Drafter(
         if self.config.fusion == "linear":
             return self.fusion(pairs), ()
         # The LSTM reads the slots in order, so a slot sees the later slots of its block
-        # only in `attend`. Autocast is off because an LSTM is slow in bfloat16.
+        # only in `attend`. Training's autocast is off: an LSTM is slow in bfloat16.
         with torch.autocast(pairs.device.type, enabled=False):
             return self.fusion(pairs, state)
 
@@ -163,7 +163,7 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
              3   x  x  x  x  x
              4   x  x  x  x  x
 
-    phase: (B,) how many of its k slots are missing in the first block, 0 to k - 1.
+    phase: (B,) how many of the first block's k slots are missing, 0 to k - 1.
     Returns (B, 1, S, S) bool, True where a slot sees another; S is `length`.
     """
     indices = torch.arange(length, device=phase.device)
@@ -252,7 +252,8 @@ def glance(wrong: Tensor, learns: Tensor, rate: float, k: int, phase: Tensor) ->
     learning, run, order = (x.gather(1, block) for x in (learning, run, order))
     in_run = (learning == k) & (places % k < run)  # (B, S)
     # Reveal the first N slots of all runs, taking the blocks in their random order.
-    rank = order.masked_fill(~in_run, 2).argsort(dim=1, stable=True).argsort(dim=1)
+    order = order.masked_fill(~in_run, 2)  # what is in no run comes last
+    rank = order.argsort(dim=1, stable=True).argsort(dim=1)
     number = (rate * wrong.sum(1, keepdim=True)).round()  # N
     return in_run & (rank < number)
 
@@ -274,7 +275,7 @@ def reveal(drafter: Drafter, target, slots: Slots, progress: float) -> Slots:
     expected = common.target_logits(target, labels, drafter.vocab_ids).argmax(-1)
     wrong = torch.zeros_like(slots.learns)
     wrong[slots.learns] = logits.argmax(-1) != expected
-    rate = 0.4 * (1 - progress)  # lambda, which in the paper falls by epochs
+    rate = 0.4 * (1 - progress)  # lambda; in the paper it falls once per epoch
     revealed = glance(wrong, slots.learns, rate, drafter.config.k, slots.phase)
     return slots._replace(
         hidden=torch.where(revealed[..., None], slots.labels, slots.hidden),
@@ -342,7 +343,7 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
 
 
 def paper_tree() -> list[list[int]]:
-    """The tree of appendix A with m = 20 at the root (Figure 5; in the PDF, 6)."""
+    """The tree of appendix A with m = 20 at the root (Figure 5 or, in the PDF, 6)."""
     # The paper does not list its nodes. These 118, in eight levels, are what the
     # authors' code makes from its list kmask2_8layer_tree_3. `children` is {path: m}.
     children = {(): 20, (0,): 11, (1,): 4, (2,): 4, (0, 0): 7, (0, 1): 8}
@@ -426,7 +427,7 @@ class Memory:
         self.slots_read += hidden.shape[1]
         new, self.state = drafter.fuse(decoding.target, hidden, token_ids, self.state)
         fused = torch.cat([self.fused, new], dim=1)
-        self.fused = fused[:, max(0, fused.shape[1] - (drafter.config.k - 1)) :]
+        self.fused = fused[:, fused.shape[1] - drafter.config.k + 1 :]
         return fused
 
 
@@ -435,7 +436,7 @@ class Pass(NamedTuple):
 
     h_draft: Tensor  # (b, k, D) predictions
     positions: Tensor  # (k,) of the slots, the same in each branch
-    mask: Tensor  # (b, P_own) which rows a branch sees, of those cached after this pass
+    mask: Tensor  # (b, P_own) which of the rows cached after this pass it sees
     state: tuple  # the LSTM's, two tensors (2, b, D); () of a linear layer
 
 
@@ -567,14 +568,13 @@ def propose(drafter: Drafter, decoding, memory: Memory, tree: dict) -> common.Dr
 
     tree: {path: the ranks of its children} of the root, (), and of nodes with children.
     Returns a Draft. It has no nodes if the text has at most k tokens, or if there is no
-    room. Nothing is drafted below the end of an answer or, when sampling, below a node
-    that could not be sampled. The notes of its nodes are k and, in greedy decoding, q:
-    the drafter's probability of each node's token.
+    room. Nothing is drafted below the end of an answer. When sampling, siblings that
+    could not be sampled are missing, with all below them. The notes of its nodes are k
+    and, in greedy decoding, q: the drafter's probability of each node's token.
     """
     k = drafter.config.k
-    latest = None
-    if tree and decoding.max_depth > 0:
-        latest = first_pass(drafter, decoding, memory)
+    wanted = tree and decoding.max_depth > 0
+    latest = first_pass(drafter, decoding, memory) if wanted else None
     if latest is None:
         return common.chain([], decoding.ids)
     texts = {(): []}  # {path: the tokens on the way to a node, its own last}
@@ -643,27 +643,30 @@ if __name__ == "__main__":
 # --------------------------------- deviations from the paper, and the authors' code
 #
 # Deviations from the paper, and choices where it says nothing:
-#  1. A slot predicts k places ahead (3.1). One ahead (Eq. 1), it would see its label.
-#  2. CSGD feeds a slot its own label, with the text's token. It then has no loss. Which
-#     runs are revealed is random, they may have fewer than N slots (see `glance`), and
+#  1. A slot predicts k places ahead (3.1). If it predicted one ahead (Eq. 1), it would
+#     see its label.
+#  2. CSGD feeds a slot its own label, with the text's token. Such a slot has no loss.
+#     Runs are chosen at random and may have fewer than N slots (see `glance`), and
 #     lambda falls with each step.
 #  3. In training the first block has a random length. When drafting, rows of older
-#     slots stay cached, although the borders of blocks have moved.
+#     slots stay cached, although the borders of blocks have moved. The LSTM's state is
+#     kept between rounds, and goes on over predictions.
 #  4. There are four more norms: of features, of embeddings, before the first layer's
 #     attention, and of the output. Layers start as the target's top ones.
 #  5. Only frequent tokens are drafted and learned: p is renormalised over them, and
 #     L_hard's label is the target's likeliest. Slots of the prompt have no loss.
 #  6. CSGD's first pass has no noise. In the second, revealed labels are noisy too.
-#  7. By default the tree has nine nodes, and omega_dist is 1 (paper: .1). Nothing is
-#     drafted below an end. Greedy drafts ignore processors; verification does not.
+#  7. By default the tree has nine nodes in two passes, and omega_dist is 1 (paper: .1).
+#     Nothing is drafted below an end. Greedy drafts ignore logits processors.
 #  8. Branches that continue the same one are fed equal predictions (unlike Figure 1).
 #  9. Siblings are sampled without replacement; appendix A says: "we sample m tokens".
 # 10. The drafter sees a window of a long text (common.windowed).
 # 11. The shipped drafter learned with a linear fusion (EAGLE's) in stages 1 to 6, and
-#     without CSGD in 2 to 6 (checkpoints/README.md). The LSTM came in stage 7.
+#     without CSGD in 2 to 6. In stage 7 the LSTM came in, and began as the linear layer
+#     (results/log.md).
 #
 # Authors' code. With equal random weights, and without deviation 4 and the LSTM's
-# memory, all agrees but:
+# memory, all agrees, except:
 #  - The LSTM's tuple goes to the first layer, so the forward does not run as published.
 #  - The LSTM has no batch_first, so it reads the sequences of a batch as steps in time.
 #  - A slot learns if x_i is in the answer (here x_(i+k+1)). Revealed slots have a loss.

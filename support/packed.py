@@ -2,9 +2,9 @@
 
 Speculative decoding pays because a target forward over a few tokens costs about as much
 as one over a single token: most of its time goes into reading the weights from memory,
-and they are read once either way. `F.linear` on a CPU hides this, because it brings the
-weight into the kernel's own layout again in every call, which for a few tokens costs
-more than the multiplication. A packed weight is brought into this layout once. Three
+and they are read once either way. `F.linear` on a CPU hides this, because every call
+rearranges the weight into the kernel's own layout, which for a few tokens costs more
+than the multiplication. A packed weight is brought into this layout once. Three
 kernels of torch compute the same product in float32:
 
     linear    F.linear, which needs no packing
@@ -12,8 +12,8 @@ kernels of torch compute the same product in float32:
               frozen model on a CPU); a bfloat16 weight where the processor has
               bfloat16 instructions
     float16   fbgemm: a weight kept as float16 and multiplied as float32. Half as many
-              bytes are read, so one token takes half the time where reading is what
-              takes the time.
+              bytes are read, so one token takes half the time where memory is the
+              bottleneck.
 
 Which one is fastest depends on the processor and on the number of tokens, so `pack`
 measures. fbgemm works in blocks of six: a draft of five nodes and its root fill one
@@ -45,7 +45,8 @@ def pack(model: nn.Module, kernels: tuple[str, str] | None = None) -> nn.Module:
     Layers that read the same input share one product, and norms are torch's own where
     that gives the same bits.
 
-    kernels: for one token and for several; None: what is measured to be the fastest.
+    kernels: for one token and for several; None, or what would round the weights: what
+        is measured to be the fastest.
     The model itself stays as it was. It is returned where there is nothing to pack: on
     a GPU, and in a dtype without kernels. `model.kernels` of what is returned tells the
     choice.
@@ -53,7 +54,8 @@ def pack(model: nn.Module, kernels: tuple[str, str] | None = None) -> nn.Module:
     possible = candidates(model)
     if not possible:
         return model
-    kernels = kernels or fastest(model, possible)
+    if not kernels or not {*kernels} <= {*possible}:
+        kernels = fastest(model, possible)
     # A deep copy of the modules and configs, but not of the tensors.
     tensors = [*model.parameters(), *model.buffers()]
     twin = copy.deepcopy(model, {id(x): x for x in tensors})
@@ -63,12 +65,13 @@ def pack(model: nn.Module, kernels: tuple[str, str] | None = None) -> nn.Module:
     for name, layer in linear_layers(twin).items():
         twin.set_submodule(name, PackedLinear(layer, kernels))
     for name, module in list(twin.named_modules()):
-        if is_simple_lstm(module):
+        if can_pack_lstm(module):
             twin.set_submodule(name, PackedLSTM(module, kernels))
         norm = short_norm(module)
         if norm is not None:
             twin.set_submodule(name, norm)
-    # Falcon, for one, calls torch's attention itself, and takes other names for eager.
+    # transformers' Falcon calls torch's attention itself, and takes other names for
+    # eager.
     modules = list(twin.modules())
     if all(getattr(x, "_supports_attention_backend", True) for x in modules):
         for module in modules:  # a drafter has several with a config
@@ -79,10 +82,26 @@ def pack(model: nn.Module, kernels: tuple[str, str] | None = None) -> nn.Module:
     return twin
 
 
+def packable(model: nn.Module):
+    """Yield the matrices that `pack` packs."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            yield module.weight
+        elif can_pack_lstm(module):
+            yield from (x for x in module.parameters() if x.ndim == 2)
+
+
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """{name: layer} of the layers that can be packed."""
     modules = model.named_modules()
     return {name: module for name, module in modules if type(module) is nn.Linear}
+
+
+def with_own_weights(layer, memo):
+    """A deep copy of a packed layer, in which only what is packed stays shared."""
+    twin = copy.copy(layer)
+    twin._parameters = copy.deepcopy(layer._parameters, memo)
+    return twin
 
 
 class PackedLinear(nn.Linear):
@@ -111,11 +130,12 @@ class PackedLinear(nn.Linear):
         """Map x (..., D) to (..., O)."""
         return self.outputs(x)
 
-    def __deepcopy__(self, memo) -> "PackedLinear":
-        return self  # all that it holds is frozen
+    __deepcopy__ = with_own_weights
 
     def select(self, token_ids: Tensor) -> "PackedLinear":
         """Outputs `token_ids` (Vd,) as a packed layer, made once per tensor."""
+        if self.bias is None and len(token_ids) == self.out_features:
+            return self
         if token_ids not in self.selected:
             size = len(token_ids)
             head = nn.Linear(self.in_features, size, bias=False, device="meta")
@@ -124,7 +144,7 @@ class PackedLinear(nn.Linear):
         return self.selected[token_ids]
 
 
-def is_simple_lstm(module: nn.Module) -> bool:
+def can_pack_lstm(module: nn.Module) -> bool:
     """Whether a PackedLSTM can take its place."""
     return (
         type(module) is nn.LSTM
@@ -135,7 +155,7 @@ def is_simple_lstm(module: nn.Module) -> bool:
 
 
 class PackedLSTM(nn.Module):
-    """A frozen LSTM on the CPU, of which `is_simple_lstm` holds.
+    """A frozen LSTM on the CPU, for inputs of at least one step (`can_pack_lstm`).
 
     torch's own brings its weights into another layout in every call.
     """
@@ -172,8 +192,7 @@ class PackedLSTM(nn.Module):
         h, c = (torch.stack(of_layers) for of_layers in zip(*last))
         return x, (h, c)
 
-    def __deepcopy__(self, memo) -> "PackedLSTM":
-        return self  # all that it holds is frozen
+    __deepcopy__ = with_own_weights
 
 
 # --------------------------------------------------------------------- fewer operators
@@ -208,9 +227,7 @@ class SharedProduct:
         bias = None
         if any(layer.bias is not None for layer in layers):
             zeros = [layer.weight.new_zeros(layer.out_features) for layer in layers]
-            biases = [
-                x.bias if x.bias is not None else z for x, z in zip(layers, zeros)
-            ]
+            biases = [z if x.bias is None else x.bias for x, z in zip(layers, zeros)]
             bias = torch.cat(biases).detach()
         weight = torch.cat([layer.weight.detach() for layer in layers])
         self.product = product(weight, bias, kernels)
@@ -295,10 +312,7 @@ def prepare(kernel: str, weight: Tensor, bias: Tensor | None):
 
 def candidates(model: nn.Module) -> list[str]:
     """The kernels that compute this model's product; [] if it stays as it is."""
-    weights = [layer.weight for layer in linear_layers(model).values()]
-    for module in model.modules():
-        if is_simple_lstm(module):
-            weights += [x for x in module.parameters() if x.ndim == 2]
+    weights = [*packable(model)]
     dtypes = {weight.dtype for weight in weights}
     if any(weight.device.type != "cpu" for weight in weights):
         return []
@@ -329,10 +343,10 @@ def fastest(model: nn.Module, kernels: list[str]) -> tuple[str, str]:
     # The sample must not fit into a cache, or reading it would cost nothing.
     sample = []
     size = 0
-    for layer in linear_layers(model).values():
+    for weight in packable(model):
         if size < SAMPLE:
-            sample.append(layer.weight.detach())
-            size += layer.weight.nbytes
+            sample.append(weight.detach())
+            size += weight.nbytes
     products = {name: [prepare(name, w, None) for w in sample] for name in kernels}
     best = []
     for count in (1, SEVERAL):

@@ -1017,7 +1017,7 @@ def test_the_demo_streams_and_sets_accepted_tokens_apart(
     monkeypatch.setattr(sys, "argv", ["glide.py", "w1 w2"])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     monkeypatch.setattr(common, "load_target", lambda: (target, tokenizer))
-    monkeypatch.setattr(common, "load_drafter", lambda *_: None)
+    monkeypatch.setattr(common, "load_drafter", lambda *_: torch.nn.Module())
     common.demo(glide.Drafter, "glide", drafts)
     out = capsys.readouterr().out
     green, plain = ("\033[32m", "\033[0m") if terminal else ("", "")

@@ -530,13 +530,13 @@ float16 is offered for weights that it rounds
 - if all(map(is_float16, weights)):
 + if True:
 float16 is offered for an LSTM's weights that it rounds
-- weights += [x for x in module.parameters() if x.ndim == 2]
+- yield from (x for x in module.parameters() if x.ndim == 2)
 + pass
 an LSTM starts each call anew
 - if state is None:
 + if True:
 an LSTM of other options is packed
--         if is_simple_lstm(module):
+-         if can_pack_lstm(module):
 -             twin.set
 +         if isinstance(module, nn.LSTM):
 +             twin.set
