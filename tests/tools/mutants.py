@@ -316,6 +316,13 @@ a sibling may hold the token of an earlier one
 a sibling may hold a token that a logits processor forces again
 - if picked is None or picked[1][taken].any():
 + if picked is None:
+siblings are judged by the distribution of the first one
+- yield int(token), q_draft
++ first = q_draft if not len(taken) else first
++         yield int(token), first
+all nodes are sampled by the same random number
+- picked = common.pick(
++ picked = torch.manual_seed(0) and common.pick(
 sampled nodes get each other's probabilities
 - torch.stack(list(q.values()))
 + torch.stack(list(q.values())[::-1])
@@ -378,6 +385,9 @@ a slot that is blank for certain has no other logarithm
 without a transform, the first token may come from any slot
 - log_q = log_q[:1]
 + pass
+a token is drawn, but submitted only if it is not the likeliest one
+- if picked is not None:
++ if picked is not None and picked[0] != picked[1].argmax():
 a token is drawn, but does not count as drawn
 - draft.probs = probs
 + draft.probs = None
