@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from tiny import family, make_llama, untrained
+from tiny import family
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -93,26 +93,6 @@ TURNS = [
     {"question_id": 1, "category": "talk", "turns": ["w1 w2", "w3"]},
     {"question_id": 2, "category": "sums", "turns": ["w4 w5 w6"]},
 ]
-
-
-def make_measured(folder):
-    """A chat target, drafters for it and a prompt file; see `command`.
-
-    Somebody has saved a penalty with the target.
-    """
-    import glide  # not on top: a student's file may not be importable
-    import specdecpp
-
-    make_chat(folder / "target")
-    target = make_llama(layers=2, max_position_embeddings=256)  # without an end token
-    target.generation_config.repetition_penalty = 1.5
-    target.save_pretrained(folder / "target")
-    untrained(glide, target).save_pretrained(folder / "glide")
-    draft = {"stage": "draft", "layers": [0], "stop": "fixed"}
-    untrained(specdecpp, target, **draft).save_pretrained(folder / "specdecpp")
-    lines = [json.dumps(prompt) for prompt in TURNS]
-    (folder / "prompts.jsonl").write_text("\n\n".join(lines) + "\n")
-    return folder
 
 
 def command(*extra, method="glide@glide"):

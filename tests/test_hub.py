@@ -242,15 +242,9 @@ def test_an_exported_method_works_inside_a_package(
 
 
 def test_a_mistake_is_told_before_anything_is_written(tmp_path):
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("{}")
-    for method, folder, said in (
-        ("cape", "x", "argument method: invalid choice: 'cape'"),
-        ("falcon", tmp_path / "none", "no drafter in"),
-        ("falcon", tmp_path / "broken", "holds no falcon drafter, or a damaged one"),
-    ):
+    for method, said in (("cape", "invalid choice: 'cape'"), ("glide", "no drafter")):
         with refused(said):
-            export.main([method, str(folder), str(tmp_path / "out")])
+            export.main([method, str(tmp_path / "none"), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
