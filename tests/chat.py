@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from tiny import family, make_llama
+from tiny import family
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -27,14 +27,16 @@ WORDS = ["<end>", "<user>", "<assistant>", "<system>", "<unk>"] + [
 ]
 
 
-def letters(special, end, template, count=256):
+def letters(special, end, template, count=256, merges=()):
     """A chat tokenizer with a token for each byte, after the special ones.
 
     count: how many of them; the first 94 are the printable characters of ASCII.
+    merges: pairs of bytes that have a token as well.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:count]
-    vocab = {token: n for n, token in enumerate([*special, *alphabet])}
-    core = Tokenizer(models.BPE(vocab, []))
+    pairs = map("".join, merges)
+    vocab = {token: n for n, token in enumerate([*special, *alphabet, *pairs])}
+    core = Tokenizer(models.BPE(vocab, list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(special))
@@ -91,28 +93,6 @@ TURNS = [
     {"question_id": 1, "category": "talk", "turns": ["w1 w2", "w3"]},
     {"question_id": 2, "category": "sums", "turns": ["w4 w5 w6"]},
 ]
-
-
-def make_measured(folder):
-    """A chat target, drafters for it and a prompt file; see `command`.
-
-    Somebody has saved a penalty with the target.
-    """
-    import glide  # not on top: a student's file may not be importable
-    import specdecpp
-
-    make_chat(folder / "target")
-    target = make_llama(layers=2, max_position_embeddings=256)  # without an end token
-    target.generation_config.repetition_penalty = 1.5
-    target.save_pretrained(folder / "target")
-    config = glide.Config(intermediate_size=48, draft_vocab=0)
-    glide.build(config, target, torch.arange(48)).save_pretrained(folder / "glide")
-    config = specdecpp.Config(layers=[0], draft_vocab=0, stop="fixed")
-    drafter = specdecpp.build(config, target, torch.arange(48))
-    drafter.save_pretrained(folder / "specdecpp")
-    lines = [json.dumps(prompt) for prompt in TURNS]
-    (folder / "prompts.jsonl").write_text("\n\n".join(lines) + "\n")
-    return folder
 
 
 def command(*extra, method="glide@glide"):

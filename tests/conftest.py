@@ -1,6 +1,7 @@
 """Fixtures that the tests share; tiny.py has what they import."""
 
 import gc
+import json
 import os
 
 # A name that is not there fails at once, and no test depends on the network.
@@ -10,7 +11,7 @@ import chat
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from tiny import make_llama
+from tiny import make_llama, untrained
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,8 +41,23 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory):
-    """A folder for runs of bench.py, see chat.py."""
-    return chat.make_measured(tmp_path_factory.mktemp("measured"))
+    """A folder for runs of bench.py, see `command` of chat.py: a chat target, drafters
+    for it and a prompt file. Somebody has saved a penalty with the target.
+    """
+    import glide  # not on top: a student's file may not be importable
+    import specdecpp
+
+    folder = tmp_path_factory.mktemp("measured")
+    chat.make_chat(folder / "target")
+    target = make_llama(layers=2, max_position_embeddings=256)  # without an end token
+    target.generation_config.repetition_penalty = 1.5
+    target.save_pretrained(folder / "target")
+    untrained(glide, target).save_pretrained(folder / "glide")
+    draft = {"stage": "draft", "layers": [0], "stop": "fixed"}
+    untrained(specdecpp, target, **draft).save_pretrained(folder / "specdecpp")
+    lines = [json.dumps(prompt) for prompt in chat.TURNS]
+    (folder / "prompts.jsonl").write_text("\n\n".join(lines) + "\n")
+    return folder
 
 
 @pytest.fixture

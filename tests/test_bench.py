@@ -4,13 +4,12 @@ import copy
 import itertools
 import json
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from chat import TURNS, command, refused
-from tiny import make_llama
+from tiny import make_llama, untrained
 
 import bench
 import cape
@@ -25,7 +24,6 @@ from support.measuring.arms import Arm, plain_drafts, plain_loops
 from support.measuring.report import Answer
 from support.rivals import eagle
 
-ROOT = Path(bench.__file__).parent
 GREEDY = {"do_sample": False}
 ASKED = [{"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3)}]
 
@@ -44,9 +42,9 @@ def parse(argv):
 
 def run(capsys, argv):
     """The result of a run, and its output."""
-    file = Path("run.json")
-    bench.main([*argv, "--json", str(file)])
-    return json.loads(file.read_text()), capsys.readouterr().out
+    bench.main([*argv, "--json", "run.json"])
+    with open("run.json") as file:
+        return json.load(file), capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -489,9 +487,7 @@ def test_settings_and_a_window_reach_the_drafts(loaded, monkeypatch):
 def test_eagle_has_a_drafter_and_a_file_of_its_own(loaded, tmp_path):
     target, _ = loaded
     for module, name in ((falcon, "falcon"), (eagle, "eagle")):
-        config = module.Config(intermediate_size=48, draft_vocab=0)
-        drafter = module.build(config, target, torch.arange(48))
-        drafter.save_pretrained(tmp_path / name)
+        untrained(module, target).save_pretrained(tmp_path / name)
     texts = ["falcon", "eagle", "eagle:chain+copies"]
     made = arms_of.make_arms(texts, target, shipped=tmp_path)
     assert [arm.module for arm in made] == [falcon, eagle, eagle]
@@ -602,7 +598,7 @@ def test_a_mistake_is_explained(argv, message):
 
 
 def test_results_can_be_printed_and_say_where_they_come_from():
-    for path in (ROOT / "results").glob("cpu_*.json"):
+    for path in (cli.ROOT / "results").glob("cpu_*.json"):
         result = json.loads(path.read_text())
         assert report.tables(result)
         for key in ("target", "device", "dtype", "commit", "command", "versions"):

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from chat import refused
+from chat import letters, refused
 from safetensors.torch import load_file
 from tiny import make_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import common
@@ -210,29 +210,17 @@ def test_answers_are_located_in_templates_that_rewrite(
     assert said.endswith("because nobody asked: 1\n") == (len(expected) == 1)
 
 
-@pytest.fixture(scope="session")
-def trained_bytes():
+@pytest.fixture
+def byte_level():
     """A tokenizer with ChatML that merges newlines."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    options = {"special_tokens": ["<|im_start|>", "<|im_end|>"], "vocab_size": 400}
-    options["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(show_progress=False, **options)
+    special = ["<|im_start|>", "<|im_end|>"]
+    tokenizer = letters(special, special[1], CHATML, merges=[("\u010a", "\u010a")])
+    core = tokenizer.backend_tokenizer
     core.post_processor = processors.TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", 0)]
     )
-    text = "Hello there.\n\nHow are you?\n\n\nFine.\n\n"
-    core.train_from_iterator([text] * 50, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
-    tokenizer.chat_template = CHATML
     tokenizer.add_tokens(["</code>"])
     return tokenizer
-
-
-@pytest.fixture
-def byte_level(trained_bytes):
-    return copy.deepcopy(trained_bytes)
 
 
 CHATML = (

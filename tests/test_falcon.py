@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from chat import refused
 from tiny import (
     Table,
     check,
@@ -137,11 +138,8 @@ def test_nothing_is_drafted_below_an_end_of_the_answer_or_beyond_its_room(llama)
 def test_only_the_tree_may_change(llama):
     decoding = common.start(llama, input_ids=random_ids(5, seed=2), max_new_tokens=8)
     drafter = make_drafter(llama)
-    can = "cannot change k: it can change tree$"
-    with pytest.raises(common.UserError, match=can):
+    with refused("cannot change k: it can change tree$"):
         next(falcon.drafts(decoding, drafter, k=3))
-    with pytest.raises(common.UserError, match=r"add its parent \[1\]"):
-        next(falcon.drafts(decoding, drafter, tree=[[0], [1, 0]]))
     assert len(next(falcon.drafts(decoding, drafter, tree=[])).tokens) == 0
 
 
@@ -153,7 +151,8 @@ def test_only_the_tree_may_change(llama):
 def test_no_node_holds_a_token_that_cannot_be_drawn(llama, k):
     """Where fewer tokens are left than siblings, a node and all below it are missing.
 
-    So are those below an end of the text. Siblings never hold one token twice.
+    So are those below an end of the text. Siblings never hold one token twice. If the
+    target may write only a token that the drafter does not know, the draft is empty.
     """
     drafter = make_drafter(llama, k=k, draft_vocab=4)
     wide = [[0], [1], [2], [3], [0, 0], [0, 1], [0, 2], [3, 0], [3, 0, 0], [0, 1, 0]]
@@ -161,13 +160,18 @@ def test_no_node_holds_a_token_that_cannot_be_drawn(llama, k):
     given = {"do_sample": True, "max_new_tokens": 9, "eos_token_id": known[3]}
     pair = {"prefix_allowed_tokens_fn": lambda *_: [5, *known[1:3]], "top_k": 0}
     one = {"prefix_allowed_tokens_fn": lambda *_: known[:1], "top_k": 0}
-    for options, most in ((pair, 2), (one, 1), ({"top_k": 1}, 4), ({"top_p": 0.5}, 4)):
+    others = torch.arange(48) != 0  # which is not known
+    forbid = [lambda _, scores: scores.masked_fill(others, -torch.inf)]
+    none = {"logits_processor": forbid, "top_k": 0}
+    cases = [(pair, 2), (one, 1), ({"top_k": 1}, 4), ({"top_p": 0.5}, 4), (none, 0)]
+    for options, most in cases:
         for seed in range(8):
             torch.manual_seed(seed)
             ids = random_ids(7, seed)
             decoding = common.start(llama, input_ids=ids, **given, **options)
             draft = next(falcon.drafts(decoding, drafter, tree=wide))
-            assert len(draft.probs) == len(draft.tokens) == len(draft.parents)
+            probs = () if draft.probs is None else draft.probs
+            assert len(probs) == len(draft.tokens) == len(draft.parents)
             assert len(draft.children()) == len(draft.tokens), "a token twice"
             assert draft.parents.count(-1) == most
             for node, token in enumerate(draft.tokens.tolist()):
@@ -175,21 +179,6 @@ def test_no_node_holds_a_token_that_cannot_be_drawn(llama, k):
                 parent = draft.parents[node]
                 assert parent < 0 or int(draft.tokens[parent]) != known[3]
             decoding.verify(draft)
-
-
-@torch.no_grad()
-def test_without_a_token_to_draw_the_draft_is_empty(llama):
-    """The target may write only a token that the drafter does not know."""
-    drafter = make_drafter(llama, draft_vocab=20)
-    unknown = min(set(range(48)) - set(drafter.vocab_ids.tolist()))
-    others = torch.arange(48) != unknown
-    forbid = [lambda _, scores: scores.masked_fill(others, -torch.inf)]
-    given = {"do_sample": True, "max_new_tokens": 6, "logits_processor": forbid}
-    decoding = common.start(llama, input_ids=random_ids(7, 0), **given)
-    for draft in falcon.drafts(decoding, drafter):
-        assert len(draft.tokens) == 0
-        decoding.verify(draft)
-    assert decoding.ids[0, 7:].tolist() == [unknown] * 6
 
 
 def p_value(monkeypatch, k=2, sure=1.0, draws=800, **options):
@@ -226,36 +215,6 @@ FILTERED = {"top_k": 3, "draws": 400}
 @pytest.mark.parametrize("k, options", [(1, {"sure": 0}), (2, {}), (2, FILTERED)])
 def test_sampled_trees_follow_the_target(monkeypatch, k, options):
     assert p_value(monkeypatch, k, **options) > 1e-3
-
-
-def test_negative_control_nodes_that_share_a_random_number(monkeypatch):
-    """A node then depends on what an earlier one drew, but its q_draft does not."""
-    pick = common.pick
-    uniform = None
-
-    def shared(decoding, logits, vocab_ids, drafted):
-        nonlocal uniform
-        if not drafted and logits.isfinite().all():  # the first node of a draft
-            uniform = torch.rand(1, dtype=torch.float64)
-        _, q_draft = pick(decoding, logits, vocab_ids, drafted)
-        return torch.searchsorted(q_draft.double().cumsum(0), uniform), q_draft
-
-    monkeypatch.setattr(common, "pick", shared)
-    assert p_value(monkeypatch) < 1e-6
-
-
-def test_negative_control_siblings_that_forget_what_they_leave_out(monkeypatch):
-    """Each is judged by the distribution of the first one."""
-    sample_siblings = falcon.sample_siblings
-
-    def forgetful(*inputs):
-        first = None
-        for token, q_draft in sample_siblings(*inputs):
-            first = q_draft if first is None else first
-            yield token, first
-
-    monkeypatch.setattr(falcon, "sample_siblings", forgetful)
-    assert p_value(monkeypatch) < 1e-6
 
 
 # -------------------------------------------------------------------------------- masks
@@ -376,7 +335,9 @@ def test_noise_is_uniform_and_differs_everywhere():
 @pytest.mark.parametrize("k, csgd", [(2, False), (2, True), (3, True)])
 @torch.no_grad()
 def test_loss_against_a_hand_worked_case(llama, k, csgd):
-    """Every slot by itself: a forward over the blocks up to its own, three losses."""
+    """Every slot by itself: a forward over the blocks up to its own, three losses. The
+    acceptance is the overlap of both distributions, when nothing is revealed.
+    """
     batch = random_batch(llama)
     batch.progress = 0.25
     drafter = make_drafter(
@@ -404,6 +365,12 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
     slots = []
     for row, length in enumerate((9, 12, 7)):
         slots += [(row, slot) for slot in range(length - k - 1) if slot + k + 1 >= 3]
+    overlap = 0.0
+    truth = llama(batch.input_ids).logits.softmax(-1)
+    for row, slot in slots:
+        q_draft = forward(row, slot, set())[0].softmax(-1)
+        p_target = truth[row, slot + k, drafter.vocab_ids]
+        overlap += float(torch.minimum(p_target, q_draft).sum())
     revealed = set()
     if csgd:
         learns = torch.zeros(3, 11, dtype=torch.bool)
@@ -431,6 +398,9 @@ def test_loss_against_a_hand_worked_case(llama, k, csgd):
     total, weight = falcon.loss(drafter, llama, batch)
     assert float(total) == pytest.approx(expected, rel=1e-5)
     assert int(weight) == len(slots) - len(revealed)
+    torch.manual_seed(9)
+    total, count = falcon.acceptance(drafter, llama, batch)
+    assert count == len(slots) and float(total) == pytest.approx(overlap, rel=1e-5)
 
 
 def test_a_sequence_shorter_than_a_block_gives_no_loss(llama):
@@ -455,25 +425,6 @@ def test_every_weight_learns(options):
             assert weight.grad.isfinite().all() and weight.grad.any(), name
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])  # both phases
-@torch.no_grad()
-def test_acceptance_is_the_overlap_at_every_slot(llama, seed):
-    batch = random_batch(llama, lengths=(12,))
-    drafter = make_drafter(llama, draft_vocab=20)
-    expected = 0.0
-    torch.manual_seed(seed)  # so that `acceptance` begins with the same number
-    phase = int(torch.randint(2, (1,)))
-    for slot in range(9):
-        end = (slot + phase) // 2 * 2 + 2 - phase  # of the slot's block
-        ids = batch.input_ids[:, : end + 1]
-        q_draft = from_scratch(drafter, llama, ids, [])[slot - end].softmax(-1)
-        p_target = llama(batch.input_ids).logits[0, slot + 2].softmax(-1)
-        expected += float(torch.minimum(p_target[drafter.vocab_ids], q_draft).sum())
-    torch.manual_seed(seed)
-    total, count = falcon.acceptance(drafter, llama, batch)
-    assert count == 9 and float(total) == pytest.approx(expected, rel=1e-5)
-
-
 # ------------------------------------------------------------------- trees and settings
 
 
@@ -494,9 +445,3 @@ def test_trees_have_their_counts_at_each_depth():
     assert falcon.layered_tree([3, 5])[3:] == five
     tree = falcon.Config(tree=[[0, 1], [1], [0], [1, 0], [0]]).tree
     assert tree == [[0], [1], [0, 1], [1, 0]], "parents come first, and no path twice"
-
-
-def test_ranks_are_ints_and_an_unknown_vocabulary_is_no_limit():
-    for tree in ([[True]], [[0], [0, -1]], [[]]):
-        with pytest.raises(common.UserError, match="give a list of ranks from 0 on$"):
-            falcon.Config(tree=tree, draft_vocab=0)

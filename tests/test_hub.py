@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from chat import letters, refused
-from tiny import make_llama, untrained
+from tiny import make_llama, make_streamer, untrained
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
@@ -130,18 +130,6 @@ def inputs_of(tokenizer):
     return dict(tokenizer.apply_chat_template(MESSAGES, **form))
 
 
-class Streamer:
-    def __init__(self):
-        self.rounds = []
-        self.ended = False
-
-    def put(self, tokens):
-        self.rounds.append(tokens.flatten().tolist())
-
-    def end(self):
-        self.ended = True
-
-
 @pytest.mark.parametrize("method", TRAINABLE)
 def test_a_folder_for_custom_generate(method, target_folder, tmp_path):
     """With what transformers itself would not hand on: streamer and stop strings."""
@@ -152,12 +140,12 @@ def test_a_folder_for_custom_generate(method, target_folder, tmp_path):
     inputs = inputs_of(tokenizer)
     options = {"do_sample": False, "max_new_tokens": 30}
     plain = target.generate(**inputs, **options)
-    streamer = Streamer()
+    streamer, told = make_streamer()
     options |= {"custom_generate": str(out), "trust_remote_code": True}
     answer = target.generate(**inputs, streamer=streamer, **options)
     assert torch.equal(answer, plain)
-    prompt, *rounds = streamer.rounds
-    assert prompt == inputs["input_ids"][0].tolist() and streamer.ended
+    prompt, *rounds, last = told
+    assert prompt == inputs["input_ids"][0].tolist() and last == "end"
     assert sum(rounds, prompt) == plain[0].tolist()
     stop = {"stop_strings": [tokenizer.decode(plain[0, -9:-7])], "tokenizer": tokenizer}
     expected = target.generate(**inputs, **stop, do_sample=False, max_new_tokens=30)
@@ -167,12 +155,12 @@ def test_a_folder_for_custom_generate(method, target_folder, tmp_path):
     other = {"drafter": str(tmp_path / "drafter"), "settings": {}}
     if method == "glide":
         other["settings"] = {"gamma": 0}  # every round is one token
-        streamer.rounds.clear()
+        told.clear()
         other["streamer"] = streamer
     ids = inputs["input_ids"]
     assert torch.equal(target.generate(ids, **other, **options), plain)
     if method == "glide":
-        assert len(streamer.rounds) == 1 + plain.shape[1] - ids.shape[1]
+        assert len(told) == 1 + plain.shape[1] - ids.shape[1] + 1
         with pytest.raises(ValueError, match="cannot change gama"):
             target.generate(ids, **other | {"settings": {"gama": 3}}, **options)
         with pytest.raises(ValueError, match="stop_strings need tokenizer="):
@@ -188,10 +176,10 @@ def test_a_folder_of_a_target_that_decodes_with_drafts(method, target_folder, tm
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
     inputs = inputs_of(AutoTokenizer.from_pretrained(out))
     options = {"do_sample": False, "max_new_tokens": 30}
-    streamer = Streamer()
+    streamer, told = make_streamer()
     answer = model.generate(**inputs, streamer=streamer, **options)
     assert torch.equal(answer, target.generate(**inputs, **options))
-    assert streamer.ended
+    assert told[-1] == "end"
     # As if it had been read from the hub.
     asked = []
 
@@ -254,15 +242,9 @@ def test_an_exported_method_works_inside_a_package(
 
 
 def test_a_mistake_is_told_before_anything_is_written(tmp_path):
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("{}")
-    for method, folder, said in (
-        ("cape", "x", "argument method: invalid choice: 'cape'"),
-        ("falcon", tmp_path / "none", "no drafter in"),
-        ("falcon", tmp_path / "broken", "holds no falcon drafter, or a damaged one"),
-    ):
+    for method, said in (("cape", "invalid choice: 'cape'"), ("glide", "no drafter")):
         with refused(said):
-            export.main([method, str(folder), str(tmp_path / "out")])
+            export.main([method, str(tmp_path / "none"), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 

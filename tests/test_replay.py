@@ -1,8 +1,8 @@
 """The replay page shows what happened, whatever the tokens spell, also in a browser."""
 
-import html.parser
 import itertools
 import json
+import re
 import shutil
 import time
 import types
@@ -197,25 +197,13 @@ def written(tmp_path_factory):
         page.write(path, tokenizer, loops, arms, EVIL, options)
     assert [each.name for each in path.parent.iterdir()] == ["page.html"]
     text = path.read_text(encoding="utf-8")
-    data = json.loads(Reader(text).scripts[0])
+    data = json.loads(scripts(text)[0])
     return types.SimpleNamespace(path=path, text=text, data=data)
 
 
-class Reader(html.parser.HTMLParser):
-    """What a browser sees: the elements, and the text of each script."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.scripts = [None], []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-
-    def handle_data(self, text):
-        if self.tags[-1] == "script":
-            self.scripts.append(text)
+def scripts(text):
+    """What a browser runs of a page: each script, up to the first end of one."""
+    return re.findall(r"<script\b[^>]*>(.*?)</script", text, re.DOTALL | re.IGNORECASE)
 
 
 def test_the_page_holds_both_runs_and_the_times_of_plain_decoding(written):
@@ -234,7 +222,7 @@ def test_the_page_holds_both_runs_and_the_times_of_plain_decoding(written):
     assert drawn == [told["kinds"].count("draft") for told in cape] and any(drawn)
     assert written.data["prompt"] == [WORDS[token] for token in PROMPT[0]]
     assert written.data["about"]["prompt"] == EVIL
-    assert Reader(written.text).tags.count("script") == 2
+    assert len(scripts(written.text)) == 2
     assert "<b>x</b>" not in written.text
     for fetched in ("http:", "https:", "src=", "@import", "url("):
         assert fetched not in written.text
@@ -246,7 +234,7 @@ def test_a_command_writes_a_page(measured, monkeypatch, tmp_path):
     file = tmp_path / "page.html"
     sampling = ["--temperature", "0.7", "--top-p", "0.9"]
     replay.main([str(file), *command(*sampling, method="glide@glide lookup")])
-    greedy, sampled = json.loads(Reader(file.read_text()).scripts[0])["runs"]
+    greedy, sampled = json.loads(scripts(file.read_text())[0])["runs"]
     assert sampled["name"] == "temperature 0.7, top-p 0.9"
     for run in (greedy, sampled):
         glide, _ = run["methods"]
@@ -264,9 +252,9 @@ def test_a_command_writes_a_page(measured, monkeypatch, tmp_path):
 def test_every_character_survives_the_way_into_a_script():
     text = EVIL + "<!-- ]]> & \u2028 \x00 \U0001f600 {{data}} "
     text += "".join(map(chr, range(32)))
-    read = Reader(page.html({"prompt": [text, "{{script}}</title>"]}))
-    assert json.loads(read.scripts[0]) == {"prompt": [text, "{{script}}</title>"]}
-    assert read.tags.count("script") == 2
+    read = scripts(page.html({"prompt": [text, "{{script}}</title>"]}))
+    assert json.loads(read[0]) == {"prompt": [text, "{{script}}</title>"]}
+    assert len(read) == 2
 
 
 # ---------------------------------------------------------------------------- a browser

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from chat import refused
 from tiny import make_glide, opened, paths, random_batch, random_tree, untrained
 
 import common
@@ -205,25 +206,9 @@ def test_a_merged_tree_holds_the_drafts_paths_and_the_copys():
             tuple(copy[:n]) for n in range(1, len(copy) + 1)
         }
         assert merged.notes.get("copied", 0) == len(after) - nodes
+        assert merged.notes["q"][:nodes] == [0.5] * nodes
+        assert all(map(math.isnan, merged.notes["q"][nodes:]))
         assert merged.probs is draft.probs, "a copy was not sampled"
-
-
-def test_copies_join_any_draft(llama):
-    """After 1 2 3 4 came 5 6 7; the draft's 5 is shared, and 8 stays."""
-    text = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]])
-    decoding = opened(llama, input_ids=text)
-
-    def tree():
-        yield common.Draft(torch.tensor([5, 8]), [-1, 0], notes={"q": [0.5, 0.25]})
-
-    draft = next(lookup.with_copies(tree(), decoding, most=3))
-    assert paths(draft) == [(5,), (5, 8), (5, 6), (5, 6, 7)]
-    assert draft.notes["copied"] == 2 and draft.probs is None
-    assert draft.notes["q"][:2] == [0.5, 0.25]
-    assert all(math.isnan(q) for q in draft.notes["q"][2:])
-    assert len(draft.notes["q"]) == 4
-    alone = next(lookup.drafts(decoding, most=3))
-    assert paths(alone) == [(5,), (5, 6), (5, 6, 7)] and alone.notes == {"copied": 3}
 
 
 @pytest.mark.parametrize("options, last", [({"eos_token_id": [6, 9]}, 6), ({}, 5)])
@@ -237,14 +222,17 @@ def test_a_copy_ends_with_the_answer(llama, options, last):
 
 
 def test_a_draft_that_holds_the_copy_stays_as_it_is(llama):
+    """And without a draft, the copy is all that is drafted."""
     decoding = opened(llama, input_ids=torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2, 3, 4]]))
+    alone = next(lookup.drafts(decoding, most=2))
+    assert paths(alone) == [(5,), (5, 6)] and alone.notes == {"copied": 2}
     draft = common.Draft(torch.tensor([5, 6, 1]), [-1, 0, 1])
     assert next(lookup.with_copies(iter([draft]), decoding, most=2)) is draft
 
 
 def test_a_wrong_setting_is_refused(llama):
     decoding = opened(llama)
-    with pytest.raises(common.UserError, match="most -1: take an int of at least 0"):
+    with refused("most -1: take an int of at least 0"):
         next(lookup.with_copies(iter([]), decoding, most=-1))
-    with pytest.raises(common.UserError, match="decoding cannot change base"):
+    with refused("decoding cannot change base"):
         next(beam.drafts(decoding, make_glide(llama), base="glide"))

@@ -17,7 +17,7 @@ import stop_rules
 import torch
 from chat import command, refused
 from stop_rules import Round
-from tiny import make_glide, slow, teach
+from tiny import make_glide, slow, untrained
 
 import common
 import glide
@@ -30,16 +30,8 @@ TURN = {"input_ids": PROMPT, "max_new_tokens": 20, "do_sample": False}
 
 @pytest.fixture(scope="module")
 def drafter(llama):
-    """Two layers and a head, each trained a little."""
-    torch.manual_seed(5)
-    sizes = {"draft_vocab": 0, "intermediate_size": 48, "head_depth": 2}
-    config = specdecpp.Config(**sizes)
-    first = specdecpp.build(config, llama, torch.arange(48)).double()
-    teach(specdecpp, first, llama, 40, 5e-3)
-    second = specdecpp.Drafter(dataclasses.replace(first.config, stage="head")).double()
-    second.load_state_dict(first.state_dict())
-    teach(specdecpp, second, llama, 20, 5e-3)
-    return second
+    """Two layers and a head."""
+    return untrained(specdecpp, llama, seed=5, head_depth=2)
 
 
 def make_arm(target, drafter, name="specdecpp", module=specdecpp):
@@ -59,14 +51,6 @@ def recorded(llama, drafter):
     return record(llama, drafter)
 
 
-def decode(target, drafter, turn, **rule):
-    """(N_target, N_discarded, N) of an answer."""
-    stats = common.Stats()
-    drafts = common.speculate(specdecpp.drafts, drafter, callback=stats, **rule)
-    target.generate(**turn, custom_generate=drafts)
-    return stats.target_forwards, stats.drafted - sum(stats.accepted), stats.emitted
-
-
 # ------------------------------------------------------------------------ the recording
 
 
@@ -82,11 +66,14 @@ def test_replayed_counts_are_those_of_decoding(llama, drafter, name, place):
     rule = {"threshold": setting, "max_draft": stop_rules.LONGEST}
     if kind == "K":
         rule = {"stop": "fixed", "gamma": setting}
-    *expected, emitted = decode(llama, drafter, turn, **rule)
+    stats = common.Stats()
+    drafts = common.speculate(specdecpp.drafts, drafter, callback=stats, **rule)
+    llama.generate(**turn, custom_generate=drafts)
     rounds = record(llama, drafter, turn)
-    assert len(rounds) == emitted
+    assert len(rounds) == stats.emitted
     function, _ = stop_rules.RULES[kind]
-    assert stop_rules.count(rounds, function, setting)[:2] == tuple(expected)
+    expected = stats.target_forwards, stats.drafted - sum(stats.accepted)
+    assert stop_rules.count(rounds, function, setting)[:2] == expected
 
 
 def test_rounds_joined_by_hand():

@@ -98,6 +98,18 @@ def test_adapters_that_act_outside_of_a_forward_are_refused(kind, options):
             use()
 
 
+@pytest.mark.slow
+def test_rows_of_an_adapter_are_not_those_of_the_target_without_it():
+    target = adapted(target_modules=["q_proj"])
+    first = common.start(target, input_ids=IDS, **GREEDY)
+    with target.disable_adapter():
+        with pytest.warns(UserWarning, match="the whole text is read anew"):
+            second = common.start(target, after=first, input_ids=first.ids, **GREEDY)
+        while not second.done:
+            second.verify(common.chain([], second.ids))
+        assert torch.equal(second.ids, target.generate(input_ids=first.ids, **GREEDY))
+
+
 # ------------------------------------------------------------- quantised and offloaded
 
 
@@ -308,20 +320,6 @@ def test_unusual_decoders_are_refused(name, more, message):
     target = family(name, **special | more).float()
     with refused(message):
         common.start(target, input_ids=IDS, **GREEDY)
-
-
-GLOBAL = {"attention_types": [[["global"], 4]]}
-DECODED = [("Mistral", SLIDING), ("Mixtral", SLIDING | EXPERTS)]
-DECODED += [("Starcoder2", SLIDING), ("GPTNeo", GLOBAL)]
-
-
-@pytest.mark.parametrize("name, more", DECODED)
-def test_families_with_one_kind_of_layers_are_decoded(name, more):
-    """A window in all layers, or none in a family that may have them."""
-    target = family(name, **more).float()
-    kind = "full_attention" if more == GLOBAL else "sliding_attention"
-    assert common.layer_kinds(target) == [kind]
-    check(target, made(target, ("glide", "falcon", "ctc_drafter")))
 
 
 # ------------------------------------------------------------------ a trial of a target
@@ -553,7 +551,7 @@ HIGH = {(): [30, 31, 39], (30,): [20, 39], (31,): [21], (30, 20): [39], (31, 21)
 
 
 @pytest.mark.parametrize("states, end", [(STATES, 2), (HIGH, 39)], ids=["low", "high"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", cli.present())
 def test_an_automaton_is_asked_only_for_its_states(method, states, end):
     """Not for one that it lacks, nor about a text that has ended."""
     target = make_llama(vocab=40)

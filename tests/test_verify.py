@@ -7,13 +7,13 @@ import json
 import random
 import re
 import sys
-import types
 from functools import partial
 
 import pytest
 import tiny
 import torch
 import transformers
+from chat import refused
 from tiny import (
     FAMILIES,
     Table,
@@ -24,6 +24,7 @@ from tiny import (
     family,
     make_glide,
     make_llama,
+    make_streamer,
     paths,
     random_tree,
     untrained,
@@ -80,31 +81,31 @@ def test_the_mask_against_brute_force():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_the_target_reads_of_a_tree(llama, dtype):
-    """After three cached tokens, which all rows see; the depth gives the position."""
+def test_what_the_target_reads_of_a_tree(dtype):
+    """After three cached tokens. The depth gives the position, by which a window of
+    three reaches back; two nodes are siblings.
+    """
+    kinds = ["sliding_attention", "full_attention"]
+    target = family("Gemma3", layer_types=kinds * 2, sliding_window=3).to(dtype)
     draft = draft_of([7, 8, 9, 6], [-1, 0, 0, 1])
     ids = torch.tensor([[1, 2, 3, 4]])
-    fed, masks, positions = common.tree_inputs(make_llama().to(dtype), ids, draft)
+    fed, masks, positions = common.tree_inputs(target, ids, draft)
     assert fed.tolist() == [[4, 7, 8, 9, 6]]
     assert positions.tolist() == [[3, 4, 5, 5, 6]]
-    [(kind, mask)] = masks.items()
-    assert (kind, mask.shape, mask.dtype) == ("full_attention", (1, 1, 5, 8), dtype)
-    rows = ["xxxx....", "xxxxx...", "xxxxxx..", "xxxxx.x.", "xxxxxx.x"]
-    assert drawn(mask == 0) == rows
-    assert set(mask.flatten().tolist()) == {0.0, torch.finfo(dtype).min}
-
-
-def test_layers_that_reach_back_by_position_have_masks_of_their_own():
-    """A window of three; the tree stands at 5, 6 6, 7, so two nodes are siblings."""
-    kinds = ["sliding_attention", "full_attention"]
-    target = family("Gemma3", layer_types=kinds * 2, sliding_window=3)
-    sees = common.tree_mask([-1, -1, 1])
-    masks = common.attention_masks(target, sees, torch.tensor([5, 6, 6, 7]))
     drawings = {
-        "full_attention": ["xxxxxx...", "xxxxxxx..", "xxxxxx.x.", "xxxxxx.xx"],
-        "sliding_attention": ["...xxx...", "....xxx..", "....xx.x.", ".....x.xx"],
+        "full_attention": ["xxxx....", "xxxxx...", "xxxxxx..", "xxxxx.x.", "xxxxxx.x"],
+        "sliding_attention": [
+            ".xxx....",
+            "..xxx...",
+            "...xxx..",
+            "...xx.x.",
+            "....xx.x",
+        ],
     }
     assert {kind: drawn(mask == 0) for kind, mask in masks.items()} == drawings
+    for mask in masks.values():
+        assert (mask.shape, mask.dtype) == ((1, 1, 5, 8), dtype)
+        assert set(mask.flatten().tolist()) == {0.0, torch.finfo(dtype).min}
 
 
 # ------------------------------------------------------------------------------- caches
@@ -635,11 +636,7 @@ def test_what_speculate_streams_counts_and_returns(llama):
         draft_of([], []),
         draft_of([truth[4]], [-1]),
     ]
-    told = []
-    streamer = types.SimpleNamespace(
-        put=lambda ids: told.append(ids.flatten().tolist()),
-        end=partial(told.append, "end"),
-    )
+    streamer, told = make_streamer()
     stats = common.Stats()
     rounds = []
 
@@ -802,10 +799,6 @@ def test_processors_of_transformers_that_depend_on_the_ids_are_taken(llama):
 # ---------------------------------------------------------------------- what is refused
 
 
-def refused(message):
-    return pytest.raises(common.UserError, match=message)
-
-
 ONE_LAYER = DynamicCache()
 ONE_LAYER.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
 MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
@@ -920,30 +913,18 @@ def test_a_target_whose_logits_are_computed_otherwise_gets_no_drafter(tmp_path):
         common.load_drafter(glide.Drafter, tmp_path, target)
 
 
-def test_a_drafter_that_does_not_fit_is_one_line(llama, tmp_path):
-    load = partial(common.load_drafter, glide.Drafter, tmp_path)
-    with refused("no drafter in .* make one with train.py --out"):
-        load(llama)
-    make_glide(llama).save_pretrained(tmp_path)
-    load(llama)
-    with refused("another target .*vocab_size 48 != 40.*: train one with train.py"):
-        load(make_family("Llama"))
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with refused("holds no glide drafter, or a damaged one"):
-        load(llama)
-    (tmp_path / "config.json").write_text("{")
-    with refused("holds no glide drafter, or a damaged one"):
-        load(llama)
-
-
-def test_a_drafter_of_another_kind_is_refused(llama):
+def test_a_drafter_of_another_kind_is_refused(llama, tmp_path):
     drafter = make_glide(llama)
     common.check_drafter(drafter, glide.Drafter, llama)
     with refused("is a <class 'glide.Drafter'>: load a <class 'falcon.Drafter'>"):
         common.check_drafter(drafter, falcon.Drafter, llama)
-    with refused("the drafter is for another target .*vocab_size 48 != 40"):
-        common.check_drafter(drafter, glide.Drafter, make_family("Llama"))
+    drafter.save_pretrained(tmp_path)
+    for use in (
+        lambda target: common.check_drafter(drafter, glide.Drafter, target),
+        lambda target: common.load_drafter(glide.Drafter, tmp_path, target),
+    ):
+        with refused("is for another target .*vocab_size 48 != 40.*: train one with"):
+            use(make_family("Llama"))
     with refused(r"the drafter is torch.float32 on cpu: move it with \.to\(target"):
         common.check_drafter(drafter.float(), glide.Drafter, llama)
 

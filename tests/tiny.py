@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import inspect
 import itertools
+import types
 from functools import partial
 from pathlib import Path
 
@@ -212,6 +213,16 @@ def decode(target, ids, drafts, **options):
     return target.generate(ids, custom_generate=decoder, **options), stats
 
 
+def make_streamer():
+    """A streamer of transformers, and what it is told: lists of ids, then "end"."""
+    told = []
+    streamer = types.SimpleNamespace(
+        put=lambda ids: told.append(ids.flatten().tolist()),
+        end=partial(told.append, "end"),
+    )
+    return streamer, told
+
+
 def make_glide(target, **options):
     """An untrained drafter of GLIDE."""
     # Not imported on top: a student's file may not be importable.
@@ -251,28 +262,21 @@ def chi_square_p_value(counts, expected):
     """P-value of counts {outcome: n} against probabilities {outcome: p}; rare ones are
     pooled.
     """
-    total = sum(counts.values())
     assert set(counts) <= set(expected), "an outcome of probability zero was drawn"
-    statistic, bins, rare_seen, rare_expected = 0.0, 0, 0, 0.0
+    total = sum(counts.values())
+    bins = []  # pairs of how many were drawn, and how many are expected
+    rare = [0, 0.0]
     for outcome, probability in expected.items():
+        drawn = counts.get(outcome, 0)
         if total * probability < 5:
-            rare_seen += counts.get(outcome, 0)
-            rare_expected += total * probability
+            rare = [rare[0] + drawn, rare[1] + total * probability]
         else:
-            statistic += (counts.get(outcome, 0) - total * probability) ** 2 / (
-                total * probability
-            )
-            bins += 1
-    if rare_expected > 1:
-        statistic, bins = (
-            statistic + (rare_seen - rare_expected) ** 2 / rare_expected,
-            bins + 1,
-        )
-    return float(
-        torch.special.gammaincc(
-            torch.tensor((bins - 1) / 2), torch.tensor(statistic / 2)
-        )
-    )
+            bins.append((drawn, total * probability))
+    if rare[1] > 1:
+        bins.append(rare)
+    statistic = sum((drawn - mean) ** 2 / mean for drawn, mean in bins)
+    halves = torch.tensor([len(bins) - 1, statistic]) / 2
+    return float(torch.special.gammaincc(*halves))
 
 
 def sampled_p_value(target, prompt, length, draws, **options):
@@ -359,14 +363,11 @@ def random_tree(generator, nodes, vocab):
     for node in range(nodes):
         parent = int(torch.randint(-1, node, (1,), generator=generator)) if node else -1
         taken = used.setdefault(parent, set())
-        choices = [
-            t
-            for t in torch.randperm(vocab, generator=generator).tolist()
-            if t not in taken
-        ]
-        taken.add(choices[0])
+        choices = torch.randperm(vocab, generator=generator).tolist()
+        token = next(choice for choice in choices if choice not in taken)
+        taken.add(token)
         parents.append(parent)
-        tokens.append(choices[0])
+        tokens.append(token)
     return draft_of(tokens, parents)
 
 

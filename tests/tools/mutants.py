@@ -1,14 +1,15 @@
 """The mutants of mutation.py, {file: [(old, new, what is wrong)]}.
 
-A mutant is written as a diff, after a line that says what is wrong. The old text (-)
-occurs once in the file; a second line of it begins with - as well. Changes that leave
-the program right are no mutants: a rejected token, for instance, has no probability
-left, whatever is done about it.
+Below the name of a file (#), a mutant is written as a diff, after a line that says what
+is wrong. The old text (-) occurs once in the file; a second line of it begins with - as
+well. Changes that leave the program right are no mutants: a rejected token, for
+instance, has no probability left, whatever is done about it.
 """
 
 import re
 
-COMMON = r"""
+TEXT = r"""
+# common.py
 a node sees the root and itself only
 - sees[node + 1] |= sees[parent + 1]
 + sees[node + 1] |= sees[0]
@@ -153,9 +154,8 @@ the loss of a router is computed while decoding
 Gemma 4's heads are all as small as its lowest ones
 - top = config.per_layer_config[-1]
 + top = config.per_layer_config[0]
-"""
 
-GLIDE = r"""
+# glide.py
 the block mask shows a position its own block
 - return (block[:, :, None] > block[:, None, :])[:, None]
 + return (block[:, :, None] >= block[:, None, :])[:, None]
@@ -177,9 +177,8 @@ without distillation the drafter learns its input
 learned distributions are those of twice the temperature
 - common.target_logits(target, hidden, vocab_ids).softmax(-1)
 + (common.target_logits(target, hidden, vocab_ids) / 2).softmax(-1)
-"""
 
-CAPE = r"""
+# cape.py
 a range does not hold its upper bound
 - bisect.bisect_left(config.bounds, confidence)
 + bisect.bisect_right(config.bounds, confidence)
@@ -195,9 +194,8 @@ extras claim to be sampled
 tokens of probability 0 are extras
 - extra = wanted & (best.values > 0)
 + extra = wanted
-"""
 
-SPECDECPP = r"""
+# specdecpp.py
 a round ends only by its last token
 - p_hat *= float(
 + p_hat = float(
@@ -238,9 +236,8 @@ a causal LM is believed
 w_rej is ignored
 - weight_rej = drafter.config.w_rej * (1 - accept_prob)
 + weight_rej = 1 - accept_prob
-"""
 
-FALCON = r"""
+# falcon.py
 the relaxed mask is plain causal
 - return (block[:, :, None] >= block[:, None, :])[:, None]
 + return (indices[:, None] >= indices).expand(len(phase), 1, -1, -1)
@@ -319,6 +316,13 @@ a sibling may hold the token of an earlier one
 a sibling may hold a token that a logits processor forces again
 - if picked is None or picked[1][taken].any():
 + if picked is None:
+siblings are judged by the distribution of the first one
+- yield int(token), q_draft
++ first = q_draft if not len(taken) else first
++         yield int(token), first
+all nodes are sampled by the same random number
+- picked = common.pick(
++ picked = torch.manual_seed(0) and common.pick(
 sampled nodes get each other's probabilities
 - torch.stack(list(q.values()))
 + torch.stack(list(q.values())[::-1])
@@ -328,9 +332,8 @@ nodes below an end of the answer are drafted
 the tree continues beyond the last token that may be written
 - for depth in range(decoding.max_depth):
 + for depth in range(decoding.max_depth + 1):
-"""
 
-CTC_DRAFTER = r"""
+# ctc_drafter.py
 slots do not see their anchor
 - up_to = rows <= anchors[..., None]
 + up_to = rows < anchors[..., None]
@@ -382,15 +385,17 @@ a slot that is blank for certain has no other logarithm
 without a transform, the first token may come from any slot
 - log_q = log_q[:1]
 + pass
+a token is drawn, but submitted only if it is not the likeliest one
+- if picked is not None:
++ if picked is not None and picked[0] != picked[1].argmax():
 a token is drawn, but does not count as drawn
 - draft.probs = probs
 + draft.probs = None
 the drawn token is submitted only if it is likely
 - for sequence in [*first, *sorted(ranked, key=ranked.get, reverse=True)]:
 + for sequence in sorted(ranked, key=ranked.get, reverse=True):
-"""
 
-TRAIN = r"""
+# train.py
 all processes take the same micro-batches
 - list(chosen.split(size))[accelerator.process_index :: processes]
 + list(chosen.split(size))[::processes]
@@ -451,9 +456,8 @@ measurements change the random numbers that follow
 answers that are too short for a method are not noticed
 - short = sum(length < least
 + short = sum(length < 1
-"""
 
-DATA = r"""
+# support/training/data.py
 a key that is there twice loses its first value
 - if count > 1]
 + if count > 2]
@@ -520,9 +524,8 @@ batches of unlike lengths
 prompts are the first ones, not spread over the files
 - prompts[i * len(prompts) // count]
 + prompts[i]
-"""
 
-PACKED = r"""
+# support/packed.py
 an input that was written into is taken for the same
 - if input is not x or its_version != version:
 + if input is not x:
@@ -543,9 +546,8 @@ an LSTM of other options is packed
 a norm of other bits is replaced
 - return norm if torch.equal(norm(x), module(x)) else None
 + return norm
-"""
 
-BENCH = r"""
+# bench.py
 all arms answer in the same order in each turn
 - for arm in shuffle.sample(arms, len(arms)):
 + for arm in arms:
@@ -594,9 +596,8 @@ a lack of memory loses what was answered
 answers parted if one of them is longer are equal
 - if each[1].tokens != each[2].tokens]
 + if any(a != b for a, b in zip(each[1].tokens, each[2].tokens))]
-"""
 
-REPORT = r"""
+# support/measuring/report.py
 tau does not count the first forward
 - "tau": lambda total: total["tokens"] / total["forwards"]
 + "tau": lambda total: total["tokens"] / max(1, total["drafts"])
@@ -618,9 +619,8 @@ four prompts have an interval
 what is no number is 0
 - parse_constant=lambda name: None
 + parse_constant=lambda name: 0.0
-"""
 
-ARMS = r"""
+# support/measuring/arms.py
 CAPE's chains have the length of its drafter's training
 - chain = {"gamma": 4}
 + chain = {}
@@ -645,9 +645,8 @@ two arms have one name
 an arm of "all" that does not fit ends the run
 - if text != "all":
 + if True:
-"""
 
-CLI = r"""
+# support/cli.py
 nan is a number of at least 0
 - if not low <= value <= high:
 + if value < low or value > high:
@@ -663,9 +662,8 @@ a device is a place for a result
 a user's mistake is a traceback
 - if not isinstance(problem, mistakes):
 + if True:
-"""
 
-PROMPTS = r"""
+# support/prompts.py
 a last answer need not be written
 - if role == "assistant" and number < len(messages):
 + if role == "assistant":
@@ -684,9 +682,8 @@ the padding before a prompt is read
 what follows the end of an answer belongs to it
 - length = next(stops, len(new))
 + length = len(new)
-"""
 
-FEATURES = r"""
+# support/training/features.py
 a file that holds other layers is taken
 - if states.keys() >= wanted:
 + if states:
@@ -702,9 +699,8 @@ targets that differ in their weights share their features
 keys and values are exchanged
 - computed[f"k{layer}"], computed[f"v{layer}"] = kv[layer]
 + computed[f"v{layer}"], computed[f"k{layer}"] = kv[layer]
-"""
 
-CHECKPOINTS = r"""
+# support/training/checkpoints.py
 config.json marks a drafter whose weights are not there yet
 - ("training_state.pt", "model.safetensors", "curve.json", "config.json")
 + ("config.json", "training_state.pt", "model.safetensors", "curve.json")
@@ -717,9 +713,8 @@ a run goes on with another target
 the weights are not those of the state
 - copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(part)
 + drafter.to(torch.bfloat16).save_pretrained(part)
-"""
 
-FILES = r"""
+# support/files.py
 a link is replaced by a file
 - path = path.resolve()
 + pass
@@ -730,7 +725,7 @@ weights can be read by their owner only
 
 
 def parsed(text: str) -> list[tuple[str, str, str]]:
-    """The mutants of a text, (old, new, what is wrong)."""
+    """The mutants of a file's part of the text, (old, new, what is wrong)."""
     mutants = []
     for what, lines in re.findall(r"^([^-+\n].*)\n((?:[-+].*\n)+)", text, re.MULTILINE):
         old = re.findall(r"^-.?(.*)", lines, re.MULTILINE)
@@ -739,22 +734,5 @@ def parsed(text: str) -> list[tuple[str, str, str]]:
     return mutants
 
 
-MUTANTS = {
-    "common.py": parsed(COMMON),
-    "glide.py": parsed(GLIDE),
-    "cape.py": parsed(CAPE),
-    "specdecpp.py": parsed(SPECDECPP),
-    "falcon.py": parsed(FALCON),
-    "ctc_drafter.py": parsed(CTC_DRAFTER),
-    "train.py": parsed(TRAIN),
-    "support/training/data.py": parsed(DATA),
-    "support/training/features.py": parsed(FEATURES),
-    "support/training/checkpoints.py": parsed(CHECKPOINTS),
-    "support/packed.py": parsed(PACKED),
-    "bench.py": parsed(BENCH),
-    "support/measuring/report.py": parsed(REPORT),
-    "support/measuring/arms.py": parsed(ARMS),
-    "support/cli.py": parsed(CLI),
-    "support/prompts.py": parsed(PROMPTS),
-    "support/files.py": parsed(FILES),
-}
+_, *PARTS = re.split(r"^# (.*)\n", TEXT, flags=re.MULTILINE)  # name, text, name, ...
+MUTANTS = dict(zip(PARTS[::2], map(parsed, PARTS[1::2])))
