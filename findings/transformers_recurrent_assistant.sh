@@ -4,8 +4,8 @@
 # What happens: it is taken. The keys and values of rejected drafts are removed, the recurrent state keeps
 #   them, and each rejection adds to it. Nearly all rounds draft from another state than a new call
 #   on the same text would. There is no warning.
-# Why it matters: answers are right, so only the acceptance rate shows it, and that looks like a
-#   drafter that does not fit. Hybrids are many of the small new models.
+# Why it matters: answers are right, so nothing shows but an acceptance rate that looks like a drafter
+#   that does not fit. Many of the small new models are hybrids.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -26,21 +26,18 @@ from transformers import (FalconH1Config, FalconH1ForCausalLM, JambaConfig, Jamb
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
 torch.set_default_dtype(torch.float64)
-SIZE, DRAFTS, LENGTH, ANSWERS = 30, 4, 60, 10
+SIZE, DRAFTS, LENGTH, ANSWERS = 30, 4, 40, 4
 sizes = {"vocab_size": SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
          "pad_token_id": None, "tie_word_embeddings": False}
 
 
 def random_weights(model, seed):
-    """The same embeddings and head in all models, so that they agree on many tokens."""
-    random, common = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() > 1:
-                p.copy_(0.2 * torch.randn(p.shape, generator=random))
-        for p in (model.get_input_embeddings().weight, model.lm_head.weight):
-            p.copy_(torch.randn(p.shape, generator=common))
+                p.copy_(0.3 * torch.randn(p.shape, generator=random))
     settings = model.generation_config
     settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = DRAFTS, "constant"
     settings.assistant_confidence_threshold = 0
@@ -61,7 +58,7 @@ assistants = {name: random_weights(model, 2) for name, model in {
 
 
 def drafts_of(assistant, text, length):
-    """The answer, and of each round: the text it starts from, the drafts, the first one's logits."""
+    """The answer, and of each round: the length of the text, the drafts, the first one's logits."""
     seen, calls = [], []
 
     def look(module, args, options, output):
@@ -84,21 +81,13 @@ def drafts_of(assistant, text, length):
     return answer, seen
 
 
-def accepted(drafts, rest):
-    count = 0
-    while count < min(len(drafts), len(rest)) and drafts[count] == rest[count]:
-        count += 1
-    return count
-
-
 print(f"transformers {transformers.__version__}, greedy, {ANSWERS} answers of {LENGTH} tokens, {DRAFTS} drafts a round: right answers | "
-      "rounds after the first |\nof these, logits unlike a new call's on the same text | drafts accepted | that the new calls' "
-      "drafts would be")
+      "rounds after the first |\nof these, logits unlike a new call's on the same text | other drafts")
 random = torch.Generator().manual_seed(1)
 prompts = [torch.randint(0, SIZE, (1, 8), generator=random) for _ in range(ANSWERS)]
 good = True
 for name, assistant in assistants.items():
-    right = rounds = other = taken = would = 0
+    right = rounds = other = differ = 0
     for prompt in prompts:
         text, seen = drafts_of(assistant, prompt, LENGTH)
         right += torch.equal(text, target.generate(
@@ -107,9 +96,8 @@ for name, assistant in assistants.items():
             _, (new, *_) = drafts_of(assistant, text[:, :size], len(drafts) + 1)
             rounds += 1
             other += not torch.allclose(logits, new[2])
-            taken += accepted(drafts, text[0, size:].tolist())
-            would += accepted(new[1], text[0, size:].tolist())
-    print(f"{name}: {right} | {rounds} | {other} | {taken} | {would}")
+            differ += drafts != new[1]
+    print(f"{name}: {right} | {rounds} | {other} | {differ}")
     good &= right == ANSWERS and (other == 0 if name == "Llama" else other > rounds / 2)
     if name != "Llama":
         try:
