@@ -3,7 +3,7 @@
 #   attn_implementation=, or else refuses: set_attn_implementation() leaves a model as it is where
 #   its layers cannot use one, and says so.
 # What happens: from_pretrained() takes the name for all models. In families whose layers do not
-#   look attention functions up (Bloom, CodeGen, XGLM, RemBERT) yours is never called, and there is
+#   look attention functions up (Bloom, XGLM, RemBERT) yours is never called, and there is
 #   no warning. But the mask is the one registered for it, which for a kernel like torch's is
 #   boolean. Their own attention adds this mask to its scores, so that it hides nothing: a token
 #   sees the tokens after it. The logits are those of another model, and so is the text.
@@ -16,7 +16,7 @@ trap 'rm -rf "$work"' EXIT
 if [ -z "${VENV:-}" ]; then
   VENV=$work/venv
   python3 -m venv "$VENV"
-  "$VENV"/bin/pip install -q torch==2.13.0 transformers==5.23.0
+  "$VENV"/bin/pip install -q torch==2.13.0 transformers==5.24.0
 fi
 cat > "$work/try.py" <<'EOF'
 import sys
@@ -41,7 +41,7 @@ AttentionInterface.register("mine", mine)
 AttentionMaskInterface.register("mine", sdpa_mask)
 sizes = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
          "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-families = {"Llama": {"intermediate_size": 48}, "Bloom": {}, "CodeGen": {"rotary_dim": 8},
+families = {"Llama": {"intermediate_size": 48}, "Bloom": {},
             "XGLM": {"ffn_dim": 48, "attention_heads": 4, "d_model": 32, "num_layers": 2},
             "RemBert": {"is_decoder": True, "intermediate_size": 48, "input_embedding_size": 16}}
 print(f"transformers {transformers.__version__}, models that were loaded with attn_implementation=\"mine\"")

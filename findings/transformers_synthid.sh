@@ -15,7 +15,7 @@ trap 'rm -rf "$work"' EXIT
 if [ -z "${VENV:-}" ]; then
   VENV=$work/venv
   python3 -m venv "$VENV"
-  "$VENV"/bin/pip install -q torch==2.13.0 transformers==5.23.0
+  "$VENV"/bin/pip install -q torch==2.13.0 transformers==5.24.0
 fi
 cat > "$work/try.py" <<'EOF'
 import sys
