@@ -1,5 +1,6 @@
 """packed.py: same numbers, same decoding, and a choice that is never slower."""
 
+import copy
 import gc
 import itertools
 import types
@@ -63,8 +64,11 @@ def test_a_packed_target_is_a_second_object_over_the_same_weights():
     assert target.config._attn_implementation == "sdpa"
     assert twin.config._attn_implementation != "sdpa"
     weights = dict(twin.named_parameters())
+    copied = copy.deepcopy(twin).half()
+    assert {weight.dtype for weight in copied.parameters()} == {torch.float16}
     for name, weight in target.named_parameters():
         assert weights[name].data_ptr() == weight.data_ptr()
+        assert weight.dtype == torch.float32
     for model in (target, twin):
         assert torch.equal(model.generate(ids, **options), truth)
         decoder = common.speculate(glide.drafts, drafter)
@@ -108,6 +112,7 @@ def test_float16_is_offered_only_where_it_holds_the_weights():
     with torch.no_grad():
         layer.weight.fill_(1e5)  # more than float16 has
     assert not packed.is_float16(layer.weight)
+    assert "float16" not in packed.pack(target, ("float16", "float16")).kernels
 
 
 def test_a_drafters_head_is_packed_once():

@@ -543,6 +543,12 @@ an LSTM of other options is packed
 -             twin.set
 +         if isinstance(module, nn.LSTM):
 +             twin.set
+a copy of a packed layer has the same weights
+- twin._parameters = copy.deepcopy(layer._parameters, memo)
++ pass
+kernels are taken that round the weights
+- if not kernels or not {*kernels} <= {*possible}:
++ if not kernels:
 a norm of other bits is replaced
 - return norm if torch.equal(norm(x), module(x)) else None
 + return norm
