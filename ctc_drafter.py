@@ -120,13 +120,12 @@ class SlotAttention(LlamaAttention):
         cache: holds P earlier rows, and gets rows and slots; None in training.
         """
         x = torch.cat([rows, slots], dim=1)
-        k = self.split(self.k_proj(x))
-        v = self.split(self.v_proj(x))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (self.split(project(x)) for project in projections)
+        q = common.rotate(q, tables)[:, :, rows.shape[1] :]  # (B, H, m, Dh)
         k = common.rotate(k, tables)  # (B, Hkv, n + m, Dh)
         if cache is not None:
             k, v = cache.update(k, v, 0)  # (B, Hkv, P + n + m, Dh)
-        q = common.rotate(self.split(self.q_proj(x)), tables)
-        q = q[:, :, rows.shape[1] :]  # (B, H, m, Dh); those of rows are not needed
         out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         heads = out.transpose(1, 2).flatten(2)
         return self.o_proj(heads)
