@@ -26,6 +26,7 @@ from transformers import (FalconH1Config, FalconH1ForCausalLM, JambaConfig, Jamb
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
 torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
 SIZE, DRAFTS, LENGTH, ANSWERS = 30, 4, 40, 4
 sizes = {"vocab_size": SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
