@@ -231,18 +231,19 @@ class SharedProduct:
             bias = torch.cat(biases).detach()
         weight = torch.cat([layer.weight.detach() for layer in layers])
         self.product = product(weight, bias, kernels)
-        self.newest = (None, None, None)  # an input, its version, what it gave
+        self.newest = (None, None, None, 0)  # input, its version, outputs, calls so far
 
     def __call__(self, index: int, x: Tensor) -> Tensor:
         """What layer `index` maps x (..., D) to."""
         # The names only say that the layers are likely to be called with the same
         # tensor. Whether they are is looked at here, and if not, each call computes.
         version = None if x.is_inference() else x._version  # it counts writes into x
-        input, its_version, outputs = self.newest
+        input, its_version, outputs, calls = self.newest
         if input is not x or its_version != version:
-            outputs = self.product(x).split(self.sizes, dim=-1)
-        last = index == len(self.sizes) - 1  # then nothing is kept
-        self.newest = (None, None, None) if last else (x, version, outputs)
+            outputs, calls = self.product(x).split(self.sizes, dim=-1), 0
+        last = calls + 1 == len(self.sizes)  # in whatever order; then nothing is kept
+        kept = (x, version, outputs, calls + 1)
+        self.newest = (None, None, None, 0) if last else kept
         return outputs[index]
 
 

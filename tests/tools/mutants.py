@@ -529,6 +529,9 @@ prompts are the first ones, not spread over the files
 an input that was written into is taken for the same
 - if input is not x or its_version != version:
 + if input is not x:
+what a product gave is given up at the call of the last layer
+- last = calls + 1 == len(self.sizes)
++ last = index + 1 == len(self.sizes)
 float16 is offered for weights that it rounds
 - if all(map(is_float16, weights)):
 + if True:
