@@ -71,12 +71,6 @@ def measure(args) -> dict:
     stock, target, tokenizer = load(args)
     result = report.header(args, target)
     arms = make_arms(args.method, target)
-    if args.top_p < 1 and any(arm.name == "prompt-lookup" for arm in arms):
-        print(
-            "bench.py: at --top-p prompt-lookup cannot draft every token, because "
-            "transformers passes constant logits to the processors",
-            file=sys.stderr,
-        )
     options = generate_options(args)
     warn_if_busy(load_average)
     torch.manual_seed(args.seed)

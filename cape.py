@@ -56,13 +56,13 @@ class Config:
             )
 
 
-VARIANTS = {  # named settings for bench.py, as in --method cape:cpu
+# Named settings for bench.py, as in --method cape:cpu. gamma is not a field of this
+# Config: bench.py gives it to the method whose chains are expanded, 4 by default.
+VARIANTS = {
     "paper": {"gamma": 4, "sizes": [7, 5, 3, 1], "bounds": [0.3, 0.6, 0.8]},
     "none": {"sizes": [0], "bounds": []},  # only the trajectory
     "fixed": {"sizes": [4], "bounds": []},  # 5.4, if its 4 leave out the drafted token
-    # Fitted to the shipped GLIDE on two CPU cores. gamma is not a field of this Config:
-    # bench.py gives it to the method whose chains are expanded.
-    "cpu": {"gamma": 3, "sizes": [2, 1, 1, 0]},
+    "cpu": {"gamma": 3, "sizes": [2, 1, 1, 0]},  # fitted to two cores and our GLIDE
 }
 
 
@@ -123,9 +123,9 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     steps = extra.nonzero()[:, 0].tolist()  # counted from 0
     parents = trajectory.parents + [trajectory.parents[step] for step in steps]
 
-    # Mask_CAPE follows from the parents, and common.tree_mask builds it: a token sees
-    # itself, and the trajectory before its position. For gamma 3 and counts 2 1 1 (the
-    # root, which all tokens see, is left out here):
+    # Mask_CAPE (Algorithm 2) follows from the parents; common.tree_mask builds it. A
+    # token sees itself and the trajectory before its position. For gamma 3 and counts
+    # 2 1 1 (the root, which all tokens see, is left out here):
     #
     #                  x1 x2 x3  a1 b1  a2  a3
     #     pos 1   x1    x  .  .   .  .   .   .
@@ -173,14 +173,15 @@ if __name__ == "__main__":
 #
 # Deviations from the paper, and choices where it says nothing:
 #  1. Where 4.2 and Algorithm 1 differ, 4.2 is followed. Algorithm 1's floor(10 p) gives
-#     5, 3 and 1 extras at p = .3, .6 and .8 (4.2: 7, 5 and 3), and reads beyond S at 1.
-#  2. Its sizes 8, 6, 4 and 2 count the drafted token as well: 4.2's are 7, 5, 3 and 1.
+#     5, 3 and 1 extras at p = .3, .6 and .8 (4.2: 7, 5 and 3), and leaves S at p = 1.
+#  2. Algorithm 1's 8, 6, 4 and 2 count the drafted token too: 4.2 has 7, 5, 3 and 1.
 #  3. The paper evaluates CAPE greedily (5.1). When sampling, too, the extras are the
 #     most probable tokens; p_i is the largest probability after the logits processors.
 #  4. q_draft is normalised over the draft vocabulary, so confidences are higher.
 #  5. Tokens of probability 0 are never extras.
-#  6. gamma is 4, as in the authors' code; for CAPE the paper gives none (5.1: 5, for
-#     GLIDE). 4 x (1 + 7) = 32 keeps the limit of 32 draft tokens (5.3).
+#  6. bench.py gives CAPE chains of gamma = 4, as the authors' code does; the paper says
+#     none for CAPE (5.1: 5, for GLIDE). 4 x (1 + 7) = 32 keeps the limit of 32 draft
+#     tokens (5.3), which is not checked here.
 #
 # Authors' code, run with the same random weights: all 30 nodes of its draft agree.
 #  - gamma is fixed at 4, and S is looked up by floor(10 p), with two entries for p = 1.

@@ -1590,15 +1590,9 @@ def _show_answer(Drafter, folder: str, drafts, prompt: str) -> None:
             print(colour + text[len(printed) :] + reset, end="", flush=True)
             printed = text
 
-    def at_sentence(ids, scores):  # a long answer ends at the end of a sentence
-        long = ids.shape[1] - length >= 100
-        end = long and tokenizer.decode(ids[0, -1:]).endswith((".", "!", "?"))
-        return torch.tensor([end], device=ids.device)
-
     target.generate(
         **inputs,
         custom_generate=speculate(drafts, drafter, callback=show),
-        stopping_criteria=[at_sentence],
         max_new_tokens=160,
     )
     tau = stats.emitted / stats.target_forwards

@@ -78,6 +78,7 @@ class Config:
     def __post_init__(self):
         common.at_least(self, labels=1, anchors=1, first_token=0, draft_vocab=0)
         common.at_least(self, slots=self.labels, symbols=1, candidates=1, nodes=0)
+        common.at_least(self, intermediate_size=1)
         common.one_of(self, transform=("prefixes", "alignments", "none"))
 
 
@@ -261,8 +262,8 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     # the text run into -1.
     labels = F.pad(y[:, 1:], (0, U - 1), value=-1).unfold(1, U, 1)  # (B, T - 1, U)
 
-    # Choose anchors at random among the rows whose labels all lie in the answer, whose
-    # last token is therefore a label only at the end of a window. Not all of these rows
+    # Choose anchors at random among the rows whose labels all lie in the answer, so its
+    # last token can only be the last label of a window. Not all of these rows
     # are anchors, because each adds S slots to the pass: 64 of them add 384, about as
     # many as a long text has rows.
     whole = (labels >= 0).all(-1)  # (B, T - 1)
@@ -441,8 +442,8 @@ def prefix_search(
     #     b            a b                         a b
     #
     # In an alignment, one slot adds the prefix's last token. From there on the sequence
-    # begins with the prefix, whatever the later slots hold. The probability that we
-    # look for is the sum over the slots of the probability that this slot adds it.
+    # begins with the prefix, whatever the later slots hold. The probability of a prefix
+    # is therefore the sum, over the slots, of the probability that the slot adds it.
     prefixes = defaultdict(float)
     kept = {(): (1.0, 0.0)}  # {prefix: (in_blank, in_token)}; nothing can merge yet
     for *pairs, (_, q_blank) in choices:  # a slot's tokens, and then its blank
@@ -529,7 +530,8 @@ def token_tree(ids: Tensor, ranked: dict, nodes: int, first=()) -> common.Draft:
         if len(node_of) > nodes:  # the root counts as well
             break
         # A sequence is at least as likely as those that continue it, so its node is
-        # there before theirs. But rounding may put equals into the wrong order.
+        # there before theirs. Rounding may put equals into the wrong order: then the
+        # longer one is left out.
         if sequence[:-1] in node_of and sequence not in node_of:
             node_of[sequence] = len(node_of) - 1
     drafted = list(node_of)[1:]
@@ -592,7 +594,7 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
         if picked is not None:
             token, q_draft = picked
             # It must be submitted whatever it is (see common.Draft), so it is node 0.
-            # Below it is what the search ranks after it: nothing if, for
+            # Below it is what the search found to continue it: nothing if, for
             # instance, a logits processor forces a token that cannot be drafted.
             first = [(int(token),)]
             ranked[first[0]] = float(q_draft[token])  # only for its note
@@ -645,13 +647,15 @@ if __name__ == "__main__":
 #  3. The loss sums -log P (Eq. 1; Eq. 2 maximises the sum of P). `first_token` is ours.
 #  4. Sequences of all lengths make a trie, ranked by sums (`prefixes`). The paper takes
 #     the "most valuable" combinations of all slots, and masks what is removed. A beam
-#     of 8 (`candidates`) may make a sum too small. Nothing is drafted below an end.
+#     of 8 (`candidates`) may make a sum too small. Nothing is drafted after an end.
 #  5. The blank is always a choice. In 3.3, as we read it, it is one of the k likeliest.
 #  6. `none` drafts no blanks. In Table 2 they stay in the drafts, and spoil them (4.3).
-#  7. Only frequent tokens are drafted and learned (`draft_vocab`). Labels are the
+#  7. Only frequent tokens are drafted and learned (`draft_vocab`; p_target is
+#     normalised over them), without the LM head's bias and soft cap. Labels are the
 #     argmax after the text's own tokens. The loss is of windows of U labels in the
 #     answer, after at most 64 anchors; the paper has one Y for each X.
 #  8. When sampling, the first token is sampled. The paper's example is greedy (3.3).
+#     Only this token passes through logits processors.
 #  9. S = 6 and U = 3, which the paper does not give; k = 6 and five nodes.
 # 10. The drafter sees a window of a long text (common.windowed).
 # Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p').

@@ -48,7 +48,7 @@ class Config:
     k: int = option(2, "levels of the tree drafted in a pass (Table 5: 2, 3, 4)")
     num_layers: int = option(2, "attention layers (Figure 2)")
     intermediate_size: int = option(1536, "width of the feed-forward layers")
-    fusion: str = option("lstm", "lstm (the paper) or linear")
+    fusion: str = option("lstm", "lstm (the paper) or linear (EAGLE's)")
     csgd: bool = option(True, "coupled sequential glancing distillation")
     noise: float = option(0.1, "hidden states get U(-noise, noise) in training")
     distill_weight: float = option(1.0, "omega_dist, weight of L_dist (the paper: 0.1)")
@@ -121,7 +121,7 @@ class Drafter(
         """The predictions h_draft (B, r, D) of r fused slots x (B, r, D).
 
         When drafting B = 1. In a later pass the slots of all branches are fed, r = b k.
-        positions: (1, r) of the slots, counted from the first one that is seen.
+        positions: (1, r) of the slots, counted from the first one of the window.
         mask: (B, 1, r, P_own + r) bool, True where a slot sees another; None: causal.
         cache: the drafter's own, which has P_own rows and gets r more.
         """
@@ -169,7 +169,8 @@ def relaxed_mask(length: int, k: int, phase: Tensor) -> Tensor:
     indices = torch.arange(length, device=phase.device)
     block = (indices + phase[:, None]) // k  # (B, S)
     # The label of slot i is fed to slot i + k, a block later, so no slot sees its own
-    # label. (`reveal` feeds some slots their own label; those have no loss.)
+    # label. (`reveal` feeds some slots their own label; those have no loss.) The block
+    # of a slot that learns ends before its label, so no such slot sees padding.
     return (block[:, :, None] >= block[:, None, :])[:, None]
 
 
@@ -212,7 +213,7 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
     """h_draft (M, D), logits (M, Vd) and labels (M, D) of the M slots that learn."""
     length = slots.hidden.shape[1]
     positions = torch.arange(length, device=slots.phase.device)[None]
-    mask = None  # with k = 1 the relaxed mask is the causal one
+    mask = None  # with k = 1 the relaxed mask is the causal one, which takes less time
     if drafter.config.k > 1:
         mask = relaxed_mask(length, drafter.config.k, slots.phase)
     fused, _ = drafter.fuse(target, slots.hidden, slots.token_ids)
@@ -344,8 +345,8 @@ def layered_tree(counts: list[int]) -> list[list[int]]:
 
 def paper_tree() -> list[list[int]]:
     """The tree of appendix A with m = 20 at the root (Figure 5 or, in the PDF, 6)."""
-    # The paper does not list its nodes. These 118, in eight levels, are what the
-    # authors' code makes from its list kmask2_8layer_tree_3. `children` is {path: m}.
+    # The paper does not list its nodes. These 118, in eight levels, are those of the
+    # authors' code, from its list kmask2_8layer_tree_3. `children` is {path: m}.
     children = {(): 20, (0,): 11, (1,): 4, (2,): 4, (0, 0): 7, (0, 1): 8}
     children |= {(0,) * 3: 10, (0,) * 4: 10, (0,) * 5: 4, (0,) * 6: 4, (0,) * 7: 3}
     tree = {(*path, rank) for path, m in children.items() for rank in range(m)}
@@ -385,6 +386,8 @@ VARIANTS = {  # named settings for bench.py, as in --method falcon:chain
 }
 
 
+# -------------------------------------------------------------------------- decoding
+
 # One pass drafts k levels of the tree (3.4). It has one or more branches, each a block
 # of k slots that continues the tree below one node, the branch's tip. In pass 1 the tip
 # is the root. In a later pass each node with children, on the deepest level drafted so
@@ -403,9 +406,6 @@ VARIANTS = {  # named settings for bench.py, as in --method falcon:chain
 # 2, the other those of nodes 1 and 4. Both tips were drafted by the same slot, which
 # knows neither node 0's token nor node 1's. In greedy decoding the two tips therefore
 # hold the same token. This is the price of drafting two levels at once.
-
-
-# -------------------------------------------------------------------------- decoding
 
 
 class Memory:
@@ -436,7 +436,7 @@ class Pass(NamedTuple):
 
     h_draft: Tensor  # (b, k, D) predictions
     positions: Tensor  # (k,) of the slots, the same in each branch
-    mask: Tensor  # (b, P_own) which of the rows cached after this pass it sees
+    mask: Tensor  # (b, P_own) which rows, cached after this pass, a branch sees
     state: tuple  # the LSTM's, two tensors (2, b, D); () of a linear layer
 
 
@@ -450,7 +450,7 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     if total < k:
         return None
     # Blocks are counted back from the newest slot, so that the last one is full.
-    # This moves their borders each round. For example, k = 3, and slots 5, 6 are new:
+    # This may move their borders. For example, k = 3, and slots 5 and 6 are new:
     #
     #     blocks before     0 1 | 2 3 4
     #     blocks now        0 | 1 2 3 | 4 5 6
@@ -467,15 +467,18 @@ def first_pass(drafter: Drafter, decoding, memory: Memory) -> Pass | None:
     memory.cache.cut(total - length)
     positions = torch.arange(total, device=fused.device)
     block = (positions - total) // k  # (P,); -1 is the newest, which is full
-    # A prompt attends in parts, because one mask for all of it would grow with the
-    # square of its length. Parts are counted back as well, so none ends inside a block.
+    # A long text (with window=None) attends in parts, because one mask for all of it
+    # would grow with the square of its length. Parts are counted back as well, so none
+    # ends inside a block.
     size = 256 * k
     for part in fused.tensor_split(sorted(range(length - size, 0, -size)), dim=1):
         start = memory.cache.get_seq_length()  # P_own
         end = start + part.shape[1]
         mask = block[start:end, None] >= block[:end]
-        here = positions[None, start:end]
-        x = drafter.attend(decoding.target, part, here, mask[None, None], memory.cache)
+        of_part = positions[None, start:end]
+        x = drafter.attend(
+            decoding.target, part, of_part, mask[None, None], memory.cache
+        )
     return Pass(x[:, -k:], positions[-k:], mask.new_ones(1, total), memory.state)
 
 
@@ -541,8 +544,8 @@ def likeliest(logits: Tensor, vocab_ids: Tensor, count: int) -> list[list[tuple]
 def sample_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int]):
     """Sample siblings (appendix A) without replacement, as the authors' code does.
 
-    Yields pairs of a token and the q_draft (V,) it was sampled from, as long as the
-    logits processors allow one of the tokens that are left.
+    Yields pairs of a token and the q_draft (V,) it was sampled from, while the logits
+    processors allow a remaining token.
 
     logits: (Vd,) of the tokens vocab_ids (Vd,).
     above: the tokens drafted on the way to the siblings.
@@ -563,22 +566,22 @@ def sample_siblings(decoding, logits: Tensor, vocab_ids: Tensor, above: list[int
         logits = logits.masked_fill(vocab_ids == token, float("-inf"))
 
 
-def propose(drafter: Drafter, decoding, memory: Memory, tree: dict) -> common.Draft:
+def propose(drafter: Drafter, decoding, memory: Memory, ranks: dict) -> common.Draft:
     """Draft a tree after `decoding.ids`, level by level, as far down as there is room.
 
-    tree: {path: the ranks of its children} of the root, (), and of nodes with children.
+    ranks: {path: those of its children} of the root, (), and of nodes with children.
     Returns a Draft. It has no nodes if the text has at most k tokens, or if there is no
     room. Nothing is drafted below the end of an answer. When sampling, siblings that
     could not be sampled are missing, with all below them. The notes of its nodes are k
     and, in greedy decoding, q: the drafter's probability of each node's token.
     """
     k = drafter.config.k
-    wanted = tree and decoding.max_depth > 0
+    wanted = ranks and decoding.max_depth > 0
     latest = first_pass(drafter, decoding, memory) if wanted else None
     if latest is None:
         return common.chain([], decoding.ids)
     texts = {(): []}  # {path: the tokens on the way to a node, its own last}
-    q = {}  # {path: the probability of a node's token or, when sampling, its q_draft}
+    q_of = {}  # {path: its token's probability or, when sampling, all of q_draft (V,)}
     branch_of = {(): 0}  # {path: its branch}, the nodes of one depth with children
     for depth in range(decoding.max_depth):
         slot = depth % k
@@ -590,7 +593,7 @@ def propose(drafter: Drafter, decoding, memory: Memory, tree: dict) -> common.Dr
                 branch_of = {tip: branch for branch, tip in enumerate(branch_of)}
             logits = memory.head(latest.h_draft)  # (b, k, Vd)
         if not decoding.do_sample:
-            count = 1 + max(max(tree[parent]) for parent in branch_of)
+            count = 1 + max(max(ranks[parent]) for parent in branch_of)
             ranked = likeliest(logits[:, slot], drafter.vocab_ids, count)
         grown = {}  # the parents of the next level
         for parent, branch in branch_of.items():
@@ -598,25 +601,25 @@ def propose(drafter: Drafter, decoding, memory: Memory, tree: dict) -> common.Dr
                 scores, above = logits[branch, slot], texts[parent]
                 children = sample_siblings(decoding, scores, drafter.vocab_ids, above)
             else:
-                children = [ranked[branch][rank] for rank in tree[parent]]
-            for rank, (token, probability) in zip(tree[parent], children):
+                children = [ranked[branch][rank] for rank in ranks[parent]]
+            for rank, (token, q_draft) in zip(ranks[parent], children):
                 path = (*parent, rank)
                 texts[path] = [*texts[parent], token]
-                q[path] = probability
-                if path in tree and token not in decoding.eos_ids:
+                q_of[path] = q_draft
+                if path in ranks and token not in decoding.eos_ids:
                     grown[path] = branch
         branch_of = grown
         if not branch_of:
             break
 
-    if not q:
+    if not q_of:
         return common.chain([], decoding.ids)
-    index_of = {(): -1} | {path: node for node, path in enumerate(q)}
-    tokens = decoding.ids.new_tensor([texts[path][-1] for path in q])
-    parents = [index_of[path[:-1]] for path in q]
+    index_of = {(): -1} | {path: node for node, path in enumerate(q_of)}
+    tokens = decoding.ids.new_tensor([texts[path][-1] for path in q_of])
+    parents = [index_of[path[:-1]] for path in q_of]
     if decoding.do_sample:
-        return common.Draft(tokens, parents, torch.stack(list(q.values())), {"k": k})
-    return common.Draft(tokens, parents, notes={"k": k, "q": list(q.values())})
+        return common.Draft(tokens, parents, torch.stack(list(q_of.values())), {"k": k})
+    return common.Draft(tokens, parents, notes={"k": k, "q": list(q_of.values())})
 
 
 @common.windowed
@@ -628,12 +631,12 @@ def drafts(decoding, drafter: Drafter, **changes):
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
-    tree = {}  # {path: the ranks of its children}
+    ranks = {}  # {path: those of its children}
     for *parent, rank in config.tree:
-        tree.setdefault(tuple(parent), []).append(rank)
+        ranks.setdefault(tuple(parent), []).append(rank)
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
-        yield propose(drafter, decoding, memory, tree)
+        yield propose(drafter, decoding, memory, ranks)
 
 
 if __name__ == "__main__":
@@ -650,24 +653,26 @@ if __name__ == "__main__":
 #     lambda falls with each step.
 #  3. In training the first block has a random length. When drafting, rows of older
 #     slots stay cached, although the borders of blocks have moved. The LSTM's state is
-#     kept between rounds, and goes on over predictions.
+#     kept between rounds, and runs on over predictions.
 #  4. There are four more norms: of features, of embeddings, before the first layer's
 #     attention, and of the output. Layers start as the target's top ones.
 #  5. Only frequent tokens are drafted and learned: p is renormalised over them, and
 #     L_hard's label is the target's likeliest. Slots of the prompt have no loss.
 #  6. CSGD's first pass has no noise. In the second, revealed labels are noisy too.
-#  7. By default the tree has nine nodes in two passes, and omega_dist is 1 (paper: .1).
-#     Nothing is drafted below an end. Greedy drafts ignore logits processors.
+#  7. By default the tree has nine nodes in two passes, and omega_dist is 1, not 0.1.
+#     Nothing is drafted below an end token. Greedy drafts ignore logits processors.
 #  8. Branches that continue the same one are fed equal predictions (unlike Figure 1).
 #  9. Siblings are sampled without replacement; appendix A says: "we sample m tokens".
 # 10. The drafter sees a window of a long text (common.windowed).
 # 11. The shipped drafter learned with a linear fusion (EAGLE's) in stages 1 to 6, and
-#     without CSGD in 2 to 6. In stage 7 the LSTM came in, and began as the linear layer
-#     (results/log.md).
+#     without CSGD in 2 to 6. In stage 7 the LSTM replaced it, and began as the linear
+#     layer by another program (results/log.md); `build` makes a random one.
+# 12. Where the LM head has a bias or a soft cap, p has them and q has not
+#     (common.draft_head).
 #
-# Authors' code. With equal random weights, and without deviation 4 and the LSTM's
-# memory, all agrees, except:
-#  - The LSTM's tuple goes to the first layer, so the forward does not run as published.
+# Authors' code. With equal random weights, and without deviation 4 and the LSTM's state
+# of deviation 3, everything agrees, except:
+#  - The LSTM's tuple goes to the first layer, so the forward was repaired to run.
 #  - The LSTM has no batch_first, so it reads the sequences of a batch as steps in time.
 #  - A slot learns if x_i is in the answer (here x_(i+k+1)). Revealed slots have a loss.
 #  - Drafting counts blocks from the first slot fed, and not back from the newest one.

@@ -102,9 +102,9 @@ class CrossAttention(nn.Module):
         q = common.rotate(q, tables)
         k, v = (each.to(q.dtype) for each in rows)
 
-        # In training, the queries of the first block may read no row at all. A softmax
-        # over nothing is undefined, so such a query reads all rows, and its result is
-        # set to zero.
+        # The queries of the first block, and the first token of a prompt, may read no
+        # row at all. A softmax over nothing is undefined, so such a query reads all
+        # rows, and its result is set to zero.
         any_row = 1
         if mask is not None:
             any_row = mask.any(-1, keepdim=True)  # (B or 1, 1, T, 1) bool
@@ -168,14 +168,14 @@ class Drafter(
     def kv_layers(self) -> list[int]:
         """The target layer that each layer reads, counted from 0.
 
-        It is `kv_layer` for all (Figure 7). If that is -1, layer m reads the paper's
-        N_T - N_D + m (4.1, where both are counted from 1).
+        It is `kv_layer` for all, one of the layers of Figure 7. If that is -1, layer m
+        reads the paper's N_T - N_D + m (4.1, where both are counted from 1).
         """
         config = self.config
         if not config.cross_attention:
             return []
         if config.kv_layer >= 0:
-            return [config.kv_layer] * config.num_layers  # Figure 7
+            return [config.kv_layer] * config.num_layers
         depth = config.target["num_layers"]
         return list(range(depth - config.num_layers, depth))
 
@@ -268,9 +268,9 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
     """Mask_Block (4.1): a query reads the keys of earlier blocks only.
 
     A block imitates a round. Its i-th query may not read the i newest rows: its own,
-    and the i - 1 of the queries before it in the block. The pass of `feed` that drafts
-    the i-th token of a round misses just as many. Here L = 3, and with phase 1 the
-    first block is one token short:
+    and those of the i - 1 queries before it in the block. The pass of `feed` that
+    drafts the i-th token of a round misses just as many. Here L = 3, and with phase 1
+    the first block is one token short:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
@@ -280,7 +280,7 @@ def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
               4    x  x  .  .  .  .        feeds x_(t+2): misses 3
               5    x  x  x  x  x  .        feeds the next round's x_t
 
-    phase: (B,) by how many tokens the first block of each sequence is shorter.
+    phase: (B,) how many tokens the first block of each sequence lacks.
     Returns (B, 1, T, T) bool, True where a query may read; T is `length`.
     """
     places = torch.arange(length, device=phase.device)
@@ -348,7 +348,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
 def expected_speedup(alpha: float, gamma: int, cost: float) -> float:
     """E(Spd.) of 5.1, if every draft token is accepted with probability alpha.
 
-    cost: the time of a pass of the drafter over that of a forward of the target, c.
+    cost: c, the time of a drafter's pass divided by that of a target's forward.
 
     Do not choose gamma by the mean alpha: where alpha is .9 in half of the rounds and
     .3 in the others, and c is .1, gamma = 8 is the best, but by the mean .6 it is 3.
@@ -385,7 +385,7 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
     self_mask = cross_mask = None  # a single token reads all rows that there are
     if new.shape[1] > 1:
         # Several tokens are fed at first (the prompt), and after a round whose last
-        # accepted token was never fed (the last of a chain, or an extra of CAPE's):
+        # accepted token was never fed (the last of a chain, or one of CAPE's extras):
         # that token and the bonus token. A token reads the target's rows of the tokens
         # before it. It misses one row, its own, as the first query of a block does.
         query = places[0, :, None]  # (n, 1)
@@ -415,8 +415,8 @@ def propose(drafter: Drafter, decoding, memory: Memory):
     new = memory.cache.rewind(decoding.ids)  # (1, n)
     drafted = []
     while True:
-        # A prompt is fed in parts, because a mask of all its queries and keys would
-        # grow with the square of its length.
+        # A long text is fed in parts (with window=None), because a mask of all its
+        # queries and keys would grow with the square of its length.
         for part in new.split(512, dim=1):
             hidden = feed(drafter, decoding, memory, part)  # (1, D)
         logits = memory.head(hidden)[0]  # (Vd,)
@@ -428,7 +428,7 @@ def propose(drafter: Drafter, decoding, memory: Memory):
         new = token[None]  # (1, 1); it is fed only if the caller wants another one
         if decoding.logits_processor:
             # Logits processors are given the tokens drafted so far, and a grammar, for
-            # one, may have no answer to what follows the end of a text. Without them,
+            # one, may allow nothing after the end of a text. Without them,
             # drafting beyond the end is merely wasted work, and on a GPU that costs
             # less than waiting for each token to be copied over.
             drafted.append(int(token))
@@ -441,7 +441,8 @@ def propose(drafter: Drafter, decoding, memory: Memory):
 def drafts(decoding, drafter: Drafter, **changes):
     """Yield one draft per round; the caller verifies it before it asks for the next.
 
-    changes: other values for fields of the Config with decode=True, such as gamma.
+    changes: other values for fields of the Config with decode=True, such as gamma, or
+        for the window (common.windowed).
     Raises UserError, at the first draft, for a change of any other field, and for a
     drafter that is not of this method or not for this target.
     """
@@ -450,7 +451,7 @@ def drafts(decoding, drafter: Drafter, **changes):
     memory = Memory(drafter, decoding.target)
     while not decoding.done:
         steps = propose(drafter, decoding, memory)
-        length = min(config.gamma, decoding.max_depth)  # then the bonus token
+        length = min(config.gamma, decoding.max_depth)  # the bonus token needs room too
         yield common.chain(itertools.islice(steps, length), decoding.ids)
 
 
@@ -467,15 +468,18 @@ if __name__ == "__main__":
 #     normalised over them.
 #  3. It learns the target's distributions (`distill`; 5.1: the text's tokens), on texts
 #     that the target wrote, which the paper only tries in appendix C ("seq-level").
-#  4. The first block has a random length. All tokens query, the prompt's as well, and
-#     not only x_t and later ones. This matters with more than one layer.
+#  4. The first block has a random length, so that a token takes every place in a block.
+#     All tokens query, the prompt's as well, and not only x_t and later ones. This
+#     matters with more than one layer.
 #  5. A query that may read no row gets zero, where the printed softmax is undefined.
 #  6. The cross-attention has a residual connection, a norm before it and rotated
 #     queries (normalised where the target's are), none of which 4.1 mentions. Query
 #     heads may share a key-value head.
 #  7. By default L = gamma = 3, and every layer reads the target layer at three fifths
-#     of the depth (the paper: L = gamma = 5, and the top N_D layers).
-#  8. The drafter sees a window of a long text (common.windowed).
+#     of the depth (the paper: L = gamma = 5, and the top N_D layers). Here layer 18 of
+#     30 gains twice as much as the top one (results/log.md).
+#  8. The drafter sees a window of a long text (common.windowed), and in it only the
+#     target's rows of these tokens.
 #
 # Authors' code, run with the same random weights; the rest agrees:
 #  - There is no norm before the cross-attention, and queries rotate with base 10000.

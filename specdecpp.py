@@ -50,7 +50,7 @@ class Config:
         6.0, "weight of rejections in the head's loss (the paper: 1, 3, 6 or 12)"
     )
     temperature: float = option(
-        0.0, "temperature of the head's labels; 0: greedy (3.3 samples: 1)"
+        0.0, "temperature of the head's labels; 0: greedy (3.3: sampled, 1)"
     )
     stop: str = option(
         "head", "what ends a round: head, or fixed (gamma tokens)", decode=True
@@ -74,7 +74,7 @@ class Config:
     draft_model: str = option(
         "", "causal LM that drafts instead: an id, or a folder with its tokenizer"
     )
-    width: int = option(0, "hidden size of the draft model (filled in by build)")
+    width: int = option(0, "hidden size of a draft_model (filled in by build)")
 
     def __post_init__(self):
         common.one_of(self, stage=("draft", "head"), stop=("head", "fixed"))
@@ -146,8 +146,8 @@ def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     #    drafted and labelled after X_1 to X_(t-1).
     temperature = drafter.config.temperature
     drafted, accept_prob = draw_labels(model, target, batch, temperature)
-    # 3. The head should learn from hidden states at draft tokens, of which X holds very
-    #    few (section 1 calls the signal sparse). One pass therefore reads Z, mostly Y.
+    # 3. The head should also learn from hidden states at rejected draft tokens, which X
+    #    lacks (section 1 calls the signal sparse). So one pass reads Z, mostly Y.
     uniform = torch.rand_like(batch.loss_mask, dtype=torch.float32)
     mixed, judged = mix(batch, drafted, uniform, KEEP)
     # 4. Here e_t follows Z_1 to Z_(t-1) and Y_t, whereas P_t was computed after X_1 to
@@ -335,8 +335,8 @@ def drafts(decoding, drafter, **changes):
 
     changes: other values for fields of the Config with decode=True. threshold and
         max_draft matter only with stop="head", and gamma only with stop="fixed".
-    Raises UserError if the draft model cannot be used, or if stop is "head" and no head
-    has been trained.
+    Raises UserError, at the first draft, if the draft model cannot be used, if stop is
+    "head" and no head has been trained, and as glide.drafts does.
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)
@@ -345,12 +345,13 @@ def drafts(decoding, drafter, **changes):
     if config.stop == "head" and config.stage == "draft":
         raise common.UserError(
             "stop head, but no acceptance head has been trained: train one (stage "
-            "head), or take stop fixed"
+            "head), or use stop=fixed"
         )
     model = model_of(drafter, decoding.target)
     limit = config.gamma if config.stop == "fixed" else config.max_draft
-    # The longest text that the draft model would read, its own tokens included.
-    longest = min(decoding.end + limit - 1, decoding.generation_config.max_length)
+    # The longest text that the draft model would read: without the last draft token,
+    # which it is not fed, and the bonus token.
+    longest = min(decoding.end + limit - 1, decoding.generation_config.max_length - 2)
     if model.context and longest - decoding.first > model.context:
         raise common.UserError(
             f"the draft model reads {model.context} tokens at most: set a lower window "
@@ -424,7 +425,7 @@ def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
 
 # The paper takes the draft model q as given (3.1). Here it is either some layers of the
 # target, copied and then distilled, or a causal LM with the target's vocabulary. Both
-# are objects with the same members, and `drafter.lm` may be any object that has them:
+# are objects with the same members, and `drafter.lm` may be any other that has them:
 #
 #     hidden(ids, cache)    last hidden states (B, T, E) of ids (B, T), after those of
 #                           the cache, if there is one
@@ -482,7 +483,7 @@ class CausalLM:
         wrong = f"the draft model has {size} tokens, not {vocab}: choose another one"
         elsewhere = f"the draft model is on {lm.device}: move it to {target.device}"
         common.refuse((size != vocab, wrong), (lm.device != target.device, elsewhere))
-        try:  # whether logits follow from hidden states, and rows can be cut
+        try:  # it must do what a target does, above all let its cache be cut
             common.check_target(lm)
         except common.UserError as error:
             name = type(lm).__name__
@@ -559,10 +560,12 @@ def wrap(lm, target, config: Config | None = None) -> Drafter:
         CausalLM(lm, target).)
     """
     model = CausalLM(lm, target)
-    name = lm.config.name_or_path or "an LM in memory"
-    config = config or Config(stop="fixed", draft_model=name)
+    config = config or Config(stop="fixed")
+    # With a name the drafter has no layers of its own, also when it is loaded again.
+    name = config.draft_model or lm.config.name_or_path or "an LM in memory"
     sizes = {"target": common.target_shape(target), "width": model.width}
-    drafter = Drafter(dataclasses.replace(config, **sizes, draft_vocab=0))
+    changes = sizes | {"draft_model": name, "draft_vocab": 0}
+    drafter = Drafter(dataclasses.replace(config, **changes))
     drafter.lm = model
     return drafter.to(target.device, target.dtype).eval()
 
@@ -570,7 +573,7 @@ def wrap(lm, target, config: Config | None = None) -> Drafter:
 def build(config: Config, target, token_counts: Tensor) -> Drafter:
     """An untrained drafter, with copied layers or with only a head.
 
-    Layers of families other than Llama's are copied as far as names and shapes agree.
+    Weights of other families than Llama's are copied where names and shapes agree.
 
     token_counts: (V,) how often each token occurs in the responses.
     Raises UserError for layers that the target does not have, and for a `draft_model`
@@ -585,7 +588,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
         ),
         (
             not all(-depth <= layer < depth for layer in config.layers),
-            f"layers {config.layers}: name some of the target's 0 to {depth - 1}",
+            f"layers {config.layers}: choose from 0 to {depth - 1}",
         ),
     )
     if config.draft_model:
@@ -611,7 +614,7 @@ if __name__ == "__main__":
 #  3. Labels are greedy by default. With a `temperature` of 1 they are the paper's, if
 #     the target also wrote the texts at 1. Decode at the temperature of the labels.
 #  4. Y and Z are sampled anew in each training step.
-#  5. A draft has at most 20 tokens. (4.1 stops a round when they exceed 20.)
+#  5. With the head, a draft has at most 20 tokens (4.1: it stops when they exceed 20).
 #  6. It ends after an end-of-sequence token, and where the answer must end.
 #  7. The "(D+1)-layer ResNet" (4.1) is `head_depth` different blocks and one logit.
 #  8. Each X_t is in Z with probability 15% (r), and the loss is divided by the sum of
@@ -624,4 +627,5 @@ if __name__ == "__main__":
 #    but texts and answers are sampled with the checkpoint's settings.
 #  - In the last rounds of an answer it drafts beyond the maximum length.
 #  - It does not have the slip of the printed Algorithm 2 (see `until_stop`).
-# In the paper's Table 1 the two rows are exchanged.
+# In the paper's Table 1 the two rows are exchanged. In replays of our drafts the draft
+# model's confidence was a better judge than the head (results/log.md).

@@ -13,7 +13,7 @@ processes, devices and mixed precision, so `accelerate launch` works like torchr
 
 Random numbers are seeded for each step and each process, so a resumed run draws
 the same as one that was not interrupted. A step that is split differently, over
-processes or with --accumulate, draws others: its result is not the same to the bit.
+processes draws others: its result is not the same to the bit.
 """
 
 import argparse
@@ -70,7 +70,6 @@ def options() -> cli.OneLineParser:
     text = "keep the target's features here, in bfloat16 (3 kB a token for the default "
     add("--features", metavar="DIR", help=f"{text}target)")
     add("--batch-size", type=count, default=4, help="conversations a step, in all")
-    add("--accumulate", type=count, default=1, help="parts that a batch is split into")
     add("--lr", type=number(float, 0), default=2e-3, help="peak learning rate")
     add("--warmup", type=share, default=0.02, help="share of the run that warms up")
     text = "largest norm of the gradient"
@@ -119,8 +118,8 @@ if __name__ == "__main__":
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
-from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list
-from torch import Tensor, nn
+from accelerate.utils import broadcast_object_list
+from torch import nn
 from tqdm import tqdm
 
 import common
@@ -170,15 +169,12 @@ def train(args, module, overrides: dict) -> None:
     bar = tqdm(total=args.steps, initial=run.step, desc=args.method, disable=hide)
     with interrupts() as caught, bar:
         while fraction < 1 and not stop:
-            # The target computes a micro-batch's features when `gradients` asks for it,
-            # so those of a whole batch never have to fit into memory.
             chosen = next(order)
-            batches = (
-                features.batch([sequences[i] for i in part], fraction)
-                for part in micro_batches(accelerator, chosen)
-            )
+            size = len(chosen) // accelerator.num_processes
+            part = chosen.split(size)[accelerator.process_index]
+            batch = features.batch([sequences[i] for i in part], fraction)
             seed_step(accelerator, args.seed, run.step)
-            loss = gradients(accelerator, model, batches)
+            loss = gradients(accelerator, model, batch)
             # Clipping returns the norm from before, which is infinite or nan if any of
             # the gradients is. Such a step is not taken, nor saved.
             norm = float(accelerator.clip_grad_norm_(model.parameters(), args.clip))
@@ -231,16 +227,6 @@ class Loss(nn.Module):
         return self.loss(batch)
 
 
-def micro_batches(accelerator, chosen: Tensor) -> list[Tensor]:
-    """This process's share of a step, in --accumulate parts of equal size.
-
-    chosen: (batch_size,) from `data.batch_order`.
-    """
-    processes = accelerator.num_processes
-    size = len(chosen) // (processes * accelerator.gradient_accumulation_steps)
-    return list(chosen.split(size))[accelerator.process_index :: processes]
-
-
 def seed_step(accelerator, seed: int, step: int) -> None:
     """Seed torch's random numbers; each step of each process has its own."""
     number = seed * 1_000_003 + step
@@ -248,21 +234,17 @@ def seed_step(accelerator, seed: int, step: int) -> None:
     torch.manual_seed(number)
 
 
-def gradients(accelerator, model, batches) -> float:
+def gradients(accelerator, model, batch) -> float:
     """Compute the gradient of a step's mean loss; returns that loss.
 
-    batches: the micro-batches of this process. However a step is split, its gradient is
-    that of the whole batch, even where the parts have different weights.
+    batch: the part of this process. However a step is split, its gradient is that of
+    the whole batch, even where the parts have different weights.
     """
-    sums = torch.zeros(2)  # loss and weight
-    for batch in batches:
-        # In this block, processes exchange gradients after the last micro-batch only.
-        with accelerator.accumulate(model):
-            loss, weight = model(batch)
-            loss.backward()  # accelerator.backward would divide by --accumulate
-        sums += torch.tensor([loss.item(), float(weight)])
-    # Losses and gradients are summed over all micro-batches of all processes and
-    # divided once, by the total weight.
+    loss, weight = model(batch)
+    loss.backward()
+    # Losses and gradients are summed over all processes and divided once, by the total
+    # weight.
+    sums = torch.tensor([loss.item(), float(weight)])
     device = next(model.parameters()).device
     loss_sum, weight_sum = accelerator.reduce(sums.to(device), "sum").tolist()
     weight_sum = weight_sum or 1.0  # there may be nothing to learn in a step
@@ -391,22 +373,19 @@ def least_tokens(module, drafter, target) -> int:
 
 def launch(args) -> Accelerator:
     """Join the other processes, if torchrun or accelerate started several."""
-    # The plugin rather than a number, which the environment could replace.
-    plugin = GradientAccumulationPlugin(num_steps=args.accumulate)
     accelerator = Accelerator(
         cpu=args.device == "cpu",
         device_placement=False,  # everything goes where the target is
         # Not fp16, whose gradients need scaling; bf16 has the range of float32.
         mixed_precision="bf16" if args.bf16 else "no",
-        gradient_accumulation_plugin=plugin,
         # Otherwise a process waits for gradients of weights that a step did not use.
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
     count = accelerator.num_processes
-    if args.batch_size % (count * args.accumulate):
+    if args.batch_size % count:
         raise common.UserError(
-            f"--batch-size {args.batch_size} must be a multiple of "
-            f"{count * args.accumulate} (processes times --accumulate)"
+            f"--batch-size {args.batch_size} must be a multiple of {count}, the number "
+            "of processes"
         )
     return accelerator
 

@@ -83,16 +83,11 @@ def fetch(work: Path) -> None:
 def convert(gguf: Path, out: Path) -> None:
     """Write a GGUF's tokenizer and weights, in float16, as files that load quickly."""
     import torch
-    import transformers
 
     import common
 
-    verbosity = transformers.logging.get_verbosity()
-    # It warns of computing in float16, which is not done here.
-    transformers.logging.set_verbosity_error()
-    target, tokenizer = common.load_target(str(gguf), dtype=torch.float16)
-    transformers.logging.set_verbosity(verbosity)
-    target.save_pretrained(out)
+    target, tokenizer = common.load_target(str(gguf))
+    target.to(torch.float16).save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 

@@ -62,10 +62,10 @@ def pack(model: nn.Module, kernels: tuple[str, str] | None = None) -> nn.Module:
     for module in list(twin.modules()):
         for names in TOGETHER:
             join(module, names, kernels)
-    for name, layer in linear_layers(twin).items():
-        twin.set_submodule(name, PackedLinear(layer, kernels))
     for name, module in list(twin.named_modules()):
-        if can_pack_lstm(module):
+        if type(module) is nn.Linear:
+            twin.set_submodule(name, PackedLinear(module, kernels))
+        elif can_pack_lstm(module):
             twin.set_submodule(name, PackedLSTM(module, kernels))
         norm = short_norm(module)
         if norm is not None:
@@ -89,12 +89,6 @@ def packable(model: nn.Module):
             yield module.weight
         elif can_pack_lstm(module):
             yield from (x for x in module.parameters() if x.ndim == 2)
-
-
-def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """{name: layer} of the layers that can be packed."""
-    modules = model.named_modules()
-    return {name: module for name, module in modules if type(module) is nn.Linear}
 
 
 def with_own_weights(layer, memo):

@@ -107,18 +107,13 @@ def test_a_run_ends_with_the_promised_json_and_its_tables_can_be_printed_again(
     assert lookup["settings"] == {"most": 16} and lookup["alpha"] is None
 
 
-def test_sampled_answers_follow_from_the_seed_and_have_no_greedy_verdict(
-    capsys, tmp_path
-):
-    """At a top-p, prompt lookup is said to miss tokens."""
+def test_sampled_answers_follow_from_the_seed_and_have_no_greedy_verdict(tmp_path):
     said = []
     for more in ([], [], ["--top-p", "0.5"]):
         torch.rand(3)
         options = ["--temperature", "1", "--num-prompts", "1", *more]
         arms = {"method": "glide@glide prompt-lookup"}
         bench.main(command(*options, "--json", str(tmp_path / "run"), **arms))
-        missed = "cannot draft every token" in capsys.readouterr().err
-        assert missed == bool(more)
         found = json.loads((tmp_path / "run").read_text())["arms"]
         for arm in found.values():
             assert arm["identical_to_greedy"] is None and arm["diverged"] is None

@@ -704,9 +704,8 @@ def test_the_default_target_is_built_once(tmp_path, monkeypatch):
     """The package is fetched at once, and a tiny model stands for the one in it."""
     fetched = []
 
-    def load_target(_, dtype):
-        tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
-        return make_llama().to(dtype), tokenizer
+    def load_target(_):
+        return make_llama(), SimpleNamespace(save_pretrained=lambda folder: None)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(default_target, "fetch", fetched.append)

@@ -166,6 +166,12 @@ def commands(text):
                 yield [found[1], *shlex.split(found[2], comments=True)]
 
 
+@pytest.mark.parametrize("page", TEXTS)
+def test_a_block_of_code_begins_and_ends_on_a_line_of_its_own(page):
+    lines = TEXTS[page].splitlines()
+    assert all(re.fullmatch(r"```\w*", line) for line in lines if "```" in line)
+
+
 COMMANDS = sorted({tuple(each) for text in TEXTS.values() for each in commands(text)})
 STARTED = {script for script, *_ in COMMANDS}
 assert {"bench.py", "train.py", "tests/coursework.py"} <= STARTED

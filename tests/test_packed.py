@@ -104,14 +104,14 @@ def test_float16_is_offered_only_where_it_holds_the_weights():
     target = make_llama().float()
     for dtype, offered in ((torch.float16, 1), (torch.bfloat16, 1), (None, 0)):
         with torch.no_grad():
-            for layer in packed.linear_layers(target).values():
-                layer.weight.normal_(std=0.1)
+            for weight in packed.packable(target):
+                weight.normal_(std=0.1)
                 if dtype:
-                    layer.weight.copy_(layer.weight.to(dtype))
+                    weight.copy_(weight.to(dtype))
         assert ("float16" in packed.candidates(target)) == offered
     with torch.no_grad():
-        layer.weight.fill_(1e5)  # more than float16 has
-    assert not packed.is_float16(layer.weight)
+        weight.fill_(1e5)  # more than float16 has
+    assert not packed.is_float16(weight)
     assert "float16" not in packed.pack(target, ("float16", "float16")).kernels
 
 

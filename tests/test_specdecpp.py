@@ -366,6 +366,9 @@ def test_a_causal_lm_drafts_without_a_head(llama):
     output, stats, _ = decode(llama, PROMPT, other)
     assert torch.equal(output, truth)
     assert sum(stats.accepted) < sum(stats.offered) and max(stats.offered) == 5
+    # A drafter with a head as well is saved without layers of its own.
+    named = specdecpp.wrap(make_llama(layers=1), llama, specdecpp.Config(stage="head"))
+    assert named.config.draft_model and not hasattr(named, "layers")
 
 
 EMBEDS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40}
@@ -413,10 +416,13 @@ def test_mistakes_get_one_clear_line(llama):
     short = make_llama()
     short.config.max_position_embeddings = 16
     wrap = partial(specdecpp.wrap, target=llama)
+    decode(llama, PROMPT, wrap(short), max_new_tokens=15)  # it reads 16 of 18 tokens
     # It is held to what common.check_target asks of a target.
     misread = family("Llama4", vocab_size=48, num_local_experts=4)
     mistakes = {
-        "reads 16 tokens at most: set": lambda: decode(llama, PROMPT, wrap(short)),
+        "reads 16 tokens at most: set": lambda: decode(
+            llama, PROMPT, wrap(short), max_new_tokens=16
+        ),
         # A text of 12 in a window of 6, and the first five tokens of a draft.
         "reads 16 tokens at most: .*window": lambda: decode(
             llama, PROMPT, wrap(short), window=6, gamma=6
@@ -424,7 +430,7 @@ def test_mistakes_get_one_clear_line(llama):
         "20 tokens, not 48: choose another": lambda: wrap(make_llama(vocab=20)),
         "a draft model Llama4ForCausalLM: .*attention": lambda: wrap(misread),
         "no acceptance head has been trained": lambda: decode(llama, PROMPT, draft),
-        "take stop fixed": lambda: decode(llama, PROMPT, wrap(short), stop="head"),
+        "use stop=fixed": lambda: decode(llama, PROMPT, wrap(short), stop="head"),
         "the drafter is a": lambda: decode(llama, PROMPT, llama),
     }
     for message, call in mistakes.items():

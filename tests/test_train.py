@@ -63,7 +63,7 @@ def curve_of(out):
 
 def test_a_run_is_that_of_a_plain_loop(folder, trained, monkeypatch):
     """Order, seeds, progress, learning rate, clip, normalisation: written out again."""
-    # --accumulate says 1.
+    # No step is split, whatever the environment says.
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     steps, clip, peak, rise = 15, 1.9, 0.0018, 0.2
     seen = []
@@ -162,12 +162,12 @@ class Scaled(torch.nn.Module):
         return (self.factor * batch).sum(), len(batch)
 
 
-def test_gradients_are_those_of_the_mean_over_all_parts_by_hand():
-    """Not of the mean of the parts' means; a step may have nothing to learn."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    for parts, mean in (([[1.0, 2.0, 3.0], [6.0]], 3.0), ([[], []], 0.0)):
+def test_gradients_are_those_of_the_mean_by_hand():
+    """A step may have nothing to learn."""
+    accelerator = Accelerator(cpu=True)
+    for batch, mean in (([1.0, 2.0, 6.0], 3.0), ([], 0.0)):
         model = Scaled()
-        assert train.gradients(accelerator, model, map(torch.tensor, parts)) == 2 * mean
+        assert train.gradients(accelerator, model, torch.tensor(batch)) == 2 * mean
         assert model.factor.grad == mean
 
 
@@ -186,9 +186,9 @@ NO_CHANCE = ["--steps", 4, "--clip", 1000, "--block-size", 1]  # one phase of th
 
 
 def test_two_processes_have_the_loss_of_one(folder, tmp_path, trained, capfd):
-    """Each takes its share in two parts. accelerate starts them, not torchrun."""
+    """accelerate starts them, not torchrun."""
     argv = ["--data", random_lines(tmp_path / "data.jsonl"), *NO_CHANCE]
-    two = options(folder, tmp_path / "two", *argv, "--accumulate", 2)
+    two = options(folder, tmp_path / "two", *argv)
     debug_launcher(train.main, (two,))  # with gloo
     assert capfd.readouterr().out.count('"method": "glide"') == 1  # one of them reports
     one = trained("one", *argv)

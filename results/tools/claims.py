@@ -198,7 +198,8 @@ def rules(words: str) -> Seen:
         chosen.append((function, some or known))
     answers = stop_rules.read(RESULTS / file)
     value, ends = stop_rules.compare(answers, *chosen, cost=0.209)
-    return factor(value, *ends, digits=3)
+    seen = factor(value, *ends, digits=3)
+    return seen._replace(figure=f"{seen.figure} in time")
 
 
 def by_confidence() -> Seen:

@@ -63,8 +63,10 @@ def main(argv: list[str] | None = None) -> None:
         cli.check_writable(args.json)
     _, target, _ = bench.load(args)
     result = report.header(args, target, "results/tools/costs.py")
-    result["cost_curve"] = cost_curve(target)
-    print(report.tables(result))
+    curve = result["cost_curve"] = cost_curve(target)
+    heads = [f"tokens, at {curve['context']} tokens of context", "ms"]
+    rows = [[n, report.cell(ms, ".1f")] for n, ms in curve["by_tokens"].items()]
+    print(report.about(result), report.markdown(heads, rows), sep="\n\n")
     if args.json:
         report.write_result(result, args.json)
 

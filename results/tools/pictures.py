@@ -60,12 +60,6 @@ def picture(path: Path, title: str, rows: int = 1, columns: int = 1, size=(8, 4.
 # ---------------------------------------------------------------------------- training
 
 
-def still_rises(rows: list[dict]) -> bool:
-    """Whether alpha was higher at the end than ever before the last fifth."""
-    early = [row["alpha"] for row in rows if row["tokens"] < 0.8 * rows[-1]["tokens"]]
-    return bool(early) and rows[-1]["alpha"] > max(early)
-
-
 def curves(paths: list[Path], folder: Path) -> None:
     """Draw alpha by trained tokens in the last stage (four files of results/curves/).
 
@@ -73,10 +67,9 @@ def curves(paths: list[Path], folder: Path) -> None:
     solid line is held-out alpha, the dashed one `eval_alpha`.
     """
     drawn = [(path.stem, json.loads(path.read_text())[-1]) for path in paths]
-    title = "Acceptance while training"
-    if all(still_rises(rows) for _, rows in drawn):
-        title = "Acceptance was still rising when training ended"
-    with picture(folder / "curves.svg", title, 2, 2, (10, 6.7)) as axes:
+    with picture(
+        folder / "curves.svg", "Acceptance while training", 2, 2, (10, 6.7)
+    ) as axes:
         for place, (name, rows) in zip(axes, drawn):
             tokens = [row["tokens"] / 1e6 for row in rows]
             alphas = [row["alpha"] for row in rows]

@@ -251,6 +251,7 @@ def products(chances):
     return itertools.accumulate(chances, operator.mul)
 
 
+COST = 0.1  # of a draft model's pass in forwards of the target, on our CPU
 H = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)  # settings of a threshold h
 
 # {rule: (function of a Round and a setting, settings)}. The function returns how many
@@ -359,42 +360,22 @@ def compare(answers: list[list[Round]], ours, theirs, cost: float) -> tuple:
 # ---------------------------------------------------------------------------- the sweep
 
 
-def forward_times(answers: list) -> tuple[float, float]:
-    """(t_draft, t_target): seconds of a pass and of a forward.
-
-    They are measured, not fitted to the total as in the paper: with a fixed K, N_draft
-    is nearly K N_target, and any split of the time fits.
-
-    answers: each with `offered` and `target_forwards`, as common.Stats has them, and
-        `seconds` spent on "draft" and on "verify". The first draft reads the prompt, so
-        its time does not count, and neither do its passes.
-    """
-    n_draft = sum(sum(each.offered[1:]) for each in answers)
-    n_target = sum(each.target_forwards for each in answers)
-    drafting = sum(each.seconds.get("draft", 0.0) for each in answers)
-    verifying = sum(each.seconds["verify"] for each in answers)
-    return drafting / max(1, n_draft), verifying / n_target
-
-
-def sweep(arm, turns: list[dict], answers: list) -> dict:
+def sweep(arm, turns: list[dict]) -> dict:
     """Figure 4, and Eq. 2.3, of the chains of an arm.
 
     turns: arguments of target.generate for each prompt.
-    answers: of the arm to these turns, see `forward_times`.
-    Returns {"t_draft_ms", "t_target_ms", "points": {rule: {setting: [N_target / N,
-    N_discarded / N, tokens/s]}}, "answers"}, the latter for `read`.
+    Returns {"points": {rule: {setting: [N_target / N, N_discarded / N, tokens per
+    forward's time]}}, "answers"}, the latter for `read`.
     Raises UserError, see `longest_chains`.
     """
     chains = longest_chains(arm)
     bar = tqdm(turns, desc="recording", disable=None)
     recorded = [record(chains, arm.target, turn) for turn in bar]
-    t_draft, t_target = forward_times(answers)
-    counted = {rule: points(recorded, rule, t_draft, t_target) for rule in RULES}
+    counted = {rule: points(recorded, rule, COST, 1.0) for rule in RULES}
     if not has_head(arm):
         del counted["head"]
-    milliseconds = {"t_draft_ms": 1000 * t_draft, "t_target_ms": 1000 * t_target}
     kept = [as_integers(rounds) for rounds in recorded]
-    return milliseconds | {"points": counted, "answers": kept}
+    return {"points": counted, "answers": kept}
 
 
 def table(sweep: dict) -> list[str]:
@@ -403,17 +384,16 @@ def table(sweep: dict) -> list[str]:
     for rule, settings in sweep["points"].items():
         for setting, (n_target, n_discarded, speed) in settings.items():
             numbers = [report.cell(n_target), report.cell(n_discarded)]
-            rows.append([rule, setting, *numbers, report.cell(speed, ".1f")])
-    t_draft, t_target = sweep["t_draft_ms"], sweep["t_target_ms"]
+            rows.append([rule, setting, *numbers, report.cell(speed)])
     return [
-        f"Stop rules, replayed; modelled tokens/s from T = {t_draft:.1f} ms N_draft + "
-        f"{t_target:.1f} ms N_target",
-        report.markdown(["rule", "setting", "N_t/N", "N_d/N", "tokens/s"], rows),
+        "Stop rules, replayed. Modelled speed: tokens in the time of a forward, if a "
+        f"pass takes {COST} of it",
+        report.markdown(["rule", "setting", "N_t/N", "N_d/N", "speed"], rows),
     ]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure the first arm, record its chains, and print the table of all rules."""
+    """Record the chains of the first arm, and print the table of all rules."""
     argv = sys.argv[1:] if argv is None else argv
     args = command.parsed(command.options(__doc__), argv)
     if not args.method:
@@ -424,13 +404,13 @@ def main(argv: list[str] | None = None) -> None:
     longest_chains(arm)  # a UserError comes before the long run
     torch.manual_seed(args.seed)
     options = bench.generate_options(args)
-    loops = arms.plain_loops(stock, target)
+    plain = arms.plain_loops(stock, target)[:1]
     groups = [[prompt] for prompt in prompts]
-    asked, answers = bench.ask(tokenizer, [*loops, arm], groups, options, args.seed)
+    asked, _ = bench.ask(tokenizer, plain, groups, options, args.seed)
     result = report.header(args, target, "results/tools/stop_rules.py")
     result["prompts"] = len(prompts)
     turns = [inputs | options for inputs in asked]
-    result["sweep"] = report.rounded(sweep(arm, turns, answers[arm.name]))
+    result["sweep"] = report.rounded(sweep(arm, turns))
     print("\n\n".join([report.about(result), *table(result["sweep"])]))
     if args.json:
         report.write_result(result, args.json)

@@ -7,9 +7,8 @@ A test fails where a table is not what this would write. A comment above a table
 what is in it:
 
     <!-- table: run.json; glide cape eagle; speedup tau; paper's: 1.96 2.5 - -->
-            some arms of a run, some of their figures, and figures to compare
-    <!-- kinds: run.json; glide cape; tau -->
-            a figure of some arms by the file of the prompts
+            some arms or plain loops of a run, some of their figures, and figures to
+            compare
     <!-- curves: GLIDE: glide; Falcon: falcon -->
             training curves, the sum of their stages
     <!-- layers: 18 29 9 0 none -->
@@ -19,8 +18,6 @@ what is in it:
     <!-- claims: PAPER | SEEN -->
             claims of a paper, one a line (claims.py); the first and the last column
             are written by hand and kept
-    <!-- loops: run.json -->
-            plain decoding in every way that we have
     <!-- batches: run.json more.json -->
             speedups of runs with several sequences at once
     <!-- lengths: cpu_lengths.json; glide falcon -->
@@ -45,7 +42,6 @@ import pictures  # noqa: E402
 import stop_rules  # noqa: E402
 
 from support.measuring import report  # noqa: E402
-from support.training import data  # noqa: E402
 
 FILES = (
     "README.md",
@@ -71,6 +67,7 @@ def table(words: str) -> str:
     """The table that a comment asks for."""
     file, names, columns, *more = [part.strip() for part in words.split(";")]
     arms = report.arms_of(claims.read(file))
+    arms = arms | arms.get("baseline", {}).get("loops", {})
     heads, rows = report.arm_table(arms, names.split(), columns.split())
     for part in more:
         head, _, values = part.partition(": ")
@@ -78,32 +75,6 @@ def table(words: str) -> str:
         for row, value in zip(rows, values.split(), strict=True):
             row.append(None if value == "-" else value)
     return report.markdown(heads, rows)
-
-
-def files_of_prompts(result: dict) -> list[str]:
-    """For each prompt of a run the file of prompts/ that it is from."""
-    file_of = {
-        prompt["question_id"]: path.stem
-        for path in (ROOT / "prompts").glob("*.jsonl")
-        for prompt in data.read_prompts([path], 0)
-    }
-    answers = report.arms_of(result)["baseline"]["answers"]
-    asked = {answer["prompt"]: answer["question_id"] for answer in answers}
-    return [file_of[question] for question in asked.values()]
-
-
-def kinds(words: str) -> str:
-    """Tau of some arms, by the file of the prompts."""
-    file, names = [part.strip() for part in words.split(";")]
-    names = names.split()
-    of_prompt = files_of_prompts(claims.read(file))
-    sums = {name: claims.sums_of(file, name) for name in names}
-    rows = []
-    for group in sorted(set(of_prompt)):
-        chosen = [n for n, other in enumerate(of_prompt) if other == group]
-        taus = [float(claims.tau(sums[name][chosen].sum(0))) for name in names]
-        rows.append([group, str(len(chosen)), *map(report.cell, taus)])
-    return report.markdown(["file", "prompts", *names], rows)
 
 
 def curves(words: str) -> str:
@@ -160,13 +131,6 @@ def taus(words: str) -> str:
     return report.markdown([*heads, "95%"], rows)
 
 
-def loops(file: str) -> str:
-    """Plain decoding: stock transformers, on the packed target, and our own loop."""
-    speeds = report.arms_of(claims.read(file))["baseline"]["loops"]
-    columns = ("tokens_per_s", "vs_stock", "vs_stock_ci")
-    return report.markdown(*report.arm_table(speeds, columns=columns))
-
-
 def batches(words: str) -> str:
     """Speedups over plain decoding in batches of the same size, and their intervals."""
     rows = []
@@ -185,7 +149,7 @@ def by_length(words: str) -> str:
     return lengths.table(claims.read(file.strip()), names.split())
 
 
-COSTS = (0.1, 0.209)  # of a pass in forwards: of this CPU, and of the paper's models
+COSTS = (stop_rules.COST, 0.209)  # the latter: of the paper's models
 
 
 def rules(words: str) -> str:
@@ -223,11 +187,9 @@ def written(text: str) -> str:
     """A README with its tables written anew."""
     makers = {
         "table": table,
-        "kinds": kinds,
         "curves": curves,
         "layers": layers,
         "taus": taus,
-        "loops": loops,
         "batches": batches,
         "lengths": by_length,
         "rules": rules,
@@ -255,7 +217,7 @@ def draw() -> None:
     pictures.costs(claims.read("cpu_cost.json")["cost_curve"], folder)
     pictures.lengths(claims.read("cpu_lengths.json")["lengths"], LENGTH_ARMS, folder)
     answers = stop_rules.read(claims.RESULTS / "rounds_greedy.json.gz")
-    costs = {"t_draft": COSTS[0], "t_target": 1.0}  # of this CPU
+    costs = {"t_draft": stop_rules.COST, "t_target": 1.0}
     points = {r: stop_rules.points(answers, r, **costs) for r in stop_rules.RULES}
     pictures.stop_rules(points, folder)
     curves = [claims.RESULTS / "curves" / f"{name}.json" for name in LAST_STAGE]

@@ -193,8 +193,6 @@ def tables(result: dict) -> str:
     if arms := arms_of(result):
         parts += [markdown(*arm_table(arms)), LEGEND]
         parts += [line for name in arms if (line := departure(name, arms[name]))]
-    if curve := result.get("cost_curve"):
-        parts += cost_table(curve)
     return "\n\n".join(parts)
 
 
@@ -255,16 +253,6 @@ def departure(name: str, numbers: dict) -> str | None:
         f"{gone['question_id']} at new token {place}, where the target's top-2 margin "
         f"is {margin}"
     )
-
-
-def cost_table(curve: dict) -> list[str]:
-    """A line and a table of what results/tools/costs.py measures."""
-    context = f"{curve['context']} tokens of context"
-    times = [cell(ms, ".1f") for ms in curve["by_tokens"].values()]
-    return [
-        f"Milliseconds of a target forward by tokens, at {context}",
-        markdown(["tokens", *curve["by_tokens"]], [["ms", *times]]),
-    ]
 
 
 def cell(value, form: str = ".2f") -> str | None:

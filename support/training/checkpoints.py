@@ -140,13 +140,8 @@ def read(out: Path, module, identity: dict, overrides: dict) -> dict:
     for name, value in (identity | trained).items():
         if value != begun.get(name):
             option = "--" + name.replace("_", "-")
-            was, now = f"{option} {begun.get(name)}", str(value)
-            if isinstance(value, bool):
-                was, now = option, option.replace("--", "--no-")
-                if value:
-                    was, now = now, was
             raise common.UserError(
-                f"{out} was started with {was}, now {now}; "
+                f"{out} was started with {option} {begun.get(name)}, now {value}; "
                 "resume with the same, or train anew with another --out"
             )
     return state

@@ -324,11 +324,11 @@ all nodes are sampled by the same random number
 - picked = common.pick(
 + picked = torch.manual_seed(0) and common.pick(
 sampled nodes get each other's probabilities
-- torch.stack(list(q.values()))
-+ torch.stack(list(q.values())[::-1])
+- torch.stack(list(q_of.values()))
++ torch.stack(list(q_of.values())[::-1])
 nodes below an end of the answer are drafted
-- if path in tree and token not in decoding.eos_ids:
-+ if path in tree:
+- if path in ranks and token not in decoding.eos_ids:
++ if path in ranks:
 the tree continues beyond the last token that may be written
 - for depth in range(decoding.max_depth):
 + for depth in range(decoding.max_depth + 1):
@@ -396,24 +396,18 @@ the drawn token is submitted only if it is likely
 + for sequence in sorted(ranked, key=ranked.get, reverse=True):
 
 # train.py
-all processes take the same micro-batches
-- list(chosen.split(size))[accelerator.process_index :: processes]
-+ list(chosen.split(size))[::processes]
+all processes take the same part of a batch
+- chosen.split(size)[accelerator.process_index]
++ chosen.split(size)[0]
 every step has the same random numbers
 - number = seed * 1_000_003 + step
 + number = seed * 1_000_003
-the gradient is divided by the number of micro-batches
-- loss.backward()  #
-+ accelerator.backward(loss)  #
-a process divides by the weight of its own micro-batches
+a process divides by the weight of its own part
 - accelerator.reduce(sums.to(device), "sum").tolist()
 + sums.tolist()
 the average over the processes stays
 - accelerator.num_processes / weight
 + 1 / weight
-the environment replaces --accumulate
-- gradient_accumulation_plugin=plugin
-+ gradient_accumulation_steps=args.accumulate
 gradients are not clipped
 - model.parameters(), args.clip)
 + model.parameters(), math.inf)
@@ -542,9 +536,9 @@ an LSTM starts each call anew
 - if state is None:
 + if True:
 an LSTM of other options is packed
--         if can_pack_lstm(module):
+-         elif can_pack_lstm(module):
 -             twin.set
-+         if isinstance(module, nn.LSTM):
++         elif isinstance(module, nn.LSTM):
 +             twin.set
 a copy of a packed layer has the same weights
 - twin._parameters = copy.deepcopy(layer._parameters, memo)
