@@ -173,7 +173,7 @@ if __name__ == "__main__":
 #
 # Deviations from the paper, and choices where it says nothing:
 #  1. Where 4.2 and Algorithm 1 differ, 4.2 is followed. Algorithm 1's floor(10 p) gives
-#     5, 3 and 1 extras at p = .3, .6 and .8 (4.2: 7, 5 and 3), and leaves S at p = 1.
+#     5, 3 and 1 extras at p = .3, .6 and .8 (4.2: 7, 5 and 3), and reads past S at 1.
 #  2. Algorithm 1's 8, 6, 4 and 2 count the drafted token too: 4.2 has 7, 5, 3 and 1.
 #  3. The paper evaluates CAPE greedily (5.1). When sampling, too, the extras are the
 #     most probable tokens; p_i is the largest probability after the logits processors.

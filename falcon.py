@@ -122,7 +122,7 @@ class Drafter(
 
         When drafting B = 1. In a later pass the slots of all branches are fed, r = b k.
         positions: (1, r) of the slots, counted from the first one of the window.
-        mask: (B, 1, r, P_own + r) bool, True where a slot sees another; None: causal.
+        mask: (B, 1, r, P_own + r) bool, True where a slot sees another.
         cache: the drafter's own, which has P_own rows and gets r more.
         """
         tables = common.rotary(target, positions, -1)  # of the target's top layer
@@ -213,9 +213,7 @@ def predict(drafter: Drafter, target, slots: Slots) -> tuple[Tensor, Tensor, Ten
     """h_draft (M, D), logits (M, Vd) and labels (M, D) of the M slots that learn."""
     length = slots.hidden.shape[1]
     positions = torch.arange(length, device=slots.phase.device)[None]
-    mask = None  # with k = 1 the relaxed mask is the causal one, which takes less time
-    if drafter.config.k > 1:
-        mask = relaxed_mask(length, drafter.config.k, slots.phase)
+    mask = relaxed_mask(length, drafter.config.k, slots.phase)
     fused, _ = drafter.fuse(target, slots.hidden, slots.token_ids)
     h_draft = drafter.attend(target, fused, positions, mask)[slots.learns]
     head = common.draft_head(target, drafter.vocab_ids)
@@ -270,8 +268,8 @@ def reveal(drafter: Drafter, target, slots: Slots, progress: float) -> Slots:
         before     (h_1, x_2)  (h_2, x_3)      after    (h_3, x_4)  (h_2, x_3)
         label      (h_3, x_4)  (h_4, x_5)               -           (h_4, x_5)
     """
-    # When drafting, the second slot never sees x_4. The paper argues (3.3) that CSGD
-    # "improves the dependency between tokens within a block".
+    # The paper argues (3.3) that this "improves the dependency between tokens within a
+    # block".
     _, logits, labels = predict(drafter, target, slots)  # a pass without noise
     expected = common.target_logits(target, labels, drafter.vocab_ids).argmax(-1)
     wrong = torch.zeros_like(slots.learns)

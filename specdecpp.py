@@ -95,8 +95,6 @@ class Config:
 VARIANTS = {  # named settings for bench.py, as in --method specdecpp:K2
     "K2": {"stop": "fixed", "gamma": 2},
     "K4": {"stop": "fixed", "gamma": 4},
-    # The paper's h and limit; the head and the draft model are the drafter's own.
-    "paper": {"stop": "head", "threshold": 0.7, "max_draft": 20},
 }
 
 
@@ -336,7 +334,7 @@ def drafts(decoding, drafter, **changes):
     changes: other values for fields of the Config with decode=True. threshold and
         max_draft matter only with stop="head", and gamma only with stop="fixed".
     Raises UserError, at the first draft, if the draft model cannot be used, if stop is
-    "head" and no head has been trained, and as glide.drafts does.
+    "head" and no head has been trained, and for a wrong change or drafter.
     """
     common.check_drafter(drafter, Drafter, decoding.target)
     config = common.changed(drafter.config, changes)

@@ -76,4 +76,6 @@ def test_changed_figures_are_computed_anew():
 
 def test_the_page_counts_its_verdicts():
     assert PAGE.count("| confirmed |") == 4 and PAGE.count("| the opposite |") == 1
-    assert "Four are confirmed, and of one we saw the opposite." in " ".join(PAGE.split())
+    assert "Four are confirmed, and of one we saw the opposite." in " ".join(
+        PAGE.split()
+    )
