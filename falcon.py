@@ -60,7 +60,7 @@ class Config:
     )
 
     def __post_init__(self):
-        common.at_least(self, k=1, num_layers=1, draft_vocab=0)
+        common.at_least(self, k=1, num_layers=1, draft_vocab=0, intermediate_size=1)
         common.at_least(self, noise=0, distill_weight=0)
         common.one_of(self, fusion=("lstm", "linear"))
         vocab = self.target.get("vocab_size", math.inf)

@@ -62,7 +62,7 @@ class Config:
 
     def __post_init__(self):
         common.at_least(self, num_layers=1, kv_layer=-2, block_size=1)
-        common.at_least(self, draft_vocab=0, gamma=0)
+        common.at_least(self, draft_vocab=0, gamma=0, intermediate_size=1)
         if self.kv_layer == -2 and "num_layers" in self.target:
             self.kv_layer = 3 * self.target["num_layers"] // 5  # 18 of 30
 
