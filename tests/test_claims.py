@@ -1,10 +1,13 @@
 """The verdicts of results/claims.md by hand, and its figures as the page has them."""
 
 import re
+from functools import partial
 
 import claims
 import pytest
 import tables
+
+from support.measuring import report
 
 PAGE = (claims.RESULTS / "claims.md").read_text()
 
@@ -79,3 +82,39 @@ def test_the_page_counts_its_verdicts():
     assert "Four are confirmed, and of one we saw the opposite." in " ".join(
         PAGE.split()
     )
+
+
+def percents(file, ours, theirs):
+    """How many percent higher a tau is, and the ends of its interval."""
+    sums = [claims.sums_of(file, names) for names in (ours, theirs)]
+    figures = report.bootstrap(claims.ratio_of_taus, *sums)
+    return [100 * (x - 1) for x in figures]
+
+
+def test_figures_that_pages_tell_in_words_follow_from_the_runs():
+    sums = partial(claims.sums_of, "cpu_main.json")
+    won = claims.ratio_of_speeds(sums("glide"), sums("falcon")) > 1
+    copies, alone = sums("ctc_drafter+copies").sum(0), sums("ctc_drafter").sum(0)
+    more = [
+        100 * (float(ratio(copies, alone)) - 1)
+        for ratio in (claims.ratio_of_taus, claims.ratio_of_speeds)
+    ]
+    csgd, none = (f"falcon@{x}&falcon@{x}-seed1" for x in ("csgd", "no-csgd"))
+    learned = partial(percents, "cpu_falcon.json")
+    lstm, low, high = learned("falcon@csgd", "falcon@linear")
+    less, *ends = (-x for x in learned(csgd, none))
+    above, *between = learned(csgd, "eagle@eagle")
+    told = {
+        "README.md": ["faster than Falcon on all 16.", f"raises tau by {lstm:.0f}%]"],
+        "results/README.md": ["tau by {:.0f}% and its speed by {:.0f}%".format(*more)],
+        "results/log.md": [
+            f"raises tau by {lstm:.0f}% ({low:.0f} to {high:.0f}%)",
+            f"tau is {less:.0f}% lower with it ({ends[1]:.1f} to {ends[0]:.0f}%)",
+            f"{above:.0f}% above EAGLE ({between[0]:.1f} to {between[1]:.0f}%)",
+        ],
+    }
+    assert won.all() and len(won) == 16
+    for page, texts in told.items():
+        words = " ".join((claims.RESULTS.parent / page).read_text().split())
+        for text in texts:
+            assert text in words, text
