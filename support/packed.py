@@ -375,24 +375,12 @@ def grouped_attention(
     # The G heads of a group read the same rows, so they become one head of G T queries,
     # for which those rows are read once.
     queries = query.reshape(*key.shape[:2], -1, key.shape[3])  # (B, Hkv, G T, Dh)
-    mask = repeated(attention_mask, query.shape[1] // key.shape[1])
+    mask = torch.cat([attention_mask] * (query.shape[1] // key.shape[1]), dim=2)
     out = F.scaled_dot_product_attention(
         queries, key, value, attn_mask=mask, scale=scaling
     )
     out = out.view(*query.shape[:3], -1)  # (B, H, T, Dh)
     return out.transpose(1, 2).contiguous(), None  # (B, T, H, Dh)
-
-
-REPEATED = WeakIdKeyDictionary()  # {mask: {G: the mask for G heads}}
-
-
-def repeated(mask: Tensor, groups: int) -> Tensor:
-    """A mask (B, 1, T, P) for the queries of G heads, (B, 1, G T, P)."""
-    # All layers of a forward are given the same tensor.
-    masks = REPEATED.setdefault(mask, {})
-    if groups not in masks:
-        masks[groups] = torch.cat([mask] * groups, dim=2)
-    return masks[groups]
 
 
 AttentionInterface.register(ATTENTION, grouped_attention)

@@ -213,11 +213,3 @@ def test_attention_is_replaced_only_where_the_model_looks_it_up(name):
     assert replaced == (name == "Llama") and (replaced or twin is not target)
     ids = torch.randint(0, 40, (1, 9))
     torch.testing.assert_close(twin(ids).logits, target(ids).logits)
-
-
-def test_a_mask_is_repeated_once_per_forward():
-    mask = torch.randn(1, 1, 3, 7)
-    whole = packed.repeated(mask, 2)
-    assert torch.equal(whole, torch.cat([mask, mask], dim=2))
-    assert packed.repeated(mask, 2) is whole
-    assert packed.repeated(mask, 3).shape == (1, 1, 9, 7)
