@@ -12,7 +12,7 @@ processes, devices and mixed precision, so `accelerate launch` works like torchr
 `--method NAME --help` lists the options of the method as well.
 
 Random numbers are seeded for each step and each process, so a resumed run draws
-the same as one that was not interrupted. A step that is split differently, over
+the same as one that was not interrupted. A step that is split over another number of
 processes draws others: its result is not the same to the bit.
 """
 

@@ -105,10 +105,10 @@ def test_figures_that_pages_tell_in_words_follow_from_the_runs():
     less, *ends = (-x for x in learned(csgd, none))
     above, *between = learned(csgd, "eagle@eagle")
     told = {
-        "README.md": ["faster than Falcon on all 16.", f"raises tau by {lstm:.0f}%]"],
+        "README.md": ["faster than Falcon on all 16.", f"raised tau by {lstm:.0f}%]"],
         "results/README.md": ["tau by {:.0f}% and its speed by {:.0f}%".format(*more)],
         "results/log.md": [
-            f"raises tau by {lstm:.0f}% ({low:.0f} to {high:.0f}%)",
+            f"raised tau by {lstm:.0f}% ({low:.0f} to {high:.0f}%)",
             f"tau is {less:.0f}% lower with it ({ends[1]:.1f} to {ends[0]:.0f}%)",
             f"{above:.0f}% above EAGLE ({between[0]:.1f} to {between[1]:.0f}%)",
         ],
