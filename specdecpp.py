@@ -15,13 +15,15 @@ all are accepted, and a round ends when 1 - p^ exceeds a threshold h (Algorithm 
     y drafted from it                  y_1   y_2   y_3   y_4
     y judged by it                           y_1   y_2   y_3
 
-y_i is judged by e_i, one pass after it was drafted, and the last token of a draft is
-submitted unjudged. With stop="fixed" a round has gamma tokens (Algorithm 1).
+The head judges y_i one pass after y_i was drafted, because e_i exists only then. That
+pass also drafts y_(i+1), so the last token of a draft is submitted unjudged. (e_0, the
+root's state, is our name: the paper numbers the states of draft tokens only.) With
+stop="fixed" a round has gamma tokens (Algorithm 1).
 
-Names that differ from the paper's: p is `target`, q is `model`, e_i is `hidden`, p^ is
-`p_hat`, h is `threshold`, K is `gamma`, P_i is `accept_prob`, r / 100 is `KEEP`, and
-D, the number of residual blocks, is `head_depth`. Here D is the hidden size of the
-target, and E that of the draft model.
+Names: p is `target`, q is `model`, e_i is `hidden`, p^ is `p_hat`, h is `threshold`, K
+is `gamma`, P_i is `accept_prob`, r / 100 is `KEEP`. The paper's D, the number of
+residual blocks, is `head_depth`. In shapes, D is the hidden size of the target and E
+that of the draft model. Training code writes t for the paper's i.
 
 Deviations and what the authors' code does: at the end of this file.
 Licence: Apache-2.0.
@@ -50,7 +52,7 @@ class Config:
         6.0, "weight of rejections in the head's loss (the paper: 1, 3, 6 or 12)"
     )
     temperature: float = option(
-        0.0, "temperature of the head's labels; 0: greedy (3.3: sampled, 1)"
+        0.0, "temperature of the head's labels; 0: greedy, 1: sampled from q (3.3)"
     )
     stop: str = option(
         "head", "what ends a round: head, or fixed (gamma tokens)", decode=True
@@ -88,17 +90,15 @@ class Config:
             (self.w_rej == 0, "w_rej 0: take a weight above 0"),
             (not finite, "w_rej and temperature: take finite numbers"),
         )
-        if depth := self.target.get("num_layers"):  # of 3 layers, 1 is the same as -2
+        if depth := self.target.get("num_layers"):
+            wrong = not all(-depth <= layer < depth for layer in self.layers)
+            message = f"layers {self.layers}: choose from 0 to {depth - 1}"
+            common.refuse((wrong, message))
+            # Each layer once: of 3 layers, 1 and -2 are the same.
             self.layers = list(dict.fromkeys(layer % depth for layer in self.layers))
 
 
-VARIANTS = {  # named settings for bench.py, as in --method specdecpp:K2
-    "K2": {"stop": "fixed", "gamma": 2},
-    "K4": {"stop": "fixed", "gamma": 4},
-}
-
-
-# ----------------------------------------------------------------------------- the head
+# ------------------------------------------------------------- the head, and its use
 
 
 class AcceptanceHead(nn.Module):
@@ -112,7 +112,7 @@ class AcceptanceHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """A logit for each hidden state e_i (..., E).
 
-        Its sigmoid is the predicted probability that y_i is accepted (Eq. 3.1).
+        Its sigmoid predicts P(y_i is accepted | y_1 to y_(i-1) are) (Eq. 3.1).
         """
         x = hidden.to(self.out.weight.dtype)
         for block in self.blocks:
@@ -120,14 +120,54 @@ class AcceptanceHead(nn.Module):
         return self.out(x)[..., 0].float()
 
 
+def until_stop(steps, head, threshold: float):
+    """End a round when the head expects a rejection (Algorithm 2).
+
+    steps: what `propose` yields, (y_i, q_draft, e_(i-1)) for i = 1, 2, ...
+    head: maps e (E,) to a logit, whose sigmoid is the prediction for y_i at e_i.
+    threshold: h.
+    Yields (y_i, q_draft, p^), where p^ is the product of the predictions for y_1 to
+    y_(i-1), as a float; the first is 1. y_i is the last if 1 - p^ exceeds h, and then
+    no further step is asked for.
+
+    If the head predicts 0.9, 0.8 and 0.5 for y_1, y_2 and y_3, and h = 0.6:
+
+        pass i returns       e_0, q_1   e_1, q_2   e_2, q_3   e_3, q_4
+        y_i is drafted       y_1        y_2        y_3        y_4
+        p^, up to y_(i-1)    1          .9         .72        .36
+        1 - p^               0          .1         .28        .64 > h
+    """
+    p_hat = 1.0
+    for i, (token, q_draft, hidden) in enumerate(steps, start=1):
+        # `hidden` is e_(i-1), which judges y_(i-1). At i = 1 it is e_0, the root's
+        # state, and no draft token is there to judge. (The printed Algorithm 2 updates
+        # p^ at i = 1 as well, with an e_0 that it never computes.)
+        if i > 1:
+            p_hat *= float(head(hidden).sigmoid())
+        # y_i was drafted by the pass that returned e_(i-1), so it costs nothing more.
+        # It is submitted unjudged, as in the MDP of 3.1, where a stop drafts one more
+        # token. A round that the head ends therefore has two tokens or more.
+        yield token, q_draft, p_hat
+        # y_(i-1) is submitted even if its judgement ends the draft. Dropping a token
+        # because of its judgement would bias the samples: the tokens left would no
+        # longer follow q, which verification assumes.
+        if 1 - p_hat > threshold:
+            return
+
+
 # ------------------------------------------------------------------- training objective
 
+# The paper takes the draft model q as given (3.1). `model_of` returns it. It has:
+#
+#     hidden(ids, cache)    last hidden states (B, T, E) of ids (B, T), after those of
+#                           the cache, if there is one
+#     logits(hidden)        logits (..., Vd) of the token after each hidden state
+#     vocab_ids             (Vd,) the ids that the logits belong to
+#     num_layers            how many layers the cache has
+
 # `batch` is a common.Batch: input_ids (B, T); loss_mask (B, T), which is True at the M
-# answer tokens X_t; and the target's last hidden states, batch.hidden (B, T, D). The
-# paper's i is t here. batch.predicts (B, T) marks the places whose next token is an
-# X_t. `drafter` holds the head, and `model_of` returns its draft model: model.hidden
-# computes last hidden states (B, T, E), and model.logits turns them into logits (...,
-# Vd), one for each of model.vocab_ids.
+# answer tokens X_t; and the target's last hidden states, batch.hidden (B, T, D).
+# batch.predicts (B, T) marks the places whose next token is an X_t.
 
 KEEP = 0.15  # the share of X in Z (see `mix`), r / 100; the authors' code's value
 
@@ -140,16 +180,17 @@ def labelled(drafter, target, batch) -> tuple[Tensor, Tensor]:
     """
     model = model_of(drafter, target)
     # 1. X is the text of the batch, which the target wrote.
-    # 2. A label P_t assumes that all tokens before Y_t were accepted. Y_t is therefore
-    #    drafted and labelled after X_1 to X_(t-1).
+    # 2. Y_t is drafted after X_1 to X_(t-1). Its label P_t is therefore conditional, as
+    #    Eq. 3.1 asks: every token before Y_t is the target's own.
     temperature = drafter.config.temperature
     drafted, accept_prob = draw_labels(model, target, batch, temperature)
-    # 3. The head should also learn from hidden states at rejected draft tokens, which X
-    #    lacks (section 1 calls the signal sparse). So one pass reads Z, mostly Y.
+    # 3. The exact e_t would follow X_1 to X_(t-1) and Y_t, which takes a pass for each
+    #    t. Instead, one pass reads Z, a mixture of X and Y, and yields e_t for every
+    #    Y_t in Z (section 1: "to increase training efficiency").
     uniform = torch.rand_like(batch.loss_mask, dtype=torch.float32)
     mixed, judged = mix(batch, drafted, uniform, KEEP)
-    # 4. Here e_t follows Z_1 to Z_(t-1) and Y_t, whereas P_t was computed after X_1 to
-    #    X_(t-1). The loss of 3.3 does the same.
+    # 4. So e_t follows Z_1 to Z_(t-1) and Y_t, but P_t was computed after X_1 to
+    #    X_(t-1). The loss of 3.3 has the same mismatch.
     hidden = model.hidden(mixed)[judged]  # (J, E)
     among = judged[batch.loss_mask]  # (M,) bool, which Y_t are judged
     return hidden, accept_prob[among]
@@ -206,90 +247,35 @@ def loss(drafter, target, batch) -> tuple[Tensor, Tensor | int]:
     """The summed loss, and the weight to divide it by.
 
     Stage head: the weighted binary cross-entropy of 3.3 between the labels P and the
-    head's predictions s, -(w_acc P log s + w_rej (1 - P) log(1 - s)) with w_acc = 1.
-    The weight is the sum of w_acc P + w_rej (1 - P).
-
-    Stage draft (ours): cross-entropy between the target's distribution, renormalised
-    over the draft vocabulary, and the draft model's, summed over M tokens; the weight
-    is M.
+    head's predictions P^, -(w_acc P log P^ + w_rej (1 - P) log(1 - P^)) with w_acc = 1.
+    The weight is the sum of w_acc P + w_rej (1 - P). Stage draft: `distil_loss`.
     """
     if drafter.config.stage == "draft":
-        model = model_of(drafter, target)
-        ours, theirs = response_hidden(model, batch)
-        logits = model.logits(ours)  # (M, Vd)
-        p_target = common.target_logits(target, theirs, model.vocab_ids).softmax(-1)
-        return F.cross_entropy(logits, p_target, reduction="sum"), len(logits)
-
+        return distil_loss(drafter, target, batch)
     hidden, accept_prob = labelled(drafter, target, batch)
-    logits = drafter.head(hidden)  # (J,) whose sigmoid is s
-    # The paper weighs rejections more because they are rare, and because the head is
-    # trained on Z but judges real drafts, which may make it over-confident. The weight
-    # biases s, which makes h a number to tune and not a probability: the loss is
-    # smallest at s = P / (P + w_rej (1 - P)), which is less than P if w_rej > 1. For
-    # w_rej = 6 and P = .72 that is s = .3, and a round ends as soon as P(y_1 is
-    # rejected) > .28 although h = .7. A larger w_rej makes drafts shorter, and a larger
-    # h makes them longer. (Heads with w_rej = 1 and 6 are equally fast here once h is
-    # tuned for each, see results/log.md.)
-    weight_acc = accept_prob
-    weight_rej = drafter.config.w_rej * (1 - accept_prob)
-    accepted = weight_acc * F.logsigmoid(logits)  # log s
-    rejected = weight_rej * F.logsigmoid(-logits)  # log(1 - s)
-    total = -(accepted + rejected).sum()
-    return total, (weight_acc + weight_rej).sum()
-
-
-def acceptance(drafter, target, batch) -> tuple[Tensor, int]:
-    """The draft model's acceptance rate at temperature 1, summed over M places, and M.
-
-    At each place of the batch's text it is sum_x min(p_target, q_draft). It stays the
-    same while the head is trained.
-    """
-    model = model_of(drafter, target)
-    ours, theirs = response_hidden(model, batch)
-    q_draft = model.logits(ours).softmax(-1)  # (M, Vd)
-    return common.overlap(target, theirs, q_draft, model.vocab_ids), len(ours)
+    logits = drafter.head(hidden)  # (J,)
+    # The paper weighs rejections more because they are rare, and because the head may
+    # be over-confident: it is trained on Z and used on real drafts (3.3).
+    #
+    # The rest is ours. The weight shifts the best prediction: where labels have the
+    # mean P, the loss is smallest at P / (P + w_rej (1 - P)). For w_rej = 6 and P = .72
+    # that is .3, so with h = .7 a round ends after y_2 if P < .72. A larger w_rej makes
+    # drafts shorter, and a larger h makes them longer: tune h anew for each w_rej.
+    accept = accept_prob  # w_acc P
+    reject = drafter.config.w_rej * (1 - accept_prob)  # w_rej (1 - P)
+    # log(1 - sigmoid(x)) is logsigmoid(-x).
+    total = -(accept * F.logsigmoid(logits) + reject * F.logsigmoid(-logits)).sum()
+    return total, (accept + reject).sum()
 
 
 # ----------------------------------------------------------------------------- decoding
 
-# Algorithm 2 is `until_stop` and `propose`, and then Decoding.verify of common.py.
+# Algorithm 2 is `propose` and `until_stop`, and then Decoding.verify of common.py.
 
-
-def until_stop(steps, head, threshold: float):
-    """End a round when the head expects a rejection (Algorithm 2).
-
-    steps: what `propose` yields, (y_i, q_draft, e_(i-1)) for i = 1, 2, ...
-    head: maps e (E,) to a logit, whose sigmoid is the prediction for y_i at e_i.
-    threshold: h.
-    Yields (y_i, q_draft, p^), where p^ is the product of the predictions for y_1 to
-    y_(i-1), as a float; the first is 1. y_i is the last if 1 - p^ exceeds h, and then
-    no further step is asked for.
-
-    If the head predicts 0.9, 0.8 and 0.5 for y_1, y_2 and y_3, and h = 0.6:
-
-        pass i returns       e_0, q_1   e_1, q_2   e_2, q_3   e_3, q_4
-        y_i is drafted       y_1        y_2        y_3        y_4
-        p^, up to y_(i-1)    1          .9         .72        .36
-        1 - p^               0          .1         .28        .64 > h
-    """
-    p_hat = 1.0
-    for i, (token, q_draft, hidden) in enumerate(steps, start=1):
-        # `hidden` is e_(i-1), by which y_(i-1) is judged. e_0 judges nothing: Eq. 3.1
-        # has an e_i for draft tokens only. (The printed Algorithm 2 has a slip: it also
-        # multiplies by a prediction when i = 1, for which it has computed no e_0.)
-        if i > 1:
-            p_hat *= float(head(hidden).sigmoid())
-        # The pass that returned e_(i-1) also returned q_i, so when y_(i-1) is judged,
-        # y_i costs no further pass. It is submitted unjudged, as in the MDP of 3.1,
-        # where a stop drafts one more token. As nothing is judged before y_1, a round
-        # that the head ends has two tokens or more.
-        yield token, q_draft, p_hat
-        # y_(i-1) is submitted even if its judgement ends the draft. To drop it for this
-        # reason would bias the samples: tokens that survive such a filter no longer
-        # follow q, but verification assumes that they do. (In greedy decoding it would
-        # be safe, but would gain little: its pass has been made.)
-        if 1 - p_hat > threshold:
-            return
+VARIANTS = {  # named settings for bench.py, as in --method specdecpp:K2
+    "K2": {"stop": "fixed", "gamma": 2},
+    "K4": {"stop": "fixed", "gamma": 4},
+}
 
 
 def propose(model, decoding, cache: common.DraftCache):
@@ -323,7 +309,7 @@ def propose(model, decoding, cache: common.DraftCache):
 @common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter, **changes):
-    """Yield one draft per round; the caller verifies it before it asks for the next.
+    """Yield one draft per round. Verify each draft before you ask for the next one.
 
     For target.generate(**inputs, custom_generate=...), with speculate of common.py:
 
@@ -347,19 +333,11 @@ def drafts(decoding, drafter, **changes):
         )
     model = model_of(drafter, decoding.target)
     limit = config.gamma if config.stop == "fixed" else config.max_draft
-    # The longest text that the draft model would read: without the last draft token,
-    # which it is not fed, and the bonus token.
-    longest = min(decoding.end + limit - 1, decoding.generation_config.max_length - 2)
-    if model.context and longest - decoding.first > model.context:
-        raise common.UserError(
-            f"the draft model reads {model.context} tokens at most: set a lower window "
-            "or max_new_tokens, or choose another draft model"
-        )
     cache = common.DraftCache(model.num_layers)
     while not decoding.done:
         steps = propose(model, decoding, cache)
         steps = itertools.islice(steps, min(limit, decoding.max_depth))
-        p_hats = []  # for display: p^ after y_1, after y_2, ...; not after the last
+        p_hats = []  # p^ after y_1 to y_(N-1), for whoever replays the round
         if config.stop == "head":
             steps = list(until_stop(steps, drafter.head, config.threshold))
             p_hats = [p_hat for *_, p_hat in steps[1:]]
@@ -379,9 +357,9 @@ def throughput(
     t_draft, t_target: seconds of a pass and of a forward.
     """
     # An answer takes T = t_draft N_draft + t_target N_target (Eq. 2.1). Each pass and
-    # each forward gives a token, so N_draft + N_target = N + N_discarded. (The last
-    # forward gives none where the end of the answer was drafted.) With N_draft from
-    # this, T is Eq. 2.2, and divided by N it is
+    # each forward supplies one token, so N_draft + N_target = N + N_discarded. (The
+    # last forward supplies none if the end of the answer was drafted.) Solve this for
+    # N_draft and insert it in T, which gives Eq. 2.2. Then divide by N.
     latency = t_draft + t_draft * discard + (t_target - t_draft) * verification
     return 1 / latency
 
@@ -392,58 +370,74 @@ def oracle(agrees: list[bool]) -> int:
     agrees[i]: whether the draft model's likeliest token, after the answer's tokens
         before place i, is token i. The answer has at least one token.
     """
-    # Each round stops just before the next disagreement, where the target's own token
-    # takes its place. That makes one round for each place in S, the set of
-    # disagreements, and one more at the end. The lemma's |S| + 1 is one too many if the
-    # answer's last token is in S, because no round follows it. Between two
-    # disagreements in a row the best round drafts nothing, which Algorithm 2 cannot do.
+    # Each round ends just before the next disagreement, and its forward supplies the
+    # token there. That is one round for each place in S, the set of disagreements, and
+    # one for the rest of the answer. If the last token is in S, nothing is left after
+    # it, and N_target is |S|, not the lemma's |S| + 1. If two neighbours are both in S,
+    # the best draft between them is empty, which Algorithm 2 never submits.
     return 1 + sum(not agree for agree in agrees[:-1])
 
 
 def stop_threshold(c1: float, c2: float, delta: float = 0.0) -> float:
-    """Theorem 3.1: once R reaches this bound, stopping has the smaller expected cost.
+    """The bound of Theorem 3.1 on P(at least one of y_1 to y_k is rejected | prefix).
 
-    It holds for time-homogeneous policies with a bounded draft length. R is the
-    probability that at least one of y_1 to y_k is rejected; a stop also drafts y_(k+1).
+    At or above it, stopping has the smaller expected total cost, for time-homogeneous
+    policies with a bounded draft length. A stop drafts y_(k+1) before it submits.
     c1, c2: t_draft and t_target - t_draft.
     delta: depends on the policy, the prompt, both models, c1 and c2; it is not known.
     """
     # How we read the bound, without its proof in appendix D: if a token is rejected,
     # continuing wastes at least a pass, c1. If none is, stopping costs at most c2 +
-    # delta more than continuing. At the bound R c1 = (1 - R)(c2 + delta). With the
+    # delta more than continuing. At the bound P c1 = (1 - P)(c2 + delta). With the
     # paper's times, .0234 s and .112 s (4.2), it is .79 at delta = 0.
     #
-    # Do not use it as h: delta is unknown, stopping may be cheaper at a smaller R as
-    # well (the condition is sufficient, not necessary), and 1 - p^ is not R, because
-    # the loss biases the head (see `loss`). For these reasons h is tuned (4.1).
+    # Do not use it as h: delta is unknown, stopping may be cheaper below it as well
+    # (the condition is sufficient, not necessary), and 1 - p^ is not this P, because
+    # the loss biases the head (see `loss`). h is tuned, as the paper's is (4.1).
     return (c2 + delta) / (c1 + c2 + delta)
 
 
 # ---------------------------------------------------------------------- the draft model
 
-# The paper takes the draft model q as given (3.1). Here it is either some layers of the
-# target, copied and then distilled, or a causal LM with the target's vocabulary. Both
-# are objects with the same members, and `drafter.lm` may be any other that has them:
-#
-#     hidden(ids, cache)    last hidden states (B, T, E) of ids (B, T), after those of
-#                           the cache, if there is one
-#     logits(hidden)        logits (..., Vd) of the token after each hidden state
-#     vocab_ids             (Vd,) the ids that the logits belong to
-#     num_layers            how many layers the cache has
-#     context               how many tokens it can read; None: any number
+# By default it is some layers of the target, copied and then distilled. It may also be
+# any causal LM with the target's vocabulary, and `drafter.lm` any object with the
+# members that are listed under "training objective".
+
+
+def distil_loss(drafter, target, batch) -> tuple[Tensor, int]:
+    """The loss of stage draft (ours), summed over the M answer tokens, and M.
+
+    The cross-entropy between the target's distribution, renormalised over the draft
+    vocabulary, and the draft model's.
+    """
+    model = model_of(drafter, target)
+    ours, theirs = response_hidden(model, batch)
+    logits = model.logits(ours)  # (M, Vd)
+    p_target = common.target_logits(target, theirs, model.vocab_ids).softmax(-1)
+    return F.cross_entropy(logits, p_target, reduction="sum"), len(logits)
+
+
+def acceptance(drafter, target, batch) -> tuple[Tensor, int]:
+    """The draft model's acceptance rate at temperature 1, summed over M places, and M.
+
+    At each place of the batch's text it is sum_x min(p_target, q_draft). It stays the
+    same while the head is trained.
+    """
+    model = model_of(drafter, target)
+    ours, theirs = response_hidden(model, batch)
+    q_draft = model.logits(ours).softmax(-1)  # (M, Vd)
+    return common.overlap(target, theirs, q_draft, model.vocab_ids), len(ours)
 
 
 class CopiedLayers:
     """The drafter's layers, between the target's embedding and its LM head."""
-
-    context = None
 
     def __init__(self, drafter, target):
         self.drafter = drafter
         self.target = target
         self.vocab_ids = drafter.vocab_ids
         self.num_layers = len(drafter.layers)
-        # It has neither the target's soft cap nor its bias. The layers learn with it.
+        # The target's LM head without soft cap and bias; the layers learn with it.
         head = common.draft_head(target, drafter.vocab_ids)
         self.lm_head = head.to(drafter.norm.weight.dtype)
 
@@ -456,7 +450,7 @@ class CopiedLayers:
         tables = common.rotary(self.target, positions, -1)  # of the target's top layer
         head_dim = self.drafter.config.target["head_dim"]
         tables = common.whole_rotary(tables, head_dim, x.dtype)
-        mask = None  # without a cache it is causal, and one token sees everything
+        mask = None  # causal if no rows are cached; a single token sees every row
         if read > 0 and n > 1:
             mask = torch.ones(n, read + n, dtype=torch.bool, device=x.device)
             mask = mask.tril(read)[None, None]  # (1, 1, n, P + n)
@@ -471,8 +465,9 @@ class CopiedLayers:
 class CausalLM:
     """A causal LM with the target's vocabulary (4.1).
 
-    Of its vocabulary only the size is compared: make sure that it has the target's
-    tokenizer. Raises UserError if it cannot draft for the target.
+    Only the sizes of the vocabularies are compared: the tokenizer must be the target's.
+    Raises UserError if it cannot draft for the target, or if a text is longer than its
+    context.
     """
 
     def __init__(self, lm, target):
@@ -481,7 +476,7 @@ class CausalLM:
         wrong = f"the draft model has {size} tokens, not {vocab}: choose another one"
         elsewhere = f"the draft model is on {lm.device}: move it to {target.device}"
         common.refuse((size != vocab, wrong), (lm.device != target.device, elsewhere))
-        try:  # it must do what a target does, above all let its cache be cut
+        try:  # as with a target, rejected tokens must be removable from its cache
             common.check_target(lm)
         except common.UserError as error:
             name = type(lm).__name__
@@ -493,6 +488,12 @@ class CausalLM:
         self.width = config.hidden_size  # E
 
     def hidden(self, ids: Tensor, cache=None) -> Tensor:
+        length = ids.shape[1] + (0 if cache is None else cache.get_seq_length())
+        if self.context and length > self.context:
+            raise common.UserError(
+                f"the draft model reads {self.context} tokens at most: set a lower "
+                "window or max_new_tokens, or choose another draft model"
+            )
         return common.last_hidden(self.lm, ids, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -529,13 +530,6 @@ class Drafter(
         self.head = AcceptanceHead(width, config.head_depth)
         self.head.requires_grad_(config.stage == "head")
         common.add_vocab_ids(self, config.draft_vocab)  # of copied layers
-        self.register_load_state_dict_pre_hook(_rename_body)
-
-
-def _rename_body(module, state_dict: dict, *_) -> None:
-    """The shipped drafter was saved with its layers and norm in a `body`."""
-    for name in list(state_dict):
-        state_dict[name.removeprefix("body.")] = state_dict.pop(name)
 
 
 def model_of(drafter: Drafter, target):
@@ -559,7 +553,7 @@ def wrap(lm, target, config: Config | None = None) -> Drafter:
     """
     model = CausalLM(lm, target)
     config = config or Config(stop="fixed")
-    # With a name the drafter has no layers of its own, also when it is loaded again.
+    # A name keeps Drafter from making layers, now and when it is loaded again.
     name = config.draft_model or lm.config.name_or_path or "an LM in memory"
     sizes = {"target": common.target_shape(target), "width": model.width}
     changes = sizes | {"draft_model": name, "draft_vocab": 0}
@@ -577,21 +571,11 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     Raises UserError for layers that the target does not have, and for a `draft_model`
     that cannot be loaded or used.
     """
-    shape = common.target_shape(target)
-    depth = shape["num_layers"]
-    common.refuse(
-        (
-            config.draft_model and config.stage == "draft",
-            "a draft_model is not trained, only its head: use --stage head",
-        ),
-        (
-            not all(-depth <= layer < depth for layer in config.layers),
-            f"layers {config.layers}: choose from 0 to {depth - 1}",
-        ),
-    )
+    untrained = "a draft_model is not trained, only its head: use --stage head"
+    common.refuse((config.draft_model and config.stage == "draft", untrained))
     if config.draft_model:
         return wrap(load_lm(config.draft_model, target), target, config)
-    drafter = Drafter(dataclasses.replace(config, target=shape))
+    drafter = Drafter(dataclasses.replace(config, target=common.target_shape(target)))
     theirs = common.target_layers(target)  # some targets have no `layers`
     copied = [theirs[layer] for layer in drafter.config.layers] if theirs else []
     common.start_from(drafter, target, token_counts, zip(drafter.layers, copied))
@@ -604,7 +588,7 @@ if __name__ == "__main__":
 
 # --------------------------------- deviations from the paper, and the authors' code
 #
-# Deviations from sections 1 to 5 of v1, and choices where these say nothing:
+# Deviations from sections 1 to 5 of v1, and choices where the paper is silent:
 #  1. The paper's draft model is given (3.1). By default it is made here, from layers of
 #     the target that first learn the target's distributions (stage "draft").
 #  2. Copied layers draft and learn frequent tokens only (`draft_vocab`), without the
@@ -612,18 +596,19 @@ if __name__ == "__main__":
 #  3. Labels are greedy by default. With a `temperature` of 1 they are the paper's, if
 #     the target also wrote the texts at 1. Decode at the temperature of the labels.
 #  4. Y and Z are sampled anew in each training step.
-#  5. With the head, a draft has at most 20 tokens (4.1: it stops when they exceed 20).
+#  5. A draft has at most `max_draft` = 20 tokens. In 4.1 it stops when their number
+#     "exceeds 20", which is the 21st.
 #  6. It ends after an end-of-sequence token, and where the answer must end.
 #  7. The "(D+1)-layer ResNet" (4.1) is `head_depth` different blocks and one logit.
 #  8. Each X_t is in Z with probability 15% (r), and the loss is divided by the sum of
 #     its weights, as in the authors' code.
-#  9. The draft model sees a window of a long text (common.windowed).
+#  9. e_i is the state after the final norm; the paper does not say which it takes.
+# 10. The draft model sees a window of a long text (common.windowed).
 #
-# Authors' code, run with the same random weights; the rest agrees:
+# What the authors' code does differently, with the same random weights:
 #  - The head applies one block `head_depth` times, and has two outputs and a softmax.
 #  - Y and Z are sampled once, before the training. Labels use the plain softmax,
 #    but texts and answers are sampled with the checkpoint's settings.
 #  - In the last rounds of an answer it drafts beyond the maximum length.
 #  - It does not have the slip of the printed Algorithm 2 (see `until_stop`).
-# In the paper's Table 1 the two rows are exchanged. In replays of our drafts the draft
-# model's confidence was a better judge than the head (results/log.md).
+# In the paper's Table 1 the two rows are exchanged.

@@ -234,8 +234,8 @@ a causal LM is believed
 - common.check_target(lm)
 + pass
 w_rej is ignored
-- weight_rej = drafter.config.w_rej * (1 - accept_prob)
-+ weight_rej = 1 - accept_prob
+- reject = drafter.config.w_rej * (1 - accept_prob)
++ reject = 1 - accept_prob
 
 # falcon.py
 the relaxed mask is plain causal
