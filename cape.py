@@ -5,7 +5,7 @@ Paper: Du et al., ICML 2024, arXiv:2402.02082, section 4.2 and appendix A.
 A chain drafter computes a distribution at every step, but submits only one token of it.
 CAPE submits the next best tokens as well: many where the drafter was unsure, few where
 it was sure. These extras are leaves of the tree. Nothing is drafted after them, so they
-cost rows in the verification, but no pass:
+make the forward of the target longer, but cost no pass of the drafter:
 
     root -+- x_(t+1) -+- x_(t+2) -+- x_(t+3)   the trajectory, gamma = 3
           |           |           |
@@ -61,7 +61,7 @@ class Config:
 VARIANTS = {
     "paper": {"gamma": 4, "sizes": [7, 5, 3, 1], "bounds": [0.3, 0.6, 0.8]},
     "none": {"sizes": [0], "bounds": []},  # only the trajectory
-    "fixed": {"sizes": [4], "bounds": []},  # 5.4, if its 4 leave out the drafted token
+    "fixed": {"sizes": [4], "bounds": []},  # 5.4, counted as in 4.2
     "cpu": {"gamma": 3, "sizes": [2, 1, 1, 0]},  # fitted to two cores and our GLIDE
 }
 
@@ -95,7 +95,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     trajectory: a chain with its `probs`, as common.chain makes it; an empty one is
         returned as it is, without these notes.
     Returns a Draft with {"confidences": [...], "counts": [...]} in its notes. A count
-    is S(p_i), even if fewer tokens had a probability above 0.
+    is S(p_i); X_i is smaller where fewer tokens have a probability above 0.
     Raises UserError for a draft that is not a chain.
     """
     length = len(trajectory.tokens)  # gamma, or less at the end of an answer
@@ -115,7 +115,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
     # may be any. It is therefore removed by its id, not by its rank.
     others = q_draft.scatter(1, trajectory.tokens[:, None], 0.0)
     most = min(max(counts), others.shape[1])
-    best = others.topk(most)  # not sampled, so they get no rows in `probs`
+    best = others.topk(most)  # not sampled, so `probs` does not cover them
     rank = torch.arange(most, device=q_draft.device)
     wanted = rank < rank.new_tensor(counts)[:, None]  # (gamma, most) bool
     extra = wanted & (best.values > 0)
@@ -143,7 +143,7 @@ def expand(trajectory: common.Draft, config: Config) -> common.Draft:
 
 
 def drafts(chains, **changes):
-    """Yield the expansion of each chain; the caller verifies each before the next.
+    """Yield the expansion of each chain. Verify each before you ask for the next one.
 
     chains: a generator of chains, such as glide.drafts or specdecpp.drafts.
     changes: other values for sizes and bounds, see Config.
@@ -172,16 +172,19 @@ if __name__ == "__main__":
 # --------------------------------- deviations from the paper, and the authors' code
 #
 # Deviations from the paper, and choices where it says nothing:
-#  1. Where 4.2 and Algorithm 1 differ, 4.2 is followed. Algorithm 1's floor(10 p) gives
-#     5, 3 and 1 extras at p = .3, .6 and .8 (4.2: 7, 5 and 3), and reads past S at 1.
+#  1. The ranges of 4.2 are compared directly. Algorithm 1 looks S up by floor(10 p),
+#     which reads past its end at p = 1, and gives fewer extras at p = .3, .6 and .8.
 #  2. Algorithm 1's 8, 6, 4 and 2 count the drafted token too: 4.2 has 7, 5, 3 and 1.
 #  3. The paper evaluates CAPE greedily (5.1). When sampling, too, the extras are the
 #     most probable tokens; p_i is the largest probability after the logits processors.
 #  4. q_draft is normalised over the draft vocabulary, so confidences are higher.
 #  5. Tokens of probability 0 are never extras.
-#  6. bench.py gives CAPE chains of gamma = 4, as the authors' code does; the paper says
-#     none for CAPE (5.1: 5, for GLIDE). 4 x (1 + 7) = 32 keeps the limit of 32 draft
-#     tokens (5.3), which is not checked here.
+#  6. bench.py gives CAPE chains of gamma = 4, as the authors' code does; the paper
+#     gives no gamma for CAPE (5.1: 5, for GLIDE). 4 x (1 + 7) = 32 keeps the limit of
+#     32 draft tokens (5.3), which is not checked here. The shipped GLIDE learned with
+#     L = 3, so it never learned to draft a fourth token.
+#  7. The sets are made after the whole chain, as in Algorithm 1. By 4.2 this "can be
+#     done while the draft model continues", so that it costs no time.
 #
 # Authors' code, run with the same random weights: all 30 nodes of its draft agree.
 #  - gamma is fixed at 4, and S is looked up by floor(10 p), with two entries for p = 1.

@@ -13,13 +13,15 @@ tokens: it merges equal neighbours, and then it drops the blanks:
     sequence    a     b c          a   a b          a blank keeps two equal tokens apart
 
 Many alignments become the same sequence, and CTC adds up their probabilities (Eq. 6).
-Training maximises the sum for the right sequence. It does so at many places of a text
-in one pass, the *anchors*, each of which has S slots of its own. When decoding, the
-likeliest sequences are drafted, as a tree. Although the slots are independent, the
-tokens of a sequence are not: a slot that holds one token cannot hold another.
+Training maximises this sum for the tokens that the target would say (Eq. 2 to 5). One
+pass trains many places of a text, the *anchors* (ours); each has S slots of its own.
+When decoding, the likeliest sequences are drafted as a tree. The slots are independent,
+but the tokens of a sequence are not: each slot supplies at most one of them, so the
+place of one token limits where the next can stand.
 
-By default we add a loss on the first token, and rank sequences by sums. The paper's
-loss is `first_token=0`, and `transform="alignments"` comes closest to its candidates.
+Two defaults are ours: the loss has a term for the first token, and a sequence is ranked
+by the sum over its alignments. `first_token=0` gives the paper's loss, and the variant
+`paper` comes closest to its decoding.
 
 Names that differ from the paper's: F_distill is `hidden`, F^ is `states`, P^ is
 `q_slots` (its logarithm `log_q`), beta^-1 is `collapse`, T of Eq. 7 is S. The base
@@ -34,7 +36,6 @@ Licence: Apache-2.0.
 import dataclasses
 import heapq
 import itertools
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ class Config:
     target: dict = option(dict, "shape of the target (filled in by build)")
     slots: int = option(6, "slots per pass, S")
     labels: int = option(3, "tokens that are learned after each anchor, U")
-    anchors: int = option(64, "at most this many per sequence, chosen at random")
+    anchors: int = option(64, "at most this many per text, chosen at random")
     first_token: float = option(
         1.0, "weight of the first token's own loss (the paper: 0)"
     )
@@ -63,14 +64,16 @@ class Config:
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     transform: str = option(
         "prefixes",
-        "rank by prefixes (a sum), alignments (nearest to the paper) or none (no "
-        "transform)",
+        "how sequences are ranked: prefixes (a sum), alignments (nearest to the paper) "
+        "or none",
         decode=True,
     )
     symbols: int = option(
         6, "likeliest tokens tried per slot, k (the authors' code: 10)", decode=True
     )
-    candidates: int = option(8, "how many survive each slot (`prefixes`)", decode=True)
+    candidates: int = option(
+        8, "beam width: prefixes that survive each slot (`prefixes`)", decode=True
+    )
     nodes: int = option(
         5, "at most this many nodes (the authors' code: 63)", decode=True
     )
@@ -83,10 +86,9 @@ class Config:
 
 
 VARIANTS = {  # named settings for bench.py, as in --method ctc_drafter:paper
-    "alignments": {"transform": "alignments"},  # "CTC verify" of Table 2
+    "alignments": {"transform": "alignments"},  # "CTC verify" of Table 2, at our size
     "none": {"transform": "none"},  # as Table 2's "Medusa verify", but without blanks
-    # As near to the paper's decoding as this file comes; k and the number of nodes are
-    # from the authors' code.
+    # As near to the paper's decoding as this file comes.
     "paper": {"transform": "alignments", "symbols": 10, "nodes": 63},
 }
 
@@ -94,15 +96,16 @@ VARIANTS = {  # named settings for bench.py, as in --method ctc_drafter:paper
 # ---------------------------------------------------------------------- architecture
 
 # The layer reads rows. Row i combines h_i, the target's hidden state after x_i, with
-# the embedding of x_(i+1) (Eq. 9 has no embedding). Rows need no outputs: with a single
-# layer, nothing would read them. (The target has not read the newest token yet, so the
-# newest hidden state belongs to the token before it, and a text of T tokens has T - 1
-# rows.)
+# the embedding of x_(i+1). The slots after it predict what follows:
+#
+#     row i    h_i, x_(i+1)     its S slots    x_(i+2), x_(i+3), ..., and blanks
+#
+# A text of T tokens has T - 1 rows, because the target has not read the newest token
+# yet. Rows supply keys and values only: no second layer would read their outputs.
 #
 # An anchor is a row that slots follow. When drafting, it is the newest row. In
-# training, a text has up to A anchors, each with a window: the U labels that its slots
-# learn. A batch has W windows, one for each anchor; W is less than B A where a text has
-# too few places.
+# training, a text has up to A anchors, whose slots learn U labels each. A batch has W
+# anchors; W is less than B A where a text has too few.
 
 
 class SlotAttention(LlamaAttention):
@@ -115,7 +118,7 @@ class SlotAttention(LlamaAttention):
     def forward(self, rows, slots, tables, mask, cache) -> Tensor:
         """Output (B, m, D) of m slots, after n rows.
 
-        rows: (B, n, D). slots: (B, m, D), m = A S, one anchor's after another's.
+        rows: (B, n, D). slots: (B, m, D), m = A S, grouped by anchor.
         tables: rotary cos and sin (B, n + m, R).
         mask: (B, 1, m, n + m) bool, True where a slot reads; None: everywhere.
         cache: holds P earlier rows, and gets rows and slots; None in training.
@@ -123,6 +126,7 @@ class SlotAttention(LlamaAttention):
         x = torch.cat([rows, slots], dim=1)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (self.split(project(x)) for project in projections)
+        # Only the slots' queries are used. (A joint product is faster, see packed.py.)
         q = common.rotate(q, tables)[:, :, rows.shape[1] :]  # (B, H, m, Dh)
         k = common.rotate(k, tables)  # (B, Hkv, n + m, Dh)
         if cache is not None:
@@ -194,7 +198,7 @@ class Drafter(
         return self.norm(x).unflatten(1, slot_positions.shape[1:])
 
     def logits(self, states: Tensor, head: nn.Module) -> Tensor:
-        """Logits (..., Vd + 1) of states (..., D), the blank's last (Eq. 10)."""
+        """Logits (..., Vd + 1) of states (..., D), the blank's last; for Eq. 10."""
         return torch.cat([head(states), self.blank(states)], dim=-1).float()
 
 
@@ -240,7 +244,7 @@ def slot_mask(anchors: Tensor, length: int, slots: int) -> Tensor:
 def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     """Choose anchors and their labels.
 
-    Returns anchors (B, A), filled up with -1 where a sequence has fewer, and labels
+    Returns anchors (B, A), filled up with -1 where a text has fewer, and labels
     (W, U) of the W anchors that are not -1, as indices into vocab_ids.
     """
     # Labels are what the target would say (Eq. 3 to 5): y_t is the likeliest token of
@@ -250,22 +254,20 @@ def anchors_and_labels(drafter, target, batch) -> tuple[Tensor, Tensor]:
     #     anchor 0    h_0  x_1 [y_2  y_3  y_4]
     #     anchor 1         h_1  x_2 [y_3  y_4  y_5]
     #
-    # The labels of a window need not be a coherent text: y_3 is what the target says
-    # after x_0, x_1 and x_2, and x_2 is y_2 only where the text is the target's own
-    # greedy answer.
+    # The labels of an anchor need not form a coherent text: y_4 is predicted after x_3,
+    # and x_3 differs from y_3 unless the text is the target's own greedy answer.
     U = drafter.config.labels
     hidden = batch.hidden[batch.predicts]
     logits = common.target_logits(target, hidden, drafter.vocab_ids)
     y = torch.full_like(batch.input_ids, -1)  # (B, T); column i holds y_(i+1)
     y[batch.predicts] = logits.argmax(-1)  # -1 outside the answer
-    # The labels of row i begin with y_(i+2), in the next column. Windows at the end of
-    # the text run into -1.
+    # The labels of row i begin with y_(i+2), in the next column. Those of the last rows
+    # run into -1.
     labels = F.pad(y[:, 1:], (0, U - 1), value=-1).unfold(1, U, 1)  # (B, T - 1, U)
 
-    # Choose anchors at random among the rows whose labels all lie in the answer, so its
-    # last token can only be the last label of a window. Not all of these rows
-    # are anchors, because each adds S slots to the pass: 64 of them add 384, about as
-    # many as a long text has rows.
+    # Anchors are chosen at random among the rows whose U labels all lie in the answer.
+    # Each adds S slots to the pass, so their number is limited: 64 anchors add 384
+    # slots, about as many as a long text has rows.
     whole = (labels >= 0).all(-1)  # (B, T - 1)
     order = torch.rand_like(whole, dtype=torch.float32).masked_fill(~whole, -1)
     most = min(drafter.config.anchors, int(whole.sum(1).max()))  # A
@@ -295,7 +297,7 @@ def training_log_q(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
 
 
 def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
-    """Minus log P of Eq. 6, summed over W windows.
+    """Minus log P of Eq. 6, summed over W anchors.
 
     log_q: (W, S, Vd + 1). labels: (W, U).
     """
@@ -304,13 +306,13 @@ def ctc_loss(log_q: Tensor, labels: Tensor) -> Tensor:
     return F.ctc_loss(
         log_q.transpose(0, 1),  # (S, W, Vd + 1)
         labels,
-        [S] * W,  # slots of each window
+        [S] * W,  # slots of each anchor
         [labels.shape[1]] * W,  # and its labels
         blank=size - 1,
         reduction="sum",
-        # A blank must come between a label and an equal one after it, so a window with
-        # r such repeats needs U + r slots. With fewer its loss would be infinite, so it
-        # is set to 0. That cannot happen with the default S and U.
+        # A blank must come between a label and an equal one after it, so labels with r
+        # such repeats need U + r slots. With fewer the loss would be infinite, so it is
+        # set to 0. That cannot happen with the default S and U.
         zero_infinity=True,
     )
 
@@ -329,21 +331,18 @@ def first_token_log_q(log_q: Tensor) -> Tensor:
 
 
 def first_token_hidden(batch, anchors: Tensor) -> Tensor:
-    """The target's states (W, D) that predict the first token after each anchor."""
+    """The target's hidden states (W, D) that predict the first token after anchors."""
     return at_anchors(batch.hidden[:, 1:], anchors)  # row i: h_(i+1), for x_(i+2)
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
-    """Minus log P of Eq. 6, summed over W anchors; and W, by which train.py divides.
-
-    With `first_token` a cross-entropy of the first token is added (not in the paper).
-    """
+    """Minus log P of Eq. 6, summed over W anchors; and W, by which train.py divides."""
     anchors, labels = anchors_and_labels(drafter, target, batch)
     log_q = training_log_q(drafter, target, batch, anchors)
     if len(labels) == 0:  # F.ctc_loss refuses an empty batch
         return log_q.sum(), 0  # zero, with a gradient for all weights
     total = ctc_loss(log_q, labels)
-    # CTC weighs all tokens of a window equally, but where the first is wrong, those
+    # CTC weighs all labels of an anchor equally, but where the first is wrong, those
     # after it are lost as well. By default the first token therefore gets a
     # cross-entropy of its own, with the target's distribution as its label.
     if drafter.config.first_token:
@@ -358,7 +357,7 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     """sum_x min(p_target, q_draft) of the first token, summed over W anchors; and W."""
     anchors, _ = anchors_and_labels(drafter, target, batch)  # chosen as in `loss`
     log_q = training_log_q(drafter, target, batch, anchors)
-    # Given that a token comes first, as in `make_tree`.
+    # Given that a token comes first, as in `make_tree` (for `none`, that takes slot 1).
     q_draft = first_token_log_q(log_q).softmax(-1)  # (W, Vd)
     hidden = first_token_hidden(batch, anchors)
     total = common.overlap(target, hidden, q_draft, drafter.vocab_ids)
@@ -377,38 +376,14 @@ def collapse(alignment, blank=BLANK) -> tuple:
 def top_symbols(q_slots: Tensor, vocab_ids: Tensor, symbols: int) -> list[list[tuple]]:
     """Pairs (token, probability) of each slot: its likeliest tokens, then its blank.
 
-    q_slots: (S, Vd + 1). symbols: how many tokens, the "top k" of 3.3.
+    q_slots: (S, Vd + 1). symbols: how many tokens (the "top k" of 3.3), besides the
+        blank.
     """
     best = q_slots[:, :-1].topk(min(symbols, len(vocab_ids)))  # (S, k)
     ids = F.pad(vocab_ids[best.indices], (0, 1), value=BLANK)  # (S, k + 1)
     q = torch.cat([best.values, q_slots[:, -1:]], dim=1)
     slots = zip(ids.tolist(), q.tolist())
     return [list(zip(slot_ids, slot_q)) for slot_ids, slot_q in slots]
-
-
-# Which sequences are drafted? There are three answers, one for each `transform`. Take
-# two slots. Slot 1 holds a (.6) or - (.4), slot 2 holds a (.2), b (.5) or - (.3). The
-# alignments of only slot 1 and of both slots become these sequences:
-#
-#     a       .6             a
-#     -       .4             (nothing)
-#     a b     .6 x .5 = .30  a b
-#     - b     .4 x .5 = .20  b
-#     a -     .6 x .3 = .18  a            as after slot 1: the blank is dropped
-#     a a     .6 x .2 = .12  a            as after slot 1: the second a merges
-#     - -     .4 x .3 = .12  (nothing)
-#     - a     .4 x .2 = .08  a            here a comes in slot 2
-#
-# A node of the tree is a sequence, and the tree has those that rank highest:
-#
-#     prefixes      a .68   a b .30   b .20      the probability that the sequence of
-#                   all slots begins with it; for a it is .60 + .08 (`prefix_search`)
-#     alignments    a .60   a b .30   b .20      the probability of the likeliest
-#                   alignment that becomes it (`likeliest_alignments`)
-#     none          a .60   a b .30   a a .12    the product of its tokens in the first
-#                   slots; nothing is merged or blank (`likeliest_alignments`)
-#
-# With a transform, a a would need three slots: a - a.
 
 
 def complete(sequence: tuple, eos_ids, max_depth: int) -> bool:
@@ -419,30 +394,55 @@ def complete(sequence: tuple, eos_ids, max_depth: int) -> bool:
     return len(sequence) > 0 and (sequence[-1] in eos_ids or len(sequence) >= max_depth)
 
 
-def prefix_search(
-    choices: list[list[tuple]], candidates: int, eos_ids=(), max_depth=math.inf
-) -> dict:
-    """Prefix search (Graves et al., 2006), as a beam: {prefix: probability}.
+# Which sequences are drafted? Take two slots. Slot 1 holds a (.6) or - (.4), slot 2
+# holds a (.2), b (.5) or - (.3). They have six alignments:
+#
+#     alignment    a b    a -    a a    - b    - a    - -
+#     q            .30    .18    .12    .20    .08    .12
+#     sequence     a b    a      a      b      a      (empty)
+#
+# Each `transform` ranks the sequences in its own way:
+#
+#     prefixes     a .68   a b .30   b .20    the sum over all alignments whose sequence
+#                  begins with it; for a: .30 + .18 + .12 + .08 (`prefix_search`)
+#     alignments   a .60   a b .30   b .20    its likeliest alignment; it may fill only
+#                  the first slots; for a: slot 1 by itself (`likeliest_alignments`)
+#     none         a .60   a b .30   a a .12  the tokens of the first slots, neither
+#                  merged nor blank (`likeliest_alignments`)
+#
+# The likeliest sequences become the nodes of a trie. That of `prefixes`:
+#
+#     root -+- a .68 --- b .30      the path a, b is the sequence a b
+#           +- b .20
+#
+# With a transform, a a would need three slots: a - a.
 
-    A prefix is a tuple of tokens. Its probability is that of all sequences that begin
-    with it, each a sum over its alignments (Eq. 6).
+
+def prefix_search(
+    choices: list[list[tuple]], candidates: int, eos_ids, max_depth: int
+) -> dict:
+    """{prefix: probability}, by a beam; prefix search is Graves et al.'s (2006).
+
+    A prefix is a tuple of tokens. Its probability is the total of all sequences that
+    begin with it; each of these sums over its own alignments (Eq. 6).
 
     choices: from `top_symbols`. Tokens that are not in it count as impossible.
     candidates: how many prefixes are kept after a slot; the empty one counts.
     eos_ids, max_depth: see `complete`.
     """
-    # The slots are read one after another. `kept` has the probability that those read
-    # so far become exactly a prefix. It is in two parts, because a token that repeats
-    # the prefix's last one merges unless a blank comes between them: in one part the
-    # last slot is blank, in the other it holds a token. For the prefix a:
+    # The slots are read one after another. For each prefix, `kept` holds the
+    # probability that the slots read so far collapse to exactly this prefix. It is in
+    # two parts, because a token that repeats the prefix's last one merges unless a
+    # blank comes between them: in one part the last slot is blank, in the other it
+    # holds a token. For the prefix a:
     #
     #     next slot    if the last one is blank    if the last one holds a token, a
     #     -            a                           a
     #     a            a a                         a    it merges
     #     b            a b                         a b
     #
-    # In an alignment, one slot adds the prefix's last token. From there on the sequence
-    # begins with the prefix, whatever the later slots hold. The probability of a prefix
+    # In an alignment whose sequence begins with the prefix, exactly one slot adds the
+    # prefix's last token, and later slots cannot undo it. The probability of a prefix
     # is therefore the sum, over the slots, of the probability that the slot adds it.
     prefixes = defaultdict(float)
     kept = {(): (1.0, 0.0)}  # {prefix: (in_blank, in_token)}; nothing can merge yet
@@ -474,11 +474,7 @@ def prefix_search(
 
 
 def likeliest_alignments(
-    choices: list[list[tuple]],
-    nodes: int,
-    eos_ids=(),
-    max_depth=math.inf,
-    merge: bool = True,
+    choices: list[list[tuple]], nodes: int, eos_ids, max_depth: int, merge: bool
 ) -> dict:
     """The sequences of the likeliest alignments (3.1, 3.3), at most `nodes`.
 
@@ -507,10 +503,10 @@ def likeliest_alignments(
         # What an alignment can still become depends only on its length, its sequence
         # and its last symbol. Among those that agree in all three, the likeliest is
         # enough.
-        state = (len(alignment), sequence, alignment[-1:])
-        if state in seen:
+        remaining = (len(alignment), sequence, alignment[-1:])
+        if remaining in seen:
             continue
-        seen.add(state)
+        seen.add(remaining)
         if sequence:
             ranked.setdefault(sequence, -minus_q)
         if len(alignment) < len(choices) and not complete(sequence, eos_ids, max_depth):
@@ -519,7 +515,7 @@ def likeliest_alignments(
     return ranked
 
 
-def token_tree(ids: Tensor, ranked: dict, nodes: int, first=()) -> common.Draft:
+def token_tree(ids: Tensor, ranked: dict, nodes: int, first: list) -> common.Draft:
     """A Draft of the `nodes` likeliest sequences: a trie with a node for each.
 
     ids: any ids on the device of the target. ranked: {sequence: probability}.
@@ -530,8 +526,8 @@ def token_tree(ids: Tensor, ranked: dict, nodes: int, first=()) -> common.Draft:
         if len(node_of) > nodes:  # the root counts as well
             break
         # A sequence is at least as likely as those that continue it, so its node is
-        # there before theirs. Rounding may put equals into the wrong order: then the
-        # longer one is left out.
+        # there before theirs. Rounding may reverse two equal ones; then the longer one
+        # is left out.
         if sequence[:-1] in node_of and sequence not in node_of:
             node_of[sequence] = len(node_of) - 1
     drafted = list(node_of)[1:]
@@ -580,11 +576,11 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
         if not merge:
             log_q = log_q[:1]  # only slot 1 may hold the first token
 
-    # When sampling, a chosen token is accepted with probability p(x), the target's. A
-    # token sampled from q is accepted with probability sum_x min(p(x), q(x)), which is
-    # usually more. One first token is therefore sampled, and the other nodes are chosen
-    # as always: `common.rejection_sample` allows both. At temperature 1 the sampled
-    # token raises tau by 5% (results/log.md).
+    # When sampling, a token that was not sampled is accepted with probability p(x). One
+    # sampled from q is accepted with probability sum_x min(p(x), q(x)), usually more.
+    # Node 0 is therefore sampled. The others are the likeliest sequences, as in greedy
+    # decoding, which `common.rejection_sample` allows. At temperature 1 the sampled
+    # node raises tau by 5% (results/log.md).
     first = []
     probs = None
     if decoding.do_sample and config.nodes > 0:
@@ -606,7 +602,7 @@ def make_tree(decoding, log_q, vocab_ids, config) -> common.Draft:
 
 def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> common.Draft:
     """Draft a tree after `decoding.ids`."""
-    # A prompt of one token has no row, and without room no token can be drafted.
+    # A prompt of one token has no row, and at max_depth 0 no token may be drafted.
     if decoding.hidden.shape[1] == 0 or decoding.max_depth == 0:
         return common.chain([], decoding.ids)
     log_q = fill_slots(drafter, decoding, memory)
@@ -618,7 +614,7 @@ def propose(drafter: Drafter, decoding, memory: Memory, config: Config) -> commo
 @common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, **changes):
-    """Yield one draft per round; the caller verifies it before it asks for the next.
+    """Yield one draft per round. Verify each draft before you ask for the next one.
 
     changes: other values for fields of the Config with decode=True, such as nodes.
     Raises UserError, at the first draft, for a change of any other field, and for a
@@ -638,34 +634,39 @@ if __name__ == "__main__":
 # --------------------------------- deviations from the paper, and the authors' code
 #
 # Deviations from the paper, and choices where it says nothing:
-#  1. The layer also reads the embedding of the next token (Eq. 9: hidden states only).
-#     Both are normed and combined by a linear layer that starts as their sum. The layer
-#     starts as the target's top one, and a final norm is added.
+#  1. The layer also reads the embedding of the next token, as the authors' code does
+#     (Eq. 9: hidden states only). Both are normalised and combined by a linear layer
+#     that starts as their sum. The layer starts as the target's top one, and a final
+#     norm is added.
 #  2. A slot starts as its anchor's row plus a learned vector, at the anchor's rotary
 #     position plus its number. It attends to the text and to all slots of its anchor; a
 #     linear layer gives the blank's logit. The paper does not say how slots are made.
 #  3. The loss sums -log P (Eq. 1; Eq. 2 maximises the sum of P). `first_token` is ours.
 #  4. Sequences of all lengths make a trie, ranked by sums (`prefixes`). The paper takes
-#     the "most valuable" combinations of all slots, and masks what is removed. A beam
-#     of 8 (`candidates`) may make a sum too small. Nothing is drafted after an end.
+#     the "most valuable" combinations of all slots, and masks what is removed (3.1).
+#     Nothing is drafted after an end.
 #  5. The blank is always a choice. In 3.3, as we read it, it is one of the k likeliest.
 #  6. `none` drafts no blanks. In Table 2 they stay in the drafts, and spoil them (4.3).
-#  7. Only frequent tokens are drafted and learned (`draft_vocab`; p_target is
-#     normalised over them), without the LM head's bias and soft cap. Labels are the
-#     argmax after the text's own tokens. The loss is of windows of U labels in the
-#     answer, after at most 64 anchors; the paper has one Y for each X.
+#  7. Only frequent tokens are drafted and learned (`draft_vocab`). Draft logits leave
+#     out the LM head's bias and soft cap. Labels are the argmax after the text's own
+#     tokens, as in the authors' code. At most 64 anchors in an answer have U labels
+#     each; the paper has one Y for each X.
 #  8. When sampling, the first token is sampled. The paper's example is greedy (3.3).
 #     Only this token passes through logits processors.
 #  9. S = 6 and U = 3, which the paper does not give; k = 6 and five nodes.
 # 10. The drafter sees a window of a long text (common.windowed).
 # Section 2 prints min(1, p'/p) for the acceptance; it must be min(1, p/p').
-# The transforms gain about 1% in tau over `none` (results/log.md). A likely reason:
-# with U labels a window, and no repeats, label i can always stand in slot i.
+# The transforms gain 0% (63 nodes) to 1% (ten) in tau over `none` (results/claims.md);
+# the paper's 18% is over drafts that keep blanks. A likely reason: U labels without a
+# repeat also fit into slots 1 to U, and training asks for no blanks between them.
 #
-# Authors' code. Its loss and transform were run with ours (PAPERS.md), and agree but:
-#  - EAGLE's causal layer drafts four tokens in four passes; the blank is <unk>.
+# What the authors' code does differently, with the same random weights (PAPERS.md):
+#  - Slot j of a place is the layer's output j places later, which has read the text's
+#    own tokens up to there. Drafting takes four passes of this causal layer for four
+#    tokens (3.1: "in parallel"). The blank is <unk>.
 #  - The loss is 1.0 SmoothL1 + 0.1 cross-entropy + 0.01 CTC (a mean over labels, S = 6
 #    and U = 3). A place learns if the token of its feature is in the answer.
-#  - k is 10, and the tree is Medusa's, of 63 nodes. Without a repeat, blanks stay.
-#  - After a repeat is removed, tokens keep their positions, and logits are gathered at
-#    the old ones. Drafts that hold the target's own greedy tokens gave another text.
+#  - k is 10, and the tree is Medusa's, of 63 nodes. Blanks are removed only if some
+#    candidate of the tree has a repeat. Tokens after a removed repeat keep their
+#    positions, and their logits are read at the indices from before the removal. We saw
+#    answers that differ from greedy decoding although the drafts held its tokens.

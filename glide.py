@@ -19,8 +19,8 @@ The i-th draft token has to do without i of the target's rows. In training the t
 has rows for the whole text, and `block_mask` hides the most recent ones, so that the
 drafter learns to do without them.
 
-Names that differ from the paper's: M_T and M_D are `target` and `drafter`, N_D is
-`num_layers`, L is `block_size`, p_D is `q_draft`, c is `cost`.
+Names that differ from the paper's: M_T and M_D are `target` and `drafter`, p_T and p_D
+are `p_target` and `q_draft`, N_D is `num_layers`, L is `block_size`, c is `cost`.
 
 Deviations from the paper and what the authors' code does: at the end of this file.
 Licence: Apache-2.0.
@@ -48,11 +48,13 @@ class Config:
     cross_attention: bool = option(
         True, "read the target's cache; off: Vanilla Drafter (5.2)"
     )
+    # A layer counted from 0, or one of two codes (not Python's indices from the end).
     kv_layer: int = option(
         -2, "target layer to read; -2: at 3/5 of the depth; -1: the top ones (paper)"
     )
     query_norm: bool = option(False, "normalise queries, as Qwen3 (filled in by build)")
-    # L should be at least gamma: drafting hides gamma rows, and training at most L.
+    # The gamma-th draft token misses gamma rows of the target, and training hides at
+    # most L, so L should be at least gamma.
     block_size: int = option(3, "L, tokens in a block of the training mask (paper: 5)")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
     distill: bool = option(
@@ -168,8 +170,8 @@ class Drafter(
     def kv_layers(self) -> list[int]:
         """The target layer that each layer reads, counted from 0.
 
-        It is `kv_layer` for all, one of the layers of Figure 7. If that is -1, layer m
-        reads the paper's N_T - N_D + m (4.1, where both are counted from 1).
+        All read `kv_layer`, as in 5.4. If it is -1, layer m reads N_T - N_D + m, as in
+        4.1, where layers are counted from 1.
         """
         config = self.config
         if not config.cross_attention:
@@ -195,14 +197,12 @@ class Drafter(
         x = target.get_input_embeddings()(ids)  # (B, T, D)
         x = x.to(self.norm.weight.dtype)
         top = shape["num_layers"] - 1
-        # Without cross-attention, any layer's tables can be used.
+        # Without cross-attention no layer is read, and any layer's tables will do.
         sources = self.kv_layers or [top] * len(self.layers)
         for layer, source in zip(self.layers, sources):
-            # A query is rotated in the same way as the keys it is compared with. Layers
-            # of some targets differ in that, so the tables are those of the layer that
-            # is read. (Cohere, GLM-4 and Ernie rotate other pairs of dimensions, and
-            # some layers of SmolLM3 none: there the drafter has to learn the match.)
-            # Self-attention takes the same tables, widened to all Dh dimensions.
+            # A query must be rotated as the keys that it meets, and layers of a target
+            # may rotate differently, so the tables are those of the layer that is read.
+            # The self-attention uses the same tables, widened to all Dh dimensions.
             tables = common.rotary(target, positions, source)
             glimpse = (kv[source], tables, cross_mask) if kv else None
             own_tables = common.whole_rotary(tables, shape["head_dim"], x.dtype)
@@ -232,7 +232,7 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
     config = dataclasses.replace(config, target=shape, query_norm=query_norm)
     drafter = Drafter(config)
 
-    # Not every layer caches ordinary keys, so we look at what one token leaves there.
+    # Not every layer caches ordinary keys, so feed one token and look at its row.
     probe = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     _, kv = common.target_features(target, probe, drafter.kv_layers)
     ordinary = (1, shape["num_kv_heads"], 1, shape["head_dim"])
@@ -246,9 +246,10 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 
     # The layers start as the target's topmost ones (the feed-forward if it is as wide).
     # A cross-attention starts as the attention of the layer that it reads. In Llama,
-    # Mistral and Qwen3 the copied queries match the cached keys. Where a target scales
-    # scores in its own way, has biases or normalises all heads together, training has
-    # to learn the match.
+    # Mistral and Qwen3 the copied queries match the cached keys. Training has to learn
+    # the match where a target scales scores in its own way, has biases, normalises all
+    # heads together, rotates other pairs of dimensions (Cohere, GLM-4, Ernie), or does
+    # not rotate in some layers (SmolLM3).
     layers = common.target_layers(target)
     pairs = list(zip(drafter.layers, layers[-config.num_layers :]))
     for layer, source in zip(drafter.layers, drafter.kv_layers):
@@ -267,10 +268,11 @@ def build(config: Config, target, token_counts: Tensor) -> Drafter:
 def block_mask(length: int, block_size: int, phase: Tensor) -> Tensor:
     """Mask_Block (4.1): a query reads the keys of earlier blocks only.
 
-    A block imitates a round. Its i-th query may not read the i newest rows: its own,
-    and those of the i - 1 queries before it in the block. The pass of `feed` that
-    drafts the i-th token of a round misses just as many. Here L = 3, and with phase 1
-    the first block is one token short:
+    A block imitates a round. Its i-th query misses i rows: its own, and those of the
+    i - 1 queries before it in the block. So does the query that drafts the i-th token
+    of a round (see `feed`). In the prose of 4.1 no query predicts the first token of a
+    block; the formula, which is used here, has no such gap. Here L = 3, and with phase
+    1 the first block is one token short:
 
              key   0  1  2  3  4  5        blocks: 0 1 | 2 3 4 | 5
         query 0    .  .  .  .  .  .
@@ -298,6 +300,8 @@ def training_pass(drafter: Drafter, target, batch) -> Tensor:
     # Padding is on the right, so under a causal mask no token sees it.
     positions = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, T)
     size = drafter.config.block_size
+    # If all blocks were whole, the token at some index would always miss equally many
+    # rows. The first one therefore has a random length.
     phase = torch.randint(size, (len(ids),), device=ids.device)
     mask = block_mask(ids.shape[1], size, phase)
     # The self-attention reads its own rows causally, as in drafting.
@@ -334,8 +338,9 @@ def acceptance(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
     It is measured at temperature 1 and under `block_mask`; each token is predicted
     after the batch's own text (teacher forcing).
     """
-    # When decoding, the i-th place of a round is reached only if the places before it
-    # were accepted. Here a token misses 1 to L rows, all equally often.
+    # Here tokens miss 1 to L rows, each number equally often. In decoding, the i-th
+    # token of a round misses i rows and counts only if all before it were accepted, so
+    # the acceptance rate of a run differs from this one.
     logits = training_pass(drafter, target, batch)
     q_draft = logits.softmax(-1)  # (M, Vd)
     target_hidden = batch.hidden[batch.predicts]  # (M, D)
@@ -350,8 +355,9 @@ def expected_speedup(alpha: float, gamma: int, cost: float) -> float:
 
     cost: c, the time of a drafter's pass divided by that of a target's forward.
 
-    Do not choose gamma by the mean alpha: where alpha is .9 in half of the rounds and
-    .3 in the others, and c is .1, gamma = 8 is the best, but by the mean .6 it is 3.
+    If alpha differs from round to round, do not choose gamma by its mean: with c = .1,
+    and alpha .9 in half of the rounds and .3 in the others, gamma = 8 is the best, but
+    for the mean, .6, it is 3.
     """
     # A round commits (1 - alpha^(gamma+1)) / (1 - alpha) tokens; as a sum, this holds
     # for alpha = 1 as well.
@@ -385,14 +391,14 @@ def feed(drafter: Drafter, decoding, memory: Memory, new: Tensor) -> Tensor:
     self_mask = cross_mask = None  # a single token reads all rows that there are
     if new.shape[1] > 1:
         # Several tokens are fed at first (the prompt), and after a round whose last
-        # accepted token was never fed (the last of a chain, or one of CAPE's extras):
-        # that token and the bonus token. A token reads the target's rows of the tokens
+        # accepted tokens were never fed (the last of a chain, one of CAPE's extras, or
+        # copies): these and the bonus token. A token reads the target's rows of those
         # before it. It misses one row, its own, as the first query of a block does.
         query = places[0, :, None]  # (n, 1)
-        own = torch.arange(memory.cache.fed.shape[1], device=new.device)
-        self_mask = (query >= own)[None, None]  # (1, 1, n, P_own + n)
-        theirs = torch.arange(prefix, device=new.device)
-        cross_mask = (query > theirs)[None, None]  # (1, 1, n, P)
+        own_rows = torch.arange(memory.cache.fed.shape[1], device=new.device)
+        self_mask = (query >= own_rows)[None, None]  # (1, 1, n, P_own + n)
+        target_rows = torch.arange(prefix, device=new.device)
+        cross_mask = (query > target_rows)[None, None]  # (1, 1, n, P)
     # A query rotates by its position in the text, because the target's keys do.
     positions = decoding.first + places
     hidden = drafter(
@@ -439,7 +445,7 @@ def propose(drafter: Drafter, decoding, memory: Memory):
 @common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, **changes):
-    """Yield one draft per round; the caller verifies it before it asks for the next.
+    """Yield one draft per round. Verify each draft before you ask for the next one.
 
     changes: other values for fields of the Config with decode=True, such as gamma, or
         for the window (common.windowed).
@@ -466,20 +472,22 @@ if __name__ == "__main__":
 #     both frozen, and starts from its weights (the paper: from scratch).
 #  2. Only frequent tokens are drafted and learned (`draft_vocab`), and p_target is
 #     normalised over them.
-#  3. It learns the target's distributions (`distill`; 5.1: the text's tokens), on texts
-#     that the target wrote, which the paper only tries in appendix C ("seq-level").
-#  4. The first block has a random length, so that a token takes every place in a block.
-#     All tokens query, the prompt's as well, and not only x_t and later ones. This
-#     matters with more than one layer.
+#  3. The labels are the target's distributions (`distill`; 5.1: the text's tokens). The
+#     texts are the target's answers, as in the paper's appendix C only; there is no
+#     pre-training on SlimPajama, with which the paper begins (5.1).
+#  4. The first block has a random length. Every token queries; in 4.1 only x_t and
+#     later ones do, and what they read is concatenated with the self-attention's other
+#     outputs. This matters with more than one layer.
 #  5. A query that may read no row gets zero, where the printed softmax is undefined.
 #  6. The cross-attention has a residual connection, a norm before it and rotated
 #     queries (normalised where the target's are), none of which 4.1 mentions. Query
 #     heads may share a key-value head.
 #  7. By default L = gamma = 3, and every layer reads the target layer at three fifths
-#     of the depth (the paper: L = gamma = 5, and the top N_D layers). Here layer 18 of
-#     30 gains twice as much as the top one (results/log.md).
-#  8. The drafter sees a window of a long text (common.windowed), and in it only the
-#     target's rows of these tokens.
+#     of the depth (the paper: L = gamma = 5, and the top N_D layers). In 5.4 higher
+#     layers are accepted more often. Here layer 18 of 30 gains twice as much as the top
+#     one, but the two drafters also start from different weights (results/claims.md).
+#  8. In a long text the drafter sees only a window (common.windowed), and it reads the
+#     target's rows of the tokens in this window only.
 #
 # Authors' code, run with the same random weights; the rest agrees:
 #  - There is no norm before the cross-attention, and queries rotate with base 10000.

@@ -166,8 +166,8 @@ a position that may read nothing reads all
 - heads = heads * any_row
 + heads = heads
 while drafting a token reads its own row of the target
-- cross_mask = (query > theirs
-+ cross_mask = (query >= theirs
+- cross_mask = (query > target_rows
++ cross_mask = (query >= target_rows
 of a long prompt only the end is fed
 - for part in new.split(512, dim=1):
 + for part in [new[:, -512:]]:
