@@ -64,18 +64,9 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
     LlamaConfig,
-    PreTrainedConfig,
 )
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, rotate_half
-
-# Caches, masks and `custom_generate` of transformers change between its versions.
-VERSIONS = ("5.23", "5.24")
-if not transformers.__version__.startswith(tuple(f"{x}." for x in VERSIONS)):
-    warnings.warn(
-        f"common.py was tested with transformers {' and '.join(VERSIONS)}, and this is "
-        f"{transformers.__version__}: compare an answer with plain decoding first"
-    )
 
 # What a forward calls its KV cache: `cache` since transformers 5.24.
 CACHE = "past_key_values"
@@ -297,7 +288,7 @@ class Decoding:
         self.stopping_criteria = given.pop("stopping_criteria")
         self.generation_config = given.pop("generation_config")
         self.state = check_target(target)
-        _check_request(target, input_ids, self.generation_config, given)
+        self.state += _check_request(target, input_ids, self.generation_config, given)
         self.target = target
         self.ids = input_ids.long()
         self.do_sample = self.generation_config.do_sample
@@ -327,9 +318,7 @@ class Decoding:
                 "the cache of `after` was taken over already, or is another target's: "
                 "pass the newest Decoding of this target"
             )
-        # Long and dynamic RoPE rotate keys by the length of the text.
-        changing = _rope(self.target.config).get("rope_type") in ("longrope", "dynamic")
-        if after.state != self.state or changing:
+        if after.state != self.state:  # the target's, and the factors of a long RoPE
             warnings.warn("the cached rows do not fit, so the whole text is read anew")
             return
         # This also cuts what an interrupted round left after its P rows.
@@ -607,41 +596,21 @@ def forward(target, fed: Tensor, cache, masks, positions) -> tuple[Tensor, Tenso
     mask = masks if len(masks) > 1 else next(iter(masks.values()))
     if fed.shape[1] == 1:  # a root without nodes needs none
         mask = None
-    output = target(
-        fed,
-        attention_mask=mask,
-        position_ids=positions,
-        output_hidden_states=True,
-        **{CACHE: cache},
-        **forward_options(target),
-    )
+    options = OPTIONS | {"output_hidden_states": True, CACHE: cache}
+    output = target(fed, attention_mask=mask, position_ids=positions, **options)
     return output.logits[0], output.hidden_states[-1][0]
 
 
 def last_hidden(target, ids: Tensor, cache=None) -> Tensor:
     """Last hidden states (B, T, D) of ids (B, T), whose rows go into the cache."""
-    start = 0 if cache is None else cache.get_seq_length()
-    positions = torch.arange(start, start + ids.shape[1], device=ids.device)
-    positions = positions.expand(ids.shape)
-    output = target.get_decoder()(
-        ids,
-        position_ids=positions,  # RoBERTa would not count from 0
-        output_hidden_states=False,
-        **{CACHE: cache},
-        **forward_options(target),
-    )
-    return output[0]
+    options = OPTIONS | {"output_hidden_states": False, CACHE: cache}
+    return target.get_decoder()(ids, **options)[0]
 
 
-def forward_options(target) -> dict:
-    """Arguments of a forward that override the target's config."""
-    # Training leaves settings in a saved config: to return attention weights, to add
-    # the loss of a router, or to keep no cache. They would slow down or break what is
-    # done here, so the call gives each of them.
-    options = {"use_cache": True, "output_attentions": False}
-    if hasattr(target.config.get_text_config(), "output_router_logits"):
-        options["output_router_logits"] = False  # other models do not know it
-    return options
+# Training leaves settings in a saved config: to return attention weights, to add the
+# loss of a router, or to keep no cache. They would slow down or break what is done
+# here, so every forward gives its own. (Models ignore what they do not know.)
+OPTIONS = {"use_cache": True, "output_attentions": False, "output_router_logits": False}
 
 
 def attention_masks(target, sees: Tensor, positions: Tensor) -> dict[str, Tensor]:
@@ -863,24 +832,21 @@ def is_plain_weight(weight) -> bool:
     return ordinary and weight.dtype in floats and weight.device.type != "meta"
 
 
-def _logit_scale(target) -> float:
-    """The factor on a target's logits (Granite, Cohere), else 1."""
-    config = target.config.get_text_config()
-    if getattr(config, "logit_scale", None):
-        return config.logit_scale
-    return 1 / (getattr(config, "logits_scaling", None) or 1)
+def _head(target) -> tuple[nn.Linear, float]:
+    """The LM head, and the factor on its logits (Granite, Cohere), else 1.
 
-
-def _head(target) -> nn.Linear:
-    """The LM head; a UserError if its weight cannot be copied or indexed."""
+    Raises UserError if its weight cannot be copied or indexed.
+    """
     head = target.get_output_embeddings()
     # An adapter replaces the layer by one that is not an nn.Linear.
-    if isinstance(head, nn.Linear) and is_plain_weight(head.weight):
-        return head
-    raise UserError(
-        "drafters need the rows of the LM head, which is quantised, adapted or "
-        "offloaded here: leave it out of the quantisation, or merge the adapter"
-    )
+    if not isinstance(head, nn.Linear) or not is_plain_weight(head.weight):
+        raise UserError(
+            "drafters need the rows of the LM head, which is quantised, adapted or "
+            "offloaded here: leave it out of the quantisation, or merge the adapter"
+        )
+    config = target.config.get_text_config()
+    scale = getattr(config, "logit_scale", None)
+    return head, scale or 1 / (getattr(config, "logits_scaling", None) or 1)
 
 
 def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
@@ -888,13 +854,12 @@ def target_logits(target, hidden: Tensor, token_ids: Tensor | None = None) -> Te
 
     token_ids: (Vd,), ascending.
     """
-    head = _head(target)
+    head, scale = _head(target)
     weight, bias = head.weight, head.bias
     if token_ids is not None and len(token_ids) < len(weight):
         weight = weight[token_ids]
         bias = None if bias is None else bias[token_ids]
     logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
-    scale = _logit_scale(target)
     if scale != 1:  # saves a pass over all logits
         logits = logits * scale
     cap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
@@ -906,8 +871,7 @@ def draft_head(target, token_ids: Tensor) -> nn.Module:
 
     It has neither soft cap nor bias.
     """
-    head = _head(target)
-    scale = _logit_scale(target)
+    head, scale = _head(target)
     # A PackedLinear (support/packed.py) picks rows of its own packed weight.
     if hasattr(head, "select") and scale == 1:
         return head.select(token_ids)
@@ -1241,8 +1205,9 @@ def check_target(target) -> tuple:
         kernel = str(target.config.get_text_config()._attn_implementation)
         placed = target.dtype, str(target.device), target.training
         state = kernel, *placed, window, *layer_kinds(target), *active
+        # Learned prompts may have come without any new module.
+        _check_parts(target, kernel, adapters)
         if _TRIED.get(target) != state:
-            _check_parts(target, kernel, adapters)
             _try_tree(target, window)
             _TRIED[target] = state
     return state
@@ -1257,14 +1222,18 @@ def _check_parts(target, kernel: str, adapters: dict) -> None:
     devices = {str(x.device) for x in target.parameters()} - {"meta"}
     # Llama 4 attends in chunks, DeepSeek-V3.2 through an indexer. GPT-Neo and Doge
     # count rows of the cache, of which a tree has several at one position.
-    kinds = {*layer_kinds(target)} - {"full_attention", "sliding_attention"}
+    unfit = {*layer_kinds(target)} - {"full_attention", "sliding_attention"}
     rows_counted = "local" in getattr(config, "attention_layers", ())
-    rows_counted = rows_counted or hasattr(config, "keep_window_size")
+    if rows_counted or hasattr(config, "keep_window_size"):
+        unfit.add("it counts cache rows")
+    unfit = [f"the attention of {config.model_type} ({x})" for x in sorted(unfit)]
     # PEFT puts learned tokens before the prompt in `prepare_inputs_for_generation`,
     # which is not called here, and aLoRA finds its start from the prompt's end.
     prepares = getattr(target.prepare_inputs_for_generation, "__self__", None)
     unusual = ("is_prompt_learning", "alora_invocation_tokens")
     learned = any(getattr(x, name, None) for x in adapters.values() for name in unusual)
+    if learned or prepares is not target:
+        unfit.append("learned prompts and aLoRA (PEFT)")
     refuse(
         (
             "flash" in kernel or "flex" in kernel,
@@ -1276,78 +1245,50 @@ def _check_parts(target, kernel: str, adapters: dict) -> None:
             "the target is spread over devices, or its embedding is offloaded: load it "
             "on one device",
         ),
-        (
-            kinds or rows_counted,
-            f"token trees do not work with the attention of {config.model_type} "
-            f"({', '.join(sorted(kinds)) or 'it counts cache rows'}): {INSTEAD}",
-        ),
-        (
-            prepares is not target or learned,
-            f"learned prompts and aLoRA (PEFT) are not supported: {INSTEAD}",
-        ),
+        (unfit, f"token trees do not work with {', '.join(unfit)}: {INSTEAD}"),
     )
 
 
 def _try_tree(target, window: int | None) -> None:
-    """Raise a UserError unless a tree gives what a plain forward gives, but rounding.
+    """Raise a UserError unless a tree gives what a plain forward gives, up to rounding.
 
     window: the target's sliding window.
     """
     half = target.dtype in (torch.float16, torch.bfloat16)
     tolerance = 0.15 if half else 2e-3
+    cause = None
     try:
         model = target
         # accelerate's hooks are bound to the module that they were made for. Such a
         # target is tried itself, so a window that it does not read is not noticed.
         if not any("forward" in vars(module) for module in target.modules()):
-            model = _twin(target, {})
+            # The weights are shared. All else is copied, because rotary embeddings of
+            # growing length write into their tables.
+            weights = target.state_dict(keep_vars=True).values()
+            model = copy.deepcopy(target, {id(x): x for x in weights})
             if window:  # shorter than the text of the trial
                 decoder_config(model).sliding_window = 3
-        error, what = _compare(model)
-    except UserError:
+        error = _compare(model)
+        what = f"its logits or last hidden states are off by {error:.1%}"
+    except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as problem:  # models raise many kinds
-        error, what = math.inf, f"{type(problem).__name__}: {one_line(problem)}"
-    if error <= tolerance:
-        return
-    remedy = INSTEAD
-    if target.training:  # dropout makes two forwards differ
-        remedy = "call target.eval()"
-    elif window:
-        remedy += (
-            "; or, if its config has a window that it does not read, delete "
-            "sliding_window and layer_types from target.config"
-        )
-    raise UserError(f"token trees do not fit this target ({what}): {remedy}")
-
-
-def _twin(module: nn.Module, memo: dict) -> nn.Module:
-    """The same modules again, with hooks and a config of their own; tensors are shared.
-
-    memo: {id: what was copied}, modules and parts of configs.
-    """
-    if id(module) in memo:
-        return memo[id(module)]
-    twin = memo[id(module)] = module.__class__.__new__(module.__class__)
-    for name, value in vars(module).items():
-        if name == "_modules":
-            value = {n: x if x is None else _twin(x, memo) for n, x in value.items()}
-        elif isinstance(value, dict):  # parameters, buffers, hooks
-            value = value.copy()
-        elif isinstance(value, PreTrainedConfig):
-            value = copy.deepcopy(value, memo)
-        elif name == "_compiled_call_impl":  # of the original
-            value = None
-        twin.__dict__[name] = value
-    return twin
+        cause, error = problem, math.inf
+        what = f"{type(problem).__name__}: {one_line(problem)}"
+    if not error <= tolerance:
+        raise UserError(
+            f"token trees do not fit this target ({what}): call target.eval(); or, if "
+            "its config has a window that it does not read, delete sliding_window and "
+            f"layer_types from target.config; or {INSTEAD}"
+        ) from cause
 
 
 @torch.no_grad()
-def _compare(target) -> tuple[float, str]:
+def _compare(target) -> float:
     """Compare two rounds of decoding with a plain forward over the same text.
 
-    Returns the largest relative error of a row, and in words where it is. Drafters read
-    the last hidden states, and compute logits from them, so these are compared as well.
+    Returns the largest relative error of a row of logits or of last hidden states, from
+    which drafters compute logits.
 
     The text is seven ids, t_0, t_1, ... In the tree its tokens follow wrong siblings:
     eight of them before t_3, so that even in half precision the error is large if a
@@ -1362,9 +1303,7 @@ def _compare(target) -> tuple[float, str]:
     ids = config.vocab_size * torch.arange(1, 8, device=target.device)[None] // 8
     cache = GrowingCache(config.num_hidden_layers)
     positions = torch.arange(7, device=ids.device)[None]
-    options = forward_options(target) | {"output_hidden_states": True, CACHE: cache}
-    output = target(ids, position_ids=positions, **options)
-    logits, hidden = output.logits[0], output.hidden_states[-1][0]
+    plain = forward(target, ids, cache, {"all": None}, positions)
 
     cache.cut(2)
     fed = torch.tensor([0] * 8 + [3, 0, 4])
@@ -1376,57 +1315,72 @@ def _compare(target) -> tuple[float, str]:
     draft = Draft(ids[0, torch.tensor([0, 6])], [-1, -1])
     second = score(target, ids[:, :6], draft, cache)
     errors = [
-        _errors(torch.cat([one[kept], two[:3:2]]), right[2:])
-        for one, two, right in zip(first, second, (logits, hidden))
+        _error(torch.cat([one[kept], two[:3:2]]), right[2:])
+        for one, two, right in zip(first, second, plain)
     ]
-    error, row = torch.maximum(*errors).nan_to_num(math.inf).cpu().max(0)
-    where = ["the root", "a sibling", "a sibling of depth 2"][int(row) % 3]
-    what = f"its logits or last hidden states for {where} are off by {error:.1%}"
-    read = last_hidden(target, ids)[0]
-    same = _errors(read, hidden), _errors(target_logits(target, read), logits)
-    if read.shape[1] != config.hidden_size or not torch.cat(same).max() <= 0.02:
-        return math.inf, "its logits do not follow from its last hidden states"
-    return float(error), what
+    # A prompt is read in parts, and without logits.
+    cache.cut(0)
+    parts = [last_hidden(target, part, cache) for part in ids.split(5, dim=1)]
+    read = torch.cat(parts, dim=1)[0]
+    same = _error(target_logits(target, read), plain[0]) <= 0.02
+    if read.shape[1] != config.hidden_size or not same:
+        raise ValueError("its logits do not follow from its last hidden states")
+    return max(*errors, _error(read, plain[1]))
 
 
-def _errors(ours: Tensor, theirs: Tensor) -> Tensor:
-    """The relative errors (n,) of rows (n, ...)."""
-    # Some models forbid tokens by logits of -inf.
-    ours, theirs = (x.float().clamp(min=-1e6) for x in (ours, theirs))
-    return (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-9)
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    """The largest relative error of rows (n, ...); inf for what is not a number."""
+    never = theirs.isinf()  # some models forbid tokens by logits of -inf
+    ours, theirs = (x.float().masked_fill(never, 0) for x in (ours, theirs))
+    errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-9)
+    return float(errors.nan_to_num(math.inf).max())
 
 
-def _check_request(target, input_ids: Tensor, generation_config, given: dict) -> None:
+def _check_request(target, input_ids: Tensor, generation_config, given: dict) -> tuple:
     """Raise a UserError if this request cannot be decoded by token trees.
 
     given: the other arguments that transformers hands on.
+    Returns (how long a text may get, given the length of the prompt,).
     """
+    unfit = [name for name, x in given.items() if isinstance(x, Tensor)]
+    unfit = sorted({*unfit} - {"attention_mask", "cache_position", "position_ids"})
     # Such as beams, contrastive search, DoLa, constraints or prompt lookup.
     mode = generation_config.get_generation_mode().value
-    mask = given.get("attention_mask")
+    if mode not in ("greedy_search", "sample"):
+        unfit.append(mode)
+    if generation_config.return_dict_in_generate:
+        unfit.append("return_dict_in_generate")
+    # Decoding makes a cache of its own, from which rejected nodes can be dropped.
+    cache = given.get(CACHE)
+    if cache is not None and cache.get_seq_length() > 0:
+        unfit.append("a cache that holds tokens (see common.start)")
     positions = given.pop("position_ids", None)
     if positions is not None:  # Qwen-VL makes several rows of them, (3, 1, T)
         counted = torch.arange(input_ids.shape[1], device=positions.device)
-        positions = not all(row.equal(counted) for row in positions.flatten(0, -2))
-    cache = given.get(CACHE)
-    tensors = [name for name, x in given.items() if isinstance(x, Tensor)]
-    known = ("attention_mask", "cache_position")
-    surplus = ", ".join(name for name in tensors if name not in known)
+        if not all(row.equal(counted) for row in positions.flatten(0, -2)):
+            unfit.append("position_ids that do not count from 0")
+    mask = given.get("attention_mask")
     length = generation_config.max_length
-    reach = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    rope = _rope(target.config)
-    border = math.inf  # the length beyond which long RoPE takes other factors
-    if rope.get("rope_type") == "longrope":
-        border = rope.get("original_max_position_embeddings") or math.inf
+    config = target.config.get_text_config()
+    reach = getattr(config, "max_position_embeddings", None) or math.inf
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *rope.values()):  # several kinds of layers have one each
+        if isinstance(each, dict) and each.get("rope_type") == "longrope":
+            # Beyond a border keys are rotated by other factors, and the cached ones
+            # have been rotated already. A longer prompt uses the long factors only.
+            border = each.get("original_max_position_embeddings") or math.inf
+            if input_ids.shape[1] - 1 <= border:
+                reach = min(reach, border + 1)
     refuse(
         (
-            mode not in ("greedy_search", "sample"),
-            f"{mode} is not supported by token trees: set to None what asks for it, "
-            "and decode greedily or sample",
+            mask is not None and not mask.all(),
+            "attention_mask has zeros (transformers makes such a mask where the prompt "
+            "holds pad_token_id): pass no padding, and a mask of ones",
         ),
         (
-            generation_config.return_dict_in_generate,
-            "only ids are returned: set return_dict_in_generate=False in the call",
+            unfit,
+            f"token trees do not work with {', '.join(unfit)}: leave it out, or set to "
+            "None what asks for it",
         ),
         (
             input_ids.device != target.device,
@@ -1438,42 +1392,14 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
             "one prompt at a time",
         ),
         (
-            mask is not None and not mask.all(),
-            "attention_mask has zeros (transformers makes such a mask where the prompt "
-            "holds pad_token_id): pass no padding, and a mask of ones",
-        ),
-        (positions, "position_ids are counted from 0 here: leave them out"),
-        # Decoding makes a cache of its own, from which rejected nodes can be dropped.
-        (
-            cache is not None and cache.get_seq_length() > 0,
-            "the cache holds tokens: pass none, or keep a Decoding (common.start)",
-        ),
-        (
-            surplus,
-            f"only text is decoded, from token ids and a mask: leave out {surplus}",
-        ),
-        (
-            reach and length > reach,
-            f"prompt + new tokens = {length}, more than the target's context of "
-            f"{reach}: shorten it, or raise target.config.max_position_embeddings if "
-            "the target was made for longer texts",
-        ),
-        # The cached keys have been rotated already. A prompt that is longer than the
-        # border uses the long factors throughout.
-        (
-            input_ids.shape[1] - 1 <= border < length - 1,
-            f"prompt + new tokens = {length} crosses the range of short RoPE factors, "
-            f"{border + 1}: set a lower max_new_tokens",
+            length > reach,
+            f"prompt + new tokens = {length}, more than the {reach} positions of the "
+            "target: shorten it, or raise target.config.max_position_embeddings if the "
+            "target was made for longer texts",
         ),
     )
     check_ids(target, input_ids)
-
-
-def _rope(config) -> dict:
-    """The settings of the rotary embedding; several kinds of layers: of the first."""
-    settings = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    nested = [x for x in settings.values() if isinstance(x, dict) and "rope_type" in x]
-    return nested[0] if nested else settings
+    return (reach,)
 
 
 def _check_processors(decoding: Decoding) -> None:

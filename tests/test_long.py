@@ -1,5 +1,7 @@
 """Long texts and long chats: a drafter's window, and caches kept over turns."""
 
+import warnings
+
 import pytest
 import torch
 from chat import refused
@@ -234,13 +236,22 @@ def test_a_cache_that_does_not_fit_is_refused_or_read_anew():
     assert torch.equal(third.ids, target.generate(**options))
 
 
-def test_keys_that_rotate_by_the_length_of_the_text_are_read_anew():
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    target = family("Llama", rope_parameters=rope)
-    options = GREEDY | {"max_new_tokens": 4, "input_ids": torch.tensor([[5, 6, 7]])}
-    first = common.start(target, **options)
+def test_rows_from_the_other_side_of_a_long_ropes_border_are_read_anew():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    border = {"original_max_position_embeddings": 8}
+    target = family("Phi3", rope_parameters=rope | border, **border)
+    text = torch.arange(5, 17)[None]
+    options = GREEDY | {"max_new_tokens": 2}
+    first = common.start(target, input_ids=text[:, :4], **options)
+    with warnings.catch_warnings(action="error"):
+        first = common.start(target, after=first, input_ids=text[:, :6], **options)
+    options["input_ids"] = text
     with pytest.warns(UserWarning, match="the whole text is read anew"):
-        common.start(target, after=first, **options)
+        second = common.start(target, after=first, **options)
+    for draft in plain(second):
+        second.verify(draft)
+    assert torch.equal(second.ids, target.generate(**options))
 
 
 def test_each_method_that_reads_a_text_has_a_window():

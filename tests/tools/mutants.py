@@ -23,8 +23,14 @@ a target that has changed is not tried again
 - if _TRIED.get(target) != state:
 + if target not in _TRIED:
 a trial writes in the target's own config
-- value = copy.deepcopy(value, memo)
+- model = copy.deepcopy(target, {id(x): x for x in weights})
 + pass
+a trial writes in the tables of the target's rotary embedding
+- weights = target.state_dict(keep_vars=True).values()
++ weights = [*target.parameters(), *target.buffers()]
+a target is tried once for all that wraps it
+- _check_parts(target, kernel, adapters)
++ _TRIED.get(target) == state or _check_parts(target, kernel, adapters)
 a trial takes a fault for rounding
 - tolerance = 0.15 if half else 2e-3
 + tolerance = 2.0
@@ -122,8 +128,8 @@ Mistral is decoded beyond its window
 - return ["sliding_attention" if window else "full_attention"]
 + return ["full_attention"]
 a head that is quantised is read as if it were not
-- if isinstance(head, nn.Linear) and is_plain_weight(head.weight):
-+ if True:
+- if not isinstance(head, nn.Linear) or not is_plain_weight(head.weight):
++ if False:
 a target without some of its weights is random there
 - if missing:  # transformers
 + if False:  # transformers
@@ -146,11 +152,11 @@ a cache is taken over twice
 - after.cache = after.buffer = None
 + pass
 rows of a target that has changed are kept
-- if after.state != self.state or changing:
-+ if changing:
+- if after.state != self.state:
++ if False:
 the loss of a router is computed while decoding
-- options["output_router_logits"] = False
-+ options["output_router_logits"] = True
+- "output_router_logits": False}
++ "output_router_logits": True}
 Gemma 4's heads are all as small as its lowest ones
 - top = config.per_layer_config[-1]
 + top = config.per_layer_config[0]
