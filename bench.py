@@ -4,13 +4,12 @@
     python bench.py --method glide cape:cpu --num-prompts 40 --json run.json
     python bench.py --method falcon falcon+copies  # and tokens copied from the context
     python bench.py --method glide:gamma=2 glide:gamma=4 glide:gamma=6
-    python bench.py --method all                   # all, and transformers' own
 
 An arm is [BASE+]NAME[:SETTINGS][+copies][@DIR]. NAME is a method or a rival (medusa,
 eagle, beam, lookup). SETTINGS are fields of its Config that may change after training,
 such as gamma=3,sizes=2-1-1-0 (with a - between the numbers of a list), or a name from
-its VARIANTS, which is short for several of them. window=64 is how many of the newest
-tokens its drafter sees at least, and window=none shows it the whole text. BASE is the
+its VARIANTS, which is short for several of them. window=64 shows its drafter at least
+the newest 64 tokens, and window=none the whole text. BASE is the
 method whose chains CAPE expands, glide if it is left out; settings that are not CAPE's
 go to that method. +copies adds tokens copied from the context to each draft. DIR holds
 a drafter to use instead of checkpoints/NAME. The arms prompt-lookup and assisted are
@@ -50,10 +49,10 @@ from tqdm import tqdm
 import common
 from common import UserError
 from support import packed
-from support.measuring import batching, report
+from support.measuring import report
 from support.measuring.arms import PEERS, Arm, make_arms, parse, plain_loops
 from support.measuring.report import Answer, clock
-from support.prompts import answer_padded, encode
+from support.prompts import encode
 from support.training import data
 
 ALPHA_ANSWERS = 32  # most answers of the baseline to measure alpha on
@@ -66,13 +65,10 @@ WARM_UP_TOKENS = 12
 def measure(args) -> dict:
     """The result of a run: how it was made, and what the arms did."""
     prompts = prompts_of(args)
-    # Read it now, because loading the target adds to the load. Windows has none.
-    load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
     stock, target, tokenizer = load(args)
     result = report.header(args, target)
     arms = make_arms(args.method, target)
     options = generate_options(args)
-    warn_if_busy(load_average)
     torch.manual_seed(args.seed)
     return result | compare(args, stock, target, tokenizer, arms, prompts, options)
 
@@ -83,17 +79,6 @@ def prompts_of(args) -> list[dict]:
         return [{"question_id": 1, "turns": [args.prompt]}]
     paths = args.prompts or sorted((cli.ROOT / "prompts").glob("*.jsonl"))
     return data.read_prompts([Path(path) for path in paths], args.num_prompts)
-
-
-def warn_if_busy(load_average: float) -> None:
-    """Say so if other programs disturb the measurement."""
-    if load_average > 0.5 * os.cpu_count():
-        print(
-            f"bench.py: the load of this machine was {load_average:.1f} in the last "
-            "minute; if other programs cause it, do not trust the speedups (tau is not "
-            "affected)",
-            file=sys.stderr,
-        )
 
 
 def load(args) -> tuple:
@@ -115,31 +100,13 @@ def load(args) -> tuple:
 
 def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
     """Let the arms and plain decoding answer; returns their part of the result."""
-    size = args.batch_size
-    if size > 1:
-        # Speed depends on the size of a batch, so prompts that do not fill one are left
-        # out. Sorting keeps conversations of the same number of turns together.
-        prompts = sorted(prompts, key=lambda prompt: len(prompt["turns"]))
-    starts = range(0, len(prompts) - size + 1, size)
-    groups = [prompts[start : start + size] for start in starts]
-    if not groups:
-        raise UserError(f"{len(prompts)} prompts fill no batch: lower --batch-size")
-    if left := len(prompts) - size * len(groups):
-        print(
-            f"bench.py: left out, because they fill no batch: {left} of the prompts",
-            file=sys.stderr,
-        )
-    loops = plain_loops(stock, target, size)
-    asked, answers = ask(tokenizer, [*loops, *arms], groups, options, args.seed)
-
-    figures = summary(arms, loops, asked, answers, not args.temperature)
-    count = len({answer.prompt for answer in answers[loops[0].name]})  # or of batches
-    result = {"prompts": count * size}
-    if size > 1:
-        result["batch"] = {"size": size, "batches": count, "arms": figures}
-    else:
-        result["arms"] = figures
-    if len(asked) < sum(len(prompt["turns"]) for group in groups for prompt in group):
+    loops = plain_loops(stock, target)
+    asked, answers = ask(tokenizer, [*loops, *arms], prompts, options, args.seed)
+    result = {
+        "prompts": len({answer.prompt for answer in answers[loops[0].name]}),
+        "arms": summary(arms, loops, asked, answers, not args.temperature),
+    }
+    if len(asked) < sum(len(prompt["turns"]) for prompt in prompts):
         result["interrupted"] = True
     return result
 
@@ -147,40 +114,38 @@ def compare(args, stock, target, tokenizer, arms, prompts, options) -> dict:
 # -------------------------------------------------------------------------- answering
 
 
-def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> tuple:
+def ask(tokenizer, arms: list[Arm], prompts: list, options: dict, seed: int) -> tuple:
     """Let every arm answer every turn of every prompt.
 
     arms: the first one's answers are the earlier turns for all.
-    groups: lists of prompts that are answered at once.
     options: of target.generate.
     Returns what was asked, as in `play`, and {arm's name: answers} in the same order,
     of the turns that every arm has answered. A UserError (a prompt is too long) ends
-    its prompt or batch. Ctrl-C and exhausted memory end the run early. Any of these is
-    raised if nothing was answered.
+    its prompt. Ctrl-C and exhausted memory end the run early. Any of these is raised if
+    nothing was answered.
     """
-    warm_up(tokenizer, arms, groups, options)
+    warm_up(tokenizer, arms, prompts, options)
     asked = []
     answers = {arm.name: [] for arm in arms}
     shuffle = random.Random(seed)
-    total = len(arms) * sum(map(most_turns, groups))
+    total = len(arms) * sum(len(prompt["turns"]) for prompt in prompts)
     bar = tqdm(total=total, desc="answers", disable=None)
     try:
-        for number, group in enumerate(groups):
-            turns = turns_of(group, arms, tokenizer, options, shuffle, bar)
+        for number, prompt in enumerate(prompts):
             try:
                 # A turn counts only when all arms have answered it, so that all figures
                 # cover the same turns, also after an interruption.
-                for turn, new in turns:
-                    asked += turn
-                    for name, each in new.items():
-                        answers[name] += each
-                        for answer in each:
-                            answer.prompt = number
+                for turn, new in turns_of(prompt, arms, tokenizer, options, shuffle):
+                    bar.update(len(new))
+                    asked.append(turn)
+                    for name, answer in new.items():
+                        answer.prompt = number
+                        answers[name].append(answer)
             except UserError as problem:
-                if not asked and group is groups[-1]:
+                if not asked and prompt is prompts[-1]:
                     raise
-                names = ", ".join(str(prompt["question_id"]) for prompt in group)
-                note = f"bench.py: prompt {names} was not answered in full: {problem}"
+                name = prompt["question_id"]
+                note = f"bench.py: prompt {name} was not answered in full: {problem}"
                 bar.write(note, file=sys.stderr)
     except (KeyboardInterrupt, torch.OutOfMemoryError) as problem:
         if not asked:
@@ -193,75 +158,47 @@ def ask(tokenizer, arms: list[Arm], groups: list, options: dict, seed: int) -> t
     return asked, answers
 
 
-def warm_up(tokenizer, arms: list[Arm], groups: list, options: dict) -> None:
+def warm_up(tokenizer, arms: list[Arm], prompts: list, options: dict) -> None:
     """Let every arm answer once, because first calls load kernels and fill caches."""
-    # Ask the shortest prompts, because one that is too long would end the run.
-    easiest = min(
-        groups, key=lambda group: max(len(each["turns"][0]) for each in group)
-    )
-    device = arms[0].target.device
-    asked = [encode(tokenizer, each["turns"][:1], device) for each in easiest]
+    # Ask the shortest prompt, because one that is too long would end the run.
+    easiest = min((prompt["turns"][0] for prompt in prompts), key=len)
+    asked = encode(tokenizer, [easiest], arms[0].target.device)
     for arm in arms:
         play(arm, asked, options | {"max_new_tokens": WARM_UP_TOKENS})
 
 
-def turns_of(group: list[dict], arms, tokenizer, options: dict, shuffle, bar):
-    """Yield what is asked in each turn of a group, and {arm's name: answers}."""
-    device = arms[0].target.device
-    chats = [(prompt, []) for prompt in group]  # with the messages so far
-    for place in range(most_turns(group)):
-        # Ask the prompts that have another turn.
-        chats = [chat for chat in chats if place < len(chat[0]["turns"])]
-        for prompt, messages in chats:
-            messages.append(prompt["turns"][place])
-        asked = [encode(tokenizer, messages, device) for _, messages in chats]
-
-        # Let all arms answer, in a new random order.
+def turns_of(prompt: dict, arms, tokenizer, options: dict, shuffle):
+    """Yield what is asked in each turn of a prompt, and {arm's name: its answer}."""
+    messages = []
+    for turn in prompt["turns"]:
+        messages.append(turn)
+        asked = encode(tokenizer, messages, arms[0].target.device)
         answers = {}
-        for arm in shuffle.sample(arms, len(arms)):
-            bar.set_postfix_str(arm.name)
+        for arm in shuffle.sample(arms, len(arms)):  # in a new random order
             answers[arm.name] = play(arm, asked, options)
-            for answer, (prompt, _) in zip(answers[arm.name], chats):
-                answer.question_id = prompt["question_id"]
-            bar.update(1)
+            answers[arm.name].question_id = prompt["question_id"]
         yield asked, answers
-
-        # Continue with the first arm's answers.
-        for (_, messages), answer in zip(chats, answers[arms[0].name]):
-            text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
-            messages.append(text)
-
-
-def most_turns(group: list[dict]) -> int:
-    """How many turns the longest conversation of a group has."""
-    return max(len(prompt["turns"]) for prompt in group)
+        # Continue with the first arm's answer.
+        tokens = answers[arms[0].name].tokens
+        messages.append(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 @torch.no_grad()
-def play(arm: Arm, asked: list[dict], options: dict) -> list[Answer]:
-    """Let an arm answer what is asked, all at once if it is more than one.
+def play(arm: Arm, asked: dict, options: dict) -> Answer:
+    """Let an arm answer what is asked.
 
-    asked: input_ids (1, T) and attention_mask of each sequence.
+    asked: input_ids (1, T) and attention_mask.
     options: of target.generate.
     Raises UserError for tokens that the target does not have.
     """
-    for inputs in asked:
-        common.check_ids(arm.target, inputs["input_ids"])
+    common.check_ids(arm.target, asked["input_ids"])
     start = clock(arm.target)
-    if arm.padded:
-        answers = padded_answers(arm, asked, options)
-    elif arm.drafts is None:  # one after another
-        answers = [transformers_answer(arm, inputs, options) for inputs in asked]
-    elif len(asked) == 1:
-        answers = [timed_answer(arm, asked[0], options)]
-    else:
-        answers = batched_answers(arm, asked, options)
+    decode = transformers_answer if arm.drafts is None else timed_answer
+    answer = decode(arm, asked, options)
     # What is left of the time goes to transformers' set-up and our own bookkeeping. It
     # counts, because the user waits for it as well.
-    share = (clock(arm.target) - start) / len(asked)
-    for answer in answers:
-        answer.seconds["other"] = share - answer.seconds.total()
-    return answers
+    answer.seconds["other"] = clock(arm.target) - start - answer.seconds.total()
+    return answer
 
 
 def timed_answer(arm: Arm, inputs: dict, options: dict) -> Answer:
@@ -295,20 +232,6 @@ def timed_rounds(arm: Arm, decoding, begin: float, first: str) -> Answer:
     return answer
 
 
-def batched_answers(arm: Arm, asked: list[dict], options: dict) -> list[Answer]:
-    """Decode several sequences with drafts at once."""
-    decodings = [common.start(arm.target, **inputs, **options) for inputs in asked]
-    answers = {decoding: Answer() for decoding in decodings}
-
-    def count(decoding, draft, path):
-        answers[decoding](decoding, draft, path)
-
-    batching.generate(arm.target, arm.drafts, decodings, callback=count)
-    for inputs, (decoding, answer) in zip(asked, answers.items()):
-        answer.tokens = new_tokens(decoding.ids, inputs)
-    return list(answers.values())
-
-
 def transformers_answer(arm: Arm, inputs: dict, options: dict) -> Answer:
     """Decode with a loop of transformers, and count what the target reads."""
     # transformers does not report its forwards, so a hook on the target counts them.
@@ -332,13 +255,6 @@ def transformers_answer(arm: Arm, inputs: dict, options: dict) -> Answer:
     )
 
 
-def padded_answers(arm: Arm, asked: list[dict], options: dict) -> list[Answer]:
-    """Let transformers decode a batch, in which a forward gives each one token."""
-    prompts = [inputs["input_ids"][0].tolist() for inputs in asked]
-    rows = answer_padded(arm.target, prompts, **options)
-    return [Answer(target_forwards=len(row), tokens=row) for row in rows]
-
-
 def new_tokens(ids: Tensor, inputs: dict) -> list[int]:
     """Ids (1, T) without the prompt."""
     return ids[0, inputs["input_ids"].shape[1] :].tolist()
@@ -353,7 +269,7 @@ def summary(arms, loops, asked: list, answers: dict, greedy: bool) -> dict:
     arms, loops: lists of Arms; the loops are those of `plain_loops`, of which the first
         is stock transformers.
     asked, answers: of `ask`.
-    greedy: the answers should equal those of stock transformers.
+    greedy: whether answers should equal those of stock transformers.
     """
     stock = loops[0]
     found = {name: report.figures(answers[name]) for name in answers}
@@ -367,7 +283,12 @@ def summary(arms, loops, asked: list, answers: dict, greedy: bool) -> dict:
     for arm in [baseline, *arms]:
         numbers = found[arm.name]
         if arm.drafter not in alphas:
-            alphas[arm.drafter] = acceptance_rate(arm, asked, answers[baseline.name])
+            alphas[arm.drafter] = None
+            try:
+                alpha = acceptance_rate(arm, asked, answers[baseline.name])
+                alphas[arm.drafter] = alpha
+            except torch.OutOfMemoryError:  # it reads whole texts at once
+                print(f"bench.py: no memory for alpha of {arm.name}", file=sys.stderr)
         numbers["alpha"] = alphas[arm.drafter]
         numbers["settings"] = arm.settings
         if greedy:
@@ -388,8 +309,8 @@ def acceptance_rate(arm: Arm, asked: list[dict], answers: list[Answer]) -> float
     total = 0.0
     count = 0
     pairs = list(zip(asked, answers))
-    # All drafters are judged on the same text, the baseline's answers, whatever their
-    # arms drafted.
+    # All drafters are judged on the same text (the baseline's answers), not on what
+    # their arms wrote.
     for number, (inputs, answer) in enumerate(pairs[:ALPHA_ANSWERS]):
         prompt = inputs["input_ids"]
         ids = torch.cat([prompt, prompt.new_tensor([answer.tokens])], dim=1)  # (1, T)
@@ -409,8 +330,8 @@ def acceptance_rate(arm: Arm, asked: list[dict], answers: list[Answer]) -> float
 def divergence(target, asked: list, answers: list[Answer], reference: list[Answer]):
     """How many answers differ from the reference's, and where the first one does.
 
-    "top2_margin" is the gap of the target's two best logits there. At a tie it is 0,
-    and rounding decides.
+    "top2_margin" is the gap between the target's two best logits there. At a tie it is
+    0, and rounding decides.
     """
     triples = zip(asked, answers, reference)
     differing = [each for each in triples if each[1].tokens != each[2].tokens]
@@ -447,19 +368,14 @@ def main(argv: list[str] | None = None) -> None:
 
 def check(args) -> None:
     """Raise a UserError if options do not go together; nothing is loaded yet."""
-    alone = {"all", *PEERS} & set(args.method)  # arms that answer one at a time
-    for text in {*args.method} - {"all", *PEERS}:
-        parse(text)  # a UserError for what is no arm
+    for text in args.method:
+        if text not in PEERS:
+            parse(text)  # a UserError for what is no arm
     common.refuse(
         (not args.method, "nothing to do: give --method; see --help"),
         (
             args.top_p < 1 and not args.temperature,
             "--top-p needs a --temperature",
-        ),
-        (
-            args.batch_size > 1 and alone,
-            "--batch-size above 1 does not work with the arms all, prompt-lookup and "
-            "assisted: leave them out",
         ),
     )
 

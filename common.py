@@ -1373,9 +1373,10 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
                 reach = min(reach, border + 1)
     refuse(
         (
-            mask is not None and not mask.all(),
-            "attention_mask has zeros (transformers makes such a mask where the prompt "
-            "holds pad_token_id): pass no padding, and a mask of ones",
+            mask is not None and (mask.shape != input_ids.shape or not mask.all()),
+            "attention_mask has zeros or another length than the prompt (transformers "
+            "makes zeros where the prompt holds pad_token_id): pass no padding, and a "
+            "mask of ones",
         ),
         (
             unfit,
@@ -1389,7 +1390,7 @@ def _check_request(target, input_ids: Tensor, generation_config, given: dict) ->
         (
             input_ids.numel() == 0 or len(input_ids) > 1,
             f"{len(input_ids)} rows of {input_ids.shape[1]} ids: pass the input_ids of "
-            "one prompt at a time",
+            "one prompt at a time, and ask for one answer",
         ),
         (
             length > reach,

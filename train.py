@@ -5,21 +5,19 @@
     python train.py --method glide --data data.jsonl --minutes 30 --out checkpoints/mine
     torchrun --nproc-per-node 2 train.py --method glide --data FILES --steps 1000 ...
 
-What differs between the methods is in their files: Config, build, loss and acceptance.
+Each method's file has its own Config, build, loss and acceptance.
 What they share is in the function `train`, whose loop takes a batch, computes loss and
 gradients, and steps; from time to time it measures and saves. accelerate takes care of
 processes, devices and mixed precision, so `accelerate launch` works like torchrun.
 `--method NAME --help` lists the options of the method as well.
 
-Random numbers are seeded for each step and each process, so a resumed run draws
-the same as one that was not interrupted. A step that is split over another number of
-processes draws others: its result is not the same to the bit.
+Random numbers are seeded for each step and each process, so a resumed run draws the
+same numbers as an uninterrupted one. With a different number of processes a step draws
+other numbers, so its result is not the same to the bit.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import signal
@@ -43,7 +41,6 @@ def options() -> cli.OneLineParser:
     number = cli.number
     count, share = number(int, 1), number(float, 0, 1)
     dtypes = ("float32", "bfloat16")
-    either = argparse.BooleanOptionalAction
 
     group = parser.add_argument_group("what to do")
     add = group.add_mutually_exclusive_group(required=True).add_argument
@@ -53,7 +50,8 @@ def options() -> cli.OneLineParser:
     text = "checkpoint folder, or the file that --make-data appends to"
     add("--out", required=True, help=text)
     add("--target", type=cli.target, help=cli.TARGET_HELP)
-    add("--dtype", default="float32", choices=dtypes, help="of the target")
+    text = "of the target, and of the products in training"
+    add("--dtype", default="float32", choices=dtypes, help=text)
     add("--device", default="auto", help=cli.DEVICE_HELP)
     add("--seed", type=number(int, 0, 2**31), default=0, help="of all random choices")
 
@@ -62,22 +60,23 @@ def options() -> cli.OneLineParser:
     text = "conversations to measure eval_alpha on (default: for the default target, "
     add("--eval", metavar="FILE", help=f"{text}conversations/{ANSWERS.name})")
     add("--steps", type=count, help="optimizer steps")
-    text = "train this long instead, over all resumed runs"
+    text = "minutes to train instead, resumed runs included"
     add("--minutes", type=number(float, 1e-3), help=text)
     add("--resume", action="store_true", help="continue the run in --out")
-    text = "start from this drafter, whose draft vocabulary stays unless --draft-vocab "
-    add("--init", metavar="DIR", help=f"{text}is given; --resume ignores it")
+    text = (
+        "start from this drafter's weights and draft vocabulary (--draft-vocab chooses "
+    )
+    add("--init", metavar="DIR", help=f"{text}a new one); --resume ignores it")
     text = "keep the target's features here, in bfloat16 (3 kB a token for the default "
     add("--features", metavar="DIR", help=f"{text}target)")
-    add("--batch-size", type=count, default=4, help="conversations a step, in all")
+    add("--batch-size", type=count, default=4, help="conversations per step")
     add("--lr", type=number(float, 0), default=2e-3, help="peak learning rate")
     add("--warmup", type=share, default=0.02, help="share of the run that warms up")
     text = "largest norm of the gradient"
     add("--clip", type=number(float, 1e-6), default=1.0, help=text)
-    text = "tokens kept of a conversation of --data"
+    text = "cut conversations of --data to this many tokens"
     add("--max-length", type=number(int, 2), default=512, help=text)
-    add("--bf16", action=either, help="autocast to bfloat16 (default: on a GPU)")
-    text = "conversations at the end of --data that alpha is measured on, at most half"
+    text = "last conversations of --data, kept for measuring alpha (at most half)"
     add("--held-out", type=number(int, 0), default=32, help=text)
     add("--eval-every", type=count, default=100, help="steps between measurements")
     add("--save-every", type=count, default=500, help="steps between checkpoints")
@@ -97,8 +96,6 @@ def parse(argv: list[str]):
     parser = options()
     # A method's options are known only once its name is, so the name is read first.
     name = cli.method_named(argv)
-    if name == "cape":
-        raise cli.mistake("cape has no weights: take another --method")
     module = None
     if name in cli.trainable():  # else argparse refuses it below
         module = cli.import_method(name)
@@ -114,7 +111,7 @@ def parse(argv: list[str]):
 
 if __name__ == "__main__":
     # --help and mistakes end here, because the imports below take seconds.
-    COMMAND = cli.run(lambda: parse(sys.argv[1:]))
+    cli.run(lambda: parse(sys.argv[1:]))
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
@@ -155,8 +152,8 @@ def train(args, module, overrides: dict) -> None:
     out.mkdir(parents=True, exist_ok=True)  # if it cannot be made, fail before training
 
     announce(args, run, drafter, sequences, held_out)
-    check_lengths(args, module, drafter, target, sequences)
     features = Features(target, drafter.kv_layers, args.features)
+    check_learned(args, model, features, sequences)
     lengths = [len(ids) for ids, _ in sequences]
     order = data.batch_order(lengths, args.batch_size, args.seed, run.step)
     fraction, stop = run.fraction(args), False  # a run goes from 0 to 1
@@ -165,7 +162,7 @@ def train(args, module, overrides: dict) -> None:
         measured = read_measured(features, held_out, answers)
     # The time before a resumption counts as well.
     begin = time.monotonic() - run.seconds
-    hide = None if accelerator.is_main_process else True  # None: unless a terminal
+    hide = None if accelerator.is_main_process else True  # None: only on a terminal
     bar = tqdm(total=args.steps, initial=run.step, desc=args.method, disable=hide)
     with interrupts() as caught, bar:
         while fraction < 1 and not stop:
@@ -175,8 +172,8 @@ def train(args, module, overrides: dict) -> None:
             batch = features.batch([sequences[i] for i in part], fraction)
             seed_step(accelerator, args.seed, run.step)
             loss = gradients(accelerator, model, batch)
-            # Clipping returns the norm from before, which is infinite or nan if any of
-            # the gradients is. Such a step is not taken, nor saved.
+            # This returns the norm before clipping, which is inf or nan if any gradient
+            # is. Such a step is not taken, nor saved.
             norm = float(accelerator.clip_grad_norm_(model.parameters(), args.clip))
             check_finite(args, run, loss, norm)
             optimizer.param_groups[0]["lr"] = args.lr * schedule(fraction, args.warmup)
@@ -190,18 +187,16 @@ def train(args, module, overrides: dict) -> None:
             fraction, stop = broadcast_object_list([run.fraction(args), bool(caught)])
             last = fraction >= 1
 
-            # A measurement takes longer than a signal leaves until the program is
-            # killed (10 s in Docker, 30 s with torchrun), so a stop only saves.
+            # After SIGTERM only seconds are left (10 in Docker, 30 with torchrun), less
+            # than a measurement takes, so a stop only saves.
             if not stop and (last or run.step % args.eval_every == 0):
-                rates = measure(module, drafter, target, measured)
-                point = run.add_point(rates)
-                say(", ".join(f"{key} {value}" for key, value in point.items()))
+                if rates := measure(module, drafter, target, measured, caught):
+                    point = run.add_point(rates)
+                    say(", ".join(f"{key} {value}" for key, value in point.items()))
             due = last or stop or run.step % args.save_every == 0
             if due and accelerator.is_main_process:
                 checkpoints.save(out, drafter, optimizer, run, identity)
 
-    if accelerator.is_main_process:
-        print_summary(args, run, interrupted=fraction < 1)
     # Free the wrapped model while every process is alive. Later, it could hang.
     del model, optimizer
     accelerator.free_memory()
@@ -223,7 +218,7 @@ class Loss(nn.Module):
         self.loss = partial(module.loss, drafter, target)
 
     def forward(self, batch: common.Batch):
-        """The loss, summed over what is to be predicted, and its weight."""
+        """The summed loss, and the weight to divide it by."""
         return self.loss(batch)
 
 
@@ -269,8 +264,8 @@ def schedule(fraction: float, warmup: float) -> float:
 
     It rises linearly to 1, stays there, and falls linearly in the last fifth.
     """
-    # The fraction is of the steps or of the minutes, so the rate falls to 0 at the end
-    # of either. In the first step it is 0, and the rate should not be.
+    # `fraction` is of the steps or of the minutes, so the rate falls to 0 at the end of
+    # either. The 1e-3 keeps the rate of the first step above 0.
     rise = (fraction + 1e-3) / warmup if warmup else 1.0
     return min(rise, 1.0, (1 - fraction) / 0.2)
 
@@ -286,22 +281,26 @@ def read_measured(features: Features, held_out: list, answers: list) -> dict:
 
 
 @torch.no_grad()
-def measure(module, drafter, target, measured: dict) -> dict:
+def measure(module, drafter, target, measured: dict, caught: list) -> dict | None:
     """The acceptance rate on each of {name: batches}, None where there is no batch.
 
     Its random numbers are the same each time, and training continues with its own.
+    Returns None if a signal was caught meanwhile.
     """
     rates = {}
     drafter.eval()
     for name, batches in measured.items():
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            totals = [module.acceptance(drafter, target, batch) for batch in batches]
+            totals = []
+            for batch in batches:
+                if not caught:
+                    totals.append(module.acceptance(drafter, target, batch))
         accepted = sum(float(total) for total, _ in totals)
         count = sum(int(count) for _, count in totals)
         rates[name] = round(accepted / max(1, count), 4) if batches else None
     drafter.train()
-    return rates
+    return None if caught else rates
 
 
 # ------------------------------------------------------------- what a run begins with
@@ -338,37 +337,17 @@ def check(args) -> None:
     )
 
 
-def check_lengths(args, module, drafter, target, sequences: list) -> None:
-    """Count the answers that are too short to be learned; UserError if all are."""
-    lengths = []
-    for _, mask in sequences:
-        learned, counts = mask.unique_consecutive(return_counts=True)
-        lengths += counts[learned].tolist()
-    least = least_tokens(module, drafter, target)
-    short = sum(length < least for length in lengths)
-    text = f"{short} of {len(lengths)} answers are too short: {args.method} learns "
-    text += f"those of {least} tokens or more"
-    if short == len(lengths):
-        raise common.UserError(f"nothing to learn: {text}")
-    if short:
-        say(text)
-
-
 @torch.no_grad()
-def least_tokens(module, drafter, target) -> int:
-    """How many tokens an answer needs, so that the loss has something to learn.
+def check_learned(args, model, features: Features, sequences: list) -> None:
+    """Raise a UserError if the loss finds nothing to learn, in the longest answer.
 
-    CTC-drafter, for instance, drafts after a token that the target gives, and so an
-    answer of one token has nothing for it. The method's own loss decides.
+    CTC-drafter, for instance, learns only where `labels` tokens follow an anchor.
     """
-    features = Features(target, drafter.kv_layers)
-    for length in range(1, 33):
-        places = torch.arange(8 + length)
-        ids = drafter.vocab_ids.cpu()[places % len(drafter.vocab_ids)]
-        batch = features.batch([(ids, places >= 8)], 0.0)
-        if module.loss(drafter, target, batch)[1] > 0:
-            return length
-    raise common.UserError("the loss learns nothing from an answer of 32 tokens")
+    most = max(sequences, key=lambda sequence: int(sequence[1].sum()))
+    if not model(features.batch([most], 0.0))[1] > 0:
+        raise common.UserError(
+            f"nothing to learn for {args.method}: all answers are too short"
+        )
 
 
 def launch(args) -> Accelerator:
@@ -377,7 +356,7 @@ def launch(args) -> Accelerator:
         cpu=args.device == "cpu",
         device_placement=False,  # everything goes where the target is
         # Not fp16, whose gradients need scaling; bf16 has the range of float32.
-        mixed_precision="bf16" if args.bf16 else "no",
+        mixed_precision="bf16" if args.dtype == "bfloat16" else "no",
         # Otherwise a process waits for gradients of weights that a step did not use.
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
@@ -392,7 +371,7 @@ def launch(args) -> Accelerator:
 
 def load_target(args, accelerator) -> tuple:
     """The target, frozen, and its tokenizer, on this process's device."""
-    # Of several processes, each has a GPU of its own, which accelerate has chosen.
+    # With several processes, accelerate gives each its own GPU.
     device = accelerator.device if accelerator.num_processes > 1 else args.device
     dtype = getattr(torch, args.dtype)
     target, tokenizer = common.load_target(args.target, dtype=dtype, device=str(device))
@@ -442,11 +421,6 @@ def start(args, module, overrides: dict, target, sequences: list, state: dict | 
         drafter.load_state_dict(state["model"])
     else:
         drafter = new_drafter(args, module, overrides, target, sequences)
-    # SpecDec++ freezes its head while its layers are trained, and its layers after.
-    named = drafter.named_parameters()
-    frozen = {name.split(".")[0] for name, each in named if not each.requires_grad}
-    if frozen:
-        say(f"not trained: {', '.join(sorted(frozen))}")
     # Weights are trained in float32, whatever the target's dtype is.
     drafter = drafter.to(target.device).float().train()
     optimizer = torch.optim.AdamW(
@@ -514,13 +488,6 @@ def announce(args, run, drafter, sequences: list, held_out: list) -> None:
         )
 
 
-def print_summary(args, run, interrupted: bool) -> None:
-    """Print how far the training came, as a line of JSON."""
-    summary = {"method": args.method, "out": args.out, "interrupted": interrupted}
-    summary |= {"step": run.step, "tokens": run.tokens}
-    print(json.dumps(summary | {"measured": run.curve[-1] if run.curve else None}))
-
-
 def say(text: str) -> None:
     """Print a line above the progress bar, in the first process only."""
     if PartialState().is_main_process:
@@ -554,13 +521,7 @@ def interrupts():
 
 def main(argv: list[str] | None = None) -> None:
     """Train, or make data."""
-    act(*parse(sys.argv[1:] if argv is None else argv))
-
-
-def act(args, module) -> None:
-    """Do what the command line says. module: of the method, or None."""
-    if args.bf16 is None:
-        args.bf16 = args.device.startswith("cuda")
+    args, module = parse(sys.argv[1:] if argv is None else argv)
     if args.make_data:
         make_data(args)
         return
@@ -587,13 +548,8 @@ def make_data(args) -> None:
         options = args.second_turns, args.greedy, args.max_new_tokens
         maker = self_written.Maker(target, tokenizer, *options)
         held = maker.fill(args.out, args.make_data, requests, args.seed)
-    cut = self_written.cut(held, args.max_new_tokens)
-    print(
-        f"train.py: {args.out} holds {len(held)} answers; {cut} did not end within "
-        f"{args.max_new_tokens} tokens (--max-new-tokens)",
-        file=sys.stderr,
-    )
+    print(f"train.py: {args.out} holds {len(held)} answers", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    cli.run(lambda: act(*COMMAND))
+    cli.run(main)

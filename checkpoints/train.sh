@@ -26,7 +26,7 @@ elif python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; the
 else
     # the last 32 conversations of the last file are held out
     options=(--data conversations/smollm2_{new,wide,turns,more,self,third}.jsonl.gz)
-    options+=(--features "$out/features" --dtype bfloat16 --bf16)
+    options+=(--features "$out/features" --dtype bfloat16)
 fi
 
 make() { # NAME OPTIONS...     trains $out/NAME

@@ -19,7 +19,7 @@ import common
 import falcon
 import specdecpp
 from support.interop import authors, export
-from support.rivals import eagle, medusa
+from support.rivals import eagle
 
 D, V, HEADS, SIZE = 16, 48, 2, 24  # of the target in `folder`, SIZE of its drafter
 PROMPT = torch.tensor([[5, 9, 47, 6, 5, 47, 5]])
@@ -147,25 +147,6 @@ def test_the_head_of_specdecpp(folder, target, tmp_path):
     both = F.linear(x, outputs["weight"], outputs["bias"]).softmax(-1)
     assert close(drafter.head(states).sigmoid(), both[:, 1])
     assert decodes_as_plain(target, specdecpp.drafts, drafter)
-
-
-def test_medusa(folder, target, tmp_path):
-    weights = {}
-    for n in range(2):
-        shapes = {"0.linear.weight": (D, D), "0.linear.bias": (D,), "1.weight": (V, D)}
-        made = numbers(**shapes)
-        weights |= {f"{n}.{name}": (1 + n) * x for name, x in made.items()}
-    config = {"medusa_num_heads": 2, "medusa_num_layers": 1}
-    out = written(folder, tmp_path, "medusa", config, weights, "medusa_lm_head.pt")
-    drafter = common.load_drafter(medusa.Drafter, out, target)
-    hidden = torch.randn(3, D)
-    found = medusa.read_out(drafter, drafter(target, hidden, PROMPT[0, :3]), None)
-    for n in range(2):
-        block = [weights[f"{n}.0.linear.{name}"] for name in ("weight", "bias")]
-        linear = F.linear(hidden, *block)
-        expected = F.linear(hidden + F.silu(linear), weights[f"{n}.1.weight"])
-        assert close(found[:, n], expected)
-    assert decodes_as_plain(target, medusa.drafts, drafter)
 
 
 def test_what_is_exported_is_what_the_authors_format_holds(folder, target, tmp_path):

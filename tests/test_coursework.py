@@ -97,9 +97,13 @@ def test_the_points_of_the_assignment_add_up():
         assert command == f"`tests/{coursework.tests_of(name)}::{tests[0]}`"
     solutions = ROOT / "tests" / "solutions.md"  # a student's copy has none
     answers = solutions.read_text() if solutions.exists() else ""
-    for part, _, points, _ in rows:
-        if found := re.search(rf"^## {part} \((.*) points\)$", answers, re.MULTILINE):
-            assert sum(map(int, re.findall(r"\d+", found[1]))) == int(points)
+    worth = {part: int(points) for part, _, points, _ in rows}
+    parts = re.findall(r"^## (\w\d?) \((.*) points.*\)$", answers, re.MULTILINE)
+    for part, told in parts:
+        numbers = [int(number) for number in re.findall(r"\d+", told)]
+        count = 5 if told == "3" else 1  # "3 points each", of five questions
+        assert worth[part] == count * sum(numbers), part
+    assert len(parts) == 3 or not answers
 
 
 def test_a_file_is_found_under_the_names_that_browsers_give_it(tmp_path):

@@ -321,11 +321,11 @@ def test_the_solutions_of_part_d_follow_from_the_main_run():
         f"3 c + T(4) / T(1) = {costs:.2f}: below",
     ):
         assert figure.replace(" 0.", " .") in " ".join(told.split()), figure
-    arms = claims.report.arms_of(claims.read("cpu_variants.json"))
+    arms = claims.read("cpu_variants.json")["arms"]
     two, three = (arms[name]["speedup"] for name in ("glide:gamma=2", "glide"))
     assert f"gamma = 2 gave {two:.2f} and 3 gave {three:.2f}" in " ".join(told.split())
-    batch = claims.report.arms_of(claims.read("cpu_batch8.json"))["glide"]["speedup"]
-    assert f"cpu_batch8.json`: {batch:.2f})".replace(" 0.", " .") in told
+    batch = claims.read("cpu_batches.json")["sizes"]["8"]["glide"]["speedup"]
+    assert f"cpu_batches.json`: {batch:.2f})".replace(" 0.", " .") in told
     # At the alpha that is told, the tokens of a round are worth what the round costs.
     even = float(re.search(r"= \d\.\d\d: below (\.\d+)", told)[1])
     assert 1 + even + even**2 + even**3 == pytest.approx(costs, abs=0.02)

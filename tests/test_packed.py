@@ -196,7 +196,7 @@ def test_a_norm_is_replaced_only_where_the_bits_are_the_same():
 
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "FalconMamba"])
-def test_a_norm_that_takes_more_than_one_tensor_or_has_no_parameter_stays(name):
+def test_a_norm_that_takes_more_than_one_tensor_or_has_no_parameter_can_be_packed(name):
     """These families are refused later, in one line."""
     target = family(name).float()
     norms = [m for m in target.modules() if "RMSNorm" in type(m).__name__]

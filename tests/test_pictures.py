@@ -12,11 +12,6 @@ def prices(*times):
     return {"context": 256, "by_tokens": dict(zip(("1", "4", "8", "64"), times))}
 
 
-ARMS = {
-    "glide": {"speedup": 1.5, "speedup_ci": [1.2, 1.8]},
-    "cape+copies": {"speedup": 1.1, "speedup_ci": [0.9, 1.3]},
-    "medusa": {"speedup": 1.3, "speedup_ci": [1.1, 1.5]},
-}
 POINTS = {"K": {"2": [0.6, 0.5, 20.0], "4": [0.5, 1.0, 25.0]}}
 POINTS |= {"head": {"0.7": [0.5, 0.9, 24.0]}, "oracle": {"": [0.4, 0.0, 50.0]}}
 TITLES = [  # of which picture, of which numbers
@@ -24,11 +19,6 @@ TITLES = [  # of which picture, of which numbers
         pictures.costs,
         prices(10, 10.9, 11.1, 30),
         "4 tokens for little more than the price of one; 64 for 3.0 times that",
-    ),
-    (
-        pictures.speedups,
-        ARMS,
-        "2 of 3 arms beat plain decoding; the best is 1.5 times as fast",
     ),
     (
         pictures.stop_rules,

@@ -162,7 +162,7 @@ def test_a_drafter_learns_from_a_target_saved_quantised(
     load(folder, quantization_config=config).save_pretrained(saved)
     for more in (["--steps", 2], ["--steps", 3, "--resume"]):
         train.main(chat.options(saved, tmp_path / "out", *more))
-        assert json.loads(capsys.readouterr().out)["step"] == more[1]
+        assert f"step {more[1]}, " in capsys.readouterr().err
     target, _ = common.load_target(str(saved))
     drafter = common.load_drafter(glide.Drafter, tmp_path / "out", target)
     check(target, {"glide": lambda decoding: glide.drafts(decoding, drafter)})
@@ -574,7 +574,7 @@ def test_a_tokenizer_with_more_tokens_than_the_target(folder, tmp_path, capsys):
     for drafts in (None, lookup.drafts):  # plain decoding by transformers, and ours
         arm = arms.Arm("an arm", target, drafts=drafts)
         with refused(told):
-            bench.play(arm, [asked], {"max_new_tokens": 3})
+            bench.play(arm, asked, {"max_new_tokens": 3})
     with refused(told):
         prompts.answer_padded(target, asked["input_ids"].tolist(), max_new_tokens=3)
 

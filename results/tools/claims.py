@@ -52,7 +52,7 @@ def sums_of(file: str, names: str) -> Tensor:
             rows = result["runs"][name]["prompts"].values()
             rows = [[tokens, forwards, torch.nan] for tokens, forwards, *_ in rows]
         else:
-            counted = report.arms_of(result)[name]["by_prompt"]
+            counted = result["arms"][name]["by_prompt"]
             columns = [counted[part] for part in ("tokens", "forwards", "seconds")]
             rows = list(zip(*columns, strict=True))
         total = total + torch.tensor(rows, dtype=torch.float64)

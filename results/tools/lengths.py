@@ -28,7 +28,7 @@ from support.prompts import encode  # noqa: E402
 
 TEXTS = cli.ROOT / "prompts" / "long" / "texts.jsonl"
 LENGTHS = (256, 1024, 2048, 4096, 7000)
-KEPT = ("speedup", "speedup_ci", "tau", "draft_ms", "verify_ms", "by_prompt")
+KEPT = ("speedup", "speedup_ci", "tau", "by_prompt")
 
 
 def cut(tokenizer, text: str, length: int, device) -> dict:
@@ -55,10 +55,8 @@ def measure(args) -> dict:
     """The figures of all arms at all lengths."""
     stock, target, tokenizer = bench.load(args)
     result = report.header(args, target, "results/tools/lengths.py")
-    all_arms = [
-        arms.plain_loops(stock, target)[-1],
-        *arms.make_arms(args.method, target),
-    ]
+    plain = arms.plain_loops(stock, target)[-1]
+    all_arms = [plain, *arms.make_arms(args.method, target)]
     if any(arm.drafts is None for arm in all_arms):
         raise common.UserError(
             "prompt-lookup and assisted keep no cache: leave them out"
@@ -67,7 +65,7 @@ def measure(args) -> dict:
     texts = bench.prompts_of(args)
     result |= {"prompts": len(texts), "lengths": {}}
     shuffle = random.Random(args.seed)
-    bench.warm_up(tokenizer, all_arms, [[{"turns": ["Hello."]}]], options)
+    bench.warm_up(tokenizer, all_arms, [{"turns": ["Hello."]}], options)
     total = len(args.lengths) * len(texts)
     with tqdm(total=total, desc="prompts", disable=None) as bar:
         for length in args.lengths:
@@ -110,19 +108,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.prompt is None:
         args.prompts = args.prompts or [TEXTS]
     result = measure(args)
-    print(table(result))
+    print(report.speedups("tokens of the prompt", result["lengths"]))
     if args.json:
         report.write_result(result, args.json)
-
-
-def table(result: dict, names=None) -> str:
-    """Speedups of the arms, by length."""
-    by_length = result["lengths"]
-    rows = []
-    for name in names or next(iter(by_length.values())):
-        cells = [report.speedup_cell(arms[name]) for arms in by_length.values()]
-        rows.append([name, *cells])
-    return report.markdown(["tokens of the prompt", *by_length], rows)
 
 
 if __name__ == "__main__":

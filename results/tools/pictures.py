@@ -84,31 +84,6 @@ def curves(paths: list[Path], folder: Path) -> None:
 # --------------------------------------------------------------------------- measuring
 
 
-def speedups(arms: dict[str, dict], folder: Path) -> None:
-    """Draw speedups with their intervals."""
-    best = max(arm["speedup"] for arm in arms.values())
-    ahead = [arm for arm in arms.values() if arm["speedup_ci"][0] > 1]
-    title = f"{len(ahead)} of {len(arms)} arms beat plain decoding; "
-    title += f"the best is {best:.1f} times as fast"
-    size = (8, 1.6 + 0.38 * len(arms))
-    with picture(folder / "speedup.svg", title, size=size) as axes:
-        for name, arm in reversed(arms.items()):  # the first one comes on top
-            value = arm["speedup"]
-            low, high = arm["speedup_ci"]
-            axes.plot([low, high], [name] * 2, color=colour(name), linewidth=3)
-            axes.plot(value, name, "o", color=colour(name), markersize=9)
-            axes.annotate(
-                f"{value:.2f}",
-                (high, name),
-                (8, 0),
-                textcoords="offset points",
-                va="center",
-            )
-        axes.axvline(1, color=GREY, linestyle=":", zorder=0)
-        axes.margins(x=0.12)
-        axes.set_xlabel("speed over the fastest plain decoding (1), 95% interval")
-
-
 def costs(curve: dict, folder: Path) -> None:
     """Draw milliseconds of a target forward, by number of tokens."""
     times = {int(count): ms for count, ms in curve["by_tokens"].items()}

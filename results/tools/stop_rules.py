@@ -405,8 +405,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     options = bench.generate_options(args)
     plain = arms.plain_loops(stock, target)[:1]
-    groups = [[prompt] for prompt in prompts]
-    asked, _ = bench.ask(tokenizer, plain, groups, options, args.seed)
+    asked, _ = bench.ask(tokenizer, plain, prompts, options, args.seed)
     result = report.header(args, target, "results/tools/stop_rules.py")
     result["prompts"] = len(prompts)
     turns = [inputs | options for inputs in asked]

@@ -18,10 +18,8 @@ what is in it:
     <!-- claims: PAPER | SEEN -->
             claims of a paper, one a line (claims.py); the first and the last column
             are written by hand and kept
-    <!-- batches: run.json more.json -->
-            speedups of runs with several sequences at once
-    <!-- lengths: cpu_lengths.json; glide falcon -->
-            speedups of some arms by the length of the prompt
+    <!-- speedups: cpu_lengths.json; tokens of the prompt; glide falcon -->
+            speedups of some arms by the length of the prompt, or the size of a batch
     <!-- rules: two layers: rounds.json.gz; six layers: rounds_six.json.gz -->
             SpecDec++'s stop rules, replayed (results/tools/stop_rules.py)
     <!-- heads: heads.json; D = 1; D = 5 -->
@@ -37,7 +35,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))  # where this is run as a script
 
 import claims  # noqa: E402
-import lengths  # noqa: E402
 import pictures  # noqa: E402
 import stop_rules  # noqa: E402
 
@@ -66,7 +63,7 @@ TABLE = re.compile(rf"({COMMENT})((?:\|[^\n]*\n)*\n?)", re.DOTALL)
 def table(words: str) -> str:
     """The table that a comment asks for."""
     file, names, columns, *more = [part.strip() for part in words.split(";")]
-    arms = report.arms_of(claims.read(file))
+    arms = claims.read(file)["arms"]
     arms = arms | arms.get("baseline", {}).get("loops", {})
     heads, rows = report.arm_table(arms, names.split(), columns.split())
     for part in more:
@@ -131,22 +128,13 @@ def taus(words: str) -> str:
     return report.markdown([*heads, "95%"], rows)
 
 
-def batches(words: str) -> str:
-    """Speedups over plain decoding in batches of the same size, and their intervals."""
-    rows = []
-    for file in words.split():
-        result = claims.read(file)
-        arms = report.arms_of(result)
-        names = [name for name in arms if name != "baseline"]
-        cells = [report.speedup_cell(arms[name]) for name in names]
-        rows.append([f"[{result['batch']['size']}]({file})", *cells])
-    return report.markdown(["sequences", *names], rows)
-
-
-def by_length(words: str) -> str:
-    """Speedups of some arms by the length of the prompt."""
-    file, names = words.split(";")
-    return lengths.table(claims.read(file.strip()), names.split())
+def by_size(words: str) -> str:
+    """Speedups of some arms by the number of sequences, or by the prompt's length."""
+    file, head, names = (part.strip() for part in words.split(";"))
+    result = claims.read(file)
+    return report.speedups(
+        head, result.get("sizes") or result["lengths"], names.split()
+    )
 
 
 COSTS = (stop_rules.COST, 0.209)  # the latter: of the paper's models
@@ -190,8 +178,7 @@ def written(text: str) -> str:
         "curves": curves,
         "layers": layers,
         "taus": taus,
-        "batches": batches,
-        "lengths": by_length,
+        "speedups": by_size,
         "rules": rules,
         "heads": trained_heads,
     }
@@ -211,9 +198,6 @@ LENGTH_ARMS = ("glide", "specdecpp", "falcon", "ctc_drafter", "lookup")
 def draw() -> None:
     """The pictures of results/README.md and checkpoints/README.md."""
     folder = claims.RESULTS / "pictures"
-    arms = dict(report.arms_of(claims.read("cpu_main.json")))
-    del arms["baseline"]
-    pictures.speedups(arms, folder)
     pictures.costs(claims.read("cpu_cost.json")["cost_curve"], folder)
     pictures.lengths(claims.read("cpu_lengths.json")["lengths"], LENGTH_ARMS, folder)
     answers = stop_rules.read(claims.RESULTS / "rounds_greedy.json.gz")

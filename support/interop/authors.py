@@ -5,19 +5,15 @@
     python -m support.interop.authors specdecpp hacky/acchead-llama2-chat-7bx70b OUT \\
         --target meta-llama/Llama-2-70b-chat-hf \\
         --draft-model meta-llama/Llama-2-7b-chat-hf
-    python -m support.interop.authors medusa FasterDecoding/medusa-vicuna-7b-v1.3 OUT \\
-        --target lmsys/vicuna-7b-v1.3
 
 A drafter is named by its folder or its id on the hub. OUT is an ordinary drafter:
-bench.py takes eagle@OUT, and `load_drafter` reads it as an eagle.Drafter, a
-specdecpp.Drafter or a medusa.Drafter. Formats:
+bench.py takes eagle@OUT, and `load_drafter` reads it as an eagle.Drafter or a
+specdecpp.Drafter. Formats:
 
     eagle       EAGLE-1 and EAGLE-2: config.json, and pytorch_model.bin or
                 model.safetensors
     specdecpp   the head: config.json and model.safetensors. One residual block is
                 applied several times
-    medusa      config.json and medusa_lm_head.pt: heads with LM heads of their own
-                (train_legacy.py of their repository writes another format, not read)
 
 The formats were tried with random weights, against a few lines that state what each
 computes. The published weights were not tried.
@@ -38,7 +34,7 @@ import common
 import specdecpp
 from common import UserError
 from support import cli, files
-from support.rivals import eagle, medusa
+from support.rivals import eagle
 
 
 def eagle_drafter(theirs: dict, weights: dict[str, Tensor], target):
@@ -98,24 +94,6 @@ def specdecpp_head(theirs: dict, weights: dict[str, Tensor], target, draft_model
     return specdecpp.Drafter(config), renamed | weights
 
 
-def medusa_heads(theirs: dict, weights: dict[str, Tensor], target):
-    """Medusa's heads (Cai et al., 2024), which read only the hidden state."""
-    count = theirs["medusa_num_heads"]
-    if theirs["medusa_num_layers"] != 1:
-        raise UserError("its heads have several residual blocks, and ours have one")
-    config = medusa.Config(
-        common.target_shape(target), labels=count, draft_vocab=0, own_heads=True
-    )
-    renamed = {}
-    for n in range(count):
-        for name in ("weight", "bias"):
-            renamed[f"heads.{n}.{name}"] = weights.pop(f"{n}.0.linear.{name}")
-        renamed[f"lm_heads.{n}.weight"] = weights.pop(f"{n}.1.weight")
-    identity = torch.eye(config.target["hidden_size"])
-    renamed["fusion.weight"] = torch.cat([identity, torch.zeros_like(identity)], dim=1)
-    return medusa.Drafter(config), renamed | weights
-
-
 def check_embedding(theirs: Tensor | None, target) -> None:
     """Raise a UserError unless a drafter's embedding is a copy of the target's."""
     ours = target.get_input_embeddings().weight
@@ -142,8 +120,8 @@ def check_rotation(theirs: dict, target) -> None:
             )
 
 
-READERS = {"eagle": eagle_drafter, "specdecpp": specdecpp_head, "medusa": medusa_heads}
-FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
+READERS = {"eagle": eagle_drafter, "specdecpp": specdecpp_head}
+FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def convert(method: str, source: str, target, **more):

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +17,6 @@ from support.rivals import lookup
 FORM = "[BASE+]NAME[:SETTINGS][+copies][@DIR]"
 COPIES = 16  # most tokens that +copies adds to a draft
 BASES = {"cape": "glide", "beam": "glide"}  # methods that use another one's drafter
-# The arms of "all"; those that do not fit the target are skipped.
-ALL = (*cli.METHODS, "cape:cpu", "medusa", "eagle", "lookup", *PEERS)
 
 
 @dataclass
@@ -33,24 +30,20 @@ class Arm:
     drafter: object = None  # of the method, to measure alpha; None: it has no weights
     settings: dict = field(default_factory=dict)  # those that may change after training
     kwargs: dict = field(default_factory=dict)  # of target.generate, for transformers
-    padded: bool = False  # transformers decodes a whole batch, padded
 
 
-def plain_loops(stock, target, batch_size: int = 1) -> list[Arm]:
-    """Plain decoding in every way that we have; the fastest is the baseline.
+def plain_loops(stock, target) -> list[Arm]:
+    """All our ways of plain decoding; the fastest is the baseline.
 
     stock: the target as loaded.
     target: the packed one, or `stock` again.
     """
-    batch = batch_size > 1
     # The first is what a user has without this repository, and the reference for greedy
     # answers. The others decode with the packed target. If only those were compared,
     # our packing might slow the baseline and make every speedup look better.
-    loops = [Arm("stock", stock, padded=batch)]
+    loops = [Arm("stock", stock)]
     if target is not stock:
-        loops.append(Arm("transformers", target, padded=batch))
-    if batch:
-        loops.append(Arm("one by one", target))
+        loops.append(Arm("transformers", target))
     return [*loops, Arm("plain", target, plain_drafts)]
 
 
@@ -100,7 +93,7 @@ def parse(text: str) -> Parts:
     window = {}
     if hasattr(source, "Drafter"):
         size = changes.pop("window", common.WINDOW)
-        window = {"window": None if size == "none" else size}
+        window = {"window": None if size in ("none", "None") else size}
     chain = {}
     if name == "cape":  # what is not its own is a setting of the chains
         own = common.decode_fields(module.Config)
@@ -164,8 +157,7 @@ def make_arms(texts: list[str], target, shipped=cli.ROOT / "checkpoints") -> lis
     """The arms of some texts, each once, to decode with `target`.
 
     shipped: the folder of the shipped drafters.
-    Raises UserError for an arm that is impossible, or two of one name. Of "all", those
-    that are impossible are skipped, and stderr says why.
+    Raises UserError for an arm that is impossible, or two of one name.
     """
 
     @functools.cache
@@ -176,14 +168,8 @@ def make_arms(texts: list[str], target, shipped=cli.ROOT / "checkpoints") -> lis
 
     arms: dict[str, Arm] = {}  # by text
     for text in texts:
-        for each in ALL if text == "all" else [text]:
-            make = peer if each in PEERS else make_arm
-            try:
-                arms[each] = make(each, target, load)
-            except UserError as problem:
-                if text != "all":
-                    raise
-                print(f"bench.py: without {each}: {problem}", file=sys.stderr)
+        make = peer if text in PEERS else make_arm
+        arms[text] = make(text, target, load)
     names = [arm.name for arm in arms.values()]
     for name in names:
         if names.count(name) > 1:

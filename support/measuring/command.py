@@ -10,14 +10,7 @@ from support import cli
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:
     """Parse `argv` with the options of bench.py."""
-    parser = options(description)
-    parser.add_argument(
-        "--batch-size",
-        type=cli.number(int, 1),
-        default=1,
-        help="prompts answered at once",
-    )
-    return parsed(parser, argv)
+    return parsed(options(description), argv)
 
 
 def parsed(parser: cli.OneLineParser, argv: list[str]) -> argparse.Namespace:
@@ -46,7 +39,7 @@ def options(description: str) -> cli.OneLineParser:
         nargs="+",
         default=[],
         metavar="ARM",
-        help=f"{names}, or all; see above",
+        help=f"{names}; see above",
     )
     add("--target", type=cli.target, help=cli.TARGET_HELP)
     dtypes = ("float32", "bfloat16", "float16", "float64")

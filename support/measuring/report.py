@@ -25,9 +25,7 @@ COLUMNS = {
     "vs_stock": ("x stock", ".2f"),
     "vs_stock_ci": ("95%", ".2f"),
     "tau": ("tau", ".2f"),
-    "accepted_per_round": ("accepted", ".2f"),
     "alpha": ("alpha", ".2f"),
-    "n_target_per_token": ("N_t/N", ".2f"),
     "n_discarded_per_token": ("N_d/N", ".2f"),
     "draft_ms": ("draft ms", ".1f"),
     "verify_ms": ("verify ms", ".1f"),
@@ -36,9 +34,8 @@ COLUMNS = {
 }
 LEGEND = (
     "speedup: over the baseline, the fastest plain decoding. x stock: over "
-    "transformers on the target as loaded. tau: tokens per target forward. accepted: "
-    "draft tokens accepted per target forward. alpha: acceptance rate at temperature "
-    "1. N_t/N: target forwards per token. N_d/N: draft tokens discarded per token. ms: "
+    "transformers on the target as loaded. tau: tokens per target forward. alpha: "
+    "acceptance rate at temperature 1. N_d/N: draft tokens discarded per token. ms: "
     "per round; other: neither drafting nor verifying."
 )
 
@@ -54,11 +51,10 @@ class Answer(common.Stats):
     sum, `offered` is empty, and there are no phases but "other".
     """
 
-    prompt: int = 0  # number of the prompt, or of the batch
+    prompt: int = 0  # its number
     question_id: object = None  # of the prompt
     tokens: list[int] = field(default_factory=list)  # the new ones
-    # By phase: "prefill" up to the first draft, "draft", "verify" and "other". In a
-    # batch, where phases overlap, an equal share of the time is "other".
+    # By phase: "prefill" up to the first draft, "draft", "verify" and "other".
     seconds: Counter = field(default_factory=Counter)
 
 
@@ -90,14 +86,12 @@ def sums(answers: list[Answer]) -> Counter:
 FIGURES = {  # functions of the totals over an arm's answers
     "tokens_per_s": lambda total: total["tokens"] / total["seconds"],
     "tau": lambda total: total["tokens"] / total["forwards"],
-    "n_target_per_token": lambda total: total["forwards"] / total["tokens"],
-    "accepted_per_round": lambda total: total["accepted"] / total["forwards"],
     "n_discarded_per_token": lambda total: total["discarded"] / total["tokens"],
     "draft_ms": lambda total: 1000 * total["draft"] / max(1, total["drafts"]),
     "verify_ms": lambda total: 1000 * total["verify"] / total["forwards"],
     "other_ms": lambda total: 1000 * total["other"] / total["forwards"],
 }
-OF_DRAFTS = {"accepted_per_round", "n_discarded_per_token", "draft_ms"}
+OF_DRAFTS = {"n_discarded_per_token", "draft_ms"}
 OF_PHASES = {"draft_ms", "verify_ms", "other_ms"}
 
 
@@ -121,7 +115,7 @@ def figures(answers: list[Answer]) -> dict:
 
 
 def by_prompt(answers: list[Answer]) -> dict[str, list]:
-    """What `paired` needs: totals over the turns of each prompt, or batch."""
+    """What `paired` needs: totals over the turns of each prompt."""
     groups: dict[int, list[Answer]] = {}
     for answer in answers:
         groups.setdefault(answer.prompt, []).append(answer)
@@ -143,7 +137,7 @@ def paired(ours: dict, theirs: dict) -> tuple[float, list[float] | None]:
     """The ratio of two arms' tokens per second, and its 95% interval.
 
     ours, theirs: figure "by_prompt" of the two.
-    Returns the ratio and [lower, upper], None below five prompts or batches.
+    Returns the ratio and [lower, upper], None below five prompts.
     """
     columns = [ours["tokens"], ours["seconds"], theirs["tokens"], theirs["seconds"]]
     prompts = torch.tensor(columns, dtype=torch.float64).T  # (prompts, 4)
@@ -190,7 +184,7 @@ def rounded(value, digits: int = 6):
 def tables(result: dict) -> str:
     """All tables of a result."""
     parts = [about(result)]
-    if arms := arms_of(result):
+    if arms := result.get("arms"):
         parts += [markdown(*arm_table(arms)), LEGEND]
         parts += [line for name in arms if (line := departure(name, arms[name]))]
     return "\n\n".join(parts)
@@ -202,21 +196,14 @@ def about(result: dict) -> str:
     if result["commit"]:  # None outside git
         place += f", commit {result['commit']}"
     text = f"**{result['target']}**, {place}"
-    if not arms_of(result):
+    if not result.get("arms"):
         return text
     count = result["prompts"]
     text += (
         f"; {count} prompt{'s' * (count != 1)}, up to {result['max_new_tokens']} tokens"
     )
     text += f" a turn, temperature {result['temperature']:g}"
-    if batch := result.get("batch"):
-        text += f", batches of {batch['size']}: {batch['batches']}"
     return text + ("; some turns not answered" if result.get("interrupted") else "")
-
-
-def arms_of(result: dict) -> dict:
-    """{NAME: figures} of a result, batched or not; {} without arms."""
-    return result.get("arms") or result.get("batch", {}).get("arms") or {}
 
 
 def arm_table(arms: dict, names=None, columns=None) -> tuple[list[str], list[list]]:
@@ -264,10 +251,18 @@ def cell(value, form: str = ".2f") -> str | None:
     return None if value is None else format(value, form)
 
 
-def speedup_cell(arm: dict) -> str:
-    """The speedup and, of five prompts or more, its interval."""
-    interval = f" ({cell(arm['speedup_ci'])})" if arm["speedup_ci"] else ""
-    return cell(arm["speedup"]) + interval
+def speedups(head: str, runs: dict, names=None) -> str:
+    """A table of the speedups of arms, and of intervals over five prompts or more.
+
+    runs: {heading of a column: {arm's name: figures}}. names: of some arms; None: all.
+    """
+    rows = []
+    for name in names or next(iter(runs.values())):
+        rows.append([name])
+        for arm in (arms[name] for arms in runs.values()):
+            interval = f" ({cell(arm['speedup_ci'])})" if arm["speedup_ci"] else ""
+            rows[-1].append(cell(arm["speedup"]) + interval)
+    return markdown([head, *runs], rows)
 
 
 def markdown(heads: list[str], rows: list[list]) -> str:

@@ -33,10 +33,6 @@ class Config:
     labels: int = option(3, "tokens that are learned: the number of heads, U")
     anchors: int = option(64, "places to train at, per sequence")
     draft_vocab: int = option(8192, "draft only this many frequent tokens; 0: all")
-    own_heads: bool = option(
-        False,
-        "no norms, and LM heads of their own (filled in by support.interop.authors)",
-    )
     symbols: int = option(10, "likeliest tokens tried per head", decode=True)
     nodes: int = option(
         5, "at most this many nodes (the authors' code: 63)", decode=True
@@ -66,19 +62,13 @@ class Drafter(
         self.config = config
         self.kv_layers = []  # it reads no K and V of the target
         width = config.target["hidden_size"]
-        norm = nn.Identity if config.own_heads else nn.RMSNorm
-        self.feature_norm = norm(width, eps=1e-5)
-        self.embed_norm = norm(width, eps=1e-5)
+        self.feature_norm = nn.RMSNorm(width, eps=1e-5)
+        self.embed_norm = nn.RMSNorm(width, eps=1e-5)
         self.fusion = nn.Linear(2 * width, width, bias=False)
         heads = [nn.Linear(width, width) for _ in range(config.labels)]
         self.heads = nn.ModuleList(heads)
-        self.norm = norm(width, eps=1e-5)
+        self.norm = nn.RMSNorm(width, eps=1e-5)
         common.add_vocab_ids(self, config.draft_vocab)
-        self.lm_heads = None
-        if config.own_heads:
-            size = len(self.vocab_ids)
-            lm_heads = [nn.Linear(width, size, bias=False) for _ in heads]
-            self.lm_heads = nn.ModuleList(lm_heads)
 
     def forward(self, target, hidden: Tensor, next_ids: Tensor) -> Tensor:
         """States (..., U, D) of the heads; hidden (..., D), next_ids (...)."""
@@ -110,18 +100,7 @@ def training_logits(drafter: Drafter, target, batch, anchors: Tensor) -> Tensor:
     next_ids = ctc_drafter.at_anchors(batch.input_ids[:, 1:], anchors)
     states = drafter(target, hidden, next_ids)  # (W, U, D)
     head = common.draft_head(target, drafter.vocab_ids).to(states.dtype)
-    return read_out(drafter, states, head)
-
-
-def read_out(drafter: Drafter, states: Tensor, head: nn.Module) -> Tensor:
-    """Logits (..., U, Vd) of states (..., U, D).
-
-    head: the target's LM head, D -> Vd, for heads that have none of their own.
-    """
-    if drafter.lm_heads is None:
-        return head(states).float()
-    pairs = zip(drafter.lm_heads, states.unbind(-2))
-    return torch.stack([own(state) for own, state in pairs], dim=-2).float()
+    return head(states).float()
 
 
 def loss(drafter: Drafter, target, batch) -> tuple[Tensor, int]:
@@ -150,13 +129,13 @@ def run_heads(drafter: Drafter, decoding, head: nn.Module) -> Tensor:
     head: the target's LM head, D -> Vd.
     """
     states = drafter(decoding.target, decoding.hidden[0, -1], decoding.ids[0, -1])
-    return read_out(drafter, states, head).log_softmax(-1)
+    return head(states).float().log_softmax(-1)
 
 
 @common.windowed
 @torch.no_grad()
 def drafts(decoding, drafter: Drafter, **changes):
-    """Yield one draft per round; the caller verifies it before it asks for the next.
+    """Yield one draft per round. Verify each draft before you ask for the next one.
 
     changes: other values for fields of the Config with decode=True, such as nodes.
     """

@@ -20,7 +20,6 @@ from support.training.features import fingerprint
 DECIDING = (
     "method",
     "dtype",
-    "bf16",
     "seed",
     "batch_size",
     "lr",

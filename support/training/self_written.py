@@ -227,12 +227,6 @@ class Maker:
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
 
-def cut(records: list[dict], most: int) -> int:
-    """How many answers did not end within `most` tokens."""
-    unended = (each["response_ids"] for each in records if not each["finished"])
-    return sum(len(ids) >= most for ids in unended)
-
-
 @contextlib.contextmanager
 def alone(path: str):
     """Keep other processes from appending to `path`.
@@ -272,7 +266,7 @@ def whole_lines(path: str) -> list[dict]:
     start = b'{"prompt": "'
     try:
         records = [json.loads(line) for line in lines]
-        ours = all(isinstance(record["prompt"], str) for record in records)
+        ours = all(isinstance(x["prompt"], str) and "finished" in x for x in records)
     except (ValueError, KeyError, TypeError):
         ours = False
     if not ours or half[: len(start)] != start[: len(half)]:
